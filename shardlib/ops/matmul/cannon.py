@@ -2,15 +2,15 @@
 
 A [M, K] and B [K, N] are split over (row, col) of a q x q grid.  Skewed, rank (i, j) holds
 A(i, i+j) and B(i+j, j); each of q steps multiplies, then moves A one rank left and B one up.
-The two transposed forms let an accumulator travel in the moved operand's place:
+The two transposed forms shift an accumulator in place of the operand that they compute:
 
-    AB    C = A B      A and B travel
-    ABT   A = C B^T    B and the accumulator of A travel     (dA = dC B^T)
-    ATB   B = A^T C    A and the accumulator of B travel     (dB = A^T dC)
+    AB    C = A B      A and B are shifted
+    ABT   A = C B^T    B and the accumulator of A are shifted     (dA = dC B^T)
+    ATB   B = A^T C    A and the accumulator of B are shifted     (dB = A^T dC)
 
 Operands stored pre-skewed (layouts ``x y skew a`` and ``x y skew b``) save the first move, and
-their gradients come back skewed.  At most three blocks of temporaries live at once: A's next
-block travels during the product, B's after it.
+their gradients are skewed too.  At most three blocks of temporaries are alive at once: A's next
+block is received during the product, B's after it.
 
 Source: Cannon 1969.
 """
@@ -98,14 +98,14 @@ def _skew_b(b: Tensor, row: str, col: str, q: int) -> Tensor:
 
 
 def _home_a(a: Tensor, row: str, col: str, q: int) -> Tensor:
-    """After the last step rank (i, j) holds A(i, i+j-1): send it to (i, i+j-1)."""
+    """Send A home: after the last step rank (i, j) holds A(i, i+j-1), which goes to (i, i+j-1)."""
     return ppermute(
         a, (row, col), [(i * q + j, i * q + (i + j - 1) % q) for i in range(q) for j in range(q)]
     )
 
 
 def _home_b(b: Tensor, row: str, col: str, q: int) -> Tensor:
-    """After the last step rank (i, j) holds B(i+j-1, j): send it to (i+j-1, j)."""
+    """Send B home: after the last step rank (i, j) holds B(i+j-1, j), which goes to (i+j-1, j)."""
     return ppermute(
         b, (row, col), [(i * q + j, (i + j - 1) % q * q + j) for i in range(q) for j in range(q)]
     )
@@ -114,10 +114,10 @@ def _home_b(b: Tensor, row: str, col: str, q: int) -> Tensor:
 def cannon_words(
     form: str, m: int, k: int, n: int, q: int, skewed: tuple[bool, bool], width: int = 1
 ) -> Fraction:
-    """Count the words one rank receives: q-1 shifts of A and B, and the skew or way home of each.
+    """Count the words one rank receives: q-1 shifts of A and B, and each skew or way home.
 
     A skew or a way home moves (q-1)/q of the blocks; a skewed result's last step moves all.
-    ``width``  words per word of a travelling sum: 2 where half precision is summed in fp32.
+    ``width``  words per word of a shifted sum: 2 where half precision is summed in fp32.
     """
     made = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}[form]
     words = Fraction(0)

@@ -1,4 +1,4 @@
-"""What the matmul algorithms must know of a product Y = X W: layouts, sizes, mesh, no tensors."""
+"""MatmulCase: layouts, sizes and mesh of a product Y = X W, without tensors."""
 
 import math
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ class MatmulCase:
     """Y = X W of X [..., M, K] and W [K, N] (or [..., K, N]): layouts, sizes and mesh, no tensors.
 
     ``x``, ``w``  layouts; ``x_shape``, ``w_shape`` global sizes.
-    ``mesh``      (axis, size) of each axis; ``links`` what was measured along them.
+    ``mesh``      (axis, size) of each axis; ``links`` the measured costs along them.
     ``itemsize``  bytes per element.
-    ``out``       the layout that Y must have, if that is asked for.
-    ``held``      how X was moved already, for another product: that is not paid for again.
-    ``more``      whether another product will read X as it is; None where that is not known.
+    ``out``       the layout that Y must have, if one is required.
+    ``held``      moves of X made already for another product, which are not paid for again.
+    ``more``      whether another product will read X as it is; None where that is unknown.
 
     >>> import shardlib as sl
     >>> case = sl.extend.MatmulCase(
@@ -71,11 +71,11 @@ class MatmulCase:
         return self.bytes_of(self.w, self.w_shape)
 
     def bytes_of(self, layout: Layout, shape: tuple[int, ...]) -> int:
-        """Count the bytes of a rank's block of a matrix that lies so."""
+        """Count the bytes of a rank's block of a matrix in this layout."""
         return math.prod(layout.local_shape(shape, self.axes)) * self.itemsize
 
     def rows_by(self, columns: Dim) -> Layout:
-        """Give Y's layout where its rows lie as X's, and its columns as given."""
+        """Return Y's layout with the rows of X's layout and the given columns."""
         return Layout(dims=(*self.x.dims[:-1], columns))
 
     def over(self, out: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -90,11 +90,11 @@ class MatmulCase:
 
     @property
     def width(self) -> int:
-        """How much wider sums are than operands: half precision is summed in fp32."""
+        """Words of a sum per word of an operand: half precision is summed in fp32."""
         return 2 if self.itemsize == 2 else 1
 
     def batch(self) -> int | str:
-        """Count the batch dimensions both have, or say why they cannot be multiplied in place."""
+        """Count the batch dimensions that both have, or return why they cannot be multiplied."""
         batch = len(self.w_shape) - 2
         if batch and (
             self.x.dims[:batch] != self.w.dims[:batch] or len(self.x_shape) != len(self.w_shape)
@@ -109,7 +109,7 @@ class MatmulCase:
         }
 
     def fix(self) -> tuple[str, type[NoImplementation]]:
-        """Write the reshard of W that some algorithm would accept, or of a result asked for."""
+        """Write the reshard of W that some algorithm would accept, or of a required result."""
         if self.out is not None:
             return f"sl.reshard(sl.matmul(x, w), {str(self.out)!r})", NoImplementation
         rows, last = self.x.dims[:-1], self.x.dims[-1]

@@ -1,7 +1,7 @@
-"""Slice operands that are whole, where an algorithm fits their parts.
+"""Slicing of operands that ranks hold whole, where an algorithm fits the slices.
 
-As a row-parallel layer does to an input that is not split.  Nothing moves forward; the gradient of
-what was cut is gathered.
+A row-parallel layer does this to an input that is not split.  Nothing moves forward; the gradient
+of the sliced operand is gathered.
 """
 
 import math
@@ -16,7 +16,7 @@ __all__ = ["cut_for", "whole_rows"]
 
 
 def whole_rows(case: MatmulCase) -> tuple[Layout, Layout, Layout] | None:
-    """Give Y whole rows if X's are, though a weight's rule asks for split ones; None if unfit."""
+    """Return layouts with whole rows of Y, if X's are whole, though a rule splits them; or None."""
     if case.out is None or any(d.is_split for d in case.x.dims[:-1]):
         return None
     out = Layout((*case.x.dims[:-1], case.out.dims[-1]))
@@ -24,11 +24,11 @@ def whole_rows(case: MatmulCase) -> tuple[Layout, Layout, Layout] | None:
 
 
 def cut_for(case: MatmulCase) -> tuple[Layout, Layout, Layout | None] | None:
-    """Find layouts of X and W that an algorithm fits and that cut what ranks hold whole.
+    """Find layouts of X and W that an algorithm fits and that slice whole operands.
 
-    Nothing moves.
+    Nothing moves forward.
 
-    The cut value's gradient is gathered in turn, and counts: the cheapest wins.
+    The gradient of a sliced operand is gathered, which counts: the cheapest choice is returned.
     """
     mesh, found = dict(case.mesh), []
     for x, w in _cuts(case, mesh):
@@ -40,7 +40,7 @@ def cut_for(case: MatmulCase) -> tuple[Layout, Layout, Layout | None] | None:
 
 
 def _cuts(case: MatmulCase, mesh: dict[str, int]) -> Iterator[tuple[Layout, Layout]]:
-    """Yield X cut as W's contraction, or W as X's; also X's rows over an axis of W alone."""
+    """Yield X sliced like W's contraction, or W like X's; also X's rows over an axis of W alone."""
     x, w = case.x, case.w
     if len(case.w_shape) != 2 or x.skew or w.skew:
         return

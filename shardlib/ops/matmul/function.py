@@ -1,8 +1,8 @@
-"""One product Y = X W as an autograd function, whatever its schedule.
+"""Autograd function of one product Y = X W, for any schedule.
 
-A schedule is local code: it sees this rank's blocks and axis names, and says how Y and the two
-gradients come about.  ``Product`` is the rest, once for all: blocks into the mesh and out of it,
-what is saved, which gradients are wanted, and second derivatives.
+A schedule is local code on this rank's blocks and axis names that computes Y and the two gradients.
+``Product`` does the rest for all of them: wrapping blocks for the mesh, saving, skipping gradients
+that are not needed, and second derivatives.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -25,13 +25,13 @@ NOWHERE: tuple[Axes, Axes] = ((), ())
 
 @runtime_checkable
 class Schedule(Protocol):
-    """Way of multiplying local blocks by axis names; a frozen dataclass of what it must know.
+    """Protocol of an algorithm on local blocks and axis names; usually a frozen dataclass.
 
     ``summed``  the mesh axes over which Y is summed and then whole on every rank; () for most.
 
-    It sees no mesh, no process group and no rank number: ``sl.all_gather`` and its like move
-    blocks, and ``sl.axis_size`` tells a size.  On a simulated mesh the same lines run once for
-    all ranks, so that it must not branch on ``sl.axis_index``.
+    It gets no mesh, no process group and no rank number: ``sl.all_gather`` and the other
+    collectives move blocks, and ``sl.axis_size`` returns a size.  On a simulated mesh the same
+    code runs once for all ranks, so it must not branch on ``sl.axis_index``.
 
     >>> import torch, shardlib as sl
     >>> from dataclasses import dataclass
@@ -51,17 +51,17 @@ class Schedule(Protocol):
     def summed(self) -> Axes: ...
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Give Y, to which a bias is added, and what backward shall see of X and of W.
+        """Return Y, with the bias added, and the blocks of X and of W to save for backward.
 
-        Where that is not x and w themselves, a schedule with ``saves_blocks`` says it in a method
-        ``blocks(x, w)`` without computing Y, for a region that has Y already (``"products"``).
+        If these are not x and w themselves, a schedule with ``saves_blocks`` has a method
+        ``blocks(x, w)`` that returns them without computing Y, for regions that kept Y.
         """
         ...
 
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
-        """Give the gradients of X and of W that are needed, each summed over further mesh axes.
+        """Return the gradients of X and of W that are needed, each summed over further mesh axes.
 
         Where gradients are recorded, for a second derivative, every step must be differentiable;
         ``over`` is empty then.
@@ -70,9 +70,9 @@ class Schedule(Protocol):
 
 
 class Product(Local):
-    """apply(schedule, mesh, over, x, w, bias): Y's raw block of theirs.
+    """apply(schedule, mesh, over, x, w, bias): the raw block of Y from those of x, w and bias.
 
-    ``over``  the axes over which the gradients of x and of w are summed besides.
+    ``over``  further axes over which the gradients of x and of w are summed.
     ``bias``  added before the result is rounded; its gradient is not computed here.
     """
 
@@ -114,10 +114,10 @@ class Product(Local):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         schedule, mesh, over = ctx.call
         x, w = ctx.saved_tensors
-        if x.is_complex():  # dX is dY times W's adjoint, and schedules transpose
+        if x.is_complex():  # dX = dY W^H, but schedules only transpose, so conjugate here
             x, w = x.conj().resolve_conj(), w.conj().resolve_conj()
         need = ctx.needs_input_grad[3:5]
-        if torch.is_grad_enabled():  # a gradient of the gradient will be asked for
+        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
             return None, None, None, *_recorded(schedule, mesh, over, grads[0], x, w, need), None
         if not lead(mesh):
             with bind(mesh):
@@ -131,7 +131,7 @@ class Product(Local):
 
 
 def _without_product(schedule: Schedule, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what backward shall see of X and of W, where Y is there already."""
+    """Return the blocks of X and of W to save for backward, where Y was kept."""
     blocks = getattr(schedule, "blocks", None)
     return (x, w) if blocks is None else blocks(x, w)
 
@@ -145,7 +145,7 @@ def _recorded(
     w: Tensor,
     need: Any,
 ) -> Gradients:
-    """Return gradients that can be differentiated: sums of what is the same on all ranks are so."""
+    """Return gradients that can be differentiated: ``vary`` and ``total`` place the sums."""
     dy, x, w = vary(dy, mesh, schedule.summed), vary(x, mesh, over[0]), vary(w, mesh, over[1])
     with bind(mesh):
         dx, dw = schedule.gradients(wrap(dy, mesh), wrap(x, mesh), wrap(w, mesh), need, NOWHERE)

@@ -1,12 +1,12 @@
-"""Local products, and those of one axis whose ends are whole: Megatron's columns and rows.
+"""Local products, and one-axis products with unsplit ends: Megatron's column and row parallel.
 
     rows         X [M, K/k], W [K/k, N]:  Y = psum(X W) over k
     columns      X [M, K], W [K, N/n]:    dX = psum(dY W^T) over n
     data         X [M/m, K], W [K, N]:    dW = psum(X^T dY) over m
 
 Each of the three matrices is summed over the axes along which it is whole and the two others are
-not; any of the sums may be over nothing.  Half precision parts are rounded as they travel, and the
-sum once.
+split; any of these sets of axes may be empty.  Half precision parts are rounded when they are sent,
+and the sum once.
 
 Source: arXiv 1909.08053, section 3.
 """
@@ -31,10 +31,10 @@ __all__ = ["Matmul1D", "oned"]
 
 @dataclass(frozen=True)
 class Matmul1D:
-    """A local product, Y summed over ``summed``.
+    """Local product whose Y is summed over ``summed``.
 
-    ``wide``  where X's gradient is added in fp32, for the node that sums it for several products,
-              or None.
+    ``wide``  fp32 accumulator to which X's gradient is added, for a node that sums it for several
+              products, or None.
     """
 
     summed: Axes = ()

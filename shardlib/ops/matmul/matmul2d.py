@@ -1,15 +1,15 @@
-"""Products in 2D blocks: the forms, the schedule SUMMA and Cannon share, and which layouts fit.
+"""2D products: the forms of SUMMA and Cannon, their common schedule, and the layouts that fit.
 
-Three matrices A [M, K], B [K, N], C [M, N] lie in blocks on a (row, col) grid.  Each of three forms
+Three matrices A [M, K], B [K, N], C [M, N] are in blocks on a (row, col) grid.  Each of three forms
 computes one of them from the others, and the gradients of one form are the other two:
 
     AB    C = A B        ABT   A = C B^T        ATB   B = A^T C
 
-Read Y = X W by what splits its rows, its contraction and its columns:
+The form of Y = X W follows from the axes that split its rows, contraction and columns:
 
     X rows  X contraction  W contraction  W columns    form
-    (.. r)  c              r              c            AB: Y stays as it lies
-    (.. r)  c              c              r            ABT: X stays as it lies
+    (.. r)  c              r              c            AB: Y is stationary
+    (.. r)  c              c              r            ABT: X is stationary
     c       r              r              c            ABT as well; ATB, W-stationary with Y's rows
                                                        over r and columns over c, where W is asked
                                                        to stay
@@ -47,12 +47,12 @@ ROLES: dict[Form, dict[str, str]] = {  # the role each of A, B, C plays in Y = X
 
 
 class Grid(Protocol):
-    """SUMMA or Cannon on a row x col grid."""
+    """Protocol of SUMMA and Cannon on a row x col grid."""
 
     def multiply(self, form: Form, p: Tensor, q: Tensor, over: Axes, bias: Tensor | None) -> Tensor:
         """Compute ab(A, B), abt(C, B) or atb(A, C), summed over further axes.
 
-        A bias is added before it is rounded.
+        A bias is added before the result is rounded.
         """
         ...
 
@@ -70,7 +70,7 @@ class Product2D:
     summed: Axes = ()
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute Y [.., M, N] of x [.., M, K] and w [K, N]; the blocks are for backward."""
+        """Compute Y [.., M, N] of x [.., M, K] and w [K, N]; x and w are saved for backward."""
         rows = x if x.ndim == 2 else self._rows(x)
         if self.form == "ab":
             y = self.grid.multiply("ab", rows, w, (), bias)
@@ -99,7 +99,7 @@ class Product2D:
         return (dx if dx is None or rows is x else dx.reshape(x.shape)), dw
 
     def _rows(self, x: Tensor) -> Tensor:
-        """Return [batch, M, K] of what has more dimensions of rows."""
+        """Flatten the dimensions of rows to one: [batch, M, K]."""
         if x.ndim <= 2 + self.batch:
             return x
         return x.reshape(*x.shape[: self.batch], -1, x.shape[-1])
@@ -117,7 +117,7 @@ class Product2D:
 
 
 def _form(case: MatmulCase, w_stays: bool) -> tuple[Form, str, str] | str:
-    """Return (form, row, col) of a 2D case, or why it is none; ATB only if W is asked to stay."""
+    """Return (form, row, col) of a 2D case, or why it is none; ATB only if W should stay."""
     xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
     ends = (xk, wk, columns)
     if not all(len(d.axes) == 1 and d.order == "contiguous" for d in ends):
@@ -140,9 +140,9 @@ def _form(case: MatmulCase, w_stays: bool) -> tuple[Form, str, str] | str:
 
 @dataclass(frozen=True)
 class Sizes2D:
-    """The form's matrices A [m, k], B [k, n], C [m, n] on a row x col grid.
+    """Sizes of the form's matrices A [m, k], B [k, n], C [m, n] on a row x col grid.
 
-    ``copies``  how many products of these sizes a rank has, along batch dimensions.
+    ``copies``  number of products of these sizes on a rank, along batch dimensions.
     ``extra``   further axes that split X's rows.
     """
 
@@ -164,14 +164,14 @@ class Sizes2D:
         return self.mesh[self.row], self.mesh[self.col]
 
     def uneven(self) -> str:
-        """Say what is not whole: K divides over lcm(row, col), M and N over their axes."""
+        """Return why panels do not fit: K must divide by lcm(row, col)."""
         panels = math.lcm(*self.shape)
         return (
             f"contraction {self.k} does not divide into {panels} panels" if self.k % panels else ""
         )
 
     def out(self) -> Layout:
-        """Give Y's layout."""
+        """Return Y's layout."""
         if self.form == "atb":
             return Layout(dims=(Dim((self.row,)), self.case.w.dims[-1]))
         columns = self.case.w.dims[-1] if self.form == "ab" else Dim((self.col,))
@@ -188,9 +188,9 @@ class Sizes2D:
     ) -> Match:
         """Price forward and both gradients.
 
-        ``blocks``   of temporaries at the peak.
-        ``rounded``  sums of half precision are rounded as they travel inside, and so travel on
-                     wide.
+        ``blocks``   number of temporary blocks at the peak.
+        ``rounded``  parts of half precision were rounded when they were sent inside, so their sum
+                     over further axes is sent in fp32.
         """
         size = self.case.itemsize * self.copies
         panel = max(self.m * self.k, self.k * self.n) // (self.shape[0] * self.shape[1])
@@ -213,7 +213,7 @@ class Sizes2D:
 
 
 def sizes_2d(case: MatmulCase, w_stays: bool = False) -> Sizes2D | str:
-    """See a case as a 2D product, or say why it is none."""
+    """Describe a case as a 2D product, or return why it is none."""
     batch = case.batch()
     found = _form(case, w_stays)
     if isinstance(batch, str):

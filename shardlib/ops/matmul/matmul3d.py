@@ -1,6 +1,6 @@
-"""The three-axis product: gather X over n, gather W over m, multiply, scatter the sum of Y over k.
+"""Three-axis product: gather X over n, gather W over m, multiply, scatter the sum of Y over k.
 
-The mesh axes play three roles, m, k and n, of any sizes pm pk pn = P.  Y [M, N] = X [M, K] W [K,
+The mesh axes have three roles, m, k and n, of any sizes pm pk pn = P.  Y [M, N] = X [M, K] W [K,
 N]:
 
     X   [M/(m n), K/k]  ->  gather over n  ->  [M/m, K/k]
@@ -8,12 +8,12 @@ N]:
     Y   [M/m, N/n] pending over k  ->  psum_scatter  ->  [M/(m k), N/n]
 
 Forward, a rank receives [(pn-1) MK + (pm-1) KN + (pk-1) MN] / P words, which is the lower bound
-on the matching grid (Al Daas et al., SPAA 2022).  Backward runs the same movements: dY is
+on the matching grid (Al Daas et al., SPAA 2022).  Backward uses the same movements: dY is
 gathered over k once, dX scattered over n while dW is multiplied (or, where W's side moves more,
-dW over m while dX is), and X and W gathered again unless they were saved so; prefetch.py starts W's
-gather one product early.  Megatron's column with sequence parallelism (P = pn) and row (P = pk),
-FSDP (P = pm), 2D (one axis of size 1), 2.5D and the cube are points of it; SUMMA, Cannon and the
-rings are schedules of the same words.
+dW over m while dX is), and X and W gathered again unless the gathered ones were saved; prefetch.py
+starts W's gather one product early.  Special cases are Megatron's column with sequence parallelism
+(P = pn) and row (P = pk), FSDP (P = pm), 2D (one axis of size 1), 2.5D and the cube; SUMMA, Cannon
+and the rings are schedules that move the same words.
 
 A layout may split either dimension of a block for a gather: X over n in its rows or in K (as 2D
 blocks do), W over m in K or in N, Y over k in its rows or columns.  The gathered axes are the
@@ -59,8 +59,8 @@ __all__ = [
 class Cube:
     """Movements of each matrix in a three-axis product.
 
-    ``save``    the gathered operands that backward keeps, of "x" and "w".
-    ``summed``  axes over which Y is summed besides, on every rank.
+    ``save``     the gathered operands that backward keeps, of "x" and "w".
+    ``summed``   further axes over which Y is summed, on every rank.
     ``w_first``  backward multiplies dW before dX: W's side moves more, and the second product hides
                  it.
     """
@@ -80,12 +80,12 @@ def product(
     onward: Callable[[], None] = lambda: None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute Y (plus a bias), and give the gathered X and W.
+    """Compute Y (plus a bias); return it and the gathered X and W.
 
     x [M/(m n), K/k], w [K/(k m), N/n] -> [M/(m k), N/n].
 
-    ``w``       a block, or the gathered one on its way.
-    ``onward``  starts what may travel during the product.
+    ``w``       a block, or its gather under way.
+    ``onward``  starts transfers that can run during the product.
     """
     coming = post(all_gather, w, cube.w) if isinstance(w, Tensor) else w
     x = post(all_gather, x, cube.x).wait()  # [M/m, K/k]
@@ -104,12 +104,12 @@ def gradients(
     onward: Callable[[], None] = lambda: None,
     wide: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute dX and dW: the sum of the first travels during the second's product.
+    """Compute dX and dW: the first one's scatter runs during the second's product.
 
-    So does what that one must gather.
+    The gather that the second needs runs during the first's product.
 
-    ``over``    the axes over which each of them is summed besides.
-    ``onward``  starts what may travel during the second product as well.
+    ``over``    further axes over which each of them is summed.
+    ``onward``  starts transfers that can run during the second product as well.
     ``wide``    dX is left in fp32, for the sum of several.
     """
     coming_w = (
@@ -149,7 +149,7 @@ def _scatter(
 ) -> Pending:
     """Compute a @ b, scattered and summed over further axes.
 
-    In half precision only what travels is rounded before a sum.
+    In half precision a part is rounded before the sum only if it is sent.
     """
     if not moves:
         out = summed_product(a, b, over, bias)
@@ -160,12 +160,12 @@ def _scatter(
 
 @dataclass(frozen=True)
 class Matmul3D:
-    """One run of the three-axis product.
+    """Schedule of one three-axis product.
 
-    ``gather``  W's, which may have been started early, and those of its neighbours: prefetch.py.
-    ``again``   where X was gathered for several products: the gather that backward makes
-                once for all of them, of the block ``x``.
-    ``wide``    where X's gradient is added in fp32, for the node that scatters it for several
+    ``gather``  gather of W, which may have been started early, and its neighbours: prefetch.py.
+    ``again``   where X was gathered for several products: the gather of the block ``x`` that
+                backward makes once for all of them.
+    ``wide``    fp32 accumulator of X's gradient, for the node that scatters it for several
                 products.
     """
 
@@ -181,7 +181,7 @@ class Matmul3D:
         return self.cube.summed
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute Y, and give backward's X and W: their blocks, or what was gathered."""
+        """Compute Y, and return backward's X and W: their blocks, or the gathered ones."""
         save, gather = self.cube.save, self.gather
         if gather is None:
             y, wide_x, wide_w = product(x, w, self.cube, bias=bias)
@@ -195,7 +195,7 @@ class Matmul3D:
         return not self.cube.save
 
     def blocks(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the X and W that backward gathers; of an X gathered for several, its block."""
+        """Return the X and W that backward gathers; if X was gathered for several, its block."""
         if self.again is None or self.x is None:
             return x, w
         self.again.readers += 1
@@ -204,7 +204,7 @@ class Matmul3D:
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
-        """Compute dX and dW by the same movements; the gather before starts under them."""
+        """Compute dX and dW by the same movements; the previous gather is started meanwhile."""
         if self.again is not None and need[1]:
             x = wrap(self.again.gather(unwrap(x)), current_mesh())
         if torch.is_grad_enabled():
@@ -239,14 +239,14 @@ def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
 
 
 def _parted(dim: Dim, moving: set[str]) -> tuple[Dim, tuple[str, ...]]:
-    """Return a dimension without its gathered axes, and those."""
+    """Split a dimension into the part without its gathered axes, and those axes."""
     kept = tuple(p for p in dim.parts if p not in moving)
     gone = tuple(str(p) for p in dim.parts if p in moving)
     return (Dim(kept), gone) if gone else (dim, ())
 
 
 def _stuck(dim: Dim, moving: set[str]) -> str:
-    """Say why these axes of a dimension cannot be gathered."""
+    """Return why these axes of a dimension cannot be gathered; empty if they can."""
     kept, gone = _parted(dim, moving)
     if gone and (dim.order != "contiguous" or dim.parts != (*kept.parts, *gone)):
         return "the gathered axes must be the minor ones"
@@ -256,7 +256,7 @@ def _stuck(dim: Dim, moving: set[str]) -> str:
 
 
 def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
-    """Return the axes X is gathered over, those W is gathered over, and those Y is summed over."""
+    """Return the axes over which X is gathered, W is gathered, and Y is summed."""
     rows = {a for d in case.x.dims[:-1] for a in d.axes}
     k_of_x, k_of_w, columns = (
         set(d.axes) for d in (case.x.dims[-1], case.w.dims[0], case.w.dims[1])
@@ -280,7 +280,7 @@ def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
 
 
 class Movements(NamedTuple):
-    """Movements, Y's layout, that while its sum is pending, and axes summed without a scatter."""
+    """Movements, Y's layout, also while its sum is pending, and axes summed without a scatter."""
 
     cube: Cube
     out: Layout
@@ -289,7 +289,7 @@ class Movements(NamedTuple):
 
 
 def movements(case: MatmulCase) -> Movements | str:
-    """Find the movements that the layouts of X, W and Y ask for, or why these do not fit."""
+    """Find the movements for the layouts of X, W and Y, or return why these do not fit."""
     if len(case.w_shape) != 2:
         return "w has batch dimensions"
     if case.x.skew or case.w.skew:
@@ -323,9 +323,9 @@ def movements(case: MatmulCase) -> Movements | str:
 def _scattered(
     case: MatmulCase, whole: tuple[Dim, ...], summed: list[str], shape: tuple[int, ...]
 ) -> tuple[Layout, tuple[Move, ...], tuple[str, ...]] | str:
-    """Return Y's layout, the scatters that lead there, and the axes summed without one."""
+    """Return Y's layout, the scatters that produce it, and the axes summed without one."""
     mesh = case.axes
-    if case.out is None:  # onto the first rows that divide
+    if case.out is None:  # scatter over the first rows that divide
         fits = [
             d
             for d in range(len(whole) - 1)
@@ -387,7 +387,7 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     backward += Cost() if "x" in cube.save else move_x
     backward += Cost() if "w" in cube.save else move_w
     held = bool(cube.x) and ("gather", cube.x, over[0]) in case.held
-    # other products gather it once more in backward
+    # other products also gather it again in backward, so that gather is shared too
     again = ("again", cube.x, over[0]) in case.held
     shared = bool(cube.x) and (held or bool(case.more) or (case.more is None and "x" in cube.save))
     if held:  # X was gathered for another product, and its gradient is scattered with that one's
@@ -401,14 +401,14 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     )
     cube = replace(cube, w_first=of_w > of_x)
     temporary = (wide_x - x) * (not held) + (wide_w - w) + (wide_y - y)
-    more = (wide_x - x) if case.more and not held else 0  # for other products as well
+    more = (wide_x - x) if case.more and not held else 0  # kept for other products as well
     forward, backward = (replace(c, memory=temporary) for c in (forward, backward))
     saved = (wide_x - x if "x" in cube.save else 0) + (wide_w - w if "w" in cube.save else 0)
 
     def call(
         x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None
     ) -> Tensor:
-        """Multiply; W may be on its way already, and X gathered for several products at once."""
+        """Multiply; W's gather may be under way already, and X gathered for several products."""
         again = (
             torch.is_grad_enabled()
             and x.raw.requires_grad
@@ -454,7 +454,7 @@ def _match(case: MatmulCase, save: str) -> Match | str:
 
 
 def price_of_gather(nbytes: int, moves: tuple[Move, ...], mesh: dict[str, int]) -> tuple[Cost, int]:
-    """Price gathering a block (or scattering back to it), and count its bytes when gathered."""
+    """Price gathering a block (or scattering back to it); return also its gathered bytes."""
     cost = Cost()
     for move in moves:
         p = math.prod(mesh[a] for a in move.axes)

@@ -1,11 +1,11 @@
-"""A value gathered once for all products that read it, whose gradients are added before one sum.
+"""Shared gather: X is gathered once for all products that read it; their gradients are summed once.
 
-``gathered`` hangs the gathered copy on the value.  Its gradient is one node of autograd, which runs
-when every product that took part has added its own: whichever of them a backward leaves out, the
-sum is right.  Products that save blocks gather them once more in backward, also together.
+``gathered`` caches the gathered copy on the value.  Its gradient is one autograd node, which runs
+after every product that took part has added its own, so the sum is right even if a backward leaves
+some of them out.  Products that save blocks gather X once more in backward, also together.
 
-The copy goes when the last product that reads it has run, where that is known (prefetch.py), or
-with the value.
+The copy is freed after the last product that reads it, where that is known (prefetch.py), or with
+the value.
 """
 
 from typing import Any
@@ -25,20 +25,20 @@ Axes = tuple[str, ...]
 
 
 class Again:
-    """The gather that backward makes again, shared by the products that save blocks only.
+    """Gather of X in backward, shared by the products that save only blocks.
 
-    ``readers``  of them, in forward.
+    ``readers``  number of them, counted in forward.
     """
 
     def __init__(self, moves: tuple[Move, ...], over: Axes, mesh: Mesh) -> None:
         self.moves, self.over, self.mesh = moves, over, mesh
         self.readers = self.done = 0
-        self.sum = Wide()  # of half precision gradients
+        self.sum = Wide()  # fp32 sum of half precision gradients
         self.wide: Tensor | None = None
 
     def gather(self, raw: Tensor) -> Tensor:
-        """Gather X for one reader's backward; the last one lets it go."""
-        # a gradient of the gradient will be asked for: each has its own
+        """Gather X for one reader's backward; after the last reader the copy is freed."""
+        # create_graph: each reader needs a gather of its own, recorded in its graph
         if torch.is_grad_enabled():
             with bind(self.mesh):
                 return unwrap(_gather(wrap(vary(raw, self.mesh, self.over), self.mesh), self.moves))
@@ -56,7 +56,7 @@ def _gather(x: Tensor, moves: tuple[Move, ...]) -> Tensor:
 
 
 class _Gather(Local):
-    """apply(again, raw): gathered; the gradient is scattered, and summed over further axes."""
+    """apply(again, raw): gather; the gradient is scattered, and summed over further axes."""
 
     @staticmethod
     def forward(ctx: Any, again: Again, raw: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class _Gather(Local):
 
 
 def gathered(x: ShardedTensor, moves: tuple[Move, ...], over: Axes) -> tuple[Tensor, Again]:
-    """Gather X by ``moves``, once; its gradient is summed over ``over`` besides."""
+    """Gather X by ``moves``, once; its gradient is also summed over ``over``."""
     found, key = made_of(x), ("gather", moves, over)
     if key not in found:
         again = Again(moves, real_axes(x.mesh, over), x.mesh)
@@ -95,7 +95,7 @@ def gathered(x: ShardedTensor, moves: tuple[Move, ...], over: Axes) -> tuple[Ten
 
 
 def let_go(x: ShardedTensor) -> None:
-    """Let go of gathered copies that nobody will read any more."""
+    """Free gathered copies that no later product reads."""
     found = made_of(x)
     for key in [k for k in found if k[0] != "vary"]:
         del found[key]

@@ -1,7 +1,7 @@
-"""Matrix products of sharded values: torch's matmul and linear, ``sl.matmul``, a bias added inside.
+"""Matrix products of sharded values: torch's matmul and linear, ``sl.matmul``, and fused bias.
 
-``product_of`` looks up which algorithm fits the operands' layouts (registry.py), has its schedule
-run on their blocks (function.py), and says where the result lies.
+``product_of`` chooses an algorithm that fits the operands' layouts (registry.py), runs its schedule
+on their blocks (function.py), and records the result's layout.
 """
 
 from dataclasses import replace
@@ -63,7 +63,7 @@ _NEED = {
 
 
 def _padded_product(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve padded operands: zeros in the padding add nothing to a contraction."""
+    """Multiply padded operands: zeros in the padding add nothing to a contraction."""
     x, w = _MM(*args, **kwargs).values()
     if min(x.ndim, w.ndim) < 2 or x.shape[-1] != w.shape[-2]:
         raise Unfit("a vector, or sizes that differ")
@@ -82,7 +82,7 @@ def _padded_product(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _padded_linear(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve padded operands of ``linear``."""
+    """Compute ``linear`` of padded operands."""
     x, w, bias = _LINEAR(*args, **kwargs).values()
     if w.ndim != 2 or (bias is not None and bias.dtype != x.dtype):
         raise Unfit("a weight has two dimensions, and a bias the dtype of the tensor")
@@ -101,7 +101,7 @@ def matmul(func: Any, args: Any, kwargs: Any) -> Any:
     left, right = x.shape, w.shape
     if (func in _NEED and (len(left), len(right)) != _NEED[func]) or not (left and right):
         name = func.__name__.strip("_")
-        # torch says the same on whole tensors
+        # torch raises for this on whole tensors too
         raise Unfit(f"{name} of {len(left)} and {len(right)} dimensions")
     if 0 in left or 0 in right:
         raise Unfit("an empty product")
@@ -132,7 +132,7 @@ _LINEAR = binder("linear(input, weight, bias=None)")
 
 
 def _transposed(w: ShardedTensor) -> Any:
-    """Return w.mT, made once."""
+    """Return w.mT, cached on w."""
     found, key = made_of(w), ("mT", w.place.out_layout)
     if key not in found:
         found[key] = w.mT
@@ -140,7 +140,7 @@ def _transposed(w: ShardedTensor) -> Any:
 
 
 def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
-    """Refuse a bias of another length, or with which the result would have another shape."""
+    """Raise BadArgument for a bias of another length, or one that would change the shape of Y."""
     if bias is None:
         return
     if len(bias.shape) == 1:
@@ -188,7 +188,7 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTensor:
-    """Multiply X by W, where the result must lie as ``out`` says.
+    """Multiply X by W; the result has layout ``out``.
 
     The layouts of X, W and Y decide which axis moves what.
 
@@ -215,11 +215,11 @@ def product_of(
     bias: ShardedTensor | None = None,
     call: tuple[Any, Any, Any] | None = None,
 ) -> ShardedTensor:
-    """Compute x @ w by the cheapest or the pinned algorithm; the result must lie as ``out``.
+    """Compute x @ w by the cheapest or the pinned algorithm; the result has layout ``out``.
 
-    ``bias`` [N] is added; in half precision before the result is rounded, where it lies as the
-             columns do.
-    ``call``  torch's call (func, args, kwargs) that this product is, if it is one.
+    ``bias`` [N] is added; in half precision before the result is rounded, if it is split as the
+             columns are.
+    ``call``  the torch call (func, args, kwargs) that this product implements, if there is one.
     """
     if not (type(x) is type(w) is ShardedTensor and x.place.mesh is w.place.mesh):
         call = None
@@ -230,7 +230,7 @@ def product_of(
     if of_x.merged_from and (
         of_w.out_layout or any(isinstance(p, int) for p in of_x.dims[0].parts)
     ):
-        # the weight's rule speaks of the dimensions before a view, and so do groups of rows
+        # a weight's rule refers to the dimensions before a view merged them; so do groups of rows
         unfolded = x.view(*of_x.merged_from, of_x.shape[-1])
         return product_of(unfolded, w, out, bias).view(of_x.shape[0], of_w.shape[-1])  # type: ignore[return-value]
     dtype = x.raw.dtype
@@ -307,9 +307,9 @@ def _product(schedule: Any, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: T
 
 
 class _Adds(NamedTuple):
-    """How an algorithm adds the bias.
+    """Way in which an algorithm adds the bias.
 
-    ``torchs``  may torch's own function do it, which gives the bias's gradient as well?
+    ``torchs``  whether torch's own function adds it and computes its gradient.
     ``met``     the axes over which that gradient is summed.
     """
 
@@ -318,10 +318,10 @@ class _Adds(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What runs, where gradients of X and of W are summed, where Y lies, and who adds a bias.
+    """Plan of a product: algorithm, axes of the sums of X's and W's gradients, Y's place, bias.
 
-    All that is not values; ``adds`` is None where the bias is added to Y afterwards.
-    ``own``     whether torch's own function of the blocks is all there is.
+    It depends on no values; ``adds`` is None where the bias is added to Y afterwards.
+    ``own``     whether torch's own function on the blocks is the whole product.
     """
 
     match: Match
@@ -338,7 +338,7 @@ def _planned(
     bias: Place | None,
     dtype: torch.dtype,
 ) -> _Plan | tuple[Layout, Layout, Layout | None]:
-    """Plan a product, or return the layouts to which operands are cut before the product."""
+    """Plan a product, or return the layouts to which operands are sliced before the product."""
     try:
         match = decide("matmul", case)
     except NoImplementation:
@@ -364,7 +364,7 @@ def _planned(
 
 
 def _stays(x: Place, w: Place) -> bool:
-    """Say whether W is whole and so are X's rows: for their product nothing is moved."""
+    """Check whether W and X's rows are whole, so that nothing moves in their product."""
     sizes = x.mesh.axes
     axes = (*w.layout.axes, *x.dims[-1].axes, *x.layout.partial, *w.layout.partial)
     return not any(sizes[a] > 1 for a in axes)
@@ -376,8 +376,8 @@ _NOTHING: frozenset[Any] = frozenset()
 def _later(w: ShardedTensor, axes: Axes) -> Tensor | None:
     """Return W's block, its gradient to be summed over ``axes`` with those of other leaves.
 
-    W is a leaf of ``value_and_grad`` or its transpose.  None of any other, and in half precision,
-    of which the product sums what it did not round.
+    W must be a leaf of ``value_and_grad`` or its transpose.  None otherwise, and in half precision,
+    where the product sums its fp32 parts before they are rounded.
     """
     raw = w.raw
     leaf = raw if raw.is_leaf else raw._base
@@ -391,9 +391,9 @@ def _later(w: ShardedTensor, axes: Axes) -> Tensor | None:
 
 
 def _adds(bias: Place, of_y: Place, match: Match, dtype: torch.dtype) -> _Adds | None:
-    """Say how the algorithm adds this bias: before rounding to half precision, or as torch does.
+    """Return how the algorithm adds this bias: before rounding to half precision, or as torch does.
 
-    None where it does not.
+    None if it does not add it.
     """
     mesh, half = of_y.mesh, dtype in (torch.bfloat16, torch.float16)
     torchs = match.adds and not lead(mesh)
@@ -422,9 +422,9 @@ class _Biased(Local):
         with bind(mesh):
             g = wrap(grads[0], mesh)
             rows = g.flatten(0, -2)
-            if axes and is_half(grads[0]):  # in fp32, a few rows at a time, until it is summed
+            if axes and is_half(grads[0]):  # in fp32, 512 rows at a time to bound the memory
                 rows = torch.stack([part.float().sum(0) for part in rows.split(512)]).sum(0)
                 rows = rounded(rows, dtype, axes, wire=True)
-            else:  # torch's own sum is fp32 within
+            else:  # torch's own sum accumulates in fp32
                 rows = rounded(rows.sum(0), dtype, axes)
             return grads[0], unwrap(rows), None, None

@@ -1,4 +1,4 @@
-"""What every matmul schedule shares: posting the next transfer early, and adding one product."""
+"""Helpers of every matmul schedule: early transfers, accumulation in fp32, and K panels."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ def post(f: Any, x: Tensor, moves: tuple[Move, ...], **how: Any) -> Pending:
 
 
 def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the operands of step 0, 1, ...; step k+1 travels while the caller works on step k.
+    """Yield the operands of step 0, 1, ...; those of step k+1 are sent while step k is computed.
 
     ``post(k)`` starts one transfer or two.
     """
@@ -63,21 +63,21 @@ def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tu
         now = coming
         if k < count:
             coming = post(k)
-        # written out: a loop over so few takes longer than to wait for them
+        # without a loop: for one or two transfers a comprehension costs more than the wait
         yield (now[0].wait(),) if len(now) == 1 else (now[0].wait(), now[1].wait())
 
 
 def nothing() -> None:
-    """Do nothing, where a wait is called before anything was posted."""
+    """Do nothing; used in place of a wait before anything was posted."""
 
 
 def accumulator(like: Tensor, *shape: int) -> Tensor:
-    """Make zeros to add products into: fp32 for half precision operands."""
+    """Return zeros to add products into: fp32 for half precision operands."""
     return like.new_zeros(shape, dtype=wide(like.dtype))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Give the dtype in which products are summed: fp32 for half precision."""
+    """Return the dtype in which products are summed: fp32 for half precision."""
     return torch.float32 if dtype in _HALF else dtype
 
 
@@ -95,7 +95,7 @@ def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def plus_product(c: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Add a @ b to c, or begin a sum with it: one pass less over c than adding to zeros.
+    """Add a @ b to c, or return it if c is None: one pass less than adding to zeros.
 
     a [.., M, K], b [.., K, N], c [.., M, N].
     """
@@ -106,13 +106,14 @@ def plus_product(c: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def partial_product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply a @ b on its way to a sum: half precision operands in fp32.
+    """Multiply a @ b as a part of a sum: half precision operands in fp32.
 
     a [.., M, K], b [.., K, N].
     """
     if a.dtype not in _HALF:
         return a @ b
     if a.is_cuda and a.ndim == b.ndim == 2:
+        # one kernel that reads half precision and writes fp32, without copies of a and b
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
@@ -124,12 +125,13 @@ def rounded(
     wire: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Round an accumulator plus a bias to the operands' ``dtype``, summed over further axes before.
+    """Round an accumulator plus a bias to the operands' ``dtype``, after a sum over further axes.
 
-    ``wire``  parts travel in the accumulator's dtype, since they were
-              rounded to ``dtype`` before they came here.
+    ``wire``  parts are sent in the accumulator's dtype, since they were
+              rounded to ``dtype`` already.
     """
     if bias is not None:
+        # every rank adds its share, since the sum over ``over`` adds up all of them
         c = c + bias.to(c.dtype) / (axis_size(over) if over else 1)
     if over:
         return psum(c, over, out=dtype, wire=c.dtype if wire else dtype)
@@ -141,16 +143,16 @@ def summed_product(
 ) -> Tensor:
     """Compute a @ b + bias, summed over mesh axes.
 
-    Half precision in fp32, rounded to travel and once they are summed.
+    Half precision is multiplied in fp32, and rounded to be sent and after the sum.
     """
     if over or (bias is not None and type(bias) is not Tensor):
         return rounded(partial_product(a, b), a.dtype, over, bias=bias)
-    # torch adds the bias before it rounds, too
+    # F.linear adds the bias before it rounds, as ``rounded`` does
     return a @ b if bias is None else F.linear(a, b.mT, bias)
 
 
 class Panels(NamedTuple):
-    """K panels, ``steps``: A's owner along ``col`` and slot there, B's along ``row`` and slot."""
+    """K panels; ``steps``: A's owner along ``col`` and slot there, B's along ``row`` and slot."""
 
     steps: list[tuple[int, int, int, int]]
     of_a: int  # panels that a rank owns of A, and of B
@@ -161,7 +163,7 @@ class Panels(NamedTuple):
 def panels(row: int, col: int, slices: int = 1) -> Panels:
     """Cut K into lcm(row, col) panels, so that each has one owner in both operands.
 
-    And those into slices.
+    Each panel is cut into ``slices``.
 
     >>> panels(1, 2).steps
     [(0, 0, 0, 0), (1, 0, 0, 1)]
@@ -173,5 +175,5 @@ def panels(row: int, col: int, slices: int = 1) -> Panels:
 
 
 def cut(x: Tensor, dim: int, parts: int) -> tuple[Tensor, ...]:
-    """Cut the panels that this rank owns of ``x``; views."""
+    """Return the panels of ``x`` that this rank owns, as views."""
     return x.chunk(parts, dim) if parts > 1 else (x,)

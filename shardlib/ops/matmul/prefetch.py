@@ -1,9 +1,9 @@
 """Prefetch of gathered weights: each product starts the next one's all-gather, as FSDP does.
 
-Forward, the next one is that of the last call, whose order is remembered; backward, the product
-before.  The gather travels while the weight before it is multiplied, so one gathered weight more is
-held at a time and nothing more is moved.  A gather is handed over only to the very weight that it
-was made of; one that no product takes costs its bytes, and is waited for when the call, or the
+In forward, the next product is that of the last call, whose order is recorded; in backward, the
+product before.  The gather runs while the weight before it is multiplied, so one gathered weight
+more is held at a time and nothing more is moved.  A gather is used only for the weight that it was
+made from; one that no product takes costs its bytes, and is waited for when the call, or the
 backward pass, ends.
 
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.3, gathers each layer's weights as they are
@@ -36,9 +36,9 @@ T = TypeVar("T")
 
 
 class Gather:
-    """The gather of a product's weight by ``moves``; ``before`` and ``after`` it come these.
+    """Gather of a product's weight by ``moves``, linked to the gathers ``before`` and ``after``.
 
-    ``started``  the gathers of the same call that are under way, for those that nobody takes.
+    ``started``  the gathers of the same call that are under way, to find those never taken.
     """
 
     __slots__ = ("after", "before", "mesh", "moves", "pending", "started", "w")
@@ -59,7 +59,7 @@ class Gather:
             self.started.append(self)
 
     def take(self) -> Pending | None:
-        """Give the gather under way, for the product that waits for it."""
+        """Return the gather under way, for the product that waits for it."""
         pending = self.pending
         if pending is not None:
             self.pending = None
@@ -72,20 +72,20 @@ class Gather:
             self.after.start()
 
     def start_previous(self) -> None:
-        """Start the gather before this one; backward waits at its end for what nobody took."""
+        """Start the gather before this one; if it is not taken, backward waits for it at its end."""
         if self.before is not None and self.before.pending is None:
             self.before.start()
             after_backward(self.before.drop, drain)
 
     def drop(self) -> None:
-        """Wait for what no product took: it must arrive before its buffers go."""
+        """Wait for a gather that no product took: it must complete before its buffers are freed."""
         pending = self.take()
         if pending is not None:
             pending.wait()
 
 
 class Entry(NamedTuple):
-    """One product of a call: which parameter, whether transposed, and how it was gathered."""
+    """Product of a call: its parameter, whether transposed, and how it was gathered."""
 
     name: str
     transposed: bool
@@ -93,11 +93,11 @@ class Entry(NamedTuple):
 
 
 class _Call:
-    """The products of one call so far.
+    """Products of one call so far.
 
-    ``order``    those of the last call.
+    ``order``    the products of the last call.
     ``weights``  the blocks that may be gathered early, by name.
-    ``reads``    per product of the last call the first one that read the same X.
+    ``reads``    for each product of the last call, the first one that read the same X.
     """
 
     def __init__(self, order: list[Entry], weights: Mapping[str, Tensor], reads: list[int]) -> None:
@@ -112,7 +112,7 @@ class _Call:
         self.firsts: dict[int, int] = {}
 
     def gather(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Gather:
-        """Return the gather of the product that runs now, whose successor is known from here on."""
+        """Return the gather of the current product; its successor is known from here on."""
         expected = self.next
         if expected is not None and _same(expected.w, w) and expected.moves == moves:
             here = expected
@@ -128,10 +128,10 @@ class _Call:
         return here
 
     def again(self, x: ShardedTensor) -> bool | None:
-        """Say whether a later product reads this X: as in the last call, if this one goes alike.
+        """Predict whether a later product reads this X, from the last call if this one is alike.
 
-        Else yes, though it is a guess: what is gathered for several moves no more than what is
-        gathered for one, and only stays longer.
+        Otherwise guess yes: a gather for several products moves no more than a gather for one, and
+        is only kept longer.  While a call is planned, None instead of a guess.
         """
         at = len(self.read)
         made_of(x)
@@ -160,7 +160,7 @@ class _Call:
 
 
 def _place(w: Tensor) -> tuple[int, int]:
-    """Return what is the same for a tensor and its transpose alone: the call holds its weights."""
+    """Return the same id for a tensor and its transpose, valid while the call holds its weights."""
     return id(w if w._base is None else w._base), int(w.storage_offset())
 
 
@@ -169,7 +169,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 class _Rehearsal:
-    """A plan of a call without guesses; ``learnt`` counts calls reading a value repeatedly."""
+    """Planned call, in which nothing is guessed; ``learnt`` counts calls with repeated reads."""
 
     learnt = 0
 
@@ -178,11 +178,11 @@ class _Rehearsal:
 def prefetching(
     order: list[Entry], weights: Mapping[str, Tensor], reads: list[int] | None = None
 ) -> Iterator[None]:
-    """Expect products in the order of ``order``, which is brought up to date at the end.
+    """Expect products in the order of ``order``, which is updated at the end.
 
     ``weights``  the blocks that may be gathered early, by name.
-    Every rank must run the same products.  Another thread's call
-    may bring ``order`` up to date meanwhile.
+    Every rank must run the same products.  A call in another thread
+    may update ``order`` meanwhile.
     """
     call, rehearsal = _Call(list(order), weights, list(reads or [])), scope().rehearsal
     try:
@@ -198,14 +198,14 @@ def prefetching(
 
 
 def not_prefetching() -> within:
-    """Gather nothing early and record no order: what runs inside is a repetition."""
+    """Gather nothing early and record no order, for code that repeats a call."""
     return within(prefetch=None)
 
 
 def planned(rehearse: Callable[[], object], plan: Callable[[], T]) -> T:
-    """Give what ``plan`` gives once it is known how often values are read, by ``rehearse``.
+    """Return ``plan()``, run after ``rehearse()`` has recorded how often values are read.
 
-    That is forward alone, which takes a third of a step.
+    The rehearsal runs forward alone, about a third of a step.
     """
     rehearsal = _Rehearsal()
     with within(rehearsal=rehearsal):
@@ -214,7 +214,7 @@ def planned(rehearse: Callable[[], object], plan: Callable[[], T]) -> T:
 
 
 def next_gather(w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Gather:
-    """Give the gather of the product that runs now.
+    """Return the gather of the current product.
 
     ``again``: backward will gather its weight once more.
     """

@@ -1,11 +1,11 @@
-"""Ring products: a gather before, or a scatter after, a product, taken one block at a time.
+"""Ring products: an all-gather before, or a scatter after, a product, one block at a time.
 
-    ring_ag_matmul   Y = gather(X) W    X's blocks pass; each is multiplied while the next travels
+    ring_ag_matmul   Y = gather(X) W    X's blocks pass; each is multiplied while the next is sent
     matmul_ring_rs   Y = scatter(X W)   the sum of each block of Y passes; every rank adds its part
 
 They are each other's backward: dX of one is the other with W^T.  The words are those of the
-gather or scatter, the temporaries one block, and every transfer but the first has a product to hide
-behind.  This is tensor parallelism with a split sequence, decomposed.
+gather or scatter, the temporaries one block, and every transfer but the first overlaps with a
+product.  This is tensor parallelism with a split sequence, decomposed.
 
 Source: Wang et al., ASPLOS 2023 (decomposed collectives); arXiv 2205.05198 for the layout.
 """
@@ -49,7 +49,7 @@ def matmul_ring_rs(x: Tensor, w: Tensor, axis: str, dim: int = 0, ways: Ways = (
 
 
 def _braided(steps: list[list[Tensor]], axis: str, dim: int, ways: Ways) -> Tensor:
-    """Join what every step gave, in rank order, each rank's halves side by side."""
+    """Join the blocks of all steps in rank order, each rank's halves next to each other."""
     halves = [joined([step[j] for step in steps], axis, dim, way) for j, way in enumerate(ways)]
     if len(halves) == 1:
         return halves[0]
@@ -84,7 +84,7 @@ def _rows(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Ring:
-    """One gather of X's rows, or one scatter of Y's, as a schedule.
+    """Schedule with one gather of X's rows, or one scatter of Y's.
 
     ``dim``   the dimension of rows that ``axis`` splits.
     """
@@ -104,9 +104,9 @@ class Ring:
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
-        """Compute dX by the other form with W^T; dW adds up as the blocks pass."""
+        """Compute dX by the other form with W^T; dW is summed as the blocks pass."""
         axis, dim, ways = self.axis, self.dim, self.ways
-        if torch.is_grad_enabled():  # the same in two collectives
+        if torch.is_grad_enabled():  # rotate has no gradient, so use two collectives
             move = (Move((axis,), dim),)
             cube = Cube(move, (), ()) if self.form == "gather" else Cube((), (), move)
             return gradients(dy, x, w, cube, need)
@@ -165,5 +165,5 @@ def ring(case: MatmulCase) -> Match | str:
 
 @algorithm("matmul", name="ring2", order=11)
 def ring2(case: MatmulCase) -> Match | str:
-    """Match the same in halves that go opposite ways, for links that carry both at once."""
+    """Match the same in halves that are sent in opposite directions, for full-duplex links."""
     return _ring(case, (1, -1))

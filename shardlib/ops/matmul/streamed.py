@@ -1,7 +1,7 @@
-"""SUMMA whose X is whole already: only W's panels travel.
+"""SUMMA with a gathered X: only W's panels are sent.
 
 Where several products read one X in 2D blocks, X is gathered once for all of them (once.py), and
-each W still passes in panels, so that no weight is gathered whole:
+each W is still sent in panels, so that no weight is gathered whole:
 
     x [M, K], w [K/row, N/col]:  Y = sum over r of x[:, r] w_r, w_r from its owner along row
     dX[:, r] = dY w_r^T          summed over col with the other products' (once.py)
@@ -45,9 +45,9 @@ def _panels(w: Tensor, axis: str) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Streamed:
-    """One product of a whole X: ``x`` is X's block, and ``again`` the gather that backward makes.
+    """Product with a whole X: ``x`` is X's block, and ``again`` the gather that backward makes.
 
-    ``wide``  where X's gradient is added in fp32, for the node that scatters it for all products.
+    ``wide``  fp32 accumulator of X's gradient, for the node that scatters it for all products.
     """
 
     axis: str
@@ -69,7 +69,7 @@ class Streamed:
         return y, *self.blocks(x, w)
 
     def blocks(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what backward sees: of X its block, where it will be gathered again."""
+        """Return the blocks for backward: X's own block, if it will be gathered again."""
         if self.again is None or self.x is None:
             return x, w
         self.again.readers += 1
@@ -78,10 +78,10 @@ class Streamed:
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
-        """Compute dX of this product alone, whole; dW [K/axis, N] added up at its owner."""
+        """Compute dX of this product alone, whole; dW [K/axis, N] is summed at its owner."""
         if self.again is not None and need[1]:
             x = wrap(self.again.gather(unwrap(x)), current_mesh())
-        if torch.is_grad_enabled():  # the same, W gathered
+        if torch.is_grad_enabled():  # differentiable: gather W instead of sending panels
             return gradients(dy, x, w, Cube((), (Move((self.axis,), 0),), ()), need)
         dx, rows = None, dy.reshape(-1, dy.shape[-1])
         if need[0]:
@@ -99,7 +99,7 @@ class Streamed:
         added = nothing
         for k, part in enumerate(x.reshape(-1, x.shape[-1]).chunk(axis_size(self.axis), -1)):
             here = partial_product(part.mT, dy)
-            added()  # the part before this one travelled meanwhile
+            added()  # the part before this one was sent meanwhile
             added = sum_into(dw, here, k)
         added()
         return rounded(dw, w.dtype, over, True)

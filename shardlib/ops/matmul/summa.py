@@ -2,15 +2,15 @@
 
 A [M, K] and B [K, N] are split over (row, col).  Step k sends A's panel along each mesh row and B's
 panel along each mesh column; no rank ever holds a whole operand, and the panels of step k+1, and
-the sums of step k-1, travel while step k is multiplied.  Three forms, each the others' backward:
+the sums of step k-1, are sent while step k is multiplied.  Three forms, each the others' backward:
 
     AB    C = A B      C stays (Y-stationary)    dA = ABT(dC, B)   dB = ATB(A, dC)
     ABT   A = C B^T    C stays (X-stationary)    dC = AB(dA, B)    dB = ATB(dA, C)
     ATB   B = A^T C    C stays (W-stationary)    dA = ABT(C, dB)   dC = AB(A, dB)
 
-Each form moves A and B once and keeps C where it is; ``over`` are further axes to sum its result
-over, ``bias`` is added to it.  On a square grid a block transpose (``swap``) turns one form into
-another, so that any of the three can be the one that stays: the largest should.
+Each form moves A and B once and keeps C where it is; ``over`` are further axes over which its
+result is summed, and ``bias`` is added to it.  On a square grid a block transpose (``swap``) turns
+one form into another, so that any of the three can be stationary: the largest should.
 
 Source: van de Geijn and Watts 1997; used for Transformers in arXiv 2104.05343 (algorithms 1-3).
 """
@@ -88,7 +88,7 @@ def summa_abt(
     arriving, added = ahead(post, len(steps)), nothing
     for owner, i, *_ in steps:
         part = partial_product(c, next(arriving)[0].mT)  # [M/row, N/col] [K/n, N/col]^T
-        added()  # the part before this one travelled meanwhile
+        added()  # the part before this one was sent meanwhile
         added = sum_into(a_cut[i], part, owner)
     added()
     return rounded(a, c.dtype, over, True, bias) if more else a
@@ -117,7 +117,7 @@ def summa_atb(
 
 
 def _result(like: Tensor, more: bool, *shape: int) -> Tensor:
-    """Make a buffer; fp32 for half precision where the result is summed further."""
+    """Return a buffer; fp32 for half precision where the result is summed further."""
     return like.new_empty(shape, dtype=wide(like.dtype) if more else like.dtype)
 
 
@@ -130,8 +130,8 @@ def swap(x: Tensor, row: str, col: str) -> Tensor:
 def summa_words(m: int, k: int, n: int, row: int, col: int, stay: str = "C") -> Fraction:
     """Count the words one rank receives in any of the three forms; A [m, k], B [k, n], C [m, n].
 
-    Over ``col`` moves A and over ``row`` B; C stays.  Keeping A or B still instead (square
-    grids) costs a block transpose of the other one.
+    A moves over ``col`` and B over ``row``; C is stationary.  Keeping A or B stationary instead
+    (square grids) costs a block transpose of the other one.
     """
     a, b, c = m * k, k * n, m * n
     if stay == "C":
@@ -148,10 +148,10 @@ def summa_messages(row: int, col: int, stay: str = "C", slices: int = 1) -> int:
 def summa_slices(
     seconds: float, alpha: float, sizes: Sequence[int], panels: int, narrowest: int = 128
 ) -> int:
-    """Count the slices that a panel is cut into, so that the first, which hides nothing, is short.
+    """Count the slices of a panel, so that the first transfer, which nothing hides, is short.
 
     ``seconds``  of all transfers; s slices cost (s-1) ``alpha`` more per panel and leave 1/s of the
-                 first one bare, so s = sqrt(seconds / alpha); no slice is narrower than
+                 first one exposed, so s = sqrt(seconds / alpha); no slice is narrower than
                  ``narrowest``, all are equal.
 
     Source: arXiv 2104.05343 has one panel per rank; slices as in MeshSlice (ISCA 2025).
@@ -176,7 +176,7 @@ class Summa:
     """SUMMA on a row x col grid.
 
     ``cuts``  the panels of K, and their owners.
-    ``stay``  the matrix that keeps still: "A", "B" or "C".
+    ``stay``  the stationary matrix: "A", "B" or "C".
     """
 
     row: str
@@ -193,7 +193,7 @@ class Summa:
         return _FORMS[form, self.stay](p, q, self.row, self.col, self.cuts, over, bias)
 
 
-_SWAPPED = (("abt", "B"), ("atb", "A"))  # results that change places once they are rounded
+_SWAPPED = (("abt", "B"), ("atb", "A"))  # results that are transposed after they are rounded
 
 _FORMS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("ab", "C"): summa_ab,
@@ -209,7 +209,7 @@ _FORMS: dict[tuple[str, str], Callable[..., Tensor]] = {
 
 
 def _summa(case: MatmulCase, role: str | None) -> Match | str:
-    """Match SUMMA that keeps X, W or Y still, or whichever moves the fewest words by staying."""
+    """Match SUMMA with X, W or Y stationary, or the one for which the fewest words move."""
     z = sizes_2d(case, role == "w")
     if isinstance(z, str):
         return z
@@ -228,13 +228,13 @@ def _summa(case: MatmulCase, role: str | None) -> Match | str:
     stay = min(stays, key=lambda s: (summa_words(z.m, z.k, z.n, row, col, s), s != "C"))
     words = summa_words(z.m, z.k, z.n, row, col, stay)
     slices = 1
-    if case.links:  # measured: then panels are cut for them
+    if case.links:  # panels are sliced for the measured latency and bandwidth
         met = [link for axis, link in case.links if axis in (z.row, z.col)]
         seconds = max(k.beta for k in met) * float(words) * case.itemsize * z.copies
         slices = summa_slices(
             seconds, max(k.alpha for k in met), (z.m, z.k, z.n), math.lcm(row, col)
         )
-    # the sum of dW
+    # dW's parts are sent in half precision, unless it is stationary in its form
     travels = ("ab" if z.form == "atb" else "atb", stay) not in (("ab", "C"), ("atb", "B"))
     return z.match(
         Summa(z.row, z.col, panels(row, col, slices), stay),
@@ -248,7 +248,7 @@ def _summa(case: MatmulCase, role: str | None) -> Match | str:
 
 @algorithm("matmul", name="summa", order=1)
 def summa(case: MatmulCase) -> Match | str:
-    """Match SUMMA with whichever matrix moves the fewest words by staying."""
+    """Match SUMMA with the stationary matrix for which the fewest words move."""
     return _summa(case, None)
 
 
