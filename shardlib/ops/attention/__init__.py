@@ -1,4 +1,4 @@
-"""Attention over a split sequence: masks, plans, and the engines that carry them out."""
+"""Attention over a split sequence: masks, plans, and the engines that run them."""
 
 from shardlib.ops.attention.linformer import linformer_attention
 from shardlib.ops.attention.op import attention_plan, ring_attention

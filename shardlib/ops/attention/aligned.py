@@ -1,4 +1,4 @@
-"""A bias and a sink laid out as the scores of this rank's queries."""
+"""Bias and sink of attention, resharded like the scores of this rank's queries."""
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,12 @@ __all__ = ["bias_and_sink"]
 def bias_and_sink(
     q: ShardedTensor, k: ShardedTensor, bias: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Lay out the bias and the sink, where they are given, as raw blocks."""
+    """Return the bias and the sink, where given, as raw blocks in the layout of the scores."""
     return None if bias is None else _bias(q, k, bias), None if sink is None else _sink(q, sink)
 
 
 def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
-    """Lay out a bias [.., s, t] for this rank's queries, all keys: [b or 1, h or 1, lq or 1, t]."""
+    """Align a bias [.., s, t] with this rank's queries, all keys: [b or 1, h or 1, lq or 1, t]."""
     s, t = q.shape[2], k.shape[2]
     fits = 2 <= bias.ndim <= 4 and bias.shape[-2] in (1, s) and bias.shape[-1] in (1, t)
     if not fits:
@@ -41,7 +41,7 @@ def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
 
 
 def _sink(q: ShardedTensor, sink: Tensor) -> Tensor:
-    """Lay out one score per local head: [1, h, 1], behind a dimension of ranks under simulate."""
+    """Align one score per local head: [1, h, 1], behind a dimension of ranks under simulate."""
     h = q.padded_shape[1]
     if tuple(sink.shape) != (h,):
         raise ShardError(
@@ -57,6 +57,6 @@ def _sink(q: ShardedTensor, sink: Tensor) -> Tensor:
 
 
 def _scores(q: ShardedTensor, last: int) -> ShardedTensor:
-    """Make a value that lies as the scores [b, h, s, last]."""
+    """Return a value with the layout of the scores [b, h, s, last]."""
     layout = Layout((*q.sharding.resolve(4).dims[:3], Dim()))
     return q.becomes(q.raw[..., :1], layout, torch.Size((*q.padded_shape[:3], last)))

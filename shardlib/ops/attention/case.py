@@ -1,4 +1,4 @@
-"""What the engines plan by: positions, mask, sizes and axes; no tensors."""
+"""AttentionCase: positions, mask, sizes and axes, the input of the engines' plans; no tensors."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,14 +15,14 @@ from shardlib.tensor import ShardedTensor, typeof
 __all__ = ["AttentionCase", "Runs", "Sizes", "case_of_values", "case_on_paper", "length"]
 
 Runs = tuple[tuple[Run, ...], ...]
-"""Per rank of the ring, the global positions of its rows."""
+"""For each rank of the ring, the global positions of its rows."""
 
-_RATE = {"cpu": 3e10, "meta": 3e10}  # flops per second that compute is priced at
+_RATE = {"cpu": 3e10, "meta": 3e10}  # assumed flops per second, to price compute
 _ACCELERATED = 3e14
 
 
 class Sizes(NamedTuple):
-    """One rank's block: q [b, h, lq, d], k [b, g, lk, d], v [b, g, lk, e].
+    """Sizes of one rank's block: q [b, h, lq, d], k [b, g, lk, d], v [b, g, lk, e].
 
     ``itemsize``, ``acc_itemsize``  bytes per element, and per element of a sum over blocks.
     """
@@ -40,14 +40,14 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One attention but for its tensors: positions, mask, sizes, axes.
+    """Description of one attention without its tensors: positions, mask, sizes, axes.
 
     ``q_runs``, ``k_runs``  per rank of the ring, the positions of its rows of queries and of keys.
     ``sizes``   of a rank's block.
-    ``rows``    of a rank's block of keys that would have to travel: 0 where keys are whole
-                everywhere.
+    ``rows``    of a rank's block of keys that would have to be sent: 0 where every rank holds all
+                keys.
     ``axes``    the mesh axes of the ring, major first; ``mesh`` all axes and their sizes.
-    ``biased``  whether a bias tensor is given, whose rows lie with the queries.
+    ``biased``  whether a bias tensor is given, whose rows are split like the queries.
     ``types``   of q, k and v, for messages.
     ``rate``    flops per second; ``links`` of mesh axes whose speed is known.
 
@@ -77,7 +77,7 @@ class AttentionCase:
         return len(self.q_runs)
 
     def unsplit(self) -> str:
-        """Say why no keys need to be moved; "" where they do, or where there is one rank."""
+        """Return why no keys need to be moved; "" if they do, or if there is one rank."""
         return "" if self.rows or self.p == 1 else "the keys are whole already"
 
     def operands(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Which engine runs: each is an algorithm of "attention" that answers a case with a priced plan."""
+"""Engine choice: each engine is an algorithm of "attention" that prices its plan of a case."""
 
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -20,7 +20,7 @@ E = TypeVar("E", bound=Engine)
 def register_engine(engine: E, order: int | None = None) -> E:
     """Register an engine under its name; one of the same name is replaced.
 
-    ``order``  of equally cheap ones, the lowest runs; the library's own are below 100.
+    ``order``  breaks ties: the lowest runs; the library's own are below 100.
 
     >>> import torch, shardlib as sl
     >>> from shardlib.ops.attention.engines.allgather import AllGather
@@ -39,7 +39,7 @@ def register_engine(engine: E, order: int | None = None) -> E:
 
 
 def _match(engine: Engine, case: AttentionCase) -> Match | str:
-    """Price the engine's plan; what hides behind computing is not priced twice."""
+    """Price the engine's plan, with the compute time that transfers do not hide."""
     plan = engine.plan(case)
     if isinstance(plan, str):
         return plan
@@ -55,7 +55,7 @@ _matched = lru_cache(maxsize=256)(_match)
 
 
 def planned(case: AttentionCase, algorithm: str | Engine) -> Match:
-    """Plan by an engine: a value, a name that is registered, or with "auto" the cheapest."""
+    """Plan by an engine: a value, a registered name, or with "auto" the cheapest."""
     if isinstance(algorithm, str):
         if algorithm == "auto":
             return choose("attention", case, lambda: case)

@@ -1,9 +1,10 @@
-"""Routes: where a stretch of rows stops on its way from rank to rank, as a value.
+"""Routes of keys round a ring: the rank that holds a chunk of rows at each step, as a value.
 
-A *chunk* is a stretch of rows of every rank's block that travels.  Its route says where each
-owner's chunk is at each step.  What is summed on the way (the gradient of keys) makes the same
-stops one step later and then goes home, so that both ways take one hop per stop, and a full ring
-3 (p - 1) transfers in all.  Ring, zigzag both ways round, double ring and halo are routes.
+A *chunk* is a range of rows of every rank's block that is sent round.  Its route lists the rank
+that holds each owner's chunk at each step.  Sums (the gradients of keys) visit the same ranks one
+step later and are then sent to their owner, so forward and backward take one hop per stop, and a
+full ring 3 (p - 1) transfers in all.  Ring, bidirectional ring, double ring and halo differ in
+routes.
 """
 
 from dataclasses import dataclass
@@ -11,16 +12,16 @@ from dataclasses import dataclass
 __all__ = ["Chunk", "Pairs", "once_round"]
 
 Pairs = tuple[tuple[int, int], ...]
-"""(source, destination) of one transfer, as places on the ring."""
+"""(source, destination) of one transfer, as positions on the ring."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows lo:hi of each owner's block, and where they stop.
+    """Rows lo:hi of each owner's block, and the ranks that they visit.
 
-    ``at[t - 1][owner]``  the rank that holds them at step t >= 1, None where they are done.
+    ``at[t - 1][owner]``  the rank that holds them at step t >= 1, None after the last.
     ``since[t - 1]``      the step at which that rank's sender had them: t - 1, or
-                          earlier where they go out in two directions.
+                          earlier where they are sent in two directions.
     """
 
     lo: int
@@ -29,13 +30,13 @@ class Chunk:
     since: tuple[int, ...]
 
     def place(self, step: int, owner: int) -> int | None:
-        """Name the rank that holds an owner's rows at a step."""
+        """Return the rank that holds an owner's rows at a step."""
         if step == 0:
             return owner
         return self.at[step - 1][owner] if step <= len(self.at) else None
 
     def owner(self, step: int, rank: int) -> int | None:
-        """Name the owner of the rows that a rank holds at a step."""
+        """Return the owner of the rows that a rank holds at a step."""
         places = self.at[step - 1] if step else range(len(self.at[0]))
         return next((j for j, r in enumerate(places) if r == rank), None)
 
@@ -44,11 +45,11 @@ class Chunk:
         return self._pairs(self.since[step - 1], step)
 
     def sum_hops(self, step: int) -> Pairs:
-        """List the transfers by which sums go on to the stop of ``step``."""
+        """List the transfers by which sums are sent to the rank of ``step``."""
         return self._pairs(step - 1, step) if 1 < step <= len(self.at) else ()
 
     def home_hops(self, step: int) -> Pairs:
-        """List the transfers by which sums go home at ``step``, having made their last stop."""
+        """List the transfers that return sums to their owner at ``step``, after their last stop."""
         out = []
         for owner in range(len(self.at[0])) if self.at else ():
             source = self.place(step - 1, owner)
@@ -66,10 +67,10 @@ class Chunk:
 
 
 def once_round(p: int, rows: int, inner: int | None = None) -> tuple[Chunk, ...]:
-    """Send whole blocks once round a ring of p ranks; nothing where there is nothing to send.
+    """Return the route of whole blocks once round a ring of p ranks; () if nothing is sent.
 
-    Round rings of ``inner`` ranks first, then on to the next of p / inner such rings: one hop in
-    ``inner`` crosses between rings, and it is posted while the inner ring turns.
+    With ``inner``, round rings of ``inner`` ranks first, then on to the next of p / inner such
+    rings: one hop in ``inner`` crosses between rings, and it is posted while the inner ring turns.
 
     >>> once_round(3, 8)[0].at
     ((1, 2, 0), (2, 0, 1))

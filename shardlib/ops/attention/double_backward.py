@@ -1,7 +1,6 @@
-"""Attention written so that its gradient can be differentiated again: keys gathered, scores whole.
+"""Attention with a differentiable gradient: keys are gathered, scores computed as a whole.
 
-Runs only where a gradient of a gradient is asked for; it then holds every score of a rank's
-queries.
+Runs only for second derivatives; it holds every score of a rank's queries.
 """
 
 import torch
@@ -19,7 +18,7 @@ __all__ = ["gradients"]
 def gradients(
     job: Job, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], given: Given
 ) -> tuple[Tensor | None, ...]:
-    """Give the gradients of q, k, v, bias and sink, with a graph of their own."""
+    """Return the gradients of q, k, v, bias and sink, with a graph of their own."""
     dout, dlse, *_ = given
     out, lse = _forward(job, *inputs)
     wanted = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
@@ -34,7 +33,7 @@ def _forward(
     job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     runs = job.plan.k_runs
-    split = len(runs) > 1 and bool(job.plan.case.rows)  # else every rank holds all keys
+    split = len(runs) > 1 and bool(job.plan.case.rows)  # otherwise every rank holds all keys
     keys, values = (gathered(job, x, runs) if split else x for x in (k, v))
     t = sum(map(length, runs if split else runs[:1]))
     k_at = torch.arange(t, device=q.device)

@@ -1,9 +1,9 @@
-"""The contract of an attention engine: what it plans, moves, computes and gives back.
+"""Engine: the protocol of an attention algorithm over a split sequence, and its Plan and Job.
 
-An *engine* is a way to carry out one attention whose sequence is split: a frozen value with five
-methods and its arguments as fields, in one file that ends with its registration.  ``plan`` looks at
-a case (positions, mask, sizes) and answers with a *plan*, a value that states its price before
-anything runs; ``forward`` and ``backward`` carry a plan out as a *job*, on raw blocks.
+An *engine* runs one attention whose sequence is split: a frozen value with five methods and its
+arguments as fields, in one file that ends with its registration.  ``plan`` turns a case (positions,
+mask, sizes) into a *plan*, a value that states its price before anything runs; ``forward`` and
+``backward`` run a plan as a *job*, on raw blocks.
 """
 
 from abc import abstractmethod
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Saved = tuple[Tensor, ...]
-"""What forward keeps for backward; q, k and v come first where the engine ``saves_operands``."""
+"""Tensors that forward saves; q, k and v come first where the engine ``saves_operands``."""
 
 Outputs = tuple[Tensor, Tensor, Saved]
 """(out [.., h, lq, e], lse [.., h, lq], saved): out and lse in the dtype of sums."""
@@ -49,11 +49,11 @@ Given = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """(dout, dlse, out, lse) of a rank's rows; dlse None where lse has no gradient."""
 
 Areas = tuple[tuple[int, ...], ...]
-"""Per step and rank, the scores that are computed for each head."""
+"""For each step and rank, the scores that are computed for each head."""
 
 
 class Move(NamedTuple):
-    """One transfer: bytes that a rank receives (the mean over the ring), and messages.
+    """Transfer: bytes that a rank receives (the mean over the ring), and messages.
 
     >>> block, ranks = 4096, 4
     >>> Move(bytes=(ranks - 1) * block, messages=ranks - 1)  # an all-gather
@@ -65,7 +65,7 @@ class Move(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """The transfers of both passes.
+    """Transfers of both passes.
 
     >>> import torch, shardlib as sl
     >>> with sl.record(s=4):  # blocks of 16 keys and 16 values of 8 fp32, from 3 other ranks
@@ -80,16 +80,15 @@ class Moves(NamedTuple):
 
 
 class Engine(Protocol):
-    """Way of carrying out one attention over a split sequence.
+    """Algorithm of attention over a split sequence.
 
-    ``name``            what ``sl.algorithm(attention=name)`` pins and ``sl.why`` lists.
-    ``saves_operands``  whether what forward saves begins with q, k and v as they lay, which a
-                        gradient of the gradient needs; it is refused where they are not there.
-
-    An engine is hashable, and equal to engines that do the same.  Storage is raw (``[ranks,
-    *block]`` under simulate): ``local_queries`` lists the ranks that are played in this process and
-    how to see the block of each.  Rows that see nothing have out 0 and lse -inf.
-    ``sl.testing.check_engine`` holds an engine to all of this.  This one gathers all keys at once:
+    ``name``            the name for ``sl.algorithm(attention=name)`` and ``sl.why``.
+    ``saves_operands``  whether the saved tensors begin with q, k and v as given, which second
+                        derivatives need; without them these are refused.
+    An engine is hashable, and equal to engines that compute the same.  Storage is raw (``[ranks,
+    *block]`` under simulate): ``local_queries`` lists the ranks that run in this process and a view
+    of each one's block.  Rows without allowed keys have out 0 and lse -inf.
+    ``sl.testing.check_engine`` tests an engine for all of this.  This one gathers all keys at once:
 
     >>> from dataclasses import dataclass
     >>> import torch, shardlib as sl
@@ -143,11 +142,11 @@ class Engine(Protocol):
 
     @abstractmethod
     def plan(self, case: AttentionCase) -> "Plan | str":
-        """Plan a case; or say why the engine does not fit it."""
+        """Plan a case, or return why the engine does not fit it."""
 
     @abstractmethod
     def moves(self, plan: "Plan") -> Moves:
-        """State what will be transferred; ``check_engine`` counts it."""
+        """List the transfers; ``check_engine`` compares them with counted ones."""
 
     @abstractmethod
     def forward(
@@ -165,10 +164,10 @@ class Engine(Protocol):
         given: Given,
         wants_bias: bool,
     ) -> Gradients:
-        """Give the gradients; that of the sink follows from out and lse and is not the engine's."""
+        """Return the gradients; that of the sink is computed by the caller, from out and lse."""
 
     def areas(self, plan: "Plan") -> Areas:
-        """Count the scores computed; unless overridden, one step computes what the mask needs."""
+        """Count the computed scores; unless overridden, one step computes those the mask needs."""
         case = plan.case
         return (
             tuple(
@@ -178,7 +177,7 @@ class Engine(Protocol):
         )
 
     def seconds(self, plan: "Plan", link: Link, flops: float) -> float:
-        """Estimate forward and backward; unless overridden, transfers and computing take turns."""
+        """Estimate forward and backward; unless overridden, transfers and compute are added."""
         moved = plan.forward + plan.backward
         return (
             3.5 * plan.computing(flops)
@@ -189,11 +188,11 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """One attention before any of it is done: what an engine makes of a case.
+    """Plan of one attention: an engine, a case, and what the engine derived from it.
 
-    ``chunks``  of rows that travel, with their routes, where some do.
+    ``chunks``  ranges of rows that are sent, with their routes, if there are any.
     ``inner``   the plan that runs while the sequence is less split (ulysses, usp).
-    ``note``    what ``sl.why`` adds to the price.
+    ``note``    text that ``sl.why`` adds to the price.
 
     >>> import torch, shardlib as sl
     >>> with sl.record(s=4):
@@ -235,7 +234,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Count the stops that the chunks make."""
+        """Count the steps of the chunks' routes."""
         return max((len(chunk.at) for chunk in self.chunks), default=0)
 
     @property
@@ -253,18 +252,18 @@ class Plan:
 
     @property
     def areas(self) -> Areas:
-        """Count per step and rank the scores that are computed for each head."""
+        """Count the computed scores of each head, per step and rank."""
         return self.engine.areas(self)
 
     @property
     def flops(self) -> tuple[int, ...]:
-        """Count per rank those of the forward pass; backward takes five products for these two."""
+        """Count each rank's flops of the forward pass; backward has five products for these two."""
         z = self.case.sizes
         per_score = z.b * z.h * 2 * (z.d + z.e)
         return tuple(sum(areas) * per_score for areas in zip(*self.areas, strict=True))
 
     def computing(self, flops: float) -> float:
-        """Estimate the seconds that the busiest rank computes in the forward pass."""
+        """Estimate the compute time of the busiest rank in the forward pass, in seconds."""
         return max(self.flops) / flops
 
     def __repr__(self) -> str:
@@ -273,10 +272,10 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A plan with all that it takes to carry it out but the tensors.
+    """Plan with everything needed to run it except the tensors.
 
     ``at``     a rank's coordinate -> the global batch entries and heads of its block.
-    ``whole``  (heads, length of q, length of k) of the global tensors, which dropout is keyed by.
+    ``whole``  (heads, length of q, length of k) of the global tensors, for the keys of dropout.
 
     >>> import torch, shardlib as sl
     >>> from shardlib.ops.attention.engines.pass_q import PassQ
@@ -301,7 +300,7 @@ class Job:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Name the mesh axes of the ring, major first."""
+        """List the mesh axes of the ring, major first."""
         return self.plan.case.axes
 
     @cached_property
@@ -309,5 +308,5 @@ class Job:
         return self.plan.case.mask
 
     def place(self, coord: dict[str, int], axes: tuple[str, ...] | None = None) -> int:
-        """Give a rank's place on the ring, or on some axes."""
+        """Return a rank's index on the ring, or on the given axes."""
         return rank_along(self.axes if axes is None else axes, coord, self.mesh.axes)

@@ -1,4 +1,4 @@
-"""Attention under autograd: a plan becomes a job, its engine runs on the raw blocks."""
+"""Autograd function of attention: builds a job from a plan, and runs its engine on raw blocks."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ __all__ = ["Options", "attend"]
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """What is asked for beside the plan; see ``ring_attention``."""
+    """Arguments of ``ring_attention`` that are not part of the plan."""
 
     bias: Tensor | None = None
     sink: Tensor | None = None
@@ -38,7 +38,7 @@ class Options:
 def attend(
     q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, plan: Plan, options: Options
 ) -> tuple[ShardedTensor, ShardedTensor]:
-    """Carry a plan out: (out, lse)."""
+    """Run a plan: (out, lse)."""
     p = _probability(options.dropout)
     bias, sink = bias_and_sink(q, k, options.bias, options.sink)
     job = Job(
@@ -94,7 +94,7 @@ class _Attend(Local):
             return (None,) * 6
         dout = torch.zeros_like(out) if dout is None else dout
         given = dout, dlse, out, lse
-        if torch.is_grad_enabled():  # a gradient of this gradient will be asked for
+        if torch.is_grad_enabled():  # create_graph: the gradient must be differentiable
             _check_saved(job)
             return None, *double_backward.gradients(job, (*saved[:3], bias, sink), given)
         wants_bias = bias is not None and ctx.needs_input_grad[4]
@@ -139,7 +139,7 @@ def _probability(dropout: float | None) -> float:
 def _kernel(
     q: ShardedTensor, v: ShardedTensor, plan: Plan, bias: Tensor | None, options: Options
 ) -> Kernel:
-    """Pick the kernel asked for, or the fastest that fits."""
+    """Return the requested kernel, or the fastest that fits."""
     name, learned = options.kernel, bias is not None and bias.requires_grad
     needs_math = (
         bool(options.dropout) or learned or (options.return_lse and torch.is_grad_enabled())
@@ -165,7 +165,7 @@ def _kernel(
 
 
 def _marked(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor) -> tuple[Tensor, ...]:
-    """Mark raw blocks; the gradient of whole keys is summed over the axes where queries differ."""
+    """Mark raw blocks; the gradient of unsplit keys is summed over the axes that split queries."""
     split = {*q.sharding.axes, *q.deferred, *k.deferred, *v.deferred}
     return tuple(
         vary(t.raw, t.mesh, split.difference(t.sharding.axes, t.deferred)) for t in (q, k, v)

@@ -1,9 +1,9 @@
-"""One block of attention: a rectangle of scores, with the log-sum-exp that blocks are merged by.
+"""Attention kernels for one block of scores, with the log-sum-exp by which blocks are merged.
 
 Every kernel is ``forward(block) -> out, lse`` and ``backward(block, ...) -> dq, dk, dv, dbias``.
-Whatever a kernel's own convention for rows that see nothing, here they have out 0 and lse -inf, and
-backward is fed something finite for them.  The math block takes everything: dropout, learned bias,
-a gradient of lse, values wider than keys, any dtype and device.
+Kernels differ in their result for rows without allowed keys; here such rows have out 0 and lse
+-inf, and backward gets a finite lse for them.  The math block supports everything: dropout, learned
+bias, a gradient of lse, values wider than keys, any dtype and device.
 
 Source: the merge is the online softmax of arXiv 1805.02867; the backward is FlashAttention's,
 arXiv 2205.14135, appendix B, with delta = rowsum(dO out) - dlse.
@@ -27,11 +27,11 @@ __all__ = ["KERNELS", "Block", "Grads", "Kernel", "acc_dtype", "merge", "on_pape
 
 @dataclass
 class Block:
-    """One call of a kernel: q [b, h, m, d], k [b, g, n, d], v [b, g, n, e]; h / g heads share keys.
+    """Input of a kernel: q [b, h, m, d], k [b, g, n, d], v [b, g, n, e]; h / g heads share keys.
 
     ``causal``  square and lower triangular.
     ``bias``    added to the scores, -inf where not allowed.
-    ``keep``    rows -> what the probabilities of those rows are multiplied with (dropout).
+    ``keep``    rows -> factors of the probabilities of those rows (dropout).
     """
 
     q: Tensor
@@ -52,7 +52,7 @@ class Grads(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute a block."""
+    """Kernel that computes a block and its gradient."""
 
     name: str
     forward: Callable[[Block], tuple[Tensor, Tensor]]
@@ -60,15 +60,15 @@ class Kernel:
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Name the dtype that sums over blocks are kept in."""
+    """Return the dtype in which sums over blocks are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Fold a block's result into what earlier blocks gave, in place.
+    """Merge a block's result into that of earlier blocks, in place.
 
-    out [b, h, m, e] and lse [b, h, m] become those of the softmax over both.  Rows that saw nothing
-    on either side stay 0 and -inf.
+    out [b, h, m, e] and lse [b, h, m] become those of the softmax over both.  Rows without allowed
+    keys on either side stay 0 and -inf.
 
     >>> out, lse = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), -math.inf)
     >>> merge(out, lse, torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1))
@@ -88,11 +88,11 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 # ---------------------------------------------------------------- the math block
 
-_ROWS = 256  # rows of scores held at once
+_ROWS = 256  # rows of scores held at once, a bound on memory
 
 
 def _heads(x: Tensor, groups: int) -> Tensor:
-    """[.., h, m, n] -> [.., g, h / g, m, n]; one head for all stays one."""
+    """[.., h, m, n] -> [.., g, h / g, m, n]; a single head for all is left to broadcast."""
     if x.ndim < 3 or x.shape[-3] == 1:
         return x.unsqueeze(-3) if x.ndim > 2 else x
     return x.unflatten(-3, (groups, x.shape[-3] // groups))
@@ -165,7 +165,7 @@ def _math_backward(
 
 
 def _empty(bias: Tensor | None) -> Tensor | None:
-    """Find the rows that see nothing: [.., m, n] -> [.., m]."""
+    """Return which rows have no allowed key: [.., m, n] -> [.., m]."""
     return None if bias is None else (bias == -math.inf).all(-1)
 
 
@@ -208,9 +208,9 @@ def _cpu_backward(
 
 
 def on_paper(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    """Attend as F.scaled_dot_product_attention on shapes alone, by the kernel values would run.
+    """Attend as F.scaled_dot_product_attention on the meta device, by the kernel values would use.
 
-    torch's own choice on the meta device is the formula, whose scores no kernel holds.
+    torch's own choice on meta is the formula, which holds all scores, unlike the kernels.
     """
     bias = how.get("attn_mask")
     asked = how.get("dropout_p") or q.ndim != 4
@@ -227,7 +227,7 @@ def on_paper(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
 
 
 def _four(bias: Tensor | None) -> Tensor | None:
-    """Return four dimensions; the kernels broadcast batch and heads."""
+    """Return the bias with four dimensions; the kernels broadcast batch and heads."""
     return None if bias is None else bias[(None,) * (4 - bias.ndim)]
 
 
@@ -264,7 +264,7 @@ def _flash_backward(
 
 
 def _shared(b: Block) -> tuple[Tensor, Tensor, int]:
-    """Give every head of queries a head of keys and values, for kernels that do not share."""
+    """Repeat keys and values for each head of queries, for kernels without grouped queries."""
     r = b.q.shape[1] // b.k.shape[1]
     return (
         (b.k, b.v, r) if r == 1 else (b.k.repeat_interleave(r, 1), b.v.repeat_interleave(r, 1), r)
@@ -276,7 +276,7 @@ def _folded(x: Tensor, r: int) -> Tensor:
 
 
 def _expanded(b: Block) -> Tensor | None:
-    """Give the bias in the queries' dtype, its last dimension padded to what kernels load."""
+    """Return the bias in the queries' dtype, its row stride a multiple of 16 for aligned loads."""
     if b.bias is None:
         return None
     n = b.bias.shape[-1]
@@ -296,7 +296,7 @@ def _efficient_backward(
 ) -> Grads:
     assert _EFFICIENT_BACK is not None
     k, v, r = _shared(b)
-    lse = F.pad(_finite(lse), (0, -lse.shape[-1] % 32))  # the kernel's rows come in 32s
+    lse = F.pad(_finite(lse), (0, -lse.shape[-1] % 32))  # the kernel reads lse in rows of 32
     seed = torch.zeros((), dtype=torch.int64, device=b.q.device)
     asked = [True, True, True, False]
     dq, dk, dv, _ = _EFFICIENT_BACK(
@@ -344,10 +344,10 @@ _PRESENT = {
 
 
 def unfit(name: str, q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> str:
-    """Say why a kernel cannot compute such blocks; "" if it can.
+    """Return why a kernel cannot compute such blocks; "" if it can.
 
-    ``biased``      some block has a bias or a mask.
-    ``needs_math``  dropout, a learned bias or a gradient of lse is asked for.
+    ``biased``      whether some block has a bias or a mask.
+    ``needs_math``  whether dropout, a learned bias or a gradient of lse is needed.
     """
     if name == "math":
         return ""
@@ -382,7 +382,7 @@ def unfit(name: str, q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> st
 
 
 def pick(q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> Kernel:
-    """Pick the fastest kernel that fits."""
+    """Return the fastest kernel that fits."""
     for name in ("cpu", "flash", "efficient", "math"):
         if not unfit(name, q, v, biased, needs_math):
             return KERNELS[name]

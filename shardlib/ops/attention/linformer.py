@@ -1,7 +1,7 @@
 """Linformer over a split sequence: keys and values projected from t positions to r, then whole.
 
-Each rank projects its own positions and one psum adds them up; attention is then local.  What
-moves, and what a rank holds of the scores [b, h, s / p, r], does not grow with the sequence.
+Each rank projects its own positions and one psum adds the projections; attention is then local.
+The bytes moved, and a rank's scores [b, h, s / p, r], do not grow with the sequence.
 
 Source: Wang et al., arXiv 2006.04768; with a split sequence, Li et al., arXiv 2105.13120, section
         3.3.
@@ -38,7 +38,7 @@ def linformer_attention(
     E = ``keys`` [r, t] and F = ``values`` [r, t] (None: E).
 
     Shapes: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] -> [b, h, s, e].  E and F may be learned.
-    Moves:  2 (p - 1) / p of b g r (d + e) elements forward, and again backward: nothing of s or t.
+    Moves:  2 (p - 1) / p of b g r (d + e) elements forward, and again backward, for any s and t.
 
     >>> import shardlib as sl
     >>> q, e = torch.randn(1, 2, 8, 4), torch.randn(3, 8)

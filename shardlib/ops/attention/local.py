@@ -1,7 +1,7 @@
-"""What one rank computes of its own queries: kernel calls with masks, biases and dropout, merged.
+"""Local attention of one rank's queries: kernel calls with masks, biases and dropout, merged.
 
 Storage here is raw (``[ranks, *block]`` under simulate), so that each rank makes its own calls.
-Accumulators, and the gradients that travel, are fp32 (fp64 for fp64).
+Accumulators, and the gradients that are sent, are fp32 (fp64 for fp64).
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def _positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
 
 
 def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
-    """List the global positions of a block's rows; the tensor is the caller's own.
+    """List the global positions of a block's rows, in a new tensor.
 
     >>> positions((Run(0, 1, 2), Run(6, 1, 2)), torch.device("cpu"))  # rank 0 of 2, zigzag
     tensor([0, 1, 6, 7])
@@ -57,13 +57,13 @@ def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LocalQueries:
-    """The queries of one rank that is played in this process.
+    """Queries of one rank that runs in this process.
 
     ``coord``  of the rank on the mesh, ``place`` on the ring.
-    ``view``   of a storage: this rank's block.
+    ``view``   storage -> this rank's block of it.
     ``q_at``   global positions of the rows of ``q``.
     ``bias``   of these rows, if one is given.
-    ``only``   which of the rank's heads of queries these are, if not all.
+    ``only``   range of the rank's heads of queries, if not all.
 
     >>> import shardlib as sl
     >>> from shardlib.ops.attention.engines.pass_q import PassQ
@@ -89,18 +89,18 @@ class LocalQueries:
     only: tuple[int, int] | None = None
 
     def of(self, q: Tensor, runs: tuple[Run, ...]) -> "LocalQueries":
-        """Take other queries that this rank attends for: a block, and the positions of its rows."""
+        """Return this with other queries: a block, and the positions of its rows."""
         return replace(self, q=q, q_at=positions(runs, q.device), bias=None)
 
     def heads(self, lo: int, hi: int) -> "LocalQueries":
-        """Take the queries of some heads alone."""
+        """Return this with the queries of some heads alone."""
         bias = self.bias
         if bias is not None and bias.shape[1] > 1:
             bias = bias[:, lo:hi]
         return replace(self, q=self.q[:, lo:hi], bias=bias, only=(lo, hi))
 
     def at(self) -> At:
-        """Give the global batch entries and heads."""
+        """Return the global batch entries and heads."""
         at = self.job.at(self.coord)
         return at if self.only is None else At(at.batch, at.heads[slice(*self.only)])
 
@@ -111,7 +111,7 @@ class LocalQueries:
     # ------------------------------------------------------------ one kernel call
 
     def block(self, piece: Piece, k: Tensor, v: Tensor, k_at: Tensor) -> Block:
-        """Make the block of a piece; k, v and k_at begin at the row that the piece counts from."""
+        """Return the block of a piece; k, v and k_at begin at the row from which it counts."""
         q0, q1, k0, k1, kind = piece
         q_at, k_at = self.q_at[q0:q1], k_at[k0:k1]
         bias = self._bias(q0, q1, q_at, k_at, kind == "masked")
@@ -120,7 +120,7 @@ class LocalQueries:
         return Block(q, k, v, kind == "causal", bias, self.job.scale, keep)
 
     def _keep(self, q_at: Tensor, k_at: Tensor) -> Callable[[int, int], Tensor]:
-        """Draw what dropout multiplies the probabilities of some rows with, by global position."""
+        """Return a function of rows: their dropout factors, drawn by global position."""
         batch, heads = self.at()
         all_heads, s, t = self.job.whole
         row = (batch[:, None] * all_heads + heads)[:, :, None, None] * s + q_at[:, None]
@@ -128,7 +128,7 @@ class LocalQueries:
         dtype = acc_dtype(self.q.dtype)
 
         def kept_rows(r0: int, r1: int) -> Tensor:
-            if self.q.is_meta:  # positions are on the CPU there, and nothing is drawn
+            if self.q.is_meta:  # on meta nothing is drawn, and positions are on the CPU
                 return self.q.new_empty((len(batch), len(heads), r1 - r0, len(k_at)), dtype=dtype)
             kept = keep_mask(row[..., r0:r1, :] * t + k_at, seed, p)
             return kept.to(dtype).div_(1 - p) if p < 1 else kept.to(dtype).zero_()
@@ -136,7 +136,7 @@ class LocalQueries:
         return kept_rows
 
     def _bias(self, q0: int, q1: int, q_at: Tensor, k_at: Tensor, masked: bool) -> Tensor | None:
-        """Add up the bias tensor, the mask's scores and -inf where the mask does not allow."""
+        """Sum the bias tensor, the mask's scores, and -inf where the mask does not allow."""
         mask, dtype = self.job.mask, acc_dtype(self.q.dtype)
         out = None
         if self.bias is not None:
@@ -160,12 +160,12 @@ class LocalQueries:
             )
         return out
 
-    # ------------------------------------------------------------ several, merged
+    # ------------------------------------------------------------ several calls, merged
 
     def attend(
         self, calls: tuple[Piece, ...], k: Tensor, v: Tensor, k_at: Tensor, out: Tensor, lse: Tensor
     ) -> None:
-        """Fold the calls' results into out and lse."""
+        """Merge the calls' results into out and lse."""
         for piece in calls:
             o, new = self.job.kernel.forward(self.block(piece, k, v, k_at))
             merge(
@@ -185,7 +185,7 @@ class LocalQueries:
     ) -> None:
         """Add the calls' gradients to dq, to (dk, dv) = keys() and to dbias.
 
-        ``keys`` is called after the first kernel call: what it gives may still travel until then.
+        ``keys`` is called after the first kernel call, so its result may be in transit until then.
         """
         for piece in calls:
             q0, q1, k0, k1, _ = piece
@@ -200,7 +200,7 @@ class LocalQueries:
             if dbias is not None and g.bias is not None:
                 self.add_bias(dbias, slice(q0, q1), k_at[k0:k1], g.bias)
             new_dk, new_dv = g.k, g.v
-            del g  # dq and dbias are added: make room before more comes
+            del g  # dq and dbias are added: free them before keys() receives more
             dk, dv = keys()
             if fused:
                 accumulate_(dk[:, :, k0:k1], new_dk)
@@ -223,7 +223,7 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _booleans(mask: Any, allowed: Any, m: int, n: int) -> Tensor:
-    """Give what a mask answered, if it is booleans for m queries and n keys."""
+    """Return the result of a mask's ``allowed``, if it is booleans for m queries and n keys."""
     fits = isinstance(allowed, Tensor) and allowed.dtype == torch.bool and allowed.ndim <= 4
     if fits and all(
         have in (1, want) for have, want in zip(reversed(allowed.shape), (n, m), strict=False)
@@ -241,7 +241,7 @@ def _booleans(mask: Any, allowed: Any, m: int, n: int) -> Tensor:
 
 
 def local_queries(job: Job, q: Tensor, bias: Tensor | None = None) -> list[LocalQueries]:
-    """List the queries of every rank that is played in this process.
+    """List the queries of every rank that runs in this process.
 
     >>> import shardlib as sl
     >>> from shardlib.ops.attention.engines.pass_q import PassQ
@@ -266,14 +266,14 @@ def local_queries(job: Job, q: Tensor, bias: Tensor | None = None) -> list[Local
 def batch_and_heads(
     layout: Layout, shape: tuple[int, ...], mesh: Mesh, coord: dict[str, int]
 ) -> At:
-    """Give the global batch entries and heads of the block at a coordinate."""
+    """Return the global batch entries and heads of the block at a coordinate."""
     batch, heads, *_ = layout.indices(shape, mesh, coord)
     device = torch.device("cpu") if mesh.device.type == "meta" else mesh.device
     return At(uploaded(tuple(batch), device), uploaded(tuple(heads), device))
 
 
 def started(q: Tensor, e: int) -> tuple[Tensor, Tensor]:
-    """Make (out, lse) of rows that have met no keys yet, in the dtype of sums.
+    """Return (out, lse) before any keys are attended to, in the dtype of sums.
 
     >>> out, lse = started(torch.ones(1, 2, 3, 4, dtype=torch.bfloat16), e=5)
     >>> out.shape, out.dtype, lse[0, 0]
@@ -286,7 +286,7 @@ def started(q: Tensor, e: int) -> tuple[Tensor, Tensor]:
 
 
 def sums_like(x: Tensor) -> Tensor:
-    """Make zeros to add gradients to, in the dtype of sums.
+    """Return zeros to which gradients are added, in the dtype of sums.
 
     >>> sums_like(torch.ones(2, dtype=torch.bfloat16))
     tensor([0., 0.])
@@ -295,9 +295,9 @@ def sums_like(x: Tensor) -> Tensor:
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """Give the sink its share of each softmax, once, after all merges; return the new lse.
+    """Add the sink to each softmax, once, after all merges; return the new lse.
 
-    ``out`` shrinks in place.
+    ``out`` is scaled down in place.
 
     >>> out, lse = torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2)  # rows [b, h, s, e] and [b, h, s]
     >>> lse = add_sink(out, lse, torch.zeros(1, 1, 1))  # a sink that weighs what the keys weigh
@@ -312,12 +312,12 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def parted(kv: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """View keys of d columns and values, or their gradients, that lie in one storage."""
+    """Split one storage into views of keys (d columns) and values, or of their gradients."""
     return kv[..., :d], kv[..., d:]
 
 
 def viewed(given: Given, view: Callable[[Tensor], Tensor]) -> Given:
-    """Take one rank's rows of what backward is given.
+    """Return one rank's rows of backward's arguments.
 
     >>> both = torch.arange(2.0).reshape(2, 1, 1, 1, 1)  # dout and out of two simulated ranks
     >>> dout, dlse, out, lse = viewed((both, None, both, both[..., 0]), lambda raw: raw[1])
@@ -352,7 +352,7 @@ def gathered(job: Job, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
 
 
 def scattered(job: Job, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tensor:
-    """Sum what ``gathered`` would give over the ring; each rank keeps its block of ``rows`` rows.
+    """Sum ``gathered`` blocks over the ring; each rank keeps its block of ``rows`` rows.
 
     >>> import shardlib as sl
     >>> from shardlib.ops.attention.engines.pass_q import PassQ
@@ -376,11 +376,11 @@ def scattered(job: Job, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tenso
 
 @lru_cache(maxsize=256)
 def _rows(runs: Runs, rows: int, device: torch.device) -> Tensor:
-    """Find per position its row among the blocks of all ranks, which have ``rows`` rows each."""
+    """Return for each position its row among the blocks of all ranks, of ``rows`` rows each."""
     row = [0] * sum(map(length, runs))
     for owner, share in enumerate(runs):
         held = [i for run in share for i in run.positions]
         for n, i in enumerate(held):
             row[i] = owner * rows + n
-    with torch.inference_mode(False):  # a later backward may save it
+    with torch.inference_mode(False):  # cached: a later backward may save it
         return torch.tensor(row, dtype=torch.int64, device=device)

@@ -1,8 +1,8 @@
-"""Masks as values in global positions: which keys each query may attend to, whatever the layout.
+"""Attention masks as values in global positions, independent of the layout.
 
-A mask answers twice.  ``relation`` looks at two runs of positions and says, in constant time,
-which differences q - k are allowed between them, so that the plan can skip what is empty and run
-what is full without a mask.  ``allowed`` gives the booleans where that is not enough.
+A mask has two methods.  ``relation`` takes two runs of positions and returns, in constant time, the
+bounds of the allowed differences q - k, so that a plan can skip empty blocks and compute full ones
+without a mask.  ``allowed`` returns booleans, for blocks where bounds are not enough.
 Masks combine with ``&``: allowed by both.
 """
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Relation(NamedTuple):
-    """Bounds between two runs: what is allowed has lo <= q - k <= hi; all of it if ``exact``.
+    """Bounds between two runs: allowed pairs have lo <= q - k <= hi; all such pairs if ``exact``.
 
     >>> window, causal = Relation(lo=-2, hi=2), Relation(lo=0)
     >>> window & causal
@@ -63,23 +63,23 @@ class At(NamedTuple):
 
 
 class Mask(ABC):
-    """Rule of which positions of the keys each position of the queries may attend to.
+    """Mask: for each position of the queries, the positions of the keys it may attend to.
 
-    A mask of one's own is a subclass with ``allowed`` alone.  It is then right on every engine,
-    which asks it for each block of scores.  The other methods are optional:
+    To write your own, subclass it and define ``allowed``.  It is then right on every engine, which
+    calls it for each block of scores.  The other methods are optional:
 
-    ``relation``  makes it fast: a plan skips blocks of which nothing is allowed, and computes those
-                  of which everything is without a mask.  A class that overrides ``allowed`` does
-                  not inherit the relation of a mask that answered otherwise.
-    ``cuts``      positions at which ``relation`` changes, so that it is asked on either side.
+    ``relation``  makes it fast: a plan skips blocks without allowed pairs, and computes those that
+                  are allowed as a whole without a mask.  A class that overrides ``allowed`` does
+                  not inherit ``relation``, which described another mask.
+    ``cuts``      positions at which ``relation`` changes, so that it is called on either side.
     ``scores``    is added to the scores; a mask that overrides only this allows everything:
-                  ``allowed`` gives None.
+                  ``allowed`` returns None.
     ``check``     refuses sequences that the mask was not made for.
 
-    A mask is a value: hashable, and equal only to masks that answer alike, as a frozen dataclass
-    is, since plans are remembered by it.  ``allowed`` and ``scores`` are pure functions of
-    positions; every rank asks them about its own rows, forward and again backward.
-    ``sl.testing.check_mask`` holds a mask to all of this.
+    A mask is a value: hashable, and equal only to masks with the same results, as a frozen
+    dataclass is, since plans are cached by it.  ``allowed`` and ``scores`` are pure functions of
+    positions; every rank calls them for its own rows, forward and again backward.
+    ``sl.testing.check_mask`` tests a mask for all of this.
 
     >>> import shardlib as sl
     >>> @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class Mask(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "allowed" in vars(cls) and "relation" not in vars(cls):
-            # an inherited one speaks of the booleans that were overridden
+            # the inherited one describes the ``allowed`` that is overridden here
             cls.relation = Mask.relation
 
     @abstractmethod
     def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
-        """Give booleans that broadcast to [b, h, nq, nk], True where a query may attend; None: all.
+        """Return booleans that broadcast to [b, h, nq, nk], True where allowed; None: all.
 
         q [nq], k [nk] are global positions, ``at`` the global batch entries and heads of the block.
         """
@@ -115,7 +115,7 @@ class Mask(ABC):
         return SOMETHING
 
     def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor | None:
-        """Give what is added to the scores, broadcast as ``allowed``; None: nothing."""
+        """Return values to add to the scores, broadcast as ``allowed``; None: nothing."""
         return None
 
     def cuts(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -127,11 +127,11 @@ class Mask(ABC):
 
     @property
     def biased(self) -> bool:
-        """Say whether ``scores`` may add anything."""
+        """Whether ``scores`` may add anything."""
         return type(self).scores is not Mask.scores
 
     def __and__(self, other: "Mask") -> "Mask":
-        """Allowed by both.
+        """Return the mask that allows what both allow.
 
         >>> Causal() & Window(3) & Full()
         Causal() & Window(left=3, right=None)
@@ -181,7 +181,7 @@ def _parts(mask: Mask) -> tuple[Mask, ...]:
 
 @dataclass(frozen=True)
 class Full(Mask):
-    """No mask: every position sees every other.
+    """No mask: every query attends to every key.
 
     >>> import shardlib as sl
     >>> x = torch.randn(1, 2, 8, 4)
@@ -201,7 +201,7 @@ class Full(Mask):
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """Each position sees itself and what is before it: k <= q.
+    """Causal mask: each position attends to itself and earlier ones, k <= q.
 
     >>> Causal().allowed(torch.arange(3), torch.arange(3), None).int()
     tensor([[1, 0, 0],
@@ -249,7 +249,7 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Prefix(Mask):
-    """Causal, but the first ``length`` positions are seen by all (a prefix language model).
+    """Causal mask with a prefix: all positions attend to the first ``length`` ones (prefix LM).
 
     >>> Prefix(2).allowed(torch.arange(4), torch.arange(4), None).int()
     tensor([[1, 1, 0, 0],
@@ -280,7 +280,7 @@ class Prefix(Mask):
 
 @dataclass(frozen=True)
 class Padding(Mask):
-    """Keys at or beyond the length are not seen: one length, or one per batch entry.
+    """Padding mask: keys at or beyond the length are hidden; one length, or one per batch entry.
 
     >>> Padding([3, 5]).lengths
     (3, 5)
@@ -318,11 +318,11 @@ class Padding(Mask):
 
 @dataclass(frozen=True)
 class Documents(Mask):
-    """Each position sees its own document only; with ``& Causal()``, what is before it there.
+    """Document mask: each position attends to its own document; ``& Causal()`` for earlier ones.
 
     ``documents``  borders ``cu_seqlens`` (0, 5, 9, ...), the same for every batch entry; or a
                    tensor of document numbers [s] or [b, s].
-    ``keys``       the same of the keys, if they are another sequence.
+    ``keys``       the same for the keys, if they are another sequence.
 
     >>> Documents((0, 2, 5)).allowed(torch.arange(3), torch.arange(3), None).int()
     tensor([[1, 1, 0],
@@ -376,7 +376,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False)
 class _Numbers:
-    """Document numbers [1 or b, s], borders where one row says all, and a value to compare by."""
+    """Document numbers [1 or b, s], borders if one row suffices, and a value for comparison."""
 
     numbers: Tensor
     borders: tuple[int, ...]
@@ -386,7 +386,7 @@ class _Numbers:
 
     @staticmethod
     def of(given: Any) -> "_Numbers":
-        # normalised, by replace()
+        # a value that was converted before, passed again by replace()
         if isinstance(given, tuple) and given and isinstance(given[0], tuple):
             given = torch.tensor(given)
         if isinstance(given, Tensor):
@@ -412,7 +412,7 @@ class _Numbers:
         return self.there[device]
 
     def range(self, run: Run) -> tuple[Any, Any]:
-        """The least and the largest number of a run, per row."""
+        """Return the least and the largest number of a run, per row."""
         if self.rising:
             return bisect.bisect_right(self.borders, run.start), bisect.bisect_right(
                 self.borders, run.last
@@ -425,8 +425,8 @@ class _Numbers:
 class MaskMod(Mask):
     """Mask by ``function(b, h, q, k)`` of global indices, tensors that broadcast, to booleans.
 
-    ``sl.masks.mask_mod``; a plain function given as ``mask=`` becomes one.  Two are equal where
-    their function is the same object: define it once, outside the loop.
+    ``sl.masks.mask_mod``; a plain function given as ``mask=`` becomes one.  Two are equal if their
+    function is the same object: define it once, outside the loop.
 
     >>> from shardlib.masks import mask_mod
     >>> near = mask_mod(lambda b, h, q, k: (q - k).abs() <= h + 1)  # wider for later heads
@@ -451,7 +451,7 @@ class MaskMod(Mask):
 
 @dataclass(frozen=True)
 class ALiBi(Mask):
-    """A penalty -slope |q - k| added to the scores of each head (arXiv 2108.12409).
+    """ALiBi: a penalty -slope |q - k| added to the scores of each head (arXiv 2108.12409).
 
     >>> at = At(torch.arange(1), torch.arange(2))
     >>> ALiBi([0.5, 0.25]).scores(torch.tensor([3]), torch.arange(4), at).squeeze()
@@ -486,9 +486,9 @@ class ALiBi(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Bias(Mask):
-    """A constant [.., s, t] added to the scores, broadcast over batch and heads.
+    """Constant bias [.., s, t] added to the scores, broadcast over batch and heads.
 
-    A learned one is ``ring_attention(bias=)``.
+    For a learned one use ``ring_attention(bias=)``.
 
     >>> Bias(torch.zeros(3, 3)).scores(torch.tensor([2]), torch.arange(3), None).shape
     torch.Size([1, 3])
@@ -536,7 +536,7 @@ class Bias(Mask):
 
 @dataclass(frozen=True)
 class _All(Mask):
-    """Allowed by every part."""
+    """Conjunction of masks: allowed by every part."""
 
     parts: tuple[Mask, ...]
 

@@ -1,4 +1,4 @@
-"""``ring_attention``: operands checked, a plan chosen, its engine run; each step has a file."""
+"""``ring_attention``: check the operands, choose a plan, run its engine; each step has a file."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, overload
@@ -96,18 +96,18 @@ def ring_attention(
     """Attend over a sequence that is split over a ring of ranks, as if it were whole.
 
     Shapes: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] -> [b, h, s, e]; g divides h (only the g
-            heads of keys travel).  Batch and heads may be split too, alike in all three.
-    ``layout``     of the sequence, for local blocks (inside shard_map); sharded tensors bring
-                   theirs.
-    ``kv_layout``  that of the keys, where they lie otherwise: any order, any length.
-    ``mask``       a value in global positions: ``Causal() & Documents(cu_seqlens)``, or a ``Mask``
-                   of one's own; or a function (b, h, q, k).
+            heads of keys are sent).  Batch and heads may be split too, alike in all three.
+    ``layout``     of the sequence, for local blocks (inside shard_map); sharded tensors have their
+                   own.
+    ``kv_layout``  that of the keys, if it differs: any order, any length.
+    ``mask``       a value in global positions: ``Causal() & Documents(cu_seqlens)``, or your own
+                   ``Mask``; or a function (b, h, q, k).
     ``bias``       [.., s, t], added to the scores, or booleans; may be learned.
     ``sink``       [h], a score per head that takes part in the softmax and attends to nothing; may
                    be learned.
     ``dropout``    of the probabilities, drawn by global position: the same for every ring.
     ``scale``      of the scores, 1 / sqrt(d) if None.
-    ``return_lse`` also give log-sum-exp of the scores [b, h, s], differentiable.
+    ``return_lse`` also return log-sum-exp of the scores [b, h, s], differentiable.
     ``algorithm``  "auto": the cheapest plan; or a name: ``sl.why("attention", q, k, v)`` lists
                    them; or an engine with its arguments:
                    ``sl.attention.AllGather(heads=1)``.
@@ -116,10 +116,10 @@ def ring_attention(
                    gathered and computed in tiles of 64 rows (or of ``canonical`` rows), at twice
                    the work.
 
-    Rows that see nothing give 0, with gradient 0.
-    Moves:  what the plan says: ``sl.planning.attention_plan(...)``.
-    Raises: Unsupported where the algorithm cannot honour the
-            mask or an argument; nothing is dropped.
+    Rows without allowed keys give 0, with gradient 0.
+    Moves:  the transfers of the plan: ``sl.planning.attention_plan(...)``.
+    Raises: Unsupported where the algorithm does not support the
+            mask or an argument; nothing is ignored.
     Source: Li et al., arXiv 2105.13120; Liu et al., arXiv 2310.01889.
 
     >>> import torch, shardlib as sl
@@ -169,7 +169,7 @@ def attention_plan(
 ) -> Plan:
     """Plan a ``ring_attention`` of these operands: steps, transfers, bytes; nothing runs.
 
-    Under ``sl.record`` for a mesh of any size.
+    Use it under ``sl.record`` for a mesh of any size.
 
     >>> import torch, shardlib as sl
     >>> with sl.record(s=64):

@@ -1,4 +1,4 @@
-"""What ``ring_attention`` is given: DTensors, local blocks or sharded tensors, checked alike."""
+"""Operands of ``ring_attention``: DTensors, local blocks or sharded tensors, with their checks."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ __all__ = ["Operands", "attention_case", "check", "entered"]
 
 
 class Operands(NamedTuple):
-    """q, k and v as sharded tensors, and the way back to what was given, if of another kind."""
+    """q, k and v as sharded tensors, and the conversion back if they were of another kind."""
 
     q: ShardedTensor
     k: ShardedTensor
@@ -32,9 +32,9 @@ class Operands(NamedTuple):
 
 
 def entered(q: Tensor, k: Tensor, v: Tensor, layout: Any, kv_layout: Any) -> Operands:
-    """Take sharded tensors, DTensors, or local blocks whose sequence is split as the layouts say.
+    """Convert sharded tensors, DTensors, or local blocks split as the layouts state.
 
-    Raises: PlainTensor, RankMismatch, ImplicitCommunication and their kin for what does not fit.
+    Raises: PlainTensor, RankMismatch, ImplicitCommunication and others if they do not fit.
     """
     keys_layout = layout if kv_layout is None else kv_layout
     if any(is_dtensor(t) for t in (q, k, v)):
@@ -59,7 +59,7 @@ def attention_case(
     mask: Mask | None = None,
     biased: bool = False,
 ) -> AttentionCase:
-    """Describe three operands to the engines."""
+    """Describe three operands as a case for the engines."""
     check(q, k, v)
     return case_of_values(q, k, v, as_mask(mask), biased)
 
@@ -89,7 +89,7 @@ def _placed(q: Any, k: Any, v: Any, layout: Any, keys_layout: Any) -> list[Tenso
 
 
 def _token(layout: Any, mesh: Any) -> Dim:
-    """Say how a layout splits the sequence: in dimension 2, or in the only one a family splits."""
+    """Return the token of the sequence: dimension 2, or the only dimension a family splits."""
     fix = "sl.ring_attention(q, k, v, layout={})"
     found = as_layout(layout, "ring_attention", fix, shape=(1, 1, 1, 1), mesh=mesh)
     split = [d for d in found.dims if d.is_split]
@@ -117,14 +117,14 @@ def _check_layout(name: str, x: Any, asked: Any) -> None:
 
 
 def check(q: Any, k: Any, v: Any) -> None:
-    """Raise what is wrong with the operands."""
+    """Raise the first error of the operands' kinds, sizes or layouts."""
     _check_kinds(q, k, v)
     _check_sizes(q, k, v)
     _check_layouts(q, k, v)
 
 
 def _about(q: Any, k: Any, v: Any) -> dict[str, Any]:
-    """Return what every error says."""
+    """Return the fields that all these errors share."""
     operands = {n: typeof(t) for n, t in (("q", q), ("k", k), ("v", v))}
     return {"op": "ring_attention", "operands": operands, "mesh": q.mesh}
 

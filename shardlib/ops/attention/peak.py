@@ -1,7 +1,7 @@
-"""How much memory a plan takes, by carrying it out on shapes alone and counting what is alive.
+"""Peak memory of a plan, counted by running its engine on the meta device.
 
-The executor itself runs, on the meta device, as one rank of a ring of any size; every storage it
-makes counts from when it is made until it is freed.  What kernels allocate inside does not show.
+The engine runs as one rank of a ring of any size; every storage counts from its creation until it
+is freed.  Memory that kernels allocate internally is not counted.
 """
 
 from typing import NamedTuple
@@ -20,10 +20,10 @@ __all__ = ["Peak", "peak"]
 
 
 class Peak(NamedTuple):
-    """Bytes of one rank, beside its blocks of q, k, v and of their gradients' and the output's own.
+    """Bytes of one rank, besides its blocks of q, k, v, their gradients and the output.
 
-    ``forward``, ``backward``  the most alive at once during each, what is saved included.
-    ``saved``                  kept from forward to backward beside q, k, v: out and lse, or more.
+    ``forward``, ``backward``  the most alive at once during each, saved tensors included.
+    ``saved``                  kept from forward to backward besides q, k, v: out and lse, or more.
     """
 
     forward: int
@@ -66,7 +66,7 @@ def _blocks(z: Sizes, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _job(plan: Plan, q: Tensor, v: Tensor, rank: int) -> Job:
-    """Make a job for one rank of a ring on paper."""
+    """Return the job of one rank on a recorded mesh."""
     case, z = plan.case, plan.case.sizes
     mesh = record(**dict(case.mesh))
     mesh.coord = dict.fromkeys(mesh.axes, 0)

@@ -1,4 +1,4 @@
-"""Which kernel calls two blocks of positions need under a mask.
+"""Kernel calls for two blocks of positions under a mask.
 
 Each pair of runs is empty (skipped), full, causal, or masked; full neighbours become one call.
 """
@@ -26,12 +26,12 @@ class Piece(NamedTuple):
 
     @property
     def area(self) -> int:
-        """Scores that a kernel computes."""
+        """Number of scores that a kernel computes."""
         q, k = self.q1 - self.q0, self.k1 - self.k0
         return q * (q + 1) // 2 if self.kind == "causal" else q * k
 
 
-_CALL = 1024  # scores that one more kernel call costs
+_CALL = 1024  # price of one more kernel call, in scores
 _TILE = 64  # rows of a masked tile, at least
 
 
@@ -70,7 +70,7 @@ def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[Piece, .
 
 
 def narrowed(runs: Sequence[Run], lo: int, hi: int) -> tuple[Run, ...]:
-    """Give the runs of rows lo:hi of a block."""
+    """Return the runs of rows lo:hi of a block."""
     out, at = [], 0
     for run in runs:
         a, b = max(lo - at, 0), min(hi - at, run.length)
@@ -81,7 +81,7 @@ def narrowed(runs: Sequence[Run], lo: int, hi: int) -> tuple[Run, ...]:
 
 
 def _cut(runs: Sequence[Run], cuts: Sequence[int]) -> list[tuple[int, Run]]:
-    """Cut runs before each position in ``cuts``, with the row where each begins."""
+    """Cut runs before each position in ``cuts``; return the parts, each with its first row."""
     out, at = [], 0
     for run in runs:
         marks = {0, run.length}
@@ -127,9 +127,9 @@ def _cell(q: Run, k: Run, mask: Mask) -> list[Piece]:
 
 
 def _square(q0: int, q1: int, k0: int, k1: int) -> list[Piece]:
-    """Cut what is causal from (q0, k0) on: a square, and the rows below it that see all of it.
+    """Split a causal region from (q0, k0) on: a square, and full rows below it.
 
-    Kernels disagree on where the diagonal of an oblong lies.
+    Kernels disagree on the diagonal of a block that is not square.
     """
     n = min(q1 - q0, k1 - k0)
     below = [Piece(q0 + n, q1, k0, k0 + n, "full")] if q0 + n < q1 else []
@@ -137,7 +137,7 @@ def _square(q0: int, q1: int, k0: int, k1: int) -> list[Piece]:
 
 
 def _merged(found: list[Piece]) -> list[Piece]:
-    """Join full neighbours in one call: first along the keys, then along the queries."""
+    """Join adjacent full pieces to one call: first along the keys, then along the queries."""
     out: list[Piece] = []
     for p in found:
         if out and p.kind == "full" == out[-1].kind and out[-1][:2] == p[:2] and out[-1].k1 == p.k0:

@@ -1,4 +1,4 @@
-"""Posting the transfers of a step in one call, and waiting for each where it is used."""
+"""Transfers of a step, posted in one call; each is waited for where it is used."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from shardlib.ops.attention.engine import Job
 __all__ = ["Coming", "Key", "Leaving", "send"]
 
 Key = tuple[str, int, int]
-"""(what travels, which chunk, the step at which it arrives)"""
+"""(kind of block, index of its chunk, step at which it arrives)"""
 
 Coming = dict[Key, Callable[[], Tensor]]
-"""Call one to wait for it."""
+"""Transfers under way; calling a value waits for its block."""
 
 
 class Leaving(NamedTuple):
-    """A storage that is sent, and the (source, destination) pairs."""
+    """Storage to be sent, with its (source, destination) pairs."""
 
     key: Key
     raw: Tensor
@@ -28,7 +28,7 @@ class Leaving(NamedTuple):
 
 
 def send(job: Job, leaving: Sequence[Leaving]) -> Coming:
-    """Post transfers over the ring as one call; a rank that nobody sends to gets zeros.
+    """Post transfers over the ring as one call; a rank that receives nothing gets zeros.
 
     Those without pairs are left out.
     """
@@ -42,7 +42,7 @@ def send(job: Job, leaving: Sequence[Leaving]) -> Coming:
 
 
 class _Posted:
-    """A transfer under way; holds what is sent until it is waited for, as the network does."""
+    """Transfer under way; keeps the sent block alive until the wait, since the network reads it."""
 
     def __init__(self, pending: Pending, sent: Tensor) -> None:
         self.pending, self.sent = pending, sent

@@ -72,7 +72,7 @@ class Gather:
             self.after.start()
 
     def start_previous(self) -> None:
-        """Start the gather before this one; if it is not taken, backward waits for it at its end."""
+        """Start the gather before this one; backward waits at its end for gathers not taken."""
         if self.before is not None and self.before.pending is None:
             self.before.start()
             after_backward(self.before.drop, drain)

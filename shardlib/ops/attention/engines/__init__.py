@@ -1,4 +1,4 @@
-"""The attention engines: each file ends with its engine's registration; the order means nothing."""
+"""Attention engines: each file ends with its engine's registration; import order has no effect."""
 
 from shardlib.ops.attention.engines.allgather import AllGather
 from shardlib.ops.attention.engines.both_ways import BothWays

@@ -1,4 +1,4 @@
-"""Keys and values gathered over the ring, a few heads at a time.
+"""All-gather attention: keys and values are gathered over the ring, a few heads at a time.
 
 Source: Llama 3, arXiv 2407.21783, section 3.3.2 (all-gather context parallelism).
 """
@@ -75,7 +75,7 @@ class AllGather(Engine):
         return Moves(out, [*out, *(Move(rows * heads * z.acc_itemsize, n) for heads in groups)])
 
     def _groups(self, g: int) -> list[tuple[int, int]]:
-        """List the heads of keys lo:hi that are gathered together."""
+        """List the ranges lo:hi of heads of keys that are gathered together."""
         n = self.heads or g
         return [(lo, min(lo + n, g)) for lo in range(0, g, n)]
 
@@ -159,7 +159,7 @@ def _attend_back(
 def _gathered(
     job: Job, k: Tensor, v: Tensor, groups: list[tuple[int, int]]
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield groups of heads with the keys and values of every rank, the next group under way.
+    """Yield groups of heads with the keys and values of every rank; the next group is in transit.
 
     They are [p, b, heads, lk, d + e].
     """
@@ -171,7 +171,7 @@ def _gathered(
         lo, hi = groups[i]
         with bind(job.mesh):
             block = wrap(kv[..., lo:hi, :, :].contiguous(), job.mesh)
-            # ranks first: nothing is copied
+            # gathered along a new first dimension, so the result needs no copy
             return start(all_gather, block.unsqueeze(0), job.axes, dim=0)
 
     coming = post(0)

@@ -1,4 +1,4 @@
-"""Keys both ways along the ring, as far as the mask has need of them.
+"""Bidirectional ring: keys are sent both ways, only as far as the mask needs them.
 
 With zigzag and a causal mask the early rows go all round and the late ones only to the ranks
 before: three quarters of the bytes.  Without a mask, half way round in each direction.
@@ -21,7 +21,7 @@ __all__ = ["BothWays", "both_ways"]
 
 @dataclass(frozen=True)
 class BothWays(Routes):
-    """Engine that sends each stretch of rows in both directions, to the ranks that need it.
+    """Engine that sends each range of rows in both directions, to the ranks that need it.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(s=4), sl.trace() as t:
@@ -40,9 +40,9 @@ class BothWays(Routes):
 
 @lru_cache(maxsize=256)
 def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[Chunk, ...]:
-    """Send each stretch of rows both ways along the ring, as far as the mask has need of it."""
+    """Route each range of rows both ways along the ring, as far as the mask needs it."""
     p = len(q_runs)
-    if not rows:  # keys are whole everywhere
+    if not rows:  # every rank holds all keys
         return ()
     hulls = {}
     for rank, owner in itertools.product(range(p), range(p)):
@@ -50,7 +50,7 @@ def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[Chunk,
         if calls:
             hulls[rank, owner] = min(c.k0 for c in calls), max(c.k1 for c in calls)
     edges = sorted({0, rows, *(n for hull in hulls.values() for n in hull)})
-    if len(edges) > 9:  # more chunks than their messages are worth
+    if len(edges) > 9:  # more chunks save fewer bytes than their messages cost
         edges = [0, rows]
     chunks = []
     for lo, hi in itertools.pairwise(edges):
@@ -72,12 +72,12 @@ def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[Chunk,
 
 
 def _reach(distances: list[int], p: int, others: bool) -> tuple[int, int]:
-    """(forward, backward) hops that reach every distance ahead with the fewest hops.
+    """Return (forward, backward) hops that reach every distance ahead with the fewest hops.
 
-    Ties: evenly, or, where ``others`` go the other way meanwhile, all forward.
+    Ties: evenly, or, where ``others`` are sent the other way meanwhile, all forward.
     """
     ahead = sorted(distances)
-    forward = [0, *ahead]  # as far as the i nearest, then backward to the rest
+    forward = [0, *ahead]  # forward to the i nearest, backward to the rest
     backward = [*(p - distance for distance in ahead), 0]
 
     def cost(hops: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -88,7 +88,7 @@ def _reach(distances: list[int], p: int, others: bool) -> tuple[int, int]:
 
 
 def _joined(chunks: list[Chunk]) -> tuple[Chunk, ...]:
-    """Join neighbouring rows that take the same route into one chunk."""
+    """Join adjacent rows with the same route into one chunk."""
     out: list[Chunk] = []
     for chunk in chunks:
         same = next((i for i, o in enumerate(out) if o.hi == chunk.lo and o.at == chunk.at), -1)

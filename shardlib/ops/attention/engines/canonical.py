@@ -1,4 +1,4 @@
-"""Everything gathered and computed in tiles, in global order: the same bits on any number of ranks.
+"""Canonical attention: tiles in global order, with the same bits on any number of ranks.
 
 Every rank computes whole tiles of rows, and the gradients of its keys from gathered queries: the
 same kernel calls on the same numbers for every ring and layout, at twice the work.
@@ -40,7 +40,7 @@ __all__ = ["Canonical"]
 
 @dataclass(frozen=True)
 class Canonical(Engine):
-    """Engine that gathers all and computes whole tiles of ``tile`` rows.
+    """Engine that gathers all rows and computes whole tiles of ``tile`` rows.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(s=4), sl.trace() as t:
@@ -72,7 +72,7 @@ class Canonical(Engine):
         return Moves(out, [*out, *rows, Move(q * z.acc_itemsize, n)])
 
     def areas(self, plan: Plan) -> Areas:
-        """Count what the mask needs, twice: for the rows of queries and again for those of keys."""
+        """Count the scores that the mask needs twice: for rows of queries and for rows of keys."""
         return tuple(tuple(2 * area for area in step) for step in super().areas(plan))
 
     def forward(
@@ -144,7 +144,7 @@ class Canonical(Engine):
         q_runs: tuple[Run, ...],
         k_runs: tuple[Run, ...],
     ) -> list[Tensor]:
-        """Add up dq, dk and dv of all positions, from the tiles that hold some of these."""
+        """Sum dq, dk and dv over the tiles that hold some of the positions in these runs."""
         q, k, v = map(rank.view, whole)
         s, t = q.shape[-2], k.shape[-2]
         every, mine = rank.of(q, (Run(0, 1, s),)), viewed(rows, rank.view)

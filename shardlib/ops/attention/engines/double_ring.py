@@ -1,4 +1,4 @@
-"""Keys round rings within the ring: only one hop in ``inner`` crosses between them.
+"""Double ring: keys are sent round inner rings; one hop in ``inner`` crosses to the next ring.
 
 Source: Gu et al., LoongTrain, arXiv 2406.18485, section 4.
 """

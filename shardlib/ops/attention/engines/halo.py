@@ -1,4 +1,4 @@
-"""Only the rows that the neighbours' windows reach, whatever the number of ranks."""
+"""Halo attention: ranks send only the rows within the neighbours' windows, for any ring size."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ __all__ = ["Halo"]
 
 @dataclass(frozen=True)
 class Halo(Routes):
-    """Engine of the routes of both ways, where none goes all round the ring.
+    """Engine with the routes of BothWays, refused if one of them goes all round the ring.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(s=4), sl.trace() as t:

@@ -1,8 +1,7 @@
-"""Queries travel, with what they have gathered so far; keys stay.
+"""Pass-Q ring attention: queries are sent round with their partial results; keys stay.
 
-For few queries and many keys (cross attention, decoding): each rank's queries stop once at every
-other rank, which folds in what its own keys add, and come home.
-
+For few queries and many keys (cross attention, decoding): each rank's queries visit every other
+rank, which merges the result for its own keys, and return home.
 Source: TokenRing, arXiv 2412.20501; pass-Q ring attention, arXiv 2411.01783.
 """
 
@@ -80,7 +79,7 @@ class PassQ(Engine):
     def forward(
         self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> Outputs:
-        """Attend; out and lse travel as one, in the sums' dtype."""
+        """Attend; out and lse are sent as one block, in the sums' dtype."""
         out, lse = started(q, v.shape[-1])
         ranks = local_queries(job, q)
         for rank in ranks:
@@ -110,7 +109,7 @@ class PassQ(Engine):
         given: Given,
         wants_bias: bool,
     ) -> Gradients:
-        """Compute the gradients: q, dout and out travel together, then lse; dq is gathered."""
+        """Compute the gradients: q, dout and out are sent together, then lse; dq is summed."""
         (q, k, v), (dout, dlse, out, lse) = saved, given
         d, e = q.shape[-1], v.shape[-1]
         dq, dk, dv = sums_like(q), sums_like(k), sums_like(v)
@@ -158,14 +157,14 @@ Calls = tuple[Piece, ...]
 
 
 class _Travel:
-    """Queries on their way round the ring, stop by stop, and what goes on with them."""
+    """Queries on their way round the ring, and the blocks that are sent with them."""
 
     def __init__(self, job: Job, *travelling: Tensor) -> None:
         self.job, self.chunks = job, job.plan.chunks
         self.now = list(travelling)
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yield (step, the blocks that came) of every stop."""
+        """Yield (step, the received blocks) for every stop."""
         for chunk in self.chunks:
             for step in range(1, len(chunk.at) + 1):
                 keys = [(str(i), 0, step) for i in range(len(self.now))]
@@ -186,7 +185,7 @@ class _Travel:
     def calls(
         self, step: int, ranks: list[LocalQueries], block: Tensor
     ) -> Iterator[tuple[LocalQueries, LocalQueries, Calls, Tensor]]:
-        """Yield each rank played here, the queries stopping there, their calls, its positions."""
+        """Yield, for each rank here: itself, the visiting queries, their calls, its positions."""
         plan = self.job.plan
         for rank in ranks:
             owner = self.chunks[0].owner(step, rank.place)

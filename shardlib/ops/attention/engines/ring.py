@@ -1,4 +1,4 @@
-"""Whole blocks of keys once round the ring, whatever the mask.
+"""Ring attention: whole blocks of keys are sent once round the ring, whatever the mask.
 
 Source: Liu et al., arXiv 2310.01889.
 """

@@ -1,7 +1,7 @@
-"""Carrying out a plan of routes: keys travel, transfers are posted ahead, kernel calls merge.
+"""Execution of routes: keys are sent ahead of use, kernel calls merge their results.
 
-Ring, both ways, double ring and halo differ in their routes alone: each is a ``Routes`` with a
-``plan`` of its own.
+Ring, bidirectional ring, double ring and halo differ only in their routes: each is a ``Routes``
+with a ``plan`` of its own.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ View = Callable[[Tensor], Tensor]
 
 
 class Routes:
-    """Base of engines: keys and values stop at other ranks, which fold in what they add."""
+    """Base of engines that send keys and values to other ranks, which attend to them and merge."""
 
     saves_operands = True
 
@@ -75,10 +75,10 @@ class Routes:
         return tuple(tuple(area(r, step) for r in range(plan.p)) for step in range(plan.steps + 1))
 
     def seconds(self, plan: Plan, link: Link, flops: float) -> float:
-        """Estimate the time: transfers hide behind computing, or it behind them, but for one step.
+        """Estimate the time: transfers and compute overlap, except in one step.
 
-        Ranks need not keep step, since what arrives is sent on before it is used.  The rank that
-        sends or receives most sets the pace: zigzag both ways round saves bytes, but not that
+        Ranks need not run in step, since a received block is sent on before it is used.  The rank
+        that sends or receives most sets the pace: a bidirectional zigzag saves bytes, but not that
         rank's.
         """
         compute, total = plan.computing(flops), 0.0
@@ -162,7 +162,7 @@ class Routes:
         return dq, dkv[..., :d], dkv[..., d:], dbias
 
 
-# ---------------------------------------------------------------- which calls
+# ---------------------------------------------------------------- kernel calls of a step
 
 
 def _own(plan: Plan, rank: int) -> Calls:
@@ -171,7 +171,7 @@ def _own(plan: Plan, rank: int) -> Calls:
 
 
 def _visit(plan: Plan, chunk: Chunk, step: int, rank: int) -> tuple[int, Calls]:
-    """Give (owner, kernel calls) on what a rank holds of a chunk; columns count from its lo."""
+    """Return (owner, kernel calls) for a rank's part of a chunk; columns count from its lo."""
     owner = chunk.owner(step, rank) if step <= len(chunk.at) else None
     if owner is None:
         return -1, ()
@@ -183,7 +183,7 @@ def _visit(plan: Plan, chunk: Chunk, step: int, rank: int) -> tuple[int, Calls]:
 def _own_calls(
     plan: Plan, ranks: list[LocalQueries]
 ) -> Iterator[tuple[LocalQueries, Calls, Tensor]]:
-    """Yield of every rank played here: its calls on its own keys, and their positions."""
+    """Yield each rank in this process, with the calls on its own keys and their positions."""
     for rank in ranks:
         yield rank, _own(plan, rank.place), positions(plan.k_runs[rank.place], rank.q.device)
 
@@ -191,7 +191,7 @@ def _own_calls(
 def _calls(
     plan: Plan, ranks: list[LocalQueries], n: int, step: int
 ) -> Iterator[tuple[LocalQueries, Calls, Tensor]]:
-    """Yield every rank with calls on what it holds of a chunk: these, and the keys' positions."""
+    """Yield each rank with calls on its part of a chunk: rank, calls, and the keys' positions."""
     chunk = plan.chunks[n]
     for rank in ranks:
         owner, calls = _visit(plan, chunk, step, rank.place)
@@ -219,11 +219,11 @@ def busiest(plan: Plan) -> tuple[int, int]:
     return max(forward.values(), default=0), max(backward.values(), default=0)
 
 
-# ---------------------------------------------------------------- what travels
+# ---------------------------------------------------------------- transfers of keys and sums
 
 
 class _Travel:
-    """The chunks' keys and values: posted once their sender has them, dropped after last use."""
+    """Keys and values of the chunks: posted once their sender has them, freed after use."""
 
     def __init__(self, job: Job, k: Tensor, v: Tensor) -> None:
         self.chunks, self.d = job.plan.chunks, k.shape[-1]
@@ -232,7 +232,7 @@ class _Travel:
         self.coming: Coming = {}
 
     def leaving(self, step: int) -> list[Leaving]:
-        """List what is sent on of what is held at ``step``."""
+        """List the transfers of the blocks held at ``step``."""
         out: list[Leaving] = []
         for n, chunk in enumerate(self.chunks):
             for later, since in enumerate(chunk.since, 1):
@@ -242,7 +242,7 @@ class _Travel:
         return out
 
     def arrive(self, step: int) -> None:
-        """Wait for what arrives at ``step``."""
+        """Wait for the blocks that arrive at ``step``."""
         for n, chunk in enumerate(self.chunks):
             self.held.pop((n, step - 1), None)
             if 1 <= step <= len(chunk.at):
@@ -257,14 +257,14 @@ class _Travel:
 
 
 class _Sums:
-    """The chunks' gradients, which follow the keys a step later, in one call with the next keys."""
+    """Gradients of the chunks, sent one step after the keys, in one call with the next keys."""
 
     def __init__(self, chunks: tuple[Chunk, ...]) -> None:
         self.chunks, self.coming = chunks, Coming()
         self.waiting: list[Leaving] = []
 
     def leaving(self) -> list[Leaving]:
-        """List what was sent on at the last step."""
+        """List the sums to be sent since the last step."""
         out, self.waiting = self.waiting, []
         return out
 
@@ -272,21 +272,21 @@ class _Sums:
         return _Part(like, self.coming.pop(("sum", n, step), None))
 
     def send_on(self, n: int, step: int, part: "_Part") -> None:
-        """Send to the next stop, or home from the last."""
+        """Send a sum to the next stop, or home from the last."""
         chunk = self.chunks[n]
         for what, pairs in (("sum", chunk.sum_hops(step + 1)), ("home", chunk.home_hops(step + 1))):
             if pairs:
                 self.waiting.append(Leaving((what, n, step + 1), part.sum(), pairs))
 
     def come_home(self, step: int, dkv: Tensor) -> None:
-        """Add what gets home at ``step``."""
+        """Add the sums that return to their owner at ``step``."""
         for n, chunk in enumerate(self.chunks):
             if wait := self.coming.pop(("home", n, step), None):
                 dkv[..., chunk.lo : chunk.hi, :] += wait()
 
 
 class _Part:
-    """The gradient of a chunk so far: what its last stop sends, waited for when used, or zeros."""
+    """Partial gradient of a chunk: received from its last stop when first used, or zeros."""
 
     def __init__(self, like: Tensor, came: Callable[[], Tensor] | None) -> None:
         self.like, self.came = like, came

@@ -39,7 +39,7 @@ __all__ = ["RSA"]
 
 @dataclass(frozen=True)
 class RSA(Engine):
-    """Engine of two rounds, of keys and of values, that holds all scores of a rank's queries.
+    """Engine with two rounds, of keys and of values, that holds all scores of a rank's queries.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(s=4), sl.trace() as t:
@@ -102,9 +102,9 @@ class RSA(Engine):
         given: Given,
         wants_bias: bool,
     ) -> Gradients:
-        """Compute the gradients: values go round for the scores', keys for the queries'."""
+        """Compute the gradients: a round of values for the scores', of keys for the queries'."""
         (q, k, v, probs), dtype = saved, acc_dtype(saved[0].dtype)
-        if sink is not None:  # what is left of each softmax beside the sink's share
+        if sink is not None:  # scale by the share of each softmax that the sink does not take
             probs = probs * -(sink.to(dtype) - given[3]).expm1().unsqueeze(-1).to(probs.dtype)
         ranks, p = local_queries(job, q, bias), job.plan.p
         dscores = torch.zeros_like(probs, dtype=dtype)
@@ -175,7 +175,7 @@ def _keys_round(
 
 
 def _round(job: Job, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield every rank's block once: (step, block), the next one under way."""
+    """Yield every rank's block once: (step, block), the next one in transit."""
     chunks, p = job.plan.chunks, job.plan.p
     for step in range(p if chunks else 1):
         pairs = chunks[0].hops(step + 1) if chunks and step < p - 1 else ()
@@ -185,7 +185,7 @@ def _round(job: Job, x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 class _Part:
-    """The scores of a rank's n queries with the m keys of an owner whose block it now holds."""
+    """Scores of a rank's n queries with the m keys of the owner whose block it now holds."""
 
     def __init__(self, rank: LocalQueries, step: int, lk: int) -> None:
         owner = (rank.place - step) % rank.job.plan.p
@@ -194,18 +194,18 @@ class _Part:
         self.m, self.first = len(self.k_at), owner * lk
 
     def of(self, scores: Tensor) -> Tensor:
-        """Return [b, h, n, m] of a storage of all scores."""
+        """Return the part [b, h, n, m] of a storage of all scores."""
         return self.rank.view(scores)[:, :, : self.n, self.first : self.first + self.m]
 
     def rows(self, x: Tensor) -> Tensor:
         return self.rank.view(x)[:, :, : self.n]
 
     def cols(self, x: Tensor) -> Tensor:
-        """Return [b, g, m, d] of a storage of all keys."""
+        """Return the part [b, g, m, d] of a storage of all keys."""
         return self.rank.view(x)[:, :, self.first : self.first + self.m]
 
     def keys(self, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [b, g, 1, m, d] of what came."""
+        """Return the received block as [b, g, 1, m, d]."""
         return self.rank.view(block)[:, :, : self.m].to(dtype).unsqueeze(2)
 
     def scores(self, k: Tensor, dtype: torch.dtype) -> Tensor:
@@ -215,7 +215,7 @@ class _Part:
         return s if block.bias is None else s + block.bias
 
     def kept(self, x: Tensor) -> Tensor:
-        """Drop probabilities, or their gradient."""
+        """Apply dropout to probabilities, or to their gradient."""
         if not self.rank.job.dropout:
             return x
         q = self.rank.q

@@ -1,8 +1,8 @@
-"""Heads and sequence change places: attention over more of the sequence for fewer heads, and back.
+"""Ulysses attention: all-to-all to fewer heads and a longer sequence, attention, and back.
 
-Over all ranks of the ring (ulysses), or over its inner axis while keys travel round the outer ones
-(usp).  Heads need not divide: those that are missing are made up and dropped again, and heads of
-keys are sent to each rank that has queries for them.
+Over all ranks of the ring (ulysses), or over its inner axis while keys are sent round the outer
+ones (usp).  Heads need not divide: zero heads are added and dropped again, and heads of keys are
+sent to each rank that has queries for them.
 
 Source: DeepSpeed-Ulysses, arXiv 2309.14509; USP, arXiv 2405.07719.
 """
@@ -42,11 +42,11 @@ __all__ = ["Heads", "Ulysses"]
 
 
 class Heads(NamedTuple):
-    """Deal of heads to u ranks.
+    """Assignment of heads to u ranks.
 
-    ``per_rank``  heads of queries that each rank gets, made-up ones last.
-    ``sent``      the heads of keys that go to rank 0, rank 1, ...; () where each rank gets its own
-                  part.
+    ``per_rank``  heads of queries that each rank gets, added zero heads last.
+    ``sent``      the heads of keys that are sent to rank 0, rank 1, ...; () where each rank gets
+                  its own part.
     """
 
     per_rank: int
@@ -54,7 +54,7 @@ class Heads(NamedTuple):
 
     @staticmethod
     def of(h: int, g: int, u: int) -> "Heads":
-        """Deal h heads of queries, and g of keys, to u ranks.
+        """Assign h heads of queries, and g of keys, to u ranks.
 
         >>> Heads.of(8, 4, 2), Heads.of(8, 2, 4)
         (Heads(per_rank=4, sent=()), Heads(per_rank=2, sent=(0, 0, 1, 1)))
@@ -73,7 +73,7 @@ class Heads(NamedTuple):
 class Ulysses(Engine):
     """Engine that swaps heads and sequence over the ring, or (``usp``) over its inner axis.
 
-    ``usp``  keys then go round the outer axes.
+    ``usp``  keys are then sent round the outer axes.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(s=4), sl.trace() as t:
@@ -85,7 +85,7 @@ class Ulysses(Engine):
 
     usp: bool = False
 
-    saves_operands = False  # but what lay in between
+    saves_operands = False  # it saves the swapped ones
 
     @property
     def name(self) -> str:
@@ -170,7 +170,7 @@ class Ulysses(Engine):
 
 
 def _between(case: AttentionCase, outer: tuple[str, ...]) -> Plan:
-    """Plan what runs, both ways, while the sequence is split over the outer axes alone.
+    """Plan the inner attention, while the sequence is split over the outer axes alone.
 
     It has fewer heads.
     """
@@ -200,7 +200,7 @@ def _between(case: AttentionCase, outer: tuple[str, ...]) -> Plan:
 
 
 def _union(shares: Runs) -> tuple[Run, ...]:
-    """Give the positions of several ranks as few runs, in rising order where they are stretches."""
+    """Return the positions of several ranks as few runs, in rising order if they are contiguous."""
     runs = sorted(run for share in shares for run in share)
     if not runs:
         return ()
@@ -217,7 +217,7 @@ def _union(shares: Runs) -> tuple[Run, ...]:
 
 
 class _Swapped(NamedTuple):
-    """Ranks that swap, how heads are dealt to them, and what runs in between."""
+    """Number of ranks that swap, the heads of each, and the plan that runs in between."""
 
     u: int
     heads: Heads
@@ -231,16 +231,16 @@ def _swap_of(plan: Plan) -> _Swapped:
 
 
 class _Swap:
-    """The way from a block of the ring to one with fewer heads and more positions, and back."""
+    """Conversion of a ring's block to one with fewer heads and more positions, and back."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.sizes = job, job.plan.case.sizes
         self.u, self.heads, self.inner = _swap_of(job.plan)
         self.outer_axes = self.inner.case.axes
-        self.axes = job.axes[len(self.outer_axes) :]  # that heads are swapped over
+        self.axes = job.axes[len(self.outer_axes) :]  # over which heads are swapped
 
     def job_between(self) -> Job:
-        """Make the job in between."""
+        """Return the job of the inner plan."""
         n = self.heads.per_rank
 
         def at(coord: dict[str, int]) -> At:
@@ -259,7 +259,7 @@ class _Swap:
         )
 
     def keys(self, x: Tensor) -> Tensor:
-        """[b, g, lk, n] -> [b, heads that these ranks' queries share, lk of the outer ring, n]."""
+        """[b, g, lk, n] -> [b, heads of keys for these ranks' queries, lk of the outer ring, n]."""
         if self.heads.sent:
             x = x.index_select(-3, torch.tensor(self.heads.sent, device=x.device))
         return self._there(x, self.job.plan.k_runs, self.inner.k_runs)
@@ -270,7 +270,7 @@ class _Swap:
         )
 
     def keys_back(self, x: Tensor, rows: int) -> Tensor:
-        """Sum over the ranks that a head of keys was sent to."""
+        """Sum over the ranks to which a head of keys was sent."""
         x = self._back(x, self.job.plan.k_runs, self.inner.k_runs, rows)
         if not self.heads.sent:
             return x
@@ -278,7 +278,7 @@ class _Swap:
         return total.index_add_(-3, torch.tensor(self.heads.sent, device=x.device), x)
 
     def sink(self, sink: Tensor | None) -> Tensor | None:
-        """Swap each rank's heads' scores: [1, h, 1] -> [1, h / u, 1]."""
+        """Return the scores of each rank's swapped heads: [1, h, 1] -> [1, h / u, 1]."""
         if sink is None:
             return None
         n, out = self.heads.per_rank, []
@@ -300,7 +300,7 @@ class _Swap:
             return unwrap(all_to_all(wrap(x, self.job.mesh), self.axes, 2, 1))
 
     def _taken(self, x: Tensor, tables: "tuple[Tensor, ...]") -> Tensor:
-        """Rows of each rank's block by the table of its place on the outer ring."""
+        """Select rows of each rank's block by the table of its index on the outer ring."""
         if not tables:
             return x
         out = []
@@ -311,7 +311,7 @@ class _Swap:
 
 
 class _Tables(NamedTuple):
-    """Per place on the outer ring: the rows that came, in the order of positions, and the way back.
+    """Row tables for each index on the outer ring: from received to position order, and back.
 
     () changes nothing.
     """
@@ -321,7 +321,7 @@ class _Tables(NamedTuple):
 
 
 def _tables(shares: Runs, inner: Runs, rows: int) -> _Tables:
-    """Make the tables for blocks of ``rows`` rows, padding last; the caller's own."""
+    """Return copies of the tables for blocks of ``rows`` rows, padding last."""
     kept = _tables_kept(shares, inner, rows)
     return _Tables(tuple(t.clone() for t in kept.there), tuple(t.clone() for t in kept.back))
 
@@ -344,7 +344,7 @@ def _tables_kept(shares: Runs, inner: Runs, rows: int) -> _Tables:
 
 
 def _none_if_same(tables: list[Tensor], rows: int) -> tuple[Tensor, ...]:
-    """Return no tables, where each would leave its ``rows`` rows as they are."""
+    """Return () if every table would leave its ``rows`` rows unchanged."""
     same = all(len(t) == rows and torch.equal(t, torch.arange(rows)) for t in tables)
     return () if same else tuple(tables)
 
