@@ -5,14 +5,15 @@ and are split over the same mesh axes, so that all of a bucket is replicated ali
 multiples of ``ALIGN`` elements and a bucket's length is one of ``ALIGN`` times the ranks it is cut
 for, so that no cut falls inside a vector of a kernel: torch's fused kernels round the elements
 after the last whole vector of a call otherwise than the others, and run here on whole vectors alone,
-up to the end of a slot's room.
+up to the end of a slot's room.  A bucket is cut over those of the asked axes that do not split its
+leaves already.
 """
 
 import hashlib
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -26,12 +27,16 @@ from shardlib.mesh import Mesh, rank_along
 from shardlib.optim.memory import Room
 
 __all__ = [
-    "ALIGN", "Beside", "Bucket", "Buckets", "Index", "Item", "Part", "Pieces", "Slot", "flatten", "index",
+    "ALIGN", "Beside", "Bucket", "Buckets", "Hops", "Index", "Item", "Part", "Pieces", "Slot", "flatten", "index",
     "overlap", "parts", "register", "unflatten",
 ]  # fmt: skip
 
 ALIGN = 64
 """Elements: 512 bits of one byte each, the widest vector of any dtype."""
+
+Hops = tuple[tuple[str, ...], ...]
+"""The mesh axes of each collective that takes a bucket to its parts, in order: one, or an inner
+and an outer one; none where its leaves are split over all of them already."""
 
 
 _SCALAR = Layout(())
@@ -72,13 +77,24 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A vector of slots, each at a multiple of ALIGN, then padding up to ``length``."""
+    """A vector of slots, each at a multiple of ALIGN, then padding up to ``length``.
+
+    ``axes``  split its leaves.
+    ``hops``  take it to its ``ways`` parts.
+    """
 
     name: str
     dtype: torch.dtype
     axes: tuple[str, ...]
     slots: tuple[Slot, ...]
     length: int
+    hops: Hops
+    ways: int
+
+    @cached_property
+    def over(self) -> tuple[str, ...]:
+        """The axes over which it is cut, major first."""
+        return tuple(a for hop in self.hops for a in hop)
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -94,18 +110,17 @@ class Index:
 
     ``items``    the leaves, in the order of their tree.
     ``buckets``  as they fill in backward.
-    ``axes``     cut over these, major first, into ``ways`` parts.
+    ``hops``     over which buckets are cut whose leaves these axes do not split.
+    ``sizes``    the mesh's axes.
     ``whole``    where these are some of its buckets: the index of all.
-    ``hops``     the axes of each collective that takes a bucket to its parts, in order.
     ``keep``     whether gathered buckets stay for backward.
     """
 
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
-    axes: tuple[str, ...]
-    ways: int
+    hops: Hops
+    sizes: tuple[tuple[str, int], ...]
     whole: "Index | None" = None
-    hops: tuple[tuple[str, ...], ...] = ()
     keep: bool = False
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -144,9 +159,7 @@ class Index:
         """Return the index of some buckets; the same object for the same names."""
         if names not in self._subsets:
             chosen = tuple(b for b in self.buckets if b.name in names)
-            self._subsets[names] = Index(
-                self.items, chosen, self.axes, self.ways, self.whole or self, self.hops, self.keep
-            )
+            self._subsets[names] = replace(self, buckets=chosen, whole=self.whole or self)
         return self._subsets[names]
 
     @cached_property
@@ -160,7 +173,7 @@ class Index:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return self.items, self.buckets, self.axes, self.ways
+        return self.items, self.buckets, self.hops, self.sizes
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Index) and self._key == other._key)
@@ -169,24 +182,25 @@ class Index:
         return hash(self.buckets)
 
     def __reduce__(self) -> Any:
-        return Index, (*self._key, self.whole, self.hops, self.keep)
+        return Index, (*self._key, self.whole, self.keep)
 
 
 @lru_cache(maxsize=256)
 def index(
     items: tuple[Item, ...],
-    axes: tuple[str, ...],
-    ways: int,
+    hops: Hops,
+    sizes: tuple[tuple[str, int], ...],
     most_bytes: int,
     order: tuple[int, ...] | None = None,
 ) -> Index:
-    """Deal leaves to buckets of at most ``most_bytes`` (or one leaf), divisible in ``ways`` parts.
+    """Deal leaves to buckets of at most ``most_bytes`` (or one leaf), divisible in their parts.
 
     ``order``  leaf numbers in the order in which they enter; their gradients should arrive so.
 
     >>> items = (Item("w", (2, 3), torch.float32, (), 0), Item("b", (3,), torch.float32, (), 1))
-    >>> [(b.length, [s.offset for s in b.slots]) for b in index(items, ("x",), 4, 1 << 20).buckets]
-    [(256, [0, 64])]
+    >>> found = index(items, (("x",),), (("x", 4),), 1 << 20)
+    >>> [(b.length, b.ways, [s.offset for s in b.slots]) for b in found.buckets]
+    [(256, 4, [0, 64])]
     """
     tied: dict[int, list[int]] = {}
     for i, item in enumerate(items):
@@ -210,21 +224,32 @@ def index(
     done += [(key, slots) for key, slots in begun.items() if slots]
     return Index(
         items,
-        tuple(_bucket(items, k, key, slots, ways) for k, (key, slots) in enumerate(done)),
-        axes,
-        ways,
+        tuple(_bucket(items, k, key, slots, hops, sizes) for k, (key, slots) in enumerate(done)),
+        hops,
+        sizes,
     )
 
 
-def _bucket(items: Sequence[Item], k: int, key: Any, slots: list[Slot], ways: int) -> Bucket:
+def _bucket(
+    items: Sequence[Item],
+    k: int,
+    key: Any,
+    slots: list[Slot],
+    hops: Hops,
+    sizes: tuple[tuple[str, int], ...],
+) -> Bucket:
     dtype, axes, group = key
+    left = (tuple(a for a in hop if a not in axes) for hop in hops)
+    hops = tuple(hop for hop in left if hop)
+    ways = math.prod(n for a, n in sizes if any(a in hop for hop in hops))
     places = repr([[(items[i].path, s.shape, items[i].place) for i in s.leaves] for s in slots])
     digest = hashlib.blake2b(places.encode(), digest_size=8).hexdigest()
     # the number comes first and alone, so that no group's words make two names alike
     words = f"{k} {str(dtype).removeprefix('torch.')} {' '.join(axes) or '.'}"
     name = f"{words} {' '.join(_words(group))} {digest}".replace("  ", " ")
     used = slots[-1].offset + slots[-1].length
-    return Bucket(name, dtype, axes, tuple(slots), max(_up(used, ALIGN * ways), ALIGN * ways))
+    length = max(_up(used, ALIGN * ways), ALIGN * ways)
+    return Bucket(name, dtype, axes, tuple(slots), length, hops, ways)
 
 
 def _words(group: Any) -> Iterator[str]:
@@ -248,7 +273,7 @@ def overlap(where: Index, order: Sequence[int]) -> float:
                backward is through.
 
     >>> items = tuple(Item(n, (64,), torch.float32, (), i) for i, n in enumerate("abcd"))
-    >>> one, other = (index(items, ("x",), 1, 256, order) for order in ((3, 2, 1, 0), (0, 1, 2, 3)))
+    >>> one, other = (index(items, (), (), 256, order) for order in ((3, 2, 1, 0), (0, 1, 2, 3)))
     >>> overlap(one, (3, 2, 1, 0)), overlap(other, (3, 2, 1, 0))
     (0.375, 0.0)
     """
@@ -299,15 +324,15 @@ class Part:
 
 
 @lru_cache(maxsize=4096)
-def parts(bucket: Bucket, rank: int, ways: int) -> tuple[Part, ...]:
-    """List what rank ``rank`` of ``ways`` holds of a bucket, by slots; empty parts are left out.
+def parts(bucket: Bucket, rank: int) -> tuple[Part, ...]:
+    """List what rank ``rank`` holds of a bucket, by slots; empty parts are left out.
 
     >>> items = (Item("w", (9, 9), torch.float32, (), 0), Item("b", (3,), torch.float32, (), 1))
-    >>> (bucket,) = index(items, ("x",), 2, 1 << 20).buckets
-    >>> [(p.slot.offset, p.start, p.at, p.length) for p in parts(bucket, 1, 2)]
+    >>> (bucket,) = index(items, (("x",),), (("x", 2),), 1 << 20).buckets
+    >>> [(p.slot.offset, p.start, p.at, p.length) for p in parts(bucket, 1)]
     [(128, 0, 0, 3)]
     """
-    n, out = bucket.length // ways, []
+    n, out = bucket.length // bucket.ways, []
     lo = rank * n
     for slot in bucket.slots:
         a, b = max(lo, slot.offset), min(lo + n, slot.offset + slot.length)
@@ -409,11 +434,6 @@ class Buckets(dict[str, Any]):
         self.index, self.mesh = index, mesh
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes over which they are cut."""
-        return self.index.axes
-
-    @property
     def paths(self) -> tuple[str, ...]:
         """Leaf number -> the parameter's path, as ``Slot.leaves`` counts them."""
         return tuple(item.path for item in self.index.items)
@@ -439,11 +459,10 @@ class Buckets(dict[str, Any]):
     @property
     def are_whole(self) -> bool:
         """Whether these are whole buckets, whose sum is pending, and not each rank's part."""
-        # some of all buckets may be none
-        first = next((b for b in self.index.buckets if self[b.name] is not None), None)
-        if first is None or self.index.ways == 1:
-            return False
-        return self[first.name].raw.shape[-1] == first.length
+        # some of all buckets may be none, and of one part each is whole
+        cut = (b for b in self.index.buckets if b.ways > 1 and self[b.name] is not None)
+        first = next(cut, None)
+        return first is not None and self[first.name].raw.shape[-1] == first.length
 
     @property
     def gone(self) -> set[str]:
@@ -483,12 +502,11 @@ class Buckets(dict[str, Any]):
 
 def held(index: Index, mesh: Mesh) -> list[tuple[Bucket, int, Part]]:
     """List (bucket, number of the rank among those played here, part) of each piece, in order."""
-    places = [rank_along(index.axes, c, mesh.axes) for c in played(mesh)]
     return [
         (bucket, i, part)
         for bucket in index.buckets
-        for i, rank in enumerate(places)
-        for part in parts(bucket, rank, index.ways)
+        for i, c in enumerate(played(mesh))
+        for part in parts(bucket, rank_along(bucket.over, c, mesh.axes))
     ]
 
 

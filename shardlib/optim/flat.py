@@ -13,20 +13,15 @@ from shardlib._compat import tensor_users
 from shardlib.collectives import blocks, gather_into, lead, played, psum, scatter_into, unwrap, wrap
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.optim.buckets import Bucket, Buckets, Index
+from shardlib.optim.buckets import Bucket, Buckets, Hops, Index
 from shardlib.optim.memory import Memory
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
-    "Hops", "adopt", "gather", "gather_later", "own", "own_parts", "put_back",
+    "adopt", "gather", "gather_later", "own", "own_parts", "put_back",
     "scatter", "shard_place", "slot_of",
     "stack", "unread", "whole_place",
 ]  # fmt: skip
-
-Hops = tuple[tuple[str, ...], ...]
-"""The mesh axes of each collective that takes a bucket to its parts, in order: one, or an inner
-and an outer one."""
-
 
 _ROOM = 2 << 20
 """Elements in which a reduce-scatter receives that is waited for at once."""
@@ -43,16 +38,18 @@ def slot_of(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     return part.view((*part.shape[:-1], *shape))
 
 
-def shard_place(index: Index, bucket: Bucket, mesh: Mesh) -> Place:
-    """Return the place of a bucket's parts, split over its parameters' axes and the index's."""
+def shard_place(bucket: Bucket, mesh: Mesh) -> Place:
+    """Return the place of a bucket's parts, split over its parameters' axes and its own."""
     size = bucket.length * mesh.axis_size(bucket.axes)
-    return Place(Layout((Dim((*bucket.axes, *index.axes)),)), torch.Size([size]), mesh)
+    return Place(Layout((Dim((*bucket.axes, *bucket.over)),)), torch.Size([size]), mesh)
 
 
 def whole_place(bucket: Bucket, mesh: Mesh, partial: tuple[str, ...]) -> Place:
-    """Return the place of whole buckets whose sum over ``partial`` is pending."""
+    """Return the place of whole buckets whose sum is pending over those of ``partial`` that do
+    not split them.
+    """
     size = bucket.length * mesh.axis_size(bucket.axes)
-    layout = Layout((Dim(bucket.axes),), tuple(sorted(partial)))
+    layout = Layout((Dim(bucket.axes),), tuple(sorted(set(partial) - set(bucket.axes))))
     return Place(layout.resolve(1), torch.Size([size]), mesh)
 
 
@@ -112,10 +109,10 @@ def _lie_in(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[T
     return found
 
 
-def own_parts(flat: Tensor, index: Index, mesh: Mesh) -> list[Tensor]:
-    """List, for each rank played here, its own part of a bucket, a view."""
-    n = flat.shape[-1] // index.ways
-    places = [rank_along(index.axes, c, mesh.axes) for c in played(mesh)]
+def own_parts(flat: Tensor, over: tuple[str, ...], mesh: Mesh) -> list[Tensor]:
+    """List, for each rank played here, its own part of a bucket that is cut so, a view."""
+    n = flat.shape[-1] // mesh.axis_size(over)
+    places = [rank_along(over, c, mesh.axes) for c in played(mesh)]
     return [b[i * n : (i + 1) * n] for b, i in zip(blocks(flat, mesh), places, strict=True)]
 
 
@@ -126,25 +123,26 @@ def own(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> Buckets:
     """
     values: dict[str, ShardedTensor] = {}
     for bucket, flat in zip(index.buckets, flats, strict=True):
-        views = own_parts(flat.detach(), index, mesh)
+        views = own_parts(flat.detach(), bucket.over, mesh)
         raw = torch.stack(views) if lead(mesh) else views[0]
-        values[bucket.name] = ShardedTensor(raw, shard_place(index, bucket, mesh))
+        values[bucket.name] = ShardedTensor(raw, shard_place(bucket, mesh))
     return Buckets(values, index, mesh)
 
 
 def put_back(flats: Sequence[Tensor], mine: Buckets) -> None:
     """Write the parts into the buckets that ``own`` took them from, where they are copies."""
     if lead(mine.mesh):
-        for flat, part in zip(flats, mine.values(), strict=True):
-            views = own_parts(flat, mine.index, mine.mesh)
+        for flat, bucket, part in zip(flats, mine.index, mine.values(), strict=True):
+            views = own_parts(flat, bucket.over, mine.mesh)
             for view, block in zip(views, blocks(part.raw, mine.mesh), strict=True):
                 view.copy_(block)
 
 
-def gather(flats: Sequence[Tensor], mesh: Mesh, hops: Hops) -> None:
+def gather(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> None:
     """All-gather whole buckets in place, all of them posted at once."""
     with bind(mesh):
-        for finish in [gather_later(flat, mesh, hops, ahead=False) for flat in flats]:
+        rows = zip(flats, index, strict=True)
+        for finish in [gather_later(flat, mesh, b.hops, ahead=False) for flat, b in rows if b.hops]:
             finish()
 
 
@@ -158,9 +156,7 @@ def gather_later(
     if len(hops) == 1:
         return gather_into(flat, mesh, hops[0], ahead=ahead)
     inner, outer = hops
-    n = flat.shape[-1] // mesh.axis_size(inner)
-    places = [rank_along(inner, c, mesh.axes) for c in played(mesh)]
-    views = [b[i * n : (i + 1) * n] for b, i in zip(blocks(flat, mesh), places, strict=True)]
+    views = own_parts(flat, inner, mesh)
     part = torch.stack(views) if lead(mesh) else views[0]
     first = gather_into(part, mesh, outer, ahead=ahead)
 
@@ -187,10 +183,13 @@ def scatter(
 ) -> Callable[[], Tensor]:
     """Post the reduce-scatter of a bucket into ``out``, which ``finish`` returns.
 
+    ``hops``   none: it is its own part, and ``out`` may be its memory.
     ``also``   axes over which the parts are summed beside, without being cut.
     ``ahead``  other work comes between this call and that of what it gives; else it needs ``_ROOM``
                elements of memory at most.
     """
+    if not hops:
+        return lambda: _beside(out if out is flat else out.copy_(flat), mesh, also)
     first, *rest = hops
     inner = mesh.axis_size(first)
     mid = out
@@ -208,9 +207,13 @@ def scatter(
         if rest:
             scatter_into(mid, out, mesh, rest[0], wire=wire)()
             memory.give(mid)
-        if also:
-            with bind(mesh):
-                out.copy_(unwrap(psum(wrap(out, mesh), also)))
-        return out
+        return _beside(out, mesh, also)
 
     return finish
+
+
+def _beside(part: Tensor, mesh: Mesh, also: tuple[str, ...]) -> Tensor:
+    if also:
+        with bind(mesh):
+            part.copy_(unwrap(psum(wrap(part, mesh), also)))
+    return part

@@ -111,6 +111,7 @@ class Reading:
     ``made``     bucket name -> what was derived from its blocks.
     ``coming``   buckets on their way.
     ``seen``     the buckets in the order of first reading.
+    ``block_of`` bucket name -> the block of the module; None: it is its own part.
     """
 
     def __init__(self, params: Parts) -> None:
@@ -121,6 +122,11 @@ class Reading:
         self.now = {name: x.raw for name, x in params.items()}
         self.versions = {name: x.raw._version for name, x in params.items()}
         self.buckets = {b.name: b for b in self.index.buckets}
+        items = self.index.items
+        self.block_of = {
+            b.name: _first(items[b.slots[0].leaves[0]].group) if b.hops else None
+            for b in self.index.buckets
+        }
         self.flat: dict[str, Tensor] = {}
         self.parts: dict[str, Tensor] = {}
         self.gradients: dict[str, Gradient] = {}
@@ -143,10 +149,10 @@ class Reading:
     def values(self) -> dict[str, ShardedTensor]:
         """Map each path to a value without a block; reading it gathers."""
         self.seen = []
-        deferred = frozenset(a for a in self.index.axes if self.mesh.axes[a] > 1)
         out = {}
         for i, (b, slot) in self.index.where.items():
             item, bucket = self.index.items[i], self.index.buckets[b]
+            deferred = frozenset(a for a in bucket.over if self.mesh.axes[a] > 1)
             place = place_of(item, self.params, deferred)
             out[item.path] = ShardedTensor.when_read(
                 place,
@@ -199,6 +205,8 @@ class Reading:
 
     def _note(self, name: str) -> None:
         """Start, in forward, the bucket that came next the last time."""
+        if self.block_of[name] is None:
+            return
         self.seen.append(name)
         at, order = len(self.seen), self.room.order
         if order[at - 1 : at] == [name] and at < len(order):
@@ -209,23 +217,28 @@ class Reading:
         if name in self.coming or name in self.flat:
             return
         with torch.no_grad():
-            shard = self.now[name].detach()
-            flat = self.room.buffer((*stack(self.mesh), self.buckets[name].length), shard)
-            parts = own_parts(flat, self.index, self.mesh)
+            shard, bucket = self.now[name].detach(), self.buckets[name]
+            if self.block_of[name] is None:
+                self.coming[name] = shard, lambda: None
+                return
+            flat = self.room.buffer((*stack(self.mesh), bucket.length), shard)
+            parts = own_parts(flat, bucket.over, self.mesh)
             for part, mine in zip(parts, shard if lead(self.mesh) else [shard], strict=True):
                 part.copy_(mine)
-            self.coming[name] = flat, gather_later(flat, self.mesh, self.index.hops)
+            self.coming[name] = flat, gather_later(flat, self.mesh, bucket.hops)
 
     def _whole(self, name: str) -> Tensor:
-        """Return a gathered bucket; at most one other stays, unless all are to stay."""
+        """Return a gathered bucket; those of its block stay, and one other, or all if they are to."""
         if name not in self.flat:
             self._start(name)
             flat, finish = self.coming.pop(name)
             finish()
             self.flat[name] = flat
             self.at[flat.untyped_storage()._cdata] = name
-            if not self.index.keep:
-                for old in list(self.flat)[:-2]:
+            block = self.block_of[name]
+            if not self.index.keep and block is not None:
+                others = [n for n in self.flat if self.block_of[n] not in (block, None)]
+                for old in others[:-1]:
                     self._drop(old)
         return self.flat[name]
 
@@ -311,6 +324,11 @@ class Reading:
             self._drop(name)
 
 
+def _first(group: Any) -> Any:
+    """Return the first word of a group, which names its block."""
+    return _first(group[0]) if isinstance(group, tuple) else group
+
+
 class Gradient:
     """The gradient of a bucket's part: every gather of a graph adds to it, and it is reduced once."""
 
@@ -336,14 +354,16 @@ class Gradient:
             return None
         self.flat, self.task = None, -1
         with torch.no_grad():
-            out = self._memory(self.bucket.length // self.index.ways)
-            later = scatter(flat, out, self.mesh, self.index.hops, room.memory)
+            hops, n = self.bucket.hops, self.bucket.length // self.bucket.ways
+            out = self._memory(n) if hops else flat
+            later = scatter(flat, out, self.mesh, hops, room.memory)
 
             @cache
             def finish() -> Tensor:
                 with torch.no_grad():
                     later()
-                room.memory.give(flat)
+                if out is not flat:
+                    room.memory.give(flat)
                 return out
 
             room.flying.append(finish)
@@ -361,8 +381,8 @@ class Gradient:
             at = slot.offset + slot.length
         rows.append(self.like.new_zeros(*front, self.bucket.length - at))
         with bind(self.mesh):
-            whole = wrap(torch.cat(rows, -1), self.mesh)
-            return unwrap(psum_scatter(whole, self.index.axes, 0))
+            whole, over = torch.cat(rows, -1), self.bucket.over
+            return unwrap(psum_scatter(wrap(whole, self.mesh), over, 0)) if over else whole
 
     def _memory(self, n: int) -> Tensor:
         memory, like = self.index.room.memory, self.like

@@ -383,12 +383,14 @@ _PRICES = {"local": _local, "gathered": _gathered, "owners": _owners, "blocks": 
 
 def _joining(case: MuonCase) -> Cost:
     """Price the joining of whole blocks where they are cut into runs."""
-    ways = math.prod(case.mesh[a] for a in case.spreads[0].cut)
-    if ways == 1:
-        return Cost()
-    elements = sum(math.prod(s.layout.local_shape(s.padded, case.mesh)) for s in case.spreads)
-    nbytes = Fraction(elements * case.dtype.itemsize * (ways - 1), ways)
-    return moving(case.spreads[0].cut, nbytes, 1 if case.share is not None else ways - 1)
+    cost = Cost()
+    for cut in dict.fromkeys(s.cut for s in case.spreads):
+        ways = math.prod(case.mesh[a] for a in cut)
+        blocks = (s.layout.local_shape(s.padded, case.mesh) for s in case.spreads if s.cut == cut)
+        if ways > 1:
+            nbytes = Fraction(sum(map(math.prod, blocks)) * case.dtype.itemsize * (ways - 1), ways)
+            cost += moving(cut, nbytes, 1 if case.share is not None else ways - 1)
+    return cost
 
 
 def _beside(s: Spread) -> Spread | str:
@@ -517,8 +519,9 @@ def _case(*operands: Any) -> MuonCase:
             op="why",
             fix='with sl.simulate(x=2, y=2): print(sl.why("muon", sl.shard(w, "...")))',
         )
-    alike = [x for x in found if x.spread.cut == found[0].spread.cut]
-    return replace(_case_of(alike, None, math.inf), paths=tuple(x.path for x in alike))
+    once = {x.path: x for x in reversed(found)}  # of parameters and their state, the first
+    paths = tuple(reversed(once))
+    return replace(_case_of([once[p] for p in paths], None, math.inf), paths=paths)
 
 
 def _case_of(

@@ -15,8 +15,8 @@ from torch import Tensor
 from shardlib.collectives import all_gather, pslice, unwrap, wrap
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import bind
-from shardlib.optim.buckets import Buckets, Item, flatten
+from shardlib.mesh import Mesh, bind
+from shardlib.optim.buckets import Bucket, Buckets, Item, flatten
 from shardlib.optim.flat import slot_of
 from shardlib.optim.owned import Owned
 from shardlib.optim.trees import names_of
@@ -173,21 +173,23 @@ def _by_parameter(x: Buckets) -> list[tuple[str, ShardedTensor]]:
     out = []
     for bucket in x.index.buckets:
         with torch.no_grad(), bind(x.mesh):
-            flat = unwrap(all_gather(wrap(x[bucket.name].raw, x.mesh), x.axes, 0))
+            flat = x[bucket.name].raw
+            if bucket.over:
+                flat = unwrap(all_gather(wrap(flat, x.mesh), bucket.over, 0))
             for slot in bucket.slots:
                 value = None
                 for i in slot.leaves:
                     item = x.index.items[i]
                     if value is None:
-                        value = _cut(slot_of(flat, slot.offset, slot.shape), item, x)
+                        value = _cut(slot_of(flat, slot.offset, slot.shape), item, x.mesh, bucket)
                     out.append((item.path, value))
     order = {path: i for i, path in enumerate(x.paths)}
     return sorted(out, key=lambda pair: order[pair[0]])
 
 
-def _cut(block: Tensor, item: Item, x: Buckets) -> ShardedTensor:
-    """Return a block as a value, split over the buckets' axes too where a dimension divides."""
-    ways, dims = x.index.ways, list(item.layout.dims)
+def _cut(block: Tensor, item: Item, mesh: Mesh, bucket: Bucket) -> ShardedTensor:
+    """Return a block as a value, split over its bucket's axes too where a dimension divides."""
+    ways, dims = bucket.ways, list(item.layout.dims)
     for d, dim in sorted(enumerate(dims), key=lambda at: len(at[1].axes)):
         plain = dim == Dim(dim.axes) and item.whole[d] == item.tiled[d]
         if (
@@ -197,12 +199,12 @@ def _cut(block: Tensor, item: Item, x: Buckets) -> ShardedTensor:
             and item.shape[d]
             and not item.shape[d] % ways
         ):
-            block = unwrap(pslice(wrap(block, x.mesh), x.axes, d))
-            dims[d] = Dim((*dim.axes, *x.axes))
+            block = unwrap(pslice(wrap(block, mesh), bucket.over, d))
+            dims[d] = Dim((*dim.axes, *bucket.over))
             break
     layout = Layout(tuple(dims), (), item.layout.skew)
     true = None if item.whole == item.tiled else torch.Size(item.whole)
-    place = Place(layout, torch.Size(item.tiled), x.mesh, true)
+    place = Place(layout, torch.Size(item.tiled), mesh, true)
     return ShardedTensor(block.clone(), place)
 
 
@@ -221,7 +223,8 @@ def _filled(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buc
                 blocks[i] = value.local if n == 0 else value.local * 0
         with bind(x.mesh):
             flat = flatten(blocks, bucket)  # type: ignore[arg-type]
-            out[bucket.name] = old.becomes(unwrap(pslice(flat, x.axes, 0)))
+            part = unwrap(pslice(flat, bucket.over, 0)) if bucket.over else unwrap(flat)
+            out[bucket.name] = old.becomes(part)
     # between the slots stays what init left: a zero of codes is another number
     new = x.like({n: v.becomes(_flagged(v.raw.clone(), v)) for n, v in x.items()})
     for to, value in zip(new.pieces, x.like(out).pieces, strict=True):

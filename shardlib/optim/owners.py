@@ -42,7 +42,8 @@ class Spread:
                             than two, the leading ones number matrices.
     ``runs``   per rank, which elements (start, stop) of its block it holds; None: all.
     ``side``   (rows, columns) of matrices that lie side by side in one, as a fused weight's.
-    ``cut``    the axes along which blocks are cut into runs, major first.
+    ``cut``    the axes along which blocks are cut into runs, major first; none where ``runs`` is
+               None.
     """
 
     layout: Layout
@@ -177,14 +178,14 @@ def only_matrices(params: Any, op: str, kernels: Patterns | None) -> None:
 
 def _in_buckets(tree: Buckets) -> list[Laid]:
     mesh, index = tree.mesh, tree.index
-    where = [rank_along(index.axes, c, mesh.axes) for c in coordinates(mesh.axes)]
     mine = {
         (p.slot.leaves[0], i): piece  # an empty slot begins where the next one does
         for (b, i, p), piece in zip(tree.held, tree.pieces, strict=True)
     }
     out = []
     for bucket in index.buckets:
-        of = [{p.slot.leaves[0]: p for p in parts(bucket, r, index.ways)} for r in where]
+        where = [rank_along(bucket.over, c, mesh.axes) for c in coordinates(mesh.axes)]
+        of = [{p.slot.leaves[0]: p for p in parts(bucket, r)} for r in where]
         empty = tree[bucket.name].raw.new_empty(0)
         for slot in bucket.slots:
             item = index.items[slot.leaves[0]]
@@ -192,7 +193,8 @@ def _in_buckets(tree: Buckets) -> list[Laid]:
                 continue
             found = [o.get(slot.leaves[0]) for o in of]
             runs = tuple((0, 0) if p is None else (p.at, p.at + p.length) for p in found)
-            spread = Spread(item.layout, item.tiled, item.whole, runs, cut=index.axes)
+            cut = {"runs": runs, "cut": bucket.over} if bucket.over else {}
+            spread = Spread(item.layout, item.tiled, item.whole, **cut)
             keys = [(slot.leaves[0], i) for i in range(len(played(mesh)))]
             given = [mine[key] if key in mine else empty for key in keys]  # noqa: SIM401
             out.append(Laid(item.path, spread, mesh, given))
@@ -422,39 +424,42 @@ def join(
     mesh: Mesh,
     dtype: torch.dtype | None = None,
 ) -> list[list[Tensor]]:
-    """Join the whole blocks that are cut into runs, as vectors, along the axes of the cut.
+    """Join the whole blocks that are cut into runs, as vectors, each along the axes of its cut.
 
     Moves: (N-1)/N of the blocks, for N ranks along those axes, in one exchange.
     """
     every = coordinates(mesh.axes)
-    cut = spreads[0].cut
-    others = [[r for r, c in enumerate(every) if _differ(c, mine, cut)] for mine in every]
-    total = [sum(_run(s, r)[1] - _run(s, r)[0] for s in spreads) for r in range(len(every))]
+
+    def shared(i: int, j: int) -> list[int]:
+        """List the blocks of which ranks i and j hold parts, each its own."""
+        return [p for p, s in enumerate(spreads) if _differ(every[i], every[j], s.cut)]
+
+    numbers = range(len(every))
     counts = tuple(
-        tuple(total[i] if j in others[i] else 0 for j in range(len(every)))
-        for i in range(len(every))
+        tuple(sum(_length(spreads[p], i) for p in shared(i, j)) for j in numbers) for i in numbers
     )
     kind = dtype or runs[0][0].dtype
     ranks = [rank_along(mesh.names, c, mesh.axes) for c in played(mesh)]
     mine = [[row[i].to(kind) for row in runs] for i in range(len(ranks))]
-    sent = [part * len(others[rank]) for part, rank in zip(mine, ranks, strict=True)]
+    sent = [
+        [part[p] for j in numbers for p in shared(i, j)]
+        for i, part in zip(ranks, mine, strict=True)
+    ]
     arrived = exchange(sent, counts, mesh, runs[0][0].new_empty(0, dtype=kind))
     out: list[list[Tensor]] = [[] for _ in spreads]
     for i, rank in enumerate(ranks):
-        at = dict.fromkeys(others[rank], 0)
-        start = 0
-        for r in others[rank]:
-            at[r], start = start, start + total[r]
         for p, spread in enumerate(spreads):
             size = math.prod(spread.layout.local_shape(spread.padded, mesh.axes))
             block = arrived[i].new_empty(size)
             lo, hi = _run(spread, rank)
             block[lo:hi] = mine[i][p]
-            for r in others[rank]:
-                lo, hi = _run(spread, r)
-                block[lo:hi] = arrived[i][at[r] : at[r] + hi - lo]
-                at[r] += hi - lo
             out[p].append(block)
+        at = 0
+        for j in numbers:
+            for p in shared(j, rank):
+                lo, hi = _run(spreads[p], j)
+                out[p][-1][lo:hi] = arrived[i][at : at + hi - lo]
+                at += hi - lo
     return out
 
 
@@ -466,6 +471,11 @@ def _differ(one: dict[str, int], two: dict[str, int], cut: Sequence[str]) -> boo
 def _run(spread: Spread, rank: int) -> tuple[int, int]:
     assert spread.runs is not None, "a block that is cut has runs"
     return spread.runs[rank]
+
+
+def _length(spread: Spread, rank: int) -> int:
+    lo, hi = _run(spread, rank)
+    return hi - lo
 
 
 def exchange(

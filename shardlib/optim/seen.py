@@ -16,10 +16,9 @@ from torch import Tensor
 from shardlib.collectives import agreed, lead
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.grad import frozen
-from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
-from shardlib.optim.buckets import Buckets, Index, Item, index, overlap
-from shardlib.optim.flat import Hops, adopt, own
+from shardlib.optim.buckets import Buckets, Hops, Index, Item, index, overlap
+from shardlib.optim.flat import adopt, own
 from shardlib.optim.trees import names_of
 from shardlib.tensor import ShardedTensor, typeof
 
@@ -40,14 +39,12 @@ class Seen:
 
     def __init__(
         self,
-        axes: tuple[str, ...],
+        hops: Hops,
         most_bytes: int,
         groups: Any,
         apart: bool = False,
-        hops: Hops = (),
         keep: bool = False,
     ) -> None:
-        self.axes = axes
         self.most_bytes = most_bytes
         self.groups = groups
         self.apart = apart
@@ -108,17 +105,16 @@ class Seen:
             words = list(zip(names, words, strict=True))
         if any(held) and len(held) == len(leaves):
             words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
-        mesh, items = _items(leaves, paths, words, self.axes)
+        mesh, items = _items(leaves, paths, words, self.hops)
         if theirs is not None:
             if theirs.items != items:
                 raise changed(theirs.items, items, mesh)
             self.found.setdefault(items, theirs)
         if items not in self.found:
-            ways, arrive = mesh.axis_size(self.axes), order[::-1]
-            made = index(items, self.axes, ways, self.most_bytes, arrive)
-            if self.hops:
-                made = replace(made, hops=self.hops, keep=self.keep)
-            self.found[items] = made
+            sizes, arrive = tuple(mesh.axes.items()), order[::-1]
+            made = index(items, self.hops, sizes, self.most_bytes, arrive)
+            # those that are read have a room of their own
+            self.found[items] = replace(made, keep=self.keep) if self.apart else made
         where = self.found[items] if theirs is None else theirs
         self.last = [p.place for p in leaves], held, tree, mesh, where
         return where, mesh
@@ -141,7 +137,7 @@ class Seen:
                 return
             rest = (i for b in where.buckets for s in b.slots for i in s.leaves)
             every = tuple(dict.fromkeys((*said, *rest)))
-            made = index(where.items, where.axes, where.ways, self.most_bytes, every)
+            made = index(where.items, where.hops, where.sizes, self.most_bytes, every)
             if overlap(made, said) < overlap(where, said) + _WORTH:
                 return
             self.heard[id(made)] = made
@@ -268,7 +264,7 @@ def _groups(paths: Sequence[str], order: Sequence[int]) -> list[str]:
 
 
 def _items(
-    leaves: list[Any], paths: list[str], words: list[Any], cut: tuple[str, ...]
+    leaves: list[Any], paths: list[str], words: list[Any], hops: Hops
 ) -> tuple[Mesh, tuple[Item, ...]]:
     items: list[Item] = []
     values: dict[int, int] = {}
@@ -280,17 +276,8 @@ def _items(
                 operands={"parameter": typeof(p)},
                 fix="params = sl.shard(params, '...')",
             )
-        p.mesh.axis_size(cut, "zero", "tx = sl.optim.zero(tx, axis={})")
-        for axis in cut:
-            if axis in p.sharding.axes:
-                other = tuple(Dim() if axis in d.axes else d for d in p.dims)
-                raise ShardError(
-                    f"parameter {path!r} is split over {axis!r} already, which zero is to split",
-                    op="zero",
-                    operands={"x": typeof(p)},
-                    mesh=p.mesh,
-                    fix=f"sl.reshard(x, {str(Layout(other))!r})",
-                )
+        for hop in hops:
+            p.mesh.axis_size(hop, "zero", "tx = sl.optim.zero(tx, axis={})")
         # an axis of one rank splits nothing, and must not make a bucket of its own
         axes = tuple(a for a in p.mesh.names if a in p.sharding.axes and p.mesh.axes[a] > 1)
         shape = p.sharding.local_shape(tuple(p.padded_shape), p.mesh)

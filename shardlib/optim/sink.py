@@ -19,7 +19,7 @@ from shardlib._compat import foreach_ops
 from shardlib.collectives import psum, start, unwrap, wrap
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Index
-from shardlib.optim.flat import Hops, scatter, shard_place, slot_of, stack, whole_place
+from shardlib.optim.flat import scatter, shard_place, slot_of, stack, whole_place
 from shardlib.optim.memory import Memory
 from shardlib.tensor import ShardedTensor
 
@@ -51,7 +51,8 @@ class Lies:
 class Sink:
     """A taker of one backward's gradients: ``take(leaf, gradient)``, then ``finish()``.
 
-    ``pending``   the axes over which gradients come unsummed: those of the index, and ``also``.
+    ``pending``   the axes over which gradients come unsummed, but for those that split their leaf:
+                  those of the index, and ``also``.
     ``to``        what becomes of a full bucket: "part", it is reduce-scattered; "sum", every rank
                   gets its sum; "pending", it is kept whole and unsummed.
     ``dtypes``    of each bucket's gradients, and of the parts that are kept.
@@ -64,7 +65,6 @@ class Sink:
         self,
         index: Index,
         mesh: Mesh,
-        hops: Hops,
         memory: Memory,
         dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
         *,
@@ -78,7 +78,6 @@ class Sink:
     ) -> None:
         self.index = index
         self.mesh = mesh
-        self.hops = hops
         self.memory = memory
         self.dtypes = dtypes
         self.device = device
@@ -88,7 +87,7 @@ class Sink:
         self.most = most
         self.heard = heard
         self.ahead = ahead and len(index.buckets) > 1  # a bucket of all is full when all is done
-        self.pending = (*index.axes, *also)
+        self.pending = (*(a for hop in index.hops for a in hop), *also)
         self.number = index.number
         self.left = [set(range(len(b.slots))) for b in index.buckets]
         self.order: list[int] = []
@@ -133,7 +132,7 @@ class Sink:
         values = {}
         for bucket, raw in zip(index.buckets, self.out, strict=True):
             place = (
-                shard_place(index, bucket, mesh)
+                shard_place(bucket, mesh)
                 if self.to == "part"
                 else whole_place(bucket, mesh, self.pending if self.to == "pending" else ())
             )
@@ -171,20 +170,26 @@ class Sink:
         while len(self.flying) >= self.most:
             self._land()
         if self.to == "sum":
-            self.flying.append((b, flat, self._summed(flat)))
+            self.flying.append((b, flat, self._summed(flat, bucket)))
             return
-        shape = (*stack(self.mesh), bucket.length // self.index.ways)
-        out = self.memory.take(shape, self.dtypes[b][1], self.device)
-        how = {"wire": self.wire, "also": self.also, "ahead": self.ahead}
-        later = scatter(flat, out, self.mesh, self.hops, self.memory, **how)
+        dtype, out = self.dtypes[b][1], flat
+        also = tuple(a for a in self.also if a not in bucket.axes)
+        if bucket.hops or also or dtype != flat.dtype:
+            shape = (*stack(self.mesh), bucket.length // bucket.ways)
+            out = self.memory.take(shape, dtype, self.device)
+        how = {"wire": self.wire, "also": also, "ahead": self.ahead}
+        later = scatter(flat, out, self.mesh, bucket.hops, self.memory, **how)
         self.flying.append((b, flat, later))
 
-    def _summed(self, flat: Tensor) -> Callable[[], Tensor]:
-        """Post the sum of a bucket over all pending axes; half precision is summed in fp32."""
+    def _summed(self, flat: Tensor, bucket: Bucket) -> Callable[[], Tensor]:
+        """Post the sum of a bucket over what is pending of it; half precision is summed in fp32."""
+        over = tuple(a for a in self.pending if a not in bucket.axes)
+        if not over:
+            return lambda: flat
         dtype, half = flat.dtype, flat.dtype in (torch.bfloat16, torch.float16)
         wide, narrow = (flat.float(), {"out": dtype, "wire": dtype}) if half else (flat, {})
         with bind(self.mesh):
-            later = start(psum, wrap(wide, self.mesh), self.pending, **narrow)
+            later = start(psum, wrap(wide, self.mesh), over, **narrow)
         return lambda: unwrap(later.wait())
 
     def _land(self) -> None:

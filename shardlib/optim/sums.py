@@ -181,7 +181,7 @@ def _of_buckets(tree: Buckets, of: Callable[[Tensor], Tensor]) -> list[_Share | 
         for bucket in tree.index
         for _ in bucket.slots
     ]
-    first = {b.name: _firsts(tree.mesh, (*b.axes, *tree.axes)) for b in tree.index}
+    first = {b.name: _firsts(tree.mesh, (*b.axes, *b.over)) for b in tree.index}
     for (number, name, rank), piece in zip(_numbered(tree), tree.pieces, strict=True):
         share = out[number]
         if first[name][rank] and isinstance(share, _Share):

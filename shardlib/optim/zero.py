@@ -22,9 +22,9 @@ from shardlib.collectives import all_gather, blocks, played, storage, unwrap, wr
 from shardlib.errors import BadArgument, PartialEscape, ShardError, Unsupported
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.optim.buckets import Buckets, Index, parts, unflatten
+from shardlib.optim.buckets import Buckets, Hops, Index, parts, unflatten
 from shardlib.optim.clip import global_norm
-from shardlib.optim.flat import Hops, adopt, gather, own, put_back, shard_place, unread
+from shardlib.optim.flat import adopt, gather, own, put_back, shard_place, unread
 from shardlib.optim.gathered import Parts
 from shardlib.optim.masters import Master, ZeroState, cast, only_bf16, with_master
 from shardlib.optim.memory import Memory
@@ -54,7 +54,8 @@ def zero(
 
     ``tx``            any transform but those of the tree's structure, and those that declare no
                       trait.
-    ``axis``          one mesh axis or several, the first of them major.
+    ``axis``          one mesh axis or several, the first of them major.  What is of a parameter
+                      is split over those that its layout leaves whole.
     ``stage``         0: nothing is split: ``value_and_grad(loss, into=tx)`` sums gradients over
                       ``axis`` in buckets while backward runs, and gives them in the parameters'
                       layouts.
@@ -110,8 +111,8 @@ def zero(
             fix='sl.optim.zero(tx, axis="data", bucket_mb=4.0)',
         )
     most_bytes = MOST if bucket_mb is None else int(bucket_mb * 2**20)
-    memory, seen = Memory(), Seen(cut, most_bytes, tx.groups)
-    apart = Seen(cut, 1 << 62, tx.groups, True, hops, keep)
+    memory, seen = Memory(), Seen(hops, most_bytes, tx.groups)
+    apart = Seen(hops, 1 << 62, tx.groups, True, keep)
 
     def sink_for(
         where: Index, mesh: Mesh, like: Sequence[Tensor], room: Memory, **how: Any
@@ -121,7 +122,7 @@ def zero(
         dtypes = [(t.dtype, _wide(t.dtype) if exact else t.dtype) for t in like]
         wires = {t.dtype for t in like} - {reduce_dtype}
         wire = reduce_dtype if reduce_dtype is not None and wires else None
-        return Sink(where, mesh, hops, room, dtypes, device=like[0].device, wire=wire, **how)
+        return Sink(where, mesh, room, dtypes, device=like[0].device, wire=wire, **how)
 
     def reduced(grads: Any, where: Index, mesh: Mesh, room: Memory) -> Buckets:
         """Return the parts of the summed gradients."""
@@ -130,7 +131,8 @@ def zero(
             if _is_cut(grads):
                 return grads
             flats = [grads[b.name].raw for b in where.buckets]
-            sink = sink_for(where, mesh, flats, room, also=_also(grads, cut))
+            partial = {a for g in grads.values() for a in g.sharding.partial}
+            sink = sink_for(where, mesh, flats, room, also=tuple(sorted(partial - set(cut))))
             sink.begin(flats)
             return sink.finish()
         partial = _pending(grads, cut)
@@ -203,7 +205,8 @@ def zero(
             blocks: dict[int, Tensor] = {}
             with bind(mesh):
                 for bucket in where.buckets:
-                    whole = all_gather(wrap(updates[bucket.name].raw, mesh), cut, 0)
+                    whole = wrap(updates[bucket.name].raw, mesh)
+                    whole = all_gather(whole, bucket.over, 0) if bucket.over else whole
                     blocks.update(unflatten(whole, bucket))
         out = iter([p.becomes(unwrap(blocks[i])) for i, p in enumerate(leaves)])
         return optree.tree_unflatten(tree, [None if f else next(out) for f in held]), state
@@ -259,14 +262,14 @@ def zero(
 
     def _send(flats: list[Tensor], mine: Buckets, state: Any, where: Index, mesh: Mesh) -> None:
         if gather_dtype is None or all(f.dtype == gather_dtype for f in flats):
-            gather(flats, mesh, hops)
+            gather(flats, where, mesh)
             return
         narrow = [memory.take(f.shape, gather_dtype, f.device) for f in flats]
         part = own(narrow, where, mesh)
         for small, p in zip(part.pieces, mine.pieces, strict=True):
             small.copy_(p)
         put_back(narrow, part)
-        gather(narrow, mesh, hops)
+        gather(narrow, where, mesh)
         for small, whole in zip(narrow, flats, strict=True):
             whole.copy_(small)
         memory.give(*narrow)
@@ -280,12 +283,12 @@ def zero(
         like = [leaves[b.slots[0].leaves[0]].raw for b in where.buckets]
         if stage == 1:  # kept whole, and added up in fp32
             dtypes = [(_wide(t.dtype), _wide(t.dtype)) for t in like]
-            return Sink(where, mesh, hops, memory, dtypes, device=like[0].device, to="pending")
+            return Sink(where, mesh, memory, dtypes, device=like[0].device, to="pending")
         if stage == 0:
             dtypes = [(t.dtype, t.dtype) for t in like]
             tree = _gradients(params, leaves)
             how = {"device": like[0].device, "heard": seen.hears(where, mesh, at_once=True)}
-            return Summed(where, mesh, hops, Memory(), dtypes, tree=tree, **how)
+            return Summed(where, mesh, Memory(), dtypes, tree=tree, **how)
         heard = seen.hears(where, mesh)
         # on slow links backward must not wait for what is on its way
         return sink_for(where, mesh, like, memory, heard=heard, most=4, ahead=True)
@@ -469,7 +472,7 @@ def _moves(state: Any) -> bool:
     """Say whether a state, numbers aside, lies in buckets by element and can go into others."""
     every = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, Buckets))
     return all(
-        all(x[b.name].raw.shape[-1] * x.index.ways == b.length for b in x.index.buckets)
+        all(x[b.name].raw.shape[-1] * b.ways == b.length for b in x.index.buckets)
         if isinstance(x, Buckets)
         else not isinstance(x, Tensor) or x.numel() == 1
         for x in every
@@ -516,14 +519,15 @@ def _lie_alike(params: list[Any], grads: list[Any]) -> None:
 def _pending(grads: list[Any], axes: tuple[str, ...]) -> tuple[str, ...] | None:
     """Return the axes over which gradients are still to be summed; None where they are.
 
-    All of them or none, and then ``axes`` among them.
+    All of them but those that split their leaf, or none, and then ``axes`` among them.
     """
-    partial = {g.sharding.partial if isinstance(g, ShardedTensor) else () for g in grads}
-    if partial <= {()}:
+    every = {a for g in grads if isinstance(g, ShardedTensor) for a in g.sharding.partial}
+    if not every:
         return None
-    if len(partial) == 1 and set(axes) <= set(first := next(iter(partial))):
-        return first
-    odd = next(g for g in grads if not set(axes) <= set(g.sharding.partial))
+    asked = every | set(axes)
+    odd = next((g for g in grads if asked - set(g.sharding.axes) != set(g.sharding.partial)), None)
+    if odd is None:
+        return tuple(sorted(asked))
     names = axes[0] if len(axes) == 1 else axes
     raise PartialEscape(
         f"every gradient must be pending over {names!r}, or none pending at all",
@@ -536,11 +540,6 @@ def _pending(grads: list[Any], axes: tuple[str, ...]) -> tuple[str, ...] | None:
 
 def _is_cut(grads: Buckets) -> bool:
     return not any(g.sharding.partial for g in grads.values())
-
-
-def _also(grads: Buckets, cut: tuple[str, ...]) -> tuple[str, ...]:
-    first = next(iter(grads.values()))
-    return tuple(a for a in first.sharding.partial if a not in cut)
 
 
 # ---------------------------------------------------------------- parts of buckets
@@ -556,15 +555,15 @@ def _parts(leaves: list[Any], where: Index, mesh: Mesh, *, grads: bool = False) 
     ``grads``  they are gradients: those of tied leaves are added, and half precision is widened.
     """
     out = {}
-    ranks = [rank_along(where.axes, c, mesh.axes) for c in played(mesh)]
     with torch.no_grad():
         every = [blocks(x.raw, mesh) for x in leaves]
         for bucket in where.buckets:
             first = every[bucket.slots[0].leaves[0]][0]
             dtype = _wide(first.dtype) if grads else first.dtype
-            rows = [first.new_zeros(bucket.length // where.ways, dtype=dtype) for _ in ranks]
+            ranks = [rank_along(bucket.over, c, mesh.axes) for c in played(mesh)]
+            rows = [first.new_zeros(bucket.length // bucket.ways, dtype=dtype) for _ in ranks]
             for r, rank in enumerate(ranks):
-                for p in parts(bucket, rank, where.ways):
+                for p in parts(bucket, rank):
                     to = rows[r][p.start : p.start + p.length]
                     one, *tied = (
                         every[i][r].reshape(-1)[p.at : p.at + p.length] for i in p.slot.leaves
@@ -573,5 +572,5 @@ def _parts(leaves: list[Any], where: Index, mesh: Mesh, *, grads: bool = False) 
                     for other in tied if grads else ():
                         to.add_(other)
             raw = storage(rows, mesh)
-            out[bucket.name] = ShardedTensor(raw, shard_place(where, bucket, mesh))
+            out[bucket.name] = ShardedTensor(raw, shard_place(bucket, mesh))
     return Buckets(out, where, mesh)

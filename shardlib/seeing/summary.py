@@ -145,9 +145,9 @@ def _count(node: Any, of: dict[str, int], path: tuple[str, ...]) -> int:
             for slot in bucket.slots:
                 name = node.paths[slot.leaves[0]]
                 if name in of:
-                    of[name] += slot.length * item // node.index.ways
+                    of[name] += slot.length * item // bucket.ways
                     spare -= slot.length
-            other += spare * item // node.index.ways
+            other += spare * item // bucket.ways
         return other
     if isinstance(node, Tensor):
         ends = (".".join(path[i:]) for i in range(len(path)))

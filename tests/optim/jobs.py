@@ -51,6 +51,18 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+def rules_of(job: "Job") -> list[tuple[str, str]]:
+    """Make the layouts: "own" splits weights over data, which zero splits, "mixed" over both."""
+    if job.layout not in ("own", "mixed"):
+        return LAYOUTS[job.layout]
+    up, down = ("data .", ". data") if 4 % job.mesh["data"] == 0 else (". data", "data .")
+    if job.layout == "own":
+        more = [("h.0.down.weight", down)] if up == "data ." else []
+        return [("h.*.up.weight", up), *more, ("*", "...")]
+    up, down = up.replace(".", "x"), down.replace(".", "x")
+    return [("h.*.up.weight", up), ("h.*.down.weight", down), ("h.*.up.bias", "x"), ("*", "...")]
+
+
 @dataclass(frozen=True)
 class Job:
     """What is trained, and how; ``then``: (mesh, stage) on which it goes on from its file."""
@@ -88,9 +100,10 @@ def draw(seed: int, mesh: dict[str, int] | None = None) -> Job:
     r = random.Random(seed)
     sizes = mesh or r.choice(MESHES)
     split = sizes.get("x", 1) > 1 and "data" in sizes
-    layout = r.choice(["whole", "megatron", "megatron", "some"]) if split else "whole"
+    layout = r.choice(["whole", "own"]) if "data" in sizes else "whole"
+    layout = r.choice(["whole", "megatron", "some", "own", "mixed"]) if split else layout
     axis: Any = "data" if "data" in sizes else "x"
-    if split and layout == "whole" and r.random() < 0.4:
+    if split and r.random() < 0.4:
         axis = r.choice(["x", ("data", "x"), ("x", "data")])
     depth = r.choice([1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6, r.randint(10, 13), r.randint(14, 40)])
     steps = r.randint(1, 5) if depth < 3 else r.randint(1, 3) if depth < 10 else 1
@@ -233,7 +246,7 @@ def sharded(job: Job) -> Any:
     """Shard the module: (apply, parameters)."""
     where = "data ." if "data" in job.mesh else "x ."
     net = module(job)
-    return sl.parallelize(net, LAYOUTS[job.layout], inputs={"x": where}), net
+    return sl.parallelize(net, rules_of(job), inputs={"x": where}), net
 
 
 def way_of(job: Job, tx: Any, stage: int, axis: Any) -> dict[str, Any]:

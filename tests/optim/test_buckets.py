@@ -17,8 +17,10 @@ shapes = st.lists(
 
 
 @settings(max_examples=200)
-@given(shapes, st.integers(1, 7), st.integers(1, 4000), st.randoms())
-def test_slots_cover_are_disjoint_and_round_trip(sizes: list, ways: int, most: int, random) -> None:
+@given(shapes, st.integers(1, 7), st.integers(1, 4000), st.randoms(), st.sampled_from(["", "x"]))
+def test_slots_cover_are_disjoint_and_round_trip(
+    sizes: list, data: int, most: int, random, inner: str
+) -> None:
     values = [random.randrange(i + 1) if random.random() < 0.2 else i for i in range(len(sizes))]
     values = [values[v] for v in values]
     values = [values[v] for v in values]  # a tie leads to the first of its kind
@@ -37,9 +39,16 @@ def test_slots_cover_are_disjoint_and_round_trip(sizes: list, ways: int, most: i
     # tied leaves' blocks are added: all of it lies in the first
     blocks = [b if values[i] == i else b * 0 for i, b in enumerate(firsts)]
     seen: dict[int, torch.Tensor] = {}
-    made = index(items, ("data",), ways, most, tuple(order))
+    hops = (("x",), ("data",)) if inner else (("data",),)
+    made = index(items, hops, (("data", data), ("x", 2)), most, tuple(order))
     assert len({b.name for b in made.buckets}) == len(made.buckets)
     for bucket in made.buckets:
+        # what splits its leaves does not cut it
+        over = ("x", "data") if inner and not bucket.axes else ("data",)
+        assert bucket.over == over and bucket.ways == math.prod(
+            {"x": 2, "data": data}[a] for a in over
+        )
+        ways = bucket.ways
         assert bucket.length % (ALIGN * ways) == 0
         used = bucket.slots[-1].offset + bucket.slots[-1].length
         assert used <= bucket.length < max(used, 1) + ALIGN * ways
@@ -52,7 +61,7 @@ def test_slots_cover_are_disjoint_and_round_trip(sizes: list, ways: int, most: i
         }
         gaps = sum(b - a for a, b in bucket.gaps)
         assert gaps + sum(s.length for s in bucket.slots) == bucket.length
-        cut = [part for rank in range(ways) for part in parts(bucket, rank, ways)]
+        cut = [part for rank in range(ways) for part in parts(bucket, rank)]
         assert sum(p.length for p in cut) == sum(s.length for s in bucket.slots)
         assert all(p.start % ALIGN == p.at % ALIGN == 0 for p in cut)
         flat = flatten(blocks, bucket)
@@ -66,7 +75,7 @@ def test_slots_cover_are_disjoint_and_round_trip(sizes: list, ways: int, most: i
 
 def test_tied_leaves_share_a_slot() -> None:
     items = tuple(Item(n, (4,), torch.float32, (), 0) for n in "ab")
-    (bucket,) = index(items, ("data",), 2, 100).buckets
+    (bucket,) = index(items, (("data",),), (("data", 2),), 100).buckets
     assert [s.leaves for s in bucket.slots] == [(0, 1)] and bucket.length == 2 * ALIGN
 
 

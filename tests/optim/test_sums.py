@@ -72,7 +72,7 @@ def test_slots_of_buckets_are_tensors() -> None:
             Item(k, x.sharding.local_shape(x.shape, mesh), x.dtype, x.sharding.axes, i)
             for i, (k, x) in enumerate(zip(tensors, leaves, strict=True))
         )
-        buckets = index(items, ("data",), 3, 1 << 20)
+        buckets = index(items, (("data",),), tuple(axes.items()), 1 << 20)
         parts = {}
         for bucket in buckets:
             flat = flatten([x.local for x in leaves], bucket)

@@ -1,13 +1,16 @@
 """ZeRO-1: the unsharded optimizer's updates, with state and wire bytes as the formulas say."""
 
 from fractions import Fraction
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.optim.buckets import ALIGN
+from shardlib.optim.buckets import ALIGN, Buckets
 from shardlib.tensor import Place
 from tests.ops.cases import close, r
 
@@ -134,7 +137,6 @@ MISTAKES = [
         "looks at the tree",
     ),
     (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "dat").init(p), "did you mean 'data'"),
-    (lambda p: sl.optim.zero(sl.optim.adamw(0.1), "x").init(p), "split over 'x' already"),
     (
         lambda p: sl.optim.zero(sl.optim.adamw(0.1), "data").init({"w": torch.ones(2)}),
         "this one is plain",
@@ -259,3 +261,160 @@ def narrow(how: Any, stage: int) -> tuple[float, Fraction, float]:
         apart = max(apart, float((high - sl.unshard(p)).abs().max()))
     gap = max(float((sl.unshard(ends[0][k]) - sl.unshard(ends[1][k])).abs().max()) for k in PARAMS)
     return gap, Fraction(moved[1], moved[0]), apart
+
+
+OWN = {
+    "own": [("0.weight", "data ."), ("2.weight", ". data"), ("4.weight", "(data x) ."), ("*", "...")],
+    "mixed": [("0.weight", "data x"), ("2.weight", "x ."), ("*", "...")],
+    "every": [("*", "(data x) ...")],
+}  # fmt: skip
+OVER = [("data", None), (("data", "x"), None), ("data", "x")]
+CLIPPED = sl.optim.chain(sl.optim.clip_by_global_norm(0.05), sl.optim.adamw(0.01))
+MATRICES = sl.optim.muon(0.02, rest=sl.optim.adamw(0.01), matrices="*.weight")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 4)
+    return nn.Sequential(*layers).double()
+
+
+def ends(tx: Any, rules: Any = None, **how: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and state after two steps, by name and whole; of the module alone without rules."""
+    module, x, apply = net(), r(8, 8, dtype=torch.float64), None
+    params: Any = {k: p.detach() for k, p in module.named_parameters()}
+    if rules is not None:
+        apply, params = sl.parallelize(module, rules, inputs={"input": "data ."})
+    params = tx.shard(params)
+    state = tx.init(params)
+
+    def loss(p: Any) -> Any:
+        f = partial(torch.func.functional_call, module) if apply is None else apply
+        return f(p, x).square().mean()
+
+    for _ in range(2):
+        _, grads = sl.value_and_grad(loss, **how)(params)
+        params, state, _ = sl.optim.step(tx, params, grads, state)
+    named = sl.optim.state_dict(params) if isinstance(params, Buckets) else params
+    return whole(named), whole(sl.optim.state_dict(state))
+
+
+def whole(named: Any) -> dict[str, Any]:
+    every = {k: sl.unshard(x) if isinstance(x, sl.ShardedTensor) else x for k, x in named.items()}
+    return {k: x.detach() if isinstance(x, Tensor) else x for k, x in every.items()}
+
+
+def apart(mine: dict[str, Any], want: dict[str, Any]) -> float:
+    assert mine.keys() == want.keys()
+    return max(float(abs(torch.as_tensor(mine[k] - want[k])).max()) for k in want)
+
+
+def own_parts_train(stage: int, dense: Any, layouts: Any) -> float:
+    """The largest difference of any layout, axes and way of gradients from the dense run."""
+    most = 0.0
+    for rules, (axis, inner), how in product(layouts, OVER, ("tree", "into", "pending")):
+        tx = sl.optim.zero(CLIPPED, axis, stage, inner=inner, bucket_mb=1e-3)
+        axes = axis if inner is None else (axis, inner)
+        given: dict[str, Any] = {"into": {"into": tx}, "pending": {"pending": axes}}.get(how, {})
+        if (how == "into" and stage == 3) or (how == "pending" and stage in (0, 3)):
+            continue
+        params, state = ends(tx, rules, **given)
+        most = max(most, apart(params, dense[0]), apart(state, dense[1]))
+    return most
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_parameters_that_are_split_over_zeros_axes_train_as_dense(stage: int) -> None:
+    """The clip's norm too counts every element once."""
+    dense = ends(CLIPPED)
+    with sl.simulate(data=2, x=2):
+        assert own_parts_train(stage, dense, OWN.values()) < 1e-12
+
+
+def test_parameters_that_are_split_over_zeros_axes_train_as_dense_on_real_ranks(pool: Any) -> None:
+    dense = ends(CLIPPED)
+    for stage in range(4):
+        assert max(pool.run(own_parts_train, stage, dense, [OWN["own"]], data=2, x=2)) < 1e-12
+
+
+@pytest.mark.parametrize("way", ["gathered", "owners", None])
+@pytest.mark.parametrize("rules", OWN.values(), ids=OWN)
+def test_matrices_of_buckets_that_are_cut_over_several_axes_are_joined(
+    rules: Any, way: Any
+) -> None:
+    dense = ends(MATRICES)
+    with sl.simulate(data=2, x=2):
+        for stage, axis in ((1, ("data", "x")), (3, "data")):
+            pins = {} if way is None else {"muon": way}
+            tx = sl.optim.zero(MATRICES, axis, stage)
+            with sl.algorithm(**pins):
+                params, state = ends(tx, rules)
+            assert max(apart(params, dense[0]), apart(state, dense[1])) < 1e-9
+
+
+def test_state_and_bytes_are_those_of_the_axes_that_a_layout_leaves_whole() -> None:
+    """4 KiB of state per 16 KiB matrix of fp32 and moment on 4 ranks, wherever its layout splits."""
+    layouts = {"a": "data .", "b": ". .", "c": "data x", "d": ". x"}
+    left = {
+        "data": {"b": 2, "d": 2},
+        "x": {"a": 2, "b": 2},
+        ("data", "x"): {"a": 2, "b": 4, "d": 2},
+    }
+    with sl.simulate(data=2, x=2):
+        params = {k: sl.shard(torch.ones(64, 64), text) for k, text in layouts.items()}
+        held = {k: p.local.nbytes for k, p in params.items()}
+        for axis, ways in left.items():
+            tx = sl.optim.zero(sl.optim.adamw(0.1), axis)
+            state = tx.init(params)
+            rows = {row.name: row.state for row in sl.summary(params, state=state).rows}
+            assert rows == {k: 2 * held[k] // ways.get(k, 1) for k in params}
+            axes = (axis,) if isinstance(axis, str) else axis
+            grads = {
+                k: sl.ShardedTensor(
+                    p.raw,
+                    p.place._replace(
+                        layout=sl.Layout(p.dims, tuple(set(axes) - set(p.sharding.axes)))
+                    ),
+                )
+                for k, p in params.items()
+            }
+            with sl.trace() as t:
+                tx.update(grads, state, params)
+            want = sum(Fraction(n - 1, n) * held[k] for k, n in ways.items())
+            assert t.bytes == 2 * want
+            parts = sl.optim.zero(sl.optim.adamw(0.1), axis, 3).shard(params)
+            with sl.trace() as t, parts.opened() as named:  # what is read again is there still
+                assert all(torch.equal(named[k].raw, params[k].raw) for k in 2 * list(params))
+            assert t.bytes == want
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_of_parameters_that_are_split_over_zeros_axes_goes_elsewhere(stage: int) -> None:
+    tx = sl.optim.zero(CLIPPED, ("data", "x"), stage)
+    with sl.simulate(data=2, x=2):
+        _, kept = ends(tx, OWN["mixed"])
+    for mesh, rules, other in (
+        ({"data": 4, "x": 1}, OWN["own"][1:2] + OWN["own"][3:], 3),
+        ({"data": 1, "x": 2}, [("0.weight", "x ."), ("*", "...")], 1),
+    ):
+        with sl.simulate(**mesh):
+            _, params = sl.parallelize(net(), rules)
+            again = sl.optim.zero(CLIPPED, ("data", "x"), other)
+            state = sl.optim.load_state_dict(again.init(again.shard(params)), kept)
+            assert apart(whole(sl.optim.state_dict(state)), kept) == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_halves_that_are_their_own_part_are_stepped_in_fp32(stage: int) -> None:
+    def loss(p: Any) -> Any:
+        return sum(x.float().square().sum() for x in p.values())
+
+    with sl.simulate(data=2):
+        w = {k: sl.shard(PARAMS[k].bfloat16(), text) for k, text in (("a", "data ."), ("b", "."))}
+        tx = sl.optim.zero(sl.optim.sgd(0.1), "data", stage, master="fp32")
+        state = tx.init(w)
+        _, grads = sl.value_and_grad(loss, into=tx)(w)
+        w, state, _ = sl.optim.step(tx, w, grads, state)
+        for k, p in w.items():
+            first = PARAMS[k].bfloat16().float()
+            assert torch.equal(sl.unshard(p), (first - 0.1 * (2 * first)).bfloat16())
