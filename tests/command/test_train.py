@@ -97,7 +97,7 @@ def half(apply: Any, params: Any, batch: Any) -> Any:
 
 
 EVAL = (
-    'eval={"every" = 2, "batch" = 4, "dataset" = {"make" = "examples.corpus:windows", '
+    'eval={"every" = 2, "batch" = 4, "dataset" = {"make" = "tests.command.test_train:few", '
     '"name" = "topics", "ctx" = 16}}'
 )
 
