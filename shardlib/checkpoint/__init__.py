@@ -1,4 +1,4 @@
-"""Checkpoints: directories that appear whole or not at all, and load under any layout."""
+"""Checkpoints: directories that appear complete or not at all, and load under any layout."""
 
 from shardlib.checkpoint import dcp as dcp  # sharded tensors in torch.distributed.checkpoint
 from shardlib.checkpoint.converting import from_hf, reshard, to_hf

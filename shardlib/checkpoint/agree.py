@@ -1,8 +1,9 @@
-"""Agreement of all ranks by the job's store: all get one answer, or all raise the same error.
+"""Agreement of all ranks through the job's store: all get one answer, or all raise the same error.
 
-No collective is posted, so a rank that fails, leaves or never comes makes nobody wait for longer
-than ``timeout``.  Rank 0 hears every rank, decides, and tells.  A rank that is at work says so from
-time to time (``progress``); only silence counts.
+No collective is posted, so a rank that fails, leaves or never comes delays the others by at most
+``timeout``.  Every rank stores its value; rank 0 reads them, decides, and stores the answer.  A
+              rank
+that is still at work stores a sign of life from time to time (``progress``); only silence counts.
 """
 
 import contextlib
@@ -23,9 +24,9 @@ __all__ = ["Group"]
 
 
 class _Calls:
-    """The calls of one job, as far as this rank knows of them.
+    """Bookkeeping of one job's calls, as far as this rank knows.
 
-    ``spoken``  number of a call -> how often this rank said something in it, until forgotten.
+    ``spoken``  number of a call -> count of messages of this rank in it, until deleted.
     ``alive``   the calls that have not ended here; ``others``  the first of them on each rank.
     """
 
@@ -34,7 +35,7 @@ class _Calls:
         self.spoken: dict[int, int] = {}
         self.alive: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self.others: dict[int, int] = {}
-        self.lock = threading.Lock()  # a save that nobody waits for speaks from its own thread
+        self.lock = threading.Lock()  # a save in the background runs in its own thread
 
     def begin(self, number: int, group: "Group") -> None:
         with self.lock:
@@ -52,11 +53,11 @@ _OF_JOB: "weakref.WeakKeyDictionary[Any, _Calls]" = weakref.WeakKeyDictionary()
 
 
 class Group:
-    """The ranks of one call of ``op``; one alone where nobody else plays ranks of the tree.
+    """The ranks of one call of ``op``; a single one if this process holds all ranks of the tree.
 
     ``timeout``  seconds of silence after which a rank counts as lost; the mesh's if None.
-    ``fixes``  (words of a message, the line that mends it), of which the first that fits counts:
-               all ranks raise one message, and so one fix.
+    ``fixes``  (words of a message, fix), of which the first match counts: all ranks raise the same
+               message, and so need the same fix.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Group:
     ) -> None:
         self.op = op
         self.fixes = fixes
-        self.line = user_line()  # a thread that writes has none of the user's
+        self.line = user_line()  # a background thread has no frame of the user's code
         real = not alone and dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if real else (0, 1)
         self.said = time.monotonic()
@@ -81,20 +82,20 @@ class Group:
             self.timeout = job.seconds if timeout is None else timeout
             self.calls = _OF_JOB.setdefault(dist.group.WORLD, _Calls())
             number = self.calls.count + 1
-            while self.store.check(f"{_WHERE}/{number}/gave up"):  # a call that only some made
+            while self.store.check(f"{_WHERE}/{number}/gave up"):  # a call that not all ranks made
                 number += 1
             self.number, self.where = number, f"{_WHERE}/{number}"
             self.calls.begin(number, self)
             self._forget()
 
     def error(self, message: str, cause: BaseException | None = None, **operands: object) -> Any:
-        """Make the error that every rank raises."""
+        """Build the error that every rank raises."""
         own = getattr(cause, "fix", "")
         fix = next((line for words, line in self.fixes if words in message), own)
         return CheckpointError(message, op=self.op, operands=operands, fix=fix, line=self.line)
 
     def progress(self) -> None:
-        """Say, now and then, that this rank is at work."""
+        """Store a sign of life of this rank, from time to time."""
         now = time.monotonic()
         if now - self.said > min(1.0, self.timeout / 4):
             self.said = now
@@ -110,9 +111,9 @@ class Group:
         error: BaseException | None = None,
         decide: Callable[[list[Any]], Any] = lambda values: None,
     ) -> Any:
-        """Return what rank 0's decide makes of all ranks' values.
+        """Return rank 0's ``decide`` of all ranks' values, on every rank.
 
-        Raises: CheckpointError on every rank where one came with an ``error``, or deciding failed.
+        Raises: CheckpointError on every rank if one passed an ``error``, or ``decide`` failed.
         """
         if self.world == 1:
             if error is None:
@@ -168,10 +169,10 @@ class Group:
         return range(1, self.world)
 
     def _hear(self, key: str, rank: int, phase: str) -> dict[str, Any]:
-        """Wait for what ``rank`` says.
+        """Wait for the message of ``rank``.
 
-        Raises: CheckpointError when it stays silent; RankFailed when it has ended.  A rank that
-        raised still writes what it has begun to save.
+        Raises: CheckpointError if it stays silent; RankFailed if it has ended.  A rank that raised
+        elsewhere still writes the save that it has begun.
         """
 
         def look() -> bytes | None:
@@ -188,7 +189,7 @@ class Group:
         return word
 
     def give_up(self, message: str) -> CheckpointError:
-        """Leave the call; whoever waits in it, or comes later, leaves with the same words."""
+        """Leave the call; every rank that waits in it, or comes later, raises the same message."""
         if self.world == 1:
             return self.error(message)
         with contextlib.suppress(RankFailed):  # the store is gone
@@ -197,7 +198,7 @@ class Group:
         return self.error(message)
 
     def _forget(self) -> None:
-        """Drop what this rank said in calls that have ended, and nobody will ask for."""
+        """Delete this rank's messages of calls that have ended and that no rank will read."""
         others = self.calls.others.values() if self.rank == 0 else ()
         until = min([self.number - 2, self.calls.first, *others])
         keys = [str(self.rank), *(["all"] if self.rank == 0 else [])]

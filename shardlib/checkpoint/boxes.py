@@ -1,9 +1,9 @@
-"""Which part of a tensor a rank holds, and which it writes.  Pure; no rank asks another.
+"""Boxes: the part of a tensor that a rank holds, and the part that it writes.  Pure, no messages.
 
-A box says per dimension which global positions a block holds, as runs, and where in the block each
-run begins.  What several ranks hold alike is cut in as many parts as there are holders, so that
-each writes its share.  A chunk, the box that one rank writes, is checked tile by tile: ``grid``
-says how it is cut.
+Per dimension, a box lists the global positions of a block as runs, with the offset of each run in
+the block.  A block that several ranks hold is cut into as many parts as it has holders, and each
+holder writes one.  The box that one rank writes is its chunk; ``grid`` cuts a chunk into tiles,
+each with a checksum.
 """
 
 import bisect
@@ -40,7 +40,7 @@ __all__ = [
 class Run(NamedTuple):
     """Positions start, start + stride, ...: ``length`` of them.
 
-    They lie side by side from ``at`` on in the block.
+    They are contiguous in the block, from offset ``at`` on.
     """
 
     start: int
@@ -55,20 +55,20 @@ class Run(NamedTuple):
 
 
 Held = tuple[Run, ...]
-"""What a block holds along one dimension."""
+"""Positions of a block along one dimension."""
 
 Box = tuple[Held, ...]
-"""What it holds along each."""
+"""Positions of a block, along every dimension."""
 
 
 _PROCESSES = ""
-"""The axis of a plain tensor: a name that no mesh can have."""
+"""Mesh axis of a plain tensor: a name that no mesh can have."""
 
 
 class Place(NamedTuple):
     """A saved tensor's place: true shape, layout, the sizes that its blocks tile, mesh axes.
 
-    ``ranks``  the processes at the mesh's coordinates, in their order.
+    ``ranks``  the processes at the mesh's coordinates, in row-major order.
     """
 
     shape: tuple[int, ...]
@@ -79,23 +79,23 @@ class Place(NamedTuple):
 
     @staticmethod
     def of_plain(shape: tuple[int, ...], world: int) -> "Place":
-        """Return the place of a plain tensor that n processes hold whole."""
+        """Return the place of a plain tensor that ``world`` processes hold whole."""
         dims = Layout.parse("...").resolve(len(shape))
         return Place(shape, dims, shape, ((_PROCESSES, world),), tuple(range(world)))
 
     @property
     def plain(self) -> bool:
-        """Whether it was no sharded tensor."""
+        """Whether the tensor was saved as a plain tensor."""
         return self.mesh[:1] == ((_PROCESSES, len(self.ranks)),)
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box that is all of a tensor."""
+    """Return the box of a whole tensor."""
     return tuple((Run(0, 1, n, 0),) if n else () for n in shape)
 
 
 def length(held: Held) -> int:
-    """Count the positions held along a dimension."""
+    """Count the positions along a dimension."""
     return sum(r.length for r in held)
 
 
@@ -105,7 +105,7 @@ def size(box: Box) -> int:
 
 
 def _runs(index: Sequence[int], below: int) -> Held:
-    """Write positions in the order held as runs, without padding: those from ``below`` on."""
+    """Convert positions into runs, without padding: positions from ``below`` on are dropped."""
     if isinstance(index, range):
         kept = len(range(index.start, min(index.stop, below), index.step))
         return (Run(index.start, index.step if kept > 1 else 1, kept, 0),) if kept else ()
@@ -125,7 +125,7 @@ def _runs(index: Sequence[int], below: int) -> Held:
 
 @lru_cache(maxsize=1 << 14)
 def held(place: Place, rank: int) -> Box:
-    """Return what the rank of this number in the mesh holds, without padding."""
+    """Return the box that a rank of the mesh holds, without padding."""
     sizes = dict(place.mesh)
     index = place.layout.indices(place.tiled, sizes, coordinate(rank, sizes))
     return tuple(_runs(i, n) for i, n in zip(index, place.shape, strict=True))
@@ -144,7 +144,7 @@ def coordinate(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _cut(held: Held, start: int, stop: int) -> Held:
-    """Return the ``start``-th to ``stop``-th position held."""
+    """Return the positions from the ``start``-th to the ``stop``-th, excluded."""
     out, n = [], 0
     for r in held:
         a, b = max(start - n, 0), min(stop - n, r.length)
@@ -155,11 +155,11 @@ def _cut(held: Held, start: int, stop: int) -> Held:
 
 
 _SMALL = 1 << 16
-"""Elements below which a block is not shared among its holders but written by one of them."""
+"""Elements below which one holder writes the block instead of sharing it."""
 
 
 def chunk(name: str, place: Place, rank: int) -> Box | None:
-    """Return the box that rank writes, or None.
+    """Return the box that a rank writes, or None.
 
     Each element is written once, and holders of one block write equal parts of it.
 
@@ -178,11 +178,12 @@ def chunk(name: str, place: Place, rank: int) -> Box | None:
     if len(parts) == copies:
         return parts[which]
     at = [coord[a] for a in place.layout.axes]
+    # small blocks are spread over their holders by a hash, so that no rank writes them all
     return box if which == zlib.crc32(f"{name} {at}".encode()) % copies else None
 
 
 def shares(place: Place, rank: int) -> list[Box]:
-    """Return the parts in which the holders of a block write it: one each, or a single one."""
+    """Return the parts of a block that its holders write: one each, or a single one."""
     box = held(place, rank)
     copies = math.prod(n for a, n in place.mesh if a not in place.layout.axes)
     d = _shared(box, copies)
@@ -194,20 +195,20 @@ def shares(place: Place, rank: int) -> list[Box]:
 
 
 def _shared(box: Box, copies: int) -> int | None:
-    """Choose the dimension along which holders divide a block; None where it is small."""
+    """Return the dimension along which holders divide a block; None if it is small."""
     if size(box) < _SMALL:
         return None
     return next((d for d, held in enumerate(box) if length(held) >= copies), None)
 
 
-# ---------------------------------------------------------------- what two boxes share
+# ---------------------------------------------------------------- intersection of two boxes
 
 
 Pair = tuple[slice, slice]
 
 
 def _pairs(a: Held, b: Held) -> Iterator[Pair]:
-    """List where the positions that both hold lie in the block of each."""
+    """List the positions that both hold, as slices of the block of each."""
     if len(a) * len(b) > 64 and all(r.stride == 1 for r in (*a, *b)):
         b = tuple(sorted(b))
         starts = [r.start for r in b]
@@ -222,11 +223,12 @@ def _pairs(a: Held, b: Held) -> Iterator[Pair]:
 
 
 def _common(p: Run, q: Run) -> Iterator[Pair]:
-    """Meet two arithmetic progressions in one."""
+    """Intersect two arithmetic progressions; the result is one too."""
     g = math.gcd(p.stride, q.stride)
     if (q.start - p.start) % g:
         return
     step = p.stride // g * q.stride
+    # solve p.start + i * p.stride = q.start (mod q.stride), by the inverse modulo q.stride / g
     i = (q.start - p.start) // g * pow(p.stride // g, -1, q.stride // g) if q.stride > g else 0
     first = p.start + i * p.stride
     floor, last = max(p.start, q.start), min(p.last, q.last)
@@ -243,7 +245,7 @@ def _places(r: Run, first: int, step: int, n: int) -> slice:
 
 
 def meet(a: Box, b: Box) -> list[list[Pair]]:
-    """List, per dimension, the pairs of equal places in both; both hold the product of these.
+    """List, per dimension, the slices of common positions; the intersection is their product.
 
     >>> meet(((Run(0, 1, 4, 0),),), ((Run(1, 2, 2, 0),),))
     [[(slice(1, 4, 2), slice(0, 2, 1))]]
@@ -254,26 +256,26 @@ def meet(a: Box, b: Box) -> list[list[Pair]]:
 # ---------------------------------------------------------------- tiles
 
 STRIP = 1 << 22
-"""Bytes that are copied at a time at most, where one row is no longer."""
+"""Bytes that are copied at a time at most, if a row is not longer."""
 
 Cuts = tuple[tuple[int, ...], ...]
-"""Per dimension of a chunk where it is cut: places between 0 and its length, rising."""
+"""Per dimension of a chunk its cuts: offsets between 0 and its length, ascending."""
 
 _TILE, _SMALLEST, _NARROWEST = 12 << 10, 1 << 10, 1 << 2
-"""Bytes of a tile of a large chunk, about; of one of a small chunk; and of a tile's row."""
+"""Bytes, roughly, of a large chunk's tile, of a small chunk's, and of a tile's row."""
 
 _WORLDS = (2, 4, 8, 3, 6, 5, 7, 16, 12, 10, 32, 24, 64, 48, 128, 256)
-"""Numbers of ranks that a dimension may be split over by a reader, the likeliest first."""
+"""Numbers of ranks that a reader may split a dimension over, the likeliest first."""
 
 
 @lru_cache(maxsize=1 << 14)
 def grid(box: Box, shape: tuple[int, ...], itemsize: int) -> Cuts:
     """Cut a chunk of a tensor of this shape into tiles, each with its checksum.
 
-    A reader reads and checks the tiles that hold something it needs, so they end where the blocks
-    of other meshes end: at multiples of n / ranks, rounded up where there is padding, for as many
-    numbers of ranks as tiles are worth their while.  The leading dimensions are cut further where a
-    strip, the tiles side by side, would be too long to copy.
+    A reader reads and checks every tile that it needs a part of.  Tiles therefore end where the
+    blocks of other meshes end: at multiples of n / ranks, rounded up if there is padding, for as
+    many numbers of ranks as keep tiles above the least size.  The leading dimensions are cut
+    further if a strip, a row of adjacent tiles, would exceed ``STRIP`` bytes.
 
     >>> grid(whole((1024, 128)), (1024, 128), 4)[0][:4]
     (128, 256, 342, 384)
@@ -305,9 +307,9 @@ def grid(box: Box, shape: tuple[int, ...], itemsize: int) -> Cuts:
 
 
 def _borders(held: Held, n: int, level: int) -> set[int]:
-    """List where, within what is held, runs begin (level 0) or blocks of ``n`` places split.
+    """List the offsets where runs begin (level 0) or where blocks of ``n`` positions end.
 
-    A level more splits them in the next likely way.
+    Level k takes blocks over the k-th of ``_WORLDS`` ranks.
     """
     if len(held) > 64:
         return set()
@@ -325,7 +327,7 @@ def _borders(held: Held, n: int, level: int) -> set[int]:
 
 
 def stretches(n: int, cuts: Sequence[int]) -> list[slice]:
-    """Cut ``n`` places into the stretches between the cuts.
+    """Cut ``n`` positions into the slices between the cuts.
 
     >>> stretches(5, (2,))
     [slice(0, 2, None), slice(2, 5, None)]
@@ -334,7 +336,7 @@ def stretches(n: int, cuts: Sequence[int]) -> list[slice]:
 
 
 def along(shape: Sequence[int], itemsize: int) -> int:
-    """Choose the dimension along which strips are cut: before it, rows are too long for one."""
+    """Return the dimension along which strips are cut: the first whose rows fit one strip."""
     inner = math.prod(shape) * itemsize
     for d, n in enumerate(shape):
         inner //= max(n, 1)

@@ -1,8 +1,8 @@
-"""Manifests, and a directory's contents against its manifest: what a saver wrote, and what not.
+"""Manifests, and the contents of a directory compared with its manifest.
 
-The one rule of all writers is here: a path may be replaced, and a directory removed, if nothing
-stands there, or nothing but what a manifest of ours lists.  A work directory whose ``lock`` holds
-its own id is a saver's as a whole.
+All writers follow the rule in this file: a path may be replaced, and a directory removed, if it
+does not exist, or has only files that a manifest of shardlib lists.  A work directory whose
+``lock`` has its own id was made by a save and may be removed as a whole.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ MANIFEST, LOCK = "shardlib.json", "lock"
 FORMAT = "shardlib checkpoint 4"
 
 _LONGEST = 1 << 30
-"""Bytes of a manifest at most."""
+"""The most bytes of a manifest."""
 
 
 def write_manifest(folder: int, manifest: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ def read_manifest(folder: int, formats: Sequence[str] = (FORMAT,)) -> dict[str, 
 
 
 def occupied(target: str) -> str:
-    """Say what stands at a path, without links in it, that may not be replaced; empty if nothing."""
+    """Return why a path, without links in it, may not be replaced; "" if it may."""
     try:
         if not os.path.lexists(target):
             return ""
@@ -79,7 +79,7 @@ def occupied(target: str) -> str:
 
 
 def strangers(path: str) -> list[str]:
-    """List what a directory holds that no saver wrote there, a directory of one's own with a slash.
+    """List the files in a directory that no save wrote; foreign directories end in a slash.
 
     Raises: OSError.
     """
@@ -96,9 +96,10 @@ def strangers(path: str) -> list[str]:
 
 
 def remove(path: str) -> bool:
-    """Remove a directory if all that it holds is a saver's; say whether it is gone.
+    """Remove a directory if a save wrote all of it; return whether it is gone.
 
-    The manifest goes last, before it the lock: what is half removed is still known for what it is.
+    The lock goes second to last and the manifest last, so a half removed directory is still
+    recognised.
     """
     with contextlib.suppress(OSError):
         if os.path.islink(path) or strangers(path):
@@ -129,7 +130,7 @@ def flushed(path: str) -> list[str]:
 
 
 def _within(path: str, start: str = "") -> Iterator[tuple[str, str]]:
-    """Walk a directory: each name from there on, and whether it is a file, a folder or neither."""
+    """Walk a directory: yield each relative name, and "file", "folder" or "neither"."""
     with os.scandir(path) as entries:
         for e in sorted(entries, key=lambda e: e.name):
             name = start + e.name
@@ -141,12 +142,12 @@ def _within(path: str, start: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _listed(path: str, found: dict[str, str]) -> set[str] | None:
-    """Return the names that a directory's manifest lists; None where all of it is a saver's work."""
+    """Return the names in a directory's manifest; None if it is a work directory of a save."""
     work = re.search(r"\.(?:tmp|gone|old)-([0-9a-f]{32})$", path)
     if work and _head(os.path.join(path, LOCK)) == work[1]:
         return None
     if work and not _head(os.path.join(path, LOCK)) and set(found) <= {LOCK}:
-        return None  # it was being made
+        return None  # a save was just making it
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

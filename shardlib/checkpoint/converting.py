@@ -1,5 +1,6 @@
-"""Checkpoints made from others in one process, a block at a time: onto another mesh, to and from
-Hugging Face directories.  What is read is checked, and what is written appears whole or not at all.
+"""Conversion of checkpoints: to another mesh, and to and from Hugging Face directories.
+
+One process converts, block by block.  Everything read is checked, and a result appears complete or not at all.
 """
 
 import os
@@ -38,18 +39,18 @@ def reshard(
     pad: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint anew as the ranks of another mesh would have.
+    """Rewrite a checkpoint with the files that the ranks of another mesh would have written.
 
-    ``load`` needs no such thing: it reads a checkpoint onto any mesh.  This makes one whose files
-    are those of the mesh, so that each rank reads one file from end to end.
+    ``load`` does not need this: it reads a checkpoint onto any mesh.  Here the files match the
+    mesh, so that each rank reads one file from end to end.
     One process calls; it holds one block at a time.
 
     ``path``       a checkpoint, or a directory of steps: then the newest.
     ``mesh``       axis -> size.
     ``layouts``    one layout, or rules (pattern of the name, layout) of which the first match
-                   counts; what matches none lies as it did.
+                   counts; a tensor without a match keeps its layout.
     ``pad``        allow sizes that do not divide.
-    ``overwrite``  replace what is there.
+    ``overwrite``  replace an existing checkpoint.
     Raises: CheckpointError, and then nothing was written.
 
     >>> import tempfile, torch, shardlib as sl
@@ -103,16 +104,17 @@ def to_hf(
     max_bytes: int = 5 << 30,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint's tensors as a Hugging Face directory, whole and split by size.
+    """Write a checkpoint's tensors as a Hugging Face directory, unsharded and split by size.
 
     One process calls; it holds one whole tensor at a time.
 
     ``path``     a checkpoint, or a directory of steps: then the newest.
-    ``subtree``  the part of the tree to write: ``"params"`` for what ``save`` was given as
+    ``subtree``  the part of the tree to write: ``"params"`` if ``save`` was called with
                  ``{"params": params, ...}``.
     ``names``    a tensor's name in that part -> the name in the files.
-    ``config``   a directory whose configuration, with the dtype that is written, and tokenizer are
-                 copied: all its small files but weights.  Without it weights alone are written.
+    ``config``   a directory whose configuration and tokenizer are copied, with the dtype set to
+                 that of the tensors: all its small files but weights.  If None, only weights are
+                 written.
     Raises: CheckpointError, and then nothing was written.
 
     >>> import tempfile, torch, shardlib as sl
@@ -173,12 +175,13 @@ def from_hf(
     """Write the tensors of a Hugging Face directory as a checkpoint, under the files' names.
 
     ``load_hf`` reads such a directory into a module, whose parameters may have other names; this
-    knows no module.  One process calls; it holds one block at a time.
+    function has no module.  One process calls; it holds one block at a time.
 
-    ``target``   where to write, under ``target/step_00000100`` with ``step``.
-    ``mesh``     axis -> size of the ranks that the files are for; without it there is one file.
-    ``layouts``  one layout, or rules (pattern of the name, layout); what matches none is plain.
-    ``subtree``  a name to put all under, as ``"params"``.
+    ``target``   the directory to write, or its parent with ``step``: ``target/step_00000100``.
+    ``mesh``     axis -> size of the ranks that the files are for; None: one file.
+    ``layouts``  one layout, or rules (pattern of the name, layout); tensors without a match are
+                 plain.
+    ``subtree``  a key of the tree to put all tensors under, as ``"params"``.
     ``names``    a name in the files -> in the checkpoint.
     Raises: CheckpointError, and then nothing was written.
 
@@ -251,17 +254,17 @@ def from_hf(
             folder.__exit__()
 
 
-# ---------------------------------------------------------------- what they share
+# ---------------------------------------------------------------- shared by all three
 
 
 def _mesh(mesh: Mapping[str, int] | MeshLike) -> Mesh:
-    """Make a mesh of that size in this process."""
+    """Make a simulated mesh of these sizes."""
     sizes = mesh if isinstance(mesh, Mapping) else as_mesh(mesh).axes
     return simulate(**sizes)
 
 
 def _reading(group: Group, path: Directory) -> Folder:
-    """Open a checkpoint to read.
+    """Open a checkpoint for reading.
 
     Raises: CheckpointError.
     """
@@ -297,7 +300,7 @@ def _place(
 def _within(names: Iterable[str], subtree: str) -> dict[str, str]:
     """Map names in a part of the tree to names in the tree.
 
-    Raises: ValueError where there is none.
+    Raises: ValueError if that part has no tensor.
     """
     start = f"{subtree}/" if subtree else ""
     found = {n.removeprefix(start): n for n in names if n.startswith(start)}
@@ -308,9 +311,9 @@ def _within(names: Iterable[str], subtree: str) -> dict[str, str]:
 
 
 def _called(found: Mapping[str, str], names: Names) -> dict[str, str]:
-    """Return the mapping with other keys.
+    """Rename the keys of a mapping.
 
-    Raises: ValueError where two become one.
+    Raises: ValueError if two become one.
     """
     to = renamed(list(found), names)
     return {to[n]: full for n, full in found.items()}
@@ -320,7 +323,7 @@ _COMPANIONS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 
 
 def _companions(directory: Directory) -> list[Path]:
-    """List what stands beside the weights in a Hugging Face directory."""
+    """List the files of a Hugging Face directory that are not weights."""
     return [
         p
         for p in sorted(Path(directory).iterdir())
@@ -339,7 +342,7 @@ def _parts(
     world: int,
     read: Callable[[str, Box], Tensor],
 ) -> dict[int, list[Part]]:
-    """List, by rank, what it would have written; a block is read when it is due."""
+    """List the parts that each rank would have written; a block is read when it is written."""
     out: dict[int, list[Part]] = {rank: [] for rank in range(world)}
     for name, place in sorted(places.items()):
         for rank in range(world):
@@ -351,7 +354,7 @@ def _parts(
 
 
 def _packed(box: Box) -> Box:
-    """Return the same positions, as they lie in a block of nothing else."""
+    """Return the same positions as a block that holds nothing else."""
     out = []
     for held in box:
         runs, at = [], 0

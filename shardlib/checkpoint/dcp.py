@@ -1,10 +1,10 @@
 """Sharded tensors in torch.distributed.checkpoint: ``dcp.save`` and ``dcp.load`` take them.
 
-DCP asks a tensor that is no plain one, by three methods, which boxes of the global tensor it holds;
-so its planners, its file format and its readers and writers of Hugging Face directories serve every
-layout whose runs are contiguous, padded ones too, and simulated ranks in one process.  The methods
-are those of ``torch.distributed._checkpointable._Checkpointable``, which DTensor has too; seen in
-2.11 to 2.15.  When they go: ``sl.dtensor.to_dtensor`` before each call.
+DCP calls three methods of a tensor subclass to get the boxes of the global tensor that it holds.
+Its planners, file format and readers and writers of Hugging Face directories therefore work with
+every layout whose runs are contiguous, also padded, and with simulated ranks.  The methods are
+those of ``torch.distributed._checkpointable._Checkpointable``, which DTensor implements too, in
+torch 2.11 to 2.15.  If they are removed: ``sl.dtensor.to_dtensor`` before each call.
 """
 
 import itertools
@@ -22,7 +22,7 @@ __all__: list[str] = []
 
 
 class _Piece(NamedTuple):
-    """A box of the global tensor without gaps, and the part of a block that holds it."""
+    """A contiguous box of the global tensor, and the view of the block that holds it."""
 
     offset: torch.Size
     sizes: torch.Size
@@ -50,7 +50,7 @@ def _pieces(x: ShardedTensor, box: Box, block: Tensor) -> list[_Piece]:
 
 
 def _held(x: ShardedTensor) -> list[_Piece]:
-    """List all that is held here, in the parts in which holders of a block write it."""
+    """List the pieces held here, divided as their holders write them."""
     place = place_of(x, 1)
     return [
         piece
@@ -98,7 +98,7 @@ def _chunk_list(self: ShardedTensor) -> list[Any]:
 
 
 def _tensor_shard(self: ShardedTensor, index: Any) -> Tensor:
-    """A view: what is read is written to it."""
+    """Return a view, which DCP fills."""
     found = _held(self)
     hint = index.index
     if hint is not None and 0 <= hint < len(found) and found[hint].offset == index.offset:

@@ -1,4 +1,4 @@
-"""Bytes between memory and disk: what is written goes there while the next is made ready."""
+"""Disk access: a writer thread that overlaps writing with preparing the next bytes."""
 
 import ctypes
 import errno
@@ -13,34 +13,34 @@ from torch import Tensor
 __all__ = ["SILENT", "Behind", "allocate", "memory", "open_file", "write_all"]
 
 SILENT = 1800.0
-"""Seconds after which a disk that takes nothing counts as lost, where nobody said how many."""
+"""Default seconds without progress after which a disk counts as lost."""
 
 _FLUSH = 1 << 28
-"""Bytes after which what was written is waited for, so that the last fsync is short."""
+"""Bytes between two fsyncs, so that the last one is short."""
 
 _EARLY = 1 << 23
-"""Bytes after which what was written is sent to the disk, which works while the next is summed."""
+"""Bytes after which the disk is told to begin, while the next bytes are checksummed."""
 
 _SEND, _BEGIN = getattr(ctypes.CDLL(None), "sync_file_range", None), 2
 
 _ALLOCATE = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 
 _ALONE = 1 << 18
-"""Bytes below which a file's first stretch is not worth a thread."""
+"""Bytes below which a file's first write is not worth a thread."""
 
 
 def memory(x: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor of this host."""
+    """Return the memory of a contiguous CPU tensor."""
     nbytes = x.numel() * x.dtype.itemsize
     if not nbytes:
         return memoryview(b"")
     held = (ctypes.c_ubyte * nbytes).from_address(x.data_ptr())  # numpy is not a dependency
-    held.tensor = x  # type: ignore[attr-defined]  # which lives as long as the view
+    held.tensor = x  # type: ignore[attr-defined]  # kept alive as long as the view
     return memoryview(held).cast("B")
 
 
 def open_file(folder: int, name: str, links: bool = False) -> int:
-    """Open a file of a directory to read; what is no file is not waited for.
+    """Open a file of a directory for reading; refuse pipes and devices without waiting for them.
 
     Raises: OSError, ValueError.
     """
@@ -53,9 +53,9 @@ def open_file(folder: int, name: str, links: bool = False) -> int:
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Give a file its length and its place on the disk, found at once and not page by page.
+    """Reserve a file's length on the disk at once, not page by page.
 
-    Raises: OSError where the disk is full; a file system that cannot is let be.
+    Raises: OSError if the disk is full; file systems without this call are skipped.
     """
     if _ALLOCATE is None or nbytes < _EARLY:
         return
@@ -66,14 +66,14 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
-    """Write all bytes where the descriptor stands, or from a place of the file on."""
+    """Write all bytes, at the descriptor's position or at a given offset."""
     while len(data):
         n = os.write(fd, data) if at is None else os.pwrite(fd, data, at)
         data, at = data[n:], None if at is None else at + n
 
 
 def _spare() -> bool:
-    """Say whether each process of the job on this host may have a core for a second thread."""
+    """Return whether each process of the job on this host may have a core for a second thread."""
     if not hasattr(os, "sched_getaffinity"):
         return True
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -81,13 +81,13 @@ def _spare() -> bool:
 
 
 class Behind:
-    """A writer of a file, from a place on, in a thread beside the caller where a core is free.
+    """A writer of a file, from an offset on, in a second thread if a core is free.
 
-    One stretch is written while the caller looks at it, or makes the next.
+    One piece is written while the caller prepares the next.
 
-    ``put`` takes what comes next, which stays as it is until ``end`` returns: then all is written,
-    though not yet flushed.  A stretch that takes longer than ``seconds`` is an OSError; the thread
-    writes through a descriptor of its own, so it cannot reach a file that is opened later.
+    ``put`` takes the next piece, which must not change until ``end`` returns: then all is written,
+    though not yet flushed.  A piece that takes longer than ``seconds`` is an OSError; the thread
+    writes through its own descriptor, so it cannot reach a file that is opened later.
     """
 
     def __init__(self, fd: int, at: int, seconds: float = SILENT) -> None:
@@ -114,9 +114,9 @@ class Behind:
                 self.error = self.error or self._late()
 
     def put(self, data: memoryview) -> None:
-        """Write ``data`` next; return when what came before is written.
+        """Write ``data`` next; return when the previous piece is written.
 
-        Raises: OSError of that.
+        Raises: OSError of the previous piece.
         """
         at, self.at = self.at, self.at + len(data)
         if self.thread is None and (len(data) < _ALONE or not self.beside):
@@ -142,7 +142,7 @@ class Behind:
         self._raise()
 
     def end(self) -> None:
-        """Wait until all is written.
+        """Wait until everything is written.
 
         Raises: OSError.
         """
@@ -163,7 +163,7 @@ class Behind:
                     self._write(*due)
             except Exception as e:
                 self.error = e
-            del due  # a copy is not kept longer than it is needed
+            del due  # frees a copy as soon as it is written
             self.idle.put(None)
         os.close(own)
 

@@ -1,9 +1,9 @@
-"""safetensors files written chunk by chunk with checksums, and read tile by tile into own memory.
+"""safetensors files, written chunk by chunk with checksums and read tile by tile.
 
-A file holds what one rank wrote.  Its header is written last, into the room that is left for it, so
-that no chunk is held or read twice and every file says what is in it: ``__metadata__["shardlib"]``
-has, per tensor, the chunk's box, its tiles and where their checksums are.  Nothing that is read is
-believed before it was checked, and nothing is unpickled.
+A file has the data of one rank.  Its header is written last, into space reserved for it, so no
+chunk is held or read twice and every file describes itself: ``__metadata__["shardlib"]`` has, per
+tensor, the chunk's box, its tiles and the position of their checksums.  Nothing is used before it
+is checked, and nothing is unpickled.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ _NAMES = {
     "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
 }  # fmt: skip
 _BYTES = "float8_e4m3fnuz float8_e5m2fnuz complex32 complex128".split()
-"""dtypes that safetensors has no code for: kept as bytes, and named in our metadata."""
+"""dtypes that safetensors has no code for: stored as bytes, and named in shardlib's metadata."""
 
 _CODES: dict[torch.dtype, str] = {
     getattr(torch, n): code for n, code in _NAMES.items() if hasattr(torch, n)
@@ -65,21 +65,21 @@ _CODES: dict[torch.dtype, str] = {
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 _HEADER = 100 << 20
-"""Bytes of a header at most, as safetensors itself has it."""
+"""The most bytes of a header, as in safetensors itself."""
 
 
 def code_of(dtype: torch.dtype) -> str | None:
-    """Return the name of a dtype in a file, None where it has none."""
+    """Return the name of a dtype in a file, or None."""
     return _CODES.get(dtype)
 
 
 def dtype_of(code: object) -> torch.dtype | None:
-    """Return the dtype of a name in a file, None where there is none."""
+    """Return the dtype of a name in a file, or None."""
     return _DTYPES.get(code) if isinstance(code, str) else None
 
 
 def _here(x: Tensor) -> Tensor:
-    """Return the tensor contiguous on this host, copied only where it was not."""
+    """Return the tensor contiguous on the CPU, copied only if it was not."""
     return x.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
@@ -88,7 +88,7 @@ def _here(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a tensor that a rank writes: ``get()`` is the block's, asked for when it is due.
+    """A part of a tensor that a rank writes; ``get()`` returns its values when they are written.
 
     ``of``  the shape of the whole tensor.
     """
@@ -111,7 +111,7 @@ class Part:
 
     @cached_property
     def key(self) -> str:
-        """The tensor's name and its chunk, in the words of a slice."""
+        """The tensor's name and its chunk, in slice notation."""
         box = ",".join(
             " ".join(f"{r.start}:{r.last + 1}" + f":{r.stride}" * (r.stride > 1) for r in held[:4])
             + " ..." * (len(held) > 4)
@@ -121,7 +121,7 @@ class Part:
 
     @cached_property
     def sums(self) -> Sums:
-        """The checksums that the part has."""
+        """The checksums of the part."""
         return sums_of(self.shape, grid(self.box, self.of, self.dtype.itemsize), self.dtype)
 
 
@@ -199,7 +199,7 @@ def write_file(
 
 _SUMS = '"sums": "'
 _BLANK = '"sums": ""'
-"""A quote within text is written with a backslash, so this stands at one place."""
+"""Unique in the JSON text: a quote inside a string is escaped."""
 
 
 # ---------------------------------------------------------------- reading
@@ -209,7 +209,7 @@ _BLANK = '"sums": ""'
 class Chunk:
     """A box of a tensor, in a file from ``offset`` on.
 
-    ``cuts``  of its tiles; ``crcs``  of each, and of the strips; None in foreign files.
+    ``cuts``  between its tiles; ``crcs``  of each tile, and of the strips; None in foreign files.
     """
 
     file: str
@@ -227,13 +227,13 @@ class Chunk:
 
     @property
     def sums(self) -> Sums:
-        """The checksums that the chunk has."""
+        """The checksums of the chunk."""
         return sums_of(self.shape, self.cuts, self.dtype)
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Stop the garbage collector: it would walk a million entries again and again as they come."""
+    """Stop the garbage collector, which would scan a growing table again and again."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -245,9 +245,9 @@ def uncollected() -> Iterator[None]:
 
 @uncollected()
 def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | None = None) -> Any:
-    """Read (table, metadata, where data begins) of a safetensors file.
+    """Read (table, metadata, offset of the data) of a safetensors file.
 
-    Raises: ValueError for whatever is out of order: sizes, checksum, offsets, types, keys.
+    Raises: ValueError for any wrong size, checksum, offset, type or key.
     """
     have = os.fstat(fd).st_size
     if nbytes is not None and have != nbytes:
@@ -287,7 +287,7 @@ def _begin(entry: Any, name: str) -> tuple[int, int]:
 
 
 def _is(value: Any, kind: type, *inner: type) -> bool:
-    """Say whether it is a list or table of such, and no bool among the numbers."""
+    """Return whether a value is a list or dict of exactly these types; bool is not int."""
     if not isinstance(value, kind):
         return False
     if kind is dict:
@@ -296,12 +296,12 @@ def _is(value: Any, kind: type, *inner: type) -> bool:
 
 
 def is_shape(shape: Sequence[int]) -> bool:
-    """Say whether these may be the sizes of a tensor, whose bytes have a number of 8 bytes."""
+    """Return whether these may be the sizes of a tensor whose byte count fits 64 bits."""
     return min(shape, default=0) >= 0 and math.prod(max(n, 1) for n in shape) < 1 << 58
 
 
 def parsed(text: bytes | str, name: str) -> Any:
-    """Parse JSON in which no key stands twice.
+    """Parse JSON, and refuse duplicate keys.
 
     Raises: ValueError.
     """
@@ -322,7 +322,7 @@ def parsed(text: bytes | str, name: str) -> Any:
 
 @uncollected()
 def read_header(fd: int, name: str, nbytes: int, crc: int) -> "Header":
-    """Read the chunks of one of our files.
+    """Read the header of one of shardlib's files.
 
     Raises: ValueError.
     """
@@ -340,10 +340,10 @@ def read_header(fd: int, name: str, nbytes: int, crc: int) -> "Header":
 
 @dataclass(frozen=True)
 class Header:
-    """A file's own words on its chunks.
+    """The header of a file: a description of its chunks.
 
     ``said``  the tensor's name -> key, entry and description.
-    ``crcs``  their checksums, one after the other.
+    ``crcs``  their checksums, concatenated.
     """
 
     file: str
@@ -352,7 +352,7 @@ class Header:
     crcs: bytes
 
     def get(self, name: str) -> Chunk | None:
-        """Return a tensor's chunk, None where the file has none of it.
+        """Return a tensor's chunk, or None if the file has none of it.
 
         Raises: ValueError.
         """
@@ -370,7 +370,7 @@ def _chunk(header: Header, entry: Any, box: Any, cuts: Any, first: Any, code: An
     a, b = entry["data_offsets"]
     found = tuple(_held(held) for held in box)
     shape, dtype = tuple(length(held) for held in found), dtype_of(code)
-    stored, _, odd = str(code).partition(" ")  # odd: bytes of a dtype that safetensors lacks
+    stored, _, odd = str(code).partition(" ")  # odd: stored as bytes
     last = [dtype.itemsize] if odd and dtype is not None else []
     if entry["dtype"] != stored or entry["shape"] != [*shape, *last]:
         raise ValueError
@@ -385,9 +385,9 @@ def _chunk(header: Header, entry: Any, box: Any, cuts: Any, first: Any, code: An
 
 @lru_cache(maxsize=1 << 12)
 def _sums(shape: tuple[int, ...], cuts: Cuts, dtype: torch.dtype) -> Sums:
-    """Return the checksums of a chunk that is cut so.
+    """Return the checksums of a chunk with these cuts.
 
-    Raises: ValueError for what are no cuts of it.
+    Raises: ValueError for cuts that do not fit the chunk.
     """
     for n, some in zip(shape, cuts, strict=True):
         places = (0, *some, n)
@@ -412,7 +412,7 @@ def _held(runs: Any) -> tuple[Run, ...]:
 class Folder:
     """Files of one directory, opened by its descriptor and kept open; ``bytes_read`` is counted.
 
-    ``links``  whether files may be links, as those of Hugging Face's cache are.
+    ``links``  whether files may be links, as in Hugging Face's cache.
     """
 
     def __init__(
@@ -438,7 +438,7 @@ class Folder:
     def file(self, name: str) -> int:
         """Return the descriptor of a file.
 
-        Raises: ValueError for what is no plain name; OSError.
+        Raises: ValueError for a name with a path; OSError.
         """
         if name not in self.open:
             if not name or os.path.basename(name) != name or name.startswith(".") or "\0" in name:
@@ -451,7 +451,8 @@ class Folder:
     def into(self, out: memoryview, file: str, offset: int) -> None:
         """Read the bytes of a file from ``offset`` on into ``out``.
 
-        Nothing is mapped: of a file that is cut meanwhile that would end the process.
+        Nothing is memory-mapped: if the file were truncated meanwhile, SIGBUS would end the
+        process.
         Raises: ValueError, OSError.
         """
         at, fd = 0, self.file(file)
@@ -463,13 +464,13 @@ class Folder:
             self.progress()
 
     def block(self, c: Chunk, where: Sequence[slice], out: Tensor) -> Tensor:
-        """Read a part of a chunk into ``out``, which has its shape and dtype, on this host.
+        """Read a part of a chunk into ``out``, which has its shape and dtype, on the CPU.
 
-        Rows that are near to each other are read with what is between them, others one by one.
+        Rows that are close together are read with the gaps between them, others one by one.
         Raises: ValueError, OSError.
         """
         item, strides = c.dtype.itemsize, torch.empty(c.shape, device="meta").stride()
-        run = 1  # elements that stand side by side in the file
+        run = 1  # elements that are contiguous in the file
         for n, all_of_it in zip(reversed(out.shape), reversed(c.shape), strict=True):
             run *= n
             if n < all_of_it:
@@ -497,7 +498,7 @@ class Folder:
 
 
 _SPAN, _NEAR = 1 << 18, 1 << 13
-"""Bytes that are read together at most, and between two rows for whose sake they are."""
+"""The most bytes read at once, and the gap between two rows up to which they are read together."""
 
 _OPEN = 256
 """Files open at a time."""
@@ -506,12 +507,12 @@ _OPEN = 256
 def fill(
     out: Tensor, wanted: Box, chunk: Chunk, folder: Folder, turn: Sequence[int] | None = None
 ) -> int:
-    """Copy what a chunk has of ``wanted`` into its block ``out``; return the number of elements.
+    """Copy the part of ``wanted`` that a chunk has into ``out``; return the number of elements.
 
-    Only the tiles that hold some are read, and each is checked.
+    Only the tiles that contain some are read, and each is checked.
 
-    ``turn``  the chunk's dimensions in the order of the block's, where a file has it transposed.
-    Raises: ValueError naming the file where a checksum is wrong.
+    ``turn``  the chunk's dimensions in the order of the block's, if a file has it transposed.
+    Raises: ValueError naming the file if a checksum is wrong.
     """
     box = chunk.box if turn is None else tuple(chunk.box[d] for d in turn)
     shared = meet(box, wanted)
@@ -548,7 +549,7 @@ def fill(
 
 
 def _is_all(cuts: list[slice], pairs: list[Pair]) -> bool:
-    """Say whether all of some tiles is wanted, side by side."""
+    """Return whether all of some adjacent tiles is wanted, contiguously."""
     if len(pairs) != 1:
         return False
     source, target = pairs[0]
@@ -556,7 +557,7 @@ def _is_all(cuts: list[slice], pairs: list[Pair]) -> bool:
 
 
 def _direct(out: Tensor, chunk: Chunk, shared: list[list[Pair]], count: int) -> bool:
-    """Say whether all of the chunk is wanted, and goes to one place in memory."""
+    """Return whether all of the chunk is wanted, in one contiguous piece of memory."""
     if out.device.type != "cpu" or out.dtype != chunk.dtype or count != size(chunk.box):
         return False
     if any(len(pairs) != 1 or pairs[0][1].step != 1 or pairs[0][0].step != 1 for pairs in shared):
@@ -565,7 +566,7 @@ def _direct(out: Tensor, chunk: Chunk, shared: list[list[Pair]], count: int) -> 
 
 
 def _read(out: Tensor, chunk: Chunk, folder: Folder) -> None:
-    """Read a whole chunk, each piece of it checked as soon as it is read.
+    """Read a whole chunk, and check each piece as soon as it is read.
 
     Raises: ValueError, OSError.
     """
@@ -622,7 +623,7 @@ def _check(found: list[int], chunk: Chunk, first: int = 0) -> None:
 
 
 def _inside(pairs: list[Pair], cut: slice) -> list[Pair]:
-    """Return the pairs as far as they lie within a cut of the source, counted from its start."""
+    """Return the part of the pairs within a cut of the source, counted from the cut's start."""
     out = []
     for s, t in pairs:
         first = max(0, -((s.start - cut.start) // s.step)) if s.start < cut.start else 0
@@ -642,11 +643,11 @@ def _inside(pairs: list[Pair], cut: slice) -> list[Pair]:
 
 
 Group = tuple[int, list[slice], list[Pair]]
-"""Tiles side by side along one dimension: number of the first, their cuts, and what is wanted."""
+"""Adjacent tiles along one dimension: number of the first, their slices, and the wanted pairs."""
 
 
 def _groups(n: int, cuts: Sequence[int], pairs: list[Pair], checked: bool) -> list[Group]:
-    """List the tiles of a dimension that hold something wanted, neighbours together."""
+    """List the tiles of a dimension that have wanted positions, neighbours joined."""
     out: list[Group] = []
     for i, cut in enumerate(stretches(n, cuts)):
         if not any(_inside(pairs, cut)):
@@ -658,7 +659,7 @@ def _groups(n: int, cuts: Sequence[int], pairs: list[Pair], checked: bool) -> li
     groups = [(i, c, _inside(pairs, slice(c[0].start, c[-1].stop))) for i, c, _ in out]
     if checked:
         return groups
-    return [  # without what is not wanted: no checksum asks for it
+    return [  # only the wanted positions: there is no checksum that needs the rest
         (
             i,
             [slice(c[0].start + s.start, c[0].start + s.stop)],
@@ -674,7 +675,7 @@ _TOGETHER = 16
 
 
 def _compare(x: Tensor, tiles: list[tuple[int, list[slice]]], chunk: Chunk) -> None:
-    """Return per dimension the first tile's number, and the cuts.
+    """Check the tiles of a block, given per dimension as the first tile's number and the slices.
 
     Raises: ValueError.
     """

@@ -1,13 +1,13 @@
-"""A directory that appears whole or not at all.
+"""A directory that appears complete or not at all.
 
-The work directory stands beside its target, ``.<target>.tmp-<id>``.  Everything in it is flushed to
-the disk, then one rename is the commit: an exchange of names where something stands there already.
-Where the file system has no exchange, the old one first steps aside as ``.<target>.old-<id>``,
-where ``opened`` finds it should the new one never come.
+The work directory is next to its target, ``.<target>.tmp-<id>``.  Everything in it is flushed to
+the disk, then one rename is the commit: an exchange of names if the target exists already.  If the
+file system has no exchange, the old target is first renamed to ``.<target>.old-<id>``, where
+``opened`` finds it if the new one never comes.
 
-Whoever gives up renames the work directory away and then looks whose id the target has.  One of
-the two renames comes first, so what raised was not written.  Every saver holds a shared lock on the
-file ``lock`` of its work directory: a leftover is one whose lock can be taken.
+A save that gives up renames its work directory away and then checks the id of the target.  One of
+the two renames comes first, so a save that raised has not been committed.  Every save holds a
+shared lock on the file ``lock`` of its work directory: a leftover is one whose lock can be taken.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from shardlib.checkpoint.disk import SILENT
 __all__ = ["Work", "clean", "exchange", "fsync_folder", "opened"]
 
 _ABANDONED = 86400.0
-"""Seconds after which a work directory is a leftover where files cannot be locked."""
+"""Seconds after which a work directory is a leftover, if files cannot be locked."""
 
 
 _NOT_FLUSHED = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.EACCES)
-"""Errors of a file system, or of a directory that may not be read, whose names cannot be flushed."""
+"""Errors of directories whose names cannot be flushed, or that may not be read."""
 
 
 def fsync_folder(path: str) -> None:
@@ -52,18 +52,18 @@ def fsync_folder(path: str) -> None:
 
 
 def _make_parents(path: str) -> None:
-    """Make a directory and those above it, each flushed to the disk."""
+    """Make a directory and its parents, and flush each to the disk."""
     if os.path.isdir(path):
         return
     above = os.path.dirname(path)
     _make_parents(above)
-    with contextlib.suppress(FileExistsError):  # another was quicker
+    with contextlib.suppress(FileExistsError):  # another process was quicker
         os.mkdir(path)
     fsync_folder(above)
 
 
 def exchange(a: str, b: str) -> bool:
-    """Swap two names at once; False where this system cannot."""
+    """Exchange two names atomically; False if this system cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None or not sys.platform.startswith("linux"):
         return False
@@ -77,7 +77,7 @@ def exchange(a: str, b: str) -> bool:
 
 
 class Work:
-    """One rank's hold on a work directory; where the target is a link, of what it names."""
+    """One rank's descriptors of a work directory; a target that is a link is resolved."""
 
     def __init__(self, target: str, name: str) -> None:
         self.target = os.path.realpath(target)
@@ -89,7 +89,7 @@ class Work:
             fcntl.flock(self.lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _opened(self) -> int:
-        """Open the directory; what another rank has just made may be seen a moment later."""
+        """Open the directory; on network file systems it may appear here a moment later."""
         until = time.monotonic() + 1.0
         while True:
             try:
@@ -105,11 +105,11 @@ class Work:
     def make(
         target: str, overwrite: bool = True, siblings: str = "", seconds: float = SILENT
     ) -> tuple[str, int]:
-        """Make a work directory; return its name and a descriptor that holds it until closed.
+        """Make a work directory; return its name and a descriptor that locks it until closed.
 
-        ``siblings``  pattern of other names of which leftovers go too.
-        ``seconds``   that another saver may hold the directory's lock.
-        Raises: ValueError where what stands at the target may not be replaced; OSError.
+        ``siblings``  pattern of other targets whose leftovers are removed too.
+        ``seconds``   to wait for another save that holds the parent's lock.
+        Raises: ValueError if the target may not be replaced; OSError.
         """
         if not target:
             raise ValueError("the path is empty: it would name the working directory")
@@ -122,7 +122,7 @@ class Work:
         path = os.path.join(parent, name)
         with _locked(
             parent, fcntl.LOCK_SH, seconds
-        ):  # until it is held, nobody takes it for a leftover
+        ):  # until it is locked, it looks like a leftover
             os.mkdir(path)
             lock = os.path.join(path, LOCK)
             hold = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -132,16 +132,16 @@ class Work:
         return name, hold
 
     def commit(self, overwrite: bool) -> str:
-        """Make it the target; return what to report where the disk did not confirm the name.
+        """Rename it to the target; return a warning if the disk did not confirm the name.
 
-        Raises: OSError, ValueError; see ``committed`` for what then holds.
+        Raises: OSError, ValueError; then ``committed`` tells whether it is the target.
         """
         os.fsync(self.fd)
         while not self._placed(overwrite):
-            pass  # another saver was quicker: look again
+            pass  # another save was quicker: look again
         try:
             fsync_folder(self.parent)
-        except OSError as e:  # the old one stays beside it until the next save
+        except OSError as e:  # the old one is kept until the next save
             return (
                 f"{self.target} is written and stands there, but the disk did not confirm its name "
                 f"({e.strerror}): after a power cut what it replaced may be back"
@@ -151,7 +151,7 @@ class Work:
         return ""
 
     def _placed(self, overwrite: bool) -> bool:
-        """Rename; False where something stands there by now, or no longer does."""
+        """Rename; False if the target has appeared or disappeared meanwhile."""
         try:
             if not os.path.lexists(self.target):
                 os.rename(self.path, self.target)
@@ -175,7 +175,7 @@ class Work:
         return os.path.join(self.parent, f".{self.base}.old-{self.id}")
 
     def committed(self) -> bool:
-        """Give up unless it is done already, and say whether the target is this one."""
+        """Give up unless it is committed already; return whether it is."""
         away = os.path.join(self.parent, f".{self.base}.gone-{self.id}")
         try:
             os.rename(self.path, away)
@@ -190,13 +190,13 @@ class Work:
         return done
 
     def close(self) -> None:
-        """Let go of the work directory."""
+        """Close the descriptors, and so unlock the work directory."""
         os.close(self.lock)
         os.close(self.fd)
 
 
 def _check_free(target: str, overwrite: bool) -> None:
-    """Refuse to replace what stands at a path.
+    """Refuse to replace a path with foreign contents.
 
     Raises: ValueError.
     """
@@ -219,10 +219,10 @@ def _ours(base: str) -> re.Pattern[str]:
 
 
 def clean(parent: str, base: str) -> list[str]:
-    """Remove what crashed savers left of targets whose name fits the pattern ``base``.
+    """Remove leftovers of crashed saves, of targets whose name matches the pattern ``base``.
 
-    Nothing that others made is touched, nor what is in use; an old checkpoint that stepped aside
-    for one that never came steps back.  Return what is gone.
+    Foreign files and directories in use are not touched; an old checkpoint whose replacement never
+    came is renamed back.  Return the removed names.
     """
     gone = []
     with _locked(parent, fcntl.LOCK_EX) as settled:
@@ -244,9 +244,9 @@ def clean(parent: str, base: str) -> list[str]:
 
 @contextlib.contextmanager
 def _locked(path: str, how: int, seconds: float = 0.0) -> Iterator[bool]:
-    """Lock a directory inside the ``with``; give whether it was had, which some systems deny.
+    """Lock a directory inside the ``with``; yield whether it is locked, which some systems cannot.
 
-    Raises: OSError where others hold it for all of ``seconds``, unless these are none.
+    Raises: OSError if others hold it for all of ``seconds``, if ``seconds`` is not 0.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     until = time.monotonic() + seconds
@@ -262,7 +262,7 @@ def _locked(path: str, how: int, seconds: float = 0.0) -> Iterator[bool]:
 
 
 def _lock(fd: int, how: int) -> bool | None:
-    """Lock a file if that can be done now; None where others hold it, False without locks."""
+    """Try to lock a file; None if others hold it, False if the system has no locks."""
     try:
         fcntl.flock(fd, how | fcntl.LOCK_NB)
         return True
@@ -273,10 +273,10 @@ def _lock(fd: int, how: int) -> bool | None:
 
 
 def _abandoned(path: str, settled: bool) -> bool:
-    """Say whether nobody holds its lock.
+    """Return whether no process holds its lock.
 
-    ``settled``  it is not being made just now, when its lock is not there yet, or not yet held;
-                 else it is none for a minute.
+    ``settled``  no save is making it at this moment, when its lock is absent or not yet held;
+                 otherwise it counts as being made for a minute.
     """
     if not settled and time.time() - os.stat(path).st_mtime <= 60:
         return False
@@ -296,7 +296,7 @@ def _abandoned(path: str, settled: bool) -> bool:
 
 
 def opened(path: str) -> int:
-    """Open a checkpoint's directory, where it has stepped aside too.
+    """Open a checkpoint's directory, also if it was renamed aside.
 
     Raises: OSError.
     """

@@ -1,8 +1,8 @@
-"""Hugging Face directories: read into blocks without a whole tensor, written split by size.
+"""Hugging Face directories: read block by block without a whole tensor, written split by size.
 
-A directory of safetensors is a table of chunks, one whole tensor each and without checksums, so the
-reader is that of our own checkpoints.  A parameter that several tensors make (experts in one stack,
-a fused projection) has one chunk per tensor.
+A directory of safetensors is a table of chunks, one whole tensor each and without checksums, so it
+is read by the same code as shardlib's own checkpoints.  A parameter made of several tensors
+(experts in one stack, a fused projection) has one chunk per tensor.
 """
 
 import contextlib
@@ -77,22 +77,22 @@ def load_hf(
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Make ``(apply, params)`` as ``parallelize`` does, with values of a Hugging Face directory.
 
-    ``directory``  what ``save_pretrained`` wrote, in one file or several with their index, or a
+    ``directory``  written by ``save_pretrained``, in one file or several with their index, or a
                    single ``.safetensors`` file.  Several, such as a model's and its adapter's, are
                    read as one.
-    ``module``     best made on the meta device.  What no file has, as the tables of rotary
-                   positions, comes from the module's own code, or from a module that is real.
-    ``names``      a parameter's name -> the name in the files; a list of names, whose tensors make
-                   it along the first dimension; (name, slice) of its rows; or (name, (1, 0)) with
-                   its dimensions permuted, as ``Tensor.permute`` has it.  A common prefix, peft's
-                   names and the conversions that transformers knows for a model are found by
-                   themselves; one that is no matter of places alone is done by transformers, with
-                   that parameter's tensors whole on every rank.
+    ``module``     best made on the meta device.  Values that no file has, such as tables of rotary
+                   positions, are computed by the module's own code, or copied from a real module.
+    ``names``      a parameter's name -> the name in the files; a list of names, whose tensors are
+                   concatenated along the first dimension; (name, slice) of its rows; or
+                   (name, (1, 0)) with its dimensions permuted, as in ``Tensor.permute``.  Common
+                   prefixes, peft's names and transformers' conversions for a model are found
+                   automatically; a conversion that does more than place tensors is run by
+                   transformers, with that parameter's tensors whole on every rank.
     ``missing``    "init": parameters that no file has are drawn by the module's own code.
-    ``extra``      "skip": tensors that the module has no place for are not read.
-    ``cast``       allow another dtype than the files have.
-    The rest is ``parallelize``'s.  Every rank calls; each reads the slices of its own blocks.
-    Raises: CheckpointError on every rank alike; RuleLint, UnevenSplit, ... as ``parallelize``.
+    ``extra``      "skip": tensors without a parameter in the module are not read.
+    ``cast``       allow another dtype than that of the files.
+    Other arguments are ``parallelize``'s.  Every rank calls; each reads the slices of its blocks.
+    Raises: CheckpointError, the same on every rank; RuleLint, UnevenSplit, ... as ``parallelize``.
 
     >>> import tempfile, torch, shardlib as sl; from torch import nn
     >>> from safetensors.torch import save_file
@@ -160,7 +160,7 @@ load_hf.bytes_read = 0  # type: ignore[attr-defined]
 
 
 def _fixes(names: Names, pad: bool, missing: str, extra: str, cast: bool) -> list[tuple[str, str]]:
-    """Map the words of a message to the line that mends it: the call, and one thing more."""
+    """Map the words of a message to its fix: the same call with one more argument."""
     call = "sl.load_hf(directory, module, rules"
     call += ", names=names" * (names is not None) + ", pad=True" * pad + ", cast=True" * cast
     call += ", missing='init'" * (missing == "init") + ", extra='skip'" * (extra == "skip")
@@ -182,7 +182,7 @@ def _alike(digests: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a parameter: a chunk of a file, whose dimensions come in the order ``turn``."""
+    """A part of a parameter: a chunk of a file, and the order ``turn`` of its dimensions."""
 
     folder: Folder
     chunk: Chunk
@@ -196,7 +196,7 @@ class Piece:
 def _filled(
     name: str, x: ShardedTensor, pieces: "list[Piece] | Conversion", in_place: bool
 ) -> ShardedTensor:
-    """Return the tensor with its values, in its own blocks or in new ones."""
+    """Return the tensor with values read from files, in its own blocks or in new ones."""
     target = Target.of(x)
     raw = x.raw.detach() if in_place else storages([target])[0]
     if in_place and x.is_padded:
@@ -213,11 +213,11 @@ def _filled(
 
 
 class Conversion:
-    """Parameters that transformers makes of some tensors of the files, in its own code.
+    """A conversion by transformers' own code: parameters computed from tensors of the files.
 
     ``converter``  of transformers.
-    ``sources``    pattern of its -> names in the files.
-    Held in memory: these tensors, whole, while a parameter of theirs is filled.
+    ``sources``    its source pattern -> names in the files.
+    Each result is held whole in memory until its parameter is filled.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Conversion:
         return [t for some_of in self.sources.values() for t in some_of]
 
     def plan(self, table: Mapping[str, tuple[Folder, Chunk]]) -> dict[str, Tensor]:
-        """Return shapes and dtypes of what it makes, as tensors on the meta device.
+        """Return shapes and dtypes of its parameters, as tensors on the meta device.
 
         Raises: ValueError.
         """
@@ -251,11 +251,11 @@ class Conversion:
         return self.meta
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a parameter that it makes."""
+        """Return the dtype of one of its parameters."""
         return self.meta[name].dtype
 
     def make(self, name: str) -> Tensor:
-        """Make one of its parameters, whole.
+        """Compute one of its parameters, whole.
 
         Raises: ValueError, OSError.
         """
@@ -284,7 +284,7 @@ class Conversion:
         return {n: x[0] if isinstance(x, list) else x for n, x in made.items()}
 
 
-# ---------------------------------------------------------------- what is there
+# ---------------------------------------------------------------- tables of the files
 
 
 def tensors_of(path: str, progress: Callable[[], None]) -> tuple[Folder, dict[str, Chunk]]:
@@ -338,7 +338,7 @@ def _index(folder: Folder, name: str) -> dict[str, str]:
 
 
 def _whole(file: str, entry: Any, begin: int) -> Chunk:
-    """Return a whole tensor as a chunk."""
+    """Describe a whole tensor as a chunk."""
     shape, (a, b) = tuple(entry["shape"]), entry["data_offsets"]
     dtype = dtype_of(entry["dtype"])
     assert dtype is not None, "an unknown dtype was refused"
@@ -347,7 +347,7 @@ def _whole(file: str, entry: Any, begin: int) -> Chunk:
     return Chunk(file, box, dtype, begin + a, b - a, cuts, None)
 
 
-# ---------------------------------------------------------------- which tensor is whose
+# ---------------------------------------------------------------- names: ours to the files'
 
 
 def _plan(
@@ -359,7 +359,7 @@ def _plan(
     missing: str,
     extra: str,
 ) -> tuple[dict[str, list[Piece] | Conversion], list[str]]:
-    """Map our names to the chunks that make them, and list what no file has.
+    """Map parameter names to their chunks, and list the parameters that no file has.
 
     Raises: ValueError.
     """
@@ -376,7 +376,7 @@ def _plan(
     persistent = set(module.state_dict(keep_vars=True))
     lacking = [n for n in ours if n not in plan and (n in params or n in persistent)]
     buffers = [n for n in lacking if n in apply.buffers and not apply.buffers[n].raw.is_meta]
-    lacking = [n for n in lacking if n not in buffers]  # a real module has its own
+    lacking = [n for n in lacking if n not in buffers]  # a real module has their values
     used = {
         t
         for found in sources.values()
@@ -394,7 +394,7 @@ def _plan(
 
 
 def _known(theirs: str, module: nn.Module, apply: Apply) -> bool:
-    """Say whether a tensor is not needed: another name of one, or a table of constants."""
+    """Return whether a tensor is not needed: an alias of another, or a table of constants."""
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     ends = [*apply.tied, *apply.buffers]
     return any(
@@ -403,16 +403,16 @@ def _known(theirs: str, module: nn.Module, apply: Apply) -> bool:
 
 
 Pieces = list[tuple[str, Any]]
-"""(their name, how it lies in ours): None the whole, an int a place in a stack, a slice its rows,
-("cat", dim) after the one before, ("stack", dim, index, dim of cat, which), ("part", dim, which, of
-how many), ("turn", order of dimensions).
+"""(name in the files, its position in the parameter): None: all of it, a slice: these of its rows,
+("cat", dim): after the previous one, ("stack", dim, index, dim of cat, part), ("part", dim, index,
+count): one of equal parts, ("turn", order of dimensions).
 """
 
 
 def _sources(
     module: nn.Module, ours: Mapping[str, list[str]], table: Mapping[str, Any], names: Names
 ) -> dict[str, Pieces | Conversion]:
-    """Map our names to the tensors that make them, where the files have these."""
+    """Map parameter names to the tensors of the files that they are made of."""
     out: dict[str, Pieces | Conversion] = {}
     given = names if callable(names) else (names or {}).get
     for name in ours:
@@ -451,7 +451,7 @@ def _said(name: str, said: Source, table: Mapping[str, Any]) -> Pieces:
 
 
 def _forms(name: str) -> list[str]:
-    """List a parameter's name, and what it is without an adapter around it."""
+    """List a parameter's name, and its names without peft's adapter around it."""
     plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     return [name, re.sub(r"(\.(lora_\w+|modules_to_save))\.\w+(?=\.|$)", r"\1", name), plain]
 
@@ -460,7 +460,7 @@ _PREFIXES = ("", "model.", "transformer.", "module.", "_orig_mod.", "base_model.
 
 
 def _prefixes(ours: Mapping[str, Any], table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """List (prefix of ours to drop, prefix of theirs to add), those that find most first."""
+    """List (prefix of ours to drop, prefix of theirs to add), those with most matches first."""
     ways = [("", ""), *(("", p) for p in _PREFIXES[1:]), *((p, "") for p in _PREFIXES[1:])]
     return sorted(ways, key=lambda w: -sum(_bare(n, w) in table for n in ours))[:3]
 
@@ -472,14 +472,14 @@ def _bare(name: str, way: tuple[str, str]) -> str:
 def _converted(
     module: nn.Module, table: Mapping[str, tuple[Folder, Chunk]]
 ) -> dict[str, Pieces | Conversion]:
-    """List what transformers knows of a model whose files have other names, or split tensors."""
+    """Map parameters to tensors by transformers' renamings and conversions for the model."""
     if not hasattr(module, "base_model_prefix") or not hasattr(module, "config"):
         return {}
     try:
         known = importlib.import_module("transformers.conversion_mapping")
         loading = importlib.import_module("transformers.core_model_loading")
         mapping = known.get_model_conversion_mapping(module)
-    except (ImportError, AttributeError):  # transformers before 5 had one name for each tensor
+    except (ImportError, AttributeError):  # transformers before 5 has no conversions
         return {}
     renamings = [m for m in mapping if isinstance(m, loading.WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, loading.WeightConverter)]
@@ -512,7 +512,7 @@ def _converted(
 
 
 def _joined(operations: Sequence[Any], lists: list[list[str]]) -> Pieces | None:
-    """Return tensors that transformers stacks or concatenates; None for something else."""
+    """Return pieces if transformers only stacks or concatenates tensors; else None."""
     ways = [(type(op).__name__, getattr(op, "dim", None)) for op in operations]
     kinds = [kind for kind, _ in ways]
     if kinds == ["MergeModulelist"] and len(lists) == 1:
@@ -529,7 +529,7 @@ def _joined(operations: Sequence[Any], lists: list[list[str]]) -> Pieces | None:
 
 
 def _cut_from(operations: Sequence[Any], made: Conversion, target: str, x: Tensor) -> Pieces | None:
-    """Return an equal part of one tensor, or one transposed; None for something else."""
+    """Return the piece if transformers only splits or transposes one tensor; else None."""
     kinds, op = [type(op).__name__ for op in operations], operations[0]
     if len(made.files) != 1:
         return None
@@ -551,9 +551,9 @@ def _cut_from(operations: Sequence[Any], made: Conversion, target: str, x: Tenso
 def _chunks(
     name: str, x: Tensor, pieces: Pieces, table: Mapping[str, tuple[Folder, Chunk]]
 ) -> list[Piece]:
-    """Return their tensors as boxes of ours.
+    """Convert pieces to chunks with boxes of the parameter.
 
-    Raises: ValueError where they do not make up its shape.
+    Raises: ValueError if they do not fill its shape.
     """
     out: list[Piece] = []
     filled, at = 0, 0
@@ -621,18 +621,18 @@ def save_hf(
     tokenizer: Any = None,
     timeout: float | None = None,
 ) -> None:
-    """Write whole tensors as ``from_pretrained`` reads them, split by size; every rank calls.
+    """Write whole tensors in the form of ``from_pretrained``, split by size; every rank calls.
 
     ``params``     name -> tensor, sharded or plain.
     ``module``     a model of transformers, whose configuration is written too, with the dtype of
-                   ``params``; or of peft: then the adapter alone is written, with its own.
+                   ``params``; or of peft: then only the adapter is written, with its configuration.
     ``names``      a parameter's name -> the name in the files.
-    ``max_bytes``  of one file; a larger tensor has a file to itself.  Files go to ranks in turn.
-    ``overwrite``  replace what ``save_hf`` wrote there; a directory that holds anything else is
+    ``max_bytes``  of one file; a larger tensor has its own file.  Ranks write files in turn.
+    ``overwrite``  replace a directory that ``save_hf`` wrote; one with other files in it is
                    refused.
-    ``tokenizer``  written beside them: it, or a processor, has ``save_pretrained``.
-    One whole tensor at a time is held by every rank.  The directory appears whole or not at all.
-    Raises: CheckpointError on every rank alike.
+    ``tokenizer``  a tokenizer or processor that is written too, by its ``save_pretrained``.
+    Every rank holds one whole tensor at a time.  The directory appears complete or not at all.
+    Raises: CheckpointError, the same on every rank.
 
     >>> import tempfile, shardlib as sl
     >>> from safetensors.torch import load_file
@@ -665,7 +665,7 @@ _SAVE_FIXES = [
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of a Hugging Face file: ``get()`` makes all of it, when it is due."""
+    """A tensor of a Hugging Face file; ``get()`` returns all of it when it is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -688,11 +688,11 @@ def write_hf(
     overwrite: bool,
     error: Exception | None = None,
 ) -> None:
-    """Write a directory whole or not at all.
+    """Write a directory that appears complete or not at all.
 
-    ``configure``  writes what else belongs there.
-    ``one``        the name of the file if it is one.
-    Raises: CheckpointError on every rank of the group alike, where one came with an ``error`` too.
+    ``configure``  writes the other files into it.
+    ``one``        the file's name if there is only one.
+    Raises: CheckpointError, the same on every rank of the group, also if one passed an ``error``.
     """
     given = os.fspath(directory)
     target = os.path.abspath(given) if given else ""
@@ -724,7 +724,7 @@ def write_hf(
             work = Work(target, name)
         except OSError as e:
             error = e
-        group.agree("opening", None, error)  # from here on all take part in what is gathered
+        group.agree("opening", None, error)  # from here on every rank takes part in each gather
         assert work is not None, "its error was raised"
         for i, held in enumerate(files):
             mine = i % group.world == group.rank and error is None
@@ -755,7 +755,7 @@ def write_hf(
 
 
 def _called(tensors: Mapping[str, Tensor], module: Any, names: Any) -> dict[str, Tensor]:
-    """Return what is written, under the names of the files."""
+    """Return the tensors to write, under their names in the files."""
     if hasattr(module, "peft_config"):
         adapter = re.compile(r"\.(lora_\w+|modules_to_save|ia3_\w+|vera_\w+)(\.|$)")
         tensors = {_forms(n)[1]: x for n, x in tensors.items() if adapter.search(n)}
@@ -767,9 +767,9 @@ def _called(tensors: Mapping[str, Tensor], module: Any, names: Any) -> dict[str,
 
 
 def _split(tensors: Sequence[Whole], most: int) -> list[list[Whole]]:
-    """Deal tensors to files.
+    """Distribute tensors over files.
 
-    Raises: ValueError for what a safetensors file cannot hold.
+    Raises: ValueError for a tensor that a safetensors file cannot store.
     """
     files: list[list[Whole]] = [[]]
     at = 0
@@ -795,9 +795,9 @@ def _titles(count: int, one: str) -> list[str]:
 def _stream(
     folder: int, title: str, held: Sequence[Whole], mine: bool, progress: Callable[[], None]
 ) -> Exception | None:
-    """Gather one tensor after the other, which one rank writes.
+    """Gather the tensors one by one, and write them if this rank's turn is ``mine``.
 
-    An error does not end the gathering, in which all take part.
+    After an error the gathering goes on, because all ranks take part in it.
     """
     error, fd = None, -1
     try:
@@ -840,7 +840,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _gathered(x: Tensor) -> Tensor:
-    """Gather the whole tensor, whatever its dtype: bits are moved."""
+    """Gather a tensor of any dtype, as integers of the same width."""
     with torch.no_grad():
         x = x.detach()
         if not isinstance(x, ShardedTensor):
@@ -852,7 +852,7 @@ def _gathered(x: Tensor) -> Tensor:
 
 
 def _index_of(work: Work, files: Sequence[Sequence[Whole]], titles: list[str]) -> None:
-    """Make the index that says in which of several files each tensor is."""
+    """Write the index, which maps each tensor to its file, if there are several files."""
     if len(files) < 2:
         return
     index = {
@@ -870,7 +870,7 @@ def _index_of(work: Work, files: Sequence[Sequence[Whole]], titles: list[str]) -
 
 
 def _dtype(tensors: Iterable[Whole]) -> torch.dtype | None:
-    """Return the floating dtype of the most bytes, as a configuration says it of a whole model."""
+    """Return the floating dtype of the most bytes, the one that a configuration gives a model."""
     found: Counter[torch.dtype] = Counter()
     for x in tensors:
         if x.dtype.is_floating_point:
@@ -879,7 +879,7 @@ def _dtype(tensors: Iterable[Whole]) -> torch.dtype | None:
 
 
 def say_dtype(directory: Path, tensors: Iterable[Whole]) -> None:
-    """Put the dtype of what is written into a model's ``config.json``, if it has one."""
+    """Put the dtype of the written tensors into a model's ``config.json``, if it has one."""
     config, dtype = os.path.join(directory, "config.json"), _dtype(tensors)
     if dtype is None or not os.path.exists(config):
         return

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and whether its bytes are as they were written."""
+"""Inspection of checkpoints: their contents from the manifest, and their checksums."""
 
 import math
 import os
@@ -21,7 +21,7 @@ __all__ = ["About", "Saved", "describe", "verify"]
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor of a checkpoint: ``dtype`` as files spell it, global ``shape``, and where it lay.
+    """A tensor of a checkpoint: ``dtype`` as in the files, global ``shape``, and its placement.
 
     ``layout``  its text; empty for a plain tensor, which every rank held.
     ``mesh``    axis -> size.
@@ -39,10 +39,10 @@ class Saved:
 
 @dataclass(frozen=True)
 class About:
-    """A checkpoint's description of itself; ``print`` it for a table.
+    """The contents of a checkpoint; ``print`` it for a table.
 
     ``path``     its directory.
-    ``step``     None where it was saved without.
+    ``step``     None if it was saved without one.
     ``tensors``  name -> ``Saved``.
     ``values``   name -> number, text or None.
     ``files``    name -> bytes.
@@ -67,7 +67,7 @@ class About:
 
     @property
     def meshes(self) -> list[dict[str, int]]:
-        """The meshes that tensors lay on, each once."""
+        """The meshes of its tensors, each once."""
         found: list[dict[str, int]] = []
         for t in self.tensors.values():
             if t.layout and t.mesh not in found:
@@ -108,7 +108,7 @@ def _size(nbytes: float) -> str:
 
 
 def describe(path: str | os.PathLike[str]) -> About:
-    """Read what a checkpoint says of itself, no tensor; of a directory of steps, the newest.
+    """Read the manifest of a checkpoint, no tensor; of a directory of steps, the newest.
 
     Raises: CheckpointError.
 
@@ -136,8 +136,8 @@ def verify(path: str | os.PathLike[str], *, timeout: float | None = None) -> Abo
     """Read every byte of a checkpoint and compare all checksums.
 
     Of a directory of steps, the newest.  In a job every rank calls, and reads a part of the files.
-    ``timeout``  seconds of silence after which a rank counts as lost; the mesh's unless given.
-    Raises: CheckpointError on every rank alike, naming each file and tensor that is damaged.
+    ``timeout``  seconds of silence after which a rank counts as lost; the mesh's by default.
+    Raises: CheckpointError, the same on every rank, naming each file and tensor that is damaged.
 
     >>> import tempfile, torch, shardlib as sl
     >>> with tempfile.TemporaryDirectory() as d:

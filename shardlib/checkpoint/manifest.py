@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and the one way its bytes are read: checked, whoever asks."""
+"""A checkpoint's manifest, and the reader of its tensors, which checks every byte."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ __all__ = ["Manifest"]
 
 @dataclass(frozen=True)
 class Manifest:
-    """A list of what a checkpoint holds, and where."""
+    """The tensors, values and files of a checkpoint."""
 
     id: str
     step: int | None
@@ -76,7 +76,7 @@ class Manifest:
         return {*self.places, *self.values}
 
     def chunk_of(self, folder: Folder, name: str, rank: int, box: Box) -> Chunk:
-        """Return what a rank wrote of a tensor; file and layout must agree on it."""
+        """Return a rank's chunk of a tensor; the file and the layout must agree on its box."""
         file = self.files[rank]["file"]
         found = self._header(folder, rank).get(name)
         plain = tuple(tuple(r[:3] for r in h) for h in box)
@@ -87,7 +87,7 @@ class Manifest:
         return found
 
     def damage(self, folder: Folder, files: Iterable[int]) -> list[str]:
-        """List what is wrong with some files, numbered as in ``files``, reading every byte."""
+        """List the damage of some files, numbered as in ``files``, reading every byte."""
         wanted: dict[int, list[tuple[str, Box]]] = {i: [] for i in files}
         for name, place in self.places.items():
             for rank, file in enumerate(place.ranks):
@@ -121,7 +121,7 @@ class Manifest:
         return self.headers[file]
 
     def read(self, folder: Folder, name: str, box: Box, out: Tensor) -> None:
-        """Fill a block that holds ``box``.
+        """Fill a block with the values of ``box``.
 
         Raises: ValueError, OSError.
         """
@@ -151,9 +151,9 @@ def _said(error: OSError | ValueError, file: str) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _holders(place: Place, box: Box) -> tuple[int, ...]:
-    """List the ranks whose blocks share something with a box.
+    """List the ranks whose blocks intersect a box.
 
-    Only these are looked at, but for the ranks along one dimension at a time.
+    Only the ranks along one dimension at a time are tested, since the intersection is a product.
     """
     sizes = dict(place.mesh)
     if place.layout.skew:

@@ -1,8 +1,9 @@
-"""New memory of this host in large pages: what is about to be filled is then fetched two megabytes
-at a time, and not 4096 bytes, which takes longer than the bytes themselves.
+"""Memory in large pages, for tensors that are about to be filled.
 
-A large page holds what lies in one mapping, so tensors smaller than one share it: each has a
-storage of its own within it, and gives its pages back when it goes.
+The kernel then supplies it 2 MiB at a time; 4 KiB at a time takes longer than filling it.
+
+A large page belongs to one mapping, so smaller tensors share one: each has its own storage within
+it, and returns its pages when it is freed.
 """
 
 import ctypes
@@ -23,19 +24,19 @@ _LARGE = 1 << 21
 """Bytes of a large page."""
 
 _FEW = 1 << 16
-"""Bytes of a tensor below which it lies where others do."""
+"""Bytes below which a tensor is allocated by torch."""
 
 _LONG, _OFTEN = 1e-3, 2
-"""Seconds within which a large page is there, for small ones take as long; and how many in a row
-may be late.  They are where memory is in pieces that must first be joined, and in a virtual machine
-whose host took back what was free.
+"""Seconds that a large page may take, about as long as small pages do; and how many in a row may
+take longer.  They do if memory is fragmented and must be compacted first, or in a virtual machine
+whose host has reclaimed free memory.
 """
 
 _MADVISE = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
 def new(plans: Sequence[Plan]) -> list[Tensor]:
-    """Make tensors of no value yet, each with a storage of its own.
+    """Allocate uninitialised tensors, each with its own storage.
 
     >>> [x.shape for x in new([((2, 3), torch.float32, torch.device("cpu"))])]
     [torch.Size([2, 3])]
@@ -60,7 +61,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _room(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Map memory; return it, and where in it so many bytes begin: at a large page."""
+    """Map memory; return it, and the offset of its first large page."""
     assert _MADVISE is not None
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     found = mmap.mmap(-1, nbytes + _LARGE, flags=flags)
@@ -77,7 +78,7 @@ def _room(nbytes: int) -> tuple[mmap.mmap, int]:
 
 
 def _touched(room: mmap.mmap, at: int) -> float:
-    """Measure the seconds of this thread that fetching the page there takes."""
+    """Measure this thread's CPU seconds for the page fault at ``at``."""
     began = time.thread_time()
     room[at] = 0
     return time.thread_time() - began
@@ -98,10 +99,10 @@ def _storage(room: mmap.mmap, begin: int, at: int, nbytes: int, taken: int) -> t
 
 
 class _Pages:
-    """The pages of one tensor, which go with it."""
+    """The pages of one tensor, returned to the system when it is freed."""
 
     def __init__(self, room: mmap.mmap, at: int, nbytes: int) -> None:
-        self.room = room  # while it is held the addresses are nobody else's
+        self.room = room  # kept alive, so that the addresses stay valid
         self.where, self.nbytes = _pointer(room, at), ctypes.c_size_t(nbytes)
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""load: each rank reads the tiles it needs into its own memory, onto any mesh and layout."""
+"""Reading of checkpoints: each rank reads the tiles that it needs, for any mesh and layout."""
 
 import math
 import os
@@ -39,7 +39,7 @@ Names = Mapping[str, str] | Callable[[str], str] | None
 Layouts: TypeAlias = (
     LayoutLike | Mapping[str, LayoutLike] | Sequence[tuple[Pattern[Tensor], LayoutLike]]
 )
-"""One layout for every tensor, or rules by name of which the first match counts."""
+"""One layout for every tensor, or rules by name, of which the first match counts."""
 
 
 def load(
@@ -57,22 +57,21 @@ def load(
 ) -> Any:
     """Read a checkpoint onto any mesh, layout, number of ranks and padding; every rank calls.
 
-    ``path``     what ``save`` wrote, or a directory of steps: then the newest.
-    ``like``     a tree whose leaves say which tensors to read and where they go; their values are
-                 not read, so they may lie on the meta device, but a number stands for a number.
+    ``path``     written by ``save``, or a directory of steps: then the newest.
+    ``like``     a tree whose leaves name the tensors to read and give their layouts; their values
+                 are not used, so they may be on the meta device, but a number stands for a number.
                  None: the tree as it was saved.
     ``layouts``  without ``like``: one layout, or rules (pattern of the name, layout) of which the
-                 first match counts; what matches none, and everything where there are no rules,
-                 lies as it was saved.  ``mesh``  its mesh, the one in scope if there is one;
-                 without a mesh tensors come back plain and whole.  ``pad``  allow sizes that do not
-                 divide.
+                 first match counts; other tensors keep their saved layout.  ``mesh``  their mesh,
+                 by default the one in scope; without a mesh, tensors are returned plain and whole.
+                 ``pad``  allow sizes that do not divide.
     ``names``    a leaf's name in ``like`` -> in the checkpoint, a mapping or a function.
-    ``missing``  "keep": what the checkpoint lacks stays as ``like`` has it.
-    ``extra``    "skip": what ``like`` has no place for is not read.
+    ``missing``  "keep": leaves that the checkpoint lacks keep the value of ``like``.
+    ``extra``    "skip": tensors without a leaf in ``like`` are not read.
     ``cast``     allow another dtype than was saved.
 
-    Each rank reads the parts of its own blocks, and checks all that it reads.  All ranks fail
-    alike, and then nothing was changed.
+    Each rank reads the parts of its own blocks, and checks everything that it reads.  All ranks
+    fail together, and then nothing was changed.
     Raises: CheckpointError naming the file and the tensor.
 
     >>> import tempfile, shardlib as sl
@@ -124,7 +123,7 @@ def load(
                 load.bytes_read = folder.bytes_read  # type: ignore[attr-defined]
             error = None
             break
-        except FileNotFoundError as e:  # replaced by a newer one while it was read
+        except FileNotFoundError as e:  # replaced by a newer one meanwhile
             error = e
             if identity == before:
                 break
@@ -143,7 +142,7 @@ load.bytes_read = 0  # type: ignore[attr-defined]
 
 
 def _fixes(path: str, like: Any, layouts: Any) -> list[tuple[str, str]]:
-    """Map the words of a message to the line that mends it."""
+    """Map the words of a message to its fix."""
     run = os.path.dirname(path) if re.fullmatch(steps_pattern, os.path.basename(path)) else path
     call = "sl.load(path" if like is None else "sl.load(path, like"
     call += ", layouts=layouts" if layouts is not None else ""
@@ -172,18 +171,18 @@ def _one(said: list[list[Any]], path: str) -> None:
 
 
 def _as_given(like: Any, found: Any) -> Any:
-    """Return DTensors where DTensors were given."""
+    """Return DTensors for the leaves that were DTensors."""
     return optree.tree_map(
         lambda a, b: as_dtensor(b) if is_dtensor(a) else b, like, found, none_is_leaf=True
     )
 
 
-# ---------------------------------------------------------------- where it goes
+# ---------------------------------------------------------------- destinations
 
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor's destination: a layout on a mesh, or (None) whole and plain.
+    """A tensor's destination: a layout on a mesh, or (None) plain and whole.
 
     ``tiled``  the sizes that its blocks tile.
     """
@@ -197,7 +196,7 @@ class Target:
 
     @staticmethod
     def of(x: Tensor) -> "Target":
-        """Return the target that lies as a tensor does."""
+        """Return the target with a tensor's own layout and mesh."""
         if not isinstance(x, ShardedTensor):
             device = torch.device("cpu") if x.is_meta else x.device
             return Target(tuple(x.shape), x.dtype, device)
@@ -207,14 +206,14 @@ class Target:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """Shape of its storage: the blocks of the ranks played here."""
+        """Shape of its storage: the blocks of the ranks in this process."""
         if self.mesh is None or self.layout is None:
             return self.shape
         block = self.layout.local_shape(self.tiled, self.mesh)
         return (*(self.mesh.size,) * lead(self.mesh), *block)
 
     def blocks(self, raw: Tensor) -> list[tuple[Box, Tensor]]:
-        """List (what it holds, block) for each block of the storage, of the ranks played here."""
+        """List (box, block) for each block of the storage, of the ranks in this process."""
         if self.mesh is None or self.layout is None:
             return [(whole(self.shape), raw)]
         axes = tuple(self.mesh.axes.items())
@@ -225,7 +224,7 @@ class Target:
         ]
 
     def tensor(self, raw: Tensor) -> Tensor:
-        """Make the tensor whose storage this is."""
+        """Make a tensor of a storage."""
         if self.mesh is None or self.layout is None:
             return raw
         true = None if self.tiled == self.shape else torch.Size(self.shape)
@@ -233,7 +232,7 @@ class Target:
 
 
 def storages(targets: Sequence[Target]) -> list[Tensor]:
-    """Make a storage for each target, zero where there is padding."""
+    """Allocate a storage for each target, zeroed if it has padding."""
     out = new([(t.stored, t.dtype, t.device) for t in targets])
     for target, raw in zip(targets, out, strict=True):
         if target.tiled not in (target.shape, ()):
@@ -248,16 +247,16 @@ def read_into(raw: Tensor, target: Target, read: Callable[[Box, Tensor], None]) 
 
 
 _MANY = 8
-"""Ranks that hold one block from which on one of them reads it, and sends it to the others."""
+"""Holders of one block from which on a single one reads it and broadcasts it to the others."""
 
 _WORTH = 1 << 16
-"""Bytes of a block from which on this is worth a message."""
+"""Bytes of a block from which on a broadcast is worth its message."""
 
 
 class _Readers:
-    """A choice of the rank that reads a block held by many; each reads about as many bytes.
+    """A choice of the rank that reads a block with many holders; each reads about as many bytes.
 
-    All that hold it ask in the same order, so nobody needs to be told.
+    Every holder computes the same choice from the same calls in the same order, without a message.
     """
 
     def __init__(self) -> None:
@@ -266,7 +265,7 @@ class _Readers:
         self.digest = 0
 
     def is_read_here(self, name: str, raw: Tensor, target: Target) -> bool:
-        """Say whether this rank reads; if not, ``spread`` fills it."""
+        """Return whether this rank reads the block; if not, ``spread`` fills it."""
         mesh = target.mesh or scope().mesh
         if mesh is None or not spans_processes(mesh) or mesh.coord is None:
             return True
@@ -285,7 +284,7 @@ class _Readers:
         return rank_along(free, mesh.coord, mesh.axes) == root
 
     def spread(self) -> None:
-        """Send what one rank has read; every rank calls, after all have read well."""
+        """Broadcast blocks that one rank has read; every rank calls, once all have read."""
         for raw, mesh, free, root in self.later:
             bits = raw.detach().view(-1).view(torch.uint8)
             with use_mesh(mesh):
@@ -296,7 +295,7 @@ def _as_wanted(
     manifest: Manifest, folder: Folder, readers: _Readers, wanted: Leaves, names: Names,
     missing: str, extra: str, cast: bool,
 ) -> Any:  # fmt: skip
-    """Return the tree of ``like``, with what was saved."""
+    """Return the tree of ``like`` with the saved values."""
     theirs = renamed(wanted.names, names)
     lacking = [n for n in wanted.names if theirs[n] not in manifest.names]
     spare = sorted(manifest.names - set(theirs.values()))
@@ -324,7 +323,7 @@ def _as_wanted(
             )
         check(saved, x, manifest.places[saved].shape, manifest.dtypes[saved], cast)
         tensors.append((i, x, saved))
-    tensors.sort(key=lambda t: t[2])  # on every rank in one order
+    tensors.sort(key=lambda t: t[2])  # the same order on every rank, for _Readers
     targets = [Target.of(x) for _, x, _ in tensors]
     made = zip(tensors, targets, storages(targets), strict=True)
     for (i, x, saved), target, raw in made:
@@ -336,12 +335,12 @@ def _as_wanted(
 
 
 def _kind(x: Any) -> type:
-    """Return the type of a value, one for all numbers: an int may stand where a float is."""
+    """Return the type of a value; numbers count as one type, so an int may replace a float."""
     return complex if isinstance(x, bool | int | float | complex) else type(x)
 
 
 def renamed(names: Sequence[str], given: Names) -> dict[str, str]:
-    """Map our names to theirs, no two to one.
+    """Map our names to those of the checkpoint, one to one.
 
     Raises: ValueError.
     """
@@ -365,12 +364,12 @@ def _differing(missing: list[str], extra: list[str]) -> str:
 
 
 def some(names: list[str]) -> str:
-    """List the first six names, and count the others."""
+    """Format the first six names and the number of others."""
     return ", ".join(map(repr, names[:6])) + f" and {len(names) - 6} more" * (len(names) > 6)
 
 
 def check(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, cast: bool) -> None:
-    """Check that a saved tensor fits one of the tree.
+    """Check that a saved tensor fits a leaf of the tree.
 
     Raises: ValueError.
     """
@@ -410,7 +409,7 @@ def _as_saved(
 def target_of(
     name: str, place: Place, dtype: torch.dtype, layouts: Any, mesh: Mesh | None, pad: bool
 ) -> Target:
-    """Return the target of a tensor that lay at ``place``.
+    """Return the target of a tensor that was saved at ``place``.
 
     Raises: ShardError.
     """
@@ -442,9 +441,9 @@ def target_of(
 
 
 def _given(name: str, layouts: Any, plain: Target) -> Any:
-    """Return the layout that a rule gives a tensor."""
+    """Return the layout that the rules give a tensor, or None."""
     one = is_layout(layouts) or (isinstance(layouts, tuple) and taken(layouts) is not None)
-    if layouts is None or one or callable(layouts):  # a tuple of axes is one; rules are a list
+    if layouts is None or one or callable(layouts):  # a tuple of axes is a layout; rules are a list
         return layouts
     like = torch.empty(plain.shape, dtype=plain.dtype, device="meta")
     rules: Any = layouts.items() if isinstance(layouts, Mapping) else layouts

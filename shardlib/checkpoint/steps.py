@@ -1,4 +1,4 @@
-"""The checkpoints of a run: ``step_00000100`` in one directory, the newest, and those to keep."""
+"""Steps of a run: ``step_00000100`` in one directory, the newest, and those to keep."""
 
 import contextlib
 import os
@@ -28,12 +28,12 @@ steps_pattern = r"step_\d{8,}"
 
 
 def folder_of(path: str, step: int | None) -> str:
-    """Return the directory of a step, or the path itself without one."""
+    """Return the directory of a step, or the path itself if ``step`` is None."""
     return path if step is None or not path else os.path.join(path, f"step_{step:08d}")
 
 
 def _manifest(path: str) -> dict[str, Any] | None:
-    """Read the manifest of a directory, None if it is no checkpoint of ours."""
+    """Read the manifest of a directory; None if it is no checkpoint."""
     try:
         fd = opened(path)
     except OSError:
@@ -47,7 +47,7 @@ def _manifest(path: str) -> dict[str, Any] | None:
 
 
 def steps(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
-    """Find the checkpoints of a run, (step, directory) of each with a whole manifest, newest first.
+    """Find the checkpoints of a run, (step, directory) of each valid manifest, newest first.
 
     >>> import tempfile, shardlib as sl
     >>> with tempfile.TemporaryDirectory() as d:
@@ -69,14 +69,13 @@ def steps(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
 def latest(
     path: str | os.PathLike[str], *, verify: bool = False, timeout: float | None = None
 ) -> str | None:
-    """Find the newest checkpoint that ``save(path, tree, step=...)`` made; None if there is none.
+    """Find the newest checkpoint that ``save(path, tree, step=...)`` wrote; None if there is none.
 
-    Only whole ones count; what a crash left is not seen.
-    ``verify``   also read every byte of it, and where the disk has damaged it say so in a warning
-                 and take the one before.  Every rank calls, reads its part of the files, and gets
-                 the same answer.
-    ``timeout``  seconds of silence after which a rank counts as lost; the mesh's unless given.
-    Raises: CheckpointError, with ``verify``, where a rank fails.
+    Only complete ones count; leftovers of a crash are ignored.
+    ``verify``   also read every byte of it; if it is damaged, warn and take the one before.  Every
+                 rank calls, reads a part of the files, and returns the same answer.
+    ``timeout``  seconds of silence after which a rank counts as lost; the mesh's by default.
+    Raises: CheckpointError, with ``verify``, if a rank fails.
 
     >>> import tempfile, shardlib as sl
     >>> with tempfile.TemporaryDirectory() as d:
@@ -99,9 +98,9 @@ def latest(
 
 
 def damage(path: str, group: Group) -> list[str]:
-    """List what is wrong with a checkpoint, of which each rank of ``group`` reads some files.
+    """List the damage of a checkpoint; each rank of ``group`` reads some of its files.
 
-    Raises: CheckpointError where a rank fails.
+    Raises: CheckpointError if a rank fails.
     """
     wrong: list[str] = []
     try:
@@ -138,10 +137,10 @@ def opened_newest(path: str) -> int:
 
 
 def remove_old(path: str, keep: int, step: int) -> None:
-    """Keep the newest ``keep`` checkpoints up to ``step``; only what ``save`` made is removed.
+    """Keep the newest ``keep`` checkpoints up to ``step``; remove only directories of ``save``.
 
-    Later ones, of a run that went back, stay; so do links, and what holds files of others.  One
-    goes by a rename first, so none is ever seen half removed.
+    Later steps, of a run that went back, are kept; so are links, and directories with foreign
+    files.  Each is renamed first, so that none is found half removed.
     """
     for _, folder in [found for found in steps(path) if found[0] <= step][keep:]:
         base = os.path.basename(folder)

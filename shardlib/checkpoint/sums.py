@@ -1,4 +1,4 @@
-"""Checksums of what a chunk holds, tile by tile and strip by strip, at the speed of memory."""
+"""Checksums of a chunk's tiles and strips, computed at memory bandwidth."""
 
 import itertools
 import math
@@ -16,12 +16,12 @@ from shardlib.checkpoint.disk import memory
 __all__ = ["Strip", "Sums", "checksum", "outline", "strips", "sums_of"]
 
 Strip = tuple[tuple[slice, ...], list[list[int]]]
-"""A stretch of a chunk that lies in one piece, and how its dimensions are cut into tiles."""
+"""A contiguous part of a chunk, and the lengths of its tiles along each dimension."""
 
 
 @lru_cache(maxsize=256)
 def strips(shape: tuple[int, ...], cuts: Cuts, itemsize: int) -> list[Strip]:
-    """Cut a chunk into stretches of some megabytes at most: a few rows of tiles each, in order."""
+    """Cut a chunk into strips of some megabytes at most: a few rows of tiles each, in order."""
     if not shape:
         return [((), [])]
     d = along(shape, itemsize)
@@ -48,15 +48,15 @@ def _lengths(n: int, cuts: Sequence[int]) -> list[int]:
 class Sums:
     """Checksums of the tiles of one chunk, as ``grid`` cuts it, and of its strips.
 
-    A tile is rows: its part of the last dimension that is cut, with what is within.  The sum of the
-    rows times fixed odd numbers, in integers of 4 bytes, is one row; the sum of that times others
-    is the tile's.  So no tile is copied, and what is read runs at the speed of memory.  Before it
-    is summed a number is added its upper half: the upper bits of two rows would cancel otherwise.
-    The crc32 of the sum of all rows of a strip is the strip's: whoever reads a chunk from end to
-    end compares those.
+    A tile consists of rows: its range of the last dimension that is cut, with everything within.
+    Its rows, multiplied by fixed odd numbers, are summed in 4-byte integers; the elements of that
+    sum, multiplied by other odd numbers, are summed in 8 bytes: the tile's checksum.  So no tile is
+    copied, and reading runs at memory bandwidth.  Before the sum, each number is added its upper 16
+    bits: the upper bits of two rows would cancel otherwise.  A strip's checksum is the crc32 of the
+    sum of all its rows; a reader of the whole chunk compares only those.
 
-    A tile that lies in one stretch has that stretch's ``checksum``, and strips then have none; nor
-    is a strip's the sum of its tiles' where rows are no whole numbers, or lie in two dimensions.
+    If tiles are contiguous, each has its ``checksum``, and strips have none.  A strip's checksum is
+    not computed from its tiles' if rows are not whole 4-byte numbers, or are cut in two dimensions.
     """
 
     shape: tuple[int, ...]
@@ -70,19 +70,19 @@ class Sums:
 
     @cached_property
     def flat(self) -> bool:
-        """Whether tiles lie in one stretch each."""
+        """Whether each tile is contiguous."""
         before = zip(self.shape[: self.last], self.cuts[: self.last], strict=True)
         return all(len(c) == n - 1 for n, c in before)
 
     @cached_property
     def in_words(self) -> bool:
-        """Whether every row of every tile is whole numbers of 4 bytes."""
+        """Whether every row of every tile is a whole number of 4-byte words."""
         inner = math.prod(self.shape[self.last + 1 :]) * self.dtype.itemsize
         return not any(n * inner % 4 for n in (*self.cuts[self.last], self.shape[self.last]))
 
     @cached_property
     def joined(self) -> bool:
-        """Whether the sums of a strip's tiles make its own."""
+        """Whether a strip's checksum is computed from the sums of its tiles."""
         if (
             self.flat
             or not self.in_words
@@ -109,8 +109,7 @@ class Sums:
     def of_strip(self, x: Tensor, i: int) -> tuple[list[int], list[int]]:
         """Compute a strip's tile checksums and its own.
 
-        ``x``, on this host, is the strip; it has no checksum of its own where tiles lie in a
-        stretch each.
+        ``x``, on the CPU, is the strip; it has no checksum of its own if tiles are contiguous.
         """
         where, lengths = self.strips[i]
         if not lengths or self.flat:
@@ -122,11 +121,9 @@ class Sums:
     def of_tiles(
         self, x: Tensor, lengths: list[list[int]], where: Sequence[slice] = ()
     ) -> list[int]:
-        """Compute the checksums of tiles side by side, of these lengths along each dimension.
+        """Compute the checksums of adjacent tiles, given their lengths along each dimension.
 
-        All is on this host.
-
-        ``where``  their place in the chunk.
+        ``where``  their position in the chunk.
         """
         if not lengths:
             return [checksum(memory(x.contiguous()))]
@@ -136,9 +133,9 @@ class Sums:
         return self._of_rows(self._rows(x, lengths, where), lengths, where)
 
     def whole(self, x: Tensor, i: int, read: Callable[[memoryview], None]) -> list[int]:
-        """Compute what tells whether all of a strip is right: its checksum, or those of its tiles.
+        """Compute the checksums that cover all of a strip: its own, or those of its tiles.
 
-        ``read``  called with each piece of its memory before it is looked at.
+        ``read``  called with each piece of its memory before the piece is summed.
         """
         where, lengths = self.strips[i]
         if self.flat or not lengths:
@@ -147,7 +144,7 @@ class Sums:
         if not self.joined:
             return [checksum(memory(x), read)]
         lanes = self._lanes(x)
-        if lanes.data_ptr() != x.data_ptr():  # a copy, of what is not there yet
+        if lanes.data_ptr() != x.data_ptr():  # a copy, made before the strip was read
             read(memory(x))
             lanes, read = self._lanes(x), lambda piece: None
         lanes = lanes.flatten(0, -2)
@@ -161,7 +158,7 @@ class Sums:
         return [_crc(total)]
 
     def _rows(self, x: Tensor, lengths: list[list[int]], where: Sequence[slice]) -> Tensor:
-        """Compute the sums of the rows of tiles, those of neighbours side by side."""
+        """Compute the sums of the rows of tiles, neighbouring tiles in one row."""
         first = where[self.last - 1].start if self.joined else None
         lanes = self._lanes(x)
         width = lanes.shape[-1]
@@ -178,16 +175,17 @@ class Sums:
         return sums
 
     def _of_rows(self, rows: Tensor, lengths: list[list[int]], where: Sequence[slice]) -> list[int]:
-        """Compute each tile's checksum: its rows' sums times other odd numbers, in 8 bytes."""
+        """Compute each tile's checksum: its row sums times other odd numbers, in 8 bytes."""
         n, lanes = sum(lengths[self.last]), rows.shape[1]
         first = where[self.last].start * lanes // n if len(where) > self.last else 0
+        # cumulative sums give every tile's sum as a difference of two
         sums = (rows * _lane_factors(first % _ROWS, lanes)).cumsum(1)
         ends = sums[:, [lanes * k // n - 1 for k in itertools.accumulate(lengths[self.last])]]
         ends[:, 1:] -= ends[:, :-1].clone()
         return ends.view(-1).tolist()
 
     def _mix(self, lanes: Tensor, walk: "list[Walk]", room: Tensor, sums: Tensor) -> None:
-        """Add to each row of ``sums`` the rows of a tile, mixed in ``room``."""
+        """Add the rows of each tile, mixed in ``room``, to the tile's row of ``sums``."""
         rows = sums.unbind()
         for start, stop, parts in walk:
             part, mixed = lanes[start:stop], room[: stop - start]
@@ -199,7 +197,7 @@ class Sums:
                 rows[i].addmv_(mixed[first:last].t(), factors)
 
     def _lanes(self, x: Tensor) -> Tensor:
-        """Return rows of numbers, of 4 bytes where they can be."""
+        """View a tensor as rows of integers, of 4 bytes if possible."""
         x = (torch.view_as_real(x) if x.is_complex() else x).flatten(self.last)
         if not self.in_words:
             return x.view(_LANES[min(x.dtype.itemsize, 4)])
@@ -210,7 +208,7 @@ class Sums:
 
 
 sums_of = lru_cache(maxsize=1 << 12)(Sums)
-"""Those of chunks that are cut alike, made once."""
+"""``Sums``, cached: chunks with equal cuts share one."""
 
 
 def _pieces(lengths: Sequence[int]) -> list[slice]:
@@ -222,20 +220,20 @@ def _crc(x: Tensor) -> int:
 
 
 def _room(width: int) -> tuple[int, Tensor]:
-    """Return how many rows stay near the processor, and room for so many."""
+    """Return the number of rows that fit the processor's cache, and a buffer for as many."""
     some = max(1, _PIECE // (4 * width))
     return some, torch.empty(some, width, dtype=torch.int32)
 
 
 Walk = tuple[int, int, list[tuple[int, int, int, Tensor]]]
-"""Rows that are mixed at a time: first and end, and of which tile which of them are, times what."""
+"""Rows that are mixed together: first, end, and (tile, first, end, factors) of each part."""
 
 
 @lru_cache(maxsize=256)
 def _walk(heights: tuple[int, ...], some: int, number: int | None) -> list[Walk]:
-    """Give tiles below each other of such heights, about ``some`` rows at a time.
+    """Divide tiles of these heights, one below the other, into groups of about ``some`` rows.
 
-    ``number``  of the first row; None: each tile counts its own.
+    ``number``  of the first row; None: each tile counts its own rows.
     """
     out: list[Walk] = []
     at = 0
@@ -261,23 +259,21 @@ def _walk(heights: tuple[int, ...], some: int, number: int | None) -> list[Walk]
 _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 _ROW = 1 << 12
-"""Bytes of a row of a stretch."""
+"""Bytes of a row of ``checksum``."""
 
 _LONG = 1 << 15
-"""Bytes of a stretch from which on it has rows."""
+"""Bytes from which on ``checksum`` sums rows and columns."""
 
 _PIECE = 1 << 19
-"""Bytes of a stretch that are summed at a time: they stay near the processor meanwhile."""
+"""Bytes that are summed at a time, so that they stay in the processor's cache."""
 
 
 def checksum(data: memoryview, first: Callable[[memoryview], None] = lambda piece: None) -> int:
-    """Compute the crc32 of a short stretch; of a long one that of its rows' and columns' sums.
+    """Compute the crc32 of short data; of long data, that of the sums of its rows and columns.
 
-    These are made piece by piece.
-
-    Rows and columns are summed times fixed odd numbers.  Two flipped bits lie in two rows,
-    or in two columns, or in one number: two sums change, or one does.
-    ``first``  called with each piece before it is looked at.
+    Long data are summed piece by piece, rows and columns times fixed odd numbers.  Two flipped bits
+    are in two rows, or in two columns, or in one number: at least one sum changes.
+    ``first``  called with each piece before the piece is summed.
     """
     crc = 0
     for at in range(0, len(data), _PIECE):
@@ -293,10 +289,10 @@ def checksum(data: memoryview, first: Callable[[memoryview], None] = lambda piec
 
 
 def outline(data: memoryview) -> int:
-    """Compute what two ranks compare that claim to hold the same.
+    """Compute a fingerprint by which two ranks compare replicas.
 
-    Of a short stretch it is the crc32; of a long one the crc32 of the sums of 256 bytes each, which
-    costs a third of ``checksum``.
+    For short data it is the crc32; for long data the crc32 of sums over 256 bytes each, at a third
+    of the cost of ``checksum``.
     """
     long = len(data) // _SEGMENT * _SEGMENT if len(data) >= _LONG else 0
     crc = 0
@@ -311,7 +307,7 @@ _SEGMENT = 1 << 8
 
 @lru_cache(maxsize=256)
 def _odd(count: int) -> Tensor:
-    """Return fixed odd numbers without a pattern.
+    """Return fixed odd numbers that look random.
 
     Source: splitmix64's mixing, Steele et al., 2014.
     """
@@ -322,13 +318,13 @@ def _odd(count: int) -> Tensor:
 
 
 _ROWS = 1 << 15
-"""Rows, or places in a row, of which each has another number."""
+"""Rows, or positions in a row, that have different factors."""
 
 
 def _factors(first: int, count: int) -> Tensor:
-    """Return the numbers of rows, from the ``first`` on.
+    """Return the factors of rows, from the ``first`` on.
 
-    A row's number hangs on the row alone: who writes and who reads begin their pieces elsewhere.
+    A factor depends on the row's number alone, because writer and reader cut pieces differently.
     """
     first %= _ROWS
     return _repeated(-(-(first + count) // _ROWS))[first : first + count]
@@ -341,7 +337,7 @@ def _repeated(times: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _lane_factors(first: int, count: int) -> Tensor:
-    """Return the numbers of the places in a row of sums, from the ``first`` on."""
+    """Return the factors of positions in a row of sums, from the ``first`` on."""
     table = _odd(_ROWS)
     return (
         table[first : first + count]
@@ -354,8 +350,8 @@ def _lane_factors(first: int, count: int) -> Tensor:
 def _distinct(count: int) -> Tensor:
     """Return fixed odd numbers of 4 bytes.
 
-    The last 17 bits of 32,768 in a row differ, and are none's negative: so one bit in two rows of a
-    column never cancels, nor two of its bits in any rows.
+    The last 17 bits of 32,768 in a row differ, and none is another's negative: so one bit in two
+    rows of a column never cancels, nor do two bits of it in any rows.
     """
     lower = torch.arange(count) * 0x2545 % _ROWS * 4 + 1
     return (_odd(count) & ~0x1FFFF | lower).to(torch.int32)

@@ -1,7 +1,7 @@
-"""A pytree as named tensors and values, and what a manifest says of them.
+"""Pytrees as named tensors and values, and their description in a manifest.
 
-A leaf's name is its path, ``/`` between keys (``~1`` stands for a slash in a key, ``~0`` for a
-tilde).  Ranks write in the order of names, so the order of a dictionary means nothing.
+A leaf's name is its path, with ``/`` between keys (``~1`` for a slash in a key, ``~0`` for a
+tilde).  Ranks write in the order of names, so the order of a dictionary does not matter.
 """
 
 import json
@@ -49,7 +49,7 @@ Value = bool | int | float | complex | str | None
 
 @dataclass(frozen=True)
 class Leaves:
-    """The names, leaves and shape of a tree, all in the tree's order."""
+    """The names, leaves and structure of a tree, all in the tree's order."""
 
     names: list[str]
     leaves: list[Any]
@@ -60,7 +60,7 @@ class Leaves:
     def of(tree: Any, op: str) -> "Leaves":
         """List the leaves of a tree.
 
-        Raises: ShardError for two leaves of one name, and for what cannot be saved.
+        Raises: ShardError for two leaves of one name, and for leaves that cannot be saved.
         """
         paths, leaves, spec = optree.tree_flatten_with_accessor(
             tree, is_leaf=lambda x: isinstance(x, Buckets | Owned), none_is_leaf=True
@@ -86,12 +86,12 @@ class Leaves:
 
     @cached_property
     def values(self) -> dict[str, Value]:
-        """The leaves that are no tensors, by name."""
+        """The leaves that are not tensors, by name."""
         found = zip(self.names, self.leaves, strict=True)
         return {n: x for n, x in sorted(found, key=lambda i: i[0]) if not isinstance(x, Tensor)}
 
     def again(self, leaves: list[Any]) -> Any:
-        """Make the tree with other leaves."""
+        """Build the tree with other leaves."""
         return optree.tree_unflatten(self.spec, leaves)
 
 
@@ -152,11 +152,11 @@ def _check(name: str, x: Any, op: str) -> None:
         )
 
 
-# ---------------------------------------------------------------- who holds what
+# ---------------------------------------------------------------- ranks and blocks
 
 
 def alone(leaves: list[Any]) -> bool:
-    """Say whether this process plays all ranks of a tree: those of a simulation."""
+    """Return whether this process holds all ranks of a tree: those of a simulation."""
     meshes = [x.mesh for x in leaves if isinstance(x, ShardedTensor)]
     if not meshes and scope().mesh is not None:
         meshes = [scope().mesh]
@@ -164,7 +164,7 @@ def alone(leaves: list[Any]) -> bool:
 
 
 def place_of(x: Tensor, world: int) -> Place:
-    """Return the place of a tensor; a plain one is the same on every rank."""
+    """Return the place of a tensor; a plain tensor is the same on every rank."""
     if not isinstance(x, ShardedTensor):
         return Place.of_plain(tuple(x.shape), world)
     mesh = x.mesh
@@ -178,7 +178,7 @@ def rank_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
 
 
 def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
-    """List (rank in its mesh, block) of each rank of a tensor that is played here; no copies."""
+    """List (rank in its mesh, block) of a tensor for each rank in this process; no copies."""
     if not isinstance(x, ShardedTensor):
         return [(rank, x.detach())]
     if spans_processes(x.mesh) and x.mesh.coord is None:
@@ -187,11 +187,11 @@ def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
     return [(rank_of(x.mesh, c), b) for c, b in zip(played(x.mesh), held, strict=True)]
 
 
-# ---------------------------------------------------------------- what a manifest says
+# ---------------------------------------------------------------- the manifest's form
 
 
 def said_of(place: Place, dtype: torch.dtype) -> dict[str, Any]:
-    """Write a place as a manifest has it.
+    """Convert a place to the manifest's form.
 
     >>> said_of(Place((3,), Layout.parse("x"), (4,), (("x", 2),), (0, 1)), torch.int8)
     {'dtype': 'I8', 'shape': [3], 'layout': 'x', 'mesh': [['x', 2]], 'tiled': [4]}
@@ -211,7 +211,7 @@ def said_of(place: Place, dtype: torch.dtype) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Content:
-    """A manifest's words on a tree: each tensor's place, the values, and the containers."""
+    """The description of a tree in a manifest: each tensor's place, the values, the containers."""
 
     tensors: dict[str, dict[str, Any]]
     values: dict[str, Any]
@@ -226,7 +226,7 @@ class Content:
 
 
 def read_place(about: Any, files: int) -> Place:
-    """Read a place that ``said_of`` wrote.
+    """Parse a place that ``said_of`` wrote.
 
     Raises: ValueError, TypeError, KeyError, ShardError.
     """
@@ -249,7 +249,7 @@ def read_place(about: Any, files: int) -> Place:
 
 
 def fingerprint(x: Tensor) -> int:
-    """Compute a checksum of values that ranks claim to hold alike, without a copy to this host."""
+    """Compute a checksum of a replica, on its device, to compare with that of other ranks."""
     x = x.detach().resolve_conj().resolve_neg()
     if x.device.type == "cpu":
         return outline(memory(x.contiguous()))
@@ -259,14 +259,14 @@ def fingerprint(x: Tensor) -> int:
 
 
 def spoken(x: Value) -> Any:
-    """Write a value as JSON has it, exactly."""
+    """Convert a value to JSON without rounding."""
     if isinstance(x, complex):
         return ["complex", x.real.hex(), x.imag.hex()]
     return ["float", x.hex()] if isinstance(x, float) else x
 
 
 def unspoken(x: Any) -> Value:
-    """Read a value that ``spoken`` wrote.
+    """Parse a value that ``spoken`` wrote.
 
     Raises: ValueError, TypeError.
     """
@@ -282,9 +282,9 @@ def unspoken(x: Any) -> Value:
 
 
 def _skeleton(spec: Any, names: Iterator[str]) -> Any:
-    """Write the tree's containers in JSON: lists, tuples and what has names, with leaves' names.
+    """Convert the tree's containers to JSON: lists, tuples and mappings, with the leaves' names.
 
-    Empty ones too, and each under its own index: JSON objects have no order.
+    Empty containers are kept, and each item has its own key: JSON objects have no order.
     """
     if optree.treespec_is_leaf(spec, strict=False) and spec.num_leaves:
         return {"name": next(names)}
@@ -299,7 +299,7 @@ def _skeleton(spec: Any, names: Iterator[str]) -> Any:
 
 def built(skeleton: Any, found: Mapping[str, Any]) -> Any:
     """Build the containers of a skeleton around the leaves found."""
-    if isinstance(skeleton, str):  # a tree of one leaf, as it was written once
+    if isinstance(skeleton, str):  # the form of older checkpoints for a tree of one leaf
         return found[skeleton]
     if "name" in skeleton:
         return found[skeleton["name"]]
@@ -311,12 +311,12 @@ def built(skeleton: Any, found: Mapping[str, Any]) -> Any:
 
 
 def _hashed(key: Any) -> Any:
-    """Return a key, whose tuples JSON makes lists."""
+    """Return a hashable key: JSON turns tuples into lists."""
     return tuple(map(_hashed, key)) if isinstance(key, list) else key
 
 
 def world_of(mesh: Mesh | None) -> int:
-    """Count the processes of a job."""
+    """Return the number of processes of a job."""
     if mesh is not None and not spans_processes(mesh):
         return 1
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

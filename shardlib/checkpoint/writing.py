@@ -1,4 +1,4 @@
-"""save: each rank writes what it owns, all agree, and one rename makes it so."""
+"""Saving: each rank writes the blocks that it owns, all agree, and one rename commits."""
 
 import atexit
 import hashlib
@@ -34,7 +34,7 @@ __all__ = ["Job", "Saving", "file_name", "save"]
 
 
 class Saving:
-    """A save under way or done.
+    """A save in progress or finished.
 
     ``path``  the directory that it makes.
 
@@ -54,14 +54,14 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with success or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when it is written.
+        """Wait until it is written.
 
-        Raises: CheckpointError where it was not, once, and where for longer than the timeout of
-        the save nothing went on.
+        Raises: CheckpointError, once, if it failed, or if nothing was written for longer than the
+        timeout of the save.
         """
         while self._thread is not None and self._group is not None and not self.done:
             self._thread.join(0.5)
@@ -86,10 +86,10 @@ class Saving:
 
 
 _SLACK = 10.0
-"""Seconds that other ranks, and the disk, have to say themselves what failed."""
+"""Extra seconds in which other ranks, or the disk, may report the failure themselves."""
 
 _UNDER_WAY: list[Saving] = []
-"""At most one save that nobody waited for yet."""
+"""At most one save in the background, not yet waited for."""
 
 
 @atexit.register
@@ -109,26 +109,22 @@ def save(
     wait: bool = True,
     timeout: float | None = None,
 ) -> Saving:
-    """Write a pytree into a directory; every rank calls, and each writes only what it owns.
+    """Write a pytree into a directory; every rank calls, and each writes only the blocks it owns.
 
-    ``tree``       tensors, sharded or the same on every rank, numbers, text and None, nested as you
-                   like.  What several ranks hold is written once, in equal parts.
-    ``step``       write ``path/step_00000100``; ``keep``  of those up to this one the newest N
-                   stay.
-    ``overwrite``  replace the checkpoint that is there.  A directory that holds anything else, a
-                   file, a mount point and the working directory are refused; of a link, what it
-                   names is replaced.
-    ``wait``       False: copy out what this rank writes and return while it is written.  At most
-                   one such save is under way; its error is raised by ``wait()`` and by the next
-                   save.
-    ``timeout``    seconds of silence after which a rank, or the disk, counts as lost; the mesh's
-                   unless given.
+    ``tree``       tensors, sharded or the same on every rank, numbers, text and None, in any nested
+                   containers.  Replicas are written once, in equal parts.
+    ``step``       write ``path/step_00000100``; ``keep``  only the newest N up to this one.
+    ``overwrite``  replace an existing checkpoint.  A directory with other contents, a file, a mount
+                   point and the working directory are refused; of a link, the target is replaced.
+    ``wait``       False: copy this rank's data and return while it is written.  At most one such
+                   save is in progress; its error is raised by ``wait()`` and by the next save.
+    ``timeout``    seconds of silence after which a rank, or the disk, counts as lost; the mesh's by
+                   default.
 
-    At any moment the path holds the previous checkpoint or the new one, each whole.
-    Needs beside the tree two strips of 4 MiB at most (with ``wait=False`` one copy of what is
-    written).
-    Raises: CheckpointError, on every rank alike, and then nothing was written, unless it says that
-    the disk did not confirm; the tree's own faults as ShardError.
+    At any moment the path has the previous checkpoint or the new one, each complete.
+    Needs two strips of 4 MiB of memory at most (with ``wait=False`` a copy of this rank's data).
+    Raises: CheckpointError, the same on every rank, and then nothing was written, unless it says
+    that the disk did not confirm; ShardError for errors of the tree itself.
 
     >>> import tempfile, shardlib as sl
     >>> with tempfile.TemporaryDirectory() as d, sl.simulate(x=2, y=2):
@@ -216,11 +212,11 @@ def _check(path: str, step: Any, keep: Any) -> None:
 
 
 Claims = dict[str, dict[str, int]]
-"""Block that several ranks hold -> name -> fingerprint, of the tensors that lie so."""
+"""Block with several holders -> name -> fingerprint, of its tensors."""
 
 
 class Job:
-    """A save in steps, after each of which all ranks agree."""
+    """A save in phases, after each of which all ranks agree."""
 
     def __init__(self, group: Group, target: str, step: int | None, overwrite: bool) -> None:
         self.group, self.target = group, os.path.abspath(target) if target else ""
@@ -229,7 +225,7 @@ class Job:
         self.hold = -1
 
     def begin(self, content: Content | None, claims: Claims, error: BaseException | None) -> str:
-        """Agree on one tree and place; return the name of the work directory that rank 0 made."""
+        """Agree on one tree and path; return the name of the work directory that rank 0 made."""
         said: dict[str, Any] = {}
         if content is not None:
             said = content.tensors | content.values
@@ -264,7 +260,7 @@ class Job:
         return self.name
 
     def leave(self, error: BaseException) -> None:
-        """Leave before anything was written: tell who waits, and remove the work directory."""
+        """Leave before anything was written: notify other ranks, remove the work directory."""
         if not self.group.given_up and self.name:
             self.group.give_up(f"rank {self.group.rank}: {type(error).__name__}: {error}")
         if self.name:
@@ -277,7 +273,7 @@ class Job:
             self.hold = -1
 
     def write(self, content: Content, name: str, files: Mapping[int, list[Part]]) -> None:
-        """Write these files, by rank; rank 0 then makes the directory the target."""
+        """Write these files, by rank; rank 0 then renames the directory to the target."""
         group = self.group
         work = None
         error = None
@@ -318,7 +314,7 @@ class Job:
             raise group.error(unsure)
 
     def _commit(self, content: Content, work: Work | None, said: list[list[Any]]) -> str:
-        """Commit on rank 0, when all have written; return what the disk did not confirm."""
+        """Commit on rank 0, when all have written; return a warning if the disk did not confirm."""
         assert work is not None, "rank 0 has written too"
         manifest = {
             "format": FORMAT,
@@ -339,7 +335,7 @@ def file_name(rank: int) -> str:
 
 
 def _differ(a: str, b: str, rank: int) -> None:
-    """Name the first thing in which two ranks' trees differ."""
+    """Raise an error with the first difference of two ranks' trees."""
     (path, step, said), (other, step_there, said_there) = json.loads(a), json.loads(b)
     if path != other:
         raise ValueError(f"rank {rank} saves to {other}, rank 0 to {path}")
@@ -353,7 +349,7 @@ def _differ(a: str, b: str, rank: int) -> None:
 
 
 def _unlike(sums: list[dict[str, str]]) -> list[Any] | None:
-    """Find two ranks that hold one block and say otherwise: the block's key, and they."""
+    """Return (block, rank, rank) of two holders with different fingerprints, or None."""
     first: dict[str, tuple[int, str]] = {}
     for rank, said in enumerate(sums):
         for key, value in said.items():
@@ -369,11 +365,11 @@ def _differ_in(a: dict[str, int], b: dict[str, int], one: int, other: int) -> No
     raise ValueError(f"{names[0]!r} has other values on rank {other} than on rank {one}{more}")
 
 
-# ---------------------------------------------------------------- what a rank writes
+# ---------------------------------------------------------------- the parts of a rank
 
 
 def _claims(group: Group, leaves: Leaves) -> Claims:
-    """List what this rank holds as others do: its parts must be of one value."""
+    """Fingerprint this rank's replicas, which must be equal on every holder."""
     out: Claims = {}
     for name, x in leaves.tensors.items() if group.world > 1 else ():
         place = place_of(x, group.world)
@@ -390,7 +386,7 @@ def _claims(group: Group, leaves: Leaves) -> Claims:
 
 
 def _parts(group: Group, leaves: Leaves) -> dict[int, list[Part]]:
-    """List, per rank played here, what it writes; every rank of the job is among them."""
+    """List the parts to write for each rank in this process; every rank of the job is included."""
     out: dict[int, list[Part]] = {}
     if group.world > 1:
         out[group.rank] = []
@@ -416,7 +412,7 @@ def _parts(group: Group, leaves: Leaves) -> dict[int, list[Part]]:
 
 
 def _cut(block: Tensor, box: Box, whole: Box) -> Tensor:
-    """Return what a box names of a block, without a copy where it lies in one stretch."""
+    """Return the box's part of a block, without a copy if it is contiguous."""
     for d, (runs, all_runs) in enumerate(zip(box, whole, strict=True)):
         stretches = _stretches(runs)
         if runs == all_runs and stretches == [(0, block.shape[d])]:
@@ -427,7 +423,7 @@ def _cut(block: Tensor, box: Box, whole: Box) -> Tensor:
 
 
 def _stretches(runs: Held) -> list[tuple[int, int]]:
-    """List where runs lie in the block, neighbours as one."""
+    """List (offset, length) of the runs in the block, neighbours joined."""
     out: list[tuple[int, int]] = []
     for r in runs:
         if out and sum(out[-1]) == r.at:
@@ -438,7 +434,7 @@ def _stretches(runs: Held) -> list[tuple[int, int]]:
 
 
 def _copied(part: Part) -> Part:
-    """Copy it with its values as they are now, on this host."""
+    """Copy a part's present values to the CPU."""
     found = part.get()
     copy = (
         found.cpu()
