@@ -1,8 +1,8 @@
 """Adafactor: the second moment of a matrix from the means of its rows and columns.
 
-A matrix of m n elements has m + n numbers, which every rank holds; each rank adds up the rows and
-columns of what it has of the gradient, and one psum for all matrices does the rest, however they
-are cut.
+A matrix of m n elements has m + n numbers of state, which every rank holds; each rank adds up the
+rows and columns of its part of the gradient, and one psum for all matrices completes the sums, for
+any layout and any cut into runs.
 
 Source: Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5.
 """
@@ -36,14 +36,11 @@ __all__ = ["adafactor"]
 class FactoredState(NamedTuple):
     """The state of Adafactor.
 
-    ``count``  steps taken.
-    ``rows``   by path of each matrix the running means of squared gradients by row, [stack, m].
-    ``cols``   the same by column, [stack, n].
-    ``full``   the full moments of everything else.
 
-    ``count``   steps taken.
-    The running means of squared gradients by row and by column, [stack, m] and [stack, n], lie by
-    the path of each matrix; the moments of everything else are full.
+    ``count``  steps taken.
+    ``rows``   path of a matrix -> running means of squared gradients by row, [stack, m].
+    ``cols``   the same by column, [stack, n].
+    ``full``   the full second moments of all other leaves.
     """
 
     count: int
@@ -68,11 +65,11 @@ def adafactor(
 ) -> Transform:
     """Update as torch.optim.Adafactor: Adam's second moment in m + n numbers for a matrix of m n.
 
-    ``decay``  the running means forget by ``step**decay``.
-    ``eps1``   what the root of a mean square is at least; None: the dtype's epsilon.
-    ``eps2``   what a tensor's root mean square counts as at least; steps are as long.
+    ``decay``  the weight of a new gradient in the running means is ``step**decay``.
+    ``eps1``   the least root mean square that a gradient is divided by; None: the dtype's epsilon.
+    ``eps2``   the least root mean square of a tensor, to which its steps are proportional.
     ``clip``   the most that an update's root mean square may be; torch calls it d.
-    Leaves of more dimensions are stacks of matrices, of fewer have a full moment.
+    Leaves of more than two dimensions are stacks of matrices; those of fewer have a full moment.
     Moves: one psum of 8 (m + n) bytes per matrix, one of two scalars per tensor.
 
     >>> import torch
@@ -160,7 +157,7 @@ def _is_matrix(x: Any) -> bool:
 
 
 def _block(tree: Any, path: str, x: Tensor) -> Tensor:
-    """Return what tells a leaf's dtype and device: its storage, or its bucket's."""
+    """Return a tensor with a leaf's dtype and device: its storage, or its bucket's."""
     if not isinstance(tree, Buckets):
         return x.raw if isinstance(x, ShardedTensor) else x
     paths = {tree.index.items[i].path: b for b in tree.index for s in b.slots for i in s.leaves}
@@ -180,20 +177,20 @@ def _others(tree: Any) -> Any:
 
 
 def _cleared(x: Any) -> Any:
-    """Put zeros into the padding, which would be added to rows and columns."""
+    """Zero the padding, which would be added to rows and columns otherwise."""
     if not isinstance(x, ShardedTensor) or not x.is_padded:
         return x
     return x.becomes(filled(x, 0).raw)
 
 
 def _unit(variance: Tensor, g: Tensor, eps1: float | None) -> Tensor:
-    """Divide a gradient by the root of its mean square."""
+    """Divide a gradient by the root of its running mean square."""
     least = torch.finfo(g.dtype).eps if eps1 is None else eps1
     return variance.clamp(min=least * least).rsqrt_().mul_(g)
 
 
 def _lengths(params: Any, way: Any, rho: float, eps2: float, clip: float) -> list[Tensor | None]:
-    """Compute what each tensor's direction is multiplied by."""
+    """Compute the factor of each tensor's direction."""
     out: list[Tensor | None] = []
     long, step = norms(params, way)
     for (_, x), p, u in zip(one_each(way), long, step, strict=True):
@@ -209,9 +206,9 @@ def _lengths(params: Any, way: Any, rho: float, eps2: float, clip: float) -> lis
 
 
 class _Slab(NamedTuple):
-    """A run of a block as whole rows: which matrices and rows they are, and which columns.
+    """A run of a block as whole rows: the matrix and row number of each, and the columns.
 
-    ``first``  the run's place in them.
+    ``first``  elements of the first row that come before the run.
     """
 
     stack: Tensor
@@ -222,7 +219,7 @@ class _Slab(NamedTuple):
 
 
 def _slab(spread: Spread, mesh: Mesh | None, i: int, device: torch.device) -> _Slab:
-    """Of the i-th rank that is played here."""
+    """Compute the slab of the i-th rank in this process."""
     sizes = {} if mesh is None else mesh.axes
     coord = {} if mesh is None else played(mesh)[i]
     *lead, rows, cols = spread.layout.indices(spread.padded, sizes, coord)
@@ -255,7 +252,7 @@ def _slabs(one: Laid) -> list[_Slab]:
 
 
 def _bands(run: Tensor, slab: _Slab) -> Iterator[tuple[Tensor, _Slab]]:
-    """Cut the run into parts of about ``SPAN`` elements, of whole rows but for its ends."""
+    """Cut the run into bands of about ``SPAN`` elements, of whole rows but for the run's ends."""
     width = max(len(slab.cols), 1)
     by = max(SPAN // width, 1)
     for top in range(0, slab.count, by):
@@ -267,7 +264,7 @@ def _bands(run: Tensor, slab: _Slab) -> Iterator[tuple[Tensor, _Slab]]:
 
 
 def _filled(run: Tensor, slab: _Slab) -> Tensor:
-    """Return the run as rows, with zeros for what the first and last of them lack."""
+    """Return the run as rows, with zeros in the missing ends of the first and last row."""
     width = max(len(slab.cols), 1)
     if len(run) == slab.count * width:
         return run.view(slab.count, width)
@@ -279,7 +276,7 @@ def _filled(run: Tensor, slab: _Slab) -> Tensor:
 def _means(
     matrices: list[Laid], state: FactoredState, share: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Update the running means by these gradients."""
+    """Update the running means with these gradients."""
     rows, cols = dict(state.rows), dict(state.cols)
     meshes: dict[Mesh | None, list[Laid]] = {}
     for one in matrices:
@@ -308,7 +305,7 @@ def _means(
 
 
 def _padded(s: Spread) -> tuple[int, int, int]:
-    """Matrices and one more, for what is padding; rows and columns with padding."""
+    """Return the number of matrices plus one for padding, and rows and columns with padding."""
     return math.prod(s.shape[:-2]) + 1, s.padded[-2], s.padded[-1]
 
 
@@ -317,7 +314,7 @@ def _true(s: Spread) -> tuple[int, int, int]:
 
 
 def _sums(one: Laid, i: int) -> Tensor:
-    """Of the squares of one rank's part by row and by column, in fp64; zeros where it is a copy."""
+    """Sum the squares of one rank's part by row and by column, in fp64; zeros if it is a copy."""
     k, m, n = _padded(one.spread)
     out = torch.zeros(k * (m + n), dtype=torch.float64, device=one.runs[i].device)
     if not len(one.runs[i]) or not _counts(one, i):
@@ -334,7 +331,7 @@ def _sums(one: Laid, i: int) -> Tensor:
 
 
 def _counts(one: Laid, i: int) -> bool:
-    """Say whether this rank is the first of those that hold the same."""
+    """Return whether this rank is the first of those that hold the same part."""
     if one.mesh is None:
         return True
     coord, spread = played(one.mesh)[i], one.spread
@@ -355,7 +352,7 @@ def _directions(
     cols: dict[str, Tensor],
     eps1: float | None,
 ) -> None:
-    """Divide gradients by the roots that their rows' and columns' mean squares give."""
+    """Divide gradients by the root of the factored second moment: row x column / mean."""
     for given, out in zip(matrices, into, strict=True):
         row, col = rows[given.path], cols[given.path]
         least = torch.finfo(given.runs[0].dtype).eps if eps1 is None else eps1

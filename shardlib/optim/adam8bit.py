@@ -1,9 +1,9 @@
-"""Adam with moments of 8 bits: blocks of 64 elements, each with a scale of its own.
+"""Adam with 8-bit moments: blocks of 64 elements, each with its own scale.
 
 An element's code is the nearest of 256 numbers between -1 and 1 (0 and 1 for the second moment),
-times the largest of its block.  The numbers lie in seven decades, twice as many in each as in the
-one below, so that small elements keep their digits beside large ones.  Buckets of ``zero`` are cut
-at multiples of 64 elements, so no cut falls into a block.
+times the largest of its block.  The numbers span seven decades, twice as many in each as in the
+one below, so that small elements keep their digits next to large ones.  Buckets of ``zero`` are
+cut at multiples of 64 elements, so no cut splits a block.
 
 Source: Dettmers et al., arXiv 2110.02861, sections 2.1 and 2.2.
 """
@@ -36,7 +36,7 @@ __all__ = ["adam8bit"]
 class CodedState(NamedTuple):
     """Steps taken; codes of the moments, and the largest element of each of their blocks.
 
-    ``made_for``  a digest of where the moments lie, which says what is whose neighbour.
+    ``made_for``  a digest of layouts and buckets, which decide the elements of each block.
     """
 
     count: int
@@ -57,9 +57,9 @@ def adam8bit(
 ) -> Transform:
     """Update as AdamW does, with 2.125 bytes of moments per parameter in place of 8.
 
-    Blocks are of neighbours in a rank's own part: what is rounded hangs on the layout, and a state
-    belongs to the layout and world size that it was made in; ``load_state_dict`` refuses it
-    elsewhere, for codes rounded again in other blocks are other moments.
+    Blocks consist of neighbours in a rank's own part, so rounding depends on the layout, and a
+    state is valid only for the layout and world size that it was made in.  ``load_state_dict``
+    refuses it elsewhere: rounding the codes again in other blocks would change the moments.
 
     >>> tx = adam8bit(0.5)
     >>> params = {"w": torch.ones(2)}
@@ -117,12 +117,12 @@ def adam8bit(
 
 
 def _spans(grads: Any, params: Any, state: CodedState) -> Iterator[tuple[Tensor, ...]]:
-    """Of every block: gradient, parameter, codes and scales of a span, which is whole blocks of 64.
+    """Yield, for every block, spans of gradient, parameter, codes and scales: whole blocks of 64.
 
-    What lies in another order than its elements is copied, and the parameter written back.
+    A tensor that is not contiguous is copied, and the parameter written back.
     """
     trees = (grads, params, state.mu, state.nu, state.mu_scale, state.nu_scale)
-    pieces(*trees[:4])  # refuses others before anything is written
+    pieces(*trees[:4])  # refuses other trees before anything is written
     leaves = (optree.tree_leaves(t, none_is_leaf=True) for t in trees)
     for row in zip(*leaves, strict=True):
         if not all(isinstance(x, Tensor) for x in row) or not row[0].numel():
@@ -140,13 +140,13 @@ def _spans(grads: Any, params: Any, state: CodedState) -> Iterator[tuple[Tensor,
 
 
 def _kept(like: Tensor) -> torch.dtype:
-    """Return the dtype in which decoded moments of such gradients are."""
+    """Return the dtype of decoded moments, for gradients such as ``like``."""
     return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 @lru_cache(maxsize=8)
 def numbers(signed: bool) -> Tensor:
-    """List the 256 numbers that codes stand for, in order.
+    """List the 256 numbers that the codes stand for, ascending.
 
     >>> numbers(True)[[0, 127, 255]], len(numbers(False))
     (tensor([-0.9930,  0.0000,  1.0000]), 256)
@@ -161,13 +161,13 @@ def numbers(signed: bool) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _table(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the numbers, and the borders between those nearest to one and to the next."""
+    """Return the numbers, and the midpoints between neighbours, where rounding changes."""
     table = numbers(signed).to(device)
     return table, (table[1:] + table[:-1]) / 2
 
 
 def _blocks(raw: Tensor, front: int) -> Tensor:
-    """Return [..., n] or a storage of blocks as [..., ceil(n / 64), 64]."""
+    """Reshape [..., n], or a storage of blocks, to [..., ceil(n / 64), 64], padded with zeros."""
     flat = raw.reshape(*raw.shape[:front], -1)
     return F.pad(flat, (0, -flat.shape[-1] % ALIGN)).unflatten(-1, (-1, ALIGN))
 
@@ -193,7 +193,7 @@ def _decode(codes: Tensor, scale: Tensor, front: int, signed: bool, dtype: torch
 
 
 def _digest(tree: Any) -> int:
-    """Compute a number that is the same where tensors' elements lie side by side alike."""
+    """Compute a digest that is equal if the elements of all tensors have the same neighbours."""
     index = tree.index if isinstance(tree, Buckets) else None
     said = [] if index is None else [str((b.axes, b.slots, b.length)) for b in index.buckets]
     for x in optree.tree_leaves(tree):  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ def adamw(
 
 
 def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> bool:
-    """Step in one pass, and the halves beside in the same; False where no kernel takes these."""
+    """Step by a fused kernel, with the half-precision companions; False if no kernel applies."""
     g, p, m, v = lists
     found = p.beside(g, m, v)
     if found.dtypes == {torch.float32} and (stepped := apex("adam", p[0])) is not None:
@@ -128,13 +128,13 @@ def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> 
         return False
     if mine:
         step.beside = None
-    # an older graph would run on the new values, and not all pieces have their roots' versions
+    # so that backward through an older graph raises; pieces may have versions of their own
     torch.autograd.graph.increment_version(found.roots)
     return True
 
 
 def running(grads: Any, state: MomentState, b1: float, b2: float) -> tuple[Any, Any]:
-    """Return the moments with these gradients in them."""
+    """Return the moments updated with these gradients."""
     mu = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - b1), state.mu, grads)
     nu = each(lambda v, g: (v * b2).addcmul_(g, g, value=1 - b2), state.nu, grads)
     return mu, nu
@@ -169,7 +169,7 @@ def adagrad(
 ) -> Transform:
     """Update at a rate that falls as an element's squared gradients add up: torch.optim.Adagrad.
 
-    ``start``  what the sums begin with.
+    ``start``  initial value of the sums.
     Source: Duchi, Hazan and Singer, JMLR 12 (2011), figure 1.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""The size of all gradients together, and clipping by it, by each tensor's, or by value."""
+"""Global gradient norm, and clipping by it, by each tensor's norm, or by value."""
 
 import math
 from collections.abc import Iterator
@@ -30,8 +30,9 @@ def global_norm(tree: Any, p: float = 2.0) -> Tensor:
     """Compute the p-norm of all leaves together, counting each element once in any layout.
 
     ``p``  positive, or inf for the largest.
-    Powers accumulate in fp64.  Moves one psum of a scalar over the whole mesh; of leaves with a
-    pending sum also a reduce-scatter, (N-1)/N of their bytes, for a sum's norm is known only then.
+    Powers accumulate in fp64.  Moves one psum of a scalar over the whole mesh; leaves with a
+    pending sum are reduce-scattered first, (N-1)/N of their bytes, since the norm of a sum needs
+    the sum.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -56,23 +57,22 @@ def global_norm(tree: Any, p: float = 2.0) -> Tensor:
     together = torch.stack([t.to(parts[0].device) for t in parts])
     total = together.amax() if p == math.inf else together.sum() ** (1 / p)
     if known is not None:
-        known[key] = leaves, total  # the leaves are kept, so that no other gets their ids
+        known[key] = leaves, total  # the leaves are kept alive, so that no id is reused
     return total
 
 
 @contextmanager
 def norms_known() -> Iterator[None]:
-    """Keep the norms found inside the ``with``, so that the same leaves' is computed once."""
+    """Cache norms inside the ``with``: the norm of the same leaves is computed once."""
     with within(norms={} if scope().norms is None else scope().norms):
         yield
 
 
 def is_finite(tree: Any) -> Tensor:
-    """Say whether every element is finite: a 0-dim bool that is the same on every rank.
+    """Return whether every element is finite: a 0-dim bool that is the same on every rank.
 
-    It is the norm that tells, so who asks for both inside ``norms_known`` moves no more than
-    ``global_norm`` does.  A sum that is pending counts as what it will be: parts that are numbers
-    may overflow together.
+    It tests the global norm, so inside ``norms_known`` it moves nothing if that norm is known.  A
+    pending sum is tested as the sum: finite parts may overflow together.
 
     >>> is_finite({"a": torch.ones(2), "b": torch.tensor(float("nan"))})
     tensor(False)
@@ -86,11 +86,11 @@ def clip_by_global_norm(
 ) -> Transform:
     """Scale all updates so that their global norm is at most ``max_norm``.
 
-    As torch.nn.utils.clip_grad_norm_, on gradients of any layout, pending sums included: those stay
-    pending, and finding their norm moves what ``global_norm`` says.
-    ``check``    raise where the norm is no number; it has the host wait for the device.
+    Like torch.nn.utils.clip_grad_norm_, on gradients of any layout.  Pending sums stay pending;
+    their norm moves the bytes given in ``global_norm``.
+    ``check``    raise if the norm is not finite; the host then waits for the device.
     ``backend``  "apex": norms of blocks by its multi-tensor kernel, in fp32 (else fp64 sums).
-    Raises: ShardError where it is none; ``skip_nonfinite`` passes over such steps instead.
+    Raises: ShardError if the norm is not finite; ``skip_nonfinite`` skips such steps instead.
 
     >>> tx = clip_by_global_norm(1.0)
     >>> tx.update(torch.tensor([3.0, 4.0]), tx.init(None))[0]
@@ -125,7 +125,7 @@ def clip_by_global_norm(
 
 
 def _number(norm: Tensor, grads: Any) -> None:
-    """Refuse a norm that is no number."""
+    """Refuse a norm that is not finite."""
     for x in optree.tree_leaves(grads):
         if isinstance(x, ShardedTensor) and not holds_values(x.mesh):
             return
@@ -141,7 +141,7 @@ def _number(norm: Tensor, grads: Any) -> None:
 
 
 def _not_finite(grads: Any) -> Iterator[str]:
-    """List the paths of the gradients that hold no numbers on the ranks played here."""
+    """List the paths of gradients that are not finite on the ranks in this process."""
     paths, nodes, _ = optree.tree_flatten_with_path(grads, is_leaf=lambda x: isinstance(x, Buckets))
     for name, g in zip(names_of(paths), nodes, strict=True):
         if isinstance(g, Buckets):
@@ -158,7 +158,7 @@ def _raw(x: Tensor) -> Tensor:
 
 @ranged("sl.optim.clip_by_value(1.0)", limit=POSITIVE)
 def clip_by_value(limit: float) -> Transform:
-    """Bound every element of the updates by ``limit`` in size; torch.nn.utils.clip_grad_value_.
+    """Clamp every element of the updates to [-limit, limit]; torch.nn.utils.clip_grad_value_.
 
     >>> tx = clip_by_value(1.0)
     >>> tx.update(torch.tensor([-3.0, 0.5]), tx.init(None))[0]
@@ -176,7 +176,7 @@ def clip_by_value(limit: float) -> Transform:
 def clip_by_parameter_norm(max_norm: float) -> Transform:
     """Scale each tensor of the updates so that its own norm is at most ``max_norm``.
 
-    Moves one psum of a scalar per tensor, all in one.
+    Moves one psum, of a scalar per tensor.
 
     >>> tx = clip_by_parameter_norm(1.0)
     >>> tx.update({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}, tx.init(None))[0]

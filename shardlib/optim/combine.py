@@ -1,4 +1,4 @@
-"""Transforms one after another, and the smallest ones."""
+"""Combinators of transforms: chains, and the smallest transforms."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def chain(*transforms: Transform) -> Transform:
         for t, s in zip(transforms, state, strict=True):
             if t.check is not None:
                 t.check(grads, s, params, step)
-            if t.rescale is None:  # what others will be given is not known yet
+            if t.rescale is None:  # it changes gradients, so later checks cannot run before it
                 return
 
     def groups(params: Any) -> list[Any]:
@@ -84,7 +84,7 @@ def chain(*transforms: Transform) -> Transform:
 
 
 def identity() -> Transform:
-    """Leave updates as they are.
+    """Return updates unchanged.
 
     >>> import torch
     >>> tx, g = identity(), {"w": torch.ones(2)}

@@ -29,8 +29,8 @@ def masked(tx: Transform, mask: Mask) -> Transform:
     """Apply ``tx`` to the parameters that ``mask`` selects.
 
     ``mask``  a glob or regex of their paths or several; a tree of bools; a function of the tree.
-    The rest passes unchanged, as in optax: ``apply_updates`` would then ADD its raw gradients.  To
-    leave the rest as it is, take ``partition`` with ``set_to_zero()``, or
+    The other updates pass unchanged, as in optax: ``apply_updates`` would then ADD raw gradients.
+    To freeze the other parameters, use ``partition`` with ``set_to_zero()``, or
     ``requires_grad_(False)``, for which no gradient is computed at all.
 
     >>> import shardlib as sl
@@ -72,13 +72,13 @@ class PartitionState(NamedTuple):
 def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
     """Apply a transform to each group of parameters, with its own rate, decay, or none at all.
 
-    ``transforms``  label -> what its parameters are updated by.
-    ``which``       (pattern, label) pairs, the first that matches a path holds; or a tree of
-                    labels; or a function of the tree that gives one.
-    A group may be ``zero`` of something: its gradients may be pending, also behind a clip that
-    stands in front of all groups.
-    Raises: RuleLint where a parameter has no label, a label no transform, or a pattern or
-            transform no parameter.
+    ``transforms``  label -> the transform of its parameters.
+    ``which``       (pattern, label) pairs, of which the first match counts; or a tree of labels; or
+                    a function of the tree that returns one.
+    A group's transform may be ``zero``: its gradients may be pending, also through a clip that
+    comes before all groups.
+    Raises: RuleLint if a parameter has no label, a label no transform, or a pattern or transform no
+            parameter.
 
     >>> import shardlib as sl
     >>> tx = partition(
@@ -96,7 +96,7 @@ def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
 
 
 def by_mask(mask: Mask, on: Transform, off: Transform, op: str) -> Transform:
-    """Apply one transform to what a mask selects, another to the rest; either may be empty."""
+    """Apply one transform to the leaves of a mask, another to the rest; either may be empty."""
     names = "on", "off"
 
     def which(tree: Any) -> Any:
@@ -114,7 +114,7 @@ def by_mask(mask: Mask, on: Transform, off: Transform, op: str) -> Transform:
 def of_matrices(
     core: Transform, rest: Transform | None, matrices: Mask, op: str, rate: float
 ) -> Transform:
-    """Apply ``core`` to every parameter, or to ``matrices`` alone, with ``rest`` for the others."""
+    """Apply ``core`` to every parameter, or only to ``matrices``, with ``rest`` for the others."""
     if rest is None and matrices is None:
         return core
     if rest is None or matrices is None:
@@ -127,7 +127,7 @@ def of_matrices(
 
 
 def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: bool) -> Transform:
-    """Make the transform of groups; with ``every`` each transform must have a parameter."""
+    """Build the transform of groups; with ``every`` each transform must have a parameter."""
     for tx in transforms.values():
         check_transform(tx, "partition")
 
@@ -144,14 +144,14 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
         return found
 
     def groups(tree: Any, found: Mapping[str, str]) -> dict[str, Any]:
-        """Label -> the tree of its leaves, of those that have any."""
+        """Map each label that has leaves to the tree of its leaves."""
         parts = {label: only(tree, found, label) for label in transforms}
         return {n: part for n, part in parts.items() if optree.tree_leaves(part)}
 
     def init(params: Any) -> PartitionState:
         found = split(params)
         unused = set(transforms) - set(found.values())
-        if unused and every and not isinstance(params, Buckets):  # which lack what is frozen
+        if unused and every and not isinstance(params, Buckets):  # buckets have no frozen leaves
             raise ShardError(
                 f"no parameter is labelled {', '.join(map(repr, sorted(unused)))}",
                 op="partition",
@@ -174,7 +174,7 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
     asking = {n: t.check for n, t in transforms.items() if t.check is not None}
 
     def asked(parts: Any, state: PartitionState, held: Any, step: Step) -> None:
-        """Ask each group before any is stepped."""
+        """Check every group before any of them steps."""
         for n, part in parts.items():
             if n in asking:
                 asking[n](part, state.inner[n], held[n], Step(scale=step.scale))
@@ -215,7 +215,7 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
 
 
 def _begun(tx: Transform, part: Any) -> Any:
-    """Return the state of a group's transform."""
+    """Initialise the state of a group's transform."""
     if tx.shard is not kept_whole and isinstance(tx.shard(part), Buckets):
         raise Unsupported(
             "stage 3 keeps parts of all parameters, and this is one group of them",
@@ -229,7 +229,7 @@ def _begun(tx: Transform, part: Any) -> Any:
 def _no_sink(
     transforms: Sequence[tuple[Transform, Callable[[Any], Any]]],
 ) -> Callable[[Any], Any] | None:
-    """Refuse to take gradients in buckets where some group's transform has its own."""
+    """Return a sink that refuses, if some group's transform has its own buckets."""
 
     def refuse(params: Any) -> Any:
         pending: tuple[str, ...] = ()
@@ -249,7 +249,7 @@ def _no_sink(
 
 
 def set_to_zero() -> Transform:
-    """Replace updates by zero, so that what is given stays as it is.
+    """Replace updates by zero, so that the parameters do not change.
 
     >>> tx = set_to_zero()
     >>> tx.update({"w": torch.ones(1)}, tx.init(None))[0]

@@ -1,4 +1,4 @@
-"""Steps whose gradients are no numbers: passed over, and the loss scaled so that they are rare."""
+"""Guards against gradients that are not finite: skipped steps, and the loss scale for fp16."""
 
 import math
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ __all__ = ["loss_scale", "skip_nonfinite"]
 
 
 class SkipState(NamedTuple):
-    """Steps skipped one after the other, steps skipped in all, and the transform's state."""
+    """Consecutive steps skipped, steps skipped in all, and the transform's state."""
 
     running: int
     skipped: int
@@ -24,10 +24,10 @@ class SkipState(NamedTuple):
 
 @ranged("tx = sl.optim.skip_nonfinite(sl.optim.adamw(1e-3))", most=STEPS)
 def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
-    """Skip steps with a gradient that is NaN or infinite: parameters and state stay.
+    """Skip steps with a gradient that is NaN or infinite: parameters and state do not change.
 
-    The global norm tells, by one psum of a scalar, and a clip inside ``tx`` takes that norm.
-    ``most``  steps one after the other that may be passed over.
+    It tests the global norm, one psum of a scalar, which a clip inside ``tx`` uses too.
+    ``most``  the most consecutive steps that may be skipped.
     Raises: ShardError at the next one.
 
     >>> import shardlib as sl
@@ -97,12 +97,13 @@ def loss_scale(
 ) -> Transform:
     """Divide gradients by the scale of the loss, and find the largest scale that fits fp16.
 
-    Multiply the loss by ``state.scale``.  Where a gradient overflows, nothing is updated and the
-    scale falls by ``backoff``; after ``interval`` steps without, it grows by ``growth``; as
-    torch.amp.GradScaler.  It stands outermost, or right inside ``zero``, whose pending gradients
-    (stage 1) are then reduced once, for both; its one psum of a scalar serves a clip in ``tx``.
+    Multiply the loss by ``state.scale``.  If a gradient overflows, nothing is updated and the scale
+    is multiplied by ``backoff``; after ``interval`` steps without overflow, by ``growth``; as in
+    torch.amp.GradScaler.  Use it outermost, or directly inside ``zero``, whose pending gradients
+    (stage 1) are then reduced once, for both; its one psum of a scalar serves a clip in ``tx`` too.
     Gradients in half precision are divided in fp32.
-    Raises: ShardError where the scale has fallen below 2**-24: it is not the scale that is wrong.
+    Raises: ShardError if the scale falls below 2**-24: then the gradients themselves are not
+    finite.
 
     >>> import shardlib as sl
     >>> tx, params = loss_scale(sl.optim.sgd(1.0), start=8.0), {"w": torch.ones(1)}
@@ -157,7 +158,7 @@ def loss_scale(
 
 
 def _asked(grads: Any, step: Step) -> bool:
-    """Say whether the norm is a number; the step learns both."""
+    """Return whether the norm is finite; both are stored in ``step``."""
     norm = global_norm(grads)
     step.norm = norm if step.scale is None else norm / step.scale.to(norm.device)
     step.skipped = not _is_number(norm)

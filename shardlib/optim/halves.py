@@ -1,4 +1,4 @@
-"""fp32 in two halves: bfloat16, and the 16 bits that it lacks."""
+"""fp32 values in two parts: a bfloat16, and the 16 bits that it lacks."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ __all__ = ["halves", "joined"]
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split fp32 into the nearest bfloat16, ties away from zero, and the 16 bits that it lacks.
 
-    Rounding ties to even would need 17.
+    Rounding ties to even would need a 17th bit.
 
     >>> high, low = halves(torch.tensor([1.0, 3.14159]))
     >>> high, torch.equal(joined(high, low), torch.tensor([1.0, 3.14159]))
@@ -21,6 +21,6 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
-    """Join ``halves`` to the fp32 values that they were."""
+    """Join ``halves`` to the original fp32 values."""
     bits = high.contiguous().view(torch.int16).to(torch.int32) << 16
     return (bits + low).view(torch.float32)

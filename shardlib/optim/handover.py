@@ -1,8 +1,9 @@
-"""What becomes of the values that a step was given, and of those that it gives in the same memory.
+"""Donation of values to a step, as of JAX's donated arguments: using them afterwards raises.
 
-A sharded value that its dict alone holds goes over to the result as it is: nobody could tell it
-from one made anew, which takes a microsecond each.  Every other value is made anew, and the object
-that was given raises from then on, whoever holds it.  So does what is left in the dicts.
+The results use the same memory.  If only a dict refers to its sharded values, the objects move to
+the result's dict: this cannot be observed, and saves a microsecond each.  Every other value is
+created again, and the donated object raises from then on, whoever refers to it; so do the entries
+left in the dicts.
 """
 
 import operator
@@ -20,13 +21,13 @@ from shardlib.tensor import ShardedTensor
 __all__ = ["GivenUp", "hand_over"]
 
 _KEPT = frozenset(("raw", "place", "_is_param"))
-"""The attributes of a value that its successor has too: what was made of the old one is stale."""
+"""Attributes that a successor keeps; anything derived from the old value is stale."""
 
 
 def hand_over(params: Any, grads: Any, state: Any, after: Any) -> tuple[Any, Any]:
-    """Return the parameters and the state ``after`` a step as values anew; give up what was given.
+    """Return parameters and state ``after`` a step as new values; invalidate the donated ones.
 
-    All memory stays where it is.
+    All memory stays in place.
     """
     made: dict[int, tuple[Any, Any]] = {}
     news = _over(params, made), _over(after, made)
@@ -36,7 +37,7 @@ def hand_over(params: Any, grads: Any, state: Any, after: Any) -> tuple[Any, Any
 
 
 class GivenUp(torch.Tensor):
-    """What a tensor becomes whose memory was given up: every use raises."""
+    """The class of a tensor whose memory was donated: every use raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,24 +58,25 @@ def _used() -> ShardError:
 
 
 def _left() -> Tensor:
-    """Make what lies in a dict where a value went over from."""
+    """Make the placeholder for values that moved out of a dict."""
     x = torch.empty(0)
     x.__class__ = GivenUp
     return x
 
 
-_NAMES = operator.attrgetter("__dict__")  # vars() of many takes three times as long
+_NAMES = operator.attrgetter("__dict__")  # vars() of each takes three times as long
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 _SHARDED = {ShardedTensor}
 _LEFT = _left()
 _ALONE = max(map(sys.getrefcount, {0: object()}.values()))
-"""How many hold what a dict alone holds, as its values are counted here."""
+"""Reference count of an object that only one dict refers to, measured as in ``_movable``."""
 
 
 def _over(tree: Any, made: dict[int, tuple[Any, Any]]) -> Any:
-    """Return the same memory as new values.
+    """Return new values on the same memory.
 
-    ``made``  id of an object -> that object, so that the id stays its own, and its successor.
+    ``made``  id of an object -> that object, kept alive so that the id stays valid, and its
+              successor.
     """
     kind: Any = type(tree)
     if kind in _NUMBERS:
@@ -102,13 +104,13 @@ def _over(tree: Any, made: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _movable(tree: dict[Any, Any]) -> bool:
-    """Say whether all of a dict's values are sharded ones that nobody else holds."""
+    """Return whether all of a dict's values are sharded and nothing else refers to them."""
     values = tree.values()
     return set(map(type, values)) == _SHARDED and max(map(sys.getrefcount, values)) <= _ALONE
 
 
 def _moved(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Take the values out of a dict."""
+    """Move the values out of a dict."""
     values = tree.values()
     if max(map(len, map(_NAMES, values))) > 2:
         for x in values:
@@ -122,7 +124,7 @@ def _moved(tree: dict[Any, Any]) -> dict[Any, Any]:
 def _again(x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
         new: Tensor = ShardedTensor(x.raw, x.place)
-        if "_is_param" in x.__dict__:  # asked of the class, it costs more than all of this
+        if "_is_param" in x.__dict__:  # a read through the class costs more than all of this
             new._is_param = True  # type: ignore[attr-defined]
         return new
     new = x.detach().requires_grad_(x.requires_grad)

@@ -23,9 +23,9 @@ ELEMENTWISE = frozenset(
 
 
 class TorchState(NamedTuple):
-    """Steps taken, and by name what torch keeps: a tree, or one tensor for all parameters.
+    """Steps taken, and torch's state by name: a tree, or one tensor for all parameters.
 
-    Before the first step its values mean nothing.
+    Its values are placeholders before the first step.
     """
 
     count: int
@@ -35,15 +35,14 @@ class TorchState(NamedTuple):
 def from_torch(
     optimizer: Callable[..., torch.optim.Optimizer], *, trait: str | None = None, **how: Any
 ) -> Transform:
-    """Make a transform of a torch.optim class, or any like it.
+    """Wrap a torch.optim class, or a compatible one, as a transform.
 
-    torch's own elementwise ones run on blocks.  Others run on the sharded values, so what
-    they compute goes through their operators and moves what it says (``with sl.implicit():`` where
-    it would gather).
+    torch's own elementwise optimizers run on blocks.  Others run on the sharded values, so their
+    operators communicate as usual (``with sl.implicit():`` if they gather).
     ``lr``     a number or a schedule.
-    ``trait``  see ``Transform``; known of torch's own elementwise ones, others are refused by
-               ``zero`` unless it is said.
-    Raises: Unsupported for one that needs a closure.
+    ``trait``  see ``Transform``; known for torch's own elementwise optimizers.  ``zero`` refuses
+               others unless it is given.
+    Raises: Unsupported for an optimizer that needs a closure.
 
     >>> tx = from_torch(torch.optim.SGD, lr=0.5)
     >>> params = {"w": torch.ones(2)}
@@ -73,9 +72,9 @@ def from_torch(
     def stepped(
         params: list[Tensor], grads: list[Tensor], kept: list[dict[str, Any]] | None, count: int
     ) -> list[dict[str, Any]]:
-        """One step on these tensors, in place; what the optimizer keeps of each."""
+        """Run one step on these tensors, in place; return the optimizer's state of each."""
         rate = {"lr": at_step(lr, count)} if lr is not None else {}
-        bare = _bare if known else lambda x: x  # elements alone: blocks will do, padded ones too
+        bare = _bare if known else lambda x: x  # elementwise: blocks suffice, padded ones too
         leaves = [bare(p.detach()).requires_grad_() for p in params]
         for p, g in zip(leaves, grads, strict=True):
             p.grad = bare(g.detach())
@@ -133,14 +132,14 @@ def _bare(x: Any) -> Any:
 
 
 def _lying(v: Any, like: Tensor) -> Any:
-    """Lay a block of what is kept where the parameter lies."""
+    """Give a block of the optimizer's state the layout of its parameter."""
     if isinstance(like, ShardedTensor) and isinstance(v, Tensor) and v.shape == like.raw.shape:
         return like.detach().becomes(v)  # type: ignore[attr-defined]
     return v
 
 
 def _rows(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves, None for frozen ones, and what makes a tree of them again."""
+    """Return the leaves, None for frozen ones, and the function that rebuilds the tree."""
     leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
     return leaves, lambda new: optree.tree_unflatten(shape, new)
 
@@ -148,7 +147,7 @@ def _rows(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 def _by_name(
     kept: list[dict[str, Any]], held: list[int], rows: list[Any], tree: Callable[[list[Any]], Any]
 ) -> dict[str, Any]:
-    """Return what torch keeps of each parameter as a tree per name; equal counts once."""
+    """Convert torch's state to a tree per name; equal counts are stored once."""
     out: dict[str, Any] = {}
     scalars = all(rows[i].ndim == 0 for i in held)
     for name in dict.fromkeys(n for row in kept for n in row):
@@ -167,7 +166,7 @@ def _by_name(
 def _by_leaf(
     state: TorchState, held: list[int], count: int, copy: bool = False
 ) -> list[dict[str, Any]] | None:
-    """Return the same by parameter, as torch wants it; nothing before the first step."""
+    """Convert it back to torch's state per parameter; None before the first step."""
     if not state.count:
         return None
     out: list[dict[str, Any]] = [{} for _ in held]
@@ -184,12 +183,12 @@ def _by_leaf(
 class as_torch(torch.optim.Optimizer):
     """A transform as one of torch's optimizers, for torch's learning rate schedulers and Lightning.
 
-    ``params``  tensors, plain or sharded, or a mapping of names to them, by which masks know them,
-                or pairs as ``module.named_parameters()`` gives.
-    ``param_groups[0]["lr"]`` is the rate where ``tx`` was made by ``inject_hyperparams``, of which
-    each in ``tx`` has a group of its own; else it begins at 1.0 and multiplies the updates.
+    ``params``  tensors, plain or sharded, or a mapping of names to them, which masks match, or
+                pairs such as ``module.named_parameters()``.
+    ``param_groups[0]["lr"]`` is the rate if ``tx`` was made by ``inject_hyperparams``, each of
+    which has its own group; else it starts at 1.0 and multiplies the updates.
     Steps run in place, and may overwrite gradients.  ``state_dict`` has global tensors by name.
-    Raises: ShardError for no parameters, and for a state of others.
+    Raises: ShardError if there are no parameters, or for a state of others.
 
     >>> import shardlib as sl
     >>> model = torch.nn.Linear(2, 1)
@@ -228,7 +227,7 @@ class as_torch(torch.optim.Optimizer):
             self.param_groups.append(dict(other.hyperparams) | {"params": []})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the transform's state was made for the parameters of before.
+        """Refuse: the transform's state was made for the first parameters.
 
         Raises: ShardError.
         """
@@ -260,16 +259,16 @@ class as_torch(torch.optim.Optimizer):
             for p, u in zip(*pieces(self._params, updates), strict=True):
                 p.add_(u, alpha=factor)
         for state, group in zip(_injected(self._state), self.param_groups, strict=False):
-            group.update(state.hyperparams)  # schedules of the transform's own
+            group.update(state.hyperparams)  # the transform's own schedules
         return loss
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state by name, and the groups as torch has them."""
+        """Return the state by name, and the parameter groups in torch's form."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         return {"state": state_dict(self._state), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load what ``state_dict`` gave, also of another mesh or layout.
+        """Load a result of ``state_dict``, also from another mesh or layout.
 
         Raises: ShardError.
         """
@@ -281,7 +280,7 @@ class as_torch(torch.optim.Optimizer):
 def _pairs(params: Any) -> list[tuple[str, Tensor]]:
     """List names and parameters.
 
-    Raises: BadArgument for what is no parameter, as a group in a dict, whose rates a transform has.
+    Raises: BadArgument for other objects, such as a group in a dict: use ``partition`` for rates.
     """
     fix = "sl.optim.as_torch(tx, dict(module.named_parameters()))"
     if isinstance(params, Tensor | torch.nn.Module) or not isinstance(params, Iterable):
@@ -304,7 +303,7 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
 
 
 def _injected(state: Any) -> list[InjectState]:
-    """List the states of ``inject_hyperparams`` in a state, from the outside in."""
+    """List the states of ``inject_hyperparams`` in a state, the outermost first."""
     if isinstance(state, InjectState):
         return [state, *_injected(state.inner)]
     if isinstance(state, ShardedTensor | Tensor):

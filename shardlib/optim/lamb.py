@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step is as long as its tensor."""
+"""LAMB: Adam with a step proportional to each tensor's norm."""
 
 from typing import Any
 
@@ -31,12 +31,12 @@ def lamb(
     weight_decay: float = 0.0,
     backend: Backend = "auto",
 ) -> Transform:
-    """Update by Adam's direction for each tensor, as long as the tensor itself, times the rate.
+    """Update by Adam's direction for each tensor, scaled to the tensor's norm, times the rate.
 
-    Where a tensor or its direction is zero, the direction counts as it is.
+    If a tensor or its direction is zero, the direction is not scaled.
     ``backend``  the kernels of ``sl.optim.step``, as ``sl.kernels.use`` names them; apex's takes
                  parameters that every rank holds whole.
-    Moves one psum of two scalars per tensor, all in one.
+    Moves one psum, of two scalars per tensor.
     Source: You et al., arXiv 1904.00962, algorithm 2.
 
     >>> tx = lamb(0.5)
@@ -102,7 +102,7 @@ def lamb(
 
 
 def _whole(params: Any) -> bool:
-    """Say whether each rank holds every tensor whole: then its norm is found here."""
+    """Return whether each rank holds every tensor whole: then its norm needs no communication."""
     if isinstance(params, Buckets):
         return False
     leaves = [x for x in optree.tree_leaves(params) if isinstance(x, ShardedTensor)]

@@ -1,4 +1,4 @@
-"""Masters of half precision parameters: what a step needs to be exact, in parts of buckets."""
+"""Master weights of half-precision parameters, in parts of buckets: fp32, or 16 bits more."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -19,9 +19,9 @@ Master = Literal["fp32", "bf16+rem"]
 
 
 class ZeroState(NamedTuple):
-    """The state of the inner transform, and what makes half precision parameters exact.
+    """The state of the inner transform, and the master weights.
 
-    ``master``  the parameters' parts in fp32, or 16 bits that the parameters lack of them.
+    ``master``  the parameters' parts in fp32, or the 16 bits that bfloat16 parameters lack of fp32.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(data=2):
@@ -37,7 +37,7 @@ class ZeroState(NamedTuple):
 
 
 def cast(parts: Buckets, dtype: torch.dtype, *, zeros: bool = False) -> Buckets:
-    """Copy to another dtype."""
+    """Copy buckets to another dtype."""
     made = {
         name: ShardedTensor(
             torch.zeros_like(x.raw, dtype=dtype) if zeros else x.raw.to(dtype, copy=True), x.place
@@ -68,7 +68,7 @@ def with_master(
     master: Master,
     memory: Memory,
 ) -> ZeroState:
-    """Step the parameters in fp32, and write their rounded values into ``mine``."""
+    """Step the master weights in fp32, and write their rounded values into ``mine``."""
     if master == "fp32":
         step.beside = state.master, mine
         inner = run_in_place(tx, parts, state.inner, state.master, step)
@@ -81,7 +81,7 @@ def with_master(
     if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
         step.beside = mine, state.master
         inner = run_in_place(tx, parts, state.inner, mine, step)
-        step.beside = None  # where the step was passed over it is still there
+        step.beside = None  # still set if the step was skipped
         return ZeroState(inner, state.master)
     raws = {n: memory.take(x.raw.shape, torch.float32, x.raw.device) for n, x in parts.items()}
     full = parts.like({n: ShardedTensor(raw.zero_(), parts[n].place) for n, raw in raws.items()})

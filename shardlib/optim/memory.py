@@ -1,4 +1,4 @@
-"""Memory that is used again: fresh pages cost as much as a sum over them."""
+"""Memory pools: fresh pages cost as much as a sum over them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ __all__ = ["Memory", "Room"]
 
 
 class Memory:
-    """Vectors that are used again, since fresh pages cost as much as a sum over them."""
+    """A pool of vectors that are reused, since fresh pages cost as much as a sum over them."""
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self.lent: set[int] = set()
-        self.views: dict[int, Any] = {}  # address -> what was made of the memory there last
+        self.views: dict[int, Any] = {}  # address -> the views last made of the memory there
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a contiguous tensor that holds anything, to be given back when nobody reads it."""
+        """Return an uninitialised contiguous tensor; pass it to ``give`` after the last read."""
         n = math.prod(shape)
         rows = self.free.setdefault((dtype, device), [])
         fits = [i for i, t in enumerate(rows) if n <= t.numel() <= 2 * n]
@@ -32,7 +32,7 @@ class Memory:
         return base[:n].view(shape)
 
     def give(self, *taken: Tensor) -> None:
-        """Take back what ``take`` gave; what came from elsewhere is left alone."""
+        """Take tensors of ``take`` back into the pool; other tensors are ignored."""
         for t in taken:
             base = t if t._base is None else t._base
             if base.data_ptr() not in self.lent or base.ndim != 1:
@@ -42,10 +42,10 @@ class Memory:
 
 
 class Room:
-    """Memory that readings of one index share.
+    """Memory shared by all readings of one index.
 
-    ``order``   the buckets in the order in which the last one read them.
-    ``flying``  what waits for the sums of gradients that are on their way.
+    ``order``   the buckets in the order in which the last forward read them.
+    ``flying``  callbacks that wait for gradient sums in transit.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Room:
         self.flying: list[Callable[[], object]] = []
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return memory of an earlier gather that no tensor looks at any more, or new memory."""
+        """Return a gather buffer that no tensor uses any more, or a new one."""
         n = math.prod(shape)
         for t in self.buffers:
             fits = n <= t.numel() <= 2 * n and (t.dtype, t.device) == (like.dtype, like.device)
@@ -67,6 +67,6 @@ class Room:
 
 
 def _empty(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return new memory that later calls may write to, also where this one is under inference mode."""
+    """Allocate memory that later calls may write to, also if this one is in inference mode."""
     with torch.inference_mode(False):
         return torch.empty(n, dtype=dtype, device=device)

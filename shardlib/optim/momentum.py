@@ -1,4 +1,4 @@
-"""Optimizers that keep one running trace of gradients: SGD and Lion."""
+"""Optimizers with one running trace of gradients: SGD and Lion."""
 
 from typing import Any, NamedTuple
 

@@ -1,7 +1,7 @@
-"""Newton and Schulz's iteration: a matrix's nearest orthogonal one, by products alone.
+"""Newton-Schulz iteration: the nearest orthogonal matrix, by matrix products alone.
 
-X <- a X + (b A + c A A) X with A = X X^T, five times from X = G / |G|: singular values come near 1,
-singular vectors stay.
+X <- a X + (b A + c A A) X with A = X X^T, five times from X = G / |G|: singular values approach 1,
+singular vectors do not change.
 
 Source: Jordan et al., Muon (2024), kellerjordan.github.io/posts/muon; the coefficients are those of
 torch.optim.Muon.
@@ -24,7 +24,7 @@ COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
 def orthogonal(
     x: Tensor, coefficients: Coefficients = COEFFICIENTS, steps: int = 5, eps: float = 1e-7
 ) -> Tensor:
-    """Make whole matrices orthogonal, each of a batch on its own.
+    """Orthogonalise unsharded matrices, each of a batch on its own.
 
     Shapes: x [..., m, n] -> [..., m, n].
 
@@ -50,7 +50,7 @@ def on_blocks(
     steps: int = 5,
     eps: float = 1e-7,
 ) -> ShardedTensor:
-    """Make a matrix orthogonal where it lies, with sharded products: no rank holds it whole.
+    """Orthogonalise a matrix in its layout, with sharded products: no rank holds it whole.
 
     Shapes: x [m, n], in any layout -> the same.
     """
@@ -72,7 +72,7 @@ def on_blocks(
 
 
 def _summed(x: Tensor) -> ShardedTensor:
-    """Return the product with its sum done, where its layout says."""
+    """Return the product with its pending sum completed, in its own layout."""
     assert isinstance(x, ShardedTensor), "a product of sharded matrices is one"
     return reshard(x, x.sharding.bare) if x.sharding.partial else x
 
@@ -83,7 +83,7 @@ def _as(x: ShardedTensor, other: Tensor) -> ShardedTensor:
 
 
 def flops(m: int, n: int, steps: int = 5) -> int:
-    """Count the flops of one matrix.
+    """Count the flops for one matrix.
 
     >>> flops(2, 3)
     320

@@ -1,9 +1,9 @@
-"""State of whole matrices, each kept by the one rank that owns the matrix.
+"""State of whole matrices, each on the one rank that owns the matrix.
 
-What a transform remembers of a matrix as a whole, such as statistics of its rows, need not travel:
-it stays where the matrix is computed.  A rank's matrices lie one after the other in a vector, all
-ranks' vectors are one ShardedTensor split over the whole mesh, and so every rank holds about its
-part of the state, whatever the layout of the parameters.
+State of a matrix as a whole, such as statistics of its rows, need not be sent: it stays on the rank
+that computes the matrix.  A rank's matrices are stored one after the other in a vector; all ranks'
+vectors form one ShardedTensor split over the whole mesh.  So every rank holds about its share of
+the state, for any layout of the parameters.
 """
 
 import math
@@ -27,15 +27,15 @@ from shardlib.tensor import Place, ShardedTensor
 __all__ = ["Held", "Kind", "Owned"]
 
 Kind = Literal["mn", "mm", "nn"]
-"""Of a matrix [m, n]: a number for each element, each pair of rows, or each pair of columns."""
+"""Numbers kept of a matrix [m, n]: one per element, per pair of rows, or per pair of columns."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A list of which numbers are kept of which matrices, and by whom.
+    """A list of the numbers kept per matrix, with their owners.
 
     ``paths``  of the parameters, in the order of ``plan.spreads``.
-    ``most``   pairs of more rows, or columns, than that are not kept.
+    ``most``   sides with more rows, or columns, keep no pairs.
     """
 
     paths: tuple[str, ...]
@@ -45,7 +45,7 @@ class Held:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """The shapes of the numbers of one of each parameter's matrices."""
+        """The shape of the numbers per matrix, for each parameter."""
         out = []
         for spread in self.plan.spreads:
             m, n = spread.shape[-2:]
@@ -56,7 +56,7 @@ class Held:
 
     @cached_property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per rank, (unit, where its numbers begin in the rank's vector)."""
+        """Per rank, (unit, offset of its numbers in the rank's vector)."""
         out: list[list[tuple[int, int]]] = [[] for _ in self.plan.holds]
         ends = [0] * len(out)
         for unit, ((param, _), owner) in enumerate(
@@ -68,7 +68,7 @@ class Held:
 
     @cached_property
     def length(self) -> int:
-        """The length of the vector of the rank that keeps most."""
+        """The length of the longest rank's vector."""
         ends = [0] * len(self.plan.holds)
         for (param, _), owner in zip(self.plan.units, self.plan.owner, strict=True):
             ends[owner] += math.prod(self.shapes[param])
@@ -76,9 +76,9 @@ class Held:
 
 
 class Owned:
-    """Numbers of matrices, with their owners; a node of trees with one vector in it.
+    """Numbers of matrices on their owners; a pytree node with one vector in it.
 
-    ``vector``  a ShardedTensor split over all of the mesh, or without a mesh a plain one.
+    ``vector``  a ShardedTensor split over the whole mesh, or a plain tensor without a mesh.
     """
 
     def __init__(self, vector: Any, held: Held, mesh: Mesh | None) -> None:
@@ -90,7 +90,7 @@ class Owned:
     def zeros(
         items: Sequence[Laid], plan: Deal, kind: Kind, dtype: torch.dtype, most: float
     ) -> "Owned":
-        """Make zeros for the numbers of matrices as they lie, which ``plan`` deals to owners."""
+        """Make zeros for the numbers of these matrices, on the owners of ``plan``."""
         held, mesh = Held(tuple(x.path for x in items), plan, kind, most), items[0].mesh
         new = items[0].runs[0].new_zeros
         if mesh is None:
@@ -101,11 +101,11 @@ class Owned:
         return Owned(ShardedTensor(raw, place), held, mesh)
 
     def clone(self) -> "Owned":
-        """Copy the numbers to other memory."""
+        """Copy the numbers."""
         return Owned(self.vector.clone(), self.held, self.mesh)
 
     def views(self, i: int) -> dict[int, Tensor]:
-        """Map units to their numbers, of those that the i-th rank played here owns; writes stay."""
+        """Map units to views of their numbers, for the units of the i-th rank in this process."""
         rank, vector = 0, self._vector(i)
         if self.mesh is not None:
             rank = rank_along(self.mesh.names, played(self.mesh)[i], self.mesh.axes)
@@ -122,17 +122,17 @@ class Owned:
 
     @property
     def paths_held(self) -> list[str]:
-        """The paths of the parameters of which numbers are kept."""
+        """The paths of the parameters whose numbers are kept."""
         shapes = zip(self.held.paths, self.held.shapes, strict=True)
         return [path for path, shape in shapes if shape != (0, 0)]
 
     def shape(self, path: str) -> tuple[int, ...]:
-        """Return the shape of a parameter's numbers: those of a stack of matrices are one."""
+        """Return the shape of a parameter's numbers, those of a stack of matrices in one tensor."""
         param = self.held.paths.index(path)
         return (*self.held.plan.spreads[param].shape[:-2], *self.held.shapes[param])
 
     def by_parameter(self) -> list[tuple[str, Tensor]]:
-        """List (path, its numbers as one tensor), split over the mesh where that divides them.
+        """List (path, its numbers as one tensor), split over the mesh if a dimension divides.
 
         Moves: one psum of each.
         """
@@ -164,7 +164,7 @@ class Owned:
         return reshard(value, Layout(tuple(dims)))
 
     def filled(self, values: Mapping[str, Tensor]) -> "Owned":
-        """Return the same with the numbers of each path."""
+        """Return a copy with the numbers of each path replaced."""
         out = self.clone()
         every = [out.views(i) for i in range(1 if self.mesh is None else len(played(self.mesh)))]
         for path, value in values.items():
@@ -179,7 +179,7 @@ class Owned:
         return out
 
     def check(self, items: Sequence[Laid], op: str) -> None:
-        """Refuse other matrices than those whose numbers these are."""
+        """Refuse matrices other than those of this state."""
         paths, spreads = tuple(x.path for x in items), tuple(x.spread for x in items)
         held = self.held
         if paths == held.paths and spreads == held.plan.spreads:

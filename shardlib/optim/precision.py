@@ -1,8 +1,8 @@
-"""Mixed precision as a value: in which dtype parameters lie, are computed with, reduced and kept.
+"""Mixed precision as a value: the dtypes of parameters, computation, reduction and state.
 
-Half precision has 8 bits (bfloat16) or 11 of a number, and an update is often less than 1/256 of
+Half precision has 8 (bfloat16) or 11 significant bits, and an update is often less than 1/256 of
 its weight: added in half precision it changes nothing.  So an fp32 copy is kept, the master, or
-only the 16 bits that a bfloat16 lacks of it; the parameters are its rounding.
+only the 16 bits that a bfloat16 lacks of it; the parameters are the rounded master.
 """
 
 from dataclasses import dataclass
@@ -35,15 +35,15 @@ Master = Literal["fp32", "bf16+rem"]
 class Precision:
     """The dtypes of a training run.
 
-    ``param``    in which parameters lie, and are gathered.
-    ``compute``  in which the model computes; None: the parameters'.
-    ``reduce``   in which gradients are summed over ranks; None: as they come, half ones in fp32.
-    ``state``    in which moments are kept; None: fp32 (fp64 for fp64).
+    ``param``    of the parameters, also while they are gathered.
+    ``compute``  of the model's computation; None: the parameters'.
+    ``reduce``   of sums of gradients over ranks; None: their own, half precision in fp32.
+    ``state``    of the moments; None: fp32 (fp64 for fp64).
     ``master``   "fp32": 4 more bytes per parameter; "bf16+rem": 2 more bytes, the same values;
                  None: parameters are rounded at every step.
 
-    Bytes per parameter with Adam, of which the gradient is 2: with "fp32" 16, with "bf16+rem" 14.
-    Raises: ShardError for what is no floating point dtype, and for "bf16+rem" of other parameters.
+    Bytes per parameter with Adam, the gradient's 2 included: with "fp32" 16, with "bf16+rem" 14.
+    Raises: ShardError for other dtypes than floating point, and for "bf16+rem" of other parameters.
 
     >>> policy = Precision(master="bf16+rem")
     >>> policy.to_param({"w": torch.ones(2)})
@@ -83,18 +83,18 @@ class Precision:
             )
 
     def to_param(self, tree: Any) -> Any:
-        """Return the tree with floating point leaves in the parameters' dtype."""
+        """Cast floating point leaves to the parameters' dtype."""
         return _cast(tree, self.param)
 
     def to_compute(self, tree: Any) -> Any:
-        """Return the tree in the dtype to compute with; gradients come back in the leaves' own.
+        """Cast the tree to the dtype of computation; gradients have the leaves' own dtype.
 
         ``loss(policy.to_compute(params), policy.to_compute(batch))``
         """
         return _cast(tree, self.compute or self.param)
 
     def for_zero(self) -> dict[str, Any]:
-        """Return the arguments of ``zero(tx, "data", **policy.for_zero())``; it holds the master."""
+        """Return the arguments of ``zero(tx, "data", **policy.for_zero())``, which keeps the master."""
         return {"master": self.master, "reduce_dtype": self.reduce}
 
 
@@ -113,10 +113,10 @@ class MixedState(NamedTuple):
 
 
 def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
-    """Run ``tx`` on an fp32 master of half precision parameters, which are its rounding.
+    """Run ``tx`` on an fp32 master of half-precision parameters, which are the rounded master.
 
-    Without ``zero``, which keeps the master itself, in parts.  Parameters in other dtypes are their
-    own master.  ``precision.state`` is the dtype in which the state is kept between steps.
+    For use without ``zero``, which keeps the master itself, in parts.  Parameters in other dtypes
+    are their own master.  ``precision.state`` is the dtype of the state between steps.
 
     >>> import shardlib as sl
     >>> tx = mixed(sl.optim.sgd(1.0))
@@ -136,11 +136,11 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
     rest = how.master == "bf16+rem"
 
     def exact(params: Any, master: Any) -> Any:
-        """Return the parameters kept: half ones in fp32, the others themselves."""
+        """Return the exact parameters: fp32 for half-precision ones, the others themselves."""
         return each(joined if rest else lambda p, m: m, trainable(params), master)
 
     def apart(new: Any, params: Any) -> tuple[Any, Any]:
-        """Half parameters as they become, and what is kept of them."""
+        """Return the rounded half-precision parameters, and their masters or remainders."""
         half = _half(params)
         if rest:
             high = each(lambda p, n: halves(n)[0], half, new)
@@ -166,7 +166,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         updates, inner = tx.update(_widened(grads), inner, before)
         new = each(lambda p, u: (p + u).to(p.dtype), before, updates)
         high, master = apart(new, params)
-        # in fp64, so that p + u is the rounding itself, whatever their sizes
+        # in fp64, so that p + u is exactly the rounded value
         steps = each(lambda p, h: h.double() - p.double(), _half(params), high)
         updates = optree.tree_map(
             lambda u, step: u if step is None else step, updates, steps, none_is_leaf=True
@@ -198,7 +198,7 @@ def _zeros_own() -> Unsupported:
 
 
 def _half(params: Any) -> Any:
-    """Return the tree with None for all but trained leaves in half precision."""
+    """Keep trained leaves in half precision; all others become None."""
     return optree.tree_map(
         lambda p: p if isinstance(p, Tensor) and p.dtype in HALF else None, trainable(params)
     )
@@ -209,12 +209,12 @@ def _widened(grads: Any) -> Any:
 
 
 def _to(state: Any, dtype: torch.dtype | None) -> Any:
-    """Return the state's tensors in the dtype in which they are kept."""
+    """Cast the state's tensors to the dtype in which they are kept."""
     if dtype is None:
         return state
     return each(lambda x: x.to(dtype) if x.is_floating_point() else x, state)
 
 
 def _back(state: Any, dtype: torch.dtype | None) -> Any:
-    """Return the state's tensors in the dtype in which they are computed with."""
+    """Cast the state's tensors to the dtype of computation."""
     return state if dtype is None else _to(state, wide(dtype))

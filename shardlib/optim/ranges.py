@@ -1,4 +1,4 @@
-"""What a number may be: hyperparameters are checked when a transform or a schedule is made."""
+"""Ranges of hyperparameters, checked when a transform or a schedule is made."""
 
 import inspect
 import math
@@ -20,7 +20,7 @@ Made = TypeVar("Made")
 
 
 class Range(NamedTuple):
-    """A range of numbers that are taken, and how that is said."""
+    """A range of valid numbers, and its description in errors."""
 
     said: str
     fits: Callable[[Any], bool]
@@ -28,7 +28,7 @@ class Range(NamedTuple):
 
 
 AMOUNT = Range("0 or more, and finite", lambda n: 0 <= n < math.inf)
-SHARE = Range("at least 0 and less than 1", lambda n: 0 <= n < 1)  # of what was before
+SHARE = Range("at least 0 and less than 1", lambda n: 0 <= n < 1)  # a weight of the old value
 POSITIVE = Range("more than 0", lambda n: n > 0)
 NUMBER = Range("a finite number", math.isfinite)
 COUNT = Range("a whole number, 1 or more", lambda n: n >= 1, whole=True)
@@ -43,12 +43,12 @@ _NAMED = {
 def ranged(
     fix: str = "", **ranges: Range
 ) -> Callable[[Callable[Hyper, Made]], Callable[Hyper, Made]]:
-    """Check numbers by the names of their arguments, as torch does.
+    """Check hyperparameters by the names of their arguments, as torch does.
 
-    ``ranges``  of names that are not everybody's.
-    ``fix``     a call that is right.
-    ``None`` is taken where it is the default, a function where a schedule may stand.
-    Raises: BadArgument for what is out of range, and for what is no number.
+    ``ranges``  of arguments without a common range.
+    ``fix``     a valid call.
+    ``None`` is valid if it is the default, a function where a schedule is.
+    Raises: BadArgument for a number out of range, and for other types.
 
     >>> ranged()(lambda lr, b1=0.9: lr)(-1.0)
     Traceback (most recent call last):

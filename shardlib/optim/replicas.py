@@ -1,8 +1,8 @@
-"""Check mode after an update: what ranks hold alike, and are configured with, is compared.
+"""Replica check after an update, in check mode: replicas and hyperparameters are compared.
 
-Replicated parameters and states are compared by their digests, and with them the numbers that an
-optimizer was made of, since where states are split a rate that differs by rank makes no replicas
-part: every rank's share is updated by another rule.
+Replicated parameters and states are compared by their digests.  The optimizer's numbers are
+compared too: a rate that differs by rank cannot be found in a split state, which has no replicas,
+although every rank's share is then updated by another rule.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,9 +22,9 @@ __all__ = ["compare"]
 def compare(op: str, params: Any, state: Any = None, tx: Any = None, **said: Any) -> None:
     """Compare, in check mode, parameters, state and numbers with those of the other ranks.
 
-    ``tx``    the transform, of whose closures the numbers are compared.
-    ``said``  other numbers that are the same on every rank.
-    Raises: RankFailed naming the first that differs, with both sides.
+    ``tx``    the transform, whose closures' numbers are compared.
+    ``said``  other numbers that must be the same on every rank.
+    Raises: RankFailed naming the first difference, with both values.
     """
     mode = checking()
     if mode is None:
@@ -46,7 +46,7 @@ def compare(op: str, params: Any, state: Any = None, tx: Any = None, **said: Any
 
 
 def _numbers(x: Any, at: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """List the numbers and words that functions enclose, with the names that they have there."""
+    """List the numbers and strings in the closures of functions, with their names."""
     if isinstance(x, int | float | str):
         yield at, x
         return
@@ -73,5 +73,5 @@ def _numbers(x: Any, at: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 def _held(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing was put into it
+    except ValueError:  # not assigned yet
         return None

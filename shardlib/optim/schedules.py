@@ -1,7 +1,7 @@
 """Learning rate schedules: functions of the step, counted from 0.
 
-Every transform that takes a rate takes a schedule in its place.  Whoever counts steps calls it once
-per update: its value at step i is the rate of the update i + 1.
+Every transform that takes a rate takes a schedule instead.  The transform that counts steps calls
+it once per update: its value at step i is the rate of update i + 1.
 """
 
 import math
@@ -31,7 +31,7 @@ def constant(value: float) -> Schedule:
 
 @ranged("sl.optim.linear(0.0, 1e-3, 100)", end=AMOUNT, steps=STEPS)
 def linear(start: float, end: float, steps: int) -> Schedule:
-    """Go from ``start`` at step 0 to ``end`` at step ``steps`` in a line, and stay there.
+    """Go from ``start`` at step 0 to ``end`` at step ``steps`` in a line, constant after it.
 
     >>> f = linear(0.0, 1.0, 4)
     >>> [f(i) for i in (0, 1, 4, 9)]
@@ -42,7 +42,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 
 @ranged("sl.optim.cosine(1e-3, 0.0, 1000)", end=AMOUNT, steps=STEPS)
 def cosine(start: float, end: float, steps: int) -> Schedule:
-    """Go from ``start`` to ``end`` in half a period of a cosine, and stay there.
+    """Go from ``start`` to ``end`` in half a period of a cosine, constant after ``steps``.
 
     Source: Loshchilov and Hutter, arXiv 1608.03983, equation 5.
 
@@ -61,7 +61,7 @@ def warmup_cosine(
 ) -> Schedule:
     """Rise from ``start`` to ``peak`` in ``warmup`` steps, fall to ``end`` at step ``steps``.
 
-    Raises: ShardError where the warmup is longer than all of it.
+    Raises: ShardError if the warmup is longer than ``steps``.
 
     >>> f = warmup_cosine(1.0, 2, 6)
     >>> [round(f(i), 4) for i in range(8)]
@@ -92,9 +92,9 @@ def wsd(
 ) -> Schedule:
     """Warm up, stay at the peak, and decay over the last ``decay`` steps: warmup, stable, decay.
 
-    ``shape``  of the decay; "sqrt" is ``1 - sqrt(t)``, which was found best.
+    ``shape``  of the decay; "sqrt" is ``1 - sqrt(t)``, the best in the second source.
     Source: Hu et al., arXiv 2404.06395, section 4; Haegele et al., arXiv 2405.18392.
-    Raises: ShardError where warmup and decay do not fit into ``steps``.
+    Raises: ShardError if warmup and decay do not fit into ``steps``.
 
     >>> f = wsd(1.0, 2, 8, 4)
     >>> [f(i) for i in range(10)]
@@ -122,7 +122,7 @@ def joined(parts: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Run one schedule after another; each counts its own steps from 0.
 
     ``boundaries``  the step at which each part but the first begins.
-    Raises: ShardError unless there is one boundary fewer than parts and they do not fall.
+    Raises: ShardError unless there is one boundary fewer than parts, in ascending order.
 
     >>> f = joined([constant(1.0), linear(1.0, 0.0, 2)], [3])
     >>> [f(i) for i in range(6)]
@@ -147,7 +147,7 @@ def joined(parts: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 def at_step(lr: float | Schedule, count: int) -> float:
     """Return the rate at step ``count``, from 0, of a number or a schedule.
 
-    Raises: BadArgument where a schedule gives what is no rate.
+    Raises: BadArgument if a schedule returns an invalid rate.
     """
     if not callable(lr):
         return lr

@@ -1,7 +1,7 @@
-"""Which parameters are meant: by pattern, by a tree that matches theirs, or by a function of it.
+"""Selection of parameters by pattern, by a tree of values, or by a function of the tree.
 
-Parameters are known by path, the keys from the root joined by dots, which under ``zero`` is all
-that is left of the tree.
+Parameters are identified by path, the keys from the root joined by dots.  Under ``zero`` only the
+paths are left of the tree.
 """
 
 import re
@@ -20,15 +20,15 @@ from shardlib.optim.trees import each, names_of
 __all__ = ["Labels", "Mask", "each_where", "flags", "labels", "merged", "named", "one_each", "only"]
 
 Mask = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[Any], Any] | Any
-"""Globs or regexes of the paths that are meant; or a tree of bools; or a function of the tree."""
+"""Globs or regexes of the selected paths; or a tree of bools; or a function of the tree."""
 
 Labels = Sequence[tuple[Pattern[Any], str]] | Callable[[Any], Any] | Any
-"""(pattern, label) pairs of which the first that matches holds; or a tree of labels; or a function
-of the tree that gives one."""
+"""(pattern, label) pairs, of which the first match counts; or a tree of labels; or a function of
+the tree that returns one."""
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """Map each path to its leaf, None for a frozen one; of ``Buckets``, to shapes alone.
+    """Map each path to its leaf, None for a frozen one; for ``Buckets``, to tensors on meta.
 
     >>> sorted(named({"a": {"b": 1, "c": None}, "d": [2]}))
     ['a.b', 'a.c', 'd.0']
@@ -41,7 +41,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def one_each(tree: Any) -> list[tuple[str, Any]]:
-    """List (path, leaf) of each tensor once, also of tied ones, in the order of ``totals``."""
+    """List (path, leaf), tied tensors once, in the order of ``totals``."""
     if not isinstance(tree, Buckets):
         return list(named(tree).items())
     known = named(tree)
@@ -52,7 +52,7 @@ def one_each(tree: Any) -> list[tuple[str, Any]]:
 def flags(mask: Mask, tree: Any, op: str) -> dict[str, bool]:
     """Map each path to whether the mask selects it.
 
-    Raises: RuleLint where a pattern matches nothing, or a tree lacks a path.
+    Raises: RuleLint if a pattern matches nothing, or a tree lacks a path.
     """
     known = named(tree)
     patterns = _patterns(mask)
@@ -69,7 +69,7 @@ def flags(mask: Mask, tree: Any, op: str) -> dict[str, bool]:
 def labels(which: Labels, tree: Any, op: str) -> dict[str, str]:
     """Map each path to its label.
 
-    Raises: RuleLint where a pattern matches nothing, or nothing matches a path.
+    Raises: RuleLint if a pattern matches nothing, or no pattern matches a path.
     """
     known = named(tree)
     if not _is_pairs(which):
@@ -92,9 +92,9 @@ def labels(which: Labels, tree: Any, op: str) -> dict[str, str]:
 
 
 def only(tree: Any, values: Mapping[str, Any], value: Any) -> Any:
-    """Return the tree with None for every leaf whose path has another value than ``value``.
+    """Replace every leaf whose path has another value than ``value`` by None.
 
-    Of ``Buckets``, those whose parameters have it; they must agree within a bucket.
+    For ``Buckets``, return the buckets whose parameters have it; they must agree within a bucket.
     """
     if isinstance(tree, Buckets):
         return tree.subset(tuple(n for n, v in _of_buckets(tree, values).items() if v == value))
@@ -104,7 +104,7 @@ def only(tree: Any, values: Mapping[str, Any], value: Any) -> Any:
 
 
 def merged(tree: Any, values: Mapping[str, Any], parts: Mapping[Any, Any]) -> Any:
-    """Return a tree like ``tree`` whose leaves come from the part of their path's value."""
+    """Build a tree like ``tree``, taking each leaf from the part of its path's value."""
     if isinstance(tree, Buckets):
         return tree.like({n: parts[v][n] for n, v in _of_buckets(tree, values).items()})
     leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
@@ -119,7 +119,7 @@ def merged(tree: Any, values: Mapping[str, Any], parts: Mapping[Any, Any]) -> An
 def each_where(
     f: Callable[..., Tensor], values: Mapping[str, bool], first: Any, *others: Any, op: str
 ) -> Any:
-    """Map over the leaves whose path has the value True; the others stay as in ``first``."""
+    """Map over the leaves whose path has the value True; the others keep ``first``'s value."""
     if all(values.values()):
         return each(f, first, *others, op=op)
     done = each(f, *(only(t, values, True) for t in (first, *others)), op=op)
@@ -161,7 +161,7 @@ def _patterns(mask: Any) -> Sequence[Pattern[Any]] | None:
 
 
 def _without(pattern: Any, pairs: Any) -> str:
-    """Write the line that drops a pair, by its text, or by its number for a function."""
+    """Format the fix that drops a pair, by its text, or by its number for a function."""
     if isinstance(pattern, str | re.Pattern):
         return f"which = [r for r in which if r[0] != {pattern!r}]"
     at = next(i for i, (p, _) in enumerate(pairs) if p is pattern)
@@ -171,7 +171,7 @@ def _without(pattern: Any, pairs: Any) -> str:
 def _by_tree(
     which: Any, tree: Any, known: Mapping[str, Any], op: str, fix: str = ""
 ) -> dict[str, Any]:
-    """Return a tree of values, or what a function makes of the tree, path by path."""
+    """Return a tree of values, or the result of a function of the tree, path by path."""
     given = named(
         which(dict(known) if isinstance(tree, Buckets) else tree) if callable(which) else which
     )

@@ -1,11 +1,11 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
 
-Of each matrix G [m, n] running means of G G^T and G^T G are kept; Adam's second moment is that of
-the gradient as their eigenvectors see it, and so is its step.  A matrix's statistics, its bases and
-its moments live with one rank, its owner: gradients travel there and directions back, the work is
-shared out by flops, and eigenvectors, which rounding may turn, are made once for all.  On every
-layout, and however ``zero`` cuts, the step is the one of a single device; where statistics lack
-rank, the basis is completed by vectors that no rounding turns.
+For each matrix G [m, n], running means of G G^T and G^T G are kept; Adam's second moment and step
+are computed in the basis of their eigenvectors.  One rank, the matrix's owner, holds its
+statistics, bases and moments: gradients are sent to it and directions back, and matrices are dealt
+to owners by flops.  Eigenvectors, which rounding may turn, are computed by the owner alone.  On
+every layout, and for every cut of ``zero``, the step equals that of a single device; if statistics
+lack rank, the basis is completed by vectors that do not depend on rounding.
 
 Source: Vyas et al., arXiv 2409.11321, algorithm 3; Gupta et al., arXiv 1802.09568 (Shampoo).
 """
@@ -41,9 +41,9 @@ __all__ = ["soap"]
 
 
 class SoapState(NamedTuple):
-    """Steps taken, and of each matrix what its owner keeps.
+    """Steps taken, and the owner's state of each matrix.
 
-    That is Adam's first moment, its second one in the eigenbasis, the running means of G G^T and
+    It has Adam's first moment, its second moment in the eigenbasis, the running means of G G^T and
     G^T G, and their eigenvectors.
     """
 
@@ -72,16 +72,16 @@ def soap(
 ) -> Transform:
     """Update by Adam in the eigenbasis of running means of G G^T and G^T G, on any layout.
 
-    The first step finds a basis and updates nothing.
+    The first step computes a basis and updates nothing.
     ``every``     steps between two renewals of the bases, each one step of the power method and QR.
     ``most``      a side of more rows or columns keeps no statistics: its basis is the identity.
-    ``rest``      what updates everything that ``matrices`` does not mean.
+    ``rest``      the transform of all parameters that ``matrices`` does not select.
     ``matrices``  globs of paths, a tree of bools, or a function of the tree; see
                   ``recipes.matrices(model)``.  Leaves of three dimensions are stacks of matrices.
-    ``kernels``   as muon's: which leaves are one matrix [out, in x window].
-    Holds:  2 m n + 2 m m + 2 n n numbers for a matrix, with its owner alone.
-    Moves:  what Muon's owners move: each matrix to its owner and back.
-    Raises: Unsupported for a leaf that is no matrix.
+    ``kernels``   leaves that are one matrix [out, in x window], as in ``muon``.
+    Holds:  2 m n + 2 m m + 2 n n numbers per matrix, on its owner alone.
+    Moves:  each matrix to its owner and back, as Muon's "owners".
+    Raises: Unsupported for a leaf that is not a matrix.
 
     >>> tx, params = soap(0.1, weight_decay=0.0), {"w": torch.zeros(2, 2)}
     >>> state = tx.init(params)
@@ -102,7 +102,7 @@ def soap(
         return SoapState(0, *(Owned.zeros(items, plan, k, dtype, most) for k in kinds))
 
     def directed(grads: Any, into: Any, state: SoapState) -> None:
-        """Write directions, and what the owners remember of these gradients, in place."""
+        """Write directions, and update the owners' state with these gradients, in place."""
         items = _live(grads, kernels)
         state.mu.check(items, "soap")
         ranks = range(len(items[0].runs))
@@ -118,7 +118,7 @@ def soap(
         through_owners(runs, plan, items[0].mesh, compute, outs, dtype)
 
     def sized(count: int, rate: float) -> tuple[float, float]:
-        """Return the factors of directions and of weights; the first step only looks."""
+        """Return the factors of directions and of weights; both are 0 in the first step."""
         if not count:
             return 0.0, 0.0
         return -rate * (1 - b2**count) ** 0.5 / (1 - b1**count), -rate * weight_decay
@@ -155,7 +155,7 @@ def soap(
 
 
 def _live(tree: Any, kernels: Patterns | None) -> list[Laid]:
-    """List the matrices that have elements, all of one mesh."""
+    """List the matrices that have elements; they must share one mesh."""
     items = [
         x for x in laid(tree, None, listed(kernels)) if x.spread.count and math.prod(x.spread.shape)
     ]
@@ -176,13 +176,13 @@ def _sizes(items: Sequence[Laid]) -> tuple[tuple[str, int], ...]:
 
 
 def _work(s: Spread) -> int:
-    """Count flops of a step: eight products of its size, and some steps' QR of each side."""
+    """Count flops of a step: eight products of its size, and m^3 + n^3 for the bases."""
     m, n = s.shape[-2:]
     return 8 * m * n * (m + n) + m**3 + n**3
 
 
 class _Numbers(NamedTuple):
-    """What is remembered of one matrix, as in SoapState; empty of sides without statistics."""
+    """The state of one matrix, as in SoapState; empty for sides without statistics."""
 
     mu: Tensor
     nu: Tensor
@@ -195,7 +195,7 @@ class _Numbers(NamedTuple):
 def _step(
     g: Tensor, own: _Numbers, count: int, b1: float, b2: float, eps: float, every: int
 ) -> None:
-    """Step one matrix in place: ``g`` becomes its direction."""
+    """Step one matrix in place: ``g`` is overwritten with its direction."""
     mu, nu, left, right, left_basis, right_basis = own
     sides = [(left, left_basis, 0), (right, right_basis, 1)]
     seen = g.clone()
@@ -226,16 +226,16 @@ def _step(
 
 
 def _floor(values: Tensor) -> Tensor:
-    """Return the size below which eigenvalues are rounding, and their vectors say nothing."""
+    """Return the size below which eigenvalues are rounding errors, and their vectors random."""
     return 2 * len(values) ** 0.5 * torch.finfo(values.dtype).eps * values.max()
 
 
 def _completed(vectors: Tensor, rank: int) -> Tensor:
     """Make the first ``rank`` columns orthonormal, and complete them to a basis.
 
-    What eigh and QR give for the others of a matrix that lacks rank is made of rounding errors, so
-    that gradients which differ in their last bit (clipped by a norm that was summed in another
-    order) would be updated differently.  Drawn columns in their place hang on nothing.
+    For a matrix that lacks rank, the other columns of eigh and QR are made of rounding errors, so
+    gradients that differ in their last bit (clipped by a norm that was summed in another order)
+    would be updated differently.  Columns drawn from a fixed seed do not depend on rounding.
     """
     n = len(vectors)
     if not rank:
@@ -247,6 +247,6 @@ def _completed(vectors: Tensor, rank: int) -> Tensor:
 
 
 def _turned(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Compute left^T x right, without the sides that have no basis."""
+    """Compute left^T x right; sides without a basis are skipped."""
     x = left.mT @ x if left.numel() else x
     return x @ right if right.numel() else x

@@ -1,4 +1,4 @@
-"""A span of elements at a time: steps in place whose temporaries stay small."""
+"""Chunked elementwise steps in place, so that temporaries stay small."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,13 +13,13 @@ from shardlib.tensor import ShardedTensor
 __all__ = ["SPAN", "lies_flat", "spans", "writable"]
 
 SPAN = 1 << 16
-"""Elements at a time: the temporaries of a step are of this size, and stay in a core's cache."""
+"""Elements per chunk: the temporaries of a step have this size, and fit a core's cache."""
 
 
 def spans(*rows: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Give ``SPAN`` elements at a time of each of some lists of tensors alike; writes stay.
+    """Yield chunks of ``SPAN`` elements of parallel lists of tensors, as views: writes change them.
 
-    Tensors whose elements do not follow one another are cut in slices of their first dimension.
+    Tensors that are not contiguous are cut into slices of their first dimension.
 
     >>> [x.shape[0] for (x,) in spans([torch.ones(2, SPAN // 2), torch.ones(3)])]
     [65536, 3]
@@ -37,19 +37,19 @@ def spans(*rows: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
 
 
 def lies_flat(x: Tensor) -> bool:
-    """Say whether a reshape of each block to a vector is a view of it."""
+    """Return whether each block is contiguous, so that reshaping it to a vector is a view."""
     if isinstance(x, ShardedTensor):
         return all(b.is_contiguous() for b in blocks(x.raw, x.mesh))
     return x.is_contiguous()
 
 
 def writable(grads: Any, like: Any, copy: bool = False) -> Any:
-    """Return the memory that a step's directions can be written to.
+    """Return memory for a step's directions.
 
-    That is the gradients' own, which are given up, where their dtype is ``like``'s; elsewhere new
-    memory in that dtype.  None stays where either tree has it.
+    It is the gradients' own, which the step may overwrite, if their dtype is ``like``'s; else new
+    memory in that dtype.  A leaf that is None in either tree stays None.
 
-    ``copy``  new memory holds the gradients too.
+    ``copy``  copy the gradients into new memory.
     """
 
     def one(g: Any, m: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One step of an optimizer on memory that its caller gives up."""
+"""One step of an optimizer on memory that the caller donates."""
 
 import itertools
 from typing import Any, NamedTuple, TypeVar
@@ -19,11 +19,11 @@ __all__ = ["Info", "step"]
 
 
 class Info(NamedTuple):
-    """The findings of a step.
+    """Figures of a step.
 
-    ``norm``     the gradients' global norm before clipping, where clipping or ``norm=True`` asked.
+    ``norm``     the gradients' global norm before clipping, if a clip or ``norm=True`` computed it.
     ``lr``       the rate of the last transform that has one.
-    ``skipped``  whether parameters and state stayed as they were.
+    ``skipped``  whether parameters and state did not change.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2):
@@ -48,11 +48,11 @@ def step(
 ) -> tuple[Params, State, Info]:
     """Update parameters in place: ``params, state, info = step(tx, params, grads, state)``.
 
-    All three are given up: their memory is that of the results, one fused kernel overwrites many
-    tensors at once, and using what was given afterwards raises.  A graph that was made before does
-    not run backward any more.  ``tx.update`` does the same purely.
-    ``norm``  find out the gradients' global norm also where nothing clips: one collective.
-    Raises: ShardError where gradients and parameters differ, or the state was made for others; then
+    All three are donated: their memory becomes that of the results, one fused kernel overwrites
+    many tensors at once, and using the old values afterwards raises.  A graph made before the step
+    cannot run backward any more.  ``tx.update`` does the same without side effects.
+    ``norm``  compute the gradients' global norm even if nothing clips: one collective.
+    Raises: ShardError if gradients and parameters differ, or the state was made for others; then
             nothing has changed.
 
     >>> import shardlib as sl
@@ -74,14 +74,17 @@ def step(
     if norm and tx.shard is kept_whole:
         told.norm = global_norm(mine)
     after = run_in_place(tx, mine, state, params, told)
-    del mine  # which may hold the gradients once more
+    del mine  # it may hold the gradients a second time
     news = hand_over(params, grads, state, after)
     compare("optim.step", *news, tx, lr=told.lr, skipped=told.skipped)
     return *news, Info(told.norm, told.lr, told.skipped)
 
 
 def _alike(params: Any, grads: Any) -> None:
-    """Blocks are combined by position; what is refused later may have changed something."""
+    """Check that gradients match the parameters' blocks, which are combined by position.
+
+    It runs first, because a later refusal could come after a change.
+    """
     leaves, tree = optree.tree_flatten(params)
     for p, g in zip(leaves, given_for(tree, grads, "optim.step"), strict=True):
         if g is None or not isinstance(p, Tensor):
@@ -89,7 +92,7 @@ def _alike(params: Any, grads: Any) -> None:
         same = isinstance(g, Tensor) and p.shape == g.shape
         if isinstance(p, ShardedTensor):
             same = same and isinstance(g, ShardedTensor) and g.mesh is p.mesh
-            same = same and g.sharding.bare == p.sharding.bare  # a pending sum is for tx to refuse
+            same = same and g.sharding.bare == p.sharding.bare  # tx refuses a pending sum
         if not same:
             raise ShardError(
                 "a gradient lies otherwise than its parameter",
@@ -117,7 +120,7 @@ def _parted(grads: Any) -> Any:
     """Copy gradients that share memory: one tensor for two leaves, or a repeated element."""
     leaves, tree = optree.tree_flatten(grads)
     raws = [g.raw if isinstance(g, ShardedTensor) else g for g in leaves]
-    held: dict[int, list[int]] = {}  # gradients that were summed together are parts of a vector
+    held: dict[int, list[int]] = {}  # gradients that were summed together are views of one vector
     for i, raw in enumerate(raws):
         if isinstance(raw, Tensor) and raw.numel():
             held.setdefault(raw.untyped_storage().data_ptr(), []).append(i)
@@ -129,7 +132,7 @@ def _parted(grads: Any) -> Any:
 
 
 def _shared(some: list[int], raws: list[Tensor]) -> list[int]:
-    """List tensors in one storage that repeat an element or share some with an earlier one."""
+    """List tensors in one storage that repeat an element, or share some with an earlier one."""
     ends = sorted((raws[i].storage_offset(), _end(raws[i])) for i in some)
     apart = all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
     kept: list[Tensor] = []
@@ -144,9 +147,9 @@ def _shared(some: list[int], raws: list[Tensor]) -> list[int]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Say whether two tensors of one storage may share elements.
+    """Return whether two tensors of one storage may share elements.
 
-    Rows of one stride that lie side by side, as parts of simulated ranks' vectors do, share none.
+    Adjacent columns of rows with one stride, as in parts of simulated ranks' vectors, share none.
     """
     (low_a, high_a), (low_b, high_b) = ((x.storage_offset(), _end(x)) for x in (a, b))
     if high_a <= low_b or high_b <= low_a:
@@ -162,7 +165,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _end(x: Tensor) -> int:
-    """Return the place in its storage behind its last element."""
+    """Return the offset in its storage after its last element."""
     reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return int(x.storage_offset() + reach + 1)
 

@@ -1,12 +1,12 @@
-"""What a transform is, and how it is run in place.
+"""The Transform protocol, and its execution in place.
 
-``update`` is pure.  ``donate`` is the same step on memory that its caller gives up: parameters,
-moments and gradients are overwritten, by one kernel over many tensors at once.  A transform that
-has no ``donate`` is run through ``update`` and its results are copied into the kept memory, so
-every transform can be run both ways.
+``update`` is pure.  ``donate`` is the same step on donated memory: parameters, moments and
+gradients are overwritten, by one kernel over many tensors at once.  A transform without
+``donate`` runs ``update`` and copies the results into the donated memory, so every transform can
+run both ways.
 
-Under ``zero`` the trees are ``Buckets``: flat vectors that know which part of which parameter they
-hold.  ``pieces`` gives the plain tensors to run a kernel on, the same for either kind of tree.
+Under ``zero`` the trees are ``Buckets``: flat vectors with an index of the parameters' parts in
+them.  ``pieces`` lists the plain tensors for a kernel, for either kind of tree.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,23 +30,24 @@ __all__ = [
 ]  # fmt: skip
 
 TRAITS = ("elementwise", "norm", "tensor", "rows", "matrix", "tree")
-"""What an update of one element depends on, from the least to the most demanding: that element
-alone; also a norm over all of them; also a norm over its tensor; also statistics of its row and
-column; its whole matrix; the structure of the tree."""
+"""What an update of one element depends on, in increasing order: that element alone; also a norm
+over all elements; also a norm over its tensor; also statistics of its row and column; its whole
+matrix; the structure of the tree."""
 
 
 @dataclass
 class Step:
-    """The findings of one ``optim.step`` so far, which transforms read and write.
+    """Values shared by the transforms of one ``optim.step``, which they read and write.
 
-    ``scale``    the gradients count as divided by this 0-dim fp64 tensor; None: as they are.
-    ``norm``     their global norm before clipping, where a transform asked for it.
+    ``scale``    a 0-dim fp64 tensor by which the gradients are still to be divided; None: 1.
+    ``norm``     their global norm before clipping, if a transform computed it.
     ``lr``       the rate of the last transform that has one.
-    ``skipped``  whether parameters and state stay as they are.
-    ``ask``      whether the norm is to be found out, also where no transform needs it.
-    ``beside``   (parameters, what lies beside them): who steps both sets it to None.  Beside those
-                 in fp32 lie the same in half precision, their rounding; beside those in bfloat16
-                 the 16 bits that they lack of fp32, for a transform that takes ``halves``.
+    ``skipped``  whether parameters and state do not change.
+    ``ask``      whether to compute the norm even if no transform needs it.
+    ``beside``   (parameters, companion copy).  A transform that updates both sets this to None.
+                 The companion of fp32 parameters is their rounding in half precision; that of
+                 bfloat16 parameters the 16 bits that they lack of fp32, for a transform with
+                 ``halves``.
     """
 
     scale: Tensor | None = None
@@ -57,36 +58,38 @@ class Step:
     beside: tuple[Any, Any] | None = None
 
     def divide(self, by: Tensor) -> None:
-        """Count gradients as divided by ``by`` from here on."""
+        """Multiply ``scale``: gradients count as divided by ``by`` too."""
         self.scale = by if self.scale is None else self.scale * by
 
 
 def kept_whole(params: Any) -> Any:
-    """Return the parameters unchanged: the default of opened."""
+    """Return the parameters unchanged: the default of ``Transform.shard``."""
     return params
 
 
 class Transform(NamedTuple):
     """An optimizer's rule: ``init(params) -> state``, ``update(grads, state, params)``.
 
-    ``update`` gives (updates, state) and changes nothing.
+    ``update`` returns (updates, state) and changes nothing.
 
-    ``trait``    what an update of one element depends on, see ``TRAITS``: how ``zero`` keeps it
-                 exact; None: nobody said, and ``zero`` refuses it.
+    ``trait``    what an update of one element depends on, see ``TRAITS``: ``zero`` keeps it exact;
+                 None: unknown, and ``zero`` refuses it.
     ``donate``   ``donate(grads, state, params, step) -> state``: one step in place.  It divides the
                  gradients by ``step.scale``, overwrites parameters and the tensors in ``state``,
                  may overwrite gradients, and returns the state with its new numbers.
     ``rescale``  ``rescale(grads, state, params, step) -> state``, of a transform that multiplies
-                 all gradients by one number: it says so in ``step.scale`` and touches nothing.
-    ``check``    ``check(grads, state, params, step)`` raises what ``donate`` would about gradients
-                 that are no numbers, and writes nothing: who steps several transforms asks all first.
-    ``groups``   ``groups(params)`` has a word per leaf, or a tuple of words: parameters of other words
-                 share no bucket.
-    ``sink``     ``sink(params)`` takes gradients in buckets while backward runs, see ``zero``.
-    ``shard``    ``shard(params)`` keeps this rank's parts of parameters alone, see ``zero`` at
-                 stage 3; of any other transform the parameters as they are.
-    ``halves``   whether ``donate`` steps bfloat16 parameters with what they lack of fp32 beside
-                 them, see ``Step.beside``.
+                 all gradients by one number: it puts the number into ``step.scale`` and writes no
+                 tensor.
+    ``check``    ``check(grads, state, params, step)`` raises the errors of ``donate`` for gradients
+                 that are not finite, and writes nothing, so that several transforms can be checked
+                 before the first one steps.
+    ``groups``   ``groups(params)`` has a word, or a tuple of words, per leaf: parameters with
+                 different words share no bucket.
+    ``sink``     ``sink(params)`` collects gradients in buckets while backward runs, see ``zero``.
+    ``shard``    ``shard(params)`` keeps only this rank's parts of parameters, see ``zero`` at stage
+                 3; other transforms return the parameters unchanged.
+    ``halves``   whether ``donate`` steps bfloat16 parameters with a companion of the bits that they
+                 lack of fp32, see ``Step.beside``.
 
     >>> import torch, shardlib as sl
     >>> tx = sl.optim.Transform(
@@ -119,7 +122,7 @@ def handed_on(tx: Transform) -> dict[str, Any]:
 
 
 def trait_of(*transforms: Transform) -> str | None:
-    """Return the most demanding trait of some transforms, None where one of them has none."""
+    """Return the most demanding trait of some transforms, None if one of them has none."""
     traits = [t.trait for t in transforms]
     if None in traits:
         return None
@@ -127,7 +130,7 @@ def trait_of(*transforms: Transform) -> str | None:
 
 
 def check_inner(tx: Transform) -> Callable[[Any, Any, Any, Step], object] | None:
-    """Return the check of a transform whose state is ``state.inner`` of a wrapping one."""
+    """Adapt the check of an inner transform, whose state is ``state.inner``, to its wrapper."""
     check = tx.check
     if check is None:
         return None
@@ -135,7 +138,7 @@ def check_inner(tx: Transform) -> Callable[[Any, Any, Any, Step], object] | None
 
 
 def check_transform(tx: Any, op: str) -> None:
-    """Refuse what is no transform, as torch's optimizers are none, and a trait that is none."""
+    """Refuse objects that are no Transform, such as torch's optimizers, and unknown traits."""
     if not isinstance(tx, Transform):
         name = getattr(tx, "__name__", type(tx).__name__)
         raise BadArgument(
@@ -152,7 +155,7 @@ def check_transform(tx: Any, op: str) -> None:
 
 
 def under(backend: str, tx: Transform) -> Transform:
-    """Return the transform with kernels of its own choice, as ``sl.kernels.use`` names them."""
+    """Return the transform with a fixed backend of kernels, as ``sl.kernels.use`` names them."""
     if checked(backend, "backend") == "auto":
         return tx
 
@@ -169,11 +172,11 @@ def under(backend: str, tx: Transform) -> Transform:
 
 
 def pieces(first: Any, *others: Any) -> list[Pieces]:
-    """List the plain tensors of trees alike, to run a kernel on: one list per tree; writes stay.
+    """List the plain tensors of equal trees for a kernel: one list per tree, as views.
 
-    One per leaf and rank that is played here; of ``Buckets`` one per parameter that a rank has a
-    part of.  Frozen leaves, None in one of the trees, are left out, and so is what is empty.
-    Raises: ShardError where the trees differ, or a leaf is another block in one of them.
+    There is one per leaf and rank in this process; of ``Buckets`` one per parameter that a rank has
+    a part of.  Leaves that are None in one of the trees, and empty ones, are left out.
+    Raises: ShardError if the trees differ, or a leaf is another block in one of them.
     """
     if isinstance(first, Buckets):
         trees: tuple[Buckets, ...] = (first, *others)
@@ -201,13 +204,13 @@ def pieces(first: Any, *others: Any) -> list[Pieces]:
 
 
 def runs(first: Any, *others: Any) -> list[list[Tensor]]:
-    """List ``pieces`` with those that follow one another as one, for what looks at each element."""
+    """List ``pieces``, contiguous ones joined, for elementwise use."""
     rows = pieces(first, *others)
     return rows[0].beside(*rows[1:]).runs or list(rows)
 
 
 def one_block(first: Tensor, *others: Tensor) -> None:
-    """Refuse tensors that are not the same part of tensors alike: a kernel would mix their elements.
+    """Refuse tensors that are not the same part of equal tensors: a kernel would mix elements.
 
     Raises: ShardError.
     """
@@ -222,14 +225,14 @@ def one_block(first: Tensor, *others: Tensor) -> None:
 
 
 def _alike(p: Place, q: Place) -> bool:
-    """Say whether two places are one but for sums that are pending."""
+    """Return whether two places are equal but for pending sums."""
     return p[1:4] == q[1:4] and (p.dims, p.layout.skew) == (q.dims, q.layout.skew)
 
 
 def of_others(
     how: str, operands: dict[str, str] | None = None, op: str = "optim.step"
 ) -> ShardError:
-    """Make the error for a state that was made for other parameters."""
+    """Build the error for a state that was made for other parameters."""
     return ShardError(
         f"the state was made for other parameters: {how}",
         op=op,
@@ -239,7 +242,7 @@ def of_others(
 
 
 def divide(grads: Any, step: Step) -> None:
-    """Divide the gradients by the scale now, in place, for what cannot do it in passing."""
+    """Divide the gradients by the scale, in place, for transforms that cannot do it themselves."""
     if step.scale is not None:
         for g in runs(grads)[0]:
             g.div_(step.scale.to(g.device, g.dtype))
@@ -250,7 +253,8 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
     """Run torch's fused kernel ``name`` on ``lists``: parameters, gradients, moments; in place.
 
     ``count``  steps taken, this one included.
-    False where torch has none for these dtypes and nothing was done: it takes one dtype only.
+    Returns False, with nothing done, if torch has no such kernel for these dtypes: it takes one
+    dtype.
     """
     kernel = fused_step(name)
     rows = [row if isinstance(row, Pieces) else Pieces(row) for row in lists]
@@ -279,15 +283,15 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
         if made is not row:
             for t, m in zip(row, made, strict=True):
                 t.copy_(m)
-    # the kernel leaves the versions as they are, and an older graph would run on the new values
+    # the kernel does not bump versions: backward through an older graph must raise
     torch.autograd.graph.increment_version(found.roots)
     return True
 
 
 class _Cut(NamedTuple):
-    """Lists of whole vectors; what is left of each tensor stands in a vector with the others' ends.
+    """Tensors cut to whole vectors, per list; the rest of each is collected in one more vector.
 
-    ``ends``    for each list the ends of its tensors; ``copies``  where they stand now.
+    ``ends``    per list the ends of its tensors; ``copies``  their copies in that vector.
     """
 
     lists: list[list[Tensor]]
@@ -295,17 +299,17 @@ class _Cut(NamedTuple):
     copies: list[list[Tensor]]
 
     def give_back(self) -> None:
-        """Write the results where they belong; gradients have none."""
+        """Copy the results back; gradients have none."""
         for i, (ends, copies) in enumerate(zip(self.ends, self.copies, strict=True)):
             if i != 1:
                 copy_all(ends, copies)
 
 
 def _in_vectors(lists: Sequence[Sequence[Tensor]]) -> _Cut | None:
-    """Cut tensors so that a kernel rounds each element alike; None where they are whole vectors.
+    """Cut tensors so that a kernel rounds all elements alike; None if all are whole vectors.
 
-    A kernel on a CPU rounds the last elements, which fill no vector, otherwise than the others.
-    Which elements these are would hang on where a layout cuts a tensor.
+    A CPU kernel rounds the last elements, which fill no vector, differently from the others.
+    Without this, the layout's cuts would decide which elements these are.
     """
     odd = [i for i, t in enumerate(lists[0]) if t.numel() % ALIGN]
     if not odd:
@@ -339,7 +343,7 @@ def run_in_place(tx: Transform, grads: Any, state: Any, params: Any, step: Step)
 
 
 def keep(old: Any, new: Any) -> Any:
-    """Write the new state into the old one's memory, where a tensor fits."""
+    """Copy the new state into the old one's memory, if shapes and dtypes match."""
 
     def kept(n: Any, o: Any) -> Any:
         if not (isinstance(n, Tensor) and isinstance(o, Tensor)):

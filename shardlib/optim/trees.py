@@ -1,7 +1,7 @@
-"""Trees of parameters, gradients and state: mapped leaf by leaf, over the local blocks.
+"""Trees of parameters, gradients and state, mapped leaf by leaf over their local blocks.
 
-None stands for a frozen leaf.  Blocks are combined by position, so trees that meet must be of the
-same structure, and their leaves must lie alike.
+None stands for a frozen leaf.  Blocks are combined by position, so trees must have the same
+structure, and their leaves the same layouts.
 """
 
 import sys
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class EmptyState(NamedTuple):
-    """The state of what remembers nothing."""
+    """The state of a transform without memory."""
 
 
 Params = TypeVar("Params")
@@ -39,7 +39,7 @@ def apply_updates(params: Params, updates: object) -> Params:
 
     Leaves that required grad still do.
 
-    Raises: ShardError where an update lies otherwise than its parameter.
+    Raises: ShardError if an update's layout differs from its parameter's.
 
     >>> apply_updates({"w": torch.ones(2)}, {"w": torch.full((2,), -0.5)})
     {'w': tensor([0.5000, 0.5000])}
@@ -56,11 +56,10 @@ def apply_updates(params: Params, updates: object) -> Params:
 
 
 def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update") -> Any:
-    """Map over leaves by their blocks; the result lies where ``first``'s leaf lies.
+    """Map a function over the leaves' blocks; results have the layout of ``first``'s leaves.
 
-    None stands for a frozen leaf: where any tree has one, ``first``'s stays as it is, and so does
-    what is no tensor.
-    Raises: ShardError where the trees differ, or a leaf lies otherwise in one of them than in
+    If a leaf is None in any tree, or not a tensor, ``first``'s is returned unchanged.
+    Raises: ShardError if the trees differ, or a leaf's layout in one of them differs from that in
             ``first``.
     """
 
@@ -83,8 +82,8 @@ def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update")
 def names_of(paths: Sequence[tuple[Any, ...]]) -> list[str]:
     """Join each path's keys by dots, so that no two paths of a tree have one name.
 
-    Where keys hold dots that would make two names alike, the keys of that level are quoted and the
-    dots in them escaped.
+    If keys contain dots that would make two names equal, the keys of that level are quoted and
+    their dots escaped.
 
     >>> names_of([("h", 0, "w"), ("h.1", "w")]), names_of([("h", "w"), ("h.w",)])
     (['h.0.w', 'h.1.w'], ["'h'.w", "'h\\\\.w'"])
@@ -107,7 +106,7 @@ def names_of(paths: Sequence[tuple[Any, ...]]) -> list[str]:
 
 
 def _folded(path: tuple[Any, ...]) -> str:
-    """Join keys of which the last are empty: as a bare leaf, which has none, they add nothing."""
+    """Join keys of which the last are empty: like a bare leaf's empty path, they add nothing."""
     name = ""
     for key in reversed(path):
         name = f"{key}.{name}" if name else str(key)
@@ -115,7 +114,7 @@ def _folded(path: tuple[Any, ...]) -> str:
 
 
 def trainable(params: Any) -> Any:
-    """Return the tree with None for each frozen leaf: without grad where another requires it."""
+    """Replace frozen leaves by None: those without grad in a tree where another requires it."""
     leaves, tree = optree.tree_flatten(params)
     held = frozen(leaves)
     if not any(held):
@@ -126,9 +125,9 @@ def trainable(params: Any) -> Any:
 
 
 def moments(params: Any) -> Any:
-    """Make zeros for every leaf that will have a gradient, in fp32 for half precision.
+    """Make zeros for every trained leaf, in fp32 for half precision.
 
-    In half precision a moment that changes by less than 1/256 of itself would not change at all.
+    A moment in half precision would not change at all by less than 1/256 of itself.
     """
     tree = trainable(params)
     half = {x.dtype for x in optree.tree_leaves(tree) if isinstance(x, Tensor)} & HALF
@@ -143,12 +142,12 @@ def moments(params: Any) -> Any:
 
 
 def zeros_like(tree: Any) -> Any:
-    """Make zeros that lie as the leaves do, in fp32 where those are in half precision."""
+    """Make zeros in the leaves' layouts, in fp32 for half precision."""
     return each(lambda x: torch.zeros_like(x, dtype=wide(x.dtype)), tree)
 
 
 def settled(tree: Any) -> Any:
-    """Return the same blocks with no sum pending, for what is filled with zeros."""
+    """Drop pending sums from the layouts; valid for blocks that are then filled with zeros."""
 
     def one(x: Any) -> Any:
         if not isinstance(x, ShardedTensor) or not x.sharding.partial:
@@ -159,9 +158,9 @@ def settled(tree: Any) -> Any:
 
 
 def nothing(grads: Any, params: Any = None) -> Any:
-    """Make updates that change nothing, as parameters lie where they are known.
+    """Make updates of zeros, in the parameters' layouts if they are given.
 
-    Gradients may lie otherwise: pending, or in buckets.
+    The gradients' layouts may differ: pending, or in buckets.
     """
     like = settled(grads) if params is None else trainable(params)
     return each(torch.zeros_like, like)
@@ -171,12 +170,12 @@ HALF = frozenset({torch.bfloat16, torch.float16})
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which what is kept of such values adds up."""
+    """Return the dtype in which such values are accumulated: fp32 for half precision."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def _users() -> int:
-    """Count the frames from the caller's to the first that is not the library's."""
+    """Count the frames from the caller to the first outside this package, for warnings."""
     frame, depth = sys._getframe(2), 2
     here = str(Path(__file__).parent)
     while frame is not None and frame.f_back is not None:
@@ -187,7 +186,7 @@ def _users() -> int:
 
 
 def ready(grads: Any, op: str, moments: Any = None) -> None:
-    """Return gradients that are summed, each with the moment that ``init`` made for it."""
+    """Refuse pending gradients, and gradients without a moment made by ``init``."""
     same = isinstance(grads, Buckets) and getattr(moments, "index", None) is grads.index
     tree: Any = grads
     if moments is not None and not same:
@@ -215,7 +214,7 @@ def ready(grads: Any, op: str, moments: Any = None) -> None:
 def given_for(tree: Any, grads: Any, op: str) -> list[Any]:
     """List the gradients of a tree's leaves in order; ``tree`` is the parameters' structure.
 
-    Raises: ShardError where they are another tree.
+    Raises: ShardError if the gradients have another structure.
     """
     try:
         return tree.flatten_up_to(grads)
@@ -228,13 +227,13 @@ def given_for(tree: Any, grads: Any, op: str) -> list[Any]:
 
 
 def need(params: Any, op: str) -> None:
-    """Refuse to go on without the parameters."""
+    """Raise an error if the parameters are missing."""
     if params is None:
         raise ShardError(f"{op} needs the parameters", op=op, fix="tx.update(grads, state, params)")
 
 
 def _alike(x: Tensor, other: Any, op: str) -> None:
-    """Check that blocks, which are combined by position, are the same part of the same tensor."""
+    """Check that blocks, which are combined by position, are the same part of a tensor."""
     if not (isinstance(x, ShardedTensor) or isinstance(other, ShardedTensor)):
         return
     if isinstance(x, ShardedTensor) and isinstance(other, ShardedTensor):

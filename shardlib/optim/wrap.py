@@ -1,4 +1,4 @@
-"""Transforms around a transform: over several steps, with changing hyperparameters, averaged."""
+"""Wrappers of a transform: accumulation over steps, changing hyperparameters, averages."""
 
 import inspect
 from collections.abc import Callable
@@ -36,7 +36,7 @@ __all__ = ["averaged", "ema", "inject_hyperparams", "multi_steps"]
 
 
 class MultiState(NamedTuple):
-    """How many gradients were added up, their sum in fp32, and tx's state."""
+    """Number of gradients added, their sum in fp32, and the transform's state."""
 
     mini: int
     total: Any
@@ -44,7 +44,7 @@ class MultiState(NamedTuple):
 
 
 class AroundZeroState(MultiState):
-    """The same around ``zero``, where the sum lies as gradients come: ``()`` before the first."""
+    """The same around ``zero``; the sum has the gradients' layout: ``()`` before the first."""
 
     __slots__ = ()
 
@@ -53,13 +53,13 @@ class AroundZeroState(MultiState):
 def multi_steps(tx: Transform, every: int) -> Transform:
     """Update with the mean of ``every`` gradients; in between, updates are zero.
 
-    Gradients are added in fp32 (fp64 ones in fp64) as they come: pending sums stay pending, so the
-    one reduction of a cycle is that of its end.  Around ``zero``, and of pending gradients, a cycle
-    that has begun cannot be kept by ``state_dict``.  The same by hand is ``+``:
+    Gradients are added in fp32 (fp64 ones in fp64).  Pending sums stay pending, so a cycle has one
+    reduction, at its end.  Around ``zero``, and with pending gradients, ``state_dict`` cannot save
+    a cycle that has begun.  The same by hand is ``+``:
 
         total = optree.tree_map(torch.add, total, grads)    # pending + pending: nothing moves
 
-    Raises: ShardError where ``every`` is not positive.
+    Raises: ShardError if ``every`` is not positive.
 
     >>> import shardlib as sl
     >>> tx = multi_steps(sl.optim.scale(-1.0), 2)
@@ -77,7 +77,7 @@ def multi_steps(tx: Transform, every: int) -> Transform:
         return begun(zeros_like(trainable(params)), tx.init(params))
 
     def begun(zeros: Any, inner: Any) -> MultiState:
-        """Return the state when a cycle begins; ``zeros`` lie as gradients do, or pending."""
+        """Return the state at the start of a cycle; ``zeros`` may have pending sums."""
         return made(0, settled(zeros) if made is MultiState else (), inner)
 
     def added(grads: Any, state: MultiState) -> Any:
@@ -96,7 +96,7 @@ def multi_steps(tx: Transform, every: int) -> Transform:
     def donate(grads: Any, state: MultiState, params: Any, step: Step) -> MultiState:
         divide(grads, step)
         total = state.total
-        both = pieces(total, grads) if total != () else []  # refuses those of other parameters
+        both = pieces(total, grads) if total != () else []  # refuses other parameters
         if state.mini or (both and _lie_alike(total, grads)):
             for t, g in zip(*both, strict=True):
                 t.add_(g) if state.mini else t.copy_(g)
@@ -115,7 +115,7 @@ def multi_steps(tx: Transform, every: int) -> Transform:
 
 
 def _lie_alike(total: Any, grads: Any) -> bool:
-    """Say whether a sum can take gradients as they lie."""
+    """Return whether gradients have the layouts of the sum."""
     (mine, tree), (theirs, other) = (optree.tree_flatten(t) for t in (total, grads))
     return tree == other and all(
         not isinstance(g, ShardedTensor) or g.sharding == t.sharding
@@ -124,7 +124,7 @@ def _lie_alike(total: Any, grads: Any) -> bool:
 
 
 class InjectState(NamedTuple):
-    """Steps taken, the hyperparameters that hold from here on, and the transform's state."""
+    """Steps taken, the hyperparameters from this step on, and the transform's state."""
 
     count: int
     hyperparams: dict[str, float]
@@ -132,10 +132,10 @@ class InjectState(NamedTuple):
 
 
 def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transform]:
-    """Keep the numbers that a transform was made with in its state, where they can be changed.
+    """Keep a transform's numeric arguments in its state, where they can be changed.
 
-    Numbers stay in ``state.hyperparams`` as they are, or as they are put there; schedules are
-    evaluated at every step and shown there.  Everything else is passed on.
+    Numbers in ``state.hyperparams`` keep their value until they are changed there; schedules are
+    evaluated at every step and stored there.  Other arguments are passed on.
 
     >>> import shardlib as sl
     >>> tx = inject_hyperparams(sl.optim.sgd)(lr=0.5, momentum=0.9)
@@ -159,7 +159,7 @@ def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transfor
         last: list[tuple[dict[str, float], Transform]] = []
 
         def at(count: int, known: dict[str, float]) -> tuple[Transform, dict[str, float]]:
-            """Return the transform of these numbers, the last one where they are the same."""
+            """Return the transform of these numbers, cached if they are the last ones."""
             now = known | {n: f(count) for n, f in changing.items()}
             if not last or last[0][0] != now:
                 last[:] = [(dict(now), make(**(given | now)))]
@@ -188,7 +188,7 @@ def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transfor
 
 
 def _says(signature: inspect.Signature, name: str, kind: str) -> bool:
-    """Say whether a parameter is annotated as such, or not at all."""
+    """Return whether a parameter's annotation contains ``kind``, or is missing."""
     note = signature.parameters[name].annotation
     return note is inspect.Parameter.empty or kind in str(note)
 
@@ -237,10 +237,10 @@ class AveragedState(NamedTuple):
     decay=Range("at least 0 and at most 1", lambda n: 0 <= n <= 1),
 )
 def averaged(tx: Transform, decay: float = 0.999) -> Transform:
-    """Keep a running mean of the parameters that ``tx`` makes, in fp32: ``state.mean``.
+    """Keep a running mean of the parameters that ``tx`` updates, in fp32: ``state.mean``.
 
-    ``mean = decay * mean + (1 - decay) * params`` after every step, from the first parameters on;
-    torch.optim.swa_utils.get_ema_multi_avg_fn.
+    ``mean = decay * mean + (1 - decay) * params`` after every step, starting with the initial
+    parameters, as torch.optim.swa_utils.get_ema_multi_avg_fn.
 
     >>> import shardlib as sl
     >>> tx, params = averaged(sl.optim.sgd(1.0), 0.5), {"w": torch.ones(1)}
@@ -263,7 +263,7 @@ def averaged(tx: Transform, decay: float = 0.999) -> Transform:
         return updates, AveragedState(mean, inner)
 
     def donate(grads: Any, state: AveragedState, params: Any, step: Step) -> AveragedState:
-        pieces(state.mean, params)  # refuses others before anything is written
+        pieces(state.mean, params)  # refuses other parameters before anything is written
         inner = run_in_place(tx, grads, state.inner, params, step)
         if not step.skipped:
             for m, p in spans(*pieces(state.mean, params)):
