@@ -1,4 +1,4 @@
-"""Operators along dimensions that an argument names: those are whole, all others are rows."""
+"""Operators along the dimensions that an argument names: those must be whole, others are rows."""
 
 from shardlib.ops.declare import Bound, along, declare, last, rows, where
 from shardlib.ops.dims import Labels
@@ -57,7 +57,7 @@ declare(
 
 
 def _but_dim(b: Bound) -> Labels:
-    """Label all but ``dim``, along which positions are normalised together, rows."""
+    """Label every dimension but ``dim`` a row: slices along ``dim`` are normalised as a whole."""
     return rows(b, lambda s: where(None, s.ndim) - where(b["dim"], s.ndim))
 
 
@@ -65,7 +65,7 @@ declare("renorm(input, p, dim, maxnorm)", _but_dim)
 
 
 def _tiled(b: Bound) -> Labels:
-    """Label all but the dimensions that are repeated rows."""
+    """Label the dimensions that are not repeated rows."""
     x = b["input"]
     counts = tuple(b.get("repeats", b.get("dims", ())))
     counts = (1,) * (x.ndim - len(counts)) + counts
@@ -99,7 +99,7 @@ declare("diag_embed(input, offset=0, dim1=-2, dim2=-1)\nview_as_complex(input)",
 
 
 def _into(b: Bound) -> Labels:
-    """Label all but ``dim`` rows: what is written to has it whole, a selected piece lacks it."""
+    """Label all but ``dim`` rows: the input has ``dim`` whole, a selected piece lacks it."""
     x, src = b["input"], b["src"]
     (dim,) = where(b["dim"], x.ndim)
     kept = [d for d in range(x.ndim) if src.ndim == x.ndim or d != dim]

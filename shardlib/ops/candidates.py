@@ -1,8 +1,8 @@
-"""Along one dimension the best elements and where they are: max, argmax, topk.
+"""Extremes along one dimension and their positions: max, argmax, topk, kthvalue.
 
-Where the dimension is split each rank finds the best of its block; only they and their positions
-travel, and the same is asked of them again.  Blocks need not lie in order, so ties are broken by
-position.
+Where the dimension is split each rank finds the best elements of its block; only these and their
+positions are gathered, and the best of them are chosen.  Blocks need not be in order, so ties are
+broken by position.
 """
 
 import math
@@ -33,7 +33,7 @@ _MAX = binder("""
 
 
 def _padded_extreme(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve a padded operand, of whose padding none is an extreme."""
+    """Take the extreme of a padded operand, filled so that no padding is chosen."""
     given = _MAX(*args, **kwargs)
     if "other" in given:
         return run(func, args, kwargs)
@@ -48,9 +48,9 @@ def _padded_extreme(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(torch.max, Tensor.max, torch.min, Tensor.min, padded=_padded_extreme)
 def max_or_min(func: Any, args: Any, kwargs: Any) -> Any:
-    """Take the extreme of all elements, or the larger of two tensors, or extremes and their places.
+    """Take the extreme of all elements, or along a dimension with its positions.
 
-    The last along a dimension.
+    Of two tensors, take the elementwise extreme.
     """
     given = _MAX(*args, **kwargs)
     if "other" in given:
@@ -81,7 +81,7 @@ _ARG = binder("argmax(input, dim: int = None, keepdim: bool = False)")
 
 @implements(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, padded=beside(the_dim(_ARG)))
 def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the position of the first extreme; of all elements: in the flattened tensor."""
+    """Return the position of the first extreme; without ``dim``, in the flattened tensor."""
     x, dim, keepdim = _ARG(*args, **kwargs).values()
     if dim is not None and _is_split(x, dim):
         run = torch.max if func.__name__ == "argmax" else torch.min
@@ -100,7 +100,7 @@ _KTH = binder("kthvalue(input, k: int, dim: int = -1, keepdim: bool = False)")
 def topk(func: Any, args: Any, kwargs: Any) -> Any:
     """Find the best k along a dimension among the best k of each block.
 
-    Which of equal values are taken, torch does not say.
+    torch does not specify which of equal values are taken.
     """
     x, k, dim, largest, ordered = _TOPK(*args, **kwargs).values()
     if not _is_split(x, dim) or not 0 < k < _block(x, dim):
@@ -123,7 +123,7 @@ def kthvalue(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_split(x: ShardedTensor, dim: int | None) -> bool:
-    """Say whether ``dim`` (None: any dimension) lies on several ranks of a tensor not empty."""
+    """Check whether ``dim`` (None: any dimension) of a non-empty tensor is split over ranks."""
     ndim = len(x.padded_shape)
     if dim is not None:
         dim = dim_of(dim, ndim, "max")
@@ -142,7 +142,7 @@ def _block(x: ShardedTensor, dim: int) -> int:
 
 
 def _positions(x: ShardedTensor) -> list[Tensor]:
-    """Give, per dimension, where this rank's block's elements lie: [n] (simulated: [ranks, n])."""
+    """List, per dimension, the positions of this rank's block: [n] (simulated: [ranks, n])."""
     return [keyed.along(x, d).flatten(lead(x.mesh)) for d in range(len(x.padded_shape))]
 
 
@@ -170,7 +170,7 @@ def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:
 
 
 def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
-    """Give every rank's extreme and its position in the flattened tensor: [ranks] each."""
+    """Return every rank's extreme and its position in the flattened tensor: [ranks] each."""
     strides = [math.prod(x.padded_shape[d + 1 :]) for d in range(len(x.padded_shape))]
 
     def here(block: Tensor, *places: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_of(extreme: str, values: Tensor, where: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Return the extreme along ``d`` and its first position; NaN comes before all, as in torch."""
+    """Return the extreme along ``d`` and its first position; NaN precedes all, as in torch."""
     known = values.detach()
     best = known == (known.amax(d, True) if extreme == "max" else known.amin(d, True))
     if values.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Products beyond two matrices: torch.einsum and the functions that are one of its lines."""
+"""Contractions: torch.einsum and the functions that are equal to one einsum equation."""
 
 import math
 import operator
@@ -19,7 +19,7 @@ from shardlib.tensor import ShardedTensor, Unfit, implements, lift
 __all__ = ["contract", "einsum"]
 
 contract = partial(_contract, product_of)
-"""An einsum of sharded operands."""
+"""Einsum of sharded operands."""
 
 
 @implements(torch.einsum)
@@ -60,7 +60,7 @@ _spelled("i,i->", torch.inner, Tensor.inner, need=(1, 1))
 
 
 def _added(line: str, signature: str, *funcs: Any) -> None:
-    """input * beta + alpha * product; beta of zero ignores what input holds."""
+    """Implement input * beta + alpha * product; with beta zero, input's values are ignored."""
     bind = binder(signature)
 
     def implementation(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""New tensors made from a sharded one, of which only dtype, device, mesh and layout are read."""
+"""Factory methods of a sharded tensor: new_zeros and others, which read only its metadata."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ from shardlib.tensor import Place, ShardedTensor, implements, replicated
 
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, padded=True)
 def new(func: Any, args: Any, kwargs: Any) -> Any:
-    """Make the same value on every rank."""
+    """Return the same value on every rank."""
     x = args[0]
     return replicated(func(x.raw.new_empty(0), *args[1:], **kwargs), x.mesh)
 
 
 @implements(Tensor.new_empty)
 def new_empty(func: Any, args: Any, kwargs: Any) -> Any:
-    """Make an empty tensor whose dimensions, where as large as ``x``'s, are split as those.
+    """Return an empty tensor; its dimensions of the same size as ``x``'s are split alike.
 
-    What is written here comes from where ``x`` lies.
+    Such a tensor is usually a buffer for blocks of ``x``.
     """
     x = args[0]
     whole = func(x.raw.new_empty(0).to("meta"), *args[1:], **kwargs)
@@ -45,7 +45,7 @@ def new_empty(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grid(b: Bound) -> Labels:
-    """Give each operand a label of its own: it has a dimension of the result to itself."""
+    """Give each operand a label of its own: each has one dimension of the result."""
     return {s.at: (k,) * s.ndim for k, s in enumerate(slots(b["tensors"]))}
 
 

@@ -1,4 +1,4 @@
-"""Declarations: an operator is a line of text, and what its dimensions are.
+"""Operator declarations: a signature as text, and a label for each dimension of its operands.
 
     declare('''
         cumsum(input, dim, *, dtype=None)
@@ -6,8 +6,8 @@
     ''', along)
 
 A line is a signature as torch's documentation prints it; lines that share a name are its overloads.
-What follows maps the bound call (tensors are Slots) to labels, see dims.py; this file has those
-that several files use.  A bare name stands for torch's function, Tensor's method and
+The second argument maps the bound call (tensors are Slots) to labels, see dims.py; the common ones
+are in this file.  A bare name stands for torch's function, Tensor's method and
 torch.nn.functional's function, ``linalg.inv`` for one function of that module.  A function declared
 twice is an error.
 """
@@ -39,7 +39,7 @@ Bound = dict[str, Any]
 
 @dataclass(frozen=True)
 class Declared:
-    """Declaration of an operator, which tests prove."""
+    """Declaration of an operator, for tests of its labels."""
 
     functions: tuple[Any, ...]
     bind: Callable[..., Bound]
@@ -60,7 +60,7 @@ _BARE = (torch, Tensor, F, *builtin_homes)
 
 
 def homes(name: str) -> list[Any]:
-    """Return the functions that a name stands for; none where this torch lacks it."""
+    """Return the functions for a name; none if this torch lacks it."""
     module, _, bare = name.rpartition(".")
     found = [getattr(h, bare, None) for h in ([_MODULES[module]] if module else _BARE)]
     return [f for i, f in enumerate(found) if callable(f) and f not in found[:i]]
@@ -76,15 +76,15 @@ def lines(text: str) -> list[tuple[str, str]]:
 
 
 def declare(text: str, labels: Callable[[Bound], Labels]) -> None:
-    """Give every operator of a table the implementation that its labels describe."""
+    """Register for every operator of a table the implementation that its labels describe."""
     for name, signature in lines(text):
         _enter(name, binder(signature), labels)
 
 
 def elements(names: str, itself: Callable[[Tensor], bool] | None = None) -> None:
-    """Declare operators, by name alone, that treat every element apart; operands broadcast.
+    """Declare elementwise operators by name alone; operands broadcast.
 
-    ``itself``  for which blocks the answer is the tensor itself, as torch answers.
+    ``itself``  predicate of blocks for which the operator returns its operand, as torch does.
     """
     for name in names.split():
         _enter(name, lambda *a, **k: {"args": (*a, *k.values())}, rows, itself)
@@ -111,9 +111,9 @@ def _enter(
 
 
 def spelled(text: str, body: Callable[..., Any]) -> None:
-    """Declare operators that are a line of others: ``body`` takes the bound arguments.
+    """Declare operators as a composition of others: ``body`` takes the bound arguments.
 
-    The line may take more than the operator does, so torch is asked first.
+    ``body`` may accept calls that torch refuses, so torch is tried first on meta tensors.
     """
     for name, signature in lines(text):
         implements(*homes(name), padded=True)(partial(_taken, binder(signature), body))
@@ -131,7 +131,7 @@ def _taken(bind: Callable[..., Bound], body: Any, func: Any, args: Any, kwargs: 
     )
     try:
         asked = key in plans
-    except TypeError:  # an argument that has no hash
+    except TypeError:  # an argument is not hashable
         key, asked = None, False
     if not asked:
         if (refused := torch_refuses(func, args, kwargs)) is not None:
@@ -165,7 +165,7 @@ def where(value: Any, ndim: int) -> set[int]:
 def rows(bound: Bound, whole: Callable[[Slot], set[int]] = lambda s: set()) -> Labels:
     """Label every dimension a row, counted from the right so that operands broadcast.
 
-    Those in ``whole`` are not.
+    Dimensions in ``whole`` get no label.
     """
     return {s.at: _but(whole(s), s) for s in slots(bound)}
 
@@ -175,9 +175,9 @@ def _but(whole: set[int], s: Slot) -> tuple[Any, ...]:
 
 
 def along(bound: Bound) -> Labels:
-    """Keep the dimensions that ``dim``, ``dims`` or ``dimension`` name whole.
+    """Keep the dimensions whole that ``dim``, ``dims`` or ``dimension`` name.
 
-    Of an fft with sizes ``s``, the last.
+    For an fft with sizes ``s`` and no dim, the last ones.
     """
     value = next(bound[k] for k in ("dim", "dims", "dimension") if k in bound)
     if value is None and (sizes := bound.get("s")) is not None:

@@ -1,16 +1,16 @@
-"""Operators declared by what they do to dimensions.
+"""Execution of operators from labels of their operands' dimensions.
 
-A declaration names, for every dimension of every operand, a *label* or nothing.  A labelled
-dimension is a row: the operator treats its positions apart, so blocks of it may be computed where
-they lie.  Operands that share a label share its split; a dimension without a label must be whole.
-The same label in no result is contracted: the blocks' results are summed over the axes that split
-it, if the declaration says so.
+A declaration gives every dimension of every operand a *label* or None.  A labelled dimension is a
+row: the operator treats its positions independently, so blocks of it can be computed locally.
+Operands that share a label share its split; a dimension without a label must be whole.  A label
+that is in no result is contracted: the blocks' results are summed over the axes that split it, if
+the declaration allows that.
 
-Nothing is said of results.  Their layouts and shapes are found by running the operator on meta
-tensors: once as it is, once for each split label with that dimension as small as the block; the
-result's dimension that shrank with it is split likewise.  A last run with all blocks small must
-give the blocks of the first run's shapes, or the declaration is wrong here and the call goes to the
-whole tensors.
+Results need no declaration.  Their layouts and shapes are found by running the operator on meta
+tensors: once with global sizes, once for each split label with that dimension at block size; the
+result's dimension that shrank with it is split likewise.  A last run with all dimensions at block
+size must give the blocks of the first run's shapes, or the declaration does not hold for this call,
+which then runs on whole tensors.
 """
 
 import math
@@ -74,14 +74,13 @@ def rows_call(
     func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False,
     quiet: bool = False, free: bool = False, pending: bool = False,
 ) -> Any:  # fmt: skip
-    """Run a call whose operands have the labels that ``labels(args, kwargs)`` gives.
+    """Run a call whose operands have the labels that ``labels(args, kwargs)`` returns.
 
     Tensors are Slots there.
-
     ``sums``   the function is linear in every operand, so a label that no result has is contracted.
     ``quiet``  nothing may move, not even within ``implicit``.
-    ``free``   the answer is None where something would move, or the labels do not cover the call.
-    ``pending``  what is contracted stays a pending sum.
+    ``free``   return None if something would have to move, or the labels do not cover the call.
+    ``pending``  keep a contracted result as a pending sum.
     """
     if has_padding(args) or (kwargs and has_padding(kwargs.values())):
         return _on_padded(func, args, kwargs, labels, sums)
@@ -95,7 +94,7 @@ def rows_call(
     if all(is_whole(v) for v in values):
         return on_whole(func, args, kwargs, opens=False)
     fixed = tuple(x if not isinstance(x, Tensor) else None for x in leaves)
-    kinds = tuple(map(type, fixed))  # 1, True and 1.0 are equal, and not the same argument
+    kinds = tuple(map(type, fixed))  # 1, True and 1.0 are equal keys, but different arguments
     key = (
         _made,
         func,
@@ -164,10 +163,10 @@ def rows_call(
 
 
 def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> Any:
-    """Run a call where padding lies in rows alone: what is computed there is padding again.
+    """Run a call whose padding is in rows only, so that its results there are padding too.
 
-    Rows of padding hold ones (zeros where rows are summed), so that they have values and no
-    gradient.
+    Rows of padding are filled with ones (zeros where rows are summed), so that they give finite
+    values and no gradient.
     """
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -189,7 +188,7 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
             n != t and lb is None for n, t, lb in zip(x.padded_shape, x.shape, mine, strict=True)
         ):
             raise Unfit("the padding is read")
-    sizes: dict[Any, set[tuple[int, int]]] = {}  # a label's true and padded sizes
+    sizes: dict[Any, set[tuple[int, int]]] = {}  # label -> its (true, padded) sizes
     for k, i in enumerate(at):
         x = leaves[i]
         stored = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
@@ -204,7 +203,7 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
     try:
         with torch.no_grad():
             shapes = [t.shape for t in optree.tree_leaves(func(*a, **k_), none_is_leaf=True)]
-    except Exception as e:  # whatever torch refuses these shapes with
+    except Exception as e:  # torch refuses wrong shapes with errors of any class
         raise Unfit(f"{type(e).__name__}: {e}") from None
     a, k_ = optree.tree_unflatten(tree, inner)
     try:
@@ -221,7 +220,7 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
         found[j] = y = (
             padded_to(filled(y, 0), tuple(size)) if y.is_padded and y.raw.requires_grad else y
         )
-        for i in at:  # a view of what was filled: in torch, of the operand
+        for i in at:  # a view of a filled copy counts as a view of the operand, as in torch
             if isinstance(inner[i], ShardedTensor) and alike(made, inner[i].raw):
                 link(y.raw, leaves[i].raw)
     return optree.tree_unflatten(shape, found)
@@ -230,9 +229,9 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
 def _rounded_to(
     values: list[ShardedTensor], overs: list[frozenset[str]], plan: _Plan
 ) -> torch.dtype | None:
-    """Give the half precision to which a product of fp32 operands is rounded, if it is.
+    """Return the half precision to which a product of fp32 operands is rounded, or None.
 
-    It is where ranks have parts: of the product, or of a vector's gradient.
+    It is rounded where each rank has a part: of the product, or of a vector's gradient.
     """
     if not is_half(values[0].raw):
         return None
@@ -246,7 +245,7 @@ def _rounded_to(
 def _summed(
     raw: Tensor, mesh: Mesh, plan: _Plan, dtype: torch.dtype | None, operands: int
 ) -> Tensor:
-    """Sum the ranks' parts; a matrix that is a product travels in half precision if it is."""
+    """Sum the ranks' parts; a product of matrices in half precision is sent in half precision."""
     matrix = operands > 1 and raw.ndim - lead(mesh) > 1
     return total(raw, mesh, plan.summed, dtype, dtype if matrix else None)
 
@@ -255,7 +254,7 @@ _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
 def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
-    """Return a key for the plan of tensors, then numbers, on real ranks; None for other calls."""
+    """Return a cache key for a call of tensors, then numbers, on real ranks; None for others."""
     first = args[0] if args else None
     if type(first) is not ShardedTensor or lead(first.mesh):
         return None
@@ -274,7 +273,7 @@ def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
 
 
 def _as_planned(func: Any, args: Any, kwargs: Any, plan: _Plan) -> Any:
-    """Run a call whose plan is known and brings no operand elsewhere."""
+    """Run a call with a cached plan that moves no operand."""
     mesh, count = args[0].mesh, len(plan.targets)
     raws = [
         vary(x.raw, mesh, over) if over else x.raw
@@ -369,7 +368,7 @@ def _planned(
         a, k_ = optree.tree_unflatten(tree, given)
         try:
             got = optree.tree_leaves(func(*a, **k_), none_is_leaf=True)
-        except Exception as e:  # whatever torch refuses these shapes with
+        except Exception as e:  # torch refuses wrong shapes with errors of any class
             raise Unfit(f"{type(e).__name__}: {e}") from None
         if not got or not all(type(g) is Tensor for g in got):
             raise Unfit("the result is no tensor")

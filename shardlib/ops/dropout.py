@@ -1,7 +1,7 @@
-"""Dropout of every kind: a key and global positions decide which elements, or channels, drop.
+"""Dropout of every kind; a key and global positions decide which elements, or channels, drop.
 
-The same drop under every layout and number of ranks (random.py).  What is saved for backward
-is one byte per element, or per channel.
+The mask is the same under every layout and number of ranks (random.py).  Backward needs one saved
+byte per element, or per channel.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ __all__ = ["dropout"]
 
 
 class _Drop(Local):
-    """apply(x, keep, scale): x * scale where kept; only which are kept is saved."""
+    """apply(x, keep, scale): x * scale where kept; only the mask is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -41,7 +41,7 @@ class _Drop(Local):
 
 
 class _KernelDrop(Local):
-    """The same by a kernel that makes no mask, and keeps none: apply(x, places, mesh, key, p)."""
+    """apply(x, places, mesh, key, p): dropout by a kernel that recomputes the mask in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, where: list[Where], mesh: Mesh, key: int, p: float) -> Tensor:
@@ -76,7 +76,7 @@ def _checked(name: str, func: Any, x: Any, p: float) -> None:
     if x.sharding.partial:
         raise partial_escape(name, x)
     if not (x.is_floating_point() or x.is_complex()):
-        func(torch.ones(2, dtype=x.dtype), p, True)  # torch's own refusal
+        func(torch.ones(2, dtype=x.dtype), p, True)  # raises torch's own error
 
 
 def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bool) -> Tensor:
@@ -94,7 +94,9 @@ def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bo
 
 
 def _saturated(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    """Apply alpha dropout: what drops takes SELU's lowest value; mean 0 and variance 1 stay."""
+    """Apply alpha dropout: dropped elements get SELU's lowest value; mean and variance are kept."""
+    # -alpha is the limit of SELU at minus infinity; a and the shift restore mean 0 and variance 1
+    # (Klambauer et al., arXiv 1706.02515, section "New Dropout Technique")
     alpha = 1.7580993408473766
     a = (alpha**2 * p + 1) ** -0.5 * (1 - p) ** -0.5 if p < 1 else 0.0
     noise = keep.to(x.dtype)
@@ -151,7 +153,7 @@ implements(torch.feature_dropout, torch.feature_dropout_, padded=True)(
 
 @implements(torch.native_dropout, padded=True)
 def native_dropout(func: Any, args: Any, kwargs: Any) -> Any:
-    """Give (output, mask)."""
+    """Return (output, mask)."""
     b = binder("native_dropout(input, p, train)")(*args, **kwargs)
     x, p = b["input"], b["p"]
     _checked("dropout", F.dropout, x, p)

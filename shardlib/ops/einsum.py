@@ -1,9 +1,9 @@
-"""An einsum says itself what it does to dimensions.
+"""Einsum of sharded operands: its equation names the dimensions, so labels are read from it.
 
 A letter in the result is a row, one that is not is contracted.  Where every letter's split agrees,
-blocks are multiplied where they lie and summed over the axes of the contracted letters.  Where it
-does not, two operands are brought into the form of a matrix product, whose algorithms (SUMMA, ...)
-know more; if they refuse, operands are gathered as any other's (``sl.implicit``).
+blocks are multiplied locally and summed over the axes of the contracted letters.  Otherwise two
+operands are reshaped to a matrix product, for which there are more algorithms (SUMMA, ...); if
+these refuse, operands are gathered as for any other operator (``sl.implicit``).
 """
 
 import math
@@ -21,7 +21,7 @@ __all__ = ["contract", "product_line"]
 
 
 def _parsed(equation: str, ndims: list[int]) -> tuple[list[str], str]:
-    """Read the letters of every operand and of the result, ``...`` written out.
+    """Return the letters of every operand and of the result, ``...`` written out.
 
     Broadcast dimensions share letters.
     """
@@ -121,7 +121,7 @@ def _as_product(product: Callable[..., Any], terms: list[str], right: str, *oper
 
 
 def product_line(a: int, b: int) -> str:
-    """Return the einsum that torch.matmul is for operands of so many dimensions."""
+    """Return the einsum equation of torch.matmul for operands of so many dimensions."""
     left = "k" if a == 1 else "...mk"
     right = "k" if b == 1 else "...kn"
     out = ("" if a == 1 and b == 1 else "...") + ("m" if a > 1 else "") + ("n" if b > 1 else "")

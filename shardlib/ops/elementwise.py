@@ -1,4 +1,4 @@
-"""Elementwise functions: they run on the blocks as they are.
+"""Elementwise functions, which run on the local blocks.
 
 Operands broadcast as in torch.  Where one operand is split and another is whole along the same
 dimension, the whole one is sliced (nothing moves; its gradient is gathered).  Where they are
@@ -68,7 +68,7 @@ _LINEAR_SUM = {"add", "sub", "__add__", "__sub__", "__radd__", "__rsub__"}
 _LINEAR_SCALE = {"mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide"}
 
 
-_OPERANDS = {  # the names of what is given by position; all others: input, other
+_OPERANDS = {  # names of the operands in positional order; all others: input, other
     "where": ("condition", "input", "other"),
     "lerp": ("input", "end", "weight"),
     "addcmul": ("input", "tensor1", "tensor2"),
@@ -88,7 +88,7 @@ _NUMBERS = frozenset(("alpha", "value"))
 def _placed(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call with its operands by position; the function reads the other arguments."""
+    """Return the call with its operands by position; other arguments stay by keyword."""
     names = _OPERANDS.get(func.__name__.rstrip("_"), ("input", "other"))
     if func.__name__.startswith("__") and kwargs.keys() - {"other"}:
         raise Unfit("Python's operators know no other names")
@@ -106,9 +106,9 @@ def _placed(
 
 
 def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve padded operands: they broadcast as their true shapes do.
+    """Run on padded operands as their true shapes broadcast.
 
-    They are padded alike or have size 1.
+    Each must be padded alike or have size 1.
     """
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     ours = [a for a in given if isinstance(a, ShardedTensor)]
@@ -150,10 +150,10 @@ def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
             mask = inside(a) if mask is None else elementwise(Tensor.__and__, (mask, inside(a)), {})
 
     def brought(x: Any) -> Any:
-        """Put 1 in a tracked operand's padding, where its gradient (maybe 0 * inf) ends."""
+        """Put 1 in a tracked operand's padding, so that no gradient of 0 * inf arises there."""
         x = x.with_padding if isinstance(x, ShardedTensor) else x
         tracked = mask is not None and isinstance(x, Tensor) and x.requires_grad
-        if tracked and not x.ndim:  # it gets dimensions, and would promote as they do
+        if tracked and not x.ndim:  # torch.where gives it dimensions, which change promotion
             if func.__name__ == "masked_fill":
                 raise Unfit("a value with a gradient has no dimension here")
             like = torch.empty(1, dtype=padded[0].dtype, device="meta")
@@ -171,13 +171,13 @@ def _sizes(x: Tensor) -> list[tuple[int, int]]:
 
 
 def _agree(sizes: Iterable[tuple[int, int]]) -> bool:
-    """Say whether blocks of a dimension of these true and padded sizes combine as they are."""
+    """Check whether blocks of a dimension of these true and padded sizes combine as they are."""
     found = {s for s in sizes if s != (1, 1)}
     return len(found) <= 1 or all(true == padded for true, padded in found)
 
 
 def _alike(y: Tensor, x: ShardedTensor) -> Layout:
-    """Return the layout in which ``y`` lies as ``x``, with whose last dimensions it broadcasts."""
+    """Return ``x``'s layout for ``y``, which broadcasts with the last dimensions of ``x``."""
     tokens = [Dim()] * max(0, y.ndim - x.ndim) + list(x.dims[max(0, x.ndim - y.ndim) :])
     sizes = [1] * max(0, y.ndim - x.ndim) + list(x.shape[max(0, x.ndim - y.ndim) :])
     return Layout(
@@ -187,7 +187,7 @@ def _alike(y: Tensor, x: ShardedTensor) -> Layout:
 
 @implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike, skewed=True, repeats=True)
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run any function that acts on each element alone."""
+    """Run a function that acts on each element independently."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
         if kwargs.get("out") is not None:
@@ -215,26 +215,26 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _made(x: ShardedTensor, raw: Tensor) -> ShardedTensor:
-    """Return what lies as ``x``: ``x`` itself, where torch's function gives its operand back."""
+    """Give the result x's layout; return x itself if torch returned its operand."""
     return x if raw is x.raw else x.becomes(raw)
 
 
 @implements(Tensor.to, Tensor.type, Tensor.type_as, padded=padded_alike, skewed=True)
 def converted(func: Any, args: Any, kwargs: Any) -> Any:
-    """Change dtype, or device; a tensor given as the example gives these alone."""
+    """Change dtype or device; a tensor argument gives only its own dtype and device."""
     args, kwargs = _placed(func, args, kwargs)
     x, *rest = args
-    if not isinstance(x, ShardedTensor):  # a plain tensor, made as a sharded one is
+    if not isinstance(x, ShardedTensor):  # a plain tensor, converted to a sharded one's dtype
         return func(x, *(_like(a) for a in rest), **{k: _like(v) for k, v in kwargs.items()})
     rest, kwargs = [_like(a) for a in rest], {k: _like(v) for k, v in kwargs.items()}
     if lead(x.mesh) and any(isinstance(v, torch.memory_format) for v in (*rest, *kwargs.values())):
-        # of a block: all of them have one more dimension
+        # the format is a block's, but stacked blocks have one more dimension
         leaves, tree = flat((x.raw, *rest), kwargs)
         out = each(func, x.mesh, leaves, [0], tree)
     else:
         out = func(x.raw, *rest, **kwargs)
     if not isinstance(out, Tensor):
-        return out  # the name of its type
+        return out  # Tensor.type() without arguments: a string
     if out.is_meta and not x.raw.is_meta and holds_values(x.mesh):
         raise BadArgument(
             "a meta tensor has no values, and this mesh's ranks do",
@@ -257,7 +257,7 @@ def _like(x: Any) -> Any:
 
 
 def _same_place(x: Any, y: Any) -> bool:
-    """Say whether the blocks of two values combine as they are."""
+    """Check whether the blocks of two values combine as they are."""
     if not (isinstance(x, ShardedTensor) and isinstance(y, ShardedTensor)):
         return False
     p, q = x.place, y.place
@@ -288,7 +288,7 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     new_kwargs = {k: next(raws) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
     raw = local_call(func, mesh, new_args, new_kwargs)
     if len(values) == 1 and raw is values[0].raw:
-        return values[0]  # of its own dtype already
+        return values[0]  # a conversion that changes nothing returns its operand
     raw = to_pending(raw, mesh, scaled) if scaled else raw
     return ShardedTensor(raw, _place_of(values, out, shape, deferred))
 
@@ -296,7 +296,7 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
 def _place_of(
     values: Sequence[ShardedTensor], out: Layout, shape: torch.Size, deferred: frozenset[str]
 ) -> Place:
-    """Return the result's place; rows merged in an operand of its shape are merged in it."""
+    """Return the result's place; it keeps ``merged_from`` of an operand of its shape."""
     merged: tuple[int, ...] = ()
     for v in values:
         if v.place.merged_from and v.place.shape == shape:
@@ -329,7 +329,7 @@ def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> t
 def aligned(
     op: str, values: list[ShardedTensor], partial: tuple[str, ...] = ()
 ) -> tuple[list[Tensor], Layout, torch.Size, frozenset[str]]:
-    """Give blocks that broadcast locally, the result's layout and shape, and its deferred axes."""
+    """Return blocks that broadcast locally, and the result's layout, shape and deferred axes."""
     raws, overs, out, shape, deferred = brought(op, values, partial)
     same = len({v.dtype for v in values}) == 1
     return (
@@ -351,11 +351,11 @@ def _met(
     shape: torch.Size,
     alike: bool,
 ) -> Tensor:
-    """Mark a block that meets data of which it has no part: its gradient is summed there.
+    """Broadcast over axes where ``v`` is replicated; its gradient is summed over them.
 
     ``alike``  whether all operands have its dtype.
     """
-    # among others one without dimensions promotes as such, so it gets none
+    # a 0-dim operand of another dtype promotes differently once it has dimensions, so keep it
     if (alike or v.padded_shape) and over and v.padded_shape != shape and is_half(raw):
         return _Spread.apply(raw, v.mesh, over, out.local_shape(shape, v.mesh))  # type: ignore[call-overload, return-value]
     return vary(raw, v.mesh, over)
@@ -364,9 +364,9 @@ def _met(
 def brought(
     op: str, values: list[ShardedTensor], partial: tuple[str, ...] = ()
 ) -> tuple[list[Tensor], list[tuple[str, ...]], Layout, torch.Size, frozenset[str]]:
-    """Like aligned, but return the axes instead of inserting the psum.
+    """Do as ``aligned``, but return axes instead of inserting the psum.
 
-    They are those over which each operand's gradient must be summed.
+    They are the axes over which each operand's gradient must be summed.
     """
     mesh, moving = values[0].mesh, False
     key = tuple([(v.place.layout, v.place.shape) for v in values])
@@ -405,7 +405,7 @@ def brought(
 class _Spread(Local):
     """Broadcast a half precision block to ``shape``; its gradient is summed in fp32.
 
-    It is summed over ``axes`` as well.
+    The sum is also over ``axes``.
     """
 
     @staticmethod
@@ -434,10 +434,10 @@ _Key = tuple[tuple[Layout, torch.Size], ...]
 
 
 class _Plan(NamedTuple):
-    """The result's place, and for each operand the layout to bring it to (None: as it is).
+    """Place of the result, and for each operand the layout it is resharded to (None: its own).
 
     ``overs``     the axes over which its gradient is summed, if nothing moves.
-    ``moved``     (operand, bytes) of those that are brought elsewhere.
+    ``moved``     (operand, bytes) of those that are resharded.
     ``deferred``  the axes over which the result's gradient is left unsummed.
     """
 
@@ -487,7 +487,7 @@ def _planned(
         if target != lay:
             moved.append((i, (lay >> target).bytes(tuple(s), mesh)))
     deferred = frozenset().union(*defer).difference(out.axes)
-    # a factor of parts has a part of its gradient on each rank
+    # the factor of a pending sum has a part of its gradient on each rank
     meets = {*out.axes, *out.partial, *deferred}
     overs = tuple(
         real_axes(mesh, meets.difference(lay.axes, lay.partial, own))
@@ -512,7 +512,7 @@ def _refused(
 
 
 def _rank(dim: Dim, d: int, ndim: int, key: tuple[tuple[Layout, torch.Size], ...]) -> int:
-    """Return the size of the largest operand split so: of two splits, the larger's stays."""
+    """Return the size of the largest operand with this split; its split is kept."""
     return max(
         s.numel()
         for lay, s in key
@@ -521,7 +521,7 @@ def _rank(dim: Dim, d: int, ndim: int, key: tuple[tuple[Layout, torch.Size], ...
 
 
 def _once(dims: list[Dim], partial: tuple[str, ...]) -> Layout:
-    """Return a layout with no axis twice: a later dimension yields to an earlier one."""
+    """Return a layout with no axis twice: a later dimension loses an axis to an earlier one."""
     seen: set[str] = set(partial)
     kept = []
     for d in dims:
@@ -539,7 +539,7 @@ _IN_PLACE = [getattr(Tensor, f"{n}_") for n in (*_NAMES, "copy") if hasattr(Tens
 
 
 def _padded_in_place(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve a padded tensor that is written with others padded alike, and with numbers."""
+    """Write to a padded tensor; the other operands are padded alike, or numbers."""
     x = args[0]
     given = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     if not isinstance(x, ShardedTensor) or not x.is_padded:
@@ -552,7 +552,7 @@ def _padded_in_place(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(*_IN_PLACE, padded=_padded_in_place, skewed=True)
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Change the block; the result must lie where the tensor lies."""
+    """Change the block in place; the result must have the tensor's own layout."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
     x = args[0]
@@ -570,7 +570,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
         raise partial_escape(func.__name__, next(v for v in values if v.sharding.partial))
     out_of_place = func.__name__.strip("_").removeprefix("i")
     if partial and len(values) == 2 and out_of_place in _LINEAR_SCALE and torch.is_grad_enabled():
-        # a product of parts has its own way back
+        # the gradient of a scaled pending sum needs of_pending, which elementwise inserts
         old = x.becomes(x.raw.clone())
         new = elementwise(getattr(Tensor, out_of_place), (old, *args[1:]), kwargs)
         if not torch.can_cast(new.dtype, x.dtype):
@@ -589,7 +589,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
 
 
 def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
-    """Return an operand's block as it meets ``x``, which stays where it lies."""
+    """Return an operand's block, resharded to broadcast with ``x``, whose layout stays."""
     lead = len(x.padded_shape) - len(v.padded_shape)
     if lead < 0 or any(
         m not in (1, n) for m, n in zip(v.padded_shape, x.padded_shape[lead:], strict=True)
@@ -629,7 +629,7 @@ def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
 
 
 # ---------------------------------------------------------------- declared: any number of results,
-# run rank by rank
+# run for each rank
 
 elements(
     """
@@ -671,7 +671,7 @@ def imag(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _channels(b: Bound) -> Labels:
-    """Label a weight, which has one element or one per channel."""
+    """Label a weight that has one element, or one per channel."""
     x, w = b["input"], b["weight"]
     several = w.ndim and w.shape[0] > 1
     return {

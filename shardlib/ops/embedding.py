@@ -1,4 +1,4 @@
-"""Embedding with the vocabulary split: each rank looks up the rows it owns.
+"""Embedding with a split vocabulary: each rank looks up the rows it owns.
 
     table [V@v, H], ids not split over v      masked lookup, psum over v          (Megatron)
     table [V@v, H], ids [B@(.. v), ...]       gather ids over v, masked lookup of all of them,
@@ -41,7 +41,7 @@ __all__ = ["embedding"]
 
 
 class _Lookup(Local):
-    """Rows of a table whose vocabulary is split over ``axes``.
+    """Lookup in a table whose vocabulary is split over ``axes``.
 
     ids [B, ...], table [V/axes, H] -> [B, ..., H]; where a dimension of ids is itself split over
     ``axes`` (``at``), they are gathered and the rows scattered back.
@@ -81,7 +81,7 @@ class _Lookup(Local):
 
 
 def _scatter_rows(g: Tensor, ids: Tensor, drop: Tensor, vocab: int) -> Tensor:
-    """Sum of the rows of g [..., H] by id -> [vocab, H]."""
+    """Sum the rows of g [..., H] by id -> [vocab, H]."""
     rows = g.masked_fill(drop.unsqueeze(-1), 0).reshape(-1, g.shape[-1])
     return torch.index_add(g.new_zeros(vocab, g.shape[-1]), 0, ids.reshape(-1), rows)
 
@@ -95,9 +95,9 @@ _EMBEDDING = binder(
 
 @implements(F.embedding, padded=True, repeats=True)
 def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Look ids up: they are split or not, the table's rows and columns over any axes.
+    """Look up ids, split or not, in a table whose rows and columns may be split over any axes.
 
-    The vocabulary may be padded: no id names the rows beyond it.
+    The vocabulary may be padded, since no id refers to the rows beyond it.
     """
     given = _EMBEDDING(*args, **kwargs)
     ids, table, padding = given["input"], given["weight"], given["padding_idx"]
@@ -129,7 +129,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     plan = mesh.plans.get(key)
     if plan is None:
         plan = remember(mesh.plans, key, _planned(ids, table))
-    if plan.axes or padded:  # else torch's own kernel looks
+    if plan.axes or padded:  # otherwise torch's own kernel checks the ids
         in_range(ids.raw, count, "embedding", "id")
     out, raw_table, deferred = plan.out, table.raw, _NONE
     if table.deferred:
@@ -163,7 +163,7 @@ _ROWS = binder(
 
 @implements(torch.embedding, padded=True)
 def embedding_of_rows(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Look ids up by aten's signature, in which a padding_idx of -1 is none."""
+    """Look up ids by aten's signature, in which a padding_idx of -1 means none."""
     given = _ROWS(*args, **kwargs)
     padding = given["padding_idx"] if given["padding_idx"] >= 0 else None
     how = {k: given[k] for k in ("scale_grad_by_freq", "sparse")}
@@ -197,9 +197,9 @@ _NONE: frozenset[str] = frozenset()
 
 
 class _Plan(NamedTuple):
-    """Where the result lies and how the lookup runs.
+    """Layout of the result, and the axes of the lookup.
 
-    ``axes``      that split the vocabulary, and ``at`` which dimension of the ids they split too,
+    ``axes``      that split the vocabulary; ``at``  the dimension of the ids that they split too,
                   or -1.
     ``gathered``  axes over which the table's columns are gathered first.
     ``meets``     axes over which the table's gradient is summed, unless it is deferred.

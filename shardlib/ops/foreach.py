@@ -1,9 +1,8 @@
-"""torch's lists of tensors: ``_foreach_*``, fused optimizer steps, a gradient scaler's check.
+"""Functions on lists of tensors: ``_foreach_*``, fused optimizer steps, GradScaler's unscale.
 
-torch.optim, clip_grad_norm_ and GradScaler work through these.  An update of one element depends on
-that element alone, so where the lists lie alike torch's own kernel runs on all blocks at once.
-Norms take one collective for all tensors of a mesh.  Elsewhere each tensor goes to the operator of
-its own.
+torch.optim, clip_grad_norm_ and GradScaler call these.  An update of one element depends on that
+element alone, so where the lists have equal layouts torch's own kernel runs on all blocks at once.
+Norms take one collective for all tensors of a mesh.  Otherwise the operator runs for each tensor.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from shardlib.tensor import Place, ShardedTensor, implements, partial_escape, re
 
 __all__ = ["unscale"]
 
-_OPERATOR = {"norm": torch.linalg.vector_norm}  # where torch calls it otherwise
+_OPERATOR = {"norm": torch.linalg.vector_norm}  # operators that have another name in torch
 _REDUCES = frozenset("norm max mm powsum".split())
 
 
@@ -40,7 +39,7 @@ def _tensors(x: Any) -> bool:
 
 
 def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
-    """Return the block of ``x`` that goes with ``first``'s; None where positions do not tell."""
+    """Return the block of ``x`` with the positions of ``first``'s; None if layouts differ."""
     if isinstance(x, ShardedTensor):
         alike = (x.sharding, x.padded_shape, x.shape) == (
             first.sharding,
@@ -55,7 +54,7 @@ def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
 
 
 def _blocks(args: Sequence[Any]) -> list[Any] | None:
-    """Return the arguments with blocks for sharded tensors, where every list lies as the first."""
+    """Replace sharded tensors by blocks, if every list has the first one's layouts; else None."""
     head = args[0]
     out: list[Any] = []
     for a in args:
@@ -82,7 +81,7 @@ def _tracked(args: Sequence[Any]) -> bool:
 
 
 def _on_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``_foreach_add_(xs, ys, alpha=2)`` and its kin."""
+    """Run a foreach function such as ``_foreach_add_(xs, ys, alpha=2)``."""
     given, named = [*args, *kwargs.values()], list(kwargs)
     sharded = _tensors(args[0]) and all(isinstance(x, ShardedTensor) for x in args[0])
     raws = (
@@ -117,7 +116,7 @@ def _one_by_one(name: str, args: Any, kwargs: Any) -> Any:
     for i in range(count):
         more = {"value" if k == "scalars" else str(k): nth(v, i) for k, v in kwargs.items()}
         rest = [nth(a, i) for a in args]
-        if name.startswith("addc") and len(rest) > 3:  # the operator takes it by name
+        if name.startswith("addc") and len(rest) > 3:  # addcmul and addcdiv take value by keyword
             more["value"] = rest.pop()
         found.append(operator(*rest, **more))
     return list(args[0]) if name.endswith("_") else tuple(found)
@@ -154,7 +153,7 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
     for i, x in enumerate(xs):
         groups.setdefault(real_axes(mesh, x.sharding.axes), []).append(i)
     for axes, members in groups.items():
-        # [ranks, members]; squares cannot overflow
+        # [ranks, members]; in fp64, where squares of fp32 norms cannot overflow
         parts = torch.stack([local[i].double() for i in members], -1)
         if axes:
             with bind(mesh):
@@ -209,7 +208,7 @@ def _fused(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def unscale(func: Any, args: Any, kwargs: Any) -> None:
-    """Multiply gradients by 1/scale, in place; every rank learns whether any is not finite."""
+    """Multiply gradients by 1/scale, in place; every rank gets the flag of a non-finite value."""
     grads, found, inverse = args
     per_mesh: dict[Mesh, list[Tensor]] = {}
     for g in grads:
@@ -221,7 +220,7 @@ def unscale(func: Any, args: Any, kwargs: Any) -> None:
         func(plain, *bare)
     for mesh, raws in per_mesh.items():
         func(raws, *bare)
-        if spans_processes(mesh):  # an overflow may be on a rank played elsewhere
+        if spans_processes(mesh):  # the overflow may be on another process
             with bind(mesh):
                 bare[0].copy_(unwrap(pmax(wrap(bare[0].clone(), mesh), mesh.names)))
     if isinstance(found, ShardedTensor):

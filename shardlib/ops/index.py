@@ -1,4 +1,4 @@
-"""Indexing by tensors: along the indexed dimension operands are whole, all others are rows."""
+"""Indexing by tensors: along an indexed dimension operands are whole, all others are rows."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ declare(
 
 
 def _slices(b: Bound) -> Labels:
-    """Label slices that an index of one dimension picks: their other dimensions are rows."""
+    """Label operands of a 1-D index over slices: their other dimensions are rows."""
     index, dim = b["index"], _dim(b)
     out: Labels = {
         s.at: tuple(None if d == dim else d for d in range(s.ndim))
@@ -109,7 +109,7 @@ def _indexed(b: Bound) -> Labels:
 
 
 def _text(i: Any) -> str:
-    """Write an index as its user did."""
+    """Write an index as in the user's code."""
     if isinstance(i, slice):
         start, stop = ("" if n is None else repr(n) for n in (i.start, i.stop))
         return f"{start}:{stop}" + ("" if i.step is None else f":{i.step!r}")
@@ -117,7 +117,7 @@ def _text(i: Any) -> str:
 
 
 def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve a padded operand: pieces of the dimensions that are not padded."""
+    """Index a padded operand along the dimensions that are not padded."""
     x, index = args
     if not isinstance(x, ShardedTensor) or not x.is_padded:
         raise Unfit("a padded index")
@@ -144,7 +144,7 @@ def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTenso
 
 
 def _touched(index: tuple[Any, ...], ndim: int) -> list[int] | None:
-    """List the dimensions that numbers and slices cut; None where anything else is among them."""
+    """List the dimensions that numbers and slices cut; None if there are other indices."""
     if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
         return None
     named = [i for i in index if i is not None]
@@ -156,7 +156,7 @@ def _touched(index: tuple[Any, ...], ndim: int) -> list[int] | None:
 
 @implements(Tensor.__getitem__, padded=_padded_getitem)
 def getitem(func: Any, args: Any, kwargs: Any) -> Any:
-    """Cut a piece by numbers and slices; pick positions by tensors, or where a mask is true."""
+    """Index by numbers, slices, tensors of positions, or masks."""
     x, index = args
     given = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(i, Tensor | list) for i in given):
@@ -185,12 +185,12 @@ def getitem(func: Any, args: Any, kwargs: Any) -> Any:
     if out is None:
         return on_whole(func, (x, index), {}, None)
     if all(not i.ndim and i.dtype in (torch.int64, torch.int32) for i in picks):
-        link(x.raw, out.raw)  # to torch these are numbers, and what they cut is a view
+        link(x.raw, out.raw)  # torch treats 0-dim indices as numbers, so its result is a view
     return out
 
 
 def _sized(x: ShardedTensor, given: tuple[Any, ...]) -> None:
-    """Refuse masks whose sizes are not those of the dimensions they stand for."""
+    """Refuse masks whose sizes are not those of the dimensions they index."""
 
     def masks(i: Any) -> bool:
         return isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and i.ndim > 0
@@ -214,7 +214,7 @@ def _sized(x: ShardedTensor, given: tuple[Any, ...]) -> None:
 
 
 def _numbered(x: ShardedTensor, given: tuple[Any, ...]) -> bool:
-    """Say whether a number addresses a split dimension, and nothing else cuts one."""
+    """Check whether a number indexes a split dimension, and no other index cuts one."""
     named = sum(i is not None and i is not Ellipsis for i in given)
     if any(isinstance(i, bool) for i in given) or named > x.ndim or type(x) is not ShardedTensor:
         return False
@@ -237,7 +237,7 @@ _ALL = slice(None)
 
 
 def _at(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
-    """Give x[..., -1] of a split dimension: the rank that has it sends it to others, a copy."""
+    """Return x[..., -1] of a split dimension: its rank sends it to the others, a copy."""
     out = _picked(
         x,
         tuple(
@@ -252,11 +252,11 @@ def _at(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
 
 
 def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
-    """Find where ``n`` positions lie in each rank's block; the block's size if elsewhere."""
+    """Return a table: index in each rank's block of ``n`` positions, the block's size if absent."""
     key = _here, n, token
     found = mesh.plans.get(key)
     if found is None:
-        with torch.inference_mode(False):  # what is kept may be saved for a backward later
+        with torch.inference_mode(False):  # cached, so a later backward may save it
             mine = shard(torch.arange(n), Layout((token,)), mesh).raw
             size = mine.shape[-1]
             table = mine.new_full((*mine.shape[:-1], n), size)
@@ -266,16 +266,16 @@ def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
 
 
 def _whole(i: ShardedTensor) -> ShardedTensor:
-    """Bring positions to every rank."""
+    """Gather positions to every rank."""
     i = settle(i)  # type: ignore[assignment]
     return i if is_whole(i) else reshard(i, "...")
 
 
 def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
-    """Give x[given]: every rank gets the positions and gives its elements; one sum joins them.
+    """Return x[given]: ranks get the positions and give their elements, joined by one sum.
 
-    Nothing is summed where the dimensions they address are whole.  None where something else is
-    asked for.
+    Nothing is summed where the indexed dimensions are whole.  None if this does not cover the
+    index.
     """
     if (
         type(x) is not ShardedTensor
@@ -320,7 +320,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
                 )
                 edge = list(raw.shape)
                 edge[d + stacked] = 1
-                # what others have is 0 here
+                # one more row of zeros, which stands for the positions of other ranks
                 raw = torch.cat([raw, raw.new_zeros(edge)], d + stacked)
                 summed += axes
         elif axes and i != slice(None):
@@ -336,7 +336,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
         if out.dtype == torch.bool
         else total(out, mesh, summed)
     )
-    kept, d = [], 0  # the tokens of what is not indexed by tensors, in order
+    kept, d = [], 0  # tokens of the dimensions not indexed by tensors, in order
     for i in given_:
         if i is None:
             kept.append(Dim())
@@ -362,14 +362,14 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
 
 
 def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
-    """Copy a piece that is a view, which a number in a tensor puts elsewhere on every rank."""
+    """Copy a piece that is a view: positions from tensors may differ between ranks' blocks."""
     out = raw[index]
     return out.clone() if out._is_view() else out
 
 
 @implements(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
-    """Find the nonzero elements, alike on every rank; one byte per element is brought."""
+    """Find the nonzero elements, on every rank; one byte per element is gathered."""
     x, *rest = args or (kwargs.pop("input"),)
     args = (x, *rest)
     if type(x) is not ShardedTensor or is_whole(x) or x.sharding.partial:
@@ -379,10 +379,10 @@ def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(torch.where, Tensor.where, padded=padded_alike)
 def choice(func: Any, args: Any, kwargs: Any) -> Any:
-    """Give the positions where the one argument is true; of three, choose element by element."""
+    """Return the positions where a condition is true; with three arguments, torch.where."""
     if len(args) + len(kwargs) == 1:
         (condition,) = (*args, *kwargs.values())
-        condition = condition if condition.ndim else condition.unsqueeze(0)  # as torch answers
+        condition = condition if condition.ndim else condition.unsqueeze(0)  # as torch does
         return condition.nonzero().unbind(1)
     return elementwise(func, args, kwargs)
 
@@ -396,9 +396,9 @@ _SELECTED = binder("index_select(input, dim: int, index: tensor)")
     padded=beside(the_dim(_SELECTED)),
 )
 def index_select(func: Any, args: Any, kwargs: Any) -> Any:
-    """Pick as x[..., index] does; the result lies as x, where it divides.
+    """Select as x[..., index] does; the result has x's layout, where it divides.
 
-    A plain index is the same on every rank.
+    A plain index counts as the same on every rank.
     """
     x, dim, index = _SELECTED(*args, **kwargs).values()
     if (
@@ -417,7 +417,7 @@ def index_select(func: Any, args: Any, kwargs: Any) -> Any:
             mesh=x.mesh,
         )
     raw = index.raw if isinstance(index, ShardedTensor) else index
-    # x[...] wraps negative ones
+    # index_select refuses negative positions, but x[...] would wrap them
     in_range(raw, x.padded_shape[dim], "index_select", f"index of dimension {dim}")
     out, token = (
         x[(slice(None),) * dim + (index.reshape(-1),)],
@@ -441,7 +441,7 @@ _COPIED = binder("index_copy(input, dim: int, index: tensor, source: tensor)")
 
 @implements(Tensor.index_copy_)
 def index_copy_(func: Any, args: Any, kwargs: Any) -> Any:
-    """Write slices where the tensor is whole: each rank writes its part of them."""
+    """Write slices along a whole dimension: each rank writes its part of them."""
     x, dim, index, source = _COPIED(*args, **kwargs).values()
     if type(x) is not ShardedTensor or not x.ndim or source.ndim != x.ndim:
         return on_whole(func, args, kwargs, None)
@@ -466,7 +466,7 @@ _ADDED = binder("index_add(input, dim, index: tensor, source: tensor, *, alpha: 
 
 @implements(Tensor.index_add_, Tensor.index_add, torch.index_add)
 def index_add(func: Any, args: Any, kwargs: Any) -> Any:
-    """Add into a split dimension: each rank adds what falls into its block, and nothing moves."""
+    """Add into a split dimension: each rank adds the positions of its block, and nothing moves."""
     x, dim, index, source, alpha = _ADDED(*args, **kwargs).values()
     mesh = next(v.mesh for v in (x, index, source) if isinstance(v, ShardedTensor))
     index = replicated(index, mesh) if not isinstance(index, ShardedTensor) else index
@@ -509,7 +509,7 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _everywhere(i: Any, x: ShardedTensor) -> Any:
-    """Take a plain index, as torch does, for one that is the same on every rank."""
+    """Wrap a plain index as one that is the same on every rank."""
     i = torch.as_tensor(i) if isinstance(i, list) else i
     return (
         replicated(i, x.mesh) if isinstance(i, Tensor) and not isinstance(i, ShardedTensor) else i
@@ -520,8 +520,8 @@ declare("one_hot(tensor, num_classes: int)", rows)
 
 
 def _looked_up(b: Bound) -> Labels:
-    """Label what is looked for rows; where it is looked for is whole."""
-    *sought, among = slots(b)  # a number may be sought
+    """Label the sought values rows; the values they are compared with are whole."""
+    *sought, among = slots(b)  # a sought number is no slot
     return {s.at: tuple(range(s.ndim)) for s in sought} | {among.at: (None,) * among.ndim}
 
 
@@ -559,7 +559,7 @@ def grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _searched(b: Bound) -> Labels:
-    """Label values apart; sequences of several dimensions share the leading ones with them."""
+    """Label values as rows; sequences of several dimensions share the leading ones with them."""
     sequence, values, sorter = b["sorted_sequence"], b["input"], b["sorter"]
     own = ("v",) if sequence.ndim > 1 else tuple(("v", d) for d in range(values.ndim))
     lead = tuple(range(sequence.ndim - 1))

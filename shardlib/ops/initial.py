@@ -1,7 +1,7 @@
-"""torch.nn.init on sharded tensors: global fan-in and fan-out, and values keyed by position.
+"""Initialisation by torch.nn.init: global fan-in and fan-out, and values keyed by position.
 
-Most of it is torch's own code, which fills tensors in place (random.py).  Here are those that would
-draw from each rank's generator, move data, or write single elements.
+Most of it runs torch's own code, which fills tensors in place (random.py).  This file has the
+functions that would draw from each rank's generator, move data, or write single elements.
 """
 
 import math
@@ -78,8 +78,8 @@ def _kaiming(
         return tensor.uniform_(-bound, bound, generator=generator)
 
 
-# ---------------------------------------------------------------- those that do not ask their
-# argument
+# ---------------------------------------------------------------- functions that do not dispatch on
+# their argument
 
 
 def trunc_normal_(
@@ -92,14 +92,14 @@ def trunc_normal_(
 ) -> ShardedTensor:
     """Draw one number per element, by the inverse of the normal distribution between a and b.
 
-    Nothing is drawn twice.
+    Unlike rejection, this draws each number once.
     """
     _settled("trunc_normal_", x)
     low, high = (
         torch.special.ndtr(torch.tensor((v - mean) / std, dtype=torch.float64)).item()
         for v in (a, b)
     )
-    flip = low > 0.5  # the upper tail has no digits left near 1; the lower one does
+    flip = low > 0.5  # fp64 has few digits left near 1, so mirror an upper tail to the lower one
     if flip:
         low, high = (
             torch.special.ndtr(torch.tensor((mean - v) / std, dtype=torch.float64)).item()
@@ -115,7 +115,7 @@ def trunc_normal_(
 
 
 def orthogonal_(x: ShardedTensor, gain: float = 1.0, generator: Any = None) -> ShardedTensor:
-    """Factor the same whole matrix on every rank, and keep its block; it is whole for a moment."""
+    """Factor the same whole matrix on every rank, and keep its block; it needs memory for all."""
     _settled("orthogonal_", x)
     if x.ndim < 2:
         raise ValueError("Only tensors with 2 or more dimensions are supported")
@@ -184,9 +184,9 @@ def sparse_(
 ) -> ShardedTensor:
     """Draw normal numbers, and set the share ``sparsity`` of each column's rows to zero.
 
-    Those whose keyed numbers are lowest.
+    The rows with the lowest keyed numbers are zeroed.
 
-    Each rank computes the numbers of whole columns, of the columns that it holds; nothing moves.
+    Each rank computes the numbers of its columns as a whole, so nothing moves.
     """
     _settled("sparse_", x)
     if x.ndim != 2:

@@ -1,12 +1,12 @@
-"""Random numbers as functions of a key and of the element's position in the global tensor.
+"""Counter-based random numbers: functions of a key and an element's position in the global tensor.
 
 64 bits per position: splitmix64, whose state after i steps is key + i * odd constant, so any
-element's bits come from its position alone.  Positions are those of the true tensor, also where
+element's bits follow from its position alone.  Positions are those of the true tensor, also where
 blocks are padded.
 
 Bits become numbers in fp64, or in fp32 where that is enough, and are rounded once.  Chunks are a
 multiple of 64 elements and too small for threads: torch's vector loops and their scalar tails
-differ in the last bit, and a number must not depend on where it lies in a block.
+differ in the last bit, and a number must not depend on its offset in a block.
 
 Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; the
 constants of the finaliser are Stafford's variant 13.
@@ -34,14 +34,14 @@ __all__ = [
     "open_unit", "places", "then", "unit",
 ]  # fmt: skip
 
-_STEP = 1 << 14  # elements at once: what a cache holds, and fewer than torch gives to threads
+_STEP = 1 << 14  # elements at once: they fit a cache, and torch starts threads only for more
 
 Make = Callable[[Tensor], Tensor]
-"""From bits, 1-D, to as many numbers; it may write to the bits."""
+"""Function from 1-D bits to as many numbers; it may overwrite the bits."""
 
 
 def keep_mask(index: Tensor, key: int, p: float) -> Tensor:
-    """Make booleans, true with probability 1 - p, independently per index."""
+    """Return booleans, true with probability 1 - p, independently per index."""
     out = torch.empty(index.shape, dtype=torch.bool, device=index.device)
     index, flat = index.reshape(-1), out.view(-1)
     step = 2 * _STEP if index.device.type == "cpu" else max(index.numel(), 1)
@@ -61,7 +61,7 @@ def _bar(p: float) -> int:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A maker of numbers that need 32 bits: two neighbours in the last dimension share 64.
+    """Maker of numbers that need 32 bits: two neighbours in the last dimension share 64.
 
     ``make``  [m] -> [m, 2].
     """
@@ -70,7 +70,8 @@ class Pairs:
 
 
 def kept(p: float) -> Pairs:
-    """Make booleans, true with probability 1 - p, to 32 bits."""
+    """Return a maker of booleans, true with probability 1 - p, to 32 bits."""
+    # compared as signed int32, hence the shift by 2^31
     bar = min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
     if p == 1:
         return Pairs(lambda h: torch.zeros(len(h), 2, dtype=torch.bool, device=h.device))
@@ -89,18 +90,18 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 
 
 def half_open(h: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Make uniform numbers in [0, 1), with as many digits as ``dtype`` has, in fp64."""
+    """Return uniform numbers in [0, 1), with as many digits as ``dtype`` has, in fp64."""
     digits = _DIGITS.get(dtype, 53)
     return (h >> (64 - digits)).bitwise_and_((1 << digits) - 1).double().mul_(2.0**-digits)
 
 
 def open_unit(h: Tensor) -> Tensor:
-    """Make uniform numbers in (0, 1), never either end: 52 bits and a half."""
+    """Return uniform numbers in (0, 1), never either end: 52 bits and a half."""
     return (h >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
 
 
 def unit(dtype: torch.dtype) -> Make | Pairs:
-    """Make uniform numbers in [0, 1), with as many digits as ``dtype`` has.
+    """Return a maker of uniform numbers in [0, 1), with as many digits as ``dtype`` has.
 
     In fp64 for fp64, else in fp32.
     """
@@ -114,12 +115,12 @@ def unit(dtype: torch.dtype) -> Make | Pairs:
 
 
 def normal(h: Tensor) -> Tensor:
-    """Make normal numbers of mean 0 and variance 1, by the inverse of their distribution."""
+    """Return normal numbers of mean 0 and variance 1, by the inverse of their distribution."""
     return torch.special.ndtri(open_unit(h))
 
 
 def gaussian(dtype: torch.dtype) -> Make | Pairs:
-    """Make ``normal`` for fp64; below, two from 64 bits by Box and Muller's method, in fp32."""
+    """Return ``normal`` for fp64; otherwise Box-Muller, two numbers from 64 bits in fp32."""
     if dtype == torch.float64:
         return normal
 
@@ -134,7 +135,7 @@ def gaussian(dtype: torch.dtype) -> Make | Pairs:
 
 
 def then(make: Make | Pairs, f: Callable[[Tensor], Tensor]) -> Make | Pairs:
-    """Make numbers by ``make``, and apply ``f`` to them, which may write to them."""
+    """Return ``make`` followed by ``f``, which may overwrite the numbers."""
     inner = make.make if isinstance(make, Pairs) else make
     return type(make)(lambda h: f(inner(h))) if isinstance(make, Pairs) else lambda h: f(inner(h))
 
@@ -145,7 +146,7 @@ def then(make: Make | Pairs, f: Callable[[Tensor], Tensor]) -> Make | Pairs:
 def drawn(
     x: ShardedTensor, key: int, make: Make | Pairs, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """Draw the raw blocks of numbers that ``make`` gives for the bits of ``x``'s positions.
+    """Return the raw blocks of the numbers that ``make`` computes at ``x``'s positions.
 
     ``out`` is filled if given.
     """
@@ -179,9 +180,9 @@ def drawn(
 
 
 def places(x: ShardedTensor) -> list[Where] | None:
-    """Say where the blocks played here lie in the true tensor, as kernels take it.
+    """Return the positions of this process's blocks in the true tensor, for kernels.
 
-    None where they have more dimensions than kernels count.
+    None if there are more dimensions than kernels support.
     """
     size, strides = tuple(x.padded_shape), [1]
     for n in reversed(tuple(x.shape)[1:]):
@@ -194,7 +195,7 @@ def places(x: ShardedTensor) -> list[Where] | None:
 
 
 def _numbers(index: Tensor, key: int, make: Make | Pairs, paired: bool) -> Tensor:
-    """Return what ``make`` gives at each index, or at both positions of each pair."""
+    """Return ``make``'s number at each index, or at both positions of each pair."""
     if not isinstance(make, Pairs):
         return make(bits(index, key))
     if paired:
@@ -205,7 +206,7 @@ def _numbers(index: Tensor, key: int, make: Make | Pairs, paired: bool) -> Tenso
 
 @lru_cache(maxsize=64)
 def _only(*place: Any) -> tuple[Tensor, bool]:
-    """Return the positions of a block that is one chunk, ready to be used."""
+    """Return the positions of a block that is one chunk, padded for use."""
     host = torch.device("cpu")
     tables, paired = _tables(*place, host)
     index = torch.cat([c for _, c in _chunks(tables, host)])
@@ -237,10 +238,10 @@ def _tables(
     pairs: bool,
     device: torch.device,
 ) -> tuple[tuple[Tensor, ...], bool]:
-    """Give, per dimension, what each of the block's positions adds to the linear index.
+    """Return, per dimension, the share of each of the block's positions in the linear index.
 
-    Of ``pairs`` to the number of the pair, True, where the block holds both of each, one after the
-    other.
+    With ``pairs``, the linear index of pairs and True, if the block holds both elements of each,
+    one after the other.
     """
     sizes = dict(axes)
     held = layout.resolve(len(size)).indices(size, sizes, dict(zip(sizes, coord, strict=True)))
@@ -264,7 +265,7 @@ def _tables(
 
 
 def _chunks(tables: tuple[Tensor, ...], device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """(place in the flat block, linear positions from there on), a cache full at a time."""
+    """Yield (offset in the flat block, linear positions from there on), a cache full at a time."""
     sizes = [len(t) for t in tables]
     if 0 in sizes:
         return

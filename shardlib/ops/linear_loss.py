@@ -1,13 +1,13 @@
-"""Cross entropy of a classifier's outputs that never exist whole: a few rows of logits at a time.
+"""Linear layer fused with cross entropy: logits are computed for a few rows at a time.
 
-The logits [tokens, classes] are the largest tensor of a language model.  Here the rows that a rank
-holds are taken in chunks.  Each chunk's logits are made, its loss and at once its gradients, which
-are added up; then they go.  Nothing is computed twice, and beside the gradients themselves one
-chunk of logits is all the memory there is.  Each chunk's product and loss are the library's own, so
-that the classes may be split (one psum of three numbers per row) and the features too.
+The logits [tokens, classes] are the largest tensor of a language model.  Here a rank's rows are
+taken in chunks.  For each chunk the logits, the loss and at once the gradients are computed and
+added up, and the logits are freed.  Nothing is computed twice, and the only memory besides the
+gradients is one chunk of logits.  Each chunk's product and loss are the library's own, so the
+classes may be split (one psum of three numbers per row) and the features too.
 
-Per rank and step, beside what the product moves: the gradients of weight and bias are summed over
-the axes that split the tokens once, in backward, not once per chunk.
+Per rank and step, besides the traffic of the product: the gradients of weight and bias are summed
+over the axes that split the tokens once, in backward, not once per chunk.
 
 Source: the gradient in forward is Hsu et al., arXiv 2410.10989 (Liger), section 3.2; split classes
 are arXiv 1909.08053, section 3.
@@ -62,14 +62,15 @@ def linear_cross_entropy(
     """Compute ``F.cross_entropy(F.linear(input, weight, bias), target)`` in chunks of the rows.
 
     Shapes: input [..., features], weight [classes, features], bias [classes], target [...] of
-    integers; the result is a scalar.  ``target`` lies as the rows do; a plain one is sharded so.
-    ``chunks``     how many parts of its rows a rank takes one after the other; memory of logits is
+    integers; the result is a scalar.  ``target`` is split as the rows are; a plain one is sharded
+    so.
+    ``chunks``     number of parts into which a rank's rows are cut; memory of logits is
                    rows * classes / chunks.
     ``reduction``  "mean" over the targets that are not ``ignore_index``, or "sum".
-    Moves: what ``F.linear`` and ``F.cross_entropy`` move for these layouts; a weight that is split
+    Moves: as ``F.linear`` and ``F.cross_entropy`` for these layouts; a weight that is split
            over axes of the tokens is gathered once.
-    Raises: BadArgument for another reduction, ShardError where targets lie otherwise than the rows,
-            Unsupported where a gradient of the gradient is asked for.
+    Raises: BadArgument for another reduction, ShardError if targets are split otherwise than the
+            rows, Unsupported for a second derivative.
 
     >>> import torch, shardlib as sl; import torch.nn.functional as F
     >>> x, w, t = torch.randn(6, 4), torch.randn(10, 4), torch.tensor([1, 9, -100, 0, 3, 3])
@@ -145,7 +146,7 @@ def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str, chunks: int) ->
 def _met(
     x: ShardedTensor, w: ShardedTensor, b: ShardedTensor | None, axes: tuple[str, ...]
 ) -> tuple[ShardedTensor, ShardedTensor, ShardedTensor | None]:
-    """The operands such that no chunk's product moves a block of either again.
+    """Return the operands, gathered so that no chunk's product moves a block of them again.
 
     Where the weight is split over axes that split the tokens (as FSDP's and 2D blocks are), or the
     features over axes that split the classes, both are gathered here, once for all chunks.
@@ -159,7 +160,7 @@ def _met(
 
 
 def _flat(x: ShardedTensor, axes: tuple[str, ...], features: int) -> ShardedTensor:
-    """Lay a rank's rows one after the other: which is which does not matter to their sum."""
+    """Flatten a rank's rows to one dimension; their order does not matter to their sum."""
     ahead = lead(x.mesh)
     raw = x.raw.reshape(*x.raw.shape[:ahead], -1, *x.raw.shape[x.raw.ndim - features :])
     dims = (Dim(axes), *x.dims[len(x.dims) - features :])
@@ -177,7 +178,7 @@ def _deferring(t: ShardedTensor, axes: tuple[str, ...]) -> Place:
 def _scale(
     labels: Tensor, ignore: int, reduction: str, mesh: Mesh | None, axes: tuple[str, ...]
 ) -> Tensor | None:
-    """Return what each row's loss is multiplied by, per rank; None: one."""
+    """Return the factor of each row's loss, per rank; None: one."""
     if reduction == "sum":
         return None
     counted = (labels != ignore).flatten(0 if mesh is None else lead(mesh)).sum(-1)
@@ -232,7 +233,7 @@ class _Loss(Local):
                     grads[i] = g.float() if g.dtype.itemsize == 2 else g
                 else:
                     grads[i] += g
-        if loss is None:  # no rows: torch's mean of nothing is NaN, and its sum is zero
+        if loss is None:  # no rows: torch's mean over nothing is NaN, and its sum is zero
             loss = rows.new_zeros(rows.shape[:ahead]) * (
                 1 if scale is None else scale.to(rows.dtype)
             )

@@ -1,8 +1,8 @@
-"""Losses: each row's where the row lies, then our own sum or mean.
+"""Loss functions: torch's own per row on local blocks, then our sum or mean.
 
 The losses of torch.nn.functional are run with reduction "none" as declared here, and reduced by the
-library's own operators.  Cross entropy with its classes split has an algorithm: the logits are
-never gathered, and per row three numbers cross the wire, the maximum, the sum of exponentials and
+library's own operators.  Cross entropy with split classes has its own algorithm: the logits are
+never gathered, and three numbers per row are communicated, the maximum, the sum of exponentials and
 the target's logit (the last two in one psum).
 
 Source: arXiv 1909.08053, section 3 (vocabulary-parallel loss).
@@ -64,8 +64,8 @@ class _RowLoss(Local):
 
     The loss is zero where ignored.
 
-    Softmax is what backward saves; as an output it has a graph, so backward can be differentiated
-    again.
+    Softmax is saved for backward; it is an output, so that it has a graph and backward can be
+    differentiated again.
 
     loss = (1 - s) (lse - logit[target]) + s (lse - mean(logits))   with smoothing s.
     """
@@ -151,11 +151,12 @@ def _row_gradient(ctx: Any, g: Tensor | None, g_softmax: Tensor | None) -> Tenso
 
 
 class _KernelLoss(Local):
-    """The same by kernels around one all-gather of four numbers per row; its result is [R] in fp32.
+    """Loss by kernels around one all-gather of four numbers per row; its result is [R] in fp32.
 
     apply(logits, target, mesh, axes, ignore, smooth, classes, given_up).
 
-    The logits are kept, and no softmax; where they are ``given_up`` they become their gradient.
+    The logits are saved, and no softmax; if they are ``given_up``, they are overwritten by their
+    gradient.
     """
 
     @staticmethod
@@ -189,7 +190,7 @@ class _KernelLoss(Local):
         mesh, axes, ignore, smooth, classes = ctx.place
         logits, target, kept = ctx.saved_tensors
         nothing = [None] * 7
-        if torch.is_grad_enabled():  # its own gradient is wanted: the eager form has one
+        if torch.is_grad_enabled():  # create_graph: the eager form is differentiable again
             rows, _ = _RowLoss.apply(logits, target, mesh, axes, ignore, smooth, classes)
             g = grads[0].to(rows.dtype)
             return *torch.autograd.grad(rows, logits, g, create_graph=True), *nothing
@@ -211,7 +212,7 @@ class _KernelLoss(Local):
 def _class_blocks(
     logits: Tensor, target: Tensor, mesh: Mesh, axes: tuple[str, ...], classes: int
 ) -> list[tuple[Tensor, Tensor, int, int]]:
-    """List, per rank played here, logits, target, its count of true classes, its first class."""
+    """List, per rank here: logits, target, the number of its true classes, its first class."""
     size = logits.shape[-1]
     out = []
     for x, t, c in zip(blocks(logits, mesh), blocks(target, mesh), played(mesh), strict=True):
@@ -221,10 +222,10 @@ def _class_blocks(
 
 
 class _WholeRowLoss(Local):
-    """The same where each rank holds all classes: logits [R, C], target [R] -> [R].
+    """Loss where each rank holds all classes: logits [R, C], target [R] -> [R].
 
-    A few rows at a time, and the softmax is made again on the way back: beside the logits and
-    their gradient nothing of their size is made or kept.  Half precision is fp32 within.
+    It takes a few rows at a time, and recomputes the softmax in backward: besides the logits and
+    their gradient nothing of their size is allocated.  Half precision is computed in fp32.
     """
 
     @staticmethod
@@ -245,7 +246,7 @@ class _WholeRowLoss(Local):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         logits, here, ignored = ctx.saved_tensors
         wide = _wide(logits)
-        if torch.is_grad_enabled():  # its own gradient is wanted: torch's operators have one
+        if torch.is_grad_enabled():  # create_graph: torch's operators are differentiable again
             x = logits.to(wide)
             rows = F.cross_entropy(
                 x, here.squeeze(-1), label_smoothing=ctx.smooth, reduction="none"
@@ -266,7 +267,7 @@ class _WholeRowLoss(Local):
 
 
 def _some_rows(x: Tensor, *more: Tensor) -> Any:
-    """Cut x, and tensors with as many rows, into parts that fit a cache (a GPU: that fill it)."""
+    """Cut x, and tensors with as many rows, into parts that fit a cache (that fill a GPU)."""
     part = (1 << 18 if x.device.type == "cpu" else 1 << 26) // max(x.shape[-1], 1) or 1
     if x.is_meta or part >= len(x):
         return [(x, *more)]
@@ -274,7 +275,7 @@ def _some_rows(x: Tensor, *more: Tensor) -> Any:
 
 
 def _padding(x: Tensor, axes: tuple[str, ...], classes: int) -> Tensor:
-    """Say which of this rank's columns lie beyond the true classes.  x [R, C/axes] -> [C/axes]."""
+    """Return a mask of this rank's columns beyond the true classes.  x [R, C/axes] -> [C/axes]."""
     place = torch.arange(x.shape[-1], device=x.device)
     return (place + axis_index(axes) * x.shape[-1] if axes else place) >= classes
 
@@ -284,7 +285,7 @@ def _split_cross_entropy(
 ) -> Tensor:
     """Compute F.cross_entropy(logits [N, C], target [N]) where N, C or both are split.
 
-    ``classes`` of them are no padding.
+    ``classes``  number of true classes; the columns beyond are padding.
     """
     names = (
         "input",
@@ -309,7 +310,7 @@ def _split_cross_entropy(
     if not known or target.is_floating_point():
         raise _unsupported(logits, target)
     if plan.brought:
-        target = reshard(target, plan.rows)  # cut, nothing moves
+        target = reshard(target, plan.rows)  # a slice: nothing moves
     smooth, every = float(given.get("label_smoothing", 0.0)), logits.padded_shape[1]
     x: Any = logits.raw
     raw: Any
@@ -320,7 +321,7 @@ def _split_cross_entropy(
     elif plan.axes or (classes or every) != every:
         raw, _ = _RowLoss.apply(x, target.raw, mesh, plan.axes, ignore, smooth, classes or every)
     else:
-        # every rank's rows
+        # under simulate, the rows of all ranks as one dimension
         flat = (x, target.raw) if x.ndim == 2 else (x.flatten(0, -2), target.raw.flatten())
         if flat[0].numel() > (1 << 22 if is_half(x) else 1 << 16):
             raw = _WholeRowLoss.apply(*flat, ignore, smooth)
@@ -331,7 +332,7 @@ def _split_cross_entropy(
             return ShardedTensor(
                 raw, Place(_SCALAR, torch.Size(()), mesh, deferred=logits.deferred)
             )
-        else:  # too small to be worth cutting
+        else:  # small enough that chunks would only cost time
             raw = F.cross_entropy(
                 *flat, ignore_index=ignore, label_smoothing=smooth, reduction="none"
             )
@@ -351,10 +352,10 @@ def _split_cross_entropy(
 
 
 class _Plan(NamedTuple):
-    """How logits and target meet.
+    """Axes of logits and target.
 
     ``axes``     that split the classes, major first, and ``over`` those that split the rows.
-    ``brought``  whether the target is cut to lie as the ``rows`` do.
+    ``brought``  whether the target is resharded to the layout ``rows``.
     """
 
     axes: tuple[str, ...]
@@ -441,11 +442,11 @@ class _Mean(Local):
         return each.unsqueeze(-1).expand(shape), None, None, None, None
 
 
-# ---------------------------------------------------------------- the rows' losses, reduced
+# ---------------------------------------------------------------- losses of rows, reduced
 
 
 def _how(given: dict[str, Any]) -> str:
-    """Return the reduction; torch's older two flags come first."""
+    """Return the reduction; torch's older two flags take precedence."""
     average, reduce = given.pop("size_average", None), given.pop("reduce", None)
     reduction = given.pop("reduction")
     if average is not None or reduce is not None:
@@ -491,7 +492,7 @@ class _Loss:
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = self.bind(*args, **kwargs)
         if self.of is F.l1_loss and given["weight"] is None and (w := l1_weight()) is not None:
-            # anew: who refuses this call, or runs it on whole tensors, must see the weight
+            # dispatch again, so that a refusal or the fallback also has the weight
             return ShardedTensor.__torch_function__(func, (), (), given | {"weight": w})
         how = _how(given)
         if how == "batchmean" and self.of is not F.kl_div:
@@ -504,7 +505,7 @@ class _Loss:
         return _reduced(out, how, given)
 
     def padded(self, run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """Serve operands that are padded alike: each element has a loss, what is padding none."""
+        """Compute the losses of operands that are padded alike; padding adds nothing."""
         given = self.bind(*args, **kwargs)
         how = _how(given)
         tensors = [v for v in given.values() if isinstance(v, Tensor)]
@@ -544,7 +545,7 @@ _losses(
 
 
 def _samples(b: Bound) -> Labels:
-    """Label the first dimension rows; weights are of classes, which are whole."""
+    """Label the first dimension rows; weights are per class, and classes are whole."""
     found = slots(b)
     weight = b.get("weight")
     if found[0].ndim < 2:
@@ -579,7 +580,7 @@ _CROSS_ENTROPY = binder(
 
 
 def _classes(k: Bound) -> Labels:
-    """input (N, C, d...), target (N, d...) or like input; the classes are whole."""
+    """Label input (N, C, d...) and target (N, d...) or like input; the classes are whole."""
     x, t, w = k["input"], k["target"], k.get("weight")
     lead = 1 if x.ndim > 1 else 0
     mine = tuple(None if d == lead else ("r", d) for d in range(x.ndim))
@@ -621,7 +622,7 @@ def _weighed(func: Any, given: dict[str, Any], how: str) -> Any:
 
 
 def _checked(given: Bound, classes: int | None = None) -> str:
-    """Check the arguments as torch does and return the reduction; ``classes`` are no padding."""
+    """Check the arguments as torch does and return the reduction; ``classes`` are the true ones."""
     x, t, smooth = given["input"], given["target"], given["label_smoothing"]
     whole_numbers = not t.is_floating_point()
     if whole_numbers and t.dtype not in (torch.int64, torch.uint8):
@@ -644,16 +645,16 @@ def _checked(given: Bound, classes: int | None = None) -> str:
     split = (
         isinstance(x, ShardedTensor) and x.ndim > 1 and x.sharding.resolve(x.ndim).dims[1].is_split
     )
-    if whole_numbers and (split or classes is not None):  # else torch's own kernel looks
+    if whole_numbers and (split or classes is not None):  # otherwise torch's kernel checks targets
         raw = t.raw if isinstance(t, ShardedTensor) else t
         in_range(raw, classes or x.shape[1], "cross_entropy", "target", given["ignore_index"])
     return _how(given)
 
 
 def rows_given_up(logits: ShardedTensor, target: Tensor, ignore: int, smooth: float) -> Tensor:
-    """Compute F.cross_entropy of each row, by kernels, of logits that nobody else holds.
+    """Compute F.cross_entropy of each row, by kernels, for logits that nothing else uses.
 
-    They become their gradient.
+    The logits are overwritten by their gradient.
     """
     given = _CROSS_ENTROPY(logits, target, ignore_index=ignore, label_smoothing=smooth)
     classes = logits.shape[-1] if logits.is_padded else None
@@ -671,7 +672,7 @@ def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _padded_classes(run: Any, func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Serve padded logits: the classes beyond the true ones count nothing."""
+    """Compute the loss of padded logits: columns beyond the true classes are ignored."""
     given = _CROSS_ENTROPY(*args, **kwargs)
     x = given["input"]
     if not has_padding((x,)) or has_padding((given["target"],)):

@@ -1,4 +1,4 @@
-"""Linear algebra: the last dimensions are a matrix, or a vector, and whole; all others are rows."""
+"""Linear algebra: the last dimensions are a matrix or a vector, and whole; all others are rows."""
 
 from shardlib.ops.declare import Bound, declare, last, slots
 from shardlib.ops.dims import Labels

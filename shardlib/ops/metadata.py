@@ -1,4 +1,4 @@
-"""What torch asks of a tensor besides its values' functions: properties, autograd, copies."""
+"""Metadata, autograd and copies of sharded tensors: properties, hooks, backward, clone, set_."""
 
 import weakref
 from typing import Any
@@ -45,7 +45,7 @@ if begins_forward_ad is not None:
 
 
 def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer from the wrapper itself, whose shape is the global one."""
+    """Read from the wrapper itself, whose shape is the global one."""
     with no_torch_function():
         return func(*args, **kwargs)
 
@@ -83,7 +83,7 @@ def _is_same_size(func: Any, args: Any, kwargs: Any) -> bool:
 
 @implements(describes_memory, padded=True)
 def _described(func: Any, args: Any, kwargs: Any) -> bool:
-    """Refuse what torch.export and fake tensors begin with when they describe a tensor's memory."""
+    """Refuse the call by which torch.export and fake tensors begin to read a tensor's memory."""
     raise no_trace("torch.export")
 
 
@@ -185,7 +185,7 @@ def _autograd_backward(func: Any, args: Any, kwargs: Any) -> None:
 @implements(Tensor.register_hook, padded=True)
 def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
     x, hook = args
-    place = gradient_place(x.place)  # not x: its hook would keep it, and its memory
+    place = gradient_place(x.place)  # not x: the hook would keep x and its memory alive
 
     def run(raw: Tensor) -> Tensor | None:
         given = ShardedTensor(raw, place)
@@ -240,7 +240,7 @@ def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
                 mesh=x.mesh,
                 fix=f"sl.reshard(gradient, {str(x.sharding)!r})",
             )
-        more: list[int] = []  # a dimension whose axes another took keeps its padding, whole
+        more: list[int] = []  # for dimensions that x stores padded but does not split
         for n, m, token in zip(gradient.padded_shape, x.padded_shape, x.dims, strict=True):
             if n != m and (n > m or token.is_split):
                 raise ShardError(
@@ -317,7 +317,7 @@ def _formatted(x: ShardedTensor, form: Any) -> ShardedTensor:
         return x.becomes(x.raw.clone(memory_format=form))
     ndim = len(x.padded_shape)
     if ndim != (4 if form is torch.channels_last else 5):
-        return x.becomes(block_of(x).clone(memory_format=form))  # torch's own refusal
+        return x.becomes(block_of(x).clone(memory_format=form))  # raises torch's own error
     last = (0, 1, *range(3, ndim + 1), 2)  # ranks, batch, space, channels
     back = [last.index(d) for d in range(ndim + 1)]
     return x.becomes(x.raw.permute(last).clone(memory_format=torch.contiguous_format).permute(back))
@@ -325,7 +325,7 @@ def _formatted(x: ShardedTensor, form: Any) -> ShardedTensor:
 
 @implements(Tensor.contiguous, padded=True)
 def _contiguous(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Return the tensor itself where torch would give it back, else a copy."""
+    """Return the tensor itself where torch would return its operand, else a copy."""
     x, form = _FORM(*args, **kwargs)
     same = (
         is_dense(x)
@@ -356,22 +356,22 @@ def _detached(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(Tensor.data.__set__, padded=True)
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
-    """Serve ``x.data = y``: x holds y's blocks; its dtype may change, and no graph records it."""
+    """Assign ``x.data = y``: x holds y's blocks; its dtype may change, and no graph records it."""
     x = args[0]
     x.raw.data = _as_data(*args).raw.detach()
-    with no_torch_function():  # the wrapper's own dtype and device
+    with no_torch_function():  # also set the wrapper's own dtype and device
         func(x, x.becomes(x.raw.detach()))
 
 
 @implements(torch.ops.aten.set_.source_Tensor, padded=True)
 def _set(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve ``x.set_(y)``, by which torch's parametrizations move a parameter."""
+    """Run ``x.set_(y)``, with which torch's parametrizations replace a parameter."""
     func(args[0].raw, _as_data(*args).raw)
     return args[0]
 
 
 def _as_data(x: ShardedTensor, new: Any) -> ShardedTensor:
-    """Lay ``new`` as ``x`` lies, where that moves nothing or is within ``sl.implicit``."""
+    """Reshard ``new`` to ``x``'s layout, if that moves nothing or is within ``sl.implicit``."""
     if not isinstance(new, ShardedTensor) and scope().promoting:
         new = lift(new, x.mesh, "data")
     near = isinstance(new, ShardedTensor) and new.mesh is x.mesh
@@ -430,7 +430,7 @@ def _FILL(input: ShardedTensor, value: Any) -> tuple[ShardedTensor, Any]:
 
 @implements(Tensor.fill_, padded=True)
 def _fill(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Set every position to the same value; of a pending sum each part to its share."""
+    """Set every position to the same value; a pending sum, each part to its share."""
     x, value = _FILL(*args, **kwargs)
     if isinstance(value, Tensor):
         if value.ndim:
