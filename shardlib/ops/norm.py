@@ -91,7 +91,7 @@ class _Normalise(Local):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mesh, axes, overs, width, count = ctx.place
-        saved = ctx.saved_tensors  # a checkpoint gives them once
+        saved = ctx.saved_tensors  # read once: a checkpoint may recompute them at each access
         if torch.is_grad_enabled():
             f = partial(_forward, mesh, axes, width, count, *ctx.how)
             raws = (*saved[:2], ctx.like)
@@ -148,7 +148,7 @@ def _kernels(
     mesh: Mesh, axes: Axes, width: int, eps: float, centre: bool,
     x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:  # fmt: skip
-    """Run ``_forward`` by kernels, with its collectives; None if they refuse these blocks."""
+    """Run ``_forward`` by kernels, with its collectives; None if kernels refuse these blocks."""
     every = _flat_blocks(mesh, width, x_raw, w_raw, b_raw)
     if every is None:
         return None
@@ -158,7 +158,7 @@ def _kernels(
         with bind(mesh):
             if centre:
                 parts = unwrap(all_gather(wrap(parts, mesh), axes, 0))
-            else:  # a sum of squares is only added
+            else:  # sums of squares merge by addition, so psum is enough
                 parts, each = unwrap(psum(wrap(parts, mesh), axes)), each * axis_size(axes)
     found = [norm_settle(part, centre, each, eps) for part in blocks(parts, mesh)]
     out = [
@@ -170,11 +170,11 @@ def _kernels(
 
 
 def _kernels_back(ctx: Any, saved: Any, grad: Tensor) -> list[Tensor | None] | None:
-    """Run ``backward`` by kernels, with its collectives; None if they refuse these blocks."""
+    """Run ``backward`` by kernels, with its collectives; None if kernels refuse these blocks."""
     mesh, axes, overs, width, count = ctx.place
     x_raw, w_raw, mean_raw, scale_raw = saved
     every = _flat_blocks(mesh, width, x_raw, w_raw, ctx.like)
-    if every is None or (overs[0] and is_half(x_raw)):  # a gradient to be summed is rounded later
+    if every is None or (overs[0] and is_half(x_raw)):  # kernels round before the sum over ranks
         return None
     gs = [
         g.reshape(x.shape).contiguous()
@@ -207,7 +207,7 @@ def _kernels_back(ctx: Any, saved: Any, grad: Tensor) -> list[Tensor | None] | N
 def _flat_blocks(
     mesh: Mesh, width: int, x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None
 ) -> list[tuple[Tensor, Tensor | None, Tensor | None]] | None:
-    """Give each rank's rows x [R, H] and factors [H]; None where kernels take others."""
+    """Return each rank's rows x [R, H] and factors [H]; None if kernels do not support them."""
     if not active.native(x_raw, w_raw, b_raw):
         return None
     out = []
@@ -225,7 +225,7 @@ def _flat_blocks(
 
 
 def _settled(x: Tensor, over: Axes, dtype: torch.dtype, wire: torch.dtype | None = None) -> Tensor:
-    """Sum over further axes and round to ``dtype``; parts travel in ``wire``, else as they are."""
+    """Sum over further axes and round to ``dtype``; parts are sent in ``wire``, else unrounded."""
     return psum(x, over, out=dtype, wire=wire) if over else x.to(dtype)
 
 
@@ -260,11 +260,11 @@ def _whole(
         found = None if run is None else run(raw, shape, w, b, eps)
         if found is not None:
             return found
-    # torch 2.13 takes no gradient of a wide shift alone
+    # torch 2.13 has no gradient for a wide shift alone
     mixes = raw.device.type in ("cpu", "meta") and (w is not None or b is None)
     if not lead(mesh) and (not is_half(raw) or mixes):
         return F.layer_norm(raw, shape, w, b, eps)
-    # every rank has its own scale; elsewhere no kernel mixes dtypes
+    # under simulate every rank has its own scale; other devices have no kernel of mixed dtypes
     wide = raw.float() if is_half(raw) else raw
     out = F.layer_norm(wide, shape, None, None, eps)
     for scale, f in ((w, torch.mul), (b, torch.add)):
@@ -275,7 +275,7 @@ def _whole(
 
 
 def _is_torchs(call: Any, values: list[ShardedTensor], raws: list[Tensor], overs: Any) -> bool:
-    """Say whether torch's own kernel on the blocks is all that whole rows need."""
+    """Check whether torch's own kernel on the blocks is all that whole rows need."""
     x, args = values[0], call[1]
     if not args or args[0] is not x or lead(x.mesh) or any(overs):
         return False
@@ -291,7 +291,7 @@ def _normalised(
 ) -> ShardedTensor:
     """Normalise the trailing dimensions that ``shape`` counts.
 
-    ``call``  torch's, (func, args, kwargs).
+    ``call``  torch's call (func, args, kwargs).
     """
     op, width = "layer_norm" if centre else "rms_norm", len(shape)
     mesh = next(v.mesh for v in (x, weight, bias) if isinstance(v, ShardedTensor))
@@ -353,7 +353,7 @@ _RMS = binder(
 
 
 def _padded_rows(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve an operand whose normalised dimensions have no padding: rows of ones are padding."""
+    """Normalise an operand padded in its rows only, filled with ones to keep them finite."""
     given = (_LAYER if "layer" in func.__name__ else _RMS)(*args, **kwargs)
     x, width = given["input"], len(given["normalized_shape"])
     others = (given["weight"], given.get("bias"))
@@ -363,7 +363,7 @@ def _padded_rows(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if eps is not None and eps <= (0 if "bias" in given else -1):
         raise Unfit("what is made of the padding would not be finite")
     out = padded_to(run(func, (), given | {"input": filled(x, 1)}), tuple(x.shape))
-    return padded_to(filled(out, 0), tuple(x.shape))  # what comes back to the padding stays there
+    return padded_to(filled(out, 0), tuple(x.shape))  # so that no gradient leaves the padding
 
 
 @implements(F.layer_norm, torch.layer_norm, padded=_padded_rows, repeats=True)
@@ -378,6 +378,6 @@ def rms_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Normalise as F.rms_norm, with the normalised dimensions split or whole."""
     x, shape, w, eps = _RMS(*args, **kwargs).values()
     x = lift(x, x.mesh if w is None else getattr(x, "mesh", None) or w.mesh, "rms_norm")
-    # as torch: of what it computes in
+    # as torch: the eps of the dtype in which it computes
     eps = torch.finfo(_wide(x.raw[:0]).dtype).eps if eps is None else eps
     return _normalised((func, args, kwargs), x, tuple(shape), w, None, eps, False)

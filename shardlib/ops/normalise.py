@@ -1,4 +1,4 @@
-"""Normalisations over batches, groups and instances; those over trailing dimensions: norm.py."""
+"""Normalisation over batches, groups and instances; that over trailing dimensions is in norm.py."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardlib.tensor import ShardedTensor, Unfit, implements, is_half, typeof
 
 
 def _samples(b: Bound) -> Labels:
-    """Each sample is normalised apart."""
+    """Label samples rows: each is normalised independently."""
     first, *rest = slots(b)
     if first.ndim < 3 and "num_groups" not in b:
         raise Unfit("no batch")
@@ -32,7 +32,7 @@ declare(
 
 
 def _instances(b: Bound) -> Labels:
-    """Each channel of each sample is normalised apart."""
+    """Label samples and channels rows: each channel of a sample is normalised independently."""
     x, stats = b["input"], [b["running_mean"], b["running_var"]]
     if b["use_input_stats"] and any(isinstance(s, Slot) for s in stats):
         raise Unfit("running statistics of instances are means over the batch")
@@ -55,7 +55,7 @@ _BATCH = binder(
 
 @implements(torch.batch_norm)
 def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Take statistics over the whole batch, whoever holds it; update the running ones as torch."""
+    """Take statistics over the whole batch, on all ranks; update the running ones as torch does."""
     g = _BATCH(*args, **kwargs)
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
     if x.ndim < 2 or not x.numel():
@@ -93,7 +93,7 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
             for t in (mean, var):
                 refuse_overlap(t.raw, "batch_norm", {"tensor": typeof(t)}, t.mesh)
             mean.mul_(1 - g["momentum"]).add_(m.detach() * g["momentum"])
-            # of one element that is 0 / 0, which torch does not refuse either
+            # for one element this is 0 / 0, which torch does not refuse either
             var.mul_(1 - g["momentum"]).add_(v.detach() * (g["momentum"] * count) / (count - 1))
     else:
         m, v = mean, var

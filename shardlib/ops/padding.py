@@ -1,9 +1,9 @@
-"""Padding: the positions of a block that stand for no element.
+"""Padding: positions of a block beyond the true sizes of the tensor.
 
-A tensor whose sizes do not divide over its axes is padded to sizes that do; its place remembers
-the true ones.  What the padding holds is never read: an operator that would mix it with elements
-fills it first, with the value that changes nothing (zero before a sum, the lowest number before a
-maximum), and what is computed there has no gradient.
+A tensor whose sizes do not divide over its axes is padded to sizes that do; its place keeps the
+true ones.  Values in the padding are never read: an operator that would mix them with elements
+fills the padding first with a neutral value (zero before a sum, the lowest number before a
+maximum), and results there have no gradient.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,13 +41,13 @@ def filled(x: ShardedTensor, value: float | bool) -> ShardedTensor:
     whole = x.with_padding
     if not x.is_padded or not holds_values(x.mesh):
         return whole
-    value = bool(value) if x.raw.dtype == torch.bool else value  # which a number would promote
+    value = bool(value) if x.raw.dtype == torch.bool else value  # a number would promote the dtype
     return whole.becomes(torch.where(inside(x).raw, x.raw, value))
 
 
 def inside(x: ShardedTensor) -> ShardedTensor:
-    """Return which positions of a padded tensor are elements."""
-    # a small table of its own: masks are as large as blocks
+    """Return a mask of a padded tensor: True for elements, False for padding."""
+    # a cache of its own with few entries: masks are as large as blocks
     known = x.mesh.plans.setdefault(inside, {})
     key = (x.sharding, x.padded_shape, x.shape, x.raw.device)
     raw = known.get(key)
@@ -67,7 +67,7 @@ def _mask(
     key = _mask, layout, shape, true, device
     found = mesh.plans.get(key)
     if found is None:
-        with torch.inference_mode(False):  # what is kept may be saved for a backward later
+        with torch.inference_mode(False):  # cached, so a later backward may save it
             found = remember(mesh.plans, key, _made(layout, shape, true, mesh, device))
     return found
 
@@ -86,17 +86,17 @@ def _made(
 
 
 def padded_to(value: ShardedTensor, true: tuple[int, ...]) -> ShardedTensor:
-    """Return a value whose true sizes are ``true``; what lies beyond them is padding."""
+    """Return a value whose true sizes are ``true``; positions beyond them are padding."""
     if tuple(value.padded_shape) == tuple(true):
         return value
     return ShardedTensor(value.raw, value.place._replace(true_shape=torch.Size(true)))
 
 
 def beside(along: Callable[..., Iterable[int]]) -> Callable[..., Any]:
-    """Make what serves padded operands of a function that works along some dimensions and leaves
-    each position of the others by itself.
+    """Return a handler of padded operands for a function that works along some dimensions and
+    treats the positions of all others independently.
 
-    ``along(*args, **kwargs)``  gives those dimensions, of which none may be padded.
+    ``along(*args, **kwargs)``  returns those dimensions, of which none may be padded.
     """
 
     def serve(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ def beside(along: Callable[..., Iterable[int]]) -> Callable[..., Any]:
 
 
 def the_dim(signature: Callable[..., dict[str, Any]]) -> Callable[..., list[int]]:
-    """Make what ``beside`` asks of functions that have a ``dim``, as their signature binds it."""
+    """Return the ``along`` of ``beside`` for functions with a ``dim``, bound by their signature."""
 
     def along(*args: Any, **kwargs: Any) -> list[int]:
         dim = signature(*args, **kwargs).get("dim")
@@ -134,7 +134,7 @@ def _sizes(x: Tensor, but: set[int]) -> tuple[tuple[int, int], ...]:
 
 
 def of_true_sizes(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an implementation on the padded sizes; results have the sizes that the true ones give."""
+    """Run an implementation on the padded sizes; results get the sizes for the true ones."""
 
     def bare(v: Any) -> Any:
         sized = isinstance(v, ShardedTensor) or (isinstance(v, Tensor) and v.ndim > 0)

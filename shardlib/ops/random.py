@@ -1,7 +1,8 @@
-"""torch's random functions on sharded tensors: every number is keyed by its global position.
+"""Random functions of torch on sharded tensors: every number is keyed by its global position.
 
-Filling in place, tensors like another, samples of given distributions.  ``generator=`` is honoured:
-rank 0's draw from it is the key.  Arguments are checked by torch, on a tensor of hardly an element.
+In-place fills, rand_like and others, samples of given distributions.  ``generator=`` is honoured:
+rank 0's draw from it is the key.  Arguments are checked by torch, on a tensor of at most one
+element.
 """
 
 import math
@@ -52,9 +53,9 @@ def _settled(name: str, x: ShardedTensor) -> None:
 
 
 def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
-    """Raise torch's own refusal of bad arguments."""
+    """Raise torch's own error for bad arguments."""
     try:
-        # of no element torch takes any dtype
+        # without elements torch accepts any dtype, so integers are checked on one element
         few = 0 if x.dtype.is_floating_point or x.dtype.is_complex else 1
         func(
             torch.zeros(few, dtype=x.dtype, device="cpu" if x.raw.is_meta else x.raw.device),
@@ -75,7 +76,7 @@ def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
 
 
 def uniform(low: float, high: float, dtype: torch.dtype) -> Make | Pairs:
-    """Make numbers in [low, high), also after rounding to ``dtype``."""
+    """Return a maker of numbers in [low, high), also after rounding to ``dtype``."""
     top = (
         torch.nextafter(torch.tensor(high, dtype=dtype), torch.tensor(low, dtype=dtype)).item()
         if high > low
@@ -97,7 +98,7 @@ def cauchy(median: float, sigma: float) -> Make:
 
 
 def geometric(p: float) -> Make:
-    """Draw how many trials it takes until the first success."""
+    """Return a maker of the number of trials until the first success."""
     return lambda h: (
         open_unit(h).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1)
         if p < 1
@@ -114,14 +115,14 @@ def bernoulli(p: float) -> Make:
 
 
 def integers(low: int, high: int) -> Make:
-    """Make integers in [low, high), each alike but for one part in 2**63 / (high - low)."""
+    """Return a maker of integers in [low, high), uniform up to one part in 2**63 / (high - low)."""
     span = high - low
     if span == 1 << 64:
         return lambda h: h
     if span < 1 << 63:
         return lambda h: (h >> 1).bitwise_and_((1 << 63) - 1).remainder_(span).add_(low)
 
-    # int64 has no unsigned remainder; here it is at most one subtraction
+    # int64 has no unsigned remainder; for spans this large one subtraction is enough
     def wide(h: Tensor) -> Tensor:
         over = (h ^ signed(1 << 63)) >= signed(span ^ (1 << 63))
         return h - over * signed(span) + low
@@ -130,7 +131,7 @@ def integers(low: int, high: int) -> Make:
 
 
 def _largest(dtype: torch.dtype) -> int:
-    """Say where ``random_()`` ends: what the dtype counts up to exactly."""
+    """Return the end of ``random_()``'s range: integers up to it are exact in the dtype."""
     if dtype == torch.bool:
         return 2
     if dtype.is_floating_point:
@@ -201,7 +202,7 @@ _in_place(Tensor.log_normal_, "log_normal_(input, mean=1.0, std=2.0, *, generato
 
 @implements(Tensor.uniform_, padded=True)
 def uniform_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Draw in place; its keyword ``from`` is a word of Python's."""
+    """Draw uniform numbers in place; bound by hand, since the keyword ``from`` is reserved."""
     x = args[0]
     _settled("uniform_", x)
     _asked(func, x, args[1:], kwargs)
@@ -236,7 +237,7 @@ def random_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 class _Sampled(Local):
-    """Samples of what the operands parametrise: torch gives those a gradient of zero."""
+    """Sample from distributions with tensor parameters, whose gradient is zero as in torch."""
 
     @staticmethod
     def forward(ctx: Any, sample: Tensor, *operands: Tensor) -> Tensor:
@@ -263,7 +264,7 @@ _bernoulli_ = binder("bernoulli_(input, p=0.5, *, generator=None)")
 
 @implements(torch.bernoulli, Tensor.bernoulli)
 def bernoulli_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Draw 1 with the probability that stands there, or with ``p`` everywhere."""
+    """Draw 1 with each element as probability, or with ``p`` everywhere."""
     b = _bernoulli(*args, **kwargs)
     x, p = b["input"], b["p"]
     _settled("bernoulli", x)
@@ -316,7 +317,7 @@ _normal = binder("normal(mean, std=1.0, *, generator=None)")
 
 @implements(torch.normal, padded=True)
 def normal_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Draw mean + std z, of tensors that broadcast."""
+    """Draw mean + std z, for tensors that broadcast."""
     b = _normal(*args, **kwargs)
     mean, std = b["mean"], b["std"]
     for t in (mean, std):
@@ -342,7 +343,7 @@ def normal_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(torch.poisson)
 def poisson(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Draw counts of the rates that stand there."""
+    """Draw Poisson counts with the elements as rates."""
     b = binder("poisson(input, generator=None)")(*args, **kwargs)
     x = b["input"]
     _settled("poisson", x)
@@ -358,7 +359,7 @@ def poisson(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
-    """Draw counts: of small rates by inverting the distribution, of large ones by rejection.
+    """Draw counts: small rates by inverting the distribution, large ones by rejection.
 
     Source: Hoermann, The transformed rejection method for generating Poisson random variables,
             1993, PTRS.
@@ -393,7 +394,7 @@ def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
     return out
 
 
-# ---------------------------------------------------------------- like another
+# ---------------------------------------------------------------- rand_like and others
 
 
 _OPTIONS = (
@@ -486,10 +487,10 @@ _multinomial = binder("multinomial(input, num_samples: int, replacement=False, *
 def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Draw indices with the row's weights: the largest of log(weight) + Gumbel noise.
 
-    Whatever the row's split.
+    The row may be split.
 
     Without replacement the ``num_samples`` largest, with replacement the largest of each of so many
-    draws.  Of a split row only each rank's candidates travel.
+    draws.  For a split row only each rank's candidates are communicated.
     Source: Efraimidis and Spirakis, Weighted random sampling
             with a reservoir, 2006; Gumbel's maximum.
     """
@@ -538,9 +539,9 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest scores along the last dimension and their places in the whole row.
+    """Return the largest scores along the last dimension and their positions in the whole row.
 
-    They are found among every rank's own largest.
+    They are chosen among every rank's own largest.
     """
     layout = x.sharding.resolve(x.ndim)
     value, local = scores.topk(min(count, scores.shape[-1]), -1)
@@ -558,7 +559,7 @@ def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, T
     return best, where.gather(-1, at)
 
 
-# ---------------------------------------------------------------- pooling at random places
+# ---------------------------------------------------------------- pooling at random positions
 
 
 _pool = binder(
@@ -568,7 +569,7 @@ _pool = binder(
 
 
 def _fractional(d: int, indices: bool) -> Callable[..., Any]:
-    """Implement fractional_max_pool: windows begin where is drawn for each sample and channel."""
+    """Implement fractional_max_pool: windows begin at positions drawn per sample and channel."""
 
     def implementation(func: Any, args: Any, kwargs: Any) -> Any:
         b = _pool(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""Ids, targets and indices outside a table or a set of classes are refused, as torch refuses them.
+"""Range checks of ids, targets and indices; out of range ones are refused, as in torch.
 
-On a CPU the ids are looked at before they are used, and the error comes at once.  On CUDA that
-would make the host wait for the device at every lookup, so the device asserts, as torch's own
-embedding and gather do there: the kernel fails, and the next call that waits for the device raises
+On a CPU the ids are checked before they are used, and the error is raised at once.  On CUDA that
+would make the host wait for the device at every lookup, so the device asserts, as in torch's own
+embedding and gather: the kernel fails, and the next call that waits for the device raises
 RuntimeError.
 """
 

@@ -40,7 +40,7 @@ __all__ = ["SUM", "reduced_layout"]
 def reduced_layout(
     x: ShardedTensor, dim: Any, keepdim: bool, op: str = "sum"
 ) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
-    """Give (dims reduced, mesh axes that split them, result layout, result shape)."""
+    """Return (dims reduced, mesh axes that split them, result layout, result shape)."""
     found = _reduced_layout(
         x.sharding, x.padded_shape, tuple(dim) if isinstance(dim, list) else dim, keepdim, op
     )
@@ -94,7 +94,7 @@ def _arguments(
 
 
 def _without(value: float | str) -> Any:
-    """Serve a padded operand by a reduction that ``value`` in the padding does not change."""
+    """Return a handler of padded operands: ``value`` in the padding does not change the result."""
 
     def padded(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
         given = (SUM if func in _SUMS else _PROD if func in _PRODS else _DIM)(*args, **kwargs)
@@ -128,7 +128,7 @@ _PRODS = (torch.prod, Tensor.prod)
 
 @implements(*_SUMS, padded=_without(0), skewed=True)
 def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Sum locally, then by one psum over the axes that split what was reduced."""
+    """Sum locally, then by one psum over the axes that split the reduced dimensions."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     asked = more.get("dtype") or x.raw.dtype
@@ -146,8 +146,8 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     else:
         exact = x.dtype.is_floating_point or x.dtype.is_complex
         asked_ = more.get("dtype") or (x.dtype if exact else torch.int64)
-        raw = x.raw.to(asked_, copy=True)  # a sum is another tensor, also where it adds nothing
-    # a part that is one element of half precision travels as that element
+        raw = x.raw.to(asked_, copy=True)  # torch returns a new tensor even if nothing is reduced
+    # a part that is a single half precision element is sent as such, without loss
     wire = x.dtype if half and x.dtype == asked and raw.numel() == x.raw.numel() else None
     if func in (torch.mean, Tensor.mean):
         raw, wire = raw / (x.padded_shape.numel() // max(1, shape.numel())), None
@@ -157,7 +157,7 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(Tensor.any, torch.any, Tensor.all, torch.all, padded=True)
 def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Say whether some, or all, elements are nonzero: counted, so that one psum is enough."""
+    """Implement any and all by counting zeros or nonzeros, so that one psum is enough."""
     given = _ANY(*args, **kwargs)
     if given.get("dim") == [] or given.get("dim") == ():
         raise Unfit("torch reduces nothing here")
@@ -174,9 +174,9 @@ def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
 @implements(torch.amax, Tensor.amax, padded=_without("-inf"), skewed=True)
 @implements(torch.amin, Tensor.amin, padded=_without("inf"), skewed=True)
 def extremes(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Take the local maximum; over split dimensions a pmax as well.
+    """Take the local extreme, and over split dimensions a pmax as well.
 
-    Where several are largest they share the gradient.
+    If several elements are equal to it, they share the gradient.
     """
     return extreme(func, *_arguments(_DIM, args, kwargs)[:3])
 
@@ -186,8 +186,8 @@ def extreme(
 ) -> ShardedTensor:
     """Reduce by a local extreme, and over split dimensions by a pmax as well.
 
-    ``nans``  the gradient of a NaN goes to all that are, as in torch's max() and norms; else
-              nowhere finite.
+    ``nans``  the gradient of a NaN is shared by all NaNs, as in torch's max() and norms; otherwise
+              it is NaN for the whole row.
     """
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
@@ -216,7 +216,7 @@ def extreme(
 class _Shared(Local):
     """apply(x, value, share, mesh, axes): ``value``, a reduction of x over ``axes``.
 
-    Each element has its share of the gradient.
+    Each element gets its ``share`` of the gradient.
     """
 
     @staticmethod
@@ -233,9 +233,9 @@ class _Shared(Local):
 
 
 def _over_ranks(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], largest: bool) -> Tensor:
-    """Take the extreme over mesh axes; the least is the largest of the negatives.
+    """Take the extreme over mesh axes; the minimum is the maximum of the negatives, negated.
 
-    Of integers these are ~x, which always exists.
+    For integers ~x is used, since -x overflows for the lowest one.
     """
     dtype = raw.dtype
     real = dtype.is_floating_point
@@ -252,9 +252,9 @@ def merged(
     keepdim: bool,
     more: dict[str, Any],
 ) -> ShardedTensor:
-    """Reduce by what merges by itself: every block, gathered, and those again.
+    """Reduce every block, gather the results, and reduce them again by the same function.
 
-    What travels is one number per rank and row.
+    One number per rank and row is communicated.
     """
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     if x.sharding.partial:
@@ -286,9 +286,9 @@ def _written(
     value: Callable[[Any, bool, bool], Any],
     *how: Any,
 ) -> Any:
-    """Reduce x, over split dimensions with the gradient that ``node`` writes as torch does.
+    """Reduce x; over split dimensions ``node`` computes the gradient in torch's formula.
 
-    It is finite exactly where torch's is; the gradient of several steps is not.
+    It is finite exactly where torch's is, unlike the gradient of the composed steps.
 
     ``value``  (dimensions, keepdim, whether ``node`` gives the gradient) -> the result.
     """
@@ -306,7 +306,7 @@ def _written(
 
 
 class _Reduced(Local):
-    """apply(x, out, mesh, axes, *how): ``out``, what x that lies over ``axes`` was reduced to."""
+    """apply(x, out, mesh, axes, *how): ``out``, the reduction of x split over ``axes``."""
 
     @staticmethod
     def forward(
@@ -319,7 +319,7 @@ class _Reduced(Local):
 
 
 class _LogSum(_Reduced):
-    """The logarithm of the sum of exp(x)."""
+    """Logarithm of the sum of exp(x)."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -329,7 +329,7 @@ class _LogSum(_Reduced):
 
 
 class _Norm(_Reduced):
-    """The norm of an order: apply(x, norm, mesh, axes, order)."""
+    """Norm of an order: apply(x, norm, mesh, axes, order)."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -355,7 +355,7 @@ _NORM = binder("""
 
 
 def _asked(x: Any, dtype: torch.dtype | None) -> Any:
-    """Convert to ``dtype`` if it holds every value of x's, and is complex if that is."""
+    """Convert to ``dtype`` if it can hold every value of x, and is complex exactly if x is."""
     if dtype is None or dtype == x.dtype:
         return x
     if dtype.is_complex != x.dtype.is_complex or torch.promote_types(x.dtype, dtype) != dtype:
@@ -364,7 +364,7 @@ def _asked(x: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _padded_norm(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve a padded operand: zeros change no norm of a positive order."""
+    """Take the norm of a padded operand: zeros change no norm of a positive order."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
     if not 0 < ord_ < math.inf:
         raise Unfit("zeros would change this norm")
@@ -393,7 +393,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not real_axes(x.mesh, x.sharding.axes):
         raise NoImplementation("whole", op="vector_norm", fix="x")
     half = is_half(x)
-    if ord_ == 1:  # also where one is NaN: its block's norm would hide the others' gradients
+    if ord_ == 1:  # not by merged norms: with a NaN in a block, other elements keep a gradient
         out = (x.float() if half else x).abs().sum(dim, keepdim)
         return out.to(x.dtype) if half else out
     wide: Any = x.float() if half else x
@@ -401,7 +401,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     def value(gone: Any, keep: bool, tracked: bool) -> Any:
         if ord_ != 2 or not tracked:
             return merged(torch.linalg.vector_norm, wide, gone, keep, {"args": (ord_,)})
-        # a sum of squares is fewer bytes than every block's norm
+        # a psum of squares sends fewer bytes than a gather of every block's norm
         squares = (wide * wide.conj()).real if x.is_complex() else wide * wide
         return squares.sum(gone, keep).sqrt()
 
@@ -411,7 +411,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(Tensor.norm, torch.norm, padded=True)
 def norm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Take a vector's norm over one dimension or all; "fro" as torch takes it."""
+    """Take a vector's norm over one dimension or all; "fro" as in torch."""
     x, p, dim, keepdim, dtype = _FRO(*args, **kwargs).values()
     if p == "nuc" or (p not in ("fro", None) and not isinstance(p, int | float)):
         raise NoImplementation(
@@ -430,13 +430,13 @@ _FRO = binder("norm(input, p='fro', dim: ints = None, keepdim: bool = False, dty
 
 
 def _padded_softmax(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve a padded operand: what is infinitely low has no share."""
+    """Compute softmax of a padded operand: -inf in the padding has probability 0."""
     given = _SOFTMAX(*args, **kwargs)
     x = given.pop("input")
     if not x.dtype.is_floating_point:
         raise Unfit("integers have no infinity")
     out = padded_to(run(func, (filled(x, -math.inf),), given), tuple(x.shape))
-    return padded_to(filled(out, 0), tuple(x.shape))  # what comes back to the padding stays there
+    return padded_to(filled(out, 0), tuple(x.shape))  # so that no gradient leaves the padding
 
 
 @implements(
@@ -482,7 +482,7 @@ def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @implements(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp, padded=_without("-inf"))
 def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Compute logsumexp, over a split dimension that of the blocks' results."""
+    """Compute logsumexp; over a split dimension, logsumexp of the blocks' results."""
     x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
     if not x.dtype.is_floating_point:
         raise Unfit("torch promotes integers, and sums complex numbers")
@@ -497,7 +497,7 @@ def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(torch.var, Tensor.var, torch.std, Tensor.std, padded=True)
 def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Sum squares around the global mean, in two passes."""
+    """Compute the variance in two passes: squares around the global mean are summed."""
     x, dim, keepdim, more = _arguments(_VAR, args, kwargs)
     if _VAR(*args, **kwargs).get("dim") in ([], ()):
         raise Unfit("torch reduces all dimensions here, and its gradient is not finite")
@@ -529,7 +529,7 @@ def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 class _Deviation(Local):
-    """apply(variance): its root, whose gradient is zero where it is, as torch has it."""
+    """apply(variance): its square root; where that is zero so is the gradient, as in torch."""
 
     @staticmethod
     def forward(ctx: Any, variance: Tensor) -> Tensor:
@@ -559,16 +559,16 @@ def prod(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _prods(x: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:
-    # asked for: torch takes it for no dtype of its own accord
+    # torch.prod needs an explicit dtype to keep bool
     kept = x.dtype if x.dtype == torch.bool else None
-    if not dim or (len(dim) == x.ndim and not keepdim):  # the gradients differ beside zeros
+    if not dim or (len(dim) == x.ndim and not keepdim):  # its gradient near zeros differs per dim
         return x.prod(dtype=kept)
     for d in reversed(dim):
         x = x.prod(d, keepdim, dtype=kept)
     return x
 
 
-# ---------------------------------------------------------------- spelled by others
+# ---------------------------------------------------------------- composed of other operators
 
 
 _NAN = "nansum(input, dim: ints = None, keepdim: bool = False, *, dtype=None)"
@@ -578,7 +578,7 @@ def _nansum(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
     if input.is_complex() or (dtype is not None and dtype.is_complex):
         raise Unfit("torch sums no complex numbers here on every device")
     known: Any = input
-    if known.sharding.partial:  # a part that is NaN makes the sum so, whatever the others are
+    if known.sharding.partial:  # a NaN part makes the sum NaN, which parts alone cannot show
         raise partial_escape("nansum", known)
     if input.dtype.is_floating_point:
         nan: Any = input.isnan()
@@ -587,7 +587,7 @@ def _nansum(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
 
 
 class _Cleared(Local):
-    """apply(x, nan): zeros for NaN; their gradient is zero times the cotangent, as torch has it."""
+    """apply(x, nan): zeros for NaN; their gradient is zero times the cotangent, as in torch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, nan: Tensor) -> Tensor:

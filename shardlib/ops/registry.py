@@ -1,14 +1,14 @@
-"""Which algorithm runs an operation, what it costs, and why.
+"""Registry of algorithms per operation: matching, prices, choice, and ``sl.why``.
 
-An algorithm looks at a *case* (layouts, sizes, mesh: integers and names, no tensors) and answers
-with a ``Match``: the result's layout, the bytes and messages it will cost, and what runs; or with
-a sentence saying why it does not fit.  The cheapest match runs; ``sl.algorithm`` pins another,
+An algorithm's match function takes a *case* (layouts, sizes, mesh: integers and names, no tensors)
+and returns a ``Match``: the result's layout, the bytes and messages it will cost, and its code; or
+a sentence that states why it does not fit.  The cheapest match runs; ``sl.algorithm`` pins another,
 ``sl.why`` prints them all.
 
-What is chosen never depends on the order of registration or of imports.  Algorithms that keep
-blocks where they lie come before those that gather operands, then those of a lower ``order``,
-then names decide: the first of that list that fits says where the result lies, and of equally
-cheap ones the first runs.
+The choice never depends on the order of registration or of imports.  Algorithms that keep blocks in
+place come before those that gather operands, then those of a lower ``order``, then by name: the
+first of that list that fits fixes the result's layout; of those with this layout the cheapest runs,
+and ties go to the first.
 """
 
 import inspect
@@ -41,32 +41,32 @@ __all__ = [
 
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound="Callable[[Any], Match | str]")
-"""An algorithm's own function: from a case of its operation to a match, or a refusal."""
+"""Match function of an algorithm: from a case of its operation to a match, or a refusal."""
 
 _FREE = Cost()
 
 
 @dataclass(frozen=True)
 class Match:
-    """Run of a case by an algorithm: where the result will lie, what it costs, and what runs.
+    """Offer of an algorithm for a case: the result's layout, the cost, and the code to run.
 
     ``out``       the result's layout.
-    ``run``       what runs: for matmul a Schedule, for attention a Plan.
+    ``run``       the code: for matmul a Schedule, for attention a Plan.
     ``forward``, ``backward``  the cost of each; bytes and messages are tested against the counted
                                ones.
-    ``note``      what ``sl.why`` says of it besides.
-    ``gathers``   whether it gathers operands, or scatters a sum, where others keep blocks as they
-                  lie.
+    ``note``      text that ``sl.why`` adds to the price.
+    ``gathers``   whether it gathers operands, or scatters a sum, where others keep blocks in
+                  place.
     ``over``      per operand, the mesh axes over which its gradient must be
-                  summed; found from ``out`` if not given.
+                  summed; derived from ``out`` if not given.
     ``gathered``  bytes of operands gathered whole over an axis while it runs.
     ``shared``    of those, bytes that further products will read.
     ``saved``     bytes saved for backward beyond the operands' own blocks.
     ``adds``      may be given a bias of any dtype.
     ``local``     where no gradient is to be summed it is torch's own product of the blocks.
-    ``call``      runs it instead of ``run`` where operands are looked at first: moved once for
-                  several products, or gathered early; matmul only.
-    ``algorithm`` the name it was chosen under.
+    ``call``      runs instead of ``run`` if operands are prepared first: moved once for several
+                  products, or gathered early; matmul only.
+    ``algorithm`` the name under which it was chosen.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -93,13 +93,13 @@ class Match:
 
     @property
     def cost(self) -> Cost:
-        """Add up forward and backward."""
+        """Cost of forward and backward together."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """What is registered; ``order`` as in ``algorithm``."""
+    """Registered algorithm; ``order`` as in ``algorithm``."""
 
     name: str
     match: Callable[[Any], "Match | str"]
@@ -107,18 +107,18 @@ class _Algorithm:
 
 
 _ALGORITHMS: dict[str, list[_Algorithm]] = {}  # by operation, in their order
-_CHOSEN: dict[Hashable, Match] = {}  # of cases that name no mesh object
+_CHOSEN: dict[Hashable, Match] = {}  # for cases without a mesh object; others use mesh.plans
 
 
 def algorithm(op: str, name: str, order: int | None = None) -> Callable[[Answer], Answer]:
     """Register an algorithm for an operation: a function from a case to a Match or a refusal.
 
-    ``order``  of algorithms that fit, the first says where the result lies unless that is asked
-               for, and of equally cheap ones the first runs.  Those that keep blocks come before
-               those that gather; among each, the lower order, then the name.  Those built in are
-               below 100, which is what others get.
+    ``order``  of algorithms that fit, the first fixes the result's layout unless one is required,
+               and is preferred among equally cheap ones.  Those that keep blocks come before those
+               that gather; among each, the lower order, then the name.  Built-in ones are below
+               100, the default of others.
 
-    Under a name that exists it replaces that algorithm, in its place.
+    An existing name replaces that algorithm and keeps its order.
 
     >>> import torch, shardlib as sl
     >>> @sl.extend.algorithm("matmul", name="never")
@@ -179,7 +179,7 @@ def _check_known(op: str, name: str, by: str) -> None:
         raise ShardError(
             f"unknown algorithm {name!r}; {what}",
             op=by,
-            # what is not there need not be taken out, and no other shall be
+            # `without(unknown)` has no useful correction, so only `algorithm` gets the nearest name
             fix=f"sl.algorithm({some}={near!r})" if by == "algorithm" else "",
         )
 
@@ -206,7 +206,7 @@ class pinned(Entered):
 
 
 class implicit(Entered):
-    """Allow operands to be resharded without being asked, up to ``max_bytes`` per operand.
+    """Allow operands to be resharded implicitly, up to ``max_bytes`` per operand.
 
     The moves are counted like any other communication.
 
@@ -227,7 +227,7 @@ class implicit(Entered):
 
 
 def implicit_budget() -> float | None:
-    """Give the bytes that may move unasked, None outside ``implicit``."""
+    """Return the bytes that may move implicitly, None outside ``implicit``."""
     return scope().budget
 
 
@@ -261,8 +261,7 @@ class saving(Entered):
 def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
     """Choose the cheapest match, or the pinned one.
 
-    Remembered per ``key``, which must tell cases apart.
-
+    Cached by ``key``, which must distinguish cases.
     Raises: NoImplementation listing every candidate and why it does not fit.
     """
     return known((op, key), lambda: decide(op, case()), _CHOSEN)
@@ -271,9 +270,10 @@ def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
 def known(
     key: Hashable, make: Callable[[], T], table: dict[Any, Any], now: Scope | None = None
 ) -> T:
-    """Look up what ``make`` gave for this key under the same pins and algorithms, or call it.
+    """Return the cached result of ``make`` for this key, pins and algorithms, or call it.
 
-    ``mesh.plans`` as the table goes with its mesh; ``now`` is ``scope()``, for those that have it.
+    With ``mesh.plans`` as the table, entries live as long as the mesh; ``now`` is ``scope()``, for
+    callers that have it.
     """
     now = scope() if now is None else now
     full = (key, now.pins, now.saving, Registered.changes)
@@ -282,7 +282,7 @@ def known(
 
 
 def fitting(op: str, case: Any) -> Match | None:
-    """Choose the cheapest match for a case, if any; nothing where an algorithm is pinned."""
+    """Choose the cheapest match for a case, if there is one; None where an algorithm is pinned."""
     best = None if op in dict(scope().pins) else _best(_verdicts(op, case), case)
     return best and best[1]
 
@@ -293,7 +293,7 @@ def _renew() -> None:
 
 
 def forget(mesh: Mesh) -> None:
-    """Forget what was chosen on a mesh, since its links have changed."""
+    """Drop the choices cached on a mesh, after its links have changed."""
     mesh.plans.clear()
 
 
@@ -309,9 +309,9 @@ def _verdicts(op: str, case: Any) -> list[tuple[str, Match | str]]:
 
 
 def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Match] | None:
-    """Choose the cheapest that gives the first one's layout and stays within memory.
+    """Choose the cheapest match with the first one's layout that stays within memory.
 
-    The result's layout thus hangs on the operands' layouts, never on their sizes.
+    So the result's layout depends on the operands' layouts, never on their sizes.
     """
     found = [(n, m) for n, m in verdicts if isinstance(m, Match)]
     found.sort(key=lambda nm: nm[1].gathers)
@@ -365,8 +365,8 @@ def decide(op: str, case: Any) -> Match:
 class Why:
     """Candidates for one operation: the chosen one, each one's cost, or why it was rejected.
 
-    ``notes``  lines that the operation's case has to add.
-    ``both``   whether there is a backward, whose cost is told too.
+    ``notes``  lines that the operation's case adds.
+    ``both``   whether there is a backward, whose cost is shown too.
     """
 
     op: str
@@ -401,7 +401,7 @@ def _priced(m: Match, both: bool) -> str:
 
 
 def explain_choice(op: str, case: Any) -> Why:
-    """Give the verdict of every algorithm on a case."""
+    """Return the verdict of every algorithm on a case."""
     verdicts = _verdicts(op, case)
     asked = dict(scope().pins).get(op)
     best = _best([(n, m) for n, m in verdicts if asked in (None, n)], case)
@@ -414,7 +414,7 @@ _CASES: dict[str, Callable[..., Any]] = {}
 
 
 def case_of(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register how an operation's operands become a case (for ``why``)."""
+    """Register the function that turns an operation's operands into a case (for ``why``)."""
 
     def enter(make: Callable[..., Any]) -> Callable[..., Any]:
         _CASES[op] = make
@@ -447,7 +447,7 @@ def why(op: str, *operands: Any) -> Why:
 
 
 def _why_line(op: str) -> str:
-    """Write the call with the operands that the operation cannot do without."""
+    """Write the call with the operation's required operands."""
     needed = inspect.signature(_CASES[op]).parameters.values()
     count = sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in needed)
     return f"sl.why({', '.join([repr(op), *'abcdefgh'[:count]])})"

@@ -1,6 +1,6 @@
-"""Scaled dot product attention: local where the sequence is whole, round a ring where it is split.
+"""Scaled dot product attention: local for a whole sequence, ring attention for a split one.
 
-Where there are fewer heads of keys than ranks, keys and values are whole and each rank takes the
+If there are fewer heads of keys than ranks, keys and values are whole and each rank slices the
 heads that its queries use.
 """
 
@@ -145,10 +145,10 @@ def _apart(dims: tuple[Dim, ...], mesh: Mesh) -> list[Dim]:
 
 
 def _check_heads(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, grouped: bool) -> None:
-    """Refuse heads of keys and values that torch does not bring to those of the queries."""
+    """Refuse numbers of heads that torch cannot broadcast or group."""
     heads, *others = (t.padded_shape[-3] if len(t.padded_shape) > 2 else 1 for t in (q, k, v))
     shares = all(n and heads % n == 0 for n in others)
-    if shares if grouped else len({heads, *others} - {1}) < 2:  # one head is broadcast
+    if shares if grouped else len({heads, *others} - {1}) < 2:  # a single head is broadcast
         return
     raise BadArgument(
         f"{heads} heads of queries, {others[0]} of keys and {others[1]} of values"
@@ -167,9 +167,9 @@ def _named(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor) -> dict[str, st
 def _round_a_ring(
     q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, given: dict[str, Any]
 ) -> ShardedTensor:
-    """Return F.scaled_dot_product_attention's arguments as ``ring_attention``'s (mask: bias)."""
+    """Call ``ring_attention`` with F.scaled_dot_product_attention's arguments (mask as bias)."""
     heads = [t.padded_shape[1] for t in (q, k, v)]
-    if heads[1] != heads[2] or heads[0] < heads[1]:  # a ring has keys' heads for queries' groups
+    if heads[1] != heads[2] or heads[0] < heads[1]:  # ring_attention only groups heads of queries
         q, k, v = (
             t.repeat_interleave(max(heads) // n, 1) if n < max(heads) else t
             for t, n in zip((q, k, v), heads, strict=True)
@@ -182,7 +182,7 @@ def _round_a_ring(
 
 
 def _heads_of(q: ShardedTensor, t: ShardedTensor, grouped: bool) -> ShardedTensor:
-    """Cut keys or values whose heads are whole to the heads of the queries; nothing moves."""
+    """Slice keys or values with unsplit heads to the heads of the queries; nothing moves."""
     ndim = len(q.padded_shape)
     mine, theirs = q.sharding.resolve(ndim).dims, t.dims
     if (
@@ -194,7 +194,7 @@ def _heads_of(q: ShardedTensor, t: ShardedTensor, grouped: bool) -> ShardedTenso
     ):
         return t
     if set(mine[-3].axes) & set(t.sharding.axes):
-        return t  # refused, or gathered, as split otherwise than the queries
+        return t  # split otherwise than the queries: refused or gathered later
     if q.padded_shape[-3] != t.padded_shape[-3]:
         if not grouped:
             return t

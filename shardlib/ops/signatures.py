@@ -1,4 +1,4 @@
-"""Calls bound to torch's argument names.
+"""Signatures: binding calls to torch's argument names.
 
 An operator's signature is text, one line per overload, as torch's documentation prints it:
 
@@ -8,11 +8,11 @@ An operator's signature is text, one line per overload, as torch's documentation
 
 Each line is compiled at the first call into a function of those parameters whose body checks the
 annotated types and returns the arguments by name, so Python's own call machinery does the binding:
-by position, by keyword in any order, with defaults.  A call that no line fits raises Unfit, and the
-dispatcher then asks torch itself on whole operands; nothing is ever dropped.
+by position, by keyword in any order, with defaults.  A call that fits no line raises Unfit, and the
+dispatcher then calls torch itself on whole operands; no argument is ever dropped.
 
-``*dims`` takes ints, one sequence, or ``dims=``.  ``out=None`` is understood everywhere; an ``out``
-that is given fits no line (ops/whole.py writes it).  numpy's names (``axis``, ``keepdims``, ``x``,
+``*dims`` takes ints, one sequence, or ``dims=``.  ``out=None`` is accepted everywhere; any other
+``out`` fits no line (ops/whole.py writes it).  numpy's names (``axis``, ``keepdims``, ``x``,
 ``x2``) and the method's ``self`` stand for torch's where torch's were not given.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["Slot", "binder", "dim_of", "dims_of"]
 
 
 class Slot:
-    """Stand-in for a tensor while a call is bound: what an argument is for, not its value."""
+    """Placeholder for a tensor while a call is bound: its index and shape, not its value."""
 
     __slots__ = ("at", "ndim", "shape")
 
@@ -42,7 +42,7 @@ def _is_int(v: Any) -> bool:
     return isinstance(v, int) and not isinstance(v, bool)
 
 
-# annotation -> whether a value fits; bool is no int here
+# annotation -> whether a value fits; unlike in Python, bool is not an int here
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "int": _is_int,
     "bool": lambda v: isinstance(v, bool),
@@ -109,7 +109,7 @@ def _compiled(line: str) -> Callable[..., dict[str, Any]]:
 
 @cache
 def binder(signature: str) -> Callable[..., dict[str, Any]]:
-    """Make call(*args, **kwargs) -> arguments by name, in the order of the first line that fits.
+    """Return a function (*args, **kwargs) -> arguments by name, by the first line that fits.
 
     Raises: Unfit.
 
@@ -118,7 +118,7 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
     """
 
     def compiled(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Compile at the first call: three hundred signatures would take a third of the import."""
+        """Compile at the first call: compiling all at import would take a third of its time."""
         lines[:] = [_compiled(line) for line in signature.strip().splitlines() if line.strip()]
         return lines[0](*args, **kwargs)
 
@@ -132,7 +132,7 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
                 continue
         if kwargs.keys() & _ALIASES.keys():
             renamed = {str(_ALIASES.get(n, n)): v for n, v in kwargs.items()}
-            if len(renamed) == len(kwargs):  # else one argument came under two names
+            if len(renamed) == len(kwargs):  # otherwise one argument came under two names
                 return call(*args, **renamed)
         raise Unfit(str(error)) from None
 

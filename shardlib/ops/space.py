@@ -1,4 +1,4 @@
-"""Operators over space: batches, and channels if apart, are rows; positions, weights are whole."""
+"""Spatial operators: batches, and independent channels, are rows; positions, weights are whole."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from shardlib.tensor import TABLE, Unfit, implements
 
 
 def _planes(k: int) -> Callable[[Bound], Labels]:
-    """Label every channel of every sample apart, with or without a batch; ``k`` dimensions."""
+    """Label samples and channels rows, with or without a batch; ``k`` spatial dimensions."""
 
     def labels(b: Bound) -> Labels:
         if not k + 1 <= b["input"].ndim <= k + 2:
@@ -102,7 +102,7 @@ def _depthwise(k: int) -> None:
         f"{name}(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)",
     )
     usual, bind = TABLE[plain], binder(text)
-    # what follows answers for them, and leaves the rest to the declaration
+    # the implementation below replaces the declared one, and calls it for other convolutions
     for func in homes(name):
         del TABLE[func]
 
@@ -115,7 +115,7 @@ def _depthwise(k: int) -> None:
         dilation: Any,
         groups: int,
     ) -> Tensor:
-        # the block's groups, of all
+        # ``groups`` counts all channels; a block has as many groups as filters
         return plain(x, w, bias, stride, padding, dilation, w.shape[0])
 
     def labels(args: Any, kwargs: Any) -> Labels:
@@ -197,7 +197,7 @@ declare(
 
 
 def _samples(b: Bound) -> Labels:
-    """Label the first dimension of the input, and of the operands named here, rows; no others."""
+    """Label the first dimension of the input, grid and input2 rows; other operands are whole."""
     first, *rest = slots(b)
     alike = [s for s in rest if s in (b.get("grid"), b.get("input2"))]
     out: Labels = {s.at: (None,) * s.ndim for s in rest}

@@ -1,4 +1,4 @@
-"""Operators that are one line of others: ways to join and to cut, copies of views, comparisons."""
+"""Composite operators, each a line of others: stacks, splits, copies of views, comparisons."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ spelled("vdot(input, other)", _vdot)
 
 
 def _kron(input: Tensor, other: Tensor) -> Tensor:
-    """Multiply every element of one by the other, side by side in each dimension."""
+    """Compute the Kronecker product: reshape both to interleaved dimensions, and multiply."""
     n = max(input.ndim, other.ndim)
     a = [*[1] * (n - input.ndim), *input.shape]
     b = [*[1] * (n - other.ndim), *other.shape]
@@ -100,9 +100,9 @@ spelled("dsplit(input, indices_or_sections)", _cut(2))
 
 
 def _apart(x: Tensor) -> Tensor:
-    """Detach what unsafe functions cut without a graph; other pieces ask for a gradient.
+    """Detach the input of unsafe_split without grad mode; otherwise pieces would require grad.
 
-    So in torch 2.13.
+    As in torch 2.13.
     """
     return x if torch.is_grad_enabled() else x.detach()
 
@@ -118,7 +118,7 @@ spelled(
 
 
 def _to_size(input: Tensor, size: Any) -> Tensor:
-    """Sum what was broadcast."""
+    """Sum broadcast dimensions to a smaller size."""
     if not size:
         return input.sum()
     lead = input.ndim - len(size)
@@ -145,10 +145,10 @@ spelled(
 
 
 def _copied(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``permute_copy`` and its kin: the view, then a copy of it."""
+    """Run ``permute_copy`` and others: the view, then a copy of it."""
     name = func.__name__.removesuffix("_copy")
     view = _VIEWS.get(name) or getattr(torch, name, None) or getattr(Tensor, name)
-    if not args:  # a method has its tensor by position
+    if not args:  # a method gets its tensor by position
         args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
     return optree.tree_map(torch.clone, view(*args, **kwargs))  # type: ignore[arg-type]
 

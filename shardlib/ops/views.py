@@ -1,7 +1,7 @@
-"""Views: the same elements under other dimensions.  Nothing moves, or the view is refused.
+"""Views: the same elements with other dimensions.  Nothing moves, or the view is refused.
 
-``view`` and ``reshape`` reason on mixed-radix digits: a dimension split ``(3 y)`` is the digits
-3, y and a rest; merging dimensions concatenates digits, splitting one deals them out.
+``view`` and ``reshape`` compute with mixed-radix digits: a dimension split ``(3 y)`` is the digits
+3, y and a rest; merging dimensions concatenates digits, splitting one distributes them.
 """
 
 import math
@@ -44,12 +44,12 @@ from shardlib.tensor import (
 
 __all__ = ["VIEW", "piece", "view_layout"]
 
-# (axis, a sequence in its order, or None; radix), major first
+# (axis, or a ring-ordered token, or None; radix), major first
 _Digits = list[tuple[str | Dim | None, int]]
 
 
 def _digits(dim: Dim, size: int, mesh: dict[str, int]) -> _Digits:
-    if dim.order != "contiguous":  # its ring is one digit, which nothing cuts
+    if dim.order != "contiguous":  # a ring-ordered split cannot be factored further: one digit
         groups = _digits(dim.groups, size, mesh)[:-1] if dim.groups.parts else []
         return [*groups, (Dim(dim.ring, dim.order), size // math.prod(r for _, r in groups))]
     out: _Digits = [(p, mesh[p]) if isinstance(p, str) else (None, p) for p in dim.parts]
@@ -60,7 +60,7 @@ def _digits(dim: Dim, size: int, mesh: dict[str, int]) -> _Digits:
 def view_layout(
     layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]
 ) -> Layout | str:
-    """Return the layout of a tensor seen under a new shape, or why the blocks do not allow it.
+    """Return the layout of a tensor viewed with a new shape, or why the blocks do not allow it.
 
     >>> view_layout(Layout.parse("d . y"), (8, 5, 12), (8, 5, 4, 3), {"d": 2, "y": 2})
     Layout('d . y .')
@@ -79,7 +79,7 @@ def view_layout(
     digits: _Digits = []
     have = 1
     for n in new:
-        if n != 1 and not digits:  # at a border that both shapes share: keep the dimension as it is
+        if n != 1 and not digits:  # both shapes end a dimension here: nothing to regroup
             while i < len(shape) and shape[i] == 1:
                 if layout.dims[i].is_split:
                     return f"dimension {i} of size 1 is split"
@@ -95,7 +95,7 @@ def view_layout(
         ):
             for axis, radix in _digits(layout.dims[i], shape[i], mesh):
                 if axis is None and digits and digits[-1][0] is None:
-                    digits[-1] = (None, digits[-1][1] * radix)  # unsplit digits are one
+                    digits[-1] = (None, digits[-1][1] * radix)  # adjacent unsplit digits merge
                 else:
                     digits.append((axis, radix))
             have *= shape[i]
@@ -148,7 +148,7 @@ def _with_ones(
     dims = list(out.resolve(len(new)).dims)
     for i, d in enumerate(layout.dims):
         start = math.prod(shape[:i])
-        # of dimensions that start together only the last has a size, and its axes stay with one
+        # of dimensions that start together only the last has size > 1, and keeps its axes
         alone = shape[i] == 1
         before = sum(math.prod(shape[:k]) == start for k in range(i)) if alone else 0
         found = [j for j, s in enumerate(starts) if s == start]
@@ -190,7 +190,7 @@ def _dim(digits: _Digits) -> Dim:
 
 
 def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tuple[int, ...]:
-    """Return sizes without a -1, which together make ``count``."""
+    """Return sizes without a -1, with ``count`` as their product."""
     known = math.prod(s for s in sizes if s != -1)
     holes = sizes.count(-1)
     fits = (
@@ -210,7 +210,7 @@ def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tup
 
 
 class _Call(NamedTuple):
-    """A call of a view, as it was made."""
+    """Call of a view function, as it was made."""
 
     func: Any
     args: Any
@@ -219,7 +219,7 @@ class _Call(NamedTuple):
     def seen(
         self, x: ShardedTensor, run: Any, how: tuple[Any, ...], place: Place, strided: bool = False
     ) -> Any:
-        """Return ``x`` seen otherwise: torch's function of its blocks, which lies at ``place``."""
+        """Return a view of ``x``: ``run`` of its blocks, with place ``place``."""
         if self.args and self.args[0] is x:
             return blockwise(*self, place, run, how, strided)
         return ShardedTensor(local_call(run, x.mesh, (x.raw, *how), {}), place)
@@ -262,14 +262,14 @@ def _view(call: _Call, func: Any, x: ShardedTensor, new: tuple[int, ...]) -> Any
         return call.seen(x, func, (local,), place, strided=True)
     out = ShardedTensor(local_call(func, x.mesh, (x.raw, local), {}), place)
     if out.raw.untyped_storage().data_ptr() == x.raw.untyped_storage().data_ptr():
-        out.raw = out.raw.clone()  # the block alone could be seen so; the whole tensor could not
+        out.raw = out.raw.clone()  # torch can view the block, but would copy the whole tensor
     return out
 
 
 def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
-    """Say whether torch would see the whole tensor under ``new`` sizes without a copy.
+    """Check whether torch could view the whole tensor with ``new`` sizes without a copy.
 
-    Its strides are guessed from the block's: in the same order, with a gap wherever the block has
+    Its strides are inferred from the block's: in the same order, with a gap wherever the block has
     one.
     """
     size, block, local = (
@@ -278,7 +278,7 @@ def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
         x.sharding.local_shape(tuple(x.padded_shape), x.mesh),
     )
     whole = [0] * len(size)
-    inner, outer = 1, 1  # where the block, and the whole tensor, would go on without a gap
+    inner, outer = 1, 1  # next strides without a gap, of the block and of the whole tensor
     for d in sorted(range(len(size)), key=lambda d: (block[d], local[d] > 1, -d)):
         if block[d]:
             whole[d] = outer if block[d] <= inner else 2 * outer
@@ -287,14 +287,14 @@ def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
 
 
 def _viewable(size: Sequence[int], stride: Sequence[int], new: Sequence[int]) -> bool:
-    """Say whether a tensor of these sizes and strides has a view of ``new`` sizes.
+    """Check whether a tensor of these sizes and strides has a view of ``new`` sizes.
 
-    No tensor is made: on paper one of the whole size would be counted as a rank's memory.
+    No tensor is made: on a recorded mesh one of the whole size would count as a rank's memory.
     """
     if math.prod(size) == 0:
         return True
     left = [n for n in new if n != 1]
-    run = 1  # elements that follow each other without a gap, behind dimension d
+    run = 1  # elements after dimension d that are contiguous with it
     dims = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1]
     for d in reversed(range(len(dims))):
         run *= dims[d][0]
@@ -314,7 +314,7 @@ VIEW = binder("""
 
 
 def _padded_view(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve a padded operand: other dimensions merge and split, the padded last one stays."""
+    """View a padded operand: other dimensions merge and split, the padded last one stays."""
     x, wanted = VIEW(*args, **kwargs).values()
     last_only(x, func)
     known = [n for n in wanted if n != -1]
@@ -336,7 +336,7 @@ def _padded_view(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 def view(func: Any, args: Any, kwargs: Any) -> Any:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         if {args[0].dtype} == {*args[1:], *kwargs.values()}:
-            return args[0].detach()  # as torch, which gives views as a dtype no graph
+            return args[0].detach()  # as in torch, where view(dtype) is not differentiable
         raise no_implementation(func, args, kwargs, "a view as another dtype")
     x, new = VIEW(*args, **kwargs).values()
     run = Tensor.view if func is Tensor.view else Tensor.reshape
@@ -553,7 +553,7 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
         dims=tuple(x.sharding.resolve(ndim).dims[d] for d in keep), partial=x.sharding.partial
     )
     new = torch.Size([x.padded_shape[d] for d in keep])
-    at = tuple(d - ndim for d in sorted(gone))  # not by reshape, which makes up other strides
+    at = tuple(d - ndim for d in sorted(gone))  # reshape could give other strides than squeeze
     return _Call(func, args, kwargs).seen(x, Tensor.squeeze, (at,), x.place.becomes(layout, new))
 
 
@@ -561,7 +561,7 @@ _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 
 
 def _padded_expand(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Serve a padded operand whose padded dimensions stay as they are."""
+    """Expand a padded operand whose padded dimensions stay as they are."""
     x, sizes, *_ = (_AS if func is Tensor.expand_as else _EXPAND)(*args, **kwargs).values()
     sizes = tuple(sizes.shape) if isinstance(sizes, Tensor) else tuple(sizes)
     if not isinstance(x, ShardedTensor) or not x.is_padded or len(sizes) < x.ndim:
@@ -624,7 +624,7 @@ def _split_sizes(func: Any, size: int, pieces: Any) -> list[int]:
         raise BadArgument(f"{pieces} pieces, or pieces of that size, of {size}", op=func.__name__)
     if "chunk" in func.__name__:
         if not size:
-            return [0] * pieces  # of nothing torch gives as many as were asked for
+            return [0] * pieces  # for an empty dimension torch returns as many as requested
         pieces = -(-size // pieces)
     if isinstance(pieces, int):
         return [min(pieces, size - k) for k in range(0, size, pieces or 1)] or [0]
@@ -646,7 +646,7 @@ def _bound_pieces(func: Any) -> Any:
 
 
 def _padded_split(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve a padded operand that is cut along a dimension without padding."""
+    """Split a padded operand along a dimension without padding."""
     return beside(the_dim(_bound_pieces(func)))(run, func, args, kwargs)
 
 
@@ -770,7 +770,7 @@ def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Cut by ints, slices, None and Ellipsis on unsplit dimensions; whole slices on split ones."""
+    """Index unsplit dimensions by ints, slices, None and Ellipsis; split ones by whole slices."""
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
     named = sum(i is not None and i is not Ellipsis for i in index)
@@ -848,7 +848,7 @@ def _own_shares(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[ShardedTensor
 _PAD = binder("pad(input, pad: ints, mode='constant', value: number = None)")
 
 
-DECLARED.add(F.pad)  # autocast tells its modes apart
+DECLARED.add(F.pad)  # torch casts it on the blocks, since autocast covers only some modes
 
 
 @implements(F.pad)
@@ -883,12 +883,12 @@ def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 def tokens_split(tokens: tuple[Dim, ...], index: tuple[Any, ...], k: int) -> bool:
-    """Say whether index entry ``k`` addresses a split dimension."""
+    """Check whether index entry ``k`` indexes a split dimension."""
     return tokens[sum(i is not None for i in index[:k])].is_split
 
 
 def _alike(values: list[ShardedTensor], dim: int) -> list[ShardedTensor]:
-    """Cut pieces that are whole where others are split as those are; nothing moves for that."""
+    """Slice whole pieces to the split of the others; nothing moves for that."""
     ndim = len(values[0].padded_shape)
     if len({v.sharding for v in values}) == 1 or any(
         len(v.padded_shape) != ndim or v.sharding.partial for v in values
@@ -927,14 +927,14 @@ _CAT = binder("cat(tensors, dim: int = 0)")
 
 
 def _padded_pieces(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve padded pieces, all alike, that are joined along a dimension without padding."""
+    """Join padded pieces with equal layouts along a dimension without padding."""
     along = the_dim(_CAT) if func is not torch.stack else lambda *_, **__: []
     return beside(along)(run, func, args, kwargs)
 
 
 @implements(torch.cat, torch.concat, torch.concatenate, torch.stack, padded=_padded_pieces)
 def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Join pieces that lie alike along a whole dimension; dtypes promote as torch's do."""
+    """Join pieces with equal layouts along a whole dimension; dtypes promote as in torch."""
     tensors, dim = _CAT(*args, **kwargs).values()
     mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor))
     values = [lift(t, mesh, func.__name__) for t in tensors]
@@ -942,7 +942,7 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     empty: list[ShardedTensor] = []
     if func is torch.stack:
         values = [unsqueeze(torch.unsqueeze, (v, dim), {}) for v in values]
-    elif any(v.padded_shape != (0,) for v in values):  # torch joins them to pieces of any shape
+    elif any(v.padded_shape != (0,) for v in values):  # torch joins shape (0,) to any shape
         empty = [v for v in values if v.padded_shape == (0,)]
         values = [v for v in values if v.padded_shape != (0,)]
     ndim = len(values[0].padded_shape)
@@ -962,7 +962,7 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             operands={f"piece {i}": typeof(v) for i, v in enumerate(values)},
             mesh=mesh,
         )
-    if len(kinds) > 1:  # dimensions do not matter here: a scalar cannot be joined
+    if len(kinds) > 1:  # promoted by dtype alone, since no operand of cat is 0-dim
         common = reduce(torch.promote_types, kinds)
         values = [lift(v.to(common), mesh, func.__name__) for v in values]
     if len(values) == 1:
@@ -1002,6 +1002,6 @@ def _joined_raw(values: list[ShardedTensor], empty: list[ShardedTensor], dim: in
 
 
 def _joined(values: list[ShardedTensor], where: str, dim: int) -> str:
-    """Return the line that joins the pieces laid out alike."""
+    """Return the line that joins the pieces after resharding them alike."""
     pieces = ", ".join(lettered(values))
     return f"torch.cat([sl.reshard(t, {where!r}) for t in ({pieces})], {dim})"

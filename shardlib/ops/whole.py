@@ -1,10 +1,10 @@
-"""What no implementation answers: run it on the whole tensors, if they are here or may be brought.
+"""Fallback for functions without an implementation: they run on whole tensors.
 
 1. A function of torch written in Python is opened: its body runs on the sharded values, and every
-   operator inside it finds its own implementation.
-2. Operands that every rank holds whole: the function runs on them as they are.
-3. Split or pending operands: inside ``sl.implicit(max_bytes)`` they are gathered, counted, and the
-   result is whole; outside, ImplicitCommunication says how many bytes and what to write.
+   operator inside it uses its own implementation.
+2. If every rank holds all operands whole, the function runs on them.
+3. Split or pending operands are gathered inside ``sl.implicit(max_bytes)``, counted, and the result
+   is whole; outside, ImplicitCommunication gives the number of bytes and the line to write.
 """
 
 import inspect
@@ -71,7 +71,7 @@ _NEVER = frozenset(
     to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_mkldnn map_ map2_
     apply_ module_load _has_compatible_shallow_copy_type
     """.split()
-)  # what is about memory or the autograd graph, not about values
+)  # functions of memory or of the autograd graph, not of values
 
 
 _RESHAPING = frozenset("t_ squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_".split())
@@ -86,13 +86,13 @@ def is_whole(x: ShardedTensor) -> bool:
 
 
 def run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
-    """Make the call; on a recorded mesh, which has shapes alone, refuse what depends on values."""
+    """Make the call; on a recorded mesh, which has no values, refuse one that depends on them."""
     if holds_values(mesh):
         with casting(func):
             return func(*args, **kwargs)
     try:
         return func(*args, **kwargs)
-    except RuntimeError as e:  # NotImplementedError is one
+    except RuntimeError as e:  # also NotImplementedError, its subclass
         if "meta" not in str(e).lower():
             raise
         raise on_shapes(func, mesh) from e
@@ -109,7 +109,8 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
     found: list[Any] = []
     shape: Any = None
     writes = func in WRITERS and isinstance(leaves[at[0]], Tensor)
-    # one storage has one version: what one rank writes is what another saved
+    # Simulated ranks share a storage, so autograd would treat rank 0's write as a change of rank
+    # 1's saved tensor; write to clones.
     copies: list[Tensor] = []
     for rank in range(mesh.size):
         mine = list(leaves)
@@ -133,11 +134,11 @@ def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> 
             blocks = [leaves[i] for i in at]
             same = _block_view(values, blocks)
             if same is not None and same.requires_grad and not values[0].requires_grad:
-                same = same.detach()  # as of views as another dtype
+                same = same.detach()  # e.g. a view as another dtype, which is not differentiable
             joined.append(torch.stack(values) if same is None else same)
             for raw in (
                 blocks if same is None else ()
-            ):  # a view that is not one of all ranks' blocks
+            ):  # it shares memory with the operand, though not as one view of all ranks
                 if isinstance(raw, Tensor) and same_memory(values[0], raw):
                     link(joined[-1], raw)
         elif any(v != values[0] and v == v for v in values):
@@ -161,7 +162,7 @@ def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
             continue
         shared = any(not s and n > 1 for s, n in zip(raw.stride(), raw.shape, strict=True))
         if shared and raw.requires_grad and is_half(raw):
-            return None  # as_strided adds up gradients of one element in half precision
+            return None  # as_strided sums gradients of a shared element in half precision
         try:
             if raw.is_complex() and not first.is_complex():
                 raw = torch.view_as_real(raw)
@@ -172,7 +173,7 @@ def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
             starts = [first.storage_offset() + rank * raw.stride(0) for rank in range(len(found))]
             if (
                 raw.dtype != first.dtype or [t.storage_offset() for t in found] != starts
-            ):  # a place that hangs on values
+            ):  # the offset depends on data, so ranks differ
                 return None
             return raw.as_strided(
                 (raw.shape[0], *first.shape),
@@ -187,13 +188,13 @@ def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
 def on_whole(
     func: Any, args: Any, kwargs: Any, refusal: Exception | None = None, opens: bool = True
 ) -> Any:
-    """Run a call that nothing else serves, on whole tensors.
+    """Run a call without an implementation, on whole tensors.
 
     ``opens`` False: its Python body need not be tried.
     """
     name = getattr(func, "__name__", str(func))
     if refusal is not None and func in (torch.autograd.grad, torch.autograd.backward):
-        raise refusal  # what a graph says, gathered tensors do not mend
+        raise refusal  # autograd errors are not fixed by gathering
     if name in _NEVER or (
         name in ("__get__", "__set__", "__delete__") and _property(func) not in _VALUES
     ):
@@ -208,13 +209,13 @@ def on_whole(
     if (
         refusal is None
         and opens
-        and func not in scope().opened  # one that asks again through a helper is not opened twice
+        and func not in scope().opened  # no second time if its body calls it again via a helper
         and name not in _PLAINLY
         and (body := opened(func)) is not None
     ):
         met = [x for x in flat(args, kwargs)[0] if isinstance(x, Tensor)]
         ours = [x for x in met if isinstance(x, ShardedTensor)]
-        # what the body makes itself is the same on every rank; this need not be
+        # tensors that the body creates are the same on every rank; given ones need not be
         for x in met if ours else ():
             check_met(x, ours[0].mesh, name)
         try:
@@ -255,7 +256,7 @@ def on_whole(
     if not ours:
         raise refusal or no_implementation(func, args, kwargs)
     mesh = ours[0].mesh
-    if name in ("__getitem__", "__setitem__"):  # torch takes plain indices of any device
+    if name in ("__getitem__", "__setitem__"):  # torch accepts plain indices of any device
         values = [
             leaves[i] if isinstance(leaves[i], ShardedTensor) else replicated(leaves[i], mesh)
             for i in at
@@ -274,9 +275,9 @@ def on_whole(
         if (refused := torch_refuses(func, args, kwargs)) is not None:
             raise refused
         try:
-            # what backward reads is not overwritten
+            # a clone, since backward may read the values that are overwritten
             old = values[0].clone() if torch.is_grad_enabled() else values[0]
-            # not cast, though the method that gives a new tensor may be
+            # without autocast: in-place methods are not cast, though ``apart`` may be
             new = apart(old, *args[1:], **kwargs)
             narrows = old.is_complex() > new.is_complex() and new.dtype is not torch.bool
             if kwargs.get("dtype") not in (None, old.dtype) or narrows:
@@ -290,7 +291,7 @@ def on_whole(
         except BadArgument:
             raise
         except ShardError:
-            pass  # the whole tensors, then
+            pass  # try whole tensors
     budget = implicit_budget()
     if any(bytes_.values()) and (budget is None or max(bytes_.values()) > budget):
         if isinstance(refusal, ShardError) and not isinstance(refusal, NoImplementation):
@@ -308,7 +309,7 @@ def on_whole(
         if lead(mesh) and not per_rank:
             raw = _First.apply(raw)
         elif w is None and any(leaves[i] is t for t in targets):
-            raw = raw.clone()  # autograd lets nothing write to what a transfer returned
+            raw = raw.clone()  # autograd refuses writes to a view made by an autograd function
         raws.append(raw)
     quiet = [
         any(leaves[i] is t for t in (targets if raw.is_inference() else stats))
@@ -322,7 +323,7 @@ def on_whole(
     before = [(writes(r), r.grad_fn) for r in raws]
     a, k = optree.tree_unflatten(tree, given)
     out = run(func, mesh, a, k)
-    # then of the blocks themselves, not of a copy of one
+    # the result is a view: run again on the original blocks so that it shares memory
     if lead(mesh) and _viewing(out, raws, before):
         blocks = [m.raw for m in moved]
         for i, raw in zip(at, blocks, strict=True):
@@ -336,9 +337,9 @@ def on_whole(
 
 
 def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer a call that writes to a plain tensor, which no sharded value can become.
+    """Run a call that writes to a plain tensor, with plain and whole operands only.
 
-    Its operands are plain and whole.
+    A plain tensor cannot hold a split result.
     """
     name = func.__name__
     stats = [t for t in _statistics(func, args, kwargs) if isinstance(t, Tensor)]
@@ -378,7 +379,7 @@ def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _into(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a call with ``out=``: copy the result to where it is wanted."""
+    """Run a call with ``out=``: copy the result to the target."""
     out, rest = kwargs["out"], {k: v for k, v in kwargs.items() if k != "out"}
     if (refused := torch_refuses(func, args, kwargs)) is not None:
         raise refused
@@ -424,11 +425,11 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _SILENT = frozenset("split_copy split_with_sizes_copy unbind_copy".split())
-"""Functions that return nothing where they write to ``out=``."""
+"""Functions that return None when they write to ``out=``."""
 
 
 def _again(func: Any, args: Any, kwargs: Any) -> str:
-    """Write the call as a line."""
+    """Write the call as a line of code."""
     leaves, tree = flat(args, kwargs)
     return fix_line(
         func, leaves, tree, [i for i, x in enumerate(leaves) if isinstance(x, Tensor)], {}, 0
@@ -436,7 +437,7 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
 
 
 def _stored(x: Any, value: Any, op: str) -> Any:
-    """Give ``x`` new values, which lie where they were computed."""
+    """Copy a call's result into ``x``.  Raises: PlainTensor, BadArgument."""
     if not isinstance(x, ShardedTensor) or not isinstance(value, ShardedTensor):
         raise PlainTensor(
             "a plain tensor cannot take a sharded value", op=op, fix="x = sl.shard(x, '...')"
@@ -458,13 +459,13 @@ _APART = {
     if n.endswith("_") and not n.endswith("__") and n not in _NEVER
     if callable(f := getattr(Tensor, n)) and callable(g := getattr(Tensor, n[:-1], None))
 }
-"""In-place method -> the method that gives a new tensor, which may have an
-implementation where the other has none.
+"""In-place method -> its out-of-place variant, which may have an
+implementation though the in-place one has none.
 """
 
 
 _UNDERIVED = frozenset("acosh_ asinh_ atanh_ arccosh_ arcsinh_ arctanh_".split())
-"""In-place methods that torch gives no gradient, though it gives the others one."""
+"""In-place methods without a gradient in torch, though their variants have one."""
 
 
 def _per_rank(
@@ -473,7 +474,7 @@ def _per_rank(
 ) -> Any:  # fmt: skip
     """Run simulated ranks whose gradients differ one after the other, each on copies.
 
-    What one writes in place is then not what another saved.
+    So an in-place write of one rank does not invalidate another's saved tensors.
     """
     copies = [[r[rank].clone() for rank in range(mesh.size)] for r in raws]
 
@@ -507,7 +508,7 @@ def _viewing(out: Any, raws: list[Tensor], before: list[Any]) -> bool:
 
 
 class _Same:
-    """A result that is an operand."""
+    """Marker of a result that is an operand."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -519,7 +520,7 @@ class _Same:
 
 
 def _sparse(func: Any, args: Any, kwargs: Any) -> Unsupported:
-    """Return the refusal of a call that asks for sparse gradients; here it is without them."""
+    """Return the refusal of sparse gradients, with the call without them as the fix."""
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     whole = {i: "..." for i in at if isinstance(leaves[i], ShardedTensor)}
@@ -543,7 +544,7 @@ _STATISTICS: dict[Any, int] = {
     torch.batch_norm_update_stats: 1,
 }
 """Position of the running statistics of functions that write
-to them and do not count it as a change.
+to them without changing their version.
 """
 
 
@@ -559,7 +560,7 @@ def _statistics(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
 
 
-# bodies that draw plain tensors, each rank its own
+# not opened: their bodies draw plain tensors from each rank's own generator
 _PLAINLY = frozenset("pca_lowrank svd_lowrank".split())
 
 
@@ -590,7 +591,7 @@ def _gathered(x: ShardedTensor) -> ShardedTensor:
 
 
 def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks: bool) -> None:
-    """Bring what the function wrote to a gathered copy back to where the tensor lies.
+    """Reshard a written copy back to the tensor's own layout.
 
     ``ranks``  the copy holds every rank's.
     """
@@ -628,9 +629,9 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
 
 
 def written_to(func: Any, args: Any, kwargs: Any, values: list[Any]) -> list[Any]:
-    """End deferrals of operands that the tensors they are written to do not share.
+    """End deferrals of operands that are written to tensors without that deferral.
 
-    Such a tensor keeps its place, and with it what its cotangent is.
+    Such a tensor keeps its place, and so the form of its cotangent.
     """
     if all(not v.deferred for v in values) or not (targets := written(func, args, kwargs)):
         return values
@@ -641,7 +642,7 @@ def written_to(func: Any, args: Any, kwargs: Any, values: list[Any]) -> list[Any
 def replied(
     out: Any, raws: list[Any], values: list[Any], mesh: Mesh, deferred: Any, per_rank: bool
 ) -> Any:
-    """Wrap whole results as sharded tensors; an operand that comes back is that operand."""
+    """Wrap whole results as sharded tensors; a returned operand is returned as that operand."""
 
     def back(t: Any) -> Any:
         if not isinstance(t, Tensor) or isinstance(t, ShardedTensor):
@@ -687,7 +688,7 @@ def _refused(
 def fix_line(
     func: Any, leaves: list[Any], tree: Any, at: list[int], to: dict[int, str], most: int
 ) -> str:
-    """Return the call again, with its operands called x, y, z, ..., as a line that runs."""
+    """Return the call with its operands named x, y, z, ..., as a line that runs."""
     names = {i: name for name, i in lettered(at).items()}
     title = torch.overrides.resolve_name(func) or _title(func)
     writes = (
@@ -703,7 +704,7 @@ def fix_line(
             parts.append(_Text(_written(x)))
     a, k = optree.tree_unflatten(tree, parts)
     if title.rpartition(".")[2] in _SPREAD and len(a) == 1 and isinstance(a[0], tuple | list):
-        a = a[0]  # torch's own body hands its tensors on as one sequence
+        a = a[0]  # torch's Python wrapper passes its tensors on as one sequence
     line = f"{title}({', '.join([*map(_text, a), *(f'{n}={_text(v)}' for n, v in k.items())])})"
     return f"with sl.implicit({most}): {line}" if writes or "out" in k else line
 
@@ -712,14 +713,14 @@ _SPREAD = frozenset("block_diag broadcast_tensors cartesian_prod meshgrid".split
 
 
 def _title(func: Any) -> str:
-    """Say where a function is found that torch.overrides does not list."""
+    """Return the qualified name of a function that torch.overrides does not list."""
     name = getattr(func, "__name__", "f")
     if type(func).__name__.startswith("OpOverload"):  # torch.ops.aten.f.default
         return f"torch.ops.{func!s}"
     if (
         inspect.isbuiltin(func) and getattr(torch, name, func) is not func and name not in _SPREAD
-    ):  # torch's function of this name is Python,
-        return f"torch.ops.aten.{name}"  # and takes other arguments than the one it ends in
+    ):  # torch's function of this name is in Python, and takes
+        return f"torch.ops.aten.{name}"  # other arguments than the aten function that it calls
     module = getattr(func, "__module__", None) or "torch"
     return f"{module}.{name}" if module.startswith("torch") else f"torch.{name}"
 
