@@ -298,7 +298,7 @@ def seeded(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class _Seeded:
-    """How often torch was seeded in this process, and with what last."""
+    """Count the seedings of torch in this process, and keep the last seed."""
 
     calls = 0
     last = 0
@@ -615,7 +615,7 @@ def intercept_recompute(kept: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _SavedInputs:
-    """What a region of torch 2.11 keeps of its inputs, wrapped again when they are read."""
+    """Keep the inputs of a region of torch 2.11, wrapped again when they are read."""
 
     def __init__(self, kept: Any, wraps: dict[int, Callable[[Any], Any]]) -> None:
         self.kept, self.wraps = kept, wraps  # the tensor, which keeps its node alive

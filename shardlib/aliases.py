@@ -1,4 +1,4 @@
-"""What shares memory: as in torch where it can be had, and never in doubt.
+"""Aliases: share memory as in torch where it can be had, and leave none in doubt.
 
 Views of blocks are views of the value.  Where a view could only be had of a copy (the tensor was
 gathered for it), torch would let a write to one be seen in the other: ``link`` remembers the pair,

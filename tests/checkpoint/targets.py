@@ -116,12 +116,11 @@ def built(name: str, here: Path, draw: random.Random) -> tuple[str, str, str]:
         return name, REFUSED, {"": "empty", ".": "working"}.get(name, "holds")
     if name == "mount":
         return next(p for p in ("/dev/shm", "/proc", "/") if os.path.ismount(p)), REFUSED, "mounted"
-    if name == "file":
-        c.write_text("mine")
-        return "c", REFUSED, "no directory"
-    if name == "under a file":
-        c.write_text("mine")
-        return "c/d", REFUSED, "c"
+    if name in ("file", "link to a file", "under a file"):
+        (here / "file" if name == "link to a file" else c).write_text("mine")
+        if name == "link to a file":
+            c.symlink_to("file")
+        return ("c/d", REFUSED, "c") if name == "under a file" else ("c", REFUSED, "no directory")
     if name == "fifo":
         os.mkfifo(c)
         return "c", REFUSED, "no directory"
@@ -172,10 +171,6 @@ def built(name: str, here: Path, draw: random.Random) -> tuple[str, str, str]:
     if name == "broken link":
         c.symlink_to("disk/run")
         return "c", REPLACED, ""
-    if name == "link to a file":
-        (here / "file").write_text("mine")
-        c.symlink_to("file")
-        return "c", REFUSED, "no directory"
     disk = here / "disk"
     if name == "link to a full one":
         fill(disk / "run", draw)
