@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import any_autocast
+from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.einsum import contract as _contract
 from shardlib.ops.matmul.op import matmul, product_of
 from shardlib.ops.signatures import binder
-from shardlib.tensor import ShardedTensor, Unfit, implements, lift
+from shardlib.tensor import ShardedTensor, Unfit, implements, is_half, lift
 
 __all__ = ["contract", "einsum"]
 
@@ -62,14 +63,17 @@ _spelled("i,i->", torch.inner, Tensor.inner, need=(1, 1))
 def _added(line: str, signature: str, *funcs: Any) -> None:
     """Implement input * beta + alpha * product; with beta zero, input's values are ignored."""
     bind = binder(signature)
+    left, right, result = line.replace("->", ",").split(",")
+
+    def labels(args: Any, kwargs: Any) -> Labels:
+        c, a, b = args
+        return {c.at: tuple(result[len(result) - c.ndim :]), a.at: tuple(left), b.at: tuple(right)}
 
     def implementation(func: Any, args: Any, kwargs: Any) -> Any:
         c, a, b, beta, alpha = bind(*args, **kwargs).values()
         mesh = next(t.mesh for t in (c, a, b) if isinstance(t, ShardedTensor))
         c, a, b = (lift(t, mesh, func.__name__) for t in (c, a, b))
-        if not (a.dtype == b.dtype == c.dtype) or [a.ndim, b.ndim] != [
-            len(t) for t in line.split("->")[0].split(",")
-        ]:
+        if not (a.dtype == b.dtype == c.dtype) or (a.ndim, b.ndim) != (len(left), len(right)):
             raise Unfit("dimensions")
         exact = a.dtype.is_floating_point or a.dtype.is_complex
         if not exact and not (type(beta) is type(alpha) is int):
@@ -81,6 +85,12 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
             raise Unfit("torch decides what factors of other types mean")
         if c.ndim == 1 and line == "mk,kn->mn" and alpha == beta == 1:
             return F.linear(a, b.mT, c)  # rounds once, as torch does
+        dtype = a.dtype
+        if is_half(a):
+            own = rows_call(func, (c, a, b), {"beta": beta, "alpha": alpha}, labels, free=True)
+            if own is not None:
+                return own
+            a, b, c = a.float(), b.float(), c.float()  # a sum over ranks, rounded with the summand
         out = (
             torch.matmul(a, b)
             if line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")
@@ -90,9 +100,9 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
         if c.ndim > out.ndim or any(n not in (1, m) for n, m in sizes):
             raise Unfit("the summand does not have the product's shape")
         out = out if alpha == 1 else out * alpha
-        if beta == 0:
-            return out
-        return out + (c if beta == 1 else c * beta)
+        if beta != 0:
+            out = out + (c if beta == 1 else c * beta)
+        return out.to(dtype)
 
     implements(*funcs)(implementation)
 

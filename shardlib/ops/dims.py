@@ -129,9 +129,10 @@ def rows_call(
             v = v if v.raw.is_contiguous() else v.becomes(v.raw.contiguous())
         brought.append(v)
     overs = [(over | deferred) - v.deferred for v, over in zip(brought, plan.overs, strict=True)]
-    dtype = _rounded_to(brought, overs, plan) if func is torch.einsum else None
+    linear = sums and func is not torch.einsum  # products that know no fp32
+    dtype = None if linear or func in WRITERS else _rounded_to(brought, overs, plan)
     if dtype is not None:
-        raws: Any = widened([v.raw for v in brought], mesh, overs)
+        raws: Any = widened([v.raw for v in brought], mesh, overs, matrices=func is torch.einsum)
     else:
         raws = [
             vary(v.raw, mesh, over) if over else v.raw
@@ -148,7 +149,7 @@ def rows_call(
     for k, (raw, (layout, size)) in enumerate(zip(found, plan.layouts, strict=True)):
         if plan.summed and not pending:
             raw = _summed(raw, mesh, plan, dtype, len(values))
-        elif dtype is not None:
+        elif dtype is not None and raw.dtype == torch.float32:
             raw = raw.to(dtype)
         if plan.summed and pending:
             layout = Layout(layout.dims, plan.summed)
@@ -157,7 +158,8 @@ def rows_call(
         if plan.targets[0] is not None:
             values[0].raw.copy_(reshard(found[0], values[0].sharding).raw)
         return values[0]
-    if known is not None and not any(plan.targets):
+    parts = is_half(values[0].raw) and any(plan.overs)  # which are kept in fp32, above
+    if known is not None and not any(plan.targets) and not parts:
         remember(mesh.plans, known, plan)
     return optree.tree_unflatten(shape, found)
 
@@ -229,17 +231,17 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
 def _rounded_to(
     values: list[ShardedTensor], overs: list[frozenset[str]], plan: _Plan
 ) -> torch.dtype | None:
-    """Return the half precision to which a product of fp32 operands is rounded, or None.
+    """Return the half precision to which a result of fp32 operands is rounded, or None.
 
-    It is rounded where each rank has a part: of the product, or of a vector's gradient.
+    It is rounded where each rank has a part: of the result, or of an operand's gradient.
     """
-    if not is_half(values[0].raw):
+    real = [v for v in values if v.dtype.is_floating_point or v.dtype.is_complex]
+    if not real or not is_half(real[0]) or len({v.dtype for v in real}) > 1:
         return None
-    vectors = any(
-        over and v.raw.requires_grad and len(v.padded_shape) < 2
-        for v, over in zip(values, overs, strict=True)
+    parts = torch.is_grad_enabled() and any(
+        over and v.raw.requires_grad for v, over in zip(values, overs, strict=True)
     )
-    return values[0].dtype if plan.summed or vectors else None
+    return real[0].dtype if plan.summed or parts else None
 
 
 def _summed(

@@ -460,6 +460,16 @@ def _how(given: dict[str, Any]) -> str:
     return reduction
 
 
+def _widened(given: Bound, how: str) -> tuple[Bound, Callable[[Any], Any]]:
+    """Give half precision operands in fp32 if their loss is reduced, and what rounds the result."""
+    dtypes = {v.dtype for v in given.values() if isinstance(v, Tensor) and v.is_floating_point()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    if how == "none" or dtype not in (torch.bfloat16, torch.float16):
+        return given, lambda out: out
+    wide = {k: v.float() if getattr(v, "dtype", None) == dtype else v for k, v in given.items()}
+    return wide, lambda out: out.to(dtype)
+
+
 def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:
     if how == "none":
         return out
@@ -501,8 +511,9 @@ class _Loss:
         if how == "mean" and isinstance(weight, Tensor) and self.of in (F.mse_loss, F.l1_loss):
             # these two divide by the weights' sum, the others by the number of elements
             how = "weighed"
+        given, rounded = _widened(given, how)
         out = rows_call(self.of, (), given | {"reduction": "none"}, lambda a, k: self.labels(k))
-        return _reduced(out, how, given)
+        return rounded(_reduced(out, how, given))
 
     def padded(self, run: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Compute the losses of operands that are padded alike; padding adds nothing."""
@@ -515,7 +526,9 @@ class _Loss:
             raise Unfit("weights, or the mean of a batch")
         if any(v.shape != tensors[0].shape for v in tensors):
             raise Unfit("operands that broadcast")
-        return _reduced(padded_alike(run, func, (), given | {"reduction": "none"}), how, given)
+        given, rounded = _widened(given, how)
+        out = padded_alike(run, func, (), given | {"reduction": "none"})
+        return rounded(_reduced(out, how, given))
 
 
 _losses(
@@ -595,16 +608,17 @@ def _of_classes(a: Any, k: Any) -> Labels:
 
 
 def _weighed(func: Any, given: dict[str, Any], how: str) -> Any:
+    given, rounded = _widened(given, how)
     out = rows_call(func, (), given | {"reduction": "none"}, _of_classes)
     if how != "mean":
-        return _reduced(out, how, given)
+        return rounded(_reduced(out, how, given))
     x, t = given["input"], given["target"]
     if t.is_floating_point():
-        return out.sum() / (x.numel() // x.shape[1 if x.ndim > 1 else 0])
+        return rounded(out.sum() / (x.numel() // x.shape[1 if x.ndim > 1 else 0]))
     weight = given["weight"]
     kept = t != given["ignore_index"]
     if weight is None:
-        return out.sum() / kept.sum()
+        return rounded(out.sum() / kept.sum())
     ones = torch.full_like(x.detach(), -1.0)
     count = rows_call(
         F.nll_loss,
@@ -618,7 +632,7 @@ def _weighed(func: Any, given: dict[str, Any], how: str) -> Any:
         },
         _of_classes,
     )
-    return out.sum() / count.sum()
+    return rounded(out.sum() / count.sum())
 
 
 def _checked(given: Bound, classes: int | None = None) -> str:

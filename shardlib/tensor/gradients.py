@@ -250,12 +250,17 @@ def varied_wide(x: ShardedTensor, axes: Collection[str]) -> tuple[Tensor, Wide |
 
 
 def widened(
-    raws: Sequence[Tensor | None], mesh: Mesh, overs: Sequence[Collection[str]]
+    raws: Sequence[Tensor | None],
+    mesh: Mesh,
+    overs: Sequence[Collection[str]],
+    matrices: bool = False,
 ) -> list[Tensor | None]:
     """Call ``vary`` on several values, widen half precision ones, and sum gradients together.
 
     Gradients that are summed over the same axes share one psum; those of half precision values are
     sent and summed in fp32, and rounded once.
+
+    ``matrices``  those of two dimensions and more are sent in half precision, as a product's are.
     """
     met = [
         real_axes(mesh, over) if over and t is not None and t.requires_grad else ()
@@ -265,46 +270,50 @@ def widened(
         t.float() if t is not None and not over and is_half(t) else t
         for t, over in zip(raws, met, strict=True)
     ]
-    left = [i for i, over in enumerate(met) if over]
-    while left:
-        first = raws[left[0]]
-        alike = [i for i in left if met[i] == met[left[0]] and raws[i].dtype == first.dtype]  # type: ignore[union-attr]
-        found = _VaryAll.apply(mesh, met[left[0]], *[raws[i] for i in alike])
-        for i, t in zip(alike, found, strict=True):  # type: ignore[arg-type]
+    together: dict[Any, list[int]] = {}
+    for i, (over, raw) in enumerate(zip(met, raws, strict=True)):
+        if over and raw is not None:
+            half = matrices and is_half(raw) and raw.ndim - lead(mesh) > 1
+            together.setdefault((over, raw.dtype, half), []).append(i)
+    for (over, dtype, half), alike in together.items():
+        found: Any = _VaryAll.apply(mesh, over, dtype if half else None, *[raws[i] for i in alike])
+        for i, t in zip(alike, found, strict=True):
             out[i] = t
-        left = [i for i in left if i not in alike]
     return out
 
 
 class _VaryAll(Local):
-    """apply(mesh, axes, *raws): identity, half precision to fp32; the gradients share a psum."""
+    """apply(mesh, axes, wire, *raws): identity, half ones to fp32; the gradients share a psum."""
 
     @staticmethod
-    def forward(ctx: Any, mesh: Mesh, axes: tuple[str, ...], *raws: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, mesh: Mesh, axes: tuple[str, ...], wire: torch.dtype | None, *raws: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.mesh, ctx.axes, ctx.narrow = mesh, axes, raws[0].dtype if is_half(raws[0]) else None
+        ctx.wire = wire
         ctx.leaves = [together_of(raw) for raw in raws]
         ctx.set_materialize_grads(False)
         return tuple(raw.view_as(raw) if ctx.narrow is None else raw.float() for raw in raws)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        mesh = ctx.mesh
+        mesh, how = ctx.mesh, (ctx.axes, ctx.narrow, ctx.wire)
         grads = tuple(
-            None if g is None or _handed_over(leaf, g, mesh, ctx.axes, ctx.narrow) else g
+            None if g is None or _handed_over(leaf, g, mesh, *how) else g
             for leaf, g in zip(ctx.leaves, grads, strict=True)
         )
         came = [g for g in grads if g is not None]
         if not came:
-            return None, None, *grads
+            return None, None, None, *grads
         if len(came) == 1:
-            sums = [_Sum.apply(came[0], mesh, ctx.axes, ctx.narrow)]
+            sums = [_Sum.apply(came[0], mesh, *how)]
         else:
             flat = [g.flatten(lead(mesh)) for g in came]
-            both: Any = _Sum.apply(torch.cat(flat, -1), mesh, ctx.axes, ctx.narrow)
+            both: Any = _Sum.apply(torch.cat(flat, -1), mesh, *how)
             parts = both.split([f.shape[-1] for f in flat], -1)
             sums = [part.reshape(g.shape) for part, g in zip(parts, came, strict=True)]
         found = iter(sums)
-        return None, None, *(None if g is None else next(found) for g in grads)
+        return None, None, None, *(None if g is None else next(found) for g in grads)
 
 
 def total(

@@ -206,3 +206,173 @@ def test_parts_travel_in_fp32_and_the_sum_in_half_precision() -> None:
         with sl.trace() as t:  # each part is one element
             sl.shard(x[:4], "x .").sum(0)
         assert t.bytes == 48 * (2 + 2) * 3 / 4
+
+
+MEETS = {  # name -> function, shapes of x and of what is whole, layouts, the split dimension of y
+    "conv1d": (F.conv1d, [(8, 4, 30), (6, 4, 3), (6,)], ["x . .", "...", "."], 0),
+    "conv2d": (F.conv2d, [(8, 4, 9, 9), (6, 4, 3, 3), (6,)], ["x . . .", "...", "."], 0),
+    "conv2d, filters": (F.conv2d, [(6, 4, 9, 9), (8, 4, 3, 3)], ["...", "x . . ."], 1),
+    "conv2d, channels apart": (
+        lambda x, w, b: F.conv2d(x, w, b, groups=4),
+        [(8, 4, 9, 9), (4, 1, 3, 3), (4,)],
+        ["x . . .", "...", "."],
+        0,
+    ),
+    "conv3d": (F.conv3d, [(8, 2, 5, 5, 5), (6, 2, 3, 3, 3), (6,)], ["x . . . .", "...", "."], 0),
+    "conv_transpose2d": (
+        F.conv_transpose2d,
+        [(8, 4, 9, 9), (4, 6, 3, 3), (6,)],
+        ["x . . .", "...", "."],
+        0,
+    ),
+    "group_norm": (
+        lambda x, w, b: F.group_norm(x, 2, w, b),
+        [(8, 4, 9, 9), (4,), (4,)],
+        ["x . . .", ".", "."],
+        0,
+    ),
+    "instance_norm": (
+        lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
+        [(8, 4, 9, 9), (4,), (4,)],
+        ["x . . .", ".", "."],
+        0,
+    ),
+    "prelu": (F.prelu, [(8, 4, 9), (4,)], ["x . .", "."], 0),
+    "bilinear": (
+        F.bilinear,
+        [(16, 8), (16, 8), (6, 8, 8), (6,)],
+        ["x .", "x .", "...", "."],
+        0,
+    ),
+    "index_select": (
+        lambda i, w: w.index_select(0, i),
+        [(64,), (8, 16)],
+        ["x", "..."],
+        0,
+    ),
+    "a table at positions": (lambda i, w: w[i], [(64,), (8, 16)], ["x", "..."], 0),
+}
+ADDED = {  # name -> function, shapes of the summand and the factors, layouts, their split dimension
+    "addmv": (torch.addmv, [(48,), (48, 64), (64,)], [".", ". x", "x"], (1, 0)),
+    "addmm": (torch.addmm, [(48, 24), (48, 64), (64, 24)], ["...", ". x", "x ."], (1, 0)),
+    "baddbmm": (
+        torch.baddbmm,
+        [(3, 48, 24), (3, 48, 64), (3, 64, 24)],
+        ["...", ". . x", ". x ."],
+        (2, 1),
+    ),
+    "addbmm": (
+        torch.addbmm,
+        [(48, 24), (8, 48, 16), (8, 16, 24)],
+        ["...", "x . .", "x . ."],
+        (0, 0),
+    ),
+}
+
+
+def opposed(shape: tuple[int, ...], dim: int, ranks: int, sign: int, seed: int) -> Tensor:
+    """Draw blocks that are nearly equal, or nearly each other's negative: their sum is small."""
+    draw = torch.Generator().manual_seed(seed)
+    size = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
+    block = torch.randn(size, generator=draw)
+    blocks = torch.cat([block * sign**k for k in range(ranks)], dim)
+    return blocks + torch.randn(shape, generator=draw) / 50
+
+
+def lost(dtype: torch.dtype, ranks: int) -> dict[str, float]:
+    """How far values and gradients are from the exact ones, over the distance of their rounding."""
+    found = {}
+    for name, (f, shapes, layouts, at) in (MEETS | ADDED).items():
+        draw = torch.Generator().manual_seed(5)
+        operands = [torch.randn(s, generator=draw) for s in shapes]
+        split = [layout.split().index("x") if "x" in layout else None for layout in layouts]
+        for k, (s, dim) in enumerate(zip(shapes, split, strict=True)):
+            if dim is not None:  # of factors that are summed, one changes its sign
+                sign = -1 if name in ADDED and k == 1 else 1
+                operands[k] = opposed(s, dim, ranks, sign, k)
+        if name in ("index_select", "a table at positions"):
+            operands[0] = torch.arange(64) % 8
+        if name in ADDED:  # nearly the product, too, and of the other sign
+            operands[0] = operands[0] / 50 - f(
+                torch.zeros(shapes[0]), *(t.to(dtype).float() for t in operands[1:])
+            )
+        shape = f(*operands).shape
+        g = torch.randn(shape, generator=draw)
+        if name in MEETS:
+            g = opposed(shape, at, ranks, -1, 9)
+        g = g.to(dtype)
+        narrow = [t.to(dtype) if t.is_floating_point() else t for t in operands]
+
+        def results(given: list[Tensor], g: Tensor = g, f: Any = f) -> list[Tensor]:
+            given = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
+            y = f(*given)
+            g = g.to(y.dtype)
+            g = sl.shard(g, sl.layout_of(y)) if isinstance(y, sl.ShardedTensor) else g
+            return [y.detach(), *torch.autograd.grad(y, [t for t in given if t.requires_grad], g)]
+
+        wide = [t.double() if t.is_floating_point() else t for t in narrow]
+        given = [sl.shard(t, lay) for t, lay in zip(narrow, layouts, strict=True)]
+        results(given)  # the second call goes a shorter way
+        ours = results(given)
+        for i, (mine, true) in enumerate(zip(ours, results(wide), strict=True)):
+            assert mine.dtype == dtype, name
+            once = error(true.to(dtype), true)
+            found[f"{name}, {i}"] = error(sl.unshard(mine), true) / max(once, 1e-9)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_ranks_add_up_is_rounded_once_whatever_made_it(dtype: torch.dtype, ranks: int) -> None:
+    with sl.simulate(x=ranks):
+        found = lost(dtype, ranks)
+    assert max(found.values()) <= 1.4, found
+
+
+def test_what_real_ranks_add_up_is_rounded_once(pool: Any) -> None:
+    for found in pool.run(lost, torch.bfloat16, 4, x=4):
+        assert max(found.values()) <= 1.4, found
+
+
+LOSSES = {  # name -> loss of x and of targets
+    "mse_loss": F.mse_loss,
+    "mse_loss, sum": lambda x, t: F.mse_loss(x, t, reduction="sum"),
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "huber_loss": F.huber_loss,
+    "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
+    "poisson_nll_loss": F.poisson_nll_loss,
+    "kl_div": lambda x, t: F.kl_div(x, t, reduction="batchmean"),
+    "cross_entropy, weighed": lambda x, t: F.cross_entropy(x, t, x.detach()[0].abs() + 0.1),
+    "cross_entropy of shares": F.cross_entropy,
+}
+
+
+def lost_by_losses(dtype: torch.dtype) -> dict[str, float]:
+    """How far losses and their gradients are from the exact ones, over one rounding's distance."""
+    found = {}
+    for name, f in LOSSES.items():
+        x, t = (torch.randn(44, 7, generator=torch.Generator().manual_seed(k)) for k in (6, 7))
+        x, t = x.to(dtype), t.sigmoid().to(dtype)
+        t = torch.arange(44) % 7 if name == "cross_entropy, weighed" else t
+        wide = x.double().requires_grad_()
+        exact = f(wide, t.double() if t.is_floating_point() else t)
+        mine = sl.shard(x, "x .").requires_grad_()
+        loss = f(mine, sl.shard(t, "x ." if t.ndim == 2 else "x"))
+        assert loss.dtype == dtype, name
+        (true,), (g,) = torch.autograd.grad(exact, wide), torch.autograd.grad(loss, mine)
+        room = float(torch.finfo(dtype).eps)
+        found[name] = error(sl.unshard(loss).detach(), exact.detach()) / room
+        found[f"{name}'s gradient"] = error(sl.unshard(g), true) / error(true.to(dtype), true)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_and_its_gradient_are_rounded_once(dtype: torch.dtype) -> None:
+    with sl.simulate(x=4):
+        found = lost_by_losses(dtype)
+    assert max(found.values()) <= 1.4, found
+
+
+def test_a_loss_of_real_ranks_is_rounded_once(pool: Any) -> None:
+    for found in pool.run(lost_by_losses, torch.bfloat16, x=4):
+        assert max(found.values()) <= 1.4, found
