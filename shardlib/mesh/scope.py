@@ -1,23 +1,19 @@
 """Ambient settings of a call: one frozen ``Scope`` in one context variable.
 
 A thread or an asyncio task has the scopes that it entered itself (a task also those around its
-creation), never those of another.  Two cases need more than a context variable gives:
+creation), never those of another.  As with torch.no_grad and decimal.localcontext, a ``with`` in the
+body of a generator stays in force for the caller while the generator is suspended: Python gives
+generators no context of their own (PEP 568 would), and only reading frames could tell, on every
+call.
 
-- A generator has no context of its own.  A ``with`` in its body would stay in force for the caller
-  while it is suspended.  Such a scope is kept next to the caller's, with its frame, and is in force
-  while that frame runs.  Generators that stand for a ``with`` block of their caller, as those of
-  ``contextlib.contextmanager`` and pytest's fixtures, are not treated as generators here.
-- Autograd runs backward on threads of its own where a graph is on a GPU.  There, the scope around
-  the call of backward applies; settings of the forward (mesh, budgets, algorithms) are kept with
-  the graph, see ``bind``.
+Autograd runs backward on threads of its own where a graph is on a GPU.  There, the scope around the
+call of backward applies; settings of the forward (mesh, budgets, algorithms) are kept with the
+graph, see ``bind``.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator
 from contextvars import ContextVar
-from inspect import CO_ASYNC_GENERATOR, CO_GENERATOR
-from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 from shardlib._compat import backward_context
@@ -53,22 +49,8 @@ class Scope(NamedTuple):
     norms: dict[Any, Any] | None = None  # norms of gradients computed in this step
     backend: str = "auto"  # kernels that run operations: sl.kernels.use
     reading: tuple[Any, dict[str, int]] | None = None  # (mesh, coordinate whose part is read)
-    held: "tuple[_Held, ...]" = ()  # scopes entered in the bodies of generators
     by: Any = None  # the context manager that entered it
     before: "Scope | None" = None  # what it replaced
-
-
-class _Held(NamedTuple):
-    """Scope entered in a generator's body; ``task``: the asyncio task of an asynchronous one."""
-
-    frame: FrameType
-    task: Any
-    by: Any
-    scope: Scope
-
-    def in_force(self) -> bool:
-        """Check whether the scope applies: its frame runs, or this task was made while it ran."""
-        return self.frame.f_back is not None or (self.task is not None and _task() is not self.task)
 
 
 _NOTHING = Scope()
@@ -78,88 +60,26 @@ _NOW: ContextVar[Scope] = ContextVar("shardlib.scope", default=_NOTHING)
 def scope() -> Scope:
     """Return the ambient scope of this call."""
     now = _NOW.get()
-    if now.held:
-        return _of_generators(now)
     if now is _NOTHING and (caller := backward_context()) is not None:
-        now = caller.get(_NOW, now)
-        return _of_generators(now) if now.held else now
+        return caller.get(_NOW, now)
     return now
 
 
-def _of_generators(now: Scope) -> Scope:
-    """Return the scope of the innermost generator that runs; the caller's if all are suspended."""
-    found = [h for h in now.held if h.in_force()]
-    if len(found) > 1:
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            for h in reversed(found):
-                if h.frame is frame:
-                    return h.scope
-            frame = frame.f_back
-    return found[-1].scope if found else now
-
-
-def _task() -> Any:
-    """Return the asyncio task that runs, if any."""
-    asyncio = sys.modules.get("asyncio")
-    try:
-        return asyncio and asyncio.current_task()
-    except RuntimeError:
-        return None
-
-
-_STAND_FOR_THEIR_CALLER = frozenset({"contextlib", "_pytest.fixtures", "_pytest.compat"})
-"""Modules that drive a generator whose body surrounds other code."""
-
-
-def _is_generators(frame: FrameType) -> bool:
-    if not frame.f_code.co_flags & (CO_GENERATOR | CO_ASYNC_GENERATOR):
-        return False
-    driver = frame.f_back
-    return driver is None or driver.f_globals.get("__name__") not in _STAND_FOR_THEIR_CALLER
-
-
 def enter(by: Any, **changes: Any) -> None:
-    """Set fields of the scope for the caller's caller, a ``with`` body, until ``leave(by)``."""
-    now, here, frame = _NOW.get(), scope(), sys._getframe(2)
-    inner = here._replace(**changes, held=(), by=by, before=None)
-    if _is_generators(frame):
-        task = _task() if frame.f_code.co_flags & CO_ASYNC_GENERATOR else None
-        _NOW.set(now._replace(held=(*now.held, _Held(frame, task, by, inner))))
-    else:
-        suspended = tuple(h for h in now.held if not h.in_force())
-        _NOW.set(inner._replace(held=suspended, before=now))
+    """Set fields of the scope until ``leave(by)``."""
+    _NOW.set(scope()._replace(**changes, by=by, before=_NOW.get()))
 
 
 def leave(by: Any) -> None:
     """End the latest ``enter(by)``; do nothing if another context entered it."""
-    now, frame = _NOW.get(), sys._getframe(2)
-    for h in reversed(now.held):
-        if h.by is by and h.frame is frame:
-            _NOW.set(_without(now, h))
-            return
-    if now.by is by and not now.held:
-        _NOW.set(now.before or _NOTHING)
-    else:
-        _NOW.set(_unlinked(now, by))
-
-
-def _without(now: Scope, gone: _Held) -> Scope:
-    """Return the scope without ``gone``, here and in the scopes to be restored."""
-    before = now.before and _without(now.before, gone)
-    return now._replace(held=tuple(h for h in now.held if h is not gone), before=before)
+    _NOW.set(_unlinked(_NOW.get(), by))
 
 
 def _unlinked(now: Scope, by: Any) -> Scope:
     """Return the scope without the level of ``by``; scopes entered inside it stay as they are."""
-    if now.before is None:
-        return now
-    if now.by is not by:
-        return now._replace(before=_unlinked(now.before, by))
-    known = [id(h) for h in now.before.held]
-    return now.before._replace(
-        held=now.before.held + tuple(h for h in now.held if id(h) not in known)
-    )
+    if now.by is by:
+        return now.before or _NOTHING
+    return now if now.before is None else now._replace(before=_unlinked(now.before, by))
 
 
 class Entered(ContextDecorator):
@@ -188,7 +108,7 @@ class within:
 
     def __enter__(self) -> None:
         self.before = _NOW.get()
-        _NOW.set(scope()._replace(**self.changes, held=(), by=None, before=None))
+        _NOW.set(scope()._replace(**self.changes, by=None, before=None))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         _NOW.set(self.before)
@@ -216,15 +136,15 @@ class bind:
             _NOW.set(
                 given._replace(
                     traces=here.traces, watcher=here.watcher, rehearsal=here.rehearsal,
-                    keys=here.keys, prefetch=None, opened=(), held=(), by=None, before=None,
+                    keys=here.keys, prefetch=None, opened=(), by=None, before=None,
                 )
             )  # fmt: skip
-        elif now.mesh is not given or now.held:
+        elif now.mesh is not given:
             outer = scope()
             if outer is _NOTHING:  # the usual case costs a third of the other
                 _NOW.set(_new(Scope, (given,) + _NO_MESH))  # noqa: RUF005
             else:
-                _NOW.set(_new(Scope, (given, *outer[1:_HELD], (), None, None)))
+                _NOW.set(_new(Scope, (given, *outer[1:_BY], None, None)))
         return given
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -234,5 +154,5 @@ class bind:
 
 
 _new = tuple.__new__  # a third of the time of _replace; bind runs on every operator
-_HELD = Scope._fields.index("held")
+_BY = Scope._fields.index("by")
 _NO_MESH = _NOTHING[1:]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.errors import NoMesh, UnexpectedComm
+from shardlib.errors import UnexpectedComm
 from shardlib.mesh import bind, scope, within
 from shardlib.random import seeded
 
@@ -34,40 +34,18 @@ def here() -> Any:
 # ---------------------------------------------------------------- generators
 
 
-def test_a_suspended_generator_leaves_no_mesh_behind() -> None:
+def test_a_mesh_entered_in_a_generator_is_in_force_until_it_is_left_there() -> None:
+    """As torch.no_grad: a suspended generator's settings are its caller's."""
+
     def body() -> Iterator[Any]:
-        with sl.simulate(x=2):
-            yield here().size
-            yield here().size
+        with sl.simulate(x=2) as mesh, torch.no_grad():
+            yield mesh
+        yield here()
 
     ranks = body()
-    assert next(ranks) == 2
-    with pytest.raises(NoMesh):
-        sl.current_mesh()
-    assert next(ranks) == 2 and here() is None
-    assert list(ranks) == [] and here() is None
-
-
-def test_a_resumed_generator_is_inside_its_own_mesh_again_whatever_its_caller_entered() -> None:
-    def body() -> Iterator[int]:
-        with sl.simulate(x=2), sl.implicit(64):
-            yield here().size
-            assert scope().budget == 64
-            with sl.simulate(x=3):
-                yield here().size
-            yield here().size
-        yield 0 if here() is None else here().size
-
-    ranks = body()
-    assert next(ranks) == 2
-    with sl.simulate(x=5) as outer:
-        assert here() is outer and scope().budget is None
-        assert next(ranks) == 3 and here() is outer
-        with sl.simulate(x=7) as inner:
-            assert next(ranks) == 2 and here() is inner
-        assert here() is outer
-        assert next(ranks) == 5 and here() is outer
-    assert here() is None and scope() == scope()._replace(mesh=None, held=(), by=None, before=None)
+    mesh = next(ranks)
+    assert here() is mesh and not torch.is_grad_enabled()
+    assert next(ranks) is here() is None and torch.is_grad_enabled()
 
 
 def test_a_generator_that_ends_inside_its_callers_mesh_takes_its_own_along() -> None:
@@ -80,27 +58,9 @@ def test_a_generator_that_ends_inside_its_callers_mesh_takes_its_own_along() -> 
     with sl.simulate(x=5) as outer:
         next(two)
         one.close()
+        two.close()
         assert here() is outer
-    assert here() is None
-    next(two, None)
-    assert here() is None and scope().held == ()
-
-
-def test_generators_that_call_each_other_are_inside_the_innermost() -> None:
-    def inner() -> Iterator[int]:
-        with sl.simulate(x=3):
-            while True:
-                yield here().size
-
-    def outer(other: Iterator[int]) -> Iterator[tuple[int, int]]:
-        with sl.simulate(x=2):
-            while True:
-                yield next(other), here().size
-
-    first = inner()
-    assert next(first) == 3  # entered before the other, and called by it
-    second = outer(first)
-    assert next(second) == next(second) == (3, 2) and next(first) == 3 and here() is None
+    assert here() is None and scope().before is None
 
 
 def test_one_mesh_entered_by_a_generator_and_by_its_caller_is_left_by_each() -> None:
@@ -113,9 +73,9 @@ def test_one_mesh_entered_by_a_generator_and_by_its_caller_is_left_by_each() -> 
     ranks = body()
     with mesh:
         assert next(ranks) is mesh
-    assert here() is None
+    assert here() is mesh
     ranks.close()
-    assert here() is None and scope().held == ()
+    assert here() is None and scope().before is None
 
 
 def test_a_dropped_generator_leaves_nothing() -> None:
@@ -129,7 +89,7 @@ def test_a_dropped_generator_leaves_nothing() -> None:
     next(ranks)
     del ranks
     gc.collect()
-    assert scope().held == () and seen[0]() is None
+    assert here() is None and scope().before is None and seen[0]() is None
 
 
 def test_a_context_manager_written_as_a_generator_is_in_force_for_its_body() -> None:
@@ -157,34 +117,6 @@ def meshed() -> Iterator[Any]:
 
 def test_a_fixture_written_as_a_generator_is_in_force_for_its_test(meshed: Any) -> None:
     assert here() is meshed
-
-
-def test_an_asynchronous_generator_leaves_no_mesh_behind_and_lends_it_to_its_tasks() -> None:
-    async def child() -> Any:
-        await asyncio.sleep(0)
-        return here()
-
-    async def body() -> AsyncIterator[Any]:
-        with sl.simulate(x=2) as mesh:
-            yield mesh
-            assert await asyncio.gather(child(), child()) == [mesh, mesh]
-            yield here()
-
-    @contextlib.asynccontextmanager
-    async def entered() -> AsyncIterator[Any]:
-        with sl.simulate(x=3) as mesh:
-            yield mesh
-
-    async def main() -> None:
-        ranks = body()
-        first = await anext(ranks)
-        assert here() is None and await anext(ranks) is first and here() is None
-        async with entered() as mesh:
-            assert here() is mesh
-        await ranks.aclose()
-        assert here() is None
-
-    asyncio.run(main())
 
 
 def test_a_copied_context_carries_what_surrounds_it_to_another_thread() -> None:
