@@ -1,4 +1,4 @@
-"""Modules as pure functions of sharded parameters, and the rules that lay their parameters out."""
+"""Modules as pure functions of sharded parameters, and the rules for the parameters' layouts."""
 
 from shardlib.modules.as_module import as_module
 from shardlib.modules.init import init

@@ -1,8 +1,8 @@
-"""A method of a module inside a call of another function, which copies of the module take along.
+"""Method wrappers on a module that survive copying the module.
 
-A function that closes over a module is shared by the module's copies, and computes with the
-parameters of the first.  ``Around`` finds the method on its module at each call and holds nothing
-else of it, so that ``copy.deepcopy`` and ``pickle`` make copies that run on their own parameters.
+A closure over a module would be shared by the module's copies, and compute with the parameters of
+the first.  ``Around`` finds the method on its module at each call and holds nothing else of it, so
+that ``copy.deepcopy`` and ``pickle`` make copies that run on their own parameters.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ __all__ = ["Around"]
 
 
 class Around:
-    """``module.name(...)`` as ``run(module, method, *given, ...)``; an attribute of the module.
+    """Wrapper of ``module.name``, set as attribute: calls ``run(module, method, *given, ...)``.
 
-    ``run``    a function that can be imported by its name, so that it is pickled.
+    ``run``    a function that can be imported by its name, so that it can be pickled.
     ``given``  its arguments after the method.
 
     >>> def doubled(module, forward, factor, x):
@@ -38,14 +38,14 @@ class Around:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The method as it was, whose signature this has too."""
+        """The method before wrapping, which also gives the wrapper its signature."""
         if self.before is not None:
             return self.before
         return MethodType(getattr(type(self.module), self.__name__), self.module)
 
     @property
     def __code__(self) -> Any:
-        """The method's code, whose file torch.export names."""
+        """Code object of the method, whose file torch.export names."""
         return getattr(self.__wrapped__, "__code__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,13 @@
-"""A module whose parameters are sharded, with the methods it always had.
+"""nn.Module with sharded parameters, for code written for plain modules.
 
 ``as_module(apply, params)`` is a shallow copy of the module: the same classes, the same names, but
-its parameters are ``nn.Parameter`` of ShardedTensors.  Code that knows nothing of shards may use
-it: ``generate``, a Trainer, ``torch.optim``, ``state_dict``, hooks.  Plain tensors go in and come
-out.
+its parameters are ``nn.Parameter`` of ShardedTensors.  Code without any support for sharding may
+use it: ``generate``, a Trainer, ``torch.optim``, ``state_dict``, hooks.  Plain tensors go in and
+come out.
 
-A batch that does not divide over the ranks is filled up with copies of its last row,
-and these are dropped from what comes out.  ``generate`` lays its batches out as the recipe says
-that ``parallelize`` was given, whatever ``inputs=`` leaves unsaid.
+A batch that does not divide over the ranks is filled up with copies of its last row, and the
+results of these rows are dropped.  ``generate`` shards its batches by the recipe given to
+``parallelize``, also for arguments that ``inputs=`` does not list.
 """
 
 import math
@@ -41,10 +41,9 @@ __all__ = ["as_module"]
 def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True) -> nn.Module:
     """Make a module of ``apply`` with these parameters: called, trained and saved like any other.
 
-    ``params``  as ``parallelize`` gave them; the module's parameters share their memory.
-    ``whole``   tensors come out plain, as without shards.  False: they come out as they lie.
-
-    The module that ``parallelize`` was given is not changed, and buffers are the copy's own.
+    ``params``  as ``parallelize`` returned them; the module's parameters share their memory.
+    ``whole``   results are plain tensors, as without sharding.  False: they stay sharded.
+    The module given to ``parallelize`` is not changed, and buffers are the copy's own.
     Raises: UnknownParameter.
 
     >>> import torch, shardlib as sl; from torch import nn
@@ -99,7 +98,7 @@ def _entered(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run forward for callers outside: inputs are placed, and what comes out is plain."""
+    """Run forward for outside callers: inputs are sharded, and results are plain."""
     if scope().placed:
         return forward(*args, **kwargs)
     names = positional(takes, len(args)) if name else calls.named(len(args), kwargs)
@@ -115,7 +114,7 @@ def _entered(
 
 
 def _unscripted(*_: Any) -> Any:
-    """Refuse torch.jit.script, which asks this and compiles the forward without its surroundings."""
+    """Refuse torch.jit.script, which would compile forward without its wrapper."""
     raise no_trace("torch.jit.script")
 
 
@@ -132,9 +131,9 @@ def _mapped(f: Any, value: Any) -> Any:
 
 
 def _layout(calls: Calls, name: str, x: Tensor) -> Layout | None:
-    """Find the layout of an input; while generating, a batch lies as the recipe's tokens do.
+    """Find the layout of an input; while generating, a batch has the layout of the recipe's tokens.
 
-    Masks and positions are whole: they are needed where rows of tokens lie, and of logits.
+    Masks and positions stay whole, since both tokens and logits need them, in different layouts.
     """
     layout = calls.inputs.get(name)
     everywhere = "mask" in name or "position" in name
@@ -145,13 +144,13 @@ def _layout(calls: Calls, name: str, x: Tensor) -> Layout | None:
 
 
 def _recipes(calls: Calls) -> list[Layout]:
-    """List the layouts of tokens and of labels that a recipe says."""
+    """List the layouts of tokens and of labels in the recipe."""
     texts = [getattr(calls.suggested, n, None) for n in ("tokens", "labels")]
     return [Layout.parse(text) for text in texts if text is not None]
 
 
 def _rows(calls: Calls, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
-    """Count the rows of a batch that does not divide, and the rows that it is filled up to."""
+    """Count the rows of a batch that does not divide, and the rows to which it is filled up."""
     plain = [(n, v) for n, v in named if isinstance(v, Tensor) and not isinstance(v, ShardedTensor)]
     found = [(n, v, at) for n, v in plain if v.ndim and (at := _layout(calls, n, v)) is not None]
     if not found:
@@ -167,7 +166,7 @@ def _rows(calls: Calls, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
             loader = "DataLoader(data, batch_size, drop_last=True)"
             raise _uneven(calls, name, value, f"{why}change what it trains", loader)
         return None
-    split = [lay.dims[0].axes for lay in _recipes(calls)]  # where logits come out, labels lie
+    split = [lay.dims[0].axes for lay in _recipes(calls)]  # logits have the labels' layout
     ranks = math.lcm(ranks, *(calls.mesh.axis_size(axes) for axes in split))
     return (count, -(-count // ranks) * ranks) if count % ranks else None
 
@@ -183,7 +182,7 @@ def _placed(calls: Calls, name: str, value: Any, rows: tuple[int, int] | None) -
     def place(x: Tensor) -> Tensor:
         if isinstance(x, ShardedTensor):
             return x
-        # a vector of positions is of no row, as long as the batch or not
+        # a vector of positions has no batch dimension, even if it is as long as the batch
         is_batch = x.ndim > 1 or name == "labels" or name in calls.inputs
         if rows is not None and is_batch and x.ndim and x.shape[0] == rows[0]:
             x = filled(x, rows[1], name)
@@ -203,7 +202,7 @@ def _placed(calls: Calls, name: str, value: Any, rows: tuple[int, int] | None) -
 
 
 def _by_token(calls: Calls, why: str) -> UnevenSplit:
-    """The error for a module whose recipe splits the sequence and that is to generate."""
+    """Return the error for generating with a recipe that splits the sequence."""
     axis = next(
         (a for at in _recipes(calls) for a in at.dims[1].axes), next(iter(calls.mesh.names))
     )
@@ -219,7 +218,7 @@ def _by_token(calls: Calls, why: str) -> UnevenSplit:
 
 
 def _uneven(calls: Calls, name: str, x: Tensor, why: str, fix: str) -> UnevenSplit:
-    """The error for an input that does not divide as ``inputs=`` lays it out."""
+    """Return the error for an input that does not divide by its layout in ``inputs=``."""
     laid = {name: f"{list(x.shape)} laid out {calls.inputs.get(name)}"}
     return UnevenSplit(why, op="forward", operands=laid, mesh=calls.mesh, fix=fix)
 
@@ -238,7 +237,7 @@ def _plain(x: Tensor, rows: tuple[int, int] | None) -> Tensor:
 
 
 def _laid_with_keys(cache: Any) -> None:
-    """Have a cache of a fixed length lie as the first keys do that it sees."""
+    """Give caches of a fixed length the layout of the first keys that they store."""
     for layer in getattr(cache, "layers", ()):
         make = getattr(layer, "lazy_initialization", None)
         if (
@@ -263,7 +262,7 @@ def _laid_with_keys(cache: Any) -> None:
 
 
 def _filled(module: nn.Module, generate: Any, calls: Calls, /, *args: Any, **kwargs: Any) -> Any:
-    """``generate`` on whatever rows there are, laid out as the recipe says.
+    """Run ``generate`` on any number of rows, in the recipe's layout.
 
     With beams it keeps its own copies of rows, so the batch is filled up before it.
     """
@@ -295,7 +294,7 @@ def _saved(
     state_dict: Mapping[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """``save_pretrained`` of whole tensors; every rank calls it."""
+    """Run ``save_pretrained`` with whole tensors; every rank calls it."""
     found = module.state_dict() if state_dict is None else state_dict
     whole = {
         n: unshard(t).detach() if isinstance(t, ShardedTensor) else t for n, t in found.items()
@@ -304,9 +303,9 @@ def _saved(
 
 
 def _laid_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lay what ``load_state_dict`` was given as the module's own tensors lie.
+    """Reshard the tensors given to ``load_state_dict`` to the layouts of the module's own.
 
-    Tensors of other sizes stay, for torch to refuse them.
+    Tensors of other sizes stay as they are, so that torch refuses them.
     """
     found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     found |= module.named_buffers(remove_duplicate=False)

@@ -1,9 +1,9 @@
-"""Atoms: the factors and pieces of a dimension, shared by all dimensions that are one.
+"""Atoms: factors and parts of a dimension, shared by all dimensions that are tied together.
 
-A dimension of a tensor is a row of atoms, major first.  Rows that an operator sets beside each
-other are joined, atom by atom; where one is finer than the other, the coarser atom is taken apart
-into factors.  A cut makes an atom the sum of its pieces.  What becomes of an atom becomes of every
-row that holds it.
+A dimension of a tensor is a row of atoms, major first.  If an operator aligns two dimensions, their
+rows are joined, atom by atom; where one is finer than the other, the coarser atom is split into
+factors.  Slicing splits an atom into parts.  Atoms are shared, so a change applies to every row
+that holds them.
 """
 
 import itertools
@@ -27,12 +27,12 @@ __all__ = [
 
 
 class Atom:
-    """A factor of a dimension, which stands by itself or is made of other atoms.
+    """Factor of a dimension, which is elementary or made of other atoms.
 
-    ``factors``: the atom is their product, major first; ``parts``: it is them end to end.
+    ``factors``: the atom is their product, major first; ``parts``: it is their concatenation.
 
-    ``seen``  what was done along it: "normed"; "embedded"; "heads", a batch dimension of a product
-              of activations; "across", it stays in one; "bound", contracted in one, sorted or
+    ``seen``  uses of it: "normed"; "embedded"; "heads", a batch dimension of a product
+              of activations; "across", kept in one; "bound", contracted in one, sorted or
               joined: it must be whole.
     """
 
@@ -54,18 +54,18 @@ Row = list[Atom]
 
 
 class Apart(Exception):
-    """The error that two rows of atoms do not fit each other."""
+    """Error for two rows of atoms that do not fit each other."""
 
 
 def root(atom: Atom) -> Atom:
-    """Find the atom that stands for all those that were united with this one."""
+    """Return the representative of all atoms that were united with this one."""
     while atom.parent is not None:
         atom = atom.parent
     return atom
 
 
 def leaves(row: Iterable[Atom]) -> Row:
-    """Write a row with every atom as its factors; pieces stay inside their atom."""
+    """Return a row with every atom replaced by its factors; parts stay inside their atom."""
     out: Row = []
     for atom in map(root, row):
         out += (
@@ -80,7 +80,7 @@ def length(row: Iterable[Atom]) -> int:
 
 
 def fresh(size: int, *seen: str) -> Row:
-    """Make the row of a dimension of which nothing is known but its size."""
+    """Return the row of a dimension of which only the size is known."""
     if size == 1:
         return []
     atom = Atom(size)
@@ -89,7 +89,7 @@ def fresh(size: int, *seen: str) -> Row:
 
 
 def mark(row: Iterable[Atom], what: str) -> None:
-    """Note ``what`` in every atom of a row, and in its pieces."""
+    """Add ``what`` to every atom of a row, and to its parts."""
     for atom in leaves(row):
         atom.seen.add(what)
         for part in atom.parts or ():
@@ -97,7 +97,7 @@ def mark(row: Iterable[Atom], what: str) -> None:
 
 
 def _factor(atom: Atom, major: int) -> None:
-    """Take an atom apart: ``major`` times the rest."""
+    """Split an atom into two factors: ``major`` times the rest."""
     minor, rest = divmod(atom.size, major)
     if rest:
         raise Apart
@@ -131,7 +131,7 @@ def _factor(atom: Atom, major: int) -> None:
 
 
 def whole(row: Row) -> Atom:
-    """Make one atom that is the product of a row."""
+    """Return one atom that is the product of a row."""
     if len(row) == 1:
         return row[0]
     atom = Atom(length(row))
@@ -141,7 +141,7 @@ def whole(row: Row) -> Atom:
 
 
 def parted(row: Row, major: int) -> tuple[Row, Row]:
-    """Part a row in two: its leading atoms, of ``major`` positions together, and the others."""
+    """Split a row in two: its leading atoms, of ``major`` positions together, and the others."""
     head, todo, need = list[Atom](), leaves(row), major
     while need > 1:
         if not todo:
@@ -159,7 +159,7 @@ def parted(row: Row, major: int) -> tuple[Row, Row]:
 
 
 def join(a: Row, b: Row) -> None:
-    """Unite two rows of atoms that stand for the same positions."""
+    """Unite two rows of atoms that describe the same positions."""
     one, two = leaves(a), leaves(b)
     while one and two:
         p, q = one.pop(0), two.pop(0)
@@ -202,7 +202,7 @@ def _borders(atom: Atom) -> list[int]:
 
 
 def _cut(atom: Atom, borders: Sequence[int]) -> None:
-    """Cut an atom into pieces, at these positions and where it was cut before."""
+    """Split an atom into parts, at these positions and where it was split before."""
     have = _borders(atom)
     if set(borders) <= set(have):
         return
@@ -230,7 +230,7 @@ def _cut(atom: Atom, borders: Sequence[int]) -> None:
 
 
 def piece(row: Row, start: int, stop: int) -> Row:
-    """Return the atoms of positions ``start`` to ``stop`` of a dimension, cut where need be."""
+    """Return the atoms of positions ``start`` to ``stop`` of a dimension, split where needed."""
     row = leaves(row)
     if (start, stop) == (0, length(row)):
         return row
@@ -246,7 +246,7 @@ def piece(row: Row, start: int, stop: int) -> Row:
     first, last = start // minor, stop // minor
     if last - first == 1 and row[0].parts is None:
         mark(row[:1], "bound")
-        return row[1:]  # one index of several alike
+        return row[1:]  # one index of the leading atom leaves the others
     _cut(row[0], [0, first, last, row[0].size] if first else [0, last, row[0].size])
     at = _borders(row[0])
     taken = [p for p, a in zip(row[0].parts or (), at, strict=False) if first <= a < last]

@@ -1,4 +1,4 @@
-"""What forward leaves behind in plain attributes, which a pure function does not."""
+"""Attribute changes in forward, which a pure function would lose: detection and a warning."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ __all__ = ["reported"]
 
 @contextmanager
 def reported(module: nn.Module) -> Iterator[None]:
-    """Warn of attributes that change while a module runs, and say of which submodule.
+    """Warn of attributes that change while a module runs, with the name of the submodule.
 
-    Buffers are no attributes in this sense: ``apply`` hands them back.  Seen are attributes that
-    are set, tensors that are written to, and lists, dictionaries and sets that grow or shrink.
+    Buffers are not included: ``apply`` returns them.  Detected are attributes that are set,
+    tensors that are written to, and lists, dictionaries and sets that grow or shrink.
 
     >>> from shardlib.modules.attributes import reported
     >>> layer = nn.Linear(2, 2)
@@ -47,7 +47,7 @@ _OWN = frozenset(vars(nn.Module())) | {"_forward_hooks_called"}
 
 
 def _attributes(module: nn.Module) -> dict[tuple[str, str], tuple[Any, Any]]:
-    """Map (submodule, name) to the value, so that no other takes its place, and its content."""
+    """Map (submodule, name) to the value, kept so that its id stays unique, and its content."""
     return {
         (path, name): (value, _content(value))
         for path, part in module.named_modules()

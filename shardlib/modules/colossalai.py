@@ -1,7 +1,6 @@
-"""Colossal-AI's legacy configuration as a mesh and a recipe.
+"""Conversion of Colossal-AI's legacy configuration to a mesh and a recipe.
 
-It is a dict: ``dict(parallel=dict(...), zero=..., fp16=...)``.
-
+The configuration is a dict: ``dict(parallel=dict(...), zero=..., fp16=...)``.
 Source: the keys that ``colossalai.legacy.launch`` and ``initialize`` read.
 """
 
@@ -33,15 +32,15 @@ FIX = (
 
 @dataclass(frozen=True)
 class Legacy:
-    """A legacy configuration in this library's words: mesh, recipe and options.
+    """Legacy configuration converted to this library: mesh, recipe and options.
 
-    ``mesh``        axis sizes; ``data`` is -1 where the number of processes says it.
+    ``mesh``        axis sizes; ``data`` is -1 where it follows from the number of processes.
     ``recipe``      the name of a recipe in ``sl.recipes``.
     ``zero``        arguments of ``sl.optim.zero``; ``precision``  of ``sl.optim.Precision``, as
                     text.
     ``clip``        the bound of ``clip_by_global_norm``.
     ``accumulate``  batches per update.
-    ``notes``       what has no counterpart because nothing need be said, and why.
+    ``notes``       settings without a counterpart that can be left out, and why.
 
     >>> print(Legacy({"data": 2, "x": 4}, "megatron1d", clip=1.0).toml().strip())
     [mesh]
@@ -87,9 +86,9 @@ def _text(value: Any) -> str:
 
 
 def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
-    """Read a legacy configuration, given as a dict.
+    """Convert a legacy configuration, given as a dict.
 
-    Raises: Unsupported by name for what has no counterpart; BadArgument.
+    Raises: Unsupported naming a key without a counterpart; BadArgument.
     """
     if not isinstance(config, Mapping):
         raise _bad(f"a configuration is a dict, not {type(config).__name__}")
@@ -130,7 +129,7 @@ def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
 
 
 def _tensor(given: Any) -> tuple[dict[str, int], str, int]:
-    """(mesh, recipe, ranks) of ``parallel.tensor``."""
+    """Return (mesh, recipe, ranks) for ``parallel.tensor``."""
     table = _table(
         given if not isinstance(given, int) or isinstance(given, bool) else {"size": given},
         "parallel.tensor",
@@ -193,7 +192,7 @@ def _data(given: Any, tensor: int, world: int | None) -> int:
 
 
 def _zero(given: Any) -> tuple[dict[str, Any], list[str]]:
-    """Arguments of ``zero``, of a table ``zero``."""
+    """Return the arguments of ``zero`` for the table ``zero``, and notes."""
     if given is None:
         return {}, []
     table = _table(given, "zero")
@@ -224,7 +223,7 @@ def _zero(given: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _precision(given: Any) -> tuple[dict[str, str], list[str]]:
-    """Arguments of ``Precision``, of a table ``fp16``."""
+    """Return the arguments of ``Precision`` for the table ``fp16``, and notes."""
     if given is None:
         return {}, []
     table = _table(given, "fp16")

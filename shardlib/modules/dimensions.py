@@ -1,12 +1,11 @@
-"""What feeds what in a module: which dimensions of its parameters and activations are one and the
-same.
+"""Dimension tracing: which dimensions of a module's parameters and activations are the same.
 
-The unmodified module runs once, on tensors of the meta device, and every operator beneath it is
-seen.  Each dimension of a tensor is a row of *atoms*.  An operator that sets two dimensions beside
-each other makes their atoms one, a view that takes a dimension apart splits its atom into factors,
-major first, and a cut makes pieces of it; since an atom is shared, what happens to an activation is
-known of the weight that made it.  So a weight of query, key and value reads (heads, 3, size) or (3,
-heads, size) by how its output is cut, whatever it is called.
+The unmodified module runs once, on tensors of the meta device, under a mode that intercepts every
+operator.  Each dimension of a tensor is a row of *atoms*.  An operator that aligns two dimensions
+unites their atoms, a view that splits a dimension splits its atom into factors, major first, and
+slicing splits the atom into parts.  Since an atom is shared, uses of an activation are also known
+of the weight that made it.  So a weight of query, key and value is (heads, 3, size) or (3, heads,
+size) by the slicing of its output, whatever its name is.
 """
 
 import inspect
@@ -41,11 +40,11 @@ __all__ = ["Dimensions", "Read", "trace_dimensions"]
 
 @dataclass
 class Read:
-    """A use of a parameter: in a product, a convolution or a lookup.
+    """Use of a parameter: in a product, a convolution or a lookup.
 
     ``inputs``, ``outputs``  its dimensions that are contracted and that stay.
-    ``rows``                 the leading atoms of the activation it met.
-    ``given``                whether what was looked up are numbers from outside.
+    ``rows``                 the leading atoms of the other operand, an activation.
+    ``given``                whether a lookup's ids are integer inputs of the module.
     """
 
     name: str
@@ -59,13 +58,13 @@ class Read:
 
 @dataclass
 class Dimensions:
-    """The dimensions of a module's parameters, and how one run on the meta device used them.
+    """Dimensions of a module's parameters, and their uses in one run on the meta device.
 
     ``params``   parameter name -> per dimension its row of atoms.
     ``reads``    their uses, in order.
     ``sources``  features of the module's inputs.
-    ``numbers``  dimensions of those that are whole numbers.
-    ``unknown``  operators that nothing was learnt from.
+    ``numbers``  dimensions of the integer inputs.
+    ``unknown``  operators without a rule.
     """
 
     params: dict[str, list[Row]]
@@ -127,15 +126,15 @@ _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy"}
 
 
 class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
-    """A mode that sees every operator and keeps the atoms of every tensor."""
+    """Dispatch mode that intercepts every operator and keeps the atoms of every tensor."""
 
     def __init__(self, found: Dimensions) -> None:
         super().__init__()
         self.found = found
         self.rows: dict[int, list[Row]] = {}
-        # a parameter, and its dimensions here
+        # id of a tensor -> its parameter, and the parameter's dimension for each of its own
         self.origin: dict[int, tuple[str, tuple[int | None, ...]]] = {}
-        self.alive: list[Tensor] = []  # an id means nothing once its tensor is gone
+        self.alive: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
 
     def know(self, x: Tensor, rows: Sequence[Row], origin: Any = None) -> None:
         self.rows[id(x)] = [list(r) for r in rows]
@@ -164,9 +163,9 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         return out
 
     def opaque(self, args: Any, kwargs: Any, out: Any) -> None:
-        """Note that nothing is known of what comes out.
+        """Handle an operator without a rule: its results have fresh atoms.
 
-        What goes in must be whole, but for leading dimensions that stay.
+        Operands must be whole, except for leading dimensions that stay.
         """
         given = _tensors((args, kwargs))
         for x in given:
@@ -231,7 +230,7 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
                     self.origin[id(y)] = self.origin[id(only[0])]
 
     def join(self, a: Row, b: Row) -> None:
-        """Unite two rows; where they do not fit, neither may be split."""
+        """Unite two rows; if they do not fit, mark both as whole."""
         try:
             join(a, b)
         except Apart:
@@ -412,7 +411,7 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         )
         if name in ("linalg_vector_norm", "norm"):
             dims = kwargs.get("dim", args[2] if len(args) > 2 else None)
-        if isinstance(dims, Tensor):  # maximum of two
+        if isinstance(dims, Tensor):  # elementwise maximum of two tensors
             return self._pointwise(args, kwargs, out)
         if not isinstance(dims, int | list | tuple) or dims == []:
             dims = range(x.ndim)
@@ -496,7 +495,7 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
     # ------------------------------------------------------------ products
 
     def _meet(self, a: Tensor, b: Tensor, out: Tensor, batch: int) -> None:
-        """out[batch, m, n] of a[batch, m, k] and b[batch, k, n]."""
+        """Record out[batch, m, n] = a[batch, m, k] b[batch, k, n]."""
         one, two = self.of(a), self.of(b)
         self.join(one[batch + 1], two[batch])
         for d in range(batch):
@@ -585,7 +584,7 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         self.know(out[0], [q[0], q[1], q[2], v[3]])
 
     def shared(self, heads: Row, fewer: Row) -> None:
-        """Match fewer heads of keys with several heads of queries each, which follow each other."""
+        """Unite fewer heads of keys with the leading factor of the heads of queries."""
         try:
             first, _ = parted(leaves(heads), length(fewer))
         except Apart:
@@ -617,7 +616,7 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
             self.read("conv", w, (channels,), (filters,), [], groups)
 
     def _pooled(self, args: Any, kwargs: Any, out: Any) -> None:
-        """The two leading dimensions stay; the others are space."""
+        """Keep the two leading dimensions; the others are space."""
         x, rows = args[0], self.of(args[0])
         for row in rows[2:]:
             mark(row, "bound")
@@ -721,11 +720,11 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in optree.tree_leaves(tree, none_is_leaf=True) if isinstance(x, Tensor)]  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------- the run
+# ---------------------------------------------------------------- running the module
 
 
 def trace_dimensions(model: nn.Module, inputs: Any = None) -> Dimensions:
-    """Run a module once on the meta device and see which dimensions are one.
+    """Run a module once on the meta device and find which dimensions are the same.
 
     ``inputs``  a dict of forward's arguments, or their tuple; by default made from the module's
                 configuration or its first layer.  Modules whose branches depend on values run on
@@ -745,7 +744,7 @@ def trace_dimensions(model: nn.Module, inputs: Any = None) -> Dimensions:
         for device in ("meta", None) if real else ("meta",):
             try:
                 return _run(model, args, kwargs, device)
-            except Exception as e:  # a foreign module's own code
+            except Exception as e:  # the module's own code may raise anything
                 what = str(e).splitlines()[0] if str(e) else type(e).__name__
                 failed = f"it does not run on example inputs: {what}"
     raise Unsupported(
@@ -756,7 +755,7 @@ def trace_dimensions(model: nn.Module, inputs: Any = None) -> Dimensions:
 
 
 def _suggested(model: nn.Module) -> str:
-    """Write inputs that the module runs on, found by trying its parameters' sizes."""
+    """Write inputs on which the module runs, found by trying the sizes of its parameters."""
     names = [
         n for n, p in inspect.signature(model.forward).parameters.items() if p.default is p.empty
     ]
@@ -765,7 +764,7 @@ def _suggested(model: nn.Module) -> str:
     for n in list(sizes)[:8] if len(names) == 1 else ():
         try:
             _run(model, (), {names[0]: torch.zeros(2, 8, n, dtype=dtype)}, "meta")
-        except Exception:  # a foreign module's own code
+        except Exception:  # the module's own code may raise anything
             continue
         shown = f"2, 8, {n}" + (f", dtype={dtype}" if dtype != torch.float32 else "")
         return f"{{{names[0]!r}: torch.zeros({shown})}}"
@@ -812,7 +811,7 @@ def _run(model: nn.Module, args: Any, kwargs: Any, device: str | None) -> Dimens
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
-            warnings.simplefilter("ignore")  # of a run that nobody asked for
+            warnings.simplefilter("ignore")  # the user did not start this run
             if device:
                 with torch.device(device):
                     functional_call(model, state, given[0], given[1])
@@ -824,7 +823,7 @@ def _run(model: nn.Module, args: Any, kwargs: Any, device: str | None) -> Dimens
 
 
 class _Same:
-    """Tensors by identity."""
+    """Set of tensors, compared by identity."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.ids = {id(t) for t in tensors}
@@ -863,7 +862,7 @@ def _examples(model: nn.Module) -> Iterator[Any]:
 
 
 def _for_layer(m: nn.Module, model: nn.Module) -> Tensor | None:
-    """What a layer takes."""
+    """Return an input for a layer, or None if its kind is unknown."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if isinstance(m, nn.Embedding | nn.EmbeddingBag):
         length = min(

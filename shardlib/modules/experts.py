@@ -1,19 +1,19 @@
-"""Stacks of experts split over mesh axes: each rank runs its own experts, and what they give is
-summed.
+"""Expert parallelism: stacks of experts split over mesh axes; each rank runs its own experts, and
+the results are summed.
 
-A *stack* is a module that holds its experts' parameters as [E, ...], says E as ``num_experts``, and
+A *stack* is a module that holds its experts' parameters as [E, ...], has E as ``num_experts``, and
 whose forward takes (hidden [T, D], index [T, k], weights [T, k]): row t of the result is the sum
-over k of weights[t, k] times what expert index[t, k] makes of hidden[t].  The experts of
+over k of weights[t, k] times the output of expert index[t, k] for hidden[t].  The experts of
 transformers' mixtures are stacks.  Where a layout splits E over some axes, a call of the stack is
 
     gather   hidden, index and weights to whole rows over these axes, where they are split over them
     run      the module's own forward, in the implementation that its configuration names, on the
              experts that the rank holds and on the rows that are routed to them
-    sum      the results over these axes, to where hidden lies: an all-reduce, or a reduce-scatter
+    sum      the results over these axes, to hidden's layout: an all-reduce, or a reduce-scatter
 
-Each rank computes its own experts' rows alone.  The router is not touched: no row is dropped, and
-none is computed by another expert than without the split.  Rows travel whole, not to their experts
-alone.  What a stack makes of a row may hang on no other row.
+Each rank computes only its own experts' rows.  The router is unchanged: no row is dropped, and
+none is computed by another expert than without the split.  Rows are gathered by all ranks, not sent
+to their experts only.  A stack's output for a row must not depend on other rows.
 """
 
 import functools
@@ -37,7 +37,7 @@ __all__ = ["divided", "experts", "stacks", "standing_in"]
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Say whether a module holds experts' parameters as [E, ...] and is told whose rows are whose.
+    """Check whether a module holds experts' parameters as [E, ...] and takes the routing of rows.
 
     >>> is_stack(nn.Linear(4, 4))
     False
@@ -64,10 +64,10 @@ def stacks(model: nn.Module) -> dict[str, nn.Module]:
 def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
     """List the stacks whose experts these layouts split.
 
-    And those of transformers that they leave whole.
+    Stacks of transformers that are left whole are included.
 
-    The latter run on each rank's own rows: transformers' contract is that rows are apart, as it
-    splits experts itself.
+    The latter run on each rank's own rows, which is safe: transformers splits experts itself, so
+    rows are independent.
     Raises: ShardError where the parameters of one are not split alike, or in other dimensions too.
     """
     found = []
@@ -98,7 +98,7 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
 
 @contextmanager
 def standing_in(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Run the calls of these stacks inside the ``with`` on each rank's own experts."""
+    """Replace the forwards of these stacks inside the ``with``: each rank runs its own experts."""
     before = [m.__dict__.get("forward") for m in modules]
     for m in modules:
         m.__dict__["forward"] = forward_of(m)
@@ -113,7 +113,7 @@ def standing_in(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def forward_of(module: nn.Module) -> Any:
-    """Make the forward of a stack whose parameters are split along E."""
+    """Return the forward of a stack whose parameters are split along E."""
     return functools.partial(_forward, module)
 
 
@@ -127,7 +127,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _elsewhere(hidden: Tensor, held: Iterable[Tensor]) -> bool:
-    """Say whether a stack that is whole meets features that are split, which it does not gather."""
+    """Check whether a whole stack gets split features, which it does not gather."""
     if not isinstance(hidden, ShardedTensor) or any(
         isinstance(p, ShardedTensor) and p.sharding.axes for p in held
     ):
@@ -185,7 +185,7 @@ def _divided_experts(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _without(token: Dim, axes: Sequence[str]) -> Dim:
-    """The rows' split without these axes."""
+    """Return the split of the rows without these axes."""
     if not set(token.axes) & set(axes):
         return token
     plain = token.order == "contiguous" and not any(isinstance(p, int) for p in token.parts)
@@ -207,13 +207,13 @@ def own_experts(
     own: Tensor,
     *params: Tensor,
 ) -> Tensor:
-    """Compute what the experts numbered ``own`` add to each row.
+    """Compute the contribution of the experts numbered ``own`` to each row.
 
     hidden [T, D], index and weights [T, k], own [E/p], params [E/p, ...] -> [T, D]
     """
     stack = module()
     assert stack is not None, "a call keeps its module alive"
-    if hidden.is_meta:  # shapes alone: every operand takes part
+    if hidden.is_meta:  # routing needs values; on meta only use every operand, for the graph
         out = hidden * weights.sum(-1, keepdim=True).to(hidden.dtype)
         return out + sum(p.sum().to(hidden.dtype) for p in params)
     place = own.new_full((int(stack.num_experts),), -1)  # type: ignore[arg-type]
@@ -228,6 +228,6 @@ def own_experts(
             _parameters=dict(zip(names, params, strict=True)), num_experts=len(own)
         )
         y = type(stack).forward(local, x, at[row, slot][:, None], w)
-    else:  # a rank without rows takes part in the sums of every gradient all the same
+    else:  # without rows, keep params in the graph: gradients are summed over all ranks
         y = x * w.to(x.dtype) + sum(p.flatten()[:0].sum().to(x.dtype) for p in params)
     return torch.zeros_like(hidden).index_add(0, row, y.to(hidden.dtype))

@@ -1,9 +1,9 @@
-"""Initial values drawn on shards: ``init`` is ``parallelize`` for a module that has no values yet.
+"""Initialisation of sharded parameters: ``init`` is ``parallelize`` for a module without values.
 
 Every submodule's own code runs, ``reset_parameters`` or the model's ``_init_weights``, with sharded
 parameters in place of its own.  It fills blocks by global position, so the values are the same
-under every layout and mesh, and no rank holds a whole tensor, other than of ``orthogonal_`` and of
-what that code itself makes whole.
+under every layout and mesh, and no rank holds a whole tensor, except in ``orthogonal_`` and
+temporaries of that code itself.
 """
 
 import inspect
@@ -50,14 +50,14 @@ def init(
     ``seed``    of these values alone, the same on every rank; None draws from the key in use
                 (``sl.random``).
     ``fill``    pattern -> function that fills a tensor in place, or its value: for parameters and
-                buffers that no ``reset_parameters`` or ``_init_weights`` writes, and to write
-                others anew.
-    The rest is ``parallelize``'s.  The module is read, never changed.
+                buffers that no ``reset_parameters`` or ``_init_weights`` writes, or to replace the
+                values of others.
+    The other arguments are those of ``parallelize``.  The module is read, never changed.
 
     A submodule's values come from the ``_init_weights(submodule)`` of the nearest module around it
-    that has one (as models of transformers do), else or where that leaves something out from its
-    own ``reset_parameters``.  What a constructor does beyond these is not repeated; values that a
-    constructor gave are kept where the module is real.
+    that has one (as models of transformers do); without one, or for tensors that it leaves out,
+    from its own ``reset_parameters``.  Other effects of a constructor are not repeated; values set
+    in a constructor are kept where the module is not on the meta device.
     Raises: UnknownParameter naming each tensor that has no value; RuleLint, UnevenSplit,
             UnknownAxis.
 
@@ -100,7 +100,7 @@ def init(
 def _kept(
     tensors: Mapping[str, ShardedTensor], real: Mapping[str, Tensor], todo: "_Unwritten", mesh: Mesh
 ) -> None:
-    """Keep, where the module's code left a tensor out, the value that its constructor gave."""
+    """Keep a constructor's value of each tensor that the module's initialisation left out."""
     for name in todo.names(tensors):
         if not real[name].is_meta:
             to = tensors[name]
@@ -118,7 +118,7 @@ def restored(
 ) -> None:
     """Write into these parameters and buffers the values that the module's own code makes.
 
-    Of the others, which have theirs, that code writes to stand-ins.
+    For all others, which have values, that code writes to temporaries.
     Raises: UnknownParameter naming each that it does not write.
     """
     if not names:
@@ -146,19 +146,19 @@ def restored(
 
 
 def _blank(b: ShardedTensor, mesh: Mesh) -> ShardedTensor:
-    """A buffer of the meta device, here and without a value."""
+    """Return a buffer without values in place of one on the meta device."""
     block = torch.zeros(tuple(b.padded_shape), dtype=b.dtype, device=mesh.device)
     return replicated(block.fill_(float("nan")) if block.is_floating_point() else block, mesh)
 
 
-# ---------------------------------------------------------------- whose code fills what
+# ---------------------------------------------------------------- initialisation code of submodules
 
 
 Code = Callable[["_Unwritten", list[str]], None]
 
 
 def _code(module: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[Code, list[str]]]:
-    """List (what fills a submodule's own tensors, their names), children before their parents."""
+    """List (function that fills a submodule's own tensors, their names), children first."""
 
     def walk(
         sub: nn.Module, path: str, owner: nn.Module | None
@@ -184,7 +184,7 @@ def _code(module: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[Code, li
 
 
 def _initialises(module: nn.Module) -> bool:
-    """Say whether a module has an ``_init_weights(submodule)``."""
+    """Check whether a module has an ``_init_weights(submodule)``."""
     found = getattr(type(module), "_init_weights", None)
     if found is None:
         return False
@@ -217,7 +217,7 @@ def _run(
 ) -> None:
     """Run one submodule's code.
 
-    Where it needs a dimension whole that is split, another is split, or none.
+    Where it needs a whole dimension that is split, retry with another one split, or none.
     """
     at, refusal = rewound(mesh), None
     most = max((len(tensors[n].shape) for n in names), default=0)
@@ -259,7 +259,7 @@ def _blocks(x: ShardedTensor, layout: Layout) -> ShardedTensor:
 
 
 def _back(x: ShardedTensor, like: ShardedTensor) -> Tensor:
-    """Move what was filled to where it belongs."""
+    """Reshard a filled tensor to the parameter's own layout."""
     if like.is_padded:
         cut = [
             d for d, (n, t) in enumerate(zip(like.padded_shape, like.shape, strict=True)) if n != t
@@ -278,7 +278,7 @@ def _back(x: ShardedTensor, like: ShardedTensor) -> Tensor:
 
 
 class _Unwritten:
-    """The tensors that nobody has written to.  Every rank comes to the same answer."""
+    """Tensors not written yet.  Every rank gets the same answer."""
 
     def __init__(self, tensors: Mapping[str, ShardedTensor], mesh: Mesh) -> None:
         self.mesh, self.written = mesh, set()
@@ -287,7 +287,7 @@ class _Unwritten:
         }
 
     def stands(self, name: str, x: ShardedTensor) -> None:
-        """``x`` is written to in the tensor's place."""
+        """Track ``x``, which is written to in the tensor's place."""
         if x.raw is not self.at[name][0]:
             self.at[name] = x.raw, writes(x.raw)
 
@@ -308,7 +308,7 @@ class _Unwritten:
             return True
         if not raw.is_floating_point():
             return False
-        blank = raw.isnan()  # ``weight.data`` counts its writes apart
+        blank = raw.isnan()  # writes through ``weight.data`` do not change this version counter
         dims = tuple(range(lead(self.mesh), raw.ndim))
         flag = (blank.any() if not dims else blank.amax(dims)).float()
         axes = tuple(a for a in self.mesh.names if self.mesh.axes[a] > 1)
@@ -318,7 +318,7 @@ class _Unwritten:
         return not bool(flag.any())
 
 
-# ---------------------------------------------------------------- beside the modules' code
+# ---------------------------------------------------------------- values from ``fill``, randomness
 
 
 def _given(tensors: Mapping[str, ShardedTensor], fill: Fill, todo: _Unwritten) -> None:
@@ -340,9 +340,9 @@ def _given(tensors: Mapping[str, ShardedTensor], fill: Fill, todo: _Unwritten) -
 
 @contextmanager
 def _alike(mesh: Mesh) -> Iterator[None]:
-    """Draw the plain tensors of the modules' code alike on every rank.
+    """Draw plain tensors in the modules' code alike on every rank.
 
-    Torch's generators are left as they were.
+    The state of torch's generators is restored afterwards.
     """
     with torch.random.fork_rng([]):  # the host's
         key = next_key(mesh)

@@ -1,8 +1,8 @@
-"""An unmodified module as a pure function over sharded parameters.
+"""Parallelize: an unmodified module as a pure function over sharded parameters.
 
 ``apply, params = parallelize(module, rules)``: ``params`` is a dict name -> ShardedTensor, and
 ``apply(params, *inputs)`` runs the module's forward with them.  ``apply`` keeps the module's tree
-without its weights (skeleton.py); the module keeps its own tensors, which go where it is dropped.
+without its weights (skeleton.py); the module keeps its own tensors, which are freed with it.
 Every parameter must match a rule and every rule must match a parameter: nothing is
 replicated, or sharded, by accident.
 """
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 Axes: TypeAlias = str | tuple[str, ...] | None
-"""What a logical dimension is split over: a mesh axis, several, or None."""
+"""Mesh axes that split a logical dimension: one, several, or None."""
 
 Rules = Sequence[
     tuple[Pattern[Tensor], LayoutLike]
@@ -70,9 +70,9 @@ Rules = Sequence[
 
 
 class Suggested(tuple[str, ...]):
-    """A rule that a recipe wrote: it may stand behind others that take all it matches.
+    """Rule written by a recipe: unlike a user's, it may be shadowed completely by earlier rules.
 
-    ``padded``  the rule where ``pad=True``: a vocabulary that does not divide is split, and padded.
+    ``padded``  the rule for ``pad=True``: a vocabulary that does not divide is split, and padded.
     """
 
     padded: tuple[str, ...]
@@ -94,7 +94,7 @@ def arguments(forward: Callable[..., Any]) -> Arguments:
 
 
 def positional(given: Arguments, count: int) -> list[str]:
-    """Name the first ``count`` arguments of a forward; those of ``*args`` share its name."""
+    """List the names of the first ``count`` arguments of a forward; ``*args`` all share a name."""
     return ([n for n, kind in given if kind in _POSITIONAL] + [_rest_name(given)] * count)[:count]
 
 
@@ -103,11 +103,11 @@ def _rest_name(given: Arguments) -> str:
 
 
 class Calls:
-    """Calls of a module from outside: where their inputs lie, and what is gathered ahead in them.
+    """Outside calls of a module: the layouts of their inputs, and the weights they gather early.
 
     ``inputs``     the name of an argument of forward -> Layout.
     ``arguments``  names and kinds of forward's arguments.
-    ``suggested``  the recipe, or other rules, that its parameters were placed by.
+    ``suggested``  the recipe, or other rules, by which its parameters were sharded.
     """
 
     def __init__(
@@ -119,17 +119,17 @@ class Calls:
     ) -> None:
         self.inputs, self.mesh, self.arguments = inputs, mesh, arguments
         self.suggested = suggested
-        # (submodule, mesh) -> the products of its last call there, and which of them read one value
+        # (submodule, mesh) -> the products of its last call there, and which of them share an X
         self.orders: dict[Any, list[Entry]] = {}
         self.reads: dict[Any, list[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave behind in a copy what is gathered ahead: it is found out in the first call."""
+        """Drop the recorded orders in a copy: its first call records them."""
         return {**self.__dict__, "orders": {}, "reads": {}}
 
     @contextmanager
     def calling(self, params: Mapping[str, Tensor], of: str = "") -> Iterator[None]:
-        """Run a call inside the ``with``, with weights gathered ahead in the last call's order.
+        """Run a call inside the ``with``, with weights gathered early in the last call's order.
 
         Plain tensors count as the same on every rank.
         ``of``  the submodule that is called, whose parameters these are.
@@ -146,10 +146,10 @@ class Calls:
             yield
 
     def named(self, count: int, named: Iterable[str] = ()) -> list[str]:
-        """Name forward's first ``count`` positional arguments, where ``named`` are given by name.
+        """List the names of forward's first ``count`` positional arguments; ``named`` are keywords.
 
-        Raises: RuleLint where one falls to ``*args`` and may be what ``inputs=`` calls by a name
-                that the signature does not say, as that of a wrapper without functools.wraps.
+        Raises: RuleLint if one is part of ``*args`` and may be meant by a name in ``inputs=`` that
+                is not in the signature, as for a wrapper without functools.wraps.
         """
         given = self.arguments
         rest, places = _rest_name(given), len([n for n, kind in given if kind in _POSITIONAL])
@@ -170,15 +170,15 @@ class Calls:
         return positional(given, count)
 
     def added(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that a recipe gives beside a call's, as positions of documents."""
+        """Return the arguments that a recipe adds to a call's, such as positions in documents."""
         give = getattr(self.suggested, "given", None)
         takes = {n for n, _ in self.arguments}
         return {} if give is None else {k: v for k, v in give(named).items() if k in takes}
 
     def place(self, name: str, value: Any) -> Any:
-        """Place an input of this name as ``inputs=`` says; without a layout, whole on each rank.
+        """Place an input of this name by its layout in ``inputs=``; without one, replicate it.
 
-        A recipe's own layout goes before, as that of positions.
+        A layout of the recipe takes precedence, as for position ids.
         """
         own = getattr(self.suggested, "inputs", {}).get(name)
 
@@ -197,20 +197,20 @@ class Calls:
 
 
 class Apply(Calls):
-    """The module as a function of its parameters: ``apply(params, *inputs, **inputs)``.
+    """Module as a function of its parameters: ``apply(params, *inputs, **inputs)``.
 
     ``module``       the module's tree as it was when ``apply`` was made, without weights: change
-                     hooks or attributes here.  While the caller keeps his module its ``train()``
+                     hooks or attributes here.  While the caller's module is alive, its ``train()``
                      and ``eval()`` count too.
     ``layouts``      parameter name -> Layout.
     ``tied``         alias -> the name that holds the value.
     ``buffers``      name -> tensor, cloned from the module.
-    ``out_layouts``  parameter name -> the layout that products with it must give, where a rule says
-                     so.
-    ``remat``        module name -> what it keeps for backward, see remat.py.
-    ``suggested``    the recipe, or other rules, that it was made of.
+    ``out_layouts``  parameter name -> the layout that products with it must give, where a rule
+                     names one.
+    ``remat``        module name -> policy of the tensors it keeps for backward, see remat.py.
+    ``suggested``    the recipe, or other rules, that it was made from.
 
-    Threads may call it at once: a call that finds the tree in use runs on a copy of it.
+    Threads may call it concurrently: a call runs on a copy of the tree if the tree is in use.
     ``copy.deepcopy`` and ``pickle`` make one with a tree and buffers of its own.
     """
 
@@ -229,7 +229,7 @@ class Apply(Calls):
         here = holds_values(mesh)
         plain = {n: b.to(mesh.device) if here and not b.is_meta else b for n, b in own.items()}
         self.module = skeleton(module, plain)
-        self.bare = skeleton(self.module)  # never run: what other copies are made of
+        self.bare = skeleton(self.module)  # never run: the template of further copies
         self.remat = remat or {}
         self.copies = [Copy(self.module, layouts, self.remat)]
         self.modes = [
@@ -242,7 +242,7 @@ class Apply(Calls):
 
     @property
     def stacks(self) -> list[nn.Module]:
-        """The modules of experts that are split, see experts.py."""
+        """Modules of experts that are split, see experts.py."""
         return self.copies[0].stacks
 
     def __copy__(self) -> "Apply":
@@ -252,7 +252,7 @@ class Apply(Calls):
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep the tree and the buffers: the caller's module is followed by no copy."""
+        """Keep the tree and the buffers; a copy does not follow the caller's module."""
         for mode in self.modes:
             mode.follow()
         return {**super().__getstate__(), "copies": [], "modes": []}
@@ -262,13 +262,13 @@ class Apply(Calls):
         self.copies = [Copy(self.module, self.layouts, {})]
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """The module's forward.
-        Inputs: plain tensors are sharded as ``inputs=`` said, else replicated.
+        """Run the module's forward.
+        Inputs: plain tensors are sharded by ``inputs=``, or replicated without a layout there.
 
         Runs on the mesh of ``params``, which may be another than the one it was made for.
         """
         opened = getattr(params, "opened", None)
-        if opened is not None:  # parts of flat buckets, which are gathered while they are read
+        if opened is not None:  # parts of flat buckets, which are gathered when they are read
             with opened() as whole:
                 return self(whole, *args, **kwargs)
         self.check(params)
@@ -334,13 +334,13 @@ class Apply(Calls):
 
     @contextmanager
     def _running(self) -> Iterator["Copy"]:
-        """Return a copy of the tree that no other thread runs on, in the modes that hold now."""
+        """Return a copy of the tree that no other thread runs on, with current training modes."""
         for mode in self.modes:
             mode.follow()
         copy = next((c for c in self.copies if c.lock.acquire(blocking=False)), None)
         if copy is None:
             copy = Copy(skeleton(self.bare), self.layouts, self.remat)
-            copy.lock.acquire(blocking=False)  # nobody else knows it yet
+            copy.lock.acquire(blocking=False)  # before it is shared, so this cannot fail
             self.copies.append(copy)
         try:
             if copy.module is not self.module:
@@ -375,7 +375,7 @@ class Apply(Calls):
         e.args = (e.text(),)
 
     def check(self, params: Mapping[str, Tensor]) -> None:
-        """Check that every parameter is given by its name, and no other."""
+        """Check that exactly the module's parameters are given, by name."""
         for name in params:
             if name not in self.layouts:
                 near = similar(name, self.layouts, 1)
@@ -399,7 +399,7 @@ class Apply(Calls):
 
 
 class Copy:
-    """A tree of modules without weights, for one thread at a time.
+    """Tree of modules without weights, for one thread at a time.
 
     ``stacks``  its modules of experts that are split.
     ``state``   the tensors of the call that runs.
@@ -416,11 +416,11 @@ class Copy:
     def swapped(
         self, state: Mapping[str, Tensor], written: Mapping[str, Tensor], run: Callable[[], Any]
     ) -> Any:
-        """Call ``run()`` once more on the tensors that the call with ``state`` saw.
+        """Call ``run()`` again on the tensors of the call with ``state``.
 
         That call may be the one that runs.
 
-        ``written``  what forward wrote to, as it was before: what is written again goes nowhere.
+        ``written``  buffers as they were before forward wrote to them; new writes are dropped.
         """
         seen = {**state, **{n: b.clone() for n, b in written.items()}}
         if self.state is state:
@@ -430,7 +430,7 @@ class Copy:
 
 
 class Mode:
-    """The mode, train() or eval(), of a module that the caller keeps, which its copy follows."""
+    """Training mode of the caller's module, which its copy follows."""
 
     def __init__(self, module: nn.Module, copy: nn.Module) -> None:
         self.module = weakref.ref(module)
@@ -438,14 +438,14 @@ class Mode:
         self.seen = module.training
 
     def follow(self) -> None:
-        """Set the copy to the mode that the caller changed to since the last call."""
+        """Set the copy to the mode if the caller changed it since the last call."""
         module = self.module()
         if module is not None and module.training is not self.seen:
             self.copy.training = self.seen = module.training
 
 
 def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Refuse a key that forward has no argument for.
+    """Refuse a key that is no argument of forward.
 
     With ``**kwargs``, refuse one that looks like a misspelt argument.
     """
@@ -480,7 +480,7 @@ def swapped(
     stacks: Sequence[nn.Module],
     run: Callable[[], Any],
 ) -> Any:
-    """Call ``run()`` once more on the tensors, ``state``, that an earlier call saw."""
+    """Call ``run()`` again on the tensors, ``state``, of an earlier call."""
     with promoting(), not_prefetching(), standing_in(stacks), exchanged(module, dict(state)):
         return run()
 
@@ -531,7 +531,7 @@ def _written(axis: Axes) -> str:
 
 
 def giving(weight: Tensor, layout: Layout) -> Tensor:
-    """Return the same weight, marked so that its products must lie as ``layout`` says."""
+    """Return the same weight with ``out_layout``, the layout required of its products."""
     if not isinstance(weight, ShardedTensor):
         return weight
     return weight.at(weight.place._replace(out_layout=layout))
@@ -546,7 +546,7 @@ def match_rules(
     """Find the layout of every parameter, and that of its products where the rule names one.
 
     First match wins; every parameter and every rule must be used.
-    ``pad``  parameters are padded: a recipe's rules are those for that.
+    ``pad``  parameters are padded: use the padded variants of a recipe's rules.
 
     Raises: RuleLint listing the parameters no rule matches and the rules that match nothing.
     """
@@ -616,7 +616,7 @@ def _read(
     found = logical(str(layout), axes or {})
     for axis in (*found.axes, *found.partial) if mesh is not None else ():
         if mesh is not None and axis not in mesh.axes:
-            raise unknown_axis(axis, mesh.axes, "parallelize", "")  # _said writes the line
+            raise unknown_axis(axis, mesh.axes, "parallelize", "")  # _said adds the fix
     return found
 
 
@@ -677,10 +677,10 @@ def parallelize(
     remat: Remat = (),
     src: int | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
-    """Turn a module into ``(apply, params)``, each parameter laid out by the first rule it matches.
+    """Turn a module into ``(apply, params)``, each parameter sharded by the first rule it matches.
 
     ``rules``   (glob, compiled regex or callable(name, tensor), layout) in order; a third entry is
-                the layout that a product with the parameter must give, where several could.
+                the layout that a product with the parameter must give, where several are valid.
     ``axes``    logical dimension names used in layouts -> mesh axis, several as a tuple, or None
                 (".") for not split.
     ``inputs``  forward's argument name -> layout, for plain tensors given to ``apply``, by position
@@ -688,18 +688,20 @@ def parallelize(
     ``pad``     parameters whose sizes do not divide are padded, as a vocabulary of 50257 is, which
                 a recipe leaves whole otherwise; the padding takes no part in the result and gets no
                 gradient.
-    ``remat``   (pattern, policy) over names of modules: what their calls keep for backward.
-                ``"full"`` keeps their inputs and makes the rest again, ``"products"`` also keeps
-                the results of products and attention, ``"host"`` moves what is kept to host memory,
-                ``"all"`` keeps it where it is.  A rule takes the outermost modules that match, a
-                module the first rule that takes it.  Gradients are the same, bit for bit.
-    ``src``     0: rank 0's values count.  Without it the ranks verify that theirs are the same.
+    ``remat``   (pattern, policy) over names of modules: the tensors that their calls keep for
+                backward.  ``"full"`` keeps their inputs and recomputes the rest, ``"products"``
+                also keeps the results of products and attention, ``"host"`` moves kept tensors to
+                host memory, ``"all"`` keeps them on the device.  A rule takes the outermost modules
+                that match, a module the first rule that takes it.  Gradients are the same, bit for
+                bit.
+    ``src``     0: rank 0's values are used.  Without it the ranks verify that theirs are the same.
 
     Tied parameters are one leaf under their first name.  The module is read, never changed:
-    ``apply`` runs on a copy of its tree that has no weights, so they are freed where the module is
-    dropped.  Hooks, configurations and tensors in plain attributes are shared; what led back to the
-    module, such as a bound method, leads to the copy.  Parameters on the meta device get blocks of
-    NaN, shard by shard, for ``sl.load`` to fill; ``sl.init`` draws them, and buffers, anew.
+    ``apply`` runs on a copy of its tree that has no weights, so they are freed with the module.
+    Hooks, configurations and tensors in plain attributes are shared; references back to the
+    module, such as bound methods, refer to the copy.  Parameters on the meta device get blocks of
+    NaN, shard by shard, for ``sl.load`` to fill; ``sl.init`` draws fresh values for them and for
+    buffers.
     Raises: RuleLint, UnevenSplit, UnknownAxis; RankFailed where copies of a parameter differ.
 
     >>> import torch, shardlib as sl; from torch import nn
@@ -734,7 +736,7 @@ def _naming(
 
 
 def _said(what: str, e: ShardError, fix: str) -> ShardError:
-    """Return the error of a layout with what the layout is of, and the line to write."""
+    """Return a layout's error with the name of its parameter or input, and the line to write."""
     return type(e)(
         f"{what}: {e.message}", op="parallelize", operands=e.operands, mesh=e.mesh, fix=fix
     )
@@ -755,7 +757,7 @@ def _misfits(
 
 
 def _rest(names: Sequence[str], rules: Rules, named: Mapping[str, Tensor]) -> str:
-    """Return the rules behind those for these parameters that then still match something."""
+    """Return the rules that still match something after rules for these parameters come first."""
     first = {n: next((p for p, *_ in rules if matches(p, n, v)), None) for n, v in named.items()}
     kept = [p for n, p in first.items() if n not in names]
     unused = [p for p, *_ in rules if p not in kept]
@@ -782,7 +784,7 @@ def placed(
     blank: bool = False,
     src: int | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
-    """Do as ``parallelize`` does; with ``blank`` no value is read, and blocks hold NaN."""
+    """Implement ``parallelize``; with ``blank`` no value is read, and blocks hold NaN."""
     named = dict(module.named_parameters())
     for n, t in [*named.items(), *module.named_buffers()]:
         if isinstance(t, UninitializedTensorMixin):
@@ -793,7 +795,7 @@ def placed(
                 mesh=mesh,
                 fix="module(*inputs)  # a call gives every Lazy module its sizes",
             )
-    with bind(mesh):  # whose axes DTensor's placements in a rule are for
+    with bind(mesh):  # DTensor placements in a rule refer to the axes of this mesh
         layouts, out_layouts = match_rules(named, rules, axes, pad)
     held = {id(p): n for n, p in named.items()}
     everything = module.named_parameters(remove_duplicate=False)
@@ -811,7 +813,7 @@ def placed(
             fix = f"sl.parallelize(module, rules, inputs={{**inputs, {n!r}: '...'}})"
             raise _said(f"the layout of input {n!r} does not fit", e, fix) from None
     if holds_values(mesh):
-        unfit = _misfits(named, layouts, mesh, pad)  # which are refused below
+        unfit = _misfits(named, layouts, mesh, pad)  # refused below
         sizes = [
             math.prod(layouts[n].local_shape(tuple(p.shape), mesh, pad=True)) * p.element_size()
             for n, p in named.items()

@@ -1,4 +1,4 @@
-"""Which submodule runs: the path of a call within its module, while somebody asks for it."""
+"""Module paths: the name of the submodule whose forward runs, tracked by global forward hooks."""
 
 import sys
 import threading
@@ -13,15 +13,15 @@ from torch.nn.modules.module import (
 __all__ = ["Paths"]
 
 _FROM = "_shardlib_module"
-"""Of an error, the submodule that it came out of."""
+"""Attribute of an error: the submodule in which it was raised."""
 
 
 class Paths:
-    """A watch over forward calls, whose ``now()`` is the name of the submodule that runs.
+    """Tracker of forward calls; ``now()`` is the name of the submodule that runs.
 
-    Names are those of ``named_modules`` of the outermost module that was called, "" where it runs
-    itself or none does; a region that is computed again in backward keeps its name.  Nothing is
-    registered before it is open or after.
+    Names are those of ``named_modules`` of the outermost module that was called, "" for that module
+    or outside of any; a region that is recomputed in backward keeps its name.  Hooks are
+    registered only while it is open.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
@@ -35,7 +35,7 @@ class Paths:
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
-        self.roots: list[nn.Module] = []  # held, so that no module takes another's place
+        self.roots: list[nn.Module] = []  # kept alive, so that their ids stay unique
         self.here = threading.local()
         self.hooks: list[Any] = []
 
@@ -57,7 +57,7 @@ class Paths:
         return stack[-1] if stack else ""
 
     def where(self, error: BaseException) -> str:
-        """Return the name of the innermost submodule that an error came out of."""
+        """Return the name of the innermost submodule in which an error was raised."""
         return error.__dict__.get(_FROM, "")
 
     def _stack(self) -> list[str]:
@@ -78,7 +78,7 @@ class Paths:
 
     def _leave(self, *_: Any) -> None:
         if stack := self._stack():
-            error = sys.exc_info()[1]  # torch calls this while it passes an error on
-            if error is not None:  # kept with it: whoever keeps an error keeps its frames' tensors
+            error = sys.exc_info()[1]  # torch runs this hook while an error propagates
+            if error is not None:  # stored on the error: a reference here would keep its frames
                 error.__dict__.setdefault(_FROM, stack[-1])
             stack.pop()

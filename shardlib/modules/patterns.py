@@ -13,7 +13,7 @@ Pattern = str | re.Pattern[str] | Callable[[str, T], bool]
 
 
 def matches(pattern: Pattern[T], name: str, value: T) -> bool:
-    """Say whether a glob, a regex or a function of name and value takes this one.
+    """Check whether a glob, a regex or a function of name and value matches.
 
     >>> [matches(p, "h.0.mlp", None) for p in ("h.*", re.compile(r"mlp$"), lambda n, v: v is None)]
     [True, True, True]

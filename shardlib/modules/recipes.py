@@ -1,15 +1,15 @@
-"""Lists of rules for modules, to use as they are or to edit.
+"""Recipes: lists of sharding rules for modules, to use as they are or to edit.
 
-A recipe runs the module once on the meta device, sees what feeds what (roles.py), and writes one
-rule per kind of parameter, with layer numbers as ``*``.  ``torch.nn.Linear`` stores its weight
-(out, in).  A parameter that does not divide, or whose split no layout says, is left whole;
-``recipe.left`` names it.  Of those a vocabulary is split where ``parallelize`` is given
-``pad=True``.
+A recipe traces the module once on the meta device, derives the role of each parameter (roles.py),
+and writes one rule per kind of parameter, with layer numbers as ``*``.  ``torch.nn.Linear`` stores
+its weight (out, in).  A parameter that does not divide, or whose split no layout can express, is
+left whole; ``recipe.left`` names it.  Of these, a vocabulary is split where ``parallelize`` is
+given ``pad=True``.
 
-Where the module cannot be run, since nobody knows its inputs (give them: ``inputs=``), names and
-shapes are all there is, and a warning says so.  Then *expanding* layers feed something wide (qkv,
-gates, the MLP's first layer, the vocabulary); *contracting* layers come back from it: their name
-says so (``c_proj``, ``o_proj``, ``down_proj``, ``output.dense``, ``fc2``, ...) or their input is
+If the module cannot be run, because its inputs are unknown (give them: ``inputs=``), roles are
+guessed from names and shapes, with a warning.  Then *expanding* layers feed something wide (qkv,
+gates, the MLP's first layer, the vocabulary); *contracting* layers come back from it: by their name
+(``c_proj``, ``o_proj``, ``down_proj``, ``output.dense``, ``fc2``, ...) or because their input is
 wider than their output; *plain* ones keep the residual stream as it is (``pooler``, a head's
 ``transform``); *scores* are a few classes; *keys* are keys and values of fewer heads than ranks.
 GPT-2's Conv1D is a Linear stored (in, out), and a convolution of patches a Linear of their pixels.
@@ -17,10 +17,10 @@ GPT-2's Conv1D is a Linear stored (in, out), and a convolution of patches a Line
 Every recipe takes batches over a ``data`` axis as well, where the mesh has one.
 
 ``experts`` names mesh axes that split a mixture's stacks of experts [E, ...], every expert whole on
-one rank (see experts.py); without it experts are cut as other weights are, E whole.  Where a recipe
-splits rows over these axes, they are gathered for the experts and the results scattered.  Give axes
-the batch is not split over and only the sum travels, as with a column and a row, or ``data``
-itself, so that no expert is copied:
+one rank (see experts.py); without it experts are split as other weights are, E whole.  Where a
+recipe splits rows over these axes, they are gathered for the experts and the results scattered.
+With axes over which the batch is not split only the sum is communicated, as with a column and a
+row; with ``data`` itself no expert is copied:
 
     sl.recipes.megatron1d(model, experts="x")       # one sum of [tokens, features] per layer, pass
     sl.recipes.ddp(model, experts="data")           # rows gathered, results scattered
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 MLP_ROLES = ("mnk", "mnn", "mmk", "mmn", "nnk", "nnn")
-"""Axes x, y, z: activations lie as ``(x y) z``, rows over x and within that y, columns over z."""
+"""Roles of axes x, y, z: activations are ``(x y) z``, rows over x, then y, columns over z."""
 
 _OUT = re.compile(
     r"(^|\.)(q|k|v|query|key|value|(q|k|v|qkv|in|gate|up|gate_up)_proj|c_attn|c_fc|qkv"
@@ -88,16 +88,16 @@ _SCORES = re.compile(r"(^|\.)(classifier|score|scores|qa_outputs|head)$")
 
 
 class Recipe(list[tuple[str, ...]]):
-    """A list of rules, and where its token ids and its labels [B, S] lie.
+    """List of rules, with the layouts of the model's token ids and labels [B, S].
 
-    ``left``  parameters that are whole where their role would split them -> why.
-    ``zero``  what trains it: ``tx = sl.optim.zero(tx, **recipe.zero)``.
-    ``inputs``     layouts of arguments that lie so whatever ``inputs=`` says: ``position_ids``
-                   along a split sequence are whole, for documents are found by their jumps.
+    ``left``  parameters left whole although their role would split them -> why.
+    ``zero``  arguments of ZeRO for training: ``tx = sl.optim.zero(tx, **recipe.zero)``.
+    ``inputs``     layouts of arguments that take precedence over ``inputs=``: ``position_ids``
+                   along a split sequence are whole, since documents are found by jumps in them.
     ``documents``  borders of the documents of each row, see ``ring``.
 
-    Rules put in front of it go first, and those of its own that are then never reached are no
-    mistake: ``[("h.*.attn.*", "..."), *recipe]``.
+    Rules put in front of it take precedence, and its own rules may then be unused without an
+    error: ``[("h.*.attn.*", "..."), *recipe]``.
 
     >>> import shardlib as sl
     >>> model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -131,9 +131,9 @@ class Recipe(list[tuple[str, ...]]):
         return [*rules, *self]
 
     def given(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments that forward gets beside a call's: the positions in each document.
+        """Return arguments that forward gets besides a call's: the positions in each document.
 
-        A decoder of transformers finds documents by them where it has no mask and no cache.
+        A decoder of transformers finds documents by them if it has no mask and no cache.
         Raises: Unsupported where a mask is given too; BadArgument for rows shorter than documents.
         """
         if self.documents is None:
@@ -157,7 +157,7 @@ class Recipe(list[tuple[str, ...]]):
                 operands={"documents": self.documents, "tokens": list(tokens.shape)},
                 fix=f"sl.recipes.ring(model, documents=(0, {tokens.shape[1]}))",
             )
-        borders = [*self.documents, tokens.shape[1]]  # what fills a row up is one more
+        borders = [*self.documents, tokens.shape[1]]  # the rest of a row is one more document
         runs = [torch.arange(b - a) for a, b in itertools.pairwise(borders)]
         return out | {"position_ids": torch.cat(runs)[None]}
 
@@ -221,7 +221,7 @@ def optimus2d(
     experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
-    """Lay every matrix in 2D blocks: activations ``(data rows) . cols``; the wide side never moves.
+    """Shard every matrix in 2D blocks: activations ``(data rows) . cols``; the wide side stays.
 
     An expanding weight is stored ``cols rows`` so that its output stays (Y-stationary), a
     contracting one ``rows cols`` so that its input stays (X-stationary).
@@ -250,11 +250,11 @@ def tesseract(
     experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
-    """Lay a plane of 2D blocks per depth: activations ``(depth rows) . cols``; weights are copied.
+    """Shard in planes of 2D blocks: activations ``(depth rows) . cols``; depth copies weights.
 
     2.5D: the copies are over depth.
 
-    The sum of each weight's gradient over depth is the product's own.
+    The sum of each weight's gradient over depth is part of the product.
 
     Source: arXiv 2105.14500, section 3.
 
@@ -281,14 +281,14 @@ def cube3d(
     experts: str = "",
     inputs: Any = None,
 ) -> Recipe:
-    """Lay activations ``(x y) . z``, weights ``(z x) y``, wide activations ``(x z) . y``: 3D.
+    """Shard in 3D: activations ``(x y) . z``, weights ``(z x) y``, wide activations ``(x z) . y``.
 
     The axes may have any sizes: with one of size 1 this is 2D, with two 1D.  Tokens are split
-    over x and y, labels over x and z, where the logits come out.
+    over x and y, labels over x and z, like the logits.
 
     ``mlp``  the roles of x, y and z in MLPs, of m (gathers weights), n (gathers activations in,
              scatters them out) and k (the other way round): mnk as everywhere else, mnn, mmk, mmn,
-             nnk or nnn.  What goes in and comes out lies the same in all of them, so nothing is
+             nnk or nnn.  Inputs and outputs have the same layout in all of them, so nothing is
              resharded.
 
     Source: arXiv 2105.14450, section 3; general grids as in arXiv 2305.13525.
@@ -360,15 +360,15 @@ def ring(
     experts: str = "",
     documents: Sequence[int] | None = None,
 ) -> Recipe:
-    """Split the sequence: activations ``data zigzag(s) .``, attention round a ring, weights whole.
+    """Split the sequence: activations ``data zigzag(s) .``, ring attention, whole weights.
 
     ``schedule``  contiguous, zigzag (balances causal attention) or striped.
     ``weights``   another recipe for the same model, whose weights and batch this one keeps: the
                   sequence is split on top of it, as ring x 2D with ``weights=optimus2d(model)``.
-    ``documents``  borders (0, 5, 9) of the documents that each row packs, for a decoder of
+    ``documents``  borders (0, 5, 9) of the documents packed in each row, for a decoder of
                    transformers: it gets their ``position_ids`` and no cache, so that each token
-                   sees its own document.  Where they change from batch to batch, give
-                   ``position_ids`` [B, S] to ``apply`` and ``use_cache=False``, laid out like the
+                   attends to its own document.  If they change from batch to batch, give
+                   ``position_ids`` [B, S] to ``apply`` and ``use_cache=False``, sharded like the
                    tokens or plain.  The mask [B, 1, S, S] is whole on each rank, one byte each.
 
     Source: arXiv 2105.13120.
@@ -417,7 +417,7 @@ def ring(
 def ddp(
     model: nn.Module, mesh: MeshLike | None = None, *, data: str = "data", experts: str = ""
 ) -> Recipe:
-    """Split batches over ``data``, where every rank has all parameters, and sum their gradients.
+    """Split batches over ``data``, replicate all parameters, and sum their gradients.
 
     ``experts``  axes that split stacks of experts along E, as ``data``.
     ``tx = sl.optim.zero(tx, **rules.zero)`` and ``sl.value_and_grad(loss, into=tx)`` sum gradients
@@ -448,8 +448,8 @@ def fsdp(
 ) -> Recipe:
     """Split batches and matrices over ``axis``; gather weights for products, scatter gradients.
 
-    That is the 3D product of ``cube3d`` with y = z = 1.  Vectors, convolutions and positions are
-    whole.  With a ``data`` axis besides, weights are copied over it and batches split over both.
+    It is the 3D product of ``cube3d`` with y = z = 1.  Vectors, convolutions and positions are
+    whole.  With a ``data`` axis as well, weights are copied over it and batches split over both.
 
     ``flat``  split all parameters instead, in flat buckets that are gathered block by block:
               ``tx = sl.optim.zero(tx, **rules.zero); params = tx.shard(params)``.
@@ -477,13 +477,13 @@ def fsdp(
 
 
 def from_colossalai_config(config: Mapping[str, Any], world: int | None = None) -> Legacy:
-    """Read Colossal-AI's legacy configuration: mesh sizes, the recipe's name, ZeRO and precision.
+    """Convert Colossal-AI's legacy configuration: mesh sizes, recipe name, ZeRO and precision.
 
     ``config``  ``dict(parallel=dict(data=, tensor=dict(size=, mode="2d", depth=)), zero=, fp16=,
-                ...)``; names in capitals are the user's own, and passed over.
-    ``world``   the number of processes, where ``data`` is not said.
+                ...)``; names in capitals are the user's own, and ignored.
+    ``world``   the number of processes, if ``data`` is not given.
     ``found.toml()`` writes it for ``shardlib train``.
-    Raises: Unsupported naming the key that has no counterpart, as ``parallel.pipeline``;
+    Raises: Unsupported naming a key that has no counterpart, as ``parallel.pipeline``;
             BadArgument.
 
     >>> found = from_colossalai_config(dict(parallel=dict(data=2, tensor=dict(size=4, mode="2d"))))
@@ -519,7 +519,7 @@ def _plane(rows: str, cols: str, mesh: Any) -> Way:
 def _recipe(
     model: nn.Module, way: Way, inputs: Any, tokens: str, labels: str, mesh: Any, experts: str
 ) -> Recipe:
-    """Write rules by what feeds what, or by names where the module cannot be run."""
+    """Write rules by traced roles, or by names where the module cannot be run."""
     split = _stacked(model, mesh, experts)
     try:
         known = isinstance(inputs, Dimensions)
@@ -591,7 +591,7 @@ def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), /, **a
 
 
 def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, str]) -> str:
-    """Write a call that this mesh has the axes for, of this recipe on other axes or of another."""
+    """Write a call that fits this mesh's axes: this recipe with other axes, or another recipe."""
     own = [n for n in names if n != data]
     left = [n for n in own if n not in axes.values()]
     lacks = [argument for argument, n in axes.items() if n not in names]
@@ -627,12 +627,12 @@ def _role(name: str, module: nn.Module, tokens: set[str], widest: bool) -> str:
 
 
 def _stores_in_out(module: nn.Module) -> bool:
-    """Say whether a module is GPT-2's Conv1D: y = x @ weight + bias."""
+    """Check whether a module is GPT-2's Conv1D: y = x @ weight + bias."""
     return type(module).__name__ == "Conv1D"
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
-    """Return (inputs, outputs) of a Linear, whichever way it is stored."""
+    """Return (inputs, outputs) of a Linear, stored in either order."""
     weight: Any = module.weight
     return tuple(weight.shape if _stores_in_out(module) else reversed(weight.shape))
 
@@ -659,10 +659,10 @@ def roles(model: nn.Module, widest: bool = False) -> dict[str, str]:
 
 
 def matrices(model: nn.Module, inputs: Any = None) -> list[str]:
-    """Name the weights that multiply activations between two other layers, those that Muon is for.
+    """List the weights that multiply activations between two other layers: the weights for Muon.
 
-    Embeddings, heads (what comes out is read by no other weight), norms and biases are not among
-    them.  ``inputs``  as a recipe's, for modules that need others than their signature tells.
+    Embeddings, heads (no other weight reads their output), norms and biases are not among them.
+    ``inputs``  as a recipe's, for modules whose inputs cannot be derived from their signature.
 
     >>> matrices(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 4)))
     ['0.weight', '2.weight']
@@ -680,9 +680,9 @@ def matrices(model: nn.Module, inputs: Any = None) -> list[str]:
 
 
 def beside(rules: Iterable[Sequence[Any]]) -> list[tuple[Any, tuple[int, int]]]:
-    """Name the weights that hold matrices side by side, with how many in rows and in columns.
+    """List the weights that hold several matrices, with their numbers in rows and in columns.
 
-    It is their layouts that say so: ``(3 y) x`` is split as three matrices one above the other are.
+    These follow from the layouts: ``(3 y) x`` is split like three matrices one above the other.
     ``muon(..., side=beside(rules))`` makes each of them orthogonal on its own, on any mesh.
 
     >>> rules = [("qkv.weight", "(3 y) x"), ("c_attn.weight", "x (3 y)"), ("*.weight", "y x")]
@@ -706,7 +706,7 @@ def beside(rules: Iterable[Sequence[Any]]) -> list[tuple[Any, tuple[int, int]]]:
 
 
 def widening(model: nn.Module) -> set[str]:
-    """Name the linear layers of MLPs: those that widen, and those that contract what was widened.
+    """List the linear layers of MLPs: those that widen, and those that contract again.
 
     >>> sorted(widening(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))))
     ['0', '2']
@@ -728,7 +728,7 @@ def widening(model: nn.Module) -> set[str]:
 def _rules(
     model: nn.Module, layouts: Mapping[str, tuple[str, ...]], widest: bool = False, heads: int = 1
 ) -> list[tuple[str, ...]]:
-    """Write one rule per kind of parameter; keys stay whole that ``heads`` ranks cannot share."""
+    """Write one rule per kind of parameter; keys that ``heads`` ranks cannot share stay whole."""
     found, by_name = roles(model, widest), dict(model.named_modules())
     for name in found:
         owner = by_name[name.rpartition(".")[0]]
@@ -749,7 +749,7 @@ def _rules(
             found[name] = "keys"
     if "up" in layouts:
         found |= {name: "up" if found[name] == "expand" else "down" for name in widening(model)}
-    owners: dict[int, str] = {}  # a tied parameter belongs to the layer that says most of it
+    owners: dict[int, str] = {}  # a tied parameter gets the role of a matrix, not of a norm
     for name, value in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
         if id(value) not in owners or found[owners[id(value)]] == "norm":

@@ -1,16 +1,17 @@
-"""What a module's regions keep for backward: ``parallelize(..., remat=[(pattern, policy)])``.
+"""Rematerialization: ``parallelize(..., remat=[(pattern, policy)])`` limits what backward keeps.
 
     "all"       keep what autograd keeps
-    "products"  keep the inputs and the results of products and attention; make the rest again
-    "full"      keep the inputs; make everything again, with its communication
+    "products"  keep the inputs and the results of products and attention; recompute the rest
+    "full"      keep the inputs; recompute everything, with its communication
     "host"      keep what autograd keeps in host memory, and fetch it in backward
 
-A rule takes the outermost modules whose names match (lists, which are never called, aside), each
-module the first rule that takes it; a rule may name modules inside those of another.  Draws are
-repeated, so that a dropout masks the same elements, and gradients are bit for bit those of "all".
+A rule takes the outermost modules whose names match (module lists, which are never called,
+excepted), each module the first rule that takes it; a rule may name modules inside those of
+another.  Random draws are repeated, so that dropout masks the same elements, and gradients are bit
+for bit those of "all".
 
-Source: Chen et al., arXiv 1604.06174 (checkpoints); Korthikanti et al., arXiv 2205.05198 (what to
-keep of a Transformer's block).
+Source: Chen et al., arXiv 1604.06174 (checkpoints); Korthikanti et al., arXiv 2205.05198 (selective
+recomputation in a Transformer's block).
 """
 
 import enum
@@ -45,7 +46,7 @@ Remat = Sequence[tuple[Pattern[nn.Module], str]]
 def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
     """Map each module that a rule takes, by its name, to its policy.
 
-    Raises: RuleLint for a policy that there is not, a pattern that matches no module, and one that
+    Raises: RuleLint for an unknown policy, a pattern that matches no module, and one that
     matches a list of modules, which is never called itself.
 
     >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.GELU()), nn.Linear(2, 2))
@@ -81,7 +82,7 @@ def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Say whether a module has no forward of its own, as ModuleList has none."""
+    """Check whether a module has no forward of its own, such as ModuleList."""
     return type(module).forward in _NEVER_CALLED
 
 
@@ -89,7 +90,7 @@ _NEVER_CALLED = {nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward
 
 
 def _read(remat: Remat) -> Iterable[tuple[Pattern[nn.Module], str]]:
-    """Return the rules, after a look at their form."""
+    """Return the rules, after checking their form."""
     given: list[Any] = [remat] if isinstance(remat, str) else list(remat)
     for rule in given:
         well = isinstance(rule, tuple | list) and len(rule) == 2
@@ -110,7 +111,7 @@ def _read(remat: Remat) -> Iterable[tuple[Pattern[nn.Module], str]]:
 
 
 def remembering(module: nn.Module, policies: Mapping[str, str]) -> None:
-    """Make the forwards of these modules of a tree keep for backward what their policies say."""
+    """Wrap the forwards of these modules to keep tensors for backward by their policies."""
     for name, policy in policies.items():
         m = module.get_submodule(name)
         if policy == "host":
@@ -122,10 +123,10 @@ def remembering(module: nn.Module, policies: Mapping[str, str]) -> None:
 def _made_again(
     module: nn.Module, forward: Callable[..., Any], keeps: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the forward as a region of torch's checkpoint; ``keeps`` the results of its products.
+    """Run forward as a region of torch's checkpoint; ``keeps`` the results of its products.
 
-    The second run sees what the first one saw: objects among the arguments as they were, such as a
-    cache of keys that the first run filled; what it writes to buffers goes nowhere.
+    The second run gets the same inputs as the first: mutable arguments as they were, such as a
+    cache of keys that the first run filled; its writes to buffers are dropped.
     """
 
     if not torch.is_grad_enabled():
@@ -161,7 +162,7 @@ def _made_again(
 def version_of(x: Tensor) -> int:
     """Count in-place writes to a tensor; 0 for tensors whose writes torch does not count.
 
-    Tensors made under ``torch.inference_mode`` count no writes, and no backward reads them.
+    Tensors made under ``torch.inference_mode`` have no counter, and no backward reads them.
     """
     raw = x.raw if isinstance(x, ShardedTensor) else x
     return 0 if raw.is_inference() else raw._version
@@ -172,14 +173,14 @@ _FIXED_TOO = (torch.dtype, torch.device, torch.Size, range, slice, type(None), t
 
 
 def _may_change(x: Any) -> bool:
-    """Say whether an argument holds something a call may change: no tensor, number or container."""
+    """Check whether an argument holds an object that a call may change (no tensor, number, ...)."""
     return not all(
         isinstance(leaf, _FIXED + _FIXED_TOO) for leaf in optree.tree_leaves(x, none_is_leaf=True)
     )
 
 
 class _Twin:
-    """An object as it is now, with the same tensors and modules in it: each call makes it anew."""
+    """Snapshot of an object that shares its tensors and modules: each call returns a new copy."""
 
     def __init__(self, x: Any) -> None:
         self.shared: list[Any] = []
@@ -188,7 +189,7 @@ class _Twin:
         writer.persistent_id = self._place  # type: ignore[method-assign]
         try:
             writer.dump(x)
-        except Exception:  # it cannot be copied: a lock, a file, a local class
+        except Exception:  # not picklable: a lock, a file, a local class
             self.text = io.BytesIO()
 
     def _place(self, x: Any) -> int | None:
@@ -205,7 +206,7 @@ class _Twin:
         return reader.load()
 
 
-_SMALL = 4096  # bytes: what is less costs more to move than to keep
+_SMALL = 4096  # bytes, below which a move costs more than the memory it saves
 
 
 def _on_host(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +218,7 @@ def _on_host(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kw
 
 
 def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    """Send what is saved under it to the host, where it is large and lies on a device."""
+    """Move tensors saved inside to the host, if they are large and on a device."""
     raws = (w.raw if isinstance(w, ShardedTensor) else w for w in weights)
     stay = {raw.untyped_storage()._cdata for raw in raws}
 
@@ -225,7 +226,7 @@ def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
         small = x.numel() * x.element_size() < _SMALL
         if x.device.type == "cpu" or small or x.untyped_storage()._cdata in stay:
             return x
-        if x.is_meta:  # a plan: nothing is left on the device
+        if x.is_meta:  # a planned call: count nothing on the device
             return x.shape, x.dtype
         there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         return there.copy_(x, non_blocking=True), x.device

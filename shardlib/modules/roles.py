@@ -1,17 +1,17 @@
-"""What each parameter is for, known from what feeds what, never from its name.
+"""Roles of parameters, derived from the traced dimensions, never from names.
 
-Every atom of a dimension (dimensions.py) is *residual* (of the stream that blocks add to:
-embeddings, norms and what comes back from something wide), *inner* (heads, the width of an MLP, a
-vocabulary: it comes from the residual and goes back to it) or *whole* (it is sorted, joined,
-contracted between activations, or does not divide over the axes).  A matrix is then named by the
-two it lies between:
+Every atom of a dimension (dimensions.py) is *residual* (of the stream to which blocks add:
+embeddings, norms and outputs of contractions), *inner* (heads, the width of an MLP, a vocabulary:
+computed from the residual and contracted back to it) or *whole* (it is sorted, joined, contracted
+between activations, or does not divide over the axes).  The role of a matrix follows from its two
+sides:
 
     expand   inner <- residual       lift   inner <- whole       plain    residual <- residual
     contract residual <- inner       drop   whole <- inner       scores   whole <- residual
     land     residual <- whole       whole  whole <- whole
 
-A split that a layout cannot say for one parameter makes its atoms whole for all of them: right, and
-priced.
+If no layout can express a split for one parameter, its atoms become whole for all of them: correct,
+at a cost that prices include.
 """
 
 import itertools
@@ -44,17 +44,16 @@ MATRIX = {
 
 @dataclass(frozen=True)
 class Way:
-    """The layouts that a recipe gives to the roles of parameters.
+    """Layouts that a recipe gives to the roles of parameters.
 
     ``layouts``   role -> (matrix stored (out, in), vector, layout of the products).
     ``sizes``     mesh axis -> size.
     ``residual``  axes that split the residual stream's features.
-    ``inner``     those of heads and widths.
-    ``wide``      those of MLPs, where they are others.
-    ``widest``    a matrix that contracts is called so only if more goes in than comes out.
-    ``apart``     rows lie differently beside inner features.
-    ``pad``       a vocabulary that does not divide is split all the same, for its rows to be
-                  padded.
+    ``inner``     axes that split heads and widths.
+    ``wide``      axes that split MLPs, if different.
+    ``widest``    a matrix counts as contracting only if it has more inputs than outputs.
+    ``apart``     rows of activations have another layout where features are inner.
+    ``pad``       split a vocabulary that does not divide, since its rows will be padded.
     """
 
     layouts: Mapping[str, tuple[str, ...]]
@@ -67,24 +66,24 @@ class Way:
     pad: bool = False
 
     def ways(self, axes: Iterable[str]) -> int:
-        """Count the blocks that splitting over these axes makes."""
+        """Count the blocks of a split over these axes."""
         return math.prod(self.sizes[a] for a in axes)
 
 
 @dataclass
 class _Found:
-    """The kinds of atoms, and where each parameter's are."""
+    """Kinds of atoms, and parameters that were left whole."""
 
     dims: Dimensions
     kind: dict[int, str] = field(default_factory=dict)
     mlp: set[int] = field(default_factory=set)
     vocabulary: set[int] = field(default_factory=set)
     pad: bool = False
-    # (parameter, dimension) whole, and why
+    # (parameter, dimension) left whole -> why
     left: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def of(self, row: Iterable[Atom]) -> str:
-        """Return the kind of a dimension: that of what could be split in it."""
+        """Return the kind of a dimension: the most splittable kind among its atoms."""
         every = {self.kind.get(id(a), "") for a in deep(row)}
         return next((k for k in ("inner", "residual", "") if k in every), "whole")
 
@@ -98,7 +97,7 @@ class _Found:
 
 
 def deep(row: Iterable[Atom]) -> list[Atom]:
-    """List every atom of a row, those of pieces in place of the atom that is cut."""
+    """List every atom of a row; an atom that was sliced is replaced by its parts."""
     out = []
     for a in leaves(row):
         out += deep(a.parts) if a.parts else [a]
@@ -106,7 +105,7 @@ def deep(row: Iterable[Atom]) -> list[Atom]:
 
 
 def kinds(dims: Dimensions) -> _Found:
-    """Tell residual from inner atoms, before anything is known of a mesh.
+    """Classify atoms as residual or inner, independently of a mesh.
 
     >>> from shardlib.modules.dimensions import trace_dimensions
     >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -159,14 +158,14 @@ def kinds(dims: Dimensions) -> _Found:
         elif any(id(a) in into for a in atoms):
             normed = any("normed" in a.seen for a in atoms)
             found.put(outs, "residual" if normed and length(outs) <= length(ins) else "inner")
-        else:  # it leaves the module: a vocabulary, or a few scores
+        else:  # an output of the module: a vocabulary, or a few scores
             vocabulary = length(outs) > length(ins) or any(id(a) in looked for a in atoms)
             found.put(outs, "inner" if vocabulary else "whole")
             if vocabulary and len(atoms) == 1:
                 found.vocabulary.add(id(atoms[0]))
     for r in products:
         ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
-        if found.of(ins) == found.of(outs) == "inner":  # the narrower one is only a step between
+        if found.of(ins) == found.of(outs) == "inner":  # the narrower side is an intermediate step
             found.put(min(ins, outs, key=length), "residual", ("inner",))
     for r in products:
         ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
@@ -187,13 +186,13 @@ def _headed(row: Row) -> bool:
 
 
 class _Unsaid(Exception):
-    """No layout says this split."""
+    """Error for a split that no layout can express."""
 
 
 def _runs(
     found: _Found, row: Iterable[Atom], kind: str
 ) -> tuple[int, list[tuple[int, int, Atom | None]], int]:
-    """(positions before, the atoms of a kind that follow each other, positions after)."""
+    """Return (positions before, adjacent atoms of a kind, positions after)."""
     atoms = leaves(row)
     has = [found.of([a]) == kind for a in atoms]
     first = has.index(True)
@@ -207,7 +206,7 @@ def _runs(
 
 
 def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tuple[int, int]]]:
-    """List per rank the ranges that it holds of a dimension split over ``p`` in atoms of a kind."""
+    """List the ranges that each rank holds of a dimension split over ``p`` in atoms of a kind."""
     row = list(row)
     if found.of(row) != kind:
         raise _Unsaid
@@ -251,7 +250,7 @@ def spell(found: _Found, row: Iterable[Atom], kind: str, axes: Sequence[str], p:
     held = _held(found, row, kind, p)
     if p > 1:
         return str(said(axes, held, length(row)))
-    # an axis of size one stands where a longer one would
+    # write an axis of size one where a longer one would be
     before, ((_, _, cut),), _ = _runs(found, row, kind)
     sizes = {root(a).size for a in cut.parts or ()} if cut is not None else set()
     groups = before * (len(cut.parts or ()) if cut is not None and len(sizes) == 1 else 1)
@@ -264,15 +263,15 @@ def _token(axes: Sequence[str]) -> str:
     return f"({' '.join(axes)})" if len(axes) > 1 else axes[0] if axes else "."
 
 
-# ---------------------------------------------------------------- a recipe's way
+# ---------------------------------------------------------------- assignment of layouts
 
 
 def assign(
     model: nn.Module, dims: Dimensions, way: Way
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Find the layout of every parameter, and say what was left whole and why.
+    """Find the layout of every parameter; return also the ones left whole, and why.
 
-    And of its products, where several could be.
+    Layouts of products are included where several are valid.
     """
     found = kinds(dims)
     found.pad = way.pad
@@ -321,7 +320,7 @@ def _bare(a: Atom) -> bool:
 
 
 def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
-    """List the tables of a vocabulary: tied to a matrix, or the first looked up by numbers."""
+    """List the vocabulary's tables: tied to a matrix, or the first looked up by integer inputs."""
     looked = list(dict.fromkeys(r.name for r in dims.reads if r.kind == "lookup"))
     given = list(dict.fromkeys(r.name for r in dims.reads if r.kind == "lookup" and r.given))
     tied = {r.name for r in dims.reads if r.kind == "product"}
@@ -329,14 +328,14 @@ def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
 
 
 def _axes(found: _Found, row: Row, way: Way) -> tuple[str, ...]:
-    """List the axes that split what is inner in a row."""
+    """List the axes that split the inner atoms of a row."""
     if way.wide is not None and any(id(a) in found.mlp for a in deep(row)):
         return way.wide
     return way.inner
 
 
 def _settle(found: _Found, uses: Mapping[str, Read], way: Way) -> None:
-    """Make whole, until nothing changes, what no layout can say."""
+    """Mark as whole what no layout can express, until nothing changes."""
     changed = True
     while changed:
         before = dict(found.kind)
@@ -357,9 +356,9 @@ def _settle_row(
     axes = _axes(found, row, way) if kind == "inner" else way.residual
     p = way.ways(axes)
     if use is not None and use.kind == "product" and d not in use.inputs + use.outputs:
-        return  # a stack of experts
+        return  # the expert dimension of a stack
     if use is not None and use.kind == "lookup" and d in use.inputs:
-        return  # a vocabulary: split or not, its table alone
+        return  # a vocabulary, whose split affects its table alone
     try:
         token = spell(found, row, kind, axes, p)
     except _Unsaid:
@@ -371,7 +370,7 @@ def _settle_row(
             and all("heads" in a.seen and not a.parts for a in atoms)
             and _shared(found, row, p)
         ):
-            return  # fewer heads of keys than ranks: they alone are whole
+            return  # fewer heads of keys than ranks: only keys and values stay whole
         why, mine = f"{_text(row)} has no even split over {p}", {id(a) for a in deep(row)}
         for other, rows in found.dims.params.items() if mine & found.vocabulary else ():
             for at, theirs in enumerate(rows):
@@ -391,7 +390,7 @@ def _settle_row(
 
 
 def _shared(found: _Found, row: Row, p: int) -> bool:
-    """Say whether other rows repeat these heads, and divide."""
+    """Check whether other rows contain these heads and can be split."""
     mine = {id(a) for a in leaves(row)}
     for rows in found.dims.params.values():
         for other in rows:
@@ -414,7 +413,7 @@ def _settle_product(found: _Found, r: Read, way: Way) -> None:
     split = {"residual": way.ways(way.residual), "inner": way.ways(way.inner), "whole": 1, "": 1}
     crossing = {k for a in r.rows if split[k := found.of([a])] > 1}
     if crossing and (split[one] > 1 or split[two] > 1):
-        # features of the rows are split over an axis that this product would use again
+        # an axis would split both the rows' features and this product's own dimensions
         why = (
             f"its rows are split too, as {_text([a for a in r.rows if found.of([a]) in crossing])}"
         )
@@ -438,7 +437,7 @@ def _settle_product(found: _Found, r: Read, way: Way) -> None:
 
 
 def _dropped(found: _Found, row: Row) -> bool:
-    """Say whether some product makes these from inner features."""
+    """Check whether all products with this output contract inner features."""
     mine = {id(a) for a in deep(row)}
     products = [r for r in found.dims.reads if r.kind == "product" and r.outputs and r.inputs]
     makers = [r for r in products if mine & {id(a) for a in deep(found.row(r.name, r.outputs))}]
@@ -446,7 +445,7 @@ def _dropped(found: _Found, row: Row) -> bool:
 
 
 def _side(found: _Found, row: Row, way: Way) -> str:
-    """Return the kind of a dimension as far as a layout says it."""
+    """Return the kind of a dimension, "whole" if no layout can express its split."""
     kind = found.of(row) or "whole"
     axes = _axes(found, row, way) if kind == "inner" else way.residual if kind == "residual" else ()
     try:
@@ -551,9 +550,9 @@ def patterns(
     ndim: Mapping[str, int],
     padded: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Suggested]:
-    """Write few rules that say the same: layer numbers become ``*`` where all are laid out alike.
+    """Write few equivalent rules: layer numbers become ``*`` where all layouts are equal.
 
-    ``padded``  what they are where ``pad=True`` is given to ``parallelize``.
+    ``padded``  the layouts for ``pad=True`` in ``parallelize``.
 
     >>> patterns({"h.0.a": ("x",), "h.1.a": ("x",), "h.0.b.0": ("x",), "h.0.b.2": (".",)}, {})
     [('h.*.a', 'x'), ('h.*.b.0', 'x'), ('h.*.b.2', '.')]

@@ -1,11 +1,11 @@
-"""The tree of a module without its weights: what calls run on, so that the weights may go.
+"""Skeleton: a copy of a module's tree without weights, on which calls run, to free the weights.
 
-``skeleton(module)`` is a shallow copy of the tree: other Module objects of the same classes, whose
-parameters lie on the meta device.  Whatever led from the module back to itself leads to the copy:
+``skeleton(module)`` is a shallow copy of the tree: new Module objects of the same classes, whose
+parameters are on the meta device.  References from the module back to itself refer to the copy:
 shared submodules and tensors, bound methods, partials and closures in attributes and hooks, lists
 and dicts of its parameters or submodules.  Everything else is shared with the module:
-configurations, locks, generators, hooks and objects of one's own, tensors that are neither
-parameters nor buffers, modules that are not registered.
+configurations, locks, generators, hooks and other objects, tensors that are neither parameters nor
+buffers, modules that are not registered.
 """
 
 import functools
@@ -26,7 +26,7 @@ __all__ = ["copied", "exchanged", "skeleton"]
 
 
 def skeleton(module: nn.Module, buffers: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """Copy the module without weights.
+    """Copy a module's tree without weights.
 
     ``buffers``  the skeleton's, by name; None: the module's own.
 
@@ -49,9 +49,9 @@ def _stand_in(p: nn.Parameter) -> nn.Parameter:
 
 
 def copied(module: nn.Module, swap: Mapping[int, Tensor]) -> dict[int, nn.Module]:
-    """Map the id of each module of the tree to its copy, with ``swap``'s tensors in place.
+    """Copy every module of a tree; return id of a module -> its copy.
 
-    They stand where tensors of these ids stood.
+    ``swap``  id of a tensor -> the tensor that replaces it in the copies.
     """
     copies = {id(m): object.__new__(type(m)) for m in module.modules()}
     exchange = _Exchange({**swap, **copies})
@@ -60,19 +60,19 @@ def copied(module: nn.Module, swap: Mapping[int, Tensor]) -> dict[int, nn.Module
         for key, value in m.__dict__.items():
             own[key] = exchange(value)
             if own[key] is value and isinstance(value, dict) and key.startswith("_"):
-                own[key] = value.copy()  # parameters, hooks: added to one, they are not the other's
-        own.pop("_compiled_call_impl", None)  # what module.compile() left calls the module itself
-        if "_orig_mod" in own.get("_modules", {}):  # what torch.compile made of it likewise
+                own[key] = value.copy()  # parameters, hooks: additions must not affect the original
+        own.pop("_compiled_call_impl", None)  # set by module.compile(); it calls the original
+        if "_orig_mod" in own.get("_modules", {}):  # a torch.compile wrapper calls the original too
             own["forward"] = own["_modules"]["_orig_mod"]
     return copies
 
 
 class _Exchange:
-    """The exchange of values for their copies, where a value leads to something copied."""
+    """Recursive replacement of values by their copies, for values that reference a copied one."""
 
     def __init__(self, instead: Mapping[int, Any]) -> None:
         self.instead = dict(instead)
-        self.apart: dict[int, Any] = {}  # what reaches nothing of the kind
+        self.apart: dict[int, Any] = {}  # values found to reference no copied object
 
     def __call__(self, value: Any) -> Any:
         if id(value) in self.instead:
@@ -93,7 +93,7 @@ class _Exchange:
         return False
 
     def _rebuilt(self, value: Any) -> Any:
-        """Make a copy that is known before its parts are looked at: they may lead to it."""
+        """Rebuild a value; it is registered before its parts, which may refer back to it."""
         kind, put = type(value), self.instead.__setitem__
         if kind is list:
             put(id(value), items := [])
@@ -125,7 +125,7 @@ class _Exchange:
         return new
 
     def _function(self, f: FunctionType) -> FunctionType:
-        """Make the function over the copies of what it closes over, as functools.wraps did."""
+        """Rebuild a function over the copies of its closure cells, with its metadata."""
         open_cells = {
             id(c): CellType()
             for c in f.__closure__ or ()
@@ -145,7 +145,7 @@ class _Exchange:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """List what a value that can be rebuilt leads to; None of any other."""
+    """List the references of a value that can be rebuilt; None for any other."""
     kind = type(value)
     if kind in (list, tuple):
         return list(value)
@@ -167,7 +167,7 @@ def _parts(value: Any) -> list[Any] | None:
     if kind is CellType:
         try:
             return [value.cell_contents]
-        except ValueError:  # nothing is there yet
+        except ValueError:  # the cell is empty
             return []
     return [value.__dict__] if kind is Around or is_wrapped_hook(value) else None
 
@@ -187,11 +187,11 @@ def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
 
 @contextmanager
 def exchanged(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
-    """Have the module hold these tensors, by their first names, inside the ``with``.
+    """Set these tensors in the module, by their first names, inside the ``with``.
 
-    Those that it writes anew come into ``state``.
+    Tensors that the module assigns meanwhile are put into ``state``.
 
-    A submodule that is registered twice is written to once, and so gets its own tensors back.
+    Places are restored in reverse: a submodule registered twice gets its own tensors back.
     """
     places = [(held, key, name) for held, key, name in slots(module) if name in state]
     own = [held[key] for held, key, _ in places]
