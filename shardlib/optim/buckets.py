@@ -1,12 +1,12 @@
-"""Flat buckets: many parameter blocks end to end in one vector, and where each one stands.
+"""Flat buckets: many parameter blocks end to end in one vector, with the offset of each.
 
 The index is a pure value made of sizes and names.  Blocks share a bucket if they have one dtype
-and are split over the same mesh axes, so that all of a bucket is replicated alike.  Slots begin at
-multiples of ``ALIGN`` elements and a bucket's length is one of ``ALIGN`` times the ranks it is cut
-for, so that no cut falls inside a vector of a kernel: torch's fused kernels round the elements
-after the last whole vector of a call otherwise than the others, and run here on whole vectors alone,
-up to the end of a slot's room.  A bucket is cut over those of the asked axes that do not split its
-leaves already.
+and are split over the same mesh axes, so that a bucket is replicated as a whole.  Slots begin at
+multiples of ``ALIGN`` elements, and a bucket's length is a multiple of ``ALIGN`` times the number
+of its parts, so that no cut falls inside a kernel's vector: torch's fused kernels round the
+elements after the last whole vector of a call differently, and here run on whole vectors alone,
+including the padding after a slot.  A bucket is cut over those of the given axes that do not
+already split its leaves.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ ALIGN = 64
 
 Hops = tuple[tuple[str, ...], ...]
 """The mesh axes of each collective that takes a bucket to its parts, in order: one, or an inner
-and an outer one; none where its leaves are split over all of them already."""
+and an outer one; none if its leaves are split over all of them already."""
 
 
 _SCALAR = Layout(())
@@ -44,13 +44,13 @@ _SCALAR = Layout(())
 
 @dataclass(frozen=True)
 class Item:
-    """A leaf to place: its block's shape, its dtype and split axes, and which value it is.
+    """A leaf to place in a bucket: its block's shape, dtype, split axes and identity.
 
-    Leaves with equal ``value`` are tied and share one slot.  ``place`` says where the leaf lies, as
-    text: a bucket's name carries a digest of its leaves' places, so what was made for others is not
-    taken for it.  ``whole`` is its global shape, ``tiled`` the one that its blocks tile, with
-    padding; leaves of two groups, each a word or a
-    tuple of groups, share no bucket.
+    Leaves with equal ``value`` are tied and share one slot.  ``place`` is the text of the leaf's
+    layout and mesh: a bucket's name has a digest of its leaves' places, so that buckets of other
+    leaves are not mistaken for it.  ``whole`` is the global shape, ``tiled`` the one that its
+    blocks tile, with padding.  Leaves of different groups, each a word or a tuple of groups, share
+    no bucket.
     """
 
     path: str
@@ -67,7 +67,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a bucket: ``bucket[offset : offset + length]`` is ``leaves``, shaped ``shape``."""
+    """A slot of a bucket: ``bucket[offset : offset + length]`` is ``leaves``, shaped ``shape``."""
 
     leaves: tuple[int, ...]
     offset: int
@@ -79,8 +79,8 @@ class Slot:
 class Bucket:
     """A vector of slots, each at a multiple of ALIGN, then padding up to ``length``.
 
-    ``axes``  split its leaves.
-    ``hops``  take it to its ``ways`` parts.
+    ``axes``  those that split its leaves.
+    ``hops``  the collectives that take it to its ``ways`` parts.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Bucket:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of what belongs to no slot."""
+        """(start, stop) of the padding between and after slots."""
         starts = [*(s.offset for s in self.slots[1:]), self.length]
         ends = [s.offset + s.length for s in self.slots]
         return tuple((a, b) for a, b in zip(ends, starts, strict=True) if a < b)
@@ -106,13 +106,13 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """A table of which leaf stands where in which bucket, and over which axes buckets are cut.
+    """The position of each leaf in its bucket, and the axes over which buckets are cut.
 
     ``items``    the leaves, in the order of their tree.
-    ``buckets``  as they fill in backward.
-    ``hops``     over which buckets are cut whose leaves these axes do not split.
+    ``buckets``  in the order in which backward fills them.
+    ``hops``     axes to cut over; for each bucket, without those that split its leaves.
     ``sizes``    the mesh's axes.
-    ``whole``    where these are some of its buckets: the index of all.
+    ``whole``    the index of all buckets, if these are some of them.
     ``keep``     whether gathered buckets stay for backward.
     """
 
@@ -148,7 +148,7 @@ class Index:
 
     @cached_property
     def tied(self) -> frozenset[int]:
-        """Numbers of the buckets with tied leaves, whose gradients may come one after the other."""
+        """Numbers of the buckets with tied leaves, which receive several gradients per slot."""
         return frozenset(
             b
             for b, bucket in enumerate(self.buckets)
@@ -164,7 +164,7 @@ class Index:
 
     @cached_property
     def room(self) -> Room:
-        """The memory that all readings of such buckets share."""
+        """The memory shared by all readings of such buckets."""
         return self.whole.room if self.whole is not None else Room()
 
     @cached_property
@@ -195,7 +195,8 @@ def index(
 ) -> Index:
     """Deal leaves to buckets of at most ``most_bytes`` (or one leaf), divisible in their parts.
 
-    ``order``  leaf numbers in the order in which they enter; their gradients should arrive so.
+    ``order``  leaf numbers in the order in which they enter, in which their gradients should
+               arrive.
 
     >>> items = (Item("w", (2, 3), torch.float32, (), 0), Item("b", (3,), torch.float32, (), 1))
     >>> found = index(items, (("x",),), (("x", 4),), 1 << 20)
@@ -244,7 +245,7 @@ def _bucket(
     ways = math.prod(n for a, n in sizes if any(a in hop for hop in hops))
     places = repr([[(items[i].path, s.shape, items[i].place) for i in s.leaves] for s in slots])
     digest = hashlib.blake2b(places.encode(), digest_size=8).hexdigest()
-    # the number comes first and alone, so that no group's words make two names alike
+    # the number comes first, so that no words of groups can make two names equal
     words = f"{k} {str(dtype).removeprefix('torch.')} {' '.join(axes) or '.'}"
     name = f"{words} {' '.join(_words(group))} {digest}".replace("  ", " ")
     used = slots[-1].offset + slots[-1].length
@@ -269,8 +270,8 @@ def overlap(where: Index, order: Sequence[int]) -> float:
     """Compute the mean share of the gradients that is still to come when a byte is posted.
 
     ``order``  the leaves' numbers in the order in which their gradients come; buckets are posted in
-               their own order, each when it is full.  A half is perfect; 0: all is posted when
-               backward is through.
+               their own order, each when it is full.  1/2 is perfect overlap; 0: everything is
+               posted at the end of backward.
 
     >>> items = tuple(Item(n, (64,), torch.float32, (), i) for i, n in enumerate("abcd"))
     >>> one, other = (index(items, (), (), 256, order) for order in ((3, 2, 1, 0), (0, 1, 2, 3)))
@@ -290,7 +291,7 @@ def overlap(where: Index, order: Sequence[int]) -> float:
 
 
 def flatten(blocks: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """Make the bucket's vector [length] from all leaves' local blocks, with those tied added up."""
+    """Concatenate the leaves' local blocks to the bucket's vector [length]; add tied blocks."""
     found: list[Tensor] = []
     at = 0
     for slot in bucket.slots:
@@ -325,7 +326,7 @@ class Part:
 
 @lru_cache(maxsize=4096)
 def parts(bucket: Bucket, rank: int) -> tuple[Part, ...]:
-    """List what rank ``rank`` holds of a bucket, by slots; empty parts are left out.
+    """List the parts of slots that rank ``rank`` holds of a bucket; empty parts are left out.
 
     >>> items = (Item("w", (9, 9), torch.float32, (), 0), Item("b", (3,), torch.float32, (), 1))
     >>> (bucket,) = index(items, (("x",),), (("x", 2),), 1 << 20).buckets
@@ -342,12 +343,11 @@ def parts(bucket: Bucket, rank: int) -> tuple[Part, ...]:
 
 
 class Pieces(list[Tensor]):
-    """Plain tensors to run a kernel on, and what is asked of all of them at every step.
+    """Plain tensors for a kernel, with properties that every step needs, computed once.
 
-    ``roots``  tensors whose versions are those of all pieces.
-    ``runs``   (first, behind the last) of pieces that follow one another in memory, each up to a
-               whole vector of any kernel: the room behind it is nobody's.  None where that is not
-               known.
+    ``roots``  tensors that share version counters with all pieces.
+    ``runs``   (first, after the last) of pieces that are adjacent in memory, each padded to a whole
+               vector of any kernel: the padding after it is unused.  None if not known.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ class Pieces(list[Tensor]):
         return all(t.is_contiguous() for t in self)
 
     def beside(self, *others: "Pieces") -> "Beside":
-        """Return what a kernel asks of these and others, mostly those of last time."""
+        """Return the joint properties of these lists and others, cached from the last step."""
         found: Beside | None = self.__dict__.get("_beside")
         known = found is not None and len(found.others) == len(others)
         if found is not None and known and all(map(operator.is_, found.others, others)):
@@ -390,7 +390,7 @@ class Pieces(list[Tensor]):
         return found
 
     def joined(self) -> list[Tensor]:
-        """Return each run as one vector, in the same memory, with the room behind its pieces."""
+        """Return each run as one vector, in the same memory, padding included."""
         out = []
         for first, end in self.runs or ():
             one, last = self[first], self[end - 1]
@@ -400,10 +400,10 @@ class Pieces(list[Tensor]):
 
 
 class Beside(NamedTuple):
-    """Lists of pieces that a kernel runs on, and what is asked of all of them at every step.
+    """The joint properties of lists of pieces for one kernel call, computed once.
 
-    ``runs``   the lists with each run as one vector; None where they are not known.
-    ``count``  for each vector a tensor of the steps taken, which is one and the same.
+    ``runs``   the lists with each run as one vector; None if not known.
+    ``count``  the step counter for each vector, the same tensor for all.
     """
 
     others: tuple[Pieces, ...]
@@ -421,7 +421,7 @@ class Beside(NamedTuple):
 
 
 class Buckets(dict[str, Any]):
-    """A mapping from bucket name to this rank's part, a vector; a node of trees with its index.
+    """A mapping from bucket name to this rank's part, a vector; a pytree node with its index.
 
     ``index``  the Index of the buckets.
     ``mesh``   the mesh over whose axes they are cut.
@@ -440,7 +440,7 @@ class Buckets(dict[str, Any]):
 
     @property
     def paths_held(self) -> list[str]:
-        """The paths of what lies in these buckets, which may be some of all."""
+        """The paths of the parameters in these buckets, which may be some of all."""
         return [self.index.items[i].path for i in sorted(self.index.where)]
 
     def subset(self, names: tuple[str, ...]) -> "Buckets":
@@ -453,27 +453,27 @@ class Buckets(dict[str, Any]):
         return out
 
     def like(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Buckets":
-        """Return other values under the same index."""
+        """Return buckets of other values with the same index."""
         return type(self)(values, self.index, self.mesh)
 
     @property
     def are_whole(self) -> bool:
-        """Whether these are whole buckets, whose sum is pending, and not each rank's part."""
-        # some of all buckets may be none, and of one part each is whole
+        """Whether these are whole buckets with a pending sum, not each rank's part."""
+        # some buckets may be None, and one with a single part is always whole
         cut = (b for b in self.index.buckets if b.ways > 1 and self[b.name] is not None)
         first = next(cut, None)
         return first is not None and self[first.name].raw.shape[-1] == first.length
 
     @property
     def gone(self) -> set[str]:
-        """The names of the buckets that are None: they take no part."""
+        """The names of the buckets that are None."""
         return {name for name, x in self.items() if x is None}
 
     @cached_property
     def held(self) -> list[tuple[Bucket, int, Part]]:
-        """(bucket, number of the rank among those played here, part) of each piece, in order.
+        """(bucket, number of the rank in this process, part) of each piece, in order.
 
-        Those that are None, as gradients of what is frozen, have no pieces.
+        Buckets that are None, such as frozen parameters' gradients, have no pieces.
         """
         if not self.are_whole:
             every = held(self.index, self.mesh)
@@ -488,7 +488,7 @@ class Buckets(dict[str, Any]):
 
     @cached_property
     def pieces(self) -> Pieces:
-        """The slots' parts as plain vectors: views, made once, so that what is written stays."""
+        """The slots' parts as plain vectors: views, made once, so writes change the buckets."""
         raws = {name: x.raw.detach() for name, x in self.items() if x is not None}
         ranks = {name: blocks(raw, self.mesh) for name, raw in raws.items()}
         views = (
@@ -501,7 +501,7 @@ class Buckets(dict[str, Any]):
 
 
 def held(index: Index, mesh: Mesh) -> list[tuple[Bucket, int, Part]]:
-    """List (bucket, number of the rank among those played here, part) of each piece, in order."""
+    """List (bucket, number of the rank in this process, part) of each piece, in order."""
     return [
         (bucket, i, part)
         for bucket in index.buckets
@@ -515,7 +515,7 @@ def _rounded(n: int) -> int:
 
 
 def _runs(held: Sequence[tuple[Bucket, int, Part]]) -> list[tuple[int, int]]:
-    """List (first, behind the last) of pieces that follow one another, each in whole vectors."""
+    """List (first, after the last) of pieces that are adjacent in memory, in whole vectors."""
     out: list[tuple[int, int]] = []
     for k, (bucket, i, part) in enumerate(held):
         before = held[k - 1] if k else None
@@ -534,7 +534,7 @@ def _flat(tree: Buckets) -> tuple[list[Any], Any, list[str]]:
 
 
 def register(kind: type[Buckets]) -> None:
-    """Make a class of buckets a node of trees."""
+    """Register a class of buckets as a pytree node."""
 
     def unflat(where: tuple[Index, Mesh], children: Iterable[Any]) -> Buckets:
         names = [b.name for b in where[0].buckets]

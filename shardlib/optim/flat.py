@@ -1,4 +1,4 @@
-"""The memory of flat buckets: parameters that are views of it, and vectors that are used again.
+"""Memory of flat buckets: parameters that are views of it, gathers and reduce-scatters on it.
 
 A storage of a bucket is ``[*lead, length]``, where lead is the dimension of simulated ranks.
 """
@@ -24,11 +24,11 @@ __all__ = [
 ]  # fmt: skip
 
 _ROOM = 2 << 20
-"""Elements in which a reduce-scatter receives that is waited for at once."""
+"""The most elements of receive buffer of a reduce-scatter that is waited for at once."""
 
 
 def stack(mesh: Mesh) -> tuple[int, ...]:
-    """Return the dimensions of a storage in front of a block's."""
+    """Return the leading dimensions of a storage, before a block's."""
     return (mesh.size,) * lead(mesh)
 
 
@@ -45,8 +45,9 @@ def shard_place(bucket: Bucket, mesh: Mesh) -> Place:
 
 
 def whole_place(bucket: Bucket, mesh: Mesh, partial: tuple[str, ...]) -> Place:
-    """Return the place of whole buckets whose sum is pending over those of ``partial`` that do
-    not split them.
+    """Return the place of whole buckets with a pending sum.
+
+    It is pending over those axes of ``partial`` that do not split them.
     """
     size = bucket.length * mesh.axis_size(bucket.axes)
     layout = Layout((Dim(bucket.axes),), tuple(sorted(set(partial) - set(bucket.axes))))
@@ -54,9 +55,9 @@ def whole_place(bucket: Bucket, mesh: Mesh, partial: tuple[str, ...]) -> Place:
 
 
 def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor]:
-    """Return the buckets' storages that these leaves are views of, each in its slot.
+    """Return the buckets' storages of which these leaves are views, each in its slot.
 
-    Leaves that lie elsewhere are moved there: their blocks become views.
+    Leaves stored elsewhere are moved: their blocks become views.
     """
     found = _lie_in(leaves, index, mesh)
     if found is not None:
@@ -77,9 +78,9 @@ def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Ten
 
 
 def unread(x: ShardedTensor) -> bool:
-    """Say whether no graph leads to these blocks and nothing hangs on them.
+    """Return whether autograd does not use this tensor, and no hook is attached.
 
-    Others may then take their place.
+    Its block may then be replaced by a view.
     """
     raw = x.raw
     if not raw.requires_grad:
@@ -110,7 +111,7 @@ def _lie_in(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[T
 
 
 def own_parts(flat: Tensor, over: tuple[str, ...], mesh: Mesh) -> list[Tensor]:
-    """List, for each rank played here, its own part of a bucket that is cut so, a view."""
+    """List, for each rank in this process, its part of a bucket cut over these axes, as views."""
     n = flat.shape[-1] // mesh.axis_size(over)
     places = [rank_along(over, c, mesh.axes) for c in played(mesh)]
     return [b[i * n : (i + 1) * n] for b, i in zip(blocks(flat, mesh), places, strict=True)]
@@ -130,7 +131,7 @@ def own(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> Buckets:
 
 
 def put_back(flats: Sequence[Tensor], mine: Buckets) -> None:
-    """Write the parts into the buckets that ``own`` took them from, where they are copies."""
+    """Copy the parts back into the buckets of ``own``, if they are copies."""
     if lead(mine.mesh):
         for flat, bucket, part in zip(flats, mine.index, mine.values(), strict=True):
             views = own_parts(flat, bucket.over, mine.mesh)
@@ -139,7 +140,7 @@ def put_back(flats: Sequence[Tensor], mine: Buckets) -> None:
 
 
 def gather(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> None:
-    """All-gather whole buckets in place, all of them posted at once."""
+    """All-gather whole buckets in place, all posted at once."""
     with bind(mesh):
         rows = zip(flats, index, strict=True)
         for finish in [gather_later(flat, mesh, b.hops, ahead=False) for flat, b in rows if b.hops]:
@@ -149,9 +150,9 @@ def gather(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> None:
 def gather_later(
     flat: Tensor, mesh: Mesh, hops: Hops, *, ahead: bool = True
 ) -> Callable[[], object]:
-    """Post the all-gather of a whole bucket in place; a second hop follows when it is finished.
+    """Post the all-gather of a whole bucket in place; a second hop follows in ``finish``.
 
-    ``ahead``  other work comes between this call and that of what it gives.
+    ``ahead``  the caller does other work before it calls the returned function.
     """
     if len(hops) == 1:
         return gather_into(flat, mesh, hops[0], ahead=ahead)
@@ -183,10 +184,10 @@ def scatter(
 ) -> Callable[[], Tensor]:
     """Post the reduce-scatter of a bucket into ``out``, which ``finish`` returns.
 
-    ``hops``   none: it is its own part, and ``out`` may be its memory.
-    ``also``   axes over which the parts are summed beside, without being cut.
-    ``ahead``  other work comes between this call and that of what it gives; else it needs ``_ROOM``
-               elements of memory at most.
+    ``hops``   none: the bucket is its own part, and ``out`` may be its memory.
+    ``also``   axes over which the parts are summed too, without being cut.
+    ``ahead``  the caller does other work before it calls the returned function; else at most
+               ``_ROOM`` elements of memory are needed.
     """
     if not hops:
         return lambda: _beside(out if out is flat else out.copy_(flat), mesh, also)
@@ -196,7 +197,7 @@ def scatter(
     if rest:
         mid = memory.take((*flat.shape[:-1], flat.shape[-1] // inner), out.dtype, out.device)
     room = flat.shape if ahead or wire is not None else (min(flat.numel(), _ROOM),)
-    pair = inner == 2 and wire is None and mid.dtype == flat.dtype  # what comes lands in ``mid``
+    pair = inner == 2 and wire is None and mid.dtype == flat.dtype  # received in ``mid``
     land = None if pair else memory.take(room, wire or flat.dtype, flat.device)
     finish_first = scatter_into(flat, mid, mesh, first, wire=wire, land=land, ahead=ahead)
 

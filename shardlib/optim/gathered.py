@@ -1,11 +1,11 @@
-"""Parameters that live as parts of flat buckets, and are gathered while they are read.
+"""Parameters stored as parts of flat buckets, and gathered when they are read (ZeRO stage 3).
 
-``apply(params, ...)`` of such ``Buckets`` hands the module parameters that have no block yet: the
-first one that is read gathers its group's buckets, while the next group is already on its way.
-Backward of a gather packs the group's gradients and reduce-scatters them.  What autograd saves of a
-gathered weight is a note of where it stood, and backward gathers it again (``keep=False``), or the
-gathered bucket stays (``keep=True``).  The module is not touched, and regions that are recomputed
-read their parameters as forward did.
+``apply(params, ...)`` with such ``Buckets`` passes parameters without blocks to the module: the
+first one that is read gathers its group's buckets, while the next group's gather is posted.
+Backward of a gather packs the group's gradients and reduce-scatters them.  For a saved weight
+autograd keeps only its bucket and offset, and backward gathers it again (``keep=False``), or the
+gathered bucket stays (``keep=True``).  The module is not changed, and recomputed regions read
+their parameters as forward did.
 
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.3 (stage 3, P_os+g+p); prefetch as Zhao et
 al., arXiv 2304.11277, section 3.3.
@@ -34,10 +34,10 @@ __all__ = ["Parts", "Reading", "place_of"]
 
 
 class Parts(Buckets):
-    """Parameters of which each rank holds its part; what ``zero(..., stage=3)`` trains."""
+    """Parameters of which each rank holds its part; the parameters of ``zero(..., stage=3)``."""
 
     def __missing__(self, name: str) -> Any:
-        """Refuse a parameter's name: these are buckets."""
+        """Refuse a parameter's name: the keys are buckets."""
         if name not in self.paths:
             raise KeyError(name)
         raise ShardError(
@@ -48,7 +48,7 @@ class Parts(Buckets):
 
     @contextmanager
     def opened(self) -> Iterator[dict[str, ShardedTensor]]:
-        """Return the parameters by name, as values that are gathered when they are read."""
+        """Yield the parameters by name, as values that are gathered when they are read."""
         reading = self._reading()
         hooks: Any = nullcontext()
         if torch.is_grad_enabled() and not self.index.keep:
@@ -60,11 +60,11 @@ class Parts(Buckets):
             reading.end_forward()
 
     def _reading(self) -> "Reading":
-        """Return what reads these parts: in one graph the same, so that they are gathered once."""
+        """Return the reading of these parts: one per graph, so that they are gathered once."""
         if not torch.is_grad_enabled():
             return Reading(self)
         known = self.__dict__.get("last")
-        reading = None if known is None else known()  # it lives as long as its graph
+        reading = None if known is None else known()  # alive as long as its graph
         if reading is None or not reading.is_of(self):
             reading = Reading(self)
             self.__dict__["last"] = weakref.ref(reading)
@@ -75,13 +75,13 @@ register(Parts)
 
 
 def place_of(item: Item, params: Buckets, deferred: frozenset[str]) -> Place:
-    """Return the place of a parameter of buckets when it is whole."""
+    """Return the place of a bucket's parameter after gathering."""
     true = None if item.whole == item.tiled else torch.Size(item.whole)
     return Place(item.layout, torch.Size(item.tiled), params.mesh, true, deferred)
 
 
 class Read:
-    """The way to a parameter's block, for values that have none until they are read."""
+    """A callback that gathers a parameter's block, for a value that has none until it is read."""
 
     __slots__ = ("leaf", "name", "reading")
 
@@ -93,7 +93,7 @@ class Read:
 
     @property
     def made(self) -> Any:
-        """What was derived from the block, which would keep it; see ``made_of``."""
+        """The cache derived from the block, which would keep it alive; see ``made_of``."""
         return self.reading.made.get(self.name, {}).get(self.leaf)
 
     @made.setter
@@ -102,14 +102,14 @@ class Read:
 
 
 class Reading:
-    """The parameters that the forwards of one graph, and its backward, have gathered.
+    """The parameters gathered by the forwards of one graph, and by its backward.
 
     ``now``      bucket name -> the parts that are read.
-    ``parts``    the same, as autograd knows them: see ``_Part``.
-    ``flat``     buckets that are gathered.
-    ``blocks``   (bucket name, whether a graph is made) -> the parameters' blocks in it.
-    ``made``     bucket name -> what was derived from its blocks.
-    ``coming``   buckets on their way.
+    ``parts``    the same as nodes of the graph: see ``_Part``.
+    ``flat``     gathered buckets.
+    ``blocks``   (bucket name, whether grad mode is on) -> the parameters' blocks in it.
+    ``made``     bucket name -> caches derived from its blocks.
+    ``coming``   buckets whose gather is posted.
     ``seen``     the buckets in the order of first reading.
     ``block_of`` bucket name -> the block of the module; None: it is its own part.
     """
@@ -140,7 +140,7 @@ class Reading:
         self.asked = -1
 
     def is_of(self, params: Parts) -> bool:
-        """Say whether these are the parts that it read, unchanged, in the same thread."""
+        """Return whether these are the parts that it read, unchanged, in the same thread."""
         return self.thread == get_ident() and all(
             x.raw is self.now[name] and x.raw._version == self.versions[name]
             for name, x in params.items()
@@ -177,7 +177,7 @@ class Reading:
         return self.blocks[key][leaf]
 
     def _part(self, name: str) -> Tensor:
-        """Return a bucket's part as all gathers of one graph read it."""
+        """Return a bucket's part as input of all gathers of one graph."""
         part = self.now[name]
         if not (part.requires_grad and torch.is_grad_enabled()):
             return part
@@ -188,7 +188,7 @@ class Reading:
         return self.parts[name]
 
     def again(self, name: str) -> Tensor:
-        """Gather a bucket once more, in backward, and start the one that was read before it."""
+        """Gather a bucket again, in backward, and post the gather of the one read before it."""
         if self.now[name]._version != self.versions[name]:
             raise ShardError(
                 "parameters were changed between forward and backward, which gathers them again",
@@ -204,7 +204,7 @@ class Reading:
         return flat
 
     def _note(self, name: str) -> None:
-        """Start, in forward, the bucket that came next the last time."""
+        """Record a read in forward, and post the gather of the bucket that came next last time."""
         if self.block_of[name] is None:
             return
         self.seen.append(name)
@@ -228,7 +228,7 @@ class Reading:
             self.coming[name] = flat, gather_later(flat, self.mesh, bucket.hops)
 
     def _whole(self, name: str) -> Tensor:
-        """Return a gathered bucket; those of its block stay, and one other, or all if they are to."""
+        """Return a gathered bucket; keep those of its block and one other, or all with ``keep``."""
         if name not in self.flat:
             self._start(name)
             flat, finish = self.coming.pop(name)
@@ -248,13 +248,13 @@ class Reading:
         self._forget(name)
 
     def _forget(self, name: str) -> None:
-        """Let go of a bucket's blocks and of what was derived from them, which would keep it."""
+        """Drop a bucket's blocks, and caches derived from them, which would keep it alive."""
         self.made.pop(name, None)
         self.blocks.pop((name, True), None)
         self.blocks.pop((name, False), None)
 
     def end_forward(self) -> None:
-        """End forward: nothing is read in it any more."""
+        """End forward: drop blocks, and without a graph the gathered buckets too."""
         if self.seen:
             self.room.order[:] = self.seen
         self._land()
@@ -265,7 +265,7 @@ class Reading:
                 self._drop(name)
 
     def _land(self) -> None:
-        """Wait for what was started and is not needed, before its memory goes."""
+        """Wait for posted gathers that are not needed, before their memory is freed."""
         for _, finish in self.coming.values():
             finish()
         self.coming.clear()
@@ -273,14 +273,14 @@ class Reading:
     # ------------------------------------------------------------ saved weights
 
     def pack(self, x: Tensor) -> Any:
-        """Return what autograd keeps of a saved tensor: of a gathered weight, where it stood."""
+        """Return the bucket and offset of a saved weight; other saved tensors unchanged."""
         if type(x) not in (Tensor, torch.nn.Parameter):  # a checkpoint saves whole values
             return x
         name = self.at.get(x.untyped_storage()._cdata)
         return x if name is None else (name, x.shape, x.stride(), x.storage_offset())
 
     def unpack(self, kept: Any) -> Tensor:
-        """Return the tensor that ``pack`` kept; a weight's bucket is gathered for it."""
+        """Return the tensor of ``pack``; a weight's bucket is gathered again."""
         if isinstance(kept, Tensor):
             return kept
         name, *where = kept
@@ -289,7 +289,7 @@ class Reading:
     # ------------------------------------------------------------ gradients
 
     def take(self, name: str, grads: tuple[Tensor | None, ...]) -> Tensor | None:
-        """Take the gradients of what one gather gave; return their sum's part if it has a graph."""
+        """Add the gradients of one gather; return the part of their sum if it needs a graph."""
         self.done.add(name)
         if name in self.flat and not self.index.keep:
             self._drop(name)
@@ -306,14 +306,14 @@ class Reading:
             after_backward(self.end_backward, self._forget_backward)
 
     def _forget_backward(self) -> None:
-        """End a backward that raised: its transfers arrive, and what they brought is dropped."""
+        """End a backward that raised: wait for its transfers, and drop their results."""
         drain()
         self.coming.clear()
         self.room.flying.clear()
         self.end_backward()
 
     def end_backward(self) -> None:
-        """End backward: nothing gathered stays."""
+        """End backward: drop all gathered buckets."""
         with torch.no_grad():
             self._land()
         while self.room.flying:
@@ -325,12 +325,12 @@ class Reading:
 
 
 def _first(group: Any) -> Any:
-    """Return the first word of a group, which names its block."""
+    """Return the first word of a group, the name of its module block."""
     return _first(group[0]) if isinstance(group, tuple) else group
 
 
 class Gradient:
-    """The gradient of a bucket's part: every gather of a graph adds to it, and it is reduced once."""
+    """The gradient of a bucket's part: all gathers of a graph add to it, and it is reduced once."""
 
     def __init__(self, index: Index, bucket: Bucket, mesh: Mesh, part: Tensor) -> None:
         self.index, self.bucket, self.mesh = index, bucket, mesh
@@ -339,16 +339,16 @@ class Gradient:
         self.task = -1
 
     def add(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Add the gradients of what one gather gave."""
+        """Add the gradients of one gather."""
         with torch.no_grad():
             if self.flat is None:
                 self.flat = self._memory(self.bucket.length)
-            # what a backward left here that did not come to its end is void
+            # discard what a backward that raised has left here
             first, self.task = self.task != backward_now(), backward_now()
             _pack(self.flat, self.bucket, grads, add=not first)
 
     def post(self) -> Callable[[], Tensor] | None:
-        """Post the sum of what this backward added, if it did; at most two are on their way."""
+        """Post the reduction if this backward added gradients; at most two are in transit."""
         flat, room = self.flat, self.index.room
         if flat is None or self.task != backward_now():
             return None
@@ -372,7 +372,7 @@ class Gradient:
         return finish
 
     def part_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
-        """Return the part of these gradients' sum as a function that is differentiated again."""
+        """Return the part of these gradients' sum, differentiable again."""
         rows, at, front = [], 0, stack(self.mesh)
         for slot, g in zip(self.bucket.slots, grads, strict=True):
             rows.append(self.like.new_zeros(*front, slot.offset - at))
@@ -404,7 +404,7 @@ def _pack(flat: Tensor, bucket: Bucket, grads: tuple[Tensor | None, ...], add: b
 
 
 class _Part(Local):
-    """Identity on a bucket's part; backward runs after all gathers have added their gradients."""
+    """Identity on a bucket's part, whose backward runs after all gathers have added gradients."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, gradient: Gradient) -> Tensor:
@@ -425,10 +425,10 @@ class _Part(Local):
 
 
 class _Gather(Local):
-    """A bucket's part to the blocks of its parameters; backward adds up their gradients.
+    """From a bucket's part to the blocks of its parameters; backward adds their gradients.
 
-    One function of many results: a slice of the gathered vector for each would make a vector of
-    zeros for each in backward.
+    It is one function with many results: with one slice per result, the backward of each would make
+    a vector of zeros.
     """
 
     @staticmethod

@@ -1,12 +1,12 @@
-"""Muon: momentum whose matrices are made orthogonal, wherever they lie.
+"""Muon: momentum with orthogonalised matrices, on any layout.
 
-What makes it hard to split is that a matrix's update hangs on all of it.  Four ways to compute it
-give the same values; which is cheapest is a matter of price:
+It is hard to split because a matrix's update depends on all of its elements.  Four algorithms give
+the same values at different costs:
 
 local     every rank has whole matrices (experts, heads, or all of them): nothing moves;
 gathered  each matrix on every rank: all compute the same;
-owners    each matrix on one rank, which sends the result back: the work is shared out;
-blocks    Newton and Schulz's products on the blocks themselves, by the matmul family: more bytes,
+owners    each matrix on one rank, which sends the result back: the work is divided;
+blocks    Newton-Schulz's products on the blocks themselves, by the matmul family: more bytes,
           but no rank ever holds the matrix.
 
 ``sl.why("muon", params)`` prints the prices, ``sl.algorithm(muon="gathered")`` pins one.
@@ -91,22 +91,22 @@ def muon(
     dtype: torch.dtype | None = None,
     most_mb: float = math.inf,
 ) -> Transform:
-    """Update matrices by their momentum made orthogonal, as torch.optim.Muon, on any layout.
+    """Update matrices by their orthogonalised momentum, as torch.optim.Muon, on any layout.
 
-    ``rest``      what updates everything that ``matrices`` does not mean.
+    ``rest``      the transform of all parameters that ``matrices`` does not select.
     ``matrices``  globs of paths, a tree of bools, or a function of the tree; see
                   ``recipes.matrices(model)``.  Leaves of three dimensions are stacks of matrices.
-    ``side``      (pattern, n): n matrices lie side by side in the rows of these (a fused qkv: 3,
-                  heads: their number), each made orthogonal on its own; (rows, columns) where they
-                  lie in columns too.
-    ``kernels``   patterns of leaves [out, in, *window], as a convolution's: each is one matrix
+    ``side``      (pattern, n): the rows of these leaves consist of n matrices (a fused qkv: 3,
+                  heads: their number), each orthogonalised on its own; (rows, columns) for a grid
+                  of matrices.
+    ``kernels``   patterns of leaves [out, in, *window], such as a convolution's: each is one matrix
                   [out, in x window].  Others of more than three dimensions are stacks too, and
                   refused without ``kernels``.
     ``adjust``    the rate per matrix, as torch's ``adjust_lr_fn``.
-    ``dtype``     in which matrices travel and are computed; torch's is bfloat16, which is fast on
+    ``dtype``     in which matrices are sent and computed; torch's is bfloat16, which is fast on
                   GPUs and rounds by 1 %.  None: fp32, or fp64 for fp64.
     ``most_mb``   the most MiB of a matrix that a rank may hold whole.
-    Raises: Unsupported for a leaf that is no matrix.
+    Raises: Unsupported for a leaf that is not a matrix.
 
     >>> import shardlib as sl
     >>> tx = muon(0.1, weight_decay=0.0, rest=sl.optim.adamw(0.1), matrices="*.weight")
@@ -165,7 +165,7 @@ def muon(
 
 
 class _How(NamedTuple):
-    """Of the iteration, and of where it may run."""
+    """Settings of Newton-Schulz: coefficients, steps, eps, dtype, size limit, matrices per leaf."""
 
     coefficients: Coefficients
     steps: int
@@ -179,7 +179,7 @@ class _How(NamedTuple):
         return orthogonal(x, self.coefficients, self.steps, self.eps)
 
     def sides(self, path: str, x: Tensor) -> tuple[int, int]:
-        """How many matrices lie side by side."""
+        """Return the numbers of matrices in a leaf's rows and columns."""
         n = next((n for p, n in self.side if matches(p, path, x)), 1)
         rows, cols = (n, 1) if isinstance(n, int) else n
         if x.shape[-2] % rows or x.shape[-1] % cols:
@@ -210,28 +210,28 @@ def _adjusted(tree: Any, adjust: Adjust, how: _How) -> list[Tensor | None]:
     return out
 
 
-# ---------------------------------------------------------------- where it is computed
+# ---------------------------------------------------------------- choice of the algorithm
 
 
 RATES = {"cpu": 8.5e10, "accelerator": 5e13}
-"""Flops per second of one rank, where none are known."""
+"""Assumed flops per second of one rank."""
 
 HOST = {"cpu": 5e-4, "accelerator": 1e-4}
-"""Seconds that a rank's host takes for an operation on a sharded value, beside its arithmetic and
-its transfers: three for a distributed product, four for a gathered matrix and one to begin, one for
-a dealt matrix and three for the exchange of all of these."""
+"""Assumed seconds of a rank's host per operation on a sharded value, added to its arithmetic and
+transfers: three operations for a distributed product, four for a gathered matrix and one to begin,
+one for a dealt matrix and three for the exchange of all of these."""
 
 TOGETHER = 1.1
-"""How much longer the same product takes where all ranks make it at once: they share memory."""
+"""Slowdown of a product that all ranks compute at once, since they share memory bandwidth."""
 
 
 @dataclass(frozen=True)
 class MuonCase:
-    """Matrices to be made orthogonal together: how they lie, and what ranks and links can do.
+    """Matrices to orthogonalise together: their layouts, and the speed of ranks and links.
 
-    ``share``  of all the work that owners have, the part of the one who has most; None: of these
+    ``share``  the busiest owner's part of the work of all owners; None: computed from these
                matrices alone.
-    ``paths``  of the parameters, where somebody asks for them.
+    ``paths``  of the parameters, for reports.
     """
 
     differentiable: ClassVar[bool] = False
@@ -262,14 +262,14 @@ class MuonCase:
         return tuple(self.mesh)
 
     def operands(self) -> dict[str, str]:
-        """Describe the matrices: those alike in one line, of at most eight."""
+        """Describe the matrices: equal ones in one line, at most eight lines."""
         alike = Counter(f"{list(s.shape)} in {s.layout}" for s in self.spreads)
         rows = [f"{n} x {row}" if n > 1 else row for row, n in alike.items()]
         more = [f"and {len(rows) - 8} kinds more"] if len(rows) > 8 else []
         return {str(i): row for i, row in enumerate(rows[:8] + more)}
 
     def notes(self) -> list[str]:
-        """Tell what a step does if matrices differ in it, and how another way is pinned."""
+        """Describe a step that uses several algorithms, and the fix that pins another one."""
         if "muon" in dict(scope().pins):
             return []
         out, ways = [], _ways(replace(self, paths=()))
@@ -286,14 +286,14 @@ class MuonCase:
         return [*out, f'another: with sl.algorithm(muon="{other}"): ...'] if other else out
 
     def fix(self) -> tuple[str, type[ShardError]]:
-        """Return the line that an error advises, and the error's class."""
+        """Return an error's fix, and its class."""
         return "sl.optim.muon(0.02, most_mb=float('inf'))", Unsupported
 
     def match(self, name: str, work: float, cost: Cost, asked: float = 0) -> Match:
-        """Price a way to make the matrices orthogonal.
+        """Price an algorithm for these matrices.
 
-        ``work``   flops of the rank that has most.
-        ``asked``  what its host does.
+        ``work``   flops of the busiest rank.
+        ``asked``  operations of its host.
         """
         work = work * self.steps / 5
         kind = "cpu" if self.device in ("cpu", "meta") else "accelerator"
@@ -304,7 +304,7 @@ class MuonCase:
         return Match(self.spreads[0].layout, name, whole, note=note)
 
     def too_large(self) -> str | None:
-        """Say why no rank should hold one of them, or None."""
+        """Return why no rank may hold one of them, or None."""
         size = max(math.prod(s.padded[-2:]) for s in self.spreads) * self.dtype.itemsize
         if size <= self.most:
             return None
@@ -350,7 +350,7 @@ def _owners(case: MuonCase) -> Match | str:
     messages = 2 * (case.ranks - 1)
     asked = 3.0
     share = max(plan.load) / max(sum(plan.load), 1)
-    if case.share is not None:  # one of many matrices: of their exchange and work, its part
+    if case.share is not None:  # one of many matrices: its part of their exchange and work
         work = sum(plan.load) * case.share
         messages = 1
         asked = 0.0
@@ -382,7 +382,7 @@ _PRICES = {"local": _local, "gathered": _gathered, "owners": _owners, "blocks": 
 
 
 def _joining(case: MuonCase) -> Cost:
-    """Price the joining of whole blocks where they are cut into runs."""
+    """Price joining blocks that are cut into runs."""
     cost = Cost()
     for cut in dict.fromkeys(s.cut for s in case.spreads):
         ways = math.prod(case.mesh[a] for a in cut)
@@ -394,7 +394,7 @@ def _joining(case: MuonCase) -> Cost:
 
 
 def _beside(s: Spread) -> Spread | str:
-    """One of the matrices side by side, where each of them is split over the same ranks."""
+    """Return one of a leaf's matrices if each is split over the same ranks; else the reason."""
     if len(s.shape) != 2:
         return "stacks of matrices have no product on blocks"
     dims = []
@@ -423,9 +423,10 @@ def _on_paper(
     links: tuple[tuple[str, Link], ...],
     steps: int,
 ) -> tuple[Cost, int] | str:
-    """Count what the products on blocks move and their flops, by running them on shapes alone.
+    """Count bytes and flops of the products on blocks, by running them on the meta device.
 
-    A product that ranks cannot share, such as one of a sum that all of them need, counts whole.
+    A product that ranks cannot divide, such as one whose summed result all of them need, counts
+    whole.
     """
     mesh = record(**dict(sizes))
     mesh.links.update(links)
@@ -444,17 +445,17 @@ def _on_paper(
 
 
 def _added(into: Sequence[int], a: Sequence[int], b: Sequence[int], **_: Any) -> int:
-    """Count the flops of a product that is added to what is there."""
+    """Count the flops of a product that is added in place."""
     return 2 * math.prod(a) * b[-1]
 
 
 _IN_PLACE = {torch.ops.aten.addmm_: _added, torch.ops.aten.baddbmm_: _added}
-"""What torch's counter leaves out."""
+"""Operators that torch's flop counter lacks."""
 
 
 @lru_cache(maxsize=1024)
 def _gathered_layout(s: Spread, sizes: tuple[tuple[str, int], ...]) -> Layout:
-    """Return the layout with as little gathered as whole matrices need."""
+    """Return the layout with whole matrices that gathers least."""
     found = list(s.layout.dims)
     for d in (-2, -1):
         if s.layout.skew or s.padded != s.shape or not _in_matrices(s, d, sizes):
@@ -473,7 +474,7 @@ def _count(s: Spread, layout: Layout, mesh: Mapping[str, int]) -> int:
 
 @lru_cache(maxsize=1024)
 def _whole_blocks(s: Spread, sizes: tuple[tuple[str, int], ...]) -> bool:
-    """Say whether every rank's block consists of whole matrices."""
+    """Return whether every rank's block consists of whole matrices."""
     if s.layout.skew:
         return False
     if s.layout.dims[-2:] == (Dim(), Dim()) and s.padded[-2:] == s.shape[-2:]:
@@ -482,7 +483,7 @@ def _whole_blocks(s: Spread, sizes: tuple[tuple[str, int], ...]) -> bool:
 
 
 def _in_matrices(s: Spread, d: int, sizes: tuple[tuple[str, int], ...]) -> bool:
-    """Say whether every rank's places in dimension ``d`` are whole matrices."""
+    """Return whether every rank's positions in dimension ``d`` are whole matrices."""
     mesh = dict(sizes)
     return all(
         _in_pieces(s.layout.indices(s.shape, mesh, coord)[d], s.one[d])
@@ -491,7 +492,7 @@ def _in_matrices(s: Spread, d: int, sizes: tuple[tuple[str, int], ...]) -> bool:
 
 
 def _in_pieces(places: Sequence[int], n: int) -> bool:
-    """Say whether places are runs of n neighbours, each from a multiple of n on."""
+    """Return whether positions are runs of n neighbours, each starting at a multiple of n."""
     firsts = places[::n] if n else ()
     return len(places) % max(n, 1) == 0 and all(
         first % n == 0 and list(places[i * n : (i + 1) * n]) == list(range(first, first + n))
@@ -500,13 +501,13 @@ def _in_pieces(places: Sequence[int], n: int) -> bool:
 
 
 def _kernel(path: str, x: Tensor) -> bool:
-    """Say what is priced as a convolution's kernel."""
+    """Return whether a leaf is priced as a convolution's kernel."""
     return x.ndim > 3
 
 
 @case_of("muon")
 def _case(*operands: Any) -> MuonCase:
-    """Make the case of parameters, of trees of them, or of state that ``zero`` has cut."""
+    """Build the case of parameters, of trees of them, or of state in ``zero``'s buckets."""
     found: list[Laid] = []
     for tree in operands:
         leaves = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Buckets))
@@ -519,7 +520,7 @@ def _case(*operands: Any) -> MuonCase:
             op="why",
             fix='with sl.simulate(x=2, y=2): print(sl.why("muon", sl.shard(w, "...")))',
         )
-    once = {x.path: x for x in reversed(found)}  # of parameters and their state, the first
+    once = {x.path: x for x in reversed(found)}  # the first of a parameter and its state
     paths = tuple(reversed(once))
     return replace(_case_of([once[p] for p in paths], None, math.inf), paths=paths)
 
@@ -541,13 +542,13 @@ def _case_of(
     )
 
 
-# ---------------------------------------------------------------- and computed
+# ---------------------------------------------------------------- the four algorithms
 
 
 def _orthogonal(tree: Any, how: _How, into: Any = None) -> Any:
-    """Make every matrix of the tree orthogonal.
+    """Orthogonalise every matrix of the tree.
 
-    ``into``  a tree of blocks that lie flat, the tree itself if it may be overwritten.
+    ``into``  a tree of contiguous blocks for the results; the tree itself if it may be overwritten.
     """
     with torch.no_grad():
         made = _like(tree) if into is None else into
@@ -571,7 +572,7 @@ def _orthogonal(tree: Any, how: _How, into: Any = None) -> Any:
 
 
 def _like(tree: Any) -> Any:
-    """Return memory for results: blocks that lie flat."""
+    """Allocate contiguous blocks for results."""
     if isinstance(tree, Buckets):
         return tree.like({k: x.becomes(torch.zeros_like(x.raw)) for k, x in tree.items()})
     flat = torch.contiguous_format
@@ -579,7 +580,7 @@ def _like(tree: Any) -> Any:
 
 
 def _placed(mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _How, dtype: torch.dtype) -> None:
-    """Make matrices of one mesh orthogonal, each where it is cheapest."""
+    """Orthogonalise matrices of one mesh, each by the algorithm that ``_ways`` chooses."""
     case = _case_of([given for given, _ in pairs], dtype, how.most, how.steps)
     ways = known(("muon", case), lambda: _ways(case), mesh.plans)
     dealt = [pair for pair, way in zip(pairs, ways, strict=True) if way == "owners"]
@@ -610,11 +611,11 @@ def _placed(mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _How, dtype: to
 
 
 def _ways(case: MuonCase) -> tuple[str, ...]:
-    """Choose where each matrix is computed: what costs least together.
+    """Choose each matrix's algorithm, for the least cost of all together.
 
-    Owners share the work of the matrices that they have, so one's price hangs on the others.
-    Compared are every matrix in the same way, each where it is cheapest if owners have all of them,
-    and the same with those that outweigh a rank's part of the work priced on their own.
+    Owners share the work of their matrices, so the price of one depends on the others.  Compared
+    are: one algorithm for all matrices; each matrix's cheapest if owners have all of them; and the
+    same with those that exceed a rank's part of the work priced alone.
     """
     ones = [replace(case, spreads=(s,), share=1.0) for s in case.spreads]
     if "muon" in dict(scope().pins) or (len(ones) == 1 and case.spreads[0].count == 1):
@@ -631,7 +632,7 @@ def _ways(case: MuonCase) -> tuple[str, ...]:
 
 
 def _together(case: MuonCase, ways: Sequence[str]) -> float:
-    """Price matrices that are computed in several ways; infinite where one does not fit."""
+    """Price matrices with their algorithms; infinite if one does not fit."""
     total, links = 0.0, dict(case.links)
     for way in dict.fromkeys(ways):
         mine = tuple(s for s, w in zip(case.spreads, ways, strict=True) if w == way)
@@ -641,14 +642,14 @@ def _together(case: MuonCase, ways: Sequence[str]) -> float:
 
 
 def _each_local(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
-    """Make blocks orthogonal that consist of whole matrices."""
+    """Orthogonalise blocks that consist of whole matrices."""
     (m, n), (rows, cols) = s.one, x.raw.shape[-2:]
     flat = x.raw.reshape(-1, rows, cols)
     return apart(how, flat, (rows // m, cols // n)).reshape(x.raw.shape)
 
 
 def _by_gathering(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
-    """Make each matrix orthogonal on every rank that holds a part of it."""
+    """Orthogonalise each matrix on every rank that holds a part of it."""
     whole = reshard(x.with_padding, _gathered_layout(s, tuple(x.mesh.axes.items())))
     (m, n), side = s.one, s.side
     if whole.sharding.dims[-2:] == (Dim(), Dim()):
@@ -663,7 +664,7 @@ def _by_gathering(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
 
 
 def _by_blocks(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
-    """Make matrices orthogonal where they lie, also side by side, of which ranks have parts."""
+    """Orthogonalise matrices by products on blocks, each matrix of a leaf in turn."""
     one = _beside(s)
     assert isinstance(one, Spread), "the price was asked"
     if s.side == (1, 1):

@@ -1,8 +1,8 @@
-"""State by name: optimizer state as global tensors that any other mesh, layout or stage can take.
+"""State by name: optimizer state as global tensors, for any other mesh, layout or stage.
 
-A bucket is cut where its mesh and its size in bytes say, so its parts mean nothing elsewhere.  Here
-each becomes what it is a part of: ``mu.h.0.attn.weight`` is the first moment of that parameter,
-shaped as the parameter.  The same names come from a state that is in no buckets at all.
+A bucket's cut depends on its mesh and its size in bytes, so a part means nothing elsewhere.  Here
+each part becomes part of its parameter's tensor: ``mu.h.0.attn.weight`` is the first moment of that
+parameter, in its shape.  A state without buckets has the same names.
 """
 
 from collections.abc import Mapping
@@ -31,11 +31,12 @@ def state_dict(state: object) -> dict[str, Tensor | int | float]:
     """Return the state as a flat mapping: name -> global tensor, or plain number.
 
     ``sl.save`` writes it, ``sl.load`` reads it onto another mesh, and ``load_state_dict`` takes it
-    at another world size, layout, stage or bucket size.  Tensors of buckets come split over the
-    buckets' axes as well, where a dimension divides: each rank holds about its part.  Moves each
-    bucket once: (N-1)/N of its bytes, one at a time.
+    at another world size, layout, stage or bucket size.  Tensors of buckets are split over the
+    buckets' axes too, if a dimension divides: each rank holds about its part.  Moves each bucket
+    once: (N-1)/N of its bytes, one at a time.
     Raises: ShardError for a cycle of ``multi_steps`` around ``zero``, or of pending gradients, that
-            has begun: its sums lie as the gradients came, and are nobody's until the cycle ends.
+            has begun: its accumulated gradients are still unreduced and cannot be saved in the
+            middle of a cycle.
 
     >>> import shardlib as sl
     >>> with sl.simulate(data=2, x=2):
@@ -60,13 +61,13 @@ State = TypeVar("State")
 
 
 def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
-    """Fill ``state`` with the values that ``state_dict`` gave, wherever they lay.
+    """Fill ``state`` with the values of ``state_dict``, from any layout.
 
-    ``state``  as ``tx.init(params)`` makes it, on the mesh and in the layouts of now.
+    ``state``  as ``tx.init(params)`` makes it, on the present mesh and layouts.
     ``kept``   global tensors, plain or of any mesh and layout, and numbers.
-    Raises: ShardError where a name is missing or too many, or a size or dtype differs: then it is
-            the state of another model, or of another transform; and for one that belongs to its
-            layout, as that of ``adam8bit``, in another.
+    Raises: ShardError if a name is missing or unknown, or a size or dtype differs: then it is the
+            state of another model, or of another transform; also for a state that is valid only in
+            its own layout, such as that of ``adam8bit``, in another.
 
     >>> import shardlib as sl
     >>> tx, params = sl.optim.sgd(0.1, 0.9), {"w": torch.ones(4)}
@@ -123,7 +124,7 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
 
 
 def _no_cycle(state: Any) -> None:
-    """Refuse gradients that are being added up as they come, which no layout of now says."""
+    """Refuse accumulated gradients that are unreduced: they depend on the layout of their step."""
     cycles: list[MultiState] = []
 
     def seen(x: Any) -> bool:
@@ -151,7 +152,7 @@ def _is_buckets(x: Any) -> bool:
 def _nodes(state: Any) -> tuple[list[tuple[dict[str, str], Any]], Any]:
     """List (path inside the leaf -> name, leaf) of a state, and its tree; buckets are leaves here.
 
-    Of a leaf that is no bucket the path is "".
+    For a leaf that is no bucket the path is "".
     """
     paths, leaves, tree = optree.tree_flatten_with_accessor(
         state, is_leaf=_is_buckets, none_is_leaf=True
@@ -188,7 +189,7 @@ def _by_parameter(x: Buckets) -> list[tuple[str, ShardedTensor]]:
 
 
 def _cut(block: Tensor, item: Item, mesh: Mesh, bucket: Bucket) -> ShardedTensor:
-    """Return a block as a value, split over its bucket's axes too where a dimension divides."""
+    """Return a block as a value, split over its bucket's axes too if a dimension divides."""
     ways, dims = bucket.ways, list(item.layout.dims)
     for d, dim in sorted(enumerate(dims), key=lambda at: len(at[1].axes)):
         plain = dim == Dim(dim.axes) and item.whole[d] == item.tiled[d]
@@ -225,7 +226,7 @@ def _filled(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buc
             flat = flatten(blocks, bucket)  # type: ignore[arg-type]
             part = unwrap(pslice(flat, bucket.over, 0)) if bucket.over else unwrap(flat)
             out[bucket.name] = old.becomes(part)
-    # between the slots stays what init left: a zero of codes is another number
+    # keep the gaps between slots from init: in adam8bit a code of 0 is not the number 0
     new = x.like({n: v.becomes(_flagged(v.raw.clone(), v)) for n, v in x.items()})
     for to, value in zip(new.pieces, x.like(out).pieces, strict=True):
         to.copy_(value)
@@ -233,7 +234,7 @@ def _filled(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buc
 
 
 def _owned(x: Owned, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Owned:
-    """Fill what owners keep with the values of these names."""
+    """Fill owners' state with the values of these names."""
     found = {path: kept[keys[path]] for path in x.paths_held}
     for path, value in found.items():
         _check(keys[path], value, x.shape(path), x.vector.dtype)
@@ -245,13 +246,13 @@ def _placed(value: Tensor, layout: Layout, mesh: Any) -> ShardedTensor:
         try:
             return reshard(value, layout)  # type: ignore[return-value]
         except ShardError:
-            pass  # it does not divide there: it is padded below
+            pass  # it does not divide there: padded below
     whole = unshard(value) if isinstance(value, ShardedTensor) else value
     return shard(whole, layout, mesh, pad=True)  # type: ignore[return-value]
 
 
 def _like(x: Any, name: str, value: Any) -> Any:
-    """Fill a leaf that is in no bucket."""
+    """Fill a leaf that is no bucket."""
     if x is None:
         return None
     if not isinstance(x, Tensor):
@@ -266,7 +267,7 @@ def _like(x: Any, name: str, value: Any) -> Any:
 
 
 def _flagged(new: Tensor, x: Tensor) -> Tensor:
-    """Have what takes a value's place require a gradient where that did; the rest stays frozen."""
+    """Copy ``requires_grad`` from the replaced value, so that frozen values stay frozen."""
     return new.detach().requires_grad_(x.requires_grad)
 
 

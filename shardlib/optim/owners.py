@@ -1,9 +1,9 @@
-"""Whole matrices dealt to ranks, in one packed exchange there and one back.
+"""Deals of whole matrices to ranks, with one packed exchange there and one back.
 
-A matrix lies in blocks, some of them copied, some (under ``zero``) cut into runs.  Each is given to
-one rank, its owner, so that all ranks have about the same work.  Its parts travel to the owner,
-which computes, and the result's parts travel back to all who hold them.  Who sends what to whom is
-a pure value that all ranks know, so no size is sent.
+A matrix is stored in blocks, some of them copied, some (under ``zero``) cut into runs.  Each is
+assigned to one rank, its owner, so that all ranks have about the same work.  Its parts are sent to
+the owner, which computes, and the result's parts are sent back to all holders.  The exchange is a
+pure value that every rank computes, so no size is sent.
 """
 
 import math
@@ -36,14 +36,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Spread:
-    """The way in which one parameter's matrices lie.
+    """The distribution of one parameter's matrices over ranks.
 
     ``layout``, ``padded``  of the whole parameter, ``shape`` its true sizes; of more dimensions
                             than two, the leading ones number matrices.
-    ``runs``   per rank, which elements (start, stop) of its block it holds; None: all.
-    ``side``   (rows, columns) of matrices that lie side by side in one, as a fused weight's.
-    ``cut``    the axes along which blocks are cut into runs, major first; none where ``runs`` is
-               None.
+    ``runs``   per rank, the elements (start, stop) of its block that it holds; None: all.
+    ``side``   (rows, columns) of matrices in one leaf, such as a fused weight's.
+    ``cut``    the axes along which blocks are cut into runs, major first; none if ``runs`` is None.
     """
 
     layout: Layout
@@ -55,25 +54,26 @@ class Spread:
 
     @property
     def count(self) -> int:
-        """The number of matrices that are dealt: those side by side stay together."""
+        """The number of matrices that are dealt; those in one leaf's grid stay together."""
         return math.prod(self.shape[:-2])
 
     @property
     def flops(self) -> int:
-        """The flops of one of the matrices."""
+        """The flops for one dealt matrix."""
         rows, cols = self.side
         return rows * cols * flops(*self.one)
 
     @property
     def one(self) -> tuple[int, int]:
-        """The shape of one of the matrices side by side."""
+        """The shape of one of the matrices in a leaf's grid."""
         rows, cols = self.side
         return self.shape[-2] // rows, self.shape[-1] // cols
 
     def folded(self) -> "Spread":
         """Return the same as one matrix: the first dimension times all others.
 
-        Raises: Unsupported where others than the first two are split, or the second is in an order.
+        Raises: Unsupported if dimensions after the second are split, or the second has a ring
+        order.
         """
         first, second, *window = self.layout.dims
         cut = any(d.axes for d in window) or second.order != "contiguous"
@@ -97,9 +97,9 @@ class Spread:
 
 
 class Laid(NamedTuple):
-    """A parameter's matrices as they lie in a tree: of each rank that is played here its run.
+    """A parameter's matrices in a tree: the run of each rank in this process.
 
-    What is written to the runs is written to the tree.
+    The runs are views: writing to them writes to the tree.
     """
 
     path: str
@@ -115,8 +115,8 @@ Side = Callable[[str, Tensor], tuple[int, int]]
 def laid(tree: Any, side: Side | None = None, kernels: Sequence[Pattern[Any]] = ()) -> list[Laid]:
     """List the leaves of two dimensions and more.
 
-    ``side``     says what lies side by side in them.
-    ``kernels``  which of them are [out, in, *window], a matrix [out, in x window].
+    ``side``     returns the grid of matrices in a leaf.
+    ``kernels``  patterns of leaves [out, in, *window] that are one matrix [out, in x window].
     """
     found = _in_buckets(tree) if isinstance(tree, Buckets) else _in_tree(tree)
     out = []
@@ -156,7 +156,7 @@ def listed(patterns: Patterns | None) -> tuple[Pattern[Any], ...]:
 
 
 def only_matrices(params: Any, op: str, kernels: Patterns | None) -> None:
-    """Refuse what is no matrix, and of more than three dimensions what nobody said how to read."""
+    """Refuse leaves that are no matrices, and more than three dimensions without ``kernels``."""
     for path, x in named(params).items():
         if isinstance(x, Tensor) and x.ndim < 2:
             raise Unsupported(
@@ -179,7 +179,7 @@ def only_matrices(params: Any, op: str, kernels: Patterns | None) -> None:
 def _in_buckets(tree: Buckets) -> list[Laid]:
     mesh, index = tree.mesh, tree.index
     mine = {
-        (p.slot.leaves[0], i): piece  # an empty slot begins where the next one does
+        (p.slot.leaves[0], i): piece  # keyed by leaf: an empty slot has the next one's offset
         for (b, i, p), piece in zip(tree.held, tree.pieces, strict=True)
     }
     out = []
@@ -204,8 +204,8 @@ def _in_buckets(tree: Buckets) -> list[Laid]:
 class Held(NamedTuple):
     """A run of elements of one matrix that a rank holds.
 
-    Elements ``lo`` to ``hi`` of its run of parameter ``param`` lie from ``at`` on in the block of
-    matrix ``unit`` at rows and columns ``box``.
+    Elements ``lo`` to ``hi`` of its run of parameter ``param`` are those from ``at`` on in the
+    block of matrix ``unit`` at rows and columns ``box``.
     """
 
     param: int
@@ -218,12 +218,12 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Deal:
-    """A deal of matrices to owners, with what each rank sends.
+    """An assignment of matrices to owners, with the runs that each rank sends.
 
     ``units``  (parameter, number of the matrix in it).
-    ``owner``  of each.
-    ``holds``  per rank what it holds, in the order of owners.
-    ``sends``  the same without what another rank sends that holds a copy.
+    ``owner``  of each unit.
+    ``holds``  per rank its runs, in the order of owners.
+    ``sends``  the same without copies that another rank sends.
     ``boxes``  (rows, columns) of the blocks, by number.
     """
 
@@ -243,17 +243,17 @@ class Deal:
 
     @cached_property
     def there(self) -> tuple[tuple[int, ...], ...]:
-        """The elements that go from each rank to each."""
+        """Elements sent from each rank to each."""
         return self._counts(self.sends)
 
     @cached_property
     def back(self) -> tuple[tuple[int, ...], ...]:
-        """The elements of results that go from each rank to each."""
+        """Elements of results sent from each rank to each."""
         return tuple(zip(*self._counts(self.holds), strict=True))
 
     @cached_property
     def moved(self) -> int:
-        """The number of elements that change their rank, of all ranks, both ways."""
+        """Elements sent between different ranks, over all ranks, both ways."""
         tables = (self.there, self.back)
         return sum(
             n for t in tables for i, row in enumerate(t) for j, n in enumerate(row) if i != j
@@ -281,8 +281,8 @@ def deal(
 ) -> Deal:
     """Deal matrices to ranks, those with most work first, each to the rank with least.
 
-    A rank that holds more of a matrix has it where that costs no rank more than 2 % of the work of
-    the busiest.
+    A rank that holds more of a matrix is preferred if no rank's work then exceeds the busiest
+    rank's by more than 2 %.
 
     ``work``  of one of a parameter's matrices, in any unit.
 
@@ -368,12 +368,12 @@ def _held(
 
 
 Compute = Callable[[int, Sequence[int], Tensor, tuple[int, int]], None]
-"""What an owner does, in place: (number of the rank among those played here, units, their matrices
-[k, m, n], what lies side by side in them)."""
+"""An owner's computation, in place: (number of the rank in this process, units, their matrices
+[k, m, n], the grid of matrices in each)."""
 
 
 def in_batches(f: Callable[[Tensor], Tensor]) -> Compute:
-    """Apply a function of a batch [k, m, n] to matrices, and to those side by side on their own."""
+    """Apply a function of a batch [k, m, n] to matrices, and to each matrix of a grid."""
 
     def run(rank: int, units: Sequence[int], batch: Tensor, side: tuple[int, int]) -> None:
         most = max(BATCH // max(math.prod(batch.shape[1:]), 1), 1)
@@ -391,11 +391,11 @@ def through_owners(
     into: Sequence[Sequence[Tensor]],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Have owners compute on whole matrices.
+    """Send matrices to their owners, compute there, and send the results back.
 
-    ``runs``  per parameter, of each rank that is played here the elements that it holds, a vector.
-    ``into``  where the results go, as the runs lie; the runs themselves, if they may change.
-    ``dtype`` in which matrices travel and are computed; None: as they are.
+    ``runs``  per parameter, a vector of the held elements for each rank in this process.
+    ``into``  vectors for the results, like ``runs``; ``runs`` itself, if it may be overwritten.
+    ``dtype`` in which matrices are sent and computed; None: their own.
     Moves: ``plan.moved / ranks`` elements per rank in two exchanges.
     """
     ranks = [0]
@@ -424,14 +424,14 @@ def join(
     mesh: Mesh,
     dtype: torch.dtype | None = None,
 ) -> list[list[Tensor]]:
-    """Join the whole blocks that are cut into runs, as vectors, each along the axes of its cut.
+    """Join whole blocks from their runs, as vectors, each along the axes of its cut.
 
     Moves: (N-1)/N of the blocks, for N ranks along those axes, in one exchange.
     """
     every = coordinates(mesh.axes)
 
     def shared(i: int, j: int) -> list[int]:
-        """List the blocks of which ranks i and j hold parts, each its own."""
+        """List the blocks of which ranks i and j hold different runs."""
         return [p for p, s in enumerate(spreads) if _differ(every[i], every[j], s.cut)]
 
     numbers = range(len(every))
@@ -464,7 +464,7 @@ def join(
 
 
 def _differ(one: dict[str, int], two: dict[str, int], cut: Sequence[str]) -> bool:
-    """Say whether two ranks differ, and along these axes alone."""
+    """Return whether two ranks differ, and only along these axes."""
     return one != two and all(one[a] == two[a] for a in one if a not in cut)
 
 
@@ -484,7 +484,7 @@ def exchange(
     mesh: Mesh | None,
     like: Tensor,
 ) -> list[Tensor]:
-    """Send between ranks; return what each rank played here receives, from rank 0 on."""
+    """Exchange vectors between ranks; return those received by each rank in this process."""
     most = max(map(sum, counts))
     rows = []
     for mine in parts:
@@ -531,7 +531,7 @@ def _owned(vector: Tensor, plan: Deal, rank: int, number: int, f: Compute) -> li
 
 
 def _assemble(vector: Tensor, plan: Deal, rank: int, whole: dict[int, Tensor]) -> None:
-    """Put what came into the matrices; a block that came in several parts is joined first."""
+    """Copy received runs into the matrices; a block that came in several runs is joined first."""
     partly: dict[tuple[int, int], Tensor] = {}
     at = 0
     for mine in plan.sends:
@@ -574,7 +574,7 @@ def _boxed(whole: Tensor, box: Box) -> Tensor:
 
 
 def apart(f: Callable[[Tensor], Tensor], x: Tensor, side: tuple[int, int]) -> Tensor:
-    """Apply ``f`` to each of the matrices that lie side by side in those of a batch [k, m, n]."""
+    """Apply ``f`` to each matrix of the grids in a batch [k, m, n]."""
     rows, cols = side
     if side == (1, 1):
         return f(x)
@@ -586,7 +586,7 @@ def apart(f: Callable[[Tensor], Tensor], x: Tensor, side: tuple[int, int]) -> Te
 
 @lru_cache(maxsize=4096)
 def _span(places: tuple[int, ...]) -> slice | tuple[int, ...]:
-    """Return neighbouring places as a slice."""
+    """Return neighbouring positions as a slice."""
     if places == tuple(range(places[0], places[0] + len(places))) if places else True:
         return slice(places[0], places[0] + len(places)) if places else slice(0, 0)
     return places

@@ -1,6 +1,6 @@
-"""What zero found out about the trees that it was given: their index, and lists of views.
+"""zero's cache: for each tree structure, its bucket index and lists of views.
 
-An index is found anew where a tree has changed; else a step pays for a comparison of its leaves.
+An index is computed again if the tree has changed; otherwise a step only compares its leaves.
 """
 
 import itertools
@@ -25,17 +25,17 @@ from shardlib.tensor import ShardedTensor, typeof
 __all__ = ["MOST", "Seen", "changed", "flat", "index_of"]
 
 MOST = 25 << 20
-"""Bytes of a bucket, where none are asked for."""
+"""Default bytes of a bucket."""
 
 _WORTH = 0.05
-"""By how much more of the gradients must still be to come, for buckets to be made anew."""
+"""The least gain in ``overlap`` for which buckets are made again."""
 
-# asked of every leaf at every step
+# called for every leaf at every step
 _RAW, _PLACE, _ASKS = map(operator.attrgetter, ("raw", "place", "requires_grad"))
 
 
 class Seen:
-    """The findings of zero about the trees that it saw: their index, and lists of views."""
+    """zero's cache: for each tree structure, its bucket index and views."""
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class Seen:
         self.names: tuple[list[str], Any, Any] = ([], None, None)
 
     def flat(self, params: Any) -> tuple[list[Any], list[bool], Any, list[Tensor] | None]:
-        """Return what the function ``flat`` does, and the leaves' blocks where they were looked at.
+        """Return the result of the function ``flat``, and the leaves' blocks if they were read.
 
-        A dict of last time's names is not looked through again.
+        A dict with the same names as last time is not flattened again.
         """
         names, chosen, tree = self.names
         if type(params) is dict and chosen is not None and list(params) == names:
             every = list(chosen(params))
             try:
                 raws = list(map(_RAW, every))
-            except AttributeError:  # it holds other trees now, or plain tensors
+            except AttributeError:  # it has nested trees now, or plain tensors
                 return *flat(params), None
             asks = list(map(_ASKS, raws))
             if all(asks) or True not in asks:
@@ -83,18 +83,19 @@ class Seen:
     def index(
         self, params: Any, leaves: list[Any], held: list[bool], tree: Any, state: Any = None
     ) -> tuple[Index, Mesh]:
-        """Return the index of these leaves; ``state``'s own, which must be one of them.
+        """Return the index of these leaves; the state's own index if it has one, after a check.
 
-        ``held``, ``tree``  as ``flat`` gives them; where ``leaves`` are all, frozen ones too, those
-                            lie in buckets of their own.
-        Gradients arrive about in the opposite order of the modules, until their order was heard.
+        ``held``, ``tree``  as ``flat`` returns them; if ``leaves`` are all, also frozen ones, the
+                            frozen ones get buckets of their own.
+        Until the first backward pass has been recorded, assume gradients arrive in reverse module
+        order.
         """
         theirs = index_of(state)
         if self.last and (theirs is None or theirs is self.last[-1]):
             before, *same, mesh, where = self.last
             try:
                 places = list(map(_PLACE, leaves))
-            except AttributeError:  # a plain one, which is refused below
+            except AttributeError:  # a plain tensor, refused below
                 places = []
             alike = len(places) == len(before) and same == [held, tree]
             if alike and all(map(operator.is_, places, before)):
@@ -113,7 +114,7 @@ class Seen:
         if items not in self.found:
             sizes, arrive = tuple(mesh.axes.items()), order[::-1]
             made = index(items, self.hops, sizes, self.most_bytes, arrive)
-            # those that are read have a room of their own
+            # gathered parameters need an index, and so memory, of their own
             self.found[items] = replace(made, keep=self.keep) if self.apart else made
         where = self.found[items] if theirs is None else theirs
         self.last = [p.place for p in leaves], held, tree, mesh, where
@@ -122,10 +123,10 @@ class Seen:
     def hears(
         self, where: Index, mesh: Mesh, at_once: bool = False
     ) -> Callable[[list[int]], object] | None:
-        """Return a listener for the order of the first backward's gradients.
+        """Return a callback for the order of the first backward's gradients, or None.
 
-        Better buckets are made of it, and used from the next step on, for gradients that are still
-        to be added up lie in the old ones; ``at_once`` where nothing else lies in them.
+        It makes better buckets, which are used from the next step on, because gradients may still
+        be accumulated in the old ones; at once with ``at_once``, if nothing is stored in them.
         """
         if id(where) in self.heard or len(where.buckets) < 2:
             return None
@@ -158,7 +159,7 @@ class Seen:
     def adopt(
         self, leaves: list[Any], where: Index, mesh: Mesh, raws: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """Return what ``adopt`` does, without asking again about the very blocks that it gave."""
+        """Return the result of ``adopt``, cached while the leaves' blocks are the same objects."""
         raws = list(map(_RAW, leaves)) if raws is None else raws
         index, before, flats = self.held
         if index is where and all(map(operator.is_, raws, before)):
@@ -168,7 +169,7 @@ class Seen:
         return flats
 
     def keep_pieces(self, parts: Buckets) -> None:
-        """Give the gradients the views that were made last time, where they lie in that memory."""
+        """Reuse the gradients' views of the last step if their memory is the same."""
         key = (parts.index, [x.raw.data_ptr() for x in parts.values()])
         at, found = self.lists.get("grads", (None, None))
         if at == key:
@@ -180,7 +181,7 @@ class Seen:
         """Return each rank's own part of the parameters."""
         key = (where, [f.data_ptr() for f in flats])
         at, found = self.lists.get("own", (None, None))
-        if at == key and not lead(mesh):  # under simulate there are copies in it
+        if at == key and not lead(mesh):  # under simulate the parts are copies
             return found
         made = own(flats, where, mesh)
         self.lists["own"] = (key, made)
@@ -188,7 +189,7 @@ class Seen:
 
 
 def flat(params: Any) -> tuple[list[Any], list[bool], Any]:
-    """Return the leaves that are trained, which of all are frozen, and the tree."""
+    """Return the trained leaves, a frozen flag per leaf, and the tree's structure."""
     every, tree = optree.tree_flatten(params)
     held = frozen(every)
     if True in held:
@@ -197,9 +198,9 @@ def flat(params: Any) -> tuple[list[Any], list[bool], Any]:
 
 
 def _named(params: Any, groups: Any) -> tuple[list[str], tuple[int, ...], list[Any]]:
-    """Return the trained leaves' paths, numbers in the order of the tree as made, and groups.
+    """Return the trained leaves' paths, their numbers in insertion order, and their groups.
 
-    optree sorts dicts by key; the order in which they were made is that of the modules.
+    optree sorts dicts by key; their insertion order is that of the modules.
     """
     paths, every, _ = optree.tree_flatten_with_path(params, none_is_leaf=True)
     leaves, tree = optree.tree_flatten(params)
@@ -214,7 +215,7 @@ def _named(params: Any, groups: Any) -> tuple[list[str], tuple[int, ...], list[A
 
 
 def _as_made(tree: Any, numbers: Any) -> list[int]:
-    """List the leaves' numbers, dicts in the order in which they were filled."""
+    """List the leaves' numbers, with dicts in insertion order."""
     if type(tree) is dict:
         return [n for key in tree for n in _as_made(tree[key], numbers[key])]
     if type(tree) in (list, tuple):
@@ -224,13 +225,13 @@ def _as_made(tree: Any, numbers: Any) -> list[int]:
 
 
 def index_of(state: Any) -> Index | None:
-    """Return the index that a state was made for."""
+    """Return the index of a state's buckets, or None."""
     found = _first(state)
     return None if found is None else found.index.whole or found.index
 
 
 def _first(state: Any) -> Buckets | None:
-    """Return the first buckets of a state."""
+    """Return the first buckets of a state, or None."""
     if isinstance(state, Buckets):
         return state
     if isinstance(state, tuple | list):
@@ -242,9 +243,9 @@ def _first(state: Any) -> Buckets | None:
 
 
 def _groups(paths: Sequence[str], order: Sequence[int]) -> list[str]:
-    """Group the parameters that are gathered together.
+    """Name the group of each parameter: groups are gathered together.
 
-    Those of one block of the module are, which its path counts; and those between blocks.
+    A group has the parameters of one numbered block of the module, or those between two blocks.
 
     ``order``  numbers of the paths in the order of the modules.
 
@@ -278,7 +279,7 @@ def _items(
             )
         for hop in hops:
             p.mesh.axis_size(hop, "zero", "tx = sl.optim.zero(tx, axis={})")
-        # an axis of one rank splits nothing, and must not make a bucket of its own
+        # an axis of one rank splits nothing, and must not make another bucket
         axes = tuple(a for a in p.mesh.names if a in p.sharding.axes and p.mesh.axes[a] > 1)
         shape = p.sharding.local_shape(tuple(p.padded_shape), p.mesh)
         place = f"{p.sharding} of {list(p.padded_shape)} on {p.mesh.axes}"
@@ -296,7 +297,7 @@ def _items(
 
 
 def changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError:
-    """Make the error for a state that was made for other parameters."""
+    """Build the error for a state that was made for other parameters."""
     before, now = {i.path: i for i in old}, {i.path: i for i in new}
     gone = [p for p in before if p not in now]
     come = [p for p in now if p not in before]

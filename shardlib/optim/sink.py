@@ -1,10 +1,10 @@
-"""Gradients on their way into buckets, while backward runs.
+"""Gradient sinks: gradients are copied into buckets, which are reduced while backward runs.
 
 A gradient is copied into its bucket as soon as autograd has made it, while it is in the cache, and
-autograd keeps one element in its place.  A bucket that is full is reduce-scattered at once.
-Buckets are posted in their fixed order, whatever order their gradients arrive in, so that every
-rank posts the same collectives in the same order; what no gradient reached is posted at the end, as
-zeros.
+autograd keeps one element in its place.  A full bucket is reduce-scattered at once.  Buckets are
+posted in their fixed order, whatever order their gradients arrive in, so that every rank posts the
+same collectives in the same order; slots without a gradient are filled with zeros and posted at
+the end.
 
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.2 (stage 2, P_os+g).
 """
@@ -30,7 +30,7 @@ _zero: Callable[[list[Tensor]], object] = foreach_ops()["zero_"]
 
 
 class Lies:
-    """The way a bucket lies in memory: its slots as blocks, what is between, views made once."""
+    """Views of a bucket's memory: its slots as blocks, and the gaps between them, made once."""
 
     def __init__(self, flat: Tensor, bucket: Bucket) -> None:
         self.flat = flat
@@ -41,7 +41,7 @@ class Lies:
         self.stand: list[Tensor | None] = [None] * len(self.slots)
 
     def stands_for(self, n: int, g: Tensor) -> Tensor:
-        """Return one element in the shape and dtype of a gradient that lies in slot ``n``."""
+        """Return one element expanded to the shape and dtype of a gradient of slot ``n``."""
         found = self.stand[n]
         if found is None or found.dtype is not g.dtype or found.shape != g.shape:
             found = self.stand[n] = g.new_empty(()).expand(g.shape)
@@ -49,16 +49,16 @@ class Lies:
 
 
 class Sink:
-    """A taker of one backward's gradients: ``take(leaf, gradient)``, then ``finish()``.
+    """A sink for one backward's gradients: ``take(leaf, gradient)``, then ``finish()``.
 
-    ``pending``   the axes over which gradients come unsummed, but for those that split their leaf:
+    ``pending``   the axes over which gradients are unsummed, without those that split their leaf:
                   those of the index, and ``also``.
-    ``to``        what becomes of a full bucket: "part", it is reduce-scattered; "sum", every rank
-                  gets its sum; "pending", it is kept whole and unsummed.
-    ``dtypes``    of each bucket's gradients, and of the parts that are kept.
-    ``most``      how many buckets may be on their way at once.
-    ``ahead``     whether gradients come from a backward that is running.
-    ``heard``     is told, at the end, in which order the leaves' gradients came.
+    ``to``        the fate of a full bucket: "part", reduce-scattered; "sum", summed on every rank;
+                  "pending", kept whole and unsummed.
+    ``dtypes``    of each bucket's gradients, and of its parts.
+    ``most``      the most buckets in transit at once.
+    ``ahead``     whether gradients come from a running backward.
+    ``heard``     called at the end with the order of the leaves' gradients.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Sink:
         self.also = also
         self.most = most
         self.heard = heard
-        self.ahead = ahead and len(index.buckets) > 1  # a bucket of all is full when all is done
+        self.ahead = ahead and len(index.buckets) > 1  # a single bucket is full only at the end
         self.pending = (*(a for hop in index.hops for a in hop), *also)
         self.number = index.number
         self.left = [set(range(len(b.slots))) for b in index.buckets]
@@ -98,13 +98,13 @@ class Sink:
         self.next = 0
 
     def begin(self, flats: Sequence[Tensor]) -> None:
-        """Start from whole buckets that are full."""
+        """Start from full buckets."""
         for b, flat in enumerate(flats):
             self.left[b].clear()
             self.begun[b] = flat
 
     def take(self, leaf: int, g: Tensor) -> Tensor:
-        """Copy a gradient's storage into its bucket; one element stands for it from here on."""
+        """Copy a gradient into its bucket; return an expanded element that replaces it."""
         b, n = self.number[leaf]
         g = g.detach() if g.requires_grad else g
         lies, left = self.lies[b] or self._lies(b), self.left[b]
@@ -120,7 +120,7 @@ class Sink:
         return lies.stands_for(n, g)
 
     def finish(self) -> Buckets:
-        """Post what is left, wait for all, and return the gradients."""
+        """Post the remaining buckets, wait for all, and return the gradients."""
         with torch.no_grad():
             while self.next < len(self.left):
                 self._post()
@@ -140,13 +140,13 @@ class Sink:
         return Buckets(values, index, mesh)
 
     def _lies(self, b: int) -> Lies:
-        """Take memory for a bucket, where nothing but its slots may hold anything."""
+        """Take memory for a bucket, and zero its gaps."""
         bucket, dtype = self.index.buckets[b], self.dtypes[b][0]
         flat = self.memory.take((*stack(self.mesh), bucket.length), dtype, self.device)
         lies = self.memory.views.get(flat.data_ptr())
         if lies is None or lies.bucket is not bucket or lies.kind != (flat.shape, dtype):
             lies = self.memory.views[flat.data_ptr()] = Lies(flat, bucket)
-        if lies.gaps:  # they count in the norm
+        if lies.gaps:  # they would count in the norm
             _zero(lies.gaps)
         self.lies[b], self.begun[b] = lies, flat
         return lies
@@ -163,7 +163,7 @@ class Sink:
             lies = self.lies[b] or self._lies(b)
             _zero([lies.slots[n] for n in self.left[b]])
             flat = lies.flat
-        assert flat is not None  # it was begun, or what is left of it was
+        assert flat is not None  # allocated when its first slot was filled or zeroed
         if self.to == "pending":
             self.out[b] = flat
             return
@@ -182,7 +182,7 @@ class Sink:
         self.flying.append((b, flat, later))
 
     def _summed(self, flat: Tensor, bucket: Bucket) -> Callable[[], Tensor]:
-        """Post the sum of a bucket over what is pending of it; half precision is summed in fp32."""
+        """Post the sum of a bucket over its pending axes; half precision is summed in fp32."""
         over = tuple(a for a in self.pending if a not in bucket.axes)
         if not over:
             return lambda: flat
@@ -195,13 +195,13 @@ class Sink:
     def _land(self) -> None:
         b, flat, finish = self.flying.pop(0)
         self.out[b] = out = finish()
-        if out is not flat and self.lies[b] is not None:  # what it began with is its caller's
+        if out is not flat and self.lies[b] is not None:  # the caller has those of ``begin``
             self.memory.give(flat)
         self.begun[b] = self.lies[b] = None
 
 
 class Summed(Sink):
-    """A sink whose gradients come back in the tree and the layouts of the parameters."""
+    """A sink that returns gradients in the tree and layouts of the parameters."""
 
     def __init__(self, *args: Any, tree: Callable[[list[Tensor]], Any], **how: Any) -> None:
         super().__init__(*args, to="sum", **how)

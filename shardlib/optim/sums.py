@@ -1,8 +1,8 @@
-"""Sums over whole tensors: each element counted once, whatever the layout.
+"""Global reductions over whole tensors: each element counts once, in any layout.
 
-A block's elements count on the first of the ranks that hold copies of it, and its padding nowhere.
-All tensors of a mesh travel in one psum of fp64 scalars.  Trees may be ``Buckets``: then a tensor
-is what its slot holds, however it is cut.
+A block counts on the first of the ranks that hold copies of it; its padding never counts.  All
+tensors of a mesh share one psum of fp64 scalars.  Trees may be ``Buckets``: then a tensor is its
+slot, for any cut.
 """
 
 import math
@@ -37,7 +37,7 @@ from shardlib.tensor import Place, ShardedTensor
 __all__ = ["norms", "scale_in_place", "scaled", "squares", "summed", "totals"]
 
 BLOCK = 1 << 16
-"""Elements that are summed in fp64 at a time, so that no whole copy is made."""
+"""Elements that are summed in fp64 at a time, so that no full fp64 copy is made."""
 
 Numbers = list[Tensor | None]
 
@@ -50,7 +50,7 @@ def squares(x: Tensor) -> Tensor:
     flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
     if (not x.is_cpu or active.cpu) and (norm := apex("l2norm", flat)) is not None:
         return norm([flat]).double().square().sum()
-    if not x.is_cpu:  # the kernel widens as it reads, and adds in a tree
+    if not x.is_cpu:  # the kernel widens while it reads, and adds in a tree
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for part in flat.split(BLOCK):
@@ -60,7 +60,7 @@ def squares(x: Tensor) -> Tensor:
 
 
 def powers(p: float) -> Callable[[Tensor], Tensor]:
-    """Return the function that sums a block's p-th powers, or finds its largest for p = inf."""
+    """Return a function that sums a block's p-th powers, or finds its largest for p = inf."""
     if p == 2:
         return squares
 
@@ -144,12 +144,12 @@ def _times(x: Tensor, by: Tensor) -> Tensor:
 
 
 def _factor(by: Tensor, x: Tensor) -> Tensor:
-    """Round a number as ``x``; one of the host goes along with the call and is not uploaded."""
+    """Convert a scalar to ``x``'s dtype; kernels take one on the CPU without an upload."""
     return by.to(x.dtype) if by.device.type == "cpu" else by.to(x.device, x.dtype)
 
 
 class _Share(NamedTuple):
-    """What the ranks played here count of one tensor: a number for each of them, or None."""
+    """Partial results for one tensor: a scalar for each rank in this process, or None."""
 
     mesh: Mesh
     device: torch.device
@@ -190,7 +190,7 @@ def _of_buckets(tree: Buckets, of: Callable[[Tensor], Tensor]) -> list[_Share | 
 
 
 def _numbered(tree: Buckets) -> list[tuple[int, str, int]]:
-    """List, per piece, its tensor's number, its bucket's name, and which rank played here."""
+    """List, per piece, its tensor's number, its bucket's name, and its rank in this process."""
     at, starts = 0, {}
     for bucket in tree.index:
         for slot in bucket.slots:
@@ -200,7 +200,7 @@ def _numbered(tree: Buckets) -> list[tuple[int, str, int]]:
 
 
 def _firsts(mesh: Mesh, axes: Sequence[str]) -> list[bool]:
-    """Say which of the ranks played here are the first of those that hold copies."""
+    """Return, per rank in this process, whether it is the first of those with the same block."""
     others = [a for a in mesh.names if a not in axes]
     return [not any(c[a] for a in others) for c in played(mesh)]
 
@@ -208,11 +208,11 @@ def _firsts(mesh: Mesh, axes: Sequence[str]) -> list[bool]:
 # ---------------------------------------------------------------- pending sums
 
 MOST_BYTES = 25 << 20
-"""Of one reduce-scatter of pending values."""
+"""The most bytes of one reduce-scatter of pending values."""
 
 
 def summed(leaves: Sequence[Any]) -> list[Any]:
-    """Sum the leaves that are pending, as vectors of which each rank holds a part.
+    """Sum the pending leaves, as vectors of which each rank holds a part.
 
     Half precision is summed in fp32.  Moves (N-1)/N of the pending bytes, one psum_scatter per
     25 MiB.

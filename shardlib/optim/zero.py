@@ -1,9 +1,9 @@
 """ZeRO: any optimizer with its state, its gradients and its parameters split over data axes.
 
-``zero(tx, axis)`` lays the parameters' local blocks, whatever their tensor-parallel layout, end
-to end in flat buckets; each rank along ``axis`` updates its own 1/N of every bucket.  A bucket's
-part is itself a ShardedTensor, a vector split over the parameters' axes and ``axis``, so the inner
-transforms (clipping too) see ordinary values.
+``zero(tx, axis)`` stores the parameters' local blocks, of any tensor-parallel layout, end to end
+in flat buckets; each rank along ``axis`` updates its own 1/N of every bucket.  A bucket's part is
+itself a ShardedTensor, a vector split over the parameters' axes and ``axis``, so the inner
+transforms (clipping too) work on ordinary values.
 
 Per step, with P bytes of parameters on a rank: gradients pending over ``axis`` are
 reduce-scattered, (N-1)/N P, and parameters gathered, (N-1)/N P.
@@ -52,37 +52,38 @@ def zero(
 ) -> Transform:
     """Split ``tx``'s state over mesh axes; parameters and gradients keep their layouts.
 
-    ``tx``            any transform but those of the tree's structure, and those that declare no
-                      trait.
-    ``axis``          one mesh axis or several, the first of them major.  What is of a parameter
-                      is split over those that its layout leaves whole.
+    ``tx``            any transform except those that need the tree's structure, or have no trait.
+    ``axis``          one mesh axis or several, the first of them major.  A parameter's state is
+                      split over those axes that do not split the parameter already.
     ``stage``         0: nothing is split: ``value_and_grad(loss, into=tx)`` sums gradients over
-                      ``axis`` in buckets while backward runs, and gives them in the parameters'
+                      ``axis`` in buckets while backward runs, and returns them in the parameters'
                       layouts.
                       1: the state is split.
                       2: gradients too: ``value_and_grad(loss, into=tx)`` reduce-scatters each
-                      bucket while backward still runs, and keeps parts alone.
-                      3: parameters too: ``params = tx.shard(params)`` keeps parts alone, and
-                      ``apply`` and ``value_and_grad`` gather them group by group while they are
+                      bucket while backward still runs, and keeps only parts.
+                      3: parameters too: ``params = tx.shard(params)`` keeps only parts, and
+                      ``apply`` and ``value_and_grad`` gather them group by group when they are
                       read.
     ``bucket_mb``     the most MiB in one bucket, unless one parameter has more; None: 25.  At stage
-                      2 several of a small model are on their way during backward: where links are
-                      slow that hides them, where ranks share cores it costs CPU time.
-    ``master``        "fp32": parts of the parameters are kept in fp32 beside them; "bf16+rem": only
-                      the 16 bits that a bfloat16 parameter lacks of fp32.
-    ``reduce_dtype``  in which gradients travel, else as they come; half precision is summed in
+                      2 a small model then has several buckets in transit during backward: on slow
+                      links this hides them, on ranks that share cores it costs CPU time.
+    ``master``        "fp32": also keep the parameters' parts in fp32; "bf16+rem": only the 16 bits
+                      that a bfloat16 parameter lacks of fp32.
+    ``reduce_dtype``  in which gradients are sent; None: their own; half precision is summed in
                       fp32.
-    ``gather_dtype``  in which parameters travel, else their own; a narrower one needs a master.
-    ``inner``         a second axis, of faster links: parts lie over both, gradients are first
-                      reduced over ``inner``, so that over ``axis`` only 1/inner of them travels.
-    ``keep``          of stage 3: gathered parameters stay for backward, instead of being gathered
+    ``gather_dtype``  in which parameters are sent; None: their own; a narrower one needs a master.
+    ``inner``         a second axis, with faster links: parts are cut over both, and gradients are
+                      reduced over ``inner`` first, so that only 1/inner of them is sent over
+                      ``axis``.
+    ``keep``          at stage 3: keep gathered parameters for backward instead of gathering them
                       again.
 
-    Gradients come ``+ sum(axis)`` (``value_and_grad(..., pending=axis)``: reduce-scattered here),
+    Gradients may be ``+ sum(axis)`` (``value_and_grad(..., pending=axis)``: reduce-scattered here),
     in buckets (``value_and_grad(..., into=tx)``), or already summed (sliced, nothing moves).
     Frozen parameters are in no bucket.  Updates equal ``tx``'s own, bit for bit, given the same
     reduced gradient.
-    Raises: Unsupported for transforms of the tree's structure, and of no trait.
+    Raises: Unsupported for transforms that need the tree's structure, and for those without a
+    trait.
 
     >>> import shardlib as sl
     >>> with sl.simulate(data=2, x=2):
@@ -117,7 +118,7 @@ def zero(
     def sink_for(
         where: Index, mesh: Mesh, like: Sequence[Tensor], room: Memory, **how: Any
     ) -> Sink:
-        """Buckets of gradients as ``like``, one of each bucket's leaves."""
+        """Make a sink for gradients with the dtypes of ``like``, one leaf of each bucket."""
         exact = reduce_dtype is None or reduce_dtype == torch.float32
         dtypes = [(t.dtype, _wide(t.dtype) if exact else t.dtype) for t in like]
         wires = {t.dtype for t in like} - {reduce_dtype}
@@ -152,8 +153,9 @@ def zero(
             return begun(_own(_parted(params)))
         leaves, held, tree = flat(params)
         where, mesh = seen.index(params, leaves, held, tree)
-        if all(unread(x) for x in leaves):  # a graph would go on with the old blocks
-            adopt(leaves, where, mesh)  # a copy of all is least while nothing else is alive
+        if all(unread(x) for x in leaves):  # a graph would keep the old blocks
+            # here, because a copy of all needs least memory while nothing else is alive
+            adopt(leaves, where, mesh)
         return begun(_parts(leaves, where, mesh))
 
     def begun(parts: Buckets) -> Any:
@@ -168,7 +170,7 @@ def zero(
     def followed(
         grads: Any, state: Any, leaves: list[Any], where: Index, mesh: Mesh
     ) -> tuple[Any, Index]:
-        """Move the state into the gradients' buckets, which may follow a recorded order."""
+        """Move the state into the gradients' buckets, which may have a recorded order."""
         if not isinstance(grads, Buckets) or grads.index is where or grads.index == where:
             return state, where
         if grads.index.items != where.items or not _moves(state):
@@ -176,7 +178,7 @@ def zero(
         return moved(state, leaves, grads.index, mesh), grads.index
 
     def moved(state: Any, leaves: list[Any], where: Index, mesh: Mesh) -> Any:
-        """Move the state into other buckets: by name, as if it were loaded."""
+        """Move the state into other buckets, by name, as ``load_state_dict`` does."""
         return load_state_dict(begun(_parts(leaves, where, mesh)), state_dict(state))
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -237,7 +239,7 @@ def zero(
         where, mesh = seen.index(params, leaves, held, tree, state)
         given = _given(grads, leaves, held, tree)
         state, where = followed(given, state, leaves, where, mesh)
-        with bind(mesh):  # which settles what an exception leaves posted
+        with bind(mesh):  # bind settles transfers that an exception left posted
             parts = reduced(given, where, mesh, memory)
         seen.keep_pieces(parts)
         if step.ask:
@@ -252,9 +254,9 @@ def zero(
         if not step.skipped:
             _send(flats, mine, state, where, mesh)
         memory.give(*(g.raw for g in parts.values()))
-        if isinstance(given, Buckets):  # not before: what is refused keeps its gradients
+        if isinstance(given, Buckets):  # only now: a refused step keeps its gradients
             memory.give(*(g.raw for g in given.values()))
-        better = seen.better(where)  # no gradients are on their way now
+        better = seen.better(where)  # no gradients are in transit now
         if better is not None and _moves(state):
             seen.take(better)
             return moved(state, leaves, better, mesh)
@@ -275,13 +277,13 @@ def zero(
         memory.give(*narrow)
 
     def sink(params: Any) -> Sink | None:
-        if stage == 3:  # the gradient of a part is reduced where the part was gathered
+        if stage == 3:  # the gradient of a part is reduced by the backward of its gather
             _parted(params)
             return None
         leaves, held, tree, _ = seen.flat(params)
         where, mesh = seen.index(params, leaves, held, tree)
         like = [leaves[b.slots[0].leaves[0]].raw for b in where.buckets]
-        if stage == 1:  # kept whole, and added up in fp32
+        if stage == 1:  # kept whole, and accumulated in fp32
             dtypes = [(_wide(t.dtype), _wide(t.dtype)) for t in like]
             return Sink(where, mesh, memory, dtypes, device=like[0].device, to="pending")
         if stage == 0:
@@ -290,7 +292,7 @@ def zero(
             how = {"device": like[0].device, "heard": seen.hears(where, mesh, at_once=True)}
             return Summed(where, mesh, Memory(), dtypes, tree=tree, **how)
         heard = seen.hears(where, mesh)
-        # on slow links backward must not wait for what is on its way
+        # four in transit: on slow links backward must not wait for them
         return sink_for(where, mesh, like, memory, heard=heard, most=4, ahead=True)
 
     if stage == 0:
@@ -404,7 +406,7 @@ def _own(params: Buckets) -> Buckets:
 
 
 def _alike_parts(params: Any, grads: Any, state: Any) -> tuple[Buckets, Buckets]:
-    """Return parameters and gradients, of the buckets that are trained."""
+    """Return parameters and gradients of the trained buckets, checked to match."""
     mine = _own(_parted(params))
     theirs = index_of(state)
     ours = mine.index.whole or mine.index
@@ -445,7 +447,7 @@ def _with_frozen(params: Parts, updates: Buckets) -> Parts:
 
 
 def _gradients(params: Any, leaves: list[Any]) -> Callable[[list[Tensor]], Any]:
-    """Make the tree of gradients from the blocks of the trained leaves' gradients."""
+    """Return a function that builds the tree of gradients from the trained leaves' blocks."""
     every, tree = optree.tree_flatten(params)
     held = frozen(every)
 
@@ -469,7 +471,10 @@ def _given(grads: Any, leaves: list[Any], held: list[bool], tree: Any) -> Any:
 
 
 def _moves(state: Any) -> bool:
-    """Say whether a state, numbers aside, lies in buckets by element and can go into others."""
+    """Return whether every tensor of the state is stored in element-wise buckets.
+
+    It can then be re-bucketed.
+    """
     every = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, Buckets))
     return all(
         all(x[b.name].raw.shape[-1] * b.ways == b.length for b in x.index.buckets)
@@ -492,7 +497,7 @@ def _same_index(theirs: Index, ours: Index, mesh: Mesh) -> None:
 
 
 def _lie_alike(params: list[Any], grads: list[Any]) -> None:
-    """Check that each gradient is split as its parameter: blocks go into buckets by position."""
+    """Check that each gradient is split as its parameter: blocks are combined by position."""
     for p, g in zip(params, grads, strict=True):
         alike = isinstance(g, ShardedTensor) and isinstance(p, ShardedTensor) and g.mesh is p.mesh
         if (
@@ -517,9 +522,10 @@ def _lie_alike(params: list[Any], grads: list[Any]) -> None:
 
 
 def _pending(grads: list[Any], axes: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the axes over which gradients are still to be summed; None where they are.
+    """Return the axes over which gradients are pending; None if they are summed.
 
-    All of them but those that split their leaf, or none, and then ``axes`` among them.
+    Each gradient must be pending over all of them, without those that split its leaf, and ``axes``
+    must be among them; or none may be pending.
     """
     every = {a for g in grads if isinstance(g, ShardedTensor) for a in g.sharding.partial}
     if not every:
@@ -550,7 +556,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _parts(leaves: list[Any], where: Index, mesh: Mesh, *, grads: bool = False) -> Buckets:
-    """Return this rank's part of every bucket of values not pending; never a whole bucket.
+    """Return this rank's part of every bucket of summed values, without making a whole bucket.
 
     ``grads``  they are gradients: those of tied leaves are added, and half precision is widened.
     """
