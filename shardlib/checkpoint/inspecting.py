@@ -84,7 +84,7 @@ class About:
         ]
         kinds: dict[
             tuple[str, ...], list[str]
-        ] = {}  # tensors of layers that are alike are one line
+        ] = {}  # equal tensors of different layers are one line
         for n, t in self.tensors.items():
             kind = t.dtype.lower(), str(list(t.shape)), t.layout or "plain"
             kinds.setdefault((re.sub(r"\.\d+(?=\.)", ".*", n), *kind), []).append(n)

@@ -43,7 +43,7 @@ Keys = tuple[str, ...]
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run: one line with the key, its place, and what to write."""
+    """Raised for an invalid configuration: one line with the key, its place, and a correction."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The results use the same memory.  If only a dict refers to its sharded values, the objects move to
 the result's dict: this cannot be observed, and saves a microsecond each.  Every other value is
-created again, and the donated object raises from then on, whoever refers to it; so do the entries
+created again, and the donated object raises from then on for every reference; so do the entries
 left in the dicts.
 """
 

@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 TRAITS = ("elementwise", "norm", "tensor", "rows", "matrix", "tree")
-"""What an update of one element depends on, in increasing order: that element alone; also a norm
+"""Dependencies of an update of one element, in increasing order: that element alone; also a norm
 over all elements; also a norm over its tensor; also statistics of its row and column; its whole
 matrix; the structure of the tree."""
 

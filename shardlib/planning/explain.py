@@ -236,7 +236,7 @@ def explain(
     backward: bool = True,
     tx: Transform | None = None,
 ) -> Explanation:
-    """Run ``apply(params, *inputs)`` on shapes alone and list what each operation would do.
+    """Run ``apply(params, *inputs)`` on the meta device and list every operation with its cost.
 
     ``inputs``    a tensor, a tuple of arguments or a dict of keyword arguments; only shapes are
                   read.

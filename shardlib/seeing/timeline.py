@@ -1,4 +1,4 @@
-"""A step as a timeline: each operation and collective with when, where in the code and the model.
+"""Timelines of a step: when each operation and collective ran, with its source line and module.
 
 Inside ``with timeline()`` the dispatch of sharded tensors tells of each call, the collectives of
 each transfer, and hooks on the graph of which operation's gradient runs.  Outside, nothing listens
@@ -44,8 +44,8 @@ class Span:
                 posted ahead: from there until it was waited for.
     ``line``    the user's line; of a gradient that of its operation.
     ``module``  whose forward.
-    ``type``    of the result; of a collective that of the block that is sent.
-    ``bytes``   received per rank; of an operation by the collectives inside it, and ``messages``.
+    ``type``    of the result; for a collective, of the block that is sent.
+    ``bytes``   received per rank; for an operation, by the collectives inside it; so ``messages``.
     """
 
     name: str
@@ -70,11 +70,11 @@ class Span:
 
 @dataclass
 class Timeline:
-    """A record of what ran; ``print`` it, ``save`` it, or let a notebook show it.
+    """A record of one or more steps; ``print`` it, ``save`` it, or let a notebook show it.
 
     ``spans``  in the order they began.
-    ``ranks``  rank -> what it is called.
-    ``began``  seconds since the epoch, by which ranks are put beside each other.
+    ``ranks``  rank -> its description.
+    ``began``  seconds since the epoch, to align the timelines of several ranks.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -110,13 +110,14 @@ class Timeline:
 
     @property
     def bytes(self) -> float:
-        """Bytes received per rank, on average over the ranks that are here."""
+        """Bytes received per rank, on average over the ranks in this timeline."""
         return sum(s.bytes for s in self.collectives) / max(1, len(self.ranks))
 
     def rows(self, by: str = "seconds") -> list[dict[str, Any]]:
-        """Sum what is the same in every layer and on every rank, most first.
+        """Sum equal spans of all layers and ranks, largest first.
 
-        ``by``  "seconds", "bytes" or "count".   Layers' numbers in module paths are one ``*``.
+        ``by``  "seconds", "bytes" or "count".   Layers' numbers in module paths are replaced by
+                ``*``.
         A row has name, kind, backward, module, line, type, axis, algorithm, count, seconds and
         bytes per rank, and its ``share`` of all the seconds of its kind.
         Raises: BadArgument for another order.
@@ -143,7 +144,7 @@ class Timeline:
         return sorted(found.values(), key=lambda r: -r[by])
 
     def table(self, by: str = "seconds", most: int = 24) -> list[list[str]]:
-        """Write the rows as text with their heading; those beyond ``most`` are one line."""
+        """Return rows of text with their heading; those beyond ``most`` are summed in one line."""
         out = [["share", "ms", "times", "bytes", "", "what", "module", "type", "line"]]
         rows = [r for r in self.rows(by) if r["kind"] != "phase"]
         for r in rows[:most]:
@@ -161,9 +162,9 @@ class Timeline:
         return out
 
     def text(self, by: str = "seconds", columns: int | None = None) -> str:
-        """Write the table in lines of ``columns`` characters: the terminal's, or 100 without one.
+        """Format the table in lines of ``columns`` characters: the terminal's, or 100 without one.
 
-        What does not fit is cut with dots; ``table`` and ``rows`` have all of it.
+        Longer texts are cut and end in dots; ``table`` and ``rows`` have the full texts.
         """
         limit = shutil.get_terminal_size((100, 24)).columns if columns is None else columns
         short = {"forward": "", "backward": "back", "times": "n"}
@@ -206,7 +207,7 @@ class Timeline:
         return f"<p>{above}</p>{self._svg()}<table>{table}</table>"
 
     def _svg(self, width: float = 900.0, height: int = 18) -> str:
-        """Draw the spans as bars that say what they are where the pointer rests."""
+        """Draw the spans as bars, each with its description as a tooltip."""
         lanes = [(rank, *lane) for rank, some in self._lanes().items() for lane in some]
         zero, shades = min((s.start for s in self.spans), default=0.0), self._shades()
         scale, left = width / (self.seconds or 1.0), 130
@@ -236,7 +237,7 @@ class Timeline:
     # ------------------------------------------------------------ files
 
     def chrome(self) -> dict[str, Any]:
-        """Return the trace as Chrome and Perfetto read it: a process per rank, a track per lane."""
+        """Return the trace in Chrome's format: a process per rank, a track per lane."""
         events: list[dict[str, Any]] = []
         for rank, name in sorted(self.ranks.items()):
             events.append(_meta("process_name", rank, 0, name=name))
@@ -258,7 +259,7 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
     def _lanes(self) -> dict[int, list[tuple[str, list[Span]]]]:
-        """Deal the spans of each rank to tracks, none with two at once that are not nested."""
+        """Distribute the spans of each rank over tracks, without overlaps other than nesting."""
         out: dict[int, list[tuple[str, list[Span]]]] = {}
         for rank in sorted({*self.ranks, *(s.rank for s in self.spans)}):
             own = [s for s in self.spans if s.rank == rank]
@@ -298,9 +299,9 @@ class Timeline:
 
     @staticmethod
     def read(file: str | Path) -> "Timeline":
-        """Read what ``save`` wrote as ``.json``.
+        """Read a ``.json`` file of ``save``.
 
-        Raises: ShardError where the file is another's.
+        Raises: ShardError for another program's file.
         """
         text = Path(file).read_text()
         try:
@@ -317,9 +318,9 @@ class Timeline:
             ) from None
 
     def gathered(self) -> "Timeline":
-        """Return every rank's timelines together, on each rank of a job; on one process, itself.
+        """Merge every rank's timeline on each rank of a job; on one process, return itself.
 
-        Called by all ranks.
+        All ranks must call it.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return self
@@ -334,9 +335,7 @@ class Timeline:
         figure, axes = canvas("timeline", 1, 1, (9.0, 1.1 + 0.42 * len(shown)), self._head())
         panel = axes[0][0]
         zero = min((s.start for s in self.spans), default=0.0)
-        gap = (
-            0.0015 * 1e3 * self.seconds
-        )  # between bars, so that those of one colour are told apart
+        gap = 0.0015 * 1e3 * self.seconds  # between bars, to separate those of one colour
         shades = self._shades()
         used: dict[str, str] = {}
         for row, (_, _, spans) in enumerate(shown):
@@ -391,7 +390,7 @@ def _meta(what: str, rank: int, lane: int, **args: Any) -> dict[str, Any]:
 
 
 def _title(s: Span) -> str:
-    """Write a span as torch.profiler and Perfetto show it."""
+    """Format a span as the title in torch.profiler and Perfetto."""
     if s.kind == "collective":
         return f"{s.name} over {s.axis}"
     where = f" [{s.module}]" if s.module else ""
@@ -399,7 +398,7 @@ def _title(s: Span) -> str:
 
 
 def _once(given: Sequence[Timeline | str | Path], read: Sequence[Timeline]) -> str:
-    """Return the call with one timeline of each rank."""
+    """Return the fix: a call with one timeline per rank."""
     if any(isinstance(t, Timeline) for t in given):
         return "sl.seeing.merged({tuple(t.ranks): t for t in timelines}.values())"
     kept: dict[int, str] = {}
@@ -410,11 +409,11 @@ def _once(given: Sequence[Timeline | str | Path], read: Sequence[Timeline]) -> s
 
 
 def merged(timelines: Iterable[Timeline | str | Path]) -> Timeline:
-    """Put timelines of several ranks, or the files they saved, beside each other by clock.
+    """Merge timelines of several ranks, or their saved files, aligned by clock.
 
-    ``timelines``  of one job: each names its own ranks.  The clocks of several machines differ by
-                   what their time service leaves.
-    Raises: ShardError where two hold the same rank.
+    ``timelines``  of one job, each of different ranks.  The clocks of several machines differ by
+                   the error of their time service.
+    Raises: ShardError if two contain the same rank.
 
     >>> from shardlib.seeing.timeline import Span, Timeline
     >>> one = Timeline([Span("psum", "collective", 0.0, 1.0)], {0: "rank 0"}, began=100.0)
@@ -442,10 +441,10 @@ def merged(timelines: Iterable[Timeline | str | Path]) -> Timeline:
 
 
 class timeline(Entered):
-    """A ``with`` that records what runs in it: forward, backward and what backward computes again.
+    """A context manager that records forward, backward and recomputation in backward.
 
-    Operations and collectives also get their names in ``torch.profiler``, where that runs.
-    ``phase(name)``, of what ``with`` gives, names a stretch of the step.
+    While ``torch.profiler`` runs, operations and collectives have their names there too.
+    ``phase(name)``, a method of the yielded timeline, names a part of the step.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -479,12 +478,12 @@ class timeline(Entered):
 
 @dataclass(repr=False)
 class Recording(Timeline):
-    """A timeline that is being written."""
+    """A timeline while it is recorded."""
 
     recorder: Any = field(default=None, repr=False, compare=False)
 
     def phase(self, name: str) -> "_Phase":
-        """Name a stretch: ``with line.phase("update"): ...``."""
+        """Name a part of the step: ``with line.phase("update"): ...``."""
         return _Phase(self.recorder, name)
 
     def __reduce__(self) -> Any:
@@ -514,7 +513,7 @@ class _Open:
 
 
 class _Recorder(Trace):
-    """A watch on every function called on a sharded tensor, and on every transfer."""
+    """A watcher of every function called on a sharded tensor, and of every transfer."""
 
     def __init__(self, found: Timeline, outer: Any) -> None:
         super().__init__()
@@ -525,7 +524,7 @@ class _Recorder(Trace):
         found.began, self.zero = time.time(), time.perf_counter()
         self.inside: _Open | None = None  # the operation that runs
         self.back: _Open | None = None  # the one whose gradient runs
-        self.passes = -1  # the backward pass that was seen last
+        self.passes = -1  # id of the last backward pass
         self.heard = True
 
     # -------------------------------------------------------- spans
@@ -539,7 +538,7 @@ class _Recorder(Trace):
         return now
 
     def end(self, now: _Open | None, keep: bool = True) -> None:
-        """Write a span down, once."""
+        """Record a span, once."""
         if now is None or now.named is None:
             return
         seconds = time.perf_counter() - now.started
@@ -554,7 +553,7 @@ class _Recorder(Trace):
             )  # fmt: skip
 
     def close(self) -> None:
-        """End what is open; what runs on the graph later is not heard."""
+        """End open spans; anything that runs on the graph later is not recorded."""
         self.heard = False
         self.end(self.back)
         self.found.spans[:] = [s for s in self.found.spans if s is not _UNKNOWN]
@@ -575,7 +574,7 @@ class _Recorder(Trace):
     # -------------------------------------------------------- operations
 
     def chose(self, match: Any, product: bool = False) -> None:
-        """Hear which algorithm runs."""
+        """Record the chosen algorithm."""
         if self.inside is not None:
             self.inside.span = replace(self.inside.span, algorithm=match.algorithm)
         if hasattr(self.outer, "chose"):
@@ -589,7 +588,7 @@ class _Recorder(Trace):
     def verb(
         self, implementation: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Hear of a verb of the library's own."""
+        """Record a verb of the library."""
         return self._heard(getattr(self.outer, "verb", None), implementation, func, args, kwargs)
 
     def _heard(
@@ -599,7 +598,7 @@ class _Recorder(Trace):
         if self.inside is not None or not self.heard or _runs_backward(func):
             return run(func, args, kwargs)
         backward = backward_now() != -1
-        if backward:  # computed again: the gradient that ran before has ended
+        if backward:  # recomputation: the gradient before it has ended
             self.end(self.back)
         module = self.paths.now()
         span = Span(_name(func), "operation", 0.0, 0.0, 0, backward, module, user_line())
@@ -617,7 +616,7 @@ class _Recorder(Trace):
         return out
 
     def _hook(self, result: ShardedTensor, span: Span) -> None:
-        """Have the gradient of an operation begin a span of its own."""
+        """Register a hook that begins a span when the gradient of an operation runs."""
         node: Any = result.raw.grad_fn if result.read is None else None
         if node is not None and node.metadata.get(_KEY) is not self:
             node.metadata[_KEY] = self
@@ -633,7 +632,7 @@ class _Recorder(Trace):
         self.back = self.begin(span)
 
     def _through(self) -> None:
-        """Hear that the backward pass has ended."""
+        """Record the end of the backward pass."""
         self.end(self.back)
         self.back, self.passes = None, -1
 
@@ -667,11 +666,11 @@ class _Recorder(Trace):
 
 
 _LEAST = {5: 16, 6: 10, 7: 14, 8: 12}
-"""Columns of the table that may be cut, and how much of each stays: what, module, type, line."""
+"""Columns of the table that may be cut, with their least widths: what, module, type, line."""
 
 
 def _fitted(table: list[list[str]], columns: int) -> list[list[str]]:
-    """Fit a table into lines of ``columns``: the longest texts are cut, of modules the beginning.
+    """Fit a table into lines of ``columns``: the widest columns are cut, modules at the front.
 
     >>> row = ["8 %", "1.0", "1", "", "forward", "linear", "h.0.mlp.c_proj", "f32[4@(data x), 16]"]
     >>> _fitted([[*row, ""]], 50)[0][5:]
@@ -700,12 +699,12 @@ _STAYING = frozenset(["pslice", "place", "pvary"])  # nothing moves
 
 
 def _runs_backward(func: Any) -> bool:
-    """Say whether a function runs the graph, whose operations have spans of their own."""
+    """Return whether a function runs backward, whose operations have spans of their own."""
     return func is Tensor.backward or getattr(func, "__module__", "") == "torch.autograd"
 
 
 def _sharded(out: Any) -> ShardedTensor | None:
-    """Return the first sharded tensor of what an operation returned."""
+    """Return the first sharded tensor among an operation's results."""
     if isinstance(out, ShardedTensor):
         return out
     if isinstance(out, tuple | list):
@@ -714,7 +713,7 @@ def _sharded(out: Any) -> ShardedTensor | None:
 
 
 def _name(func: Any) -> str:
-    """Return torch's name of a function; of a property that of the property."""
+    """Return torch's name of a function, or the name of a property."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", name)

@@ -196,7 +196,7 @@ def _check_blocks(
         _close(f"{text}: what from_local joins", unshard(read), x, 0.0)
 
 
-# ---------------------------------------------------------------- ways
+# ---------------------------------------------------------------- resharding
 
 
 def _others(me: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[Layout]:
