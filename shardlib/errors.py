@@ -430,6 +430,13 @@ def mesh_text(mesh: object) -> str:
     return str(mesh)
 
 
+def package_line(frame: FrameType | None) -> str:
+    """Find ``file:line`` of the innermost frame of shardlib, from the package's folder on."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename[len(_HERE) + 1 :]}:{frame.f_lineno}" if frame else ""
+
+
 def user_line(frame: FrameType | None = None, *, only: bool = False, line: int = 0) -> str:
     """Find ``file:line`` of the innermost frame outside shardlib and torch.
 

@@ -277,11 +277,11 @@ def _run_step(x: Tensor, step: Step) -> Tensor:
         if x.is_meta:
             return x.clone()
         away: Any = axis_index(axes) != 0
-        away = away if isinstance(away, Tensor) else torch.tensor(away)
-        return x.masked_fill(away.to(x.device), 0)  # and not times zero: infinities are values too
+        away = away if isinstance(away, Tensor) else uploaded((away,), x.device, torch.bool)[0]
+        return x.masked_fill(away, 0)  # and not times zero: infinities are values too
     if step.kind == "exchange":
         return _exchanged(x, step.axes, *step.table)
-    table = torch.tensor(step.table, dtype=torch.int64, device=x.device)
+    table = uploaded(step.table, x.device)
     if step.kind == "order_slice":
         return pslice(torch.index_select(x, d, table), axes, d)
     return torch.index_select(all_gather(x, axes, d), d, table)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from shardlib.collectives.waits import Wait, Waiting, listed
 from shardlib.errors import UnexpectedComm
 from shardlib.mesh import Entered, enter, leave, scope
 
@@ -45,6 +46,7 @@ class Trace:
     """
 
     events: list[Event] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
 
     def before(
         self, name: str, raw: Any, mesh: Any, axes: tuple[str, ...], params: tuple
@@ -74,7 +76,7 @@ class Trace:
         ):
             calls = [e for e in self.events if (e.kind, e.axis) == (kind, axis)]
             lines.append(f"  {kind:<13} over {axis:<8} {len(calls):>4} times  {float(n):>14,.0f} B")
-        return "\n".join(lines)
+        return "\n".join([*lines, *([listed(self.waits)] if self.waits else [])])
 
     def _by(self, key: Callable[[Event], Any]) -> dict[Any, int | Fraction]:
         out: dict[Any, Fraction] = defaultdict(Fraction)
@@ -90,17 +92,36 @@ def _whole(x: Fraction) -> int | Fraction:
 class trace(Entered):
     """Record all collectives of this thread or task while open, backward passes included.
 
+    ``waits``  list in ``t.waits`` what makes the host wait for its device too, and what it uploads,
+               each with the user's line and the library's.  Every operator is then looked at, which
+               takes some microseconds each.
+
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2), sl.trace() as t:
     ...     _ = sl.psum(torch.ones(4), "x")
     >>> t.bytes
     16
+    >>> with sl.trace(waits=True) as t:
+    ...     _ = torch.ones(4).sum().item()
+    >>> [(w.kind, w.what) for w in t.waits]
+    [('wait', 'aten._local_scalar_dense.default')]
     """
+
+    def __init__(self, *, waits: bool = False) -> None:
+        self.waits = waits
 
     def __enter__(self) -> Trace:
         self.found = Trace()
         enter(self, traces=(*scope().traces, self.found))
+        if self.waits:
+            self.seen = Waiting(self.found.waits)
+            self.seen.__enter__()
         return self.found
+
+    def __exit__(self, *error: object) -> None:
+        if self.waits:
+            self.seen.__exit__(*error)
+        leave(self)
 
 
 class expect_comm(trace):
@@ -119,10 +140,11 @@ class expect_comm(trace):
     def __init__(
         self, *, bytes: int | Fraction | None = None, messages: int | None = None, **kinds: int
     ) -> None:
+        super().__init__()
         self.bytes, self.messages, self.kinds = bytes, messages, kinds
 
     def __exit__(self, *error: object) -> None:
-        leave(self)
+        super().__exit__(*error)
         if not any(error):
             self._compare(self.found)
 

@@ -1,11 +1,14 @@
-"""``shardlib trace run.toml``: the timeline of a step, with its operations and collectives."""
+"""``shardlib trace run.toml``: the timeline of a step, and what the host waits for."""
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shardlib import optim
+from shardlib.collectives import trace
+from shardlib.collectives.waits import Wait, listed
 from shardlib.command.building import batches, built, mesh_of, rows_of, state_of, under_launcher
 from shardlib.command.config import Config, ConfigError, read
 from shardlib.command.train import check, stepper
@@ -34,22 +37,29 @@ def main(given: Any) -> int:
         raise ConfigError(f"--step {given.step}: 1 at least")
     config = read(given.file, given.set)
     check(config)
-    found = trace_run(config, given.step)
+    found, waits = trace_run(config, given.step)
     if not (0 in found.ranks or not under_launcher()):
         return 0
     if given.out:
         found.save(given.out)
     if given.json:
-        print(json.dumps({"rows": found.rows(given.by), "out": given.out}))
+        told = {"rows": found.rows(given.by), "waits": [asdict(w) for w in waits]}
+        print(json.dumps(told | {"out": given.out}))
     else:
         print(found.text(given.by))
+        print(f"waits and uploads of the next step: {len(waits)}")
+        if waits:
+            print(listed(waits))
         if given.out:
             print(f"wrote {given.out}")
     return 0
 
 
-def trace_run(config: Config, step: int = 2) -> Timeline:
-    """Run a file's first steps; record the last of them, merged over ranks if there are several."""
+def trace_run(config: Config, step: int = 2) -> tuple[Timeline, list[Wait]]:
+    """Run a file's first steps; record the last of them, merged over ranks if there are several.
+
+    One more is run for the waits of this rank's host, whose list makes a step slower.
+    """
     mesh = mesh_of(config, "ranks" if under_launcher() else "simulate")
     with use_mesh(mesh):
         made = built(config, mesh)
@@ -64,4 +74,8 @@ def trace_run(config: Config, step: int = 2) -> Timeline:
                     _, grads = step_of(params, state, taken)
                 with line.phase("update"):
                     params, state, _ = optim.step(made.tx, params, grads, state)
-        return line.gathered()
+        taken = [next(rows) for _ in range(accumulate)]
+        with trace(waits=True) as seen:
+            _, grads = step_of(params, state, taken)
+            optim.step(made.tx, params, grads, state)
+        return line.gathered(), seen.waits

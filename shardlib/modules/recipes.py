@@ -158,7 +158,8 @@ class Recipe(list[tuple[str, ...]]):
                 fix=f"sl.recipes.ring(model, documents=(0, {tokens.shape[1]}))",
             )
         borders = [*self.documents, tokens.shape[1]]  # the rest of a row is one more document
-        runs = [torch.arange(b - a) for a, b in itertools.pairwise(borders)]
+        where = tokens.device  # made there: nothing is uploaded
+        runs = [torch.arange(b - a, device=where) for a, b in itertools.pairwise(borders)]
         return out | {"position_ids": torch.cat(runs)[None]}
 
 

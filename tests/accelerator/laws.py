@@ -78,6 +78,29 @@ def test_what_makes_the_host_wait_is_counted_and_what_does_not_is_not() -> None:
         assert sum(counts.waits.values()) == waits, (waits, counts)
 
 
+def test_a_trace_counts_as_the_device_does() -> None:
+    x, ids = torch.ones(4, device=DEVICE), torch.tensor([1, 3], device="cpu")
+    pinned = torch.ones(4, device="cpu").pin_memory()
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: x.sum().item(), lambda: bool((x > 0).all()), lambda: x.nonzero(), lambda: x[x > 0],
+        lambda: x.cpu(), lambda: torch.ones(4, device="cpu").to(DEVICE), lambda: x.unique(),
+        lambda: pinned.to(DEVICE), lambda: pinned.to(DEVICE, non_blocking=True),
+        lambda: torch.tensor([1.0, 2.0], device=DEVICE), lambda: torch.equal(x, x),
+        lambda: x.clone().copy_(pinned), lambda: pinned.clone().pin_memory().copy_(x, True),
+        lambda: x + 1, lambda: x.masked_fill(x > 0, 2.0), lambda: x.view(2, 2).mT.contiguous(),
+        lambda: x[ids], lambda: torch.full((3,), 2.0, device=DEVICE), lambda: x.where(x > 0, 0.0),
+    )  # fmt: skip
+    for n, call in enumerate(calls):
+        with pretend.counting() as counts:
+            call()
+        with sl.trace(waits=True) as t:
+            call()
+        kinds = [w.kind for w in t.waits]
+        seen = kinds.count("wait"), kinds.count("upload")
+        assert seen == (sum(counts.waits.values()), sum(counts.uploads.values())), (n, counts, t)
+        assert all(w.line.startswith("laws.py:") and not w.library for w in t.waits)
+
+
 def late(body: Callable[[], Any]) -> Any:
     pretend.late(True)
     try:

@@ -18,5 +18,6 @@ def test_a_step_is_written_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFi
     assert {"gradients", "update", "pbroadcast over y"} <= names and any(
         "linear" in n for n in names
     )
-    assert "linear" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "linear" in said and "waits and uploads of the next step: " in said
     assert main(["trace", str(DEMO), *SETS, "--out", "step.txt"]) == 2

@@ -1,0 +1,112 @@
+"""What makes the host wait for its device, and what it uploads: each with the lines that asked.
+
+An operator whose result the host must know (a number, sizes that depend on values), and a copy
+between host and device, are seen as torch dispatches them, so this is the same on every kind of
+device.  On the host itself nothing is uploaded, and those operators are what would wait elsewhere.
+What torch does not dispatch (``torch.accelerator.synchronize()``, events) is not seen.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import DispatchMode
+from shardlib.errors import package_line, user_line
+from shardlib.mesh import scope
+
+__all__ = ["Wait", "Waiting", "listed"]
+
+_WAITS = frozenset(
+    "_local_scalar_dense nonzero masked_select _unique2 _unique unique_dim unique_consecutive "
+    "unique_dim_consecutive equal repeat_interleave bincount is_nonzero allclose histc".split()
+)
+_INDEXED = frozenset("index index_put index_put_ _unsafe_index _unsafe_index_put".split())
+_MASKS = (torch.bool, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait for the device, or an upload to it.
+
+    ``kind``     "wait", or "upload"; an upload that the host waits for is both, one after the other.
+    ``what``     torch's operator.
+    ``line``     the user's line, "" where the engine of backward runs it on a thread of its own.
+    ``library``  the line of shardlib that asked, "" where the user's own did.
+    """
+
+    kind: str
+    what: str
+    line: str
+    library: str
+
+    def __str__(self) -> str:
+        places = [
+            f"at {self.line or 'backward'}",
+            *([f"by {self.library}"] if self.library else []),
+        ]
+        return f"{self.kind} for {self.what} {', '.join(places)}"
+
+
+class Waiting(DispatchMode):  # type: ignore[misc, valid-type]
+    """While open, list in ``found`` what waits and what is uploaded."""
+
+    def __init__(self, found: list[Wait]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for kind in _asked(func._schema.name.partition("::")[2], args, kwargs or {}, out):
+            frame = sys._getframe(1)
+            self.found.append(Wait(kind, str(func), user_line(frame), package_line(frame)))
+        return out
+
+
+def _asked(name: str, args: Any, kwargs: Any, out: Any) -> list[str]:
+    """Name what an operator did: "wait", "upload", both or nothing."""
+    first = next((x for x in args if isinstance(x, Tensor)), None)
+    if first is None or first.is_meta:
+        return []
+    if name == "_to_copy":
+        return _crossed(first, out, kwargs.get("non_blocking", False))
+    if name == "copy_":
+        return _crossed(args[1], first, args[2] if len(args) > 2 else False)
+    if first.device.type == "cpu" and _elsewhere():
+        return []
+    if name in _WAITS:
+        sized = name == "repeat_interleave" and kwargs.get("output_size") is not None
+        return [] if sized else ["wait"]
+    if name in _INDEXED:
+        given = [x for x in args[1] if isinstance(x, Tensor)]
+        away = [x for x in given if x.device != first.device]
+        masked = any(x.dtype in _MASKS for x in given)
+        filled = len(args) > 2 and args[2].numel() == 1  # torch fills by the mask itself
+        return ["upload", "wait"] * bool(away) or ["wait"] * (masked and not filled)
+    if name == "lift_fresh":  # torch.tensor(numbers, device=...)
+        return ["upload", "wait"] * (first.device.type != "cpu" and first.numel() > 0)
+    return []
+
+
+def _elsewhere() -> bool:
+    """Say whether the mesh in scope lies on a device, so that reading the host's memory is free."""
+    mesh = scope().mesh
+    return mesh is not None and mesh.device.type not in ("cpu", "meta")
+
+
+def _crossed(source: Tensor, to: Tensor, ahead: bool) -> list[str]:
+    """Name what a copy did, if it was between the host and a device."""
+    host = [x for x in (source, to) if x.device.type == "cpu"]
+    if len(host) != 1 or not to.numel() or to.is_meta:
+        return []
+    waits = not (ahead and host[0].is_pinned())
+    return ["upload"] * (host[0] is source) + ["wait"] * waits
+
+
+def listed(found: Iterable[Wait]) -> str:
+    """Write a line for each that differs, with how often it was; "" where there is none."""
+    return "\n".join(f"  {n:>5} times  {w}" for w, n in Counter(found).most_common())
