@@ -305,16 +305,22 @@ def _saved(
 def _laid_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Reshard the tensors given to ``load_state_dict`` to the layouts of the module's own.
 
-    Tensors of other sizes stay as they are, so that torch refuses them.
+    Tensors of other sizes stay as they are, so that torch refuses them.  Those that share memory, as
+    tied parameters do in a state dict, are laid out once, and share it where the layout is one.
     """
     found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     found |= module.named_buffers(remove_duplicate=False)
     own = {prefix + n: t for n, t in found.items() if isinstance(t, ShardedTensor)}
     laid, plain, mesh = {}, {}, None
+    once: dict[Any, ShardedTensor] = {}
     for n, t in own.items():
         given = state.get(n)
         if isinstance(given, Tensor) and given.shape == t.shape and not given.is_meta:
-            laid[n] = placed_like(given.detach(), t)
+            raw = given.raw if isinstance(given, ShardedTensor) else given
+            key = raw.data_ptr(), raw.shape, raw.stride(), raw.dtype, t.place
+            if key not in once:
+                once[key] = placed_like(given.detach(), t)
+            laid[n] = once[key]
             if not isinstance(given, ShardedTensor):
                 mesh, plain[n] = t.mesh, (laid[n].raw, t.sharding)
     if mesh is not None:

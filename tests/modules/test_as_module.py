@@ -519,6 +519,31 @@ def test_real_ranks_load_what_was_whole_or_simulated(pool: Any, tmp_path: Path) 
     pool.run(saves_what_is_whole, str(tmp_path / "state"), x=2, y=2)
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_an_assigned_state_shares_the_memory_that_it_shares_in_torch(ours: bool) -> None:
+    class Tied(nn.Module):
+        def __init__(self, tied: bool) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            if tied:
+                self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    with sl.simulate(x=2):
+        source: nn.Module = Tied(True)
+        if ours:
+            source = sl.as_module(*sl.parallelize(source, [("*weight", ". x"), ("*", "...")]))
+        rules = [("*weight", "x ."), ("*bias", "...")]
+        model = sl.as_module(*sl.parallelize(Tied(False), rules))
+        model.load_state_dict(source.state_dict(), assign=True)
+        assert torch.equal(sl.unshard(model.a.weight), sl.unshard(model.b.weight))
+        with torch.no_grad():
+            model.a.weight.zero_()
+        assert not sl.unshard(model.b.weight).any()
+
+
 def test_a_plain_state_that_differs_by_rank_is_refused() -> None:
     with pytest.raises(sl.ShardError, match="different values of bias"):
         sl.launch(copies.load_by_rank, x=2)
