@@ -23,7 +23,7 @@ from shardlib.tensor import (
     whole_now,
 )
 
-__all__ = ["frozen", "grad", "value_and_grad"]
+__all__ = ["deferring", "frozen", "grad", "value_and_grad"]
 
 
 class TakesGradients(Protocol):
@@ -283,7 +283,7 @@ def _leaf(x: Any, axes: tuple[str, ...], inside: bool) -> Any:
     if not isinstance(x, ShardedTensor):
         return _apart(x, inside)
     plans, key = x.place.mesh.plans, (_leaf, x.place, axes)
-    place = plans.get(key) or remember(plans, key, _deferring(x, axes))
+    place = plans.get(key) or remember(plans, key, deferring(x, axes))
     return ShardedTensor(leaf_block(_apart(x.raw, inside)), place)
 
 
@@ -294,7 +294,7 @@ def _apart(raw: Tensor, inside: bool) -> Tensor:
     return raw.clone() if inside and raw.requires_grad else raw.detach().requires_grad_()
 
 
-def _deferring(x: ShardedTensor, axes: tuple[str, ...]) -> Place:
+def deferring(x: ShardedTensor, axes: tuple[str, ...]) -> Place:
     """Return the place of a leaf whose gradient stays unsummed over axes that do not split it."""
     for a in axes:
         x.mesh.axis_size(a, "value_and_grad", "sl.value_and_grad(f, pending={})(params)")

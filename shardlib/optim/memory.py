@@ -28,16 +28,16 @@ class Memory:
         base = rows.pop(min(fits, key=lambda i: rows[i].numel())) if fits else None
         if base is None:
             base = _empty(n, dtype, device)
-        self.lent.add(base.data_ptr())
+        self.lent.add(_storage(base))
         return base[:n].view(shape)
 
     def give(self, *taken: Tensor) -> None:
         """Take tensors of ``take`` back into the pool; other tensors are ignored."""
         for t in taken:
             base = t if t._base is None else t._base
-            if base.data_ptr() not in self.lent or base.ndim != 1:
+            if _storage(base) not in self.lent or base.ndim != 1:
                 continue
-            self.lent.remove(base.data_ptr())
+            self.lent.remove(_storage(base))
             self.free.setdefault((base.dtype, base.device), []).append(base)
 
 
@@ -64,6 +64,11 @@ class Room:
         self.buffers = [t for t in self.buffers if storage_users(t) > 1 or t.numel() >= n]
         self.buffers.append(_empty(n, like.dtype, like.device))
         return self.buffers[-1][:n].view(shape)
+
+
+def _storage(x: Tensor) -> int:
+    """Return the number of a storage: on the meta device all addresses are 0."""
+    return x.untyped_storage()._cdata
 
 
 def _empty(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:

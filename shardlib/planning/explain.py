@@ -6,8 +6,9 @@ a plan for 512 ranks takes as long as one for two.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import optree
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from shardlib.collectives import Event, Trace, trace
 from shardlib.errors import BadArgument, ShardError, Unsupported, user_line
+from shardlib.grad import deferring
 from shardlib.layouts.dims import axis_sizes
 from shardlib.live import Live
 from shardlib.mesh import MeshLike, record, within
@@ -23,6 +25,8 @@ from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.memory import Memory
+from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size
 from shardlib.planning.bounds import lower_bound
@@ -242,8 +246,9 @@ def explain(
                   read.
     ``mesh``      sizes to plan for, as ``{"x": 16, "y": 32}``; the parameters' own mesh if None.
     ``backward``  also the gradients of ``params``.
-    ``tx``        an optimizer's transform, whose state is then part of the peak.  For ``zero`` at
-                  stage 3 pass it with ``tx.shard(params)``; below stage 3, whole gradients count.
+    ``tx``        an optimizer's transform, whose state is then part of the peak.  With ``zero``,
+                  gradients go into its buckets, as in ``value_and_grad(..., into=tx)``; at stage 3
+                  pass it with ``tx.shard(params)``.  The update's own transfers are not counted.
 
     Raises: the errors of ``apply``, for example UnevenSplit at another size; Unsupported, with the
     submodule, where a module's own code raises on the meta device.
@@ -329,7 +334,8 @@ def _papers(tree: Any, paper: Any, known: Known) -> Any:
                 mesh=x.mesh,
                 fix="sl.explain(apply, params, inputs, tx=tx)",
             )
-        return type(x)({n: on_paper(v) for n, v in x.items()}, x.index, paper)
+        # an index of its own has no memory yet, as that of a first step
+        return type(x)({n: on_paper(v) for n, v in x.items()}, replace(x.index), paper)
 
     buckets = lambda x: isinstance(x, Buckets)  # noqa: E731
     return optree.tree_map(one, tree, is_leaf=buckets, none_is_leaf=True)
@@ -350,7 +356,13 @@ def _explained(
         ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
         watch = _Watch(t, paper.size, backward, paths)
         leaves = [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
-        together = _Together([x.raw for x in leaves if x.raw.requires_grad], t)
+        trained = [x for x in leaves if x.raw.requires_grad]
+        sink = _sink(tx, ours) if backward and trained else None
+        raws = [x.raw for x in trained]
+        if sink is not None:
+            for x in trained:
+                x.place = deferring(x, sink.pending)
+        together = _Together(raws, t) if sink is None else _Into(sink, raws, t)
         with known, together, Live(paper=True) as live:
             with within(watcher=watch):
                 out = apply(ours, *given[0], **given[1])
@@ -455,7 +467,7 @@ class _Watch:
             self.row.backward += [e for e in self.t.events[self.seen :] if id(e) not in known]
         self.row, self.seen = row, len(self.t.events)
 
-    def back(self, out: Any, params: list[ShardedTensor], together: "_Together") -> None:
+    def back(self, out: Any, params: list[ShardedTensor], together: "_Together | _Into") -> None:
         """Run backward; gradients that are summed together get a row of their own, the last."""
         self.apart = together.events
         found = [settle(x) for x in optree.tree_leaves(out) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
@@ -470,7 +482,7 @@ class _Watch:
         together.finish()
         self._turn(None)
         if together.events:
-            rest = Row("psum", "gradients of several parameters", (), "")
+            rest = Row(together.events[0].kind, "gradients of several parameters", (), "")
             rest.backward = together.events
             self.rows.append(rest)
 
@@ -487,6 +499,45 @@ class _Together(Together):
         before = len(self.t.events)
         super()._post(key)
         self.events += self.t.events[before:]
+
+
+class _Into:
+    """The buckets that a step's gradients go into, as ``value_and_grad(into=)`` has them."""
+
+    def __init__(self, sink: Sink, raws: list[Tensor], t: Trace) -> None:
+        self.sink = sink
+        self.raws = raws
+        self.t = t
+        self.open = False
+        self.events: list[Event] = []
+
+    def __enter__(self) -> None:
+        take = partial(self._counted, self.sink.take)
+        self.hooks = [r.register_hook(partial(take, i)) for i, r in enumerate(self.raws)]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def finish(self) -> Any:
+        return self._counted(self.sink.finish)
+
+    def _counted(self, f: Callable[..., Any], *given: Any) -> Any:
+        before = len(self.t.events)
+        out = f(*given)
+        self.events += self.t.events[before:]
+        return out
+
+
+def _sink(tx: Any, params: Any) -> Sink | None:
+    """Return the buckets that take the gradients, as in a first step; None: they come as a tree."""
+    try:
+        sink = None if tx is None or tx.sink is None else tx.sink(params)
+    except Unsupported:  # each group has its own
+        return None
+    if sink is not None:
+        sink.memory, sink.heard = Memory(), None
+    return sink
 
 
 def _name(func: Any) -> str:

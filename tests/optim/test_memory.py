@@ -15,6 +15,16 @@ def test_memory_is_used_again_once_it_is_given_back() -> None:
     assert memory.take((32,), torch.float64, cpu).data_ptr() != at
 
 
+def test_on_the_meta_device_storages_are_told_apart() -> None:
+    """All their addresses are 0: what was never lent must not be taken for what was."""
+    memory, meta = Memory(), torch.device("meta")
+    a, b = (memory.take((32,), torch.float32, meta) for _ in "ab")
+    memory.give(torch.empty(32, device="meta"))
+    assert len(memory.lent) == 2 and not any(memory.free.values())
+    memory.give(a, b)
+    assert not memory.lent and len(memory.free[torch.float32, meta]) == 2
+
+
 def test_a_buffer_is_used_again_once_no_tensor_looks_at_it() -> None:
     room, like = Room(), torch.empty(0)
     a = room.buffer((4, 8), like)
