@@ -1,11 +1,11 @@
 # pyright: strict
-"""shardlib: sharded PyTorch, JAX style.  Layouts say where data sits, algorithms how to compute.
+"""shardlib: sharded PyTorch in JAX style.  Layouts state where data is, algorithms compute on it.
 
-The verbs and values of every day are here; the rest is in modules:
+The functions and types of daily use are here; the rest is in modules:
 
 ``sl.attention``    engines of attention, by their arguments.
 ``sl.checkpoint``   files of a training run, and models of other libraries.
-``sl.collectives``  what local code moves.
+``sl.collectives``  data movement inside ``shard_map``.
 ``sl.dtensor``      to and from torch's own sharded tensors.
 ``sl.errors``       every error.
 ``sl.extend``       for authors of algorithms, engines, masks and layouts.
@@ -16,7 +16,7 @@ The verbs and values of every day are here; the rest is in modules:
 ``sl.random``       keys of draws.
 ``sl.recipes``      rules for modules.
 ``sl.seeing``       pictures and timelines.
-``sl.testing``      laws that a new algorithm must keep.
+``sl.testing``      checks that a new algorithm must pass.
 """
 
 from shardlib import (
@@ -34,8 +34,8 @@ from shardlib import (
     seeing,
     testing,
 )
-from shardlib import functions as functions  # what torch calls by name finds its stand-ins
-from shardlib import ops as ops  # every operator is registered
+from shardlib import functions as functions  # registers the patches of autograd.Function
+from shardlib import ops as ops  # registers every operator
 from shardlib import recompute as recompute
 from shardlib.checking.proof import check_model
 from shardlib.checkpoint import latest, load, load_hf, save, save_hf

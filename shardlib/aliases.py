@@ -1,8 +1,8 @@
-"""Aliases: share memory as in torch where it can be had, and leave none in doubt.
+"""Memory sharing: views as in torch; writes through a view of a gathered copy are refused.
 
-Views of blocks are views of the value.  Where a view could only be had of a copy (the tensor was
-gathered for it), torch would let a write to one be seen in the other: ``link`` remembers the pair,
-and ``refuse_write`` refuses writes to either while both are alive.
+A view of a block is a view of the value.  Where the tensor was gathered first, the view is one of
+a copy, and torch would show a write to one in the other: ``link`` records such pairs, and
+``refuse_write`` refuses writes to either while both are alive.
 """
 
 import inspect
@@ -25,7 +25,7 @@ LINKS: dict[int, list[tuple[Any, Any]]] = {}
 
 
 def one_storage(a: Tensor, b: Tensor) -> bool:
-    """Say whether ``a`` and ``b`` have one storage, which on the meta device holds nothing."""
+    """Check whether ``a`` and ``b`` have one storage, which on the meta device has no memory."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
@@ -34,7 +34,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
-    """Say whether ``a`` and ``b`` share memory, or are linked."""
+    """Check whether ``a`` and ``b`` share memory, or are linked."""
     if a.is_meta or same_memory(a, b):
         return not a.is_meta
     pairs = LINKS.get(a.untyped_storage()._cdata, ()) if LINKS else ()
@@ -43,11 +43,11 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 
 def link(a: Tensor, b: Tensor) -> None:
-    """Note that ``a`` and ``b`` would share memory in torch, or might."""
+    """Record that ``a`` and ``b`` would share memory in torch, or might."""
     if a.is_meta or same_memory(a, b):
         return
     one, two = StorageWeakRef(a.untyped_storage()), StorageWeakRef(b.untyped_storage())
-    # other threads link too
+    # list() copies: other threads may link while this loop runs
     for key in [k for k, pairs in list(LINKS.items()) if pairs[0][0].expired()]:
         LINKS.pop(key, None)
     LINKS.setdefault(one.cdata, []).append((one, two))
@@ -105,7 +105,7 @@ def writes(t: Tensor) -> int:
 
 
 def refuse_write(raw: Tensor, op: str, operands: dict[str, str], mesh: Any) -> None:
-    """Raise if memory that torch would have shared with ``raw``'s, and is not, is still alive."""
+    """Raise if memory that torch would share with ``raw``, and that here is a copy, is alive."""
     pairs = LINKS.get(raw.untyped_storage()._cdata, ())
     if any(not other.expired() for me, other in pairs if not me.expired()):
         raise Unsupported(

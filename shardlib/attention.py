@@ -1,7 +1,7 @@
-"""Attention round a ring, by an engine of your choice, and what is linear in the sequence.
+"""Ring attention by a chosen engine, and attention that is linear in the sequence.
 
 ``sl.ring_attention`` takes an engine as its ``algorithm``: ``algorithm=sl.attention.DoubleRing(2)``.
-Without one it prices them all, as ``sl.why("attention", q, k, v)`` shows.
+Without one it compares the price of all, as ``sl.why("attention", q, k, v)`` shows.
 """
 
 from shardlib.ops.attention.engines import (

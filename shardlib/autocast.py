@@ -1,9 +1,9 @@
-"""torch.autocast for sharded values: functions are cast to the dtypes that torch casts them to.
+"""torch.autocast for sharded values: operands are cast to the dtypes that torch casts them to.
 
 Implementations run with autocast off: their blocks have the dtype that torch's operator would
-compute in, and what a implementation does inside (a sum in fp32, an accumulator) is not cast again.
+compute in, and computation inside one (a sum in fp32, an accumulator) is not cast again.
 The lists are those of torch's page "Automatic Mixed Precision", CPU and CUDA apart; other
-accelerators have CUDA's, as torch registers it for them.  float64 is never cast.
+accelerators use CUDA's, as in torch.  float64 is never cast.
 """
 
 from collections.abc import Iterator
@@ -47,12 +47,12 @@ _WIDEST = {
 }
 
 COMPOSITE: set[Any] = {torch.einsum, torch.tensordot, torch.inner, Tensor.inner}
-"""Functions that torch composes of others, and so does their
-implementation: those are cast one by one.
+"""Functions that torch composes of others, as their implementations
+here do: those others are cast one by one.
 """
 
 DECLARED: set[Any] = set()
-"""Functions that torch itself runs on blocks, and casts there."""
+"""Functions that torch runs on the blocks, where it casts them itself."""
 
 
 def _named(names: str) -> set[Any]:
@@ -92,18 +92,18 @@ def _on(device: str) -> Iterator[None]:
 
 
 def casting(func: Any) -> AbstractContextManager[Any]:
-    """Set autocast as the caller has it, where torch runs this function, or its Python, on blocks.
+    """Set autocast as the caller has it while torch, or its Python body, runs on the blocks.
 
-    What is done to blocks before and after (cut, gathered, stacked, summed) is not cast.
+    The steps before and after it (cut, gather, stack, sum) are not cast.
     """
     casts = scope().casts
     return nullcontext() if casts is None or casts[1] is not func else _on(casts[0])
 
 
 def cast(implementation: Any, func: Any, args: Any, kwargs: Any, known: bool = True) -> Any:
-    """Call the implementation as torch's autocast would call the function where its operands are.
+    """Call the implementation with operands cast as torch's autocast casts them on their device.
 
-    ``known``  it has an implementation of its own; else torch runs it, or its Python body.
+    ``known``  the function has an implementation here; else torch runs it, or its Python body.
     """
     device = _device((args, kwargs))
     if not torch.is_autocast_enabled(device):
@@ -135,7 +135,7 @@ def cast(implementation: Any, func: Any, args: Any, kwargs: Any, known: bool = T
 def _device(tree: Any) -> str:
     found = _tensors(tree)
     device = found[0].device.type if found else "meta"
-    if device == "meta":  # recorded ranks stand for whatever autocast is on for
+    if device == "meta":  # recorded ranks: take the device whose autocast is on
         here = accelerator()
         return "cpu" if here is None or torch.is_autocast_enabled("cpu") else here.type
     return device

@@ -1,4 +1,4 @@
-"""To and from torch's DTensor without a copy: the blocks are shared, gradients flow."""
+"""DTensor conversion without a copy, both ways: the blocks are shared, gradients flow."""
 
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
         raise Unsupported(
             "simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)"
         )
-    x = settle(x)  # what DTensor computes with it is one more use, whose gradient comes whole
+    x = settle(x)  # DTensor's use is one more use of x, and its gradient comes summed
     from torch.distributed.tensor import DTensor
 
     placements = x.sharding.placements(x.mesh)
@@ -44,7 +44,7 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
 
 
 def from_dtensor(t: "DTensor") -> ShardedTensor:
-    """Take a DTensor on a named mesh as a ShardedTensor; no copy, gradients flow.
+    """Convert a DTensor on a named mesh to a ShardedTensor; no copy, gradients flow.
 
     Raises: NotExpressible for strided placements and for pending averages, maxima and norms;
             UnevenSplit for uneven splits; MeshError for a mesh without names.
@@ -70,7 +70,7 @@ def from_dtensor(t: "DTensor") -> ShardedTensor:
 
     cotangent = [Replicate() if isinstance(p, Partial) else p for p in t.placements]
     local = t.to_local(grad_placements=cotangent)
-    local = local.wait() if hasattr(local, "wait") else local  # a result that is still under way
+    local = local.wait() if hasattr(local, "wait") else local  # an async result of DTensor
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
         raise Unsupported(
             f"its blocks are no plain tensors but {type(local).__name__}",

@@ -1,4 +1,4 @@
-"""Bytes that a device has left: what needs more is refused before it begins."""
+"""Free memory of a device; an operation that needs more is refused before it begins."""
 
 import re
 from pathlib import Path
@@ -11,13 +11,13 @@ from shardlib.mesh import Mesh
 __all__ = ["LARGE", "available", "refuse_beyond"]
 
 LARGE = 1 << 28
-"""Bytes: what needs less is not worth a look at the system."""
+"""Bytes: a smaller allocation does not justify reading the system's counters."""
 
 
 def available(device: torch.device) -> int | None:
-    """Count the bytes that may still be taken of a device; None where nobody says.
+    """Count the free bytes of a device; None where the system does not report them.
 
-    Of host memory: what the system can give, and what the process's control group leaves.
+    For host memory: the smaller of what the system and the process's control group leave.
     """
     if device.type != "cpu":
         asked = getattr(torch.get_device_module(device), "mem_get_info", None)
@@ -31,7 +31,7 @@ def available(device: torch.device) -> int | None:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         most, now = (_text(f"/sys/fs/cgroup/{name}").strip() for name in (limit, used))
-        # pages of files that nobody reads now count as used, and are given back when asked for
+        # the kernel frees inactive file pages on demand, but counts them as used
         cached = re.search(
             r"^(?:total_)?inactive_file (\d+)", _text(f"/sys/fs/cgroup/{details}"), re.M
         )
@@ -48,7 +48,7 @@ def _text(path: str) -> str:
 
 
 def refuse_beyond(nbytes: int, mesh: Mesh, op: str) -> None:
-    """Raise where blocks of so many bytes in this process do not fit in its device."""
+    """Raise where blocks of this many bytes in this process do not fit in its device."""
     left = available(mesh.device) if nbytes > LARGE else None
     if left is not None and nbytes > left:
         axes = ", ".join(f"{n}={s}" for n, s in mesh.axes.items())

@@ -1,4 +1,4 @@
-"""What an algorithm costs a rank: bytes received, messages, temporaries, seconds of computing."""
+"""Cost of an algorithm for each rank: bytes, messages, temporary memory, seconds of computing."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ __all__ = ["Cost", "moving", "summing"]
 
 @dataclass(frozen=True)
 class Cost:
-    """Price for each rank: bytes received, messages, and bytes of temporaries at the peak.
+    """Cost for each rank: bytes received, messages, and bytes of temporaries at the peak.
 
     ``along``    (axes, bytes, messages) of each movement, for meshes whose axes differ in speed.
-    ``compute``  seconds of computing, where algorithms for one operation differ in that.
+    ``compute``  seconds of computing, where the algorithms of one operation differ in that.
 
-    Costs add: bytes, messages and seconds are summed, of temporaries the larger counts.
+    Costs add: bytes, messages and seconds are summed; of temporaries the larger counts.
 
     >>> import shardlib as sl
     >>> gather = sl.extend.Cost(bytes=4096, messages=1, memory=4096)
@@ -41,7 +41,7 @@ class Cost:
         )
 
     def seconds(self, links: Mapping[str, Link] | None = None) -> float:
-        """Estimate the alpha-beta time; a movement over several axes runs at the slowest's pace."""
+        """Estimate the alpha-beta time; a movement over several axes takes the slowest's links."""
         usual, links = Link(), links or {}
         total = self.compute + usual.alpha * self.messages + usual.beta * float(self.bytes)
         for axes, nbytes, messages in self.along:
@@ -67,7 +67,7 @@ def moving(
 def summing(
     nbytes: Fraction | int, axes: tuple[str, ...], mesh: Mapping[str, int], width: int = 1
 ) -> Cost:
-    """Price a psum over ``axes``; its parts travel ``width`` times as wide as the result.
+    """Price a psum over ``axes``; its parts are ``width`` times as wide as the result.
 
     >>> price = summing(4096, ("x",), {"x": 4})
     >>> price.bytes, price.messages  # what a reduce-scatter and an all-gather move

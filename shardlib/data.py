@@ -1,4 +1,4 @@
-"""Batches: global tensors of what data ranks read, in an order that the number of ranks keeps."""
+"""Batches as global tensors; the order of rows does not depend on the number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol, TypeVar, overload
@@ -46,15 +46,15 @@ def from_local(
 @overload
 def from_local(local: Tree, layout: LayoutTree, mesh: MeshLike | None = None) -> Tree: ...
 def from_local(local: object, layout: LayoutTree, mesh: MeshLike | None = None) -> object:
-    """Make a global tensor of the blocks that the ranks hold; nothing moves.
+    """Make a global tensor of the blocks on the ranks; nothing moves.
 
-    ``local``   this rank's block, or a function that reads it, which is called for each rank that
-                this process plays: once in a job, for every rank in turn under ``sl.simulate``.
-                ``mesh.coord`` says whose.  Or a pytree of blocks.
-    ``layout``  how the blocks lie, or a tree of layouts as the blocks' tree.
+    ``local``   this rank's block, or a pytree of blocks, or a function that reads it.  The function
+                is called for each rank of this process: once in a job, for every rank in turn
+                under ``sl.simulate``; ``mesh.coord`` has the rank's position.
+    ``layout``  the layout of the blocks, or a tree of layouts like the blocks' tree.
     Shapes: [n, ...] -> [n * size(axes), ...] along each dimension that is split.  Ranks that differ
-    only in axes that the layout does not name must give the same block.
-    Raises: MeshError where one process plays several ranks and is given one block; RankMismatch
+    only in axes that the layout does not name must have the same block.
+    Raises: MeshError where one process simulates several ranks and gets one block; RankMismatch
     where their blocks differ in shape or dtype.
 
     >>> import shardlib as sl
@@ -91,7 +91,7 @@ def from_local(local: object, layout: LayoutTree, mesh: MeshLike | None = None) 
 
 
 def _one_given(local: Any, m: Mesh) -> list[Any]:
-    """Cut the parts of the ranks played here from a block that is given."""
+    """Return one part per rank of this process from a block that was passed as a value."""
     count = len(played(m))
     if count == 1:
         return [local]
@@ -135,7 +135,7 @@ def _joined(blocks: list[Any], layout: Any, m: Mesh) -> ShardedTensor:
 
 
 class Rows(Protocol):
-    """A dataset: so many rows, each by its number; ``torch.utils.data.Dataset``, or a list."""
+    """A dataset: rows by number, as in ``torch.utils.data.Dataset`` or a list."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> object: ...
@@ -155,20 +155,20 @@ def data(
     workers: int = 0,
     state: Mapping[str, int] | None = None,
 ) -> "Batches":
-    """Deal a torch Dataset to the data ranks: iterate over it for global batches.
+    """Distribute a torch Dataset over the data ranks: iterate over the result for global batches.
 
-    ``dataset``  has ``len`` and ``[i]``: a tensor, number or nest of them.
+    ``dataset``  has ``len`` and ``[i]``: a tensor, a number or a pytree of them.
     ``batch``    rows of a global batch.
     ``layout``   of each tensor [batch, ...], or a tree of them.
     ``shuffle``  in an order drawn from ``seed`` and the epoch, the same for any number of ranks.
-    ``last``     of an epoch that does not divide: "fill" it up with rows whose labels do not count,
-                 or "drop" it.
-    ``ignore``   key of a field -> what its filled rows hold, by default ``{"labels": -100}``; other
+    ``last``     batch of an epoch that does not divide: "fill" it with rows whose labels are
+                 ignored, or "drop" it.
+    ``ignore``   key of a field -> value in its filled rows, by default ``{"labels": -100}``; other
                  fields are filled with zeros.
-    ``collate``  makes one nest of tensors of a list of rows; by default each field is stacked.
+    ``collate``  makes one pytree of tensors of a list of rows; by default each field is stacked.
     ``workers``  processes per rank that read ahead.
     ``state``    of a run that is resumed, on any number of ranks; see ``Batches.state``.
-    Each rank reads its own rows alone.
+    Each rank reads its own rows only.
     Raises: UnevenSplit where a batch does not divide over the ranks; BadArgument.
 
     >>> import shardlib as sl
@@ -182,9 +182,9 @@ def data(
 
 
 class Batches:
-    """The batches of a dataset; each iteration is the rest of an epoch.
+    """Batches of a dataset; each iteration is the rest of an epoch.
 
-    ``epoch``  which pass this is, from 0.   ``row``  rows of it that were given already.
+    ``epoch``  number of the pass, from 0.   ``row``  rows of it that were returned already.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class Batches:
         return self.length // self.batch if self.last == "drop" else -(-self.length // self.batch)
 
     def state(self) -> dict[str, int]:
-        """Say in plain numbers which batch comes next; save it beside the model.
+        """Return the position of the next batch in plain numbers, to save with the model.
 
         >>> import shardlib as sl
         >>> with sl.simulate(data=2):
@@ -270,19 +270,19 @@ class Batches:
         order = self.order()
         ends = range(self.row + self.batch, self.length + self.batch, self.batch)
         stops = [e for e in ends if self.last == "fill" or e <= self.length]
-        if not stops:  # the epoch had ended
+        if not stops:  # the saved state was at the end of an epoch
             self._next_epoch()
             return
         rows = [order[e - self.batch : e] for e in stops]
         rows[-1] += [-1] * (self.batch - len(rows[-1]))
-        parts = list(dict.fromkeys(self._rows_of))  # ranks that hold the same rows read them once
+        parts = list(dict.fromkeys(self._rows_of))  # ranks with the same rows read them once
         todo = [[batch[i] for i in part] for batch in rows for part in parts]
         loader = DataLoader(
             _Rows(self.dataset, self.ignore),
             batch_sampler=todo,  # type: ignore[arg-type]
             collate_fn=self.collate or _together,
             num_workers=self.workers,
-            generator=torch.Generator(),  # of its own: torch's is the user's
+            generator=torch.Generator(),  # DataLoader would draw from the user's
         )
         reading = iter(loader)
         for stop in stops:
@@ -321,10 +321,10 @@ class Batches:
         return leaves, spec, found
 
     def _dealt(self, coord: Mapping[str, int]) -> tuple[int, ...]:
-        """List the rows of a batch that a rank reads: those of any of its fields."""
+        """List the rows of a batch that a rank reads: those that any of its fields needs."""
         fix = "sl.data(dataset, 32, {})"
         given = [self.layout]
-        if not is_layout(self.layout):  # how the fields of a row nest says what a tuple means
+        if not is_layout(self.layout):  # a tuple is one layout or a tree of them: rows decide
             row = (self.collate or _together)([self.dataset[0]])
             given = per_leaf(self.layout, row, "data", fix) or ["..."]
         held: set[int] = set()
@@ -337,7 +337,7 @@ class Batches:
         return tuple(sorted(held))
 
     def _cut(self, read: Any, coord: Mapping[str, int]) -> Any:
-        """Cut from whole rows what a rank holds along the other dimensions."""
+        """Cut a rank's part along the other dimensions from whole rows."""
         leaves, spec, layouts = self._layouts(read)
         return optree.tree_unflatten(
             spec, [self._block(x, lay, coord) for x, lay in zip(leaves, layouts, strict=True)]
@@ -346,7 +346,7 @@ class Batches:
     def _block(self, x: Tensor, layout: Layout, coord: Mapping[str, int]) -> Tensor:
         layout.check((self.batch, *x.shape[1:]), self.mesh, op="data")
         where = layout.indices((self.batch, *x.shape[1:]), self.mesh, coord)
-        if len(where[0]) != len(x):  # the rank read rows for fields that lie otherwise, too
+        if len(where[0]) != len(x):  # the rank read more rows, for fields with another layout
             at = {row: i for i, row in enumerate(self._dealt(coord))}
             x = x.index_select(0, torch.tensor([at[row] for row in where[0]]))
         for d, held in enumerate(where[1:], 1):
@@ -356,7 +356,7 @@ class Batches:
 
 
 class _Rows(Dataset[Any]):
-    """A dataset whose row -1 counts for nothing."""
+    """A dataset with a row -1, whose labels are ignored."""
 
     def __init__(self, dataset: Any, ignore: Mapping[Any, float]) -> None:
         self.dataset, self.ignore = dataset, ignore
@@ -384,7 +384,7 @@ class _Rows(Dataset[Any]):
 
 
 def _together(rows: list[Any]) -> Any:
-    """Make one nest of tensors, as a row is one, of the fields of all rows."""
+    """Stack the fields of all rows into one pytree of tensors, with the structure of a row."""
     flat = [optree.tree_flatten(row) for row in rows]
     fields = zip(*(leaves for leaves, _ in flat), strict=True)
     return optree.tree_unflatten(flat[0][1], [default_collate(list(f)) for f in fields])

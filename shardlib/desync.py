@@ -1,7 +1,7 @@
-"""Compare what the ranks of a job that failed did last: where they first parted.
+"""Comparison of the last operations of each rank of a job that failed: where they first differ.
 
 Each rank writes its last operations when the job fails (mesh/failures.py).  Every rank runs the
-same program, so operation n of one is operation n of all.
+same program, so operation n of one rank is operation n of all.
 """
 
 import json
@@ -15,10 +15,10 @@ __all__ = ["desync"]
 
 
 def desync(folder: str | Path) -> str:
-    """Say at which operation the ranks first parted, or which of them stopped first.
+    """Report the first operation at which the ranks differ, or which of them stopped first.
 
-    ``folder``  where the ranks wrote ``rank_0.json`` and so on; RankFailed's fix line names it.
-    Raises: ShardError where there are none, or one is not whole.
+    ``folder``  has the ranks' ``rank_0.json`` and so on; RankFailed's fix line names it.
+    Raises: ShardError where there are no such files, or one is cut off.
 
     >>> import json, tempfile, pathlib
     >>> from shardlib.desync import desync

@@ -1,4 +1,4 @@
-"""The border to torch's DTensor: conversion without a copy, and our products of plain DTensors."""
+"""DTensor conversion without a copy, and shardlib's products for plain DTensors."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,9 @@ __all__ = ["from_dtensor", "rules", "to_dtensor"]
 
 
 def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> "DTensor":
-    """Share a sharded tensor's blocks as a DTensor; no copy, gradients flow.
+    """Share the blocks of a sharded tensor as a DTensor; no copy, gradients flow.
 
-    ``normalize``  a layout that placements cannot say is first brought to one they can.
+    ``normalize``  a layout that placements cannot express is first moved to one that they can.
     Raises: NotExpressible (zigzag, skew, axes out of mesh order), Unsupported under simulate.
 
     >>> import shardlib as sl
@@ -46,14 +46,14 @@ def _natural(x: ShardedTensor) -> Layout:
     return Layout(tuple(dims), x.sharding.partial)
 
 
-# ---------------------------------------------------------------- our algorithms for DTensors
+# ---------------------------------------------------------------- shardlib's matmul for DTensors
 
 
 class rules:
     """Run ``a @ b`` on plain DTensors by shardlib's matmul algorithms where one fits.
 
     Dispatch follows the operands' type below autograd, so backward products inside the block
-    reach them too; outside of it they run DTensor's own, with the same values.  The
+    use them too; those outside of it run DTensor's own, with the same values.  The
     table is process-wide: enter it on one thread.
 
     >>> import shardlib as sl
@@ -89,19 +89,19 @@ def _handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _product(a: Any, b: Any) -> "DTensor | None":
-    """Multiply a @ b by our algorithms; None where none fits."""
+    """Multiply a @ b by shardlib's algorithms; None where none fits."""
     if not (is_dtensor(a) and is_dtensor(b)):
         return None
     try:
         x, w = from_dtensor(a), from_dtensor(b)
-        # a replicated cotangent: slice it, nothing moves
+        # a replicated cotangent: slicing it into a 2D layout moves nothing
         if not x.sharding.axes and len(w.sharding.axes) == 2:
             k, n = w.dims
             x = reshard(x, Layout((n, k)))
         elif not w.sharding.axes and len(x.sharding.axes) == 2:
             m, k = x.dims
             w = reshard(w, Layout((k, m)))
-            # x is a transposed view
+            # a in row-major mesh order is a transposed view, the case of the weight gradient
             if [a for a in x.mesh.names if a in x.sharding.axes] == [*k.axes, *m.axes]:
                 with pinned(matmul="summa_w"):
                     return to_dtensor(product_of(x, w))
@@ -111,7 +111,7 @@ def _product(a: Any, b: Any) -> "DTensor | None":
 
 
 def _default(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run DTensor's own implementation: the handlers step aside for one call."""
+    """Run DTensor's own implementation: the handlers are removed for one call."""
     handlers = dtensor_handlers()
     held = {o: handlers.pop(o) for o in _OPS if o in handlers}
     try:

@@ -1,6 +1,6 @@
-"""Every error shardlib raises, and how it prints.
+"""Exceptions of shardlib, and their text.
 
-An error is built from fields and the text is made here alone: what failed, with which
+An error is built from fields, and its text is made here only: what failed, with which
 operands, on which mesh, at which line of the user's code, and one line that fixes it.
 """
 
@@ -43,11 +43,11 @@ T = TypeVar("T")
 
 
 class ShardError(ValueError):
-    """Base of every error here.
+    """Base of all exceptions of shardlib.
 
-    Fields: ``op`` the public verb that failed, ``operands`` label -> text of each operand's
+    Fields: ``op`` the public function that failed, ``operands`` label -> text of each operand's
     type, ``mesh`` the mesh (or its text), ``fix`` one line of code that would succeed, ``line``
-    of the user's code where it began, if not where it is raised.
+    of the user's code where the operation began, if that is not where the error is raised.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2):
@@ -99,7 +99,7 @@ class ShardError(ValueError):
 
 
 class UnknownAxis(ShardError):
-    """A layout or collective names an axis that the mesh does not have.
+    """Axis in a layout or collective that the mesh does not have.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "z")  # doctest: +ELLIPSIS
@@ -109,7 +109,7 @@ class UnknownAxis(ShardError):
 
 
 class AxisReused(ShardError):
-    """One mesh axis appears twice in a layout.
+    """Mesh axis that appears twice in a layout.
 
     >>> import shardlib as sl
     >>> sl.Layout.parse("x x")  # doctest: +ELLIPSIS
@@ -119,7 +119,7 @@ class AxisReused(ShardError):
 
 
 class RankMismatch(ShardError):
-    """A layout has another number of dimensions than the tensor.
+    """Layout with another number of dimensions than the tensor.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x .")  # doctest: +ELLIPSIS
@@ -129,7 +129,7 @@ class RankMismatch(ShardError):
 
 
 class UnevenSplit(ShardError):
-    """A dimension does not divide over the axes that split it.
+    """Dimension whose size does not divide over the axes that split it.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2): sl.shard(torch.ones(5), "x")  # doctest: +ELLIPSIS
@@ -139,7 +139,7 @@ class UnevenSplit(ShardError):
 
 
 class MeshError(ShardError):
-    """The mesh does not fit the world, or two operands live on different meshes.
+    """Mesh that does not fit the world, or operands on different meshes.
 
     >>> import shardlib as sl
     >>> sl.simulate(x=0)  # doctest: +ELLIPSIS
@@ -149,7 +149,7 @@ class MeshError(ShardError):
 
 
 class NoMesh(ShardError):
-    """A mesh is needed and none is in scope.
+    """Call that needs a mesh where none is in scope.
 
     >>> import torch, shardlib as sl
     >>> sl.shard(torch.ones(4), "x")  # doctest: +ELLIPSIS
@@ -159,7 +159,7 @@ class NoMesh(ShardError):
 
 
 class LayoutSyntax(ShardError):
-    """The text of a layout cannot be read.
+    """Layout text that cannot be parsed.
 
     >>> import shardlib as sl
     >>> sl.Layout.parse("x (y")  # doctest: +ELLIPSIS
@@ -169,7 +169,7 @@ class LayoutSyntax(ShardError):
 
 
 class NoImplementation(ShardError):
-    """No registered algorithm fits the operation's layouts.
+    """Operation without a registered algorithm for its operands' layouts.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x").data_ptr()  # doctest: +ELLIPSIS
@@ -182,7 +182,7 @@ class NoImplementation(ShardError):
 
 
 class ImplicitCommunication(NoImplementation):
-    """The operation could only run by moving data that nobody asked to move.
+    """Operation that would run only by moving data, which the program did not request.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x").sort()  # doctest: +ELLIPSIS
@@ -192,7 +192,7 @@ class ImplicitCommunication(NoImplementation):
 
 
 class PartialEscape(ShardError):
-    """A pending sum was used where its value is needed.
+    """Pending sum used where its value is needed.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2): sl.shard(torch.ones(4), ". + sum(x)").exp()  # doctest: +ELLIPSIS
@@ -202,7 +202,7 @@ class PartialEscape(ShardError):
 
 
 class PlainTensor(ShardError):
-    """A plain tensor met a sharded one, and nothing says where its data sits.
+    """Plain tensor as an operand of a sharded one, with no layout for it.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x") + torch.ones(4)  # doctest: +ELLIPSIS
@@ -212,7 +212,7 @@ class PlainTensor(ShardError):
 
 
 class NotExpressible(ShardError):
-    """A layout that DTensor's placements cannot say.
+    """Layout that DTensor's placements cannot express.
 
     >>> import shardlib as sl
     >>> sl.Layout.parse("zigzag(x)").placements({"x": 2})  # doctest: +ELLIPSIS
@@ -222,7 +222,7 @@ class NotExpressible(ShardError):
 
 
 class RuleLint(ShardError):
-    """A parallelize rule matched nothing, or a parameter matched no rule.
+    """Parallelize rule that matches nothing, or a parameter that no rule matches.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2):  # doctest: +ELLIPSIS
@@ -233,7 +233,7 @@ class RuleLint(ShardError):
 
 
 class UnknownParameter(ShardError):
-    """A parameter name that the module does not have.
+    """Parameter name that the module does not have.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2):
@@ -245,7 +245,7 @@ class UnknownParameter(ShardError):
 
 
 class Unsupported(ShardError):
-    """The request is understood and is not supported; the message says what would be.
+    """Request that is understood but not supported; the message names what is.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2): sl.shard(torch.ones(4).to_sparse(), "x")  # doctest: +ELLIPSIS
@@ -255,7 +255,7 @@ class Unsupported(ShardError):
 
 
 class ModelDiffers(ShardError, AssertionError):
-    """A sharded model is not the model on one device.
+    """Sharded model whose results differ from those of the model on one device.
 
     >>> import torch, shardlib as sl
     >>> loss = lambda y: (y if y.ndim and type(y) is torch.Tensor else 1.5 * y).sum()
@@ -267,7 +267,7 @@ class ModelDiffers(ShardError, AssertionError):
 
 
 class RankFailed(ShardError):
-    """A rank died, stopped, raised, left or took another way: what every other rank raises.
+    """Failure of another rank: it died, stopped, raised, left, or called other operations.
 
     >>> import os, shardlib as sl
     >>> sl.launch(os._exit, 0, x=2)  # doctest: +ELLIPSIS
@@ -277,7 +277,7 @@ class RankFailed(ShardError):
 
 
 class WrongAxes(ShardError):
-    """A block varies along other mesh axes than its sum, or the layout of a result, says.
+    """Block that varies along other mesh axes than its sum, or the layout of a result, states.
 
     >>> import torch, shardlib as sl
     >>> f = sl.shard_map(lambda v: v, in_layouts="x", out_layouts=".")
@@ -288,7 +288,7 @@ class WrongAxes(ShardError):
 
 
 class BadArgument(ShardError):
-    """torch refuses this call on whole tensors too: a shape, dtype or value that it does not take.
+    """Argument that torch refuses on whole tensors too: a shape, dtype or value.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x").reshape(3)  # doctest: +ELLIPSIS
@@ -296,11 +296,11 @@ class BadArgument(ShardError):
     shardlib.errors.BadArgument: reshape: shape [3] is invalid for 4 elements...
     """
 
-    final = True  # whole operands would not mend it
+    final = True  # no retry on whole operands: torch refuses those as well
 
 
 class OutOfRange(BadArgument, IndexError):
-    """An index, a target or a dimension that the tensor does not have.
+    """Index, target or dimension that the tensor does not have.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2): sl.shard(torch.ones(4), "x")[4]  # doctest: +ELLIPSIS
@@ -310,7 +310,7 @@ class OutOfRange(BadArgument, IndexError):
 
 
 class CheckpointError(ShardError):
-    """A checkpoint was not written, or not read, and nothing was changed.  Every rank raises it.
+    """Checkpoint that was not written, or not read; nothing was changed.  Every rank raises it.
 
     >>> import shardlib as sl
     >>> try:
@@ -322,7 +322,7 @@ class CheckpointError(ShardError):
 
 
 class UnexpectedComm(ShardError, AssertionError):
-    """Another communication ran than a test expected.
+    """Communication other than a test expects.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2), sl.expect_comm(psum=1): pass  # doctest: +ELLIPSIS
@@ -332,7 +332,7 @@ class UnexpectedComm(ShardError, AssertionError):
 
 
 def _stepping() -> dict[str, Any]:
-    """Return the fix of an error inside torch's optimizer, whose code is not the user's."""
+    """Return the fix for an error inside torch's optimizer, whose code the user cannot change."""
     frame = sys._getframe(2)
     while frame is not None and "/torch/optim/" not in frame.f_code.co_filename:
         frame = frame.f_back
@@ -340,14 +340,14 @@ def _stepping() -> dict[str, Any]:
 
 
 MOST = 2000
-"""Bytes that the text of an error has at most."""
+"""Limit on the bytes of an error's text."""
 
 _ROWS = 12
-"""How many lines of an error may say what took part."""
+"""Limit on the lines of an error that list operands and the like."""
 
 
 def clipped(text: str, most: int = MOST) -> str:
-    r"""Escape what a terminal would obey, and cut the middle out of more than ``most`` bytes.
+    r"""Escape control characters for a terminal, and cut the middle of more than ``most`` bytes.
 
     >>> clipped("\x1b[2Jname"), clipped("0123456789" * 1000, 70)
     ('\\x1b[2Jname', '01234567890123456789 ... of 10,000 characters ... 01234567890123456789')
@@ -389,7 +389,7 @@ def _escaped(text: str) -> str:
 
 
 def _shares(lines: list[str]) -> list[int]:
-    """Give the bytes that each line may have: the short ones as they are, the long ones alike."""
+    """Return the bytes that each line may have: short lines keep theirs, long ones get alike."""
     sizes = [len(line.encode()) for line in lines]
     left, out = MOST - len(lines), [0] * len(lines)
     for n, i in enumerate(sorted(range(len(lines)), key=lambda i: sizes[i])):
@@ -399,7 +399,7 @@ def _shares(lines: list[str]) -> list[int]:
 
 
 def similar(word: str, options: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
-    """List the options closest to a word, of which the first 200 characters count.
+    """List the options closest to a word, of which the first 200 characters are compared.
 
     >>> similar("rnig", ["ring", "zigzag"])
     ['ring']
@@ -410,7 +410,7 @@ def similar(word: str, options: Iterable[str], most: int = 1, cutoff: float = 0.
 
 
 def lettered(values: Iterable[T]) -> dict[str, T]:
-    """Name operands as an error and its fix call them: x, y, z, u, v, w, a, ..., h, x1, x2, ...
+    """Name operands as an error and its fix line do: x, y, z, u, v, w, a, ..., h, x1, x2, ...
 
     >>> lettered(["f32[4]", "i64[2]"])
     {'x': 'f32[4]', 'y': 'i64[2]'}
@@ -421,7 +421,7 @@ def lettered(values: Iterable[T]) -> dict[str, T]:
 
 
 def mesh_text(mesh: object) -> str:
-    """Write a mapping, a DeviceMesh or a Mesh as ``x=2 y=4``."""
+    """Format a mapping, a DeviceMesh or a Mesh as ``x=2 y=4``."""
     if isinstance(mesh, Mapping):
         return " ".join(f"{name}={size}" for name, size in mesh.items())
     names = getattr(mesh, "mesh_dim_names", None)
@@ -440,7 +440,7 @@ def package_line(frame: FrameType | None) -> str:
 def user_line(frame: FrameType | None = None, *, only: bool = False, line: int = 0) -> str:
     """Find ``file:line`` of the innermost frame outside shardlib and torch.
 
-    ``frame``  where to begin, the caller's caller unless given; ``only`` there, at ``line``.
+    ``frame``  where to begin, by default the caller's caller; ``only``: no other, at ``line``.
     """
     frame = sys._getframe(2) if frame is None else frame
     while frame is not None:
@@ -449,7 +449,7 @@ def user_line(frame: FrameType | None = None, *, only: bool = False, line: int =
             part in name for part in ("/torch/", "/optree/", "/contextlib.py", "/threading.py")
         )
         if not inside:
-            file = "cell" if "ipykernel_" in name else Path(name).name  # of a notebook
+            file = "cell" if "ipykernel_" in name else Path(name).name  # a notebook's cell
             return f"{file}:{line or frame.f_lineno}"
         frame = None if only else frame.f_back
     return ""

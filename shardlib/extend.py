@@ -1,9 +1,9 @@
-"""Names for authors of algorithms, engines and masks; see ``docs/writing_an_algorithm.md``.
+"""Interface for authors of algorithms, engines and masks; see ``docs/writing_an_algorithm.md``.
 
 An *operator* has one implementation and, for matmul and attention, several *algorithms*.  Each
-looks at a case and answers with a ``Match`` (the result's layout, its price, what runs) or with a
-sentence saying why it does not fit.  An algorithm of matmul runs a ``Schedule``; one of attention
-is an ``Engine``, a value that plans, states what it moves, and carries its plans out.
+checks a case and returns a ``Match`` (the result's layout, its price, a function that runs) or a
+sentence with the reason why it does not fit.  An algorithm of matmul runs a ``Schedule``; one of
+attention is an ``Engine``: it makes plans, lists their communication, and runs them.
 """
 
 from shardlib.cost import Cost, moving, summing

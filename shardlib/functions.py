@@ -1,9 +1,9 @@
 """torch.autograd.Function on sharded values and on simulated blocks.
 
-C++ autograd does not see inside a wrapper, so ``MyFunction.apply(sharded)`` would return a value
+C++ autograd does not look inside a wrapper, so ``MyFunction.apply(sharded)`` would return a value
 without a graph.  Here its forward and backward run on values (global view), inside one Function on
-their raw blocks: the backward is given cotangents that lie as the outputs do, and what it returns
-is brought to where each input's gradient belongs, pending over the axes that the input defers.
+their raw blocks: backward receives cotangents in the layouts of the outputs, and its results are
+moved to the layouts of the inputs' gradients, pending over the axes that the input defers.
 
 ``torch.utils.checkpoint`` (reentrant) and module backward hooks are Functions too: see
 ``STANDINS``.
@@ -35,14 +35,14 @@ __all__ = ["STANDINS", "Node"]
 _WRAPPERS: frozenset[type] = frozenset({ShardedTensor, Stacked})
 
 STANDINS: dict[Any, Callable[..., Any]] = {}
-"""Function class -> what runs instead where a wrapper is among its arguments."""
+"""Function class -> its substitute where a wrapper is among its arguments."""
 
 
-# ---------------------------------------------------------------- what a raw block stands for
+# ---------------------------------------------------------------- metadata of a raw block
 
 
 class _Form:
-    """How one value of the call is rebuilt from its raw block, and where its gradient belongs."""
+    """Metadata to rebuild one argument from its local block and to place its gradient."""
 
     def __init__(self, x: Tensor, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -58,7 +58,7 @@ class _Form:
     given = cotangent = value
 
     def gradient(self, g: Tensor, op: str) -> Tensor:
-        """Return the raw gradient of a plain tensor, which every rank holds."""
+        """Return the raw gradient of a plain tensor, which is the same on every rank."""
         if isinstance(g, ShardedTensor):
             g = reshard(g, "...").raw
             return blocks(g, self.mesh)[0]
@@ -66,18 +66,18 @@ class _Form:
 
 
 class _Whole(_Form):
-    """A ShardedTensor."""
+    """Form of a ShardedTensor."""
 
     def __init__(self, x: ShardedTensor, mesh: Mesh) -> None:
         super().__init__(x, mesh)
-        self.place = x.place  # alone: what autograd saved may be moved elsewhere by its hooks
+        self.place = x.place  # not x itself: hooks of autograd may move its saved block
 
     @staticmethod
     def raw(x: Any) -> Tensor:
         return x.raw
 
     def value(self, raw: Tensor) -> Tensor:
-        """Return what was saved; used once more in backward, its gradient is not deferred."""
+        """Return a saved tensor; backward uses it once more, so its gradient is not deferred."""
         return self.given(settle(self.output(raw)).raw if self.place.deferred else raw)
 
     def given(self, raw: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class _Whole(_Form):
 
 
 class _Block(_Form):
-    """A Stacked: each rank's block."""
+    """Form of a Stacked: each rank's block."""
 
     @staticmethod
     def raw(x: Any) -> Tensor:
@@ -126,11 +126,11 @@ def _form(x: Tensor, mesh: Mesh) -> Any:
     return kind(x, mesh)  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------- ctx as the user sees it
+# ---------------------------------------------------------------- ctx of the user's Function
 
 
 class _Context:
-    """torch's ctx, holding values where torch's would hold the blocks."""
+    """torch's ctx, with sharded values instead of blocks."""
 
     def __init__(self, needs: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs
@@ -161,7 +161,7 @@ class _Context:
 
 
 class _Call:
-    """One ``cls.apply(*args)``."""
+    """State of one ``cls.apply(*args)``."""
 
     def __init__(self, cls: Any, args: Sequence[Any], mesh: Mesh) -> None:
         self.cls, self.mesh, self.args = cls, mesh, list(args)
@@ -185,7 +185,7 @@ class _Call:
             out = self.cls.forward(user, *values)
         self.single = not isinstance(out, tuple)
         outs = (out,) if self.single else out
-        self.rest = list(outs)  # what is no tensor is returned as it is
+        self.rest = list(outs)  # results that are no tensors are returned as they are
         self.put = [i for i, o in enumerate(outs) if isinstance(o, Tensor)]
         self.outs = [_form(outs[i], self.mesh) for i in self.put]
         found = [f.raw(outs[i]) for i, f in zip(self.put, self.outs, strict=True)]
@@ -241,8 +241,8 @@ class _Call:
         finally:
             user._read = None
         if once and torch.is_grad_enabled():
-            # torch asks the cotangents alone, and drops the second derivative where they are
-            # constant
+            # torch checks the cotangents only, and drops the second derivative where they are
+            # constant; saved tensors may require grad too
             near = [r for r in (*raws, *ctx.saved_tensors) if r is not None and r.requires_grad]
             out = [None if g is None else _Final.apply(g, cls.__name__, *near) for g in out]
         return out
@@ -252,7 +252,7 @@ _ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
 
 
 class _Final(Local):
-    """apply(gradient, name, *cotangents): a gradient that refuses to be differentiated again."""
+    """apply(gradient, name, *cotangents): a gradient whose own derivative is refused."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, name: str, *raws: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ class _Final(Local):
 
 
 class _Run(Local):
-    """apply(call, *raws); a subclass for each user's Function carries its name."""
+    """apply(call, *raws); a subclass for each user's Function has its name."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *raws: Tensor) -> Any:
@@ -335,7 +335,7 @@ def _hid(cls: Any, args: tuple[Any, ...], out: Any) -> Any:
 
 
 class Node:
-    """A graph node whose hooks take and give values; for torch's module backward hooks."""
+    """Graph node whose hooks receive and return values; for torch's module backward hooks."""
 
     def __init__(self, node: Any, ins: list[Any], outs: list[Any]) -> None:
         self.node, self.ins, self.outs = node, ins, outs
@@ -375,7 +375,7 @@ class Node:
 
 
 def _hooked(*tensors: Any) -> Any:
-    """Stand in for BackwardHookFunction: the identity, on whose node module hooks hang."""
+    """Replace BackwardHookFunction: the identity, whose graph node carries module hooks."""
     mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor | Stacked))
     forms = [_form(t, mesh) for t in tensors]
     cls = HookFunction
@@ -398,7 +398,10 @@ def _hooked(*tensors: Any) -> Any:
 
 
 def _checkpointed(function: Any, preserve: bool, *args: Any) -> Any:
-    """Checkpoint without reentry, which runs backward inside backward and knows no ``inputs``."""
+    """Run a reentrant checkpoint as a non-reentrant one.
+
+    The reentrant kind calls backward inside backward and refuses ``inputs=``.
+    """
     from torch.utils.checkpoint import checkpoint
 
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)

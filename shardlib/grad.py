@@ -1,4 +1,4 @@
-"""Gradients of functions of sharded parameters, as values."""
+"""Gradients of functions of sharded parameters, as values: ``grad`` and ``value_and_grad``."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ __all__ = ["deferring", "frozen", "grad", "value_and_grad"]
 
 
 class TakesGradients(Protocol):
-    """Type of ``into=``: a transform that has buckets, see ``sl.optim.zero``."""
+    """Type of ``into=``: a transform with gradient buckets, see ``sl.optim.zero``."""
 
     @property
     def sink(self) -> Callable[[Any], Any] | None:
@@ -36,7 +36,7 @@ class TakesGradients(Protocol):
 
 
 P = ParamSpec("P")
-Params = TypeVar("Params", bound=Any)  # any tree: of a lambda nothing is known
+Params = TypeVar("Params", bound=Any)  # any tree: a lambda's argument has no type
 Second = TypeVar("Second", bound=Any)
 Aux = TypeVar("Aux")
 
@@ -108,17 +108,17 @@ def value_and_grad(
     ``argnums``  the argument to differentiate, any pytree of tensors; of several, a tuple of
                  gradients.
     ``has_aux``  f returns (loss, aux); the result is then ((loss, aux), grads).
-    ``pending``  mesh axes over which gradients are left unsummed: they come back ``+ sum(axis)``,
+    ``pending``  mesh axes over which gradients are left unsummed: their layout has ``+ sum(axis)``,
                  which ``zero(..., axis)`` reduce-scatters instead of all-reducing.
-    ``into``     a transform made by ``zero``: gradients are copied into its buckets as backward
-                 makes them, and at stage 2 reduce-scattered meanwhile; they come as ``Buckets``.
+    ``into``     a transform made by ``zero``: backward copies each gradient into its buckets, and
+                 at stage 2 reduce-scatters it meanwhile; the result is a ``Buckets``.
 
     A leaf that the loss does not use gets zeros.  Where some leaves of an argument require grad,
     the others are frozen: their gradient is None, nothing is computed or moved for it, and
-    transforms leave them alone.  A tree that asks nowhere is differentiated whole, so one
-    ``requires_grad_()`` freezes all the other leaves.
-    Within a function that is differentiated itself, value and gradients are functions of what it
-    was given, so that ``sl.grad(lambda w: sl.grad(f)(w).square().sum())`` is a second derivative.
+    transforms leave them unchanged.  A tree where no leaf requires grad is differentiated whole, so
+    one ``requires_grad_()`` freezes all the other leaves.
+    Inside a function that is differentiated itself, value and gradients are functions of its
+    arguments, so that ``sl.grad(lambda w: sl.grad(f)(w).square().sum())`` is a second derivative.
     Raises: ShardError if the loss is no scalar.
 
     >>> import shardlib as sl
@@ -158,7 +158,7 @@ def value_and_grad(
         for i, one in zip(at, optree.tree_unflatten(tree, ours), strict=True):
             inner[i] = one
         with ExitStack() as stack:
-            stack.enter_context(within())  # an exception of backward leaves nothing posted
+            stack.enter_context(within())  # if backward raises, no transfer stays posted
             together = None
             if sink is None and not inside:
                 together = stack.enter_context(Together(wanted))
@@ -229,7 +229,7 @@ def _position(n: int, count: int) -> int:
 
 
 def frozen(leaves: Sequence[Any]) -> list[bool]:
-    """Say which leaves of one tree take no gradient: those that require none while another does."""
+    """Return whether each leaf of a tree is frozen: it requires no grad, and another leaf does."""
     asks = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
     return [not a for a in asks] if True in asks else [False] * len(asks)
 
@@ -288,8 +288,8 @@ def _leaf(x: Any, axes: tuple[str, ...], inside: bool) -> Any:
 
 
 def _apart(raw: Tensor, inside: bool) -> Tensor:
-    """Give a leaf of the same values; within a function that is differentiated, a copy that is a
-    function of them.
+    """Return a leaf with the same values; inside a function that is differentiated, a copy that
+    stays connected to its graph.
     """
     return raw.clone() if inside and raw.requires_grad else raw.detach().requires_grad_()
 
@@ -317,7 +317,7 @@ def _ready(loss: Tensor) -> Tensor:
 
 
 def _with_sums(found: Sequence[Tensor | None], sums: dict[int, Tensor]) -> list[Tensor | None]:
-    """Join what autograd gave of each leaf with the sums that came beside it."""
+    """Add to each leaf's gradient from autograd the sum that was made outside it."""
     out = list(found)
     for i, g in sums.items():
         out[i] = g if (came := out[i]) is None else came + g

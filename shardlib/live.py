@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, and the most that ever were: what a memory plan is made of."""
+"""Live bytes of tensors and their peak, from which memory plans are made."""
 
 import weakref
 from typing import Any
@@ -12,10 +12,12 @@ __all__ = ["Live"]
 
 
 class Live(DispatchMode):  # type: ignore[misc, valid-type]
-    """Bytes of storages made within it and still alive, and their peak; tables of integers aside.
+    """Bytes of storages made inside the context and still alive, and their peak.
 
-    ``paper``  blocks are on the meta device and count as if they were elsewhere; by default what
-               is on the meta device, as a module's skeleton, takes no memory.
+    Tables of integers are not counted.
+
+    ``paper``  blocks on the meta device count as if they had memory; by default a tensor on the
+               meta device, such as a module's skeleton, counts 0 bytes.
 
     >>> import torch
     >>> with Live() as live:
@@ -45,7 +47,8 @@ class Live(DispatchMode):  # type: ignore[misc, valid-type]
         key = storage._cdata
         if key in self.known:
             return
-        table = x.ndim == 1 and x.dtype == torch.int64  # of positions or rows: made once, and kept
+        # a 1-D table of positions or rows is made once and cached, so it is no temporary
+        table = x.ndim == 1 and x.dtype == torch.int64
         holds = new and not table and (self.paper or not x.is_meta)
         nbytes = storage.nbytes() if holds else 0
         self.known[key] = weakref.finalize(storage, self._free, key, nbytes)

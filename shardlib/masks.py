@@ -1,6 +1,6 @@
-"""Masks of attention as values in global positions: ``Causal() & Documents(borders)``, or your own.
+"""Masks of attention in global positions: ``Causal() & Documents(borders)``, or your own.
 
-``sl.ring_attention`` and ``F.scaled_dot_product_attention`` take them; ``&`` joins two.
+``sl.ring_attention`` and ``F.scaled_dot_product_attention`` accept them; ``&`` joins two.
 """
 
 from shardlib.ops.attention.masks import (

@@ -1,4 +1,4 @@
-"""Placing data: shard, unshard, reshard."""
+"""Placement of data on a mesh: shard, unshard, reshard."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -95,16 +95,16 @@ def shard(
     src: int | None = None,
     pad: bool = False,
 ) -> object:
-    """Place a tensor (or each tensor of a pytree) that every rank holds: keep this rank's block.
+    """Place a tensor (or each tensor of a pytree) that every rank has: keep this rank's block.
 
-    ``layout``  a Layout, its text, a tuple as JAX's P, DTensor's placements; of a pytree one for
+    ``layout``  a Layout, its text, a tuple as JAX's P, DTensor's placements; for a pytree one for
                 all its tensors, or a tree of them like x or its upper part.
-    ``src``     0: rank 0's values count and the others' are ignored (they give shape and dtype).
+    ``src``     0: rank 0's values are used, the others' only for their shape and dtype.
                 Without it the ranks verify, once for each line, that copies are the same.
     In a pytree numbers and None, such as an optimizer's step count, stay as they are.
     ``pad``     allow sizes that do not divide: blocks are padded, reductions mask the padding,
                 ``unshard`` strips it; functions that would read it refuse.
-    Only the local block is copied; differentiable: x gets its gradient whole.
+    Only the local block is copied.  Differentiable: the gradient of x is the whole one.
     Raises: UnevenSplit, UnknownAxis, RankMismatch, NoMesh; x is left as it was.
 
     >>> import shardlib as sl
@@ -174,9 +174,9 @@ def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) 
 
 
 def placed_like(x: Tensor, like: ShardedTensor) -> ShardedTensor:
-    """Place a tensor of these sizes, plain or sharded on any mesh, as ``like`` lies.
+    """Place a tensor, plain or sharded on any mesh, in the layout of ``like``; sizes agree.
 
-    Plain ones are the same on every rank, which is not verified here.
+    Plain ones must be the same on every rank; this is not verified here.
     """
     if is_dtensor(x):
         x = from_dtensor(x)
@@ -189,7 +189,7 @@ def placed_like(x: Tensor, like: ShardedTensor) -> ShardedTensor:
 
 
 def _each(f: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``f`` on a pytree's leaf; what is no tensor stays."""
+    """Call ``f`` on a pytree's leaf; return any other than a tensor as it is."""
     if isinstance(x, Tensor):
         return f(x, *args, **kwargs)
     if getattr(x, "ndim", 0) and hasattr(x, "__array__"):
@@ -198,7 +198,7 @@ def _each(f: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _flat(x: Any, op: str) -> tuple[list[Any], Any]:
-    """Flatten a tree of values; one that is no tensor and no number is no tree."""
+    """Flatten a pytree; refuse a single object that is neither a tensor nor a number."""
     leaves, spec = optree.tree_flatten(x)
     if spec.is_leaf() and not isinstance(x, int | float | complex):
         raise no_tensor(x, op)
@@ -213,7 +213,7 @@ def _placed(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
 
 
 def padded_size(layout: Layout, x: Tensor, m: Mesh) -> torch.Size:
-    """Give the smallest sizes that divide."""
+    """Return the smallest sizes that divide."""
     local = layout.local_shape(tuple(x.shape), m, pad=True)
     return torch.Size([n * m.axis_size(d.axes) for n, d in zip(local, layout.dims, strict=True)])
 
@@ -278,7 +278,7 @@ def _run_step(x: Tensor, step: Step) -> Tensor:
             return x.clone()
         away: Any = axis_index(axes) != 0
         away = away if isinstance(away, Tensor) else uploaded((away,), x.device, torch.bool)[0]
-        return x.masked_fill(away, 0)  # and not times zero: infinities are values too
+        return x.masked_fill(away, 0)  # not x * 0, which makes nan of infinity
     if step.kind == "exchange":
         return _exchanged(x, step.axes, *step.table)
     table = uploaded(step.table, x.device)
@@ -288,7 +288,7 @@ def _run_step(x: Tensor, step: Step) -> Tensor:
 
 
 def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
-    """Post all rounds, place what stays, then what arrives."""
+    """Send all rounds, then copy the part that stays while they run, then what arrives."""
     mesh, raw = current_mesh(), unwrap(x)
     front = raw.shape[: lead(mesh)]
     kernels = (not raw.is_cpu or active.cpu) and packable(raw, raw.ndim - lead(mesh))
@@ -337,7 +337,7 @@ def _box(places: Sequence[Sequence[int]]) -> tuple[Any, ...]:
 
 
 class _Reshard(Local):
-    """raw from one layout to another; the cotangent takes the way back."""
+    """Autograd Function from one layout to another; the cotangent moves back."""
 
     @staticmethod
     def forward(
@@ -351,7 +351,7 @@ class _Reshard(Local):
                 x = _run_step(x, step)
         out = unwrap(x)
         if not out.numel():
-            return out.clone()  # autograd lets nothing write to a view made here
+            return out.clone()  # autograd forbids writes to a view made in a Function
         return out.view_as(out) if out is raw else out
 
     @staticmethod
@@ -371,8 +371,8 @@ def reshard(x: object, layout: LayoutTree) -> object:
     """Move a sharded tensor (or each of a pytree) to another layout, by the cheapest plan.
 
     ``layout``  of a pytree one for all its tensors, or a tree of them like x or its upper part.
-    A DTensor comes back as a DTensor.  What lies there already comes back itself, and blocks that
-    need not move are shared, as by ``Tensor.to``: ``unshard`` and ``clone`` copy.
+    A DTensor comes back as a DTensor.  A tensor that has this layout already is returned itself,
+    and blocks that need not move are shared, as by ``Tensor.to``; ``unshard`` and ``clone`` copy.
 
     Differentiable; ``layout_of(x) >> layout`` shows the steps and bytes.
     Raises: UnevenSplit, UnknownAxis, RankMismatch, PlainTensor.
@@ -392,7 +392,7 @@ def reshard(x: object, layout: LayoutTree) -> object:
     if is_dtensor(x):
         return as_dtensor(reshard(from_dtensor(x), layout))
     if not isinstance(x, ShardedTensor) and scope().promoting and scope().mesh is not None:
-        x = replicated(x, scope().mesh)  # as an operator would take it
+        x = replicated(x, scope().mesh)  # as operators do with plain operands
     if not isinstance(x, ShardedTensor):
         raise PlainTensor(
             "a plain tensor has no layout to leave",
@@ -428,7 +428,7 @@ def _moved(x: ShardedTensor, target: Layout) -> ShardedTensor:
 
 
 def constrain(x: Tree, layout: LayoutTree) -> Tree:
-    """Have the value and its gradient lie in ``layout`` from here on.
+    """Move the value to ``layout``, and in backward its gradient too.
 
     ``jax.lax.with_sharding_constraint``; moves what ``reshard`` moves.
 
@@ -445,7 +445,7 @@ def constrain(x: Tree, layout: LayoutTree) -> Tree:
 
 
 class _Placed(Local):
-    """A tensor that every rank holds, in blocks; its gradient is gathered whole on every rank."""
+    """Autograd Function from a whole tensor to blocks; its gradient is gathered on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
@@ -469,10 +469,10 @@ def unshard(x: Mapping[Key, Tensor]) -> dict[Key, Tensor]: ...
 @overload
 def unshard(x: Tree) -> Tree: ...
 def unshard(x: object) -> object:
-    """Give the full tensor on every rank (or each tensor of a pytree), in memory of its own.
+    """Return the full tensor on every rank (or each tensor of a pytree), in its own memory.
 
     Gathers along every axis that splits it, and sums where a sum is pending.  Differentiable.
-    What is written to the result changes no block, on simulated and on real ranks alike.
+    Writes to the result change no block, on simulated and on real ranks alike.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -503,7 +503,7 @@ def _whole(x: ShardedTensor) -> Tensor:
 
 @implements(Tensor.cpu, Tensor.cuda, padded=True)
 def _leaving(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a tensor that is there already, or copy one every rank holds; refuse for blocks."""
+    """Return x if it is on the device already, or a replicated x's copy on the CPU; else refuse."""
     x = args[0]
     if x.raw.device.type == func.__name__:
         return x

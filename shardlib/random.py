@@ -1,20 +1,18 @@
-"""The key from which random numbers of sharded tensors are drawn, the same on every rank.
+"""Random keys of sharded tensors, the same on every rank.
 
-A number is a function of (seed, how many draws came before, position in the global tensor).  So it
-is the same under every layout, on every mesh and back end, and for every number of ranks; what a
-rank draws from torch's own generator, for a log line or a shuffle, changes nothing here.
+A number is a function of (seed, count of draws before, position in the global tensor).  So it
+is the same under every layout, on every mesh and back end, and for every number of ranks; draws
+of one rank from torch's own generator, for a log line or a shuffle, change nothing here.
 
-The seed is the one given to ``torch.manual_seed``, on rank 0 of the mesh: at the first draw, and at
-the first draw after each ``torch.manual_seed``, the ranks agree on it through the job's store.
-They may seed differently (``torch.manual_seed(seed + rank)``); every one of them must seed, or
-none.  Where some seed and others do not, those that did wait for the others as long as a transfer
-may take, and all raise: ranks that go on with different keys would hold different copies of one
-value.
-``seed(n)`` gives the seed outright, and torch's is no longer followed.
+The seed is the one passed to ``torch.manual_seed``, on rank 0 of the mesh: at the first draw, and
+at the first draw after each ``torch.manual_seed``, the ranks agree on it through the job's store.
+Their seeds may differ (``torch.manual_seed(seed + rank)``), but either all of them seed or none
+does.  Where only some seed, those wait for the others up to the timeout of a transfer, and all
+raise: ranks that go on with different keys would have different copies of one value.
+``seed(n)`` sets the seed directly, and torch's is no longer used.
 
-``torch.set_rng_state`` and ``fork_rng`` do not concern the key;
-                        ``get_state`` and ``set_state`` do.  What
-``torch.utils.checkpoint`` recomputes draws again what the forward drew.
+``torch.set_rng_state`` and ``fork_rng`` do not change the key; ``get_state`` and ``set_state`` do.
+The recomputation of ``torch.utils.checkpoint`` repeats the draws of the forward.
 """
 
 import hashlib
@@ -49,9 +47,9 @@ _WORD = (1 << 64) - 1
 
 @dataclass(eq=False)
 class _Seed:
-    """One seeding: what this rank was given, and what the ranks agreed on.
+    """One seeding: the seed passed on this rank, and the seed that the ranks agreed on.
 
-    ``exact``  all must give the same; ``after``  how many draws came since the seeding before.
+    ``exact``  the seed must be equal on all ranks; ``after``  draws since the seeding before.
     """
 
     given: int
@@ -61,25 +59,25 @@ class _Seed:
 
 
 class _Stream:
-    """The draws of one set of ranks."""
+    """Draws of one set of ranks."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.seed = self.first = _Seed(0)
         self.count = 0
-        # how many seedings, torch's and ours, were followed
+        # counts of torch's and our seedings that were applied
         self.heard: tuple[int, int] | None = None
-        self.lock = threading.Lock()  # two threads that draw at once have two keys
+        self.lock = threading.Lock()  # two threads that draw at once must get two keys
 
     def at(self, seed: "_Seed", count: int) -> "_Stream":
-        """Return another stream of these ranks, that stands elsewhere."""
+        """Return a stream of the same ranks with another seed and count."""
         other = _Stream(self.ranks)
         other.seed, other.first, other.count = seed, self.first, count
         other.heard = SEEDED.calls, _TOLD.calls
         return other
 
     def follow(self) -> _Seed:
-        """Return the seed as of now; nothing is sent."""
+        """Return the current seed; nothing is sent."""
         calls = SEEDED.calls, _TOLD.calls
         if self.heard == calls:
             return self.seed
@@ -129,7 +127,7 @@ class _Stream:
 
 
 class _Told:
-    """What ``seed`` was given last."""
+    """Last argument of ``seed``."""
 
     calls = 0
     seed: int | None = None
@@ -143,7 +141,7 @@ _STREAMS: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Stream]]" = (
 
 
 def _stream(mesh: Mesh) -> _Stream:
-    """Return what a mesh draws from: its ranks' stream, or the one that stands for it here."""
+    """Return the stream of a mesh's ranks, or its substitute in this scope."""
     found = mesh.stream
     if found is None:
         found = mesh.stream = _shared(mesh)
@@ -162,7 +160,7 @@ def _streams() -> list[_Stream]:
 
 
 def mixed(x: int) -> int:
-    """Mix a 64-bit number so that every bit hangs on every bit of ``x``: splitmix64's finaliser.
+    """Mix a 64-bit number so that every bit depends on every bit of ``x``: splitmix64's finaliser.
 
     >>> hex(mixed(1)), hex(mixed(2))
     ('0x5692161d100b05e5', '0xdbd238973a2b148a')
@@ -174,15 +172,16 @@ def mixed(x: int) -> int:
 
 
 def branch(key: int, lane: int) -> int:
-    """Give the key of one of several independent numbers per position."""
+    """Return the key of one of several independent numbers per position."""
+    # multiplier of the L64 generators (Steele and Vigna, 2021), as in Java's L64X128MixRandom
     return mixed(key + (lane + 1) * 0xD1342543DE82EF95)
 
 
 def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
-    """Give the key of the next draw on a mesh, the same on all its ranks.
+    """Return the key of the next draw on a mesh, the same on all its ranks.
 
-    torch's own generator moves on too, as in any draw.  A ``generator`` that the user names gives
-    the key itself: rank 0's, sent to all.  Where nobody plays the ranks nothing is drawn.
+    torch's own generator advances too, as in any draw.  A ``generator`` passed by the user gives
+    the key itself: rank 0's, sent to all.  On a mesh without values nothing is drawn.
     """
     if not holds_values(mesh):
         return 0
@@ -190,6 +189,7 @@ def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
         return _named(mesh, generator)
     stream = _stream(mesh)
     with stream.lock:
+        # splitmix64's increment, 2**64 / golden ratio: seed 0 alone would be mixed to 0
         key = branch(mixed(stream.agree() + 0x9E3779B97F4A7C15), stream.count)
         stream.count += 1
     taken = scope().keys
@@ -218,18 +218,18 @@ def _named(mesh: Mesh, generator: torch.Generator) -> int:
 
 
 class Plain:
-    """Draw of plain tensors by a function such as ``torch.rand(shape)``, alike on all ranks.
+    """Draw of plain tensors by a function such as ``torch.rand(shape)``, equal on all ranks.
 
-    Such numbers count as replicated, and come from each rank's own generator.  Once a call is seen
-    to draw them the ranks compare their generators before each call (8 bytes from each); where they
-    stand apart, rank 0's counts, and the others' go on afterwards from where they were.
+    Such tensors count as replicated, but each rank's own generator makes them.  Once a call has
+    drawn, the ranks compare their generators before each call (8 bytes from each); where they
+    differ, rank 0's is used, and afterwards the others continue from their own.
     """
 
     def __init__(self) -> None:
         self.drawn = False
 
     def alike(self, run: Callable[[], Any], mesh: Mesh) -> Any:
-        """Call ``run()``, twice where its first call shows that it draws and generators differ."""
+        """Call ``run()``, and again if it was the first call to draw and the generators differ."""
         if not spans_processes(mesh) or mesh.size == 1:
             return run()
         mine, at, around, keys = torch.get_rng_state(), rewound(mesh), scope().keys, [0]
@@ -253,7 +253,7 @@ class Plain:
 
 
 def _moved_on(since: Tensor, keys: int) -> bool:
-    """Say whether more was drawn from torch's generator than ``keys`` numbers for keys."""
+    """Check whether torch's generator made more draws than the ``keys`` draws for keys."""
     now = torch.get_rng_state()
     if torch.equal(now, since):
         return False
@@ -265,7 +265,7 @@ def _moved_on(since: Tensor, keys: int) -> bool:
 
 
 def _rank_zeros(mesh: Mesh, mine: Tensor) -> bool:
-    """Bring torch's generator to where rank 0's stands; False where all stand there already."""
+    """Set torch's generator to rank 0's state; False where all have this state already."""
     axes = tuple(a for a in mesh.names if mesh.axes[a] > 1)
     with bind(mesh):
         digest = int.from_bytes(
@@ -283,11 +283,11 @@ def _rank_zeros(mesh: Mesh, mine: Tensor) -> bool:
 
 
 def seed(number: int | None) -> None:
-    """Draw from this seed on, on every mesh, instead of following ``torch.manual_seed``.
+    """Use this seed from here on, on every mesh, instead of ``torch.manual_seed``'s.
 
-    None: follow it again.
+    None: use torch's again.
 
-    Every rank gives the same number, which is checked at the next draw.
+    Every rank passes the same number, which is checked at the next draw.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
@@ -308,7 +308,7 @@ def seed(number: int | None) -> None:
 
 
 def get_state(mesh: MeshLike | None = None) -> dict[str, int]:
-    """Give the key as plain numbers, to be saved beside the model: seed and count of draws.
+    """Return the key as plain numbers, to save with the model: seed and count of draws.
 
     Every rank of the mesh calls this.
 
@@ -326,9 +326,9 @@ def get_state(mesh: MeshLike | None = None) -> dict[str, int]:
 
 
 def set_state(state: Mapping[str, int], mesh: MeshLike | None = None) -> None:
-    """Go on from a key that ``get_state`` gave, on this mesh or another, of any number of ranks.
+    """Continue from a key of ``get_state``, on this mesh or another, of any number of ranks.
 
-    Every rank gives the same, which is checked at the next draw.
+    Every rank passes the same, which is checked at the next draw.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2):
@@ -356,13 +356,13 @@ def set_state(state: Mapping[str, int], mesh: MeshLike | None = None) -> None:
     stream.seed, stream.count = _Seed(int(state["seed"]) & _WORD, exact=True), int(state["count"])
 
 
-# ---------------------------------------------------------------- for what runs again
+# ---------------------------------------------------------------- recomputation
 
 Marks = dict[_Stream, tuple[_Seed, int]]
 
 
 def marks() -> Marks:
-    """Return where every random stream stands, or what stands for it here."""
+    """Return seed and count of every random stream in use, or of its substitute in this scope."""
     draws = scope().draws
     here = [(s, draws.get(s, s)) for s in _streams() if s.heard is not None]
     return {s: (now.follow(), now.count) for s, now in here}
@@ -370,7 +370,7 @@ def marks() -> Marks:
 
 @contextmanager
 def replayed(at: Marks) -> Iterator[None]:
-    """Draw again, within it, what was drawn after ``marks()``; the streams stay as they are."""
+    """Repeat, inside it, the draws after ``marks()``; the streams themselves do not advance."""
     told, draws = (SEEDED.calls, _TOLD.calls), scope().draws
     before = [draws.get(s, s) for s in _streams() if s.heard is not None]
     again = {s: s.at(*at.get(s, (s.first, 0))) for s in _streams() if s.heard is not None}
@@ -378,7 +378,7 @@ def replayed(at: Marks) -> Iterator[None]:
         with within(draws={**draws, **again}):
             yield
     finally:
-        # what was seeded in between was seeded before
+        # seedings inside the context concerned the substitutes: the streams must skip them
         more = SEEDED.calls - told[0], _TOLD.calls - told[1]
         for s in before:
             assert s.heard is not None, "only streams in use are listed"
@@ -387,7 +387,7 @@ def replayed(at: Marks) -> Iterator[None]:
 
 @contextmanager
 def seeded(mesh: Mesh, number: int | None) -> Iterator[None]:
-    """Draw on ``mesh``, within it, from a seed of its own; None: from the stream as it is."""
+    """Draw on ``mesh``, inside it, from a separate seed; None: from the stream as it is."""
     if number is None:
         yield
         return
@@ -399,7 +399,7 @@ def seeded(mesh: Mesh, number: int | None) -> Iterator[None]:
 
 
 def rewound(mesh: Mesh) -> tuple[Any, int]:
-    """Return what ``rewind`` needs to draw again from here."""
+    """Return the state that ``rewind`` needs to draw again from here."""
     stream = _stream(mesh)
     return stream.follow(), stream.count
 

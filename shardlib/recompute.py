@@ -1,9 +1,9 @@
-"""Keep the ambient scope and saved results for a recomputation.
+"""Recomputation with the scope of the forward, and the kernel results that it reuses.
 
 torch.utils.checkpoint recomputes in backward, when the mesh, ``implicit``, ``saving``,
 ``algorithm`` and the parameters of ``apply`` are no longer in scope, or on a thread where they
 never were.  ``Kept`` holds the results of a region's products and attention, so that its second
-run makes all else again but not these (``remat="products"``, see modules/remat.py).
+run computes everything except these (``remat="products"``, see modules/remat.py).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ __all__ = ["Kept", "once"]
 
 
 def kept(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep ``run`` with what surrounds this moment, for any time and thread; draws are repeated."""
+    """Save the current scope with ``run``, for any time and thread; draws are repeated."""
     here, at = scope(), marks()
 
     def again(*args: Any) -> Any:
@@ -33,11 +33,11 @@ patch("recompute", lambda: intercept_recompute(kept))
 
 
 class Kept:
-    """Results of one region's operations, in their order: put in by its first run, then given back.
+    """Results of one region's operations, in order: its first run stores them, later ones load.
 
-    An operation asks ``given()``; where that is None it computes and says ``keep(results)``, or
-    ``keep()`` where its results alone would not do for its backward.  A result that was written to
-    in place since is not given back.
+    An operation calls ``given()``; where that is None it computes and calls ``keep(results)``, or
+    ``keep()`` where its backward needs more than its results.  A result that was written to
+    in place since is not returned.
 
     >>> import torch
     >>> region = Kept()
@@ -53,11 +53,11 @@ class Kept:
 
     def __init__(self) -> None:
         self.results: list[tuple[tuple[Any, ...], list[tuple[Tensor, int]]]] = []
-        self.at = -1  # the operation that asked last
-        self.first = False  # the first run goes on
+        self.at = -1  # the operation that called given() last
+        self.first = False  # whether this is the first run
 
     def begin(self) -> None:
-        """Say that the region runs once more, from its start."""
+        """Start another run of the region from its first operation."""
         self.at, self.first = -1, not self.results
 
     def given(self) -> tuple[Any, ...] | None:
@@ -71,7 +71,7 @@ class Kept:
         return tuple(_alias(x) for x in found) or None
 
     def keep(self, *results: Any) -> None:
-        """Keep what ``given()`` returns in later runs; of nothing, the operation runs again."""
+        """Keep results for ``given()`` in later runs; without any, the operation runs again."""
         if self.first:
             held = tuple(_alias(x) for x in results)
             self.results.append((held, []))
@@ -80,7 +80,7 @@ class Kept:
                     self.watch(x)
 
     def watch(self, x: Tensor) -> None:
-        """Give results back only while nothing is written to ``x``, which shares their memory."""
+        """Return the results only while nothing is written to ``x``, which shares their memory."""
         self.results[self.at][1].append((x.detach(), x._version))
 
 
@@ -102,7 +102,7 @@ def once(run: Callable[[], Tensor]) -> Tensor:
 
 
 class _Kernel(DispatchMode):  # type: ignore[misc, valid-type]
-    """Below autograd: the kernel gives ``found``, or what it gives is noted in ``results``."""
+    """Mode below autograd: the kernel returns ``found``, or its result is added to ``results``."""
 
     def __init__(self, found: tuple[Any, ...] | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches of sequences: documents packed into rows, labels shifted before anything is cut."""
+"""Batches of sequences: documents packed into rows, labels shifted before the split."""
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,17 +53,17 @@ def shard_sequence(
 ) -> tuple[ShardedTensor, ShardedTensor] | dict[str, ShardedTensor]:
     """Shift the labels by one, then split every tensor of a batch [batch, sequence, ...].
 
-    Each is split as ``layout`` says.
+    Each is split by ``layout``.
 
-    ``batch``      token ids [B, S]: gives (inputs, targets), the targets being the next ids; or a
-                   dict of tensors, in which what is under ``labels`` is shifted and all else is
-                   only split.
+    ``batch``      token ids [B, S]: returns (inputs, targets), the targets being the next ids; or
+                   a dict of tensors, of which the one under ``labels`` is shifted and the others
+                   are only split.
     ``layout``     of the sequence: ``Ring("s", schedule="zigzag")``,
                    or of [B, S]: ``recipe.tokens``.
     ``documents``  borders (0, 5, 9): the last token of a document predicts nothing.
     Lengths that do not divide are filled up: tokens with ``fill``, targets with ``ignore_index``;
-    under a causal mask nothing looks at what was filled in.  Shifted after the split, each rank's
-    last label would be lost.
+    under a causal mask no token attends to the filling.  If the labels were shifted after the
+    split, the last label of each rank would be lost.
 
     >>> import shardlib as sl
     >>> with sl.simulate(s=2):
@@ -92,10 +92,10 @@ def pack(
     """Pack documents of token numbers into rows of one length: a dataset for ``sl.data``.
 
     Each row is {"input_ids", "labels", "position_ids"}, int64 [length]: labels are the next tokens
-    of the same document, positions begin anew with each, by which a decoder of transformers keeps
-    documents apart where it has no mask and no cache.  Longer documents are cut.  What is left of a
-    row holds ``fill``, with labels ``ignore_index``.  Rows are filled by the longest document that
-    still fits.
+    of the same document; positions restart at 0 in each, by which a decoder of transformers keeps
+    documents apart where it has no mask and no cache.  Longer documents are cut.  The rest of a
+    row has ``fill``, with labels ``ignore_index``.  Documents are packed best-fit, longest first:
+    each into the fullest row that has room.
 
     >>> pack([[1, 2, 3], [4, 5], [6]], 4)[0]["input_ids"]
     tensor([1, 2, 3, 6])
@@ -109,7 +109,7 @@ def pack(
     numbers = (torch.as_tensor(d, dtype=torch.int64).flatten() for d in documents)
     pieces = sorted((x for d in numbers for x in d.split(length)), key=len, reverse=True)
     rows: list[list[Tensor]] = []
-    room: list[tuple[int, int]] = []  # what is free in which row, in order
+    room: list[tuple[int, int]] = []  # (free places, row), sorted
     for piece in filter(len, pieces):
         at = bisect.bisect_left(room, (len(piece), -1))
         free, row = room.pop(at) if at < len(room) else (length, len(rows))

@@ -1,9 +1,9 @@
-"""Per-device code: a function of local blocks, lifted to sharded values.
+"""Per-device code: a function of local blocks, applied to sharded values.
 
 Inside, ``psum(x, "x")`` and the other collectives move data by axis name, as in JAX.
-Gradients are the exact adjoint of the program all ranks run together: a replicated input's
+Gradients are the exact adjoint of the program that all ranks run together: a replicated input's
 gradient is summed over the axes it is replicated on, a replicated output's cotangent is
-shared among its copies.
+divided by the number of its copies.
 """
 
 import math
@@ -61,13 +61,13 @@ def shard_map(
     out_layouts: LayoutTree,
     mesh: MeshLike | None = None,
 ) -> Callable[..., Any]:
-    """Run ``f`` on each rank's blocks; without ``f``, decorate a function so.
+    """Run ``f`` on each rank's blocks; without ``f``, return a decorator.
 
-    ``in_layouts``   one layout for every operand, or a tuple of one per operand; of an operand that
-                     is a tree, one for all its tensors or a tree of them like it or its upper part.
-                     An operand laid out otherwise is refused; numbers and None pass as they are.
-    ``out_layouts``  the same of what ``f`` returns; ``()`` of a tensor that is whole on every rank.
-    ``mesh``         where no operand is sharded; else that of the operands, or the one in scope.
+    ``in_layouts``   one layout for every operand, or a tuple of one per operand; for an operand
+                     that is a pytree, one for all its tensors or a tree of them like it or its
+                     upper part.  An operand with another layout is refused; numbers and None pass.
+    ``out_layouts``  the same for the results of ``f``; ``()`` for a tensor whole on every rank.
+    ``mesh``         where no operand is sharded; else the operands' mesh, or the one in scope.
     Raises: ShardError where an operand or result does not have the stated layout, or ``f`` writes
     into an operand.
 
@@ -112,7 +112,7 @@ def shard_map(
         call.refuse_writes()
         leaves, tree = optree.tree_flatten(out)
         outs = call.outs(out, leaves, tree, out_layouts)
-        whole = [any(leaf is b for b in call.blocks) for leaf in leaves]  # an operand as it was
+        whole = [any(leaf is b for b in call.blocks) for leaf in leaves]  # an operand itself
         leaves = [x.clone() if same else x for x, same in zip(leaves, whole, strict=True)]
 
         def line(i: int, layout: object) -> str:
@@ -168,7 +168,7 @@ class _Call:
         self.versions = [self._version(i) for i in self.at]
 
     def _block(self, i: int, given: Any) -> tuple[Tensor, Layout]:
-        """Cut an operand; refuse one that is laid out otherwise."""
+        """Return an operand's block; refuse an operand with another layout."""
         m = self.mesh
         x = lift(self.leaves[i], m, "shard_map")
         found = as_layout(given, "shard_map", "in_layouts = {}", shape=x.padded_shape, mesh=m)
@@ -189,11 +189,11 @@ class _Call:
         return block, want
 
     def bound(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Put leaves in the operands' places."""
+        """Rebuild the operands' pytree with other leaves."""
         return optree.tree_unflatten(self.tree, leaves)  # type: ignore[return-value]
 
     def name(self, i: int) -> str:
-        """Write an operand as the fix calls it: ``x``, or ``x['w']`` in a tree."""
+        """Write an operand as the fix line calls it: ``x``, or ``x['w']`` in a tree."""
         place = self.tree.accessors()[i]
         return place[1:].codify([*lettered(self.args)][place[0].entry])
 
@@ -202,7 +202,7 @@ class _Call:
         return None if raw.is_inference() else raw._version
 
     def refuse_writes(self) -> None:
-        """Refuse a body that wrote into its operands: a function of values has none but its own."""
+        """Refuse a body that wrote to its operands: it is a function of values."""
         for i, before in zip(self.at, self.versions, strict=True):
             if self._version(i) != before:
                 name = self.name(i)
@@ -215,7 +215,7 @@ class _Call:
                 )
 
     def outs(self, out: Any, leaves: Sequence[Any], tree: Any, given: Any) -> list[Layout]:
-        """Read the layout of each result.  Raises: ShardError for another number of them."""
+        """Parse the layout of each result.  Raises: ShardError for another number of them."""
         tensors = all(isinstance(leaf, Tensor) for leaf in leaves)
         try:
             found = per_leaf(given, out, "shard_map", "out_layouts = {}") if tensors else []
@@ -239,7 +239,7 @@ class _Call:
         )
 
     def line(self, outs: Any) -> str:
-        """Write the call with these layouts of what it returns."""
+        """Write the call with these layouts of its results."""
         given = self.bound(self.layouts)
         first = _text(given[0] if len(given) == 1 and is_layout(given[0]) else given)
         names = ", ".join(lettered(self.args))
@@ -268,11 +268,11 @@ def _operands(args: Sequence[Any]) -> dict[str, str]:
 def _result(
     block: Tensor, layout: Layout, mesh: Any, i: int, line: Callable[[object], str]
 ) -> ShardedTensor:
-    """Make a block the sharded result.
+    """Make a sharded result of a block.
 
     ``line``  writes the call with another layout of this result.
     """
-    raw = held(block, mesh)  # a tensor made inside is the same for all
+    raw = held(block, mesh)  # a plain tensor made in the body is the same on all ranks
     local = list(block.shape)
     try:
         layout = layout.resolve(len(local))
@@ -305,9 +305,9 @@ def _result(
 
 
 def _rehearse(f: Callable[..., Any], call: _Call, out_layouts: Any) -> None:
-    """Run a body of real ranks on the shapes of simulated ones, where what varies is followed.
+    """Run a body of real ranks on the shapes of simulated ones, and track what varies.
 
-    Raises: WrongAxes.  A body that needs values cannot be judged so, and is not.
+    Raises: WrongAxes.  A body that needs values cannot run on shapes, and is not checked.
     """
     axes: Any = call.mesh.axes
     stage, state = simulate(**axes), torch.random.get_rng_state()
@@ -347,11 +347,9 @@ def _check_axes(
     i: int,
     line: Callable[[object], str],
 ) -> None:
-    """Refuse a result that varies where its layout says that it is the same, or the reverse.
+    """Refuse a result that varies where its layout is replicated, or that is equal where partial.
 
-    The reverse: it is the same where its layout says that the ranks' parts are still to be summed.
-
-    Only simulated ranks can be compared for nothing; the same body runs on real ones.
+    Simulated blocks are compared without a transfer; ``_rehearse`` runs this for real ones.
     """
     raw, text = held(block, mesh), str(layout)
     known = frozenset() if type(block) is not Stacked else block.varies and block.varies.axes
