@@ -1,4 +1,4 @@
-"""docs/architecture.md names files that exist, and rooms in the order in which they import."""
+"""docs/architecture.md and docs/glossary.md name files that exist, rooms stand in import order."""
 
 import re
 from pathlib import Path
@@ -19,6 +19,15 @@ def test_every_file_that_is_named_exists() -> None:
     assert not [p for p in sorted(named) if not (ROOT / p).exists()]
     links = re.findall(r"\]\(([\w./-]+\.md)\)", PAGE)
     assert links and all((ROOT / "docs" / link).exists() for link in links)
+
+
+def test_every_word_of_the_glossary_has_a_home() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| .+ \| (?:`([\w./]+)`|\[\w+\]\(([\w./]+)\)) \|$", text, re.M)
+    words = [word for word, *_ in rows]
+    assert len(rows) == text.count("\n| ") - 2 and words == sorted(set(words))
+    homes = [ROOT / file if file else ROOT / "docs" / page for _, file, page in rows]
+    assert len(homes) >= 40 and not [h for h in homes if not h.exists()]
 
 
 def test_the_rooms_stand_in_the_order_of_imports() -> None:
