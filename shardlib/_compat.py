@@ -1,7 +1,7 @@
-"""The only file that touches private torch API, or papers over a rename.
+"""Private torch API and renames: the only file that uses them.
 
-Each entry: what it is, the versions it was seen in, and what to do when it goes.  "2.11 to 2.15":
-looked at in 2.11, 2.13 and 2.15.
+Each entry: what it is, the versions that have it, and what to do when torch removes it ("when it
+goes").  "2.11 to 2.15": checked in 2.11, 2.13 and 2.15.
 """
 
 import importlib.util
@@ -66,32 +66,32 @@ reduce_scatter_single: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
-# The context in which a subclass's own __torch_function__ is not asked.  Seen in 2.11 to 2.15;
+# The context in which a subclass's own __torch_function__ is not called.  In 2.11 to 2.15;
 # torch's page "Extending PyTorch" names it.  When it goes: Tensor.__torch_function__'s own body.
 no_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
-# A reference that does not keep a storage alive: ``cdata``, ``expired()``.  Seen in 2.11 to 2.15,
+# A reference that does not keep a storage alive: ``cdata``, ``expired()``.  In 2.11 to 2.15,
 # where torch's own compiler uses it.  When it goes: weakref.ref of tensor.untyped_storage(), if
 # that object then lives as long.
 StorageWeakRef: Any = reductions.StorageWeakRef
 
-# The base of contexts that see every aten call.  Seen in 2.11 to 2.15 under this underscored
-# name; torch's page "Extending PyTorch" documents it.  When it goes: nothing counts allocations,
+# The base of modes that intercept every aten call.  In 2.11 to 2.15 under this underscored
+# name; torch's page "Extending PyTorch" documents it.  When it goes: allocations are not counted,
 # and attention's peak memory is not predicted.
 DispatchMode: Any = TorchDispatchMode
 
 
 def watched() -> bool:
-    """Say whether another such context sees the aten calls made now.
+    """Check whether another dispatch mode intercepts aten calls now.
 
-    Seen in 2.11 to 2.15.  When it goes: True, and every operation on paper runs each time.
+    In 2.11 to 2.15.  When it goes: True, and every operation on the meta device runs each time.
     """
     return _get_current_dispatch_mode() is not None
 
 
-# What torch's attention runs below autograd where it does not fall to its math form; each gives the
-# output first, then what its backward needs.  Seen in 2.11 to 2.15.  When one goes: a region that
-# keeps its attention (``remat="products"``) makes that again in backward.
+# The ops that torch's attention runs below autograd, unless it uses its math form; each returns the
+# output first, then what its backward needs.  In 2.11 to 2.15.  When one goes: a region that
+# keeps its attention (``remat="products"``) computes that again in backward.
 FUSED_ATTENTION: frozenset[Any] = frozenset(
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
     for name in (
@@ -104,16 +104,16 @@ FUSED_ATTENTION: frozenset[Any] = frozenset(
     if hasattr(torch.ops.aten, f"_scaled_dot_product_{name}")
 )
 
-# What torch's products run below autograd.  Seen in 2.11 to 2.15; as above.
+# The ops that torch's products run below autograd.  In 2.11 to 2.15; as above.
 PRODUCTS: frozenset[Any] = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")
 )
 
 
 def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
-    """Say whether a value is a DTensor.
+    """Check whether a value is a DTensor.
 
-    There is none before its module, which takes longer to import than torch, is.
+    Its module takes longer to import than torch; until it is imported there is no DTensor.
     """
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)  # None while it is being imported
@@ -121,9 +121,9 @@ def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
 
 
 def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
-    """Give the table that DTensor's dispatcher consults before its own rules.
+    """Return the table that DTensor's dispatcher consults before its own rules.
 
-    Seen in 2.11 to 2.15 as ``DTensor._op_dispatcher._custom_op_handlers``; torch's context
+    In 2.11 to 2.15 as ``DTensor._op_dispatcher._custom_op_handlers``; torch's context
     parallel replaces the dict, so it is looked up at each use.  When it goes:
     ``sl.dtensor.rules`` raises Unsupported, and ``sl.dtensor.from_dtensor`` remains.
     """
@@ -141,9 +141,9 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
 
 
 def no_redistribution() -> AbstractContextManager[Any] | None:
-    """Make a context in which DTensor refuses to move data on its own; None where torch has none.
+    """Return a context in which DTensor refuses to redistribute implicitly; None without one.
 
-    Seen in 2.11 to 2.15 as ``torch.distributed.tensor._utils.ExplicitRedistributionContext``.
+    In 2.11 to 2.15 as ``torch.distributed.tensor._utils.ExplicitRedistributionContext``.
     When it goes: the DTensor fallback is off and the operation raises NoImplementation.
     """
     try:
@@ -154,9 +154,9 @@ def no_redistribution() -> AbstractContextManager[Any] | None:
 
 
 def is_strided(placement: Any) -> bool:
-    """Say whether a placement is DTensor's strided shard, which nests axes against mesh order.
+    """Check whether a placement is DTensor's strided shard, which nests axes against mesh order.
 
-    Seen in 2.11 to 2.15 as ``_StridedShard``.  Told by its name, so
+    In 2.11 to 2.15 as ``_StridedShard``.  The check compares the name, so
     nothing breaks when it goes.
     """
     return type(placement).__name__ == "_StridedShard"
@@ -183,11 +183,11 @@ _ATTENTION = {  # op -> the leading names of its arguments
 
 
 def attention_op(name: str) -> Callable[..., Any] | None:
-    """Find one of aten's fused attention ops, which give the log-sum-exp; None where it changed.
+    """Find one of aten's fused attention ops, which return the log-sum-exp; None where it changed.
 
-    A ring merges by the log-sum-exp.
+    A ring merges blocks by the log-sum-exp.
 
-    Seen in 2.11 to 2.15 with the arguments in ``_ATTENTION``, which are compared by name.
+    In 2.11 to 2.15 with the arguments in ``_ATTENTION``, which are compared by name.
     When one goes, or its arguments change: the kernel that needs it is not offered, and the math
     block of ops/attention/kernels.py runs.
     """
@@ -199,13 +199,13 @@ def attention_op(name: str) -> Callable[..., Any] | None:
 
 
 # Raise on the device where a tensor is false, without waiting for it.  An aten operator without a
-# public name, seen in 2.11 to 2.15.  When it goes: ids on CUDA are not checked where a vocabulary
+# public name, in 2.11 to 2.15.  When it goes: ids on CUDA are not checked where a vocabulary
 # is split.
 assert_async: Callable[[Any], None] = torch._assert_async
 
 
-# Where torch.nn.functional's and torch.linalg's builtins live; their functions reach
-# __torch_function__ under these objects.  Seen in 2.11 to 2.15.  When it goes: those run on whole
+# The namespaces of torch.nn.functional's and torch.linalg's builtins; their functions reach
+# __torch_function__ under these objects.  In 2.11 to 2.15.  When it goes: those run on whole
 # operands.
 builtin_homes: tuple[Any, ...] = tuple(
     h for n in ("_nn", "_linalg") if (h := getattr(torch._C, n, None)) is not None
@@ -218,18 +218,18 @@ def builtin(name: str) -> Callable[..., Any]:
 
 
 PATCHES: dict[str, Callable[[], object]] = {}
-"""Changes of torch, by name, that wait for the first mesh."""
+"""Patches of torch, by name, which the first mesh installs."""
 
 _INSTALLED: set[str] = set()
 
 
 def patch(name: str, install: Callable[[], object]) -> None:
-    """Have torch changed by ``install`` when the first mesh is made: an import changes nothing."""
+    """Register a patch of torch, installed with the first mesh: an import changes nothing."""
     PATCHES[name] = install
 
 
 def patch_torch() -> None:
-    """Install each patch once, but those that ``SHARDLIB_UNPATCHED`` names, divided by commas."""
+    """Install each patch once, except those in ``SHARDLIB_UNPATCHED``, a list with commas."""
     if len(_INSTALLED) == len(PATCHES):
         return
     off = os.environ.get("SHARDLIB_UNPATCHED", "").replace(" ", "").split(",")
@@ -251,14 +251,14 @@ _OPENED: dict[str, dict[str, Any]] = {}
 
 
 def opened(func: Any) -> Callable[..., Any] | None:
-    """Give the Python body of a torch function without its question to tensor subclasses.
+    """Return the Python body of a torch function without its check for tensor subclasses.
 
     None where it has none.
 
     torch.nn.functional, torch.functional and torch._tensor begin with ``if has_torch_function...``;
-    the same code runs with that answered False, and the operators inside it are asked one by one.
-    The functions of torch.foreach, new in 2.15, ask in a decorator: theirs is what it wraps.  Seen
-    in 2.11 to 2.15.  When it goes: such functions run on whole operands.
+    the same code runs with that False, and each operator inside it dispatches on its own.
+    The functions of torch.foreach, new in 2.15, check in a decorator: theirs is what it wraps.  In
+    2.11 to 2.15.  When it goes: such functions run on whole operands.
     """
     if not isinstance(func, FunctionType):
         return None
@@ -279,13 +279,13 @@ _DRAWS = frozenset("rrelu_with_noise pca_lowrank svd_lowrank".split())
 
 
 def seeded(func: Any, args: Any, kwargs: Any) -> bool:
-    """Say whether a function draws random numbers: torch tags it nondeterministic_seeded."""
+    """Check whether a function draws random numbers: torch tags it nondeterministic_seeded."""
     name = getattr(func, "__name__", "")
     if name in _DRAWS:
         return True
     if name in ("scaled_dot_product_attention",):
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    # (.., has_biases, num_layers, dropout, train, ..)
+    # arguments (.., has_biases, num_layers, dropout, train, ..): dropout draws in training only
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         flags = [i for i, a in enumerate(args) if isinstance(a, bool)]
         return bool(flags and args[flags[0] + 2] and args[flags[0] + 3])
@@ -298,13 +298,14 @@ def seeded(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class _Seeded:
-    """Count the seedings of torch in this process, and keep the last seed."""
+    """Count of torch's seedings in this process, and the last seed."""
 
     calls = 0
     last = 0
 
     def holds(self) -> bool:
-        """Say whether the last seeding holds, not undone by ``fork_rng`` or ``set_rng_state``."""
+        """Check that ``fork_rng`` or ``set_rng_state`` did not undo the last seeding."""
+        # torch documents 2**64 - 1 + s for a negative seed s; 2.13 uses 2**64 + s
         return torch.initial_seed() in (self.last % 2**64, (self.last - 1) % 2**64)
 
 
@@ -312,10 +313,10 @@ SEEDED = _Seeded()
 
 
 def _hear_seeds() -> None:
-    """Hear of ``torch.manual_seed`` and ``torch.seed``, which both tell custom devices of the seed.
+    """Record ``torch.manual_seed`` and ``torch.seed``, which both pass the seed to custom devices.
 
-    They are imported by name before us, so replacing them would miss calls.
-    ``torch.random._seed_custom_device`` seen in 2.11 to 2.15.  When it goes: wrap
+    Users import them by name before shardlib, so replacing them would miss calls.
+    ``torch.random._seed_custom_device`` in 2.11 to 2.15.  When it goes: wrap
     ``torch.manual_seed`` and ``torch.seed``.
     """
     tell = torch.random._seed_custom_device
@@ -331,14 +332,14 @@ patch("seeds", _hear_seeds)
 
 
 def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[type]) -> None:
-    """Have ``torch.nn.init`` functions ask their argument: a wrapper goes to ``instead[name]``.
+    """Make ``torch.nn.init`` functions call ``instead[name]`` where their argument is a wrapper.
 
-    Theirs are those that do not ask it first.
+    Only those that have no check for ``__torch_function__`` of their own.
 
-    They draw with ``torch.randperm``, or write single elements, where nothing could tell them of a
-    wrapper.  Callers import them by name, so their code is replaced, under the same signature.
-    Seen in 2.11 to 2.15.  When it goes, or torch asks itself: register the functions as those that
-    ask.
+    They draw with ``torch.randperm``, or write single elements, where the operators do not show
+    that the tensor is a wrapper.  Callers import them by name, so their code is replaced, under the
+    same signature.  In 2.11 to 2.15.  When it goes, or torch checks itself: register the functions
+    as the others are.
     """
     for name, ours in instead.items():
         func = getattr(torch.nn.init, name)
@@ -357,14 +358,14 @@ def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[t
 
 
 def job_store() -> Any:
-    """Give the key-value store that the processes of a job met through.
+    """Return the key-value store through which the processes of a job initialized.
 
-    ``torch.distributed.distributed_c10d._get_default_store`` seen in 2.11 to 2.15;
+    ``torch.distributed.distributed_c10d._get_default_store`` in 2.11 to 2.15;
     ``get_group_store`` of a process group is private too.  When it goes: make a ``dist.TCPStore``
     in ``make_mesh``.
 
-    Processes that torchrun starts again may meet through the store of those that failed, and must
-    not take what those said for theirs.
+    Processes that torchrun restarts may use the store of those that failed, and must not
+    read their keys: the count of restarts is a prefix.
     """
     store = torch.distributed.distributed_c10d._get_default_store()
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -374,7 +375,7 @@ def job_store() -> Any:
 def set_timeout(group: Any, seconds: float) -> None:
     """Set how long a transfer of this group may take, gloo's sends and receives included.
 
-    Seen in 2.11 and 2.13 as ``torch.distributed.distributed_c10d._set_pg_timeout``, which warns in
+    In 2.11 and 2.13 as ``torch.distributed.distributed_c10d._set_pg_timeout``, which warns in
     2.15: there ``torch.distributed.set_timeout`` is public.  When 2.15 is the oldest supported
     version: call that directly.
     """
@@ -383,9 +384,9 @@ def set_timeout(group: Any, seconds: float) -> None:
 
 
 def group_timeout(group: Any) -> float:
-    """Give how many seconds a transfer of this group may take.
+    """Return the timeout in seconds of this group's transfers.
 
-    Seen in 2.11 to 2.15 as ``options._timeout`` of a backend.  When it goes: torch's own default.
+    In 2.11 to 2.15 as ``options._timeout`` of a backend.  When it goes: torch's own default.
     """
     found = [group._get_backend(device) for device in group._device_types]
     waits = [b.options._timeout.total_seconds() for b in found if hasattr(b, "options")]
@@ -400,7 +401,7 @@ def foreach_ops() -> dict[str, Callable[..., Any]]:
 
     torch.optim and clip_grad_norm_ call them.
 
-    Seen in 2.11 to 2.15; each asks ``__torch_function__``.  When one goes, so does its caller.
+    In 2.11 to 2.15; each checks ``__torch_function__``.  When one goes, so does its caller.
     """
     return {
         n.removeprefix("_foreach_"): getattr(torch, n)
@@ -410,25 +411,25 @@ def foreach_ops() -> dict[str, Callable[..., Any]]:
 
 
 def fused_steps() -> list[Callable[..., Any]]:
-    """List ``torch._fused_adamw_`` and its kin, in place on lists: params, grads, moments, steps.
+    """List ``torch._fused_adamw_`` and the like: in place on params, grads, moments and steps.
 
-    Seen in 2.11 to 2.15.
+    In 2.11 to 2.15.
     """
     names = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
     return [getattr(torch, n) for n in names if hasattr(torch, n)]
 
 
 def fused_step(name: str) -> Callable[..., None] | None:
-    """Give one of them as ``run(lists, steps, **how)``; None where torch has none of this name.
+    """Return one of them as ``run(lists, steps, **how)``; None where torch has none of this name.
 
-    ``lists`` are parameters, gradients and what the optimizer keeps.
+    ``lists`` are parameters, gradients and the optimizer's state.
 
     When they go: transforms run through ``update``.
     """
     kernel = getattr(torch, f"_fused_{name}_", None)
     if kernel is None:
         return None
-    # the arguments differ in where the list of steps stands, and in lists that may be empty
+    # the arguments differ in the position of the list of steps, and in lists that may be empty
     if name in ("adam", "adamw"):
         return lambda lists, steps, **how: kernel(
             *lists[:4], list(lists[4:5] and lists[4]), steps, **how
@@ -438,33 +439,33 @@ def fused_step(name: str) -> Callable[..., None] | None:
     return lambda lists, steps, **how: kernel(*lists[:2], list(lists[2:3] and lists[2]), **how)
 
 
-# copy_all(to, given): copies tensors to others in one call.  Seen in 2.11 to 2.15, and torch's own
+# copy_all(to, given): copies tensors to others in one call.  In 2.11 to 2.15, and torch's own
 # optimizers call it.  When it goes: ``for t, x in zip(to, given): t.copy_(x)``, which takes longer.
 copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
 
-# The context in which autograd is not asked about a call: an operator without a formula has it look
-# through all operands, 6 % of a fused step over 200 small tensors.  Seen in 2.13.  Where it is
-# missing the calls take so much longer.
+# The context that skips autograd's dispatch: for an operator without a formula autograd looks
+# through all operands, 6 % of a fused step over 200 small tensors.  In 2.13.  Where it is
+# missing the calls take that much longer.
 below_autograd: Callable[[], AbstractContextManager[Any]] = getattr(
     torch._C, "_AutoDispatchBelowAutograd", nullcontext
 )
 
-# What torch.amp.GradScaler.unscale_ calls: (grads, found_inf, inv_scale), in place.  Seen in 2.11
-# to 2.15.  When it goes: its successor needs the same rule, or a rank would not learn of another's
+# The op that torch.amp.GradScaler.unscale_ calls: (grads, found_inf, inv_scale), in place.  In 2.11
+# to 2.15.  When it goes: its successor needs the same rule, or a rank would not receive another's
 # overflow.
 amp_unscale: Callable[..., Any] | None = getattr(
     torch, "_amp_foreach_non_finite_check_and_unscale_", None
 )
 
-# Whether ``param.data = new`` may replace a tensor's storage by another's; nn.Module.to asks.  Seen
-# in 2.11 to 2.15.
+# Whether ``param.data = new`` may replace a tensor's storage by another's; nn.Module.to calls it.
+# In 2.11 to 2.15.
 may_swap_data: Callable[..., Any] | None = getattr(torch, "_has_compatible_shallow_copy_type", None)
 
-# What torch.export and fake tensors ask first of a tensor that they describe.  Seen in 2.11 to 2.15.
-# When it goes: whatever they then ask first.
+# The first method that torch.export and fake tensors call on a tensor that they describe.
+# In 2.11 to 2.15.  When it goes: the method that they then call first.
 describes_memory: Callable[..., Any] = torch.Tensor._is_view
 
-# What torch.func.jvp, jacfwd and torch.autograd.forward_ad begin with.  Seen in 2.11 to 2.15.
+# The first call of torch.func.jvp, jacfwd and torch.autograd.forward_ad.  In 2.11 to 2.15.
 begins_forward_ad: Callable[..., Any] | None = getattr(torch, "_make_dual", None)
 
 
@@ -473,7 +474,7 @@ def transform_called() -> str:
 
     Read from the call stack, for the text of an error alone; "" where there is none.
 
-    ``torch._functorch`` seen in 2.11 to 2.15.  When it goes: errors say "torch.func's transforms".
+    ``torch._functorch`` in 2.11 to 2.15.  When it goes: errors say "torch.func's transforms".
     """
     name, frame = "", inspect.currentframe()
     while frame is not None:
@@ -486,10 +487,10 @@ def transform_called() -> str:
 def under_transform(x: torch.Tensor | None = None) -> str:
     """Name the torch.func transform that runs ("vmap", "grad", "jvp"); "" where there is none.
 
-    Also the one that ``x`` is a value of.
+    With ``x``, also the transform whose value ``x`` is.
 
-    ``torch._C._functorch`` seen in 2.11 to 2.15.  When it goes: functorch's own assertion is what
-    users read.
+    ``torch._C._functorch`` in 2.11 to 2.15.  When it goes: users read functorch's own
+    assertion.
     """
     if x is not None and not torch._C._functorch.is_functorch_wrapped_tensor(x):
         return ""
@@ -500,24 +501,24 @@ def under_transform(x: torch.Tensor | None = None) -> str:
 
 _FunctionBase: Any = torch._C._FunctionBase
 
-# What a Function inherits that defines no ``setup_context``.  Seen in 2.11 to 2.15.
+# The ``setup_context`` that a Function inherits if it defines none.  In 2.11 to 2.15.
 NO_SETUP: Any = torch.autograd.function._SingleLevelFunction.setup_context
 
-# The identity whose graph node carries module backward hooks.  Seen in 2.11 to 2.15; torch asks
+# The identity whose graph node has the module backward hooks.  In 2.11 to 2.15; torch compares
 # its node's name.  When it goes: full backward hooks must be refused.
 HookFunction: Any = torch.nn.modules._functions.BackwardHookFunction
 
 
 class Local(torch.autograd.Function):
-    """Base of the library's own Functions, given raw blocks alone: torch's C entry runs at once.
+    """Base of the library's own Functions, on raw blocks only: apply is torch's C entry, directly.
 
-    ``torch._C._FunctionBase.apply`` seen in 2.11 to 2.15.  When it goes: drop the line.
+    ``torch._C._FunctionBase.apply`` in 2.11 to 2.15.  When it goes: drop the line.
     """
 
     apply = _FunctionBase.__dict__["apply"]
 
     def __init_subclass__(cls) -> None:
-        """Run backward without autocast, wherever it is called: its dtypes were chosen forward."""
+        """Run backward without autocast, wherever it is called: the forward chose its dtypes."""
         run = cls.__dict__.get("backward")
         if isinstance(run, staticmethod):
             cls.backward = staticmethod(_uncast(run.__func__))  # type: ignore[method-assign]
@@ -535,12 +536,12 @@ def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# Whether autocast is on for any device, in one C call of 40 ns.  Seen in 2.11 to 2.15.  When it
+# Whether autocast is on for any device, in one C call of 40 ns.  In 2.11 to 2.15.  When it
 # goes: torch.is_autocast_enabled per device.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
-# Whether a TorchFunctionMode is on, in one C call.  Seen in 2.11 to 2.15.  When it goes:
+# Whether a TorchFunctionMode is on, in one C call.  In 2.11 to 2.15.  When it goes:
 # ``lambda: True``, and ShardedTensor.backward takes torch's way.
 function_modes: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
@@ -550,16 +551,16 @@ def intercept_functions(
     instead: Callable[[Any, tuple[Any, ...]], Any],
     hid: Callable[[Any, tuple[Any, ...], Any], Any],
 ) -> None:
-    """Have a user's ``Function.apply`` that takes or gives wrappers go to ``instead`` or ``hid``.
+    """Replace a user's ``Function.apply`` by ``instead`` or ``hid`` for wrappers.
 
     ``instead(cls, args)`` runs where a wrapper is among the arguments; ``hid(cls, args, out)``
-    judges where one is among the results alone (it came in a list, or in a closure).
+    where one is among the results alone (it came in a list, or in a closure).
 
-    ``Function.apply`` ends in ``super().apply``; what stands there, on ``_SingleLevelFunction``,
-    sees the arguments after defaults are bound and leaves ``Function.apply`` itself, which
-    torch.compile knows by name, alone.  Seen in 2.11 and 2.13.  In 2.15
-    ``Function.apply`` is C's own entry, which binds defaults and asks functorch: ``whole``, put in
-    its place, does both for a wrapper.
+    ``Function.apply`` ends in ``super().apply``, the method of ``_SingleLevelFunction``.  Its
+    replacement here receives the arguments after defaults are bound, and leaves
+    ``Function.apply`` itself, which torch.compile finds by name, as it is.  In 2.11 and 2.13.
+    In 2.15 ``Function.apply`` is C's own entry, which binds defaults and checks functorch: it is
+    replaced by ``whole``, which does both for a wrapper.
     """
     base = torch.autograd.function._SingleLevelFunction
     inherited = _FunctionBase.__dict__["apply"].__get__
@@ -601,8 +602,8 @@ def intercept_recompute(kept: Callable[[Callable[..., Any]], Callable[..., Any]]
 
     ``torch.utils.checkpoint._CheckpointFrame`` is made once per region of the non-reentrant kind,
     by ``checkpoint``, ``checkpoint_sequential``, the composable API and checkpoint wrappers alike;
-    callers import these functions by name, so a class is the one place that all of them pass.  Seen
-    in 2.11 to 2.15.  When it goes: checkpointing inside ``apply`` must be refused.
+    callers import these functions by name, so only the class is common to all of them.  In
+    2.11 to 2.15.  When it goes: checkpointing inside ``apply`` must be refused.
     """
     from torch.utils.checkpoint import _CheckpointFrame
 
@@ -615,10 +616,10 @@ def intercept_recompute(kept: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _SavedInputs:
-    """Keep the inputs of a region of torch 2.11, wrapped again when they are read."""
+    """Saved inputs of a region in torch 2.11, wrapped again when they are read."""
 
     def __init__(self, kept: Any, wraps: dict[int, Callable[[Any], Any]]) -> None:
-        self.kept, self.wraps = kept, wraps  # the tensor, which keeps its node alive
+        self.kept, self.wraps = kept, wraps  # the tensor keeps its graph node alive
 
     @property
     def grad_fn(self) -> Any:
@@ -638,15 +639,15 @@ class _SavedInputs:
 def intercept_inputs(
     wrappers: frozenset[type], open_: Callable[[Any], tuple[Any, Callable[[Any], Any]]]
 ) -> dict[Any, Callable[..., Any]]:
-    """Have a checkpointed region save its wrapper arguments as raw blocks.
+    """Make a checkpointed region save its wrapper arguments as raw blocks.
 
-    ``open_(x)`` is (raw, how to wrap it).
+    ``open_(x)`` is (raw, function that wraps it).
 
     torch saves them as SavedTensors, whose C++ side keeps ``requires_grad`` and the graph; a
     wrapper has neither there.  Without this a region nested in a region recomputes from inputs that
-    need no gradient, and saves another number of tensors.  ``save_inputs`` and ``get_inputs`` seen
-    in 2.13 and 2.15; in 2.11 a Function, ``_NoopSaveInputs``, does this: what is returned is what
-    must run in such Functions' place.
+    need no gradient, and saves another number of tensors.  ``save_inputs`` and ``get_inputs`` in
+    2.13 and 2.15; in 2.11 a Function, ``_NoopSaveInputs``, does this: the result has the
+    substitutes for such Functions.
     """
     import torch.utils.checkpoint as module
 
@@ -685,11 +686,11 @@ def intercept_inputs(
 
 
 def intercept_proxies(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Have ``begin(mode)`` and ``end(mode)`` surround each trace of torch's make_fx.
+    """Call ``begin(mode)`` and ``end(mode)`` around each trace of torch's make_fx.
 
-    ``ProxyTorchDispatchMode`` is what make_fx, and torch.export after it, run the traced function
-    in; operators on wrappers' blocks would pass it by as constants.  Importing torch imports it.
-    Seen in 2.11 to 2.15.  When it goes: ``__torch_function__`` asks whether a trace is on.
+    make_fx, and torch.export after it, run the traced function in ``ProxyTorchDispatchMode``;
+    operators on wrappers' blocks would be recorded as constants.  Importing torch imports it.
+    In 2.11 to 2.15.  When it goes: ``__torch_function__`` checks whether a trace is on.
     """
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as Mode
 
@@ -709,11 +710,11 @@ def intercept_proxies(begin: Callable[[Any], None], end: Callable[[Any], None]) 
 
 
 class _Untraced(MetaPathFinder):
-    """torch.compile runs the library's code as it is: its frames are neither compiled nor inlined.
+    """Import hook that excludes the library from torch.compile: its frames run uncompiled.
 
     Dynamo would trace through ``__torch_function__`` and rebuild wrappers wrongly.  Its own switch
-    for a package is ``torch._dynamo.trace_rules.add``, seen in 2.11 to 2.15; importing
-    ``torch._dynamo`` takes a second, so that waits until somebody else imports it.  Costs nothing
+    for a package is ``torch._dynamo.trace_rules.add``, in 2.11 to 2.15; importing
+    ``torch._dynamo`` takes a second, so the hook waits until other code imports it.  Costs no time
     per call, unlike ``torch._dynamo.disable``.  When it goes: ``torch.compiler.disable`` on both
     ``__torch_function__``.
     """
@@ -737,7 +738,7 @@ class _Untraced(MetaPathFinder):
 
 
 def run_uncompiled() -> None:
-    """Have torch.compile leave the library uncompiled; see _Untraced."""
+    """Make torch.compile leave the library uncompiled; see _Untraced."""
     found = sys.modules.get(_Untraced.name)
     if found is not None:
         found.add("shardlib")  # type: ignore[attr-defined]
@@ -749,18 +750,18 @@ patch("compile", run_uncompiled)
 
 
 def owned(out: torch.Tensor) -> torch.Tensor:
-    """Give the same memory as a tensor that is no view, so that it can be changed in place.
+    """Return the same memory as a tensor that is no view, so that it can be changed in place.
 
     A view that an autograd Function returns cannot.  ``aten._unsafe_view`` as torch.matmul uses it;
-    seen in 2.11 to 2.15.  Without it: ``out.clone()``.
+    in 2.11 to 2.15.  Without it: ``out.clone()``.
     """
     return torch.ops.aten._unsafe_view.default(out, out.shape) if out._is_view() else out
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
-    """Give the module that torch.compile was given, whose forward has the names of its arguments.
+    """Return the module inside a compiled one, whose forward has the names of its arguments.
 
-    ``OptimizedModule._orig_mod`` seen in 2.11 to 2.15; nothing else has it.  When it goes:
+    ``OptimizedModule._orig_mod`` in 2.11 to 2.15; no other module has it.  When it goes:
     positional inputs of a compiled module are replicated.
     """
     while isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
@@ -769,25 +770,25 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def storage_users(x: torch.Tensor) -> int:
-    """Count the tensors that look at the memory of ``x``, itself included.
+    """Count the tensors that share the memory of ``x``, itself included.
 
-    ``torch._C._storage_Use_Count`` seen in 2.11 to 2.15, where torch's compiler uses it; asking
-    counts as one.  When it goes: gathered buckets get new memory each time.
+    ``torch._C._storage_Use_Count`` in 2.11 to 2.15, where torch's compiler uses it; the call
+    itself counts as one.  When it goes: gathered buckets get new memory each time.
     """
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
 
 
 def tensor_users(x: torch.Tensor) -> int | None:
-    """Count what holds this tensor: Python, all of it, is one; so is each graph that leads to it.
+    """Count the references to this tensor: all of Python's are one, each graph's is one more.
 
-    ``Tensor._use_count`` seen in 2.13; None where it is missing: nobody can say.
+    ``Tensor._use_count`` in 2.13; None where it is missing: the count is unknown.
     """
     count = getattr(x, "_use_count", None)
     return None if count is None else int(count())
 
 
 class _AtEnd:
-    """A callback of a backward pass, which the engine drops uncalled where the pass fails."""
+    """Callback of a backward pass, which the engine drops uncalled where the pass fails."""
 
     def __init__(self, run: Callable[[], object], failed: Callable[[], object] | None) -> None:
         self.run, self.failed = run, failed
@@ -802,17 +803,17 @@ class _AtEnd:
 
 
 def after_backward(run: Callable[[], object], failed: Callable[[], object] | None = None) -> None:
-    """Have ``run`` called when this thread's backward pass is through; ``failed`` if it raises.
+    """Call ``run`` at the end of this thread's backward pass; ``failed`` if the pass raises.
 
-    ``Variable._execution_engine.queue_callback`` seen in 2.11 to 2.15, where torch's FSDP
+    ``Variable._execution_engine.queue_callback`` in 2.11 to 2.15, where torch's FSDP
     uses it; a pass that raises frees its callbacks before the exception reaches its caller.
-    When it goes: what was prefetched and not taken is waited for at the next call.
+    When it goes: transfers that were prefetched and not used are waited for at the next call.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(run, failed))
 
 
 def backward_now() -> int:
-    """Number the backward pass that runs in this thread, -1 outside any; no two share one."""
+    """Return the number of this thread's backward pass, -1 outside any; numbers are not reused."""
     return torch._C._current_graph_task_id()
 
 
@@ -820,7 +821,7 @@ _CALLERS: dict[int, Context] = {}  # by thread
 
 
 def _keep_callers() -> None:
-    """Note who calls backward where torch does not tell its own threads.
+    """Record the caller of backward where torch does not pass its context to its own threads.
 
     2.11: ``torch.autograd.backward`` and ``grad`` go through ``_engine_run_backward``.
     """
@@ -828,7 +829,7 @@ def _keep_callers() -> None:
     run = module._engine_run_backward
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        if backward_now() != -1:  # one backward inside another: whoever called the outer
+        if backward_now() != -1:  # backward inside backward: the outer one's caller counts
             return run(*args, **kwargs)
         _CALLERS[get_ident()] = copy_context()
         try:
@@ -845,14 +846,14 @@ if _KEPT:
 
 
 def backward_context() -> Context | None:
-    """Give the context variables of whoever called the backward pass that runs.
+    """Return the context variables of the caller of the backward pass that runs.
 
     Also on autograd's own threads.
 
-    ``torch.autograd.graph._engine_run_backward`` leaves them in thread-local state that the engine
-    hands to its threads.  Seen in 2.13 and 2.15; in 2.11 they are noted here, and of two threads
-    that call backward at once neither is told.  When it goes: what runs on a GPU's thread is
-    counted by no trace.
+    ``torch.autograd.graph._engine_run_backward`` stores them in thread-local state, which the
+    engine passes to its threads.  In 2.13 and 2.15; in 2.11 they are recorded here, and if two
+    threads call backward at once the result is None.  When it goes: operations on a GPU's thread
+    are counted by no trace.
     """
     if _KEPT:
         found = list(_CALLERS.values()) if backward_now() != -1 else []
@@ -863,9 +864,9 @@ def backward_context() -> Context | None:
 def l1_weight() -> Any:
     """Find the ``weight`` of the call of F.l1_loss that is being dispatched.
 
-    torch hands the call on without it.
+    torch dispatches the call without it.
 
-    Seen in 2.11 to 2.15.  When it goes: drop this.
+    In 2.11 to 2.15.  When it goes: drop this.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not torch.nn.functional.l1_loss.__code__:
@@ -874,11 +875,11 @@ def l1_weight() -> Any:
 
 
 def is_wrapped_hook(value: object) -> bool:
-    """Say whether a hook of state dicts is held with the module that it is called with.
+    """Check whether a hook of state dicts is stored with the module that it is called with.
 
-    ``torch.nn.modules.module._WrappedHook`` seen in 2.11 to 2.15: attributes ``hook`` and
-    ``module``, a weak reference.  When it goes: such a hook of a module that is dropped fails, and
-    says so.
+    ``torch.nn.modules.module._WrappedHook`` in 2.11 to 2.15: attributes ``hook`` and
+    ``module``, a weak reference.  When it goes: such a hook of a module that is dropped fails, with
+    an error.
     """
     return (
         type(value).__name__ == "_WrappedHook"
