@@ -264,7 +264,9 @@ class Batches:
         if not self.shuffle:
             return list(range(self.length))
         key = branch(mixed(self.seed), self.epoch) >> 1
-        return torch.randperm(self.length, generator=torch.Generator().manual_seed(key)).tolist()
+        return torch.randperm(
+            self.length, generator=torch.Generator().manual_seed(key), device="cpu"
+        ).tolist()
 
     def __iter__(self) -> Iterator[Any]:
         order = self.order()
@@ -348,10 +350,10 @@ class Batches:
         where = layout.indices((self.batch, *x.shape[1:]), self.mesh, coord)
         if len(where[0]) != len(x):  # the rank read more rows, for fields with another layout
             at = {row: i for i, row in enumerate(self._dealt(coord))}
-            x = x.index_select(0, torch.tensor([at[row] for row in where[0]]))
+            x = x.index_select(0, torch.tensor([at[row] for row in where[0]], device=x.device))
         for d, held in enumerate(where[1:], 1):
             if len(held) != x.shape[d]:
-                x = x.index_select(d, torch.tensor(list(held)))
+                x = x.index_select(d, torch.tensor(list(held), device=x.device))
         return x
 
 

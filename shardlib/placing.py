@@ -333,7 +333,10 @@ def _box(places: Sequence[Sequence[int]]) -> tuple[Any, ...]:
     if all(isinstance(p, range) for p in places):
         return tuple(slice(p.start, p.stop) for p in places if isinstance(p, range))
     last = len(places) - 1
-    return tuple(torch.tensor(list(p)).reshape(-1, *[1] * (last - d)) for d, p in enumerate(places))
+    return tuple(
+        torch.tensor(list(p), device="cpu").reshape(-1, *[1] * (last - d))
+        for d, p in enumerate(places)
+    )
 
 
 class _Reshard(Local):

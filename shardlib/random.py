@@ -248,7 +248,7 @@ class Plain:
             around[0] += keys[0]
         if replaced and mesh.coord is not None and any(mesh.coord.values()):
             torch.set_rng_state(mine)
-            torch.rand(())
+            torch.rand((), device="cpu")
         return out
 
 
@@ -260,7 +260,7 @@ def _moved_on(since: Tensor, keys: int) -> bool:
     again = torch.Generator()
     again.set_state(since)
     for _ in range(keys):
-        torch.rand((), generator=again)
+        torch.rand((), generator=again, device="cpu")
     return not torch.equal(now, again.get_state())
 
 

@@ -121,13 +121,15 @@ def pack(
 
 
 def _row(pieces: Sequence[Tensor], left: int, fill: int, ignore_index: int) -> dict[str, Tensor]:
-    filler = torch.full((left,), fill)
-    ends = torch.tensor([ignore_index])
-    labels = [torch.cat([x[1:], ends]) for x in pieces] + [torch.full((left,), ignore_index)]
+    filler = torch.full((left,), fill, device="cpu")
+    ends = torch.tensor([ignore_index], device="cpu")
+    labels = [torch.cat([x[1:], ends]) for x in pieces] + [
+        torch.full((left,), ignore_index, device="cpu")
+    ]
     return {
         "input_ids": torch.cat([*pieces, filler]),
         "labels": torch.cat(labels),
-        "position_ids": torch.cat([torch.arange(len(x)) for x in (*pieces, filler)]),
+        "position_ids": torch.cat([torch.arange(len(x), device="cpu") for x in (*pieces, filler)]),
     }
 
 

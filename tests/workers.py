@@ -1,4 +1,7 @@
-"""A pool of real gloo processes, forked once and kept for the whole run.
+"""A pool of real processes on torch's default device, started once and kept for the whole run.
+
+On the CPU they are forked and meet over gloo.  Where a test run is on the pretend accelerator, they
+are forked from a server that has used no device: autograd has threads of its own where it has.
 
 ``run`` sends a module-level function to every rank, inside the mesh asked for, and returns what
 each returned.  The first failure is raised at once, though others may wait for that rank.  A task
@@ -10,6 +13,7 @@ outlives a killed process.
 
 import faulthandler
 import gc
+import importlib
 import multiprocessing as mp
 import os
 import pickle
@@ -37,19 +41,26 @@ class WorkerError(AssertionError):
 _COLLECTED = [(700, 10, 10), (150, 5, 5), (20_000, 50, 50), (400, 2, 2)]
 
 
-def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
+_PRELOAD = ["shardlib", "tests.accelerator.pretend", "transformers"]
+"""What the server imports once for all processes that it forks."""
+
+
+def _serve(rank: int, world: int, folder: str, pipe: Connection, device: str) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
+    if device != "cpu":
+        importlib.import_module("tests.accelerator.pretend").default()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(os.path.join(folder, "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     gc.set_threshold(*_COLLECTED[rank % len(_COLLECTED)])
     while True:
         fn, args, axes, seconds = pickle.loads(pipe.recv_bytes())
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
         try:
             torch.manual_seed(0)
-            with sl.make_mesh(device="cpu", **axes):
+            with sl.make_mesh(device=device, **axes):
                 answer = pickle.dumps((True, fn(*args)))
                 fixes.run_together()
         except BaseException:
@@ -64,13 +75,17 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("fork")
+        device = torch.get_default_device().type
+        context = mp.get_context("fork" if device == "cpu" else "forkserver")
+        context.set_forkserver_preload(_PRELOAD)
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world, self.folder.name, theirs), daemon=True
+                target=_serve,
+                args=(rank, self.world, self.folder.name, theirs, device),
+                daemon=True,
             )
             process.start()
             theirs.close()

@@ -72,7 +72,7 @@ class Places:
                 filled[i] = x
             args, kwargs = optree.tree_unflatten(tree, filled)
             outs = [x for x in optree.tree_leaves(func(*args, **kwargs)) if _floats(x)]
-            return sum((_weighed(x) for x in outs), start=torch.zeros(()))  # type: ignore[return-value]
+            return sum((_weighed(x) for x in outs), start=torch.zeros((), device="cpu"))  # type: ignore[return-value]
 
         try:
             with torch.enable_grad(), within(watcher=None):
@@ -85,7 +85,8 @@ class Places:
 
 def _weighed(x: Any) -> Tensor:
     """Compute a scalar with a different weight for each element."""
-    weights = torch.cos(torch.arange(float(math.prod(x.shape)))).reshape(x.shape).to(x.dtype)
+    places = torch.arange(float(math.prod(x.shape)), device=x.device)
+    weights = torch.cos(places).reshape(x.shape).to(x.dtype)
     if isinstance(x, ShardedTensor):
         weights = shard(weights, str(x.sharding.bare), x.mesh)
     return (x * weights).sum()

@@ -285,7 +285,7 @@ def _dense(case: _Case) -> Quantities:
     args, kwargs = case.batch
     named = dict(model.named_parameters())
     found: Quantities = {}
-    groups = list(named.values()) or [torch.zeros(1, requires_grad=True)]
+    groups = list(named.values()) or [torch.zeros(1, requires_grad=True, device="cpu")]
     optimizer = torch.optim.AdamW(groups, lr=_RATE, weight_decay=0.01)
     for step in range(max(1, case.steps)):
         optimizer.zero_grad()
@@ -305,9 +305,7 @@ def _dense(case: _Case) -> Quantities:
             grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in learn.items()}
             found |= {f"gradient of {n}": g.clone() for n, g in grads.items()}
             squares = [g.square().sum() for g in grads.values()]
-            found["norm"] = (
-                torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum().sqrt()
-            )
+            found["norm"] = sum(squares, torch.zeros((), dtype=torch.float64, device="cpu")).sqrt()
         for p in named.values():
             p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
         if case.steps:

@@ -333,7 +333,7 @@ def _companions(directory: Directory) -> list[Path]:
 
 
 def _blank(box: Box, dtype: torch.dtype) -> Tensor:
-    return torch.empty([sum(run.length for run in held) for held in box], dtype=dtype)
+    return torch.empty([sum(run.length for run in held) for held in box], dtype=dtype, device="cpu")
 
 
 def _parts(

@@ -483,7 +483,7 @@ class Folder:
                 return self.into(memory(out), c.file, c.offset + at * item)
             near = gaps <= _NEAR * (out.numel() // run)
             if near and span * item <= _SPAN:
-                rows = torch.empty(span, dtype=c.dtype)
+                rows = torch.empty(span, dtype=c.dtype, device="cpu")
                 self.into(memory(rows), c.file, c.offset + at * item)
                 out.copy_(rows.as_strided(out.shape, strides[d:]))
                 return None
@@ -538,7 +538,7 @@ def fill(
             piece = folder.block(chunk, cut, out[tuple(pairs[0][1] for _, _, pairs in group)])
             _compare(piece, tiles, chunk)
             continue
-        block = folder.block(chunk, cut, torch.empty(sizes, dtype=chunk.dtype))
+        block = folder.block(chunk, cut, torch.empty(sizes, dtype=chunk.dtype, device="cpu"))
         _compare(block, tiles, chunk)
         for pairs in itertools.product(*(inside for _, _, inside in group)):
             piece, where = block[tuple(s for s, _ in pairs)], tuple(t for _, t in pairs)
@@ -599,7 +599,7 @@ def check_chunk(chunk: Chunk, folder: Folder) -> None:
     if not chunk.nbytes:
         return
     for i, (_, lengths) in enumerate(sums.strips):
-        strip = torch.empty([sum(some) for some in lengths], dtype=chunk.dtype)
+        strip = torch.empty([sum(some) for some in lengths], dtype=chunk.dtype, device="cpu")
         folder.into(memory(strip), chunk.file, at)
         folder.bytes_read += strip.nbytes
         at += strip.nbytes

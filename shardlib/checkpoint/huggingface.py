@@ -265,7 +265,7 @@ class Conversion:
 
     def _read(self, name: str) -> Tensor:
         folder, chunk = self.table[name]
-        out = torch.empty(chunk.shape, dtype=chunk.dtype)
+        out = torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu")
         fill(out, chunk.box, chunk, folder)
         return out
 

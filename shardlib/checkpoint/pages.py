@@ -51,7 +51,11 @@ def new(plans: Sequence[Plan]) -> list[Tensor]:
             out.append(torch.empty(shape, dtype=dtype, device=device))
             continue
         held = _storage(*room, at, n, taken)
-        out.append(torch.empty(0, dtype=dtype).set_(held, 0, torch.Size(shape), _strides(shape)))
+        out.append(
+            torch.empty(0, dtype=dtype, device="cpu").set_(
+                held, 0, torch.Size(shape), _strides(shape)
+            )
+        )
         at += taken
     return out
 

@@ -162,7 +162,9 @@ class Sums:
         first = where[self.last - 1].start if self.joined else None
         lanes = self._lanes(x)
         width = lanes.shape[-1]
-        sums = torch.zeros(math.prod(map(len, lengths[: self.last])), width, dtype=torch.int32)
+        sums = torch.zeros(
+            math.prod(map(len, lengths[: self.last])), width, dtype=torch.int32, device="cpu"
+        )
         some, room = _room(width)
         heights = [tuple(h) for h in lengths[: self.last] if h != [1]]
         if len(heights) < 2:
@@ -222,7 +224,7 @@ def _crc(x: Tensor) -> int:
 def _room(width: int) -> tuple[int, Tensor]:
     """Return the number of rows that fit the processor's cache, and a buffer for as many."""
     some = max(1, _PIECE // (4 * width))
-    return some, torch.empty(some, width, dtype=torch.int32)
+    return some, torch.empty(some, width, dtype=torch.int32, device="cpu")
 
 
 Walk = tuple[int, int, list[tuple[int, int, int, Tensor]]]
@@ -311,7 +313,7 @@ def _odd(count: int) -> Tensor:
 
     Source: splitmix64's mixing, Steele et al., 2014.
     """
-    x = torch.arange(1, count + 1, dtype=torch.int64) * -0x61C8864680B583EB
+    x = torch.arange(1, count + 1, dtype=torch.int64, device="cpu") * -0x61C8864680B583EB
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return (x ^ ((x >> 31) & 0x1FFFFFFFF)) | 1
@@ -353,5 +355,5 @@ def _distinct(count: int) -> Tensor:
     The last 17 bits of 32,768 in a row differ, and none is another's negative: so one bit in two
     rows of a column never cancels, nor do two bits of it in any rows.
     """
-    lower = torch.arange(count) * 0x2545 % _ROWS * 4 + 1
+    lower = torch.arange(count, device="cpu") * 0x2545 % _ROWS * 4 + 1
     return (_odd(count) & ~0x1FFFF | lower).to(torch.int32)

@@ -65,7 +65,7 @@ def text(path: str | Sequence[str], context: int, tokenizer: str = "bytes") -> W
         return Windows(torch.frombuffer(bytearray(raw), dtype=torch.uint8), context)
     encode = _tokenizer(tokenizer)
     numbers = [n for f in files for n in encode(Path(f).read_text())]
-    return Windows(torch.tensor(numbers), context)
+    return Windows(torch.tensor(numbers, device="cpu"), context)
 
 
 def tokens(path: str | Sequence[str], context: int, dtype: Width = "uint16") -> Windows:
@@ -138,7 +138,7 @@ def _numbers(file: str, dtype: Width) -> Tensor:
     if file.endswith(".pt"):
         return torch.load(file, map_location="cpu", weights_only=True).flatten()
     kind = getattr(torch, dtype)
-    width = torch.empty((), dtype=kind).element_size()
+    width = torch.empty((), dtype=kind, device="cpu").element_size()
     return torch.from_file(file, False, os.path.getsize(file) // width, dtype=kind)
 
 

@@ -130,7 +130,9 @@ def _differs(
 ) -> str:
     """Run both on 1,024 drawn numbers; return how they differ, or "" if they agree."""
     drawn = torch.Generator().manual_seed(0)
-    x, y, m, v = (torch.rand(8, 128, generator=drawn).to(device, dtype) for _ in range(4))
+    x, y, m, v = (
+        torch.rand(8, 128, generator=drawn, device="cpu").to(device, dtype) for _ in range(4)
+    )
     results = []
     for f in (run, wanted):
         given = [t.clone() for t in (x, y, m, v)]

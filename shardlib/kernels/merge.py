@@ -62,7 +62,9 @@ def merge_(
 
 def _targets(runs: Tensor) -> Tensor:
     """List the rows of out that receive the part's rows, in the part's order."""
-    return torch.cat([torch.arange(to, to + n) for _, to, n in runs.tolist()]).to(runs.device)
+    return torch.cat([torch.arange(to, to + n, device="cpu") for _, to, n in runs.tolist()]).to(
+        runs.device
+    )
 
 
 @torch.library.custom_op("shardlib::accumulate_", mutates_args=("into",))

@@ -763,7 +763,7 @@ def _suggested(model: nn.Module) -> str:
     sizes = dict.fromkeys(n for p in model.parameters() if p.ndim > 1 for n in p.shape)
     for n in list(sizes)[:8] if len(names) == 1 else ():
         try:
-            _run(model, (), {names[0]: torch.zeros(2, 8, n, dtype=dtype)}, "meta")
+            _run(model, (), {names[0]: torch.zeros(2, 8, n, dtype=dtype, device="cpu")}, "meta")
         except Exception:  # the module's own code may raise anything
             continue
         shown = f"2, 8, {n}" + (f", dtype={dtype}" if dtype != torch.float32 else "")
@@ -868,20 +868,20 @@ def _for_layer(m: nn.Module, model: nn.Module) -> Tensor | None:
         length = min(
             [8, *(e.num_embeddings for e in model.modules() if isinstance(e, nn.Embedding))]
         )
-        return torch.zeros(2, length, dtype=torch.int64)
+        return torch.zeros(2, length, dtype=torch.int64, device="cpu")
     if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         space = int(type(m).__name__[4])
         return torch.zeros(
-            2, m.in_channels, *[max(32, 2 * max(m.kernel_size))] * space, dtype=dtype
+            2, m.in_channels, *[max(32, 2 * max(m.kernel_size))] * space, dtype=dtype, device="cpu"
         )
     if isinstance(m, nn.MultiheadAttention):
-        return torch.zeros(2, 8, m.embed_dim, dtype=dtype)
+        return torch.zeros(2, 8, m.embed_dim, dtype=dtype, device="cpu")
     if isinstance(m, nn.RNNBase):
-        return torch.zeros(2, 8, m.input_size, dtype=dtype)
+        return torch.zeros(2, 8, m.input_size, dtype=dtype, device="cpu")
     if isinstance(m, nn.Linear):
-        return torch.zeros(2, 8, m.in_features, dtype=dtype)
+        return torch.zeros(2, 8, m.in_features, dtype=dtype, device="cpu")
     if isinstance(m, nn.LayerNorm | nn.RMSNorm):
-        return torch.zeros(2, 8, *m.normalized_shape, dtype=dtype)
+        return torch.zeros(2, 8, *m.normalized_shape, dtype=dtype, device="cpu")
     return None
 
 
@@ -896,20 +896,22 @@ def _from_config(model: nn.Module, config: Any) -> dict[str, Tensor] | None:
         for n in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
     ]
     length = min([8, *(n // 2 if n > 3 else n for n in limits if isinstance(n, int) and n > 0)])
-    ids = torch.full((2, length), 1, dtype=torch.int64)
+    ids = torch.full((2, length), 1, dtype=torch.int64, device="cpu")
     out: dict[str, Tensor] = {}
     main: Any = getattr(model, "main_input_name", "input_ids")
     if "pixel_values" in takes and (main == "pixel_values" or hasattr(config, "vision_config")):
         size = getattr(vision, "image_size", 32) or 32
         size = tuple(size) if isinstance(size, list | tuple) else (size, size)
-        out["pixel_values"] = torch.zeros(2, getattr(vision, "num_channels", 3), *size, dtype=dtype)
+        out["pixel_values"] = torch.zeros(
+            2, getattr(vision, "num_channels", 3), *size, dtype=dtype, device="cpu"
+        )
     if main == "input_features":
         bins = getattr(config, "num_mel_bins", 80)
         out["input_features"] = torch.zeros(
-            2, bins, 2 * getattr(config, "max_source_positions", 1500), dtype=dtype
+            2, bins, 2 * getattr(config, "max_source_positions", 1500), dtype=dtype, device="cpu"
         )
     if main == "input_values":
-        out["input_values"] = torch.zeros(2, 4000, dtype=dtype)
+        out["input_values"] = torch.zeros(2, 4000, dtype=dtype, device="cpu")
     if "input_ids" in takes and (main == "input_ids" or hasattr(config, "text_config")):
         out["input_ids"] = ids
     if "decoder_input_ids" in takes:

@@ -228,7 +228,7 @@ def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
             return x
         if x.is_meta:  # a planned call: count nothing on the device
             return x.shape, x.dtype
-        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
         return there.copy_(x, non_blocking=True), x.device
 
     def unpack(kept: Any) -> Tensor:

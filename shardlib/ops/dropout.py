@@ -76,7 +76,7 @@ def _checked(name: str, func: Any, x: Any, p: float) -> None:
     if x.sharding.partial:
         raise partial_escape(name, x)
     if not (x.is_floating_point() or x.is_complex()):
-        func(torch.ones(2, dtype=x.dtype), p, True)  # raises torch's own error
+        func(torch.ones(2, dtype=x.dtype, device="cpu"), p, True)  # raises torch's own error
 
 
 def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bool) -> Tensor:

@@ -257,7 +257,7 @@ def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
     found = mesh.plans.get(key)
     if found is None:
         with torch.inference_mode(False):  # cached, so a later backward may save it
-            mine = shard(torch.arange(n), Layout((token,)), mesh).raw
+            mine = shard(torch.arange(n, device="cpu"), Layout((token,)), mesh).raw
             size = mine.shape[-1]
             table = mine.new_full((*mine.shape[:-1], n), size)
             table.scatter_(-1, mine, torch.arange(size, device=mine.device).expand_as(mine))
@@ -510,7 +510,7 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _everywhere(i: Any, x: ShardedTensor) -> Any:
     """Wrap a plain index as one that is the same on every rank."""
-    i = torch.as_tensor(i) if isinstance(i, list) else i
+    i = torch.as_tensor(i, device=x.raw.device) if isinstance(i, list) else i
     return (
         replicated(i, x.mesh) if isinstance(i, Tensor) and not isinstance(i, ShardedTensor) else i
     )

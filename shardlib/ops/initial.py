@@ -96,13 +96,15 @@ def trunc_normal_(
     """
     _settled("trunc_normal_", x)
     low, high = (
-        torch.special.ndtr(torch.tensor((v - mean) / std, dtype=torch.float64)).item()
+        torch.special.ndtr(torch.tensor((v - mean) / std, dtype=torch.float64, device="cpu")).item()
         for v in (a, b)
     )
     flip = low > 0.5  # fp64 has few digits left near 1, so mirror an upper tail to the lower one
     if flip:
         low, high = (
-            torch.special.ndtr(torch.tensor((mean - v) / std, dtype=torch.float64)).item()
+            torch.special.ndtr(
+                torch.tensor((mean - v) / std, dtype=torch.float64, device="cpu")
+            ).item()
             for v in (b, a)
         )
 

@@ -250,15 +250,19 @@ def _tables(
         index = held[d]
         ahead = isinstance(index, range)
         table = (
-            torch.arange(index.start, index.stop, index.step)
+            torch.arange(index.start, index.stop, index.step, device="cpu")
             if ahead
-            else torch.tensor(list(index))
+            else torch.tensor(list(index), device="cpu")
         )
         out.append(table.to(torch.int64) * stride)
         stride *= whole[d]
     out.reverse()
-    last = out[-1] if out else torch.ones(1, dtype=torch.int64)
-    alone = len(last) % 2 or last[0] % 2 or not torch.equal(last, torch.arange(len(last)) + last[0])
+    last = out[-1] if out else torch.ones(1, dtype=torch.int64, device="cpu")
+    alone = (
+        len(last) % 2
+        or last[0] % 2
+        or not torch.equal(last, torch.arange(len(last), device="cpu") + last[0])
+    )
     if not pairs or alone or any(bool((t % 2).any()) for t in out[:-1]):
         return tuple(t.to(device) for t in out), False
     return tuple(t.to(device) for t in (*(t // 2 for t in out[:-1]), last[::2] // 2)), True

@@ -78,7 +78,10 @@ def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
 def uniform(low: float, high: float, dtype: torch.dtype) -> Make | Pairs:
     """Return a maker of numbers in [low, high), also after rounding to ``dtype``."""
     top = (
-        torch.nextafter(torch.tensor(high, dtype=dtype), torch.tensor(low, dtype=dtype)).item()
+        torch.nextafter(
+            torch.tensor(high, dtype=dtype, device="cpu"),
+            torch.tensor(low, dtype=dtype, device="cpu"),
+        ).item()
         if high > low
         else low
     )

@@ -235,9 +235,11 @@ def _slab(spread: Spread, mesh: Mesh | None, i: int, device: torch.device) -> _S
         for k, n in zip(at, spread.shape, strict=False):
             number, outside = number * n + k, outside or k >= n
         numbers.append(math.prod(spread.shape[:-2]) if outside else number)
-    stack = torch.tensor(numbers, dtype=torch.int64).repeat_interleave(len(rows))[top:bottom]
-    row = torch.tensor(list(rows), dtype=torch.int64).repeat(len(numbers))[top:bottom]
-    col = torch.tensor(list(cols), dtype=torch.int64)
+    stack = torch.tensor(numbers, dtype=torch.int64, device="cpu").repeat_interleave(len(rows))[
+        top:bottom
+    ]
+    row = torch.tensor(list(rows), dtype=torch.int64, device="cpu").repeat(len(numbers))[top:bottom]
+    col = torch.tensor(list(cols), dtype=torch.int64, device="cpu")
     return _Slab(stack.to(device), row.to(device), col.to(device), lo - top * width, bottom - top)
 
 

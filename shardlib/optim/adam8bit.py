@@ -153,10 +153,12 @@ def numbers(signed: bool) -> Tensor:
     """
     found = [0.0, 1.0]
     for decade in range(7):
-        cuts = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
+        cuts = torch.linspace(
+            0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64, device="cpu"
+        )
         middle = (cuts[1:] + cuts[:-1]) / 2 * 10.0 ** (decade - 6)
         found += middle.tolist() + ((-middle).tolist() if signed else [])
-    return torch.tensor(sorted(found), dtype=torch.float32)
+    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
 
 
 @lru_cache(maxsize=32)

@@ -53,7 +53,7 @@ def global_norm(tree: Any, p: float = 2.0) -> Tensor:
     (found,) = totals(summed(leaves), of=powers(p), most=p == math.inf)
     parts = [t for t in found if t is not None]
     if not parts:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     together = torch.stack([t.to(parts[0].device) for t in parts])
     total = together.amax() if p == math.inf else together.sum() ** (1 / p)
     if known is not None:

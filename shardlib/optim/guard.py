@@ -142,7 +142,7 @@ def loss_scale(
 
     def donate(grads: Any, state: ScaleState, params: Any, step: Step) -> ScaleState:
         with norms_known():
-            step.divide(torch.tensor(state.scale, dtype=torch.float64))
+            step.divide(torch.tensor(state.scale, dtype=torch.float64, device="cpu"))
             if not _asked(grads, step):
                 return smaller(state)
             return larger(state, run_in_place(tx, grads, state.inner, params, step))

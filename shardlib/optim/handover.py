@@ -59,7 +59,7 @@ def _used() -> ShardError:
 
 def _left() -> Tensor:
     """Make the placeholder for values that moved out of a dict."""
-    x = torch.empty(0)
+    x = torch.empty(0, device="cpu")
     x.__class__ = GivenUp
     return x
 

@@ -206,7 +206,7 @@ def _adjusted(tree: Any, adjust: Adjust, how: _How) -> list[Tensor | None]:
             m, n = m // rows, n // cols
         tall = math.sqrt(max(1, m / max(n, 1)))
         ratio = tall if adjust == "original" else 0.2 * math.sqrt(max(m, n))
-        out.append(torch.tensor(ratio, dtype=torch.float64))
+        out.append(torch.tensor(ratio, dtype=torch.float64, device="cpu"))
     return out
 
 

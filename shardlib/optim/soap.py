@@ -239,9 +239,11 @@ def _completed(vectors: Tensor, rank: int) -> Tensor:
     """
     n = len(vectors)
     if not rank:
-        return torch.eye(n).to(vectors)
+        return torch.eye(n, device="cpu").to(vectors)
     if rank < n:
-        drawn = torch.randn(n, n - rank, generator=torch.Generator().manual_seed(n)).to(vectors)
+        drawn = torch.randn(
+            n, n - rank, generator=torch.Generator().manual_seed(n), device="cpu"
+        ).to(vectors)
         vectors = torch.cat([vectors[:, :rank] / vectors[:, :rank].norm(dim=0), drawn], 1)
     return torch.linalg.qr(vectors)[0]
 

@@ -168,7 +168,7 @@ def _shares(tree: Any, of: Callable[[Tensor], Tensor]) -> list[_Share | Tensor |
             values = [of(b) if f and b.numel() else None for f, b in zip(first, parts, strict=True)]
             out.append(_Share(x.mesh, x.raw.device, values))
         elif isinstance(x, Tensor):
-            out.append(of(x.detach()) if x.numel() else torch.zeros((), dtype=torch.float64))
+            out.append(of(x.detach()) if x.numel() else x.new_zeros((), dtype=torch.float64))
         else:
             out.append(None)
     return out

@@ -51,7 +51,9 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             return out
         if name in ("fill_", "zero_"):  # its old values do not matter
             if out.numel() <= MOST and not isinstance(args[1] if len(args) > 1 else 0, Tensor):
-                self._keep(out, func(torch.empty(out.shape, dtype=out.dtype), *args[1:]))
+                self._keep(
+                    out, func(torch.empty(out.shape, dtype=out.dtype, device="cpu"), *args[1:])
+                )
             return out
         given = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]  # type: ignore[arg-type]
         alike = all(id(x) in self.values or not x.is_meta for x in given)

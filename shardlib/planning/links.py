@@ -42,7 +42,7 @@ def probe(
     with bind(m):
         for axis in axes:
             times += [_seconds(axis, 1, m, repeats), _seconds(axis, words, m, repeats)]
-        told = torch.tensor(times, dtype=torch.float64)
+        told = torch.tensor(times, dtype=torch.float64, device="cpu")
         told = pbroadcast(told.to(m.device), m.names, 0).cpu() if axes else told
     for axis, (small, large) in zip(axes, told.reshape(-1, 2).tolist(), strict=True):
         hops = m.axes[axis] - 1

@@ -231,7 +231,11 @@ class _Camera(Trace):
         name, first = next(self.names), len(self.known) + 1
         count = x.raw.numel()
         # small: of large ones a softmax is one-hot, and its output a copy of an element
-        values = torch.arange(first, first + count, dtype=torch.float64).add(0.5).mul(2.0**-10)
+        values = (
+            torch.arange(first, first + count, dtype=torch.float64, device="cpu")
+            .add(0.5)
+            .mul(2.0**-10)
+        )
         raw = values.reshape(x.raw.shape).clone()
         holders = _holders(x)
         for rank, owner in enumerate(holders):
@@ -373,7 +377,7 @@ def _offers(mesh: Mesh) -> Iterator[tuple[str, Callable[..., Any], tuple[Sharded
     n, names = 2 * mesh.size, mesh.names
     rings: list[str | tuple[str, ...]] = [*names] if len(names) == 1 else [names, *names]
     for axes, schedule in itertools.product(rings, ("contiguous", "zigzag")):
-        q: Any = shard(torch.zeros(1, mesh.size, n, 2), Ring(axes, 2, schedule), mesh)
+        q: Any = shard(torch.zeros(1, mesh.size, n, 2, device="cpu"), Ring(axes, 2, schedule), mesh)
         yield "attention", ring_attention, (q, q, q)
     pairs: list[tuple[Any, Any]] = []
     if len(names) == 2:
@@ -386,7 +390,7 @@ def _offers(mesh: Mesh) -> Iterator[tuple[str, Callable[..., Any], tuple[Sharded
         pairs += [(deep.act, deep.weight), (deep.deep_act, deep.deep_weight)]
     ways = list(split_ways(names))
     pairs += [(f"{a} {b}", f"{c} {d}") for (a, b), (c, d) in itertools.product(ways, ways)]
-    x = torch.zeros(n, n)
+    x = torch.zeros(n, n, device="cpu")
     for of_a, of_b in pairs:
         a: Any = shard(x, of_a, mesh)
         yield "matmul", product, (a, shard(x, of_b, mesh))  # type: ignore[misc]
@@ -409,7 +413,7 @@ def _of_plan(plan: Plan) -> Frames:
             orders = [[run.positions for run in rank] for rank in runs]
             ring = Ring(case.axes if len(case.axes) > 1 else next(iter(case.axes)), 2, orders)
             rows = sum(len(run) for rank in orders for run in rank)
-            return shard(torch.zeros(1, heads, rows, width), ring, mesh, pad=True)
+            return shard(torch.zeros(1, heads, rows, width, device="cpu"), ring, mesh, pad=True)
 
         z = case.sizes
         q, k, v = laid(case.q_runs, z.h, 2), laid(case.k_runs, z.g, 2), laid(case.k_runs, z.g, 2)

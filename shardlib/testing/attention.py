@@ -55,8 +55,8 @@ def dense_attention(
     True
     """
     (b, h, s, d), t = q.shape, k.shape[2]
-    shared, at = h // k.shape[1], At(torch.arange(b), torch.arange(h))
-    positions = torch.arange(s), torch.arange(t)
+    shared, at = h // k.shape[1], At(torch.arange(b, device="cpu"), torch.arange(h, device="cpu"))
+    positions = torch.arange(s, device="cpu"), torch.arange(t, device="cpu")
     scores = q @ k.repeat_interleave(shared, 1).mT * d**-0.5
     added, allowed = mask.scores(*positions, at), mask.allowed(*positions, at)
     scores = scores if added is None else scores + added.to(scores.dtype)
@@ -73,7 +73,9 @@ def dense_attention(
     lse = lse if sink is None else torch.logaddexp(lse, sink[:, None])
     p = (scores - lse.masked_fill(empty, 0).unsqueeze(-1)).exp().masked_fill(empty.unsqueeze(-1), 0)
     if dropout is not None:
-        drawn = keep_mask(torch.arange(b * h * s * t).view(b, h, s, t), dropout[1], dropout[0])
+        drawn = keep_mask(
+            torch.arange(b * h * s * t, device="cpu").view(b, h, s, t), dropout[1], dropout[0]
+        )
         p = p * drawn / (1 - dropout[0])
     return p @ v.repeat_interleave(shared, 1), lse
 
@@ -279,13 +281,15 @@ def check_mask(
     """
     k = q if k is None else k
     assert hash(mask) == hash(mask) and mask == mask, f"{mask} is no value"
-    at = At(torch.arange(2), torch.arange(3))
-    whole = _allowed(mask, torch.arange(q), torch.arange(k), at)
-    added = _scores(mask, torch.arange(q), torch.arange(k), at)
+    at = At(torch.arange(2, device="cpu"), torch.arange(3, device="cpu"))
+    whole = _allowed(mask, torch.arange(q, device="cpu"), torch.arange(k, device="cpu"), at)
+    added = _scores(mask, torch.arange(q, device="cpu"), torch.arange(k, device="cpu"), at)
     for p, order, key_order in itertools.product((1, 2, 3), _ORDERS, _ORDERS):
         for q_runs, k_runs in itertools.product(dealt(order, q, p), dealt(key_order, k, p)):
             rows, cols = (
-                torch.tensor([i for run in runs for i in run.positions], dtype=torch.int64)
+                torch.tensor(
+                    [i for run in runs for i in run.positions], dtype=torch.int64, device="cpu"
+                )
                 for runs in (q_runs, k_runs)
             )
             block = _allowed(mask, rows, cols, at)
@@ -294,9 +298,9 @@ def check_mask(
             )
             same = torch.equal(_scores(mask, rows, cols, at), added[:, :, rows][..., cols])
             assert same, f"{mask} scores a block otherwise"
-            covered = torch.zeros(block.shape, dtype=torch.int64)
+            covered = torch.zeros(block.shape, dtype=torch.int64, device="cpu")
             for c in pieces(q_runs, k_runs, mask):
-                inside = torch.ones(c.q1 - c.q0, c.k1 - c.k0, dtype=torch.bool)
+                inside = torch.ones(c.q1 - c.q0, c.k1 - c.k0, dtype=torch.bool, device="cpu")
                 inside = inside.tril() if c.kind == "causal" else inside
                 inside = block[..., c.q0 : c.q1, c.k0 : c.k1] if c.kind == "masked" else inside
                 covered[..., c.q0 : c.q1, c.k0 : c.k1] += inside.long()
@@ -325,7 +329,7 @@ def _allowed(mask: Mask, q: Tensor, k: Tensor, at: At) -> Tensor:
     allowed = mask.allowed(q.clone(), k.clone(), at)
     shape = len(at.batch), len(at.heads), len(q), len(k)
     if allowed is None:
-        return torch.ones(shape, dtype=torch.bool)
+        return torch.ones(shape, dtype=torch.bool, device="cpu")
     assert allowed.dtype == torch.bool, f"{mask} gives {allowed.dtype}, not booleans"
     return allowed.expand(shape)
 
@@ -334,11 +338,13 @@ def _scores(mask: Mask, q: Tensor, k: Tensor, at: At) -> Tensor:
     scores = mask.scores(q.clone(), k.clone(), at)
     shape = len(at.batch), len(at.heads), len(q), len(k)
     assert scores is None or mask.biased, f"{mask} adds to the scores and says that it does not"
-    return torch.zeros(shape) if scores is None else scores.expand(shape)
+    return torch.zeros(shape, device="cpu") if scores is None else scores.expand(shape)
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), device="cpu"
+    )
 
 
 def _gap(got: Any, want: Tensor) -> float:

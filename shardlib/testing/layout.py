@@ -152,7 +152,7 @@ def _check_blocks(
     text: str, given: LayoutLike, me: Layout, shape: tuple[int, ...], mesh: Mesh
 ) -> None:
     """Check that blocks tile the tensor, have the layout's shape, and are on the right rank."""
-    owners = torch.zeros(shape, dtype=torch.int64)
+    owners = torch.zeros(shape, dtype=torch.int64, device="cpu")
     for coord in coordinates(mesh.axes):
         at = me.indices(shape, mesh, coord)
         _alike(
@@ -160,9 +160,9 @@ def _check_blocks(
             me.local_shape(shape, mesh),
             tuple(len(i) for i in at),
         )
-        ones = torch.ones([len(i) for i in at], dtype=torch.int64)
+        ones = torch.ones([len(i) for i in at], dtype=torch.int64, device="cpu")
         where = [
-            torch.tensor(list(i)).view([-1 if d == e else 1 for e in range(len(at))])
+            torch.tensor(list(i), device="cpu").view([-1 if d == e else 1 for e in range(len(at))])
             for d, i in enumerate(at)
         ]
         owners.index_put_(tuple(where), ones, accumulate=True)
@@ -178,7 +178,9 @@ def _check_blocks(
     def mine(coord: Mapping[str, int]) -> Tensor:
         block = x.detach()
         for d, index in enumerate(me.indices(shape, mesh, coord)):
-            block = block.index_select(d, torch.tensor(list(index), dtype=torch.int64))
+            block = block.index_select(
+                d, torch.tensor(list(index), dtype=torch.int64, device="cpu")
+            )
         return torch.zeros_like(block) if any(coord[a] for a in me.partial) else block
 
     a = shard(x, given)
@@ -320,7 +322,7 @@ def _check_uneven(
 
 def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_()
+    return torch.randn(shape, dtype=torch.float64, generator=draw, device="cpu").requires_grad_()
 
 
 def _close(law: str, got: Tensor, want: Tensor, most: float) -> None:

@@ -73,7 +73,10 @@ def _check_matmul(name: str, mesh: dict[str, int]) -> Iterator[str]:
     for (rows, inner), w_tokens in itertools.product(_layouts(mesh), _layouts(mesh)):
         x_text, w_text = f"{rows} {inner}", " ".join(w_tokens)
         with simulate(**mesh), saving(), pinned(matmul=name):
-            x, w = shard(torch.zeros(m, k), x_text), shard(torch.zeros(k, n), w_text)
+            x, w = (
+                shard(torch.zeros(m, k, device="cpu"), x_text),
+                shard(torch.zeros(k, n, device="cpu"), w_text),
+            )
             if not isinstance(dict(why("matmul", x, w).verdicts)[name], Match):
                 continue
             text = f"{typeof(x)} @ {typeof(w)} on {' '.join(f'{a}={s}' for a, s in mesh.items())}"
@@ -95,10 +98,13 @@ def _equals_dense(
 ) -> None:
     """Compare values, gradients, costs, a bias, halves and second derivatives with dense."""
     draw = torch.Generator().manual_seed(0)
-    dense = [torch.randn(s, dtype=torch.float64, generator=draw) for s in (x_shape, w_shape)]
+    dense = [
+        torch.randn(s, dtype=torch.float64, generator=draw, device="cpu")
+        for s in (x_shape, w_shape)
+    ]
     x, w = (t.clone().requires_grad_() for t in dense)
     y = x @ w
-    g = torch.randn(y.shape, dtype=torch.float64, generator=draw)
+    g = torch.randn(y.shape, dtype=torch.float64, generator=draw, device="cpu")
     y.backward(g)
     assert x.grad is not None and w.grad is not None, "both operands take part"
     a, b = (
@@ -130,7 +136,7 @@ def _equals_dense(
         left, right = (of, other.detach()) if of is a else (other.detach(), of)
         (alone,) = torch.autograd.grad([product(left, right)], [of], [shard(g, c.sharding)])
         _close(f"{text}: {which} gradient asked for alone", unshard(alone), want)
-    bias = torch.randn(w_shape[-1], dtype=torch.float64, generator=draw)
+    bias = torch.randn(w_shape[-1], dtype=torch.float64, generator=draw, device="cpu")
     for dtype, most in ((torch.float64, 1e-12), (torch.bfloat16, 3e-2)):
         low = [t.to(dtype) for t in (*dense, bias)]
         p, q = (shard(t, layout) for t, layout in zip(low[:2], (x_text, w_text), strict=True))

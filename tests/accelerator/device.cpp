@@ -17,6 +17,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/extension.h>
 
 #include <chrono>
@@ -402,6 +403,8 @@ Stack with_generators(const c10::FunctionSchema& schema, Stack args, std::functi
 }
 
 bool writes(const c10::Argument& a) { return a.alias_info() && a.alias_info()->isWrite(); }
+// out= is given an empty tensor of the host, which kernels resize, and the result is copied to it.
+Tensor blank(const Tensor& t) { return at::empty({0}, t.options().device(at::kCPU)); }
 
 void run(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
@@ -437,6 +440,9 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     inner.push_back(mapped(v, [&](const Tensor& t) {
       return !ours(t) && t.defined() && later ? t.clone() : host(t);  // a host scalar is read at once
     }));
+  for (size_t a = 0; a < n; ++a)
+    if (schema.arguments()[a].is_out() && args[a].isTensor() && ours(args[a].toTensor()))
+      inner[a] = blank(args[a].toTensor());
   inner = with_generators(schema, std::move(inner), after);
 
   Stack results;
@@ -446,23 +452,21 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     shapes = inner;
   }
   std::vector<std::pair<size_t, Tensor>> made;  // which result, and where it goes
-  size_t item = 0;
+  std::vector<std::pair<size_t, Tensor>> outs;  // which argument, and where it goes
   for (size_t i = 0; i < schema.returns().size(); ++i) {
     if (writes(schema.returns()[i])) {  // the argument itself, which out= may have resized
       for (size_t a = 0; a < n; ++a)
         if (writes(schema.arguments()[a]) && schema.arguments()[a].alias_info()->beforeSets() ==
                                                  schema.returns()[i].alias_info()->beforeSets()) {
-          if (args[a].isTensor() && ours(args[a].toTensor()) &&
-              args[a].toTensor().sizes() != shapes[i].toTensor().sizes()) {
+          if (schema.arguments()[a].is_out() && args[a].isTensor() && ours(args[a].toTensor())) {
             Tensor out = args[a].toTensor();
-            out.resize_(shapes[i].toTensor().sizes());
-            if (later) inner[a] = host(out);
+            if (out.sizes() != shapes[i].toTensor().sizes()) out.resize_(shapes[i].toTensor().sizes());
+            if (later) outs.emplace_back(a, host(out));
             else host(out).copy_(shapes[i].toTensor());
           }
           results.push_back(args[a]);
           break;
         }
-      item++;
     } else {
       results.push_back(shapes[i].isTensor() || shapes[i].isTensorList()
                             ? mapped(shapes[i], [&](const Tensor& t) {
@@ -477,10 +481,16 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   }
   if (later) {
     auto returns = schema.returns();
-    post([op, inner, made, returns]() mutable {
+    post([op, inner, made, outs, returns]() mutable {
       at::AutoDispatchBelowADInplaceOrView below;
+      std::vector<Tensor> blanks;
+      for (auto& [a, to] : outs) {
+        blanks.push_back(blank(to));
+        inner[a] = blanks.back();
+      }
       Stack s = inner;
       op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &s);
+      for (size_t k = 0; k < outs.size(); ++k) outs[k].second.copy_(blanks[k]);
       size_t k = 0;
       for (size_t i = 0; i < returns.size(); ++i)
         if (!writes(returns[i]) && (s[i].isTensor() || s[i].isTensorList()))
@@ -567,6 +577,10 @@ Tensor& set_storage(Tensor& t, at::Storage storage, c10::SymInt offset, c10::Sym
   impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
   return t;
 }
+Tensor& set_whole_storage(Tensor& t, at::Storage storage) {
+  c10::SymInt size = int64_t(storage.nbytes()) / t.itemsize(), one = 1;
+  return set_storage(t, std::move(storage), 0, {size}, {one});
+}
 void record_stream(Tensor& t, c10::Stream s) {
   memory.recordStream(t.storage().data_ptr(), s);
 }
@@ -618,6 +632,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
   m.impl("record_stream", record_stream);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
@@ -644,11 +659,16 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 #define WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
   AT_FORALL_PROMOTE(WIDEST)
 }
+
+#include "group.h"
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   c10::SetAllocator(TYPE, &memory);
+  py::module_::import("torch._C._distributed_c10d");
+  py::class_<Group, c10d::Backend, c10::intrusive_ptr<Group>>(m, "Group")
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>>());
   m.def("host", [](const Tensor& t) {  // for transfers: what was posted has run
     Locked l(lock);
     finish_all();

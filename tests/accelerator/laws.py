@@ -210,7 +210,7 @@ def steps(make: Any, recipe: str, device: Any) -> tuple[list[float], pretend.Cou
         state, batch = tx.init(params), {"input_ids": ids.to(device), "labels": ids.to(device)}
         into = {"into": tx} if stage else {}
         step = sl.value_and_grad(lambda p: apply(p, **batch).loss, **into)
-        torch.manual_seed(1)
+        sl.random.seed(1)
         losses = []
         for _ in range(3):
             with pretend.counting() as counts:

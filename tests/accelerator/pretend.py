@@ -16,22 +16,25 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import cpp_extension
+from torch.utils._device import DeviceContext
 
-SOURCE = Path(__file__).with_name("device.cpp")
-LIBRARY = f"{os.sep}shardlib{os.sep}"
+SOURCES = [Path(__file__).with_name(n) for n in ("device.cpp", "group.h")]
+LIBRARY = f"{Path(__file__).parents[2] / 'shardlib'}{os.sep}"
+TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def _build() -> ModuleType:
     """Compile the source once for each torch, Python and text of it, and import what came out."""
-    made_of = f"{torch.__version__} {sys.version} {SOURCE.read_text()}".encode()
+    made_of = f"{torch.__version__} {sys.version} {[s.read_text() for s in SOURCES]}".encode()
     folder = Path(
         os.environ.get("SHARDLIB_PRETEND", Path(tempfile.gettempdir()) / "shardlib-pretend")
     )
@@ -44,7 +47,7 @@ def _build() -> ModuleType:
         part = found.with_suffix(f".{os.getpid()}")
         flags = ["-O1", "-w", "-std=c++20", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={name}"]
         subprocess.run(
-            ["g++", *flags, *(f"-I{i}" for i in includes), str(SOURCE), "-o", str(part)]
+            ["g++", *flags, *(f"-I{i}" for i in includes), str(SOURCES[0]), "-o", str(part)]
             + [f for d in libraries for f in (f"-L{d}", f"-Wl,-rpath,{d}")]
             + ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"],
             check=True,
@@ -65,6 +68,10 @@ class _Device:
         return True
 
     is_available = is_initialized
+
+    @staticmethod
+    def device(_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @staticmethod
     def current_device() -> int:
@@ -114,9 +121,43 @@ _extension = _build()
 torch._register_device_module("pretend", _Device)
 torch.utils.generate_methods_for_privateuse1_backend()
 
+
+def _group(store: Any, rank: int, world: int, timeout: Any) -> Any:
+    """Make a process group of the device, over gloo's."""
+    return _extension.Group(dist.ProcessGroupGloo(store, rank, world, timeout))
+
+
+dist.Backend.register_backend("pretend", _group, devices=["pretend"])
+
 DEVICE = torch.device("pretend", 0)
 host = _extension.host
 late = _extension.late
+
+
+class _Default(DeviceContext):
+    """Torch's default device for all code but the library's, whose users have the CPU as theirs.
+
+    So a tensor that the library makes without naming a device is on the wrong one.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name != "__torch_function__":  # torch.get_default_device
+            return DEVICE
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH):
+            frame = frame.f_back
+        in_library = frame.f_code.co_filename.startswith(LIBRARY)
+        return torch.device("cpu") if in_library else DEVICE
+
+    @device.setter
+    def device(self, _: Any) -> None:
+        pass
+
+
+def default() -> None:
+    """Make this the default device of tests, and of simulated meshes, in this thread from now on."""
+    _Default(DEVICE).__enter__()
 
 
 @dataclass
@@ -129,8 +170,8 @@ class Counts:
 
     def __call__(self, kind: str, name: str) -> None:
         frames = traceback.extract_stack()[:-1]
-        asked = next((f for f in reversed(frames) if LIBRARY in f.filename), None)
-        at = "elsewhere" if asked is None else f"{asked.filename.split(LIBRARY)[-1]}:{asked.lineno}"
+        asked = next((f for f in reversed(frames) if f.filename.startswith(LIBRARY)), None)
+        at = "elsewhere" if asked is None else f"{asked.filename[len(LIBRARY) :]}:{asked.lineno}"
         counter = {"wait": self.waits, "upload": self.uploads, "download": self.downloads}[kind]
         counter[f"{name} at {at}"] += 1
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import all_gather_single, reduce_scatter_single
+from shardlib._compat import all_gather_single, backend_name, reduce_scatter_single
 from shardlib.collectives.backends.backend import Axes, Finish, Pairs
 from shardlib.kernels import active
 from shardlib.kernels.pack import dense
@@ -95,7 +95,7 @@ def _make(mesh: Mesh, axes: Axes) -> _Group:
         handle = dist.new_group(sorted(ranks), timeout=waits, use_local_synchronization=True)
     place = [sorted(ranks).index(r) for r in ranks]
     order = None if place == list(range(len(ranks))) else tuple(place)
-    native = dist.get_backend(handle) == "nccl"
+    native = backend_name(handle, mesh.device) not in ("gloo", "fake")
     turns = _TURNS.setdefault(handle, itertools.cycle(range(1024)))
     if (job := current_job()) is not None:
         job.release = release
@@ -118,7 +118,9 @@ def release(mesh: Mesh) -> None:
         for peer in range(g.size):
             if peer != g.places[g.index]:
                 with suppress(RuntimeError):
-                    g.handle.recv([torch.empty(1)], peer, _NEVER).wait(timedelta(milliseconds=1))
+                    g.handle.recv([torch.empty(1, device="cpu")], peer, _NEVER).wait(
+                        timedelta(milliseconds=1)
+                    )
 
 
 _NEVER = 1 << 20

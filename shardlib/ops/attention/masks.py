@@ -388,7 +388,7 @@ class _Numbers:
     def of(given: Any) -> "_Numbers":
         # a value that was converted before, passed again by replace()
         if isinstance(given, tuple) and given and isinstance(given[0], tuple):
-            given = torch.tensor(given)
+            given = torch.tensor(given, device="cpu")
         if isinstance(given, Tensor):
             numbers = given.detach().cpu().reshape(-1, given.shape[-1])
             value = tuple(map(tuple, numbers.tolist()))
@@ -401,7 +401,9 @@ class _Numbers:
                 op="Documents",
                 fix="sl.masks.Documents((0, 5, 9))",
             )
-        lengths = torch.tensor([b - a for a, b in itertools.pairwise(borders)], dtype=torch.int64)
+        lengths = torch.tensor(
+            [b - a for a, b in itertools.pairwise(borders)], dtype=torch.int64, device="cpu"
+        )
         return _Numbers(torch.repeat_interleave(lengths)[None], borders[1:-1], borders, True)
 
     def on(self, device: torch.device) -> Tensor:

@@ -335,17 +335,21 @@ def _tables_kept(shares: Runs, inner: Runs, rows: int) -> _Tables:
         for m, share in enumerate(shares[outer * u : (outer + 1) * u]):
             held = [i for run in share for i in run.positions]
             row |= {i: m * rows + n for n, i in enumerate(held)}
-        order = torch.tensor([row[i] for run in runs for i in run.positions], dtype=torch.int64)
+        order = torch.tensor(
+            [row[i] for run in runs for i in run.positions], dtype=torch.int64, device="cpu"
+        )
         there.append(F.pad(order, (0, most - len(order))))
         back.append(
-            torch.zeros(u * rows, dtype=torch.int64).index_copy_(0, order, torch.arange(len(order)))
+            torch.zeros(u * rows, dtype=torch.int64, device="cpu").index_copy_(
+                0, order, torch.arange(len(order), device="cpu")
+            )
         )
     return _Tables(_none_if_same(there, u * rows), _none_if_same(back, most))
 
 
 def _none_if_same(tables: list[Tensor], rows: int) -> tuple[Tensor, ...]:
     """Return () if every table would leave its ``rows`` rows unchanged."""
-    same = all(len(t) == rows and torch.equal(t, torch.arange(rows)) for t in tables)
+    same = all(len(t) == rows and torch.equal(t, torch.arange(rows, device="cpu")) for t in tables)
     return () if same else tuple(tables)
 
 
