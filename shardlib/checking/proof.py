@@ -413,6 +413,7 @@ def _off(mine: Tensor, right: Tensor) -> float:
         return float("inf")
     if not right.numel():
         return 0.0
+    # inf - inf is NaN although they are equal, and a NaN on both sides counts as equal
     same = (mine == right) | (mine.isnan() & right.isnan())
     if not (mine.is_floating_point() or mine.is_complex()):
         mine, right = mine.double(), right.double()

@@ -145,6 +145,7 @@ class Group:
             words = [word, *(self._hear(f"{where}/{r}", r, phase) for r in self._rest)]
             told = {**word, "answer": None, "error": ""}
             failed = next(((r, w["error"]) for r, w in enumerate(words) if w["error"]), None)
+            # ranks that are in different calls would wait for each other
             odd = next(
                 ((r, *w["doing"]) for r, w in enumerate(words) if w["doing"] != word["doing"]), None
             )
@@ -193,6 +194,7 @@ class Group:
         if self.world == 1:
             return self.error(message)
         with contextlib.suppress(RankFailed):  # the store is gone
+            # the first message wins, so that all raise the same
             message = self.store.compare_set(f"{self.where}/gave up", "", message)
         self.given_up = message
         return self.error(message)

@@ -172,6 +172,7 @@ def chunk(name: str, place: Place, rank: int) -> Box | None:
     box = held(place, rank)
     if not size(box):  # an empty tensor is written too, once
         return box if rank == 0 and not math.prod(place.shape) else None
+    # ranks that differ along these axes hold copies
     free = [a for a in sizes if a not in place.layout.axes]
     copies, which = math.prod(sizes[a] for a in free), rank_along(free, coord, sizes)
     parts = shares(place, rank)
@@ -209,6 +210,7 @@ Pair = tuple[slice, slice]
 
 def _pairs(a: Held, b: Held) -> Iterator[Pair]:
     """List the positions that both hold, as slices of the block of each."""
+    # many runs: bisect instead of intersecting all pairs
     if len(a) * len(b) > 64 and all(r.stride == 1 for r in (*a, *b)):
         b = tuple(sorted(b))
         starts = [r.start for r in b]
@@ -286,6 +288,7 @@ def grid(box: Box, shape: tuple[int, ...], itemsize: int) -> Cuts:
     nbytes = math.prod(lengths) * itemsize
     cuts: list[set[int]] = [set() for _ in box]
     tile = _TILE if len(box) > 1 else 8 * _TILE
+    # the most tiles: 128 of a small chunk, about ``tile`` bytes each of a large one
     most = nbytes // min(tile, max(_SMALLEST, nbytes // 128))
     first, row = along(lengths, itemsize) if box else 0, nbytes
     for d, n in enumerate(lengths[: first + 1]):

@@ -21,6 +21,7 @@ _FLUSH = 1 << 28
 _EARLY = 1 << 23
 """Bytes after which the disk is told to begin, while the next bytes are checksummed."""
 
+# SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing
 _SEND, _BEGIN = getattr(ctypes.CDLL(None), "sync_file_range", None), 2
 
 _ALLOCATE = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
@@ -44,6 +45,7 @@ def open_file(folder: int, name: str, links: bool = False) -> int:
 
     Raises: OSError, ValueError.
     """
+    # without O_NONBLOCK, opening a pipe waits for its writer
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     fd = os.open(name, flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -171,11 +171,13 @@ def write_file(
 
     def header(crcs: list[int]) -> bytes:
         text = f'{head}{_SUMS}{_packed(crcs).hex()}"{tail}'.encode()
+        # safetensors aligns the data to 8 bytes with spaces
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
     try:
+        # checksums have a fixed width, so this is as long as the final header
         blank = header([0] * count)
         if len(blank) > _HEADER:
             raise ValueError(f"{name}: a header of {len(blank)} bytes; safetensors takes {_HEADER}")
@@ -190,6 +192,7 @@ def write_file(
             behind.end()
         final = header(crcs)
         assert len(final) == len(blank), "checksums have a fixed width"
+        # until now the file begins with zeros, which no reader accepts
         write_all(fd, memoryview(final), 0)
         os.fsync(fd)
     finally:
@@ -234,6 +237,7 @@ class Chunk:
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Stop the garbage collector, which would scan a growing table again and again."""
+    # restored, not enabled: calls may be nested
     was = gc.isenabled()
     gc.disable()
     try:
@@ -267,6 +271,7 @@ def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | Non
         raise ValueError(f"{name}: its metadata is no table of text")
     end = 0
     for key, t in sorted(table.items(), key=lambda i: _begin(i[1], name)):
+        # tensors must follow one another without gaps, as safetensors demands
         a, b = t["data_offsets"]
         shape, dtype = t.get("shape"), dtype_of(t.get("dtype"))
         if not _is(shape, list, int) or not is_shape(shape) or dtype is None:
@@ -274,6 +279,7 @@ def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | Non
         if a != end or b - a != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: {key!r} does not fit its place")
         end = b
+    # nothing may follow the last tensor
     if 8 + long + end != have:
         raise ValueError(f"{name} has {have} bytes, its header says {8 + long + end}")
     return table, meta, 8 + long
@@ -519,6 +525,7 @@ def fill(
     count = math.prod(sum(len(range(10**18)[s]) for s, _ in pairs) for pairs in shared)
     if not count:
         return 0
+    # everything is wanted as it is stored: read it into place
     if turn is None and _direct(out, chunk, shared, count):
         _read(out[tuple(pairs[0][1] for pairs in shared)] if shared else out, chunk, folder)
         return count

@@ -67,6 +67,7 @@ def exchange(a: str, b: str) -> bool:
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None or not sys.platform.startswith("linux"):
         return False
+    # AT_FDCWD and RENAME_EXCHANGE of linux/fs.h
     at_cwd, swap = -100, 2
     if not call(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), swap):
         return True
@@ -136,6 +137,7 @@ class Work:
 
         Raises: OSError, ValueError; then ``committed`` tells whether it is the target.
         """
+        # the names in the directory must be on the disk before the rename
         os.fsync(self.fd)
         while not self._placed(overwrite):
             pass  # another save was quicker: look again
@@ -159,13 +161,16 @@ class Work:
             _check_free(self.target, overwrite)
             if exchange(self.path, self.target):
                 return True
+            # no exchange: until the second rename only ``opened`` finds the old one
             os.rename(self.target, self._aside)
             os.rename(self.path, self.target)
             return True
         except OSError as e:
+            # a target has appeared since the test
             if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 remove(self._aside)
                 return False
+            # the target has disappeared since the test
             if e.errno == errno.ENOENT and os.path.lexists(self.path):
                 return False
             raise
@@ -176,6 +181,7 @@ class Work:
 
     def committed(self) -> bool:
         """Give up unless it is committed already; return whether it is."""
+        # once renamed, no rank can commit it any more
         away = os.path.join(self.parent, f".{self.base}.gone-{self.id}")
         try:
             os.rename(self.path, away)

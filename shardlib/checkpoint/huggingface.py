@@ -580,6 +580,7 @@ def _chunks(
             start[how[1]], at = at, at + shape[how[1]]
         elif kind == "stack":
             _, dim, index, along, which = how
+            # one tensor of a stack lacks the stack's dimension
             shape.insert(dim, 1)
             start[dim] = index
             start[along] += which * shape[along] if along != dim else 0
@@ -802,6 +803,7 @@ def _stream(
     error, fd = None, -1
     try:
         if mine:
+            # sizes are known, so the header comes first and data is streamed
             table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             at = 0
             for x in held:
@@ -812,6 +814,7 @@ def _stream(
                 }
                 at += x.nbytes
             text = json.dumps(table).encode()
+            # safetensors aligns the data to 8 bytes with spaces
             text += b" " * (-len(text) % 8)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             fd = os.open(title, flags, 0o666, dir_fd=folder)

@@ -156,6 +156,7 @@ def _holders(place: Place, box: Box) -> tuple[int, ...]:
     Only the ranks along one dimension at a time are tested, since the intersection is a product.
     """
     sizes = dict(place.mesh)
+    # with skew a rank's rows depend on its column, so dimensions cannot be tested alone
     if place.layout.skew:
         return tuple(r for r in range(math.prod(sizes.values())) if all(meet(held(place, r), box)))
     found: list[dict[str, int]] = [{}]
@@ -167,6 +168,7 @@ def _holders(place: Place, box: Box) -> tuple[int, ...]:
             if meet(held(place, rank)[d : d + 1], box[d : d + 1])[0]:
                 there.append(at)
         found = [a | b for a in found for b in there]
+    # along these axes blocks are copies: all their ranks may have written
     free = _coordinates([a for a in sizes if a not in place.layout.axes], sizes)
     return tuple(sorted(rank_along(sizes, a | b, sizes) for a in found for b in free))
 

@@ -125,6 +125,7 @@ def load(
             break
         except FileNotFoundError as e:  # replaced by a newer one meanwhile
             error = e
+            # the same checkpoint twice: the file is missing, not replaced
             if identity == before:
                 break
             before = identity
@@ -132,6 +133,7 @@ def load(
             error = e
             break
     group.agree("reading", [identity, readers.digest], error, lambda said: _one(said, path))
+    # collectives come only after all have agreed that reading succeeded
     readers.spread()
     if wanted is not None:
         return _as_given(like, found)
@@ -434,6 +436,7 @@ def target_of(
             fix="sl.load(path, layouts='...')",
         )
     like = torch.empty(place.shape, device="meta")
+    # a tensor that was saved with padding may be padded again
     grown = pad or (given is None and place.tiled != place.shape)
     tiled = tuple(padded_size(lay, like, mesh)) if grown else place.shape
     lay.check(tiled, mesh, op="load")

@@ -283,6 +283,7 @@ def checksum(data: memoryview, first: Callable[[memoryview], None] = lambda piec
         first(piece)
         rows = len(piece) // _ROW if len(data) >= _LONG else 0
         if rows:
+            # an odd factor is invertible modulo 2^64: one changed word always changes a sum
             words = torch.frombuffer(piece[: rows * _ROW], dtype=torch.int64).view(rows, -1)
             crc = zlib.crc32(memory(words @ _odd(_ROW // 8)), crc)
             crc = zlib.crc32(memory(words.t() @ _odd(_PIECE // _ROW)[:rows]), crc)

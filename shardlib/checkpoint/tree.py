@@ -262,6 +262,7 @@ def spoken(x: Value) -> Any:
     """Convert a value to JSON without rounding."""
     if isinstance(x, complex):
         return ["complex", x.real.hex(), x.imag.hex()]
+    # hex is exact, also of NaN and inf, which JSON lacks
     return ["float", x.hex()] if isinstance(x, float) else x
 
 

@@ -171,6 +171,7 @@ def save(
         finish()
         return saving
     try:
+        # the caller changes its tensors while the copy is written
         files = {rank: [_copied(p) for p in parts] for rank, parts in files.items()}
     except BaseException as e:
         job.leave(e)
@@ -253,6 +254,7 @@ class Job:
         return self.name
 
     def _make(self) -> str:
+        # leftovers of other steps are removed too
         siblings = "" if self.step is None else steps_pattern
         self.name, self.hold = Work.make(
             self.target, self.overwrite, siblings, self.group.timeout / 2

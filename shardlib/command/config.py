@@ -168,11 +168,13 @@ def _lines(text: str) -> dict[Keys, int]:
     found: dict[Keys, int] = {}
     table: Keys = ()
     for number, line in enumerate(text.splitlines(), 1):
+        # tomllib gives no line numbers, so headers and keys are found again
         head = re.match(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$", line)
         if head and (keys := _keys(head[1])):
             table = keys
             found.setdefault(table, number)
             continue
+        # the first "=" that ends a valid key: keys may be quoted and contain "="
         for equals in re.finditer("=", line):
             if keys := _keys(line[: equals.start()].strip()):
                 found.setdefault(table + keys, number)
@@ -380,6 +382,7 @@ def _fit(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
         return _one_of(value, typing.get_args(hint), config, path)
     if origin is typing.Literal:
         choices = typing.get_args(hint)
+        # True == 1 in Python, but not in a file
         if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
             said = near(value, map(str, choices)) if isinstance(value, str) else ""
             raise _Unfit(f"one of {', '.join(map(shown, choices))}", said)

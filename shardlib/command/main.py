@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _module(said.command).main(said)
     except BrokenPipeError:  # the reader closed its end, as `| head` does
+        # Python flushes stdout at exit, which would raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt as e:

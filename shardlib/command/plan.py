@@ -108,6 +108,7 @@ def _cluster(given: Any) -> Cluster:
     found = CLUSTERS[given.cluster]
     if under_launcher() and not (given.inside and given.between):
         found = measured(found)
+        # one rank plans, the others end here
         dist.destroy_process_group()
     said = {n: _link(text, n) for n in ("inside", "between") if (text := getattr(given, n))}
     if given.node < 0 or given.node > 2**20:

@@ -48,6 +48,7 @@ class Log:
             old = file.read_text().splitlines() if file.exists() else []
             if any(_step_of(line) is None for line in old[:-1] or old):  # the last may be cut off
                 raise BadArgument(f"jsonl={self.jsonl} holds lines that no log wrote", op="log")
+            # later records go: the continued run writes these steps again
             kept = [line for line in old if first and (_step_of(line) or 0) <= first]
             file.write_text("".join(f"{line}\n" for line in kept))
             self.file = file.open("a")
@@ -188,6 +189,7 @@ def flops_of(module: nn.Module, row: Any) -> float | None:
             torch.func.functional_call(module, state, (given,), tie_weights=False)
     except Exception:  # a foreign module's own code
         return None
+    # backward has two products for each of forward's
     return 3.0 * count.get_total_flops() or None
 
 

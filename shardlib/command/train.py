@@ -258,6 +258,7 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
     """Run on the present processes, on simulated ranks, or on processes started here."""
     axes = axes_of(config)
     total = math.prod(axes.values())
+    # here, so that an error is raised once, before ranks start
     if -1 not in axes.values() and total <= MOST:
         rehearse(config)
     if simulated or under_launcher() or total in (1, -1):
@@ -340,6 +341,7 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
     if accumulate > len(dealt):
         text = f"{accumulate} batches of an update, where the rows make {len(dealt)}"
         raise config.error(("accumulate",), text)
+    # again: building the model has drawn numbers
     torch.manual_seed(config.tables.get("seed", 0))
     writer: Log = call(log, config, ("log",))
     lead = not dist.is_initialized() or dist.get_rank() == 0

@@ -121,6 +121,7 @@ def adamw_halves_(
     for one, high, less, first, second in zip(g, p, low, m, v, strict=True):
         full = ((high.view(torch.int16).to(torch.int32) << 16) + less).view(torch.float32)
         _eager(one, full, first, second, scale, h)
+        # the canonical NaN: adding 0x8000 to others can overflow into the sign
         bits = full.masked_fill(full.isnan(), float("nan")).view(torch.int32)
         upper = (bits + 0x8000) >> 16
         high.copy_(upper.to(torch.int16).view(torch.bfloat16))

@@ -55,6 +55,7 @@ def dropout(
     # one draw of 64 bits serves two neighbouring elements, 32 each
     halves = bits(at >> 1, key).view(torch.int32).view(-1, 2)
     mine = halves.gather(1, (at & 1)[:, None]).squeeze(1)
+    # no 32-bit threshold drops everything
     keep = (mine >= bar(p)) & (p < 1)
     return (x * keep.view(x.shape)).mul_(scale).contiguous()
 

@@ -50,6 +50,7 @@ def ce_stats(logits: Tensor, target: Tensor, cols: int, first: int) -> Tensor:
     if not cols:
         return out.copy_(out.new_tensor([-INF, 0, 0, 0]))
     top = x.amax(-1)
+    # in a row of -inf alone, -inf - -inf is NaN
     sums = (x - top.unsqueeze(-1)).exp().masked_fill(x == -INF, 0).sum(-1)
     here = target - first
     outside = (here < 0) | (here >= cols)
@@ -109,6 +110,7 @@ def _back_into(
     if _dense(logits) and _dense(dx) and _labels(target) and native(logits):
         rows, width = logits.shape
         grad = grad.to(torch.float32)  # autograd may expand it from one element
+        # stride 0: one gradient for all rows
         step = 0 if grad.numel() == 1 else grad.stride(0)
         kept = kept.contiguous()
         call(

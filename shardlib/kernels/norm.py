@@ -179,6 +179,7 @@ def norm_columns(x: Tensor, g: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Compute the gradients [2, C] of weight and shift, summed over the rows."""
     rows, cols = x.shape
     if serves(x, None, None) and g.is_contiguous() and g.dtype == x.dtype:
+        # two passes: sums of row chunks, enough to fill a GPU, then the sum of these
         pack = 16 // x.element_size()
         chunks = max(1, min(-(-rows // 16), _LANES * pack // max(cols, 1)))
         chunk = max(1, -(-rows // chunks))

@@ -198,6 +198,7 @@ def _lengths(params: Any, way: Any, rho: float, eps2: float, clip: float) -> lis
             out.append(None)
             continue
         size = max(x.numel(), 1) ** 0.5
+        # algorithm 5: length max(eps2, RMS(p)) rho, and the update clipped to an RMS of ``clip``
         out.append(-(p / size).clamp(min=eps2) * rho / (u / (size * clip)).clamp(min=1.0))
     return out
 
@@ -228,12 +229,14 @@ def _slab(spread: Spread, mesh: Mesh | None, i: int, device: torch.device) -> _S
     lo, hi = 0, count * width
     if spread.runs is not None and mesh is not None:
         lo, hi = spread.runs[rank_along(mesh.names, coord, mesh.axes)]
+    # the rows that the run touches, its cut first and last row included
     top, bottom = lo // width, -(-hi // width) if hi > lo else lo // width
     numbers = []
     for at in product(*lead):
         number, outside = 0, False
         for k, n in zip(at, spread.shape, strict=False):
             number, outside = number * n + k, outside or k >= n
+        # padding along the stack is summed into the extra matrix
         numbers.append(math.prod(spread.shape[:-2]) if outside else number)
     stack = torch.tensor(numbers, dtype=torch.int64, device="cpu").repeat_interleave(len(rows))[
         top:bottom
@@ -342,6 +345,7 @@ def _counts(one: Laid, i: int) -> bool:
     mine = spread.runs[rank_along(one.mesh.names, coord, one.mesh.axes)]
     split = {a: coord[a] for a in spread.layout.axes if a in coord}
     for c, run in zip(coordinates(one.mesh.axes), spread.runs, strict=True):
+        # the first coordinate with the same run of the same block
         if run == mine and all(c[a] == at for a, at in split.items()):
             return c == coord
     return True
@@ -366,6 +370,7 @@ def _directions(
                 k, r, c = (
                     x.clamp(max=most - 1) for x, most in zip(slab[:3], (stack, m, n), strict=True)
                 )
+                # algorithm 4: V = R C / mean(R), of this band alone
                 estimate = (row[k, r] / mean[k, 0])[:, None] * col[k][:, c]
                 unit = estimate.clamp_(min=least * least).rsqrt_().to(run.dtype)
                 unit = unit.mul_(_filled(part, slab)).reshape(-1)

@@ -153,6 +153,7 @@ def numbers(signed: bool) -> Tensor:
     """
     found = [0.0, 1.0]
     for decade in range(7):
+        # dynamic quantization: 2^k numbers (unsigned 2^(k+1)) in the k-th decade
         cuts = torch.linspace(
             0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64, device="cpu"
         )
@@ -180,6 +181,7 @@ def _encode(raw: Tensor, front: int, signed: bool) -> tuple[Tensor, Tensor]:
         return raw.to(torch.uint8), raw.new_zeros(*raw.shape[:front], 0, dtype=torch.float32)
     rows = _blocks(raw, front)
     scale = rows.abs().amax(-1)
+    # a block of zeros has the scale 0
     unit = (rows / scale.clamp(min=torch.finfo(scale.dtype).tiny)[..., None]).float()
     codes = torch.bucketize(unit, _table(signed, raw.device)[1]).to(torch.uint8)
     n = math.prod(raw.shape[front:])

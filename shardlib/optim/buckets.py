@@ -244,6 +244,7 @@ def _bucket(
     hops = tuple(hop for hop in left if hop)
     ways = math.prod(n for a, n in sizes if any(a in hop for hop in hops))
     places = repr([[(items[i].path, s.shape, items[i].place) for i in s.leaves] for s in slots])
+    # in the name, so that a state of other leaves lacks the key
     digest = hashlib.blake2b(places.encode(), digest_size=8).hexdigest()
     # the number comes first, so that no words of groups can make two names equal
     words = f"{k} {str(dtype).removeprefix('torch.')} {' '.join(axes) or '.'}"
@@ -285,6 +286,7 @@ def overlap(where: Index, order: Sequence[int]) -> float:
         coming[i] = left = left - sizes[i]
     now, found = total, 0
     for bucket in where.buckets:
+        # a bucket is posted when its last gradient has come, but never before the one before it
         now = min([now, *(coming.get(i, 0) for s in bucket.slots for i in s.leaves)])
         found += now * sum(sizes[s.leaves[0]] for s in bucket.slots)
     return found / max(total, 1) ** 2
@@ -383,6 +385,7 @@ class Pieces(list[Tensor]):
         alike = dense and self.runs is not None and all(row.runs == self.runs for row in others)
         runs = [row.joined() for row in rows] if alike else None
         device = self[0].device if self else None
+        # torch's fused kernels take a step count per tensor: here all share one
         one = torch.zeros((), dtype=torch.float32, device=device)
         count = [one] * len(self if runs is None else runs[0])
         found = Beside(others, kinds, roots, dense, runs, count)

@@ -98,6 +98,7 @@ def clip_by_global_norm(
     """
 
     def over(norm: Tensor) -> Tensor:
+        # the inverse of torch's clip_coef = max_norm / (norm + 1e-6), at most 1
         return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
     def known(grads: Any, step: Step) -> Tensor:
@@ -129,6 +130,7 @@ def _number(norm: Tensor, grads: Any) -> None:
     for x in optree.tree_leaves(grads):
         if isinstance(x, ShardedTensor) and not holds_values(x.mesh):
             return
+    # the host waits here
     if norm.is_meta or bool(torch.isfinite(norm)):
         return
     bad = list(dict.fromkeys(_not_finite(grads)))

@@ -93,6 +93,7 @@ def _lie_in(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[T
     for bucket in index.buckets:
         first = leaves[bucket.slots[0].leaves[0]].raw
         base = first.untyped_storage()
+        # the storage must be exactly the bucket's
         if base.nbytes() != math.prod(front) * bucket.length * first.element_size():
             return None
         for slot in bucket.slots:

@@ -169,6 +169,7 @@ class Reading:
         key = name, torch.is_grad_enabled()
         if key not in self.blocks or name not in self.flat:
             flat = self._whole(name)
+            # forward alone: recomputation in backward reads in another order
             if backward_now() == -1:
                 self._note(name)
             found = _Gather.apply(self._part(name), self, name, flat)
@@ -209,6 +210,7 @@ class Reading:
             return
         self.seen.append(name)
         at, order = len(self.seen), self.room.order
+        # prefetch only while this forward reads in the recorded order
         if order[at - 1 : at] == [name] and at < len(order):
             self._start(order[at])
 
@@ -234,6 +236,7 @@ class Reading:
             flat, finish = self.coming.pop(name)
             finish()
             self.flat[name] = flat
+            # autograd saves views of the bucket, which are found by its storage
             self.at[flat.untyped_storage()._cdata] = name
             block = self.block_of[name]
             if not self.index.keep and block is not None:

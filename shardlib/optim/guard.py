@@ -134,6 +134,7 @@ def loss_scale(
 
     def update(grads: Any, state: ScaleState, params: Any = None) -> tuple[Any, ScaleState]:
         with norms_known():
+            # in fp32: fp16 gradients divided by 2**16 would underflow
             real = each(lambda g: g.to(wide(g.dtype)) / state.scale, grads)
             if not _is_number(global_norm(real)):
                 return nothing(real, params), smaller(state)

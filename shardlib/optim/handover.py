@@ -138,6 +138,7 @@ def _give_up(tree: Any) -> None:
     if kind is dict or issubclass(kind, Buckets):
         if kind is not dict:
             tree.__dict__.pop("pieces", None)
+        # else its values have moved to the result
         if next(iter(tree.values()), None) is not _LEFT:
             for x in tree.values():
                 _give_up(x)

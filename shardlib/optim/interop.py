@@ -78,6 +78,7 @@ def from_torch(
         leaves = [bare(p.detach()).requires_grad_() for p in params]
         for p, g in zip(leaves, grads, strict=True):
             p.grad = bare(g.detach())
+        # a new optimizer per step: its state is a value, passed in and out
         made = optimizer(leaves, **(how | rate))
         for p, state in zip(leaves, kept or [], strict=False):
             made.state[p] = {n: bare(v) for n, v in state.items()}

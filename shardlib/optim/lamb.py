@@ -112,4 +112,5 @@ def _whole(params: Any) -> bool:
 def _ratio(tensor: Tensor | None, way: Tensor) -> Tensor:
     assert tensor is not None, "a parameter has no norm"
     both = (tensor > 0) & (way > 0)
+    # the inner where avoids a division by 0
     return torch.where(both, tensor / torch.where(both, way, 1.0), 1.0)

@@ -24,6 +24,7 @@ class Memory:
         """Return an uninitialised contiguous tensor; pass it to ``give`` after the last read."""
         n = math.prod(shape)
         rows = self.free.setdefault((dtype, device), [])
+        # a small request must not take a large vector away
         fits = [i for i, t in enumerate(rows) if n <= t.numel() <= 2 * n]
         base = rows.pop(min(fits, key=lambda i: rows[i].numel())) if fits else None
         if base is None:
@@ -59,6 +60,7 @@ class Room:
         n = math.prod(shape)
         for t in self.buffers:
             fits = n <= t.numel() <= 2 * n and (t.dtype, t.device) == (like.dtype, like.device)
+            # 1: only this list refers to the storage
             if fits and storage_users(t) == 1:
                 return t[:n].view(shape)
         self.buffers = [t for t in self.buffers if storage_users(t) > 1 or t.numel() >= n]

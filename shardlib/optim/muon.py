@@ -204,6 +204,7 @@ def _adjusted(tree: Any, adjust: Adjust, how: _How) -> list[Tensor | None]:
         if how.side:
             rows, cols = how.sides(path, torch.empty(m, n, device="meta"))
             m, n = m // rows, n // cols
+        # torch.optim.Muon's adjust_lr_fn: "original", and 0.2 sqrt(max(m, n)) to match AdamW's RMS
         tall = math.sqrt(max(1, m / max(n, 1)))
         ratio = tall if adjust == "original" else 0.2 * math.sqrt(max(m, n))
         out.append(torch.tensor(ratio, dtype=torch.float64, device="cpu"))
@@ -605,6 +606,7 @@ def _placed(mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _How, dtype: to
         for i, (to, block) in enumerate(zip(out.runs, blocks(done, mesh), strict=True)):
             flat, coord = block.reshape(-1), played(mesh)[i]
             if s.runs is not None:
+                # under ``zero`` a rank keeps its run of the block
                 lo, hi = s.runs[rank_along(mesh.names, coord, mesh.axes)]
                 flat = flat[lo:hi]
             to.copy_(flat)
@@ -620,9 +622,11 @@ def _ways(case: MuonCase) -> tuple[str, ...]:
     ones = [replace(case, spreads=(s,), share=1.0) for s in case.spreads]
     if "muon" in dict(scope().pins) or (len(ones) == 1 and case.spreads[0].count == 1):
         return tuple(decide("muon", replace(one, share=None)).run for one in ones)
+    # a matrix that outweighs a rank's part cannot be balanced by dealing
     part = sum(s.count * s.flops for s in case.spreads) / case.ranks
     every, light = range(len(ones)), [i for i, s in enumerate(case.spreads) if s.flops <= part]
     found = [(way,) * len(ones) for way in _PRICES]
+    # the share of the busiest owner, if owners have all matrices, or all but the heavy ones
     for shared in (every, light):
         load = deal(tuple(case.spreads[i] for i in shared), case.sizes).load
         share = max(load) / max(sum(load), 1)
@@ -657,6 +661,7 @@ def _by_gathering(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
     else:
         true = whole.raw
         side = true.shape[-2] // m, true.shape[-1] // n
+    # zeros where the padding is
     out = torch.zeros_like(whole.raw)
     done = apart(how, true.reshape(-1, *true.shape[-2:]), side).reshape(true.shape)
     out[..., : true.shape[-2], : true.shape[-1]] = done

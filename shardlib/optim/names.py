@@ -191,6 +191,7 @@ def _by_parameter(x: Buckets) -> list[tuple[str, ShardedTensor]]:
 def _cut(block: Tensor, item: Item, mesh: Mesh, bucket: Bucket) -> ShardedTensor:
     """Return a block as a value, split over its bucket's axes too if a dimension divides."""
     ways, dims = bucket.ways, list(item.layout.dims)
+    # prefer a dimension that no axis splits yet
     for d, dim in sorted(enumerate(dims), key=lambda at: len(at[1].axes)):
         plain = dim == Dim(dim.axes) and item.whole[d] == item.tiled[d]
         if (
@@ -221,6 +222,7 @@ def _filled(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buc
                 key = keys[item.path]
                 _check(key, kept[key], item.whole, old.raw.dtype)
                 value = _placed(kept[key], item.layout, x.mesh)
+                # ``flatten`` adds tied leaves: only the first may count
                 blocks[i] = value.local if n == 0 else value.local * 0
         with bind(x.mesh):
             flat = flatten(blocks, bucket)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ __all__ = ["COEFFICIENTS", "Coefficients", "flops", "on_blocks", "orthogonal"]
 
 Coefficients = tuple[float, float, float]
 
+# steepest at 0, so that small singular values grow fast; they end near 1, not at 1
 COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
@@ -34,6 +35,7 @@ def orthogonal(
     if not x.numel():
         return x
     a, b, c = coefficients
+    # X X^T is smaller with the short side first
     tall = x.shape[-2] > x.shape[-1]
     y = (x.mT if tall else x).reshape(-1, min(x.shape[-2:]), max(x.shape[-2:]))
     y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=eps)
@@ -89,4 +91,5 @@ def flops(m: int, n: int, steps: int = 5) -> int:
     320
     """
     m, n = min(m, n), max(m, n)
+    # per step: two products of 2 m m n flops, one of 2 m^3
     return steps * (4 * m * m * n + 2 * m**3)

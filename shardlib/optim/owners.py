@@ -238,6 +238,7 @@ class Deal:
         table = [[0] * len(parts) for _ in parts]
         for rank, mine in enumerate(parts):
             for h in mine:
+                # row: the sender, column: the owner
                 table[rank][self.owner[h.unit]] += h.hi - h.lo
         return tuple(map(tuple, table))
 
@@ -304,6 +305,7 @@ def deal(
                 holds[rank].append(h)
                 copies[h.unit, h.box, h.at, h.hi - h.lo].append(rank)
     owner = _dealt([work(spreads[p]) for p, _ in units], holds)
+    # of several copies the owner's own is taken, which moves nothing; else a hash spreads senders
     source = {
         key: owner[key[0]] if owner[key[0]] in who else who[sum(key) % len(who)]
         for key, who in copies.items()
@@ -336,6 +338,7 @@ def _dealt(work: Sequence[int], holds: Sequence[Sequence[Held]]) -> list[int]:
             load[owner[i]] += work[i]
         return owner, max(load)
 
+    # balance the work alone; then prefer holders, within 2 % of that balance
     even, most = within(0)
     near, highest = within(1.02 * most)
     return near if highest <= 1.02 * most else even
@@ -353,6 +356,7 @@ def _held(
     *lead, rows, cols = spread.layout.indices(spread.padded, mesh, coord)
     size = len(rows) * len(cols)
     box = boxes.setdefault((tuple(rows), tuple(cols)), len(boxes))
+    # a block is a stack of matrices' parts, one after the other
     whole = len(list(product(*lead))) * size
     first, last = (0, whole) if spread.runs is None else spread.runs[rank]
     out = []
@@ -513,6 +517,7 @@ def _owned(vector: Tensor, plan: Deal, rank: int, number: int, f: Compute) -> li
     whole: dict[int, Tensor] = {}
     batches = []
     for (shape, padded, side), units in alike.items():
+        # padded like the parameter, so that boxes index it; the kernel gets the true part
         batch = vector.new_zeros(len(units), *padded)
         batches.append((units, batch[:, : shape[0], : shape[1]], side))
         whole.update(zip(units, batch.unbind(), strict=True))
@@ -543,6 +548,7 @@ def _assemble(vector: Tensor, plan: Deal, rank: int, whole: dict[int, Tensor]) -
             at += n
             if n == size:
                 _put(whole[h.unit], plan.boxes[h.box], part.view(shape))
+            # the block is the whole matrix in order: copy the run into it directly
             elif size == whole[h.unit].numel() and all(
                 isinstance(_span(p), slice) for p in plan.boxes[h.box]
             ):

@@ -152,6 +152,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
             raise _zeros_own()
         if how.master is None:
             return MixedState((), _to(tx.init(params), how.state))
+        # bfloat16 parameters are exact at first: their remainder is 0
         begin = (lambda p: torch.zeros_like(p, dtype=torch.int16)) if rest else Tensor.float
         master = each(lambda p: begin(p.detach()), _half(params))
         return MixedState(master, _to(tx.init(exact(params, master)), how.state))

@@ -136,6 +136,7 @@ class Seen:
             said = agreed("arrival of gradients", mesh, order)
             if said is None:
                 return
+            # leaves without a gradient follow in their old order
             rest = (i for b in where.buckets for s in b.slots for i in s.leaves)
             every = tuple(dict.fromkeys((*said, *rest)))
             made = index(where.items, where.hops, where.sizes, self.most_bytes, every)

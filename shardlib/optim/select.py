@@ -60,6 +60,7 @@ def flags(mask: Mask, tree: Any, op: str) -> dict[str, bool]:
         return {n: bool(v) for n, v in _by_tree(mask, tree, known, op).items()}
     hits = {p: [n for n, v in known.items() if matches(p, n, v)] for p in patterns}
     for p, names in hits.items():
+        # buckets of one group lack the others' paths
         if not names and not isinstance(tree, Buckets):
             raise _nothing(p, known, op)
     meant = {n for names in hits.values() for n in names}

@@ -153,6 +153,7 @@ class Sink:
 
     def _post_full(self) -> None:
         tied = self.index.tied
+        # a tied slot may receive another gradient: its bucket waits for ``finish``
         while self.next < len(self.left) and not self.left[self.next] and self.next not in tied:
             self._post()
 
@@ -167,6 +168,7 @@ class Sink:
         if self.to == "pending":
             self.out[b] = flat
             return
+        # bounds the memory of buckets in transit
         while len(self.flying) >= self.most:
             self._land()
         if self.to == "sum":

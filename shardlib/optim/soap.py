@@ -213,10 +213,12 @@ def _step(
         pairs = seen @ seen.mT if dim == 0 else seen.mT @ seen
         stats.lerp_(pairs.to(stats.dtype), 1 - b2)
         if not count:
+            # eigh sorts ascending, bases are kept descending
             values, found = torch.linalg.eigh(stats)
             values, found = values.flip(0), found.flip(1)
             rank = int((values > _floor(values)).sum())
             basis.copy_(found if rank == len(values) else _completed(found, rank))
+        # one power iteration and QR; nu follows its columns into the new order
         elif count % every == 0:
             values = (basis.mT @ stats @ basis).diagonal()
             some = values > _floor(values)

@@ -67,6 +67,7 @@ def step(
     """
     check_transform(tx, "optim.step")
     mine = grads
+    # zero checks and copies its trees itself
     if tx.shard is kept_whole:
         _alike(params, grads)
         mine = _parted(grads)

@@ -230,6 +230,7 @@ def summed(leaves: Sequence[Any]) -> list[Any]:
             if batch and sum(b.raw.nbytes for b in (*batch, x)) > MOST_BYTES:
                 out.append(_scattered(batch))
                 batch = []
+            # one collective for many leaves, in bounded memory
             batch.append(x)
         out.append(_scattered(batch))
     return out
@@ -242,6 +243,7 @@ def _scattered(batch: Sequence[ShardedTensor]) -> ShardedTensor:
         rows = [x.raw.detach() if not x.is_padded else filled(x, 0).raw.detach() for x in batch]
         flat = torch.cat([r.reshape(*r.shape[:front], -1) for r in rows], -1)
         ways = mesh.axis_size(over)
+        # zeros at the end count in no norm
         flat = F.pad(flat, (0, -flat.shape[-1] % ways))
         half = flat.dtype in (torch.bfloat16, torch.float16)
         wide, wire = (flat.float(), flat.dtype) if half else (flat, None)

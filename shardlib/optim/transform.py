@@ -267,6 +267,7 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
     if not found.contiguous:
         used = [r if r.contiguous else [t.contiguous() for t in r] for r in rows]
     scale = step.scale
+    # the kernel divides fp32 gradients itself; others are divided first
     if scale is not None and found.dtype == torch.float32:
         how["grad_scale"] = scale.to(rows[0][0].device, torch.float32)
     elif scale is not None:
@@ -316,6 +317,7 @@ def _in_vectors(lists: Sequence[Sequence[Tensor]]) -> _Cut | None:
         return None
     cut = _Cut([], [], [])
     sizes = [lists[0][i].numel() % ALIGN for i in odd]
+    # fills the last vector
     room = lists[0][0].new_zeros(-sum(sizes) % ALIGN)
     for row in lists:
         flat = [t.view(-1) for t in row]

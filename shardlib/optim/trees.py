@@ -201,6 +201,7 @@ def ready(grads: Any, op: str, moments: Any = None) -> None:
                     fix="state = tx.init(params)",
                 )
     for g in grads.values() if same else optree.tree_leaves(tree):
+        # each rank would step by its own summand
         if isinstance(g, ShardedTensor) and g.place.layout.partial:
             raise PartialEscape(
                 f"a gradient's sum over {', '.join(g.sharding.partial)} is still pending",

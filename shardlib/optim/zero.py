@@ -113,12 +113,14 @@ def zero(
         )
     most_bytes = MOST if bucket_mb is None else int(bucket_mb * 2**20)
     memory, seen = Memory(), Seen(hops, most_bytes, tx.groups)
+    # stage 3: one bucket per group of a module block, of any size
     apart = Seen(hops, 1 << 62, tx.groups, True, keep)
 
     def sink_for(
         where: Index, mesh: Mesh, like: Sequence[Tensor], room: Memory, **how: Any
     ) -> Sink:
         """Make a sink for gradients with the dtypes of ``like``, one leaf of each bucket."""
+        # a sum sent in half precision is not worth fp32 parts
         exact = reduce_dtype is None or reduce_dtype == torch.float32
         dtypes = [(t.dtype, _wide(t.dtype) if exact else t.dtype) for t in like]
         wires = {t.dtype for t in like} - {reduce_dtype}
@@ -251,6 +253,7 @@ def zero(
         else:
             state = with_master(tx, parts, state, mine, step, master, memory)
         put_back(flats, mine)
+        # a skipped step changed no parameter
         if not step.skipped:
             _send(flats, mine, state, where, mesh)
         memory.give(*(g.raw for g in parts.values()))
@@ -266,6 +269,7 @@ def zero(
         if gather_dtype is None or all(f.dtype == gather_dtype for f in flats):
             gather(flats, where, mesh)
             return
+        # gather a narrow copy, and widen it into the parameters
         narrow = [memory.take(f.shape, gather_dtype, f.device) for f in flats]
         part = own(narrow, where, mesh)
         for small, p in zip(part.pieces, mine.pieces, strict=True):
@@ -304,6 +308,7 @@ def zero(
         leaves, tree = optree.tree_flatten(params)
         held = frozen(leaves)
         asked = [isinstance(x, ShardedTensor) and x.raw.requires_grad for x in leaves]
+        # detached, no leaf counts as frozen, so frozen ones get buckets too
         every = optree.tree_map(lambda x: x.detach() if any(held) else x, params)
         where, mesh = apart.index(every, optree.tree_leaves(every), held, tree)
         out = Parts(dict(_parts(optree.tree_leaves(every), where, mesh)), where, mesh)

@@ -458,6 +458,7 @@ class _Watch:
         node = (out.raw if isinstance(out, ShardedTensor) else out).grad_fn
         if self.marks and node is not None and node not in self.nodes:
             self.nodes.add(node)
+            # events between two of these hooks belong to the gradient of the first
             node.register_prehook(lambda *_: self._turn(row))
 
     def _turn(self, row: Row | None) -> None:
@@ -475,6 +476,7 @@ class _Watch:
         starts = [x.raw for x in params if x.raw.requires_grad]
         self._turn(self.rows[-1] if self.rows else None)
         together.open = True
+        # blocks have no values: any cotangent of the right shape does
         if ends and starts:
             torch.autograd.grad(
                 ends, starts, [torch.empty_like(x) for x in ends], allow_unused=True

@@ -179,6 +179,7 @@ def choose(
         )
     table, rejected = [], 0
     known = {a: links for a in "xyz"} if isinstance(links, Link) else links
+    # 2 flops per multiply-add, in three products: forward, dX, dW
     work = (
         6
         * batch

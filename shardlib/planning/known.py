@@ -57,6 +57,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             return out
         given = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]  # type: ignore[arg-type]
         alike = all(id(x) in self.values or not x.is_meta for x in given)
+        # uninitialised and random values are not known
         blank = "empty" in name or torch.Tag.nondeterministic_seeded in func.tags
         if alike and not blank and out.numel() <= MOST and (given or "device" in kwargs):
             host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
@@ -79,6 +80,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = [x for x in rows if isinstance(x, Tensor)]
     most = max((x.ndim for x in given), default=0)
     count = max((x.shape[0] for x in given if x.ndim == most), default=0) if most > 1 else 0
+    # rows of stride 0 are the same memory: one of them gives all
     one = count > 1 and _by_row(func, args, most) and not func._schema.is_mutable
     if not one or not all(x.stride(0) == 0 or x.shape[0] == 1 for x in given if x.ndim == most):
         return func(*args, **kwargs)

@@ -45,6 +45,7 @@ def probe(
         told = torch.tensor(times, dtype=torch.float64, device="cpu")
         told = pbroadcast(told.to(m.device), m.names, 0).cpu() if axes else told
     for axis, (small, large) in zip(axes, told.reshape(-1, 2).tolist(), strict=True):
+        # a ring takes p - 1 hops, each of ``words`` fp32 words
         hops = m.axes[axis] - 1
         m.links[axis] = Link(small / hops, max((large - small) / (hops * 4 * words), 1e-15))
     forget(m)

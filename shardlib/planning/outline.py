@@ -30,6 +30,7 @@ class Outline:
 
     def model(self, more: int = 0) -> nn.Module:
         """Build the smaller model, on the tensors of the original."""
+        # deepcopy shares what is in the memo: the copies use the original tensors
         memo: dict[int, Any] = {id(t): t for t in (*self.base.parameters(), *self.base.buffers())}
         at, small = 0, {}
         for path, kinds in self.stacks:
@@ -91,5 +92,6 @@ def _signature(layer: nn.Module) -> Any:
 
 
 def _plain(key: str, value: Any) -> bool:
+    # attributes that number equal layers
     number = key in ("layer_idx", "layer_id", "layer_number", "training", "block_idx")
     return isinstance(value, int | float | str) and not number and not key.startswith("_")

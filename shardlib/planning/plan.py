@@ -258,6 +258,7 @@ def plan(
     room = where.memory if memory is None else memory
     study = _Study(model, where, batch, sequence, state, loss or _loss, room, accumulate)
     ways = list(study.ways(ranks, names))
+    # the index breaks ties: a Way has no order
     ranked = sorted((study.estimate(w), i, w) for i, w in enumerate(ways))
     table: list[Weighed] = []
     rejected: list[tuple[Way, str]] = []
@@ -349,6 +350,7 @@ class _Study:
         self.dims: list[Dimensions] = [trace_dimensions(m) for m in self.models]
         self.layers: list[Layer] = all_products(self.outline, self.dims)
         self.item = max(p.element_size() for p in model.parameters())
+        # backward has two products for each of forward's
         self.flops = 3 * batch * self.outline.total([_flops(m, sequence) for m in self.models])
         self.heads, self.keys = _heads(model), _keys(model)
 
@@ -405,6 +407,7 @@ class _Study:
             seconds += 3 * (p - 1) / p * own * self.keys * self.item * links["s"].beta
         if data > 1:
             link = links.get("data", links.get("s", self.cluster.between))
+            # a ring all-reduce of gradients in buckets: (data - 1) / data of them, twice
             part = weights * self.item / (m * k * n)
             seconds += (
                 2 * (data - 1) * (part / data * link.beta + math.ceil(part / BUCKET) * link.alpha)
@@ -429,8 +432,10 @@ class _Study:
                 fix=f"sl.planning.plan(model, ranks, batch={way.rows * self.least}, "
                 f"sequence={self.sequence})",
             )
+        # without repeated layers there is nothing that remat could be applied to
         remats = ("", "full") if self.outline.stacks else ("",)
         rows, remat = self.begin or (self.batch // counts[0], "")
+        # the number whose micro-batches are nearest to those of the fastest way
         count = min(counts, key=lambda n: abs(math.log(self.batch / way.rows / n / rows)))
         found: dict[tuple[int, str], dict[str, float]] = {}
         for _ in range(4):
@@ -557,8 +562,10 @@ class _Study:
             params, temporary = params / ways, temporary + 2 * found["layer"]
         links = self.cluster.links(way.mesh)
         ranks = math.prod(way.mesh.values())
+        # remat runs forward twice: 4 products instead of 3
         seconds = self.flops * (4 / 3 if way.remat else 1) / ranks / self.cluster.flops
         for axis, (nbytes, messages) in along.items():
+            # a collective over several axes is as slow as the slowest link
             met = [links[a] for a in axis.split()]
             seconds += max(m.alpha for m in met) * messages + max(m.beta for m in met) * nbytes
         weighed = Weighed(way, along, params, gradients, state, found["saved"], temporary, seconds)

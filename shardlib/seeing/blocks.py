@@ -192,6 +192,7 @@ def _cut(
     for d, n in enumerate(stored):
         runs = [list(_runs(h[d])) for h in held]
         ends = {p for rank in runs for run in rank for p in run} | {0, n, true[d]}
+        # between two borders a piece has the same owners everywhere
         borders = sorted(ends)
         owners: dict[int, set[int]] = {p: set() for p in borders}
         for rank, some in enumerate(runs):

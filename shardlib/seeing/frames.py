@@ -456,6 +456,7 @@ def _arrows(frame: Frame) -> list[_Arrows]:
     for s in frame.sent:
         ways.setdefault((s.sender, s.receivers), []).append(s)
     kinds = {way: " ".join(dict.fromkeys(_kind(s) for s in some)) for way, some in ways.items()}
+    # one colour per set of operands, the same in every arrow
     shades = dict(zip(sorted(set(kinds.values())), colours(len(ways)), strict=False))
     return [
         _Arrows(*way, ", ".join(dict.fromkeys(s.block for s in some)), shades[kinds[way]])
@@ -542,6 +543,7 @@ def _beside(sender: int, receivers: tuple[int, ...], at: list[Spot], half: float
         return [(x0 + max(0.42, 0.15 + half) * away[0] / length, y0 + 0.34 * away[1] / length)]
     out = []
     for t in (0.35, 0.5, 0.25, 0.65, 0.42, 0.58, 0.75):
+        # a quadratic curve's distance from its chord at t
         aside = 2 * t * (1 - t) * _BEND
         out.append((x0 + t * (x1 - x0) + aside * (y1 - y0), y0 + t * (y1 - y0) - aside * (x1 - x0)))
     return out

@@ -150,6 +150,7 @@ def _count(node: Any, of: dict[str, int], path: tuple[str, ...]) -> int:
             other += spare * item // bucket.ways
         return other
     if isinstance(node, Tensor):
+        # a state repeats the parameter's path at the end of its own
         ends = (".".join(path[i:]) for i in range(len(path)))
         name = next((n for n in ends if n in of), None)
         if name is None:

@@ -165,6 +165,7 @@ def _check_blocks(
             torch.tensor(list(i), device="cpu").view([-1 if d == e else 1 for e in range(len(at))])
             for d, i in enumerate(at)
         ]
+        # counts the ranks that hold each element
         owners.index_put_(tuple(where), ones, accumulate=True)
     copies = math.prod(n for axis, n in mesh.axes.items() if axis not in me.axes)
     if bool((owners != copies).any()):

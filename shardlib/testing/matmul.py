@@ -132,6 +132,7 @@ def _equals_dense(
     ):
         _alike(f"{text}: bytes {which}, counted and predicted", t.bytes, cost.bytes)
         _alike(f"{text}: messages {which}, counted and predicted", t.messages, cost.messages)
+    # with one operand frozen, the other's gradient must be right too
     for which, of, other, want in (("X's", a, b, x.grad), ("W's", b, a, w.grad)):
         left, right = (of, other.detach()) if of is a else (other.detach(), of)
         (alone,) = torch.autograd.grad([product(left, right)], [of], [shard(g, c.sharding)])
