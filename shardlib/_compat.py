@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import Context, copy_context
 from datetime import timedelta
 from importlib.abc import MetaPathFinder
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "backend_name",
     "backward_now",
     "DispatchMode",
     "FUSED_ATTENTION",
@@ -375,12 +376,22 @@ def job_store() -> Any:
 def set_timeout(group: Any, seconds: float) -> None:
     """Set how long a transfer of this group may take, gloo's sends and receives included.
 
-    In 2.11 and 2.13 as ``torch.distributed.distributed_c10d._set_pg_timeout``, which warns in
-    2.15: there ``torch.distributed.set_timeout`` is public.  When 2.15 is the oldest supported
-    version: call that directly.
+    Seen in 2.11 to 2.15 as ``_set_default_timeout`` of each backend: torch's own
+    ``_set_pg_timeout``, public in 2.15 as ``torch.distributed.set_timeout``, passes over devices
+    other than the CPU and CUDA with a warning.  When that is gone: call the public one.
     """
-    found = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    found(timedelta(seconds=seconds), group)
+    for device in group._device_types:
+        with suppress(RuntimeError):  # one that takes no timeout
+            group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
+
+
+def backend_name(group: Any, device: torch.device) -> str:
+    """Name the backend that moves a group's tensors of one device: gloo, nccl, ...
+
+    ``torch.distributed.get_backend`` gives what the group was made with, also "cpu:gloo,cuda:nccl"
+    or "undefined".  Seen in 2.11 to 2.15; when it goes: ``torch.distributed.get_backend_config``.
+    """
+    return group._get_backend(device).name()
 
 
 def group_timeout(group: Any) -> float:
