@@ -1,9 +1,9 @@
-"""What makes the host wait for its device, and what it uploads: each with the lines that asked.
+"""Host waits for the device, and uploads to it, each with the lines of code that caused it.
 
-An operator whose result the host must know (a number, sizes that depend on values), and a copy
-between host and device, are seen as torch dispatches them, so this is the same on every kind of
-device.  On the host itself nothing is uploaded, and those operators are what would wait elsewhere.
-What torch does not dispatch (``torch.accelerator.synchronize()``, events) is not seen.
+An operator whose result the host needs (a number, sizes that depend on values), and a copy
+between host and device, are recorded as torch dispatches them, so this is the same on every kind of
+device.  On the host itself nothing is uploaded, and the recorded operators would wait on a device.
+Calls that torch does not dispatch (``torch.accelerator.synchronize()``, events) are not recorded.
 """
 
 import sys
@@ -33,10 +33,10 @@ _MASKS = (torch.bool, torch.uint8)
 class Wait:
     """A wait for the device, or an upload to it.
 
-    ``kind``     "wait", or "upload"; an upload that the host waits for is both, one after the other.
+    ``kind``     "wait" or "upload"; an upload that the host waits for is both, in this order.
     ``what``     torch's operator.
     ``line``     the user's line, "" where the engine of backward runs it on a thread of its own.
-    ``library``  the line of shardlib that asked, "" where the user's own did.
+    ``library``  the line of shardlib that called it, "" where the user's own did.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Wait:
 
 
 class Waiting(DispatchMode):  # type: ignore[misc, valid-type]
-    """While open, list in ``found`` what waits and what is uploaded."""
+    """Record waits and uploads in ``found``, while open."""
 
     def __init__(self, found: list[Wait]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Waiting(DispatchMode):  # type: ignore[misc, valid-type]
 
 
 def _asked(name: str, args: Any, kwargs: Any, out: Any) -> list[str]:
-    """Name what an operator did: "wait", "upload", both or nothing."""
+    """List the effects of an operator: "wait", "upload", both or none."""
     first = next((x for x in args if isinstance(x, Tensor)), None)
     if first is None or first.is_meta:
         return []
@@ -93,13 +93,13 @@ def _asked(name: str, args: Any, kwargs: Any, out: Any) -> list[str]:
 
 
 def _elsewhere() -> bool:
-    """Say whether the mesh in scope lies on a device, so that reading the host's memory is free."""
+    """Check whether the mesh in scope is on a device, so that reading the host's memory is free."""
     mesh = scope().mesh
     return mesh is not None and mesh.device.type not in ("cpu", "meta")
 
 
 def _crossed(source: Tensor, to: Tensor, ahead: bool) -> list[str]:
-    """Name what a copy did, if it was between the host and a device."""
+    """List the effects of a copy, if it was between the host and a device."""
     host = [x for x in (source, to) if x.device.type == "cpu"]
     if len(host) != 1 or not to.numel() or to.is_meta:
         return []
@@ -108,5 +108,5 @@ def _crossed(source: Tensor, to: Tensor, ahead: bool) -> list[str]:
 
 
 def listed(found: Iterable[Wait]) -> str:
-    """Write a line for each that differs, with how often it was; "" where there is none."""
+    """Format one line per different wait, with its count; "" where there is none."""
     return "\n".join(f"  {n:>5} times  {w}" for w, n in Counter(found).most_common())

@@ -1,4 +1,4 @@
-"""Devices by what torch says of them: which there is, which is this process's, where blocks lie."""
+"""Devices, as torch reports them: the accelerator, this process's device, a device's backend."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ __all__ = ["accelerator", "backend_of", "placed", "take_device"]
 
 
 def accelerator() -> torch.device | None:
-    """Give the kind of accelerator that torch has here (cuda, xpu, mps, a registered one), if any.
+    """Return the accelerator that torch has here (cuda, xpu, mps, a registered one), if any.
 
     >>> accelerator() is None or accelerator().type != "cpu"
     True
@@ -18,7 +18,7 @@ def accelerator() -> torch.device | None:
 
 
 def placed(device: torch.device | str) -> torch.device:
-    """Give a device as its tensors name it: an accelerator without a number is this process's own.
+    """Return a device with its index: an accelerator without one is this process's own.
 
     >>> placed("cpu"), placed("meta")
     (device(type='cpu'), device(type='meta'))
@@ -31,9 +31,9 @@ def placed(device: torch.device | str) -> torch.device:
 
 
 def take_device(kind: str, number: int) -> None:
-    """Make an accelerator of this kind this process's own.
+    """Make an accelerator of this kind this process's own device.
 
-    Numbers begin anew after the last: a launcher may show each process its own device alone.
+    The number wraps around: a launcher may have made only one device visible to each process.
     """
     here = accelerator()
     if here is not None and here.type == kind:

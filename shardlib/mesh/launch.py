@@ -1,7 +1,7 @@
-"""Run a function in local processes, one per rank of a mesh: start, wait, tell what went wrong.
+"""Launch of a function in local processes, one per rank of a mesh, and the report of failures.
 
-The processes meet at a store that this one serves on the loopback interface; their transfers stay
-there too.
+The processes connect to a store that this one serves on the loopback interface; their transfers
+use this interface too.
 """
 
 import faulthandler
@@ -33,8 +33,8 @@ from shardlib.mesh.mesh import TIMEOUT, check_device, check_timeout, make_mesh, 
 
 __all__ = ["launch"]
 
-_START = 180.0  # seconds that processes may take to import what they run
-_SLACK = 6.0  # how much later than its ranks this process gives up: what they say is better
+_START = 180.0  # seconds that processes may take to import the script and connect
+_SLACK = 6.0  # extra seconds before this process gives up: the ranks' own errors are better
 
 
 def launch(
@@ -42,14 +42,14 @@ def launch(
 ) -> list[Any]:
     """Run ``fn(*args)`` in local processes, one per rank of the mesh, each with the mesh in scope.
 
-    Returns the results by rank.  The first error stops all and is raised here with its rank.
+    Returns the results by rank.  The first error stops all ranks and is raised here with its rank.
     ``fn``, ``args`` and results are pickled; a script calls this under
-    ``if __name__ == "__main__":``, for the processes import it.
-    ``device``   a kind that torch knows, as ``make_mesh`` takes it; rank r has the r-th of them,
-                 from the first again where they are fewer.
-    ``timeout``  seconds that a transfer may take, and that all ranks may be silent (no transfer,
-                 no computation); the run may take as long as it likes.
-    Raises: RankFailed where a rank died, left, stopped or took another way, with the rank.
+    ``if __name__ == "__main__":``, since the processes import it.
+    ``device``   a device type of torch, as in ``make_mesh``; rank r uses device number r, counted
+                 from 0 again where there are fewer devices than ranks.
+    ``timeout``  seconds that a transfer may take, and that all ranks together may be idle (no
+                 transfer, no computation); the length of the run has no limit.
+    Raises: RankFailed where a rank died, left, stopped or called other operations, with the rank.
 
     >>> import shardlib as sl
     >>> sl.launch(sl.axis_index, "y", x=1, y=2)  # two processes start, meet over gloo, and end
@@ -91,7 +91,7 @@ _FOLDER = "SHARDLIB_LAUNCH_FOLDER"
 
 
 def loopback_store() -> tuple[dist.TCPStore, int]:
-    """Open the store where the ranks meet, on the loopback interface; return it and its port."""
+    """Open the ranks' store, on the loopback interface; return it and its port."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listening.getsockname()[1]
     store = dist.TCPStore(
@@ -105,7 +105,7 @@ def loopback_store() -> tuple[dist.TCPStore, int]:
 
 
 def _wait(processes: list[Any], folder: Path, timeout: float) -> dict[str, str] | None:
-    """Wait until all are done or one fails; return where they stand if none does anything."""
+    """Wait until all are done or one fails; return the ranks' positions if all are idle."""
     begun = time.monotonic()
     while True:
         left = [p for p in processes if p.exitcode is None]
@@ -127,14 +127,14 @@ def _wait(processes: list[Any], folder: Path, timeout: float) -> dict[str, str] 
 
 
 def _hear_out(processes: list[Any], folder: Path) -> None:
-    """Wait a moment for what the others say: the first that ended may be a consequence."""
+    """Wait a second for the other ranks' errors: the first that ended may be a consequence."""
     until = time.monotonic() + 1.0
     while time.monotonic() < until and any(p.exitcode is None for p in processes):
         wait([p.sentinel for p in processes if p.exitcode is None], 0.1)
 
 
 def _roll(folder: Path, world: int) -> dict[str, str]:
-    """Say where every rank stands, from their threads that still run."""
+    """Collect the position of every rank, from their threads that still run."""
     (folder / "roll").touch()
     until = time.monotonic() + 3.0
     places = [folder / f"at{r}" for r in range(world)]
@@ -146,7 +146,7 @@ def _roll(folder: Path, world: int) -> dict[str, str]:
 def _failure(
     folder: Path, ends: list[int | None], sizes: Mapping[str, int], silent: dict[str, str] | None
 ) -> ShardError | None:
-    """Build the error of the first cause from how each rank ended and what it said."""
+    """Build the error of the first cause from each rank's exit code and error file."""
     if (folder / "unguarded").exists():
         return _unguarded(None)
     errors = sorted(folder.glob("error*"), key=lambda f: f.stat().st_mtime_ns)
@@ -212,7 +212,7 @@ def _unguarded(folder: str | None) -> ShardError:
 
 
 def _check_travels(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Say so here where a new process could not find the function."""
+    """Refuse here a function that a new process could not import or unpickle."""
     name = getattr(fn, "__qualname__", type(fn).__name__)
     last = name.split(".")[-1]
     fix = (
@@ -285,7 +285,7 @@ def _rank_main(
 
 
 def _tell(folder: Path, rank: int, error: BaseException) -> None:
-    """Say what ended this rank: to the other ranks, and to the process that started them."""
+    """Report the error that ended this rank to the other ranks, and to the parent process."""
     if (job := current_job()) is not None:
         job.raised(error)
     text = traceback.format_exc()
@@ -309,7 +309,7 @@ def _innermost(error: BaseException) -> Any:
 
 
 def _beat(folder: Path, rank: int) -> None:
-    """Show that this rank works, by the time of a file: that it communicates, or computes."""
+    """Touch a file while this rank works, that is, communicates or uses CPU time."""
     beat, place = folder / f"beat{rank}", folder / f"at{rank}"
     count, used = -1, -1.0
     while folder.exists():

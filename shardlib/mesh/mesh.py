@@ -1,8 +1,8 @@
 """Named meshes, and the one in scope.
 
-A ``Mesh`` is our view of a grid of ranks with named axes.  Its ``kind`` says who plays the
-ranks: ``dist`` real processes, ``stacked`` one process playing all of them, ``record`` nobody
-(shapes and bytes only).
+A ``Mesh`` is a grid of ranks with named axes.  Its ``kind`` is ``dist`` for real processes, one per
+rank, ``stacked`` where one process simulates all ranks, ``record`` where none has values (shapes
+and bytes only), and ``forked`` in a process that was forked from a rank.
 """
 
 import atexit
@@ -40,9 +40,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Link:
-    """Price of moving along an axis: ``alpha`` seconds per message, ``beta`` per byte received.
+    """Price of communication along an axis: ``alpha`` seconds per message, ``beta`` per byte.
 
-    Measured by ``sl.probe``; this is what is assumed where nobody measured.
+    Measured by ``sl.probe``; these defaults are for axes that were not measured.
 
     >>> link = Link(alpha=1e-5, beta=1e-10)  # 10 microseconds, 10 GB/s
     >>> f"{link.alpha * 6 + link.beta * 2**20:.6f} s for 6 messages and 1 MiB"
@@ -54,7 +54,7 @@ class Link:
 
 
 def remember(table: dict[Any, T], key: Any, value: T, most: int = 8192) -> T:
-    """Keep a value in a table that begins anew when it has ``most`` entries, as ``mesh.plans``."""
+    """Store a value in a table, cleared at ``most`` entries so that it stays small."""
     if len(table) >= most:
         table.clear()
     table[key] = value
@@ -62,13 +62,13 @@ def remember(table: dict[Any, T], key: Any, value: T, most: int = 8192) -> T:
 
 
 class Registered:
-    """A count of algorithms registered or taken out: when it changes, earlier choices are void."""
+    """Counter of algorithms registered or removed: a change of it makes earlier choices void."""
 
     changes = 0
 
 
 class Mesh(Mapping[str, int]):
-    """Axis names and sizes, and who plays the ranks; also a mapping axis -> size.
+    """Axis names and sizes of a grid of ranks, and its kind; also a mapping axis -> size.
 
     ``with mesh:`` puts it in scope.  Made by ``make_mesh``, ``simulate`` and ``record``.
 
@@ -94,7 +94,7 @@ class Mesh(Mapping[str, int]):
         self.device = placed(device)
         self.device_mesh = device_mesh
         self.timeout: float | None = None  # seconds that a transfer may take; None: torch's own
-        self.links: dict[str, Link] = {}  # axis -> what was measured along it; see sl.probe
+        self.links: dict[str, Link] = {}  # axis -> its measured price; see sl.probe
         self._coord: dict[str, int] | None = None
         # the group of all ranks when the mesh was made; not kept alive
         self.world: Callable[[], Any] = lambda: None
@@ -106,17 +106,17 @@ class Mesh(Mapping[str, int]):
                 self._coord = dict(zip(self.names, here, strict=True))
         self._known: dict[str | tuple[str, ...], int] = dict(self.axes)
         self.groups: dict[Any, Any] = {}  # filled by collectives/dist.py; dies with the mesh
-        # what operators found out about operands laid out so; likewise
+        # results of operators' analysis of operand layouts; freed with the mesh too
         self.plans: dict[Any, Any] = {}
         self.stream: Any = None  # of random draws; filled by random.py
 
     @property
     def coord(self) -> dict[str, int] | None:
-        """This rank's place: axis -> index; None where this process is not in the mesh.
+        """Coordinate of this rank: axis -> index; None where this process is not in the mesh.
 
-        Where one process plays all ranks no one place is its own: within what ``sl.from_local`` is
-        given to read with, it is that of the rank whose part is read, on every kind of mesh; else
-        None.  Local code asks ``sl.axis_index``.
+        Where one process simulates all ranks this is None, except while ``sl.from_local`` reads a
+        rank's part: then it is the coordinate of this rank, on every kind of mesh.  Local code
+        calls ``sl.axis_index``.
 
         >>> import shardlib as sl
         >>> with sl.simulate(data=2) as mesh:
@@ -133,10 +133,10 @@ class Mesh(Mapping[str, int]):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The job's ranks of which it is made, in order; 0, 1, ... where one process plays them."""
+        """Ranks of the job in this mesh, in order; 0, 1, ... where one process simulates them."""
         if self.device_mesh is None:
             return tuple(range(self.size))
-        return tuple(self.device_mesh.mesh.flatten().tolist())  # torch makes it anew when asked
+        return tuple(self.device_mesh.mesh.flatten().tolist())  # torch builds it at each access
 
     @property
     def forked(self) -> bool:
@@ -146,9 +146,9 @@ class Mesh(Mapping[str, int]):
     def axis_size(
         self, axis: str | tuple[str, ...], op: str = "axis_size", fix: str = "mesh.axis_size({})"
     ) -> int:
-        """Give the size of an axis, or the product of several.
+        """Return the size of an axis, or the product of several.
 
-        ``op``, ``fix``  whose axis it is: what an error names, and its line but for the axis.
+        ``op``, ``fix``  for the error: the caller's name, and its fix line with {} for the axis.
         Raises: UnknownAxis, AxisReused.
         """
         found = self._known.get(axis)
@@ -220,7 +220,7 @@ def coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
 
 
 def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Give a rank's place on several axes taken as one, the first axis major.
+    """Return a rank's index on several axes taken as one, the first axis major.
 
     >>> rank_along(("x", "y"), {"x": 1, "y": 2}, {"x": 2, "y": 3})
     5
@@ -232,7 +232,7 @@ def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str
 
 
 def _text(axes: Iterable[str]) -> str:
-    """Write axes as a call names them."""
+    """Write axes as the argument of a call."""
     given = tuple(axes)
     return repr(given[0] if len(given) == 1 else given)
 
@@ -242,7 +242,7 @@ def _near(axis: str, axes: Mapping[str, int]) -> list[str]:
 
 
 def unknown_axis(axis: str, axes: Mapping[str, int], op: str, fix: str) -> UnknownAxis:
-    """Make the error for an axis that is not in the mesh, with its neighbours."""
+    """Build the error for an axis that is not in the mesh, with similar names."""
     near = _near(axis, axes)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return UnknownAxis(
@@ -257,7 +257,7 @@ def unknown_axis(axis: str, axes: Mapping[str, int], op: str, fix: str) -> Unkno
 
 
 def current_mesh() -> Mesh:
-    """Give the mesh in scope.
+    """Return the mesh in scope.
 
     Raises: NoMesh where there is none.
 
@@ -274,14 +274,14 @@ def current_mesh() -> Mesh:
     return mesh
 
 
-# Kept until the group of all ranks ends: a view that went with its last user would be there on one
-# rank and gone on another, which collects its garbage at another time, and they would meet in
-# different groups.
+# Kept until the group of all ranks ends: garbage is collected at different times on the ranks, so
+# a view that ended with its last user could exist on some ranks only, and the ranks would
+# communicate in different groups.
 _VIEWS: dict[DeviceMesh, Mesh] = {}
 
 
 MeshLike = Mesh | DeviceMesh
-"""A mesh of ours or torch's, which must have axis names."""
+"""A Mesh, or a DeviceMesh of torch, which must have axis names."""
 
 
 def as_mesh(mesh: MeshLike | None = None) -> Mesh:
@@ -324,15 +324,15 @@ def _forget_ended() -> None:
 
 
 def _let_go() -> None:
-    """End the groups that views hold: one that is up when Python exits can abort the process."""
+    """End the groups that views hold: an open group at the exit of Python can abort the process."""
     for view in list(_VIEWS.values()):
         view.groups.clear()
     _VIEWS.clear()
-    gc.collect()  # a group's threads end when its last handle goes, which must not be at teardown
+    gc.collect()  # a group's threads end with its last handle, which must not be at teardown
 
 
 class use_mesh(Entered):
-    """Put a mesh in scope: ours, or a DeviceMesh with axis names.
+    """Put a mesh in scope: a Mesh, or a DeviceMesh with axis names.
 
     ``with sl.use_mesh(init_device_mesh("cuda", (2, 4), mesh_dim_names=("x", "y"))):``
 
@@ -355,13 +355,13 @@ class use_mesh(Entered):
 
 
 def _refuse_left(error: tuple[object, ...]) -> None:
-    """Refuse to leave the last mesh with transfers under way, in a program that is checked."""
+    """Refuse to leave the last mesh with transfers under way, in a checked program."""
     if posted.POSTED and posted.CHECKED and not any(error) and scope().mesh is None:
         posted.refuse_posted("check", 0)
 
 
 _FIRST = {"launch": "fn, *args, "}
-"""What a call takes before its axes."""
+"""Arguments of a call before its axes, for fix lines."""
 
 
 def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
@@ -373,7 +373,7 @@ def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
             fix=f"sl.{op}({_FIRST.get(op, '')}x=2, y=2)",
         )
     named = {n: s for n, s in axes.items() if not (n.isidentifier() and n.isascii())}
-    if named:  # a layout could not name it
+    if named:  # the text of a layout could not contain it
         raise MeshError(
             f"{', '.join(map(repr, named))} cannot name an axis: letters, digits and underscores "
             "do",
@@ -385,7 +385,7 @@ def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _by_name(op: str, given: tuple[Any, ...]) -> None:
-    """Refuse sizes without names, or in a mapping, with the line that says them."""
+    """Refuse sizes without names, or in a mapping; the fix line has them as keywords."""
     if given:
         first = given[0]
         names = given[1] if len(given) > 1 and isinstance(given[1], tuple | list) else "xyzuvw"
@@ -406,9 +406,9 @@ def simulate(**axes: int) -> Mesh: ...
 @overload
 def simulate(*, device: str | torch.device | None, **axes: int) -> Mesh: ...
 def simulate(*given: Any, device: Any = None, **axes: int) -> Mesh:
-    """Play every rank of a mesh in this one process.
+    """Simulate every rank of a mesh in this one process.
 
-    ``device``  on which blocks are stored: torch's default device unless given, the CPU at first.
+    ``device``  for the blocks: torch's default device (the CPU, if not changed) unless given.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -423,7 +423,7 @@ def simulate(*given: Any, device: Any = None, **axes: int) -> Mesh:
 
 
 def record(*given: Any, **axes: int) -> Mesh:
-    """Play nobody: shapes on the meta device and counted bytes, for meshes of any size.
+    """Record shapes on the meta device and count bytes, without values, for meshes of any size.
 
     >>> import shardlib as sl
     >>> with sl.record(x=16, y=32), sl.trace() as t:
@@ -446,11 +446,11 @@ def make_mesh(
 
     Starts the process group from torchrun's environment where none runs, with the backend that
     torch has for the device: nccl on CUDA, gloo on CPU.
-    ``device``   a kind that torch knows: its accelerator where there is one, else the CPU, unless
+    ``device``   a device type of torch: its accelerator where there is one, else the CPU, unless
                  given.
     ``timeout``  seconds that a transfer may take before its ranks raise RankFailed: 100 unless
-                 given, or what the group has that runs already.
-    Raises: MeshError where the sizes do not fit the world exactly, or not all ranks come within
+                 given, or the timeout of a process group that exists already.
+    Raises: MeshError where the sizes do not fit the world exactly, or not all ranks connect within
     300 seconds.
 
     >>> import shardlib as sl
@@ -503,12 +503,12 @@ def auto_mesh(
 ) -> Mesh:
     """Make a mesh over the processes that a launcher started; simulate it where none did.
 
-    So one file is right under ``python``, in a notebook and under ``torchrun``: there this is
+    So one file runs under ``python``, in a notebook and under ``torchrun``: there this is
     ``make_mesh``, and -1 is inferred from the processes; here ``simulate``, and -1 is one rank.
-    ``device``   as both take it.
-    ``timeout``  of real processes, as ``make_mesh`` takes it.
-    Raises: MeshError where the sizes do not fit the processes, or the environment of a launcher
-    is there by half.
+    ``device``   as in these two.
+    ``timeout``  of real processes, as in ``make_mesh``.
+    Raises: MeshError where the sizes do not fit the processes, or only part of a launcher's
+    environment is set.
 
     >>> import shardlib as sl
     >>> with sl.auto_mesh(data=-1, x=2) as mesh:
@@ -537,7 +537,7 @@ def auto_mesh(
 
 
 _STEPS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
-"""Launchers that give no RANK -> how many processes one has started."""
+"""Launchers that set no RANK -> their variable for the number of processes."""
 
 
 def _inferred(axes: Mapping[str, int], op: str) -> list[str]:
@@ -553,7 +553,7 @@ def _inferred(axes: Mapping[str, int], op: str) -> list[str]:
 
 
 def check_device(device: Any, op: str, axes: Mapping[str, int]) -> str | None:
-    """Give the kind of a device; refuse one that this process does not have.  Raises: MeshError."""
+    """Return a device's type; refuse one that this process does not have.  Raises: MeshError."""
     device = device.type if isinstance(device, torch.device) else device
     here = ["cpu", *([found.type] if (found := accelerator()) else [])]
     if device is not None and device not in here:
@@ -567,7 +567,7 @@ def check_device(device: Any, op: str, axes: Mapping[str, int]) -> str | None:
 
 
 def _made_before(device: str, axes: dict[str, int]) -> Mesh | None:
-    """Return the same mesh of this job, whose groups are there already."""
+    """Return an equal mesh of this job, whose groups exist already."""
     for view in list(_VIEWS.values()):
         alike = tuple(view.axes.items()) == tuple(axes.items()) and view.device.type == device
         if alike and view.world() is dist.group.WORLD and view.ranks == tuple(range(view.size)):
@@ -579,17 +579,17 @@ TIMEOUT = 100.0
 """Seconds that a transfer may take in training."""
 
 _COMING = timedelta(seconds=300)
-"""How long the first ranks wait for the last."""
+"""Timeout of the first ranks for the last to start."""
 
 
 def check_timeout(seconds: float, op: str, fix: str) -> None:
-    """Refuse a timeout that is not positive, or longer than clocks count.  Raises: MeshError."""
+    """Refuse a timeout that is not positive, or too long for the clock.  Raises: MeshError."""
     if not 0 < seconds < 1e9:
         raise MeshError(f"timeout={seconds!r} is no time", op=op, fix=fix)
 
 
 def with_timeout(mesh: Mesh, seconds: float | None) -> Mesh:
-    """Set how long transfers of a mesh of real processes may take, and return the mesh."""
+    """Set the timeout of transfers on a mesh of real processes, and return the mesh."""
     if seconds is None or mesh.device_mesh is None:
         return mesh
     mesh.timeout = float(seconds)
@@ -616,8 +616,8 @@ def _start(device: str) -> None:
             )
         try:
             store, rank, world = next(dist.rendezvous("env://", timeout=_COMING))
-            # torchrun with a fixed master port starts again on the store of those that failed,
-            # whose addresses must not be taken for those of the new processes
+            # torchrun with a fixed master port restarts on the store of the processes that failed,
+            # whose addresses must not be used for the new processes
             again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             dist.init_process_group(
                 backend,
@@ -637,9 +637,9 @@ def _start(device: str) -> None:
 
 
 def _forked() -> None:
-    """Mark every mesh as forked, in a process forked from a rank, as a DataLoader's worker is.
+    """Mark every mesh as forked, in a process forked from a rank, such as a DataLoader's worker.
 
-    It holds the rank's connections, and what it sent would be taken for the rank's.
+    It has the rank's connections, and other ranks would take its messages for the rank's.
     """
     atexit.unregister(_leave)
     atexit.unregister(_let_go)
@@ -662,7 +662,7 @@ def _leave() -> None:
 
 
 def _again(axes: dict[str, int], kind: Kind) -> Mesh:
-    """Make a pickled mesh again: the one in use, where that is its like."""
+    """Rebuild a pickled mesh: the one in scope, where kind and axes are equal."""
     now = scope().mesh
     if now is not None and (now.kind, list(now.axes.items())) == (kind, list(axes.items())):
         return now
