@@ -750,7 +750,7 @@ def trace_dimensions(model: nn.Module, inputs: Any = None) -> Dimensions:
     raise Unsupported(
         f"what feeds what in {type(model).__name__} is not known: {failed}",
         op="roles",
-        fix=f"recipe(model, inputs={_suggested(model)})",
+        fix=f"sl.recipes.megatron1d(model, inputs={_suggested(model)})",
     )
 
 

@@ -29,9 +29,6 @@ row; with ``data`` itself no expert is copied:
 
 import inspect
 import itertools
-import math
-import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,7 +44,7 @@ from shardlib.modules.colossalai import Legacy, legacy
 from shardlib.modules.dimensions import Dimensions, trace_dimensions
 from shardlib.modules.experts import stacks
 from shardlib.modules.parallelize import Suggested
-from shardlib.modules.roles import Way, assign, patterns
+from shardlib.modules.roles import Way, assign, patterns, role_names, widening_names
 
 __all__ = [
     "Recipe",
@@ -68,23 +65,6 @@ __all__ = [
 
 MLP_ROLES = ("mnk", "mnn", "mmk", "mmn", "nnk", "nnn")
 """Roles of axes x, y, z: activations are ``(x y) z``, rows over x, then y, columns over z."""
-
-_OUT = re.compile(
-    r"(^|\.)(q|k|v|query|key|value|(q|k|v|qkv|in|gate|up|gate_up)_proj|c_attn|c_fc|qkv"
-    r"|query_key_value|Wqkv|fc1|fc_in|w1|w3"
-    r"|linear1|intermediate\.dense|lm_head|decoder|embed_out)$"
-)
-_BACK = re.compile(
-    r"(^|\.)((c|o|out|down)_proj|proj|(output|attention|mlp|self_attn)\.dense"
-    r"|dense_4h_to_h|fc2|fc_out|wo|w2|linear2)$"
-)
-_FUSED = re.compile(r"(^|\.)(c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj)$")
-_KEYS = re.compile(r"(^|\.)(k|v)_proj$")
-_ATTEND = re.compile(
-    r"(^|\.)((q|k|v)_proj|query|key|value|c_attn|qkv|qkv_proj|query_key_value|Wqkv|in_proj)$"
-)
-_PLAIN = re.compile(r"(^|\.)(pooler(\.dense)?|transform(\.dense)?)$")
-_SCORES = re.compile(r"(^|\.)(classifier|score|scores|qa_outputs|head)$")
 
 
 class Recipe(list[tuple[str, ...]]):
@@ -194,14 +174,12 @@ def megatron1d(
     where = f"{batch} {axis}" if sequence else f"{batch} ."
     layouts = {
         "expand": (f"{axis} .", axis),
-        "fused": (f"(3 {axis}) .", f"(3 {axis})"),
         "contract": contract,
         "tokens": (f"{axis} .", ""),
         "positions": (". .", ""),
         "norm": ("...", "."),
         "plain": (". .", "."),
         "scores": (". .", "."),
-        "keys": (". .", "."),
         "patch": ("...", "."),
         "lift": (f"{axis} .", axis),
         "drop": (f". {axis}", "."),
@@ -318,7 +296,6 @@ def cube3d(
     rows, wide = (_batch(mesh, data, "cube3d", over, x=x, y=y, z=z) for over in ((x, y), (x, z)))
     layouts = {
         "expand": (f"{y} ({z} {x})", y),
-        "fused": (f"(3 {y}) ({z} {x})", f"(3 {y})"),
         "contract": (f"{z} ({y} {x})", z),
         "tokens": (f"{y} ({z} {x})", ""),
         "positions": (f". {z}", ""),
@@ -472,7 +449,7 @@ def fsdp(
         rules = [*_split_stacks(model, mesh, experts), ("*", "...")]
         return Recipe(rules, where, where, zero={"axis": axis, "stage": 3})
     whole, split = dict.fromkeys(("positions", "norm", "patch"), ("...", ".")), (f". {axis}", ".")
-    kinds = "expand fused contract tokens plain scores keys lift drop land whole"
+    kinds = "expand contract tokens plain scores lift drop land whole"
     way = Way({**whole, **dict.fromkeys(kinds.split(), split)}, as_mesh(mesh).axes)
     return _recipe(model, way, inputs, where, where, mesh, experts)
 
@@ -500,14 +477,12 @@ def from_colossalai_config(config: Mapping[str, Any], world: int | None = None) 
 def _plane(rows: str, cols: str, mesh: Any) -> Way:
     layouts = {
         "expand": (f"{cols} {rows}", cols),
-        "fused": (f"(3 {cols}) {rows}", f"(3 {cols})"),
         "contract": (f"{rows} {cols}", cols),
         "tokens": (f"{rows} {cols}", ""),
         "positions": (f". {cols}", ""),
         "norm": (f"... {cols}", cols),
         "plain": (f"{cols} {rows}", cols),
         "scores": (f". {cols}", "."),
-        "keys": (f". {cols}", "."),
         "patch": (f"{cols} ...", cols),
         "lift": (f"{cols} .", cols),
         "drop": (f". {cols}", "."),
@@ -520,17 +495,9 @@ def _plane(rows: str, cols: str, mesh: Any) -> Way:
 def _recipe(
     model: nn.Module, way: Way, inputs: Any, tokens: str, labels: str, mesh: Any, experts: str
 ) -> Recipe:
-    """Write rules by traced roles, or by names where the module cannot be run."""
+    """Write rules by traced roles.  Raises: Unsupported where the module cannot be run."""
     split = _stacked(model, mesh, experts)
-    try:
-        known = isinstance(inputs, Dimensions)
-        found = inputs if known else trace_dimensions(model, inputs)
-    except Unsupported as e:
-        warnings.warn(f"roles are guessed by names and shapes: {e.message}", stacklevel=3)
-        heads = math.prod(way.sizes[a] for a in way.inner)
-        return Recipe(
-            [*patterns(split, {}), *_rules(model, way.layouts, way.widest, heads)], tokens, labels
-        )
+    found = inputs if isinstance(inputs, Dimensions) else trace_dimensions(model, inputs)
     texts, left = assign(model, found, way)
     padded, _ = assign(model, found, replace(way, pad=True)) if left else (texts, left)
     ndim = {n: p.ndim for n, p in model.named_parameters()}
@@ -605,58 +572,23 @@ def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, st
     return f"sl.recipes.megatron1d(model, axis={own[0]!r}){wants}"
 
 
-def _role(name: str, module: nn.Module, tokens: set[str], widest: bool) -> str:
-    if isinstance(module, nn.Embedding):
-        return "tokens" if name in tokens else "positions"
-    if isinstance(module, nn.Conv2d):
-        return "patch"
-    if not _is_linear(module):
-        return "norm"
-    inputs, outputs = _shape(module)
-    if _FUSED.search(name) and outputs == 3 * inputs:
-        return "fused"
-    if _PLAIN.search(name):
-        return "plain"
-    if _SCORES.search(name) and outputs <= inputs:
-        return "scores"
-    if _OUT.search(name):
-        return "expand"
-    back = inputs > outputs or (
-        _BACK.search(name) is not None and (not widest or inputs != outputs)
-    )
-    return "contract" if back else "expand"
+def roles(model: nn.Module, inputs: Any = None) -> dict[str, str]:
+    """Map module names to the roles of their parameters, by what feeds what in a traced run.
 
-
-def _stores_in_out(module: nn.Module) -> bool:
-    """Check whether a module is GPT-2's Conv1D: y = x @ weight + bias."""
-    return type(module).__name__ == "Conv1D"
-
-
-def _shape(module: nn.Module) -> tuple[int, int]:
-    """Return (inputs, outputs) of a Linear, stored in either order."""
-    weight: Any = module.weight
-    return tuple(weight.shape if _stores_in_out(module) else reversed(weight.shape))
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _stores_in_out(module)
-
-
-def roles(model: nn.Module, widest: bool = False) -> dict[str, str]:
-    """Map module names to their roles, for modules that hold parameters.
-
-    ``widest``  a square layer expands, whatever its name.
+    A product expands, contracts, or is one of the others of ``roles.py``; a table that is looked up
+    holds tokens or positions; a convolution is a patch; all else is a norm.
+    ``inputs``  as a recipe's, for modules whose inputs cannot be derived from their signature.
 
     >>> roles(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4), nn.LayerNorm(4)))
     {'0': 'expand', '2': 'contract', '3': 'norm'}
     """
-    embeddings = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    tokens = {n for n, m in embeddings.items() if id(m.weight) in tied} or set(list(embeddings)[:1])
-    holding = [
-        (n, m) for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))
-    ]
-    return {n: _role(n, m, tokens, widest) for n, m in holding}
+    by_parameter = role_names(model, trace_dimensions(model, inputs))
+    found: dict[str, str] = {}
+    for name, _ in model.named_parameters():
+        owner, role = name.rpartition(".")[0], by_parameter.get(name, "norm")
+        if found.get(owner, "norm") == "norm":
+            found[owner] = role
+    return found
 
 
 def matrices(model: nn.Module, inputs: Any = None) -> list[str]:
@@ -706,63 +638,11 @@ def beside(rules: Iterable[Sequence[Any]]) -> list[tuple[Any, tuple[int, int]]]:
     return out
 
 
-def widening(model: nn.Module) -> set[str]:
-    """List the linear layers of MLPs: those that widen, and those that contract again.
+def widening(model: nn.Module, inputs: Any = None) -> set[str]:
+    """List the modules of an MLP's weights: those that widen, and those that contract again.
 
     >>> sorted(widening(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))))
     ['0', '2']
     """
-    found: set[str] = set()
-    expanding: list[str] = []
-    by_name = dict(model.named_modules())
-    for name, role in roles(model).items():
-        if role in ("expand", "fused"):
-            expanding.append(name)
-        elif role == "contract":
-            inputs, outputs = _shape(by_name[name])
-            if inputs > outputs and not any(_ATTEND.search(n) for n in expanding):
-                found |= {name, *expanding}
-            expanding = []
-    return found
-
-
-def _rules(
-    model: nn.Module, layouts: Mapping[str, tuple[str, ...]], widest: bool = False, heads: int = 1
-) -> list[tuple[str, ...]]:
-    """Write one rule per kind of parameter; keys that ``heads`` ranks cannot share stay whole."""
-    found, by_name = roles(model, widest), dict(model.named_modules())
-    for name in found:
-        owner = by_name[name.rpartition(".")[0]]
-        size = getattr(owner, "head_dim", None)
-        if (
-            _KEYS.search(name)
-            and isinstance(size, int)
-            and _shape(by_name[name])[1] // size % heads
-        ):
-            if "keys" not in layouts:
-                raise Unsupported(
-                    f"{_shape(by_name[name])[1] // size} heads of keys do not divide over {heads} "
-                    "ranks",
-                    op="recipe",
-                    operands={name: _shape(by_name[name])},
-                    fix="sl.recipes.optimus2d(model)",
-                )
-            found[name] = "keys"
-    if "up" in layouts:
-        found |= {name: "up" if found[name] == "expand" else "down" for name in widening(model)}
-    owners: dict[int, str] = {}  # a tied parameter gets the role of a matrix, not of a norm
-    for name, value in model.named_parameters(remove_duplicate=False):
-        owner = name.rpartition(".")[0]
-        if id(value) not in owners or found[owners[id(value)]] == "norm":
-            owners[id(value)] = owner
-    rules: dict[str, tuple[str, ...]] = {}
-    for name, value in model.named_parameters():
-        owner = owners[id(value)]
-        weight, vector, *out = layouts[found[owner]]
-        if value.ndim == 2 and _stores_in_out(by_name[owner]):
-            weight = str(Layout.parse(weight).T)
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-        rules.setdefault(
-            pattern, (weight, *out) if value.ndim > 1 else (vector if value.ndim else "",)
-        )
-    return [(pattern, *texts) for pattern, texts in rules.items()]
+    dims = trace_dimensions(model, inputs)
+    return {name.rpartition(".")[0] for name in widening_names(dims)}

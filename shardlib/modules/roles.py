@@ -28,7 +28,7 @@ from shardlib.modules.atoms import Atom, Row, leaves, length, root
 from shardlib.modules.dimensions import Dimensions, Read
 from shardlib.modules.parallelize import Suggested
 
-__all__ = ["Way", "assign", "deep", "kinds", "patterns"]
+__all__ = ["Way", "assign", "deep", "kinds", "patterns", "role_names", "widening_names"]
 
 MATRIX = {
     ("inner", "residual"): "expand",
@@ -178,6 +178,37 @@ def kinds(dims: Dimensions) -> _Found:
     return found
 
 
+def _uses(dims: Dimensions) -> dict[str, Read]:
+    """Map parameters to the use that decides their role: a lookup, a product, or a convolution."""
+    uses: dict[str, Read] = {}
+    for wanted in ("lookup", "product", "conv"):
+        for r in dims.reads:
+            if r.kind == wanted and r.inputs and r.outputs:
+                uses.setdefault(r.name, r)
+    return uses
+
+
+def role_names(model: nn.Module, dims: Dimensions) -> dict[str, str]:
+    """Map the parameters that a run multiplies with or looks up to the names of their roles."""
+    found, tokens, out = kinds(dims), _tokens(dims, model), {}
+    for name, r in _uses(dims).items():
+        if r.kind == "product":
+            ins, outs = (found.of(found.row(name, d)) or "whole" for d in (r.inputs, r.outputs))
+            out[name] = MATRIX.get((outs, ins), "expand")
+        else:
+            out[name] = "patch" if r.kind == "conv" else "tokens" if name in tokens else "positions"
+    return out
+
+
+def widening_names(dims: Dimensions) -> list[str]:
+    """List the parameters whose product reads or gives the wide dimension of an MLP."""
+    found = kinds(dims)
+    rows = (
+        (r, found.row(r.name, [*r.inputs, *r.outputs])) for r in dims.reads if r.kind == "product"
+    )
+    return [r.name for r, row in rows if found.mlp & {id(a) for a in deep(row)}]
+
+
 def _headed(row: Row) -> bool:
     return any("heads" in a.seen for a in deep(row))
 
@@ -275,11 +306,7 @@ def assign(
     """
     found = kinds(dims)
     found.pad = way.pad
-    uses: dict[str, Read] = {}
-    for wanted in ("lookup", "product", "conv"):
-        for r in dims.reads:
-            if r.kind == wanted and r.inputs and r.outputs:
-                uses.setdefault(r.name, r)
+    uses = _uses(dims)
     _settle(found, uses, way)
     texts: dict[str, tuple[str, ...]] = {}
     tokens = _tokens(dims, model)

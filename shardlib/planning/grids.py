@@ -10,7 +10,6 @@ Source: arXiv 2305.13525 (choosing a grid by its cost).
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,7 +18,7 @@ from functools import partial
 from torch import nn
 
 from shardlib.cost import Cost, moving
-from shardlib.errors import ShardError, Unsupported
+from shardlib.errors import ShardError
 from shardlib.mesh import Link
 from shardlib.modules import recipes
 from shardlib.modules.dimensions import trace_dimensions
@@ -235,18 +234,9 @@ def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[Layer]:
 
 
 def _of_module(model: nn.Module) -> list[Layer]:
-    """List the distinct products of a model with their counts; by names if it cannot be traced."""
+    """List the distinct products of a model with their counts."""
     plan = outline(model)
-    try:
-        dims = [trace_dimensions(plan.model(i)) for i in range(1 + len(plan.repeats))]
-    except Unsupported:
-        roles, wide = recipes.roles(model), recipes.widening(model)
-        linear = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear))
-        found = Counter(
-            Layer(m.in_features, m.out_features, roles[n] == "contract", n in wide)
-            for n, m in linear
-        )
-        return [layer._replace(count=count) for layer, count in found.items()]
+    dims = [trace_dimensions(plan.model(i)) for i in range(1 + len(plan.repeats))]
     return all_products(plan, dims)
 
 

@@ -141,9 +141,9 @@ def test_a_module_nobody_knows_inputs_of_is_refused_and_the_example_helps() -> N
         ("a", (0,), (1,)),
         ("b", (0,), (1,)),
     ]
-    with sl.simulate(x=2), pytest.warns(UserWarning, match="roles are guessed by names and shapes"):
-        assert sl.recipes.megatron1d(Odd()) == [("a", "..."), ("b", "...")]
     with sl.simulate(x=2):
+        with pytest.raises(sl.errors.Unsupported, match="what feeds what in Odd is not known"):
+            sl.recipes.megatron1d(Odd())
         assert sl.recipes.megatron1d(Odd(), inputs=(torch.zeros(2, 4),)) == [
             ("a", ". x"),
             ("b", "x ."),

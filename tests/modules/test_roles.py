@@ -55,6 +55,34 @@ def gap(module: nn.Module, recipe: str, *, rules: Any = None, **options: Any) ->
     return max(errors)
 
 
+class Block(nn.Module):
+    """Attention and an MLP whose six layers have the names that they are given."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+        for name in names[:4]:
+            setattr(self, name, nn.Linear(64, 64))
+        setattr(self, names[4], nn.Linear(64, 256))
+        setattr(self, names[5], nn.Linear(256, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        *qkv, out, up, down = (getattr(self, n) for n in self.names)
+        q, k, v = (f(x).unflatten(-1, (4, 16)).transpose(1, 2) for f in qkv)
+        x = x + out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + down(F.gelu(up(x)))
+
+
+@pytest.mark.parametrize(
+    "names", ["q_proj k_proj v_proj o_proj fc1 fc2", "ask find give mix grow shrink", "a b c d e f"]
+)
+def test_roles_are_those_of_the_run_whatever_modules_are_called(names: str) -> None:
+    block = Block(names.split())
+    want = ["expand", "expand", "expand", "contract", "expand", "contract"]
+    assert sl.recipes.roles(block) == dict(zip(names.split(), want, strict=True))
+    assert sl.recipes.widening(block) == {*names.split()[4:]}
+
+
 @pytest.mark.parametrize("recipe", MESHES)
 @pytest.mark.parametrize(
     ("cut", "keys"),
