@@ -389,7 +389,7 @@ def _escaped(text: str) -> str:
 
 
 def _shares(lines: list[str]) -> list[int]:
-    """Return the bytes that each line may have: short lines keep theirs, long ones get alike."""
+    """Return the bytes that each line may have: long lines share those that short ones leave."""
     sizes = [len(line.encode()) for line in lines]
     left, out = MOST - len(lines), [0] * len(lines)
     for n, i in enumerate(sorted(range(len(lines)), key=lambda i: sizes[i])):

@@ -439,7 +439,7 @@ def constrain(x: Tree, layout: LayoutTree) -> Tree:
     >>> with sl.simulate(x=2):
     ...     a = sl.shard(torch.ones(4, 6), "x .").requires_grad_()
     ...     with sl.expect_comm(all_to_all=2, psum=1):  # one each way, and the sum's
-    ...         h = sl.constrain(2 * a, ". x")  # whatever stands to its right lies so
+    ...         h = sl.constrain(2 * a, ". x")  # and in this layout for its users
     ...         h.sum().backward()
     ...     sl.typeof(h), sl.typeof(a.grad)
     ('f32[4, 6@x]', 'f32[4@x, 6]')

@@ -92,9 +92,9 @@ def _whole(x: Fraction) -> int | Fraction:
 class trace(Entered):
     """Record all collectives of this thread or task while open, backward passes included.
 
-    ``waits``  list in ``t.waits`` what makes the host wait for its device too, and what it uploads,
-               each with the user's line and the library's.  Every operator is then looked at, which
-               takes some microseconds each.
+    ``waits``  list in ``t.waits`` the host's waits for its device and uploads to it too, each with
+               the user's line and the library's.  Every operator is then checked, which takes
+               some microseconds each.
 
     >>> import torch, shardlib as sl
     >>> with sl.simulate(x=2), sl.trace() as t:

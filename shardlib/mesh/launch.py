@@ -52,7 +52,7 @@ def launch(
     Raises: RankFailed where a rank died, left, stopped or called other operations, with the rank.
 
     >>> import shardlib as sl
-    >>> sl.launch(sl.axis_index, "y", x=1, y=2)  # two processes start, meet over gloo, and end
+    >>> sl.launch(sl.axis_index, "y", x=1, y=2)  # two processes start, connect over gloo, and end
     [0, 1]
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):

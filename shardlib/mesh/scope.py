@@ -3,8 +3,8 @@
 A thread or an asyncio task has the scopes that it entered itself (a task also those around its
 creation), never those of another.  As with torch.no_grad and decimal.localcontext, a ``with`` in the
 body of a generator stays in force for the caller while the generator is suspended: Python gives
-generators no context of their own (PEP 568 would), and only reading frames could tell, on every
-call.
+generators no context of their own (PEP 568 would), and only reading frames on every call could
+detect it.
 
 Autograd runs backward on threads of its own where a graph is on a GPU.  There, the scope around the
 call of backward applies; settings of the forward (mesh, budgets, algorithms) are kept with the
@@ -50,7 +50,7 @@ class Scope(NamedTuple):
     backend: str = "auto"  # kernels that run operations: sl.kernels.use
     reading: tuple[Any, dict[str, int]] | None = None  # (mesh, coordinate whose part is read)
     by: Any = None  # the context manager that entered it
-    before: "Scope | None" = None  # what it replaced
+    before: "Scope | None" = None  # the scope that it replaced
 
 
 _NOTHING = Scope()

@@ -129,7 +129,7 @@ def rows_call(
             v = v if v.raw.is_contiguous() else v.becomes(v.raw.contiguous())
         brought.append(v)
     overs = [(over | deferred) - v.deferred for v, over in zip(brought, plan.overs, strict=True)]
-    linear = sums and func is not torch.einsum  # products that know no fp32
+    linear = sums and func is not torch.einsum  # torch.linear and the like have no fp32 form
     dtype = None if linear or func in WRITERS else _rounded_to(brought, overs, plan)
     if dtype is not None:
         raws: Any = widened([v.raw for v in brought], mesh, overs, matrices=func is torch.einsum)

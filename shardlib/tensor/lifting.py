@@ -142,8 +142,8 @@ _OUT = "shardlib: unshard"
 def refuse_blocks(x: Tensor) -> None:
     """Refuse a plain tensor of the function that is differentiated, if it was made of blocks.
 
-    Each rank would differentiate what it made of its own, and nothing would be summed.  Autograd's
-    graph tells: it leads to a leaf that is a block, and not through ``unshard``.
+    Each rank would differentiate its own value, and nothing would be summed.  Such a tensor has an
+    autograd graph that leads to a leaf that is a block, and not through ``unshard``.
     """
     if not scope().differentiated:
         return

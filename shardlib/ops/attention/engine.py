@@ -43,7 +43,7 @@ Outputs = tuple[Tensor, Tensor, Saved]
 """(out [.., h, lq, e], lse [.., h, lq], saved): out and lse in the dtype of sums."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""(dq, dk, dv, dbias) in the dtype of sums; dbias None where it was not asked for."""
+"""(dq, dk, dv, dbias) in the dtype of sums; dbias None where it is not needed."""
 
 Given = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """(dout, dlse, out, lse) of a rank's rows; dlse None where lse has no gradient."""

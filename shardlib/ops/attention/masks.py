@@ -145,7 +145,7 @@ class Mask(ABC):
 def as_mask(mask: Any) -> Mask:
     """Return a mask as a Mask: None as Full, a function as a MaskMod.
 
-    Raises: ShardError for what is neither, and for a mask that is not hashable.
+    Raises: ShardError for any other value, and for a mask that is not hashable.
     """
     if mask is None:
         return Full()
