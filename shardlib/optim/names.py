@@ -19,7 +19,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Item, flatten
 from shardlib.optim.flat import slot_of
 from shardlib.optim.owned import Owned
-from shardlib.optim.trees import names_of
+from shardlib.optim.trees import names_of, zeros_like
 from shardlib.optim.wrap import AroundZeroState, MultiState
 from shardlib.placing import reshard, shard, unshard
 from shardlib.tensor import Place, ShardedTensor, typeof
@@ -58,6 +58,7 @@ def state_dict(state: object) -> dict[str, Tensor | int | float]:
 
 
 State = TypeVar("State")
+Nodes = list[tuple[dict[str, str], Any]]
 
 
 def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
@@ -67,7 +68,8 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
     ``kept``   global tensors, plain or of any mesh and layout, and numbers.
     Raises: ShardError if a name is missing or unknown, or a size or dtype differs: then it is the
             state of another model, or of another transform; also for a state that is valid only in
-            its own layout, such as that of ``adam8bit``, in another.
+            its own layout, such as that of ``adam8bit``, in another, and for one in the middle of a
+            cycle of ``multi_steps``, around ``zero``.
 
     >>> import shardlib as sl
     >>> tx, params = sl.optim.sgd(0.1, 0.9), {"w": torch.ones(4)}
@@ -97,7 +99,10 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
                 operands={"state": name},
                 fix="state = tx.init(params)",
             )
-    wanted = {name for keys, x in nodes if x is not None for name in keys.values()}
+    empty = _empty(state, nodes, kept)
+    kept = {name: x for name, x in kept.items() if not name.startswith(empty)}
+    named = {name for keys, x in nodes if x is not None for name in keys.values()}
+    wanted = {name for name in named if not name.startswith(empty)}
     missing, unknown = sorted(wanted - set(kept)), sorted(set(kept) - wanted)
     if missing or unknown:
         told = [
@@ -112,7 +117,9 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
         )
     with torch.no_grad():
         new = [
-            _filled(x, keys, kept)
+            zeros_like(x)
+            if next(iter(keys.values()), "").startswith(empty)
+            else _filled(x, keys, kept)
             if isinstance(x, Buckets)
             else _owned(x, keys, kept)
             if isinstance(x, Owned)
@@ -121,6 +128,33 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
         ]
     filled: Any = optree.tree_unflatten(tree, new)
     return filled
+
+
+def _empty(state: Any, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return prefixes of the names of accumulated gradients, of cycles not begun in ``kept``.
+
+    These are zeros, and around ``zero`` there are none.
+    Raises: ShardError for a cycle that has begun, around ``zero``.
+    """
+    paths = optree.tree_accessors(state, is_leaf=_is_buckets, none_is_leaf=True)
+    minis = [
+        keys[""]
+        for (keys, _), path in zip(nodes, paths, strict=True)
+        if path and issubclass(path[-1].type, MultiState) and path[-1].entry == 0
+    ]
+    every, out = [name for keys, _ in nodes for name in keys.values()], []
+    for mini in minis:
+        total, count = mini.removesuffix("mini") + "total", kept.get(mini)
+        if not count:
+            out.append(total)
+        elif not any(name.startswith(total) for name in every):
+            raise ShardError(
+                f"{count} gradients are accumulated in this state, and around zero they are "
+                "accumulated as they come: keep a state when a cycle ends",
+                op="load_state_dict",
+                fix="state = tx.init(params)",
+            )
+    return tuple(out)
 
 
 def _no_cycle(state: Any) -> None:
@@ -149,7 +183,7 @@ def _is_buckets(x: Any) -> bool:
     return isinstance(x, Buckets | Owned)
 
 
-def _nodes(state: Any) -> tuple[list[tuple[dict[str, str], Any]], Any]:
+def _nodes(state: Any) -> tuple[Nodes, Any]:
     """List (path inside the leaf -> name, leaf) of a state, and its tree; buckets are leaves here.
 
     For a leaf that is no bucket the path is "".

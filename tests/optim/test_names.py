@@ -172,3 +172,40 @@ def test_states_of_names_that_look_alike_are_all_kept() -> None:
                 if isinstance(x, torch.Tensor):
                     mine = sl.unshard(x) if isinstance(x, sl.ShardedTensor) else x
                     assert torch.equal(mine, kept[0][k]), k
+
+
+def test_a_cycle_that_has_not_begun_goes_between_zero_and_none() -> None:
+    """Its sums are zeros, or nothing; one that has begun is refused, with what to write."""
+    batch = [{"w": torch.full((8, 4), float(i))} for i in range(4)]
+
+    def runs(tx: Any, kept: Any, some: Any, sharded: bool = True) -> tuple[Any, Any]:
+        params: Any = {"w": sl.shard(torch.ones(8, 4), "data .") if sharded else torch.ones(8, 4)}
+        state = tx.init(params)
+        state = state if kept is None else o.load_state_dict(state, kept)
+        for g in some:
+            g = {k: sl.shard(x, "data .") for k, x in g.items()} if sharded else g
+            _, state = tx.update(g, state, params)
+        return state, {k: moved(x) for k, x in o.state_dict(state).items()}
+
+    def cycled(stage: int | None) -> Any:
+        inner = o.sgd(0.1, 0.9)
+        if stage == 1:  # inside
+            return o.zero(o.multi_steps(inner, 2), ("data", "x"))
+        return o.multi_steps(inner if stage is None else o.zero(inner, ("data", "x"), stage), 2)
+
+    want = runs(cycled(None), None, batch, False)[1]
+    half = runs(cycled(None), None, batch[:3], False)[1]
+    for first in (None, 0, 1, 2):
+        with sl.simulate(data=2, x=2):
+            kept = runs(cycled(first), None, batch[:2])[1]
+        for then in (None, 0, 1, 2):
+            with sl.simulate(data=4, x=1):
+                state, found = runs(cycled(then), kept, batch[2:])
+                assert all(torch.as_tensor(found[k] == want[k]).all() for k in found)
+                if then == 2:
+                    with pytest.raises(sl.ShardError, match="keep a state when a cycle ends"):
+                        o.load_state_dict(state, half)
+                else:
+                    again = runs(cycled(then), half, batch[3:])[1]
+                    assert again.keys() == want.keys()
+                    assert all(torch.as_tensor(again[k] == want[k]).all() for k in want)
