@@ -117,6 +117,8 @@ def shard(
     x=1 y=1: tensor([[3]]))
     """
     m = as_mesh(mesh)
+    if scope().body:
+        raise _in_body(x, "shard", layout)
     if not isinstance(x, Tensor):
         given: Any = x
         leaves, tree = optree.tree_flatten(given)
@@ -153,6 +155,21 @@ def shard(
         fix = f"sl.shard(x, {str(lay)!r}, src=0)"
         verify("shard", m, {f"the {typeof(placed)}": (placed.raw, lay)}, fix)
     return placed
+
+
+def _in_body(x: Any, op: str, layout: Any) -> ShardError:
+    """Make the error for a value that is asked of a body of shard_map, which has blocks alone."""
+    m, before = current_mesh(), op == "shard"
+    return ShardError(
+        "a body of shard_map computes on this rank's block of each operand: "
+        + ("place values before the call" if before else "move blocks by collectives"),
+        op=op,
+        operands={"x": f"{x.dtype} {list(x.shape)}"} if isinstance(x, Tensor) else {},
+        mesh=m,
+        fix=f"sl.shard(x, {str(layout)!r})  # before the call, as an operand"
+        if before
+        else f"sl.all_gather(x, {m.names[0]!r})",
+    )
 
 
 def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) -> ShardedTensor:
@@ -397,6 +414,8 @@ def reshard(x: object, layout: LayoutTree) -> object:
     if not isinstance(x, ShardedTensor) and scope().promoting and scope().mesh is not None:
         x = replicated(x, scope().mesh)  # as operators do with plain operands
     if not isinstance(x, ShardedTensor):
+        if scope().body:
+            raise _in_body(x, "reshard", layout)
         raise PlainTensor(
             "a plain tensor has no layout to leave",
             op="reshard",
@@ -488,6 +507,8 @@ def unshard(x: object) -> object:
     if is_dtensor(x):
         return unshard(from_dtensor(x))
     if not isinstance(x, ShardedTensor):
+        if scope().body:
+            raise _in_body(x, "unshard", "...")
         raise PlainTensor(
             "a plain tensor is whole already", op="unshard", operands={"tensor": typeof(x)}, fix="x"
         )

@@ -29,7 +29,7 @@ from shardlib.collectives import (
 )
 from shardlib.errors import BadArgument, LayoutSyntax, RankMismatch, ShardError, WrongAxes, lettered
 from shardlib.layouts import Layout, LayoutTree, as_layout, is_layout, per_leaf
-from shardlib.mesh import POSTED, MeshLike, as_mesh, bind, refuse_posted, simulate, within
+from shardlib.mesh import POSTED, MeshLike, as_mesh, refuse_posted, simulate, within
 from shardlib.tensor import Place, ShardedTensor, _Share, heard, lift, to_pending, typeof, vary
 
 __all__ = ["shard_map"]
@@ -106,7 +106,7 @@ def shard_map(
         if not lead(m) and checking() is not None:
             _rehearse(body, call, out_layouts)
         under_way = len(POSTED)
-        with bind(m):
+        with within(mesh=m, body=True):
             out: Any = body(*call.bound(call.blocks))
         refuse_posted("shard_map", under_way)
         call.refuse_writes()
@@ -216,6 +216,14 @@ class _Call:
 
     def outs(self, out: Any, leaves: Sequence[Any], tree: Any, given: Any) -> list[Layout]:
         """Parse the layout of each result.  Raises: ShardError for another number of them."""
+        if sharded := [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]:
+            raise ShardError(
+                "the body returned a sharded value, and is to return this rank's block",
+                op="shard_map",
+                operands={"result": typeof(sharded[0])},
+                mesh=self.mesh,
+                fix="return result.local",
+            )
         tensors = all(isinstance(leaf, Tensor) for leaf in leaves)
         try:
             found = per_leaf(given, out, "shard_map", "out_layouts = {}") if tensors else []
@@ -318,7 +326,7 @@ def _rehearse(f: Callable[..., Any], call: _Call, out_layouts: Any) -> None:
         given[i] = seen = wrap(raw, stage)
         seen.varies = Varies(real(stage, (*layout.axes, *layout.partial)))  # type: ignore[attr-defined]
     try:
-        with bind(stage), within(traces=(), watcher=None), torch.no_grad():
+        with within(mesh=stage, body=True, traces=(), watcher=None), torch.no_grad():
             out = f(*call.bound(given))
         leaves, tree = optree.tree_flatten(out)
         outs = call.outs(out, leaves, tree, out_layouts)

@@ -316,3 +316,29 @@ def test_a_body_that_returns_its_operand_gives_a_value_of_its_own() -> None:
         y = sl.shard_map(lambda v: v, in_layouts="x", out_layouts="x")(x)
         y.add_(1)
         assert sl.unshard(x).tolist() == [0, 1, 2, 3] and sl.unshard(y).tolist() == [1, 2, 3, 4]
+
+
+def _placing_inside() -> list[str]:
+    x, w = sl.shard(torch.arange(4.0), "x"), sl.shard(torch.ones(4), "x")
+    bodies: list[tuple[Any, str]] = [
+        (lambda v: sl.shard(v, "x"), "place values before"),
+        (lambda v: sl.shard(torch.ones(4), "x"), "place values before"),
+        (lambda v: sl.reshard(v, "."), "move blocks by collectives"),
+        (lambda v: sl.constrain(v, "."), "move blocks by collectives"),
+        (lambda v: sl.unshard(v), "move blocks by collectives"),
+        (lambda v: v * w, "a block of the body"),
+        (lambda v: w, "returned a sharded value"),
+    ]
+    said = []
+    for body, words in bodies:
+        with pytest.raises(sl.ShardError, match=words) as e:
+            sl.shard_map(body, in_layouts="x", out_layouts="x")(x)
+        said.append(str(e.value))
+    assert sl.unshard(sl.shard(torch.ones(4), "x")).sum() == 4.0  # the scope has been left
+    return said
+
+
+def test_a_body_that_places_or_moves_whole_values_is_told_what_to_write(pool: Any) -> None:
+    with sl.simulate(x=2, y=2):
+        said = _placing_inside()
+    assert pool.run(_placing_inside, x=2, y=2) == [said] * 4

@@ -35,6 +35,7 @@ class Scope(NamedTuple):
     placed: bool = False  # a module of sl.as_module runs, and its inputs are placed
     generating: bool = False  # its generate runs, and every batch has the layout of its recipe
     differentiated: bool = False  # a function runs whose gradient is taken: grad.py
+    body: bool = False  # of shard_map, whose tensors are blocks
     # runs a function with the results that a checkpoint kept of this call
     again: Callable[[Callable[[], Any]], Any] | None = None
     draws: Mapping[Any, Any] = {}  # stream of random numbers -> the one that is drawn from instead

@@ -53,6 +53,13 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
                 operands={"mesh": str(mesh), "x": typeof(x), "of": f"another mesh, {x.mesh}"},
                 fix="sl.shard(sl.unshard(x), '...', mesh=mesh)",
             )
+    elif x.ndim > 0 and scope().body and not scope().promoting:
+        raise PlainTensor(
+            "a block of the body of shard_map met a sharded value from outside",
+            op=op,
+            mesh=mesh,
+            fix="sl.shard_map(f, in_layouts=sl.layout_of((x, w)), out_layouts=sl.layout_of(x))(x, w)",
+        )
     elif x.ndim > 0 and not (counts := scope().promoting):
         raise PlainTensor(
             "a plain tensor met a sharded one, and nothing says where its data sits",
