@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,10 @@ from tests.fixes import fault
 
 def s(layout: str, *shape: int) -> sl.ShardedTensor:
     return sl.shard(torch.arange(float(torch.Size(shape).numel())).reshape(shape), layout)
+
+
+def wide() -> sl.ShardedTensor:
+    return s("rows", 4).double().requires_grad_()
 
 
 # (what is wrong, the call, the error's class, what it says, names for the fix)
@@ -72,6 +77,10 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("sorting a split dimension", lambda: s("rows .", 4, 4).sort(0), "ImplicitCommunication", "needs dimensions whole", {"x": lambda: s("rows .", 4, 4), "torch": lambda: torch}),
     ("a Python value of a split tensor", lambda: s("rows", 4).tolist(), "ShardError", "needs the whole tensor", {"x": lambda: s("rows", 4)}),
     ("numpy of a sharded tensor", lambda: s("rows", 4).numpy(), "ShardError", "needs the whole tensor", {"x": lambda: s("rows", 4)}),
+    ("numpy's sum of a sharded tensor", lambda: np.sum(s("rows", 4)), "PlainTensor", "torch.sum computes on sharded tensors", {"x": lambda: s("rows", 4)}),
+    ("numpy's comparison, which takes an error for a result", lambda: np.array_equal(s("rows", 4), s("rows", 4)), "PlainTensor", "numpy computes on whole arrays", {"x": lambda: s("rows", 4)}),
+    ("gradcheck of sharded inputs", lambda: torch.autograd.gradcheck(torch.sin, wide()), "Unsupported", "gradcheck changes one element", {"x": wide, "f": lambda: torch.sin}),
+    ("gradcheck in its fast mode", lambda: torch.autograd.gradcheck(torch.sin, wide(), fast_mode=True), "Unsupported", "gradcheck changes one element", {"x": wide, "f": lambda: torch.sin}),
     ("backward of a matrix", lambda: s("rows .", 4, 4).requires_grad_().backward(), "ShardError", "no scalar", {"x": lambda: s("rows .", 4, 4).requires_grad_()}),
     ("a loss that is no scalar", lambda: sl.value_and_grad(lambda p: p * 2)(s("rows", 4)), "ShardError", "not a scalar", {"f": lambda: lambda p: p * 2, "params": lambda: s("rows", 4)}),
     ("an integer parameter", lambda: sl.value_and_grad(lambda p: p.sum())(sl.shard(torch.arange(4), "rows")), "ShardError", "only floating point", {"x": lambda: torch.arange(4)}),

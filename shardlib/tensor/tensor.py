@@ -7,9 +7,11 @@ block ``raw``, so nothing is dispatched again on the way back (gradients.py).
 
 import copy
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar, overload
 
 import optree
@@ -278,10 +280,14 @@ class ShardedTensor(torch.Tensor):
             return cast(_guarded(implementation), func, args, kwargs or {}, known=func in TABLE)
         try:
             return implementation(func, args, kwargs or {})
-        except _MENDED as e:
-            return _otherwise(e, func, args, kwargs or {})
-        except ShardError:
+        except ShardError as e:
+            if (told := _of_gradcheck()) is not None:
+                raise told from e
+            if isinstance(e, _MENDED):
+                return _otherwise(e, func, args, kwargs or {})
             raise
+        except Unfit as e:
+            return _otherwise(e, func, args, kwargs or {})
         except _MISTAKES as e:
             raise _said(e, func, args, kwargs or {}) from None
         except RuntimeError as e:
@@ -320,6 +326,23 @@ class ShardedTensor(torch.Tensor):
             a if isinstance(a, Tensor) or not hasattr(a, "item") else a.item() for a in given
         ]
         return _OPERATORS[ufunc.__name__](*numbers)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Answer what numpy asks of sizes; refuse to compute, by name: some of its functions take
+        any error of an operand for a result.
+        """
+        name = func.__name__
+        if name in ("shape", "ndim", "size") and len(args) == 1 and not kwargs:
+            return {"shape": tuple(self.shape), "ndim": self.ndim, "size": self.numel()}[name]
+        ours = getattr(torch, name, None) in TABLE
+        known = f"; torch.{name} computes on sharded tensors" if ours else ""
+        raise PlainTensor(
+            f"numpy computes on whole arrays{known}",
+            op=f"{func.__module__}.{name}",
+            operands={"x": typeof(self)},
+            mesh=self.mesh,
+            fix="sl.unshard(x).numpy()",
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -625,7 +648,10 @@ def _writes_ours(func: Any, args: Any, kwargs: Any) -> bool:
 def _check_writes(func: Any, args: Any, kwargs: Any) -> None:
     for x in written(func, args, kwargs):
         if isinstance(x, ShardedTensor):
-            refuse_write(x.raw, func.__name__, {"tensor": typeof(x)}, x.mesh)
+            try:
+                refuse_write(x.raw, func.__name__, {"tensor": typeof(x)}, x.mesh)
+            except ShardError as e:
+                raise _of_gradcheck() or e from None
 
 
 def refuse_arrays(args: Sequence[Any], op: str) -> None:
@@ -741,6 +767,27 @@ def _not_overwritten(func: Any, args: Any) -> Unsupported:
         mesh=found[0].mesh if found else None,
         fix="x = x.clone()",
     )
+
+
+def _of_gradcheck() -> Unsupported | None:
+    """Make the error for what torch.autograd.gradcheck does to its inputs, which it changes one
+    element at a time; None where something else called.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "torch.autograd.gradcheck":
+            return Unsupported(
+                "torch.autograd.gradcheck changes one element of an input at a time, which lies in "
+                "one block: give it whole tensors",
+                op="gradcheck",
+                fix="torch.autograd.gradcheck(lambda t: sl.unshard(f(sl.shard(t, '...'))), "
+                "sl.unshard(x).detach().requires_grad_())",
+            )
+        if not name.startswith(("torch.", "shardlib.")):
+            break
+        frame = frame.f_back
+    return None
 
 
 def heard(run: Callable[..., Any], verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
