@@ -1,14 +1,16 @@
 """Free memory of a device; an operation that needs more is refused before it begins."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh
 
-__all__ = ["LARGE", "available", "refuse_beyond"]
+__all__ = ["LARGE", "available", "most_taken", "refuse_beyond"]
 
 LARGE = 1 << 28
 """Bytes: a smaller allocation does not justify reading the system's counters."""
@@ -20,8 +22,8 @@ def available(device: torch.device) -> int | None:
     For host memory: the smaller of what the system and the process's control group leave.
     """
     if device.type != "cpu":
-        asked = getattr(torch.get_device_module(device), "mem_get_info", None)
-        return None if asked is None else int(asked(device)[0])
+        found = _asked(device, "get_memory_info", "mem_get_info")
+        return None if found is None else int(found[0])
     found = []
     for line in _text("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -38,6 +40,27 @@ def available(device: torch.device) -> int | None:
         if most.isdigit() and now.isdigit():
             found.append(max(int(most) - int(now) + (int(cached[1]) if cached else 0), 0))
     return min(found, default=None)
+
+
+def most_taken(device: torch.device) -> int | None:
+    """Count the bytes that tensors had of a device at once; None where nobody counts, as on the CPU.
+
+    >>> most_taken(torch.device("cpu")) is None
+    True
+    """
+    if device.type in ("cpu", "meta"):
+        return None
+    return _asked(device, "max_memory_allocated", "max_memory_allocated")
+
+
+def _asked(device: torch.device, general: str, own: str) -> Any:
+    """Ask the device's allocator, by torch's function for any device or by the device's module."""
+    for module, name in ((torch.accelerator, general), (torch.get_device_module(device), own)):
+        asked = getattr(module, name, None)
+        if asked is not None:
+            with suppress(RuntimeError, NotImplementedError):  # an allocator that does not count
+                return asked(device)
+    return None
 
 
 def _text(path: str) -> str:

@@ -15,6 +15,7 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "planning/test_outline.py": "planning/products",  # which are counted layer by layer
     "ops/attention/test_masks.py": "masks",  # the public names
     "ops/attention/test_engine.py": "attention",  # and these
+    "accelerator/test_accelerator.py": "collectives/backends/streams",  # on a device that has some
     "checking/test_proof.py": "checking/places testing/plugin",
     "test_desync.py": "command/desync",
     "command/test_main.py": "__main__",

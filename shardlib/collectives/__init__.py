@@ -37,6 +37,7 @@ from shardlib.collectives.api import (
     unwrap,
     wrap,
 )
+from shardlib.collectives.backends.streams import Away, Moment
 from shardlib.collectives.checked import check, checking, digest
 from shardlib.collectives.count import Event, Trace, expect_comm, trace
 from shardlib.collectives.simulate import Stacked

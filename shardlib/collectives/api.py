@@ -17,6 +17,7 @@ from torch import Tensor
 from shardlib._compat import Local
 from shardlib.collectives.backends import BACKENDS, Backend, backend, dist
 from shardlib.collectives.backends.backend import Axes, Finish
+from shardlib.collectives.backends.streams import beside
 from shardlib.collectives.count import Trace, note
 from shardlib.collectives.simulate import Stacked, of
 from shardlib.collectives.varying import Varies, after_move, differing, real
@@ -206,6 +207,7 @@ def _nothing_moves(b: Backend) -> Callable[..., Finish]:
 _PVARY = _Collective("pvary", _nothing_moves, lambda: (_PSUM, ()))
 
 _ADDING = frozenset({_PSUM, _PMAX, _PSUM_SCATTER, _PREDUCE})
+_SIDE = dict.fromkeys(_ADDING, "sum")  # of the stream that it is posted on; others are gathers
 
 
 def _lost(e: RuntimeError, op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes) -> None:
@@ -271,6 +273,23 @@ def _finish(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple)
         ends = _note(traces, op, raw, mesh, axes, params)
         return _ended(op.post(backend(mesh))(raw, mesh, axes, *params), ends)
     return op.post(backend(mesh))(raw, mesh, axes, *params)
+
+
+def _ahead(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
+    """Do as ``_finish`` for a transfer that others are to run beside."""
+    if raw.is_cpu:
+        return _finish(op, raw, mesh, axes, params)
+    post = partial(_finish, op, raw, mesh, axes, params)
+    return _beside(_SIDE.get(op, "gather"), post, mesh, axes, raw)
+
+
+def _beside(
+    kind: str, post: Callable[[], Finish], mesh: Mesh, axes: Axes, *memory: Tensor
+) -> Finish:
+    """Post on a stream of its own, where the device has some and the transport keeps their order."""
+    if memory[0].is_cpu or not backend(mesh).in_streams(mesh, axes):
+        return post()
+    return beside(kind, post, *memory)
 
 
 def _finish_other(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
@@ -962,13 +981,17 @@ def scatter_into(
     params = (0,) if wire is None or wire == flat.dtype else (0, wire)
     if mesh.axis_size(axes) == 1:
         return lambda: out.copy_(flat)
-    traces = scope().traces
-    ends = _note(traces, _PSUM_SCATTER, flat, mesh, axes, params) if traces else []
-    _remember("psum_scatter", flat, mesh, axes)
-    posted = backend(mesh).psum_scatter_into(
-        flat, mesh, axes, out, *params[1:], land=land, ahead=ahead
-    )
-    return _posted(_heard(_ended(posted, ends), _PSUM_SCATTER, flat, mesh, axes)).wait
+
+    def post() -> Finish:
+        traces = scope().traces
+        ends = _note(traces, _PSUM_SCATTER, flat, mesh, axes, params) if traces else []
+        _remember("psum_scatter", flat, mesh, axes)
+        into = backend(mesh).psum_scatter_into
+        return _ended(into(flat, mesh, axes, out, *params[1:], land=land, ahead=ahead), ends)
+
+    memory = (flat, out) if land is None else (flat, out, land)
+    posted = _beside("sum", post, mesh, axes, *memory) if ahead else post()
+    return _posted(_heard(posted, _PSUM_SCATTER, flat, mesh, axes)).wait
 
 
 def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) -> Finish:
@@ -979,12 +1002,16 @@ def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) ->
     """
     if mesh.axis_size(axes) == 1:
         return lambda: flat
-    ends = []
-    if traces := scope().traces:
-        part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
-        ends = _note(traces, _ALL_GATHER, part, mesh, axes, (0,))
-    _remember("all_gather", flat, mesh, axes)
-    posted = _ended(backend(mesh).all_gather_into(flat, mesh, axes, ahead), ends)
+
+    def post() -> Finish:
+        ends = []
+        if traces := scope().traces:
+            part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
+            ends = _note(traces, _ALL_GATHER, part, mesh, axes, (0,))
+        _remember("all_gather", flat, mesh, axes)
+        return _ended(backend(mesh).all_gather_into(flat, mesh, axes, ahead), ends)
+
+    posted = _beside("gather", post, mesh, axes, flat) if ahead else post()
     return _posted(_heard(posted, _ALL_GATHER, flat, mesh, axes)).wait
 
 
@@ -1135,6 +1162,6 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
         out = _call(op, x, axis, params)
         return Pending(lambda: out)
     if mesh.kind != "stacked":
-        return _posted(_finish(op, x, mesh, axes, params))
+        return _posted(_ahead(op, x, mesh, axes, params))
     varies = after_move(op.name, x, mesh, axes, params, _public(op.name))
-    return _pending(_finish(op, of(x, mesh), mesh, axes, params), mesh, varies)
+    return _pending(_ahead(op, of(x, mesh), mesh, axes, params), mesh, varies)

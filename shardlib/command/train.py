@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardlib import optim
 from shardlib import random as keys
+from shardlib.capacity import most_taken
 from shardlib.checkpoint import latest, load, save, save_hf
 from shardlib.collectives import trace
 from shardlib.command.building import (
@@ -570,8 +571,8 @@ class _Meter:
         if self.peak is not None and self.each is not None:
             mfu = self.rows * self.each / took / self.peak
         out |= {"mfu": mfu, "seconds": now - self.began}
-        if (here := accelerator()) is not None and self.device.type == here.type:
-            out["memory"] = torch.accelerator.max_memory_allocated(self.device)
+        if (taken := most_taken(self.device)) is not None:
+            out["memory"] = taken
         self.last = now
         self.tokens = 0
         self.rows = 0

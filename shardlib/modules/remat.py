@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from shardlib.collectives import Away
 from shardlib.errors import RuleLint, similar
 from shardlib.mesh import within
 from shardlib.modules.around import Around
@@ -228,15 +229,14 @@ def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
             return x
         if x.is_meta:  # a planned call: count nothing on the device
             return x.shape, x.dtype
-        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
-        return there.copy_(x, non_blocking=True), x.device
+        return Away(x)
 
     def unpack(kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        there, where = kept
-        if isinstance(there, Tensor):
-            return there.to(where, non_blocking=True)
-        return torch.empty(there, dtype=where, device="meta")
+        if isinstance(kept, Away):
+            return kept.back()
+        shape, dtype = kept
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     return saved_tensors_hooks(pack, unpack)

@@ -2,8 +2,8 @@
 
 Inside ``with timeline()`` the dispatch of sharded tensors tells of each call, the collectives of
 each transfer, and hooks on the graph of which operation's gradient runs.  Outside, nothing listens
-and nothing is added.  Times are the host's: on a GPU an operation ends when it is posted, and the
-names that torch.profiler shows say which kernels are its own.
+and nothing is added.  On an accelerator times are those of the streams, by events: an operation ends
+when the device has computed it, and leaving the timeline waits for the device, once.
 
 Source of the format: "Trace Event Format", which chrome://tracing and ui.perfetto.dev read.
 """
@@ -19,12 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
 from shardlib._compat import after_backward, backward_now
-from shardlib.collectives import Trace, lead
+from shardlib.collectives import Moment, Trace, lead
 from shardlib.errors import BadArgument, ShardError, user_line
 from shardlib.mesh import Entered, Mesh, enter, leave, scope
 from shardlib.modules.paths import Paths
@@ -41,7 +42,8 @@ class Span:
 
     ``kind``    "operation", "collective" or "phase".
     ``start``   seconds since the timeline began; ``seconds`` it took.  Of a transfer that was
-                posted ahead: from there until it was waited for.
+                posted ahead: from there until it was waited for; where it has a stream of its own,
+                what it took there.
     ``line``    the user's line; of a gradient that of its operation.
     ``module``  whose forward.
     ``type``    of the result; for a collective, of the block that is sent.
@@ -503,13 +505,17 @@ class _Phase:
 
 @dataclass
 class _Open:
-    """A span that has begun: its place among the spans, its first event, torch.profiler's name."""
+    """A span that has begun: its place among the spans, its first event, torch.profiler's name.
+
+    ``moment``  when the device begins it, of an accelerator.
+    """
 
     span: Span
     place: int
     event: int
     named: Any
     started: float = 0.0
+    moment: Moment | None = None
 
 
 class _Recorder(Trace):
@@ -526,6 +532,9 @@ class _Recorder(Trace):
         self.back: _Open | None = None  # the one whose gradient runs
         self.passes = -1  # id of the last backward pass
         self.heard = True
+        self.device: torch.device | None = None  # the accelerator whose streams are timed
+        self.origin: tuple[float, Moment] | None = None  # one moment on both clocks
+        self.moments: list[tuple[int, Moment, Moment]] = []  # a span's place, its begin and end
 
     # -------------------------------------------------------- spans
 
@@ -535,6 +544,9 @@ class _Recorder(Trace):
         self.name_rank(scope().mesh)
         now.named.__enter__()
         now.started = time.perf_counter()
+        if self.device is not None:
+            now.moment = Moment(self.device)
+            self.origin = self.origin or (now.started, now.moment)
         return now
 
     def end(self, now: _Open | None, keep: bool = True) -> None:
@@ -551,17 +563,34 @@ class _Recorder(Trace):
                 now.span, start=now.started - self.zero, seconds=seconds, rank=self.rank,
                 bytes=float(sum(e.bytes for e in moved)), messages=sum(e.messages for e in moved),
             )  # fmt: skip
+            if self.device is not None and now.moment is not None:
+                self.moments.append((now.place, now.moment, Moment(self.device)))
 
     def close(self) -> None:
         """End open spans; anything that runs on the graph later is not recorded."""
         self.heard = False
         self.end(self.back)
+        self._read_the_device()
         self.found.spans[:] = [s for s in self.found.spans if s is not _UNKNOWN]
         self.found.ranks = self.found.ranks or {self.rank: f"rank {self.rank}"}
+
+    def _read_the_device(self) -> None:
+        """Put the device's clock in place of the host's, which saw when things were posted."""
+        if self.origin is None or self.device is None:
+            return
+        torch.accelerator.synchronize(self.device)
+        host, first = self.origin
+        for place, begin, end in self.moments:
+            self.found.spans[place] = replace(
+                self.found.spans[place],
+                start=host - self.zero + begin.seconds_since(first),
+                seconds=end.seconds_since(begin),
+            )
 
     def name_rank(self, mesh: Mesh | None) -> None:
         if mesh is None or self.rank in self.found.ranks:
             return
+        self.device = None if mesh.device.type in ("cpu", "meta") else mesh.device
         sizes = " ".join(f"{a}={n}" for a, n in mesh.axes.items())
         if lead(mesh):
             name = f"{mesh.size} simulated ranks ({sizes})"

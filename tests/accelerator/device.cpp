@@ -3,7 +3,8 @@
 // Operators run on the CPU's kernels.  As on CUDA, operands of two devices are refused, memory is
 // cached for each stream, and calls that make the host wait are reported to a Python function.
 // With ``late(True)`` a kernel runs when something waits for it and no sooner: a missing wait reads
-// what the memory held before, and memory that is given back too early is overwritten.
+// what the memory held before, and memory that is given back too early is overwritten.  With
+// ``late(True, hasty=True)`` only the default stream is late, and what others should wait for is not done.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
@@ -68,7 +69,7 @@ std::recursive_mutex lock;
 using Locked = std::lock_guard<std::recursive_mutex>;
 std::vector<Stream> streams(1);
 thread_local c10::StreamId current = 0;
-bool late = false;
+bool late = false, hasty = false;
 
 void advance(c10::StreamId id, uint64_t upto) {
   while (streams[id].done < upto) {
@@ -86,6 +87,7 @@ void post(std::function<void()> kernel) {
   if (!late) return kernel();
   streams[current].queue.push_back(std::move(kernel));
   streams[current].posted++;
+  if (hasty && current) finish(current);
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -675,11 +677,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return host(t);
   });
   m.def("listen", [](py::object f) { listener = f.is_none() ? nullptr : f.inc_ref().ptr(); });
-  m.def("late", [](bool on) {
+  m.def("late", [](bool on, bool others_at_once) {
     Locked l(lock);
     finish_all();
     late = on;
-  });
+    hasty = others_at_once;
+  }, py::arg("on"), py::arg("hasty") = false);
   m.def("default_generator", [] { return default_generator(); });
   m.def("allocated", [] { return memory.stats.allocated_bytes[0].current; });
 }

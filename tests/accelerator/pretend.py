@@ -1,7 +1,8 @@
 """Importing this gives torch a device "pretend": what an accelerator would refuse or wait for, on any machine.
 
 ``counting()`` counts what makes the host wait, and uploads, by the line of the library that asked.
-``late(True)`` runs kernels when something waits for them and no sooner, on streams of their own.
+``late(True)`` runs kernels when something waits for them and no sooner, on streams of their own;
+``late(True, hasty=True)`` those of the default stream alone, and of others at once.
 Compiled by g++ at the first import, into a temporary directory or ``SHARDLIB_PRETEND`` (about a
 minute).
 """

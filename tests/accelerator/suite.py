@@ -29,6 +29,7 @@ QUICK = [
     "tests/accelerator/laws.py",
     "tests/accelerator/groups.py",
     "tests/accelerator/alike.py",
+    "tests/accelerator/streams.py",
     "tests/ops/test_elementwise.py",
     "tests/ops/test_candidates.py",
 ]
@@ -52,7 +53,7 @@ def pieces() -> list[list[str]]:
     files = [f.relative_to(ROOT).as_posix() for f in sorted(ROOT.glob("tests/**/test_*.py"))]
     files = [f for f in files if f not in EXCUSED and "tests/accelerator/" not in f]
     folders = sorted({os.path.dirname(f) for f in files})
-    found = [["tests/accelerator/laws.py", "tests/accelerator/groups.py"]]
+    found = [[f"tests/accelerator/{name}.py" for name in ("laws", "groups", "streams")]]
     for folder in folders:
         inside = [f for f in files if os.path.dirname(f) == folder]
         found += [inside[i : i + 8] for i in range(0, len(inside), 8)]

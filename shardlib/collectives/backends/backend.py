@@ -35,6 +35,10 @@ class Backend(Protocol):
     lead: int
     """Number of dimensions of a storage in front of a block's."""
 
+    def in_streams(self, mesh: Mesh, axes: Axes) -> bool:
+        """Say whether a stream waits for a transfer, and not the host."""
+        ...
+
     def played(self, mesh: Mesh) -> list[dict[str, int]]:
         """List the coordinates of the ranks in this process, in the order of their blocks."""
         ...

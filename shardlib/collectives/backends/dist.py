@@ -34,6 +34,10 @@ spans_processes = True
 lead = 0
 
 
+def in_streams(mesh: Mesh, axes: Axes) -> bool:
+    return group(mesh, axes).native
+
+
 def played(mesh: Mesh) -> list[dict[str, int]]:
     return [dict(mesh.coord or dict.fromkeys(mesh.names, 0))]
 
