@@ -171,6 +171,7 @@ def _split(
         filler = fill
         if name == labels:
             x, filler = F.pad(x[:, 1:], (0, 1), value=ignore_index), ignore_index
+            # the last token of a document must not predict the first of the next
             for border in list(documents or ())[1:]:
                 x[:, border - 1] = ignore_index
         x = torch.cat([x, x.new_full((x.shape[0], room - length, *x.shape[2:]), filler)], 1)

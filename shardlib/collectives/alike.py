@@ -70,7 +70,7 @@ def verify(
             _refuse(op, mesh, names, mine, theirs, other, fix)
 
 
-_KEEP = 16
+_KEEP = 16  # entries left in the store, for ranks that are some calls behind
 
 
 def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None:

@@ -172,7 +172,7 @@ def _tagged(raw: Tensor) -> str:
 
 
 _STAYING = frozenset(["pslice", "place", "pvary"])
-_KEEP = 256
+_KEEP = 256  # entries left in the store, for ranks that are some calls behind
 
 
 def _thread() -> str:
@@ -198,6 +198,7 @@ def digest(x: Tensor) -> str:
     flat = flat[:: max(1, flat.numel() // 1024)]
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     flat = flat.to(torch.float64)
+    # weights by position: a permuted tensor has another digest
     weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
     whole = x.detach().sum() if x.is_complex() else x.detach().sum(dtype=torch.float64)
     whole = whole.abs() if whole.is_complex() else whole

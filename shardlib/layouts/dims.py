@@ -116,6 +116,7 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
         return (
             [start + i for start in starts for i in held] if len(starts) != 1 or starts[0] else held
         )
+    # a position has one digit per part (mixed radix): an axis fixes its digit, an integer does not
     radices = [p if isinstance(p, int) else sizes[p] for p in dim.parts]
     rest = n // math.prod(radices)
     strides = [rest * math.prod(radices[i + 1 :]) for i in range(len(radices))]

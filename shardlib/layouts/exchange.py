@@ -84,6 +84,7 @@ def exchange(
             source = min(ranks, key=lambda r, t=target: (busy[r], (t - r) % p))
             size = tuple(map(len, put))
             busy[source] += math.prod(size)
+            # of one distance and size: each rank sends and receives once, so one ppermute does
             rounds.setdefault(((target - source) % p, size), []).append((source, target, take, put))
     return Exchange(
         tuple(map(len, new[0])),

@@ -109,6 +109,8 @@ def _search(
     a.check(shape, sizes, op="reshard")
     b.check(shape, sizes, op="reshard")
     first, last = _state(a), _state(b)
+    # Dijkstra's algorithm; of equal words, fewer exchanges and then fewer messages win
+    # heapq compares the counter before the states, which have no order
     tie = itertools.count()
     queue: list[tuple[Fraction, int, int, int, _State, tuple[Step, ...]]] = [
         (Fraction(0), 0, 0, next(tie), first, ())

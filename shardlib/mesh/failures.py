@@ -128,6 +128,7 @@ def _host() -> str:
 def _stat(pid: int) -> tuple[str, str, int]:
     """Return state letter, start time and exit code of a process; empty if unreadable."""
     try:
+        # proc(5), fields 3, 22 and 52; the name in parentheses may contain spaces
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19], int(fields[49])
     except (OSError, IndexError):  # it has ended, or too many files are open, or there is no /proc
@@ -308,6 +309,7 @@ class Job:
                         self._stop_if_failed(key, on, doing, through)
                     if now > heard + seconds:
                         return False
+                # short waits are polled often, long ones at a twentieth of their length so far
                 time.sleep(min(max(0.0005, 0.05 * (now - began)), 0.01))
             return True
         finally:

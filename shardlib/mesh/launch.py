@@ -92,6 +92,7 @@ _FOLDER = "SHARDLIB_LAUNCH_FOLDER"
 
 def loopback_store() -> tuple[dist.TCPStore, int]:
     """Open the ranks' store, on the loopback interface; return it and its port."""
+    # all ranks connect at about the same time, hence the backlog
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listening.getsockname()[1]
     store = dist.TCPStore(
@@ -315,6 +316,7 @@ def _beat(folder: Path, rank: int) -> None:
     while folder.exists():
         now, cpu = RECENT[-1][0] if RECENT else 0, time.process_time()
         try:
+            # a tenth of the 0.5 s between two beats; this thread itself uses less
             if now != count or cpu - used > 0.05:
                 count = now
                 beat.touch()

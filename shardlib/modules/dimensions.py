@@ -906,11 +906,13 @@ def _from_config(model: nn.Module, config: Any) -> dict[str, Tensor] | None:
             2, getattr(vision, "num_channels", 3), *size, dtype=dtype, device="cpu"
         )
     if main == "input_features":
+        # Whisper's second convolution has stride 2, hence two frames per position
         bins = getattr(config, "num_mel_bins", 80)
         out["input_features"] = torch.zeros(
             2, bins, 2 * getattr(config, "max_source_positions", 1500), dtype=dtype, device="cpu"
         )
     if main == "input_values":
+        # a quarter of a second at 16 kHz, more than the receptive field of wav2vec 2.0
         out["input_values"] = torch.zeros(2, 4000, dtype=dtype, device="cpu")
     if "input_ids" in takes and (main == "input_ids" or hasattr(config, "text_config")):
         out["input_ids"] = ids

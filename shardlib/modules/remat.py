@@ -141,6 +141,7 @@ def _made_again(
         if kept is not None:
             kept.begin()
         with within(region=kept):
+            # None until the first run ends; a later run recomputes in backward
             if written is None:
                 marks = [(b, version_of(b)) for b in module.buffers()]
                 try:

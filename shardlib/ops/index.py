@@ -495,10 +495,12 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
     n = x.padded_shape[dim]
     in_range(ids, n, "index_add", f"index of dimension {dim}")
     if real_axes(mesh, token.axes):
+        # the position in this rank's block, or the block's size for positions of other ranks
         table = _here(n, token, mesh)
         ids = table.gather(1, ids) if stacked else table[ids]
         out = ids == x.raw.shape[dim + stacked]
         shape = [mesh.size] * stacked + [-1 if d == dim else 1 for d in range(x.ndim)]
+        # those add zeros at position 0
         rows, ids = rows.masked_fill(out.view(shape), 0), ids.masked_fill(out, 0)
     leaves, tree = flat((x.raw, dim, ids, rows), {"alpha": alpha})
     if func is not Tensor.index_add_:

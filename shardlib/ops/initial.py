@@ -203,6 +203,7 @@ def sparse_(
         rows, columns = along(x, 0), along(x, 1)
         for at in range(0, columns.shape[-1], 1024):
             some = columns[..., at : at + 1024]
+            # every rank draws whole columns, so all choose the same zeros; 1024 bound the memory
             most = (
                 bits(every[:, None] * x.shape[1] + some, key)
                 .kthvalue(zeros, -2, keepdim=True)

@@ -86,6 +86,7 @@ def _halves(h: Tensor) -> Tensor:
 # ---------------------------------------------------------------- bits as numbers
 
 
+# bits of the significand
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -125,6 +126,7 @@ def gaussian(dtype: torch.dtype) -> Make | Pairs:
         return normal
 
     def make(h: Tensor) -> Tensor:
+        # + 0.5, since log(0) is infinite; the signed high half makes an angle between -pi and pi
         radius = (
             h.bitwise_and(0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
         )

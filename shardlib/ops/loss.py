@@ -254,6 +254,7 @@ class _WholeRowLoss(Local):
             g = grads[0].masked_fill(ignored, 0).to(wide)
             return *torch.autograd.grad(rows, logits, g, create_graph=True), None, None, None
         g = grads[0].masked_fill(ignored, 0).unsqueeze(-1)
+        # with smoothing s: softmax - (1 - s) onehot - s / classes, times the cotangent
         dx = torch.empty_like(logits)
         for part, into, gs, at in _some_rows(logits, dx, g, here):
             narrow = part.dtype != wide

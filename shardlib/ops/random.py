@@ -127,6 +127,7 @@ def integers(low: int, high: int) -> Make:
 
     # int64 has no unsigned remainder; for spans this large one subtraction is enough
     def wide(h: Tensor) -> Tensor:
+        # with the sign bit flipped, int64 compares as unsigned
         over = (h ^ signed(1 << 63)) >= signed(span ^ (1 << 63))
         return h - over * signed(span) + low
 
@@ -371,6 +372,7 @@ def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
     small = rate < 10
     u = _uniforms(x, branch(key, 0))
     term = torch.exp(-rate)
+    # P(k >= 200) is below 1e-170 at these rates
     below, k = term.clone(), 0
     while bool((todo := small & (u >= below) & (k < 200)).any()):
         k += 1
@@ -378,6 +380,7 @@ def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
         out += todo
         below = below + term
     todo, turn = ~small, 1
+    # constants of PTRS in the paper
     r = rate.clamp(min=10)
     b = 0.931 + 2.53 * r.sqrt()
     a = -0.059 + 0.02483 * b
@@ -388,6 +391,7 @@ def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
         turn += 2
         us = 0.5 - u.abs()
         found = ((2 * a / us + b) * u + r + 0.43).floor()
+        # most draws are accepted here, without logarithms
         fast = (us >= 0.07) & (v <= squeeze)
         left = v.log() + inverse.log() - (a / (us * us) + b).log()
         right = -r + found.clamp(min=0) * r.log() - torch.lgamma(found.clamp(min=0) + 1)
@@ -521,6 +525,7 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     weight = raw.double().log()
 
     def noise(lane: int) -> Tensor:
+        # -log of an exponential number is Gumbel noise
         return weight - drawn(x, branch(key, lane), exponential(1.0), torch.float64).log_()
 
     picks = (

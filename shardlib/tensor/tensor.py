@@ -259,6 +259,7 @@ class ShardedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # a cached call runs torch's function on the blocks, without the checks below
         if func in REPEATS and (done := _repeated(func, args, kwargs or {})) is not None:
             return done
         implementation = TABLE.get(func, _unknown)
@@ -268,6 +269,7 @@ class ShardedTensor(torch.Tensor):
             implementation = _refuse_padding
         if func not in TAKES_SKEW and (has_skew(args) or (kwargs and has_skew(kwargs.values()))):
             implementation = _refuse_skew
+        # LINKS is empty until a view of a gathered copy is made
         if LINKS:
             _check_writes(func, args, kwargs or {})
         if kwargs and kwargs.get("out") is not None:

@@ -96,10 +96,13 @@ def _make(mesh: Mesh, axes: Axes) -> _Group:
         handle = dist.group.WORLD
     else:
         waits = None if mesh.timeout is None else timedelta(seconds=mesh.timeout)
+        # with local synchronization, ranks outside the group need not make this call
         handle = dist.new_group(sorted(ranks), timeout=waits, use_local_synchronization=True)
+    # torch numbers the ranks of a group in ascending order, the flattened axes may not
     place = [sorted(ranks).index(r) for r in ranks]
     order = None if place == list(range(len(ranks))) else tuple(place)
     native = backend_name(handle, mesh.device) not in ("gloo", "fake")
+    # gloo matches a receive with a send by its tag: every rank takes the next at each transfer
     turns = _TURNS.setdefault(handle, itertools.cycle(range(1024)))
     if (job := current_job()) is not None:
         job.release = release
@@ -332,6 +335,7 @@ def psum_scatter_into(
             work.wait()
         blocks = list(came) if g.order is None else [came[i] for i in g.order]
         blocks[g.index] = own
+        # the order of addition in _round_sum, so that both round alike
         blocks = [*blocks[g.index + 1 :], *blocks[: g.index + 1]]
         if half or {b.dtype for b in blocks} != {out.dtype}:
             wide = torch.float32 if half else x.dtype
@@ -384,6 +388,7 @@ def _round_sum(parts: Tensor, g: _Group, out: Tensor, land: Tensor | None) -> Fi
         start, stop, hop = steps[k]
         if hop == size - 1:
             return out[start:stop]
+        # two pieces are in transit at once, each in its own half of the room
         at = ((k % 2) * (size - 2) + hop - 1) * widest
         return room[at : at + stop - start]
 

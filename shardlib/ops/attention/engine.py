@@ -179,6 +179,7 @@ class Engine(Protocol):
     def seconds(self, plan: "Plan", link: Link, flops: float) -> float:
         """Estimate forward and backward; unless overridden, transfers and compute are added."""
         moved = plan.forward + plan.backward
+        # backward has 5 products for the 2 of forward, 2.5 times the work (FlashAttention-2)
         return (
             3.5 * plan.computing(flops)
             + link.alpha * moved.messages

@@ -122,6 +122,7 @@ def _math_forward(b: Block) -> tuple[Tensor, Tensor]:
         r1 = min(r0 + _ROWS, b.q.shape[2])
         s = _scores(b, q, k, r0, r1)
         lse = torch.logsumexp(s, -1)
+        # for a row without an allowed key, since -inf - (-inf) is nan
         p = (s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
         if b.keep is not None:
             p = p * _heads(b.keep(r0, r1).to(dtype), g)
@@ -136,6 +137,7 @@ def _math_backward(
     dtype, g = acc_dtype(b.q.dtype), b.k.shape[1]
     q, k, v = _heads(b.q.to(dtype), g), b.k.to(dtype).unsqueeze(2), b.v.to(dtype).unsqueeze(2)
     dout, out = _heads(dout.to(dtype), g), _heads(out.to(dtype), g)
+    # rowsum(dO * O), algorithm 4 of FlashAttention (Dao et al. 2022); lse adds P * dlse to dS
     delta = (dout * out).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(dtype).unflatten(1, (g, -1))

@@ -61,6 +61,7 @@ def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[Piece, .
                 for a, b, c, d, kind in _cell(q_run, k_run, mask)
             ]
     found = _merged(found)
+    # many small calls can cost more than one masked call over their box
     if len(found) > 8:
         box = Piece(min(p.q0 for p in found), max(p.q1 for p in found), min(p.k0 for p in found),
                     max(p.k1 for p in found), "masked")  # fmt: skip

@@ -93,6 +93,7 @@ class PassQ(Engine):
             for rank, foreign, calls, k_at in travel.calls(step, ranks, block):
                 view = rank.view
                 foreign.attend(calls, view(k), view(v), k_at, view(part), view(part_lse))
+            # the sum of the ranks before arrived while this rank's kernels ran
             if before is not None:
                 _merge(part, part_lse, before())
             before = travel.send_on(step, torch.cat([part, part_lse.unsqueeze(-1)], -1))

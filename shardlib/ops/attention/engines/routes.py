@@ -83,6 +83,7 @@ class Routes:
         """
         compute, total = plan.computing(flops), 0.0
         forward, backward = busiest(plan)
+        # 2.5: backward has 5 products for the 2 of forward
         for cost, most, work in (
             (plan.forward, forward, compute),
             (plan.backward, backward, 2.5 * compute),
@@ -101,6 +102,7 @@ class Routes:
         ranks, travel = local_queries(job, q, bias), _Travel(job, k, v)
         for step in range(plan.steps + 1):
             travel.arrive(step)
+            # posted before the kernels, so that the transfers run while they compute
             travel.coming |= send(job, travel.leaving(step))
             for rank, calls, k_at in _own_calls(plan, ranks) if step == 0 else ():
                 rank.attend(calls, rank.view(k), rank.view(v), k_at, rank.view(out), rank.view(lse))
