@@ -4,6 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 import torch
 
 import shardlib as sl
@@ -16,6 +17,12 @@ README = (ROOT / "README.md").read_text()
 def test_the_picture_is_what_visualize_draws() -> None:
     with sl.simulate(x=2, y=2):
         assert sl.visualize(sl.shard(torch.zeros(4, 6), "x y")) in README
+
+
+def test_the_example_prints_what_stands_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    block, printed = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.S)[0]
+    exec(block, {})
+    assert capsys.readouterr().out == printed
 
 
 def test_the_commands_are_in_the_makefile() -> None:
