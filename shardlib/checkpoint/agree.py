@@ -24,7 +24,7 @@ __all__ = ["Group"]
 
 
 class _Calls:
-    """Bookkeeping of one job's calls, as far as this rank knows.
+    """Bookkeeping of one job's calls, from this rank's messages and those it has received.
 
     ``spoken``  number of a call -> count of messages of this rank in it, until deleted.
     ``alive``   the calls that have not ended here; ``others``  the first of them on each rank.

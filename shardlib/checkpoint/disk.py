@@ -19,7 +19,7 @@ _FLUSH = 1 << 28
 """Bytes between two fsyncs, so that the last one is short."""
 
 _EARLY = 1 << 23
-"""Bytes after which the disk is told to begin, while the next bytes are checksummed."""
+"""Bytes after which the disk begins to write, while the next bytes are checksummed."""
 
 # SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing
 _SEND, _BEGIN = getattr(ctypes.CDLL(None), "sync_file_range", None), 2

@@ -123,8 +123,8 @@ def save(
 
     At any moment the path has the previous checkpoint or the new one, each complete.
     Needs two strips of 4 MiB of memory at most (with ``wait=False`` a copy of this rank's data).
-    Raises: CheckpointError, the same on every rank, and then nothing was written, unless it says
-    that the disk did not confirm; ShardError for errors of the tree itself.
+    Raises: CheckpointError, the same on every rank, and then nothing was written, unless the
+    message is that the disk did not confirm; ShardError for errors of the tree itself.
 
     >>> import tempfile, shardlib as sl
     >>> with tempfile.TemporaryDirectory() as d, sl.simulate(x=2, y=2):

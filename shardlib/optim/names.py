@@ -68,8 +68,8 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
     ``kept``   global tensors, plain or of any mesh and layout, and numbers.
     Raises: ShardError if a name is missing or unknown, or a size or dtype differs: then it is the
             state of another model, or of another transform; also for a state that is valid only in
-            its own layout, such as that of ``adam8bit``, in another, and for one in the middle of a
-            cycle of ``multi_steps``, around ``zero``.
+            its own layout, such as that of ``adam8bit``, in another, and, with ``multi_steps``
+            around ``zero``, for a state saved in the middle of a cycle.
 
     >>> import shardlib as sl
     >>> tx, params = sl.optim.sgd(0.1, 0.9), {"w": torch.ones(4)}
@@ -131,10 +131,10 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
 
 
 def _empty(state: Any, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return prefixes of the names of accumulated gradients, of cycles not begun in ``kept``.
+    """Return the name prefixes of accumulated gradients whose cycle has not begun in ``kept``.
 
-    These are zeros, and around ``zero`` there are none.
-    Raises: ShardError for a cycle that has begun, around ``zero``.
+    Such gradients are zero and need not be loaded; around ``zero`` a state has none.
+    Raises: ShardError for a cycle that has begun, if ``state`` is around ``zero``.
     """
     paths = optree.tree_accessors(state, is_leaf=_is_buckets, none_is_leaf=True)
     minis = [

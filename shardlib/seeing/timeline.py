@@ -1,9 +1,9 @@
 """Timelines of a step: when each operation and collective ran, with its source line and module.
 
-Inside ``with timeline()`` the dispatch of sharded tensors tells of each call, the collectives of
-each transfer, and hooks on the graph of which operation's gradient runs.  Outside, nothing listens
-and nothing is added.  On an accelerator times are those of the streams, by events: an operation ends
-when the device has computed it, and leaving the timeline waits for the device, once.
+Inside ``with timeline()`` the dispatch of sharded tensors reports each call, the collectives report
+each transfer, and hooks on the autograd graph report which operation's gradient runs.  Outside, no
+hooks are registered.  On an accelerator the times are measured on its streams by events: an operation
+ends when the device has computed it, and leaving the timeline waits for the device, once.
 
 Source of the format: "Trace Event Format", which chrome://tracing and ui.perfetto.dev read.
 """
@@ -41,11 +41,11 @@ class Span:
     """An operation, a collective or a named phase of one rank.
 
     ``kind``    "operation", "collective" or "phase".
-    ``start``   seconds since the timeline began; ``seconds`` it took.  Of a transfer that was
-                posted ahead: from there until it was waited for; where it has a stream of its own,
-                what it took there.
-    ``line``    the user's line; of a gradient that of its operation.
-    ``module``  whose forward.
+    ``start``   seconds since the timeline began; ``seconds``: the duration.  A transfer that was
+                posted ahead lasts until it is waited for; on a stream of its own, until it ends
+                there.
+    ``line``    the user's line; for a gradient, the line of its operation.
+    ``module``  path of the module whose forward runs.
     ``type``    of the result; for a collective, of the block that is sent.
     ``bytes``   received per rank; for an operation, by the collectives inside it; so ``messages``.
     """
@@ -505,9 +505,11 @@ class _Phase:
 
 @dataclass
 class _Open:
-    """A span that has begun: its place among the spans, its first event, torch.profiler's name.
+    """A span that has begun.
 
-    ``moment``  when the device begins it, of an accelerator.
+    ``place``   its index in the list of spans; ``event``: the index of its first transfer.
+    ``named``   its range in torch.profiler.
+    ``moment``  on an accelerator, the moment at which the device begins it.
     """
 
     span: Span
@@ -575,7 +577,7 @@ class _Recorder(Trace):
         self.found.ranks = self.found.ranks or {self.rank: f"rank {self.rank}"}
 
     def _read_the_device(self) -> None:
-        """Put the device's clock in place of the host's, which saw when things were posted."""
+        """Replace the host's times, at which work was posted, by the device's times."""
         if self.origin is None or self.device is None:
             return
         torch.accelerator.synchronize(self.device)
