@@ -2,8 +2,8 @@
 
 Inside ``with timeline()`` the dispatch of sharded tensors reports each call, the collectives report
 each transfer, and hooks on the autograd graph report which operation's gradient runs.  Outside, no
-hooks are registered.  On an accelerator the times are measured on its streams by events: an operation
-ends when the device has computed it, and leaving the timeline waits for the device, once.
+hooks are registered.  On an accelerator the times are measured on its streams by events: an
+operation ends when the device has computed it, and leaving the timeline waits for the device, once.
 
 Source of the format: "Trace Event Format", which chrome://tracing and ui.perfetto.dev read.
 """
