@@ -200,6 +200,9 @@ class Places(Steps):
         found.append(self.draw())
         self.at("after draw")
         found += [self.sum(), self.draw()]
+        self.at("before mesh")
+        with sl.make_mesh(a=2, b=2, device="cpu", timeout=sl.current_mesh().timeout):
+            found.append(float(sl.psum(torch.ones(1), "a")))
         self.at("before save")
         sl.save(f"{self.folder}/c", self.params)
         self.at("after save")
@@ -243,7 +246,7 @@ ENDS: dict[str, Fault] = {
 }  # fmt: skip
 
 PLACES = (
-    "before draw", "in draw", "after draw", "before save", "in save", "after save", "before check",
+    "before draw", "in draw", "after draw", "before mesh", "before save", "in save", "after save", "before check",
     "in check", "after check", "in async", "in thread",
 )  # fmt: skip
 

@@ -493,9 +493,17 @@ def make_mesh(
         _start(device)
     mesh = _made_before(device, axes)
     if mesh is None:
+        _gather(timeout)
         grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
         mesh = as_mesh(grid)
     return with_timeout(mesh, timeout or (TIMEOUT if started else None))
+
+
+def _gather(timeout: float | None) -> None:
+    """Wait for all ranks of a running job, by its clock: torch makes groups for half an hour."""
+    if (job := current_job()) is not None:
+        job.allow(timeout or job.seconds)
+        job.meet("make_mesh", range(job.world), None, "make_mesh", "all ranks make its groups")
 
 
 def auto_mesh(

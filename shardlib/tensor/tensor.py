@@ -518,8 +518,10 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
         return _moved(repeat, func, args, kwargs)
     try:
         return _run(repeat, args, kwargs)
-    except RuntimeError:  # run the implementation, whose error names what is wrong
-        return None
+    except RuntimeError as e:
+        if type(e) not in (RuntimeError, NotImplementedError) or _out_of_memory(e):
+            raise  # of the device or a transport: another run would meet it again
+        return None  # the implementation's error names what torch refuses
 
 
 def _moved(repeat: _Repeat, func: Any, args: Any, kwargs: Any) -> Any:
@@ -753,7 +755,11 @@ def _explained(e: RuntimeError, func: Any, args: Any, kwargs: Any) -> ShardError
         return no_transform(transform_called() or name, args)
     if _NOT_OVERWRITTEN in str(e):
         return _not_overwritten(func, args)
-    return torch_refuses(func, args, kwargs) if "out of memory" not in str(e) else None
+    return None if _out_of_memory(e) else torch_refuses(func, args, kwargs)
+
+
+def _out_of_memory(e: RuntimeError) -> bool:
+    return any(word in str(e) for word in ("out of memory", "allocate memory", "enough memory"))
 
 
 _NOT_OVERWRITTEN = "is a view and is being modified inplace"

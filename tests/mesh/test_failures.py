@@ -159,6 +159,7 @@ def test_a_file_that_cannot_be_opened_is_not_the_end_of_a_process(
     [
         ("killed", "in draw", 3, False),
         ("seeds", "after draw", 1, False),
+        ("killed", "before mesh", 2, False),
         ("raise", "in save", 0, True),
         ("killed", "in async", 2, False),
         ("store", "before check", 1, False),

@@ -565,3 +565,34 @@ def test_what_torch_refuses_is_one_error_of_ours_with_or_without_implicit(pool: 
     with sl.simulate(x=2, y=2):
         assert not refused()
     assert not any(pool.run(refused, x=2, y=2))
+
+
+@pytest.mark.parametrize(
+    ("error", "runs"),
+    [
+        (torch.OutOfMemoryError("out of memory"), 1),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1),
+        (RuntimeError("The size of tensor a must match"), 2),
+    ],
+)
+def test_a_repeated_call_that_lacks_memory_is_not_run_again(error: Exception, runs: int) -> None:
+    """Only what torch refuses of the operands is left to the implementation, which names it."""
+    calls = []
+
+    def fails(raw: torch.Tensor) -> torch.Tensor:
+        calls.append("repeat")
+        raise error
+
+    with sl.simulate(x=2):
+        x = sl.shard(torch.ones(4), "x")
+        x.neg()
+        key = tensor._call_key(torch.Tensor.neg, (x,), {})
+        plans = x.mesh.plans
+        assert key in plans
+        plans[key] = plans[key]._replace(run=fails)
+        if runs == 1:
+            with pytest.raises(type(error), match="memory"):
+                x.neg()
+        else:
+            assert sl.unshard(x.neg()).tolist() == [-1.0] * 4
+    assert calls == ["repeat"]
