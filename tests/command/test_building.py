@@ -133,6 +133,14 @@ def test_labels_lie_as_the_recipe_says() -> None:
     assert torch.equal(ids[:, 1:], labels[:, :-1])
 
 
+def test_a_file_is_a_program(tmp_path: Path) -> None:
+    """What makes the model may be any function; of a module that is none, no run follows."""
+    made = tmp_path / "made"
+    with pytest.raises(ConfigError, match="this makes int, not a module"):
+        module_of(tables(model={"make": "os:system", "command": f"touch {made}"}))
+    assert made.exists()
+
+
 def test_a_hugging_face_directory_is_read_and_trained(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     small = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 16}

@@ -217,6 +217,22 @@ NONSENSE = {  # type of a key -> values that it cannot have
 }
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "optimizer.lr=0",
+        "optimizer.weight_decay=0",
+        'optimizer.lr={name="warmup_cosine",peak=1e-3,warmup=0,steps=0}',
+        "optimizer.weight_decay=1e30",
+        "optimizer.lr=1e30",
+    ],
+)
+def test_nothing_and_very_much_are_taken_as_they_are_said(said: str, tmp_path: Path) -> None:
+    config = read(DEMO, [f"checkpoint.path={tmp_path}", said])
+    check(config)
+    rehearse(config)
+
+
 def test_no_key_takes_nonsense(tmp_path: Path) -> None:
     """Every key of every table, with every value of another type, is refused in one line."""
     known = {f'"{n}"': f for n, f in (transforms() | schedules()).items()}

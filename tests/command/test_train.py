@@ -262,6 +262,7 @@ def test_killed_under_torchrun_it_resumes(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         running.communicate()
     last = max(int(p.name[5:]) for p in _steps(tmp_path))
+    axes = ('mesh={"data" = -1, "x" = 1, "y" = 1}', *axes[1:])  # as many as there are
     done = launched(command, tmp_path, *axes, f"steps={last + 2}")
     out, err = done.communicate(timeout=120)
     assert done.returncode == 0, err
@@ -270,6 +271,34 @@ def test_killed_under_torchrun_it_resumes(tmp_path: Path) -> None:
     sets = ('mesh={"data" = 1, "x" = 1, "y" = 1}', f"steps={last + 2}")
     whole = start(demo(tmp_path / "whole", *sets), simulated=True)
     assert close([x for _, x in report["losses"]], losses(whole)[report["first"] :])
+
+
+def test_a_rank_that_is_lost_has_a_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_: Any, **__: Any) -> None:
+        raise sl.errors.RankFailed("rank 1 was killed by SIGKILL", op="psum")
+
+    monkeypatch.setattr("shardlib.command.train.launch", lost)
+    monkeypatch.setattr("shardlib.command.train.rehearse", lambda config: None)
+    assert main(["train", str(DEMO), "--set", f"checkpoint.path={tmp_path}"]) == 3
+    assert "psum: rank 1 was killed by SIGKILL" in capsys.readouterr().err
+
+
+def test_local_processes_take_gpus_where_there_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of a pretended machine, which has so many."""
+    asked = []
+    monkeypatch.setattr("shardlib.command.train.accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr("shardlib.command.train.rehearse", lambda config: None)
+    monkeypatch.setattr(
+        "shardlib.command.train.launch", lambda *_, device, **__: [asked.append(device)]
+    )
+    for count in (1, 2):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda count=count: count)
+        start(demo(tmp_path, 'mesh={"data" = 2, "x" = 1, "y" = 1}'))
+    assert asked == ["cpu", "cuda"]
 
 
 def children(pid: int) -> list[int]:
