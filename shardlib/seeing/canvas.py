@@ -103,7 +103,7 @@ class Picture:
         self.figure, self.title = figure, title
 
     def save(self, file: str | Path) -> None:
-        """Write the figure to a file; the suffix chooses the format."""
+        """Write the figure to a file, in place of any there; the suffix chooses the format."""
         self.figure.savefig(file, dpi=150)
 
     def _repr_png_(self) -> bytes:

@@ -282,7 +282,7 @@ class Timeline:
     def save(self, file: str | Path) -> None:
         """Write the timeline: ``.json`` for ui.perfetto.dev, ``.png``, ``.svg`` or ``.pdf`` else.
 
-        Pictures need matplotlib.
+        Pictures need matplotlib.  A file that is there is replaced, as by ``Figure.savefig``.
 
         >>> import tempfile, torch, shardlib as sl
         >>> with sl.simulate(x=2), tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from shardlib.command import trace
 from shardlib.command.main import main
+from shardlib.seeing import Timeline
 from tests.command.test_train import DEMO, SMALL
 
 SETS = [x for s in SMALL for x in ("--set", s)]
@@ -21,3 +23,15 @@ def test_a_step_is_written_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "linear" in said and "waits and uploads of the next step: " in said
     assert main(["trace", str(DEMO), *SETS, "--out", "step.txt"]) == 2
+
+
+def test_a_file_that_is_there_is_kept_unless_told_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "thesis.json"
+    file.write_text("mine")
+    assert main(["trace", str(DEMO), *SETS, "--out", str(file)]) == 2
+    assert "--overwrite replaces it" in capsys.readouterr().err and file.read_text() == "mine"
+    monkeypatch.setattr(trace, "trace_run", lambda *_: (Timeline(), []))
+    assert main(["trace", str(DEMO), *SETS, "--out", str(file), "--overwrite"]) == 0
+    assert "traceEvents" in file.read_text()
