@@ -583,6 +583,7 @@ def match_rules(
             layouts[name] = _read(layout, axes, shape=value.shape, weight=True).resolve(value.ndim)
             if out:
                 out_layouts[name] = _read(out[0], axes)
+    # earlier rules may shadow a recipe's rule, but not a user's
     spare = [isinstance(rule, Suggested) and _reached(rule[0], named) for rule in given]
     unused = [rules[i][0] for i, hit in enumerate(used) if not hit and not spare[i]]
     if unmatched or unused:

@@ -332,6 +332,7 @@ def assign(
         for n, rows in dims.params.items()
         if n not in uses and all(_bare(a) for row in rows for a in row)
     }
+    # a parameter that the run did not reach gets the layout of its equal in another layer
     for name in untouched:
         like = next((n for n in texts if n not in untouched and _stars(n) == _stars(name)), None)
         if like is not None and shapes[like] == shapes[name]:

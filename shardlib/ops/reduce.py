@@ -335,6 +335,7 @@ class _Norm(_Reduced):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, norm = ctx.saved_tensors
         g, norm = (vary(t, ctx.mesh, ctx.axes) for t in (grads[0], norm))
+        # d norm / dx = sgn(x) |x|^(p-1) / norm^(p-1); zero where the norm is zero, as in torch
         (p,), zero = ctx.how, norm == 0
         if p == 2:
             found = g * (x / norm).masked_fill(zero, 0)
@@ -342,6 +343,7 @@ class _Norm(_Reduced):
             powers = x.abs().pow(p - 1).masked_fill(x == 0, 0)
             found = x.sgn() * powers * g * norm.pow(1 - p)
         else:
+            # below 2, |x|^(p-2) is infinite at 0
             powers = x.sgn() * x.abs().pow(p - 1) if p < 2 else x * x.abs().pow(p - 2)
             found = powers * (g / norm.pow(p - 1)).masked_fill(zero, 0)
         return found, None, None, None, None

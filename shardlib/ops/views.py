@@ -685,6 +685,7 @@ def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
                 fix="sl.reshard(x, "
                 f"{_with(x, dim, f'({ways} {token.axes[0]})' if fits else '.')!r})",
             )
+        # each piece has groups / ways of the groups that the token's leading integer counts
         rest_parts = token.parts[1:] if groups == ways else (groups // ways, *token.parts[1:])
         piece = Dim(rest_parts)
         shards = math.prod(x.mesh.axes[a] for a in token.axes)

@@ -129,6 +129,7 @@ class _Sum(Local):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        # _Vary in place of the identity, so that second derivatives are summed as well
         return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None, None, None
 
 

@@ -80,6 +80,7 @@ class Together:
         for key in list(self.waiting):
             self._post(key)
         found: dict[int, Tensor] = {}
+        # a leaf used in several places has a gradient from each
         for parts, front, wait in self.flying:
             flat, at = wait(), 0
             for i, shape in parts:

@@ -139,6 +139,7 @@ class Routes:
             mine = None if dbias is None else view(dbias)
             rank.attend_back(calls, *keys, k_at, viewed(given, view), view(dq), into, mine)
 
+        # one step more than forward: after the last one, gradients return to their owners
         for step in range(plan.steps + 2 if plan.chunks else 1):
             travel.arrive(step)
             coming = send(job, [*travel.leaving(step), *sums.leaving()])
