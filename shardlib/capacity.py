@@ -43,7 +43,7 @@ def available(device: torch.device) -> int | None:
 
 
 def most_taken(device: torch.device) -> int | None:
-    """Count the bytes that tensors had of a device at once; None where nobody counts, as on the CPU.
+    """Return the peak bytes of tensors on a device; None where they are not counted (CPU).
 
     >>> most_taken(torch.device("cpu")) is None
     True
@@ -54,7 +54,7 @@ def most_taken(device: torch.device) -> int | None:
 
 
 def _asked(device: torch.device, general: str, own: str) -> Any:
-    """Ask the device's allocator, by torch's function for any device or by the device's module."""
+    """Query the device's allocator, through torch.accelerator or else the device's own module."""
     for module, name in ((torch.accelerator, general), (torch.get_device_module(device), own)):
         asked = getattr(module, name, None)
         if asked is not None:

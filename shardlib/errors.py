@@ -76,7 +76,7 @@ class ShardError(ValueError):
         super().__init__(self.text())
 
     def text(self) -> str:
-        """Write what failed, with which operands, on which mesh, where, and the fix."""
+        """Write the message, then operands, mesh, line and fix, one to a line."""
         rows = dict(self.operands)
         if self.mesh is not None:
             rows["mesh"] = mesh_text(self.mesh)

@@ -158,7 +158,7 @@ def shard(
 
 
 def _in_body(x: Any, op: str, layout: Any) -> ShardError:
-    """Make the error for a value that is asked of a body of shard_map, which has blocks alone."""
+    """Build the error for shard, reshard or unshard in a body of shard_map, which has blocks."""
     m, before = current_mesh(), op == "shard"
     return ShardError(
         "a body of shard_map computes on this rank's block of each operand: "

@@ -207,7 +207,7 @@ def _nothing_moves(b: Backend) -> Callable[..., Finish]:
 _PVARY = _Collective("pvary", _nothing_moves, lambda: (_PSUM, ()))
 
 _ADDING = frozenset({_PSUM, _PMAX, _PSUM_SCATTER, _PREDUCE})
-_SIDE = dict.fromkeys(_ADDING, "sum")  # of the stream that it is posted on; others are gathers
+_SIDE = dict.fromkeys(_ADDING, "sum")  # kind of side stream; that of all others is "gather"
 
 
 def _lost(e: RuntimeError, op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes) -> None:
@@ -276,7 +276,7 @@ def _finish(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple)
 
 
 def _ahead(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
-    """Do as ``_finish`` for a transfer that others are to run beside."""
+    """Post a transfer that overlaps with other work; otherwise as ``_finish``."""
     if raw.is_cpu:
         return _finish(op, raw, mesh, axes, params)
     post = partial(_finish, op, raw, mesh, axes, params)
@@ -286,7 +286,7 @@ def _ahead(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) 
 def _beside(
     kind: str, post: Callable[[], Finish], mesh: Mesh, axes: Axes, *memory: Tensor
 ) -> Finish:
-    """Post on a stream of its own, where the device has some and the transport keeps their order."""
+    """Post on a side stream, if the device has streams and the transport keeps their order."""
     if memory[0].is_cpu or not backend(mesh).in_streams(mesh, axes):
         return post()
     return beside(kind, post, *memory)

@@ -88,7 +88,7 @@ class Mode(Trace):
             job.calls.append((self.calls, text, line_of_user()))
 
     def tag(self, raw: Tensor) -> None:
-        """Number a new value, so that ranks which use different values can be told apart."""
+        """Number a new value, so that the use of different values on two ranks is detected."""
         self.made += 1
         setattr(raw, _TAG, self.made)
 

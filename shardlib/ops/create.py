@@ -45,7 +45,7 @@ def new_empty(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grid(b: Bound) -> Labels:
-    """Give each operand a label of its own: each has one dimension of the result."""
+    """Label each operand differently: each has one dimension of the result."""
     return {s.at: (k,) * s.ndim for k, s in enumerate(slots(b["tensors"]))}
 
 

@@ -462,7 +462,7 @@ def _how(given: dict[str, Any]) -> str:
 
 
 def _widened(given: Bound, how: str) -> tuple[Bound, Callable[[Any], Any]]:
-    """Give half precision operands in fp32 if their loss is reduced, and what rounds the result."""
+    """Widen half precision operands to fp32 for a reduced loss; return also the final rounding."""
     dtypes = {v.dtype for v in given.values() if isinstance(v, Tensor) and v.is_floating_point()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if how == "none" or dtype not in (torch.bfloat16, torch.float16):

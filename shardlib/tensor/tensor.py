@@ -330,8 +330,8 @@ class ShardedTensor(torch.Tensor):
         return _OPERATORS[ufunc.__name__](*numbers)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Answer what numpy asks of sizes; refuse to compute, by name: some of its functions take
-        any error of an operand for a result.
+        """Return sizes to numpy; refuse other functions here, by name, since some of them catch
+        an operand's error and return a result.
         """
         name = func.__name__
         if name in ("shape", "ndim", "size") and len(args) == 1 and not kwargs:
@@ -778,8 +778,8 @@ def _not_overwritten(func: Any, args: Any) -> Unsupported:
 
 
 def _of_gradcheck() -> Unsupported | None:
-    """Make the error for what torch.autograd.gradcheck does to its inputs, which it changes one
-    element at a time; None where something else called.
+    """Build the error for torch.autograd.gradcheck, which changes one element of an input at a
+    time; None where another function called.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -76,7 +76,7 @@ class Together:
         self.owed.append((i, wait))
 
     def finish(self) -> dict[int, Tensor]:
-        """Post what is left and wait for all: leaf index -> its summed gradient."""
+        """Post the remaining gradients and wait for all: leaf index -> its summed gradient."""
         for key in list(self.waiting):
             self._post(key)
         found: dict[int, Tensor] = {}

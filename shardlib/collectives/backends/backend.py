@@ -36,7 +36,7 @@ class Backend(Protocol):
     """Number of dimensions of a storage in front of a block's."""
 
     def in_streams(self, mesh: Mesh, axes: Axes) -> bool:
-        """Say whether a stream waits for a transfer, and not the host."""
+        """Check whether streams wait for a transfer, rather than the host."""
         ...
 
     def played(self, mesh: Mesh) -> list[dict[str, int]]:

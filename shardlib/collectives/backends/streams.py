@@ -1,15 +1,15 @@
-"""Streams of an accelerator beside the one that computes, and moments on them.
+"""Side streams of an accelerator for transfers posted ahead, and timing events.
 
-What is posted ahead runs on the stream of its kind: "gather" brings what is read next, "sum" takes
-gradients away, "host" moves what lies in host memory meanwhile.  Such a stream waits for what the
-caller's stream was given before, by an event, and the caller's stream for the result when somebody
-asks for it; the host waits for neither.  What it reads is recorded there, so that the allocator gives
-the memory to nobody before it is through; what it makes lies in memory of its own, which is used again
-after what the caller's stream was given meanwhile.  NCCL has streams of its own, which keep the same
-order between the stream that posts and the one that waits.
+Each kind of transfer has a side stream: "gather" for values that are read next, "sum" for
+gradients, "host" for copies to and from host memory.  By events, a side stream waits for the work
+submitted to the caller's stream before, and the caller's stream waits for the result where it is
+used; the host waits for neither.  Tensors that a transfer reads are recorded on its stream, so that
+the allocator does not reuse their memory too early.  Results are allocated on the side stream:
+their memory is reused there only, by a later transfer, which waits for the caller's stream first.
+NCCL has its own streams, with the same order between the stream that posts and the one that waits.
 
-On the CPU nothing of this happens, nor where a device has no streams, nor where a transport makes the
-host wait (gloo): there a transfer is under way from when it is posted.
+There are no side streams on the CPU, on a device without streams, and with a transport for which
+the host waits (gloo): there a transfer runs from when it is posted.
 """
 
 import threading
@@ -27,7 +27,7 @@ __all__ = ["Away", "Moment", "beside", "side"]
 
 @lru_cache(maxsize=64)
 def side(device: torch.device, kind: str) -> torch.Stream | None:
-    """Give a device's stream of a kind; None where it has none, as the CPU.
+    """Return a device's side stream of a kind; None where it has no streams, as the CPU.
 
     >>> side(torch.device("cpu"), "gather") is None
     True
@@ -41,9 +41,9 @@ def side(device: torch.device, kind: str) -> torch.Stream | None:
 
 
 def beside(kind: str, post: Callable[[], Finish], *memory: Tensor) -> Finish:
-    """Post a transfer on the stream of its kind, whole, and give what waits for it.
+    """Post a whole transfer on the side stream of its kind; return a function that waits for it.
 
-    ``memory``  what it reads and writes that others made.
+    ``memory``  tensors that it reads and writes, made outside it.
     """
     device = memory[0].device
     stream = None if torch.compiler.is_compiling() else side(device, kind)
@@ -65,20 +65,20 @@ def _arrive(out: Tensor, through: torch.Event) -> Tensor:
 
 
 def _follow(stream: torch.Stream, event: torch.Event) -> None:
-    """Let a stream go on once another one has come to an event."""
+    """Make a stream wait for an event of another stream."""
     stream.wait_event(event)
 
 
 def _use(x: Tensor, stream: torch.Stream) -> None:
-    """Keep a tensor's memory, once it is let go, until a stream has done what it was given."""
+    """Prevent reuse of a tensor's memory until a stream has done the work submitted so far."""
     x.record_stream(stream)
 
 
 class Away:
-    """A tensor that lies in host memory until ``back()``.
+    """Tensor kept in host memory until ``back()``.
 
-    It leaves the device when two more have been sent, so that the stream that computes need not
-    wait for the copy; what is asked for brings the one that was sent before it.
+    Its device memory is freed when two more have been sent, so that the compute stream need not
+    wait for the copy; ``back()`` also prefetches the one that was sent before it.
     """
 
     __slots__ = ("__weakref__", "arrived", "before", "device", "near", "stream", "there", "through")
@@ -105,7 +105,7 @@ class Away:
             two._leave()
 
     def back(self) -> Tensor:
-        """Give the tensor on its device again, and begin to fetch the one before it."""
+        """Return the tensor on its device, and prefetch the one that was sent before it."""
         if self.stream is None:
             return self.there.to(self.device)
         self._fetch()
@@ -121,7 +121,7 @@ class Away:
         return None if self.before is None else self.before()
 
     def _leave(self) -> None:
-        """Let go of the memory on the device, which the stream that computes may write to then."""
+        """Free the device memory, which the compute stream may reuse after the copy."""
         if self.near is not None and self.arrived is None:
             _follow(torch.accelerator.current_stream(self.device), self.through)
             self.near = None
@@ -135,13 +135,13 @@ class Away:
 
 
 _sent = threading.local()
-"""The one that a thread sent last."""
+"""Last ``Away`` that a thread made."""
 
 
 class Moment:
-    """A moment of the current stream, which the device reaches later than the host.
+    """Timing event on the current stream, which the device reaches later than the host.
 
-    ``seconds_since(other)`` may be asked for once the device has reached both.
+    ``seconds_since(other)`` is valid once the device has reached both.
     """
 
     __slots__ = ("event",)
@@ -151,5 +151,5 @@ class Moment:
         self.event.record(torch.accelerator.current_stream(device))
 
     def seconds_since(self, other: "Moment") -> float:
-        """Count the seconds from another moment to this one, of the device's clock."""
+        """Return the seconds from another moment to this one, by the device's clock."""
         return other.event.elapsed_time(self.event) / 1e3

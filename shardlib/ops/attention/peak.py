@@ -32,7 +32,7 @@ class Peak(NamedTuple):
 
 
 def peak(plan: Plan, dtype: torch.dtype, rank: int = 0) -> Peak:
-    """Count what ``rank`` of the plan's ring needs for one attention and its gradient.
+    """Predict the peak memory of ``rank`` in the plan's ring, for one attention and its gradient.
 
     >>> import shardlib as sl
     >>> with sl.record(s=4):

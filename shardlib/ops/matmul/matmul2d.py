@@ -11,8 +11,8 @@ The form of Y = X W follows from the axes that split its rows, contraction and c
     (.. r)  c              r              c            AB: Y is stationary
     (.. r)  c              c              r            ABT: X is stationary
     c       r              r              c            ABT as well; ATB, W-stationary with Y's rows
-                                                       over r and columns over c, where W is asked
-                                                       to stay
+                                                       over r and columns over c, where W must
+                                                       stay
 
 Rows may be split over further axes, as a batch is over ``data``: W's gradient is then summed over
 them.  Only the blocks are saved for backward.
