@@ -42,6 +42,11 @@ class Row:
     given: Mapping[str, Any] = field(default_factory=dict)
     remat: str = ""
 
+    @property
+    def name(self) -> str:
+        """The recipe, and what is done beside."""
+        return f"{self.recipe} {self.features}".strip()
+
 
 def _clipped(model: nn.Module) -> Any:
     return o.chain(o.clip_by_global_norm(1.0), o.adamw(1e-3))
@@ -181,7 +186,7 @@ def measured(
         traced = [w for _, t in cycle(lambda: sl.trace(waits=True)) for w in t.waits]
         lines = Counter(f"{w}" for _, c in counted for some in (c.waits, c.uploads) for w in some)
         return Found(
-            sum(sum(c.waits.values()) for _, c in counted),
+            sum(sum(c.waits.values()) for pair in counted for c in pair),
             sum(sum(c.uploads.values()) for _, c in counted),
             sum(sum(c.uploads.values()) for c, _ in counted),
             (sum(w.kind == "wait" for w in traced), sum(w.kind == "upload" for w in traced)),
@@ -225,7 +230,7 @@ def main() -> None:
     found = {}
     for name in given.models.split(","):
         for row in ROWS:
-            if words and not any(w in f"{row.recipe} {row.features}" for w in words):
+            if words and not any(w in row.name for w in words):
                 continue
             key = name, row.recipe, row.features
             try:

@@ -18,7 +18,7 @@ from shardlib.collectives import (
 )
 from shardlib.errors import BadArgument, MeshError, RankMismatch, ShardError
 from shardlib.layouts import Layout, LayoutTree, as_layout, is_layout, per_leaf
-from shardlib.mesh import Mesh, MeshLike, as_mesh, within
+from shardlib.mesh import Mesh, MeshLike, as_mesh, brought, within
 from shardlib.random import branch, mixed
 from shardlib.tensor import Place, ShardedTensor
 
@@ -126,7 +126,7 @@ def _joined(blocks: list[Any], layout: Any, m: Mesh) -> ShardedTensor:
     if not holds_values(m):
         raw = torch.empty(first.shape, dtype=first.dtype, device="meta")
     else:
-        raw = storage([b.detach() for b in blocks], m).to(m.device)
+        raw = brought(storage([b.detach() for b in blocks], m), m.device)
         raw = raw if lead(m) else raw.contiguous()
     return ShardedTensor(raw, Place(lay, shape, m))
 
@@ -264,9 +264,8 @@ class Batches:
         if not self.shuffle:
             return list(range(self.length))
         key = branch(mixed(self.seed), self.epoch) >> 1
-        return torch.randperm(
-            self.length, generator=torch.Generator().manual_seed(key), device="cpu"
-        ).tolist()
+        drawn = torch.Generator("cpu").manual_seed(key)
+        return torch.randperm(self.length, generator=drawn, device="cpu").tolist()
 
     def __iter__(self) -> Iterator[Any]:
         order = self.order()
@@ -284,7 +283,8 @@ class Batches:
             batch_sampler=todo,  # type: ignore[arg-type]
             collate_fn=self.collate or _together,
             num_workers=self.workers,
-            generator=torch.Generator(),  # DataLoader would draw from the user's
+            # of its own, for DataLoader would draw from the user's; where torch looks for it
+            generator=torch.Generator(torch.get_default_device()),
         )
         reading = iter(loader)
         for stop in stops:

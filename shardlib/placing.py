@@ -37,7 +37,17 @@ from shardlib.errors import MeshError, PlainTensor, ShardError, Unsupported
 from shardlib.kernels import active
 from shardlib.kernels.pack import copy_box, packable
 from shardlib.layouts import Exchange, Layout, LayoutLike, LayoutTree, Step, as_layout, per_leaf
-from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, current_mesh, rank_along, scope, uploaded
+from shardlib.mesh import (
+    Mesh,
+    MeshLike,
+    as_mesh,
+    bind,
+    brought,
+    current_mesh,
+    rank_along,
+    scope,
+    uploaded,
+)
 from shardlib.tensor import (
     Place,
     ShardedTensor,
@@ -259,7 +269,7 @@ def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
         sizes = layout.local_shape(shape, m)
         refuse_beyond(math.prod(sizes) * x.element_size() * (m.size if lead(m) else 1), m, "shard")
     raw = storage([_cut(x, layout, m, c) for c in played(m)], m)
-    return raw if raw.is_meta else raw.to(m.device)
+    return raw if raw.is_meta else brought(raw, m.device)
 
 
 def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
@@ -320,7 +330,7 @@ def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
                 if kernels:
                     copy_box(view(buffer), view(raw), _everywhere(r.shape), r.takes[rank])
                 else:
-                    view(buffer).copy_(view(raw)[_box(r.takes[rank])])
+                    view(buffer).copy_(view(raw)[_box(r.takes[rank], raw.device)])
     coming = start_ppermutes([wrap(b, mesh) for b in sent], axes, [r.pairs for r in plan.rounds])
     for rank, view in ranks:
         if rank in plan.kept:
@@ -328,7 +338,7 @@ def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
             if kernels:
                 copy_box(view(out), view(raw), put, take)
             else:
-                view(out)[_box(put)] = view(raw)[_box(take)]
+                view(out)[_box(put, raw.device)] = view(raw)[_box(take, raw.device)]
     for pending, r in zip(coming, plan.rounds, strict=True):
         arrived = unwrap(pending.wait())
         for rank, view in ranks:
@@ -336,7 +346,7 @@ def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
                 if kernels:
                     copy_box(view(out), view(arrived), r.puts[rank], _everywhere(r.shape))
                 else:
-                    view(out)[_box(r.puts[rank])] = view(arrived)
+                    view(out)[_box(r.puts[rank], raw.device)] = view(arrived)
     return wrap(out, mesh)
 
 
@@ -345,15 +355,13 @@ def _everywhere(shape: Sequence[int]) -> list[range]:
     return [range(n) for n in shape]
 
 
-def _box(places: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+def _box(places: Sequence[Sequence[int]], device: torch.device) -> tuple[Any, ...]:
     """Return places along each dimension as an index of the box that they span."""
     if all(isinstance(p, range) for p in places):
         return tuple(slice(p.start, p.stop) for p in places if isinstance(p, range))
     last = len(places) - 1
-    return tuple(
-        torch.tensor(list(p), device="cpu").reshape(-1, *[1] * (last - d))
-        for d, p in enumerate(places)
-    )
+    held = (uploaded(p if isinstance(p, range) else tuple(p), device) for p in places)
+    return tuple(t.reshape(-1, *[1] * (last - d)) for d, t in enumerate(held))
 
 
 class _Reshard(Local):

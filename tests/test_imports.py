@@ -88,6 +88,7 @@ ORDER = [  # each may import from those before it
     "optim.replicas",
     "optim.buckets",
     "optim.ranges",
+    "optim.later",
     "optim.transform",
     "optim.trees",
     "optim.schedules",

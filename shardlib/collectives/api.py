@@ -29,7 +29,7 @@ from shardlib.errors import (
     Unsupported,
     WrongAxes,
 )
-from shardlib.mesh import POSTED, RECENT, Mesh, current_mesh, lost, number, scope
+from shardlib.mesh import POSTED, RECENT, Mesh, current_mesh, lost, number, scope, uploaded
 
 __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts",
@@ -906,9 +906,10 @@ def pick(table: Sequence[complex] | Tensor, axis: Axis) -> Any:
         )
     if not isinstance(index, Stacked):
         return table[index]
-    return _following(
-        torch.as_tensor(table, device=index.ranks.device)[index.ranks], index.mesh, index.varies
-    )
+    where = index.ranks.device
+    if not isinstance(table, Tensor):
+        table = uploaded(tuple(table), where, torch.as_tensor(table).dtype)
+    return _following(table.to(where)[index.ranks], index.mesh, index.varies)
 
 
 def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Tensor:

@@ -26,6 +26,7 @@ _WAITS = frozenset(
     "unique_dim_consecutive equal repeat_interleave bincount is_nonzero allclose histc".split()
 )
 _INDEXED = frozenset("index index_put index_put_ _unsafe_index _unsafe_index_put".split())
+_FREE = "optim/later.py"  # on a device it reads what is on the host already
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -63,7 +64,9 @@ class Waiting(DispatchMode):  # type: ignore[misc, valid-type]
         out = func(*args, **(kwargs or {}))
         for kind in _asked(func._schema.name.partition("::")[2], args, kwargs or {}, out):
             frame = sys._getframe(1)
-            self.found.append(Wait(kind, str(func), user_line(frame), package_line(frame)))
+            by = package_line(frame)
+            if not (by.startswith(_FREE) and args[0].device.type == "cpu"):
+                self.found.append(Wait(kind, str(func), user_line(frame), by))
         return out
 
 

@@ -1,6 +1,6 @@
 """Named meshes of ranks, the ambient scope, and starting processes."""
 
-from shardlib.mesh.devices import accelerator
+from shardlib.mesh.devices import accelerator, brought
 from shardlib.mesh.failures import RECENT, Job, current_job, join_job, lost, number, spelled
 from shardlib.mesh.launch import launch
 from shardlib.mesh.mesh import (
@@ -28,7 +28,7 @@ from shardlib.mesh.tables import uploaded
 __all__ = [
     "POSTED", "RECENT", "Entered", "Job", "Link", "Mesh", "MeshLike", "Registered", "Scope",
     "accelerator", "as_mesh",
-    "auto_mesh", "bind", "coordinates", "current_job", "current_mesh", "drain", "enter", "join_job",
+    "auto_mesh", "bind", "brought", "coordinates", "current_job", "current_mesh", "drain", "enter", "join_job",
     "launch", "launched", "leave", "lost", "make_mesh", "number", "process_index", "rank0_print",
     "rank_along", "record", "refuse_posted", "remember", "scope", "simulate", "spelled", "unknown_axis",
     "uploaded", "use_mesh", "within", "world_size",

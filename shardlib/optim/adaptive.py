@@ -22,6 +22,7 @@ from shardlib.optim.transform import (
     divide,
     fused,
     pieces,
+    restoring,
     run_in_place,
     runs,
     under,
@@ -91,7 +92,13 @@ def adamw(
         ready(grads, "adamw", state.mu)
         count, rate = state.count + 1, at_step(lr, state.count)
         g, p, m, v = pieces(grads, params, state.mu, state.nu)
-        if p and (not p[0].is_cpu or active.cpu):
+        own = bool(p) and (not p[0].is_cpu or active.cpu)
+        if own and step.sound is not None and not step.guarded:  # these kernels know no such step
+            beside = step.beside is not None and step.beside[0] is params
+            if beside and p[0].dtype == torch.bfloat16:
+                return restoring(whole, grads, state, params, step)
+            own = False
+        if own:
             hyper = rate, b1, b2, eps, weight_decay, count
             if _by_kernel(params, (g, p, m, v), step, hyper):
                 step.lr = rate
@@ -103,7 +110,8 @@ def adamw(
         step.lr = rate
         return state._replace(count=count)
 
-    return under(backend, Transform(init, update, "elementwise", donate, halves=True))
+    whole = Transform(init, update, "elementwise", donate, halves=True, heeds=True)
+    return under(backend, whole)
 
 
 def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> bool:

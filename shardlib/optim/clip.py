@@ -14,6 +14,7 @@ from shardlib.errors import ShardError
 from shardlib.kernels.active import Backend
 from shardlib.mesh import scope, within
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.later import on_host, post, told
 from shardlib.optim.ranges import POSITIVE, ranged
 from shardlib.optim.sums import powers, scaled, summed, totals
 from shardlib.optim.transform import Step, Transform, under
@@ -88,7 +89,9 @@ def clip_by_global_norm(
 
     Like torch.nn.utils.clip_grad_norm_, on gradients of any layout.  Pending sums stay pending;
     their norm moves the bytes given in ``global_norm``.
-    ``check``    raise if the norm is not finite; the host then waits for the device.
+    ``check``    raise if the norm is not finite, before anything has changed.  ``optim.step`` on an
+                 accelerator changes nothing in such a step and raises in the next, so that the host
+                 does not wait; ``tx.update`` waits.
     ``backend``  "apex": norms of blocks by its multi-tensor kernel, in fp32 (else fp64 sums).
     Raises: ShardError if the norm is not finite; ``skip_nonfinite`` skips such steps instead.
 
@@ -103,23 +106,42 @@ def clip_by_global_norm(
 
     def known(grads: Any, step: Step) -> Tensor:
         norm = global_norm(grads, p)
-        if step.scale is not None:
-            norm = norm / step.scale.to(norm.device)
-        if check:
-            _number(norm, grads)
-        return norm
+        return norm if step.scale is None else norm / step.scale.to(norm.device)
+
+    last: list[Tensor] = []
+
+    def checked_later(norm: Tensor, step: Step) -> None:
+        """Skip a step on the device, and raise for the one before."""
+        before = told(last.pop()) if last else 0.0
+        if not math.isfinite(before):
+            raise ShardError(
+                f"the norm of the gradients was {before} in the step before, which changed nothing",
+                op="clip_by_global_norm",
+                fix="tx = sl.optim.skip_nonfinite(tx)",
+            )
+        step.sound = torch.isfinite(norm)
+        last.append(post(norm.clone()))
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        by = over(known(grads, Step()))
+        norm = known(grads, Step())
+        if check:
+            _number(norm, grads)
+        by = over(norm)
         return each(lambda g: g / by.to(g.device, g.dtype), grads), state
 
     def rescale(grads: Any, state: EmptyState, params: Any, step: Step) -> EmptyState:
         step.norm = known(grads, step)
+        if check and on_host(step.norm):
+            _number(step.norm, grads)
+        elif check and step.sound is None:  # else somebody skips it anyway
+            checked_later(step.norm, step)
         step.divide(over(step.norm))
         return state
 
     def look(grads: Any, state: EmptyState, params: Any, step: Step) -> None:
-        known(grads, step)
+        norm = known(grads, step)
+        if on_host(norm):
+            _number(norm, grads)
 
     tx = Transform(lambda params: EmptyState(), update, "norm", rescale=rescale)
     return under(backend, tx._replace(check=look if check else None))
@@ -130,8 +152,7 @@ def _number(norm: Tensor, grads: Any) -> None:
     for x in optree.tree_leaves(grads):
         if isinstance(x, ShardedTensor) and not holds_values(x.mesh):
             return
-    # the host waits here
-    if norm.is_meta or bool(torch.isfinite(norm)):
+    if norm.is_meta or math.isfinite(told(norm)):
         return
     bad = list(dict.fromkeys(_not_finite(grads)))
     raise ShardError(

@@ -3,6 +3,7 @@
 from typing import Any
 
 from shardlib.errors import BadArgument
+from shardlib.optim.later import chosen
 from shardlib.optim.ranges import NUMBER, ranged
 from shardlib.optim.schedules import Schedule
 from shardlib.optim.transform import (
@@ -54,6 +55,7 @@ def chain(*transforms: Transform) -> Transform:
             new.append(later)
         if last.check is not None and any(t.rescale is None for t, _ in before):
             last.check(grads, inner, params, step)
+        new = [chosen(step.sound, n, s) for (_, s), n in zip(before, new, strict=True)]
         kept = [keep(s, n) for (_, s), n in zip(before, new, strict=True)]  # none refuses any more
         return *kept, run_in_place(last, grads, inner, params, step)
 
@@ -76,6 +78,7 @@ def chain(*transforms: Transform) -> Transform:
         trait_of(*transforms),
         donate if transforms else None,
         check=check if any(t.check is not None for t in transforms) else None,
+        heeds=bool(transforms),
         groups=groups if grouped else None,
         halves=only_scaled and any(t.halves for t in transforms[-1:]),
         sink=next((t.sink for t in transforms if t.sink is not None), None),

@@ -177,7 +177,7 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
         """Check every group before any of them steps."""
         for n, part in parts.items():
             if n in asking:
-                asking[n](part, state.inner[n], held[n], Step(scale=step.scale))
+                asking[n](part, state.inner[n], held[n], Step(step.scale, sound=step.sound))
 
     def donate(grads: Any, state: PartitionState, params: Any, step: Step) -> PartitionState:
         found = split(params)
@@ -186,7 +186,7 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
         with norms_known() if asking else nullcontext():
             asked(parts, state, held, step)
             for n, part in parts.items():
-                mine = Step(scale=step.scale)
+                mine = Step(scale=step.scale, sound=step.sound, guarded=step.guarded)
                 after[n] = run_in_place(transforms[n], part, state.inner[n], held[n], mine)
                 step.lr = step.lr if mine.lr is None else mine.lr
                 step.norm = step.norm if mine.norm is None else mine.norm

@@ -4,9 +4,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardlib.errors import ShardError
 from shardlib.optim.clip import global_norm, norms_known
+from shardlib.optim.later import begun, counted, on_host, post, rolled_back, told
 from shardlib.optim.ranges import COUNT, STEPS, Range, ranged
 from shardlib.optim.transform import Step, Transform, check_transform, handed_on, run_in_place
 from shardlib.optim.trees import each, nothing, wide
@@ -17,9 +19,10 @@ __all__ = ["loss_scale", "skip_nonfinite"]
 class SkipState(NamedTuple):
     """Consecutive steps skipped, steps skipped in all, and the transform's state."""
 
-    running: int
-    skipped: int
+    running: Any
+    skipped: Any
     inner: Any
+    ago: tuple[Any, ...] = ()
 
 
 @ranged("tx = sl.optim.skip_nonfinite(sl.optim.adamw(1e-3))", most=STEPS)
@@ -28,7 +31,9 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
 
     It tests the global norm, one psum of a scalar, which a clip inside ``tx`` uses too.
     ``most``  the most consecutive steps that may be skipped.
-    Raises: ShardError at the next one.
+    On an accelerator the device decides, and the numbers of the state are tensors there, so that
+    the host does not wait: ``optim.step`` holds parameters and state twice, but for AdamW's.
+    Raises: ShardError at the next one; on an accelerator in the step after it.
 
     >>> import shardlib as sl
     >>> tx, params = skip_nonfinite(sl.optim.sgd(1.0)), {"w": torch.ones(1)}
@@ -39,46 +44,58 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
 
     check_transform(tx, "skip_nonfinite")
 
+    def refused() -> ShardError:
+        return ShardError(
+            f"gradients were no numbers in {most + 1} steps, one after the other",
+            op="skip_nonfinite",
+            fix="with torch.autograd.detect_anomaly(): sl.value_and_grad(loss)(params)",
+        )
+
+    def init(params: Any) -> SkipState:
+        inner = tx.init(params)
+        ago = begun(params, inner)
+        return SkipState(_zero(ago), _zero(ago), inner, ago)
+
     def after(state: SkipState) -> SkipState:
-        if state.running >= most:
-            raise ShardError(
-                f"gradients were no numbers in {most + 1} steps, one after the other",
-                op="skip_nonfinite",
-                fix="with torch.autograd.detect_anomaly(): sl.value_and_grad(loss)(params)",
-            )
-        return SkipState(state.running + 1, state.skipped + 1, state.inner)
+        if told(state.running) >= most:
+            raise refused()
+        return state._replace(running=state.running + 1, skipped=state.skipped + 1)
 
     def update(grads: Any, state: SkipState, params: Any = None) -> tuple[Any, SkipState]:
+        state = _settled(state)
         with norms_known():
             if not _is_number(global_norm(grads)):
                 return nothing(grads, params), after(state)
             updates, inner = tx.update(grads, state.inner, params)
-            return updates, SkipState(0, state.skipped, inner)
+            return updates, SkipState(_zero(state.ago), state.skipped, inner, _sure(state, inner))
 
     def donate(grads: Any, state: SkipState, params: Any, step: Step) -> SkipState:
+        state = _settled(state)
         with norms_known():
-            if not _asked(grads, step):
+            sound = _asked(grads, step)
+            if sound is False:
                 return after(state)
+            if sound is not True and told(state.running) > most:
+                raise refused()
+            before = counted(state.inner)
             inner = run_in_place(tx, grads, state.inner, params, step)
-            return SkipState(0, state.skipped, inner)
+        if sound is True:
+            return SkipState(_zero(state.ago), state.skipped, inner, _sure(state, inner))
+        bad = ~sound
+        running = post((state.running + 1) * bad)
+        return SkipState(running, state.skipped + bad, inner, (post(sound), *before))
 
-    return Transform(
-        lambda params: SkipState(0, 0, tx.init(params)),
-        update,
-        _at_least(tx),
-        donate,
-        **handed_on(tx),
-        halves=tx.halves,
-    )
+    return Transform(init, update, _at_least(tx), donate, **handed_on(tx), halves=tx.halves)
 
 
 class ScaleState(NamedTuple):
     """The scale of the loss, steps since it changed, steps skipped, and the transform's state."""
 
-    scale: float
-    good: int
-    skipped: int
+    scale: Any
+    good: Any
+    skipped: Any
     inner: Any
+    ago: tuple[Any, ...] = ()
 
 
 @ranged(
@@ -101,7 +118,8 @@ def loss_scale(
     is multiplied by ``backoff``; after ``interval`` steps without overflow, by ``growth``; as in
     torch.amp.GradScaler.  Use it outermost, or directly inside ``zero``, whose pending gradients
     (stage 1) are then reduced once, for both; its one psum of a scalar serves a clip in ``tx`` too.
-    Gradients in half precision are divided in fp32.
+    Gradients in half precision are divided in fp32.  On an accelerator the device decides, as in
+    ``skip_nonfinite``, and ``state.scale`` is a tensor there.
     Raises: ShardError if the scale falls below 2**-24: then the gradients themselves are not
     finite.
 
@@ -116,23 +134,33 @@ def loss_scale(
 
     check_transform(tx, "loss_scale")
 
+    def refused(scale: Any) -> ShardError:
+        return ShardError(
+            f"gradients are no numbers even with a loss scaled by {scale}",
+            op="loss_scale",
+            fix="with torch.autograd.detect_anomaly(): sl.value_and_grad(loss)(params)",
+        )
+
+    def init(params: Any) -> ScaleState:
+        inner = tx.init(params)
+        ago = begun(params, inner)
+        scale = _on_device(start, ago[0]) if ago else start
+        return ScaleState(scale, _zero(ago), _zero(ago), inner, ago)
+
     def smaller(state: ScaleState) -> ScaleState:
         scale = state.scale * backoff
-        if scale < 2.0**-24:
-            raise ShardError(
-                f"gradients are no numbers even with a loss scaled by {state.scale}",
-                op="loss_scale",
-                fix="with torch.autograd.detect_anomaly(): sl.value_and_grad(loss)(params)",
-            )
-        return ScaleState(scale, 0, state.skipped + 1, state.inner)
+        if told(scale) < 2.0**-24:
+            raise refused(told(state.scale))
+        return state._replace(scale=scale, good=_zero(state.ago), skipped=state.skipped + 1)
 
     def larger(state: ScaleState, inner: Any) -> ScaleState:
-        good = state.good + 1
-        if good < interval:
-            return ScaleState(state.scale, good, state.skipped, inner)
-        return ScaleState(state.scale * growth, 0, state.skipped, inner)
+        good, ago = state.good + 1, _sure(state, inner)
+        if told(good) < interval:
+            return ScaleState(state.scale, good, state.skipped, inner, ago)
+        return ScaleState(state.scale * growth, _zero(ago), state.skipped, inner, ago)
 
     def update(grads: Any, state: ScaleState, params: Any = None) -> tuple[Any, ScaleState]:
+        state = _settled(state)
         with norms_known():
             # in fp32: fp16 gradients divided by 2**16 would underflow
             real = each(lambda g: g.to(wide(g.dtype)) / state.scale, grads)
@@ -142,32 +170,71 @@ def loss_scale(
             return updates, larger(state, inner)
 
     def donate(grads: Any, state: ScaleState, params: Any, step: Step) -> ScaleState:
+        state = _settled(state)
+        scale = state.scale
         with norms_known():
-            step.divide(torch.tensor(state.scale, dtype=torch.float64, device="cpu"))
-            if not _asked(grads, step):
+            step.divide(
+                scale.double()
+                if isinstance(scale, Tensor)
+                else torch.tensor(scale, dtype=torch.float64, device="cpu")
+            )
+            sound = _asked(grads, step)
+            if sound is False:
                 return smaller(state)
-            return larger(state, run_in_place(tx, grads, state.inner, params, step))
+            if sound is not True and told(scale) < 2.0**-24:
+                raise refused(told(scale) / backoff)
+            before = counted(state.inner)
+            inner = run_in_place(tx, grads, state.inner, params, step)
+        if sound is True:
+            return larger(state, inner)
+        scale = scale if isinstance(scale, Tensor) else _on_device(scale, sound)
+        good = (state.good + 1) * sound
+        grown = good >= interval
+        larger_ = torch.where(grown, (scale * growth).clamp(max=2.0**127), scale)
+        scale = post(torch.where(sound, larger_, scale * backoff))
+        skipped = state.skipped + ~sound
+        return ScaleState(scale, good * ~grown, skipped, inner, (post(sound), *before))
 
-    return Transform(
-        lambda params: ScaleState(start, 0, 0, tx.init(params)),
-        update,
-        _at_least(tx),
-        donate,
-        **handed_on(tx),
-        halves=tx.halves,
-    )
+    return Transform(init, update, _at_least(tx), donate, **handed_on(tx), halves=tx.halves)
 
 
-def _asked(grads: Any, step: Step) -> bool:
-    """Return whether the norm is finite; both are stored in ``step``."""
+def _zero(ago: tuple[Any, ...]) -> Any:
+    """Return 0 where the state's numbers lie."""
+    return torch.zeros((), dtype=torch.int64, device=ago[0].device) if ago else 0
+
+
+def _on_device(scale: float, like: Tensor) -> Tensor:
+    return torch.full((), scale, dtype=torch.float32, device=like.device)
+
+
+def _settled(state: Any) -> Any:
+    """Return the state as it is now that the host knows what became of the last step."""
+    inner = rolled_back(state.inner, state.ago)
+    return state._replace(inner=inner, ago=_sure(state, inner))
+
+
+def _sure(state: Any, inner: Any) -> tuple[Any, ...]:
+    """Return what stands in a state for a last step that the host decided."""
+    return state.ago and (torch.ones_like(state.ago[0]), *counted(inner))
+
+
+def _asked(grads: Any, step: Step) -> Any:
+    """Return whether the norm is finite; both are stored in ``step``.
+
+    A bool where the host knows at once, else a tensor, by which the step is skipped on the device.
+    """
     norm = global_norm(grads)
     step.norm = norm if step.scale is None else norm / step.scale.to(norm.device)
-    step.skipped = not _is_number(norm)
-    return not step.skipped
+    if on_host(norm):
+        step.skipped = not _is_number(norm)
+        return not step.skipped
+    sound = torch.isfinite(norm)
+    step.sound = sound if step.sound is None else sound & step.sound
+    return step.sound
 
 
-def _is_number(norm: torch.Tensor) -> bool:
-    return norm.is_meta or math.isfinite(float(norm))
+def _is_number(norm: Tensor) -> bool:
+    return norm.is_meta or math.isfinite(told(norm))
 
 
 def _at_least(tx: Transform) -> str | None:

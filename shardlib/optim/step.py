@@ -36,7 +36,7 @@ class Info(NamedTuple):
 
     norm: Tensor | None
     lr: float | None
-    skipped: bool
+    skipped: bool | Tensor
 
 
 Params = TypeVar("Params")
@@ -78,7 +78,8 @@ def step(
     del mine  # it may hold the gradients a second time
     news = hand_over(params, grads, state, after)
     compare("optim.step", *news, tx, lr=told.lr, skipped=told.skipped)
-    return *news, Info(told.norm, told.lr, told.skipped)
+    skipped = told.skipped if told.sound is None else ~told.sound
+    return *news, Info(told.norm, told.lr, skipped)
 
 
 def _alike(params: Any, grads: Any) -> None:

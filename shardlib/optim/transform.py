@@ -22,11 +22,12 @@ from shardlib.collectives import blocks
 from shardlib.errors import BadArgument, ShardError
 from shardlib.kernels.active import checked, use
 from shardlib.optim.buckets import ALIGN, Buckets, Pieces
+from shardlib.optim.later import chosen
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
     "TRAITS", "Step", "Transform", "check_inner", "check_transform", "divide", "fused", "handed_on",
-    "kept_whole", "of_others", "one_block", "pieces", "run_in_place", "runs", "trait_of",
+    "kept_whole", "of_others", "one_block", "pieces", "restoring", "run_in_place", "runs", "trait_of",
 ]  # fmt: skip
 
 TRAITS = ("elementwise", "norm", "tensor", "rows", "matrix", "tree")
@@ -43,6 +44,9 @@ class Step:
     ``norm``     their global norm before clipping, if a transform computed it.
     ``lr``       the rate of the last transform that has one.
     ``skipped``  whether parameters and state do not change.
+    ``sound``    0-dim bool on a device; where False, parameters and state must not change.  None:
+                 the host decided, see ``skipped``.
+    ``guarded``  whether a caller restores what is written while ``sound`` is False.
     ``ask``      whether to compute the norm even if no transform needs it.
     ``beside``   (parameters, companion copy).  A transform that updates both sets this to None.
                  The companion of fp32 parameters is their rounding in half precision; that of
@@ -54,6 +58,8 @@ class Step:
     norm: Tensor | None = None
     lr: float | None = None
     skipped: bool = False
+    sound: Tensor | None = None
+    guarded: bool = False
     ask: bool = False
     beside: tuple[Any, Any] | None = None
 
@@ -90,6 +96,7 @@ class Transform(NamedTuple):
                  3; other transforms return the parameters unchanged.
     ``halves``   whether ``donate`` steps bfloat16 parameters with a companion of the bits that they
                  lack of fp32, see ``Step.beside``.
+    ``heeds``    whether ``donate`` itself changes nothing where ``step.sound`` is False.
 
     >>> import torch, shardlib as sl
     >>> tx = sl.optim.Transform(
@@ -114,6 +121,7 @@ class Transform(NamedTuple):
     groups: Callable[[Any], list[Any]] | None = None
     shard: Callable[[Any], Any] = kept_whole
     halves: bool = False
+    heeds: bool = False
 
 
 def handed_on(tx: Transform) -> dict[str, Any]:
@@ -273,6 +281,8 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
     elif scale is not None:
         for g in used[1]:
             g.div_(scale.to(g.device, g.dtype))
+    if step.sound is not None:
+        how["found_inf"] = (~step.sound).to(rows[0][0].device, torch.float32)
     cut = _in_vectors(used) if found.runs is None and rows[0][0].is_cpu else None
     lists = used if cut is None else cut.lists
     found.count[0].fill_(count)
@@ -335,6 +345,8 @@ def run_in_place(tx: Transform, grads: Any, state: Any, params: Any, step: Step)
     if torch.is_grad_enabled():
         with torch.no_grad():
             return run_in_place(tx, grads, state, params, step)
+    if step.sound is not None and not (tx.heeds or step.guarded):
+        return restoring(tx, grads, state, params, step)
     if tx.donate is not None:
         return tx.donate(grads, state, params, step)
     divide(grads, step)
@@ -342,6 +354,24 @@ def run_in_place(tx: Transform, grads: Any, state: Any, params: Any, step: Step)
     for p, u in zip(*pieces(params, updates), strict=True):
         p.add_(u)
     return keep(state, new)
+
+
+def restoring(tx: Transform, grads: Any, state: Any, params: Any, step: Step) -> Any:
+    """Run one step in place, and restore what it wrote where it is not sound.
+
+    Parameters and state are held twice meanwhile.
+    """
+    assert step.sound is not None
+    given: Any = state, params, step.beside
+    held = [x for x in optree.tree_leaves(given) if isinstance(x, Tensor)]
+    memory = [(x.raw if isinstance(x, ShardedTensor) else x).detach() for x in held]
+    before = [x.clone() for x in memory]
+    step.guarded = True
+    after = run_in_place(tx, grads, state, params, step)
+    step.guarded = False
+    for x, b in zip(memory, before, strict=True):
+        x.copy_(torch.where(step.sound, x, b))
+    return chosen(step.sound, after, state)
 
 
 def keep(old: Any, new: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from shardlib.optim.later import chosen
 from shardlib.optim.ranges import COUNT, Range, ranged
 from shardlib.optim.spans import spans
 from shardlib.optim.transform import (
@@ -267,7 +268,10 @@ def averaged(tx: Transform, decay: float = 0.999) -> Transform:
         inner = run_in_place(tx, grads, state.inner, params, step)
         if not step.skipped:
             for m, p in spans(*pieces(state.mean, params)):
-                m.lerp_(p.to(m.dtype), 1 - decay)
+                if step.sound is None:
+                    m.lerp_(p.to(m.dtype), 1 - decay)
+                else:
+                    m.copy_(chosen(step.sound, m.lerp(p.to(m.dtype), 1 - decay), m))
         return AveragedState(state.mean, inner)
 
     return Transform(init, update, tx.trait, donate, check=check_inner(tx), **handed_on(tx))

@@ -317,7 +317,7 @@ def zero(
             out[bucket.name].raw.requires_grad_(flags == {True})
         return out
 
-    return Transform(init, update, tx.trait, donate=donate, sink=sink, shard=shard)
+    return Transform(init, update, tx.trait, donate=donate, sink=sink, shard=shard, heeds=True)
 
 
 def _check(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardlib.collectives import all_to_all, each_rank, storage, unwrap, wrap
 from shardlib.layouts.orders import Run
-from shardlib.mesh import bind
+from shardlib.mesh import bind, uploaded
 from shardlib.ops.attention.case import AttentionCase, Runs, Sizes, length
 from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.engine import (
@@ -261,7 +261,7 @@ class _Swap:
     def keys(self, x: Tensor) -> Tensor:
         """[b, g, lk, n] -> [b, heads of keys for these ranks' queries, lk of the outer ring, n]."""
         if self.heads.sent:
-            x = x.index_select(-3, torch.tensor(self.heads.sent, device=x.device))
+            x = x.index_select(-3, uploaded(self.heads.sent, x.device))
         return self._there(x, self.job.plan.k_runs, self.inner.k_runs)
 
     def queries_back(self, x: Tensor, rows: int) -> Tensor:
@@ -275,7 +275,7 @@ class _Swap:
         if not self.heads.sent:
             return x
         total = x.new_zeros((*x.shape[:-3], self.sizes.g, *x.shape[-2:]))
-        return total.index_add_(-3, torch.tensor(self.heads.sent, device=x.device), x)
+        return total.index_add_(-3, uploaded(self.heads.sent, x.device), x)
 
     def sink(self, sink: Tensor | None) -> Tensor | None:
         """Return the scores of each rank's swapped heads: [1, h, 1] -> [1, h / u, 1]."""
