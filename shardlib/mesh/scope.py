@@ -1,8 +1,8 @@
 """Ambient settings of a call: one frozen ``Scope`` in one context variable.
 
 A thread or an asyncio task has the scopes that it entered itself (a task also those around its
-creation), never those of another.  As with torch.no_grad and decimal.localcontext, a ``with`` in the
-body of a generator stays in force for the caller while the generator is suspended: Python gives
+creation), never those of another.  As with torch.no_grad and decimal.localcontext, a ``with`` in
+the body of a generator stays in force for the caller while the generator is suspended: Python gives
 generators no context of their own (PEP 568 would), and only reading frames on every call could
 detect it.
 

@@ -305,8 +305,8 @@ def _saved(
 def _laid_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Reshard the tensors given to ``load_state_dict`` to the layouts of the module's own.
 
-    Tensors of other sizes stay as they are, so that torch refuses them.  Those that share memory, as
-    tied parameters do in a state dict, are laid out once, and share it where the layout is one.
+    Tensors of other sizes stay as they are, so that torch refuses them.  Tensors that share memory,
+    such as tied parameters, are resharded once, and still share memory where their layout is equal.
     """
     found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     found |= module.named_buffers(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""Sharded tensors: their layout records, operator dispatch, gradients, and plain tensors in calls."""
+"""Sharded tensors: layout records, operator dispatch, gradients, and plain tensors in calls."""
 
 from shardlib.tensor.gradients import (
     Wide,
