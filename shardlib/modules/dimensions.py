@@ -792,8 +792,10 @@ def _run(model: nn.Module, args: Any, kwargs: Any, device: str | None) -> Dimens
         n: bare(b) for n, b in model.named_buffers() if b is not None
     }
 
+    own = next((x.device for x in state.values()), None)
+
     def moved_to(x: Any) -> Any:
-        return x.detach().to(device) if device and isinstance(x, Tensor) else x
+        return x.detach().to(own) if own and isinstance(x, Tensor) else x
 
     given: Any = optree.tree_map(moved_to, (args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
     found = Dimensions({})

@@ -322,7 +322,7 @@ class ShardedTensor(torch.Tensor):
                 op=f"numpy.{ufunc.__name__}",
                 operands={"x": typeof(self)},
                 mesh=self.mesh,
-                fix="sl.unshard(x).numpy()",
+                fix="sl.unshard(x).cpu().numpy()",
             )
         numbers = [
             a if isinstance(a, Tensor) or not hasattr(a, "item") else a.item() for a in given
@@ -343,7 +343,7 @@ class ShardedTensor(torch.Tensor):
             op=f"{func.__module__}.{name}",
             operands={"x": typeof(self)},
             mesh=self.mesh,
-            fix="sl.unshard(x).numpy()",
+            fix="sl.unshard(x).cpu().numpy()",
         )
 
     @classmethod

@@ -579,6 +579,17 @@ Tensor& set_storage(Tensor& t, at::Storage storage, c10::SymInt offset, c10::Sym
   impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
   return t;
 }
+// Of integers too, which CUDA counts and the CPU does not.
+Tensor histc(const Tensor& t, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  report("wait", "histc");
+  Locked l(lock);
+  finish(current);
+  Tensor whole = at::isIntegralType(t.scalar_type(), true) ? host(t).to(at::kDouble) : host(t);
+  Tensor counts = at::histc(whole, bins, least, most).to(t.scalar_type());
+  Tensor made = empty_like_of(counts);
+  host(made).copy_(counts);
+  return made;
+}
 Tensor& set_whole_storage(Tensor& t, at::Storage storage) {
   c10::SymInt size = int64_t(storage.nbytes()) / t.itemsize(), one = 1;
   return set_storage(t, std::move(storage), 0, {size}, {one});
@@ -634,6 +645,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("histc", histc);
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("record_stream", record_stream);
   m.impl("convolution_overrideable", convolution);

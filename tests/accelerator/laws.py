@@ -390,3 +390,25 @@ def test_calls_of_every_day_stay_on_the_device() -> None:
 
     for n, (a, b) in enumerate(zip(calls(DEVICE), calls(torch.device("cpu")), strict=True)):
         torch.testing.assert_close(a, b, msg=lambda m, n=n: f"result {n}: {m}")
+
+
+def test_what_is_found_by_a_run_is_found_on_the_models_device() -> None:
+    class Counting(nn.Module):
+        """It cannot run on meta tensors."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.sum().item() == 0
+            return self.down(self.up(x))
+
+    found = [
+        sl.recipes.megatron1d(
+            Counting().to(device), inputs=[torch.zeros(2, 4, device="cpu")], mesh=m
+        )
+        for device in (DEVICE, torch.device("cpu"))
+        for m in [sl.simulate(x=2, device=device)]
+    ]
+    assert str(found[0]) == str(found[1])

@@ -302,7 +302,7 @@ def apart(what: str, mine: Any, want: Any) -> str:
             if x != y:
                 return f"{what}: {k} is {x}, not {y}"
             continue
-        x = sl.unshard(x) if isinstance(x, sl.ShardedTensor) else x
+        x, y = (sl.unshard(x) if isinstance(x, sl.ShardedTensor) else x).cpu(), y.cpu()
         off = (
             float((x.detach() - y.detach()).abs().max())
             if x.shape == y.shape and y.numel()

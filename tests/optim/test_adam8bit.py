@@ -52,7 +52,7 @@ def test_codes_are_the_nearest_numbers(signed: bool) -> None:
     back = _decode(codes, scale, 0, signed, torch.float32)
     rows = torch.nn.functional.pad(x.reshape(-1), (0, 20)).view(-1, 64)
     most = rows.abs().amax(-1, keepdim=True)
-    near = (rows / most)[..., None].sub(table).abs().amin(-1) * most
+    near = (rows / most)[..., None].sub(table.to(x.device)).abs().amin(-1) * most
     assert torch.allclose((back - x).abs(), near.reshape(-1)[:300].view(3, 100), atol=1e-6)
     again = _encode(back, 0, signed)[0]
     assert (again != codes).float().mean() < 0.02  # the largest of a block may itself be rounded
