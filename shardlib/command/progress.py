@@ -1,6 +1,7 @@
 """Progress output: screen, JSON lines, TensorBoard; and the operations of a step for MFU."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -108,6 +109,8 @@ def log(
         raise BadArgument(f"every={every}: lines are 1 step apart at least", op="log")
     if flops is not None and not 0 < flops < float("inf"):
         raise BadArgument(f"flops={flops}: a number of operations, more than 0", op="log")
+    if os.path.isdir(jsonl):
+        raise BadArgument(f"jsonl={jsonl} is a directory: write a file", op="log")
     if tensorboard and find_spec("tensorboard") is None:
         raise BadArgument(
             f"tensorboard={tensorboard} wants the package: pip install tensorboard", op="log"

@@ -17,6 +17,7 @@ from shardlib import optim
 from shardlib import random as keys
 from shardlib.capacity import most_taken
 from shardlib.checkpoint import latest, load, save, save_hf
+from shardlib.checkpoint.contents import occupied
 from shardlib.collectives import trace
 from shardlib.command.building import (
     EVAL,
@@ -100,6 +101,8 @@ def checkpoint(
     """
     if not path:
         raise BadArgument('path="": write a directory', op="checkpoint")
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise BadArgument(f"path={path} is no directory", op="checkpoint")
     if every < 0:
         raise BadArgument(f"every={every}: 0 or more", op="checkpoint")
     if keep is not None and keep < 1:
@@ -147,6 +150,8 @@ def export(path: str, tokenizer: str = "") -> Export:
     """
     if not path:
         raise BadArgument('path="": write a directory', op="export")
+    if why := occupied(os.path.realpath(path)):
+        raise BadArgument(f"path={path} would not be replaced: {why}", op="export")
     if tokenizer and not _has_tokenizer(tokenizer):
         raise BadArgument(f"tokenizer={tokenizer} is no directory of a tokenizer", op="export")
     return Export(path, tokenizer)
@@ -217,8 +222,17 @@ def check(config: Config) -> None:
     if "eval" in config.tables:
         check_data(config, "eval", keys_of(evaluation))
         _evaluation(config)
-    _export(config)
+    asked = _export(config)
+    for table, key in (("checkpoint", "path"), ("log", "jsonl")):
+        path = config.table(table).get(key)
+        if asked and path and _lies_in(path, asked.path):
+            raise config.error(("export", "path"), f"[{table}] {key} lies in it, {path}")
     call(log, config, ("log",))
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    whole = os.path.realpath(folder)
+    return os.path.commonpath([whole, os.path.realpath(path)]) == whole
 
 
 def check_present(config: Config) -> None:

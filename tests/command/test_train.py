@@ -153,13 +153,24 @@ def heard(row: dict[str, Any]) -> None:
         ((EVAL, "eval.every=-1"), "every=-1: 0 or more"),
         (("export.path=",), 'path="": write a directory'),
         (("export.path=a", "export.tokenizer=b"), "b is no directory of a tokenizer"),
+        (
+            ("export.path=HERE/note",),
+            r"\[export\] path: .* would not be replaced: it is no directory",
+        ),
+        (("export.path=HERE",), "would not be replaced: it holds 'note', which no"),
+        (("export.path=HERE/a", "checkpoint.path=HERE/a/b"), r"\[checkpoint\] path lies in it"),
+        (("export.path=HERE/a", "log.jsonl=HERE/a/l"), r"\[log\] jsonl lies in it"),
+        (("checkpoint.path=HERE/note",), r"\[checkpoint\] path: .* is no directory"),
+        (("log.jsonl=HERE",), r"\[log\] jsonl: .* is a directory: write a file"),
     ],
 )
 def test_what_cannot_be_evaluated_or_exported_is_refused(
     sets: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
+    """Before a process starts, since a run may take days until it writes."""
+    (tmp_path / "note").write_text("mine")
     with pytest.raises(ConfigError, match=said):
-        check(demo(tmp_path, *sets))
+        check(demo(tmp_path, *(s.replace("HERE", str(tmp_path)) for s in sets)))
 
 
 def test_more_batches_for_an_update_than_there_are_rows_are_refused(tmp_path: Path) -> None:
