@@ -26,7 +26,8 @@ _WAITS = frozenset(
     "unique_dim_consecutive equal repeat_interleave bincount is_nonzero allclose histc".split()
 )
 _INDEXED = frozenset("index index_put index_put_ _unsafe_index _unsafe_index_put".split())
-_FREE = "optim/later.py"  # on a device it reads what is on the host already
+# on an accelerator these read what is on the host already, or let the device check
+_FREE = "optim/later.py", "ops/ranges.py", "ops/random.py"
 _MASKS = (torch.bool, torch.uint8)
 
 
