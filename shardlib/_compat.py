@@ -479,6 +479,9 @@ describes_memory: Callable[..., Any] = torch.Tensor._is_view
 # The first call of torch.func.jvp, jacfwd and torch.autograd.forward_ad.  In 2.11 to 2.15.
 begins_forward_ad: Callable[..., Any] | None = getattr(torch, "_make_dual", None)
 
+# The first call of the older vmap, of torch.autograd.functional's ``vectorize``.  In 2.11 to 2.15.
+begins_vmap: Callable[..., Any] | None = getattr(torch, "_add_batch_dim", None)
+
 
 def transform_called() -> str:
     """Name the function of torch.func that a caller entered first ("vmap", "jacrev", "hessian"...).

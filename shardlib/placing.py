@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib._compat import Local, is_dtensor
+from shardlib._compat import Local, is_dtensor, under_transform
 from shardlib.aliases import one_storage
 from shardlib.border import as_dtensor, from_dtensor
 from shardlib.capacity import LARGE, refuse_beyond
@@ -55,6 +55,7 @@ from shardlib.tensor import (
     heard,
     implements,
     no_tensor,
+    no_transform,
     refuse_blocks,
     refuse_trace,
     replicated,
@@ -159,6 +160,8 @@ def shard(
             f"{str(as_layout(layout, 'shard', 'sl.reshard(x, {})', shape=x.shape, mesh=m))!r})",
         )
     refuse_trace()
+    if name := under_transform():
+        raise no_transform(name)
     lay = as_layout(layout, "shard", "sl.shard(x, {})", shape=x.shape, mesh=m).resolve(x.ndim)
     placed = place_whole(x, lay, m, src=src, pad=pad)
     if src is None and spans_processes(m):

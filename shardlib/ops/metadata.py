@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardlib._compat import (
     begins_forward_ad,
+    begins_vmap,
     describes_memory,
     may_swap_data,
     no_torch_function,
@@ -36,6 +37,14 @@ from shardlib.tensor import (
     typeof,
     vary,
 )
+
+if begins_vmap is not None:
+
+    @implements(begins_vmap, padded=True)
+    def _batched(func: Any, args: Any, kwargs: Any) -> Any:
+        """Refuse the older vmap, by which torch.autograd.functional vectorizes."""
+        raise no_transform("vmap", args, "torch.autograd.functional.jacobian(f, x)")
+
 
 if begins_forward_ad is not None:
 
@@ -276,6 +285,8 @@ def _autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("outputs", "inputs", "grad_outputs")
     given = dict(zip(names, args, strict=False)) | kwargs
     outputs, inputs = (_listed(given.pop(n)) for n in names[:2])
+    if given.get("is_grads_batched"):
+        raise no_transform("vmap", (outputs, inputs), "torch.autograd.functional.jacobian(f, x)")
     cotangents = given.pop("grad_outputs", None)
     cotangents = [None] * len(outputs) if cotangents is None else _listed(cotangents)
     outputs = [settle(x) if isinstance(x, ShardedTensor) else x for x in outputs]

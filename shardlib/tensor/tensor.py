@@ -800,6 +800,8 @@ def _of_gradcheck() -> Unsupported | None:
 
 def heard(run: Callable[..., Any], verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a library verb, through the watcher's ``verb`` method if it has one."""
+    if name := under_transform():  # autograd's functions cannot run in it
+        raise no_transform(name, args)
     told = getattr(scope().watcher, "verb", None)
     if told is None:
         return run(*args, **kwargs)
@@ -1014,7 +1016,7 @@ _INSTEAD = {
 }
 
 
-def no_transform(name: str, args: Any = ()) -> Unsupported:
+def no_transform(name: str, args: Any = (), fix: str = "") -> Unsupported:
     """Return the error for a sharded value under one of torch.func's transforms."""
     found = [x for x in _leaves(args) if isinstance(x, ShardedTensor)]
     refusal = Unsupported(
@@ -1022,7 +1024,7 @@ def no_transform(name: str, args: Any = ()) -> Unsupported:
         op=f"torch.func.{name}",
         operands=lettered(map(typeof, found)),
         mesh=found[0].mesh if found else None,
-        fix=_INSTEAD.get(name, "f(sl.unshard(x))"),
+        fix=fix or _INSTEAD.get(name, "f(sl.unshard(x))"),
     )
     refusal.final = True  # type: ignore[attr-defined]
     return refusal

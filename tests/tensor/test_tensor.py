@@ -455,6 +455,22 @@ TRANSFORMS: dict[str, Any] = {
     "hessian": lambda f, x: torch.func.hessian(f)(x),
     "vmap": lambda f, x: torch.func.vmap(lambda row: f(row * torch.ones(1, 1)))(x),
     "make_dual": lambda f, x: dual(f, x),
+    "unshard in grad": lambda f, x: torch.func.grad(lambda t: (t * sl.unshard(x)).sum())(
+        torch.ones(4, 8)
+    ),
+    "shard in grad": lambda f, x: torch.func.grad(
+        lambda t: sl.unshard((sl.shard(t, x.sharding) * x).sum())
+    )(torch.ones(4, 8)),
+    "shard in vmap": lambda f, x: torch.func.vmap(lambda t: sl.unshard(f(sl.shard(t, x.sharding))))(
+        torch.ones(2, 4, 8)
+    ),
+    "reshard in grad": lambda f, x: torch.func.grad(
+        lambda t: (t * f(sl.reshard(x, "...")).sum()).sum()
+    )(torch.ones(4, 8)),
+    "vectorize": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
+    "vectorize forward": lambda f, x: torch.autograd.functional.jacobian(
+        f, x, vectorize=True, strategy="forward-mode"
+    ),
 }
 INSTEAD = {  # what the fixes say in their stead, on a function of the tensor x
     "sl.grad(f)(x)": lambda f, x: torch.func.grad(f)(x),
