@@ -465,7 +465,7 @@ TRANSFORMS: dict[str, Any] = {
         torch.ones(2, 4, 8)
     ),
     "reshard in grad": lambda f, x: torch.func.grad(
-        lambda t: (t * f(sl.reshard(x, "...")).sum()).sum()
+        lambda t: (t * f(sl.reshard(x, "y x")).sum()).sum()
     )(torch.ones(4, 8)),
     "vectorize": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
     "vectorize forward": lambda f, x: torch.autograd.functional.jacobian(
