@@ -1,8 +1,12 @@
 """The pictures, commands, versions and figures of README.md are those of the library and its pages."""
 
+import argparse
 import re
+import runpy
+import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,3 +71,52 @@ def test_figures_have_their_command() -> None:
         for room, name in found:
             file = ROOT / room / Path(*name.removeprefix(".").split("."))
             assert room == "shardlib" or file.with_suffix(".py").exists() or file.is_dir(), file
+
+
+def measured() -> list[str]:
+    """The commands of each section of the measurements, also with options that it names alone."""
+    page = (ROOT / "docs" / "measurements.md").read_text()
+    found = set()
+    for section in re.split(r"^## ", page, flags=re.M)[1:]:
+        spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", section)]
+        bare = ""
+        for span in spans:
+            if re.match(r"python -m (benchmarks|tests)\.", span):
+                bare = span.partition(" --")[0]
+                found.add(span)
+            elif bare and span.startswith("--"):
+                found.add(f"{bare} {span}")
+    return sorted(found)
+
+
+class Parsed(Exception):
+    """The arguments were taken: what is measured is not run."""
+
+
+@pytest.mark.parametrize("command", measured())
+def test_a_command_of_the_measurements_takes_its_options(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = argparse.ArgumentParser.parse_args
+
+    def parse(self: argparse.ArgumentParser, *given: Any) -> None:
+        taken(self, *given)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    _, _, module, *options = shlex.split(command)
+    program = (ROOT / Path(*module.split("."))).with_suffix(".py").read_text()
+    if "ArgumentParser" not in program:  # it reads a word, or nothing
+        assert all(f'"{word}"' in program for word in options), options
+        return
+    monkeypatch.setattr("sys.argv", [module, *options])
+    with pytest.raises(Parsed):
+        runpy.run_module(module, run_name="__main__")
+
+
+def test_what_make_measures_is_in_the_makefile() -> None:
+    page = (ROOT / "docs" / "measurements.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    named = set(re.findall(r"`make (\w+)", page))
+    assert named >= {"bench", "demo", "test"}
+    assert not [n for n in named if f"\n{n}:" not in makefile]
