@@ -5,8 +5,10 @@ refused, alike on simulated and real ranks.
 from typing import Any
 
 import pytest
+import torch
 
 import shardlib as sl
+from tests import namespace
 from tests.fuzz_calls import check, dense, draw, judge, ours
 
 SAMPLE = 300
@@ -57,3 +59,13 @@ def test_real_ranks_answer_as_simulated_ones_do(pool: Any, axes: dict[str, int])
         if wrong is not None:
             found.append(f"{want[0]}\n    -> {wrong[1:]}\n    simulated {want[1:]}")
     assert not found, "\n".join(found)
+
+
+def test_names_of_torch_give_what_dense_gives_or_are_refused_by_the_library() -> None:
+    """A part of ``python -m tests.namespace``, which calls them all."""
+    assert list(namespace.hunt(150, seed=0)) == []
+    dense = torch.rand(4, 4, dtype=torch.float64)
+    with sl.simulate(x=2, y=2):
+        x = sl.shard(dense, "x y")
+        assert not namespace.judge("torch", "from_dlpack", ("x",), dense, x)
+        assert namespace.judge("torch", "neg", ("x",), dense, x * 2) == "gives other values"

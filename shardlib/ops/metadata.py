@@ -483,7 +483,7 @@ def _format(func: Any, args: Any, kwargs: Any) -> str:
     return func(block_of(x).detach(), spec)
 
 
-@implements(Tensor.__array__, Tensor.numpy, padded=True)
+@implements(Tensor.__array__, Tensor.__dlpack__, Tensor.numpy, padded=True)
 def _array(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else kwargs["self"]
     _whole_here(x, func, "numpy")
