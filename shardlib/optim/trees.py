@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardlib.capacity import refuse_beyond
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh
@@ -142,7 +143,14 @@ def moments(params: Any) -> Any:
 
 
 def zeros_like(tree: Any) -> Any:
-    """Make zeros in the leaves' layouts, in fp32 for half precision."""
+    """Make zeros in the leaves' layouts, in fp32 for half precision.
+
+    Raises: ShardError where all of them do not fit in the device.
+    """
+    ours = [x for x in optree.tree_leaves(tree) if isinstance(x, ShardedTensor) and x.read is None]
+    if ours and not ours[0].raw.is_meta:
+        sizes = [x.raw.numel() * wide(x.dtype).itemsize for x in ours]
+        refuse_beyond(sum(sizes), ours[0].mesh, "init")
     return each(lambda x: torch.zeros_like(x, dtype=wide(x.dtype)), tree)
 
 
