@@ -161,7 +161,9 @@ def samples(name: str, most: int, seed: int) -> list[Any]:
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = list(op.sample_inputs("cpu", torch.float64, requires_grad=False))
+        found = list(
+            op.sample_inputs(torch.get_default_device(), torch.float64, requires_grad=False)
+        )
     random.Random(f"{seed} {name}").shuffle(found)
     return found[:most]
 
