@@ -113,6 +113,10 @@ class _Device:
         return [torch.bfloat16, torch.float16]
 
     @staticmethod
+    def current_stream(_: Any = None) -> torch.Stream:
+        return torch.accelerator.current_stream()
+
+    @staticmethod
     def synchronize(_: Any = None) -> None:
         torch.accelerator.synchronize()
 

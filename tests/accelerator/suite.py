@@ -82,8 +82,8 @@ PLANTS = {
         "tests/optim/test_adafactor.py",
     ),
     "shardlib/modules/experts.py": (
-        "torch.arange(params[0].shape[0], device=index.device)",
-        "torch.arange(params[0].shape[0])",
+        "own.new_full((int(stack.num_experts),), -1)",
+        "torch.full((int(stack.num_experts),), -1)",
         "tests/modules/test_experts.py",
     ),
     "shardlib/collectives/simulate.py": (
