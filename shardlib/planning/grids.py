@@ -18,7 +18,7 @@ from functools import partial
 from torch import nn
 
 from shardlib.cost import Cost, moving
-from shardlib.errors import ShardError
+from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Link
 from shardlib.modules import recipes
 from shardlib.modules.dimensions import trace_dimensions
@@ -234,9 +234,19 @@ def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[Layer]:
 
 
 def _of_module(model: nn.Module) -> list[Layer]:
-    """List the distinct products of a model with their counts."""
+    """List the distinct products of a model with their counts.
+
+    Raises: Unsupported where it cannot be run without inputs.
+    """
+    sizes = [(p.shape[1], p.shape[0]) for p in model.parameters() if p.ndim == 2]
+    if not sizes:
+        return []
     plan = outline(model)
-    dims = [trace_dimensions(plan.model(i)) for i in range(1 + len(plan.repeats))]
+    try:
+        dims = [trace_dimensions(plan.model(i)) for i in range(1 + len(plan.repeats))]
+    except Unsupported as e:
+        fix = f"sl.choose({sizes[:4]}, 8, batch=64)  # (inputs, outputs) of each product"
+        raise Unsupported(e.message, op="choose", fix=fix) from None
     return all_products(plan, dims)
 
 

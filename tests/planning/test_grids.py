@@ -242,3 +242,17 @@ def test_counts_of_a_choice_are_integers() -> None:
     for world, batch in (("8", 64), (8, 64.0), (True, 64)):
         with pytest.raises(sl.ShardError, match="counts are integers"):
             sl.choose([(8, 32), (32, 8)], world, batch=batch)  # type: ignore[arg-type]
+
+
+def test_a_model_that_cannot_be_run_is_chosen_for_by_its_sizes() -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+
+        def forward(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.down(self.up(rows["x"]).relu())
+
+    with pytest.raises(sl.errors.Unsupported, match="what feeds what in Odd is not known") as e:
+        sl.choose(Odd(), 4, batch=64)
+    assert eval(e.value.fix, {"sl": sl}).mesh == sl.choose([(8, 32), (32, 8)], 8, batch=64).mesh
