@@ -24,6 +24,7 @@ PARTS = [  # module and arguments, what takes least first
     "zero --layers 2 --repeats 2 --length 64",
     "overlap --repeats 1 --rate 200",
     "models --modules gpt2,bert",
+    "waits --models gpt2 --rows clip,ring",
     "sequence_paper --only batch",
     "family --ranks 4 --repeats 1 --rate 100",
 ]

@@ -128,15 +128,17 @@ def measured(
     device: torch.device,
     counting: Callable[[], Any],
     steps: int = 3,
+    mesh: Any = None,
 ) -> Found:
     """Train for ``steps`` steps of a row, and say what the last made the host wait for.
 
     ``counting``  a context manager that gives counts of waits, uploads and downloads.
+    ``mesh``      of real ranks; by default they are simulated.
     """
     torch.manual_seed(0)
     with torch.device("cpu"):
         model, rows = make(), torch.randint(0, 96, (128, 17))
-    with sl.simulate(device=device, **row.mesh):
+    with mesh or sl.simulate(device=device, **row.mesh):
         sl.random.seed(0)
         rules = getattr(sl.recipes, row.recipe)(model, **row.given)
         layers = "*.h.*" if hasattr(model, "transformer") else "*.layers.*"

@@ -381,7 +381,7 @@ def set_timeout(group: Any, seconds: float) -> None:
     other than the CPU and CUDA with a warning.  When that is gone: call the public one.
     """
     for device in group._device_types:
-        with suppress(RuntimeError):  # one that takes no timeout
+        with suppress(RuntimeError, AttributeError):  # one that takes no timeout
             group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 

@@ -283,10 +283,10 @@ class Batches:
             batch_sampler=todo,  # type: ignore[arg-type]
             collate_fn=self.collate or _together,
             num_workers=self.workers,
-            # of its own, for DataLoader would draw from the user's; where torch looks for it
-            generator=torch.Generator(torch.get_default_device()),
+            generator=torch.Generator(),  # DataLoader would draw from the user's
         )
-        reading = iter(loader)
+        with torch.device("cpu"):  # where that generator is
+            reading = iter(loader)
         for stop in stops:
             read = {part: next(reading) for part in parts}
             held = iter([read[part] for part in self._rows_of])

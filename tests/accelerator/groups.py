@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardlib as sl
+from benchmarks.waits import ROWS, Found, measured, models
 from tests.accelerator import pretend
 from tests.accelerator.pretend import DEVICE
 
@@ -126,3 +127,22 @@ def test_a_product_and_its_gradients_are_those_of_simulated_ranks(pool: Any) -> 
         for a, b in zip(got, want, strict=True):
             assert a.device == DEVICE
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+STEPS = ("megatron1d", "ring", "fsdp", "ddp zero 3, clip", "megatron1d zero 2, clip",
+         "ddp zero 2, half precision, loss_scale", "ddp zero 2, Muon")  # fmt: skip
+
+
+def trained() -> list[Found]:
+    rows = {r.name: r for r in ROWS}
+    meshes = {n: sl.make_mesh(device="pretend", **rows[n].mesh) for n in STEPS}
+    make = models()["gpt2"]
+    return [measured(make, rows[n], DEVICE, pretend.counting, mesh=meshes[n]) for n in STEPS]
+
+
+def test_a_step_on_real_ranks_waits_for_nothing(pool: Any) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for ranks in zip(*pool.run(trained, x=4), strict=True):
+        assert all(f.losses == ranks[0].losses for f in ranks)
+        for f in ranks:
+            assert (f.waits, f.uploads, f.traced) == (0, 0, (0, 0)), f.lines
