@@ -14,7 +14,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: accelerator copies demo test fuzz fixes kills targets operators memcheck kernels faults raising jobs lint bench docs notebooks clean
+.PHONY: accelerator copies demo test fuzz fixes kills targets operators memcheck kernels faults raising jobs lint bench gpu docs notebooks clean
 .NOTPARALLEL: # one pip at a time
 
 # torch first and alone: the second install then finds it there and brings no other build.
@@ -93,6 +93,11 @@ lint: $(VENV)/dev.stamp
 # Every benchmark once, few repetitions, within ten minutes; benchmarks/all.py names the parts.
 bench: $(VENV)/bench.stamp
 	$(PY) -m benchmarks.all $(ARGS)
+
+# All that needs a GPU, within nine minutes, with the interpreter that has torch for it: nothing is
+# installed.  benchmarks/gpu.py names the parts; its table is in out/gpu.md as it grows.
+gpu:
+	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 # The site, without a warning, into out/site.
 docs: $(VENV)/docs.stamp

@@ -182,24 +182,26 @@ def dropping(count: int) -> Case:
     )
 
 
-CASES: list[Callable[[], Case]] = [
-    lambda: cross_entropy(8192, 32768),
-    lambda: cross_entropy(2048, 128256),
-    lambda: norm(16384, 4096, True, False),
-    lambda: norm(16384, 4096, True, True),
-    lambda: norm(16384, 4096, False, False),
-    lambda: norm(16384, 4096, False, True),
-    lambda: merging(16384, 128),
-    lambda: merging(16384, 64),
-    lambda: summing(16384, 128),
-    lambda: stepping(1 << 27),
-    lambda: packing(16384, 8192, 8),
-    lambda: dropping(1 << 28),
-]
+def cases(part: int = 1) -> list[Callable[[], Case]]:
+    """Every kernel at a size of training, or at one of so many parts of it."""
+    return [
+        lambda: cross_entropy(8192 // part, 32768),
+        lambda: cross_entropy(2048 // part, 128256),
+        lambda: norm(16384 // part, 4096, True, False),
+        lambda: norm(16384 // part, 4096, True, True),
+        lambda: norm(16384 // part, 4096, False, False),
+        lambda: norm(16384 // part, 4096, False, True),
+        lambda: merging(16384 // part, 128),
+        lambda: merging(16384 // part, 64),
+        lambda: summing(16384 // part, 128),
+        lambda: stepping((1 << 27) // part),
+        lambda: packing(16384 // part, 8192, 8),
+        lambda: dropping((1 << 28) // part),
+    ]
 
 
 def seconds(run: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
     start.record()
     run()
     end.record()
@@ -247,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{sl.kernels.info()['cuda']}\n{'':38} {'of copy':>8} {'TB/s':>6} {'x eager':>8} {'x compile':>9}"
     )
     rows = {}
-    for make in CASES:
+    for make in cases():
         case = make()
         t = rows[case.name] = measured(case, given.rounds, not given.no_compile)
         share, rate = t["copy"] / t["kernel"], case.bytes / t["kernel"] / 1e12

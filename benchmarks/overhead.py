@@ -94,11 +94,11 @@ def atb(a: Tensor, c: Tensor) -> Tensor:
     return b
 
 
-def contestants(n: int) -> dict[str, Callable[[], None]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+def contestants(n: int, device: str = "cpu") -> dict[str, Callable[[], None]]:
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("x", "y"))
     HandSumma.row, HandSumma.col = mesh.get_group("x"), mesh.get_group("y")
-    blocks = [torch.randn(n // 2, n // 2).requires_grad_() for _ in range(3)]
-    dense = [torch.randn(n, n) for _ in range(3)]
+    blocks = [torch.randn(n // 2, n // 2, device=device).requires_grad_() for _ in range(3)]
+    dense = [torch.randn(n, n, device=device) for _ in range(3)]
     where = [Shard(0), Shard(1)]
     dts = [
         DTensor.from_local(b.detach(), mesh, where, run_check=False).requires_grad_()
@@ -134,8 +134,10 @@ def contestants(n: int) -> dict[str, Callable[[], None]]:
     }
 
 
-def measure(n: int, repetitions: int = 40, inner: int = 25) -> dict[str, list[float]]:
-    runs = contestants(n)
+def measure(
+    n: int, repetitions: int = 40, inner: int = 25, device: str = "cpu"
+) -> dict[str, list[float]]:
+    runs = contestants(n, device)
     for f in runs.values():
         for _ in range(20):
             f()

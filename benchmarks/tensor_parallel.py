@@ -92,7 +92,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, 0.0, 0.02)
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
-        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
         for block in self.h:
             x = block(x)
         return F.cross_entropy(self.lm_head(self.ln_f(x)).flatten(0, 1), targets.flatten())
@@ -102,7 +102,7 @@ Step = Callable[[Tensor, Tensor], float]
 
 
 def ours(args: argparse.Namespace, sequence: bool, saving: bool) -> Step:
-    mesh = sl.make_mesh(device="cpu", x=dist.get_world_size())
+    mesh = sl.make_mesh(device=args.device, x=dist.get_world_size())
     with sl.use_mesh(mesh):
         model = GPT(args.layers, args.width, args.length)
         rules = sl.recipes.megatron1d(model, sequence=sequence)
@@ -125,8 +125,8 @@ def ours(args: argparse.Namespace, sequence: bool, saving: bool) -> Step:
 
 
 def torchs(args: argparse.Namespace, sequence: bool) -> Step:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    model = GPT(args.layers, args.width, args.length)
+    mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = GPT(args.layers, args.width, args.length).to(args.device)
     stream = Shard(1) if sequence else Replicate()
     enter = PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate())
     leave = RowwiseParallel(output_layouts=stream)
@@ -195,14 +195,15 @@ def contest(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     draw = torch.Generator().manual_seed(1)
     batch = [
-        torch.randint(0, VOCAB, (2, args.batch, args.length), generator=draw) for _ in range(4)
+        torch.randint(0, VOCAB, (2, args.batch, args.length), generator=draw).to(args.device)
+        for _ in range(4)
     ]
     losses = {name: [run(*b) for b in batch] for name, run in runs.items()}
     wanted = losses["torch TP"]
     worst = max(
         abs(a / b - 1) for found in losses.values() for a, b in zip(found, wanted, strict=True)
     )
-    if not worst < 5e-7:
+    if not worst < args.agree:
         raise AssertionError(f"losses differ by {worst:.1e}: {losses}")
     rig.say(f"losses agree to {worst:.0e}")
     rows = []
@@ -211,7 +212,9 @@ def contest(args: argparse.Namespace) -> list[dict[str, Any]]:
             dist.barrier()
             sent, cpu, began = wire(), time.process_time(), time.perf_counter()
             run(*batch[turn % 4])
-            took = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
+            took = torch.tensor(
+                [time.process_time() - cpu], dtype=torch.float64, device=args.device
+            )
             dist.barrier()
             seconds = time.perf_counter() - began
             time.sleep(0.02)  # a sender may return before its last bytes have left
@@ -248,6 +251,7 @@ def main() -> int:
         ("ranks", 4),
     ):
         p.add_argument(f"--{name}", type=int, default=value)
+    p.set_defaults(device="cpu", agree=5e-7)  # benchmarks/gpu.py has others
     p.add_argument("--no-update", dest="update", action="store_false", help="no optimizer")
     p.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()

@@ -47,7 +47,7 @@ Step = Callable[[Tensor, Tensor], float]
 def ours(
     args: argparse.Namespace, stage: int, x: int = 1, clip: float | None = None, **how: Any
 ) -> Step:
-    mesh = sl.make_mesh(device="cpu", data=dist.get_world_size() // x, x=x)
+    mesh = sl.make_mesh(device=args.device, data=dist.get_world_size() // x, x=x)
     with sl.use_mesh(mesh):
         model = GPT(args.layers, args.width, args.length)
         rules = sl.recipes.megatron1d(model)
@@ -103,7 +103,7 @@ def _stepping(model: Any, update: Any) -> Step:
 
 def ddp(args: argparse.Namespace) -> Step:
     model = DistributedDataParallel(
-        GPT(args.layers, args.width, args.length), gradient_as_bucket_view=True
+        GPT(args.layers, args.width, args.length).to(args.device), gradient_as_bucket_view=True
     )
     update = torch.optim.AdamW(model.parameters(), LEARNING, fused=True)
 
@@ -111,8 +111,8 @@ def ddp(args: argparse.Namespace) -> Step:
 
 
 def fsdp2(args: argparse.Namespace) -> Step:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    model = GPT(args.layers, args.width, args.length)
+    mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = GPT(args.layers, args.width, args.length).to(args.device)
     for block in model.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -122,8 +122,9 @@ def fsdp2(args: argparse.Namespace) -> Step:
 
 
 def fsdp2_tp(args: argparse.Namespace, clip: bool = False) -> Step:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
-    model = GPT(args.layers, args.width, args.length)
+    grid = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh(args.device, grid, mesh_dim_names=("dp", "tp"))
+    model = GPT(args.layers, args.width, args.length).to(args.device)
     stream = Replicate()
     plan: dict[str, Any] = {
         "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
@@ -191,7 +192,7 @@ AGAINST = {
 def _batches(args: argparse.Namespace, seed: int = 1) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
     shape = (2, args.batch, args.length)
-    return [torch.randint(0, VOCAB, shape, generator=draw) for _ in range(4)]
+    return [torch.randint(0, VOCAB, shape, generator=draw).to(args.device) for _ in range(4)]
 
 
 def contest(given: dict[str, Any]) -> list[dict[str, Any]]:
@@ -203,7 +204,7 @@ def contest(given: dict[str, Any]) -> list[dict[str, Any]]:
     losses = {name: [run(*b) for b in batch] for name, run in runs.items()}
     first = next(iter(losses.values()))
     worst = max(abs(a / b - 1) for f in losses.values() for a, b in zip(f, first, strict=True))
-    if not worst < 2e-6:
+    if not worst < args.agree:
         raise AssertionError(f"losses differ by {worst:.1e}: {losses}")
     rig.say(f"losses agree to {worst:.0e}")
     rows = []
@@ -212,7 +213,9 @@ def contest(given: dict[str, Any]) -> list[dict[str, Any]]:
             dist.barrier()
             cpu, began = time.process_time(), time.perf_counter()
             run(*batch[turn % 4])
-            took = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
+            took = torch.tensor(
+                [time.process_time() - cpu], dtype=torch.float64, device=args.device
+            )
             dist.barrier()
             seconds = time.perf_counter() - began
             dist.all_reduce(took)
@@ -432,6 +435,7 @@ def main() -> int:
     sizes = {"layers": 6, "width": 256, "length": 128, "batch": 8, "repeats": 7}
     for name, value in sizes.items():
         p.add_argument(f"--{name}", type=int, default=value)
+    p.set_defaults(device="cpu", agree=2e-6)  # benchmarks/gpu.py has others
     p.add_argument("--names", default=",".join(CONTESTANTS).replace(", ", "; "))
     p.add_argument("--alone", action="store_true")
     p.add_argument("--memory", action="store_true")

@@ -3,4 +3,12 @@
 import sys
 
 if "tests.accelerator.pretend" not in sys.modules:
-    collect_ignore = ["alike.py", "groups.py", "laws.py", "pretend.py", "steps.py", "streams.py"]
+    collect_ignore = [
+        "alike.py",
+        "gpu.py",
+        "groups.py",
+        "laws.py",
+        "pretend.py",
+        "steps.py",
+        "streams.py",
+    ]

@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -26,6 +26,7 @@ import shardlib as sl
 from shardlib.collectives.backends import streams
 from tests.accelerator import pretend
 from tests.accelerator.pretend import DEVICE
+from tests.workers import Pool
 
 o = sl.optim
 WIDE, ROWS = 32, 32
@@ -56,10 +57,10 @@ class Case:
     half: bool
 
 
-def draw(seed: int) -> Case:
-    """Draw a case."""
+def draw(seed: int, ranks: int = 0) -> Case:
+    """Draw a case, for so many ranks or for any."""
     r = random.Random(seed)
-    mesh = r.choice([{"data": 2}, {"data": 4}, {"data": 2, "x": 2}])
+    mesh = r.choice([{"data": 2}, {"data": 4}, {"data": 2, "x": 2}][ranks // 4 :])
     stage = r.randrange(4)
     layouts = ["whole", *["megatron"] * ("x" in mesh), *["gathered"] * 2 * (stage == 0)]
     return Case(
@@ -102,8 +103,8 @@ OPTIMIZERS = {
 }
 
 
-def trained(case: Case, steps: int = 2) -> list[Tensor]:
-    """Train; give losses and parameters, on the host."""
+def trained(case: Case, real: bool = False, steps: int = 2) -> list[Tensor]:
+    """Train, on simulated ranks or ``real`` ones; give losses and parameters, on the host."""
     torch.manual_seed(0)
     with torch.device("cpu"):
         net = Model(case.depth).to(torch.bfloat16 if case.half else torch.float32)
@@ -111,7 +112,7 @@ def trained(case: Case, steps: int = 2) -> list[Tensor]:
         data = torch.randn(steps * halves, ROWS, WIDE).to(torch.bfloat16 if case.half else None)
     batches = iter(data.to(DEVICE))
     out: list[Any] = []
-    with sl.simulate(device=DEVICE, **case.mesh):
+    with nullcontext() if real else sl.simulate(device=DEVICE, **case.mesh):
         remat = [("h.*", case.remat)] if case.remat else []
         apply, params = sl.parallelize(
             net, LAYOUTS[case.layout], inputs={"x": "data ."}, remat=remat
@@ -149,20 +150,20 @@ def trained(case: Case, steps: int = 2) -> list[Tensor]:
         return [sl.unshard(x.detach()).cpu() for x in out]
 
 
-def late(case: Case, hasty: bool) -> list[Tensor]:
+def late(case: Case, hasty: bool, real: bool = False) -> list[Tensor]:
     """Train with kernels that run when something waits for them, of all streams or of the default."""
     pretend.late(True, hasty)
     try:
-        return trained(case)
+        return trained(case, real)
     finally:
         pretend.late(False)
 
 
-def apart(case: Case) -> bool:
+def apart(case: Case, real: bool = False) -> bool:
     """Say whether another order gives other bits."""
-    want = trained(case)
+    want = trained(case, real)
     try:
-        found = [late(case, hasty) for hasty in (False, True)]
+        found = [late(case, hasty, real) for hasty in (False, True)]
     except sl.ShardError:  # numbers that an optimizer refuses
         return True
     return not all(torch.equal(a, b) for some in found for a, b in zip(want, some, strict=True))
@@ -198,15 +199,21 @@ def main() -> int:
     )
     p.add_argument("--count", type=int, default=200)
     p.add_argument("--seed", type=int)
+    p.add_argument("--real", action="store_true", help="on four processes")
     p.add_argument("--without", default="", help="function:caller of streams.py to leave out")
     given = p.parse_args()
     began, wrong = time.monotonic(), []
     seeds = range(given.count) if given.seed is None else [given.seed]
+    pretend.default()
+    pool = Pool(4) if given.real else None
     for seed in seeds:
-        with without(given.without) if given.without else mock.MagicMock():
-            if apart(draw(seed)):
+        case = draw(seed, 4 if given.real else 0)
+        with without(given.without) if given.without else nullcontext():
+            if apart(case) if pool is None else any(pool.run(apart, case, True, **case.mesh)):
                 wrong.append(seed)
-                print(f"--seed {seed}: {draw(seed)}", flush=True)
+                print(f"--seed {seed}: {case}", flush=True)
+    if pool is not None:
+        pool.close()
     print(f"{len(wrong)} of {len(seeds)} differ, {time.monotonic() - began:.0f} s")
     return bool(wrong)
 

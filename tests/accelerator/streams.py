@@ -1,6 +1,7 @@
 """Laws of streams beside the one that computes; run by test_accelerator.py."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,12 @@ from tests.accelerator.steps import PLANTED, apart, draw, without
 @pytest.mark.parametrize("seed", range(8))
 def test_steps_with_transfers_beside_them_equal_the_eager_order(seed: int) -> None:
     assert not apart(draw(seed)), draw(seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_they_do_on_real_ranks(pool: Any, seed: int) -> None:
+    case = draw(seed, 4)
+    assert not any(pool.run(apart, case, True, **case.mesh)), case
 
 
 @pytest.mark.parametrize("wait", PLANTED)

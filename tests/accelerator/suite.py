@@ -110,7 +110,7 @@ def pieces() -> list[list[str]]:
     files = [f.relative_to(ROOT).as_posix() for f in sorted(ROOT.glob("tests/**/test_*.py"))]
     files = [f for f in files if not (_excuse(f) or "tests/accelerator/" in f)]
     folders = sorted({os.path.dirname(f) for f in files})
-    found = [[f"tests/accelerator/{name}.py" for name in ("laws", "groups", "streams")]]
+    found = [[f"tests/accelerator/{name}.py" for name in ("laws", "groups", "streams", "gpu")]]
     for folder in folders:
         inside = [f for f in files if os.path.dirname(f) == folder]
         found += [inside[i : i + 8] for i in range(0, len(inside), 8)]
