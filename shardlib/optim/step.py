@@ -78,8 +78,7 @@ def step(
     del mine  # it may hold the gradients a second time
     news = hand_over(params, grads, state, after)
     compare("optim.step", *news, tx, lr=told.lr, skipped=told.skipped)
-    skipped = told.skipped if told.sound is None else ~told.sound
-    return *news, Info(told.norm, told.lr, skipped)
+    return *news, Info(told.norm, told.lr, told.unchanged)
 
 
 def _alike(params: Any, grads: Any) -> None:

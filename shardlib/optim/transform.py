@@ -63,6 +63,11 @@ class Step:
     ask: bool = False
     beside: tuple[Any, Any] | None = None
 
+    @property
+    def unchanged(self) -> bool | Tensor:
+        """Whether parameters and state do not change, by whoever decided it."""
+        return self.skipped if self.sound is None else ~self.sound
+
     def divide(self, by: Tensor) -> None:
         """Multiply ``scale``: gradients count as divided by ``by`` too."""
         self.scale = by if self.scale is None else self.scale * by
