@@ -4,6 +4,7 @@ import argparse
 import re
 import runpy
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ def test_a_command_of_the_measurements_takes_its_options(
         assert all(f'"{word}"' in program for word in options), options
         return
     monkeypatch.setattr("sys.argv", [module, *options])
+    monkeypatch.delitem(sys.modules, module, raising=False)  # another test may have imported it
     with pytest.raises(Parsed):
         runpy.run_module(module, run_name="__main__")
 
