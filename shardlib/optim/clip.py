@@ -90,8 +90,8 @@ def clip_by_global_norm(
     Like torch.nn.utils.clip_grad_norm_, on gradients of any layout.  Pending sums stay pending;
     their norm moves the bytes given in ``global_norm``.
     ``check``    raise if the norm is not finite, before anything has changed.  ``optim.step`` on an
-                 accelerator changes nothing in such a step and raises in the next, so that the host
-                 does not wait; ``tx.update`` waits.
+                 accelerator changes no tensor in such a step and raises in the next, so that the
+                 host does not wait; counts of steps have gone on by then.  ``tx.update`` waits.
     ``backend``  "apex": norms of blocks by its multi-tensor kernel, in fp32 (else fp64 sums).
     Raises: ShardError if the norm is not finite; ``skip_nonfinite`` skips such steps instead.
 
@@ -142,6 +142,8 @@ def clip_by_global_norm(
         norm = known(grads, step)
         if on_host(norm):
             _number(norm, grads)
+        elif step.sound is None:
+            checked_later(norm, step)
 
     tx = Transform(lambda params: EmptyState(), update, "norm", rescale=rescale)
     return under(backend, tx._replace(check=look if check else None))

@@ -174,10 +174,16 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
     asking = {n: t.check for n, t in transforms.items() if t.check is not None}
 
     def asked(parts: Any, state: PartitionState, held: Any, step: Step) -> None:
-        """Check every group before any of them steps."""
+        """Check every group before any of them steps: on a device all step, or none."""
+        found = []
         for n, part in parts.items():
             if n in asking:
-                asking[n](part, state.inner[n], held[n], Step(step.scale, sound=step.sound))
+                own = Step(step.scale, sound=step.sound)
+                asking[n](part, state.inner[n], held[n], own)
+                found.append(own.sound)
+        for sound in found:
+            if sound is not None:
+                step.sound = sound if step.sound is None else step.sound & sound
 
     def donate(grads: Any, state: PartitionState, params: Any, step: Step) -> PartitionState:
         found = split(params)

@@ -93,7 +93,7 @@ class Transform(NamedTuple):
                  tensor.
     ``check``    ``check(grads, state, params, step)`` raises the errors of ``donate`` for gradients
                  that are not finite, and writes nothing, so that several transforms can be checked
-                 before the first one steps.
+                 before the first one steps; on a device it puts what it found into ``step.sound``.
     ``groups``   ``groups(params)`` has a word, or a tuple of words, per leaf: parameters with
                  different words share no bucket.
     ``sink``     ``sink(params)`` collects gradients in buckets while backward runs, see ``zero``.

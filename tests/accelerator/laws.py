@@ -13,6 +13,8 @@ import shardlib as sl
 from benchmarks.waits import ROWS, Row, measured, models
 from tests.accelerator import pretend
 from tests.accelerator.pretend import DEVICE
+from tests.optim.cases import PARAMS
+from tests.optim.test_groups import REFUSING
 
 
 def test_operands_of_two_devices_are_refused() -> None:
@@ -309,6 +311,37 @@ def test_what_the_device_found_is_raised_a_step_later_and_nothing_has_changed() 
                 o.step(tx, params, gradient(params, 0), state)
             for a, b in zip(want, optree_leaves(params), strict=True):
                 assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", REFUSING)
+@pytest.mark.parametrize("stage", [None, 2])
+def test_a_step_that_one_group_cannot_make_changes_no_group(name: str, stage: int | None) -> None:
+    with sl.simulate(data=2, device=DEVICE):
+        tx = REFUSING[name]() if stage is None else o.zero(REFUSING[name](), "data", stage)
+        params = {k: sl.shard(p.to(DEVICE), "...") for k, p in PARAMS.items()}
+        state = tx.init(params)
+
+        def stepped(by: float) -> None:
+            nonlocal params, state, info
+            f = lambda p: p["w"].sum() + p["s"] + p["b"].sum() * by  # noqa: E731
+            params, state, info = o.step(tx, params, sl.value_and_grad(f)(params)[1], state)
+
+        def held() -> list[Tensor]:
+            import optree
+
+            given: Any = params, state
+            return [
+                x.raw.cpu() for x in optree.tree_leaves(given) if isinstance(x, sl.ShardedTensor)
+            ]
+
+        info: Any = None
+        stepped(1.0)
+        before = held()
+        stepped(float("nan"))  # in one parameter alone
+        assert bool(info.skipped)
+        assert all(torch.equal(a, b) for a, b in zip(before, held(), strict=True))
+        with pytest.raises(sl.ShardError, match="in the step before, which changed nothing"):
+            stepped(1.0)
 
 
 def test_a_state_of_the_devices_numbers_is_saved_and_goes_on() -> None:

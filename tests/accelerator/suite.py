@@ -50,7 +50,7 @@ EXCUSED: dict[str, str] = {
     r"test_alike.py::test_copies_that_differ|test_checked.py::test_ranks_that_part_ways": "forks "
     "ranks of its own, over gloo",
     r"test_gradients_that_are_no_numbers_are_refused_or_skipped|test_a_gradient_that_is_refused_in_one_group_changes_no_other": "a clip raises a step "
-    "later there, see laws.py",
+    "later there; laws.py asks the same of it",
     r"test_flattened_axes_that_are_not_the_whole_mesh|test_every_copy_on_real_ranks": "launch's ranks are on the CPU by default",
     r"test_collectives_on_flat_vectors_are_those_that_allocate": "asks for the order of sums round "
     "our ring, and the device's group has a reduce-scatter of its own, as NCCL does",
