@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import ShardError
-from shardlib.mesh import Mesh
+from shardlib.mesh import Mesh, scope
 
 __all__ = ["LARGE", "available", "most_taken", "refuse_beyond"]
 
@@ -21,6 +21,8 @@ def available(device: torch.device) -> int | None:
 
     For host memory: the smaller of what the system and the process's control group leave.
     """
+    if device.type == "meta":
+        return None
     if device.type != "cpu":
         found = _asked(device, "get_memory_info", "mem_get_info")
         return None if found is None else int(found[0])
@@ -70,14 +72,18 @@ def _text(path: str) -> str:
         return ""
 
 
-def refuse_beyond(nbytes: int, mesh: Mesh, op: str) -> None:
-    """Raise where blocks of this many bytes in this process do not fit in its device."""
-    left = available(mesh.device) if nbytes > LARGE else None
+def refuse_beyond(nbytes: int, device: torch.device, op: str, mesh: Mesh | None = None) -> None:
+    """Raise where this many bytes, about to be allocated in this process, do not fit in a device.
+
+    Other processes on the same host are counted by what they have taken, not by what they will.
+    """
+    left = available(device) if nbytes > LARGE else None
     if left is not None and nbytes > left:
-        axes = ", ".join(f"{n}={s}" for n, s in mesh.axes.items())
+        mesh = mesh or scope().mesh
+        axes = "x=8" if mesh is None else ", ".join(f"{n}={s}" for n, s in mesh.axes.items())
         raise ShardError(
             f"{nbytes / 2**30:.1f} GiB are needed in this process, and {left / 2**30:.1f} GiB are "
-            f"left on {mesh.device}",
+            f"left on {device}",
             op=op,
             mesh=mesh,
             fix=f"with sl.record({axes}): ...  # shapes alone, which take no memory",

@@ -270,7 +270,8 @@ def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
         )
     if x.nbytes > LARGE and not x.is_meta:
         sizes = layout.local_shape(shape, m)
-        refuse_beyond(math.prod(sizes) * x.element_size() * (m.size if lead(m) else 1), m, "shard")
+        many = m.size if lead(m) else 1
+        refuse_beyond(math.prod(sizes) * x.element_size() * many, m.device, "shard", m)
     raw = storage([_cut(x, layout, m, c) for c in played(m)], m)
     return raw if raw.is_meta else brought(raw, m.device)
 
@@ -456,7 +457,13 @@ def _moved(x: ShardedTensor, target: Layout) -> ShardedTensor:
         (a >> b).steps(size, x.mesh)
         for a, b in ((x.sharding, target), (target.bare, x.sharding.bare))
     )
-    raw: Any = x.raw if still else _Reshard.apply(x.raw, x.sharding, target, size, x.mesh)
+    if still:
+        return x.becomes(x.raw, target)
+    many = x.mesh.size if lead(x.mesh) else 1
+    if math.prod(size) * x.raw.element_size() * many > LARGE:
+        made = math.prod(target.local_shape(size, x.mesh)) * x.raw.element_size() * many
+        refuse_beyond(made, x.raw.device, "reshard", x.mesh)
+    raw: Any = _Reshard.apply(x.raw, x.sharding, target, size, x.mesh)
     return x.becomes(raw, target)
 
 

@@ -2,8 +2,8 @@
 
 No collective is posted, so a rank that fails, leaves or never comes delays the others by at most
 ``timeout``.  Every rank stores its value; rank 0 reads them, decides, and stores the answer.  A
-              rank
-that is still at work stores a sign of life from time to time (``progress``); only silence counts.
+rank that is still at work stores a sign of life from time to time (``progress``); only silence
+counts.
 """
 
 import contextlib
@@ -88,9 +88,14 @@ class Group:
             self.calls.begin(number, self)
             self._forget()
 
-    def error(self, message: str, cause: BaseException | None = None, **operands: object) -> Any:
-        """Build the error that every rank raises."""
-        own = getattr(cause, "fix", "")
+    def error(
+        self, message: str, cause: BaseException | None = None, own: str = "", **operands: object
+    ) -> Any:
+        """Build the error that every rank raises.
+
+        ``own``  the fix of the error that another rank passed.
+        """
+        own = own or getattr(cause, "fix", "")
         fix = next((line for words, line in self.fixes if words in message), own)
         return CheckpointError(message, op=self.op, operands=operands, fix=fix, line=self.line)
 
@@ -136,15 +141,15 @@ class Group:
     ) -> Any:
         at = self.calls.spoken[self.number] = self.calls.spoken.get(self.number, 0) + 1
         where = f"{self.where}/{at}"
-        word = {"value": value, "error": _text(error)}
+        word = {"value": value, "error": _text(error), "fix": getattr(error, "fix", "")}
         word |= {"doing": [self.op, phase], "first": self.calls.first}
         if self.rank:
             self.store.set(f"{where}/{self.rank}", json.dumps(word))
             told = self._hear(f"{where}/all", 0, phase)
         else:
             words = [word, *(self._hear(f"{where}/{r}", r, phase) for r in self._rest)]
-            told = {**word, "answer": None, "error": ""}
-            failed = next(((r, w["error"]) for r, w in enumerate(words) if w["error"]), None)
+            told = {**word, "answer": None, "error": "", "fix": ""}
+            failed = next(((r, w) for r, w in enumerate(words) if w["error"]), None)
             # ranks that are in different calls would wait for each other
             odd = next(
                 ((r, *w["doing"]) for r, w in enumerate(words) if w["doing"] != word["doing"]), None
@@ -154,7 +159,10 @@ class Group:
                     f"rank {odd[0]} is in {odd[1]} ({odd[2]!r}), rank 0 in {self.op} ({phase!r})"
                 )
             elif failed is not None:
-                told["error"] = f"rank {failed[0]}: {failed[1]}"
+                told |= {
+                    "error": f"rank {failed[0]}: {failed[1]['error']}",
+                    "fix": failed[1]["fix"],
+                }
             else:
                 try:
                     told["answer"] = decide([w["value"] for w in words])
@@ -162,7 +170,7 @@ class Group:
                     told["error"], error = _text(e), e
             self.store.set(f"{where}/all", json.dumps(told))
         if told["error"]:
-            raise self.error(told["error"], error) from error
+            raise self.error(told["error"], error, told["fix"]) from error
         return told["answer"]
 
     @property

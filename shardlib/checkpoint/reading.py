@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardlib._compat import is_dtensor
 from shardlib.border import as_dtensor
+from shardlib.capacity import refuse_beyond
 from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.boxes import Box, Place, held, whole
 from shardlib.checkpoint.contents import MANIFEST
@@ -234,7 +235,14 @@ class Target:
 
 
 def storages(targets: Sequence[Target]) -> list[Tensor]:
-    """Allocate a storage for each target, zeroed if it has padding."""
+    """Allocate a storage for each target, zeroed if it has padding.
+
+    Raises: ShardError where they do not fit in their device.
+    """
+    for device in {t.device for t in targets}:
+        here = [t for t in targets if t.device == device]
+        nbytes = sum(math.prod(t.stored) * t.dtype.itemsize for t in here)
+        refuse_beyond(nbytes, device, "load", here[0].mesh)
     out = new([(t.stored, t.dtype, t.device) for t in targets])
     for target, raw in zip(targets, out, strict=True):
         if target.tiled not in (target.shape, ()):

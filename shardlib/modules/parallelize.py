@@ -820,7 +820,9 @@ def placed(
             for n, p in named.items()
             if n not in unfit
         ]
-        refuse_beyond(sum(sizes) * (mesh.size if lead(mesh) else 1), mesh, "parallelize")
+        refuse_beyond(
+            sum(sizes) * (mesh.size if lead(mesh) else 1), mesh.device, "parallelize", mesh
+        )
     params = {}
     for n, p in named.items():
         with _naming(n, rules, named, lambda: _misfits(named, layouts, mesh, pad)):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import tensor_users
+from shardlib.capacity import refuse_beyond
 from shardlib.collectives import blocks, gather_into, lead, played, psum, scatter_into, unwrap, wrap
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
@@ -66,6 +67,8 @@ def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Ten
     with torch.no_grad():
         for bucket in index.buckets:
             first = leaves[bucket.slots[0].leaves[0]].raw
+            nbytes = math.prod(stack(mesh)) * bucket.length * first.element_size()
+            refuse_beyond(nbytes, first.device, "zero", mesh)
             flat = first.new_zeros(*stack(mesh), bucket.length)
             flats.append(flat)
             for s in bucket.slots:

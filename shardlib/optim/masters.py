@@ -11,6 +11,7 @@ from shardlib.optim.halves import halves, joined
 from shardlib.optim.memory import Memory
 from shardlib.optim.spans import spans
 from shardlib.optim.transform import Step, Transform, run_in_place, runs
+from shardlib.optim.trees import refuse_copies
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Master", "ZeroState", "cast", "only_bf16", "with_master"]
@@ -38,6 +39,7 @@ class ZeroState(NamedTuple):
 
 def cast(parts: Buckets, dtype: torch.dtype, *, zeros: bool = False) -> Buckets:
     """Copy buckets to another dtype."""
+    refuse_copies(parts, lambda _: dtype)
     made = {
         name: ShardedTensor(
             torch.zeros_like(x.raw, dtype=dtype) if zeros else x.raw.to(dtype, copy=True), x.place

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import storage_users
+from shardlib.capacity import refuse_beyond
 
 __all__ = ["Memory", "Room"]
 
@@ -75,5 +76,6 @@ def _storage(x: Tensor) -> int:
 
 def _empty(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate memory that later calls may write to, also if this one is in inference mode."""
+    refuse_beyond(n * dtype.itemsize, device, "zero")
     with torch.inference_mode(False):
         return torch.empty(n, dtype=dtype, device=device)

@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardlib.capacity import refuse_beyond
 from shardlib.collectives import blocks, played, psum, storage, unwrap, wrap
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
@@ -92,7 +93,9 @@ class Owned:
     ) -> "Owned":
         """Make zeros for the numbers of these matrices, on the owners of ``plan``."""
         held, mesh = Held(tuple(x.path for x in items), plan, kind, most), items[0].mesh
-        new = items[0].runs[0].new_zeros
+        new, many = items[0].runs[0].new_zeros, 1 if mesh is None else len(played(mesh))
+        device = items[0].runs[0].device
+        refuse_beyond(held.length * dtype.itemsize * many, device, "init", mesh)
         if mesh is None:
             return Owned(new(held.length, dtype=dtype), held, mesh)
         raw = storage([new(held.length, dtype=dtype) for _ in played(mesh)], mesh)

@@ -24,7 +24,7 @@ from shardlib.optim.transform import (
     pieces,
     run_in_place,
 )
-from shardlib.optim.trees import HALF, each, need, trainable, wide
+from shardlib.optim.trees import HALF, each, need, refuse_copies, trainable, wide
 
 __all__ = ["Precision", "mixed"]
 
@@ -154,7 +154,9 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
             return MixedState((), _to(tx.init(params), how.state))
         # bfloat16 parameters are exact at first: their remainder is 0
         begin = (lambda p: torch.zeros_like(p, dtype=torch.int16)) if rest else Tensor.float
-        master = each(lambda p: begin(p.detach()), _half(params))
+        half = _half(params)
+        refuse_copies(half, lambda _: torch.float32)  # of the remainders, until the state is made
+        master = each(lambda p: begin(p.detach()), half)
         return MixedState(master, _to(tx.init(exact(params, master)), how.state))
 
     def update(grads: Any, state: MixedState, params: Any = None) -> tuple[Any, MixedState]:

@@ -24,7 +24,7 @@ from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
     "EmptyState", "apply_updates", "each", "given_for", "moments", "names_of", "need", "nothing",
-    "ready", "settled", "trainable", "wide", "zeros_like",
+    "ready", "refuse_copies", "settled", "trainable", "wide", "zeros_like",
 ]  # fmt: skip
 
 
@@ -142,15 +142,21 @@ def moments(params: Any) -> Any:
     return zeros_like(tree)
 
 
+def refuse_copies(tree: Any, dtype: Callable[[torch.dtype], torch.dtype]) -> None:
+    """Refuse copies of the leaves' blocks in other dtypes where they do not fit in the device."""
+    found = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+    raws = [x.raw if isinstance(x, ShardedTensor) else x for x in found]
+    if raws:
+        nbytes = sum(x.numel() * dtype(x.dtype).itemsize for x in raws)
+        refuse_beyond(nbytes, raws[0].device, "init", getattr(found[0], "mesh", None))
+
+
 def zeros_like(tree: Any) -> Any:
     """Make zeros in the leaves' layouts, in fp32 for half precision.
 
     Raises: ShardError where all of them do not fit in the device.
     """
-    ours = [x for x in optree.tree_leaves(tree) if isinstance(x, ShardedTensor) and x.read is None]
-    if ours and not ours[0].raw.is_meta:
-        sizes = [x.raw.numel() * wide(x.dtype).itemsize for x in ours]
-        refuse_beyond(sum(sizes), ours[0].mesh, "init")
+    refuse_copies(tree, wide)
     return each(lambda x: torch.zeros_like(x, dtype=wide(x.dtype)), tree)
 
 

@@ -18,6 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardlib.capacity import refuse_beyond
 from shardlib.collectives import all_gather, blocks, played, storage, unwrap, wrap
 from shardlib.errors import BadArgument, PartialEscape, ShardError, Unsupported
 from shardlib.grad import frozen
@@ -566,11 +567,13 @@ def _parts(leaves: list[Any], where: Index, mesh: Mesh, *, grads: bool = False) 
     ``grads``  they are gradients: those of tied leaves are added, and half precision is widened.
     """
     out = {}
+    dtypes = [_wide(b.dtype) if grads else b.dtype for b in where.buckets]
+    sizes = [b.length // b.ways * d.itemsize for b, d in zip(where.buckets, dtypes, strict=True)]
+    refuse_beyond(sum(sizes) * len(played(mesh)), mesh.device, "zero", mesh)
     with torch.no_grad():
         every = [blocks(x.raw, mesh) for x in leaves]
-        for bucket in where.buckets:
+        for bucket, dtype in zip(where.buckets, dtypes, strict=True):
             first = every[bucket.slots[0].leaves[0]][0]
-            dtype = _wide(first.dtype) if grads else first.dtype
             ranks = [rank_along(bucket.over, c, mesh.axes) for c in played(mesh)]
             rows = [first.new_zeros(bucket.length // bucket.ways, dtype=dtype) for _ in ranks]
             for r, rank in enumerate(ranks):
