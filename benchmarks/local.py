@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardlib as sl
-from shardlib.live import Live
+from shardlib.memory_tracker import Live
 
 Run = Callable[..., Any]
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import shardlib as sl
 from shardlib.ops.registry import Match
-from shardlib.optim.muon import _case, _How, _orthogonal, _ways
+from shardlib.optim.muon import _case, _IterationSettings, _orthogonal, _ways
 from shardlib.optim.newton_schulz import COEFFICIENTS, flops
 
 __all__: list[str] = []
@@ -87,7 +87,7 @@ def measured(
     "chosen" is what a step takes, matrix by matrix.  A way that is priced at ``most`` times the
     cheapest and more runs twice, to see that it is not cheap.
     """
-    how = _How(COEFFICIENTS, 5, 1e-7, None, math.inf, ())
+    how = _IterationSettings(COEFFICIENTS, 5, 1e-7, None, math.inf, ())
     g = torch.Generator().manual_seed(0)
     values = {
         str(i): sl.shard(torch.randn(shape, generator=g), layout)

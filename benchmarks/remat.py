@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.live import Live
+from shardlib.memory_tracker import Live
 
 __all__: list[str] = []
 

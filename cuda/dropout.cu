@@ -1,4 +1,4 @@
-// Dropout by an element's position in the global tensor: the bits of shardlib.ops.keyed.
+// Dropout by an element's position in the global tensor: the bits of shardlib.ops.counter_rng.
 //
 // No mask is kept: backward is the same call on the gradient.
 #include "common.h"

@@ -34,7 +34,7 @@ from shardlib import (
     seeing,
     testing,
 )
-from shardlib import functions as functions  # registers the patches of autograd.Function
+from shardlib import autograd_function as autograd_function  # patches autograd.Function
 from shardlib import ops as ops  # registers every operator
 from shardlib import recompute as recompute
 from shardlib.checking.proof import check_model

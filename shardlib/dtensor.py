@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib._compat import dtensor_handlers, is_dtensor
-from shardlib.border import as_dtensor, from_dtensor
+from shardlib.dtensor_convert import as_dtensor, from_dtensor
 from shardlib.errors import NotExpressible, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.matmul import product_of

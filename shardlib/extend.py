@@ -11,7 +11,7 @@ from shardlib.layouts import LayoutFamily
 from shardlib.layouts.orders import Run
 from shardlib.ops.attention.case import AttentionCase
 from shardlib.ops.attention.choose import register_engine
-from shardlib.ops.attention.engine import Engine, Job, Move, Moves, Plan
+from shardlib.ops.attention.engine import AttentionJob, AttentionMove, AttentionPlan, Engine, Moves
 from shardlib.ops.attention.local import (
     LocalQueries,
     add_sink,
@@ -29,8 +29,8 @@ from shardlib.ops.matmul.function import Schedule
 from shardlib.ops.registry import Match, algorithm, remove
 
 __all__ = [
-    "At", "AttentionCase", "Cost", "Engine", "Job", "LayoutFamily", "LocalQueries", "Mask", "Match",
-    "MatmulCase", "Move", "Moves", "Plan", "Relation", "Run", "Schedule", "add_sink", "algorithm",
-    "gathered", "local_queries", "moving", "positions", "register_engine", "remove", "scattered",
-    "started", "summing", "sums_like", "viewed",
+    "At", "AttentionCase", "AttentionJob", "AttentionMove", "AttentionPlan", "Cost", "Engine",
+    "LayoutFamily", "LocalQueries", "Mask", "Match", "MatmulCase", "Moves", "Relation", "Run",
+    "Schedule", "add_sink", "algorithm", "gathered", "local_queries", "moving", "positions",
+    "register_engine", "remove", "scattered", "started", "summing", "sums_like", "viewed",
 ]  # fmt: skip

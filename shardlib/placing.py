@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Local, is_dtensor, under_transform
-from shardlib.aliases import one_storage
-from shardlib.border import as_dtensor, from_dtensor
 from shardlib.capacity import LARGE, refuse_beyond
 from shardlib.collectives import (
     all_gather,
@@ -33,10 +31,20 @@ from shardlib.collectives import (
     verify,
     wrap,
 )
+from shardlib.dtensor_convert import as_dtensor, from_dtensor
 from shardlib.errors import MeshError, PlainTensor, ShardError, Unsupported
 from shardlib.kernels import active
 from shardlib.kernels.pack import copy_box, packable
-from shardlib.layouts import Exchange, Layout, LayoutLike, LayoutTree, Step, as_layout, per_leaf
+from shardlib.layouts import (
+    Exchange,
+    Layout,
+    LayoutLike,
+    LayoutTree,
+    ReshardStep,
+    as_layout,
+    per_leaf,
+)
+from shardlib.memory_sharing import one_storage
 from shardlib.mesh import (
     Mesh,
     MeshLike,
@@ -290,7 +298,7 @@ def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
 # ---------------------------------------------------------------- moving
 
 
-def _run_step(x: Tensor, step: Step) -> Tensor:
+def _run_step(x: Tensor, step: ReshardStep) -> Tensor:
     axes, d = step.axes, step.dim
     if step.kind == "slice":
         return pslice(x, axes, d)

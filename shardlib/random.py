@@ -38,7 +38,7 @@ from shardlib.collectives import (
     wrap,
 )
 from shardlib.errors import ShardError
-from shardlib.mesh import Job, Mesh, MeshLike, as_mesh, bind, join_job, scope, within
+from shardlib.mesh import JobProcesses, Mesh, MeshLike, as_mesh, bind, join_job, scope, within
 
 __all__ = ["get_state", "seed", "set_state"]
 
@@ -104,7 +104,7 @@ class _Stream:
             new.agreed = new.given if job is None else self._agree(job, new)
         return new.agreed
 
-    def _agree(self, job: Job, mine: _Seed) -> int:
+    def _agree(self, job: JobProcesses, mine: _Seed) -> int:
         fix = "torch.manual_seed(0)  # on every rank, or on none"
         where = f"seed/{'-'.join(map(str, self.ranks))}"
         word = [mine.given, self.count, mine.after]

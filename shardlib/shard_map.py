@@ -30,7 +30,16 @@ from shardlib.collectives import (
 from shardlib.errors import BadArgument, LayoutSyntax, RankMismatch, ShardError, WrongAxes, lettered
 from shardlib.layouts import Layout, LayoutTree, as_layout, is_layout, per_leaf
 from shardlib.mesh import POSTED, MeshLike, as_mesh, refuse_posted, simulate, within
-from shardlib.tensor import Place, ShardedTensor, _Share, heard, lift, to_pending, typeof, vary
+from shardlib.tensor import (
+    Place,
+    ShardedTensor,
+    _ShareGradient,
+    heard,
+    lift,
+    to_pending,
+    typeof,
+    vary,
+)
 
 __all__ = ["shard_map"]
 
@@ -101,7 +110,7 @@ def shard_map(
         return heard(run, shard_map, *args)
 
     def run(*args: Any) -> Any:
-        call = _Call(args, mesh, in_layouts)
+        call = _BodyCall(args, mesh, in_layouts)
         m = call.mesh
         if not lead(m) and checking() is not None:
             _rehearse(body, call, out_layouts)
@@ -129,7 +138,7 @@ def shard_map(
     return mapped
 
 
-class _Call:
+class _BodyCall:
     """Operands of one call: their tensors, the layout of each and its block on this rank."""
 
     def __init__(self, args: tuple[Any, ...], mesh: MeshLike | None, layouts: Any) -> None:
@@ -307,12 +316,12 @@ def _result(
         verify("shard_map", mesh, {f"result {i}": (raw, layout)}, fix)
     copies = math.prod(mesh.axes[a] for a in copied)
     if copies > 1 and raw.requires_grad:
-        raw = _Share.apply(raw, copies)
+        raw = _ShareGradient.apply(raw, copies)
     raw = to_pending(raw, mesh, (*layout.partial, *copied))  # type: ignore[arg-type]
     return ShardedTensor(raw, Place(layout, torch.Size(local), mesh))  # type: ignore[arg-type]
 
 
-def _rehearse(f: Callable[..., Any], call: _Call, out_layouts: Any) -> None:
+def _rehearse(f: Callable[..., Any], call: _BodyCall, out_layouts: Any) -> None:
     """Run a body of real ranks on the shapes of simulated ones, and track what varies.
 
     Raises: WrongAxes.  A body that needs values cannot run on shapes, and is not checked.

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardlib as sl
 from shardlib._compat import opened
 from shardlib.ops.declare import DECLARED
-from shardlib.ops.signatures import Slot
+from shardlib.ops.signatures import ArgumentSlot
 from shardlib.tensor import Unfit
 from tests import fixes
 
@@ -416,7 +416,7 @@ def alone(name: str, function: Any, args: Any, kwargs: Any) -> Iterator[Call]:
     at = [i for i, x in enumerate(call.leaves) if _is(x)]
     slots = list(call.leaves)
     for k, i in enumerate(at):
-        slots[i] = Slot(k, tuple(call.leaves[i].shape))
+        slots[i] = ArgumentSlot(k, tuple(call.leaves[i].shape))
     a, kw = optree.tree_unflatten(call.tree, slots)
     try:
         labels = DECLARED[name].labels(DECLARED[name].bind(*a, **kw))

@@ -7,28 +7,28 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 ELSEWHERE = {  # tests that hold several modules to one law -> those that have no file of their own
-    "layouts/test_layout.py": "layouts/fit layouts/placements layouts/text layouts/row layouts/col layouts/block2d layouts/depth25d layouts/cube3d layouts/replicated",
+    "layouts/test_layout.py": "layouts/divisibility layouts/placements layouts/text layouts/row layouts/col layouts/block2d layouts/depth25d layouts/cube3d layouts/replicated",
     "layouts/test_spec.py": "layouts/partition",
     "modules/test_parallelize.py": "modules/patterns",  # rules match names
-    "modules/test_dimensions.py": "modules/atoms",  # atoms are what the dimensions of a module are made of
+    "modules/test_dim_trace.py": "modules/dim_factors",  # atoms are what the dimensions of a module are made of
     "planning/test_grids.py": "cost planning/bounds planning/links",
-    "planning/test_outline.py": "planning/products",  # which are counted layer by layer
+    "planning/test_layer_dedup.py": "planning/products",  # which are counted layer by layer
     "ops/attention/test_masks.py": "masks",  # the public names
     "ops/attention/test_engine.py": "attention",  # and these
     "accelerator/test_accelerator.py": "collectives/backends/streams",  # on a device that has some
-    "checking/test_proof.py": "checking/places testing/plugin",
+    "checking/test_proof.py": "checking/first_mismatch testing/plugin",
     "test_desync.py": "command/desync",
     "command/test_main.py": "__main__",
-    "planning/test_explain.py": "live",  # the peak on paper is the peak of a step
+    "planning/test_explain.py": "memory_tracker",  # the peak on paper is the peak of a step
     # torch's database
-    "test_operators.py": "ops/declare ops/dims ops/matrix ops/spelled ops/contract ops/einsum",
+    "test_operators.py": "ops/declare ops/dims ops/matrix ops/composite ops/contract ops/einsum",
     "kernels/test_info.py": "kernels/__main__",
     "kernels/test_dropout.py": "kernels/bits",
     "optim/test_adaptive.py": "optim/momentum",  # optimizers of one element, by one law
-    "optim/test_muon.py": "optim/newton_schulz optim/owners",  # where matrices are computed
-    "optim/test_soap.py": "optim/owned",
+    "optim/test_muon.py": "optim/newton_schulz optim/matrix_owners",  # where matrices are computed
+    "optim/test_soap.py": "optim/matrix_owned",
     "ops/matmul/test_matmul2d.py": "ops/matmul/case ops/matmul/matmul1d",
-    "ops/matmul/test_once.py": "ops/matmul/streamed",
+    "ops/matmul/test_shared_gather.py": "ops/matmul/gathered_summa",
     "ops/attention/test_op.py": (  # every engine on every mask, layout and ring
         "ops/attention/aligned ops/attention/case ops/attention/function ops/attention/transfers "
         "ops/attention/engines/allgather ops/attention/engines/double_ring "

@@ -37,7 +37,7 @@ MODULES = {
         OutOfRange PartialEscape PlainTensor RankFailed RankMismatch RuleLint ShardError UnevenSplit
         UnexpectedComm UnknownAxis
         UnknownParameter Unsupported WrongAxes""",
-    "extend": """At AttentionCase Cost Engine Job LayoutFamily LocalQueries Mask Match MatmulCase Move Moves Plan Relation Run
+    "extend": """At AttentionCase AttentionJob AttentionMove AttentionPlan Cost Engine LayoutFamily LocalQueries Mask Match MatmulCase Moves Relation Run
         Schedule add_sink algorithm gathered local_queries moving positions register_engine remove
         scattered started
         summing sums_like viewed""",

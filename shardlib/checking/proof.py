@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardlib.checking.places import Found, Places
+from shardlib.checking.first_mismatch import Found, Places
 from shardlib.errors import ModelDiffers, ShardError, mesh_text
 from shardlib.grad import value_and_grad
 from shardlib.layouts import Layout, LayoutLike
@@ -113,7 +113,7 @@ def check_model(
     model = copy.deepcopy(module).double()
     given = _doubled(batch)
     proof = Proof()
-    case = _Case(model, rules, given, loss or _loss, dict(inputs or {}), steps, pad, proof)
+    case = _ProofCase(model, rules, given, loss or _loss, dict(inputs or {}), steps, pad, proof)
     with torch.random.fork_rng():
         for mesh in several:
             mesh = simulate(**mesh) if not isinstance(mesh, Mesh) else as_mesh(mesh)
@@ -130,7 +130,7 @@ def check_model(
 
 
 @dataclass
-class _Case:
+class _ProofCase:
     model: nn.Module
     rules: Any
     batch: tuple[tuple[Any, ...], dict[str, Any]]
@@ -249,7 +249,7 @@ def _wide(x: Any) -> Any:
 
 
 @contextmanager
-def _doubles(case: "_Case") -> Iterator[None]:
+def _doubles(case: "_ProofCase") -> Iterator[None]:
     """Compute in fp64 inside the ``with``, including constants without a dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -279,7 +279,7 @@ def _loss(output: Any) -> Tensor:
     return total
 
 
-def _dense(case: _Case) -> Quantities:
+def _dense(case: _ProofCase) -> Quantities:
     """Run the module and torch's own AdamW on one device."""
     model = copy.deepcopy(case.model)
     args, kwargs = case.batch
@@ -316,7 +316,7 @@ def _dense(case: _Case) -> Quantities:
     return found
 
 
-def _sharded(case: _Case, mesh: Mesh, watcher: Any = None) -> Quantities:
+def _sharded(case: _ProofCase, mesh: Mesh, watcher: Any = None) -> Quantities:
     """Run the same on a mesh; ``watcher`` is called for every operator of the first forward."""
     found: Quantities = {}
     with use_mesh(mesh):
@@ -365,7 +365,7 @@ def _whole(x: Tensor) -> Tensor:
     return unshard(x).detach() if isinstance(x, ShardedTensor) else x.detach()
 
 
-def _placed(case: _Case, rules: Any, mesh: Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _placed(case: _ProofCase, rules: Any, mesh: Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
     tokens = getattr(rules, "tokens", None)
 
     def place(name: str | int, x: Any) -> Any:
@@ -385,7 +385,12 @@ def _placed(case: _Case, rules: Any, mesh: Mesh) -> tuple[tuple[Any, ...], dict[
 
 
 def _compare(
-    case: _Case, mesh: Mesh, want: Quantities, row: dict[str, float], tolerance: float, mode: str
+    case: _ProofCase,
+    mesh: Mesh,
+    want: Quantities,
+    row: dict[str, float],
+    tolerance: float,
+    mode: str,
 ) -> None:
     got = _sharded(case, mesh)
     if parted := list(want.keys() ^ got.keys()):
@@ -424,7 +429,7 @@ def _off(mine: Tensor, right: Tensor) -> float:
 
 
 def _differs(
-    case: _Case, mesh: Mesh, mode: str, name: str, mine: Tensor, right: Tensor, off: float
+    case: _ProofCase, mesh: Mesh, mode: str, name: str, mine: Tensor, right: Tensor, off: float
 ) -> ModelDiffers:
     rows: dict[str, object] = {"on one device": _shown(right), "on the mesh": _shown(mine)}
     found: Found | None = None

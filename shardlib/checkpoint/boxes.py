@@ -21,8 +21,8 @@ __all__ = [
     "Box",
     "Cuts",
     "Held",
-    "Place",
-    "Run",
+    "SavedPlace",
+    "BlockRun",
     "along",
     "chunk",
     "coordinate",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Positions start, start + stride, ...: ``length`` of them.
 
     They are contiguous in the block, from offset ``at`` on.
@@ -54,7 +54,7 @@ class Run(NamedTuple):
         return self.start + self.stride * (self.length - 1)
 
 
-Held = tuple[Run, ...]
+Held = tuple[BlockRun, ...]
 """Positions of a block along one dimension."""
 
 Box = tuple[Held, ...]
@@ -65,7 +65,7 @@ _PROCESSES = ""
 """Mesh axis of a plain tensor: a name that no mesh can have."""
 
 
-class Place(NamedTuple):
+class SavedPlace(NamedTuple):
     """A saved tensor's place: true shape, layout, the sizes that its blocks tile, mesh axes.
 
     ``ranks``  the processes at the mesh's coordinates, in row-major order.
@@ -78,10 +78,10 @@ class Place(NamedTuple):
     ranks: tuple[int, ...]
 
     @staticmethod
-    def of_plain(shape: tuple[int, ...], world: int) -> "Place":
+    def of_plain(shape: tuple[int, ...], world: int) -> "SavedPlace":
         """Return the place of a plain tensor that ``world`` processes hold whole."""
         dims = Layout.parse("...").resolve(len(shape))
-        return Place(shape, dims, shape, ((_PROCESSES, world),), tuple(range(world)))
+        return SavedPlace(shape, dims, shape, ((_PROCESSES, world),), tuple(range(world)))
 
     @property
     def plain(self) -> bool:
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 def whole(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor."""
-    return tuple((Run(0, 1, n, 0),) if n else () for n in shape)
+    return tuple((BlockRun(0, 1, n, 0),) if n else () for n in shape)
 
 
 def length(held: Held) -> int:
@@ -108,8 +108,8 @@ def _runs(index: Sequence[int], below: int) -> Held:
     """Convert positions into runs, without padding: positions from ``below`` on are dropped."""
     if isinstance(index, range):
         kept = len(range(index.start, min(index.stop, below), index.step))
-        return (Run(index.start, index.step if kept > 1 else 1, kept, 0),) if kept else ()
-    out: list[Run] = []
+        return (BlockRun(index.start, index.step if kept > 1 else 1, kept, 0),) if kept else ()
+    out: list[BlockRun] = []
     for at, position in enumerate(index):
         if position >= below:
             continue
@@ -117,14 +117,14 @@ def _runs(index: Sequence[int], below: int) -> Held:
             start, stride, n, first = out[-1]
             step = position - out[-1].last
             if step == stride or (n == 1 and step > 0):
-                out[-1] = Run(start, step, n + 1, first)
+                out[-1] = BlockRun(start, step, n + 1, first)
                 continue
-        out.append(Run(position, 1, 1, at))
+        out.append(BlockRun(position, 1, 1, at))
     return tuple(out)
 
 
 @lru_cache(maxsize=1 << 14)
-def held(place: Place, rank: int) -> Box:
+def held(place: SavedPlace, rank: int) -> Box:
     """Return the box that a rank of the mesh holds, without padding."""
     sizes = dict(place.mesh)
     index = place.layout.indices(place.tiled, sizes, coordinate(rank, sizes))
@@ -149,7 +149,9 @@ def _cut(held: Held, start: int, stop: int) -> Held:
     for r in held:
         a, b = max(start - n, 0), min(stop - n, r.length)
         if a < b:
-            out.append(Run(r.start + a * r.stride, r.stride if b - a > 1 else 1, b - a, r.at + a))
+            out.append(
+                BlockRun(r.start + a * r.stride, r.stride if b - a > 1 else 1, b - a, r.at + a)
+            )
         n += r.length
     return tuple(out)
 
@@ -158,12 +160,12 @@ _SMALL = 1 << 16
 """Elements below which one holder writes the block instead of sharing it."""
 
 
-def chunk(name: str, place: Place, rank: int) -> Box | None:
+def chunk(name: str, place: SavedPlace, rank: int) -> Box | None:
     """Return the box that a rank writes, or None.
 
     Each element is written once, and holders of one block write equal parts of it.
 
-    >>> x = Place((4, 2), Layout.parse("x ."), (4, 2), (("d", 2), ("x", 2)), (0, 1, 2, 3))
+    >>> x = SavedPlace((4, 2), Layout.parse("x ."), (4, 2), (("d", 2), ("x", 2)), (0, 1, 2, 3))
     >>> [chunk("w", x, rank) is None for rank in range(4)].count(True)
     2
     """
@@ -183,7 +185,7 @@ def chunk(name: str, place: Place, rank: int) -> Box | None:
     return box if which == zlib.crc32(f"{name} {at}".encode()) % copies else None
 
 
-def shares(place: Place, rank: int) -> list[Box]:
+def shares(place: SavedPlace, rank: int) -> list[Box]:
     """Return the parts of a block that its holders write: one each, or a single one."""
     box = held(place, rank)
     copies = math.prod(n for a, n in place.mesh if a not in place.layout.axes)
@@ -224,7 +226,7 @@ def _pairs(a: Held, b: Held) -> Iterator[Pair]:
         yield from _common(p, q)
 
 
-def _common(p: Run, q: Run) -> Iterator[Pair]:
+def _common(p: BlockRun, q: BlockRun) -> Iterator[Pair]:
     """Intersect two arithmetic progressions; the result is one too."""
     g = math.gcd(p.stride, q.stride)
     if (q.start - p.start) % g:
@@ -241,7 +243,7 @@ def _common(p: Run, q: Run) -> Iterator[Pair]:
     yield _places(p, first, step, n), _places(q, first, step, n)
 
 
-def _places(r: Run, first: int, step: int, n: int) -> slice:
+def _places(r: BlockRun, first: int, step: int, n: int) -> slice:
     start, by = r.at + (first - r.start) // r.stride, step // r.stride
     return slice(start, start + (n - 1) * by + 1, by if n > 1 else 1)
 
@@ -249,7 +251,7 @@ def _places(r: Run, first: int, step: int, n: int) -> slice:
 def meet(a: Box, b: Box) -> list[list[Pair]]:
     """List, per dimension, the slices of common positions; the intersection is their product.
 
-    >>> meet(((Run(0, 1, 4, 0),),), ((Run(1, 2, 2, 0),),))
+    >>> meet(((BlockRun(0, 1, 4, 0),),), ((BlockRun(1, 2, 2, 0),),))
     [[(slice(1, 4, 2), slice(0, 2, 1))]]
     """
     return [list(_pairs(p, q)) for p, q in zip(a, b, strict=True)]

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from shardlib.checkpoint.agree import Group
-from shardlib.checkpoint.boxes import Box, Place, chunk, size, whole
+from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, size, whole
 from shardlib.checkpoint.contents import MANIFEST
-from shardlib.checkpoint.files import Folder, Part, fill
+from shardlib.checkpoint.files import Folder, WrittenPart, fill
 from shardlib.checkpoint.huggingface import Whole, say_dtype, tensors_of, write_hf
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.reading import Layouts, renamed, some, target_of
 from shardlib.checkpoint.steps import folder_of, opened_newest
 from shardlib.checkpoint.tree import Content, Leaves, said_of, spoken
-from shardlib.checkpoint.writing import Job
+from shardlib.checkpoint.writing import SaveJob
 from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, MeshLike, as_mesh, simulate
 
@@ -74,7 +74,7 @@ def reshard(
     )
     with _reading(group, path) as folder:
         manifest, error = _manifest(group, folder), None
-        places: dict[str, Place] = {}
+        places: dict[str, SavedPlace] = {}
         try:
             for name, old in manifest.places.items():
                 places[name] = _place(name, old, manifest.dtypes[name], layouts, there, pad)
@@ -220,7 +220,7 @@ def from_hf(
         meta = {}
         for ours, theirs in called.items():
             c = table[theirs]
-            old = Place.of_plain(c.shape, world)
+            old = SavedPlace.of_plain(c.shape, world)
             places[ours] = old if there is None else _place(ours, old, c.dtype, layouts, there, pad)
             dtypes[ours] = c.dtype
             meta[ours] = torch.empty(c.shape, dtype=c.dtype, device="meta")
@@ -284,17 +284,17 @@ def _manifest(group: Group, folder: Folder) -> Manifest:
 
 
 def _place(
-    name: str, old: Place, dtype: torch.dtype, layouts: Layouts | None, mesh: Mesh, pad: bool
-) -> Place:
+    name: str, old: SavedPlace, dtype: torch.dtype, layouts: Layouts | None, mesh: Mesh, pad: bool
+) -> SavedPlace:
     """Return the place of a tensor on the new mesh.
 
     Raises: ShardError.
     """
     target = target_of(name, old, dtype, layouts, mesh, pad)
     if target.layout is None:
-        return Place.of_plain(old.shape, mesh.size)
+        return SavedPlace.of_plain(old.shape, mesh.size)
     axes, ranks = tuple(mesh.axes.items()), tuple(range(mesh.size))
-    return Place(old.shape, target.layout, target.tiled, axes, ranks)
+    return SavedPlace(old.shape, target.layout, target.tiled, axes, ranks)
 
 
 def _within(names: Iterable[str], subtree: str) -> dict[str, str]:
@@ -337,19 +337,19 @@ def _blank(box: Box, dtype: torch.dtype) -> Tensor:
 
 
 def _parts(
-    places: Mapping[str, Place],
+    places: Mapping[str, SavedPlace],
     dtypes: Mapping[str, torch.dtype],
     world: int,
     read: Callable[[str, Box], Tensor],
-) -> dict[int, list[Part]]:
+) -> dict[int, list[WrittenPart]]:
     """List the parts that each rank would have written; a block is read when it is written."""
-    out: dict[int, list[Part]] = {rank: [] for rank in range(world)}
+    out: dict[int, list[WrittenPart]] = {rank: [] for rank in range(world)}
     for name, place in sorted(places.items()):
         for rank in range(world):
             box = chunk(name, place, rank)
             if box is not None:
                 get = lambda n=name, b=box: read(n, _packed(b))  # noqa: E731
-                out[rank].append(Part(name, box, place.shape, dtypes[name], get))
+                out[rank].append(WrittenPart(name, box, place.shape, dtypes[name], get))
     return out
 
 
@@ -371,13 +371,13 @@ def _write(
     step: int | None,
     overwrite: bool,
     content: Content,
-    files: Mapping[int, list[Part]],
+    files: Mapping[int, list[WrittenPart]],
 ) -> None:
     """Write the new checkpoint.
 
     Raises: CheckpointError.
     """
-    job = Job(group, path, step, overwrite)
+    job = SaveJob(group, path, step, overwrite)
     try:
         name = job.begin(content, {}, None)
     except BaseException as e:

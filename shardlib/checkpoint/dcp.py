@@ -21,7 +21,7 @@ from shardlib.tensor import ShardedTensor, partial_escape, typeof
 __all__: list[str] = []
 
 
-class _Piece(NamedTuple):
+class _ContiguousBox(NamedTuple):
     """A contiguous box of the global tensor, and the view of the block that holds it."""
 
     offset: torch.Size
@@ -29,7 +29,7 @@ class _Piece(NamedTuple):
     view: Tensor
 
 
-def _pieces(x: ShardedTensor, box: Box, block: Tensor) -> list[_Piece]:
+def _pieces(x: ShardedTensor, box: Box, block: Tensor) -> list[_ContiguousBox]:
     if any(r.stride > 1 for held in box for r in held):
         raise Unsupported(
             "torch.distributed.checkpoint knows boxes without gaps, and here every other position "
@@ -40,7 +40,7 @@ def _pieces(x: ShardedTensor, box: Box, block: Tensor) -> list[_Piece]:
             fix=f"sl.reshard(x, {' '.join('.' * x.ndim)!r})",
         )
     return [
-        _Piece(
+        _ContiguousBox(
             torch.Size(r.start for r in runs),
             torch.Size(r.length for r in runs),
             block[tuple(slice(r.at, r.at + r.length) for r in runs)],
@@ -49,7 +49,7 @@ def _pieces(x: ShardedTensor, box: Box, block: Tensor) -> list[_Piece]:
     ]
 
 
-def _held(x: ShardedTensor) -> list[_Piece]:
+def _held(x: ShardedTensor) -> list[_ContiguousBox]:
     """List the pieces held here, divided as their holders write them."""
     place = place_of(x, 1)
     return [
@@ -77,7 +77,7 @@ def _write_items(self: ShardedTensor, fqn: str, object: Any) -> list[Any]:
             continue
         if not size(box):
             zero = torch.Size([0] * self.ndim)
-            found = [_Piece(zero, self.shape, block)]
+            found = [_ContiguousBox(zero, self.shape, block)]
         else:
             found = _pieces(self, box, block)
         for piece in found:

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from shardlib.checkpoint.boxes import (
+    BlockRun,
     Box,
     Cuts,
     Pair,
-    Run,
     along,
     grid,
     length,
@@ -35,6 +35,7 @@ from shardlib.checkpoint.boxes import (
     size,
     stretches,
 )
+from shardlib.checkpoint.checksums import ChunkChecksums, sums_of
 from shardlib.checkpoint.disk import (
     SILENT,
     Behind,
@@ -43,10 +44,9 @@ from shardlib.checkpoint.disk import (
     open_file,
     write_all,
 )
-from shardlib.checkpoint.sums import Sums, sums_of
 
 __all__ = [
-    "Chunk", "Folder", "Header", "Part", "check_chunk", "code_of", "dtype_of", "fill",
+    "FileChunk", "Folder", "Header", "WrittenPart", "check_chunk", "code_of", "dtype_of", "fill",
     "is_shape", "layout_of_file", "parsed", "read_header", "uncollected", "written", "write_file",
 ]  # fmt: skip
 
@@ -87,7 +87,7 @@ def _here(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenPart:
     """A part of a tensor that a rank writes; ``get()`` returns its values when they are written.
 
     ``of``  the shape of the whole tensor.
@@ -120,12 +120,12 @@ class Part:
         return f"{self.name}@{box}"
 
     @cached_property
-    def sums(self) -> Sums:
+    def sums(self) -> ChunkChecksums:
         """The checksums of the part."""
         return sums_of(self.shape, grid(self.box, self.of, self.dtype.itemsize), self.dtype)
 
 
-def written(part: Part, write: Callable[[memoryview], None]) -> list[int]:
+def written(part: WrittenPart, write: Callable[[memoryview], None]) -> list[int]:
     """Write a part strip by strip, and return the checksums of its tiles and strips."""
     of_tiles: list[int] = []
     of_strips: list[int] = []
@@ -144,7 +144,7 @@ def written(part: Part, write: Callable[[memoryview], None]) -> list[int]:
 def write_file(
     folder: int,
     name: str,
-    parts: Iterable[Part],
+    parts: Iterable[WrittenPart],
     about: dict[str, str],
     progress: Callable[[], None] = lambda: None,
     seconds: float = SILENT,
@@ -209,7 +209,7 @@ _BLANK = '"sums": ""'
 
 
 @dataclass(frozen=True)
-class Chunk:
+class FileChunk:
     """A box of a tensor, in a file from ``offset`` on.
 
     ``cuts``  between its tiles; ``crcs``  of each tile, and of the strips; None in foreign files.
@@ -229,7 +229,7 @@ class Chunk:
         return tuple(length(held) for held in self.box)
 
     @property
-    def sums(self) -> Sums:
+    def sums(self) -> ChunkChecksums:
         """The checksums of the chunk."""
         return sums_of(self.shape, self.cuts, self.dtype)
 
@@ -357,7 +357,7 @@ class Header:
     said: dict[str, tuple[str, Any, Any]]
     crcs: bytes
 
-    def get(self, name: str) -> Chunk | None:
+    def get(self, name: str) -> FileChunk | None:
         """Return a tensor's chunk, or None if the file has none of it.
 
         Raises: ValueError.
@@ -372,7 +372,7 @@ class Header:
             raise ValueError(f"{self.file}: {key!r} is not described as a chunk") from None
 
 
-def _chunk(header: Header, entry: Any, box: Any, cuts: Any, first: Any, code: Any) -> Chunk:
+def _chunk(header: Header, entry: Any, box: Any, cuts: Any, first: Any, code: Any) -> FileChunk:
     a, b = entry["data_offsets"]
     found = tuple(_held(held) for held in box)
     shape, dtype = tuple(length(held) for held in found), dtype_of(code)
@@ -386,11 +386,11 @@ def _chunk(header: Header, entry: Any, box: Any, cuts: Any, first: Any, code: An
     crcs = header.crcs[8 * first : 8 * (first + sums.count)]
     if len(crcs) != 8 * sums.count:
         raise ValueError
-    return Chunk(header.file, found, dtype, header.begin + a, b - a, sums.cuts, crcs)
+    return FileChunk(header.file, found, dtype, header.begin + a, b - a, sums.cuts, crcs)
 
 
 @lru_cache(maxsize=1 << 12)
-def _sums(shape: tuple[int, ...], cuts: Cuts, dtype: torch.dtype) -> Sums:
+def _sums(shape: tuple[int, ...], cuts: Cuts, dtype: torch.dtype) -> ChunkChecksums:
     """Return the checksums of a chunk with these cuts.
 
     Raises: ValueError for cuts that do not fit the chunk.
@@ -405,12 +405,12 @@ def _sums(shape: tuple[int, ...], cuts: Cuts, dtype: torch.dtype) -> Sums:
     return sums_of(shape, cuts, dtype)
 
 
-def _held(runs: Any) -> tuple[Run, ...]:
+def _held(runs: Any) -> tuple[BlockRun, ...]:
     out, at = [], 0
     for run in runs:
         if not _is(run, list, int) or len(run) != 3 or run[0] < 0 or min(run[1:]) < 1:
             raise ValueError
-        out.append(Run(run[0], run[1], run[2], at))
+        out.append(BlockRun(run[0], run[1], run[2], at))
         at += run[2]
     return tuple(out)
 
@@ -469,7 +469,7 @@ class Folder:
             at += got
             self.progress()
 
-    def block(self, c: Chunk, where: Sequence[slice], out: Tensor) -> Tensor:
+    def block(self, c: FileChunk, where: Sequence[slice], out: Tensor) -> Tensor:
         """Read a part of a chunk into ``out``, which has its shape and dtype, on the CPU.
 
         Rows that are close together are read with the gaps between them, others one by one.
@@ -511,7 +511,7 @@ _OPEN = 256
 
 
 def fill(
-    out: Tensor, wanted: Box, chunk: Chunk, folder: Folder, turn: Sequence[int] | None = None
+    out: Tensor, wanted: Box, chunk: FileChunk, folder: Folder, turn: Sequence[int] | None = None
 ) -> int:
     """Copy the part of ``wanted`` that a chunk has into ``out``; return the number of elements.
 
@@ -563,7 +563,7 @@ def _is_all(cuts: list[slice], pairs: list[Pair]) -> bool:
     return source == slice(0, cuts[-1].stop - cuts[0].start, 1) and target.step == 1
 
 
-def _direct(out: Tensor, chunk: Chunk, shared: list[list[Pair]], count: int) -> bool:
+def _direct(out: Tensor, chunk: FileChunk, shared: list[list[Pair]], count: int) -> bool:
     """Return whether all of the chunk is wanted, in one contiguous piece of memory."""
     if out.device.type != "cpu" or out.dtype != chunk.dtype or count != size(chunk.box):
         return False
@@ -572,7 +572,7 @@ def _direct(out: Tensor, chunk: Chunk, shared: list[list[Pair]], count: int) -> 
     return out[tuple(pairs[0][1] for pairs in shared)].is_contiguous() if shared else True
 
 
-def _read(out: Tensor, chunk: Chunk, folder: Folder) -> None:
+def _read(out: Tensor, chunk: FileChunk, folder: Folder) -> None:
     """Read a whole chunk, and check each piece as soon as it is read.
 
     Raises: ValueError, OSError.
@@ -595,7 +595,7 @@ def _read(out: Tensor, chunk: Chunk, folder: Folder) -> None:
     _check(found, chunk, 0 if sums.flat else sums.tiles)
 
 
-def check_chunk(chunk: Chunk, folder: Folder) -> None:
+def check_chunk(chunk: FileChunk, folder: Folder) -> None:
     """Read a whole chunk, strip by strip, and check it.
 
     Raises: ValueError, OSError.
@@ -620,7 +620,7 @@ def _packed(crcs: list[int]) -> bytes:
     return struct.pack(f">{len(crcs)}q", *crcs)
 
 
-def _check(found: list[int], chunk: Chunk, first: int = 0) -> None:
+def _check(found: list[int], chunk: FileChunk, first: int = 0) -> None:
     """Compare checksums, from the ``first`` on.
 
     Raises: ValueError.
@@ -681,7 +681,7 @@ _TOGETHER = 16
 """Tiles along one dimension that are read together: some megabytes at most."""
 
 
-def _compare(x: Tensor, tiles: list[tuple[int, list[slice]]], chunk: Chunk) -> None:
+def _compare(x: Tensor, tiles: list[tuple[int, list[slice]]], chunk: FileChunk) -> None:
     """Check the tiles of a block, given per dimension as the first tile's number and the slices.
 
     Raises: ValueError.

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from shardlib._compat import is_dtensor
-from shardlib.border import from_dtensor
 from shardlib.checkpoint.agree import Group
-from shardlib.checkpoint.boxes import Box, Run, grid, meet, size, whole
+from shardlib.checkpoint.boxes import BlockRun, Box, grid, meet, size, whole
 from shardlib.checkpoint.contents import FORMAT, LOCK, flushed, write_manifest
 from shardlib.checkpoint.disk import memory, write_all
 from shardlib.checkpoint.files import (
-    Chunk,
+    FileChunk,
     Folder,
     code_of,
     dtype_of,
@@ -41,6 +40,7 @@ from shardlib.checkpoint.folder import Work
 from shardlib.checkpoint.reading import Target, check, some, storages
 from shardlib.checkpoint.tree import alone
 from shardlib.collectives import spans_processes
+from shardlib.dtensor_convert import from_dtensor
 from shardlib.errors import BadArgument
 from shardlib.layouts import LayoutLike
 from shardlib.mesh import MeshLike, as_mesh
@@ -126,7 +126,7 @@ def load_hf(
     read = 0
     with contextlib.ExitStack() as stack:
         try:
-            table: dict[str, tuple[Folder, Chunk]] = {}
+            table: dict[str, tuple[Folder, FileChunk]] = {}
             for place in places:
                 folder, found = tensors_of(place, group.progress)
                 stack.enter_context(folder)
@@ -181,11 +181,11 @@ def _alike(digests: list[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A part of a parameter: a chunk of a file, and the order ``turn`` of its dimensions."""
 
     folder: Folder
-    chunk: Chunk
+    chunk: FileChunk
     turn: tuple[int, ...] | None = None
 
     def fill(self, block: Tensor, box: Box) -> int:
@@ -194,7 +194,7 @@ class Piece:
 
 
 def _filled(
-    name: str, x: ShardedTensor, pieces: "list[Piece] | Conversion", in_place: bool
+    name: str, x: ShardedTensor, pieces: "list[FilePiece] | Conversion", in_place: bool
 ) -> ShardedTensor:
     """Return the tensor with values read from files, in its own blocks or in new ones."""
     target = Target.of(x)
@@ -227,7 +227,7 @@ class Conversion:
         self.name = name
         self.sources = sources
         self.module = module
-        self.table: Mapping[str, tuple[Folder, Chunk]] = {}
+        self.table: Mapping[str, tuple[Folder, FileChunk]] = {}
         self.left: dict[str, Tensor] = {}
         self.meta: dict[str, Tensor] = {}
 
@@ -236,7 +236,7 @@ class Conversion:
         """The names of the tensors in the files."""
         return [t for some_of in self.sources.values() for t in some_of]
 
-    def plan(self, table: Mapping[str, tuple[Folder, Chunk]]) -> dict[str, Tensor]:
+    def plan(self, table: Mapping[str, tuple[Folder, FileChunk]]) -> dict[str, Tensor]:
         """Return shapes and dtypes of its parameters, as tensors on the meta device.
 
         Raises: ValueError.
@@ -287,7 +287,7 @@ class Conversion:
 # ---------------------------------------------------------------- tables of the files
 
 
-def tensors_of(path: str, progress: Callable[[], None]) -> tuple[Folder, dict[str, Chunk]]:
+def tensors_of(path: str, progress: Callable[[], None]) -> tuple[Folder, dict[str, FileChunk]]:
     """List every tensor of a directory or a file, as one chunk each.
 
     Raises: ValueError, OSError.
@@ -309,7 +309,7 @@ def tensors_of(path: str, progress: Callable[[], None]) -> tuple[Folder, dict[st
         if only.endswith(".index.json"):
             index = _index(folder, only)
             files = sorted(set(index.values()))
-        found: dict[str, Chunk] = {}
+        found: dict[str, FileChunk] = {}
         for file in files:
             table, _, begin = layout_of_file(folder.file(file), file)
             for name, t in table.items():
@@ -337,14 +337,14 @@ def _index(folder: Folder, name: str) -> dict[str, str]:
     return index
 
 
-def _whole(file: str, entry: Any, begin: int) -> Chunk:
+def _whole(file: str, entry: Any, begin: int) -> FileChunk:
     """Describe a whole tensor as a chunk."""
     shape, (a, b) = tuple(entry["shape"]), entry["data_offsets"]
     dtype = dtype_of(entry["dtype"])
     assert dtype is not None, "an unknown dtype was refused"
     box = whole(shape)
     cuts = grid(box, shape, dtype.itemsize)
-    return Chunk(file, box, dtype, begin + a, b - a, cuts, None)
+    return FileChunk(file, box, dtype, begin + a, b - a, cuts, None)
 
 
 # ---------------------------------------------------------------- names: ours to the files'
@@ -354,11 +354,11 @@ def _plan(
     module: nn.Module,
     apply: Apply,
     params: Mapping[str, Tensor],
-    table: Mapping[str, tuple[Folder, Chunk]],
+    table: Mapping[str, tuple[Folder, FileChunk]],
     names: Names,
     missing: str,
     extra: str,
-) -> tuple[dict[str, list[Piece] | Conversion], list[str]]:
+) -> tuple[dict[str, list[FilePiece] | Conversion], list[str]]:
     """Map parameter names to their chunks, and list the parameters that no file has.
 
     Raises: ValueError.
@@ -470,7 +470,7 @@ def _bare(name: str, way: tuple[str, str]) -> str:
 
 
 def _converted(
-    module: nn.Module, table: Mapping[str, tuple[Folder, Chunk]]
+    module: nn.Module, table: Mapping[str, tuple[Folder, FileChunk]]
 ) -> dict[str, Pieces | Conversion]:
     """Map parameters to tensors by transformers' renamings and conversions for the model."""
     if not hasattr(module, "base_model_prefix") or not hasattr(module, "config"):
@@ -534,7 +534,7 @@ def _cut_from(operations: Sequence[Any], made: Conversion, target: str, x: Tenso
     if len(made.files) != 1:
         return None
     file, names = made.files[0], list(made.meta)
-    if kinds == ["Chunk"]:
+    if kinds == ["FileChunk"]:
         dim = op.dim % x.ndim
         if made.table[file][1].shape[dim] == len(names) * x.shape[dim]:
             return [(file, ("part", dim, names.index(target), len(names)))]
@@ -549,13 +549,13 @@ def _cut_from(operations: Sequence[Any], made: Conversion, target: str, x: Tenso
 
 
 def _chunks(
-    name: str, x: Tensor, pieces: Pieces, table: Mapping[str, tuple[Folder, Chunk]]
-) -> list[Piece]:
+    name: str, x: Tensor, pieces: Pieces, table: Mapping[str, tuple[Folder, FileChunk]]
+) -> list[FilePiece]:
     """Convert pieces to chunks with boxes of the parameter.
 
     Raises: ValueError if they do not fill its shape.
     """
-    out: list[Piece] = []
+    out: list[FilePiece] = []
     filled, at = 0, 0
     for theirs, how in pieces:
         folder, chunk = table[theirs]
@@ -590,15 +590,17 @@ def _chunks(
         if not fits or len({chunk.dtype, *(p.chunk.dtype for p in out)}) > 1:
             raise ValueError(_misfit(name, x, theirs, chunk))
         filled += math.prod(inside)
-        box: Box = tuple((Run(s, 1, n, 0),) if n else () for s, n in zip(start, shape, strict=True))
+        box: Box = tuple(
+            (BlockRun(s, 1, n, 0),) if n else () for s, n in zip(start, shape, strict=True)
+        )
         cuts = grid(whole(shape), tuple(shape), chunk.dtype.itemsize)
-        out.append(Piece(folder, replace(chunk, box=box, cuts=cuts), turn))
+        out.append(FilePiece(folder, replace(chunk, box=box, cuts=cuts), turn))
     if filled != x.numel():
         raise ValueError(_misfit(name, x, *((pieces[0][0], table[pieces[0][0]][1]))))
     return out
 
 
-def _misfit(name: str, x: Tensor, theirs: str, chunk: Chunk) -> str:
+def _misfit(name: str, x: Tensor, theirs: str, chunk: FileChunk) -> str:
     text = (
         f"{theirs!r} has shape {list(chunk.shape)} in the file, "
         f"{name!r} {list(x.shape)} in the module"

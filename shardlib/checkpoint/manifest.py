@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.checkpoint.boxes import Box, Place, chunk, held, meet, size
+from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, held, meet, size
 from shardlib.checkpoint.contents import MANIFEST, read_manifest
 from shardlib.checkpoint.files import (
-    Chunk,
+    FileChunk,
     Folder,
     Header,
     check_chunk,
@@ -35,7 +35,7 @@ class Manifest:
 
     id: str
     step: int | None
-    places: dict[str, Place]
+    places: dict[str, SavedPlace]
     dtypes: dict[str, torch.dtype]
     values: dict[str, Any]
     skeleton: Any
@@ -75,7 +75,7 @@ class Manifest:
         """The names of all tensors and values."""
         return {*self.places, *self.values}
 
-    def chunk_of(self, folder: Folder, name: str, rank: int, box: Box) -> Chunk:
+    def chunk_of(self, folder: Folder, name: str, rank: int, box: Box) -> FileChunk:
         """Return a rank's chunk of a tensor; the file and the layout must agree on its box."""
         file = self.files[rank]["file"]
         found = self._header(folder, rank).get(name)
@@ -150,7 +150,7 @@ def _said(error: OSError | ValueError, file: str) -> str:
 
 
 @lru_cache(maxsize=1 << 14)
-def _holders(place: Place, box: Box) -> tuple[int, ...]:
+def _holders(place: SavedPlace, box: Box) -> tuple[int, ...]:
     """List the ranks whose blocks intersect a box.
 
     Only the ranks along one dimension at a time are tested, since the intersection is a product.

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import is_dtensor
-from shardlib.border import as_dtensor
 from shardlib.capacity import refuse_beyond
 from shardlib.checkpoint.agree import Group
-from shardlib.checkpoint.boxes import Box, Place, held, whole
+from shardlib.checkpoint.boxes import Box, SavedPlace, held, whole
 from shardlib.checkpoint.contents import MANIFEST
 from shardlib.checkpoint.files import Folder, code_of
 from shardlib.checkpoint.manifest import Manifest
@@ -24,13 +23,13 @@ from shardlib.checkpoint.pages import new
 from shardlib.checkpoint.steps import opened_newest, steps_pattern
 from shardlib.checkpoint.tree import Leaves, alone, built, rank_of, world_of
 from shardlib.collectives import blocks, lead, pbroadcast, played, spans_processes
+from shardlib.dtensor_convert import as_dtensor
 from shardlib.errors import BadArgument, UnknownAxis
 from shardlib.layouts import Layout, LayoutLike, as_layout, is_layout, taken
 from shardlib.mesh import Mesh, MeshLike, as_mesh, rank_along, scope, use_mesh
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.placing import padded_size
-from shardlib.tensor import Place as TensorPlace
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import Place, ShardedTensor
 
 __all__ = ["Target", "check", "load", "read_into", "renamed", "some", "storages", "target_of"]
 
@@ -220,7 +219,7 @@ class Target:
         if self.mesh is None or self.layout is None:
             return [(whole(self.shape), raw)]
         axes = tuple(self.mesh.axes.items())
-        place = Place(self.shape, self.layout, self.tiled, axes, tuple(range(self.mesh.size)))
+        place = SavedPlace(self.shape, self.layout, self.tiled, axes, tuple(range(self.mesh.size)))
         return [
             (held(place, rank_of(self.mesh, c)), b)
             for c, b in zip(played(self.mesh), blocks(raw, self.mesh), strict=True)
@@ -231,7 +230,7 @@ class Target:
         if self.mesh is None or self.layout is None:
             return raw
         true = None if self.tiled == self.shape else torch.Size(self.shape)
-        return ShardedTensor(raw, TensorPlace(self.layout, torch.Size(self.tiled), self.mesh, true))
+        return ShardedTensor(raw, Place(self.layout, torch.Size(self.tiled), self.mesh, true))
 
 
 def storages(targets: Sequence[Target]) -> list[Tensor]:
@@ -417,7 +416,7 @@ def _as_saved(
 
 
 def target_of(
-    name: str, place: Place, dtype: torch.dtype, layouts: Any, mesh: Mesh | None, pad: bool
+    name: str, place: SavedPlace, dtype: torch.dtype, layouts: Any, mesh: Mesh | None, pad: bool
 ) -> Target:
     """Return the target of a tensor that was saved at ``place``.
 

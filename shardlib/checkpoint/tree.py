@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlib._compat import is_dtensor
-from shardlib.border import from_dtensor
-from shardlib.checkpoint.boxes import Place
+from shardlib.checkpoint.boxes import SavedPlace
+from shardlib.checkpoint.checksums import outline
 from shardlib.checkpoint.disk import memory
 from shardlib.checkpoint.files import code_of, is_shape
-from shardlib.checkpoint.sums import outline
 from shardlib.collectives import blocks as blocks_of
 from shardlib.collectives import holds_values, played, spans_processes
+from shardlib.dtensor_convert import from_dtensor
 from shardlib.errors import MeshError, PartialEscape, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along, scope
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.owned import Owned
+from shardlib.optim.matrix_owned import Owned
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
@@ -163,13 +163,13 @@ def alone(leaves: list[Any]) -> bool:
     return bool(meshes) and all(not spans_processes(m) for m in meshes)
 
 
-def place_of(x: Tensor, world: int) -> Place:
+def place_of(x: Tensor, world: int) -> SavedPlace:
     """Return the place of a tensor; a plain tensor is the same on every rank."""
     if not isinstance(x, ShardedTensor):
-        return Place.of_plain(tuple(x.shape), world)
+        return SavedPlace.of_plain(tuple(x.shape), world)
     mesh = x.mesh
     axes = tuple(mesh.axes.items())
-    return Place(tuple(x.shape), x.sharding, tuple(x.padded_shape), axes, mesh.ranks)
+    return SavedPlace(tuple(x.shape), x.sharding, tuple(x.padded_shape), axes, mesh.ranks)
 
 
 def rank_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
@@ -190,10 +190,10 @@ def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
 # ---------------------------------------------------------------- the manifest's form
 
 
-def said_of(place: Place, dtype: torch.dtype) -> dict[str, Any]:
+def said_of(place: SavedPlace, dtype: torch.dtype) -> dict[str, Any]:
     """Convert a place to the manifest's form.
 
-    >>> said_of(Place((3,), Layout.parse("x"), (4,), (("x", 2),), (0, 1)), torch.int8)
+    >>> said_of(SavedPlace((3,), Layout.parse("x"), (4,), (("x", 2),), (0, 1)), torch.int8)
     {'dtype': 'I8', 'shape': [3], 'layout': 'x', 'mesh': [['x', 2]], 'tiled': [4]}
     """
     out = {
@@ -225,7 +225,7 @@ class Content:
         return Content(tensors, values, leaves.skeleton)
 
 
-def read_place(about: Any, files: int) -> Place:
+def read_place(about: Any, files: int) -> SavedPlace:
     """Parse a place that ``said_of`` wrote.
 
     Raises: ValueError, TypeError, KeyError, ShardError.
@@ -245,7 +245,7 @@ def read_place(about: Any, files: int) -> Place:
         raise ValueError("a mesh has ranks")
     layout = Layout.parse(about["layout"]).resolve(len(shape))
     layout.check(tiled, dict(map(tuple, mesh)), op="load")
-    return Place(tuple(shape), layout, tuple(tiled), tuple(map(tuple, mesh)), tuple(ranks))
+    return SavedPlace(tuple(shape), layout, tuple(tiled), tuple(map(tuple, mesh)), tuple(ranks))
 
 
 def fingerprint(x: Tensor) -> int:

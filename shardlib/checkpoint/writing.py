@@ -17,7 +17,7 @@ from torch import Tensor
 from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.boxes import Box, Held, chunk, coordinate, held
 from shardlib.checkpoint.contents import FORMAT, remove, write_manifest
-from shardlib.checkpoint.files import Part, write_file
+from shardlib.checkpoint.files import WrittenPart, write_file
 from shardlib.checkpoint.folder import Work
 from shardlib.checkpoint.steps import folder_of, remove_old, steps_pattern
 from shardlib.checkpoint.tree import (
@@ -30,7 +30,7 @@ from shardlib.checkpoint.tree import (
 )
 from shardlib.errors import BadArgument
 
-__all__ = ["Job", "Saving", "file_name", "save"]
+__all__ = ["SaveJob", "Saving", "file_name", "save"]
 
 
 class Saving:
@@ -152,7 +152,7 @@ def save(
     if leaves is not None:
         content = Content.of(leaves, group.world)
         claims = _claims(group, leaves)
-    job = Job(group, target, step, overwrite)
+    job = SaveJob(group, target, step, overwrite)
     try:
         name = job.begin(content, claims, error)
         assert leaves is not None and content is not None, "its error was raised"
@@ -216,7 +216,7 @@ Claims = dict[str, dict[str, int]]
 """Block with several holders -> name -> fingerprint, of its tensors."""
 
 
-class Job:
+class SaveJob:
     """A save in phases, after each of which all ranks agree."""
 
     def __init__(self, group: Group, target: str, step: int | None, overwrite: bool) -> None:
@@ -274,7 +274,7 @@ class Job:
             os.close(self.hold)
             self.hold = -1
 
-    def write(self, content: Content, name: str, files: Mapping[int, list[Part]]) -> None:
+    def write(self, content: Content, name: str, files: Mapping[int, list[WrittenPart]]) -> None:
         """Write these files, by rank; rank 0 then renames the directory to the target."""
         group = self.group
         work = None
@@ -387,9 +387,9 @@ def _claims(group: Group, leaves: Leaves) -> Claims:
     return out
 
 
-def _parts(group: Group, leaves: Leaves) -> dict[int, list[Part]]:
+def _parts(group: Group, leaves: Leaves) -> dict[int, list[WrittenPart]]:
     """List the parts to write for each rank in this process; every rank of the job is included."""
-    out: dict[int, list[Part]] = {}
+    out: dict[int, list[WrittenPart]] = {}
     if group.world > 1:
         out[group.rank] = []
     for name, x in leaves.tensors.items():
@@ -401,7 +401,7 @@ def _parts(group: Group, leaves: Leaves) -> dict[int, list[Part]]:
             if box is not None:
                 whole = held(place, rank)
                 out[file].append(
-                    Part(
+                    WrittenPart(
                         name,
                         box,
                         place.shape,
@@ -435,7 +435,7 @@ def _stretches(runs: Held) -> list[tuple[int, int]]:
     return out
 
 
-def _copied(part: Part) -> Part:
+def _copied(part: WrittenPart) -> WrittenPart:
     """Copy a part's present values to the CPU."""
     found = part.get()
     copy = (

@@ -1,6 +1,5 @@
 """Collectives over named mesh axes, on local blocks: counted and differentiable."""
 
-from shardlib.collectives.alike import agreed, verify
 from shardlib.collectives.api import (
     Pending,
     all_gather,
@@ -40,6 +39,7 @@ from shardlib.collectives.api import (
 from shardlib.collectives.backends.streams import Away, Moment
 from shardlib.collectives.checked import check, checking, digest
 from shardlib.collectives.count import Event, Trace, expect_comm, trace
+from shardlib.collectives.replica_check import agreed, verify
 from shardlib.collectives.simulate import Stacked
 from shardlib.collectives.varying import Varies, differing, real
 

@@ -30,7 +30,7 @@ from shardlib.mesh import (
     POSTED,
     RECENT,
     Entered,
-    Job,
+    JobProcesses,
     Mesh,
     current_job,
     enter,
@@ -44,7 +44,7 @@ from shardlib.mesh import (
 __all__ = ["check", "checking", "digest", "line_of_user"]
 
 
-class Mode(Trace):
+class CheckMode(Trace):
     """State of one ``with sl.check():``; called for each transfer, and for each function call."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Mode(Trace):
         if (their_state, theirs) != (state, mine):
             self._refuse(job, int(first), mine, theirs, their_state != state)
 
-    def _refuse(self, job: Job, other: int, mine: str, theirs: str, before: bool) -> None:
+    def _refuse(self, job: JobProcesses, other: int, mine: str, theirs: str, before: bool) -> None:
         mine, theirs = apart(mine, theirs)
         cause = f"rank {job.rank} is at {mine}, and rank {other} at {theirs}"
         if mine == theirs:
@@ -145,7 +145,7 @@ class Mode(Trace):
             fix=f"python -m shardlib desync {job.folder}",
         )
 
-    def _parted(self, job: Job, other: int) -> str:
+    def _parted(self, job: JobProcesses, other: int) -> str:
         """Find the first call in which this rank and another differ."""
         job.call_roll()
         until = time.monotonic() + 3.0
@@ -241,7 +241,7 @@ class check(Entered):
     """
 
     def __enter__(self) -> None:
-        mode, self.posted = Mode(), len(POSTED)
+        mode, self.posted = CheckMode(), len(POSTED)
         enter(self, traces=(*scope().traces, mode), watcher=scope().watcher or mode)
 
     def __exit__(self, *error: object) -> None:
@@ -250,10 +250,10 @@ class check(Entered):
             refuse_posted("check", self.posted)
 
 
-def checking() -> Mode | None:
+def checking() -> CheckMode | None:
     """Return the check mode in force, or None."""
     traces = scope().traces
-    return next((t for t in traces if type(t) is Mode), None) if traces else None
+    return next((t for t in traces if type(t) is CheckMode), None) if traces else None
 
 
 if posted.CHECKED:

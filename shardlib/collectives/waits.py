@@ -27,7 +27,7 @@ _WAITS = frozenset(
 )
 _INDEXED = frozenset("index index_put index_put_ _unsafe_index _unsafe_index_put".split())
 # on an accelerator these read what is on the host already, or let the device check
-_FREE = "optim/later.py", "ops/ranges.py", "ops/random.py"
+_FREE = "optim/later.py", "ops/id_bounds.py", "ops/random.py"
 _MASKS = (torch.bool, torch.uint8)
 
 

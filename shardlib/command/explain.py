@@ -4,8 +4,8 @@ import argparse
 import json
 from typing import Any
 
-from shardlib.command.building import batches, built, mesh_of, rows_of
 from shardlib.command.config import Config, read
+from shardlib.command.from_config import batches, built, mesh_of, rows_of
 from shardlib.command.train import check
 from shardlib.mesh import use_mesh
 from shardlib.planning.explain import Explanation, explain

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from shardlib import optim
 from shardlib.checkpoint import load_hf
-from shardlib.command import building, datasets
+from shardlib.command import datasets, from_config
 from shardlib.command.config import ConfigError, near, parameters
 from shardlib.command.progress import log
 from shardlib.command.train import checkpoint, evaluation, export, train
@@ -37,15 +37,15 @@ def listed() -> Iterator[Key]:
     >>> next(k for k in listed() if k.table == "checkpoint").name
     'path'
     """
-    plain = [n for n, p in parameters(train).items() if p.annotation is not building.Table]
+    plain = [n for n, p in parameters(train).items() if p.annotation is not from_config.Table]
     yield from _of("", train, only=plain)
     yield Key("mesh", "NAME", "int", "", "an axis and its size; -1: as many as torchrun started")
     yield from _of("mesh", make_mesh)
     yield Key("model", "make", "str", "", '"module:function"; the other keys are its arguments')
-    yield from _of("model", building.hugging_face, but=("real",))
-    yield from _of("model", load_hf, only=building.LOADING)
+    yield from _of("model", from_config.hugging_face, but=("real",))
+    yield from _of("model", load_hf, only=from_config.LOADING)
     yield from _of("init", init, only=("seed",))
-    yield from _of("data", data, only=building.DATA)
+    yield from _of("data", data, only=from_config.DATA)
     yield from _of("data.text", datasets.text)
     yield from _of("data.documents", datasets.documents)
     yield from _of("data.tokens", datasets.tokens)
@@ -53,15 +53,15 @@ def listed() -> Iterator[Key]:
         "data.dataset", "make", "str", "", '"module:function"; the other keys are its arguments'
     )
     yield Key("layout", "rules", "list", "", "pairs of a pattern and a layout")
-    yield Key("layout", "recipe", "str", "", ", ".join(building.RECIPES))
-    for name in building.RECIPES:
+    yield Key("layout", "recipe", "str", "", ", ".join(from_config.RECIPES))
+    for name in from_config.RECIPES:
         yield from _of(f"layout, {name}", getattr(recipes, name), but=("model", "mesh", "inputs"))
-    yield from _of("layout", parallelize, only=building.PLACING)
-    for name, function in building.transforms().items():
+    yield from _of("layout", parallelize, only=from_config.PLACING)
+    for name, function in from_config.transforms().items():
         yield from _of(f'optimizer, name = "{name}"', function)
-    for name, function in building.schedules().items():
+    for name, function in from_config.schedules().items():
         yield from _of(f'optimizer.lr, name = "{name}"', function)
-    for name, function in building.WRAPPERS.items():
+    for name, function in from_config.WRAPPERS.items():
         yield from _of(f"optimizer.{name}", function, but=("tx",))
     yield from _of("precision", optim.Precision)
     yield Key(
@@ -73,7 +73,7 @@ def listed() -> Iterator[Key]:
     )
     yield from _of("checkpoint", checkpoint)
     yield from _of("eval", evaluation)
-    yield from _of("eval", data, only=building.EVAL)
+    yield from _of("eval", data, only=from_config.EVAL)
     yield from _of("export", export)
     yield from _of("log", log)
 

@@ -13,14 +13,14 @@ import optree
 import torch.distributed as dist
 from torch import nn
 
-from shardlib.command.building import (
+from shardlib.command.config import Config, ConfigError, near, read, told
+from shardlib.command.from_config import (
     axes_of,
     hugging_face,
     module_of,
     rows_of,
     under_launcher,
 )
-from shardlib.command.config import Config, ConfigError, near, read, told
 from shardlib.command.train import check_present
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link

@@ -9,8 +9,8 @@ from typing import Any
 from shardlib import optim
 from shardlib.collectives import trace
 from shardlib.collectives.waits import Wait, listed
-from shardlib.command.building import batches, built, mesh_of, rows_of, state_of, under_launcher
 from shardlib.command.config import Config, ConfigError, read
+from shardlib.command.from_config import batches, built, mesh_of, rows_of, state_of, under_launcher
 from shardlib.command.train import check, stepper
 from shardlib.mesh import use_mesh
 from shardlib.seeing import Timeline, timeline

@@ -19,7 +19,9 @@ from shardlib.capacity import most_taken
 from shardlib.checkpoint import latest, load, save, save_hf
 from shardlib.checkpoint.contents import occupied
 from shardlib.collectives import trace
-from shardlib.command.building import (
+from shardlib.command.config import Config, ConfigError, call, read, told, unknown
+from shardlib.command.config import parameters as keys_of
+from shardlib.command.from_config import (
     EVAL,
     SOURCES,
     Built,
@@ -38,8 +40,6 @@ from shardlib.command.building import (
     state_of,
     under_launcher,
 )
-from shardlib.command.config import Config, ConfigError, call, read, told, unknown
-from shardlib.command.config import parameters as keys_of
 from shardlib.command.progress import Log, flops_of, log, number, peak_of, seconds
 from shardlib.errors import BadArgument, RankFailed, ShardError
 from shardlib.grad import value_and_grad

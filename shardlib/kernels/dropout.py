@@ -1,7 +1,7 @@
 """Dropout by global position as a torch operator: no mask is made, none is kept.
 
 Each element is kept or dropped by a function of a key and its index in the global tensor: the bits
-are those of ``shardlib.ops.keyed.kept``, on every device.
+are those of ``shardlib.ops.counter_rng.kept``, on every device.
 """
 
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ from shardlib.errors import (
     ShardError,
 )
 from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, indices, skewed
-from shardlib.layouts.fit import block_shape, check_axes, check_sizes
+from shardlib.layouts.divisibility import block_shape, check_axes, check_sizes
 from shardlib.layouts.placements import from_placements, placements
 from shardlib.layouts.reshard import ReshardPlan
 from shardlib.layouts.spec import Names, PartitionSpecLike, PlacementLike, from_spec

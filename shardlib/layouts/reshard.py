@@ -33,11 +33,11 @@ from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, indices, positions
 from shardlib.layouts.exchange import exchange, lacking
 from shardlib.mesh import coordinates
 
-__all__ = ["ReshardPlan", "Step"]
+__all__ = ["ReshardPlan", "ReshardStep"]
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One move; ``words`` received per rank on average, ``elements`` of the block afterwards."""
 
     kind: str
@@ -74,7 +74,7 @@ class ReshardPlan:
     source: Any  # Layouts; typed Any because layout.py imports this file
     target: Any
 
-    def steps(self, shape: Sequence[int], mesh: Any) -> tuple[Step, ...]:
+    def steps(self, shape: Sequence[int], mesh: Any) -> tuple[ReshardStep, ...]:
         """Return the moves in order.  Raises what ``Layout.check`` raises."""
         return _search(self.source, self.target, tuple(shape), tuple(axis_sizes(mesh).items()))
 
@@ -103,7 +103,7 @@ _State = tuple[tuple[Dim, ...], tuple[str, ...], str]
 @lru_cache(maxsize=4096)
 def _search(
     source: Any, target: Any, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]
-) -> tuple[Step, ...]:
+) -> tuple[ReshardStep, ...]:
     sizes = dict(mesh)
     a, b = (layout.resolve(len(shape)) for layout in (source, target))
     a.check(shape, sizes, op="reshard")
@@ -112,7 +112,7 @@ def _search(
     # Dijkstra's algorithm; of equal words, fewer exchanges and then fewer messages win
     # heapq compares the counter before the states, which have no order
     tie = itertools.count()
-    queue: list[tuple[Fraction, int, int, int, _State, tuple[Step, ...]]] = [
+    queue: list[tuple[Fraction, int, int, int, _State, tuple[ReshardStep, ...]]] = [
         (Fraction(0), 0, 0, next(tie), first, ())
     ]
     done: set[_State] = set()
@@ -150,7 +150,7 @@ def _plain(d: Dim) -> bool:
 
 def _moves(
     state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
-) -> Iterator[tuple[Step, _State]]:
+) -> Iterator[tuple[ReshardStep, _State]]:
     dims, partial, skew = state
     goal = {*_axes(last), *last[1]}
     here = math.prod(
@@ -167,10 +167,13 @@ def _moves(
     yield from _permutations(state, last, shape, sizes, here)
     yield from _exchanges(state, last, shape, sizes)
     for axis in sorted(set(last[1]) - used):
-        yield Step("mask", (axis,), elements=here), (dims, tuple(sorted((*partial, axis))), skew)
+        yield (
+            ReshardStep("mask", (axis,), elements=here),
+            (dims, tuple(sorted((*partial, axis))), skew),
+        )
     for axis in partial:
         p = sizes[axis]
-        step = Step(
+        step = ReshardStep(
             "psum",
             (axis,),
             words=Fraction(2 * (p - 1) * here, p),
@@ -189,7 +192,7 @@ def _moves(
             table = tuple(sorted(range(shape[d]), key=back.__getitem__))
             words = Fraction((p - 1) * here)
             yield (
-                Step("gather_order", dim.axes, d, 0, table, words, p - 1, here * p),
+                ReshardStep("gather_order", dim.axes, d, 0, table, words, p - 1, here * p),
                 (at(d, WHOLE), partial, skew),
             )
             continue
@@ -197,7 +200,7 @@ def _moves(
         assert isinstance(axis, str)
         p = sizes[axis]
         inner = Dim(dim.parts[:-1])
-        step = Step(
+        step = ReshardStep(
             "all_gather",
             (axis,),
             d,
@@ -208,7 +211,7 @@ def _moves(
         yield step, (at(d, inner), partial, skew)
         for to, other in enumerate(dims):
             if to != d and _plain(other) and ways(to) % p == 0:
-                step = Step(
+                step = ReshardStep(
                     "all_to_all",
                     (axis,),
                     d,
@@ -226,7 +229,7 @@ def _moves(
         for d, dim in enumerate(dims):
             if _plain(dim) and ways(d) % p == 0:
                 yield (
-                    Step("slice", (axis,), d, elements=here // p),
+                    ReshardStep("slice", (axis,), d, elements=here // p),
                     (at(d, Dim((*dim.parts, axis))), partial, skew),
                 )
     for axis in partial:
@@ -234,7 +237,7 @@ def _moves(
         rest = tuple(x for x in partial if x != axis)
         for d, dim in enumerate(dims):
             if _plain(dim) and ways(d) % p == 0:
-                step = Step(
+                step = ReshardStep(
                     "psum_scatter",
                     (axis,),
                     d,
@@ -258,7 +261,7 @@ def _special(
     sizes: Mapping[str, int],
     here: int,
     used: set[str],
-) -> Iterator[tuple[Step, _State]]:
+) -> Iterator[tuple[ReshardStep, _State]]:
     """Yield moves to tokens with factors or another order: reorder an unsplit dimension, slice."""
     dims, partial, skew = state
     for d, want in enumerate(last[0]):
@@ -271,7 +274,7 @@ def _special(
             continue
         p = math.prod(sizes[a] for a in inner.axes)
         table = tuple(_table(inner, shape[d] // math.prod(sizes[a] for a in now.axes), sizes))
-        step = Step("order_slice", inner.axes, d, table=table, elements=here // p)
+        step = ReshardStep("order_slice", inner.axes, d, table=table, elements=here // p)
         yield step, ((*dims[:d], want, *dims[d + 1 :]), partial, skew)
 
 
@@ -285,7 +288,7 @@ def _table(dim: Dim, n: int, sizes: Mapping[str, int]) -> list[int]:
 
 def _permutations(
     state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int], here: int
-) -> Iterator[tuple[Step, _State]]:
+) -> Iterator[tuple[ReshardStep, _State]]:
     """Yield moves of whole blocks to the ranks that need them, where blocks are equal."""
     dims, partial, skew = state
     axes = _axes(state)
@@ -304,7 +307,7 @@ _WORLD = 64
 
 def _exchanges(
     state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
-) -> Iterator[tuple[Step, _State]]:
+) -> Iterator[tuple[ReshardStep, _State]]:
     """Yield an exchange to the target if the same sums are pending; ``_settled`` plans it later."""
     axes = _between(state, last, sizes)
     if state[1] == last[1] and axes and math.prod(sizes[a] for a in axes) <= _WORLD:
@@ -313,7 +316,7 @@ def _exchanges(
             block = math.prod(
                 map(len, indices(last[0], last[2], shape, sizes, dict.fromkeys(sizes, 0)))
             )
-            yield Step("exchange", axes, table=(state,), words=words, elements=block), last
+            yield ReshardStep("exchange", axes, table=(state,), words=words, elements=block), last
 
 
 def _between(a: _State, b: _State, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -321,8 +324,8 @@ def _between(a: _State, b: _State, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _settled(
-    path: tuple[Step, ...], last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
-) -> tuple[Step, ...]:
+    path: tuple[ReshardStep, ...], last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> tuple[ReshardStep, ...]:
     """Return the path; an exchange at its end gets its rounds."""
     if not path or path[-1].kind != "exchange":
         return path
@@ -333,7 +336,7 @@ def _settled(
 
 def _permute_to(
     a: _State, b: _State, shape: tuple[int, ...], sizes: Mapping[str, int], here: int
-) -> Iterator[tuple[Step, _State]]:
+) -> Iterator[tuple[ReshardStep, _State]]:
     axes = tuple(n for n in sizes if n in _axes(a) | _axes(b))
     full = dict.fromkeys(sizes, 0)
     coords = coordinates({n: sizes[n] for n in axes})
@@ -343,7 +346,7 @@ def _permute_to(
 
     if not here:  # empty blocks: a block is in the right place if it has the right shape
         if [*map(len, held(a, full))] == [*map(len, held(b, full))]:
-            yield Step("ppermute", axes, table=tuple((i, i) for i in range(len(coords)))), b
+            yield ReshardStep("ppermute", axes, table=tuple((i, i) for i in range(len(coords)))), b
         return
     holders = {held(a, c): i for i, c in enumerate(coords)}
     if len(holders) < len(coords):
@@ -355,7 +358,7 @@ def _permute_to(
             return
         pairs.append((source, target))
     moving = Fraction(sum(s != t for s, t in pairs), len(pairs))
-    step = Step(
+    step = ReshardStep(
         "ppermute",
         axes,
         table=tuple(pairs),

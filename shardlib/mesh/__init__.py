@@ -1,7 +1,15 @@
 """Named meshes of ranks, the ambient scope, and starting processes."""
 
 from shardlib.mesh.devices import accelerator, brought
-from shardlib.mesh.failures import RECENT, Job, current_job, join_job, lost, number, spelled
+from shardlib.mesh.failures import (
+    RECENT,
+    JobProcesses,
+    current_job,
+    join_job,
+    lost,
+    number,
+    spelled,
+)
 from shardlib.mesh.launch import launch
 from shardlib.mesh.mesh import (
     Link,
@@ -26,7 +34,7 @@ from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, withi
 from shardlib.mesh.tables import uploaded
 
 __all__ = [
-    "POSTED", "RECENT", "Entered", "Job", "Link", "Mesh", "MeshLike", "Registered", "Scope",
+    "POSTED", "RECENT", "Entered", "JobProcesses", "Link", "Mesh", "MeshLike", "Registered", "Scope",
     "accelerator", "as_mesh",
     "auto_mesh", "bind", "brought", "coordinates", "current_job", "current_mesh", "drain", "enter", "join_job",
     "launch", "launched", "leave", "lost", "make_mesh", "number", "process_index", "rank0_print",

@@ -42,7 +42,7 @@ __all__ = [
     "CHECK_IT",
     "KEPT",
     "RECENT",
-    "Job",
+    "JobProcesses",
     "current_job",
     "join_job",
     "lost",
@@ -144,7 +144,7 @@ ABORTED = (
 CHECK_IT = "with sl.check(): ...  # or SHARDLIB_CHECK=1 in the environment"
 
 
-class Job:
+class JobProcesses:
     """Processes connected by one store, as one of them tracks them.
 
     ``seconds``  timeout of a transfer, and of any other wait of this rank for another.
@@ -564,22 +564,22 @@ def _line_of(trace: TracebackType | None) -> str:
 
 # ---------------------------------------------------------------- the job of this process
 
-_JOBS: "weakref.WeakKeyDictionary[Any, Job]" = weakref.WeakKeyDictionary()
+_JOBS: "weakref.WeakKeyDictionary[Any, JobProcesses]" = weakref.WeakKeyDictionary()
 
 
-def current_job() -> Job | None:
+def current_job() -> JobProcesses | None:
     """Return the job of the current process group, if a mesh was made of it."""
     return _JOBS.get(dist.group.WORLD) if dist.is_initialized() else None
 
 
-def join_job(mesh: Any = None) -> Job | None:
+def join_job(mesh: Any = None) -> JobProcesses | None:
     """Join the job: answer the roll, and report when this process raises or ends."""
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     job = _JOBS.get(dist.group.WORLD)
     if job is None:
         seconds = group_timeout(dist.group.WORLD)
-        job = Job(job_store(), dist.get_rank(), dist.get_world_size(), seconds)
+        job = JobProcesses(job_store(), dist.get_rank(), dist.get_world_size(), seconds)
         _JOBS[dist.group.WORLD] = job
         _listen()
         atexit.register(job.leave)

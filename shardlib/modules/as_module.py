@@ -31,7 +31,7 @@ from shardlib.modules.parallelize import (
     giving,
     positional,
 )
-from shardlib.modules.skeleton import copied
+from shardlib.modules.weightless_copy import copied
 from shardlib.placing import placed_like, shard, unshard
 from shardlib.tensor import ShardedTensor, no_trace
 

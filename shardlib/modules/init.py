@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlib.aliases import writes
 from shardlib.collectives import holds_values, lead, pmax, unwrap, wrap
 from shardlib.errors import ShardError, UnknownParameter, similar
 from shardlib.layouts import Dim, Layout, LayoutLike
+from shardlib.memory_sharing import writes
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
 from shardlib.modules.parallelize import Apply, Axes, Rules, placed, swapped
 from shardlib.modules.patterns import matches

@@ -43,7 +43,7 @@ from shardlib.modules.attributes import reported
 from shardlib.modules.experts import divided, standing_in
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.modules.remat import Remat, regions, remembering, version_of
-from shardlib.modules.skeleton import exchanged, skeleton
+from shardlib.modules.weightless_copy import exchanged, skeleton
 from shardlib.ops.matmul.prefetch import Entry, not_prefetching, prefetching
 from shardlib.placing import padded_size, place_whole, reshard, shard, unshard
 from shardlib.random import Plain
@@ -233,7 +233,8 @@ class Apply(Calls):
         self.remat = remat or {}
         self.copies = [Copy(self.module, layouts, self.remat)]
         self.modes = [
-            Mode(m, own) for m, own in zip(module.modules(), self.module.modules(), strict=True)
+            TrainingMode(m, own)
+            for m, own in zip(module.modules(), self.module.modules(), strict=True)
         ]
         self.layouts, self.tied = layouts, tied
         self.out_layouts = out_layouts or {}
@@ -429,7 +430,7 @@ class Copy:
             return swapped(self.module, seen, self.stacks, run)
 
 
-class Mode:
+class TrainingMode:
     """Training mode of the caller's module, which its copy follows."""
 
     def __init__(self, module: nn.Module, copy: nn.Module) -> None:

@@ -39,12 +39,12 @@ from torch import Tensor, nn
 from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout, Ring
 from shardlib.mesh import MeshLike, as_mesh
-from shardlib.modules.atoms import leaves
 from shardlib.modules.colossalai import Legacy, legacy
-from shardlib.modules.dimensions import Dimensions, trace_dimensions
+from shardlib.modules.dim_factors import leaves
+from shardlib.modules.dim_trace import Dimensions, trace_dimensions
 from shardlib.modules.experts import stacks
 from shardlib.modules.parallelize import Suggested
-from shardlib.modules.roles import Way, assign, patterns, role_names, widening_names
+from shardlib.modules.param_roles import RoleLayouts, assign, patterns, role_names, widening_names
 
 __all__ = [
     "Recipe",
@@ -186,7 +186,7 @@ def megatron1d(
         "land": (". .", "."),
         "whole": (". .", "."),
     }
-    way = Way(layouts, as_mesh(mesh).axes, inner=(axis,))
+    way = RoleLayouts(layouts, as_mesh(mesh).axes, inner=(axis,))
     return _recipe(model, way, inputs, where, f"{batch} .", mesh, experts)
 
 
@@ -317,7 +317,7 @@ def cube3d(
         layouts["up"] = (f"{_token(n)} {_token(k, m)}", _token(n))
         layouts["down"] = (f"{_token(k)} {_token(n, m)}", z, f"{rows} ... {z}")
         wider = tuple(n.split())
-    way = Way(layouts, as_mesh(mesh).axes, (z,), (y,), wider, apart=True)
+    way = RoleLayouts(layouts, as_mesh(mesh).axes, (z,), (y,), wider, apart=True)
     return _recipe(model, way, inputs, f"{rows} .", f"{wide} .", mesh, experts)
 
 
@@ -450,7 +450,7 @@ def fsdp(
         return Recipe(rules, where, where, zero={"axis": axis, "stage": 3})
     whole, split = dict.fromkeys(("positions", "norm", "patch"), ("...", ".")), (f". {axis}", ".")
     kinds = "expand contract tokens plain scores lift drop land whole"
-    way = Way({**whole, **dict.fromkeys(kinds.split(), split)}, as_mesh(mesh).axes)
+    way = RoleLayouts({**whole, **dict.fromkeys(kinds.split(), split)}, as_mesh(mesh).axes)
     return _recipe(model, way, inputs, where, where, mesh, experts)
 
 
@@ -474,7 +474,7 @@ def from_colossalai_config(config: Mapping[str, Any], world: int | None = None) 
     return legacy(config, world)
 
 
-def _plane(rows: str, cols: str, mesh: Any) -> Way:
+def _plane(rows: str, cols: str, mesh: Any) -> RoleLayouts:
     layouts = {
         "expand": (f"{cols} {rows}", cols),
         "contract": (f"{rows} {cols}", cols),
@@ -489,11 +489,17 @@ def _plane(rows: str, cols: str, mesh: Any) -> Way:
         "land": (f"{cols} .", cols),
         "whole": (". .", "."),
     }
-    return Way(layouts, as_mesh(mesh).axes, (cols,), (cols,), widest=True)
+    return RoleLayouts(layouts, as_mesh(mesh).axes, (cols,), (cols,), widest=True)
 
 
 def _recipe(
-    model: nn.Module, way: Way, inputs: Any, tokens: str, labels: str, mesh: Any, experts: str
+    model: nn.Module,
+    way: RoleLayouts,
+    inputs: Any,
+    tokens: str,
+    labels: str,
+    mesh: Any,
+    experts: str,
 ) -> Recipe:
     """Write rules by traced roles.  Raises: Unsupported where the module cannot be run."""
     split = _stacked(model, mesh, experts)

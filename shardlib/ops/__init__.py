@@ -3,11 +3,13 @@
 from shardlib.ops import (
     along,
     candidates,
+    composite,
     contract,
     create,
     dropout,
     elementwise,
     embedding,
+    fallback,
     foreach,
     index,
     initial,
@@ -24,13 +26,12 @@ from shardlib.ops import (
     reduce,
     sdpa,
     space,
-    spelled,
     views,
-    whole,
 )
 
 __all__ = [
-    "along", "candidates", "contract", "create", "dropout", "elementwise", "embedding", "foreach",
-    "index", "initial", "linear_loss", "loss", "matmul", "matrix", "metadata", "norm", "normalise",
-    "padding", "random", "recurrent", "reduce", "sdpa", "space", "spelled", "views", "whole",
+    "along", "candidates", "composite", "contract", "create", "dropout", "elementwise",
+    "embedding", "fallback", "foreach", "index", "initial", "linear_loss", "loss", "matmul",
+    "matrix", "metadata", "norm", "normalise", "padding", "random", "recurrent", "reduce", "sdpa",
+    "space", "views",
 ]  # fmt: skip

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from shardlib.collectives import lead
 from shardlib.layouts import Dim, Layout
-from shardlib.ops import keyed
+from shardlib.ops import counter_rng
 from shardlib.ops.declare import along
 from shardlib.ops.dims import rows_call
+from shardlib.ops.fallback import each, flat
 from shardlib.ops.padding import beside, filled, the_dim
 from shardlib.ops.reduce import extreme
 from shardlib.ops.signatures import binder, dim_of
-from shardlib.ops.whole import each, flat
 from shardlib.placing import reshard
 from shardlib.tensor import Place, ShardedTensor, Unfit, implements, real_axes
 
@@ -143,7 +143,7 @@ def _block(x: ShardedTensor, dim: int) -> int:
 
 def _positions(x: ShardedTensor) -> list[Tensor]:
     """List, per dimension, the positions of this rank's block: [n] (simulated: [ranks, n])."""
-    return [keyed.along(x, d).flatten(lead(x.mesh)) for d in range(len(x.padded_shape))]
+    return [counter_rng.along(x, d).flatten(lead(x.mesh)) for d in range(len(x.padded_shape))]
 
 
 def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,8 @@ from shardlib import autocast
 from shardlib._compat import builtin_homes
 from shardlib.mesh import remember
 from shardlib.ops.dims import Labels, rows_call
-from shardlib.ops.signatures import Slot, binder
-from shardlib.ops.whole import flat
+from shardlib.ops.fallback import flat
+from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses
 
 __all__ = [
@@ -143,9 +143,9 @@ def _taken(bind: Callable[..., Bound], body: Any, func: Any, args: Any, kwargs: 
 # ---------------------------------------------------------------- labels
 
 
-def slots(value: Any) -> list[Slot]:
+def slots(value: Any) -> list[ArgumentSlot]:
     """Return the tensors of a bound call, in order."""
-    if isinstance(value, Slot):
+    if isinstance(value, ArgumentSlot):
         return [value]
     if isinstance(value, tuple | list):
         return [s for v in value for s in slots(v)]
@@ -162,7 +162,7 @@ def where(value: Any, ndim: int) -> set[int]:
     return {d % ndim for d in found} if ndim else set()
 
 
-def rows(bound: Bound, whole: Callable[[Slot], set[int]] = lambda s: set()) -> Labels:
+def rows(bound: Bound, whole: Callable[[ArgumentSlot], set[int]] = lambda s: set()) -> Labels:
     """Label every dimension a row, counted from the right so that operands broadcast.
 
     Dimensions in ``whole`` get no label.
@@ -170,7 +170,7 @@ def rows(bound: Bound, whole: Callable[[Slot], set[int]] = lambda s: set()) -> L
     return {s.at: _but(whole(s), s) for s in slots(bound)}
 
 
-def _but(whole: set[int], s: Slot) -> tuple[Any, ...]:
+def _but(whole: set[int], s: ArgumentSlot) -> tuple[Any, ...]:
     return tuple(None if d in whole else d - s.ndim for d in range(s.ndim))
 
 
@@ -198,7 +198,7 @@ def leading(n: int, *alike: str) -> Callable[[Bound], Labels]:
 
     def labels(bound: Bound) -> Labels:
         first, *rest = slots(bound)
-        cut = [first, *(bound[k] for k in alike if isinstance(bound[k], Slot))]
+        cut = [first, *(bound[k] for k in alike if isinstance(bound[k], ArgumentSlot))]
         out: Labels = {s.at: (None,) * s.ndim for s in rest}
         return out | {
             s.at: tuple(d if d < s.ndim - n else None for d in range(s.ndim)) for s in cut

@@ -22,7 +22,6 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.aliases import WRITERS, alike, link, written
 from shardlib.collectives import lead
 from shardlib.errors import (
     BadArgument,
@@ -32,11 +31,12 @@ from shardlib.errors import (
     lettered,
 )
 from shardlib.layouts import Dim, Layout
+from shardlib.memory_sharing import WRITERS, alike, link, written
 from shardlib.mesh import Mesh, remember
+from shardlib.ops.fallback import each, fix_line, flat, is_whole, on_whole, run, written_to
 from shardlib.ops.padding import filled, padded_to
 from shardlib.ops.registry import implicit_budget
-from shardlib.ops.signatures import Slot
-from shardlib.ops.whole import each, fix_line, flat, is_whole, on_whole, run, written_to
+from shardlib.ops.signatures import ArgumentSlot
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
@@ -59,7 +59,7 @@ Labels = dict[int, tuple[Any, ...]]
 
 
 @dataclass
-class _Plan:
+class _DimPlan:
     targets: list[Layout | None]
     overs: list[frozenset[str]]
     moved: list[float]
@@ -175,7 +175,9 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
     slots, inner, true = list(leaves), list(leaves), list(leaves)
     for k, i in enumerate(at):
         x = leaves[i]
-        slots[i] = Slot(k, tuple(x.padded_shape if isinstance(x, ShardedTensor) else x.shape))
+        slots[i] = ArgumentSlot(
+            k, tuple(x.padded_shape if isinstance(x, ShardedTensor) else x.shape)
+        )
         true[i] = torch.empty(x.shape, dtype=x.dtype, device="meta")
         if isinstance(x, ShardedTensor) and x.is_padded:
             inner[i] = filled(x, 0 if sums else 1)
@@ -229,7 +231,7 @@ def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> An
 
 
 def _rounded_to(
-    values: list[ShardedTensor], overs: list[frozenset[str]], plan: _Plan
+    values: list[ShardedTensor], overs: list[frozenset[str]], plan: _DimPlan
 ) -> torch.dtype | None:
     """Return the half precision to which a result of fp32 operands is rounded, or None.
 
@@ -245,7 +247,7 @@ def _rounded_to(
 
 
 def _summed(
-    raw: Tensor, mesh: Mesh, plan: _Plan, dtype: torch.dtype | None, operands: int
+    raw: Tensor, mesh: Mesh, plan: _DimPlan, dtype: torch.dtype | None, operands: int
 ) -> Tensor:
     """Sum the ranks' parts; a product of matrices in half precision is sent in half precision."""
     matrix = operands > 1 and raw.ndim - lead(mesh) > 1
@@ -271,10 +273,10 @@ def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
     kinds = tuple(map(type, rest))
     if not _ATOMS.issuperset(kinds):
         return None
-    return _Plan, func, sums, tuple(operands), rest, kinds, tuple(kwargs)
+    return _DimPlan, func, sums, tuple(operands), rest, kinds, tuple(kwargs)
 
 
-def _as_planned(func: Any, args: Any, kwargs: Any, plan: _Plan) -> Any:
+def _as_planned(func: Any, args: Any, kwargs: Any, plan: _DimPlan) -> Any:
     """Run a call with a cached plan that moves no operand."""
     mesh, count = args[0].mesh, len(plan.targets)
     raws = [
@@ -290,7 +292,9 @@ def _as_planned(func: Any, args: Any, kwargs: Any, plan: _Plan) -> Any:
     return optree.tree_unflatten(shape, laid)
 
 
-def _laid(raw: Tensor, plan: _Plan, layout: Layout, size: torch.Size, mesh: Mesh) -> ShardedTensor:
+def _laid(
+    raw: Tensor, plan: _DimPlan, layout: Layout, size: torch.Size, mesh: Mesh
+) -> ShardedTensor:
     return ShardedTensor(
         total(raw, mesh, plan.summed) if plan.summed else raw, Place(layout, size, mesh)
     )
@@ -299,22 +303,22 @@ def _laid(raw: Tensor, plan: _Plan, layout: Layout, size: torch.Size, mesh: Mesh
 def _made(
     func: Any, leaves: list[Any], tree: Any, at: list[int], values: list[ShardedTensor],
     mesh: Mesh, labels: Any, sums: bool,
-) -> _Plan:  # fmt: skip
+) -> _DimPlan:  # fmt: skip
     try:
         slots = list(leaves)
         for k, i in enumerate(at):
-            slots[i] = Slot(k, tuple(values[k].padded_shape))
+            slots[i] = ArgumentSlot(k, tuple(values[k].padded_shape))
         a, k_ = optree.tree_unflatten(tree, slots)
         named = labels(a, k_)
         return _planned(func, leaves, tree, at, values, mesh, named, sums)
     except (Unfit, BadArgument, UnevenSplit) as e:
-        return _Plan([], [], [], why=str(e))
+        return _DimPlan([], [], [], why=str(e))
 
 
 def _planned(
     func: Any, leaves: list[Any], tree: Any, at: list[int], values: list[ShardedTensor],
     mesh: Mesh, named: Labels, sums: bool,
-) -> _Plan:  # fmt: skip
+) -> _DimPlan:  # fmt: skip
     sizes: dict[Any, int] = {}
     tokens: dict[Any, Dim] = {}
     for k in sorted(range(len(values)), key=lambda k: -values[k].padded_shape.numel()):
@@ -356,7 +360,7 @@ def _planned(
     used = real_axes(mesh, {a for t in split.values() for a in t.axes})
     laid = [t or v.sharding for t, v in zip(targets, values, strict=True)]
     overs = [frozenset(used) - set(lay.axes) for lay in laid]
-    plan = _Plan(targets, overs, moved, used=used)
+    plan = _DimPlan(targets, overs, moved, used=used)
 
     def shaped(small: set[Any]) -> list[Any]:
         given = list(leaves)
@@ -411,7 +415,7 @@ def _planned(
 
 
 def _refused(
-    func: Any, leaves: Any, tree: Any, at: list[int], values: list[ShardedTensor], plan: _Plan
+    func: Any, leaves: Any, tree: Any, at: list[int], values: list[ShardedTensor], plan: _DimPlan
 ) -> Exception:
     to = {i: str(t) for i, t in zip(at, plan.targets, strict=True) if t is not None}
     pending = next((v for v in values if v.sharding.partial), None)

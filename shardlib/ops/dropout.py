@@ -19,7 +19,7 @@ from shardlib.kernels.dropout import dropout as by_kernel
 from shardlib.kernels.pack import Where
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
-from shardlib.ops.keyed import Make, Pairs, drawn, kept, places, then, unit
+from shardlib.ops.counter_rng import Make, Pairs, drawn, kept, places, then, unit
 from shardlib.ops.signatures import binder
 from shardlib.random import next_key
 from shardlib.tensor import Place, ShardedTensor, implements, partial_escape, typeof

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.aliases import written
 from shardlib.collectives import holds_values, lead, psum, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported, lettered
 from shardlib.layouts import Dim, Layout
+from shardlib.memory_sharing import written
 from shardlib.mesh import Mesh, bind, remember
 from shardlib.ops.declare import Bound, declare, elements, homes, rows
 from shardlib.ops.dims import Labels
+from shardlib.ops.fallback import each, flat
 from shardlib.ops.padding import inside, padded_to
 from shardlib.ops.registry import implicit_budget
-from shardlib.ops.whole import each, flat
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
@@ -191,7 +191,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
         if kwargs.get("out") is not None:
-            raise Unfit("out")  # ops/whole.py writes it
+            raise Unfit("out")  # ops/fallback.py writes it
     x = args[0]
     if len(args) == 2 and not kwargs and type(x) is type(args[1]) is ShardedTensor:
         y, mesh = args[1], x.mesh
@@ -371,7 +371,7 @@ def brought(
     mesh, moving = values[0].mesh, False
     key = tuple([(v.place.layout, v.place.shape) for v in values])
     deferred = tuple([v.place.deferred for v in values])
-    known = (_Plan, partial, key, deferred)
+    known = (_PointwisePlan, partial, key, deferred)
     plan = mesh.plans.get(known)
     if plan is None:
         for v in values:
@@ -433,7 +433,7 @@ class _Spread(Local):
 _Key = tuple[tuple[Layout, torch.Size], ...]
 
 
-class _Plan(NamedTuple):
+class _PointwisePlan(NamedTuple):
     """Place of the result, and for each operand the layout it is resharded to (None: its own).
 
     ``overs``     the axes over which its gradient is summed, if nothing moves.
@@ -451,7 +451,7 @@ class _Plan(NamedTuple):
 
 def _planned(
     op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...], defer: tuple[frozenset[str], ...]
-) -> _Plan:
+) -> _PointwisePlan:
     try:
         shape = torch.broadcast_shapes(*(s for _, s in key))
     except RuntimeError:
@@ -493,11 +493,11 @@ def _planned(
         real_axes(mesh, meets.difference(lay.axes, lay.partial, own))
         for (lay, _), own in zip(key, defer, strict=True)
     )
-    return _Plan(out, torch.Size(shape), tuple(targets), overs, tuple(moved), deferred)
+    return _PointwisePlan(out, torch.Size(shape), tuple(targets), overs, tuple(moved), deferred)
 
 
 def _refused(
-    op: str, i: int, moved: Any, plan: _Plan, key: _Key, mesh: Mesh
+    op: str, i: int, moved: Any, plan: _PointwisePlan, key: _Key, mesh: Mesh
 ) -> ImplicitCommunication:
     names = list(lettered(key))
     return ImplicitCommunication(

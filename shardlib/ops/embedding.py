@@ -22,7 +22,7 @@ from shardlib.collectives import all_gather, axis_index, lead, psum, psum_scatte
 from shardlib.errors import BadArgument, ImplicitCommunication, OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, remember
-from shardlib.ops.ranges import in_range
+from shardlib.ops.id_bounds import in_range
 from shardlib.ops.signatures import binder
 from shardlib.tensor import (
     Place,
@@ -125,7 +125,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     padding = None if padding is None else padding % count
     mesh = table.mesh if isinstance(table, ShardedTensor) else ids.mesh
     ids, table = lift(ids, mesh, "embedding"), lift(table, mesh, "embedding")
-    key = (_Plan, ids.sharding, ids.padded_shape, table.sharding, table.padded_shape)
+    key = (_LookupPlan, ids.sharding, ids.padded_shape, table.sharding, table.padded_shape)
     plan = mesh.plans.get(key)
     if plan is None:
         plan = remember(mesh.plans, key, _planned(ids, table))
@@ -196,7 +196,7 @@ def _unpadded(ids: Any, table: Any) -> ShardedTensor:
 _NONE: frozenset[str] = frozenset()
 
 
-class _Plan(NamedTuple):
+class _LookupPlan(NamedTuple):
     """Layout of the result, and the axes of the lookup.
 
     ``axes``      that split the vocabulary; ``at``  the dimension of the ids that they split too,
@@ -213,7 +213,7 @@ class _Plan(NamedTuple):
     meets: tuple[str, ...]
 
 
-def _planned(ids: ShardedTensor, table: ShardedTensor) -> _Plan:
+def _planned(ids: ShardedTensor, table: ShardedTensor) -> _LookupPlan:
     mesh = table.mesh
     for value in (ids, table):
         if value.sharding.partial:
@@ -247,6 +247,6 @@ def _planned(ids: ShardedTensor, table: ShardedTensor) -> _Plan:
         )
     out = Layout(dims=(*tokens, Dim(kept) if gathered else hidden))
     meets = real_axes(mesh, set(out.axes).difference(table.sharding.axes))
-    return _Plan(
+    return _LookupPlan(
         out, torch.Size((*ids.padded_shape, table.padded_shape[1])), axes, at, gathered, meets
     )

@@ -6,19 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.aliases import link
 from shardlib.collectives import blocks, holds_values, lead
 from shardlib.errors import OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
+from shardlib.memory_sharing import link
 from shardlib.mesh import Mesh, remember
 from shardlib.ops.declare import Bound, declare, rows, slots, where
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import elementwise, padded_alike
+from shardlib.ops.fallback import each, flat, is_whole, on_whole
+from shardlib.ops.id_bounds import in_range
 from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
-from shardlib.ops.ranges import in_range
-from shardlib.ops.signatures import Slot, binder
+from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.ops.views import piece
-from shardlib.ops.whole import each, flat, is_whole, on_whole
 from shardlib.placing import reshard, shard
 from shardlib.tensor import (
     Place,
@@ -102,7 +102,7 @@ def _indexed(b: Bound) -> Labels:
         if i is None:
             continue
         mine.append(len(mine) if isinstance(i, slice) and i == slice(None) else None)
-        if isinstance(i, Slot):
+        if isinstance(i, ArgumentSlot):
             out[i.at] = tuple(("i", d - i.ndim) for d in range(i.ndim))
     out[x.at] = tuple(mine)
     return out
@@ -566,7 +566,7 @@ def _searched(b: Bound) -> Labels:
     own = ("v",) if sequence.ndim > 1 else tuple(("v", d) for d in range(values.ndim))
     lead = tuple(range(sequence.ndim - 1))
     out: Labels = {sequence.at: (*lead, None), values.at: (*lead, *own)}
-    return out | ({sorter.at: (*lead, None)} if isinstance(sorter, Slot) else {})
+    return out | ({sorter.at: (*lead, None)} if isinstance(sorter, ArgumentSlot) else {})
 
 
 declare(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardlib._compat import intercept_init, patch
 from shardlib.collectives import blocks
 from shardlib.kernels.bits import bits
-from shardlib.ops.keyed import along, drawn, open_unit
+from shardlib.ops.counter_rng import along, drawn, open_unit
 from shardlib.ops.random import filled
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key

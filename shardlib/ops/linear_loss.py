@@ -42,7 +42,7 @@ from shardlib.tensor import (
 __all__ = ["linear_cross_entropy"]
 
 
-class _How(NamedTuple):
+class _LossSettings(NamedTuple):
     ignore: int
     smooth: float
     chunks: int
@@ -81,12 +81,12 @@ def linear_cross_entropy(
     True
     """
     given = [t for t in (input, weight, bias, target) if isinstance(t, ShardedTensor)]
-    how = _How(ignore_index, label_smoothing, chunks)
+    how = _LossSettings(ignore_index, label_smoothing, chunks)
     _check(input, weight, target, reduction, chunks)
     if not given:
         rows, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
         scale = _scale(labels, ignore_index, reduction, None, ())
-        return _Loss.apply(rows, weight, bias, labels, scale, (None, None, None), how)  # type: ignore[return-value]
+        return _LinearLoss.apply(rows, weight, bias, labels, scale, (None, None, None), how)  # type: ignore[return-value]
     mesh = given[0].mesh
     x, w, b = (
         t if t is None or isinstance(t, ShardedTensor) else replicated(t, mesh)
@@ -115,7 +115,7 @@ def linear_cross_entropy(
         for t in (w, b)
     )
     scale = _scale(flat.raw, ignore_index, reduction, mesh, axes)
-    summed: Any = _Loss.apply(rows.raw, *raws, flat.raw, scale, places, how)
+    summed: Any = _LinearLoss.apply(rows.raw, *raws, flat.raw, scale, places, how)
     deferred = x.deferred | w.deferred | (b.deferred if b is not None else frozenset())
     out = total(summed, mesh, axes)
     return ShardedTensor(
@@ -185,7 +185,7 @@ def _scale(
     return (counted if mesh is None else total(counted, mesh, axes)).double().reciprocal()
 
 
-class _Loss(Local):
+class _LinearLoss(Local):
     """Sum of the rows' losses times ``scale``: apply(rows, w, b, labels, scale, places, how)."""
 
     @staticmethod
@@ -197,7 +197,7 @@ class _Loss(Local):
         labels: Tensor,
         scale: Tensor | None,
         places: tuple[Place | None, ...],
-        how: _How,
+        how: _LossSettings,
     ) -> Tensor:
         needed = [i for i in range(3) if ctx.needs_input_grad[i]]
         of_rows, mesh = places[0], None if places[0] is None else places[0].mesh
@@ -261,7 +261,12 @@ class _Loss(Local):
 
 
 def _rows_loss(
-    rows: Tensor, fixed: list[Any], labels: Tensor, of_rows: Place | None, places: Any, how: _How
+    rows: Tensor,
+    fixed: list[Any],
+    labels: Tensor,
+    of_rows: Place | None,
+    places: Any,
+    how: _LossSettings,
 ) -> Tensor:
     """Compute the loss of each row of a chunk, on raw blocks."""
     more: Any = dict(ignore_index=how.ignore, label_smoothing=how.smooth, reduction="none")

@@ -37,8 +37,8 @@ from shardlib.mesh import Mesh, bind, rank_along, remember
 from shardlib.ops.declare import Bound, last, lines, rows, slots
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import padded_alike
+from shardlib.ops.id_bounds import in_range
 from shardlib.ops.padding import last_only
-from shardlib.ops.ranges import in_range
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -303,7 +303,7 @@ def _split_cross_entropy(
     mesh = logits.mesh if isinstance(logits, ShardedTensor) else target.mesh
     logits, target = lift(logits, mesh, "cross_entropy"), lift(target, mesh, "cross_entropy")
     reduction, ignore = given.get("reduction", "mean"), given.get("ignore_index", -100)
-    key = (_Plan, logits.sharding, logits.padded_shape, target.sharding, target.padded_shape)
+    key = (_LossPlan, logits.sharding, logits.padded_shape, target.sharding, target.padded_shape)
     plan = mesh.plans.get(key)
     if plan is None:
         plan = remember(mesh.plans, key, _planned(logits, target))
@@ -352,7 +352,7 @@ def _split_cross_entropy(
     )
 
 
-class _Plan(NamedTuple):
+class _LossPlan(NamedTuple):
     """Axes of logits and target.
 
     ``axes``     that split the classes, major first, and ``over`` those that split the rows.
@@ -375,7 +375,7 @@ def _unsupported(logits: ShardedTensor, target: ShardedTensor) -> Unsupported:
     )
 
 
-def _planned(logits: ShardedTensor, target: ShardedTensor) -> _Plan:
+def _planned(logits: ShardedTensor, target: ShardedTensor) -> _LossPlan:
     mesh = logits.mesh
     if len(logits.padded_shape) != 2:
         raise _unsupported(logits, target)
@@ -409,7 +409,7 @@ def _planned(logits: ShardedTensor, target: ShardedTensor) -> _Plan:
             fix=f"F.cross_entropy(logits, sl.reshard(target, {str(row)!r}))",
         )
     axes = tuple(a for a in col.axes if mesh.axes[a] > 1)  # major first
-    return _Plan(axes, real_axes(mesh, row.axes), rows, brought)
+    return _LossPlan(axes, real_axes(mesh, row.axes), rows, brought)
 
 
 _SCALAR = Layout()
@@ -489,13 +489,13 @@ def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:
 def _losses(text: str, labels: Callable[[Bound], Labels]) -> None:
     """Implement the losses of a table: torch's own on the rows, reduced by ours."""
     for name, signature in lines(text):
-        loss = _Loss(getattr(F, name), binder(signature), labels)
+        loss = _RowLosses(getattr(F, name), binder(signature), labels)
         padded = loss.padded if labels is rows else False
         implements(getattr(F, name), padded=padded)(loss)
 
 
 @dataclass(frozen=True)
-class _Loss:
+class _RowLosses:
     of: Callable[..., Any]
     bind: Callable[..., Bound]
     labels: Callable[[Bound], Labels]

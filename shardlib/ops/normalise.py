@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.aliases import refuse_overlap
 from shardlib.errors import BadArgument
+from shardlib.memory_sharing import refuse_overlap
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
-from shardlib.ops.signatures import Slot, binder
+from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.tensor import ShardedTensor, Unfit, implements, is_half, typeof
 
 
@@ -34,10 +34,12 @@ declare(
 def _instances(b: Bound) -> Labels:
     """Label samples and channels rows: each channel of a sample is normalised independently."""
     x, stats = b["input"], [b["running_mean"], b["running_var"]]
-    if b["use_input_stats"] and any(isinstance(s, Slot) for s in stats):
+    if b["use_input_stats"] and any(isinstance(s, ArgumentSlot) for s in stats):
         raise Unfit("running statistics of instances are means over the batch")
     out: Labels = {x.at: ("b", "c") + (None,) * (x.ndim - 2)}
-    return out | {s.at: ("c",) for s in (b["weight"], b["bias"], *stats) if isinstance(s, Slot)}
+    return out | {
+        s.at: ("c",) for s in (b["weight"], b["bias"], *stats) if isinstance(s, ArgumentSlot)
+    }
 
 
 declare(

@@ -18,9 +18,7 @@ from shardlib.collectives import lead
 from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.kernels.bits import signed
 from shardlib.layouts import Dim, Layout
-from shardlib.ops.dims import Labels, rows_call
-from shardlib.ops.elementwise import aligned
-from shardlib.ops.keyed import (
+from shardlib.ops.counter_rng import (
     Make,
     Pairs,
     along,
@@ -31,6 +29,8 @@ from shardlib.ops.keyed import (
     then,
     unit,
 )
+from shardlib.ops.dims import Labels, rows_call
+from shardlib.ops.elementwise import aligned
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key

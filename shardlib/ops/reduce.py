@@ -17,9 +17,9 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import rows, spelled
 from shardlib.ops.dims import rows_call
+from shardlib.ops.fallback import each
 from shardlib.ops.padding import filled, masked, padded_to
 from shardlib.ops.signatures import binder, dim_of, dims_of
-from shardlib.ops.whole import each
 from shardlib.placing import reshard
 from shardlib.tensor import (
     ShardedTensor,

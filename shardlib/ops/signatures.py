@@ -12,7 +12,7 @@ by position, by keyword in any order, with defaults.  A call that fits no line r
 dispatcher then calls torch itself on whole operands; no argument is ever dropped.
 
 ``*dims`` takes ints, one sequence, or ``dims=``.  ``out=None`` is accepted everywhere; any other
-``out`` fits no line (ops/whole.py writes it).  numpy's names (``axis``, ``keepdims``, ``x``,
+``out`` fits no line (ops/fallback.py writes it).  numpy's names (``axis``, ``keepdims``, ``x``,
 ``x2``) and the method's ``self`` stand for torch's where torch's were not given.
 """
 
@@ -26,10 +26,10 @@ from torch import Tensor
 from shardlib.errors import BadArgument, OutOfRange
 from shardlib.tensor import Unfit
 
-__all__ = ["Slot", "binder", "dim_of", "dims_of"]
+__all__ = ["ArgumentSlot", "binder", "dim_of", "dims_of"]
 
 
-class Slot:
+class ArgumentSlot:
     """Placeholder for a tensor while a call is bound: its index and shape, not its value."""
 
     __slots__ = ("at", "ndim", "shape")
@@ -48,9 +48,9 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "bool": lambda v: isinstance(v, bool),
     "ints": lambda v: _is_int(v) or (isinstance(v, tuple | list) and all(map(_is_int, v))),
     "number": lambda v: isinstance(v, int | float | complex) and not isinstance(v, bool),
-    "tensor": lambda v: isinstance(v, Tensor | Slot),
+    "tensor": lambda v: isinstance(v, Tensor | ArgumentSlot),
     "tensors": lambda v: (
-        isinstance(v, tuple | list) and all(isinstance(t, Tensor | Slot) for t in v)
+        isinstance(v, tuple | list) and all(isinstance(t, Tensor | ArgumentSlot) for t in v)
     ),
     "none": lambda v: v is None,
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardlib.ops.declare import Bound, declare, homes, leading, slots
 from shardlib.ops.dims import Labels, rows_call
-from shardlib.ops.signatures import Slot, binder
+from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.tensor import TABLE, Unfit, implements
 
 
@@ -78,7 +78,7 @@ def _convolved(k: int, transposed: bool = False) -> Callable[[Bound], Labels]:
         filters = "o" if b["groups"] == 1 else None
         out: Labels = {x.at: ("b",) * (x.ndim - k - 1) + (None,) * (k + 1)}
         out[w.at] = ((None, filters) if transposed else (filters, None)) + (None,) * k
-        return out | ({bias.at: (filters,)} if isinstance(bias, Slot) else {})
+        return out | ({bias.at: (filters,)} if isinstance(bias, ArgumentSlot) else {})
 
     return labels
 
@@ -124,7 +124,7 @@ def _depthwise(k: int) -> None:
             x.at: ("b",) * (x.ndim - k - 1) + ("c",) + (None,) * k,
             w.at: ("c",) + (None,) * (k + 1),
         }
-        return out | ({bias.at: ("c",)} if isinstance(bias, Slot) else {})
+        return out | ({bias.at: ("c",)} if isinstance(bias, ArgumentSlot) else {})
 
     def implementation(func: Any, args: Any, kwargs: Any) -> Any:
         x, w, bias, stride, padding, dilation, groups = bind(*args, **kwargs).values()

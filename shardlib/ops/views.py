@@ -209,7 +209,7 @@ def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tup
     return tuple(count // known if s == -1 else s for s in sizes) if holes else sizes
 
 
-class _Call(NamedTuple):
+class _ViewCall(NamedTuple):
     """Call of a view function, as it was made."""
 
     func: Any
@@ -233,7 +233,7 @@ def _viewed(
     return out if isinstance(out, str) else (out, out.local_shape(new, dict(mesh)))
 
 
-def _view(call: _Call, func: Any, x: ShardedTensor, new: tuple[int, ...]) -> Any:
+def _view(call: _ViewCall, func: Any, x: ShardedTensor, new: tuple[int, ...]) -> Any:
     new = _infer(new, x, x.padded_shape.numel(), func.__name__)
     copied = not is_dense(x) and not _mergeable(x, new)
     if copied and func is Tensor.view:
@@ -340,7 +340,7 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
         raise no_implementation(func, args, kwargs, "a view as another dtype")
     x, new = VIEW(*args, **kwargs).values()
     run = Tensor.view if func is Tensor.view else Tensor.reshape
-    return _view(_Call(func, args, kwargs), run, x, new)
+    return _view(_ViewCall(func, args, kwargs), run, x, new)
 
 
 _AS = binder("view_as(input, other: tensor)")
@@ -352,7 +352,7 @@ def view_as(func: Any, args: Any, kwargs: Any) -> Any:
     run = Tensor.view if func is Tensor.view_as else Tensor.reshape
     if not isinstance(x, ShardedTensor):
         return run(x, other.shape)
-    return _view(_Call(func, args, kwargs), run, x, tuple(other.shape))
+    return _view(_ViewCall(func, args, kwargs), run, x, tuple(other.shape))
 
 
 _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
@@ -375,7 +375,7 @@ def flatten(func: Any, args: Any, kwargs: Any) -> Any:
         return x
     size = x.padded_shape
     new = (*size[:start], size[start : end + 1].numel(), *size[end + 1 :])
-    return _view(_Call(func, args, kwargs), Tensor.reshape, x, new)
+    return _view(_ViewCall(func, args, kwargs), Tensor.reshape, x, new)
 
 
 _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
@@ -392,13 +392,13 @@ def unflatten(func: Any, args: Any, kwargs: Any) -> Any:
     dim = dim_of(dim, len(x.padded_shape), "unflatten")
     sizes = _infer(tuple(sizes), x, x.padded_shape[dim], "unflatten")
     new = (*x.padded_shape[:dim], *sizes, *x.padded_shape[dim + 1 :])
-    return _view(_Call(func, args, kwargs), Tensor.reshape, x, new)
+    return _view(_ViewCall(func, args, kwargs), Tensor.reshape, x, new)
 
 
 # ---------------------------------------------------------------- permutations
 
 
-def _permuted(call: _Call, x: ShardedTensor, order: tuple[int, ...]) -> Any:
+def _permuted(call: _ViewCall, x: ShardedTensor, order: tuple[int, ...]) -> Any:
     return call.seen(x, Tensor.permute, (order,), _permuted_place(x, order))
 
 
@@ -422,7 +422,9 @@ def permute(func: Any, args: Any, kwargs: Any) -> Any:
         raise BadArgument(
             f"{len(order)} dimensions for a tensor that has {len(x.padded_shape)}", op="permute"
         )
-    return _permuted(_Call(func, args, kwargs), x, dims_of(order, len(x.padded_shape), "permute"))
+    return _permuted(
+        _ViewCall(func, args, kwargs), x, dims_of(order, len(x.padded_shape), "permute")
+    )
 
 
 _TRANSPOSE = binder("""
@@ -447,7 +449,7 @@ def transpose(func: Any, args: Any, kwargs: Any) -> Any:
     i, j = dim_of(i, len(order), "transpose"), dim_of(j, len(order), "transpose")
     if order:
         order[i], order[j] = order[j], order[i]
-    return _permuted(_Call(func, args, kwargs), x, tuple(order))
+    return _permuted(_ViewCall(func, args, kwargs), x, tuple(order))
 
 
 _T = binder("t(input)")
@@ -475,7 +477,7 @@ def transposed(func: Any, args: Any, kwargs: Any) -> Any:
         else tuple(reversed(range(ndim)))
     )
     place = _permuted_place(x, order)._replace(out_layout=x.place.out_layout)
-    return _Call(func, args, kwargs).seen(x, Tensor.permute, (order,), place)
+    return _ViewCall(func, args, kwargs).seen(x, Tensor.permute, (order,), place)
 
 
 _MOVEDIM = binder("movedim(input, source: ints, destination: ints)")
@@ -495,7 +497,7 @@ def movedim(func: Any, args: Any, kwargs: Any) -> Any:
     ndim = len(x.padded_shape)
     frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
     return _permuted(
-        _Call(func, args, kwargs), x, tuple(torch.movedim(frame, source, target).stride())
+        _ViewCall(func, args, kwargs), x, tuple(torch.movedim(frame, source, target).stride())
     )
 
 
@@ -534,7 +536,7 @@ def unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
     dims = x.sharding.resolve(ndim).dims
     layout = Layout(dims=(*dims[:dim], Dim(), *dims[dim:]), partial=x.sharding.partial)
     shape = torch.Size((*x.padded_shape[:dim], 1, *x.padded_shape[dim:]))
-    return _Call(func, args, kwargs).seen(
+    return _ViewCall(func, args, kwargs).seen(
         x, Tensor.unsqueeze, (dim,), x.place.becomes(layout, shape)
     )
 
@@ -554,7 +556,9 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     )
     new = torch.Size([x.padded_shape[d] for d in keep])
     at = tuple(d - ndim for d in sorted(gone))  # reshape could give other strides than squeeze
-    return _Call(func, args, kwargs).seen(x, Tensor.squeeze, (at,), x.place.becomes(layout, new))
+    return _ViewCall(func, args, kwargs).seen(
+        x, Tensor.squeeze, (at,), x.place.becomes(layout, new)
+    )
 
 
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
@@ -611,7 +615,7 @@ def expand(func: Any, args: Any, kwargs: Any) -> Any:
         )
     layout = Layout(dims=(*[Dim()] * lead, *x.dims), partial=x.sharding.partial)
     local = layout.local_shape(new, x.mesh)
-    return _Call(func, args, kwargs).seen(
+    return _ViewCall(func, args, kwargs).seen(
         x, Tensor.expand, (local,), x.place.becomes(layout, torch.Size(new))
     )
 

@@ -20,12 +20,12 @@ from shardlib.collectives import blocks, played, psum, storage, unwrap, wrap
 from shardlib.mesh import Mesh, bind, coordinates, rank_along
 from shardlib.ops.padding import filled
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.owners import Laid, Spread, laid
-from shardlib.optim.ranges import AMOUNT, Range, ranged
+from shardlib.optim.chunked_inplace import SPAN, spans, writable
+from shardlib.optim.global_reductions import norms, scale_in_place, scaled
+from shardlib.optim.hyperparam_checks import AMOUNT, Range, ranged
+from shardlib.optim.matrix_owners import Laid, Spread, laid
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import merged, named, one_each, only
-from shardlib.optim.spans import SPAN, spans, writable
-from shardlib.optim.sums import norms, scale_in_place, scaled
 from shardlib.optim.transform import Step, Transform, divide, keep, of_others, pieces
 from shardlib.optim.trees import each, moments, need, ready, trainable, wide, zeros_like
 from shardlib.tensor import ShardedTensor

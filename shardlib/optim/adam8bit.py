@@ -23,9 +23,9 @@ from shardlib.collectives import blocks, lead
 from shardlib.layouts import Dim, Layout
 from shardlib.optim.adaptive import MomentState, running
 from shardlib.optim.buckets import ALIGN, Buckets
-from shardlib.optim.ranges import ranged
+from shardlib.optim.chunked_inplace import SPAN
+from shardlib.optim.hyperparam_checks import ranged
 from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.spans import SPAN
 from shardlib.optim.transform import Step, Transform, divide, pieces
 from shardlib.optim.trees import each, moments, need, ready
 from shardlib.tensor import Place, ShardedTensor

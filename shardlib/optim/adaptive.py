@@ -11,11 +11,11 @@ from shardlib.kernels.active import Backend
 from shardlib.kernels.adamw import adamw_, adamw_halves_, steppable
 from shardlib.kernels.apex import apex
 from shardlib.optim.buckets import Pieces
+from shardlib.optim.chunked_inplace import spans
 from shardlib.optim.groups import by_mask
-from shardlib.optim.ranges import ranged
+from shardlib.optim.hyperparam_checks import ranged
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask
-from shardlib.optim.spans import spans
 from shardlib.optim.transform import (
     Step,
     Transform,

@@ -27,9 +27,23 @@ from shardlib.mesh import Mesh, rank_along
 from shardlib.optim.memory import Room
 
 __all__ = [
-    "ALIGN", "Beside", "Bucket", "Buckets", "Hops", "Index", "Item", "Part", "Pieces", "Slot", "flatten", "index",
-    "overlap", "parts", "register", "unflatten",
-]  # fmt: skip
+    "ALIGN",
+    "Beside",
+    "Bucket",
+    "BucketSlot",
+    "Buckets",
+    "Hops",
+    "Index",
+    "Item",
+    "Pieces",
+    "SlotPart",
+    "flatten",
+    "index",
+    "overlap",
+    "parts",
+    "register",
+    "unflatten",
+]
 
 ALIGN = 64
 """Elements: 512 bits of one byte each, the widest vector of any dtype."""
@@ -66,7 +80,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """A slot of a bucket: ``bucket[offset : offset + length]`` is ``leaves``, shaped ``shape``."""
 
     leaves: tuple[int, ...]
@@ -86,7 +100,7 @@ class Bucket:
     name: str
     dtype: torch.dtype
     axes: tuple[str, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[BucketSlot, ...]
     length: int
     hops: Hops
     ways: int
@@ -127,7 +141,7 @@ class Index:
         return iter(self.buckets)
 
     @cached_property
-    def where(self) -> dict[int, tuple[int, Slot]]:
+    def where(self) -> dict[int, tuple[int, BucketSlot]]:
         """Leaf number -> (bucket number, slot)."""
         return {
             i: (b, slot)
@@ -206,8 +220,8 @@ def index(
     tied: dict[int, list[int]] = {}
     for i, item in enumerate(items):
         tied.setdefault(item.value, []).append(i)
-    begun: dict[Any, list[Slot]] = {}
-    done: list[tuple[Any, list[Slot]]] = []
+    begun: dict[Any, list[BucketSlot]] = {}
+    done: list[tuple[Any, list[BucketSlot]]] = []
     placed: set[int] = set()
     for i in range(len(items)) if order is None else order:
         item = items[i]
@@ -221,7 +235,7 @@ def index(
             done.append((key, slots))
             slots = begun[key] = []
             end = 0
-        slots.append(Slot(tuple(tied[item.value]), end, length, item.shape))
+        slots.append(BucketSlot(tuple(tied[item.value]), end, length, item.shape))
     done += [(key, slots) for key, slots in begun.items() if slots]
     return Index(
         items,
@@ -235,7 +249,7 @@ def _bucket(
     items: Sequence[Item],
     k: int,
     key: Any,
-    slots: list[Slot],
+    slots: list[BucketSlot],
     hops: Hops,
     sizes: tuple[tuple[str, int], ...],
 ) -> Bucket:
@@ -317,17 +331,17 @@ def unflatten(flat: Tensor, bucket: Bucket) -> dict[int, Tensor]:
 
 
 @dataclass(frozen=True)
-class Part:
+class SlotPart:
     """A part of a slot: ``shard[start : start + length]`` is ``slot``'s elements from ``at`` on."""
 
-    slot: Slot
+    slot: BucketSlot
     start: int
     at: int
     length: int
 
 
 @lru_cache(maxsize=4096)
-def parts(bucket: Bucket, rank: int) -> tuple[Part, ...]:
+def parts(bucket: Bucket, rank: int) -> tuple[SlotPart, ...]:
     """List the parts of slots that rank ``rank`` holds of a bucket; empty parts are left out.
 
     >>> items = (Item("w", (9, 9), torch.float32, (), 0), Item("b", (3,), torch.float32, (), 1))
@@ -340,7 +354,7 @@ def parts(bucket: Bucket, rank: int) -> tuple[Part, ...]:
     for slot in bucket.slots:
         a, b = max(lo, slot.offset), min(lo + n, slot.offset + slot.length)
         if a < b:
-            out.append(Part(slot, a - lo, a - slot.offset, b - a))
+            out.append(SlotPart(slot, a - lo, a - slot.offset, b - a))
     return tuple(out)
 
 
@@ -473,7 +487,7 @@ class Buckets(dict[str, Any]):
         return {name for name, x in self.items() if x is None}
 
     @cached_property
-    def held(self) -> list[tuple[Bucket, int, Part]]:
+    def held(self) -> list[tuple[Bucket, int, SlotPart]]:
         """(bucket, number of the rank in this process, part) of each piece, in order.
 
         Buckets that are None, such as frozen parameters' gradients, have no pieces.
@@ -482,7 +496,7 @@ class Buckets(dict[str, Any]):
             every = held(self.index, self.mesh)
             return [at for at in every if self[at[0].name] is not None] if self.gone else every
         return [
-            (bucket, i, Part(slot, slot.offset, 0, slot.length))
+            (bucket, i, SlotPart(slot, slot.offset, 0, slot.length))
             for bucket in self.index.buckets
             for i in range(len(played(self.mesh)))
             for slot in bucket.slots
@@ -503,7 +517,7 @@ class Buckets(dict[str, Any]):
         return type(self), (dict(self), self.index, self.mesh)
 
 
-def held(index: Index, mesh: Mesh) -> list[tuple[Bucket, int, Part]]:
+def held(index: Index, mesh: Mesh) -> list[tuple[Bucket, int, SlotPart]]:
     """List (bucket, number of the rank in this process, part) of each piece, in order."""
     return [
         (bucket, i, part)
@@ -517,7 +531,7 @@ def _rounded(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
-def _runs(held: Sequence[tuple[Bucket, int, Part]]) -> list[tuple[int, int]]:
+def _runs(held: Sequence[tuple[Bucket, int, SlotPart]]) -> list[tuple[int, int]]:
     """List (first, after the last) of pieces that are adjacent in memory, in whole vectors."""
     out: list[tuple[int, int]] = []
     for k, (bucket, i, part) in enumerate(held):

@@ -14,9 +14,9 @@ from shardlib.errors import ShardError
 from shardlib.kernels.active import Backend
 from shardlib.mesh import scope, within
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.global_reductions import powers, scaled, summed, totals
+from shardlib.optim.hyperparam_checks import POSITIVE, ranged
 from shardlib.optim.later import on_host, post, told
-from shardlib.optim.ranges import POSITIVE, ranged
-from shardlib.optim.sums import powers, scaled, summed, totals
 from shardlib.optim.transform import Step, Transform, under
 from shardlib.optim.trees import EmptyState, each, names_of, ready
 from shardlib.tensor import ShardedTensor

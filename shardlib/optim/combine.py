@@ -3,8 +3,8 @@
 from typing import Any
 
 from shardlib.errors import BadArgument
+from shardlib.optim.hyperparam_checks import NUMBER, ranged
 from shardlib.optim.later import chosen
-from shardlib.optim.ranges import NUMBER, ranged
 from shardlib.optim.schedules import Schedule
 from shardlib.optim.transform import (
     Step,

@@ -80,7 +80,7 @@ def place_of(item: Item, params: Buckets, deferred: frozenset[str]) -> Place:
     return Place(item.layout, torch.Size(item.tiled), params.mesh, true, deferred)
 
 
-class Read:
+class BlockReader:
     """A callback that gathers a parameter's block, for a value that has none until it is read."""
 
     __slots__ = ("leaf", "name", "reading")
@@ -105,7 +105,7 @@ class Reading:
     """The parameters gathered by the forwards of one graph, and by its backward.
 
     ``now``      bucket name -> the parts that are read.
-    ``parts``    the same as nodes of the graph: see ``_Part``.
+    ``parts``    the same as nodes of the graph: see ``_BucketPart``.
     ``flat``     gathered buckets.
     ``blocks``   (bucket name, whether grad mode is on) -> the parameters' blocks in it.
     ``made``     bucket name -> caches derived from its blocks.
@@ -158,7 +158,7 @@ class Reading:
                 place,
                 item.dtype,
                 self.now[bucket.name].device,
-                Read(self, bucket.name, slot.leaves[0]),
+                BlockReader(self, bucket.name, slot.leaves[0]),
             )
         return out
 
@@ -172,7 +172,7 @@ class Reading:
             # forward alone: recomputation in backward reads in another order
             if backward_now() == -1:
                 self._note(name)
-            found = _Gather.apply(self._part(name), self, name, flat)
+            found = _GatherBucket.apply(self._part(name), self, name, flat)
             slots = self.buckets[name].slots
             self.blocks[key] = {s.leaves[0]: t for s, t in zip(slots, found, strict=True)}  # type: ignore[arg-type]
         return self.blocks[key][leaf]
@@ -185,7 +185,7 @@ class Reading:
         if name not in self.parts:
             made = Gradient(self.index, self.buckets[name], self.mesh, part)
             self.gradients[name] = made
-            self.parts[name] = _Part.apply(part, made)  # type: ignore[assignment]
+            self.parts[name] = _BucketPart.apply(part, made)  # type: ignore[assignment]
         return self.parts[name]
 
     def again(self, name: str) -> Tensor:
@@ -406,7 +406,7 @@ def _pack(flat: Tensor, bucket: Bucket, grads: tuple[Tensor | None, ...], add: b
         flat[..., start:stop] = 0
 
 
-class _Part(Local):
+class _BucketPart(Local):
     """Identity on a bucket's part, whose backward runs after all gathers have added gradients."""
 
     @staticmethod
@@ -427,7 +427,7 @@ class _Part(Local):
         return finish() if more is None else more + finish(), None
 
 
-class _Gather(Local):
+class _GatherBucket(Local):
     """From a bucket's part to the blocks of its parameters; backward adds their gradients.
 
     It is one function with many results: with one slice per result, the backward of each would make

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shardlib.errors import ShardError
 from shardlib.optim.clip import global_norm, norms_known
+from shardlib.optim.hyperparam_checks import COUNT, STEPS, Range, ranged
 from shardlib.optim.later import begun, counted, on_host, post, rolled_back, told
-from shardlib.optim.ranges import COUNT, STEPS, Range, ranged
 from shardlib.optim.transform import Step, Transform, check_transform, handed_on, run_in_place
 from shardlib.optim.trees import each, nothing, wide
 

@@ -11,10 +11,10 @@ from shardlib.kernels.active import Backend
 from shardlib.kernels.apex import apex
 from shardlib.optim.adaptive import MomentState, running
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.ranges import ranged
+from shardlib.optim.chunked_inplace import spans, writable
+from shardlib.optim.global_reductions import norms, scale_in_place, scaled
+from shardlib.optim.hyperparam_checks import ranged
 from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.spans import spans, writable
-from shardlib.optim.sums import norms, scale_in_place, scaled
 from shardlib.optim.transform import Step, Transform, divide, pieces, under
 from shardlib.optim.trees import each, moments, need, ready, zeros_like
 from shardlib.tensor import ShardedTensor, real_axes

@@ -7,9 +7,9 @@ import torch
 from shardlib.errors import ShardError
 from shardlib.kernels import active
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.chunked_inplace import spans
 from shardlib.optim.halves import halves, joined
 from shardlib.optim.memory import Memory
-from shardlib.optim.spans import spans
 from shardlib.optim.transform import Step, Transform, run_in_place, runs
 from shardlib.optim.trees import refuse_copies
 from shardlib.tensor import ShardedTensor, typeof

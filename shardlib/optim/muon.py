@@ -36,9 +36,11 @@ from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, sco
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide, known
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.chunked_inplace import spans, writable
+from shardlib.optim.global_reductions import scale_in_place, scaled
 from shardlib.optim.groups import of_matrices
-from shardlib.optim.newton_schulz import COEFFICIENTS, Coefficients, flops, on_blocks, orthogonal
-from shardlib.optim.owners import (
+from shardlib.optim.hyperparam_checks import COUNT, POSITIVE, ranged
+from shardlib.optim.matrix_owners import (
     Laid,
     Patterns,
     Spread,
@@ -51,11 +53,9 @@ from shardlib.optim.owners import (
     only_matrices,
     through_owners,
 )
-from shardlib.optim.ranges import COUNT, POSITIVE, ranged
+from shardlib.optim.newton_schulz import COEFFICIENTS, Coefficients, flops, on_blocks, orthogonal
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask, one_each
-from shardlib.optim.spans import spans, writable
-from shardlib.optim.sums import scale_in_place, scaled
 from shardlib.optim.transform import Step, Transform, divide, pieces
 from shardlib.optim.trees import each, moments, need, ready, wide
 from shardlib.placing import reshard
@@ -122,7 +122,9 @@ def muon(
             op="muon",
             fix="sl.optim.muon(0.02, adjust='match_rms_adamw')",
         )
-    how = _How(coefficients, steps, eps, dtype, most_mb * 2**20, tuple(side), listed(kernels))
+    how = _IterationSettings(
+        coefficients, steps, eps, dtype, most_mb * 2**20, tuple(side), listed(kernels)
+    )
 
     def init(params: Any) -> MuonState:
         only_matrices(params, "muon", kernels)
@@ -164,7 +166,7 @@ def muon(
     return of_matrices(core, rest, matrices, "muon", 0.02)
 
 
-class _How(NamedTuple):
+class _IterationSettings(NamedTuple):
     """Settings of Newton-Schulz: coefficients, steps, eps, dtype, size limit, matrices per leaf."""
 
     coefficients: Coefficients
@@ -191,7 +193,7 @@ class _How(NamedTuple):
         return rows, cols
 
 
-def _adjusted(tree: Any, adjust: Adjust, how: _How) -> list[Tensor | None]:
+def _adjusted(tree: Any, adjust: Adjust, how: _IterationSettings) -> list[Tensor | None]:
     """Compute the factor of each matrix's rate."""
     out: list[Tensor | None] = []
     for path, x in one_each(tree):
@@ -546,7 +548,7 @@ def _case_of(
 # ---------------------------------------------------------------- the four algorithms
 
 
-def _orthogonal(tree: Any, how: _How, into: Any = None) -> Any:
+def _orthogonal(tree: Any, how: _IterationSettings, into: Any = None) -> Any:
     """Orthogonalise every matrix of the tree.
 
     ``into``  a tree of contiguous blocks for the results; the tree itself if it may be overwritten.
@@ -580,7 +582,9 @@ def _like(tree: Any) -> Any:
     return each(lambda x: torch.empty_like(x, memory_format=flat), tree)
 
 
-def _placed(mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _How, dtype: torch.dtype) -> None:
+def _placed(
+    mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _IterationSettings, dtype: torch.dtype
+) -> None:
     """Orthogonalise matrices of one mesh, each by the algorithm that ``_ways`` chooses."""
     case = _case_of([given for given, _ in pairs], dtype, how.most, how.steps)
     ways = known(("muon", case), lambda: _ways(case), mesh.plans)
@@ -645,14 +649,14 @@ def _together(case: MuonCase, ways: Sequence[str]) -> float:
     return total
 
 
-def _each_local(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
+def _each_local(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tensor:
     """Orthogonalise blocks that consist of whole matrices."""
     (m, n), (rows, cols) = s.one, x.raw.shape[-2:]
     flat = x.raw.reshape(-1, rows, cols)
     return apart(how, flat, (rows // m, cols // n)).reshape(x.raw.shape)
 
 
-def _by_gathering(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
+def _by_gathering(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tensor:
     """Orthogonalise each matrix on every rank that holds a part of it."""
     whole = reshard(x.with_padding, _gathered_layout(s, tuple(x.mesh.axes.items())))
     (m, n), side = s.one, s.side
@@ -668,7 +672,7 @@ def _by_gathering(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
     return reshard(whole.becomes(out), s.layout).raw
 
 
-def _by_blocks(x: ShardedTensor, s: Spread, how: _How) -> Tensor:
+def _by_blocks(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tensor:
     """Orthogonalise matrices by products on blocks, each matrix of a leaf in turn."""
     one = _beside(s)
     assert isinstance(one, Spread), "the price was asked"

@@ -18,7 +18,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Item, flatten
 from shardlib.optim.flat import slot_of
-from shardlib.optim.owned import Owned
+from shardlib.optim.matrix_owned import Owned
 from shardlib.optim.trees import names_of, zeros_like
 from shardlib.optim.wrap import AroundZeroState, MultiState
 from shardlib.placing import reshard, shard, unshard

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.chunked_inplace import spans
 from shardlib.optim.halves import halves, joined
-from shardlib.optim.spans import spans
 from shardlib.optim.transform import (
     Step,
     Transform,

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Literal
 
 from shardlib.errors import BadArgument, ShardError
-from shardlib.optim.ranges import AMOUNT, STEPS, ranged
+from shardlib.optim.hyperparam_checks import AMOUNT, STEPS, ranged
 
 __all__ = ["Schedule", "at_step", "constant", "cosine", "joined", "linear", "warmup_cosine", "wsd"]
 

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import Unsupported
+from shardlib.optim.chunked_inplace import spans, writable
 from shardlib.optim.groups import of_matrices
-from shardlib.optim.owned import Kind, Owned
-from shardlib.optim.owners import (
+from shardlib.optim.hyperparam_checks import COUNT, POSITIVE, ranged
+from shardlib.optim.matrix_owned import Kind, Owned
+from shardlib.optim.matrix_owners import (
     Laid,
     Patterns,
     Spread,
@@ -30,10 +32,8 @@ from shardlib.optim.owners import (
     only_matrices,
     through_owners,
 )
-from shardlib.optim.ranges import COUNT, POSITIVE, ranged
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask
-from shardlib.optim.spans import spans, writable
 from shardlib.optim.transform import Step, Transform, divide, pieces
 from shardlib.optim.trees import each, moments, need, ready, wide
 
@@ -110,7 +110,7 @@ def soap(
 
         def compute(i: int, units: Sequence[int], batch: Tensor, side: tuple[int, int]) -> None:
             for unit, g in zip(units, batch.unbind(), strict=True):
-                mine = _Numbers(*(x[unit] for x in kept[i]))
+                mine = _MatrixStatistics(*(x[unit] for x in kept[i]))
                 _step(g, mine, state.count, b1, b2, eps, every)
 
         plan, dtype = state.mu.held.plan, state.mu.vector.dtype
@@ -181,7 +181,7 @@ def _work(s: Spread) -> int:
     return 8 * m * n * (m + n) + m**3 + n**3
 
 
-class _Numbers(NamedTuple):
+class _MatrixStatistics(NamedTuple):
     """The state of one matrix, as in SoapState; empty for sides without statistics."""
 
     mu: Tensor
@@ -193,7 +193,7 @@ class _Numbers(NamedTuple):
 
 
 def _step(
-    g: Tensor, own: _Numbers, count: int, b1: float, b2: float, eps: float, every: int
+    g: Tensor, own: _MatrixStatistics, count: int, b1: float, b2: float, eps: float, every: int
 ) -> None:
     """Step one matrix in place: ``g`` is overwritten with its direction."""
     mu, nu, left, right, left_basis, right_basis = own

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardlib.errors import ShardError
 from shardlib.optim.clip import global_norm
-from shardlib.optim.handover import hand_over
+from shardlib.optim.donation import hand_over
 from shardlib.optim.replicas import compare
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
 from shardlib.optim.trees import given_for

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from shardlib.optim.chunked_inplace import spans
+from shardlib.optim.hyperparam_checks import COUNT, Range, ranged
 from shardlib.optim.later import chosen
-from shardlib.optim.ranges import COUNT, Range, ranged
-from shardlib.optim.spans import spans
 from shardlib.optim.transform import (
     Step,
     Transform,

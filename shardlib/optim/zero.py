@@ -27,10 +27,10 @@ from shardlib.optim.buckets import Buckets, Hops, Index, parts, unflatten
 from shardlib.optim.clip import global_norm
 from shardlib.optim.flat import adopt, gather, own, put_back, shard_place, unread
 from shardlib.optim.gathered import Parts
+from shardlib.optim.index import MOST, Seen, changed, flat, index_of
 from shardlib.optim.masters import Master, ZeroState, cast, only_bf16, with_master
 from shardlib.optim.memory import Memory
 from shardlib.optim.names import load_state_dict, state_dict
-from shardlib.optim.seen import MOST, Seen, changed, flat, index_of
 from shardlib.optim.sink import Sink, Summed
 from shardlib.optim.transform import Step, Transform, check_transform, run_in_place
 from shardlib.optim.trees import given_for

@@ -19,7 +19,7 @@ from shardlib.collectives import Event, Trace, trace
 from shardlib.errors import BadArgument, ShardError, Unsupported, user_line
 from shardlib.grad import deferring
 from shardlib.layouts.dims import axis_sizes
-from shardlib.live import Live
+from shardlib.memory_tracker import Live
 from shardlib.mesh import MeshLike, record, within
 from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
@@ -30,7 +30,7 @@ from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size
 from shardlib.planning.bounds import lower_bound
-from shardlib.planning.known import Known
+from shardlib.planning.constant_folding import Known
 from shardlib.tensor import ShardedTensor, Together, settle, typeof
 
 __all__ = ["Explanation", "Row", "explain", "size"]
@@ -354,7 +354,7 @@ def _explained(
     with record(**sizes) as paper, trace() as t:
         known = Known()
         ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
-        watch = _Watch(t, paper.size, backward, paths)
+        watch = _CallRecorder(t, paper.size, backward, paths)
         leaves = [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
         trained = [x for x in leaves if x.raw.requires_grad]
         sink = _sink(tx, ours) if backward and trained else None
@@ -394,7 +394,7 @@ def _on_paper(x: Any, mesh: Any) -> Any:
     return x.detach().to("meta") if isinstance(x, Tensor) else x
 
 
-class _Watch:
+class _CallRecorder:
     """A watcher that adds a row per function called on sharded tensors.
 
     Calls inside such a function belong to its row.

@@ -21,8 +21,8 @@ from shardlib.cost import Cost, moving
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Link
 from shardlib.modules import recipes
-from shardlib.modules.dimensions import trace_dimensions
-from shardlib.planning.outline import outline
+from shardlib.modules.dim_trace import trace_dimensions
+from shardlib.planning.layer_dedup import outline
 from shardlib.planning.products import Layer, all_products
 
 __all__ = ["Choice", "Grid3", "Layer", "choose", "factorizations", "step_cost"]

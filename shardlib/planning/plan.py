@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from shardlib.errors import BadArgument, ShardError, similar
 from shardlib.mesh import record
 from shardlib.modules import parallelize, recipes
-from shardlib.modules.dimensions import Dimensions, trace_dimensions
+from shardlib.modules.dim_trace import Dimensions, trace_dimensions
 from shardlib.placing import shard
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explain import explain, size
 from shardlib.planning.grids import step_cost
-from shardlib.planning.outline import Outline, outline
-from shardlib.planning.products import Layer, Sums, all_products
+from shardlib.planning.layer_dedup import Outline, outline
+from shardlib.planning.products import Layer, Totals, all_products
 
-__all__ = ["Plan", "Way", "Weighed", "loss_of", "plan"]
+__all__ = ["Plan", "Strategy", "Weighed", "loss_of", "plan"]
 
 
 RECIPES = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring")
@@ -37,7 +37,7 @@ BUCKET = 25 * 2**20  # gradients per collective, as zero's bucket_mb
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """A way to train: a recipe on a mesh, ZeRO's stage, remat and micro-batches.
 
     ``accumulate``  micro-batches of a step: forward and backward run once for each.
@@ -81,7 +81,7 @@ class Weighed:
     one micro-batch.
     """
 
-    way: Way
+    way: Strategy
     along: Mapping[str, tuple[float, float]]
     parameters: float
     gradients: float
@@ -135,7 +135,7 @@ class Plan:
     table: tuple[Weighed, ...]
     memory: float
     looked: int
-    rejected: tuple[tuple[Way, str], ...] = ()
+    rejected: tuple[tuple[Strategy, str], ...] = ()
     batch: int = 0
     cluster: Cluster | None = None
 
@@ -261,7 +261,7 @@ def plan(
     # the index breaks ties: a Way has no order
     ranked = sorted((study.estimate(w), i, w) for i, w in enumerate(ways))
     table: list[Weighed] = []
-    rejected: list[tuple[Way, str]] = []
+    rejected: list[tuple[Strategy, str]] = []
     for way in _some([(seconds, w) for seconds, _, w in ranked], most):
         try:
             table.append(study.weigh(way))
@@ -275,7 +275,7 @@ _RANKS, _ROWS = 2**20, 2**40
 """Upper limits: ranks (their divisors are counted one by one), and rows and tokens per row."""
 
 
-def _some(ranked: Sequence[tuple[float, Way]], most: int) -> list[Way]:
+def _some(ranked: Sequence[tuple[float, Strategy]], most: int) -> list[Strategy]:
     """Return the best, and each recipe's best if its estimate is at most twice the best one."""
     if not ranked:
         return []
@@ -354,35 +354,35 @@ class _Study:
         self.flops = 3 * batch * self.outline.total([_flops(m, sequence) for m in self.models])
         self.heads, self.keys = _heads(model), _keys(model)
 
-    def ways(self, ranks: int, names: Sequence[str]) -> Iterator[Way]:
+    def ways(self, ranks: int, names: Sequence[str]) -> Iterator[Strategy]:
         """List every recipe on every mesh that divides the sizes."""
         for data in _divisors(ranks):
             rest = ranks // data
             axes = {"data": data} if data > 1 else {}
             if rest == 1:
                 if "ddp" in names and self.batch % data == 0:
-                    yield Way("ddp", {"data": data})
+                    yield Strategy("ddp", {"data": data})
                 continue
             if "megatron1d" in names and self._even(data, rest):
-                yield Way("megatron1d", {**axes, "x": rest})
+                yield Strategy("megatron1d", {**axes, "x": rest})
             if "fsdp" in names and self.batch % ranks == 0:
-                yield Way("fsdp", {**axes, "x": rest})
+                yield Strategy("fsdp", {**axes, "x": rest})
             if "ring" in names and self.batch % data == 0 and self.sequence % (2 * rest) == 0:
-                yield Way("ring", {**axes, "s": rest})
+                yield Strategy("ring", {**axes, "s": rest})
             for x in _divisors(rest):
                 y = rest // x
                 if "optimus2d" in names and 1 < x < rest and self._even(data * x, y):
-                    yield Way("optimus2d", {**axes, "x": x, "y": y})
+                    yield Strategy("optimus2d", {**axes, "x": x, "y": y})
                 for z in _divisors(y):
                     n = y // z
                     cube = "cube3d" in names and min(x, n, z) > 1
                     if cube and self._even(data * x * n, n) and self.batch % (data * x * z) == 0:
-                        yield Way("cube3d", {**axes, "x": x, "y": n, "z": z})
+                        yield Strategy("cube3d", {**axes, "x": x, "y": n, "z": z})
 
     def _even(self, rows: int, heads: int) -> bool:
         return self.batch % rows == 0 and (self.heads is None or self.heads % heads == 0)
 
-    def estimate(self, way: Way) -> float:
+    def estimate(self, way: Strategy) -> float:
         """Estimate a step's seconds from its products; 1e9 more where its state cannot fit."""
         mesh = way.mesh
         data = mesh.get("data", 1)
@@ -417,7 +417,7 @@ class _Study:
             seconds + self.flops / ranks / self.cluster.flops + (1e9 if over > self.room else 0.0)
         )
 
-    def weigh(self, way: Way) -> Weighed:
+    def weigh(self, way: Strategy) -> Weighed:
         """Find the micro-batches, remat and stage that fit and take least time, with their cost.
 
         One number of micro-batches runs on the meta device, with or without remat; the others are
@@ -461,7 +461,7 @@ class _Study:
 
     def _best(
         self,
-        way: Way,
+        way: Strategy,
         found: Mapping[tuple[int, str], Mapping[str, float]],
         counts: Sequence[int],
         remats: Sequence[str],
@@ -498,7 +498,7 @@ class _Study:
                 out[key] = reduced + by * (known[key] - reduced)
         return out
 
-    def _measured(self, way: Way, remat: str) -> dict[str, float]:
+    def _measured(self, way: Strategy, remat: str) -> dict[str, float]:
         """Measure the cost of a micro-batch on the meta device."""
         policies = [(f"{path}.*", remat) for path, _ in self.outline.stacks] if remat else []
         found = [
@@ -513,7 +513,7 @@ class _Study:
             whole[name] = max((f.values[of] - first[of] for f in found[1:]), default=0)
         return whole
 
-    def _run(self, way: Way, model: nn.Module, dims: Dimensions, remat: Any) -> Sums:
+    def _run(self, way: Strategy, model: nn.Module, dims: Dimensions, remat: Any) -> Totals:
         """Run one of the smaller models on the meta device."""
         with record(**way.mesh) as mesh:
             make = getattr(recipes, way.recipe)
@@ -533,9 +533,9 @@ class _Study:
                     out[f"reduced {e.axis}"] += float(e.bytes)  # gradients
                     out[f"gradients {e.axis}"] += e.messages
         out |= {"parameters": found.parameters, "saved": found.saved, "transient": found.transient}
-        return Sums(dict(out))
+        return Totals(dict(out))
 
-    def _staged(self, way: Way, found: Mapping[str, float]) -> Weighed:
+    def _staged(self, way: Strategy, found: Mapping[str, float]) -> Weighed:
         ways = math.prod(way.mesh[a] for a in way.copies)
         params = float(found["parameters"])
         state = params / self.item * self.state / (ways if way.stage else 1)

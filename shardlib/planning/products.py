@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardlib.modules.atoms import length
-from shardlib.modules.dimensions import Dimensions
-from shardlib.modules.roles import deep, kinds
-from shardlib.planning.outline import Outline
+from shardlib.modules.dim_factors import length
+from shardlib.modules.dim_trace import Dimensions
+from shardlib.modules.param_roles import deep, kinds
+from shardlib.planning.layer_dedup import Outline
 
-__all__ = ["Layer", "Sums", "all_products", "products"]
+__all__ = ["Layer", "Totals", "all_products", "products"]
 
 
 class Layer(NamedTuple):
@@ -32,7 +32,7 @@ def products(dims: Dimensions) -> Counter[Layer]:
     """Count the products in a run of a model, whichever modules hold their weights.
 
     >>> from torch import nn
-    >>> from shardlib.modules.dimensions import trace_dimensions
+    >>> from shardlib.modules.dim_trace import trace_dimensions
     >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4), nn.Linear(4, 16))
     >>> found = products(trace_dimensions(mlp))
     >>> sum(n for layer, n in found.items() if (layer.inputs, layer.outputs) == (4, 16))
@@ -51,28 +51,28 @@ def products(dims: Dimensions) -> Counter[Layer]:
 
 
 @dataclass
-class Sums:
+class Totals:
     """Figures that can be added and subtracted key by key, for ``Outline.total``."""
 
     values: dict[Any, float] = field(default_factory=dict)
 
-    def __add__(self, other: "Sums") -> "Sums":
+    def __add__(self, other: "Totals") -> "Totals":
         return self._with(other, 1)
 
-    def __sub__(self, other: "Sums") -> "Sums":
+    def __sub__(self, other: "Totals") -> "Totals":
         return self._with(other, -1)
 
-    def __rmul__(self, by: float) -> "Sums":
-        return Sums({k: by * v for k, v in self.values.items()})
+    def __rmul__(self, by: float) -> "Totals":
+        return Totals({k: by * v for k, v in self.values.items()})
 
-    def _with(self, other: "Sums", by: float) -> "Sums":
+    def _with(self, other: "Totals", by: float) -> "Totals":
         out = dict(self.values)
         for k, v in other.values.items():
             out[k] = out.get(k, 0) + by * v
-        return Sums(out)
+        return Totals(out)
 
 
 def all_products(outline: Outline, dims: Sequence[Dimensions]) -> list[Layer]:
     """List the distinct products of the original model, with counts, from its smaller ones."""
-    whole: Sums = outline.total([Sums(dict(products(d))) for d in dims])
+    whole: Totals = outline.total([Totals(dict(products(d))) for d in dims])
     return [layer._replace(count=int(n)) for layer, n in whole.values.items() if n]

@@ -13,16 +13,16 @@ from torch import Tensor
 from shardlib.errors import OutOfRange
 from shardlib.layouts import Layout, axis_sizes
 from shardlib.mesh import coordinates
-from shardlib.ops.attention.engine import Plan
+from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours, tint
 from shardlib.seeing.frames import Frames, frames
 from shardlib.tensor import ShardedTensor, layout_of, named_tensors, typeof
 
-__all__ = ["Drawing", "Grid", "draw", "grids", "visualize"]
+__all__ = ["Drawing", "PieceGrid", "draw", "grids", "visualize"]
 
 
 @dataclass(frozen=True)
-class Grid:
+class PieceGrid:
     """A partition of two dimensions of a tensor into contiguous pieces.
 
     ``rows``, ``columns``  (start, stop) of each; one row (None) of a vector.
@@ -43,10 +43,10 @@ class Grid:
 class Drawing(Shown, str):
     """A drawing as text; a notebook shows it as a table, ``show()`` prints it in colours."""
 
-    grids: tuple[Grid, ...]
+    grids: tuple[PieceGrid, ...]
     note: str
 
-    def __new__(cls, drawn: Sequence[Grid], note: str = "") -> "Drawing":
+    def __new__(cls, drawn: Sequence[PieceGrid], note: str = "") -> "Drawing":
         made = str.__new__(cls, "".join(text for text, _ in _pieces(drawn, note)))
         made.grids, made.note = tuple(drawn), note
         return made
@@ -90,7 +90,7 @@ Given = TypeVar("Given")
 
 
 @overload
-def visualize(x: str | Plan, /, dims: None = None, **axes: int) -> Frames: ...
+def visualize(x: str | AttentionPlan, /, dims: None = None, **axes: int) -> Frames: ...
 @overload
 def visualize(x: Tensors, /, dims: tuple[int, int] | None = None) -> Drawing: ...
 @overload
@@ -124,7 +124,7 @@ def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) ->
     >>> len(sl.visualize(plan)), sl.visualize("ring", s=4)[0].sent[0].block
     (3, 'B0+C0')
     """
-    if isinstance(x, str | Plan):
+    if isinstance(x, str | AttentionPlan):
         return frames(x, **axes)
     if not isinstance(x, Tensor) and hasattr(x, "_repr_html_"):
         return x
@@ -143,7 +143,7 @@ def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) ->
     return Drawing(drawn, "; ".join(notes))
 
 
-def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[Grid]:
+def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[PieceGrid]:
     """Cut a tensor into its contiguous pieces; see ``visualize``."""
     mesh = axis_sizes(x.mesh) if isinstance(x, ShardedTensor) else axis_sizes(x.device_mesh)  # type: ignore[attr-defined]
     stored = tuple(x.padded_shape) if isinstance(x, ShardedTensor) else tuple(x.shape)
@@ -175,7 +175,7 @@ _MOST = 64  # the most pieces of a dimension that are drawn
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Interval:
     """Positions start:stop of a dimension, and the ranks that hold them."""
 
     start: int
@@ -185,7 +185,7 @@ class _Piece:
 
 def _cut(
     layout: Layout, stored: tuple[int, ...], true: tuple[int, ...], mesh: Mapping[str, int]
-) -> list[list[_Piece]]:
+) -> list[list[_Interval]]:
     """Cut each dimension where a rank's positions begin or end, and where padding begins."""
     held = [layout.indices(stored, mesh, c) for c in coordinates(mesh)]
     out = []
@@ -200,8 +200,8 @@ def _cut(
                 for p in borders[bisect_left(borders, start) : bisect_left(borders, stop)]:
                     owners[p].add(rank)
         out.append(
-            [_Piece(a, b, frozenset(owners[a])) for a, b in itertools.pairwise(borders)]
-            or [_Piece(0, n, frozenset(range(len(held))))]
+            [_Interval(a, b, frozenset(owners[a])) for a, b in itertools.pairwise(borders)]
+            or [_Interval(0, n, frozenset(range(len(held))))]
         )
     return out
 
@@ -229,19 +229,19 @@ def _grid(
     chosen: tuple[int, ...],
     front: list[int],
     shown: list[int],
-    pieces: list[list[_Piece]],
+    pieces: list[list[_Interval]],
     true: tuple[int, ...],
     mesh: Mapping[str, int],
-) -> Grid:
+) -> PieceGrid:
     every = frozenset(range(math.prod(mesh.values())))
     above = every
     for d, i in zip(front, chosen, strict=True):
         above &= pieces[d][i].ranks
     if not shown:  # a scalar
         text = _common(sorted(above), mesh)
-        return Grid((None,), ((0, 1),), ((tuple(sorted(above)),),), ((text,),), ((False,),))
+        return PieceGrid((None,), ((0, 1),), ((tuple(sorted(above)),),), ((text,),), ((False,),))
     across = pieces[shown[-1]]
-    down: list[_Piece | None] = list(pieces[shown[0]]) if len(shown) == 2 else [None]
+    down: list[_Interval | None] = list(pieces[shown[0]]) if len(shown) == 2 else [None]
     owners = []
     labels = []
     padding = []
@@ -254,7 +254,7 @@ def _grid(
     where = [":"] * len(true)
     for d, i in zip(front, chosen, strict=True):
         where[d] = f"{pieces[d][i].start}:{pieces[d][i].stop}"
-    return Grid(
+    return PieceGrid(
         tuple(None if row is None else (row.start, row.stop) for row in down),
         tuple((c.start, c.stop) for c in across),
         tuple(owners), tuple(labels), tuple(padding),
@@ -280,7 +280,7 @@ def _common(ranks: list[int], mesh: Mapping[str, int]) -> str:
     return " ".join(f"{n}{places[0][n]}" for n in same)
 
 
-def _pieces(drawn: Sequence[Grid], note: str) -> list[tuple[str, int | None]]:
+def _pieces(drawn: Sequence[PieceGrid], note: str) -> list[tuple[str, int | None]]:
     """Return the drawing as runs of text, each with its colour's number or None."""
     out: list[tuple[str, int | None]] = []
     for grid in drawn:
@@ -337,7 +337,7 @@ def draw(tensors: Mapping[str, Tensor], file: str | None = None) -> Picture:
     return picture
 
 
-def _panel(ax: Any, grid: Grid) -> None:
+def _panel(ax: Any, grid: PieceGrid) -> None:
     from matplotlib.patches import Rectangle
 
     wide = grid.columns[-1][1] or 1

@@ -21,7 +21,7 @@ from shardlib.errors import NoImplementation, ShardError, Unsupported, lettered
 from shardlib.layouts import Layout3D, Layout25D, Ring
 from shardlib.mesh import Mesh, enter, leave, rank_along, scope, simulate
 from shardlib.ops.attention import ring_attention
-from shardlib.ops.attention.engine import Plan
+from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.ops.matmul import product
 from shardlib.ops.registry import Match, pinned, why
 from shardlib.placing import shard
@@ -159,7 +159,7 @@ def _placed(name: str, x: Tensor) -> str:
     return f"sl.shard({whole}, {layout!r})"
 
 
-def frames(f: Callable[..., Any] | str | Plan, *operands: Any, **kwargs: Any) -> Frames:
+def frames(f: Callable[..., Any] | str | AttentionPlan, *operands: Any, **kwargs: Any) -> Frames:
     """Run ``f(*operands)`` on simulated ranks and list, by step, each block's sender and receivers.
 
     ``f``         a function; or the name of an algorithm, with the sizes of a mesh: it runs on
@@ -189,7 +189,7 @@ def frames(f: Callable[..., Any] | str | Plan, *operands: Any, **kwargs: Any) ->
     """
     if isinstance(f, str):
         return _of_name(f, kwargs)
-    if isinstance(f, Plan):
+    if isinstance(f, AttentionPlan):
         return _of_plan(f)
     sharded = [x for x in operands if isinstance(x, ShardedTensor)]
     if not sharded or not lead(sharded[0].mesh):
@@ -396,7 +396,7 @@ def _offers(mesh: Mesh) -> Iterator[tuple[str, Callable[..., Any], tuple[Sharded
         yield "matmul", product, (a, shard(x, of_b, mesh))  # type: ignore[misc]
 
 
-def _of_plan(plan: Plan) -> Frames:
+def _of_plan(plan: AttentionPlan) -> Frames:
     """Return the frames of a planned attention, on the ranks of its ring alone."""
     case, axes = plan.case, dict(plan.case.mesh)
     length = sum(len(run.positions) for rank in case.q_runs for run in rank)

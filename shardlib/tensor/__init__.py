@@ -1,8 +1,9 @@
 """Sharded tensors: layout records, operator dispatch, gradients, and plain tensors in calls."""
 
+from shardlib.tensor.grad_coalescing import Together, together_of
 from shardlib.tensor.gradients import (
     Wide,
-    _Share,
+    _ShareGradient,
     gradient_of,
     gradient_place,
     is_half,
@@ -58,7 +59,6 @@ from shardlib.tensor.tensor import (
     torch_refuses,
     typeof,
 )
-from shardlib.tensor.together import Together, together_of
 
 __all__ = [
     "whole_now",
@@ -73,7 +73,7 @@ __all__ = [
     "Wide",
     "_Copies",
     "_First",
-    "_Share",
+    "_ShareGradient",
     "_UNCAST",
     "block_of",
     "block_strides",

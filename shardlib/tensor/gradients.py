@@ -26,9 +26,9 @@ from shardlib._compat import Local, backward_now
 from shardlib.collectives import lead, psum, unwrap, wrap
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
+from shardlib.tensor.grad_coalescing import together_of
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor
-from shardlib.tensor.together import together_of
 
 __all__ = [
     "Wide", "gradient_of", "gradient_place", "is_half", "made_of", "of_pending", "real_axes", "settle", "to_pending",
@@ -133,7 +133,7 @@ class _Sum(Local):
         return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None, None, None
 
 
-class _Share(Local):
+class _ShareGradient(Local):
     """Identity; the gradient is divided by the number of ranks that all return it."""
 
     @staticmethod
@@ -160,7 +160,7 @@ class _OfPending(Local):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Share.apply(grads[0], ctx.count), None
+        return _ShareGradient.apply(grads[0], ctx.count), None
 
 
 class _ToPending(Local):
@@ -202,7 +202,7 @@ def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
 _SERIAL = itertools.count()
 
 
-class _Made:
+class _Derived:
     """Cache of values derived from a block; it is void once the block changed in place."""
 
     __slots__ = ("found", "raw", "serial", "tracked", "version")
@@ -228,7 +228,7 @@ def made_of(x: ShardedTensor) -> dict[Any, Any]:
     # the cache of a fetched value is kept with its fetcher, and is dropped with the fetched block
     holder: Any = x if x.read is None else x.read
     if holder.made is None or not holder.made.fits(raw, tracked):
-        holder.made = _Made(raw, tracked)
+        holder.made = _Derived(raw, tracked)
     return holder.made.found
 
 
@@ -369,7 +369,9 @@ def settle(x: ShardedTensor) -> ShardedTensor:
     count = 1
     for axis in x.deferred:
         count *= x.mesh.axes[axis]
-    return ShardedTensor(_Share.apply(x.raw, count), Place(x.sharding, x.padded_shape, x.mesh))  # type: ignore[arg-type]
+    return ShardedTensor(
+        _ShareGradient.apply(x.raw, count), Place(x.sharding, x.padded_shape, x.mesh)
+    )  # type: ignore[arg-type]
 
 
 def gradient_place(place: Place) -> Place:

@@ -28,7 +28,6 @@ from shardlib._compat import (
     transform_called,
     under_transform,
 )
-from shardlib.aliases import LINKS, WRITERS, refuse_write, written
 from shardlib.autocast import cast
 from shardlib.collectives import Stacked, holds_values, lead, unwrap, wrap
 from shardlib.errors import (
@@ -43,6 +42,7 @@ from shardlib.errors import (
     lettered,
 )
 from shardlib.layouts import Dim, Layout
+from shardlib.memory_sharing import LINKS, WRITERS, refuse_write, written
 from shardlib.mesh import Mesh, Registered, enter, leave, remember, scope
 from shardlib.tensor.place import Place
 
@@ -74,7 +74,7 @@ REPEATS: set[Any] = set()
 """Functions whose calls may be cached, see ``blockwise``."""
 
 FALLBACK: list[Implementation] = []
-"""At most one implementation, for every function that is not in ``TABLE``; see ops/whole.py."""
+"""At most one implementation, for every function that is not in ``TABLE``; see ops/fallback.py."""
 
 
 _UNCAST: set[Any] = set()

@@ -18,13 +18,13 @@ from shardlib.layouts import Ring
 from shardlib.layouts.orders import dealt
 from shardlib.mesh import simulate
 from shardlib.ops.attention.choose import planned
-from shardlib.ops.attention.engine import Engine, Plan
+from shardlib.ops.attention.engine import AttentionPlan, Engine
 from shardlib.ops.attention.masks import At, Causal, Documents, Full, Mask, Window
 from shardlib.ops.attention.op import ring_attention
 from shardlib.ops.attention.operands import attention_case
 from shardlib.ops.attention.peak import peak
 from shardlib.ops.attention.pieces import pieces
-from shardlib.ops.keyed import keep_mask
+from shardlib.ops.counter_rng import keep_mask
 from shardlib.placing import shard, unshard
 from shardlib.random import next_key
 from shardlib.tensor import ShardedTensor
@@ -83,7 +83,7 @@ def dense_attention(
 # ---------------------------------------------------------------- engines
 
 
-class _Case(NamedTuple):
+class _AttentionCase(NamedTuple):
     """One attention call to check an engine on."""
 
     mesh: dict[str, int]
@@ -97,13 +97,13 @@ class _Case(NamedTuple):
     dropout: float
 
 
-def _cases(masks: Sequence[Mask], lengths: tuple[int, int]) -> list[_Case]:
+def _cases(masks: Sequence[Mask], lengths: tuple[int, int]) -> list[_AttentionCase]:
     """List every mesh with every mask; orders, heads and options alternate."""
     out = []
     for i, (mesh, mask) in enumerate(itertools.product(_MESHES, masks)):
         heads = ((4, 2), (3, 3), (6, 1))[i % 3]
         options = i % 4 == 1, i % 3 == 1, i % 2 == 0, 0.3 if i % 5 == 2 else 0.0
-        out.append(_Case(mesh, _ORDERS[i % 3], mask, heads, lengths, *options))
+        out.append(_AttentionCase(mesh, _ORDERS[i % 3], mask, heads, lengths, *options))
     return out
 
 
@@ -136,7 +136,7 @@ def check_engine(engine: Engine, *, masks: Sequence[Mask] | None = None) -> None
     _check_second_derivative(engine)
 
 
-def _operands(case: _Case) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+def _operands(case: _AttentionCase) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     """Draw q, k, v, bias and sink as whole tensors."""
     (h, g), (s, t) = case.heads, case.lengths
     q, k, v = _normal(2, h, s, 4, seed=1), _normal(2, g, t, 4, seed=2), _normal(2, g, t, 5, seed=3)
@@ -152,7 +152,9 @@ class _Wanted(NamedTuple):
     cotangents: tuple[Tensor, Tensor]
 
 
-def _dense(case: _Case, leaves: list[Tensor], bias: Tensor | None, sink: Tensor | None) -> _Wanted:
+def _dense(
+    case: _AttentionCase, leaves: list[Tensor], bias: Tensor | None, sink: Tensor | None
+) -> _Wanted:
     torch.manual_seed(0)
     with simulate(s=1) as one:
         seed = next_key(one)
@@ -169,7 +171,7 @@ def _dense(case: _Case, leaves: list[Tensor], bias: Tensor | None, sink: Tensor 
     return _Wanted([out, lse, *torch.autograd.grad(loss, learned)], cotangents)
 
 
-def _check_attention(engine: Engine, case: _Case) -> str:
+def _check_attention(engine: Engine, case: _AttentionCase) -> str:
     """Compare one attention call with dense; return the reason if the engine does not fit."""
     leaves, bias, sink = _operands(case)
     wanted = _dense(case, leaves, bias, sink)
@@ -208,7 +210,9 @@ def _check_attention(engine: Engine, case: _Case) -> str:
     return ""
 
 
-def _check_counted(engine: Engine, case: _Case, plan: Plan, forward: Any, backward: Any) -> None:
+def _check_counted(
+    engine: Engine, case: _AttentionCase, plan: AttentionPlan, forward: Any, backward: Any
+) -> None:
     passes = [("forward", plan.forward, forward)]
     # gradients of bias, sink and lse use collectives that the plan does not count
     if not (case.with_bias or case.with_sink or case.with_lse):
@@ -220,7 +224,7 @@ def _check_counted(engine: Engine, case: _Case, plan: Plan, forward: Any, backwa
         )
 
 
-def _check_paper(engine: Engine, case: _Case, plan: Plan) -> None:
+def _check_paper(engine: Engine, case: _AttentionCase, plan: AttentionPlan) -> None:
     """Check that areas list every rank and the plan runs on the meta device."""
     assert all(len(step) == plan.p for step in plan.areas), (
         f"areas of {engine} do not name every rank: {case}"
@@ -315,7 +319,7 @@ def check_mask(
 def _check_masked(
     mask: Mask, algorithm: str | Engine, mesh: dict[str, int], lengths: tuple[int, int]
 ) -> None:
-    case = _Case(mesh, "zigzag", mask, (3, 3), lengths, False, False, False, 0.0)
+    case = _AttentionCase(mesh, "zigzag", mask, (3, 3), lengths, False, False, False, 0.0)
     leaves, *_ = _operands(case)
     with simulate(**mesh):
         xs = [shard(x.detach(), Ring(tuple(mesh), 2, case.order), pad=True) for x in leaves]

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlib.checkpoint import boxes
-from shardlib.checkpoint.boxes import Place, Run
+from shardlib.checkpoint.boxes import BlockRun, SavedPlace
 from shardlib.layouts import Layout
 from tests.checkpoint.cases import MESHES, layouts
 
 
 @st.composite
-def places(draw: Any, most: int = 13) -> Place:
+def places(draw: Any, most: int = 13) -> SavedPlace:
     mesh = draw(st.sampled_from(MESHES))
     shape = tuple(draw(st.lists(st.integers(0, most), max_size=3)))
     layout = Layout.parse(draw(layouts(len(shape), mesh))).resolve(len(shape))
@@ -25,7 +25,7 @@ def places(draw: Any, most: int = 13) -> Place:
         n * math.prod(mesh[a] for a in d.axes) for n, d in zip(parts, layout.dims, strict=True)
     )
     ranks = math.prod(mesh.values())
-    return Place(shape, layout, tiled, tuple(mesh.items()), tuple(range(ranks)))
+    return SavedPlace(shape, layout, tiled, tuple(mesh.items()), tuple(range(ranks)))
 
 
 def positions(box: boxes.Box) -> list[list[int]]:
@@ -33,7 +33,7 @@ def positions(box: boxes.Box) -> list[list[int]]:
 
 
 @given(places())
-def test_a_box_is_what_the_layout_says_without_padding(place: Place) -> None:
+def test_a_box_is_what_the_layout_says_without_padding(place: SavedPlace) -> None:
     sizes = dict(place.mesh)
     for rank, coord in enumerate(itertools.product(*(range(n) for n in sizes.values()))):
         index = place.layout.indices(place.tiled, sizes, dict(zip(sizes, coord, strict=True)))
@@ -49,7 +49,7 @@ def test_a_box_is_what_the_layout_says_without_padding(place: Place) -> None:
 
 
 @given(places(), st.booleans())
-def test_each_element_is_written_once(place: Place, shared: bool) -> None:
+def test_each_element_is_written_once(place: SavedPlace, shared: bool) -> None:
     small = boxes._SMALL
     boxes._SMALL = 0 if shared else small
     try:
@@ -68,10 +68,10 @@ def test_each_element_is_written_once(place: Place, shared: bool) -> None:
 
 def test_holders_write_equal_parts() -> None:
     shape, mesh = (600, 512), (("d", 3), ("x", 2))
-    place = Place(shape, Layout.parse("x ."), shape, mesh, tuple(range(6)))
+    place = SavedPlace(shape, Layout.parse("x ."), shape, mesh, tuple(range(6)))
     sizes = [boxes.size(boxes.chunk("w", place, r) or ()) for r in range(6)]
     assert sizes == [100 * 512] * 6
-    small = Place((8,), Layout.parse("."), (8,), mesh, tuple(range(6)))
+    small = SavedPlace((8,), Layout.parse("."), (8,), mesh, tuple(range(6)))
     owners = {
         next(r for r in range(6) if boxes.chunk(f"b{i}", small, r) is not None) for i in range(60)
     }
@@ -87,7 +87,7 @@ def helds(draw: Any) -> boxes.Held:
         taken = list(itertools.takewhile(free.__contains__, range(start, 60, stride)))
         n = draw(st.integers(0, len(taken)))
         if n:
-            out.append(Run(start, stride if n > 1 else 1, n, at))
+            out.append(BlockRun(start, stride if n > 1 else 1, n, at))
             free -= set(taken[:n])
             at += n + draw(st.integers(0, 2))
     return tuple(out)
@@ -108,8 +108,8 @@ def test_boxes_meet_where_they_share(a: boxes.Held, b: boxes.Held) -> None:
 
 
 def test_many_runs_meet_too() -> None:
-    a = tuple(Run(2 * i, 1, 1, i) for i in range(200))
-    b = tuple(Run(3 * i, 1, 2, 2 * i) for i in reversed(range(130)))
+    a = tuple(BlockRun(2 * i, 1, 1, i) for i in range(200))
+    b = tuple(BlockRun(3 * i, 1, 2, 2 * i) for i in reversed(range(130)))
     found = [
         pair
         for s, t in boxes.meet((a,), (b,))[0]
@@ -142,7 +142,7 @@ def test_tiles_end_where_blocks_of_other_meshes_end(n: int, saved: str) -> None:
     mesh = (("x", 2), ("y", 2))
     layout = Layout.parse(f"{saved} ." if len(saved.split()) < 2 or "(" in saved else saved)
     tiled = (-(-n // 12) * 12, 512) if shape[0] == n else (512, -(-n // 12) * 12)
-    place = Place(shape, layout, tiled, mesh, (0, 1, 2, 3))
+    place = SavedPlace(shape, layout, tiled, mesh, (0, 1, 2, 3))
     box = boxes.chunk("w", place, 1)
     assert box is not None
     d = 0 if shape[0] == n else 1

@@ -24,7 +24,7 @@ from shardlib.checkpoint.contents import MANIFEST
 from shardlib.checkpoint.disk import memory
 from shardlib.checkpoint.files import (
     Folder,
-    Part,
+    WrittenPart,
     check_chunk,
     fill,
     layout_of_file,
@@ -36,15 +36,15 @@ from shardlib.errors import CheckpointError
 from tests.checkpoint.cases import DTYPES, same, value
 
 
-def part(name: str, x: torch.Tensor) -> Part:
-    return Part(name, whole(x.shape), tuple(x.shape), x.dtype, lambda: x)
+def part(name: str, x: torch.Tensor) -> WrittenPart:
+    return WrittenPart(name, whole(x.shape), tuple(x.shape), x.dtype, lambda: x)
 
 
 def opened(path: Path) -> Folder:
     return Folder(os.open(path, os.O_RDONLY))
 
 
-def saved(path: Path, *parts: Part) -> dict[str, Any]:
+def saved(path: Path, *parts: WrittenPart) -> dict[str, Any]:
     fd = os.open(path, os.O_RDONLY)
     try:
         return write_file(fd, "f", parts, {"checkpoint": "id"})
@@ -352,7 +352,7 @@ def test_a_part_of_a_chunk_is_read_as_it_would_be_cut(data: Any) -> None:
         patch.setattr(files, "_SPAN", span)
         patch.setattr(files, "_NEAR", near)
         with opened(Path(d)) as folder:
-            c = files.Chunk("f", whole(shape), x.dtype, 3, x.nbytes, (), None)
+            c = files.FileChunk("f", whole(shape), x.dtype, 3, x.nbytes, (), None)
             sizes = [s.stop - s.start for s in where]
             out = (
                 torch.zeros([*sizes, 2])[..., 0] if data.draw(st.booleans()) else torch.zeros(sizes)

@@ -247,7 +247,7 @@ def test_savers_at_one_path_leave_one_of_theirs(
             group = writing.Group("save", 10.0, True)
             tree = writing.Leaves.of({"x": torch.full((50,), value), "n": value}, "save")
             content = Content.of(tree, 1)
-            job = writing.Job(group, str(tmp_path / "c"), None, True)
+            job = writing.SaveJob(group, str(tmp_path / "c"), None, True)
             try:
                 job.write(content, job.begin(content, {}, None), writing._parts(group, tree))
                 found = sl.load(tmp_path / "c")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardlib import optim
-from shardlib.command.building import schedules, transforms
 from shardlib.command.config import Config, ConfigError, call, parameters, read, typed
+from shardlib.command.from_config import schedules, transforms
 from shardlib.command.keys import listed
 from shardlib.command.main import main
 from shardlib.command.train import check, rehearse
@@ -125,7 +125,7 @@ def test_every_key_of_the_demo_misspelt_is_told_with_the_right_one(path: tuple[s
     tables = renamed(read(DEMO).tables, path, bad)
     with pytest.raises(ConfigError) as caught:
         check(Config(tables, {(*path[:-1], bad): "run.toml:7"}, "run.toml"))
-        from shardlib.command.building import module_of, rows_of
+        from shardlib.command.from_config import module_of, rows_of
 
         rows_of(Config(tables)), module_of(Config(tables))
     said = str(caught.value)

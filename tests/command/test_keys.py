@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from shardlib.command import building, datasets, progress, train
+from shardlib.command import datasets, from_config, progress, train
 from shardlib.command.keys import listed
 from shardlib.command.main import main
 from shardlib.data import data
@@ -15,8 +15,8 @@ SOURCES = {
     "data.documents": datasets.documents,
     "log": progress.log,
     "checkpoint": train.checkpoint,
-    "layout, megatron1d": building.recipes.megatron1d,
-    "optimizer.zero": building.WRAPPERS["zero"],
+    "layout, megatron1d": from_config.recipes.megatron1d,
+    "optimizer.zero": from_config.WRAPPERS["zero"],
 }
 
 

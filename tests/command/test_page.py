@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import shardlib as sl
-from shardlib.command.building import RECIPES, WRAPPERS
 from shardlib.command.config import read
+from shardlib.command.from_config import RECIPES, WRAPPERS
 from shardlib.command.main import COMMANDS, main
 from shardlib.command.train import check, start
 from tests.command.test_train import losses

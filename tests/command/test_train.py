@@ -15,8 +15,8 @@ import torch
 
 import shardlib as sl
 from examples.corpus import windows
-from shardlib.command.building import module_of
 from shardlib.command.config import Config, ConfigError, read
+from shardlib.command.from_config import module_of
 from shardlib.command.main import main
 from shardlib.command.train import Report, check, start, train
 

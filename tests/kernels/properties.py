@@ -26,7 +26,7 @@ from shardlib.kernels.bits import bits, signed
 from shardlib.kernels.dropout import bar
 from shardlib.kernels.library import code
 from shardlib.kernels.pack import at_front
-from shardlib.ops.keyed import kept
+from shardlib.ops.counter_rng import kept
 from tests.kernels.host import built
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)

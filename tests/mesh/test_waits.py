@@ -17,7 +17,7 @@ OTHER_CLOCKS = [
     ("collectives/*.py", "*.wait()", TRANSFER),
     ("ops/*.py", "*wait()", TRANSFER),
     ("optim/sink.py", "later.wait()", TRANSFER),
-    ("tensor/together.py", "*wait()", TRANSFER),
+    ("tensor/grad_coalescing.py", "*wait()", TRANSFER),
     ("placing.py", "pending.wait()", TRANSFER),
     ("border.py", "local.wait()", TRANSFER),
     ("mesh/launch.py", "dist.barrier()", TRANSFER),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardlib.modules.around import Around
-from shardlib.modules.skeleton import copied, skeleton
+from shardlib.modules.weightless_copy import copied, skeleton
 
 
 class Twice(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
-from shardlib.live import Live
+from shardlib.memory_tracker import Live
 from shardlib.modules.remat import POLICIES, regions
 from shardlib.recompute import Kept
 

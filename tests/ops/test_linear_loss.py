@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.live import Live
+from shardlib.memory_tracker import Live
 
 MESHES: list[tuple[dict[str, int], str, str, str | None]] = [  # mesh, input, weight, bias
     ({"data": 2}, "data . .", "...", "..."),

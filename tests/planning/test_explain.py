@@ -10,7 +10,7 @@ from torch import nn
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
-from shardlib.live import Live
+from shardlib.memory_tracker import Live
 
 CONFIG = GPTConfig(vocab=32, ctx=8, layers=2, heads=4, embed=16)
 IDS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
@@ -125,7 +125,7 @@ def step_memory() -> tuple[int, int]:
     """(on paper, counted here): bytes alive at the most in a training step
     of a GPT on a ring, beside its parameters.
     """
-    from shardlib.live import Live
+    from shardlib.memory_tracker import Live
 
     model = GPT(GPTConfig(ctx=256, layers=2, heads=4, embed=32))
     rules = sl.recipes.ring(model)

@@ -11,15 +11,15 @@ import torch
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
 from shardlib.planning.cluster import CLUSTERS
-from shardlib.planning.plan import Way, _loss, _Study
+from shardlib.planning.plan import Strategy, _loss, _Study
 
 CONFIG = GPTConfig(vocab=64, ctx=16, layers=5, heads=4, embed=32)
 WAYS = [
-    Way("megatron1d", {"data": 2, "x": 2}),
-    Way("optimus2d", {"x": 2, "y": 2}),
-    Way("cube3d", {"x": 2, "y": 2, "z": 2}),
-    Way("fsdp", {"x": 4}),
-    Way("ring", {"s": 2}),
+    Strategy("megatron1d", {"data": 2, "x": 2}),
+    Strategy("optimus2d", {"x": 2, "y": 2}),
+    Strategy("cube3d", {"x": 2, "y": 2, "z": 2}),
+    Strategy("fsdp", {"x": 4}),
+    Strategy("ring", {"s": 2}),
 ]
 
 
@@ -29,7 +29,7 @@ def study(**more: Any) -> _Study:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_two_layers_on_paper_are_the_whole_model(way: Way) -> None:
+def test_two_layers_on_paper_are_the_whole_model(way: Strategy) -> None:
     """Bytes exactly, and what is held to a twentieth."""
     with sl.record(**way.mesh) as mesh:
         model = GPT(CONFIG)
@@ -88,16 +88,16 @@ def test_what_is_planned_is_what_a_run_of_it_moves() -> None:
 
 
 ACCUMULATED = [
-    Way("ddp", {"data": 4}),
-    Way("megatron1d", {"data": 2, "x": 2}),
-    Way("fsdp", {"data": 2, "x": 2}),
-    Way("ring", {"data": 2, "s": 2}),
+    Strategy("ddp", {"data": 4}),
+    Strategy("megatron1d", {"data": 2, "x": 2}),
+    Strategy("fsdp", {"data": 2, "x": 2}),
+    Strategy("ring", {"data": 2, "s": 2}),
 ]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("way", ACCUMULATED, ids=str)
-def test_micro_batches_are_priced_as_a_run_of_them_moves(way: Way, stage: int) -> None:
+def test_micro_batches_are_priced_as_a_run_of_them_moves(way: Strategy, stage: int) -> None:
     """Two of them, with ZeRO: its buckets are padded, and nothing else differs."""
     torch.manual_seed(0)
     study_, axes = study(), list(way.copies)

@@ -583,7 +583,7 @@ def ragged_all_to_all(x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequen
     return finish
 
 
-class _Posted(tuple[Any, Tensor]):
+class _PostedTransfer(tuple[Any, Tensor]):
     """One transfer and its result; calling it waits.  A tuple, since its constructor is C code."""
 
     __slots__ = ()
@@ -601,29 +601,29 @@ class _Posted(tuple[Any, Tensor]):
     wait = __call__
 
 
-def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> _Posted:
+def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> _PostedTransfer:
     g = mesh.groups.get(axes) or group(mesh, axes)
     out = (
         x.contiguous()
         if g.index == root
         else torch.empty_like(x, memory_format=torch.contiguous_format)
     )
-    return _Posted((g.handle.broadcast(out, g.places[root]), out))
+    return _PostedTransfer((g.handle.broadcast(out, g.places[root]), out))
 
 
-def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _Posted]:
+def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _PostedTransfer]:
     """Return pbroadcast over one group as a function; the group is looked up once."""
     g = group(mesh, axes)
     me, places, broadcast, alike = g.index, g.places, g.handle.broadcast, torch.contiguous_format
 
-    def post(x: Tensor, root: int) -> _Posted:
+    def post(x: Tensor, root: int) -> _PostedTransfer:
         out = x.contiguous() if root == me else torch.empty_like(x, memory_format=alike)
         try:
             work = broadcast(out, places[root])
         except RuntimeError as e:
             lost(e, None, g.ranks)
             raise
-        POSTED[work] = posted = _Posted((work, out))
+        POSTED[work] = posted = _PostedTransfer((work, out))
         return posted
 
     return post

@@ -9,14 +9,14 @@ routes.
 
 from dataclasses import dataclass
 
-__all__ = ["Chunk", "Pairs", "once_round"]
+__all__ = ["RowChunk", "Pairs", "once_round"]
 
 Pairs = tuple[tuple[int, int], ...]
 """(source, destination) of one transfer, as positions on the ring."""
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """Rows lo:hi of each owner's block, and the ranks that they visit.
 
     ``at[t - 1][owner]``  the rank that holds them at step t >= 1, None after the last.
@@ -66,7 +66,7 @@ class Chunk:
         return tuple(out)
 
 
-def once_round(p: int, rows: int, inner: int | None = None) -> tuple[Chunk, ...]:
+def once_round(p: int, rows: int, inner: int | None = None) -> tuple[RowChunk, ...]:
     """Return the route of whole blocks once round a ring of p ranks; () if nothing is sent.
 
     With ``inner``, round rings of ``inner`` ranks first, then on to the next of p / inner such
@@ -88,4 +88,4 @@ def once_round(p: int, rows: int, inner: int | None = None) -> tuple[Chunk, ...]
             )
         )
         since.append(step - 1 if turn else step - inner)
-    return (Chunk(0, rows, tuple(at), tuple(since)),) if at and rows else ()
+    return (RowChunk(0, rows, tuple(at), tuple(since)),) if at and rows else ()

@@ -8,15 +8,17 @@ from torch import Tensor
 
 from shardlib.collectives import storage
 from shardlib.ops.attention.case import length
-from shardlib.ops.attention.engine import Given, Job
+from shardlib.ops.attention.engine import AttentionJob, Given
 from shardlib.ops.attention.local import LocalQueries, gathered, local_queries
-from shardlib.ops.attention.pieces import Piece
+from shardlib.ops.attention.pieces import ScorePiece
 
 __all__ = ["gradients"]
 
 
 def gradients(
-    job: Job, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], given: Given
+    job: AttentionJob,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    given: Given,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, bias and sink, with a graph of their own."""
     dout, dlse, *_ = given
@@ -30,7 +32,7 @@ def gradients(
 
 
 def _forward(
-    job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+    job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     runs = job.plan.k_runs
     split = len(runs) > 1 and bool(job.plan.case.rows)  # otherwise every rank holds all keys
@@ -52,7 +54,7 @@ def _one(
     rank: LocalQueries, k: Tensor, v: Tensor, k_at: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     n, g = len(rank.q_at), k.shape[1]
-    block = rank.block(Piece(0, n, 0, len(k_at), "masked"), k, v, k_at)
+    block = rank.block(ScorePiece(0, n, 0, len(k_at), "masked"), k, v, k_at)
     q = block.q.unflatten(1, (g, -1)) * block.scale
     s = torch.matmul(q, k.unsqueeze(2).mT).flatten(1, 2)
     s = s if block.bias is None else s + block.bias

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardlib.cost import Cost, moving
 from shardlib.mesh import Link, Mesh, rank_along
 from shardlib.ops.attention.case import AttentionCase, Runs
-from shardlib.ops.attention.chunks import Chunk
+from shardlib.ops.attention.chunks import RowChunk
 from shardlib.ops.attention.kernels import Kernel
 from shardlib.ops.attention.masks import At, Mask
 from shardlib.ops.attention.pieces import pieces
@@ -28,11 +28,11 @@ __all__ = [
     "Engine",
     "Given",
     "Gradients",
-    "Job",
-    "Move",
+    "AttentionJob",
+    "AttentionMove",
     "Moves",
     "Outputs",
-    "Plan",
+    "AttentionPlan",
     "Saved",
 ]
 
@@ -52,12 +52,12 @@ Areas = tuple[tuple[int, ...], ...]
 """For each step and rank, the scores that are computed for each head."""
 
 
-class Move(NamedTuple):
+class AttentionMove(NamedTuple):
     """Transfer: bytes that a rank receives (the mean over the ring), and messages.
 
     >>> block, ranks = 4096, 4
-    >>> Move(bytes=(ranks - 1) * block, messages=ranks - 1)  # an all-gather
-    Move(bytes=12288, messages=3)
+    >>> AttentionMove(bytes=(ranks - 1) * block, messages=ranks - 1)  # an all-gather
+    AttentionMove(bytes=12288, messages=3)
     """
 
     bytes: Fraction | int
@@ -72,11 +72,11 @@ class Moves(NamedTuple):
     ...     q = sl.shard(torch.empty(1, 1, 64, 8, device="meta"), sl.Ring("s", 2))
     ...     plan = sl.planning.attention_plan(q, q, q, algorithm="allgather")
     >>> plan.engine.moves(plan).forward
-    [Move(bytes=3072, messages=3)]
+    [AttentionMove(bytes=3072, messages=3)]
     """
 
-    forward: list[Move]
-    backward: list[Move]
+    forward: list[AttentionMove]
+    backward: list[AttentionMove]
 
 
 class Engine(Protocol):
@@ -98,13 +98,13 @@ class Engine(Protocol):
     ...     name = "gather_all"
     ...
     ...     def plan(self, case):
-    ...         return case.unsplit() or Plan(self, case)
+    ...         return case.unsplit() or AttentionPlan(self, case)
     ...
     ...     def moves(self, plan):
     ...         z, n = plan.case.sizes, plan.p - 1  # keys, then values, from n ranks each
     ...         words = [n * z.b * z.g * z.lk * width for width in (z.d, z.e)]
-    ...         gathers = [Move(w * z.itemsize, n) for w in words]
-    ...         return Moves(gathers, gathers + [Move(w * z.acc_itemsize, n) for w in words])
+    ...         gathers = [AttentionMove(w * z.itemsize, n) for w in words]
+    ...         return Moves(gathers, gathers + [AttentionMove(w * z.acc_itemsize, n) for w in words])
     ...
     ...     def forward(self, job, q, k, v, bias, sink):
     ...         keys, values = (gathered(job, x, job.plan.k_runs) for x in (k, v))
@@ -141,23 +141,29 @@ class Engine(Protocol):
     saves_operands: bool = True
 
     @abstractmethod
-    def plan(self, case: AttentionCase) -> "Plan | str":
+    def plan(self, case: AttentionCase) -> "AttentionPlan | str":
         """Plan a case, or return why the engine does not fit it."""
 
     @abstractmethod
-    def moves(self, plan: "Plan") -> Moves:
+    def moves(self, plan: "AttentionPlan") -> Moves:
         """List the transfers; ``check_engine`` compares them with counted ones."""
 
     @abstractmethod
     def forward(
-        self, job: "Job", q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+        self,
+        job: "AttentionJob",
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
     ) -> Outputs:
         """Attend; a bias has this rank's rows and all keys, and a sink is [1, h, 1]."""
 
     @abstractmethod
     def backward(
         self,
-        job: "Job",
+        job: "AttentionJob",
         saved: Saved,
         bias: Tensor | None,
         sink: Tensor | None,
@@ -166,7 +172,7 @@ class Engine(Protocol):
     ) -> Gradients:
         """Return the gradients; that of the sink is computed by the caller, from out and lse."""
 
-    def areas(self, plan: "Plan") -> Areas:
+    def areas(self, plan: "AttentionPlan") -> Areas:
         """Count the computed scores; unless overridden, one step computes those the mask needs."""
         case = plan.case
         return (
@@ -176,7 +182,7 @@ class Engine(Protocol):
             ),
         )
 
-    def seconds(self, plan: "Plan", link: Link, flops: float) -> float:
+    def seconds(self, plan: "AttentionPlan", link: Link, flops: float) -> float:
         """Estimate forward and backward; unless overridden, transfers and compute are added."""
         moved = plan.forward + plan.backward
         # backward has 5 products for the 2 of forward, 2.5 times the work (FlashAttention-2)
@@ -188,7 +194,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class AttentionPlan:
     """Plan of one attention: an engine, a case, and what the engine derived from it.
 
     ``chunks``  ranges of rows that are sent, with their routes, if there are any.
@@ -203,13 +209,13 @@ class Plan:
     >>> full.steps, less.forward.bytes / full.forward.bytes, set(full.flops)
     (3, Fraction(3, 4), {532480})
     >>> full
-    Plan(ring of 4 ranks, 3 steps)
+    AttentionPlan(ring of 4 ranks, 3 steps)
     """
 
     engine: Engine
     case: AttentionCase
-    chunks: tuple[Chunk, ...] = ()
-    inner: "Plan | None" = None
+    chunks: tuple[RowChunk, ...] = ()
+    inner: "AttentionPlan | None" = None
     note: str = ""
 
     @property
@@ -248,7 +254,7 @@ class Plan:
         """Price the backward pass: bytes and messages."""
         return self._cost(self.engine.moves(self).backward)
 
-    def _cost(self, moves: list[Move]) -> Cost:
+    def _cost(self, moves: list[AttentionMove]) -> Cost:
         return sum((moving(self.case.axes, nbytes, messages) for nbytes, messages in moves), Cost())
 
     @property
@@ -268,11 +274,11 @@ class Plan:
         return max(self.flops) / flops
 
     def __repr__(self) -> str:
-        return f"Plan({self.algorithm} of {self.p} ranks, {self.steps} steps)"
+        return f"AttentionPlan({self.algorithm} of {self.p} ranks, {self.steps} steps)"
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class AttentionJob:
     """Plan with everything needed to run it except the tensors.
 
     ``at``     a rank's coordinate -> the global batch entries and heads of its block.
@@ -287,11 +293,11 @@ class Job:
     >>> with sl.simulate(s=2):
     ...     q = sl.shard(torch.zeros(1, 1, 8, 4), sl.Ring("s", 2))
     ...     _ = sl.ring_attention(q, q, q, algorithm=Told())
-    Plan(pass_q of 2 ranks, 1 steps) ('s',) 0.5 [2, 1, 1, 4, 4]
+    AttentionPlan(pass_q of 2 ranks, 1 steps) ('s',) 0.5 [2, 1, 1, 4, 4]
     """
 
     mesh: Mesh
-    plan: Plan
+    plan: AttentionPlan
     scale: float
     kernel: Kernel
     at: Callable[[dict[str, int]], At]

@@ -13,7 +13,7 @@ from shardlib.layouts import Layout
 from shardlib.mesh import bind, scope
 from shardlib.ops.attention import double_backward
 from shardlib.ops.attention.aligned import bias_and_sink
-from shardlib.ops.attention.engine import Job, Plan
+from shardlib.ops.attention.engine import AttentionJob, AttentionPlan
 from shardlib.ops.attention.kernels import KERNELS, Kernel, pick, unfit
 from shardlib.ops.attention.local import batch_and_heads
 from shardlib.ops.attention.masks import Full
@@ -36,12 +36,12 @@ class Options:
 
 
 def attend(
-    q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, plan: Plan, options: Options
+    q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, plan: AttentionPlan, options: Options
 ) -> tuple[ShardedTensor, ShardedTensor]:
     """Run a plan: (out, lse)."""
     p = _probability(options.dropout)
     bias, sink = bias_and_sink(q, k, options.bias, options.sink)
-    job = Job(
+    job = AttentionJob(
         mesh=q.mesh,
         plan=plan,
         scale=q.shape[-1] ** -0.5 if options.scale is None else options.scale,
@@ -64,7 +64,7 @@ class _Attend(Local):
     @staticmethod
     def forward(
         ctx: Any,
-        job: Job,
+        job: AttentionJob,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -115,7 +115,7 @@ def _sink_gradient(
     return ((sink.to(lse.dtype) - lse).exp() * flow).sum_to_size(sink.shape).to(sink.dtype)
 
 
-def _check_saved(job: Job) -> None:
+def _check_saved(job: AttentionJob) -> None:
     if not job.plan.engine.saves_operands:
         raise Unsupported(
             "a gradient of a gradient needs the operands as they lay",
@@ -137,7 +137,7 @@ def _probability(dropout: float | None) -> float:
 
 
 def _kernel(
-    q: ShardedTensor, v: ShardedTensor, plan: Plan, bias: Tensor | None, options: Options
+    q: ShardedTensor, v: ShardedTensor, plan: AttentionPlan, bias: Tensor | None, options: Options
 ) -> Kernel:
     """Return the requested kernel, or the fastest that fits."""
     name, learned = options.kernel, bias is not None and bias.requires_grad

@@ -20,11 +20,11 @@ from shardlib.layouts import Layout
 from shardlib.layouts.orders import Run
 from shardlib.mesh import Mesh, bind, uploaded
 from shardlib.ops.attention.case import Runs, length
-from shardlib.ops.attention.engine import Given, Job
+from shardlib.ops.attention.engine import AttentionJob, Given
 from shardlib.ops.attention.kernels import Block, acc_dtype, merge
 from shardlib.ops.attention.masks import At
-from shardlib.ops.attention.pieces import Piece, pieces
-from shardlib.ops.keyed import keep_mask
+from shardlib.ops.attention.pieces import ScorePiece, pieces
+from shardlib.ops.counter_rng import keep_mask
 
 __all__ = [
     "LocalQueries",
@@ -76,10 +76,10 @@ class LocalQueries:
     >>> with sl.simulate(s=2):
     ...     q = sl.shard(torch.zeros(1, 1, 8, 4), sl.Ring("s", 2, "zigzag"))
     ...     _ = sl.ring_attention(q, q, q, mask=sl.masks.Causal(), algorithm=Told())
-    0 [1, 1, 4, 4] Piece(q0=0, q1=4, k0=0, k1=4, kind='causal')
+    0 [1, 1, 4, 4] ScorePiece(q0=0, q1=4, k0=0, k1=4, kind='causal')
     """
 
-    job: Job
+    job: AttentionJob
     coord: dict[str, int]
     place: int
     view: Callable[[Tensor], Tensor]
@@ -104,13 +104,13 @@ class LocalQueries:
         at = self.job.at(self.coord)
         return at if self.only is None else At(at.batch, at.heads[slice(*self.only)])
 
-    def calls(self, k_runs: tuple[Run, ...]) -> tuple[Piece, ...]:
+    def calls(self, k_runs: tuple[Run, ...]) -> tuple[ScorePiece, ...]:
         """List the kernel calls of these rows with the keys at some positions."""
         return pieces(self.job.plan.q_runs[self.place], k_runs, self.job.mask)
 
     # ------------------------------------------------------------ one kernel call
 
-    def block(self, piece: Piece, k: Tensor, v: Tensor, k_at: Tensor) -> Block:
+    def block(self, piece: ScorePiece, k: Tensor, v: Tensor, k_at: Tensor) -> Block:
         """Return the block of a piece; k, v and k_at begin at the row from which it counts."""
         q0, q1, k0, k1, kind = piece
         q_at, k_at = self.q_at[q0:q1], k_at[k0:k1]
@@ -163,7 +163,13 @@ class LocalQueries:
     # ------------------------------------------------------------ several calls, merged
 
     def attend(
-        self, calls: tuple[Piece, ...], k: Tensor, v: Tensor, k_at: Tensor, out: Tensor, lse: Tensor
+        self,
+        calls: tuple[ScorePiece, ...],
+        k: Tensor,
+        v: Tensor,
+        k_at: Tensor,
+        out: Tensor,
+        lse: Tensor,
     ) -> None:
         """Merge the calls' results into out and lse."""
         for piece in calls:
@@ -174,7 +180,7 @@ class LocalQueries:
 
     def attend_back(
         self,
-        calls: tuple[Piece, ...],
+        calls: tuple[ScorePiece, ...],
         k: Tensor,
         v: Tensor,
         k_at: Tensor,
@@ -240,7 +246,7 @@ def _booleans(mask: Any, allowed: Any, m: int, n: int) -> Tensor:
     )
 
 
-def local_queries(job: Job, q: Tensor, bias: Tensor | None = None) -> list[LocalQueries]:
+def local_queries(job: AttentionJob, q: Tensor, bias: Tensor | None = None) -> list[LocalQueries]:
     """List the queries of every rank that runs in this process.
 
     >>> import shardlib as sl
@@ -328,7 +334,7 @@ def viewed(given: Given, view: Callable[[Tensor], Tensor]) -> Given:
     return view(dout), None if dlse is None else view(dlse), view(out), view(lse)
 
 
-def gathered(job: Job, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
+def gathered(job: AttentionJob, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
     """Gather a block over the ring, in the order of positions, without padding.
 
     Differentiable.
@@ -351,7 +357,7 @@ def gathered(job: Job, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
     return x.index_select(at, _rows(runs, x.shape[at] // len(runs), x.device))
 
 
-def scattered(job: Job, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tensor:
+def scattered(job: AttentionJob, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tensor:
     """Sum ``gathered`` blocks over the ring; each rank keeps its block of ``rows`` rows.
 
     >>> import shardlib as sl

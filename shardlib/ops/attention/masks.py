@@ -332,13 +332,13 @@ class Documents(Mask):
 
     documents: Any
     keys: Any = None
-    _q: "_Numbers" = field(init=False, repr=False, compare=False)
-    _k: "_Numbers" = field(init=False, repr=False, compare=False)
+    _q: "_DocumentNumbers" = field(init=False, repr=False, compare=False)
+    _k: "_DocumentNumbers" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        q = _Numbers.of(self.documents)
+        q = _DocumentNumbers.of(self.documents)
         object.__setattr__(self, "_q", q)
-        object.__setattr__(self, "_k", q if self.keys is None else _Numbers.of(self.keys))
+        object.__setattr__(self, "_k", q if self.keys is None else _DocumentNumbers.of(self.keys))
         object.__setattr__(self, "documents", q.value)
         object.__setattr__(self, "keys", None if self.keys is None else self._k.value)
 
@@ -375,7 +375,7 @@ class Documents(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class _Numbers:
+class _DocumentNumbers:
     """Document numbers [1 or b, s], borders if one row suffices, and a value for comparison."""
 
     numbers: Tensor
@@ -385,7 +385,7 @@ class _Numbers:
     there: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
-    def of(given: Any) -> "_Numbers":
+    def of(given: Any) -> "_DocumentNumbers":
         # a value that was converted before, passed again by replace()
         if isinstance(given, tuple) and given and isinstance(given[0], tuple):
             given = torch.tensor(given, device="cpu")
@@ -393,7 +393,9 @@ class _Numbers:
             numbers = given.detach().cpu().reshape(-1, given.shape[-1])
             value = tuple(map(tuple, numbers.tolist()))
             changes = (numbers[:, 1:] != numbers[:, :-1]).any(0).nonzero().flatten() + 1
-            return _Numbers(numbers, tuple(changes.tolist()) if len(changes) <= 1024 else (), value)
+            return _DocumentNumbers(
+                numbers, tuple(changes.tolist()) if len(changes) <= 1024 else (), value
+            )
         borders = tuple(int(b) for b in given)
         if borders[:1] != (0,) or list(borders) != sorted(borders):
             raise ShardError(
@@ -404,7 +406,9 @@ class _Numbers:
         lengths = torch.tensor(
             [b - a for a, b in itertools.pairwise(borders)], dtype=torch.int64, device="cpu"
         )
-        return _Numbers(torch.repeat_interleave(lengths)[None], borders[1:-1], borders, True)
+        return _DocumentNumbers(
+            torch.repeat_interleave(lengths)[None], borders[1:-1], borders, True
+        )
 
     def on(self, device: torch.device) -> Tensor:
         """Copy the numbers to a device once."""

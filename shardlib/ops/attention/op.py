@@ -9,7 +9,7 @@ from shardlib.layouts import LayoutLike
 from shardlib.mesh import scope
 from shardlib.ops.attention.case import case_of_values
 from shardlib.ops.attention.choose import planned
-from shardlib.ops.attention.engine import Engine, Plan
+from shardlib.ops.attention.engine import AttentionPlan, Engine
 from shardlib.ops.attention.engines import Canonical
 from shardlib.ops.attention.function import Options, attend
 from shardlib.ops.attention.masks import Mask, as_mask
@@ -166,7 +166,7 @@ def attention_plan(
     v: ShardedTensor,
     mask: Mask | None = None,
     algorithm: str | Engine = "auto",
-) -> Plan:
+) -> AttentionPlan:
     """Plan a ``ring_attention`` of these operands: steps, transfers, bytes; nothing runs.
 
     Use it under ``sl.record`` for a mesh of any size.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import is_dtensor
-from shardlib.border import as_dtensor, from_dtensor
 from shardlib.collectives import Stacked, unwrap
+from shardlib.dtensor_convert import as_dtensor, from_dtensor
 from shardlib.errors import ImplicitCommunication, PlainTensor, RankMismatch, ShardError
 from shardlib.layouts import Dim, Layout, LayoutFamily, as_layout
 from shardlib.mesh import current_mesh

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.live import Live
+from shardlib.memory_tracker import Live
 from shardlib.mesh import record
 from shardlib.ops.attention.case import Sizes, length
-from shardlib.ops.attention.engine import Job, Plan
+from shardlib.ops.attention.engine import AttentionJob, AttentionPlan
 from shardlib.ops.attention.kernels import pick
 from shardlib.ops.attention.masks import At, Full
 
@@ -31,7 +31,7 @@ class Peak(NamedTuple):
     saved: int
 
 
-def peak(plan: Plan, dtype: torch.dtype, rank: int = 0) -> Peak:
+def peak(plan: AttentionPlan, dtype: torch.dtype, rank: int = 0) -> Peak:
     """Predict the peak memory of ``rank`` in the plan's ring, for one attention and its gradient.
 
     >>> import shardlib as sl
@@ -65,7 +65,7 @@ def _blocks(z: Sizes, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _job(plan: Plan, q: Tensor, v: Tensor, rank: int) -> Job:
+def _job(plan: AttentionPlan, q: Tensor, v: Tensor, rank: int) -> AttentionJob:
     """Return the job of one rank on a recorded mesh."""
     case, z = plan.case, plan.case.sizes
     mesh = record(**dict(case.mesh))
@@ -75,4 +75,4 @@ def _job(plan: Plan, q: Tensor, v: Tensor, rank: int) -> Job:
     at = At(torch.arange(z.b, device="cpu"), torch.arange(z.h, device="cpu"))
     s, t = (sum(map(length, runs)) for runs in (case.q_runs, case.k_runs))
     kernel = pick(q, v, type(case.mask) is not Full, False)
-    return Job(mesh, plan, z.d**-0.5, kernel, lambda _: at, (z.h, s, t))
+    return AttentionJob(mesh, plan, z.d**-0.5, kernel, lambda _: at, (z.h, s, t))

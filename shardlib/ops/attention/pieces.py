@@ -12,10 +12,10 @@ from typing import NamedTuple
 from shardlib.layouts.orders import Run
 from shardlib.ops.attention.masks import Mask
 
-__all__ = ["Piece", "narrowed", "pieces"]
+__all__ = ["ScorePiece", "narrowed", "pieces"]
 
 
-class Piece(NamedTuple):
+class ScorePiece(NamedTuple):
     """Rows q0:q1 of queries by rows k0:k1 of keys; kind: full, causal (then square) or masked."""
 
     q0: int
@@ -36,14 +36,14 @@ _TILE = 64  # rows of a masked tile, at least
 
 
 @lru_cache(maxsize=4096)
-def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[Piece, ...]:
+def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[ScorePiece, ...]:
     """List the calls for the queries at ``q`` and the keys at ``k``, in the order of the rows.
 
     >>> from shardlib.ops.attention.masks import Causal
     >>> pieces((Run(4, 1, 4),), (Run(0, 1, 4),), Causal())
-    (Piece(q0=0, q1=4, k0=0, k1=4, kind='full'),)
+    (ScorePiece(q0=0, q1=4, k0=0, k1=4, kind='full'),)
     >>> pieces((Run(0, 1, 2), Run(6, 1, 2)), (Run(0, 1, 2), Run(6, 1, 2)), Causal())
-    (Piece(q0=0, q1=4, k0=0, k1=4, kind='causal'),)
+    (ScorePiece(q0=0, q1=4, k0=0, k1=4, kind='causal'),)
     """
     if not q or not k:
         return ()
@@ -51,19 +51,19 @@ def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[Piece, .
         hull = Run(q[0].start, 1, q[-1].last - q[0].start + 1)
         if mask.relation(hull, hull) == (0, math.inf, True):
             n = sum(run.length for run in q)
-            return (Piece(0, n, 0, n, "causal"),)
+            return (ScorePiece(0, n, 0, n, "causal"),)
     cut_q, cut_k = mask.cuts()
-    found: list[Piece] = []
+    found: list[ScorePiece] = []
     for q0, q_run in _cut(q, cut_q):
         for k0, k_run in _cut(k, cut_k):
             found += [
-                Piece(a + q0, b + q0, c + k0, d + k0, kind)
+                ScorePiece(a + q0, b + q0, c + k0, d + k0, kind)
                 for a, b, c, d, kind in _cell(q_run, k_run, mask)
             ]
     found = _merged(found)
     # many small calls can cost more than one masked call over their box
     if len(found) > 8:
-        box = Piece(min(p.q0 for p in found), max(p.q1 for p in found), min(p.k0 for p in found),
+        box = ScorePiece(min(p.q0 for p in found), max(p.q1 for p in found), min(p.k0 for p in found),
                     max(p.k1 for p in found), "masked")  # fmt: skip
         if sum(p.area + _CALL for p in found) > 1.25 * box.area:
             return (box,)
@@ -96,17 +96,17 @@ def _cut(runs: Sequence[Run], cuts: Sequence[int]) -> list[tuple[int, Run]]:
     return out
 
 
-def _cell(q: Run, k: Run, mask: Mask) -> list[Piece]:
+def _cell(q: Run, k: Run, mask: Mask) -> list[ScorePiece]:
     lo, hi, exact = mask.relation(q, k)
     least, most = q.start - k.last, q.last - k.start
     if lo > most or hi < least:
         return []
     nq, nk = q.length, k.length
     if lo <= least and hi >= most:
-        return [Piece(0, nq, 0, nk, "full" if exact else "masked")]
+        return [ScorePiece(0, nq, 0, nk, "full" if exact else "masked")]
     same = q.stride == k.stride or nq == 1 or nk == 1
     if not same:
-        return [Piece(0, nq, 0, nk, "masked")]
+        return [ScorePiece(0, nq, 0, nk, "masked")]
     stride = q.stride if nq > 1 else k.stride
     shift = k.start - q.start
     if exact and hi >= most:  # row - column >= down
@@ -114,7 +114,10 @@ def _cell(q: Run, k: Run, mask: Mask) -> list[Piece]:
         if down >= 0:
             return _square(down, nq, 0, nk)
         ahead = min(nk, -down)
-        return [Piece(0, nq, 0, ahead, "full"), *(_square(0, nq, ahead, nk) if ahead < nk else [])]
+        return [
+            ScorePiece(0, nq, 0, ahead, "full"),
+            *(_square(0, nq, ahead, nk) if ahead < nk else []),
+        ]
     width = (min(hi, most) - max(lo, least)) // stride + 1
     tile = max(_TILE, int(width))
     out = []
@@ -123,29 +126,29 @@ def _cell(q: Run, k: Run, mask: Mask) -> list[Piece]:
         first = max(0, a + math.ceil((-hi - shift) / stride)) if hi < most else 0
         last = min(nk, b + math.floor((-lo - shift) / stride)) if lo > least else nk
         if first < last:
-            out.append(Piece(a, b, first, last, "masked"))
+            out.append(ScorePiece(a, b, first, last, "masked"))
     return out
 
 
-def _square(q0: int, q1: int, k0: int, k1: int) -> list[Piece]:
+def _square(q0: int, q1: int, k0: int, k1: int) -> list[ScorePiece]:
     """Split a causal region from (q0, k0) on: a square, and full rows below it.
 
     Kernels disagree on the diagonal of a block that is not square.
     """
     n = min(q1 - q0, k1 - k0)
-    below = [Piece(q0 + n, q1, k0, k0 + n, "full")] if q0 + n < q1 else []
-    return [Piece(q0, q0 + n, k0, k0 + n, "causal"), *below]
+    below = [ScorePiece(q0 + n, q1, k0, k0 + n, "full")] if q0 + n < q1 else []
+    return [ScorePiece(q0, q0 + n, k0, k0 + n, "causal"), *below]
 
 
-def _merged(found: list[Piece]) -> list[Piece]:
+def _merged(found: list[ScorePiece]) -> list[ScorePiece]:
     """Join adjacent full pieces to one call: first along the keys, then along the queries."""
-    out: list[Piece] = []
+    out: list[ScorePiece] = []
     for p in found:
         if out and p.kind == "full" == out[-1].kind and out[-1][:2] == p[:2] and out[-1].k1 == p.k0:
             out[-1] = out[-1]._replace(k1=p.k1)
         else:
             out.append(p)
-    rows: list[Piece] = []
+    rows: list[ScorePiece] = []
     for p in out:
         above = next(
             (

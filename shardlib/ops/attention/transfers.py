@@ -8,7 +8,7 @@ from torch import Tensor
 from shardlib.collectives import Pending, start_ppermutes, unwrap, wrap
 from shardlib.mesh import bind
 from shardlib.ops.attention.chunks import Pairs
-from shardlib.ops.attention.engine import Job
+from shardlib.ops.attention.engine import AttentionJob
 
 __all__ = ["Coming", "Key", "Leaving", "send"]
 
@@ -27,7 +27,7 @@ class Leaving(NamedTuple):
     pairs: Pairs
 
 
-def send(job: Job, leaving: Sequence[Leaving]) -> Coming:
+def send(job: AttentionJob, leaving: Sequence[Leaving]) -> Coming:
     """Post transfers over the ring as one call; a rank that receives nothing gets zeros.
 
     Those without pairs are left out.
@@ -38,10 +38,10 @@ def send(job: Job, leaving: Sequence[Leaving]) -> Coming:
         pending = (
             start_ppermutes(blocks, job.axes, [item.pairs for item in moving]) if moving else []
         )
-    return {item.key: _Posted(p, item.raw) for item, p in zip(moving, pending, strict=True)}
+    return {item.key: _BlockTransfer(p, item.raw) for item, p in zip(moving, pending, strict=True)}
 
 
-class _Posted:
+class _BlockTransfer:
     """Transfer under way; keeps the sent block alive until the wait, since the network reads it."""
 
     def __init__(self, pending: Pending, sent: Tensor) -> None:

@@ -1,6 +1,8 @@
 """Matrix products: op.py implements torch's functions; each algorithm has a file of its own."""
 
-from shardlib.ops.matmul import cannon, matmul1d, matmul3d, ring, streamed, summa
+from shardlib.ops.matmul import cannon, gathered_summa, matmul1d, matmul3d, ring, summa
 from shardlib.ops.matmul.op import product, product_of
 
-__all__ = ["cannon", "matmul1d", "matmul3d", "product", "product_of", "ring", "streamed", "summa"]
+__all__ = [
+    "cannon", "gathered_summa", "matmul1d", "matmul3d", "product", "product_of", "ring", "summa",
+]  # fmt: skip

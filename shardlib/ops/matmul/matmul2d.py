@@ -35,7 +35,7 @@ from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import NOWHERE, Axes, Gradients, Product
 from shardlib.ops.registry import Match
 
-__all__ = ["ROLES", "Form", "Grid", "Product2D", "Sizes2D", "sizes_2d"]
+__all__ = ["ROLES", "Form", "ProductGrid", "Product2D", "Sizes2D", "sizes_2d"]
 
 Form = Literal["ab", "abt", "atb"]
 
@@ -46,7 +46,7 @@ ROLES: dict[Form, dict[str, str]] = {  # the role each of A, B, C plays in Y = X
 }
 
 
-class Grid(Protocol):
+class ProductGrid(Protocol):
     """Protocol of SUMMA and Cannon on a row x col grid."""
 
     def multiply(self, form: Form, p: Tensor, q: Tensor, over: Axes, bias: Tensor | None) -> Tensor:
@@ -65,7 +65,7 @@ class Product2D:
     """
 
     form: Form
-    grid: Grid
+    grid: ProductGrid
     batch: int = 0
     summed: Axes = ()
 
@@ -179,7 +179,7 @@ class Sizes2D:
 
     def match(
         self,
-        grid: Grid,
+        grid: ProductGrid,
         words: Callable[[Form], Fraction],
         messages: Callable[[Form], int],
         blocks: int,

@@ -38,9 +38,9 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import current_mesh
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, Gradients, Product
-from shardlib.ops.matmul.once import Again, gathered
-from shardlib.ops.matmul.panels import Move, partial_product, post, rounded, summed_product
+from shardlib.ops.matmul.panels import DimMove, partial_product, post, rounded, summed_product
 from shardlib.ops.matmul.prefetch import Gather, next_gather
+from shardlib.ops.matmul.shared_gather import Again, gathered
 from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor, Wide, is_half, made_of
 
@@ -65,9 +65,9 @@ class Cube:
                  it.
     """
 
-    x: tuple[Move, ...]
-    w: tuple[Move, ...]
-    y: tuple[Move, ...]
+    x: tuple[DimMove, ...]
+    w: tuple[DimMove, ...]
+    y: tuple[DimMove, ...]
     save: str = ""
     summed: tuple[str, ...] = ()
     w_first: bool = False
@@ -145,7 +145,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _scatter(
-    a: Tensor, b: Tensor, moves: tuple[Move, ...], over: Axes, bias: Tensor | None = None
+    a: Tensor, b: Tensor, moves: tuple[DimMove, ...], over: Axes, bias: Tensor | None = None
 ) -> Pending:
     """Compute a @ b, scattered and summed over further axes.
 
@@ -305,7 +305,7 @@ def movements(case: MatmulCase) -> Movements | str:
     parts = [_parted(dim, gone) for _, dim, gone in sides]
     kept = [dim for dim, _ in parts]
     x_moves, w_moves = (
-        tuple(Move(axes, dim) for dim, (_, axes) in enumerate(group) if axes)
+        tuple(DimMove(axes, dim) for dim, (_, axes) in enumerate(group) if axes)
         for group in (parts[:-2], parts[-2:])
     )
     x_k, w_k = kept[len(case.x.dims) - 1], kept[-2]
@@ -322,7 +322,7 @@ def movements(case: MatmulCase) -> Movements | str:
 
 def _scattered(
     case: MatmulCase, whole: tuple[Dim, ...], summed: list[str], shape: tuple[int, ...]
-) -> tuple[Layout, tuple[Move, ...], tuple[str, ...]] | str:
+) -> tuple[Layout, tuple[DimMove, ...], tuple[str, ...]] | str:
     """Return Y's layout, the scatters that produce it, and the axes summed without one."""
     mesh = case.axes
     if case.out is None:  # scatter over the first rows that divide
@@ -354,7 +354,7 @@ def _scattered(
         if not _divides(then, [], shape[d], mesh):
             return f"dimension {d} of the result, {shape[d]}, does not divide as {then}"
         if more:
-            moves.append(Move(tuple(str(p) for p in more), d))
+            moves.append(DimMove(tuple(str(p) for p in more), d))
     scattered = {a for move in moves for a in move.axes}
     return wanted, tuple(moves), tuple(a for a in summed if a not in scattered)
 
@@ -453,7 +453,9 @@ def _match(case: MatmulCase, save: str) -> Match | str:
     )
 
 
-def price_of_gather(nbytes: int, moves: tuple[Move, ...], mesh: dict[str, int]) -> tuple[Cost, int]:
+def price_of_gather(
+    nbytes: int, moves: tuple[DimMove, ...], mesh: dict[str, int]
+) -> tuple[Cost, int]:
     """Price gathering a block (or scattering back to it); return also its gathered bytes."""
     cost = Cost()
     for move in moves:

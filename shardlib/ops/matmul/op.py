@@ -22,8 +22,8 @@ from shardlib.ops.elementwise import elementwise
 from shardlib.ops.matmul.case import MatmulCase, case
 from shardlib.ops.matmul.cuts import cut_for, whole_rows
 from shardlib.ops.matmul.function import Axes, Product
-from shardlib.ops.matmul.once import let_go
 from shardlib.ops.matmul.panels import rounded
+from shardlib.ops.matmul.shared_gather import let_go
 from shardlib.ops.padding import masked, padded_to
 from shardlib.ops.registry import Match, decide, known
 from shardlib.ops.signatures import binder
@@ -271,7 +271,7 @@ def product_of(
         mesh.plans,
         now,
     )
-    if not isinstance(plan, _Plan):
+    if not isinstance(plan, _ProductPlan):
         return product_of(reshard(x, plan[0]), reshard(w, plan[1]), plan[2], bias)
     match, over, place, adds, own = plan
     if (watcher := now.watcher) is not None:
@@ -317,7 +317,7 @@ class _Adds(NamedTuple):
     met: Axes
 
 
-class _Plan(NamedTuple):
+class _ProductPlan(NamedTuple):
     """Plan of a product: algorithm, axes of the sums of X's and W's gradients, Y's place, bias.
 
     It depends on no values; ``adds`` is None where the bias is added to Y afterwards.
@@ -337,7 +337,7 @@ def _planned(
     operands: tuple[Place, Place],
     bias: Place | None,
     dtype: torch.dtype,
-) -> _Plan | tuple[Layout, Layout, Layout | None]:
+) -> _ProductPlan | tuple[Layout, Layout, Layout | None]:
     """Plan a product, or return the layouts to which operands are sliced before the product."""
     try:
         match = decide("matmul", case)
@@ -360,7 +360,7 @@ def _planned(
     own = match.local and not (over[0] or over[1])
     if bias is not None:
         own = own and adds is not None and adds.torchs and not adds.met
-    return _Plan(match, over, place, adds, own)
+    return _ProductPlan(match, over, place, adds, own)
 
 
 def _stays(x: Place, w: Place) -> bool:

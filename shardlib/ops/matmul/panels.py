@@ -12,7 +12,7 @@ from torch import Tensor
 from shardlib.collectives import Pending, axis_size, psum, start
 
 __all__ = [
-    "Move",
+    "DimMove",
     "accumulator",
     "add_product",
     "ahead",
@@ -31,14 +31,14 @@ __all__ = [
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
 
-class Move(NamedTuple):
+class DimMove(NamedTuple):
     """Gather a dimension over mesh axes, or scatter its sum; major axis first."""
 
     axes: tuple[str, ...]
     dim: int
 
 
-def post(f: Any, x: Tensor, moves: tuple[Move, ...], **how: Any) -> Pending:
+def post(f: Any, x: Tensor, moves: tuple[DimMove, ...], **how: Any) -> Pending:
     """Start the moves: all but the last are waited for.
 
     Differentiable where a gradient is recorded.

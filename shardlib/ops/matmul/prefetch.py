@@ -19,7 +19,7 @@ from torch import Tensor
 from shardlib._compat import after_backward
 from shardlib.collectives import Pending, all_gather, wrap
 from shardlib.mesh import Mesh, bind, drain, scope, within
-from shardlib.ops.matmul.panels import Move, post
+from shardlib.ops.matmul.panels import DimMove, post
 from shardlib.tensor import ShardedTensor, made_of
 
 __all__ = [
@@ -44,7 +44,7 @@ class Gather:
     __slots__ = ("after", "before", "mesh", "moves", "pending", "started", "w")
 
     def __init__(
-        self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh, started: "list[Gather]"
+        self, w: Tensor, moves: tuple[DimMove, ...], mesh: Mesh, started: "list[Gather]"
     ) -> None:
         self.w, self.moves, self.mesh, self.started = w, moves, mesh, started
         self.before: Gather | None = None
@@ -89,10 +89,10 @@ class Entry(NamedTuple):
 
     name: str
     transposed: bool
-    moves: tuple[Move, ...]
+    moves: tuple[DimMove, ...]
 
 
-class _Call:
+class _ProductOrder:
     """Products of one call so far.
 
     ``order``    the products of the last call.
@@ -111,7 +111,7 @@ class _Call:
         self.read: list[int] = []
         self.firsts: dict[int, int] = {}
 
-    def gather(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Gather:
+    def gather(self, w: Tensor, moves: tuple[DimMove, ...], mesh: Mesh, again: bool) -> Gather:
         """Return the gather of the current product; its successor is known from here on."""
         expected = self.next
         if expected is not None and _same(expected.w, w) and expected.moves == moves:
@@ -145,7 +145,7 @@ class _Call:
         for gather in list(self.started):
             gather.drop()
 
-    def _following(self, w: Tensor, moves: tuple[Move, ...], mesh: Mesh) -> Gather | None:
+    def _following(self, w: Tensor, moves: tuple[DimMove, ...], mesh: Mesh) -> Gather | None:
         name = self.names.get(_place(w), "")
         transposed = bool(name) and not _same(self.weights[name], w)
         self.seen.append(Entry(name, transposed, moves))
@@ -184,7 +184,7 @@ def prefetching(
     Every rank must run the same products.  A call in another thread
     may update ``order`` meanwhile.
     """
-    call, rehearsal = _Call(list(order), weights, list(reads or [])), scope().rehearsal
+    call, rehearsal = _ProductOrder(list(order), weights, list(reads or [])), scope().rehearsal
     try:
         with within(prefetch=call):
             yield
@@ -213,7 +213,7 @@ def planned(rehearse: Callable[[], object], plan: Callable[[], T]) -> T:
         return plan()
 
 
-def next_gather(w: Tensor, moves: tuple[Move, ...], mesh: Mesh, again: bool) -> Gather:
+def next_gather(w: Tensor, moves: tuple[DimMove, ...], mesh: Mesh, again: bool) -> Gather:
     """Return the gather of the current product.
 
     ``again``: backward will gather its weight once more.

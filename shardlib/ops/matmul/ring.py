@@ -23,10 +23,10 @@ from shardlib.cost import Cost, moving, summing
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, Gradients
 from shardlib.ops.matmul.matmul3d import Cube, gradients, movements
-from shardlib.ops.matmul.panels import Move
+from shardlib.ops.matmul.panels import DimMove
 from shardlib.ops.registry import Match, algorithm
 
-__all__ = ["Ring", "matmul_ring_rs", "ring_ag_matmul"]
+__all__ = ["RingSchedule", "matmul_ring_rs", "ring_ag_matmul"]
 
 Ways = tuple[int, ...]  # (1,) for a ring, (1, -1) for halves that go opposite ways
 
@@ -83,7 +83,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingSchedule:
     """Schedule with one gather of X's rows, or one scatter of Y's.
 
     ``dim``   the dimension of rows that ``axis`` splits.
@@ -107,7 +107,7 @@ class Ring:
         """Compute dX by the other form with W^T; dW is summed as the blocks pass."""
         axis, dim, ways = self.axis, self.dim, self.ways
         if torch.is_grad_enabled():  # rotate has no gradient, so use two collectives
-            move = (Move((axis,), dim),)
+            move = (DimMove((axis,), dim),)
             cube = Cube(move, (), ()) if self.form == "gather" else Cube((), (), move)
             return gradients(dy, x, w, cube, need)
         dx = dw = None
@@ -154,7 +154,7 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     note = f"X passes over {axis}" if cube.x else f"Y's sum passes over {axis}"
 
     note += " both ways" if len(ways) > 1 else ""
-    return Match(out, Ring(form, axis, dim, ways), once, backward, note, gathers=True)
+    return Match(out, RingSchedule(form, axis, dim, ways), once, backward, note, gathers=True)
 
 
 @algorithm("matmul", name="ring", order=10)

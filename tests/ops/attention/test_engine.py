@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shardlib.layouts.orders import dealt
 from shardlib.ops.attention.case import Runs, Sizes, case_on_paper
 from shardlib.ops.attention.choose import planned
-from shardlib.ops.attention.engine import Engine, Plan
+from shardlib.ops.attention.engine import AttentionPlan, Engine
 from shardlib.ops.attention.engines import BothWays, DoubleRing, OneWay
 from shardlib.ops.attention.masks import Causal, Full, Mask, Window
 from shardlib.ops.attention.pieces import pieces
@@ -17,11 +17,11 @@ SIZES = Sizes(1, 4, 2, 8, 8, 16, 16, 4, 4)
 MASKS = [Full(), Causal(), Window(5, 0), Window(3, 2), Causal() & Window(40)]
 
 
-def plan_of(engine: Engine, runs: Runs, mask: Mask) -> Plan:
+def plan_of(engine: Engine, runs: Runs, mask: Mask) -> AttentionPlan:
     return planned(case_on_paper(runs, runs, mask, SIZES), engine).run
 
 
-def covered(plan: Plan) -> set[tuple[int, int, int]]:
+def covered(plan: AttentionPlan) -> set[tuple[int, int, int]]:
     """(rank, owner, row) that a rank sees at some step; each at most once."""
     seen = [(r, r, row) for r in range(plan.p) for row in range(64)]
     for chunk in plan.chunks:

@@ -10,11 +10,11 @@ import torch
 import shardlib as sl
 from shardlib.layouts import Ring
 from shardlib.layouts.orders import dealt
-from shardlib.live import Live
+from shardlib.memory_tracker import Live
 from shardlib.mesh import as_mesh, bind
 from shardlib.ops.attention.case import Sizes, case_on_paper
 from shardlib.ops.attention.choose import planned
-from shardlib.ops.attention.engine import Job
+from shardlib.ops.attention.engine import AttentionJob
 from shardlib.ops.attention.engines import AllGather, DoubleRing
 from shardlib.ops.attention.kernels import pick
 from shardlib.ops.attention.masks import At
@@ -40,7 +40,7 @@ def counted(schedule: str, algorithm: Any, causal: bool, dtype: torch.dtype) -> 
     plan = planned(case, algorithm).run
     q, k, v = (x.raw for x in xs)
     at = At(torch.arange(1), torch.arange(4))
-    job = Job(mesh, plan, 0.2, pick(q, v, causal, False), lambda _: at, (4, 256, 256))
+    job = AttentionJob(mesh, plan, 0.2, pick(q, v, causal, False), lambda _: at, (4, 256, 256))
     forward, backward = plan.engine.forward, plan.engine.backward
     on_paper = peak(plan, dtype, mesh.coord["s"])
     found = []

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib.ops.matmul import prefetch
-from shardlib.ops.matmul.panels import Move
+from shardlib.ops.matmul.panels import DimMove
 from tests.ops.matmul.test_matmul2d import relative
 
 RULES = [("*", "x ...")]  # as FSDP: every weight is gathered for its product
@@ -191,7 +191,7 @@ def test_each_weight_is_gathered_once_forward_and_once_backward() -> None:
 def test_the_gather_under_way_is_the_next_product_s() -> None:
     """Unit: by name, transposition and moves; what was gathered otherwise is not taken."""
     weights = {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}
-    moves = (Move(("x",), 0),)
+    moves = (DimMove(("x",), 0),)
     order: list[prefetch.Entry] = []
     with sl.simulate(x=1) as mesh:
         for expected in (None, "b"):

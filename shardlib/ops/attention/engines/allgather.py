@@ -16,14 +16,14 @@ from shardlib.mesh import bind
 from shardlib.ops.attention.case import AttentionCase
 from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.engine import (
+    AttentionJob,
+    AttentionMove,
+    AttentionPlan,
     Engine,
     Given,
     Gradients,
-    Job,
-    Move,
     Moves,
     Outputs,
-    Plan,
     Saved,
 )
 from shardlib.ops.attention.local import (
@@ -58,21 +58,23 @@ class AllGather(Engine):
 
     name = "allgather"
 
-    def plan(self, case: AttentionCase) -> Plan | str:
+    def plan(self, case: AttentionCase) -> AttentionPlan | str:
         g = case.sizes.g
         heads = g if self.heads is None else min(self.heads, g)
         if heads < 1:
             return "at least one head is gathered at a time"
-        return case.unsplit() or Plan(AllGather(heads), case)
+        return case.unsplit() or AttentionPlan(AllGather(heads), case)
 
-    def moves(self, plan: Plan) -> Moves:
+    def moves(self, plan: AttentionPlan) -> Moves:
         if plan.p == 1:
             return Moves([], [])
         z, n = plan.case.sizes, plan.p - 1
         rows = n * z.b * z.lk * (z.d + z.e)
         groups = [hi - lo for lo, hi in self._groups(z.g)]
-        out = [Move(rows * heads * z.itemsize, n) for heads in groups]
-        return Moves(out, [*out, *(Move(rows * heads * z.acc_itemsize, n) for heads in groups)])
+        out = [AttentionMove(rows * heads * z.itemsize, n) for heads in groups]
+        return Moves(
+            out, [*out, *(AttentionMove(rows * heads * z.acc_itemsize, n) for heads in groups)]
+        )
 
     def _groups(self, g: int) -> list[tuple[int, int]]:
         """List the ranges lo:hi of heads of keys that are gathered together."""
@@ -80,7 +82,13 @@ class AllGather(Engine):
         return [(lo, min(lo + n, g)) for lo in range(0, g, n)]
 
     def forward(
-        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+        self,
+        job: AttentionJob,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
     ) -> Outputs:
         d, shared = k.shape[-1], q.shape[-3] // k.shape[-3]
         out, lse = started(q, v.shape[-1])
@@ -99,7 +107,7 @@ class AllGather(Engine):
 
     def backward(
         self,
-        job: Job,
+        job: AttentionJob,
         saved: Saved,
         bias: Tensor | None,
         sink: Tensor | None,
@@ -157,7 +165,7 @@ def _attend_back(
 
 
 def _gathered(
-    job: Job, k: Tensor, v: Tensor, groups: list[tuple[int, int]]
+    job: AttentionJob, k: Tensor, v: Tensor, groups: list[tuple[int, int]]
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Yield groups of heads with the keys and values of every rank; the next group is in transit.
 

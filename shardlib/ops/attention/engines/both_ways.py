@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from shardlib.ops.attention.case import AttentionCase, Runs
 from shardlib.ops.attention.choose import register_engine
-from shardlib.ops.attention.chunks import Chunk
-from shardlib.ops.attention.engine import Plan
+from shardlib.ops.attention.chunks import RowChunk
+from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.ops.attention.engines.routes import Routes
 from shardlib.ops.attention.masks import Mask
 from shardlib.ops.attention.pieces import pieces
@@ -34,12 +34,12 @@ class BothWays(Routes):
 
     name = "ring_bidirectional"
 
-    def plan(self, case: AttentionCase) -> Plan:
-        return Plan(self, case, both_ways(case.q_runs, case.k_runs, case.mask, case.rows))
+    def plan(self, case: AttentionCase) -> AttentionPlan:
+        return AttentionPlan(self, case, both_ways(case.q_runs, case.k_runs, case.mask, case.rows))
 
 
 @lru_cache(maxsize=256)
-def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[Chunk, ...]:
+def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[RowChunk, ...]:
     """Route each range of rows both ways along the ring, as far as the mask needs it."""
     p = len(q_runs)
     if not rows:  # every rank holds all keys
@@ -67,7 +67,7 @@ def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[Chunk,
                 for t in range(1, max(far) + 1)
             )
             if at:
-                chunks.append(Chunk(lo, hi, at, tuple(range(len(at)))))
+                chunks.append(RowChunk(lo, hi, at, tuple(range(len(at)))))
     return _joined(chunks)
 
 
@@ -87,9 +87,9 @@ def _reach(distances: list[int], p: int, others: bool) -> tuple[int, int]:
     return min(zip(forward, backward, strict=True), key=cost)
 
 
-def _joined(chunks: list[Chunk]) -> tuple[Chunk, ...]:
+def _joined(chunks: list[RowChunk]) -> tuple[RowChunk, ...]:
     """Join adjacent rows with the same route into one chunk."""
-    out: list[Chunk] = []
+    out: list[RowChunk] = []
     for chunk in chunks:
         same = next((i for i, o in enumerate(out) if o.hi == chunk.lo and o.at == chunk.at), -1)
         if same >= 0:

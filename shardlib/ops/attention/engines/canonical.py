@@ -13,14 +13,14 @@ from shardlib.ops.attention.case import AttentionCase
 from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.engine import (
     Areas,
+    AttentionJob,
+    AttentionMove,
+    AttentionPlan,
     Engine,
     Given,
     Gradients,
-    Job,
-    Move,
     Moves,
     Outputs,
-    Plan,
     Saved,
 )
 from shardlib.ops.attention.local import (
@@ -33,7 +33,7 @@ from shardlib.ops.attention.local import (
     sums_like,
     viewed,
 )
-from shardlib.ops.attention.pieces import Piece, pieces
+from shardlib.ops.attention.pieces import ScorePiece, pieces
 
 __all__ = ["Canonical"]
 
@@ -54,29 +54,35 @@ class Canonical(Engine):
 
     name = "canonical"
 
-    def plan(self, case: AttentionCase) -> Plan | str:
+    def plan(self, case: AttentionCase) -> AttentionPlan | str:
         if case.biased:
             return (
                 "a bias is held by the rows of its ring, and here all rows are gathered; "
                 "ALiBi is a mask"
             )
-        return case.unsplit() or Plan(self, case)
+        return case.unsplit() or AttentionPlan(self, case)
 
-    def moves(self, plan: Plan) -> Moves:
+    def moves(self, plan: AttentionPlan) -> Moves:
         if plan.p == 1:
             return Moves([], [])
         z, n = plan.case.sizes, plan.p - 1
         q, k = n * z.b * z.h * z.lq, n * z.b * z.g * z.lk
-        out = [Move(words * z.itemsize, n) for words in (q * z.d, k * z.d, k * z.e)]
-        rows = [Move(q * z.e * z.itemsize, n)] * 2  # dout and out
-        return Moves(out, [*out, *rows, Move(q * z.acc_itemsize, n)])
+        out = [AttentionMove(words * z.itemsize, n) for words in (q * z.d, k * z.d, k * z.e)]
+        rows = [AttentionMove(q * z.e * z.itemsize, n)] * 2  # dout and out
+        return Moves(out, [*out, *rows, AttentionMove(q * z.acc_itemsize, n)])
 
-    def areas(self, plan: Plan) -> Areas:
+    def areas(self, plan: AttentionPlan) -> Areas:
         """Count the scores that the mask needs twice: for rows of queries and for rows of keys."""
         return tuple(tuple(2 * area for area in step) for step in super().areas(plan))
 
     def forward(
-        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+        self,
+        job: AttentionJob,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
     ) -> Outputs:
         """Attend with whole tiles of queries to all tiles of keys, in order."""
         plan = job.plan
@@ -97,7 +103,7 @@ class Canonical(Engine):
 
     def backward(
         self,
-        job: Job,
+        job: AttentionJob,
         saved: Saved,
         bias: Tensor | None,
         sink: Tensor | None,
@@ -157,7 +163,7 @@ class Canonical(Engine):
 
     def _calls(
         self, every: LocalQueries, q_runs: tuple[Run, ...], s: int, k_runs: tuple[Run, ...], t: int
-    ) -> list[tuple[Piece, ...]]:
+    ) -> list[tuple[ScorePiece, ...]]:
         """List the kernel calls of each pair of tiles, rows counted from position 0."""
         tiles = _tiles(k_runs, t, self.tile)
         return [
@@ -173,7 +179,7 @@ def _tiles(runs: tuple[Run, ...], n: int, size: int) -> list[Run]:
     return [Run(t * size, 1, min(size, n - t * size)) for t in wanted]
 
 
-def _from_zero(calls: tuple[Piece, ...], a: Run, b: Run) -> tuple[Piece, ...]:
+def _from_zero(calls: tuple[ScorePiece, ...], a: Run, b: Run) -> tuple[ScorePiece, ...]:
     return tuple(
         c._replace(q0=c.q0 + a.start, q1=c.q1 + a.start, k0=c.k0 + b.start, k1=c.k1 + b.start)
         for c in calls

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardlib.ops.attention.case import AttentionCase
 from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.chunks import once_round
-from shardlib.ops.attention.engine import Plan
+from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.ops.attention.engines.routes import Routes
 
 __all__ = ["DoubleRing"]
@@ -33,7 +33,7 @@ class DoubleRing(Routes):
 
     name = "double_ring"
 
-    def plan(self, case: AttentionCase) -> Plan | str:
+    def plan(self, case: AttentionCase) -> AttentionPlan | str:
         p, inner = case.p, self.inner
         if inner is None:
             inner = max((i for i in range(2, math.isqrt(p) + 1) if p % i == 0), default=0)
@@ -42,7 +42,9 @@ class DoubleRing(Routes):
         if inner < 1 or p % inner:
             better = next(i for i in range(max(1, min(inner, p)), 0, -1) if p % i == 0)
             return f"an inner ring of {inner} does not divide a ring of {p}; one of {better} does"
-        return Plan(DoubleRing(inner), case, once_round(p, case.rows, inner), note=f"of {inner}")
+        return AttentionPlan(
+            DoubleRing(inner), case, once_round(p, case.rows, inner), note=f"of {inner}"
+        )
 
 
 register_engine(DoubleRing(), order=3)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shardlib.ops.attention.case import AttentionCase
 from shardlib.ops.attention.choose import register_engine
-from shardlib.ops.attention.engine import Plan
+from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.ops.attention.engines.both_ways import both_ways
 from shardlib.ops.attention.engines.routes import Routes
 
@@ -26,7 +26,7 @@ class Halo(Routes):
 
     name = "halo"
 
-    def plan(self, case: AttentionCase) -> Plan | str:
+    def plan(self, case: AttentionCase) -> AttentionPlan | str:
         p, chunks = case.p, both_ways(case.q_runs, case.k_runs, case.mask, case.rows)
         everywhere = [None not in chunk.at[-1] and len(chunk.at) >= p // 2 for chunk in chunks]
         if p > 2 and any(everywhere):
@@ -34,7 +34,7 @@ class Halo(Routes):
                 "a halo needs a mask that ends near the diagonal, and neighbours that hold "
                 "neighbouring positions"
             )
-        return Plan(self, case, chunks)
+        return AttentionPlan(self, case, chunks)
 
 
 register_engine(Halo(), order=2)

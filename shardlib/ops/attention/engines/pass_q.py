@@ -16,14 +16,14 @@ from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.chunks import once_round
 from shardlib.ops.attention.engine import (
     Areas,
+    AttentionJob,
+    AttentionMove,
+    AttentionPlan,
     Engine,
     Given,
     Gradients,
-    Job,
-    Move,
     Moves,
     Outputs,
-    Plan,
     Saved,
 )
 from shardlib.ops.attention.kernels import merge
@@ -36,7 +36,7 @@ from shardlib.ops.attention.local import (
     sums_like,
     viewed,
 )
-from shardlib.ops.attention.pieces import Piece, pieces
+from shardlib.ops.attention.pieces import ScorePiece, pieces
 from shardlib.ops.attention.transfers import Leaving, send
 
 __all__ = ["PassQ"]
@@ -56,20 +56,27 @@ class PassQ(Engine):
 
     name = "pass_q"
 
-    def plan(self, case: AttentionCase) -> Plan | str:
+    def plan(self, case: AttentionCase) -> AttentionPlan | str:
         if case.biased:
             return "a bias is held by the rows of its ring, and here rows travel; ALiBi is a mask"
-        return case.unsplit() or Plan(self, case, once_round(case.p, 1))
+        return case.unsplit() or AttentionPlan(self, case, once_round(case.p, 1))
 
-    def moves(self, plan: Plan) -> Moves:
+    def moves(self, plan: AttentionPlan) -> Moves:
         z, n = plan.case.sizes, plan.p - 1
         rows = z.b * z.h * z.lq
-        out = [Move(rows * z.d * z.itemsize, 1), Move(rows * (z.e + 1) * z.acc_itemsize, 1)]
-        packed = Move(rows * (z.d + 2 * z.e) * z.itemsize, 1)  # q, dout and out
-        back = [packed, Move(rows * z.acc_itemsize, 1), Move(rows * z.d * z.acc_itemsize, 1)]
+        out = [
+            AttentionMove(rows * z.d * z.itemsize, 1),
+            AttentionMove(rows * (z.e + 1) * z.acc_itemsize, 1),
+        ]
+        packed = AttentionMove(rows * (z.d + 2 * z.e) * z.itemsize, 1)  # q, dout and out
+        back = [
+            packed,
+            AttentionMove(rows * z.acc_itemsize, 1),
+            AttentionMove(rows * z.d * z.acc_itemsize, 1),
+        ]
         return Moves(out * n, back * n)
 
-    def areas(self, plan: Plan) -> Areas:
+    def areas(self, plan: AttentionPlan) -> Areas:
         def area(rank: int, step: int) -> int:
             owner = (rank - step) % plan.p
             return sum(c.area for c in pieces(plan.q_runs[owner], plan.k_runs[rank], plan.mask))
@@ -77,7 +84,13 @@ class PassQ(Engine):
         return tuple(tuple(area(r, t) for r in range(plan.p)) for t in range(plan.p))
 
     def forward(
-        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+        self,
+        job: AttentionJob,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
     ) -> Outputs:
         """Attend; out and lse are sent as one block, in the sums' dtype."""
         out, lse = started(q, v.shape[-1])
@@ -87,7 +100,7 @@ class PassQ(Engine):
             rank.attend(
                 rank.calls(runs), view(k), view(v), positions(runs, q.device), view(out), view(lse)
             )
-        travel, before = _Travel(job, q), None
+        travel, before = _QueryTransfers(job, q), None
         for step, (block,) in travel:
             part, part_lse = started(block, v.shape[-1])
             for rank, foreign, calls, k_at in travel.calls(step, ranks, block):
@@ -103,7 +116,7 @@ class PassQ(Engine):
 
     def backward(
         self,
-        job: Job,
+        job: AttentionJob,
         saved: Saved,
         bias: Tensor | None,
         sink: Tensor | None,
@@ -134,7 +147,7 @@ class PassQ(Engine):
             at, mine = positions(runs, q.device), viewed(given, rank.view)
             attend_back(rank, rank, rank.calls(runs), at, mine, rank.view(dq))
         numbers = torch.stack([lse] if dlse is None else [lse, dlse.to(lse.dtype)], -1)
-        travel, before = _Travel(job, torch.cat([q, dout, out], -1), numbers), None
+        travel, before = _QueryTransfers(job, torch.cat([q, dout, out], -1), numbers), None
         for step, (block, row) in travel:
             part = sums_like(block[..., :d])
             for rank, foreign, calls, k_at in travel.calls(step, ranks, block[..., :d]):
@@ -154,13 +167,13 @@ class PassQ(Engine):
         return dq, dk, dv, None
 
 
-Calls = tuple[Piece, ...]
+Calls = tuple[ScorePiece, ...]
 
 
-class _Travel:
+class _QueryTransfers:
     """Queries on their way round the ring, and the blocks that are sent with them."""
 
-    def __init__(self, job: Job, *travelling: Tensor) -> None:
+    def __init__(self, job: AttentionJob, *travelling: Tensor) -> None:
         self.job, self.chunks = job, job.plan.chunks
         self.now = list(travelling)
 

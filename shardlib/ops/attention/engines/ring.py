@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardlib.ops.attention.case import AttentionCase
 from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.chunks import once_round
-from shardlib.ops.attention.engine import Plan
+from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.ops.attention.engines.routes import Routes
 
 __all__ = ["OneWay"]
@@ -28,8 +28,8 @@ class OneWay(Routes):
 
     name = "ring"
 
-    def plan(self, case: AttentionCase) -> Plan:
-        return Plan(self, case, once_round(case.p, case.rows))
+    def plan(self, case: AttentionCase) -> AttentionPlan:
+        return AttentionPlan(self, case, once_round(case.p, case.rows))
 
 
 register_engine(OneWay(), order=0)

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from shardlib.mesh import Link
-from shardlib.ops.attention.chunks import Chunk, Pairs
+from shardlib.ops.attention.chunks import Pairs, RowChunk
 from shardlib.ops.attention.engine import (
     Areas,
+    AttentionJob,
+    AttentionMove,
+    AttentionPlan,
     Given,
     Gradients,
-    Job,
-    Move,
     Moves,
     Outputs,
-    Plan,
     Saved,
 )
 from shardlib.ops.attention.kernels import acc_dtype
@@ -36,12 +36,12 @@ from shardlib.ops.attention.local import (
     sums_like,
     viewed,
 )
-from shardlib.ops.attention.pieces import Piece, narrowed, pieces
+from shardlib.ops.attention.pieces import ScorePiece, narrowed, pieces
 from shardlib.ops.attention.transfers import Coming, Leaving, send
 
 __all__ = ["Routes", "busiest"]
 
-Calls = tuple[Piece, ...]
+Calls = tuple[ScorePiece, ...]
 Keys = tuple[Tensor, Tensor]
 View = Callable[[Tensor], Tensor]
 
@@ -51,12 +51,12 @@ class Routes:
 
     saves_operands = True
 
-    def moves(self, plan: Plan) -> Moves:
+    def moves(self, plan: AttentionPlan) -> Moves:
         z = plan.case.sizes
 
-        def hop(chunk: Chunk, pairs: Pairs, itemsize: int) -> Move:
+        def hop(chunk: RowChunk, pairs: Pairs, itemsize: int) -> AttentionMove:
             nbytes = (chunk.hi - chunk.lo) * z.b * z.g * (z.d + z.e) * itemsize
-            return Move(Fraction(nbytes * len(pairs), plan.p), int(bool(pairs)))
+            return AttentionMove(Fraction(nbytes * len(pairs), plan.p), int(bool(pairs)))
 
         out = [hop(chunk, chunk.hops(t), z.itemsize) for chunk, t in _stops(plan)]
         back = [
@@ -66,7 +66,7 @@ class Routes:
         ]
         return Moves(out, [*out, *back])
 
-    def areas(self, plan: Plan) -> Areas:
+    def areas(self, plan: AttentionPlan) -> Areas:
         def area(rank: int, step: int) -> int:
             if step == 0:
                 return sum(c.area for c in _own(plan, rank))
@@ -74,7 +74,7 @@ class Routes:
 
         return tuple(tuple(area(r, step) for r in range(plan.p)) for step in range(plan.steps + 1))
 
-    def seconds(self, plan: Plan, link: Link, flops: float) -> float:
+    def seconds(self, plan: AttentionPlan, link: Link, flops: float) -> float:
         """Estimate the time: transfers and compute overlap, except in one step.
 
         Ranks need not run in step, since a received block is sent on before it is used.  The rank
@@ -95,11 +95,17 @@ class Routes:
         return total
 
     def forward(
-        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+        self,
+        job: AttentionJob,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
     ) -> Outputs:
         plan = job.plan
         out, lse = started(q, v.shape[-1])
-        ranks, travel = local_queries(job, q, bias), _Travel(job, k, v)
+        ranks, travel = local_queries(job, q, bias), _ChunkTransfers(job, k, v)
         for step in range(plan.steps + 1):
             travel.arrive(step)
             # posted before the kernels, so that the transfers run while they compute
@@ -115,7 +121,7 @@ class Routes:
 
     def backward(
         self,
-        job: Job,
+        job: AttentionJob,
         saved: Saved,
         bias: Tensor | None,
         sink: Tensor | None,
@@ -130,7 +136,7 @@ class Routes:
         )
         dbias = sums_like(bias) if wants_bias and bias is not None else None
         ranks = local_queries(job, q, bias)
-        travel, sums = _Travel(job, k, v), _Sums(plan.chunks)
+        travel, sums = _ChunkTransfers(job, k, v), _Sums(plan.chunks)
 
         def attend_back(
             rank: LocalQueries, calls: Calls, keys: Keys, k_at: Tensor, into: Callable[[], Keys]
@@ -168,12 +174,12 @@ class Routes:
 # ---------------------------------------------------------------- kernel calls of a step
 
 
-def _own(plan: Plan, rank: int) -> Calls:
+def _own(plan: AttentionPlan, rank: int) -> Calls:
     """List the kernel calls of a rank's queries on its own keys."""
     return pieces(plan.q_runs[rank], plan.k_runs[rank], plan.mask)
 
 
-def _visit(plan: Plan, chunk: Chunk, step: int, rank: int) -> tuple[int, Calls]:
+def _visit(plan: AttentionPlan, chunk: RowChunk, step: int, rank: int) -> tuple[int, Calls]:
     """Return (owner, kernel calls) for a rank's part of a chunk; columns count from its lo."""
     owner = chunk.owner(step, rank) if step <= len(chunk.at) else None
     if owner is None:
@@ -184,7 +190,7 @@ def _visit(plan: Plan, chunk: Chunk, step: int, rank: int) -> tuple[int, Calls]:
 
 
 def _own_calls(
-    plan: Plan, ranks: list[LocalQueries]
+    plan: AttentionPlan, ranks: list[LocalQueries]
 ) -> Iterator[tuple[LocalQueries, Calls, Tensor]]:
     """Yield each rank in this process, with the calls on its own keys and their positions."""
     for rank in ranks:
@@ -192,7 +198,7 @@ def _own_calls(
 
 
 def _calls(
-    plan: Plan, ranks: list[LocalQueries], n: int, step: int
+    plan: AttentionPlan, ranks: list[LocalQueries], n: int, step: int
 ) -> Iterator[tuple[LocalQueries, Calls, Tensor]]:
     """Yield each rank with calls on its part of a chunk: rank, calls, and the keys' positions."""
     chunk = plan.chunks[n]
@@ -202,11 +208,11 @@ def _calls(
             yield rank, calls, positions(plan.k_runs[owner], rank.q.device)[chunk.lo : chunk.hi]
 
 
-def _stops(plan: Plan) -> list[tuple[Chunk, int]]:
+def _stops(plan: AttentionPlan) -> list[tuple[RowChunk, int]]:
     return [(chunk, t) for chunk in plan.chunks for t in range(1, len(chunk.at) + 1)]
 
 
-def busiest(plan: Plan) -> tuple[int, int]:
+def busiest(plan: AttentionPlan) -> tuple[int, int]:
     """Count the bytes that the busiest rank sends or receives, forward and backward."""
     z = plan.case.sizes
     forward, backward = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
@@ -225,10 +231,10 @@ def busiest(plan: Plan) -> tuple[int, int]:
 # ---------------------------------------------------------------- transfers of keys and sums
 
 
-class _Travel:
+class _ChunkTransfers:
     """Keys and values of the chunks: posted once their sender has them, freed after use."""
 
-    def __init__(self, job: Job, k: Tensor, v: Tensor) -> None:
+    def __init__(self, job: AttentionJob, k: Tensor, v: Tensor) -> None:
         self.chunks, self.d = job.plan.chunks, k.shape[-1]
         kv = torch.cat([k, v], -1) if self.chunks else k  # one transfer for both
         self.held = {(n, 0): kv.narrow(-2, c.lo, c.hi - c.lo) for n, c in enumerate(self.chunks)}
@@ -262,7 +268,7 @@ class _Travel:
 class _Sums:
     """Gradients of the chunks, sent one step after the keys, in one call with the next keys."""
 
-    def __init__(self, chunks: tuple[Chunk, ...]) -> None:
+    def __init__(self, chunks: tuple[RowChunk, ...]) -> None:
         self.chunks, self.coming = chunks, Coming()
         self.waiting: list[Leaving] = []
 
@@ -271,10 +277,10 @@ class _Sums:
         out, self.waiting = self.waiting, []
         return out
 
-    def part(self, n: int, step: int, like: Tensor) -> "_Part":
-        return _Part(like, self.coming.pop(("sum", n, step), None))
+    def part(self, n: int, step: int, like: Tensor) -> "_ChunkGradient":
+        return _ChunkGradient(like, self.coming.pop(("sum", n, step), None))
 
-    def send_on(self, n: int, step: int, part: "_Part") -> None:
+    def send_on(self, n: int, step: int, part: "_ChunkGradient") -> None:
         """Send a sum to the next stop, or home from the last."""
         chunk = self.chunks[n]
         for what, pairs in (("sum", chunk.sum_hops(step + 1)), ("home", chunk.home_hops(step + 1))):
@@ -288,7 +294,7 @@ class _Sums:
                 dkv[..., chunk.lo : chunk.hi, :] += wait()
 
 
-class _Part:
+class _ChunkGradient:
     """Partial gradient of a chunk: received from its last stop when first used, or zeros."""
 
     def __init__(self, like: Tensor, came: Callable[[], Tensor] | None) -> None:

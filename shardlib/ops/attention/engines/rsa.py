@@ -19,19 +19,19 @@ from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.chunks import once_round
 from shardlib.ops.attention.engine import (
     Areas,
+    AttentionJob,
+    AttentionMove,
+    AttentionPlan,
     Engine,
     Given,
     Gradients,
-    Job,
-    Move,
     Moves,
     Outputs,
-    Plan,
     Saved,
 )
 from shardlib.ops.attention.kernels import acc_dtype
 from shardlib.ops.attention.local import LocalQueries, add_sink, local_queries, positions, sums_like
-from shardlib.ops.attention.pieces import Piece
+from shardlib.ops.attention.pieces import ScorePiece
 from shardlib.ops.attention.transfers import Leaving, send
 
 __all__ = ["RSA"]
@@ -51,25 +51,35 @@ class RSA(Engine):
 
     name = "rsa"
 
-    def plan(self, case: AttentionCase) -> Plan | str:
-        return case.unsplit() or Plan(self, case, once_round(case.p, 1))
+    def plan(self, case: AttentionCase) -> AttentionPlan | str:
+        return case.unsplit() or AttentionPlan(self, case, once_round(case.p, 1))
 
-    def moves(self, plan: Plan) -> Moves:
+    def moves(self, plan: AttentionPlan) -> Moves:
         z, n = plan.case.sizes, plan.p - 1
         rows = z.b * z.g * z.lk
-        rounds = [Move(rows * z.d * z.itemsize, 1), Move(rows * z.e * z.itemsize, 1)] * n
+        rounds = [
+            AttentionMove(rows * z.d * z.itemsize, 1),
+            AttentionMove(rows * z.e * z.itemsize, 1),
+        ] * n
         widths = (z.d, z.e) if n else ()
         return Moves(
-            rounds, [*rounds, *(Move(n * rows * width * z.acc_itemsize, n) for width in widths)]
+            rounds,
+            [*rounds, *(AttentionMove(n * rows * width * z.acc_itemsize, n) for width in widths)],
         )
 
-    def areas(self, plan: Plan) -> Areas:
+    def areas(self, plan: AttentionPlan) -> Areas:
         """Count all scores, whatever the mask."""
         keys = sum(map(length, plan.k_runs))
         return (tuple(length(runs) * keys for runs in plan.q_runs),)
 
     def forward(
-        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+        self,
+        job: AttentionJob,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
     ) -> Outputs:
         """Attend, and save q, k, v and the probabilities [b, h, lq, p lk]."""
         dtype, g = acc_dtype(q.dtype), k.shape[-3]
@@ -77,7 +87,7 @@ class RSA(Engine):
         scores = q.new_full((*q.shape[:-1], job.plan.p * k.shape[-2]), float("-inf"), dtype=dtype)
         for step, block in _round(job, k):
             for rank in ranks:
-                part = _Part(rank, step, k.shape[-2])
+                part = _ScoreBlock(rank, step, k.shape[-2])
                 part.of(scores).copy_(part.scores(rank.view(block), dtype))
         lse = torch.logsumexp(scores, -1)
         probs = (
@@ -86,7 +96,7 @@ class RSA(Engine):
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
         for step, block in _round(job, v):
             for rank in ranks:
-                part = _Part(rank, step, k.shape[-2])
+                part = _ScoreBlock(rank, step, k.shape[-2])
                 used = part.kept(part.of(probs).to(dtype))
                 part.rows(out).add_(
                     torch.matmul(_grouped(used, g), part.keys(block, dtype)).flatten(1, 2)
@@ -95,7 +105,7 @@ class RSA(Engine):
 
     def backward(
         self,
-        job: Job,
+        job: AttentionJob,
         saved: Saved,
         bias: Tensor | None,
         sink: Tensor | None,
@@ -123,7 +133,7 @@ class RSA(Engine):
 
 
 def _values_round(
-    job: Job,
+    job: AttentionJob,
     ranks: list[LocalQueries],
     v: Tensor,
     probs: Tensor,
@@ -138,7 +148,7 @@ def _values_round(
     delta = delta if dlse is None else delta - dlse
     for step, block in _round(job, v):
         for rank in ranks:
-            part = _Part(rank, step, v.shape[-2])
+            part = _ScoreBlock(rank, step, v.shape[-2])
             p, grad = part.of(probs).to(dtype), part.rows(dout).to(dtype)
             part.cols(dvs).add_(
                 torch.matmul(_grouped(part.kept(p), g).mT, _grouped(grad, g)).sum(2)
@@ -150,7 +160,7 @@ def _values_round(
 
 
 def _keys_round(
-    job: Job,
+    job: AttentionJob,
     ranks: list[LocalQueries],
     k: Tensor,
     dscores: Tensor,
@@ -162,7 +172,7 @@ def _keys_round(
     dtype, g = dscores.dtype, k.shape[-3]
     for step, block in _round(job, k):
         for rank in ranks:
-            part = _Part(rank, step, k.shape[-2])
+            part = _ScoreBlock(rank, step, k.shape[-2])
             ds, queries = part.of(dscores), rank.q[:, :, : part.n].to(dtype)
             part.rows(dq).add_(
                 torch.matmul(_grouped(ds, g), part.keys(block, dtype)).flatten(1, 2) * job.scale
@@ -174,7 +184,7 @@ def _keys_round(
                 rank.add_bias(rank.view(dbias), slice(0, part.n), part.k_at, ds)
 
 
-def _round(job: Job, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _round(job: AttentionJob, x: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield every rank's block once: (step, block), the next one in transit."""
     chunks, p = job.plan.chunks, job.plan.p
     for step in range(p if chunks else 1):
@@ -184,7 +194,7 @@ def _round(job: Job, x: Tensor) -> Iterator[tuple[int, Tensor]]:
         x = coming["block", 0, step]() if coming else x
 
 
-class _Part:
+class _ScoreBlock:
     """Scores of a rank's n queries with the m keys of the owner whose block it now holds."""
 
     def __init__(self, rank: LocalQueries, step: int, lk: int) -> None:
@@ -209,7 +219,7 @@ class _Part:
         return self.rank.view(block)[:, :, : self.m].to(dtype).unsqueeze(2)
 
     def scores(self, k: Tensor, dtype: torch.dtype) -> Tensor:
-        block = self.rank.block(Piece(0, self.n, 0, self.m, "masked"), k, k, self.k_at)
+        block = self.rank.block(ScorePiece(0, self.n, 0, self.m, "masked"), k, k, self.k_at)
         q = _grouped(block.q.to(dtype) * block.scale, k.shape[1])
         s = torch.matmul(q, block.k.to(dtype).unsqueeze(2).mT).flatten(1, 2)
         return s if block.bias is None else s + block.bias
@@ -219,7 +229,7 @@ class _Part:
         if not self.rank.job.dropout:
             return x
         q = self.rank.q
-        keep = self.rank.block(Piece(0, self.n, 0, self.m, "full"), q, q, self.k_at).keep
+        keep = self.rank.block(ScorePiece(0, self.n, 0, self.m, "full"), q, q, self.k_at).keep
         assert keep is not None
         return x * keep(0, self.n)
 

@@ -24,14 +24,14 @@ from shardlib.ops.attention.case import AttentionCase, Runs, Sizes, length
 from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.engine import (
     Areas,
+    AttentionJob,
+    AttentionMove,
+    AttentionPlan,
     Engine,
     Given,
     Gradients,
-    Job,
-    Move,
     Moves,
     Outputs,
-    Plan,
     Saved,
 )
 from shardlib.ops.attention.engines.both_ways import BothWays
@@ -91,7 +91,7 @@ class Ulysses(Engine):
     def name(self) -> str:
         return "usp" if self.usp else "ulysses"
 
-    def plan(self, case: AttentionCase) -> Plan | str:
+    def plan(self, case: AttentionCase) -> AttentionPlan | str:
         if case.biased:
             return (
                 "a bias is held by the rows of its ring, and here rows change places; "
@@ -107,14 +107,14 @@ class Ulysses(Engine):
                     "the outer"
                 )
             outer = case.axes[: case.axes.index(split[-1])]
-        return case.unsplit() or Plan(self, case, inner=_between(case, outer))
+        return case.unsplit() or AttentionPlan(self, case, inner=_between(case, outer))
 
-    def moves(self, plan: Plan) -> Moves:
+    def moves(self, plan: AttentionPlan) -> Moves:
         z, (u, heads, inner) = plan.case.sizes, _swap_of(plan)
 
-        def swap(heads: int, rows: int, width: int, itemsize: int) -> list[Move]:
+        def swap(heads: int, rows: int, width: int, itemsize: int) -> list[AttentionMove]:
             nbytes = Fraction((u - 1) * z.b * heads * rows * width * itemsize, u)
-            return [Move(nbytes, u - 1)] if u > 1 else []
+            return [AttentionMove(nbytes, u - 1)] if u > 1 else []
 
         q, k = u * heads.per_rank, len(heads.sent) or z.g
         out_back, lse_back = swap(q, z.lq, z.e, z.itemsize), swap(q, z.lq, 1, z.acc_itemsize)
@@ -125,12 +125,18 @@ class Ulysses(Engine):
             [*q_there, *k_there, *out, *out_back, *lse_back], [*out_back, *back, *q_there, *dk_back]
         )
 
-    def areas(self, plan: Plan) -> Areas:
+    def areas(self, plan: AttentionPlan) -> Areas:
         u, _, inner = _swap_of(plan)
         return tuple(tuple(-(-step[r // u] // u) for r in range(plan.p)) for step in inner.areas)
 
     def forward(
-        self, job: Job, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
+        self,
+        job: AttentionJob,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
     ) -> Outputs:
         """Attend between two swaps, and save q, k, v, out and lse of fewer heads."""
         assert bias is None, "the plan refuses a bias"
@@ -146,7 +152,7 @@ class Ulysses(Engine):
 
     def backward(
         self,
-        job: Job,
+        job: AttentionJob,
         saved: Saved,
         bias: Tensor | None,
         sink: Tensor | None,
@@ -169,7 +175,7 @@ class Ulysses(Engine):
         return swap.queries_back(dq.to(dtype), rows), dkv[..., :d], dkv[..., d:], None
 
 
-def _between(case: AttentionCase, outer: tuple[str, ...]) -> Plan:
+def _between(case: AttentionCase, outer: tuple[str, ...]) -> AttentionPlan:
     """Plan the inner attention, while the sequence is split over the outer axes alone.
 
     It has fewer heads.
@@ -221,10 +227,10 @@ class _Swapped(NamedTuple):
 
     u: int
     heads: Heads
-    inner: Plan
+    inner: AttentionPlan
 
 
-def _swap_of(plan: Plan) -> _Swapped:
+def _swap_of(plan: AttentionPlan) -> _Swapped:
     assert plan.inner is not None, "made by Ulysses.plan"
     u, z = plan.p // plan.inner.p, plan.case.sizes
     return _Swapped(u, Heads.of(z.h, z.g, u), plan.inner)
@@ -233,13 +239,13 @@ def _swap_of(plan: Plan) -> _Swapped:
 class _Swap:
     """Conversion of a ring's block to one with fewer heads and more positions, and back."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: AttentionJob) -> None:
         self.job, self.sizes = job, job.plan.case.sizes
         self.u, self.heads, self.inner = _swap_of(job.plan)
         self.outer_axes = self.inner.case.axes
         self.axes = job.axes[len(self.outer_axes) :]  # over which heads are swapped
 
-    def job_between(self) -> Job:
+    def job_between(self) -> AttentionJob:
         """Return the job of the inner plan."""
         n = self.heads.per_rank
 

@@ -18,7 +18,7 @@ from shardlib.ops.registry import remember
 __all__ = ["on_shapes"]
 
 
-class _Made(NamedTuple):
+class _NewTensor(NamedTuple):
     """A new tensor; ``size`` is None where an operation writes to and returns its first operand."""
 
     size: torch.Size | None
@@ -26,7 +26,7 @@ class _Made(NamedTuple):
     dtype: torch.dtype
 
 
-_MADE: dict[Any, _Made | None] = {}  # None: a view, or more than one tensor; run each time
+_MADE: dict[Any, _NewTensor | None] = {}  # None: a view, or more than one tensor; run each time
 
 
 def on_shapes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -85,10 +85,10 @@ def _key(x: Any) -> Any:
     raise _Values
 
 
-def _made(out: Any, args: tuple[Any, ...]) -> _Made | None:
+def _made(out: Any, args: tuple[Any, ...]) -> _NewTensor | None:
     """Describe how to make an equal tensor; None if it shares memory or is not simply strided."""
     if args and out is args[0]:
-        return _Made(None, (), out.dtype)
+        return _NewTensor(None, (), out.dtype)
     if type(out) is not Tensor or not out.is_meta or out.storage_offset():
         return None
     again = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
@@ -96,4 +96,4 @@ def _made(out: Any, args: tuple[Any, ...]) -> _Made | None:
     own = out.untyped_storage()._cdata
     alone = all(x.untyped_storage()._cdata != own for x in given)
     same = again.untyped_storage().nbytes() == out.untyped_storage().nbytes()
-    return _Made(out.shape, out.stride(), out.dtype) if alone and same else None
+    return _NewTensor(out.shape, out.stride(), out.dtype) if alone and same else None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.planning.known import Known
+from shardlib.planning.constant_folding import Known
 
 
 def test_what_comes_from_constants_is_what_the_host_computes() -> None:

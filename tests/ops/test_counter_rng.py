@@ -6,7 +6,7 @@ import torch
 
 import shardlib as sl
 from shardlib.kernels.bits import bits
-from shardlib.ops.keyed import half_open, normal, open_unit
+from shardlib.ops.counter_rng import half_open, normal, open_unit
 from shardlib.random import branch
 from tests.ops.test_random import N, chi2
 

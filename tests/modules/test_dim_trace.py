@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.modules.atoms import leaves, root
-from shardlib.modules.dimensions import Dimensions, trace_dimensions
-from shardlib.modules.roles import kinds
+from shardlib.modules.dim_factors import leaves, root
+from shardlib.modules.dim_trace import Dimensions, trace_dimensions
+from shardlib.modules.param_roles import kinds
 
 
 class Fused(nn.Module):

@@ -24,11 +24,11 @@ from torch import nn
 
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import joined, said
-from shardlib.modules.atoms import Atom, Row, leaves, length, root
-from shardlib.modules.dimensions import Dimensions, Read
+from shardlib.modules.dim_factors import Atom, Row, leaves, length, root
+from shardlib.modules.dim_trace import Dimensions, ParameterUse
 from shardlib.modules.parallelize import Suggested
 
-__all__ = ["Way", "assign", "deep", "kinds", "patterns", "role_names", "widening_names"]
+__all__ = ["RoleLayouts", "assign", "deep", "kinds", "patterns", "role_names", "widening_names"]
 
 MATRIX = {
     ("inner", "residual"): "expand",
@@ -43,7 +43,7 @@ MATRIX = {
 
 
 @dataclass(frozen=True)
-class Way:
+class RoleLayouts:
     """Layouts that a recipe gives to the roles of parameters.
 
     ``layouts``   role -> (matrix stored (out, in), vector, layout of the products).
@@ -107,7 +107,7 @@ def deep(row: Iterable[Atom]) -> list[Atom]:
 def kinds(dims: Dimensions) -> _Found:
     """Classify atoms as residual or inner, independently of a mesh.
 
-    >>> from shardlib.modules.dimensions import trace_dimensions
+    >>> from shardlib.modules.dim_trace import trace_dimensions
     >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
     >>> found = kinds(trace_dimensions(mlp))
     >>> [found.of(found.dims.params[n][0]) for n in ("0.weight", "2.weight")]
@@ -178,9 +178,9 @@ def kinds(dims: Dimensions) -> _Found:
     return found
 
 
-def _uses(dims: Dimensions) -> dict[str, Read]:
+def _uses(dims: Dimensions) -> dict[str, ParameterUse]:
     """Map parameters to the use that decides their role: a lookup, a product, or a convolution."""
-    uses: dict[str, Read] = {}
+    uses: dict[str, ParameterUse] = {}
     for wanted in ("lookup", "product", "conv"):
         for r in dims.reads:
             if r.kind == wanted and r.inputs and r.outputs:
@@ -298,7 +298,7 @@ def _token(axes: Sequence[str]) -> str:
 
 
 def assign(
-    model: nn.Module, dims: Dimensions, way: Way
+    model: nn.Module, dims: Dimensions, way: RoleLayouts
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     """Find the layout of every parameter; return also the ones left whole, and why.
 
@@ -355,14 +355,14 @@ def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
     return {n for n in looked if n in tied} or set((given or (looked if dims.numbers else []))[:1])
 
 
-def _axes(found: _Found, row: Row, way: Way) -> tuple[str, ...]:
+def _axes(found: _Found, row: Row, way: RoleLayouts) -> tuple[str, ...]:
     """List the axes that split the inner atoms of a row."""
     if way.wide is not None and any(id(a) in found.mlp for a in deep(row)):
         return way.wide
     return way.inner
 
 
-def _settle(found: _Found, uses: Mapping[str, Read], way: Way) -> None:
+def _settle(found: _Found, uses: Mapping[str, ParameterUse], way: RoleLayouts) -> None:
     """Mark as whole what no layout can express, until nothing changes."""
     changed = True
     while changed:
@@ -379,7 +379,13 @@ def _settle(found: _Found, uses: Mapping[str, Read], way: Way) -> None:
 
 
 def _settle_row(
-    found: _Found, name: str, d: int, row: Row, kind: str, way: Way, use: Read | None
+    found: _Found,
+    name: str,
+    d: int,
+    row: Row,
+    kind: str,
+    way: RoleLayouts,
+    use: ParameterUse | None,
 ) -> None:
     axes = _axes(found, row, way) if kind == "inner" else way.residual
     p = way.ways(axes)
@@ -435,7 +441,7 @@ def _text(row: Row) -> str:
     return "(" + " ".join(map(repr, leaves(row))) + ")"
 
 
-def _settle_product(found: _Found, r: Read, way: Way) -> None:
+def _settle_product(found: _Found, r: ParameterUse, way: RoleLayouts) -> None:
     ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
     one, two = found.of(ins), found.of(outs)
     split = {"residual": way.ways(way.residual), "inner": way.ways(way.inner), "whole": 1, "": 1}
@@ -472,7 +478,7 @@ def _dropped(found: _Found, row: Row) -> bool:
     return bool(makers) and all(found.of(found.row(r.name, r.inputs)) == "inner" for r in makers)
 
 
-def _side(found: _Found, row: Row, way: Way) -> str:
+def _side(found: _Found, row: Row, way: RoleLayouts) -> str:
     """Return the kind of a dimension, "whole" if no layout can express its split."""
     kind = found.of(row) or "whole"
     axes = _axes(found, row, way) if kind == "inner" else way.residual if kind == "residual" else ()
@@ -484,7 +490,9 @@ def _side(found: _Found, row: Row, way: Way) -> str:
     return kind
 
 
-def _matrix(found: _Found, r: Read, way: Way, shape: tuple[int, ...]) -> tuple[str, ...]:
+def _matrix(
+    found: _Found, r: ParameterUse, way: RoleLayouts, shape: tuple[int, ...]
+) -> tuple[str, ...]:
     ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
     into, out = _side(found, ins, way), _side(found, outs, way)
     if into == out == "inner":
@@ -518,7 +526,7 @@ def _matrix(found: _Found, r: Read, way: Way, shape: tuple[int, ...]) -> tuple[s
     return (" ".join(texts), *more)
 
 
-def _fitting(axes: Sequence[str], n: int, way: Way) -> str:
+def _fitting(axes: Sequence[str], n: int, way: RoleLayouts) -> str:
     """Return as many of the axes, from the major one on, as divide ``n``."""
     axes = list(axes)
     while axes and n % way.ways(axes):
@@ -526,7 +534,7 @@ def _fitting(axes: Sequence[str], n: int, way: Way) -> str:
     return _token(axes)
 
 
-def _table(found: _Found, name: str, way: Way, tokens: bool) -> str:
+def _table(found: _Found, name: str, way: RoleLayouts, tokens: bool) -> str:
     vocabulary, features = found.dims.params[name]
     n, width = length(vocabulary), length(features)
     kind = _side(found, features, way)
@@ -546,7 +554,9 @@ def _table(found: _Found, name: str, way: Way, tokens: bool) -> str:
     return f"{split} {_fitting(cols.axes, width, way)}"
 
 
-def _by_dimension(found: _Found, name: str, rows: Sequence[Row], way: Way, use: Read | None) -> str:
+def _by_dimension(
+    found: _Found, name: str, rows: Sequence[Row], way: RoleLayouts, use: ParameterUse | None
+) -> str:
     texts = []
     taken: set[str] = set()
     for row in rows:

@@ -17,16 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import opened, seeded
-from shardlib.aliases import (
-    WRITERS,
-    alike,
-    link,
-    refuse_overlap,
-    refuse_write,
-    same_memory,
-    writes,
-    written,
-)
 from shardlib.autocast import casting
 from shardlib.collectives import holds_values, lead
 from shardlib.errors import (
@@ -39,6 +29,16 @@ from shardlib.errors import (
     lettered,
 )
 from shardlib.layouts import Layout
+from shardlib.memory_sharing import (
+    WRITERS,
+    alike,
+    link,
+    refuse_overlap,
+    refuse_write,
+    same_memory,
+    writes,
+    written,
+)
 from shardlib.mesh import Mesh, scope, within
 from shardlib.ops.registry import implicit_budget
 from shardlib.placing import reshard, unshard
@@ -482,7 +482,9 @@ def _per_rank(
         with casting(func):
             out = func(*blocks, **more)
         return optree.tree_map(
-            lambda t: next((_Same(k) for k, c in enumerate(copies) if any(t is x for x in c)), t),
+            lambda t: next(
+                (_SameAsOperand(k) for k, c in enumerate(copies) if any(t is x for x in c)), t
+            ),
             out,
             none_is_leaf=True,
         )
@@ -496,7 +498,7 @@ def _per_rank(
         if unsaid or [writes(c) for c in mine] != old:
             _write(v, m, torch.stack(mine), name, True)
     out = optree.tree_map(
-        lambda t: values[t.at] if isinstance(t, _Same) else t, out, none_is_leaf=True
+        lambda t: values[t.at] if isinstance(t, _SameAsOperand) else t, out, none_is_leaf=True
     )
     return replied(out, raws, values, mesh, deferred, True)
 
@@ -507,14 +509,14 @@ def _viewing(out: Any, raws: list[Tensor], before: list[Any]) -> bool:
     return views and all(writes(r) == old[0] for r, old in zip(raws, before, strict=True))
 
 
-class _Same:
+class _SameAsOperand:
     """Marker of a result that is an operand."""
 
     def __init__(self, at: int) -> None:
         self.at = at
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.at == self.at
+        return isinstance(other, _SameAsOperand) and other.at == self.at
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
-from tests.modules.test_dimensions import Fused
+from tests.modules.test_dim_trace import Fused
 
 MESHES = {
     "megatron1d": {"x": 2},

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
-from shardlib.modules.skeleton import skeleton
+from shardlib.modules.weightless_copy import skeleton
 
 X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlib.live import Live
-from shardlib.planning.known import Known
-from shardlib.planning.shapes import _MADE, on_shapes
+from shardlib.memory_tracker import Live
+from shardlib.planning.constant_folding import Known
+from shardlib.planning.meta_cache import _MADE, on_shapes
 
 aten = torch.ops.aten
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from shardlib.command.building import (
+from shardlib.command.config import Config, ConfigError
+from shardlib.command.from_config import (
     batches,
     built,
     check_layout,
@@ -19,7 +20,6 @@ from shardlib.command.building import (
     rows_of,
     rules_of,
 )
-from shardlib.command.config import Config, ConfigError
 from shardlib.command.train import start
 from tests.command.test_train import close, losses
 

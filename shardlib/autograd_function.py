@@ -160,7 +160,7 @@ class _Context:
         return () if self._read is None else self._read()
 
 
-class _Call:
+class _FunctionCall:
     """State of one ``cls.apply(*args)``."""
 
     def __init__(self, cls: Any, args: Sequence[Any], mesh: Mesh) -> None:
@@ -271,7 +271,7 @@ class _Run(Local):
     """apply(call, *raws); a subclass for each user's Function has its name."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *raws: Tensor) -> Any:
+    def forward(ctx: Any, call: _FunctionCall, *raws: Tensor) -> Any:
         ctx.call = call
         return call.forward(ctx, raws)
 
@@ -304,7 +304,7 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
     run = _RUNS.get(cls)
     if run is None:
         run = _RUNS[cls] = type(cls.__name__, (_Run,), {})
-    call = _Call(cls, args, found.mesh)
+    call = _FunctionCall(cls, args, found.mesh)
     given = [args[i] for i in call.at]
     raws = run.apply(call, *[f.raw(x) for f, x in zip(call.forms, given, strict=True)])
     out = call.rest

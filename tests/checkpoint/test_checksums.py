@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.checkpoint.boxes import grid, stretches, whole
+from shardlib.checkpoint.checksums import ChunkChecksums, checksum, outline, sums_of
 from shardlib.checkpoint.disk import memory
-from shardlib.checkpoint.sums import Sums, checksum, outline, sums_of
 from tests.checkpoint.cases import DTYPES, value
 
 
-def sums(shape: tuple[int, ...], dtype: torch.dtype) -> Sums:
+def sums(shape: tuple[int, ...], dtype: torch.dtype) -> ChunkChecksums:
     return sums_of(shape, grid(whole(shape), shape, dtype.itemsize), dtype)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.handover import GivenUp, hand_over
+from shardlib.optim.donation import GivenUp, hand_over
 from tests.ops.cases import r
 
 

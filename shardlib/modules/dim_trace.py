@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from shardlib._compat import DispatchMode
 from shardlib.errors import Unsupported
-from shardlib.modules.atoms import (
+from shardlib.modules.dim_factors import (
     Apart,
     Atom,
     Row,
@@ -35,11 +35,11 @@ from shardlib.modules.atoms import (
     whole,
 )
 
-__all__ = ["Dimensions", "Read", "trace_dimensions"]
+__all__ = ["Dimensions", "ParameterUse", "trace_dimensions"]
 
 
 @dataclass
-class Read:
+class ParameterUse:
     """Use of a parameter: in a product, a convolution or a lookup.
 
     ``inputs``, ``outputs``  its dimensions that are contracted and that stay.
@@ -68,7 +68,7 @@ class Dimensions:
     """
 
     params: dict[str, list[Row]]
-    reads: list[Read] = field(default_factory=list)
+    reads: list[ParameterUse] = field(default_factory=list)
     sources: list[Row] = field(default_factory=list)
     numbers: list[Row] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
@@ -125,7 +125,7 @@ _ALONG = {
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy"}
 
 
-class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
+class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     """Dispatch mode that intercepts every operator and keeps the atoms of every tensor."""
 
     def __init__(self, found: Dimensions) -> None:
@@ -535,7 +535,7 @@ class _Watch(DispatchMode):  # type: ignore[misc, valid-type]
         ins, outs = (
             tuple(p for d in side if (p := dims[d]) is not None) for side in (inputs, outputs)
         )
-        self.found.reads.append(Read(name, kind, ins, outs, list(rows), groups))
+        self.found.reads.append(ParameterUse(name, kind, ins, outs, list(rows), groups))
 
     def _mm(self, args: Any, kwargs: Any, out: Tensor) -> None:
         self._meet(args[0], args[1], out, 0)
@@ -786,7 +786,7 @@ def _run(model: nn.Module, args: Any, kwargs: Any, device: str | None) -> Dimens
             )
         return held[id(x)]
 
-    buffers = _Same(b for b in model.buffers() if b is not None)
+    buffers = _IdentityMap(b for b in model.buffers() if b is not None)
     params = dict(model.named_parameters(remove_duplicate=False))
     state = {n: bare(p) for n, p in params.items()} | {
         n: bare(b) for n, b in model.named_buffers() if b is not None
@@ -799,7 +799,7 @@ def _run(model: nn.Module, args: Any, kwargs: Any, device: str | None) -> Dimens
 
     given: Any = optree.tree_map(moved_to, (args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
     found = Dimensions({})
-    watch = _Watch(found)
+    watch = _DimensionTracer(found)
     for name, p in model.named_parameters():
         rows = [fresh(n) for n in p.shape]
         found.params[name] = rows
@@ -824,7 +824,7 @@ def _run(model: nn.Module, args: Any, kwargs: Any, device: str | None) -> Dimens
     return found
 
 
-class _Same:
+class _IdentityMap:
     """Set of tensors, compared by identity."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

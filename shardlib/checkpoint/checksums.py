@@ -13,7 +13,7 @@ from torch import Tensor
 from shardlib.checkpoint.boxes import STRIP, Cuts, along, stretches
 from shardlib.checkpoint.disk import memory
 
-__all__ = ["Strip", "Sums", "checksum", "outline", "strips", "sums_of"]
+__all__ = ["Strip", "ChunkChecksums", "checksum", "outline", "strips", "sums_of"]
 
 Strip = tuple[tuple[slice, ...], list[list[int]]]
 """A contiguous part of a chunk, and the lengths of its tiles along each dimension."""
@@ -45,7 +45,7 @@ def _lengths(n: int, cuts: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Sums:
+class ChunkChecksums:
     """Checksums of the tiles of one chunk, as ``grid`` cuts it, and of its strips.
 
     A tile consists of rows: its range of the last dimension that is cut, with everything within.
@@ -209,8 +209,8 @@ class Sums:
         return x.view(torch.int32)
 
 
-sums_of = lru_cache(maxsize=1 << 12)(Sums)
-"""``Sums``, cached: chunks with equal cuts share one."""
+sums_of = lru_cache(maxsize=1 << 12)(ChunkChecksums)
+"""``ChunkChecksums``, cached: chunks with equal cuts share one."""
 
 
 def _pieces(lengths: Sequence[int]) -> list[slice]:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
-from shardlib.modules.dimensions import trace_dimensions
-from shardlib.planning.outline import outline
-from shardlib.planning.products import Sums, all_products, products
+from shardlib.modules.dim_trace import trace_dimensions
+from shardlib.planning.layer_dedup import outline
+from shardlib.planning.products import Totals, all_products, products
 
 
 def size(m: nn.Module) -> int:
@@ -61,5 +61,5 @@ def test_layers_that_differ_in_a_number_are_two() -> None:
 
 
 def test_sums_add_and_scale() -> None:
-    a, b = Sums(Counter(x=2, y=1)), Sums(Counter(x=1))
+    a, b = Totals(Counter(x=2, y=1)), Totals(Counter(x=1))
     assert (a + 3 * (a - b)).values == Counter(x=5, y=4)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlib._compat import Local
 from shardlib.collectives import all_gather, psum_scatter, unwrap, wrap
 from shardlib.mesh import Mesh, bind
-from shardlib.ops.matmul.panels import Move, post, rounded
+from shardlib.ops.matmul.panels import DimMove, post, rounded
 from shardlib.tensor import ShardedTensor, Wide, made_of, real_axes, total, vary
 
 __all__ = ["Again", "gathered", "let_go"]
@@ -30,7 +30,7 @@ class Again:
     ``readers``  number of them, counted in forward.
     """
 
-    def __init__(self, moves: tuple[Move, ...], over: Axes, mesh: Mesh) -> None:
+    def __init__(self, moves: tuple[DimMove, ...], over: Axes, mesh: Mesh) -> None:
         self.moves, self.over, self.mesh = moves, over, mesh
         self.readers = self.done = 0
         self.sum = Wide()  # fp32 sum of half precision gradients
@@ -51,11 +51,11 @@ class Again:
         return wide
 
 
-def _gather(x: Tensor, moves: tuple[Move, ...]) -> Tensor:
+def _gather(x: Tensor, moves: tuple[DimMove, ...]) -> Tensor:
     return post(all_gather, x, moves).wait()
 
 
-class _Gather(Local):
+class _SharedGather(Local):
     """apply(again, raw): gather; the gradient is scattered, and summed over further axes."""
 
     @staticmethod
@@ -85,12 +85,12 @@ class _Gather(Local):
             )
 
 
-def gathered(x: ShardedTensor, moves: tuple[Move, ...], over: Axes) -> tuple[Tensor, Again]:
+def gathered(x: ShardedTensor, moves: tuple[DimMove, ...], over: Axes) -> tuple[Tensor, Again]:
     """Gather X by ``moves``, once; its gradient is also summed over ``over``."""
     found, key = made_of(x), ("gather", moves, over)
     if key not in found:
         again = Again(moves, real_axes(x.mesh, over), x.mesh)
-        found[key] = _Gather.apply(again, x.raw), again
+        found[key] = _SharedGather.apply(again, x.raw), again
     return found[key]
 
 

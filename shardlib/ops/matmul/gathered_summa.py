@@ -21,9 +21,8 @@ from shardlib.mesh import current_mesh
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, Gradients, Product
 from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price_of_gather
-from shardlib.ops.matmul.once import Again, gathered
 from shardlib.ops.matmul.panels import (
-    Move,
+    DimMove,
     accumulator,
     add_product,
     ahead,
@@ -32,6 +31,7 @@ from shardlib.ops.matmul.panels import (
     rounded,
     wide,
 )
+from shardlib.ops.matmul.shared_gather import Again, gathered
 from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor, Wide, is_half, made_of
 
@@ -82,7 +82,7 @@ class Streamed:
         if self.again is not None and need[1]:
             x = wrap(self.again.gather(unwrap(x)), current_mesh())
         if torch.is_grad_enabled():  # differentiable: gather W instead of sending panels
-            return gradients(dy, x, w, Cube((), (Move((self.axis,), 0),), ()), need)
+            return gradients(dy, x, w, Cube((), (DimMove((self.axis,), 0),), ()), need)
         dx, rows = None, dy.reshape(-1, dy.shape[-1])
         if need[0]:
             dx = torch.cat([partial_product(rows, panel.mT) for panel in _panels(w, self.axis)], -1)

@@ -21,18 +21,18 @@ from shardlib.collectives import blocks, played, psum, storage, unwrap, wrap
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.optim.owners import Deal, Laid
+from shardlib.optim.matrix_owners import Deal, Laid
 from shardlib.placing import reshard, unshard
 from shardlib.tensor import Place, ShardedTensor
 
-__all__ = ["Held", "Kind", "Owned"]
+__all__ = ["OwnedNumbers", "Kind", "Owned"]
 
 Kind = Literal["mn", "mm", "nn"]
 """Numbers kept of a matrix [m, n]: one per element, per pair of rows, or per pair of columns."""
 
 
 @dataclass(frozen=True)
-class Held:
+class OwnedNumbers:
     """A list of the numbers kept per matrix, with their owners.
 
     ``paths``  of the parameters, in the order of ``plan.spreads``.
@@ -82,7 +82,7 @@ class Owned:
     ``vector``  a ShardedTensor split over the whole mesh, or a plain tensor without a mesh.
     """
 
-    def __init__(self, vector: Any, held: Held, mesh: Mesh | None) -> None:
+    def __init__(self, vector: Any, held: OwnedNumbers, mesh: Mesh | None) -> None:
         self.vector = vector
         self.held = held
         self.mesh = mesh
@@ -92,7 +92,7 @@ class Owned:
         items: Sequence[Laid], plan: Deal, kind: Kind, dtype: torch.dtype, most: float
     ) -> "Owned":
         """Make zeros for the numbers of these matrices, on the owners of ``plan``."""
-        held, mesh = Held(tuple(x.path for x in items), plan, kind, most), items[0].mesh
+        held, mesh = OwnedNumbers(tuple(x.path for x in items), plan, kind, most), items[0].mesh
         new, many = items[0].runs[0].new_zeros, 1 if mesh is None else len(played(mesh))
         device = items[0].runs[0].device
         refuse_beyond(held.length * dtype.itemsize * many, device, "init", mesh)
@@ -205,7 +205,7 @@ def _flat(x: Owned) -> tuple[list[Any], Any, list[str]]:
     return [x.vector], (x.held, x.mesh), ["vector"]
 
 
-def _unflat(where: tuple[Held, Mesh | None], children: Iterable[Any]) -> Owned:
+def _unflat(where: tuple[OwnedNumbers, Mesh | None], children: Iterable[Any]) -> Owned:
     return Owned(next(iter(children)), *where)
 
 

@@ -83,12 +83,12 @@ def totals(
     Moves one psum (pmax) per mesh, of 8 bytes per tensor.
     """
     out: list[Numbers] = []
-    shares: dict[Mesh, list[_Share]] = {}
+    shares: dict[Mesh, list[_RankCount]] = {}
     for tree in trees:
         found = _shares(tree, of)
         out.append([None] * len(found))
         for i, share in enumerate(found):
-            if isinstance(share, _Share):
+            if isinstance(share, _RankCount):
                 shares.setdefault(share.mesh, []).append(share._replace(to=(out[-1], i)))
             else:
                 out[-1][i] = share
@@ -148,7 +148,7 @@ def _factor(by: Tensor, x: Tensor) -> Tensor:
     return by.to(x.dtype) if by.device.type == "cpu" else by.to(x.device, x.dtype)
 
 
-class _Share(NamedTuple):
+class _RankCount(NamedTuple):
     """Partial results for one tensor: a scalar for each rank in this process, or None."""
 
     mesh: Mesh
@@ -157,16 +157,16 @@ class _Share(NamedTuple):
     to: tuple[Numbers, int] = ([], 0)
 
 
-def _shares(tree: Any, of: Callable[[Tensor], Tensor]) -> list[_Share | Tensor | None]:
+def _shares(tree: Any, of: Callable[[Tensor], Tensor]) -> list[_RankCount | Tensor | None]:
     if isinstance(tree, Buckets):
         return _of_buckets(tree, of)
-    out: list[_Share | Tensor | None] = []
+    out: list[_RankCount | Tensor | None] = []
     for x in optree.tree_leaves(tree, none_is_leaf=True):
         if isinstance(x, ShardedTensor):
             first = _firsts(x.mesh, x.sharding.axes)
             parts = blocks(filled(x, 0).raw.detach(), x.mesh)
             values = [of(b) if f and b.numel() else None for f, b in zip(first, parts, strict=True)]
-            out.append(_Share(x.mesh, x.raw.device, values))
+            out.append(_RankCount(x.mesh, x.raw.device, values))
         elif isinstance(x, Tensor):
             out.append(of(x.detach()) if x.numel() else x.new_zeros((), dtype=torch.float64))
         else:
@@ -174,17 +174,17 @@ def _shares(tree: Any, of: Callable[[Tensor], Tensor]) -> list[_Share | Tensor |
     return out
 
 
-def _of_buckets(tree: Buckets, of: Callable[[Tensor], Tensor]) -> list[_Share | Tensor | None]:
+def _of_buckets(tree: Buckets, of: Callable[[Tensor], Tensor]) -> list[_RankCount | Tensor | None]:
     ranks = len(played(tree.mesh))
-    out: list[_Share | Tensor | None] = [
-        _Share(tree.mesh, tree[bucket.name].raw.device, [None] * ranks)
+    out: list[_RankCount | Tensor | None] = [
+        _RankCount(tree.mesh, tree[bucket.name].raw.device, [None] * ranks)
         for bucket in tree.index
         for _ in bucket.slots
     ]
     first = {b.name: _firsts(tree.mesh, (*b.axes, *b.over)) for b in tree.index}
     for (number, name, rank), piece in zip(_numbered(tree), tree.pieces, strict=True):
         share = out[number]
-        if first[name][rank] and isinstance(share, _Share):
+        if first[name][rank] and isinstance(share, _RankCount):
             share.values[rank] = of(piece)
     return out
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import DispatchMode
-from shardlib.planning.shapes import on_shapes
+from shardlib.planning.meta_cache import on_shapes
 
 __all__ = ["Known"]
 

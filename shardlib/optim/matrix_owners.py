@@ -201,7 +201,7 @@ def _in_buckets(tree: Buckets) -> list[Laid]:
     return out
 
 
-class Held(NamedTuple):
+class MatrixRun(NamedTuple):
     """A run of elements of one matrix that a rank holds.
 
     Elements ``lo`` to ``hi`` of its run of parameter ``param`` are those from ``at`` on in the
@@ -230,11 +230,11 @@ class Deal:
     spreads: tuple[Spread, ...]
     units: tuple[tuple[int, int], ...]
     owner: tuple[int, ...]
-    holds: tuple[tuple[Held, ...], ...]
-    sends: tuple[tuple[Held, ...], ...]
+    holds: tuple[tuple[MatrixRun, ...], ...]
+    sends: tuple[tuple[MatrixRun, ...], ...]
     boxes: tuple["Box", ...]
 
-    def _counts(self, parts: Sequence[Sequence[Held]]) -> tuple[tuple[int, ...], ...]:
+    def _counts(self, parts: Sequence[Sequence[MatrixRun]]) -> tuple[tuple[int, ...], ...]:
         table = [[0] * len(parts) for _ in parts]
         for rank, mine in enumerate(parts):
             for h in mine:
@@ -297,7 +297,7 @@ def deal(
     units = tuple((p, k) for p, s in enumerate(spreads) for k in range(s.count))
     number = {u: i for i, u in enumerate(units)}
     boxes: dict[Any, int] = {}
-    holds: list[list[Held]] = [[] for _ in ranks]
+    holds: list[list[MatrixRun]] = [[] for _ in ranks]
     copies: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     for p, spread in enumerate(spreads):
         for rank, coord in enumerate(ranks):
@@ -318,7 +318,7 @@ def deal(
     return Deal(spreads, units, tuple(owner), tuple(ordered), tuple(sends), tuple(boxes))
 
 
-def _dealt(work: Sequence[int], holds: Sequence[Sequence[Held]]) -> list[int]:
+def _dealt(work: Sequence[int], holds: Sequence[Sequence[MatrixRun]]) -> list[int]:
     """Choose the owner of each unit."""
     ranks = range(len(holds))
     amount: list[dict[int, int]] = [defaultdict(int) for _ in work]
@@ -352,7 +352,7 @@ def _held(
     rank: int,
     number: dict[tuple[int, int], int],
     boxes: dict[Any, int],
-) -> list[Held]:
+) -> list[MatrixRun]:
     *lead, rows, cols = spread.layout.indices(spread.padded, mesh, coord)
     size = len(rows) * len(cols)
     box = boxes.setdefault((tuple(rows), tuple(cols)), len(boxes))
@@ -367,7 +367,7 @@ def _held(
             for i, n in zip(at, spread.shape, strict=False):
                 matrix = matrix * n + i
             unit = number[p, matrix]
-            out.append(Held(p, unit, lo - first, hi - first, lo - k * size, box))
+            out.append(MatrixRun(p, unit, lo - first, hi - first, lo - k * size, box))
     return out
 
 
