@@ -55,8 +55,9 @@ def dense_attention(
     True
     """
     (b, h, s, d), t = q.shape, k.shape[2]
-    shared, at = h // k.shape[1], At(torch.arange(b, device="cpu"), torch.arange(h, device="cpu"))
-    positions = torch.arange(s, device="cpu"), torch.arange(t, device="cpu")
+    own = q.device
+    shared, at = h // k.shape[1], At(torch.arange(b, device=own), torch.arange(h, device=own))
+    positions = torch.arange(s, device=own), torch.arange(t, device=own)
     scores = q @ k.repeat_interleave(shared, 1).mT * d**-0.5
     added, allowed = mask.scores(*positions, at), mask.allowed(*positions, at)
     scores = scores if added is None else scores + added.to(scores.dtype)
@@ -74,7 +75,7 @@ def dense_attention(
     p = (scores - lse.masked_fill(empty, 0).unsqueeze(-1)).exp().masked_fill(empty.unsqueeze(-1), 0)
     if dropout is not None:
         drawn = keep_mask(
-            torch.arange(b * h * s * t, device="cpu").view(b, h, s, t), dropout[1], dropout[0]
+            torch.arange(b * h * s * t, device=own).view(b, h, s, t), dropout[1], dropout[0]
         )
         p = p * drawn / (1 - dropout[0])
     return p @ v.repeat_interleave(shared, 1), lse

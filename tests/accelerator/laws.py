@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from benchmarks.waits import ROWS, Row, measured, models
+from shardlib.testing import dense_attention
 from tests.accelerator import pretend
 from tests.accelerator.pretend import DEVICE
 from tests.optim.cases import PARAMS
@@ -396,6 +397,18 @@ def test_every_mask_and_dropout_goes_round_the_ring() -> None:
                     found.append([sl.unshard(x.grad).cpu() for x in (q, k, v)])
             for a, b in zip(*found, strict=True):
                 torch.testing.assert_close(a, b)
+
+
+def test_dense_attention_is_computed_where_its_operands_lie() -> None:
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, h, 6, 4, device="cpu") for h in (4, 2))
+    mask = sl.masks.Causal() & sl.masks.Documents((0, 2, 6)) & sl.masks.ALiBi((0.5, 0.25, 0.1, 0.0))
+    found = [
+        dense_attention(q.to(d), k.to(d), k.to(d), mask, dropout=(0.2, 3))
+        for d in (DEVICE, torch.device("cpu"))
+    ]
+    for there, here in zip(*found, strict=True):
+        assert there.device == DEVICE and torch.equal(there.cpu(), here)
 
 
 def test_calls_of_every_day_stay_on_the_device() -> None:
