@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -47,10 +48,12 @@ class Log:
             file = Path(self.jsonl)
             file.parent.mkdir(parents=True, exist_ok=True)
             old = file.read_text().splitlines() if file.exists() else []
-            if any(_step_of(line) is None for line in old[:-1] or old):  # the last may be cut off
+            foreign = [line for line in old if _step_of(line) is None]
+            # the last record may be cut off, with nothing after it
+            if foreign and (foreign != old[-1:] or not re.fullmatch(r'\{"[^}]*', foreign[0])):
                 raise BadArgument(f"jsonl={self.jsonl} holds lines that no log wrote", op="log")
             # later records go: the continued run writes these steps again
-            kept = [line for line in old if first and (_step_of(line) or 0) <= first]
+            kept = [line for line in old if (_step_of(line) or first + 1) <= first]
             file.write_text("".join(f"{line}\n" for line in kept))
             self.file = file.open("a")
         if self.tensorboard:

@@ -12,8 +12,10 @@ from shardlib.collectives.waits import Wait, listed
 from shardlib.command.config import Config, ConfigError, read
 from shardlib.command.from_config import batches, built, mesh_of, rows_of, state_of, under_launcher
 from shardlib.command.train import check, stepper
+from shardlib.errors import BadArgument
 from shardlib.mesh import use_mesh
 from shardlib.seeing import Timeline, timeline
+from shardlib.seeing.canvas import refuse_foreign
 
 __all__ = ["trace_run"]
 
@@ -25,7 +27,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", default="", help="step.json for ui.perfetto.dev, or a picture: .png, .svg, .pdf"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the file of --out")
     parser.add_argument("--by", default="seconds", choices=["seconds", "bytes", "count"])
     parser.add_argument("--step", type=int, default=2, help="which step; the first is slower")
 
@@ -34,8 +35,11 @@ def main(given: Any) -> int:
     """Run the command: under torchrun on every rank, else on simulated ranks in one process."""
     if given.out and Path(given.out).suffix not in (".json", ".png", ".svg", ".pdf"):
         raise ConfigError(f"--out {given.out}: write step.json, step.png, step.svg or step.pdf")
-    if given.out and Path(given.out).exists() and not given.overwrite:
-        raise ConfigError(f"--out {given.out}: a file is there; --overwrite replaces it")
+    if given.out:
+        try:
+            refuse_foreign(given.out, "trace", "shardlib trace run.toml --out {}")
+        except BadArgument as e:
+            raise ConfigError(f"--out {e.message}") from None
     if given.step < 1:
         raise ConfigError(f"--step {given.step}: 1 at least")
     config = read(given.file, given.set)

@@ -501,7 +501,10 @@ class JobProcesses:
         found = {"rank": self.rank, "world": self.world, "operations": entries}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"rank_{self.rank}.json").write_text(json.dumps(found))
+            place = self.folder / f"rank_{self.rank}.json"
+            if place.exists() and not place.read_bytes()[:9] == b'{"rank": ':
+                raise FileExistsError(f"{place} is not replaced: shardlib did not write it")
+            place.write_text(json.dumps(found))
         except OSError as e:  # printed only: the failure that is being reported matters more
             print(f"the last operations could not be written: {e}", file=sys.stderr)
 

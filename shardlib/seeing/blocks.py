@@ -312,6 +312,7 @@ def draw(tensors: Mapping[str, Tensor], file: str | None = None) -> Picture:
     Sizes are to scale, padding is hatched; for more than two split dimensions there is a panel for
     each piece of the leading ones.  A notebook shows the picture; ``file`` also writes it.  Needs
     matplotlib.
+    Raises: BadArgument where a file is that no ``save`` wrote.
 
     >>> import tempfile
     >>> import torch, shardlib as sl

@@ -4,14 +4,19 @@ No background, text of middle grey, colours of middle lightness; blocks are tran
 """
 
 import io
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from shardlib.errors import Unsupported
+from shardlib.errors import BadArgument, Unsupported
 
-__all__ = ["INK", "PALETTE", "Picture", "Shown", "canvas", "coloured", "colours", "style", "tint"]
+__all__ = [
+    "INK", "MARK", "PALETTE", "Picture", "Shown", "canvas", "coloured", "colours",
+    "refuse_foreign", "replacing", "style", "tint",
+]  # fmt: skip
 
 INK = "#808080"  # 4 : 1 on white, 5 : 1 on black
 
@@ -103,8 +108,17 @@ class Picture:
         self.figure, self.title = figure, title
 
     def save(self, file: str | Path) -> None:
-        """Write the figure to a file, in place of any there; the suffix chooses the format."""
-        self.figure.savefig(file, dpi=150)
+        """Write the figure to a file; the suffix chooses the format.
+
+        Raises: BadArgument for another suffix, or where a file is that no ``save`` wrote.
+        """
+        kind = Path(file).suffix.lower()
+        if kind not in _MARKED:
+            raise BadArgument(
+                f"{str(file)!r} is no .png, .svg or .pdf", op="save", fix="picture.save('new.png')"
+            )
+        with replacing(file, "picture.save('{}')") as f:
+            self.figure.savefig(f, dpi=150, format=kind[1:], metadata={_MARKED[kind]: MARK})
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
@@ -113,6 +127,54 @@ class Picture:
 
     def __repr__(self) -> str:
         return f"Picture({self.title!r})"
+
+
+MARK = "written by shardlib.seeing"
+"""Words near the beginning or the end of every file that ``save`` writes."""
+
+_MARKED = {".png": "Software", ".svg": "Creator", ".pdf": "Creator"}  # key of metadata
+_EDGE = 1 << 16  # bytes
+
+
+def refuse_foreign(file: str | Path, op: str, fix: str) -> None:
+    """Refuse to replace a file that no ``save`` wrote; an empty one may be replaced.
+
+    ``fix``  a call that writes elsewhere, with {} for the new name.
+    """
+    if not os.path.isfile(file):  # absent, or a device
+        return
+    with open(file, "rb") as f:
+        edges = f.read(_EDGE)
+        f.seek(max(os.path.getsize(file) - _EDGE, 0))
+        edges += f.read()
+    if edges and MARK.encode() not in edges:
+        raise BadArgument(
+            f"{str(file)!r} is a file that shardlib did not write, and is not replaced",
+            op=op,
+            fix=fix.format("new" + Path(file).suffix),
+        )
+
+
+@contextmanager
+def replacing(file: str | Path, fix: str) -> Iterator[BinaryIO]:
+    """Open a new file, which takes its place when it is whole.
+
+    Raises: BadArgument where a file is that no ``save`` wrote.
+    """
+    refuse_foreign(file, "save", fix)
+    place = os.path.realpath(file)  # through links
+    if os.path.exists(place) and not os.path.isfile(place):  # a device; or a directory, refused
+        with open(place, "wb") as f:
+            yield f
+        return
+    new = os.path.join(os.path.dirname(place), f".{os.path.basename(place)}.tmp-{os.getpid()}")
+    try:
+        with open(new, "xb") as f:
+            yield f
+        os.replace(new, place)
+    except BaseException:
+        Path(new).unlink(missing_ok=True)
+        raise
 
 
 def coloured(pieces: list[tuple[str, int | None]]) -> Any:

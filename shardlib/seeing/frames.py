@@ -144,6 +144,9 @@ class Frames(Shown):
     def save(self, file: str) -> None:
         """Write the picture; needs matplotlib.
 
+        Raises: BadArgument for another suffix than .png, .svg and .pdf, or where a file is that no
+                ``save`` wrote.
+
         >>> import tempfile, torch, shardlib as sl
         >>> with sl.simulate(x=2, y=2), tempfile.TemporaryDirectory() as folder:
         ...     a, b = (sl.shard(torch.zeros(4, 4), "x y") for _ in "ab")

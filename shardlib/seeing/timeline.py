@@ -30,7 +30,7 @@ from shardlib.errors import BadArgument, ShardError, user_line
 from shardlib.mesh import Entered, Mesh, enter, leave, scope
 from shardlib.modules.paths import Paths
 from shardlib.planning.explain import size
-from shardlib.seeing.canvas import INK, Picture, canvas, colours
+from shardlib.seeing.canvas import INK, MARK, Picture, canvas, colours, replacing
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Span", "Timeline", "merged", "timeline"]
@@ -257,7 +257,11 @@ class Timeline:
                             "args": asdict(s),
                         }
                     )  # fmt: skip
-        about = {"began": self.began, "ranks": {str(r): n for r, n in self.ranks.items()}}
+        about = {
+            "program": MARK,
+            "began": self.began,
+            "ranks": {str(r): n for r, n in self.ranks.items()},
+        }
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
     def _lanes(self) -> dict[int, list[tuple[str, list[Span]]]]:
@@ -282,7 +286,8 @@ class Timeline:
     def save(self, file: str | Path) -> None:
         """Write the timeline: ``.json`` for ui.perfetto.dev, ``.png``, ``.svg`` or ``.pdf`` else.
 
-        Pictures need matplotlib.  A file that is there is replaced, as by ``Figure.savefig``.
+        Pictures need matplotlib.
+        Raises: BadArgument for another suffix, or where a file is that no ``save`` wrote.
 
         >>> import tempfile, torch, shardlib as sl
         >>> with sl.simulate(x=2), tempfile.TemporaryDirectory() as folder:
@@ -295,7 +300,8 @@ class Timeline:
         True
         """
         if Path(file).suffix == ".json":
-            Path(file).write_text(json.dumps(self.chrome()))
+            with replacing(file, "line.save('{}')") as f:
+                f.write(json.dumps(self.chrome()).encode())
         else:
             self.picture().save(file)
 

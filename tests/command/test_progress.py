@@ -42,8 +42,16 @@ def test_records_are_of_this_run(tmp_path) -> None:  # type: ignore[no-untyped-d
 
 def test_a_file_that_no_log_wrote_is_not_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "thesis.tex"
-    for text in ("mine", "mine\n", '{"step": 1}\nmine\n{"step": 2}\n', '{"a": 1}\n'):
+    for text in (
+        *("mine", "mine\n", '{"step": 1}\nmine\n{"step": 2}\n', '{"a": 1}\n'),
+        *('{"step": 1}\nmine', '{"step": 1}\n{"a": 1}\n'),
+    ):
         file.write_text(text)
         with pytest.raises(sl.ShardError, match="no log wrote"):
             log(jsonl=str(file)).open(False, 0)
         assert file.read_text() == text
+    file.write_text('{"step": 1}\n{"loss": 0.')  # of a run that was killed
+    writer = log(jsonl=str(file))
+    writer.open(False, 1)
+    writer.close()
+    assert file.read_text() == '{"step": 1}\n'

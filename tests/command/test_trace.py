@@ -25,13 +25,15 @@ def test_a_step_is_written_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["trace", str(DEMO), *SETS, "--out", "step.txt"]) == 2
 
 
-def test_a_file_that_is_there_is_kept_unless_told_otherwise(
+def test_a_file_that_no_trace_wrote_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "thesis.json"
     file.write_text("mine")
     assert main(["trace", str(DEMO), *SETS, "--out", str(file)]) == 2
-    assert "--overwrite replaces it" in capsys.readouterr().err and file.read_text() == "mine"
+    assert "is not replaced" in capsys.readouterr().err and file.read_text() == "mine"
     monkeypatch.setattr(trace, "trace_run", lambda *_: (Timeline(), []))
-    assert main(["trace", str(DEMO), *SETS, "--out", str(file), "--overwrite"]) == 0
+    file.unlink()
+    for _ in range(2):
+        assert main(["trace", str(DEMO), *SETS, "--out", str(file)]) == 0
     assert "traceEvents" in file.read_text()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,18 @@ def test_every_rank_says_who_failed_first(
         found = json.loads(path.read_text())
         assert found["world"] == 4 and 0 < len(found["operations"]) <= 200
         assert found["operations"][-1][1] == "psum"
+
+
+def test_last_operations_are_not_written_over_what_another_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rank_0.json"
+    for text, kept in (("mine", True), ('{"rank": 0, "world": 2}', False)):
+        file.write_text(text)
+        job: Any = SimpleNamespace(wrote=False, rank=0, world=1, folder=tmp_path)
+        failures.Job.write(job)
+        assert (file.read_text() == text) is kept
+    assert "did not write it" in capsys.readouterr().err
 
 
 def test_a_rank_that_gloo_aborts_is_not_blamed() -> None:
