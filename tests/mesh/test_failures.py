@@ -47,7 +47,7 @@ def test_last_operations_are_not_written_over_what_another_wrote(
     for text, kept in (("mine", True), ('{"rank": 0, "world": 2}', False)):
         file.write_text(text)
         job: Any = SimpleNamespace(wrote=False, rank=0, world=1, folder=tmp_path)
-        failures.Job.write(job)
+        failures.JobProcesses.write(job)
         assert (file.read_text() == text) is kept
     assert "did not write it" in capsys.readouterr().err
 
