@@ -7,7 +7,7 @@ of the positions (``zigzag(8 s)``: eight groups, each in that order), ``...`` an
 dimensions; then ``+ sum(z)`` for a pending sum over z and ``skew a`` / ``skew b`` for Cannon's
 pre-skewed operands.
 
-text.py reads and writes the text, dims.py computes the positions of a rank under each token, fit.py
+text.py reads and writes the text, dims.py computes the positions of a rank under each token, divisibility.py
 checks divisibility, placements.py converts DTensor's placements, spec.py other layout notations.
 """
 

@@ -2,7 +2,7 @@
 
 ``apply, params = parallelize(module, rules)``: ``params`` is a dict name -> ShardedTensor, and
 ``apply(params, *inputs)`` runs the module's forward with them.  ``apply`` keeps the module's tree
-without its weights (skeleton.py); the module keeps its own tensors, which are freed with it.
+without its weights (weightless_copy.py); the module keeps its own tensors, which are freed with it.
 Every parameter must match a rule and every rule must match a parameter: nothing is
 replicated, or sharded, by accident.
 """

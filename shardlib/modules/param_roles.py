@@ -1,6 +1,6 @@
 """Roles of parameters, derived from the traced dimensions, never from names.
 
-Every atom of a dimension (dimensions.py) is *residual* (of the stream to which blocks add:
+Every atom of a dimension (dim_trace.py) is *residual* (of the stream to which blocks add:
 embeddings, norms and outputs of contractions), *inner* (heads, the width of an MLP, a vocabulary:
 computed from the residual and contracted back to it) or *whole* (it is sorted, joined, contracted
 between activations, or does not divide over the axes).  The role of a matrix follows from its two

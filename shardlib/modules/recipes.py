@@ -1,6 +1,6 @@
 """Recipes: lists of sharding rules for modules, to use as they are or to edit.
 
-A recipe traces the module once on the meta device, derives the role of each parameter (roles.py),
+A recipe traces the module once on the meta device, derives the role of each parameter (param_roles.py),
 and writes one rule per kind of parameter, with layer numbers as ``*``.  ``torch.nn.Linear`` stores
 its weight (out, in).  A parameter that does not divide, or whose split no layout can express, is
 left whole; ``recipe.left`` names it.  Of these, a vocabulary is split where ``parallelize`` is
@@ -581,7 +581,7 @@ def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, st
 def roles(model: nn.Module, inputs: Any = None) -> dict[str, str]:
     """Map module names to the roles of their parameters, by what feeds what in a traced run.
 
-    A product expands, contracts, or is one of the others of ``roles.py``; a table that is looked up
+    A product expands, contracts, or is one of the others of ``param_roles.py``; a table that is looked up
     holds tokens or positions; a convolution is a patch; all else is a norm.
     ``inputs``  as a recipe's, for modules whose inputs cannot be derived from their signature.
 

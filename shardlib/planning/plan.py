@@ -2,7 +2,7 @@
 
 Every recipe on every mesh of the given number of ranks is first estimated from the model's
 products.  The best then run on the meta device, forward and backward, with each distinct layer once
-and then once more (outline.py).  Products, attention, embedding and loss are therefore counted from
+and then once more (layer_dedup.py).  Products, attention, embedding and loss are therefore counted from
 the step's own calls, and a model of 80 layers takes as long as one of two.
 """
 

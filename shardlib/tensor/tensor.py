@@ -133,7 +133,7 @@ class ShardedTensor(torch.Tensor):
     ``raw``    the storage: the local block, or all blocks ``[ranks, *local]`` under simulate.
     ``place``  its Place: layout, sizes, mesh, padding, deferred axes.
     ``local``  the local block as per-device code receives it; never a copy.
-    ``node``   the ``grad_fn`` for hooks that need sharded values, see functions.py.
+    ``node``   the ``grad_fn`` for hooks that need sharded values, see autograd_function.py.
     ``made``   cache of values derived once for all readers, see gradients.py.
 
     >>> import shardlib as sl

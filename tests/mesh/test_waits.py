@@ -19,7 +19,7 @@ OTHER_CLOCKS = [
     ("optim/sink.py", "later.wait()", TRANSFER),
     ("tensor/grad_coalescing.py", "*wait()", TRANSFER),
     ("placing.py", "pending.wait()", TRANSFER),
-    ("border.py", "local.wait()", TRANSFER),
+    ("dtensor_convert.py", "local.wait()", TRANSFER),
     ("mesh/launch.py", "dist.barrier()", TRANSFER),
     ("command/train.py", "under_way.wait()", "a save ends by its own timeout"),
     ("checkpoint/writing.py", "_UNDER_WAY.pop().wait()", "a save ends by its own timeout"),

@@ -149,7 +149,7 @@ def test_the_plan_of_an_attention_is_drawn_on_its_ring(schedule: str) -> None:
         refused = sl.planning.attention_plan(long, long, long)
     film = sl.visualize(plan)
     assert len(film) == plan.steps == 3 and dict(film.mesh) == {"s": 4}
-    assert film.title == "Plan(ring of 4 ranks, 3 steps)"
+    assert film.title == "AttentionPlan(ring of 4 ranks, 3 steps)"
     with pytest.raises(sl.errors.Unsupported, match="8192 positions") as e:
         sl.visualize(refused)
     assert e.value.fix.startswith("sl.seeing.frames(")

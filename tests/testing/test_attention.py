@@ -22,9 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.extend import (
-    Engine, Move, Moves, Plan, Run, add_sink, gathered, local_queries, positions, register_engine,
-    scattered, started,
-    sums_like, viewed,
+    AttentionMove, AttentionPlan, Engine, Moves, Run, add_sink, gathered, local_queries, positions,
+    register_engine, scattered, started, sums_like, viewed,
 )
 
 
@@ -33,13 +32,13 @@ class GatherAll(Engine):
     name = "gather_all"
 
     def plan(self, case):
-        return case.unsplit() or Plan(self, case)
+        return case.unsplit() or AttentionPlan(self, case)
 
     def moves(self, plan):
         z, n = plan.case.sizes, plan.p - 1
         words = [n * z.b * z.g * z.lk * width for width in (z.d, z.e)]
-        gathers = [Move(w * z.itemsize, n) for w in words]
-        return Moves(gathers, gathers + [Move(w * z.acc_itemsize, n) for w in words])
+        gathers = [AttentionMove(w * z.itemsize, n) for w in words]
+        return Moves(gathers, gathers + [AttentionMove(w * z.acc_itemsize, n) for w in words])
 
     def forward(self, job, q, k, v, bias, sink):
         keys, values = (gathered(job, x, job.plan.k_runs) for x in (k, v))

@@ -1,10 +1,10 @@
 """SUMMA with a gathered X: only W's panels are sent.
 
-Where several products read one X in 2D blocks, X is gathered once for all of them (once.py), and
+Where several products read one X in 2D blocks, X is gathered once for all of them (shared_gather.py), and
 each W is still sent in panels, so that no weight is gathered whole:
 
     x [M, K], w [K/row, N/col]:  Y = sum over r of x[:, r] w_r, w_r from its owner along row
-    dX[:, r] = dY w_r^T          summed over col with the other products' (once.py)
+    dX[:, r] = dY w_r^T          summed over col with the other products' (shared_gather.py)
     dW                           x[:, r]^T dY, added up at w_r's owner
 """
 
