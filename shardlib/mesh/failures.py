@@ -63,6 +63,7 @@ _TRANSFERS = os.path.join("shardlib", "collectives", "")
 
 _TICK = 0.5  # seconds between two checks of the thread that answers the roll
 _GRACE = 3.0  # seconds to wait for answers to the roll, and for the store once the job has failed
+_GOING = 0.2  # seconds that a process may take to end after its sockets are closed
 _LOOK = 0.1  # seconds between two checks for failures while waiting for a key
 _BESIDE = 4  # neighbours before and after its own rank whose processes a rank checks
 
@@ -115,6 +116,21 @@ class _Process:
             except PermissionError:
                 return "runs"
         return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "runs")
+
+
+def _linked(name: str, text: str) -> str:
+    """Return the text that the first process on this host stored for a job without its store."""
+    folder = Path(tempfile.gettempdir(), f"shardlib-{name}")
+    place, mine = folder / "first", folder / f"first.tmp-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mine.write_text(text)
+        with suppress(FileExistsError):
+            os.link(mine, place)
+        mine.unlink()
+        return place.read_text()
+    except OSError:  # no directory that can be written to
+        return text
 
 
 def _host() -> str:
@@ -378,13 +394,24 @@ class JobProcesses:
         return self.first
 
     def _without_store(self) -> str:
-        """Return the first cause when the store fails, found without communication."""
+        """Return the first cause when the store fails: that of this host's first rank to meet it.
+
+        Rank 0, which usually hosts the store, ends soon after the store does, so what a rank finds
+        depends on when it looks.  A file that is linked, once, is the ranks' one answer.
+        """
         if self.first:
             return self.first
-        return {
+        host = self._known.get(0) if self.rank else None
+        until = time.monotonic() + _GOING
+        while (state := host.state() if host else "") == "runs" and time.monotonic() < until:
+            time.sleep(0.01)  # sockets close before a process is gone
+        cause = {
             "gone": "rank 0 died: its process is gone, and the store of the job with it",
             "stopped": "rank 0 is stopped, and the store of the job with it",
-        }.get(self._known[0].state() if 0 in self._known else "", "the store of the job is gone")
+        }.get(state, "the store of the job is gone")
+        name = getattr(self, "name", "")  # none if the store failed before the job had one
+        self.first = _linked(name, cause) if name else cause
+        return self.first
 
     def _drawn(self, error: BaseException | None, ranks: Sequence[int]) -> str:
         """Derive the first cause from the answers of the ranks.

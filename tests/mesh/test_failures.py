@@ -52,6 +52,29 @@ def test_last_operations_are_not_written_over_what_another_wrote(
     assert "did not write it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_without_the_store_the_first_rank_that_looks_says_why(
+    order: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 ends soon after the store: later ranks find its process gone."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    alive = SimpleNamespace(state=lambda: "runs")
+    gone = SimpleNamespace(state=lambda: "gone")
+    for name, states, said in (
+        ("closed", (None, alive, gone), "the store of the job is gone"),
+        ("killed", (gone, gone, gone), "rank 0 died: its process is gone"),
+    ):
+        jobs: dict[int, Any] = {
+            r: SimpleNamespace(first="", rank=r, name=f"{name}{order}", _known={0: state})
+            for r, state in enumerate(states)
+            if r or name == "closed"
+        }
+        told = [failures.JobProcesses._without_store(jobs[r]) for r in order if r in jobs]
+        assert len(set(told)) == 1
+        assert (name == "closed" and order[0] == 2) or told[0].startswith(said)
+        assert len(list(tmp_path.glob(f"shardlib-{name}{order}/*"))) == 1
+
+
 def test_a_rank_that_gloo_aborts_is_not_blamed() -> None:
     told = faults.play("long", 1, 1, check=False)
     ended = [r for r, t in enumerate(told) if t.kind == "gone"]
