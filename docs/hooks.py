@@ -1,8 +1,9 @@
 """Pages of the site that are made of the library itself: ``make docs`` runs this within mkdocs.
 
 - the start page is README.md, and CHANGELOG.md and CONTRIBUTING.md are pages;
-- the reference has every public name with its signature and its docstring, read by its labels
-  (Shapes, Moves, Grad, Raises, Source), its arguments and its examples;
+- the reference has a page for each module, which mkdocstrings fills with the signatures and
+  docstrings of its public names; ``Labels`` turns their labels (Shapes, Moves, Grad, Raises,
+  Source), arguments and examples into Markdown;
 - the page of errors runs the example of each error class and shows what it says, with its fix;
 - notebooks are pages with the outputs that they hold.
 
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -34,12 +36,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the reference of the navigation, and add the pages of docs/ that it does not name."""
     nav: Any = config.nav
     sections = {title: entries for item in nav for title, entries in item.items()}
-    sections["Reference"][:] = [
+    sections["Reference"] += [
         {("sl" if name == "sl" else f"sl.{name}"): f"reference/{name}.md"} for name in modules()
     ]
     named = set(re.findall(r"[\w./]+\.md", str(nav)))
     rest = sorted(p.name for p in (ROOT / "docs").glob("*.md") if p.name not in named)
-    sections["How it works"] += rest
+    sections["Explanation"] += rest
     return config
 
 
@@ -81,60 +83,19 @@ def modules() -> dict[str, Any]:
 
 
 def reference(name: str, module: Any) -> str:
-    """The page of a module: what it is for, then each of its names."""
+    """The page of a module: what it is for, then each of its names, which mkdocstrings documents."""
     title = "sl" if name == "sl" else f"sl.{name}"
     names = [n for n in module.__all__ if not isinstance(getattr(module, n), types.ModuleType)]
     out = [f"# {title}", *described(inspect.cleandoc(module.__doc__ or ""))]
-    for n in names:
-        out += entry(f"{title}.{n}", n, getattr(module, n))
-    return "\n".join(out)
+    return "\n".join(out + [f"\n::: {module.__name__}.{n}" for n in names])
 
 
-def entry(path: str, name: str, value: Any) -> Iterator[str]:
-    """One public name."""
-    yield f"\n## {name}\n"
-    yield f"```python\n{signature(path, value)}\n```\n"
-    if isinstance(value, type) or callable(value):
-        yield from described(own_doc(value))
-    if isinstance(value, type):
-        for method, member in vars(value).items():
-            inner = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
-            if method.startswith("_") or not inspect.isfunction(inner) or not inner.__doc__:
-                continue
-            kind = signature(method, inner) if not isinstance(member, property) else method
-            yield f"\n### {name}.{method}\n\n```python\n{kind}\n```\n"
-            yield from described(own_doc(inner))
+class Labels(griffe.Extension):
+    """Read the labels, arguments and examples of docstrings for mkdocstrings."""
 
-
-def own_doc(value: Any) -> str:
-    """The docstring of the value itself, not one that it inherits."""
-    said = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
-    return inspect.cleandoc(said) if isinstance(said, str) else ""
-
-
-def signature(path: str, value: Any) -> str:
-    """How it is called; a line per parameter where one line would be long."""
-    try:
-        found = inspect.signature(value)
-    except (TypeError, ValueError):
-        return path
-    text = f"{path}{found}"
-    text = re.sub(r"shardlib\.[\w.]+\.(\w+)", r"\1", text)
-    text = re.sub(r"\btorch\.(Tensor)|\btyping\.|collections\.abc\.", r"\1", text)
-    text = re.sub(r" at 0x[0-9a-f]+|<class '([\w.]+)'>|<function (\w+)>", r"\1\2", text)
-    if len(text) <= 96:
-        return text
-    rows, depth, row = [], 0, ""
-    body = text[len(path) + 1 : text.rindex(")")]
-    for c in body:
-        depth += (c in "([{") - (c in ")]}")
-        if c == "," and depth == 0:
-            rows.append(row.strip())
-            row = ""
-        else:
-            row += c
-    joined = "".join(f"    {r},\n" for r in [*rows, row.strip()] if r)
-    return f"{path}(\n{joined}{text[text.rindex(')') :]}"
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = "\n".join(described(inspect.cleandoc(obj.docstring.value)))
 
 
 def described(doc: str) -> list[str]:
@@ -190,8 +151,8 @@ def errors() -> str:
     ]
     for name in sl.errors.__all__:
         kind = getattr(sl.errors, name)
-        cause, _, example = own_doc(kind).partition(">>> ")
-        shown = doctest.DocTestParser().get_examples(own_doc(kind))
+        cause, _, example = inspect.cleandoc(kind.__doc__ or "").partition(">>> ")
+        shown = doctest.DocTestParser().get_examples(inspect.cleandoc(kind.__doc__ or ""))
         code = re.sub(r" *# doctest: .*", "", "\n".join(e.source.rstrip() for e in shown))
         said, fix = what_it_says(code, ">>> " + example)
         above = [b.__name__ for b in kind.__mro__[1:] if b.__name__ in sl.errors.__all__]
