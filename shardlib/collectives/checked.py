@@ -54,6 +54,7 @@ class CheckMode(Trace):
         self.crc = 0
         self.made = 0
         self.texts: dict[Any, str] = {}
+        self.groups: dict[str, Any] = {}  # those that had a transfer since ``ended``
 
     # -------------------------------------------------------- calls
 
@@ -117,8 +118,20 @@ class CheckMode(Trace):
         aside = f", with {unseen} unchecked before it" if unseen else ""
         thread = _thread()
         mine = f"{doing}{_tagged(raw)}{given}{thread}{aside}, at {line or 'no line of the user'}"
-        state = f"{self.crc:08x}"
         group = "-".join(map(str, g.ranks)) + "/" + ".".join(axes)
+        self.groups[group] = g
+        self._compare(job, group, mine)
+
+    def ended(self) -> None:
+        """Compare the calls after the last transfer of each group, as a transfer would."""
+        job, line = current_job(), line_of_user()
+        for group in self.groups if job is not None and not job.failed else ():
+            self._compare(job, group, f"the end of check mode, at {line or 'no line of the user'}")
+        self.groups.clear()
+
+    def _compare(self, job: JobProcesses, group: str, mine: str) -> None:
+        """Compare what this rank is at with the first rank of a group to come here."""
+        g, state = self.groups[group], f"{self.crc:08x}"
         n = job.turns[group] = job.turns.get(group, 0) + 1
         said = job.store.compare_set(f"check/{group}/{n}", "", f"{job.rank}|{state}|{mine}")
         if n > _KEEP and n % g.size == g.index:
@@ -229,8 +242,8 @@ class check(Entered):
     The first difference (another operation, shape, dtype, layout, number, value or line) makes the
     ranks raise RankFailed with both sides, before anything is sent.  Values that should be copies
     by their layout are compared wherever they are placed, at the end of ``shard_map`` and, with an
-    optimizer's state and numbers, after each of its steps.  At its end a transfer that was posted
-    and never waited for is refused.
+    optimizer's state and numbers, after each of its steps.  At its end the calls since the last
+    transfer are compared, and a transfer that was posted and never waited for is refused.
     ``SHARDLIB_CHECK=1`` in the environment is the same for a whole program.  Outside, nothing is
     compared and there is no overhead.
 
@@ -241,13 +254,15 @@ class check(Entered):
     """
 
     def __enter__(self) -> None:
-        mode, self.posted = CheckMode(), len(POSTED)
+        self.mode = mode = CheckMode()
+        self.posted = len(POSTED)
         enter(self, traces=(*scope().traces, mode), watcher=scope().watcher or mode)
 
     def __exit__(self, *error: object) -> None:
         leave(self)
         if not any(error):
             refuse_posted("check", self.posted)
+            self.mode.ended()
 
 
 def checking() -> CheckMode | None:

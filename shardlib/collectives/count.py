@@ -53,6 +53,9 @@ class Trace:
     ) -> Callable[[], None] | None:
         """Observe a transfer that is about to begin; a returned function is called at its end."""
 
+    def ended(self) -> None:
+        """Observe that the last mesh is left."""
+
     @property
     def bytes(self) -> int | Fraction:
         return _whole(sum((e.bytes for e in self.events), Fraction(0)))

@@ -356,8 +356,10 @@ class use_mesh(Entered):
 
 def _refuse_left(error: tuple[object, ...]) -> None:
     """Refuse to leave the last mesh with transfers under way, in a checked program."""
-    if posted.POSTED and posted.CHECKED and not any(error) and scope().mesh is None:
+    if posted.CHECKED and not any(error) and scope().mesh is None:
         posted.refuse_posted("check", 0)
+        for trace in scope().traces:
+            trace.ended()
 
 
 _FIRST = {"launch": "fn, *args, "}

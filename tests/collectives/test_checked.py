@@ -1,5 +1,6 @@
 """Check mode: ranks that part ways are told apart before anything moves; off, nothing is added."""
 
+import contextlib
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 import shardlib as sl
 from shardlib.collectives import checking, digest
+from shardlib.mesh import posted, within
 from tests import faults
 from tests.workers import Pool
 
@@ -78,6 +80,37 @@ def _apart(early: bool, calls: int) -> str:
     except sl.ShardError as e:
         return e.message
     return ""
+
+
+def _late(whole: bool) -> str:
+    """Part ways after the last transfer; in a whole program, the mesh is left in check mode."""
+    mesh, rank = sl.current_mesh(), dist.get_rank()
+    with within(mesh=None), contextlib.ExitStack() as stack:
+        if whole:
+            stack.enter_context(sl.check())
+        posted.CHECKED = whole
+        try:
+            for n in range(2):
+                with mesh, contextlib.nullcontext() if whole else sl.check():
+                    y = sl.shard(torch.ones(4, 4), "x .")
+                    sl.psum(torch.ones(4), "x")
+                    _ = y * (2.0 + (n and rank))
+        except sl.ShardError as e:
+            return e.message
+        finally:
+            posted.CHECKED = False
+    return ""
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_difference_after_the_last_transfer_is_found_at_the_end(whole: bool) -> None:
+    workers = Pool(2)  # their own: the job fails
+    try:
+        told = [t for t in workers.run(_late, whole, x=2) if t]
+    finally:
+        workers.close()
+    # nobody waits at the end: the rank that comes later finds it
+    assert told and all(re.search(r"2\.0.*3\.0|3\.0.*2\.0", t) for t in told)
 
 
 @pytest.mark.parametrize(
