@@ -78,7 +78,7 @@ def _step(
 
 @contextmanager
 def _one_by_one() -> Iterator[None]:
-    with mock.patch("shardlib.modules.parallelize.prefetching", lambda *_: nullcontext()):
+    with mock.patch("shardlib.modules.apply.prefetching", lambda *_: nullcontext()):
         yield
 
 

@@ -24,7 +24,8 @@ from shardlib.errors import ModelDiffers, ShardError, mesh_text
 from shardlib.grad import value_and_grad
 from shardlib.layouts import Layout, LayoutLike
 from shardlib.mesh import Mesh, as_mesh, simulate, use_mesh, within
-from shardlib.modules.parallelize import Rules, parallelize
+from shardlib.modules.parallelize import parallelize
+from shardlib.modules.rules import Rules
 from shardlib.optim import adamw, apply_updates, global_norm
 from shardlib.placing import shard, unshard
 from shardlib.tensor import ShardedTensor

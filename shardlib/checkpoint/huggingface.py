@@ -44,9 +44,11 @@ from shardlib.dtensor_convert import from_dtensor
 from shardlib.errors import BadArgument
 from shardlib.layouts import LayoutLike
 from shardlib.mesh import MeshLike, as_mesh
+from shardlib.modules.apply import Apply
 from shardlib.modules.init import restored
-from shardlib.modules.parallelize import Apply, Axes, Rules, placed
+from shardlib.modules.parallelize import placed
 from shardlib.modules.remat import Remat
+from shardlib.modules.rules import Axes, Rules
 from shardlib.placing import unshard
 from shardlib.tensor import ShardedTensor
 

@@ -40,7 +40,7 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, accelerator, launched, make_mesh, record, simulate
 from shardlib.mesh.mesh import check_timeout
 from shardlib.modules import init, parallelize, recipes
-from shardlib.modules.parallelize import Apply
+from shardlib.modules.apply import Apply
 from shardlib.optim import Precision, Transform
 from shardlib.planning.plan import loss_of
 from shardlib.tensor import ShardedTensor, layout_of

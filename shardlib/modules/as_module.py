@@ -21,9 +21,7 @@ from shardlib.collectives import verify
 from shardlib.errors import UnevenSplit
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import scope, within
-from shardlib.modules.around import Around
-from shardlib.modules.experts import forward_of
-from shardlib.modules.parallelize import (
+from shardlib.modules.apply import (
     Apply,
     Arguments,
     Calls,
@@ -31,6 +29,8 @@ from shardlib.modules.parallelize import (
     giving,
     positional,
 )
+from shardlib.modules.around import Around
+from shardlib.modules.experts import forward_of
 from shardlib.modules.weightless_copy import copied
 from shardlib.placing import placed_like, shard, unshard
 from shardlib.tensor import ShardedTensor, no_trace

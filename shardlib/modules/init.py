@@ -19,9 +19,12 @@ from shardlib.errors import ShardError, UnknownParameter, similar
 from shardlib.layouts import Dim, Layout, LayoutLike
 from shardlib.memory_sharing import writes
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
-from shardlib.modules.parallelize import Apply, Axes, Rules, placed, swapped
+from shardlib.modules.apply import Apply
+from shardlib.modules.copies import swapped
+from shardlib.modules.parallelize import placed
 from shardlib.modules.patterns import matches
 from shardlib.modules.remat import Remat
+from shardlib.modules.rules import Axes, Rules
 from shardlib.placing import reshard, shard
 from shardlib.random import next_key, rewind, rewound, seeded
 from shardlib.tensor import Place, ShardedTensor, promoting, real_axes, replicated

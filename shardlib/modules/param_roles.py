@@ -26,7 +26,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import joined, said
 from shardlib.modules.dim_factors import Atom, Row, leaves, length, root
 from shardlib.modules.dim_trace import Dimensions, ParameterUse
-from shardlib.modules.parallelize import Suggested
+from shardlib.modules.rules import Suggested
 
 __all__ = ["RoleLayouts", "assign", "deep", "kinds", "patterns", "role_names", "widening_names"]
 

@@ -43,8 +43,8 @@ from shardlib.modules.colossalai import Legacy, legacy
 from shardlib.modules.dim_factors import leaves
 from shardlib.modules.dim_trace import Dimensions, trace_dimensions
 from shardlib.modules.experts import stacks
-from shardlib.modules.parallelize import Suggested
 from shardlib.modules.param_roles import RoleLayouts, assign, patterns, role_names, widening_names
+from shardlib.modules.rules import Suggested
 
 __all__ = [
     "Recipe",

@@ -29,7 +29,7 @@ OTHER_CLOCKS = [
     ("mesh/store.py", "self._asked.get()", "an idle daemon thread, which ends with the process"),
     ("checkpoint/disk.py", "self.due.get()", "an idle daemon thread, which ends with its Behind"),
     ("mesh/launch.py", "while folder.exists()", "a daemon thread, which ends with its folder"),
-    ("modules/parallelize.py", "with self.lock", THREAD),
+    ("modules/copies.py", "with self.lock", THREAD),
     ("checkpoint/agree.py", "with self.lock", SHORT),
     ("random.py", "with stream.lock", SHORT),
     ("kernels/active.py", "with _LOCK", SHORT),

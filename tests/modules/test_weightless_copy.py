@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
@@ -229,26 +228,6 @@ def test_hooks_of_ones_own_run_and_see_what_runs() -> None:
         assert not module._forward_hooks
 
 
-def test_train_and_eval_count_while_the_module_is_kept_and_of_the_skeleton_after() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double()
-    with sl.simulate(x=2):
-        apply, params = sl.parallelize(module, [("*", "...")])
-
-        def drops() -> bool:
-            return bool((sl.unshard(apply(params, X)) == 0).any())
-
-        assert drops()
-        module.eval()
-        assert not drops()
-        module[1].train()
-        assert drops()
-        apply.module.eval()
-        assert not drops()
-        del module
-        apply.module.train()
-        assert drops()
-
-
 def test_a_skeleton_has_the_shapes_dtypes_and_ties_of_the_module() -> None:
     m = GPT(GPTConfig(vocab=32, ctx=8, layers=1, heads=4, embed=16)).bfloat16()
     m.wte.weight.requires_grad_(False)
@@ -288,63 +267,3 @@ def held(sequence: bool) -> tuple[int, int, int]:
 def test_a_rank_holds_its_blocks_and_buffers_and_nothing_else(pool: Any, sequence: bool) -> None:
     for alive, blocks, whole in pool.run(held, sequence, x=4):
         assert abs(alive - blocks) <= 0.01 * blocks and blocks < 0.5 * whole
-
-
-class Steps(nn.Module):
-    """Checkpointed layers, so that backward runs the module once more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        for layer in self.layers:
-            x = checkpoint(lambda v, layer=layer: torch.tanh(layer(v)), x, use_reentrant=False)
-        return x.square().sum() * self.calls
-
-
-@pytest.mark.parametrize("recipe", ["fsdp", "whole"])
-def test_threads_that_call_one_apply_at_once_are_right(recipe: str) -> None:
-    torch.manual_seed(0)
-    m = Steps().double()
-    scales, results, failures = [0.5, 1.0, 1.5, 2.0], {}, []
-    xs = [torch.randn(4, 8, dtype=torch.float64) for _ in scales]
-    want = {}
-    for k, (scale, x) in enumerate(zip(scales, xs, strict=True)):
-        scaled = Steps().double()
-        scaled.load_state_dict({n: t * scale for n, t in m.state_dict().items()})
-        loss = scaled(x)
-        loss.backward()
-        want[k] = loss.detach(), {n: p.grad for n, p in scaled.named_parameters()}
-    with sl.simulate(x=2):
-        rules = sl.recipes.fsdp(m) if recipe == "fsdp" else [("*", "...")]
-        apply, params = sl.parallelize(m, rules, inputs={"x": "x ."})
-    gate = threading.Barrier(len(scales))
-
-    def work(k: int) -> None:
-        try:
-            with sl.simulate(x=2):
-                mine = {
-                    n: sl.shard(sl.unshard(p).detach() * scales[k], p.sharding)
-                    for n, p in params.items()
-                }
-                gate.wait()
-                for _ in range(5):
-                    results[k] = sl.value_and_grad(lambda p: apply(p, xs[k]))(mine)
-                    loss, grads = results[k]
-                    assert torch.allclose(sl.unshard(loss), want[k][0], rtol=1e-12)
-                    for n, g in want[k][1].items():
-                        assert torch.allclose(sl.unshard(grads[n]), g, rtol=1e-10), n
-        except BaseException as e:
-            failures.append(e)
-            gate.abort()
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(scales))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not failures and len(results) == len(scales), failures
-    assert apply.buffers["calls"].item() == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.modules.parallelize import giving
+from shardlib.modules.apply import giving
 from shardlib.tensor import Place
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
-from shardlib.modules.parallelize import giving
+from shardlib.modules.apply import giving
 from shardlib.ops.matmul.matmul3d import cube_words
 from tests.ops.matmul.test_matmul2d import relative
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.modules.parallelize import giving
+from shardlib.modules.apply import giving
 from tests.ops.matmul.test_matmul2d import relative
 
 # x, w, y: a gather of rows (batch or sequence), a scatter of rows

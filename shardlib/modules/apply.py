@@ -1,0 +1,317 @@
+"""The call of a parallelized module: a pure function of its parameters, and its inputs placed.
+
+``apply(params, *inputs)`` shards plain inputs by ``inputs=`` or by the recipe, sets the parameters
+in a copy of the module's tree (copies.py) and runs its forward, while weights that the last call
+multiplied with are gathered ahead.  The caller's module keeps its own tensors.
+"""
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import optree
+from torch import Tensor, nn
+
+from shardlib._compat import uncompiled
+from shardlib.collectives import holds_values
+from shardlib.errors import RuleLint, ShardError, UnknownParameter, similar
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh, within
+from shardlib.modules.copies import Copies
+from shardlib.modules.experts import standing_in
+from shardlib.ops.matmul.prefetch import Entry, prefetching
+from shardlib.placing import reshard, shard, unshard
+from shardlib.random import Plain
+from shardlib.tensor import ShardedTensor, promoting, refuse_trace, replicated
+
+__all__ = ["Apply", "Arguments", "Calls", "arguments", "giving", "positional"]
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+Arguments = tuple[tuple[str, Any], ...]
+
+
+def arguments(forward: Callable[..., Any]) -> Arguments:
+    """List the names and kinds of a forward's arguments, through decorators and partials."""
+    return tuple((p.name, p.kind) for p in inspect.signature(forward).parameters.values())
+
+
+def positional(given: Arguments, count: int) -> list[str]:
+    """List the names of the first ``count`` arguments of a forward; ``*args`` all share a name."""
+    return ([n for n, kind in given if kind in _POSITIONAL] + [_rest_name(given)] * count)[:count]
+
+
+def _rest_name(given: Arguments) -> str:
+    return next((n for n, kind in given if kind is inspect.Parameter.VAR_POSITIONAL), "")
+
+
+class Calls:
+    """Outside calls of a module: the layouts of their inputs, and the weights they gather early.
+
+    ``inputs``     the name of an argument of forward -> Layout.
+    ``arguments``  names and kinds of forward's arguments.
+    ``suggested``  the recipe, or other rules, by which its parameters were sharded.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, Layout],
+        mesh: Mesh,
+        arguments: Arguments,
+        suggested: Any = (),
+    ) -> None:
+        self.inputs, self.mesh, self.arguments = inputs, mesh, arguments
+        self.suggested = suggested
+        # (submodule, mesh) -> the products of its last call there, and which of them share an X
+        self.orders: dict[Any, list[Entry]] = {}
+        self.reads: dict[Any, list[int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop the recorded orders in a copy: its first call records them."""
+        return {**self.__dict__, "orders": {}, "reads": {}}
+
+    @contextmanager
+    def calling(self, params: Mapping[str, Tensor], of: str = "") -> Iterator[None]:
+        """Run a call inside the ``with``, with weights gathered early in the last call's order.
+
+        Plain tensors count as the same on every rank.
+        ``of``  the submodule that is called, whose parameters these are.
+        """
+        weights = {
+            n: p.raw
+            for n, p in params.items()
+            if isinstance(p, ShardedTensor) and p.ndim == 2 and p.read is None
+        }
+        where = of, tuple(self.mesh.axes.items())
+        order, reads = self.orders.setdefault(where, []), self.reads.setdefault(where, [])
+        refuse_trace()
+        with promoting(), prefetching(order, weights, reads):
+            yield
+
+    def named(self, count: int, named: Iterable[str] = ()) -> list[str]:
+        """List the names of forward's first ``count`` positional arguments; ``named`` are keywords.
+
+        Raises: RuleLint if one is part of ``*args`` and may be meant by a name in ``inputs=`` that
+                is not in the signature, as for a wrapper without functools.wraps.
+        """
+        given = self.arguments
+        rest, places = _rest_name(given), len([n for n, kind in given if kind in _POSITIONAL])
+        unsaid = [n for n in self.inputs if n not in {*named, *(n for n, _ in given)}]
+        if rest and rest not in self.inputs and unsaid and count > places:
+            raise RuleLint(
+                f"inputs: forward takes positional input {places + 1} in *{rest}, so nothing says "
+                "whether it is "
+                f"{unsaid[0]!r}; give it by name",
+                op="apply",
+                operands={
+                    "forward": ", ".join(n for n, _ in given),
+                    "inputs": ", ".join(self.inputs),
+                },
+                mesh=self.mesh,
+                fix=f"apply(params, {unsaid[0]}={unsaid[0]})",
+            )
+        return positional(given, count)
+
+    def added(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that a recipe adds to a call's, such as positions in documents."""
+        give = getattr(self.suggested, "given", None)
+        takes = {n for n, _ in self.arguments}
+        return {} if give is None else {k: v for k, v in give(named).items() if k in takes}
+
+    def place(self, name: str, value: Any) -> Any:
+        """Place an input of this name by its layout in ``inputs=``; without one, replicate it.
+
+        A layout of the recipe takes precedence, as for position ids.
+        """
+        own = getattr(self.suggested, "inputs", {}).get(name)
+
+        def place(x: Any) -> Any:
+            if own is not None and isinstance(x, Tensor) and x.ndim == len(own.dims):
+                layout = Layout((Dim(), *own.dims[1:])) if x.shape[0] == 1 else own
+                if isinstance(x, ShardedTensor):
+                    return reshard(x, layout)
+                return shard(x, layout, self.mesh)
+            if not isinstance(x, Tensor) or isinstance(x, ShardedTensor):
+                return x
+            layout = self.inputs.get(name)
+            return replicated(x, self.mesh) if layout is None else shard(x, layout, self.mesh)
+
+        return optree.tree_map(place, value, none_is_leaf=True)
+
+
+class Apply(Calls):
+    """Module as a function of its parameters: ``apply(params, *inputs, **inputs)``.
+
+    ``module``       the module's tree as it was when ``apply`` was made, without weights: change
+                     hooks or attributes here.  While the caller's module is alive, its ``train()``
+                     and ``eval()`` count too.
+    ``layouts``      parameter name -> Layout.
+    ``tied``         alias -> the name that holds the value.
+    ``buffers``      name -> tensor, cloned from the module.
+    ``out_layouts``  parameter name -> the layout that products with it must give, where a rule
+                     names one.
+    ``remat``        module name -> policy of the tensors it keeps for backward, see remat.py.
+    ``suggested``    the recipe, or other rules, that it was made from.
+
+    Threads may call it concurrently: a call runs on a copy of the tree if the tree is in use.
+    ``copy.copy`` shares the tree and the buffers, ``copy.deepcopy`` and ``pickle`` make one with a
+    tree and buffers of its own, which does not follow the caller's module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layouts: dict[str, Layout],
+        tied: dict[str, str],
+        inputs: Mapping[str, Layout],
+        mesh: Mesh,
+        out_layouts: Mapping[str, Layout] | None = None,
+        remat: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(inputs, mesh, arguments(uncompiled(module).forward))
+        own = {n: b.detach().clone() for n, b in module.named_buffers()}
+        here = holds_values(mesh)
+        plain = {n: b.to(mesh.device) if here and not b.is_meta else b for n, b in own.items()}
+        self.copies = Copies(module, plain, layouts, remat or {})
+        self.module = self.copies.module
+        self.remat = remat or {}
+        self.layouts, self.tied = layouts, tied
+        self.out_layouts = out_layouts or {}
+        self.plain = Plain()
+        self.buffers = {n: replicated(b, mesh) for n, b in plain.items()}
+
+    @property
+    def stacks(self) -> list[nn.Module]:
+        """Modules of experts that are split, see experts.py."""
+        return self.copies.made[0].stacks
+
+    def __copy__(self) -> "Apply":
+        """Share the tree and the buffers."""
+        new = object.__new__(Apply)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward.
+        Inputs: plain tensors are sharded by ``inputs=``, or replicated without a layout there.
+
+        Runs on the mesh of ``params``, which may be another than the one it was made for.
+        """
+        opened = getattr(params, "opened", None)
+        if opened is not None:  # parts of flat buckets, which are gathered when they are read
+            with opened() as whole:
+                return self(whole, *args, **kwargs)
+        self.check(params)
+        mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)
+        if mesh is self.mesh:
+            return self._run(params, self.buffers, args, kwargs)[0]
+        moved = copy.copy(self)
+        moved.mesh = mesh
+        moved.buffers = {n: replicated(unshard(b), mesh) for n, b in self.buffers.items()}
+        return moved._run(params, moved.buffers, args, kwargs)[0]
+
+    def mutable(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Call a module that writes to its buffers in forward; return (output, new buffers)."""
+        self.check(params)
+        return self._run(params, buffers, args, kwargs)
+
+    def _run(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        self._refuse_blank(buffers)
+        wanted = {n: giving(params[n], layout) for n, layout in self.out_layouts.items()}
+        params = {**params, **wanted}
+        state = {**params, **{n: b.clone() for n, b in buffers.items()}}
+        written: dict[str, Tensor] = {}
+        names = self.named(len(args), kwargs)
+        kwargs |= self.added(dict(zip(names, args, strict=True)) | kwargs)
+        args = tuple(self.place(name, a) for name, a in zip(names, args, strict=True))
+        kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
+
+        def run() -> Any:
+            with self.copies.taken() as copy:
+                again = partial(copy.swapped, state, written)
+                with self.calling(params), within(again=again), standing_in(copy.stacks):
+                    try:
+                        return copy.run(state, buffers, written, args, kwargs)
+                    except ShardError as e:
+                        self._point_at(e, copy.module)
+                        raise
+
+        return self.plain.alike(run, self.mesh), {n: state[n] for n in buffers}
+
+    def _refuse_blank(self, buffers: Mapping[str, Tensor]) -> None:
+        """Refuse a buffer of a module on the meta device that has no value yet."""
+        blank = [n for n, b in buffers.items() if b.device.type == "meta"]
+        if blank and holds_values(self.mesh):
+            raise ShardError(
+                "the module was made on the meta device, and nothing gave a value to its buffer "
+                f"{blank[0]!r}",
+                op="apply",
+                mesh=self.mesh,
+                fix=f"apply.buffers[{blank[0]!r}] = sl.shard(value, '...')"
+                "  # or take sl.init(module, rules)",
+            )
+
+    def _point_at(self, e: ShardError, module: nn.Module) -> None:
+        """Add to an error its submodule, the parameters there and a rule that leaves them whole."""
+        path = _raised_in(e, module)
+        while path and not any(n.startswith(f"{path}.") for n in self.layouts):
+            path = path.rpartition(".")[0]
+        inside = f"{path}." if path else ""
+        held = {n: lay for n, lay in self.layouts.items() if n.startswith(inside) and lay.axes}
+        if "parameters" in e.operands or not held:
+            return
+        some = [f"{n}: {lay}" for n, lay in list(held.items())[:4]]
+        e.operands["parameters"] = ", ".join([*some, "..."] if len(held) > 4 else some)
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path) + ".*" if path else "*"
+        e.operands["or"] = (
+            f"rules = [({pattern!r}, '...'), *rules]  # {path or 'the module'} whole on every rank"
+        )
+        e.args = (e.text(),)
+
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        """Check that exactly the module's parameters are given, by name."""
+        for name in params:
+            if name not in self.layouts:
+                near = similar(name, self.layouts, 1)
+                raise UnknownParameter(
+                    f"no parameter {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                    op="apply",
+                    operands={"parameters": ", ".join(self.layouts)},
+                    mesh=self.mesh,
+                    fix=f"params[{(near or list(self.layouts))[0]!r}] = params.pop({name!r})",
+                )
+        missing = [n for n in self.layouts if n not in params]
+        if missing:
+            raise UnknownParameter(
+                f"parameters are missing: {', '.join(missing)}",
+                op="apply",
+                operands={"params": ", ".join(params), "module": type(self.module).__name__},
+                mesh=self.mesh,
+                fix=f"params[{missing[0]!r}] = sl.shard(module.get_parameter({missing[0]!r}), "
+                f"{str(self.layouts[missing[0]])!r})",
+            )
+
+
+def _raised_in(e: ShardError, module: nn.Module) -> str:
+    """Return the path of the innermost submodule whose forward raised."""
+    paths = {id(m): n for n, m in module.named_modules()}
+    frames, path = e.__traceback__, ""
+    while frames is not None:
+        path = paths.get(id(frames.tb_frame.f_locals.get("self")), path)
+        frames = frames.tb_next
+    return path
+
+
+def giving(weight: Tensor, layout: Layout) -> Tensor:
+    """Return the same weight with ``out_layout``, the layout required of its products."""
+    if not isinstance(weight, ShardedTensor):
+        return weight
+    return weight.at(weight.place._replace(out_layout=layout))

@@ -1,0 +1,290 @@
+"""Rules of ``parallelize``: matching parameters by name, logical names of dimensions, and lint.
+
+A rule is (pattern, layout): the first rule that matches a name decides, every parameter must match
+a rule, and every rule must match a parameter.  A recipe's rules may be shadowed by earlier ones.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from torch import Tensor
+
+from shardlib.errors import (
+    AxisReused,
+    LayoutSyntax,
+    RankMismatch,
+    RuleLint,
+    ShardError,
+    UnevenSplit,
+    UnknownAxis,
+    similar,
+)
+from shardlib.layouts import Layout, LayoutLike, as_layout
+from shardlib.mesh import Mesh, unknown_axis
+from shardlib.modules.patterns import Pattern, matches
+from shardlib.placing import padded_size
+
+__all__ = [
+    "UNFIT",
+    "Axes",
+    "Rules",
+    "Suggested",
+    "logical",
+    "match_rules",
+    "misfits",
+    "naming",
+    "read_layout",
+    "renamed",
+]
+
+Axes: TypeAlias = str | tuple[str, ...] | None
+"""Mesh axes that split a logical dimension: one, several, or None."""
+
+Rules = Sequence[
+    tuple[Pattern[Tensor], LayoutLike]
+    | tuple[Pattern[Tensor], LayoutLike, LayoutLike]
+    | tuple[str, ...]
+]
+
+UNFIT = (UnevenSplit, RankMismatch, UnknownAxis, AxisReused, LayoutSyntax, RuleLint)
+"""Errors of a layout that does not fit a tensor or a mesh."""
+
+
+class Suggested(tuple[str, ...]):
+    """Rule written by a recipe: unlike a user's, it may be shadowed completely by earlier rules.
+
+    ``padded``  the rule for ``pad=True``: a vocabulary that does not divide is split, and padded.
+    """
+
+    padded: tuple[str, ...]
+
+    def __new__(cls, rule: Iterable[str], padded: Iterable[str] | None = None) -> "Suggested":
+        made = super().__new__(cls, rule)
+        made.padded = tuple(getattr(rule, "padded", made) if padded is None else padded)
+        return made
+
+
+# ---------------------------------------------------------------- matching
+
+
+def match_rules(
+    named: Mapping[str, Tensor],
+    rules: Rules,
+    axes: Mapping[str, Axes] | None = None,
+    pad: bool = False,
+) -> tuple[dict[str, Layout], dict[str, Layout]]:
+    """Find the layout of every parameter, and that of its products where the rule names one.
+
+    First match wins; every parameter and every rule must be used.
+    ``pad``  parameters are padded: use the padded variants of a recipe's rules.
+
+    Raises: RuleLint listing the parameters no rule matches and the rules that match nothing.
+    """
+    for rule in rules:
+        _check_form(rule)
+    given = list(rules)
+    if pad:
+        rules = [rule.padded if isinstance(rule, Suggested) else rule for rule in given]
+    first = {name: _first(rules, name, value) for name, value in named.items()}
+    layouts: dict[str, Layout] = {}
+    out_layouts: dict[str, Layout] = {}
+    for name, at in first.items():
+        if at is None:
+            continue
+        value = named[name]
+        _, layout, *out = rules[at]
+        with naming(name, rules, named):
+            read = read_layout(layout, axes, shape=value.shape, weight=True)
+            layouts[name] = read.resolve(value.ndim)
+            if out:
+                out_layouts[name] = read_layout(out[0], axes)
+    unmatched = [name for name, at in first.items() if at is None]
+    used = set(first.values())
+    unused = [
+        rules[i][0] for i, rule in enumerate(given) if i not in used and not _spare(rule, named)
+    ]
+    if unmatched or unused:
+        raise RuleLint(
+            _lint(unmatched, unused, named, rules),
+            op="parallelize",
+            fix=f"rules = [{_kept(unused, rules)}]" if unused else "rules = [*rules, ('*', '...')]",
+        )
+    return layouts, out_layouts
+
+
+def _check_form(rule: object) -> None:
+    """Refuse what is no (pattern, layout) or (pattern, layout, layout of products)."""
+    fix = "sl.parallelize(module, [('*', '...')])"
+    if not isinstance(rule, tuple | list) or len(rule) not in (2, 3):
+        raise RuleLint(
+            "a rule is (pattern, layout) or (pattern, layout, layout of its products), not "
+            f"{rule!r}",
+            op="parallelize",
+            fix=fix,
+        )
+    if not (isinstance(rule[0], str | re.Pattern) or callable(rule[0])):
+        raise RuleLint(
+            "a pattern is a glob, a compiled regex or a function of (name, tensor), not "
+            f"{rule[0]!r}",
+            op="parallelize",
+            fix=fix,
+        )
+
+
+def _first(rules: Rules, name: str, value: Tensor) -> int | None:
+    """Return the number of the first rule that matches a parameter."""
+    return next((i for i, (p, *_) in enumerate(rules) if matches(p, name, value)), None)
+
+
+def _spare(rule: object, named: Mapping[str, Tensor]) -> bool:
+    """Check for a recipe's rule that earlier rules shadow, which is no mistake of the user's."""
+    return isinstance(rule, Suggested) and any(matches(rule[0], n, v) for n, v in named.items())
+
+
+def read_layout(
+    layout: object,
+    axes: Mapping[str, Axes] | None,
+    mesh: Mesh | None = None,
+    shape: Sequence[int] = (1,),
+    weight: bool = False,
+) -> Layout:
+    """Return the layout of a rule or an input, its logical names resolved, on ``mesh`` if given."""
+    if not isinstance(layout, str):
+        layout = as_layout(layout, "parallelize", "{}", shape=shape, mesh=mesh, weight=weight)
+    found = logical(str(layout), axes or {})
+    for axis in (*found.axes, *found.partial) if mesh is not None else ():
+        if mesh is not None and axis not in mesh.axes:
+            raise unknown_axis(axis, mesh.axes, "parallelize", "")  # ``renamed`` adds the fix
+    return found
+
+
+def logical(text: str, axes: Mapping[str, Axes]) -> Layout:
+    """Resolve logical dimension names: ``embed (3 heads hd)`` with heads="x" -> ``. (3 x)``.
+
+    Inside a group an integer is an unsplit factor, a name with a mesh axis splits, and names
+    mapped to ``.`` end the group.
+
+    >>> logical("embed (3 heads hd)", {"embed": ".", "heads": "x", "hd": "."})
+    Layout('. (3 x)')
+    >>> logical("vocab embed", {"vocab": ("x", "y"), "embed": None})
+    Layout('(x y) .')
+    """
+    tokens = re.findall(r"\([^)]*\)|\S+", text)
+    named = {name: _written(axis) for name, axis in axes.items()}
+
+    def resolve(token: str) -> str:
+        if not (token.startswith("(") and token.endswith(")")):
+            return named.get(token, token)
+        parts = [q for p in token[1:-1].split() for q in named.get(p, p).strip("()").split()]
+        while parts and parts[-1] == ".":
+            parts.pop()
+        if "." in parts:
+            raise RuleLint(
+                f"{token!r}: {'.'!r} may only end a group; give the factor's size as a number",
+                op="parallelize",
+                operands={"layout": text},
+                fix="sl.parallelize(module, rules, axes=dict(heads='x', hd='.'))",
+            )
+        return f"({' '.join(parts)})" if parts else "."
+
+    return Layout.parse(" ".join(resolve(t) for t in tokens))
+
+
+def _written(axis: Axes) -> str:
+    """Write the mesh axes of a logical dimension: one, several as a tuple, or None, as in JAX."""
+    if axis is None or isinstance(axis, str):
+        return axis or "."
+    return f"({' '.join(axis)})" if axis else "."
+
+
+# ---------------------------------------------------------------- lint
+
+
+def _lint(
+    unmatched: list[str], unused: list[Pattern[Tensor]], named: Mapping[str, Tensor], rules: Rules
+) -> str:
+    lines = []
+    for name in unmatched:
+        near = similar(name, [p for p, *_ in rules if isinstance(p, str)], 1, 0.5)
+        lines.append(
+            f"no rule matches parameter {name!r}"
+            + (f" (nearest rule: {near[0]!r})" if near else "")
+        )
+    for pattern in unused:
+        shadow = [n for n, v in named.items() if matches(pattern, n, v)]
+        text = _pattern_text(pattern)
+        if shadow:
+            lines.append(
+                f"rule {text} is never reached: an earlier rule takes {', '.join(shadow[:3])}"
+            )
+            continue
+        near = similar(text.strip("'*"), list(named), 1, 0.4)
+        lines.append(
+            f"rule {text} matches no parameter" + (f" (nearest: {near[0]!r})" if near else "")
+        )
+    return "\n    ".join(lines)
+
+
+def _pattern_text(pattern: Pattern[Tensor]) -> str:
+    if isinstance(pattern, str):
+        return repr(pattern)
+    return f"re.compile({pattern.pattern!r})" if isinstance(pattern, re.Pattern) else repr(pattern)
+
+
+def _kept(unused: Sequence[Pattern[Tensor]], rules: Rules) -> str:
+    """Write a generator of all rules but these, by text, or by number if one is a function."""
+    if all(isinstance(p, str | re.Pattern) for p in unused):
+        texts = "".join(f"{_pattern_text(p)}, " for p in unused)
+        return f"r for r in rules if r[0] not in ({texts.rstrip()})"
+    numbers = tuple(i for i, (p, *_) in enumerate(rules) if any(p is u for u in unused))
+    return f"r for i, r in enumerate(rules) if i not in {numbers}"
+
+
+@contextmanager
+def naming(
+    name: str,
+    rules: Rules,
+    named: Mapping[str, Tensor],
+    others: Callable[[], Sequence[str]] = tuple,
+) -> Iterator[None]:
+    """Refuse a layout that does not fit a parameter, with a rule for it and all ``others``."""
+    try:
+        yield
+    except UNFIT as e:
+        names = list(dict.fromkeys([name, *others()]))
+        whole = ", ".join(f"({n!r}, '...')" for n in names)
+        fix = f"sl.parallelize(module, [{whole}{_rest(names, rules, named)}])"
+        raise renamed(f"the rule of parameter {name!r} does not fit it", e, fix) from None
+
+
+def renamed(what: str, e: ShardError, fix: str) -> ShardError:
+    """Return a layout's error with the name of its parameter or input, and the line to write."""
+    return type(e)(
+        f"{what}: {e.message}", op="parallelize", operands=e.operands, mesh=e.mesh, fix=fix
+    )
+
+
+def misfits(
+    named: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh, pad: bool
+) -> list[str]:
+    """List the parameters that their layouts do not fit."""
+    found = []
+    for n, p in named.items():
+        try:
+            size = padded_size(layouts[n], p, mesh) if pad else p.shape
+            layouts[n].check(tuple(size), mesh)
+        except UNFIT:
+            found.append(n)
+    return found
+
+
+def _rest(names: Sequence[str], rules: Rules, named: Mapping[str, Tensor]) -> str:
+    """Write the rules that still match something after rules for these parameters come first."""
+    first = [_first(rules, n, v) for n, v in named.items() if n not in names]
+    kept = [rules[i][0] for i in first if i is not None]
+    if not kept:
+        return ""
+    unused = [p for p, *_ in rules if p not in kept]
+    return f", *({_kept(unused, rules)})" if unused else ", *rules"
