@@ -536,7 +536,7 @@ def _cut_from(operations: Sequence[Any], made: Conversion, target: str, x: Tenso
     if len(made.files) != 1:
         return None
     file, names = made.files[0], list(made.meta)
-    if kinds == ["FileChunk"]:
+    if kinds == ["Chunk"]:
         dim = op.dim % x.ndim
         if made.table[file][1].shape[dim] == len(names) * x.shape[dim]:
             return [(file, ("part", dim, names.index(target), len(names)))]
