@@ -125,8 +125,9 @@ class CheckMode(Trace):
     def ended(self) -> None:
         """Compare the calls after the last transfer of each group, as a transfer would."""
         job, line = current_job(), line_of_user()
-        for group in self.groups if job is not None and not job.failed else ():
-            self._compare(job, group, f"the end of check mode, at {line or 'no line of the user'}")
+        if job is not None and not job.failed:
+            for group in self.groups:
+                self._compare(job, group, f"the end of check mode, at {line or 'no user line'}")
         self.groups.clear()
 
     def _compare(self, job: JobProcesses, group: str, mine: str) -> None:
