@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError
-from shardlib.mesh import remember, scope, within
+from shardlib.mesh import scope, within
 from shardlib.tensor import (
     Place,
     ShardedTensor,
@@ -282,8 +282,7 @@ def _leaf(x: Any, axes: tuple[str, ...], inside: bool) -> Any:
         )
     if not isinstance(x, ShardedTensor):
         return _apart(x, inside)
-    plans, key = x.place.mesh.plans, (_leaf, x.place, axes)
-    place = plans.get(key) or remember(plans, key, deferring(x, axes))
+    place = x.place.mesh.memo("leaf", (x.place, axes), lambda: deferring(x, axes))
     return ShardedTensor(leaf_block(_apart(x.raw, inside)), place)
 
 

@@ -19,6 +19,7 @@ ORDER = [  # each may import from those before it
     "memory_tracker",
     "mesh.tables",
     "mesh.posted",
+    "mesh.memo",
     "mesh.scope",
     "mesh.store",
     "mesh.failures",

@@ -29,7 +29,7 @@ from shardlib.errors import (
     Unsupported,
     WrongAxes,
 )
-from shardlib.mesh import POSTED, RECENT, Mesh, current_mesh, lost, number, scope, uploaded
+from shardlib.mesh import GROUPS, POSTED, RECENT, Mesh, current_mesh, lost, number, scope, uploaded
 
 __all__ = [
     "Pending", "all_gather", "all_to_all", "axis_index", "axis_size", "blocks", "broadcasts",
@@ -793,11 +793,11 @@ def broadcasts(axis: str, like: Tensor) -> Callable[[Tensor, int], Any]:
     """
     now = scope()
     mesh = current_mesh() if now.mesh is None else now.mesh
-    found = None if now.traces else mesh.groups.get((broadcasts, axis))
+    found = None if now.traces else mesh.memo[GROUPS].get((broadcasts, axis))
     if found is None:
         if mesh.kind != "dist" or now.traces or mesh.axis_size(axis) == 1:
             return lambda x, root: start(pbroadcast, x, axis, root)
-        found = mesh.groups[broadcasts, axis] = dist.broadcasts(mesh, (axis,))
+        found = mesh.memo[GROUPS][broadcasts, axis] = dist.broadcasts(mesh, (axis,))
     RECENT.append((number(), "pbroadcast", (axis,), like.shape, like.dtype))
     return found
 
@@ -812,11 +812,11 @@ def reductions(
     """
     now = scope()
     mesh = current_mesh() if now.mesh is None else now.mesh
-    found = None if now.traces else mesh.groups.get((reductions, axis, wire))
+    found = None if now.traces else mesh.memo[GROUPS].get((reductions, axis, wire))
     if found is None:
         if mesh.kind != "dist" or now.traces or mesh.axis_size(axis) == 1:
             return lambda target, x, root: partial(preduce_into, target, x, axis, root, wire)
-        found = mesh.groups[reductions, axis, wire] = dist.reductions(mesh, (axis,), wire)
+        found = mesh.memo[GROUPS][reductions, axis, wire] = dist.reductions(mesh, (axis,), wire)
     RECENT.append((number(), "preduce", (axis,), like.shape, wire or like.dtype))
     return found
 

@@ -11,11 +11,11 @@ from shardlib.mesh.failures import (
     spelled,
 )
 from shardlib.mesh.launch import launch
+from shardlib.mesh.memo import GROUPS, Memo
 from shardlib.mesh.mesh import (
     Link,
     Mesh,
     MeshLike,
-    Registered,
     as_mesh,
     auto_mesh,
     coordinates,
@@ -23,7 +23,6 @@ from shardlib.mesh.mesh import (
     make_mesh,
     rank_along,
     record,
-    remember,
     simulate,
     unknown_axis,
     use_mesh,
@@ -34,10 +33,10 @@ from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, withi
 from shardlib.mesh.tables import uploaded
 
 __all__ = [
-    "POSTED", "RECENT", "Entered", "JobProcesses", "Link", "Mesh", "MeshLike", "Registered", "Scope",
+    "GROUPS", "POSTED", "RECENT", "Entered", "JobProcesses", "Link", "Mesh", "Memo", "MeshLike", "Scope",
     "accelerator", "as_mesh",
     "auto_mesh", "bind", "brought", "coordinates", "current_job", "current_mesh", "drain", "enter", "join_job",
     "launch", "launched", "leave", "lost", "make_mesh", "number", "process_index", "rank0_print",
-    "rank_along", "record", "refuse_posted", "remember", "scope", "simulate", "spelled", "unknown_axis",
+    "rank_along", "record", "refuse_posted", "scope", "simulate", "spelled", "unknown_axis",
     "uploaded", "use_mesh", "within", "world_size",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,16 @@ from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis, lettered
 from shardlib.mesh import posted
 from shardlib.mesh.devices import accelerator, backend_of, placed, take_device
 from shardlib.mesh.failures import current_job, join_job
+from shardlib.mesh.memo import Memo
 from shardlib.mesh.process import launched, world_size
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
 __all__ = [
-    "Link", "Mesh", "MeshLike", "Registered", "as_mesh", "auto_mesh", "coordinates", "current_mesh", "make_mesh",
-    "rank_along", "record", "remember", "simulate", "use_mesh",
+    "Link", "Mesh", "MeshLike", "as_mesh", "auto_mesh", "coordinates", "current_mesh", "make_mesh",
+    "rank_along", "record", "simulate", "use_mesh",
 ]  # fmt: skip
 
 Kind = Literal["dist", "stacked", "record", "forked"]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,6 @@ class Link:
 
     alpha: float = 2e-5
     beta: float = 1e-9
-
-
-def remember(table: dict[Any, T], key: Any, value: T, most: int = 8192) -> T:
-    """Store a value in a table, cleared at ``most`` entries so that it stays small."""
-    if len(table) >= most:
-        table.clear()
-    table[key] = value
-    return value
-
-
-class Registered:
-    """Counter of algorithms registered or removed: a change of it makes earlier choices void."""
-
-    changes = 0
 
 
 class Mesh(Mapping[str, int]):
@@ -105,9 +91,7 @@ class Mesh(Mapping[str, int]):
             if here is not None:
                 self._coord = dict(zip(self.names, here, strict=True))
         self._known: dict[str | tuple[str, ...], int] = dict(self.axes)
-        self.groups: dict[Any, Any] = {}  # filled by collectives/dist.py; dies with the mesh
-        # results of operators' analysis of operand layouts; freed with the mesh too
-        self.plans: dict[Any, Any] = {}
+        self.memo = Memo()
         self.stream: Any = None  # of random draws; filled by random.py
 
     @property
@@ -326,7 +310,7 @@ def _forget_ended() -> None:
 def _let_go() -> None:
     """End the groups that views hold: an open group at the exit of Python can abort the process."""
     for view in list(_VIEWS.values()):
-        view.groups.clear()
+        view.memo.clear()
     _VIEWS.clear()
     gc.collect()  # a group's threads end with its last handle, which must not be at teardown
 
@@ -656,7 +640,7 @@ def _forked() -> None:
     for mesh in list(_VIEWS.values()):
         if mesh.size > 1:
             mesh.kind = "forked"
-            mesh.groups.clear()
+            mesh.memo.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from shardlib import autocast
 from shardlib._compat import builtin_homes
-from shardlib.mesh import remember
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.fallback import flat
 from shardlib.ops.signatures import ArgumentSlot, binder
@@ -122,21 +121,20 @@ def spelled(text: str, body: Callable[..., Any]) -> None:
 def _taken(bind: Callable[..., Bound], body: Any, func: Any, args: Any, kwargs: Any) -> Any:
     leaves, tree = flat(args, kwargs)
     met = next((x.mesh for x in leaves if isinstance(x, ShardedTensor)), None)
-    plans = {} if met is None else met.plans
     key = (
-        _taken,
         func,
         tree,
         *((x.shape, x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
     )
-    try:
-        asked = key in plans
-    except TypeError:  # an argument is not hashable
-        key, asked = None, False
-    if not asked:
+
+    def check() -> None:
         if (refused := torch_refuses(func, args, kwargs)) is not None:
             raise refused
-        remember(plans, key, True)
+
+    if met is None:
+        check()
+    else:
+        met.memo("taken", key, check)
     return body(**bind(*args, **kwargs))
 
 

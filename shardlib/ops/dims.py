@@ -16,6 +16,7 @@ which then runs on whole tensors.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import optree
@@ -32,7 +33,7 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import WRITERS, alike, link, written
-from shardlib.mesh import Mesh, remember
+from shardlib.mesh import Mesh
 from shardlib.ops.fallback import each, fix_line, flat, is_whole, on_whole, run, written_to
 from shardlib.ops.padding import filled, padded_to
 from shardlib.ops.registry import implicit_budget
@@ -85,7 +86,7 @@ def rows_call(
     if has_padding(args) or (kwargs and has_padding(kwargs.values())):
         return _on_padded(func, args, kwargs, labels, sums)
     known = _shallow(func, args, kwargs, sums)
-    if known is not None and (plan := args[0].mesh.plans.get(known)) is not None:
+    if known is not None and (plan := args[0].mesh.memo["rows"].get(known)) is not None:
         return _as_planned(func, args, kwargs, plan)
     leaves, tree = flat(args, kwargs)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -96,7 +97,6 @@ def rows_call(
     fixed = tuple(x if not isinstance(x, Tensor) else None for x in leaves)
     kinds = tuple(map(type, fixed))  # 1, True and 1.0 are equal keys, but different arguments
     key = (
-        _made,
         func,
         tree,
         tuple((v.sharding, v.padded_shape, v.dtype) for v in values),
@@ -104,14 +104,8 @@ def rows_call(
         kinds,
         sums,
     )
-    try:
-        plan = mesh.plans.get(key)
-    except TypeError:
-        plan, key = None, None
-    if plan is None:
-        plan = _made(func, leaves, tree, at, values, mesh, labels, sums)
-        if key is not None:
-            remember(mesh.plans, key, plan)
+    make = partial(_made, func, leaves, tree, at, values, mesh, labels, sums)
+    plan = mesh.memo("dims", key, make)
     if free and (plan.why or plan.moved):
         return None
     if plan.why:
@@ -160,7 +154,7 @@ def rows_call(
         return values[0]
     parts = is_half(values[0].raw) and any(plan.overs)  # which are kept in fp32, above
     if known is not None and not any(plan.targets) and not parts:
-        remember(mesh.plans, known, plan)
+        mesh.memo.keep("rows", known, plan)
     return optree.tree_unflatten(shape, found)
 
 
@@ -273,7 +267,7 @@ def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
     kinds = tuple(map(type, rest))
     if not _ATOMS.issuperset(kinds):
         return None
-    return _DimPlan, func, sums, tuple(operands), rest, kinds, tuple(kwargs)
+    return func, sums, tuple(operands), rest, kinds, tuple(kwargs)
 
 
 def _as_planned(func: Any, args: Any, kwargs: Any, plan: _DimPlan) -> Any:

@@ -18,7 +18,7 @@ from shardlib.collectives import holds_values, lead, psum, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported, lettered
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import written
-from shardlib.mesh import Mesh, bind, remember
+from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, elements, homes, rows
 from shardlib.ops.dims import Labels
 from shardlib.ops.fallback import each, flat
@@ -371,13 +371,14 @@ def brought(
     mesh, moving = values[0].mesh, False
     key = tuple([(v.place.layout, v.place.shape) for v in values])
     deferred = tuple([v.place.deferred for v in values])
-    known = (_PointwisePlan, partial, key, deferred)
-    plan = mesh.plans.get(known)
+    known = (partial, key, deferred)
+    plan = mesh.memo["pointwise"].get(known)
     if plan is None:
         for v in values:
             if v.sharding.partial not in ((), partial):
                 raise partial_escape(op, v)
-        plan = remember(mesh.plans, known, _planned(op, key, mesh, partial, deferred))
+        made = _planned(op, key, mesh, partial, deferred)
+        plan = mesh.memo.keep("pointwise", known, made)
     for i, moved in plan.moved:
         moving = True
         budget = implicit_budget()

@@ -21,7 +21,7 @@ from shardlib._compat import Local
 from shardlib.collectives import all_gather, axis_index, lead, psum, psum_scatter, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, bind, remember
+from shardlib.mesh import Mesh, bind
 from shardlib.ops.id_bounds import in_range
 from shardlib.ops.signatures import binder
 from shardlib.tensor import (
@@ -125,10 +125,8 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     padding = None if padding is None else padding % count
     mesh = table.mesh if isinstance(table, ShardedTensor) else ids.mesh
     ids, table = lift(ids, mesh, "embedding"), lift(table, mesh, "embedding")
-    key = (_LookupPlan, ids.sharding, ids.padded_shape, table.sharding, table.padded_shape)
-    plan = mesh.plans.get(key)
-    if plan is None:
-        plan = remember(mesh.plans, key, _planned(ids, table))
+    key = ids.sharding, ids.padded_shape, table.sharding, table.padded_shape
+    plan = mesh.memo("lookup", key, lambda: _planned(ids, table))
     if plan.axes or padded:  # otherwise torch's own kernel checks the ids
         in_range(ids.raw, count, "embedding", "id")
     out, raw_table, deferred = plan.out, table.raw, _NONE

@@ -10,7 +10,7 @@ from shardlib.collectives import blocks, holds_values, lead
 from shardlib.errors import OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import link
-from shardlib.mesh import Mesh, remember
+from shardlib.mesh import Mesh
 from shardlib.ops.declare import Bound, declare, rows, slots, where
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import elementwise, padded_alike
@@ -253,16 +253,15 @@ def _at(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
 
 def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
     """Return a table: index in each rank's block of ``n`` positions, the block's size if absent."""
-    key = _here, n, token
-    found = mesh.plans.get(key)
-    if found is None:
+
+    def make() -> Tensor:
         with torch.inference_mode(False):  # cached, so a later backward may save it
             mine = shard(torch.arange(n, device="cpu"), Layout((token,)), mesh).raw
             size = mine.shape[-1]
             table = mine.new_full((*mine.shape[:-1], n), size)
-            table.scatter_(-1, mine, torch.arange(size, device=mine.device).expand_as(mine))
-            found = remember(mesh.plans, key, table)
-    return found
+            return table.scatter_(-1, mine, torch.arange(size, device=mine.device).expand_as(mine))
+
+    return mesh.memo("index", (n, token), make)
 
 
 def _whole(i: ShardedTensor) -> ShardedTensor:

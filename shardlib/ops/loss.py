@@ -33,7 +33,7 @@ from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsu
 from shardlib.kernels import active
 from shardlib.kernels.loss import ce_back, ce_back_, ce_loss, ce_stats
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, bind, rank_along, remember
+from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.ops.declare import Bound, last, lines, rows, slots
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import padded_alike
@@ -303,10 +303,8 @@ def _split_cross_entropy(
     mesh = logits.mesh if isinstance(logits, ShardedTensor) else target.mesh
     logits, target = lift(logits, mesh, "cross_entropy"), lift(target, mesh, "cross_entropy")
     reduction, ignore = given.get("reduction", "mean"), given.get("ignore_index", -100)
-    key = (_LossPlan, logits.sharding, logits.padded_shape, target.sharding, target.padded_shape)
-    plan = mesh.plans.get(key)
-    if plan is None:
-        plan = remember(mesh.plans, key, _planned(logits, target))
+    key = logits.sharding, logits.padded_shape, target.sharding, target.padded_shape
+    plan = mesh.memo("loss", key, lambda: _planned(logits, target))
     known = given.get("weight") is None and reduction in ("mean", "sum", "none")
     if not known or target.is_floating_point():
         raise _unsupported(logits, target)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlib.collectives import holds_values, played, storage
 from shardlib.errors import Unsupported
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, remember
+from shardlib.mesh import Mesh
 from shardlib.tensor import ShardedTensor, Unfit, typeof
 
 __all__ = [
@@ -47,42 +47,24 @@ def filled(x: ShardedTensor, value: float | bool) -> ShardedTensor:
 
 def inside(x: ShardedTensor) -> ShardedTensor:
     """Return a mask of a padded tensor: True for elements, False for padding."""
-    # a cache of its own with few entries: masks are as large as blocks
-    known = x.mesh.plans.setdefault(inside, {})
     key = (x.sharding, x.padded_shape, x.shape, x.raw.device)
-    raw = known.get(key)
-    if raw is None:
-        raw = remember(
-            known,
-            key,
-            _mask(x.sharding, tuple(x.padded_shape), tuple(x.shape), x.mesh, x.raw.device),
-            64,
-        )
+    # few: masks are as large as blocks
+    raw = x.mesh.memo("mask", key, lambda: _mask(*key, x.mesh), most=64)
     return ShardedTensor(raw, x.place._replace(true_shape=None, deferred=frozenset()))
 
 
 def _mask(
-    layout: Layout, shape: tuple[int, ...], true: tuple[int, ...], mesh: Mesh, device: torch.device
-) -> Tensor:
-    key = _mask, layout, shape, true, device
-    found = mesh.plans.get(key)
-    if found is None:
-        with torch.inference_mode(False):  # cached, so a later backward may save it
-            found = remember(mesh.plans, key, _made(layout, shape, true, mesh, device))
-    return found
-
-
-def _made(
-    layout: Layout, shape: tuple[int, ...], true: tuple[int, ...], mesh: Mesh, device: torch.device
+    layout: Layout, shape: torch.Size, true: torch.Size, device: torch.device, mesh: Mesh
 ) -> Tensor:
     masks = []
-    for c in played(mesh):
-        here = torch.ones((), dtype=torch.bool, device=device)
-        for d, index in enumerate(layout.indices(shape, mesh, c)):
-            row = torch.tensor([i < true[d] for i in index], dtype=torch.bool, device=device)
-            here = here & row.reshape(-1, *[1] * (len(shape) - 1 - d))
-        masks.append(here)
-    return storage(masks, mesh)
+    with torch.inference_mode(False):  # cached, so a later backward may save it
+        for c in played(mesh):
+            here = torch.ones((), dtype=torch.bool, device=device)
+            for d, index in enumerate(layout.indices(shape, mesh, c)):
+                row = torch.tensor([i < true[d] for i in index], dtype=torch.bool, device=device)
+                here = here & row.reshape(-1, *[1] * (len(shape) - 1 - d))
+            masks.append(here)
+        return storage(masks, mesh)
 
 
 def padded_to(value: ShardedTensor, true: tuple[int, ...]) -> ShardedTensor:

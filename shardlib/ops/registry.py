@@ -21,7 +21,7 @@ from shardlib.cost import Cost
 from shardlib.errors import NoImplementation, ShardError, similar
 from shardlib.layouts import Layout
 from shardlib.layouts.layout import the_one
-from shardlib.mesh import Entered, Mesh, Registered, Scope, remember, scope
+from shardlib.mesh import Entered, Memo, Scope, scope
 
 __all__ = [
     "Match",
@@ -30,16 +30,13 @@ __all__ = [
     "choose",
     "decide",
     "fitting",
-    "forget",
     "implicit",
     "implicit_budget",
-    "known",
     "pinned",
     "saving",
     "why",
 ]
 
-T = TypeVar("T")
 Answer = TypeVar("Answer", bound="Callable[[Any], Match | str]")
 """Match function of an algorithm: from a case of its operation to a match, or a refusal."""
 
@@ -107,7 +104,7 @@ class _Algorithm:
 
 
 _ALGORITHMS: dict[str, list[_Algorithm]] = {}  # by operation, in their order
-_CHOSEN: dict[Hashable, Match] = {}  # for cases without a mesh object; others use mesh.plans
+_CHOSEN = Memo()  # of cases without a mesh object
 
 
 def algorithm(op: str, name: str, order: int | None = None) -> Callable[[Answer], Answer]:
@@ -140,7 +137,7 @@ def algorithm(op: str, name: str, order: int | None = None) -> Callable[[Answer]
         _ALGORITHMS[op] = sorted(
             [*others, _Algorithm(name, match, place)], key=lambda a: (a.order, a.name)
         )
-        _renew()
+        Memo.version += 1
         return match
 
     return enter
@@ -160,7 +157,7 @@ def remove(op: str, name: str) -> None:
     """
     _check_known(op, name, "extend.remove")
     _ALGORITHMS[op] = [a for a in _ALGORITHMS[op] if a.name != name]
-    _renew()
+    Memo.version += 1
 
 
 def _check_known(op: str, name: str, by: str) -> None:
@@ -264,37 +261,14 @@ def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
     Cached by ``key``, which must distinguish cases.
     Raises: NoImplementation listing every candidate and why it does not fit.
     """
-    return known((op, key), lambda: decide(op, case()), _CHOSEN)
-
-
-def known(
-    key: Hashable, make: Callable[[], T], table: dict[Any, Any], now: Scope | None = None
-) -> T:
-    """Return the cached result of ``make`` for this key, pins and algorithms, or call it.
-
-    With ``mesh.plans`` as the table, entries live as long as the mesh; ``now`` is ``scope()``, for
-    callers that have it.
-    """
-    now = scope() if now is None else now
-    full = (key, now.pins, now.saving, Registered.changes)
-    found = table.get(full)
-    return remember(table, full, make()) if found is None else found
+    now = scope()
+    return _CHOSEN("choice", (op, key, now.pins, now.saving), lambda: decide(op, case()))
 
 
 def fitting(op: str, case: Any) -> Match | None:
     """Choose the cheapest match for a case, if there is one; None where an algorithm is pinned."""
     best = None if op in dict(scope().pins) else _best(_verdicts(op, case), case)
     return best and best[1]
-
-
-def _renew() -> None:
-    _CHOSEN.clear()
-    Registered.changes += 1
-
-
-def forget(mesh: Mesh) -> None:
-    """Drop the choices cached on a mesh, after its links have changed."""
-    mesh.plans.clear()
 
 
 def _verdicts(op: str, case: Any) -> list[tuple[str, Match | str]]:

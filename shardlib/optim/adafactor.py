@@ -247,13 +247,12 @@ def _slab(spread: Spread, mesh: Mesh | None, i: int, device: torch.device) -> _S
 
 
 def _slabs(one: Laid) -> list[_Slab]:
-    table: Any = {} if one.mesh is None else one.mesh.plans
-    key = _slab, one.spread, one.runs[0].device
-    if key not in table:
-        table[key] = [
-            _slab(one.spread, one.mesh, i, one.runs[0].device) for i in range(len(one.runs))
-        ]
-    return table[key]
+    spread, mesh, device = one.spread, one.mesh, one.runs[0].device
+
+    def make() -> list[_Slab]:
+        return [_slab(spread, mesh, i, device) for i in range(len(one.runs))]
+
+    return make() if mesh is None else mesh.memo("slabs", (spread, device), make)
 
 
 def _bands(run: Tensor, slab: _Slab) -> Iterator[tuple[Tensor, _Slab]]:

@@ -34,7 +34,7 @@ from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, scope, within
 from shardlib.modules.patterns import Pattern, matches
-from shardlib.ops.registry import Match, algorithm, case_of, decide, known
+from shardlib.ops.registry import Match, algorithm, case_of, decide
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.chunked_inplace import spans, writable
 from shardlib.optim.global_reductions import scale_in_place, scaled
@@ -587,7 +587,8 @@ def _placed(
 ) -> None:
     """Orthogonalise matrices of one mesh, each by the algorithm that ``_ways`` chooses."""
     case = _case_of([given for given, _ in pairs], dtype, how.most, how.steps)
-    ways = known(("muon", case), lambda: _ways(case), mesh.plans)
+    now = scope()
+    ways = mesh.memo("muon", (case, now.pins, now.saving), lambda: _ways(case))
     dealt = [pair for pair, way in zip(pairs, ways, strict=True) if way == "owners"]
     if dealt:
         through_owners(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import watched
-from shardlib.ops.registry import remember
+from shardlib.mesh import Memo
 
 __all__ = ["on_shapes"]
 
@@ -26,7 +26,7 @@ class _NewTensor(NamedTuple):
     dtype: torch.dtype
 
 
-_MADE: dict[Any, _NewTensor | None] = {}  # None: a view, or more than one tensor; run each time
+_MADE = Memo()  # _NewTensor; None for a view, or more than one tensor: those run each time
 
 
 def on_shapes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -40,14 +40,14 @@ def on_shapes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
         return func(*args, **kwargs)
     try:
         key = func, *map(_key, args), *((k, _key(x)) for k, x in kwargs.items())
-        known = key in _MADE
+        known = key in _MADE["meta"]
     except _Values:
         return func(*args, **kwargs)
     if not known:
         out = func(*args, **kwargs)
-        remember(_MADE, key, _made(out, args))
+        _MADE.keep("meta", key, _made(out, args))
         return out
-    made = _MADE[key]
+    made = _MADE["meta"][key]
     if made is None:
         return func(*args, **kwargs)
     if made.size is None:

@@ -55,7 +55,6 @@ from shardlib.tensor.tensor import (
     partial_escape,
     refuse_arrays,
     refuse_trace,
-    repeats_so,
     torch_refuses,
     typeof,
 )
@@ -101,7 +100,6 @@ __all__ = [
     "partial_escape",
     "refuse_arrays",
     "refuse_trace",
-    "repeats_so",
     "promoting",
     "real_axes",
     "replicated",

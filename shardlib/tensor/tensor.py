@@ -43,14 +43,14 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import LINKS, WRITERS, refuse_write, written
-from shardlib.mesh import Mesh, Registered, enter, leave, remember, scope
+from shardlib.mesh import Memo, Mesh, enter, leave, scope
 from shardlib.tensor.place import Place
 
 __all__ = [
     "FALLBACK", "TABLE", "TAKES_PADDING", "ShardedTensor", "Unfit", "block_of", "block_strides",
     "blockwise", "has_padding", "heard", "implements", "is_dense", "layout_of", "local_call",
     "named_tensors", "no_implementation", "no_tensor", "no_trace", "no_transform", "on_shapes",
-    "partial_escape", "refuse_arrays", "refuse_trace", "repeats_so", "torch_refuses", "typeof",
+    "partial_escape", "refuse_arrays", "refuse_trace", "torch_refuses", "typeof",
 ]  # fmt: skip
 
 Tree = TypeVar("Tree")
@@ -469,41 +469,31 @@ def blockwise(
     run: Callable[..., Any] | None = None,
     rest: tuple[Any, ...] | None = None,
     strided: bool = False,
+    moves: bool = False,
 ) -> Any:
     """Run func on the local blocks and cache the call.
 
     The result has place ``place``.
 
     The next call that differs only in the operands' values runs at once, without its
-    implementation; ``repeats_so`` does this for calls that communicate.  ``args[0]`` and every
-    other tensor of the call must be sharded, and the choice may depend only on the operands' places
-    and dtypes, on whether they require grad, on the other arguments and on pinned algorithms.
+    implementation.  ``args[0]`` and every other tensor of the call must be sharded, and the choice
+    may depend only on the operands' places and dtypes, on whether they require grad, on the other
+    arguments and on pinned algorithms.
     ``run``      the function for the blocks, where it is another than ``func``.
     ``rest``     its arguments after the first block, where they are not the call's own.
     ``strided``  whether it also depends on the first block's strides.
+    ``moves``    whether ``run`` communicates, on raw blocks of any mesh.
     """
     own: Callable[..., Any] = run or func
-    own = partial(_of_stacks, own, place.mesh) if lead(place.mesh) else own
-    repeat = _Repeat(own, place, rest, args[0].raw.stride() if strided else None)
+    if lead(place.mesh) and not moves:
+        own = partial(_of_stacks, own, place.mesh)
+    repeat = _Repeat(own, place, rest, args[0].raw.stride() if strided else None, moves)
     out = _run(repeat, args, kwargs)
     if isinstance(out, Tensor) and out is not args[0] and not written(func, args, kwargs):
-        _keep(repeat, func, args, kwargs)
+        key = _call_key(func, args, kwargs)
+        if key is not None:
+            place.mesh.memo.keep("call", key, repeat)
     return out
-
-
-def repeats_so(func: Any, args: Any, kwargs: Any, place: Place, run: Callable[..., Any]) -> None:
-    """Cache a call that communicates: an equal call later is ``run`` on the local blocks.
-
-    As ``blockwise``, but used only without prefetch and without cached values derived from the
-    first operand.
-    """
-    _keep(_Repeat(run, place, moves=True), func, args, kwargs)
-
-
-def _keep(repeat: _Repeat, func: Any, args: Any, kwargs: Any) -> None:
-    key = _call_key(func, args, kwargs)
-    if key is not None:
-        remember(repeat.place.mesh.plans, key, repeat)
 
 
 def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
@@ -511,7 +501,7 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
     key = _call_key(func, args, kwargs)
     if key is None:
         return None
-    repeat = args[0].place.mesh.plans.get(key)
+    repeat = args[0].place.mesh.memo["call"].get(key)
     if repeat is None or (repeat.strides is not None and args[0].raw.stride() != repeat.strides):
         return None
     if repeat.moves:
@@ -569,7 +559,7 @@ def _call_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     listened = now.watcher is not None or now.region is not None
     if listened or now.budget is not None or now.backend != "auto":
         return None
-    key = [func, now.pins, now.saving, Registered.changes]
+    key = [func, now.pins, now.saving, Memo.version]
     for a in (*args, *kwargs, *kwargs.values()) if kwargs else args:
         kind = type(a)
         if kind is ShardedTensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.mesh import remember
+from shardlib.mesh import Memo
 from shardlib.ops import registry
 
 PAIRS = [
@@ -36,7 +36,7 @@ def registered_in(order: list[str]) -> Iterator[None]:
         yield
     finally:
         registry._ALGORITHMS["matmul"] = before
-        registry._renew()
+        Memo.version += 1
 
 
 def chosen() -> list[tuple[str, str]]:
@@ -114,13 +114,6 @@ def test_a_mesh_dies_after_its_last_product() -> None:
     assert held() is None
 
 
-def test_a_full_table_begins_anew() -> None:
-    table: dict[int, int] = {}
-    for i in range(8193):
-        assert remember(table, i, -i) == -i
-    assert table == {8192: -8192}
-
-
 def test_links_that_changed_are_heeded() -> None:
     """Where messages are cheap, SUMMA cuts its panels."""
     with sl.simulate(x=2, y=2) as mesh:
@@ -128,7 +121,7 @@ def test_links_that_changed_are_heeded() -> None:
         counted = []
         for alpha in (1.0, 1e-9):
             mesh.links.update(x=sl.planning.Link(alpha, 1e-9), y=sl.planning.Link(alpha, 1e-9))
-            registry.forget(mesh)
+            mesh.memo.forget()
             with sl.trace() as t:
                 _ = a @ a
             counted.append(t.messages)

@@ -230,7 +230,7 @@ def test_a_link_that_is_slow_to_start_prefers_fewer_messages() -> None:
         }
         for axis in mesh.names:
             mesh.links[axis] = sl.planning.Link(alpha=1.0, beta=0.0)
-        sl.ops.registry.forget(mesh)
+        mesh.memo.forget()
         fewest = min(c.messages for c in prices.values())
         assert prices[sl.why("matmul", a, b).chosen].messages == fewest
         for axis in mesh.names:

@@ -320,7 +320,7 @@ def products_again(of_x: str, of_w: str) -> list[tuple[bool, int]]:
             out.append((torch.equal(sl.unshard(a @ b), torch.eye(8, dtype=torch.float64)), 0))
         moved = []
         for _ in range(2):  # what is counted is the same, though one of them is remembered
-            mesh.plans.clear()
+            mesh.memo.forget()
             for _ in range(2):
                 with sl.trace() as counted:
                     out.append(product())
@@ -603,7 +603,7 @@ def test_a_repeated_call_that_lacks_memory_is_not_run_again(error: Exception, ru
         x = sl.shard(torch.ones(4), "x")
         x.neg()
         key = tensor._call_key(torch.Tensor.neg, (x,), {})
-        plans = x.mesh.plans
+        plans = x.mesh.memo["call"]
         assert key in plans
         plans[key] = plans[key]._replace(run=fails)
         if runs == 1:

@@ -25,7 +25,7 @@ from shardlib._compat import all_gather_single, backend_name, reduce_scatter_sin
 from shardlib.collectives.backends.backend import Axes, Finish, Pairs
 from shardlib.kernels import active
 from shardlib.kernels.pack import dense
-from shardlib.mesh import POSTED, Mesh, current_job, lost, rank_along
+from shardlib.mesh import GROUPS, POSTED, Mesh, current_job, lost, rank_along
 
 __all__: list[str] = []
 
@@ -74,9 +74,9 @@ two meshes may share one process group, so tags are counted per process group.""
 
 def group(mesh: Mesh, axes: Axes) -> _Group:
     """Return the group of one axis or several, made once and kept on the mesh."""
-    found = mesh.groups.get(axes)
+    found = mesh.memo[GROUPS].get(axes)
     if found is None:
-        found = mesh.groups[axes] = _make(mesh, axes)
+        found = mesh.memo[GROUPS][axes] = _make(mesh, axes)
     return found
 
 
@@ -118,7 +118,7 @@ def release(mesh: Mesh) -> None:
     gloo's own abort does nothing; a receive whose timeout passes closes the connection to a peer,
     so every transfer that waits on it raises.
     """
-    for g in [g for g in list(mesh.groups.values()) if isinstance(g, _Group)]:
+    for g in [g for g in list(mesh.memo[GROUPS].values()) if isinstance(g, _Group)]:
         if g.native:
             g.handle.abort()
             continue
@@ -602,7 +602,7 @@ class _PostedTransfer(tuple[Any, Tensor]):
 
 
 def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> _PostedTransfer:
-    g = mesh.groups.get(axes) or group(mesh, axes)
+    g = mesh.memo[GROUPS].get(axes) or group(mesh, axes)
     out = (
         x.contiguous()
         if g.index == root
@@ -633,7 +633,7 @@ def reductions(
     mesh: Mesh, axes: Axes, wire: torch.dtype | None = None
 ) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
     """Return posted preduce_into over one group as a function; the group is looked up once."""
-    g = mesh.groups.get(axes) or group(mesh, axes)
+    g = mesh.memo[GROUPS].get(axes) or group(mesh, axes)
     me, places, send, turns = g.index, g.places, None if g.native else g.handle.send, g.turns
 
     def add(target: Tensor, x: Tensor, root: int) -> Finished:

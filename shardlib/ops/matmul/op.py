@@ -25,7 +25,7 @@ from shardlib.ops.matmul.function import Axes, Product
 from shardlib.ops.matmul.panels import rounded
 from shardlib.ops.matmul.shared_gather import let_go
 from shardlib.ops.padding import masked, padded_to
-from shardlib.ops.registry import Match, decide, known
+from shardlib.ops.registry import Match, decide
 from shardlib.ops.signatures import binder
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -39,7 +39,6 @@ from shardlib.tensor import (
     lift,
     made_of,
     real_axes,
-    repeats_so,
     together_of,
     total,
     typeof,
@@ -251,7 +250,6 @@ def product_of(
     held = _NOTHING if x.made is None else frozenset(made_of(x))
     of_bias = None if bias is None else bias.place
     key = (
-        "matmul",
         of_x.layout,
         of_w.layout,
         of_x.shape,
@@ -264,12 +262,13 @@ def product_of(
         held,
         more,
         asked,
+        now.pins,
+        now.saving,
     )
-    plan = known(
+    plan = mesh.memo(
+        "product",
         key,
         lambda: _planned(case(x, w, out, held, more), asked, (of_x, of_w), of_bias, dtype),
-        mesh.plans,
-        now,
     )
     if not isinstance(plan, _ProductPlan):
         return product_of(reshard(x, plan[0]), reshard(w, plan[1]), plan[2], bias)
@@ -285,9 +284,9 @@ def product_of(
         own = adds.torchs and not over[1] and not (over[0] and is_half(x.raw))
         added = vary(bias.raw, mesh, adds.met) if own else bias.raw.detach()
     if match.call is None:
-        bare = more is None and not held and not (over[1] and match.adds) and not lead(mesh)
+        bare = more is None and not held and not (over[1] and match.adds)
         if call is not None and bare and call[0] is not F.linear:
-            repeats_so(*call, place, partial(_product, match.run, mesh, over))
+            return blockwise(*call, place, partial(_product, match.run, mesh, over), moves=True)
         raw: Any = Product.apply(match.run, mesh, over, x.raw, w.raw, added)
     else:
         raw = match.call(x, w, over, added)
