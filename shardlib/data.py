@@ -69,25 +69,28 @@ def from_local(local: object, layout: LayoutTree, mesh: MeshLike | None = None) 
             "this process is not in the mesh", op="from_local", mesh=m, fix="sl.make_mesh(x=-1)"
         )
     if callable(local) and not isinstance(local, Tensor):
-        parts = []
-        for coord in played(m):
-            with within(reading=(m, coord)):
-                parts.append(local())
+        parts = [_read(local, m, coord) for coord in played(m)]
     else:
         parts = _one_given(local, m)
     flat = [optree.tree_flatten(part) for part in parts]
-    leaves, spec = flat[0]
-    if any(other != spec for _, other in flat):
+    spec = flat[0][1]
+    if odd := [other for _, other in flat if other != spec]:
         raise RankMismatch(
             "the ranks read trees that differ",
             op="from_local",
-            operands={"of rank 0": spec, "of another": next(s for _, s in flat if s != spec)},
+            operands={"of rank 0": spec, "of another": odd[0]},
             mesh=m,
             fix="sl.from_local(lambda: {'ids': ids, 'labels': labels}, layout)  # on every rank",
         )
     layouts = per_leaf(layout, parts[0], "from_local", "sl.from_local(local, {})")
-    made = [_joined([blocks[i] for blocks, _ in flat], layouts[i], m) for i in range(len(leaves))]
+    blocks = zip(*(leaves for leaves, _ in flat), strict=True)  # of each leaf, one per rank
+    made = [_joined(list(of), lay, m) for of, lay in zip(blocks, layouts, strict=True)]
     return optree.tree_unflatten(spec, made)
+
+
+def _read(local: Callable[[], Any], m: Mesh, coord: Mapping[str, int]) -> Any:
+    with within(reading=(m, coord)):
+        return local()
 
 
 def _one_given(local: Any, m: Mesh) -> list[Any]:
@@ -192,27 +195,8 @@ class Batches:
         last: Literal["fill", "drop"], ignore: Mapping[Any, float] | None, collate: Any,
         workers: int, state: Mapping[str, int] | None,
     ) -> None:  # fmt: skip
-        if last not in ("fill", "drop") or not isinstance(batch, int) or batch < 1:
-            raise BadArgument(
-                "batch= is a number of rows and last= 'fill' or 'drop', "
-                f"not {batch!r} and {last!r}",
-                op="data",
-                fix="sl.data(dataset, 32, last='drop')",
-            )
-        if not isinstance(workers, int) or workers < 0:
-            raise BadArgument(
-                f"workers={workers!r} is no number of processes: 0 reads in this one",
-                op="data",
-                fix="sl.data(dataset, 32, workers=0)",
-            )
-        try:
-            self.length = len(dataset)
-        except TypeError:
-            self.length = 0
-        if not self.length:
-            raise BadArgument(
-                "a dataset has a length and rows", op="data", fix="sl.data(list(dataset), 32)"
-            )
+        _check_numbers(batch, last, workers)
+        self.length = _length(dataset)
         self.dataset, self.batch, self.layout, self.mesh = dataset, batch, layout, mesh
         self.shuffle, self.seed, self.last, self.collate = shuffle, seed, last, collate
         self.ignore = {"labels": -100} if ignore is None else dict(ignore)
@@ -267,27 +251,36 @@ class Batches:
         drawn = torch.Generator("cpu").manual_seed(key)
         return torch.randperm(self.length, generator=drawn, device="cpu").tolist()
 
-    def __iter__(self) -> Iterator[Any]:
-        order = self.order()
-        ends = range(self.row + self.batch, self.length + self.batch, self.batch)
-        stops = [e for e in ends if self.last == "fill" or e <= self.length]
-        if not stops:  # the saved state was at the end of an epoch
-            self._next_epoch()
-            return
-        rows = [order[e - self.batch : e] for e in stops]
-        rows[-1] += [-1] * (self.batch - len(rows[-1]))
-        parts = list(dict.fromkeys(self._rows_of))  # ranks with the same rows read them once
-        todo = [[batch[i] for i in part] for batch in rows for part in parts]
+    def _batches(self) -> list[tuple[int, list[int]]]:
+        """List the batches that are left: where each ends, and its rows; -1 fills the last up."""
+        order, left = self.order(), []
+        for start in range(self.row, self.length, self.batch):
+            rows = order[start : start + self.batch]
+            missing = self.batch - len(rows)
+            if not missing or self.last == "fill":
+                left.append((start + self.batch, rows + [-1] * missing))
+        return left
+
+    def _reading(self, batches: list[list[int]], parts: list[tuple[int, ...]]) -> Iterator[Any]:
+        """Read these parts of each batch, one after the other."""
         loader = DataLoader(
             _Rows(self.dataset, self.ignore),
-            batch_sampler=todo,  # type: ignore[arg-type]
+            batch_sampler=[[rows[i] for i in part] for rows in batches for part in parts],  # type: ignore[arg-type]
             collate_fn=self.collate or _together,
             num_workers=self.workers,
             generator=torch.Generator(),  # DataLoader would draw from the user's
         )
         with torch.device("cpu"):  # where that generator is
-            reading = iter(loader)
-        for stop in stops:
+            return iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._batches()
+        if not batches:  # the saved state was at the end of an epoch
+            self._next_epoch()
+            return
+        parts = list(dict.fromkeys(self._rows_of))  # ranks with the same rows read them once
+        reading = self._reading([rows for _, rows in batches], parts)
+        for stop, _ in batches:
             read = {part: next(reading) for part in parts}
             held = iter([read[part] for part in self._rows_of])
             coords = iter(played(self.mesh))
@@ -297,7 +290,7 @@ class Batches:
                 self.mesh,
             )
             self.row = stop
-            if stop == stops[-1]:
+            if stop == batches[-1][0]:
                 self._next_epoch()
             yield out
 
@@ -383,6 +376,33 @@ class _Rows(Dataset[Any]):
                 for p, x in zip(paths, leaves, strict=True)
             ],
         )
+
+
+def _check_numbers(batch: object, last: object, workers: object) -> None:
+    if last not in ("fill", "drop") or not isinstance(batch, int) or batch < 1:
+        raise BadArgument(
+            f"batch= is a number of rows and last= 'fill' or 'drop', not {batch!r} and {last!r}",
+            op="data",
+            fix="sl.data(dataset, 32, last='drop')",
+        )
+    if not isinstance(workers, int) or workers < 0:
+        raise BadArgument(
+            f"workers={workers!r} is no number of processes: 0 reads in this one",
+            op="data",
+            fix="sl.data(dataset, 32, workers=0)",
+        )
+
+
+def _length(dataset: Any) -> int:
+    try:
+        length = len(dataset)
+    except TypeError:
+        length = 0
+    if not length:
+        raise BadArgument(
+            "a dataset has a length and rows", op="data", fix="sl.data(list(dataset), 32)"
+        )
+    return length
 
 
 def _together(rows: list[Any]) -> Any:

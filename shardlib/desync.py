@@ -5,7 +5,6 @@ same program, so operation n of one rank is operation n of all.
 """
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,27 @@ def desync(folder: str | Path) -> str:
       ranks 0, 1  psum over x of float32[4]
       rank 2      all_gather over x of float32[4]
     """
+    found, world = _written(Path(folder))
+    lines = [f"{len(found)} of {world} ranks wrote their last operations"]
+    if missing := sorted(set(range(world)) - set(found)):
+        lines.append(f"nothing of {_ranks(missing)}")
+    begun = max(min(ops, default=0) for ops in found.values())
+    ended = max(max(ops, default=0) for ops in found.values())
+    common = 0
+    for n in range(begun, ended + 1):
+        said = {rank: ops.get(n) for rank, ops in found.items()}
+        if len(set(said.values())) > 1:
+            before = f"operation {common} is the last that all have in common"
+            return "\n".join([*lines, *([before] if common else []), *_differing(n, said)])
+        common = n
+    return "\n".join([*lines, f"all did the same up to operation {common}"])
+
+
+def _written(folder: Path) -> tuple[dict[int, dict[int, str]], int]:
+    """Read what the ranks wrote: rank -> number -> operation, and the number of ranks."""
     found: dict[int, dict[int, str]] = {}
     world = 0
-    for path in sorted(Path(folder).glob("rank_*.json")):
+    for path in sorted(folder.glob("rank_*.json")):
         try:
             said = json.loads(path.read_text())
             world = int(said["world"])
@@ -45,33 +62,21 @@ def desync(folder: str | Path) -> str:
             raise ShardError(f"{path.name} is not what a rank writes: {e}", op="desync") from e
     if not found:
         raise ShardError(f"no rank_*.json in {folder}", op="desync")
-    lines = [f"{len(found)} of {world} ranks wrote their last operations"]
-    if missing := sorted(set(range(world)) - set(found)):
-        lines.append(f"nothing of {_ranks(missing)}")
-    begun = max(min(ops, default=0) for ops in found.values())
-    ended = {r: max(ops, default=0) for r, ops in found.items()}
-    common = 0
-    for n in range(begun, max(ended.values()) + 1):
-        said = {r: ops.get(n) for r, ops in found.items()}
-        if len(set(said.values())) == 1:
-            common = n
-            continue
-        lines.append(f"operation {common} is the last that all have in common" if common else "")
-        lines += _parted(n, said)
-        return "\n".join(line for line in lines if line)
-    return "\n".join([*lines, f"all did the same up to operation {common}"])
+    return found, world
 
 
-def _parted(n: int, said: dict[int, str | None]) -> list[str]:
-    places: dict[str | None, list[int]] = {}
+def _differing(n: int, said: dict[int, str | None]) -> list[str]:
+    """List the operations of the ranks, the most frequent first, and who stopped before last."""
+    ranks: dict[str | None, list[int]] = {}
     for rank, text in said.items():
-        places.setdefault(text, []).append(rank)
-    going = [text for text in places if text is not None]
-    head = f"operation {n} differs:" if len(going) > 1 else f"not all came to operation {n}:"
-    width = max(len(_ranks(ranks)) for ranks in places.values())
-    usual = Counter(t for t in said.values() if t is not None).most_common()
-    order = [*(t for t, _ in usual), *([None] if None in places else [])]
-    return [head, *(f"  {_ranks(places[t]):<{width}}  {t or 'stopped before'}" for t in order)]
+        ranks.setdefault(text, []).append(rank)
+    stopped = ranks.pop(None, [])
+    head = f"operation {n} differs:" if len(ranks) > 1 else f"not all came to operation {n}:"
+    rows = sorted(ranks.items(), key=lambda row: -len(row[1]))
+    if stopped:
+        rows.append(("stopped before", stopped))
+    width = max(len(_ranks(which)) for _, which in rows)
+    return [head, *(f"  {_ranks(which):<{width}}  {text}" for text, which in rows)]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -143,8 +143,31 @@ def _split(
     ignore_index: int,
 ) -> dict[str, ShardedTensor]:
     m = as_mesh(mesh)
-    lengths = {x.shape[1] for x in batch.values() if x.ndim > 1}
-    if len(lengths) != 1 or any(x.ndim < 2 for x in batch.values()):
+    length = _length(batch, documents, m)
+    lay = as_layout(layout, "shard_sequence", "layout = {}", shape=(1, length), mesh=m)
+    check_axes(lay.axes, axis_sizes(m), str(lay), "shard_sequence")
+    rows = lay.resolve(2)
+    token = rows.dims[1]
+    block = Layout((token,)).local_shape((length,), axis_sizes(m), pad=True)[0]
+    room = block * m.axis_size(token.axes or ())
+    out = {}
+    for name, x in batch.items():
+        filler = fill
+        if name == labels:
+            filler = ignore_index
+            x = F.pad(x[:, 1:], (0, 1), value=ignore_index)
+            # the last token of a document must not predict the first of the next
+            for border in list(documents or ())[1:]:
+                x[:, border - 1] = ignore_index
+        x = torch.cat([x, x.new_full((x.shape[0], room - length, *x.shape[2:]), filler)], 1)
+        out[name] = shard(x, Layout(rows.dims, ellipsis=2) if x.ndim > 2 else rows, m)
+    return out
+
+
+def _length(batch: Mapping[str, Tensor], documents: Any, m: Any) -> int:
+    """Return the one length of the tensors [batch, sequence, ...], which the documents fill."""
+    lengths = {x.shape[1] if x.ndim > 1 else -1 for x in batch.values()}
+    if len(lengths) != 1 or -1 in lengths:
         raise ShardError(
             "every tensor of a batch is [batch, sequence, ...], of one length",
             op="shard_sequence",
@@ -160,22 +183,4 @@ def _split(
             mesh=m,
             fix=f"sl.shard_sequence(batch, layout, documents=(0, {length}))",
         )
-    lay = as_layout(layout, "shard_sequence", "layout = {}", shape=(1, length), mesh=m)
-    check_axes(lay.axes, axis_sizes(m), str(lay), "shard_sequence")
-    token = lay.resolve(2).dims[1]
-    room = Layout((token,)).local_shape((length,), axis_sizes(m), pad=True)[0] * m.axis_size(
-        token.axes or ()
-    )
-    out = {}
-    for name, x in batch.items():
-        filler = fill
-        if name == labels:
-            x, filler = F.pad(x[:, 1:], (0, 1), value=ignore_index), ignore_index
-            # the last token of a document must not predict the first of the next
-            for border in list(documents or ())[1:]:
-                x[:, border - 1] = ignore_index
-        x = torch.cat([x, x.new_full((x.shape[0], room - length, *x.shape[2:]), filler)], 1)
-        out[name] = shard(
-            x, Layout(lay.resolve(2).dims, ellipsis=2) if x.ndim > 2 else lay.resolve(2), m
-        )
-    return out
+    return length
