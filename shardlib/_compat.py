@@ -50,7 +50,6 @@ __all__ = [
     "no_torch_function",
     "opened",
     "reduce_scatter_single",
-    "seeded",
     "set_timeout",
     "tensor_users",
     "transform_called",
@@ -274,28 +273,6 @@ def opened(func: Any) -> Callable[..., Any] | None:
     )
     new.__kwdefaults__ = func.__kwdefaults__
     return new
-
-
-_DRAWS = frozenset("rrelu_with_noise pca_lowrank svd_lowrank".split())
-
-
-def seeded(func: Any, args: Any, kwargs: Any) -> bool:
-    """Check whether a function draws random numbers: torch tags it nondeterministic_seeded."""
-    name = getattr(func, "__name__", "")
-    if name in _DRAWS:
-        return True
-    if name in ("scaled_dot_product_attention",):
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    # arguments (.., has_biases, num_layers, dropout, train, ..): dropout draws in training only
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        flags = [i for i, a in enumerate(args) if isinstance(a, bool)]
-        return bool(flags and args[flags[0] + 2] and args[flags[0] + 3])
-    packet = getattr(torch.ops.aten, name, None) if name and not name.startswith("__") else None
-    if packet is None or name in ("dropout",):
-        return name == "dropout"
-    return any(
-        torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads()[:3]
-    )
 
 
 class _Seeded:

@@ -2,8 +2,8 @@
 
 Implementations run with autocast off: their blocks have the dtype that torch's operator would
 compute in, and computation inside one (a sum in fp32, an accumulator) is not cast again.
-The lists are those of torch's page "Automatic Mixed Precision", CPU and CUDA apart; other
-accelerators use CUDA's, as in torch.  float64 is never cast.
+opspec.py has the class of each operator, CPU and CUDA apart; other accelerators use CUDA's, as in
+torch.  float64 is never cast.
 """
 
 from collections.abc import Iterator
@@ -11,42 +11,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.mesh import accelerator, scope, within
+from shardlib.opspec import OPERATORS, homes, names_of
 
 __all__ = ["COMPOSITE", "cast", "casting"]
 
-_OWNERS = (torch, Tensor, F, torch.linalg, torch.fft, torch.special)
-
-_LOWER = """
-    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc bmm mm baddbmm
-    addmm addbmm linear matmul scaled_dot_product_attention chain_matmul multi_dot vecdot mv addmv
-    addr prelu __matmul__ __rmatmul__
-"""
-_CPU_ONLY_LOWER = "vecdot"
-_ACCELERATOR_ONLY_LOWER = "chain_matmul multi_dot mv addmv addr prelu"
-_LOSSES = """
-    mse_loss cosine_embedding_loss nll_loss hinge_embedding_loss poisson_nll_loss smooth_l1_loss
-    cross_entropy l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
-    multi_margin_loss ctc_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits
-"""
-_WIDE = {
-    "cpu": _LOSSES + """binary_cross_entropy avg_pool3d polar prod quantile nanquantile stft cdist
-        trace view_as_complex cholesky cholesky_inverse inverse pinverse fft ifft rfft irfft""",
-    "accelerator": _LOSSES + """__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin cosh cumprod cumsum dist
-        erfinv exp expm1 group_norm layer_norm rms_norm log log10 log1p log2 logsumexp log_softmax norm vector_norm
-        matrix_norm normalize pow prod reciprocal renorm rsqrt sinh softmin softmax softplus sum tan
-        cosine_similarity cdist pdist erfc ord std var""",
-}  # fmt: skip
-_WIDEST = {
-    "cpu": "cat stack concat concatenate index_copy",
-    "accelerator": "addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot "
-    "vdot cat stack",
-}
-
-COMPOSITE: set[Any] = {torch.einsum, torch.tensordot, torch.inner, Tensor.inner}
+COMPOSITE = {f for name in names_of(parts=True) for f in homes(name)}
 """Functions that torch composes of others, as their implementations
 here do: those others are cast one by one.
 """
@@ -55,19 +27,15 @@ DECLARED: set[Any] = set()
 """Functions that torch runs on the blocks, where it casts them itself."""
 
 
-def _named(names: str) -> set[Any]:
-    return {f for n in names.split() for o in _OWNERS if (f := getattr(o, n, None)) is not None}
-
-
 def _table(device: str) -> dict[Any, str]:
-    others = set((_ACCELERATOR_ONLY_LOWER if device == "cpu" else _CPU_ONLY_LOWER).split())
-    lower = " ".join(n for n in _LOWER.split() if n not in others)
-    wide = _WIDE["cpu" if device == "cpu" else "accelerator"]
-    widest = _WIDEST["cpu" if device == "cpu" else "accelerator"]
-    return (
-        dict.fromkeys(_named(lower), "lower") | dict.fromkeys(_named(wide), "wide")
-        | dict.fromkeys(_named(widest), "widest")
-    )  # fmt: skip
+    """Map each function to its class on a device; accelerators have CUDA's."""
+    here = "cpu" if device == "cpu" else "accelerator"
+    found: dict[Any, str] = {}
+    for spec in OPERATORS:
+        how, _, there = spec.cast.partition(" on ")
+        if how and there in ("", here):
+            found |= {f: how for name in spec.names.split() for f in homes(name)}
+    return found
 
 
 _POLICY: dict[str, dict[Any, str]] = {}

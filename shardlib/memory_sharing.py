@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardlib._compat import StorageWeakRef
 from shardlib.errors import Unsupported
+from shardlib.opspec import writes as is_writer
 
 __all__ = [
     "LINKS", "WRITERS", "alike", "link", "one_storage", "refuse_overlap", "refuse_write",
@@ -54,24 +55,9 @@ def link(a: Tensor, b: Tensor) -> None:
     LINKS.setdefault(two.cdata, []).append((two, one))
 
 
-def _writers() -> frozenset[Any]:
-    quiet = {"requires_grad_", "detach_", "retain_grad_", "share_memory_", "rename_"}
-    found = set()
-    for home in (torch, Tensor, torch.nn.functional):
-        for name in dir(home):
-            assigned = name == "__setitem__" or (
-                name.startswith("__i") and name.removeprefix("__i") in _ASSIGNED
-            )
-            if assigned or (name.endswith("_") and not name.endswith("__") and name not in quiet):
-                found.add(getattr(home, name))
-    return frozenset(found)
-
-
-_ASSIGNED = {
-    f"{n}__"
-    for n in "add sub mul div truediv floordiv mod pow and or xor lshift rshift matmul".split()
-}
-WRITERS = _writers()
+WRITERS = frozenset(
+    getattr(home, n) for home in (torch, Tensor, F) for n in dir(home) if is_writer(n)
+)
 
 
 _FLAGS = {

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "shardlib"
 ORDER = [  # each may import from those before it
     "errors",
     "_compat",
+    "opspec",
     "memory_tracker",
     "mesh.tables",
     "mesh.posted",

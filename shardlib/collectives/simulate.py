@@ -23,6 +23,7 @@ from shardlib._compat import no_torch_function
 from shardlib.collectives.varying import Varies, follow
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.mesh import Mesh, coordinates
+from shardlib.opspec import names_of, writes
 
 __all__ = ["Stacked", "of"]
 
@@ -142,38 +143,21 @@ def _functions(names: str, *owners: Any) -> list[Any]:
     return [f for n in names.split() for o in owners if (f := getattr(o, n, None)) is not None]
 
 
-_ELEMENTWISE = """
-    add sub mul div true_divide floor_divide remainder fmod pow neg abs sign exp exp2 expm1 log log2
-    log10 log1p sqrt rsqrt square reciprocal sin cos tan sinh cosh tanh sigmoid erf erfc relu floor
-    ceil round trunc frac clamp clamp_min clamp_max minimum maximum atan2 lerp addcmul addcdiv eq ne
-    lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite bitwise_and
-    bitwise_or bitwise_xor bitwise_not where masked_fill float double half bfloat16 long int bool to
-    chalf cfloat cdouble short char byte
-    type type_as zeros_like ones_like full_like empty_like clone contiguous detach nan_to_num
-    logaddexp fmin fmax hypot xlogy add_ sub_ mul_ div_ neg_ copy_ zero_ fill_ exp_ sqrt_ clamp_
-    masked_fill_ pow_ addcmul_ addcdiv_ lerp_ relu_ true_divide_ floor_divide_ remainder_ fmod_
-    atan2_ hypot_ xlogy_ nan_to_num_ clamp_min_ clamp_max_ eq_ ne_ lt_ le_ gt_ ge_ square_ abs_
-    sign_ log_ log2_ log10_ log1p_ exp2_ expm1_ rsqrt_ reciprocal_ sin_ cos_ tan_ sinh_ cosh_ tanh_
-    sigmoid_ erf_ erfc_ floor_ ceil_ round_ trunc_ frac_
-"""
-_DUNDERS = """
-    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
-    __rtruediv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __floordiv__
-    __mod__ __pow__ __rpow__ __neg__ __abs__ __pos__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__
-    __ge__ __and__ __or__ __xor__ __lshift__ __rshift__
-"""
+_SAME_SHAPE = "where to type type_as clone contiguous detach copy_ zero_ fill_ __pos__"
+_POINTWISE = [
+    variant
+    for name in names_of(kind="pointwise")
+    for variant in (name, f"__i{name[2:]}" if name.startswith("__") else f"{name}_")
+]
 
 
-@_enter(*_functions(_ELEMENTWISE, torch, Tensor), *_functions(_DUNDERS, Tensor))
 @_enter(
-    *_functions(
-        "gelu relu silu mish elu selu leaky_relu sigmoid tanh softplus softsign logsigmoid", F
-    )
+    *_functions(" ".join(_POINTWISE), torch, Tensor, F), *_functions(_SAME_SHAPE, torch, Tensor)
 )
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     mesh = next(t.mesh for t in tensors if isinstance(t, Stacked))
-    if type(args[0]) is not Stacked and func.__name__ in _IN_PLACE:
+    if type(args[0]) is not Stacked and writes(func.__name__):
         raise _plain_target(func)
     ndim = max(t.ndim if type(t) is not Stacked else t.ranks.ndim - 1 for t in tensors)
     if _one_by_one(func, args, kwargs, tensors, ndim):
@@ -213,7 +197,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
     """Run the function once per rank, in a loop."""
     given: Any = (args, kwargs)
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
-    mesh, found, writes = _mesh_of(given), [], func.__name__ in _IN_PLACE
+    mesh, found, in_place = _mesh_of(given), [], writes(func.__name__)
     itself = type(args[0]) is Stacked if args else False  # whether all results are the operands
     a: Any
     k: Any
@@ -223,21 +207,16 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
         )
         # Ranks share one storage and so one autograd version counter: rank 1's write would look
         # like a change of rank 0's saved tensor.  So each rank writes to a clone.
-        if writes:
+        if in_place:
             a = (a[0].clone(), *a[1:])
         found.append(func(*a, **k))
         itself = itself and found[-1] is a[0]
-    if itself and not writes:
+    if itself and not in_place:
         return args[0]
-    if writes:
+    if in_place:
         args[0].ranks.copy_(torch.stack(found))
         return args[0]
     return Stacked(torch.stack(found), mesh)
-
-
-_IN_PLACE = {
-    n for n in (_ELEMENTWISE + _DUNDERS).split() if n.endswith("_") and not n.endswith("__")
-} | {f"__i{n}__" for n in "add sub mul truediv floordiv mod pow and or xor".split()}
 
 
 def _plain_target(func: Any) -> PlainTensor:
@@ -309,23 +288,10 @@ def _negative(dim: int, ndim: int) -> int:
     return dim if dim < 0 else dim - ndim
 
 
-_ALONG = {  # function name -> position of its dim argument, default
-    **dict.fromkeys(
-        "softmax log_softmax cumsum cumprod logsumexp gather scatter_add index_select narrow "
-        "select "
-        "argmax argmin unbind sort argsort scatter".split(), 1
-    ),
-    **dict.fromkeys("split chunk topk split_with_sizes".split(), 2),
-}  # fmt: skip
-_DEFAULT = {
-    "unbind": 0,
-    "split": 0,
-    "chunk": 0,
-    "topk": -1,
-    "split_with_sizes": 0,
-    "sort": -1,
-    "argsort": -1,
-}
+_FIRST = "softmax log_softmax cumsum logsumexp gather narrow select argmax unbind"
+# function name -> position of its dim argument, and its default
+_ALONG = dict.fromkeys(_FIRST.split(), 1) | dict.fromkeys(("split", "chunk", "topk"), 2)
+_DEFAULT = {"unbind": 0, "split": 0, "chunk": 0, "topk": -1}
 
 
 @_enter(*_functions(" ".join(_ALONG), torch, Tensor))
@@ -339,9 +305,7 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
     dim = args[at] if len(args) > at else kwargs.get("dim", _DEFAULT.get(name))
     if not isinstance(dim, int) or x.ndim == 0:
         return _by_vmap(func, args, kwargs)
-    if name == "index_select" or any(
-        isinstance(a, Tensor) and not isinstance(a, Stacked) for a in args
-    ):
+    if any(isinstance(a, Tensor) and not isinstance(a, Stacked) for a in args):
         return _by_vmap(func, args, kwargs)
     raw = [a.ranks if isinstance(a, Stacked) else a for a in args]
     kwargs = {k: v.ranks if isinstance(v, Stacked) else v for k, v in kwargs.items()}

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardlib.errors import WrongAxes
 from shardlib.mesh import Mesh
+from shardlib.opspec import names_of, writes
 
 __all__ = ["Varies", "after_move", "differing", "follow", "real"]
 
@@ -45,13 +46,8 @@ def real(mesh: Mesh, axes: Collection[str]) -> frozenset[str]:
 
 # ---------------------------------------------------------------- torch functions
 
-_SHAPE_ONLY = frozenset(
-    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros "
-    "new_ones new_empty new_full view_as expand_as reshape_as type_as to".split()
-)
-"""Functions that read only the shape of their first operand, or (next set) of the others."""
-
-_VALUE_OF_FIRST = frozenset("view_as expand_as reshape_as type_as to".split())
+_OTHERS_READ = frozenset(names_of(ignores="first"))
+_FIRST_READ = frozenset(names_of(ignores="others"))
 
 
 def follow(kind: type, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -63,13 +59,15 @@ def follow(kind: type, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     given = [x for x in optree.tree_leaves(operands) if type(x) is kind]
     name = func.__name__
     read = given
-    if name in _SHAPE_ONLY:
-        read = given[:1] if name in _VALUE_OF_FIRST else given[1:]
+    if name in _FIRST_READ:
+        read = given[:1]
+    elif name in _OTHERS_READ:
+        read = given[1:]
     axes: frozenset[str] | None = frozenset()
     for x in read:
         mine = None if x.varies is None else x.varies.axes
         axes = None if axes is None or mine is None else axes | mine
-    if _writes(name) and args and type(args[0]) is kind and args[0].varies is not None:
+    if writes(name) and args and type(args[0]) is kind and args[0].varies is not None:
         args[0].varies.join(axes)
     held = {_memory(x.ranks): x for x in given}
     for x in optree.tree_leaves(out):
@@ -77,15 +75,6 @@ def follow(kind: type, func: Any, args: Any, kwargs: Any, out: Any) -> None:
             continue
         source = held.get(_memory(x.ranks))
         x.varies = Varies(axes) if source is None else source.varies
-
-
-def _writes(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
-    return name.endswith("_")
-
-
-_NOT_IN_PLACE = frozenset(["__invert__", "__int__", "__index__", "__iter__"])
 
 
 def _memory(x: Tensor) -> object:

@@ -18,13 +18,11 @@ from torch import Tensor
 from shardlib._compat import DispatchMode
 from shardlib.errors import package_line, user_line
 from shardlib.mesh import scope
+from shardlib.opspec import names_of
 
 __all__ = ["Wait", "Waiting", "listed"]
 
-_WAITS = frozenset(
-    "_local_scalar_dense nonzero masked_select _unique2 _unique unique_dim unique_consecutive "
-    "unique_dim_consecutive equal repeat_interleave bincount is_nonzero allclose histc".split()
-)
+_WAITS = frozenset(names_of(waits=True))
 _INDEXED = frozenset("index index_put index_put_ _unsafe_index _unsafe_index_put".split())
 # on an accelerator these read what is on the host already, or let the device check
 _FREE = "optim/later.py", "ops/id_bounds.py", "ops/random.py"

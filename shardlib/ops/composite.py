@@ -6,8 +6,9 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.ops.declare import homes, spelled
+from shardlib.ops.declare import spelled
 from shardlib.ops.signatures import binder
+from shardlib.opspec import homes, names_of
 from shardlib.tensor import Unfit, implements
 
 
@@ -168,17 +169,7 @@ _VIEWS = {
     "split": lambda *args, **kwargs: _split(**_SPLIT(*args, **kwargs)),
 }
 
-implements(
-    *[
-        f
-        for name in """
-        alias_copy diagonal_copy expand_copy narrow_copy permute_copy select_copy split_copy
-        split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy
-        unsqueeze_copy view_as_complex_copy view_as_real_copy view_copy
-        """.split()
-        for f in homes(name)
-    ]
-)(_copied)
+implements(*[f for name in names_of(kind="copied view") for f in homes(name)])(_copied)
 
 
 @implements(Tensor.H.__get__, Tensor.mH.__get__, Tensor.adjoint, torch.adjoint)

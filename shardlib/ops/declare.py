@@ -17,19 +17,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib import autocast
-from shardlib._compat import builtin_homes
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.fallback import flat
 from shardlib.ops.signatures import ArgumentSlot, binder
+from shardlib.opspec import homes
 from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses
 
 __all__ = [
-    "DECLARED", "Bound", "Declared", "along", "declare", "elements", "homes", "last", "leading",
+    "DECLARED", "Bound", "Declared", "along", "declare", "elements", "last", "leading",
     "lines", "rows", "slots", "spelled", "where",
 ]  # fmt: skip
 
@@ -47,22 +45,6 @@ class Declared:
 
 DECLARED: dict[str, Declared] = {}
 """Every declared operator that this torch has, by its name."""
-
-_MODULES = {
-    "linalg": torch.linalg,
-    "fft": torch.fft,
-    "special": torch.special,
-    "F": F,
-    "Tensor": Tensor,
-}
-_BARE = (torch, Tensor, F, *builtin_homes)
-
-
-def homes(name: str) -> list[Any]:
-    """Return the functions for a name; none if this torch lacks it."""
-    module, _, bare = name.rpartition(".")
-    found = [getattr(h, bare, None) for h in ([_MODULES[module]] if module else _BARE)]
-    return [f for i, f in enumerate(found) if callable(f) and f not in found[:i]]
 
 
 def lines(text: str) -> list[tuple[str, str]]:

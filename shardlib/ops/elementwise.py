@@ -19,11 +19,12 @@ from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported, let
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import written
 from shardlib.mesh import Mesh, bind
-from shardlib.ops.declare import Bound, declare, elements, homes, rows
+from shardlib.ops.declare import Bound, declare, elements, rows
 from shardlib.ops.dims import Labels
 from shardlib.ops.fallback import each, flat
 from shardlib.ops.padding import inside, padded_to
 from shardlib.ops.registry import implicit_budget
+from shardlib.opspec import OPERATORS, homes, names_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
@@ -47,25 +48,8 @@ from shardlib.tensor import (
 
 __all__ = ["aligned", "brought", "converted", "elementwise", "onto"]
 
-_NAMES = """
-    add sub mul div true_divide floor_divide remainder fmod pow neg abs sign exp exp2 expm1 log log2
-    log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos atan sinh cosh tanh sigmoid erf
-    erfc relu floor ceil round trunc frac clamp clamp_min clamp_max minimum maximum fmin fmax atan2
-    lerp addcmul addcdiv eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan
-    isinf isfinite bitwise_and bitwise_or bitwise_xor bitwise_not masked_fill nan_to_num hypot xlogy
-    logaddexp float double half bfloat16 chalf cfloat cdouble long int short char byte bool
-    zeros_like ones_like full_like empty_like
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__
-    __pow__ __rpow__ __neg__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
-    __and__ __or__ __xor__ __rand__ __ror__ __rxor__ gelu silu mish elu selu celu leaky_relu relu6
-    softplus softsign logsigmoid hardtanh hardsigmoid hardswish tanhshrink softshrink hardshrink
-""".split()
-
-_LINEAR_UNARY = frozenset(
-    "neg __neg__ __pos__ float double half bfloat16 chalf cfloat cdouble".split()
-)
-_LINEAR_SUM = {"add", "sub", "__add__", "__sub__", "__radd__", "__rsub__"}
-_LINEAR_SCALE = {"mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide"}
+_NAMES = names_of(kind="pointwise")
+_LINEAR = {name: how for how in ("alone", "sum", "scale") for name in names_of(linear=how)}
 
 
 _OPERANDS = {  # names of the operands in positional order; all others: input, other
@@ -277,7 +261,7 @@ def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     values = [lift(a, mesh, name) for a in given]
     partial = _partial(name, values, args)
     moved, out, shape, deferred = aligned(name, values, partial)
-    scaled = partial if len(values) == 2 and name in _LINEAR_SCALE else ()
+    scaled = partial if len(values) == 2 and _LINEAR.get(name) == "scale" else ()
     if scaled:
         moved = [
             of_pending(raw, mesh, scaled) if v.sharding.partial else raw
@@ -309,16 +293,16 @@ def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> t
     pending = next((v for v in values if v.sharding.partial), None)
     if pending is None:
         return ()
-    axes = pending.sharding.partial
+    axes, linear = pending.sharding.partial, _LINEAR.get(name)
     if len(values) == 1:
-        if name in _LINEAR_UNARY or (name in _LINEAR_SCALE and args[0] is pending):
+        if linear == "alone" or (linear == "scale" and args[0] is pending):
             return axes
-    elif name in _LINEAR_SUM:
+    elif linear == "sum":
         other = next((v for v in values if v.sharding.partial != axes), None)
         if other is None and len(args) == 2:
             return axes
         pending = pending if other is None or not other.sharding.partial else other
-    elif name in _LINEAR_SCALE and len(values) == 2 and () in (v.sharding.partial for v in values):
+    elif linear == "scale" and len(values) == 2 and () in (v.sharding.partial for v in values):
         other = values[1] if values[0] is pending else values[0]
         divides = name in ("div", "__truediv__", "true_divide") and other is values[0]
         if not divides and not set(axes) & set(other.sharding.axes):
@@ -570,7 +554,8 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     if partial != x.sharding.partial:
         raise partial_escape(func.__name__, next(v for v in values if v.sharding.partial))
     out_of_place = func.__name__.strip("_").removeprefix("i")
-    if partial and len(values) == 2 and out_of_place in _LINEAR_SCALE and torch.is_grad_enabled():
+    scaled = len(values) == 2 and _LINEAR.get(out_of_place) == "scale"
+    if partial and scaled and torch.is_grad_enabled():
         # the gradient of a scaled pending sum needs of_pending, which elementwise inserts
         old = x.becomes(x.raw.clone())
         new = elementwise(getattr(Tensor, out_of_place), (old, *args[1:]), kwargs)
@@ -632,33 +617,10 @@ def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
 # ---------------------------------------------------------------- declared: any number of results,
 # run for each rank
 
-elements(
-    """
-    acosh asinh atanh arccos arccosh arcsin arcsinh arctan arctan2 arctanh absolute angle clip
-    copysign deg2rad rad2deg digamma erfinv fix float_power frexp gcd lcm heaviside i0 igamma
-    igammac isclose isneginf isposinf isreal ldexp lgamma mvlgamma logaddexp2 logit negative
-    nextafter polar complex polygamma imag rsub sgn signbit sinc subtract multiply divide greater
-    greater_equal less less_equal not_equal bitwise_left_shift bitwise_right_shift __lshift__
-    __rshift__ __rlshift__ __rrshift__ __rfloordiv__ __rmod__ threshold special.airy_ai
-    special.bessel_j0 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.entr
-    special.erfcx special.exp2 special.expit special.expm1 special.gammainc special.gammaincc
-    special.gammaln special.i0 special.i0e special.i1 special.i1e special.log_ndtr special.ndtr
-    special.ndtri special.modified_bessel_i0 special.modified_bessel_i1 special.modified_bessel_k0
-    special.modified_bessel_k1 special.scaled_modified_bessel_k0 special.scaled_modified_bessel_k1
-    special.spherical_bessel_j0 special.xlog1py special.zeta special.psi special.logit special.sinc
-    special.round special.erf special.erfc special.erfinv special.digamma special.polygamma
-    special.log1p special.xlogy special.chebyshev_polynomial_t special.chebyshev_polynomial_u
-    special.chebyshev_polynomial_v special.chebyshev_polynomial_w special.hermite_polynomial_h
-    special.hermite_polynomial_he special.laguerre_polynomial_l special.legendre_polynomial_p
-    special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u
-    special.shifted_chebyshev_polynomial_v special.shifted_chebyshev_polynomial_w broadcast_tensors
-    """
-)
+for _spec in OPERATORS:
+    if _spec.kind == "rows":
+        elements(_spec.names, _spec.itself)
 declare("view_as_real(input)", rows)
-elements("conj conj_physical real", itself=lambda raw: not raw.is_complex())
-elements("positive", itself=lambda raw: raw.dtype is not torch.bool)
-elements("resolve_conj", itself=lambda raw: not raw.is_conj())
-elements("resolve_neg", itself=lambda raw: not raw.is_neg())
 
 
 @implements(Tensor.real.__get__)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import opened, seeded
+from shardlib._compat import opened
 from shardlib.autocast import casting
 from shardlib.collectives import holds_values, lead
 from shardlib.errors import (
@@ -41,6 +41,7 @@ from shardlib.memory_sharing import (
 )
 from shardlib.mesh import Mesh, scope, within
 from shardlib.ops.registry import implicit_budget
+from shardlib.opspec import draws, names_of
 from shardlib.placing import reshard, unshard
 from shardlib.tensor import (
     FALLBACK,
@@ -63,15 +64,7 @@ from shardlib.tensor import (
 
 __all__ = ["each", "fix_line", "flat", "is_whole", "on_whole", "replied", "run", "written_to"]
 
-_NEVER = frozenset(
-    """
-    backward data_ptr storage untyped_storage set_ resize_ resize_as_ share_memory_ is_shared
-    __dlpack__ numpy __array__ register_hook register_post_accumulate_grad_hook __reduce_ex__
-    __deepcopy__ as_strided as_strided_ pin_memory _typed_storage __cuda_array_interface__ to_sparse
-    to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_mkldnn map_ map2_
-    apply_ module_load _has_compatible_shallow_copy_type
-    """.split()
-)  # functions of memory or of the autograd graph, not of values
+_NEVER = frozenset(names_of(kind="refused"))
 
 
 _RESHAPING = frozenset("t_ squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_".split())
@@ -223,7 +216,7 @@ def on_whole(
                 return body(*args, **kwargs)
         except (TypeError, AttributeError, NotImplementedError, ArithmeticError) as e:
             refusal = no_implementation(func, args, kwargs, f"{type(e).__name__} inside it: {e}")
-    if seeded(func, args, kwargs):
+    if draws(func, args, kwargs):
         raise Unsupported(
             "this draws random numbers from each rank's own generator, and the ranks' copies would "
             "differ",

@@ -6,9 +6,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.ops.declare import Bound, declare, homes, leading, slots
+from shardlib.ops.declare import Bound, declare, leading, slots
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.signatures import ArgumentSlot, binder
+from shardlib.opspec import homes
 from shardlib.tensor import TABLE, Unfit, implements
 
 

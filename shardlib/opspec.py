@@ -1,0 +1,277 @@
+"""Table of torch's operators: one record for all operators of which the same facts hold.
+
+Every other part of the library reads here what an operator is: the implementations of ops/, autocast,
+the blocks of simulated ranks, the tracking of varying axes, the recorder of waits.  A new operator is
+one more name in a record, or one more record; see ``OpSpec``.
+
+The classes of autocast are those of torch's page "Automatic Mixed Precision".
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib._compat import builtin_homes
+
+__all__ = ["OPERATORS", "Kind", "OpSpec", "draws", "homes", "names_of", "writes"]
+
+Kind = Literal["pointwise", "rows", "copied view", "own", "whole", "refused", "below"]
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Facts of torch operators, ``names`` separated by blanks.
+
+    "exp" stands for torch.exp, Tensor.exp and torch.nn.functional.exp, as far as they exist;
+    "linalg.inv" for one function of that module.
+
+    ``kind``     "pointwise"    each element of the result depends on the elements of its place in
+                                the operands, which broadcast: computed on the blocks as they lie.
+                 "rows"         the same, of any number of results, run for one rank after the other.
+                 "copied view"  a copy of the view of that name.
+                 "own"          implemented in a file of ops/.
+                 "whole"        runs on whole operands.
+                 "refused"      acts on memory or on the graph of autograd, not on values.
+                 "below"        an operator that torch calls below its functions.
+    ``linear``   how a pending sum may pass: "alone" (the only operand), "sum" (every operand pends
+                 over the same axes), "scale" (one operand pends, the other is a factor); "" not.
+    ``cast``     autocast's class: "lower" to its dtype, "wide" to fp32, "widest" to the widest
+                 operand's; followed by " on cpu" or " on accelerator" where it holds there alone.
+    ``parts``    whether it is composed of other operators, which autocast casts one by one.
+    ``ignores``  the operands of which it reads the size, dtype and device alone: "first", "others".
+    ``itself``   predicate of blocks for which it returns its operand.
+    ``draws``    whether it draws random numbers though torch does not tag it so.
+    ``waits``    whether the host waits for its result.
+    """
+
+    names: str
+    kind: Kind
+    linear: str = ""
+    cast: str = ""
+    parts: bool = False
+    ignores: str = ""
+    itself: Callable[[Tensor], bool] | None = None
+    draws: bool = False
+    waits: bool = False
+
+
+# ---------------------------------------------------------------- pointwise
+
+_POINTWISE = (
+    OpSpec("neg __neg__ float double half bfloat16 chalf cfloat cdouble", "pointwise", "alone"),
+    OpSpec("add sub __add__ __sub__ __radd__ __rsub__", "pointwise", "sum"),
+    OpSpec("mul __mul__ __rmul__ div __truediv__ true_divide", "pointwise", "scale"),
+    OpSpec(
+        """
+        floor_divide remainder fmod abs sign exp2 sqrt square sin cos atan tanh sigmoid erf relu
+        floor ceil round trunc frac clamp clamp_min clamp_max minimum maximum fmin fmax lerp eq ne lt
+        le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite bitwise_and
+        bitwise_or bitwise_xor bitwise_not masked_fill nan_to_num hypot xlogy logaddexp long int
+        short char byte bool __floordiv__ __mod__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__
+        __gt__ __ge__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__ gelu silu mish elu selu celu
+        leaky_relu relu6 softsign logsigmoid hardtanh hardsigmoid hardswish tanhshrink softshrink
+        hardshrink
+        """,
+        "pointwise",
+    ),
+    OpSpec(
+        """
+        pow __pow__ __rpow__ __rtruediv__ exp expm1 log log2 log10 log1p rsqrt reciprocal asin acos
+        tan sinh cosh erfc softplus
+        """,
+        "pointwise",
+        cast="wide on accelerator",
+    ),
+    OpSpec("addcmul addcdiv atan2", "pointwise", cast="widest on accelerator"),
+    OpSpec("zeros_like ones_like empty_like full_like", "pointwise", ignores="first"),
+)
+
+_ROWS = (
+    OpSpec(
+        """
+        acosh asinh atanh arccos arccosh arcsin arcsinh arctan arctan2 arctanh absolute angle clip
+        copysign deg2rad rad2deg digamma fix float_power frexp gcd lcm heaviside i0 igamma igammac
+        isclose isneginf isposinf isreal ldexp lgamma mvlgamma logaddexp2 logit negative nextafter
+        complex polygamma imag rsub sgn signbit sinc subtract multiply divide greater greater_equal
+        less less_equal not_equal bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
+        __rlshift__ __rrshift__ __rfloordiv__ __rmod__ threshold broadcast_tensors special.airy_ai
+        special.bessel_j0 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.entr
+        special.erfcx special.exp2 special.expit special.gammainc special.gammaincc special.gammaln
+        special.i0 special.i0e special.i1 special.i1e special.log_ndtr special.ndtr special.ndtri
+        special.modified_bessel_i0 special.modified_bessel_i1 special.modified_bessel_k0
+        special.modified_bessel_k1 special.scaled_modified_bessel_k0
+        special.scaled_modified_bessel_k1 special.spherical_bessel_j0 special.xlog1py special.zeta
+        special.psi special.logit special.sinc special.round special.erf special.digamma
+        special.polygamma special.xlogy special.chebyshev_polynomial_t
+        special.chebyshev_polynomial_u special.chebyshev_polynomial_v
+        special.chebyshev_polynomial_w special.hermite_polynomial_h special.hermite_polynomial_he
+        special.laguerre_polynomial_l special.legendre_polynomial_p
+        special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u
+        special.shifted_chebyshev_polynomial_v special.shifted_chebyshev_polynomial_w
+        """,
+        "rows",
+    ),
+    OpSpec("polar", "rows", cast="wide on cpu"),
+    OpSpec(
+        "erfinv special.erfc special.erfinv special.expm1 special.log1p",
+        "rows",
+        cast="wide on accelerator",
+    ),
+    OpSpec("conj conj_physical real", "rows", itself=lambda x: not x.is_complex()),
+    OpSpec("positive", "rows", itself=lambda x: x.dtype is not torch.bool),
+    OpSpec("resolve_conj", "rows", itself=lambda x: not x.is_conj()),
+    OpSpec("resolve_neg", "rows", itself=lambda x: not x.is_neg()),
+)
+
+# ---------------------------------------------------------------- others
+
+_OTHERS = (
+    OpSpec(
+        """
+        alias_copy diagonal_copy expand_copy narrow_copy permute_copy select_copy split_copy
+        split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy
+        unsqueeze_copy view_as_complex_copy view_as_real_copy view_copy
+        """,
+        "copied view",
+    ),
+    OpSpec(
+        """
+        conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d bmm mm baddbmm addmm
+        addbmm linear matmul linalg.matmul scaled_dot_product_attention __matmul__ __rmatmul__
+        """,
+        "own",
+        cast="lower",
+    ),
+    OpSpec("linalg.vecdot", "own", cast="lower on cpu"),
+    OpSpec("linalg.multi_dot mv addmv addr prelu", "own", cast="lower on accelerator"),
+    OpSpec(
+        """
+        mse_loss cosine_embedding_loss nll_loss hinge_embedding_loss poisson_nll_loss smooth_l1_loss
+        cross_entropy l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
+        multi_margin_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits prod cdist
+        """,
+        "own",
+        cast="wide",
+    ),
+    OpSpec(
+        """
+        binary_cross_entropy avg_pool3d quantile nanquantile trace view_as_complex cholesky
+        linalg.cholesky cholesky_inverse inverse pinverse fft.fft fft.ifft fft.rfft fft.irfft
+        """,
+        "own",
+        cast="wide on cpu",
+    ),
+    OpSpec(
+        """
+        __rdiv__ cumprod cumsum dist group_norm layer_norm rms_norm logsumexp special.logsumexp
+        log_softmax special.log_softmax norm linalg.norm linalg.vector_norm linalg.matrix_norm renorm
+        softmin softmax special.softmax sum cosine_similarity std var
+        """,
+        "own",
+        cast="wide on accelerator",
+    ),
+    OpSpec("cat stack", "own", cast="widest"),
+    OpSpec("concat concatenate index_copy", "own", cast="widest on cpu"),
+    OpSpec(
+        "bilinear cross linalg.cross dot grid_sample scatter_add vdot",
+        "own",
+        cast="widest on accelerator",
+    ),
+    OpSpec("tensordot", "own", cast="widest on accelerator", parts=True),
+    OpSpec("einsum inner", "own", parts=True),
+    OpSpec(
+        """
+        rand_like randn_like randint_like new_zeros new_ones new_empty new_full
+        """,
+        "own",
+        ignores="first",
+    ),
+    OpSpec("view_as expand_as reshape_as type_as to", "own", ignores="others"),
+    OpSpec("dropout", "own", draws=True),
+    OpSpec("conv_tbc", "whole", cast="lower"),
+    OpSpec("chain_matmul", "whole", cast="lower on accelerator"),
+    OpSpec("ctc_loss", "whole", cast="wide"),
+    OpSpec("stft", "whole", cast="wide on cpu"),
+    OpSpec("normalize pdist", "whole", cast="wide on accelerator"),
+    OpSpec("index_put", "whole", cast="widest on accelerator"),
+    OpSpec("rrelu_with_noise pca_lowrank svd_lowrank", "whole", draws=True),
+    OpSpec(
+        """
+        backward data_ptr storage untyped_storage set_ resize_ resize_as_ share_memory_ is_shared
+        __dlpack__ numpy __array__ register_hook register_post_accumulate_grad_hook __reduce_ex__
+        __deepcopy__ as_strided as_strided_ pin_memory _typed_storage __cuda_array_interface__
+        to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_mkldnn
+        map_ map2_ apply_ module_load _has_compatible_shallow_copy_type
+        """,
+        "refused",
+    ),
+    OpSpec("nonzero equal repeat_interleave allclose", "own", waits=True),
+    OpSpec("masked_select bincount histc is_nonzero unique_consecutive", "whole", waits=True),
+    OpSpec(
+        "_local_scalar_dense _unique _unique2 unique_dim unique_dim_consecutive",
+        "below",
+        waits=True,
+    ),
+)
+
+OPERATORS: list[OpSpec] = [*_POINTWISE, *_ROWS, *_OTHERS]
+"""All records.  No name stands in two of them."""
+
+_MODULES = {
+    "linalg": torch.linalg,
+    "fft": torch.fft,
+    "special": torch.special,
+    "F": F,
+    "Tensor": Tensor,
+}
+_BARE = [torch, Tensor, F, *builtin_homes]
+
+
+def homes(name: str) -> list[Any]:
+    """Return the functions for a name; none if this torch lacks it."""
+    module, _, bare = name.rpartition(".")
+    places = [_MODULES[module]] if module else [Tensor] if bare.startswith("__") else _BARE
+    found = [getattr(home, bare, None) for home in places]
+    return [f for i, f in enumerate(found) if callable(f) and f not in found[:i]]
+
+
+def names_of(**facts: Any) -> list[str]:
+    """List the names of all operators of which these facts hold."""
+    found = [s for s in OPERATORS if all(getattr(s, k) == v for k, v in facts.items())]
+    return [name for spec in found for name in spec.names.split()]
+
+
+def writes(name: str) -> bool:
+    """Check by its name whether a function writes to its first operand."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (
+            name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
+        )
+    return name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
+
+
+_NO_WRITES = {"requires_grad_", "detach_", "retain_grad_", "share_memory_", "rename_"}
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Check whether a call draws random numbers: torch tags its function nondeterministic_seeded."""
+    name = getattr(func, "__name__", "")
+    if name in _DRAWS:
+        return True
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    # arguments (.., has_biases, num_layers, dropout, train, ..): dropout draws in training only
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        flags = [i for i, a in enumerate(args) if isinstance(a, bool)]
+        return bool(flags and args[flags[0] + 2] and args[flags[0] + 3])
+    packet = getattr(torch.ops.aten, name, None) if name and not name.startswith("__") else None
+    return packet is not None and any(
+        torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads()[:3]
+    )
+
+
+_DRAWS = frozenset(names_of(draws=True))
