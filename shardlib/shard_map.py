@@ -104,13 +104,16 @@ def shard_map(
             fix="sl.shard_map(lambda x: x + 1, in_layouts='...', out_layouts='...')",
         )
     body = f
+    known: _Known = {}
+    each: Any = in_layouts
+    flat = _several(each) and all(map(is_layout, each))
 
     @wraps(body)
     def mapped(*args: Any) -> Any:
         return heard(run, shard_map, *args)
 
     def run(*args: Any) -> Any:
-        call = _BodyCall(args, mesh, in_layouts)
+        call = _BodyCall(args, mesh, in_layouts, flat, known)
         m = call.mesh
         if not lead(m) and checking() is not None:
             _rehearse(body, call, out_layouts)
@@ -121,8 +124,8 @@ def shard_map(
         call.refuse_writes()
         leaves, tree = optree.tree_flatten(out)
         outs = call.outs(out, leaves, tree, out_layouts)
-        whole = [any(leaf is b for b in call.blocks) for leaf in leaves]  # an operand itself
-        leaves = [x.clone() if same else x for x, same in zip(leaves, whole, strict=True)]
+        given = set(map(id, call.blocks))
+        leaves = [x.clone() if id(x) in given else x for x in leaves]  # an operand itself
 
         def line(i: int, layout: object) -> str:
             return call.line(optree.tree_unflatten(tree, [*outs[:i], layout, *outs[i + 1 :]]))
@@ -138,21 +141,28 @@ def shard_map(
     return mapped
 
 
-class _BodyCall:
-    """Operands of one call: their tensors, the layout of each and its block on this rank."""
+_Known = dict[tuple[object, int], Layout]
+"""A layout as it was given, and a number of dimensions -> the layout that it stands for."""
 
-    def __init__(self, args: tuple[Any, ...], mesh: MeshLike | None, layouts: Any) -> None:
+
+class _BodyCall:
+    """Operands of one call: their tensors, the layout of each and its block on this rank.
+
+    ``flat``   whether ``layouts`` are one layout per operand.
+    ``known``  the layouts of earlier calls.
+    """
+
+    def __init__(
+        self, args: tuple[Any, ...], mesh: MeshLike | None, layouts: Any, flat: bool, known: _Known
+    ) -> None:
         self.args: Any = args
+        self.known = known
         self.leaves, self.tree = optree.tree_flatten(self.args)
-        sharded = (a.mesh for a in self.leaves if isinstance(a, ShardedTensor))
-        self.mesh = m = next(sharded, None) or as_mesh(mesh)
+        sharded = [a.mesh for a in self.leaves if isinstance(a, ShardedTensor)]
+        self.mesh = m = sharded[0] if sharded else as_mesh(mesh)
         if isinstance(layouts, Mapping) and len(args) == 1:
             layouts = (layouts,)
-        if (
-            isinstance(layouts, tuple | list)
-            and not is_layout(layouts)
-            and len(layouts) != len(args)
-        ):
+        if (flat or _several(layouts)) and len(layouts) != len(args):
             raise ShardError(
                 f"{len(args)} operands and {len(layouts)} layouts"
                 + (": sl.P(...) is one layout for all" if isinstance(layouts, tuple) else ""),
@@ -161,12 +171,8 @@ class _BodyCall:
                 mesh=m,
                 fix=f"in_layouts = {_text(self.bound([_laid(a) for a in self.leaves]))}",
             )
-        flat = len(args) == len(self.leaves) and all(map(operator.is_, args, self.leaves))
-        each: Any = (
-            layouts if isinstance(layouts, tuple | list) and not is_layout(layouts) else None
-        )
-        if flat and each is not None and all(map(is_layout, each)):
-            given: list[Any] = list(each)
+        if flat and len(args) == len(self.leaves) and all(map(operator.is_, args, self.leaves)):
+            given: list[Any] = list(layouts)
         else:
             given = per_leaf(layouts, args, "shard_map", "in_layouts = {}")
         self.at = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
@@ -180,8 +186,14 @@ class _BodyCall:
         """Return an operand's block; refuse an operand with another layout."""
         m = self.mesh
         x = lift(self.leaves[i], m, "shard_map")
-        found = as_layout(given, "shard_map", "in_layouts = {}", shape=x.padded_shape, mesh=m)
-        want = found.resolve(len(x.padded_shape))
+        shape = x.padded_shape
+        fixed = type(given) in (str, Layout)  # stands for the same on every mesh
+        want = self.known.get((given, len(shape))) if fixed else None
+        if want is None:
+            found = as_layout(given, "shard_map", "in_layouts = {}", shape=shape, mesh=m)
+            want = found.resolve(len(shape))
+            if fixed:
+                self.known[given, len(shape)] = want
         if x.sharding != want:
             name = self.name(i)
             raise ShardError(
@@ -225,7 +237,12 @@ class _BodyCall:
 
     def outs(self, out: Any, leaves: Sequence[Any], tree: Any, given: Any) -> list[Layout]:
         """Parse the layout of each result.  Raises: ShardError for another number of them."""
-        if sharded := [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]:
+        tensors = True
+        sharded: list[ShardedTensor] = []
+        for leaf in leaves:
+            tensors = tensors and isinstance(leaf, Tensor)
+            sharded += [leaf] if isinstance(leaf, ShardedTensor) else []
+        if sharded:
             raise ShardError(
                 "the body returned a sharded value, and is to return this rank's block",
                 op="shard_map",
@@ -233,7 +250,6 @@ class _BodyCall:
                 mesh=self.mesh,
                 fix="return result.local",
             )
-        tensors = all(isinstance(leaf, Tensor) for leaf in leaves)
         try:
             found = per_leaf(given, out, "shard_map", "out_layouts = {}") if tensors else []
         except LayoutSyntax:
@@ -261,6 +277,10 @@ class _BodyCall:
         first = _text(given[0] if len(given) == 1 and is_layout(given[0]) else given)
         names = ", ".join(lettered(self.args))
         return f"sl.shard_map(f, in_layouts={first}, out_layouts={_text(outs)})({names})"
+
+
+def _several(layouts: object) -> bool:
+    return isinstance(layouts, tuple | list) and not is_layout(layouts)
 
 
 def _laid(x: Any) -> str:

@@ -1,5 +1,7 @@
 """Per-device code: what a body returns is what its layout says, on every back end."""
 
+import contextlib
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import shardlib as sl
 from shardlib import collectives as C
 from shardlib.errors import WrongAxes
+from shardlib.layouts import as_layout
 
 
 @pytest.mark.parametrize(("where", "found"), [(".", [5.0, 6.0]), ("x", [5.0, 6.0] * 4)])
@@ -342,3 +345,23 @@ def test_a_body_that_places_or_moves_whole_values_is_told_what_to_write(pool: An
     with sl.simulate(x=2, y=2):
         said = _placing_inside()
     assert pool.run(_placing_inside, x=2, y=2) == [said] * 4
+
+
+def test_layouts_of_operands_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def seen(given: object, *args: Any, **how: Any) -> Any:
+        asked.append(given)
+        return as_layout(given, *args, **how)
+
+    monkeypatch.setattr(sys.modules["shardlib.shard_map"], "as_layout", seen)
+    f = sl.shard_map(lambda a, b: a @ b, in_layouts=("x ...", ". ."), out_layouts="x .")
+    with sl.simulate(x=2):
+        a, b = sl.shard(torch.ones(4, 4), "x ."), sl.shard(torch.ones(4, 4), "...")
+        for x in (a, a, sl.shard(torch.ones(2, 4, 4), "x . .")):
+            with contextlib.suppress(
+                sl.ShardError
+            ):  # of the last, whose result has more dimensions
+                f(x, b)
+            asked.remove("x .")
+    assert asked == ["x ...", ". .", "x ..."]
