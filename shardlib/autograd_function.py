@@ -169,47 +169,65 @@ class _FunctionCall:
         self.forms = [_form(args[i], mesh) for i in self.at]
         self.count = len(self.args)
 
-    def forward(self, ctx: Any, raws: Sequence[Tensor]) -> Any:
-        given = self.args
+    def forward(self, ctx: Any, raws: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the user's forward on sharded values; return the blocks of its results."""
+        values = list(self.args)
         needs = [False] * self.count
-        for i, need in zip(self.at, ctx.needs_input_grad[1:], strict=True):
+        for i, form, raw, need in zip(
+            self.at, self.forms, raws, ctx.needs_input_grad[1:], strict=True
+        ):
+            values[i] = form.given(raw)
             needs[i] = need
         self.user = user = _Context(tuple(needs))
-        values = list(given)
-        for i, form, raw in zip(self.at, self.forms, raws, strict=True):
-            values[i] = form.given(raw)
-        if self.cls.setup_context is not NO_SETUP:
-            out = self.cls.forward(*values)
-            self.cls.setup_context(user, tuple(values), out)
-        else:
-            out = self.cls.forward(user, *values)
-        self.single = not isinstance(out, tuple)
-        outs = (out,) if self.single else out
-        self.rest = list(outs)  # results that are no tensors are returned as they are
+        outs = self._called(values)
+        self.rest = [None if isinstance(o, Tensor) else o for o in outs]
         self.put = [i for i, o in enumerate(outs) if isinstance(o, Tensor)]
         self.outs = [_form(outs[i], self.mesh) for i in self.put]
-        found = [f.raw(outs[i]) for i, f in zip(self.put, self.outs, strict=True)]
-        dirty = [t for t in user._dirty]
-        self.same = {n: self.at[j] for n, i in enumerate(self.put) for j, k in enumerate(self.at)
-                     if outs[i] is values[k] and any(outs[i] is d for d in dirty)}  # fmt: skip
-        for i in self.put:
-            self.rest[i] = None
-        if dirty:
-            ctx.mark_dirty(*[_form(t, self.mesh).raw(t) for t in dirty])
-        if user._constant:
-            ctx.mark_non_differentiable(*[_form(t, self.mesh).raw(t) for t in user._constant])
-        ctx.set_materialize_grads(user._fill)
-        saved = user._saved
-        by_id = {id(values[i]): f for i, f in zip(self.at, self.forms, strict=True)}
-        self.saved = [None if t is None else by_id.get(id(t)) or _form(t, self.mesh) for t in saved]
-        ctx.save_for_backward(
-            *[None if t is None else f.raw(t) for t, f in zip(saved, self.saved, strict=True)]
-        )
+        self._mark(ctx, outs, values)
+        self._save(ctx, values)
         user._saved = user._dirty = user._constant = ()
         self.args = []
-        return tuple(found)
+        return tuple(f.raw(outs[i]) for i, f in zip(self.put, self.outs, strict=True))
+
+    def _called(self, values: list[Any]) -> tuple[Any, ...]:
+        """Call the user's forward, in one of torch's two forms; return its results as a tuple."""
+        if self.cls.setup_context is NO_SETUP:
+            out = self.cls.forward(self.user, *values)
+        else:
+            out = self.cls.forward(*values)
+            self.cls.setup_context(self.user, tuple(values), out)
+        self.single = not isinstance(out, tuple)
+        return (out,) if self.single else out
+
+    def _mark(self, ctx: Any, outs: Sequence[Any], values: Sequence[Any]) -> None:
+        """Tell torch which blocks were written to and which have no gradient.
+
+        ``same``: number of a tensor result -> number of the argument that it is, written in place.
+        """
+        dirty = self.user._dirty
+        written = {id(values[i]): i for i in self.at if any(values[i] is d for d in dirty)}
+        self.same = {
+            n: written[id(outs[i])] for n, i in enumerate(self.put) if id(outs[i]) in written
+        }
+        if dirty:
+            ctx.mark_dirty(*[_form(t, self.mesh).raw(t) for t in dirty])
+        if constant := self.user._constant:
+            ctx.mark_non_differentiable(*[_form(t, self.mesh).raw(t) for t in constant])
+        ctx.set_materialize_grads(self.user._fill)
+
+    def _save(self, ctx: Any, values: Sequence[Any]) -> None:
+        """Save the blocks of what the user's forward saved."""
+        given = {id(values[i]): form for i, form in zip(self.at, self.forms, strict=True)}
+        blocks: list[Tensor | None] = []
+        self.saved: list[Any] = []
+        for t in self.user._saved:
+            form = None if t is None else given.get(id(t)) or _form(t, self.mesh)
+            self.saved.append(form)
+            blocks.append(None if form is None else form.raw(t))
+        ctx.save_for_backward(*blocks)
 
     def backward(self, ctx: Any, raws: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the user's backward on sharded cotangents; return the blocks of its gradients."""
         values: list[Any] = [None] * len(self.rest)
         for i, form, g in zip(self.put, self.outs, raws, strict=True):
             values[i] = None if g is None else form.cotangent(g)
@@ -227,17 +245,7 @@ class _FunctionCall:
                         found = run.__wrapped__(user, *values)
                 else:
                     found = run(user, *values)
-                found = found if isinstance(found, tuple) else (found,)
-                found = [*found, *[None] * (self.count - len(found))]
-                if len(found) > self.count and any(g is not None for g in found[self.count :]):
-                    raise RuntimeError(
-                        f"function {cls.__name__} returned an incorrect number of gradients "
-                        f"(expected {self.count}, got {len(found)})"
-                    )
-                out = []
-                for i, form in zip(self.at, self.forms, strict=True):
-                    g = found[i] if user.needs_input_grad[i] else None
-                    out.append(None if g is None else form.gradient(g, cls.__name__))
+                out = self._blocks(found if isinstance(found, tuple) else (found,))
         finally:
             user._read = None
         if once and torch.is_grad_enabled():
@@ -246,6 +254,21 @@ class _FunctionCall:
             near = [r for r in (*raws, *ctx.saved_tensors) if r is not None and r.requires_grad]
             out = [None if g is None else _Final.apply(g, cls.__name__, *near) for g in out]
         return out
+
+    def _blocks(self, found: tuple[Any, ...]) -> list[Tensor | None]:
+        """Return the blocks of the gradients of the tensors among the arguments."""
+        name = self.cls.__name__
+        if any(g is not None for g in found[self.count :]):
+            raise RuntimeError(
+                f"function {name} returned an incorrect number of gradients "
+                f"(expected {self.count}, got {len(found)})"
+            )
+        found += (None,) * (self.count - len(found))
+        needed = [found[i] if self.user.needs_input_grad[i] else None for i in self.at]
+        return [
+            None if g is None else form.gradient(g, name)
+            for form, g in zip(self.forms, needed, strict=True)
+        ]
 
 
 _ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
@@ -289,18 +312,7 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
         return STANDINS[cls](*args)
     found = next(a for a in args if isinstance(a, ShardedTensor | Stacked))
     if type(found) is Stacked and any(isinstance(a, ShardedTensor) for a in args):
-        given = lettered(a for a in args if isinstance(a, Tensor))
-        names = ", ".join(given)
-        layouts = tuple(
-            str(a.sharding) if isinstance(a, ShardedTensor) else "..." for a in given.values()
-        )
-        raise ShardError(
-            "a block and a sharded value meet",
-            op=cls.__name__,
-            mesh=found.mesh,
-            fix=f"sl.shard_map(lambda {names}: {cls.__name__}.apply({names}), "
-            f"in_layouts={layouts!r}, out_layouts='...')",
-        )
+        raise _mixed(cls.__name__, args, found.mesh)
     run = _RUNS.get(cls)
     if run is None:
         run = _RUNS[cls] = type(cls.__name__, (_Run,), {})
@@ -317,6 +329,22 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
             out[i] = form.output(raw) if type(form) is not _Form else raw
     call.rest = [None] * len(out)
     return out[0] if call.single else tuple(out)
+
+
+def _mixed(name: str, args: tuple[Any, ...], mesh: Mesh) -> ShardError:
+    """Make the error of a block of one rank that meets a sharded value."""
+    given = lettered(a for a in args if isinstance(a, Tensor))
+    names = ", ".join(given)
+    layouts = tuple(
+        str(a.sharding) if isinstance(a, ShardedTensor) else "..." for a in given.values()
+    )
+    return ShardError(
+        "a block and a sharded value meet",
+        op=name,
+        mesh=mesh,
+        fix=f"sl.shard_map(lambda {names}: {name}.apply({names}), "
+        f"in_layouts={layouts!r}, out_layouts='...')",
+    )
 
 
 def _hid(cls: Any, args: tuple[Any, ...], out: Any) -> Any:
