@@ -64,7 +64,7 @@ def casting(func: Any) -> AbstractContextManager[Any]:
 
     The steps before and after it (cut, gather, stack, sum) are not cast.
     """
-    casts = scope().casts
+    casts = scope().policy.casts
     return nullcontext() if casts is None or casts[1] is not func else _on(casts[0])
 
 

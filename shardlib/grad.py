@@ -141,7 +141,7 @@ def value_and_grad(
         given: Any = [args[i] for i in at]
         leaves, tree = optree.tree_flatten(given)
         frozen_at = [f for one in given for f in frozen(optree.tree_leaves(one))]
-        inside = scope().differentiated and torch.is_grad_enabled()
+        inside = scope().call.differentiated and torch.is_grad_enabled()
         if inside and into is not None:
             raise ShardError(
                 "buckets hold gradients of which none is taken, and this call is differentiated",

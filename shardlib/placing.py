@@ -136,7 +136,7 @@ def shard(
     x=1 y=1: tensor([[3]]))
     """
     m = as_mesh(mesh)
-    if scope().body:
+    if scope().call.body:
         raise _in_body(x, "shard", layout)
     if not isinstance(x, Tensor):
         given: Any = x
@@ -431,10 +431,10 @@ def reshard(x: object, layout: LayoutTree) -> object:
         )
     if is_dtensor(x):
         return as_dtensor(reshard(from_dtensor(x), layout))
-    if not isinstance(x, ShardedTensor) and scope().promoting and scope().mesh is not None:
+    if not isinstance(x, ShardedTensor) and scope().call.promoting and scope().mesh is not None:
         x = replicated(x, scope().mesh)  # as operators do with plain operands
     if not isinstance(x, ShardedTensor):
-        if scope().body:
+        if scope().call.body:
             raise _in_body(x, "reshard", layout)
         raise PlainTensor(
             "a plain tensor has no layout to leave",
@@ -533,7 +533,7 @@ def unshard(x: object) -> object:
     if is_dtensor(x):
         return unshard(from_dtensor(x))
     if not isinstance(x, ShardedTensor):
-        if scope().body:
+        if scope().call.body:
             raise _in_body(x, "unshard", "...")
         raise PlainTensor(
             "a plain tensor is whole already", op="unshard", operands={"tensor": typeof(x)}, fix="x"

@@ -145,7 +145,7 @@ def _stream(mesh: Mesh) -> _Stream:
     found = mesh.stream
     if found is None:
         found = mesh.stream = _shared(mesh)
-    return scope().draws.get(found, found)
+    return scope().random.draws.get(found, found)
 
 
 def _shared(mesh: Mesh) -> _Stream:
@@ -192,7 +192,7 @@ def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
         # splitmix64's increment, 2**64 / golden ratio: seed 0 alone would be mixed to 0
         key = branch(mixed(stream.agree() + 0x9E3779B97F4A7C15), stream.count)
         stream.count += 1
-    taken = scope().keys
+    taken = scope().random.keys
     if taken is not None:
         taken[0] += 1
     torch.rand((), device="cpu")
@@ -232,7 +232,7 @@ class Plain:
         """Call ``run()``, and again if it was the first call to draw and the generators differ."""
         if not spans_processes(mesh) or mesh.size == 1:
             return run()
-        mine, at, around, keys = torch.get_rng_state(), rewound(mesh), scope().keys, [0]
+        mine, at, around, keys = torch.get_rng_state(), rewound(mesh), scope().random.keys, [0]
         replaced = self.drawn and _rank_zeros(mesh, mine)
         with within(keys=keys):
             out = run()
@@ -363,7 +363,7 @@ Marks = dict[_Stream, tuple[_Seed, int]]
 
 def marks() -> Marks:
     """Return seed and count of every random stream in use, or of its substitute in this scope."""
-    draws = scope().draws
+    draws = scope().random.draws
     here = [(s, draws.get(s, s)) for s in _streams() if s.heard is not None]
     return {s: (now.follow(), now.count) for s, now in here}
 
@@ -371,7 +371,7 @@ def marks() -> Marks:
 @contextmanager
 def replayed(at: Marks) -> Iterator[None]:
     """Repeat, inside it, the draws after ``marks()``; the streams themselves do not advance."""
-    told, draws = (SEEDED.calls, _TOLD.calls), scope().draws
+    told, draws = (SEEDED.calls, _TOLD.calls), scope().random.draws
     before = [draws.get(s, s) for s in _streams() if s.heard is not None]
     again = {s: s.at(*at.get(s, (s.first, 0))) for s in _streams() if s.heard is not None}
     try:

@@ -24,7 +24,7 @@ def kept(run: Callable[..., Any]) -> Callable[..., Any]:
 
     def again(*args: Any) -> Any:
         with bind(here), replayed(at):
-            return run(*args) if here.again is None else here.again(lambda: run(*args))
+            return run(*args) if here.call.again is None else here.call.again(lambda: run(*args))
 
     return again
 
@@ -90,7 +90,7 @@ def _alias(x: Any) -> Any:
 
 def once(run: Callable[[], Tensor]) -> Tensor:
     """Return ``run()``, one call of torch's product or attention; its kernel runs once a region."""
-    region = scope().region
+    region = scope().call.region
     if region is None:
         return run()
     kernel = _Kernel(region.given())

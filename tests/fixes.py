@@ -289,7 +289,7 @@ def seen(e: sl.ShardError) -> None:
         for f, where in zip(frames, stack, strict=True)
         if "/torch/" not in where.f_code.co_filename
     ]
-    lifts = scope().promoting or any(
+    lifts = scope().call.promoting or any(
         Path(f.f_code.co_filename).stem in ("parallelize", "as_module") for f in stack
     )
     if not fault(e.fix):

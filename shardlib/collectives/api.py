@@ -269,7 +269,7 @@ def _finish(op: _Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple)
         return _finish_other(op, raw, mesh, axes, params)
     if mesh.device_mesh is not None:
         RECENT.append((number(), op.name, axes, raw.shape, dtype))
-    if traces := scope().traces:
+    if traces := scope().listeners.traces:
         ends = _note(traces, op, raw, mesh, axes, params)
         return _ended(op.post(backend(mesh))(raw, mesh, axes, *params), ends)
     return op.post(backend(mesh))(raw, mesh, axes, *params)
@@ -777,7 +777,7 @@ def preduce_into(
             target.varies.join(None if varies is None else varies.axes)
     if mesh.device_mesh is not None:
         RECENT.append((number(), "preduce", (axis,), raw.shape, wire))
-    traces = scope().traces
+    traces = scope().listeners.traces
     ends = _note(traces, _PREDUCE, raw.to(wire), mesh, (axis,), (root,)) if traces else []
     try:
         _ended(backend(mesh).preduce_into(unwrap(target), raw, mesh, (axis,), root, wire), ends)()
@@ -793,9 +793,9 @@ def broadcasts(axis: str, like: Tensor) -> Callable[[Tensor, int], Any]:
     """
     now = scope()
     mesh = current_mesh() if now.mesh is None else now.mesh
-    found = None if now.traces else mesh.memo[GROUPS].get((broadcasts, axis))
+    found = None if now.listeners.traces else mesh.memo[GROUPS].get((broadcasts, axis))
     if found is None:
-        if mesh.kind != "dist" or now.traces or mesh.axis_size(axis) == 1:
+        if mesh.kind != "dist" or now.listeners.traces or mesh.axis_size(axis) == 1:
             return lambda x, root: start(pbroadcast, x, axis, root)
         found = mesh.memo[GROUPS][broadcasts, axis] = dist.broadcasts(mesh, (axis,))
     RECENT.append((number(), "pbroadcast", (axis,), like.shape, like.dtype))
@@ -812,9 +812,9 @@ def reductions(
     """
     now = scope()
     mesh = current_mesh() if now.mesh is None else now.mesh
-    found = None if now.traces else mesh.memo[GROUPS].get((reductions, axis, wire))
+    found = None if now.listeners.traces else mesh.memo[GROUPS].get((reductions, axis, wire))
     if found is None:
-        if mesh.kind != "dist" or now.traces or mesh.axis_size(axis) == 1:
+        if mesh.kind != "dist" or now.listeners.traces or mesh.axis_size(axis) == 1:
             return lambda target, x, root: partial(preduce_into, target, x, axis, root, wire)
         found = mesh.memo[GROUPS][reductions, axis, wire] = dist.reductions(mesh, (axis,), wire)
     RECENT.append((number(), "preduce", (axis,), like.shape, wire or like.dtype))
@@ -984,7 +984,7 @@ def scatter_into(
         return lambda: out.copy_(flat)
 
     def post() -> Finish:
-        traces = scope().traces
+        traces = scope().listeners.traces
         ends = _note(traces, _PSUM_SCATTER, flat, mesh, axes, params) if traces else []
         _remember("psum_scatter", flat, mesh, axes)
         into = backend(mesh).psum_scatter_into
@@ -1006,7 +1006,7 @@ def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) ->
 
     def post() -> Finish:
         ends = []
-        if traces := scope().traces:
+        if traces := scope().listeners.traces:
             part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
             ends = _note(traces, _ALL_GATHER, part, mesh, axes, (0,))
         _remember("all_gather", flat, mesh, axes)
@@ -1098,7 +1098,7 @@ def start_ppermutes(
     tables = [_pairs(x, axis, perm)[0] for x, perm in zip(xs, perms, strict=True)]
     raws = [held(x, mesh) for x in xs]
     ends: list[Any] = []
-    if traces := scope().traces:
+    if traces := scope().listeners.traces:
         for raw, pairs in zip(raws, tables, strict=True):
             ends.append(_note(traces, _PPERMUTE, raw, mesh, axes, (pairs,)))
     if mesh.device_mesh is not None:

@@ -257,7 +257,8 @@ class check(Entered):
     def __enter__(self) -> None:
         self.mode = mode = CheckMode()
         self.posted = len(POSTED)
-        enter(self, traces=(*scope().traces, mode), watcher=scope().watcher or mode)
+        now = scope().listeners
+        enter(self, traces=(*now.traces, mode), watcher=now.watcher or mode)
 
     def __exit__(self, *error: object) -> None:
         leave(self)
@@ -268,7 +269,7 @@ class check(Entered):
 
 def checking() -> CheckMode | None:
     """Return the check mode in force, or None."""
-    traces = scope().traces
+    traces = scope().listeners.traces
     return next((t for t in traces if type(t) is CheckMode), None) if traces else None
 
 

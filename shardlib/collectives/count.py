@@ -115,7 +115,7 @@ class trace(Entered):
 
     def __enter__(self) -> Trace:
         self.found = Trace()
-        enter(self, traces=(*scope().traces, self.found))
+        enter(self, traces=(*scope().listeners.traces, self.found))
         if self.waits:
             self.seen = Waiting(self.found.waits)
             self.seen.__enter__()

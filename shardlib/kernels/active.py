@@ -77,12 +77,12 @@ class use:
 
 def chosen(backend: str = "auto") -> str:
     """Return the backend of a call: its own, or that of the enclosing ``use``."""
-    return scope().backend if backend == "auto" else backend
+    return scope().policy.backend if backend == "auto" else backend
 
 
 def serving(x: Tensor) -> bool:
     """Return whether kernels are compiled for the device of ``x`` and enabled."""
-    backend = scope().backend
+    backend = scope().policy.backend
     if backend == "eager" or (x.is_cpu and backend != "native"):
         return False
     return library(x.device) is not None

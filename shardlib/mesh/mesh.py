@@ -342,7 +342,7 @@ def _refuse_left(error: tuple[object, ...]) -> None:
     """Refuse to leave the last mesh with transfers under way, in a checked program."""
     if posted.CHECKED and not any(error) and scope().mesh is None:
         posted.refuse_posted("check", 0)
-        for trace in scope().traces:
+        for trace in scope().listeners.traces:
             trace.ended()
 
 

@@ -22,13 +22,27 @@ from shardlib.mesh.posted import POSTED, drain
 __all__ = ["Entered", "Scope", "bind", "enter", "leave", "scope", "within"]
 
 
-class Scope(NamedTuple):
-    """All ambient settings; each ``with`` makes a new one, and none is ever changed."""
+class Policy(NamedTuple):
+    """Choices of the user for the operations inside; part of the key of each cached choice."""
 
-    mesh: Any = None  # a Mesh
     pins: tuple[tuple[str, str], ...] = ()  # (operation, algorithm) of sl.algorithm
     budget: float | None = None  # bytes that may move implicitly: sl.implicit
     saving: float | None = None  # bytes that a product may gather and save: sl.saving
+    casts: tuple[str, Any] | None = None  # (device, function) that torch itself is to cast
+    backend: str = "auto"  # kernels that run operations: sl.kernels.use
+
+
+class Listeners(NamedTuple):
+    """Objects that are called when something moves or is computed."""
+
+    traces: tuple[Any, ...] = ()  # counters of communication
+    watcher: Any = None  # called for every function of a sharded tensor: sl.explain
+    rehearsal: Any = None  # counts reads of values in a call that is planned
+
+
+class CallState(NamedTuple):
+    """State of the library's own calls that surround an operation."""
+
     # plain operands of sharded tensors count as the same on every rank; "verified": they are
     # compared, see sl.constants
     promoting: bool | Literal["verified"] = False
@@ -38,23 +52,48 @@ class Scope(NamedTuple):
     body: bool = False  # of shard_map, whose tensors are blocks
     # runs a function with the results that a checkpoint kept of this call
     again: Callable[[Callable[[], Any]], Any] | None = None
-    draws: Mapping[Any, Any] = {}  # stream of random numbers -> the one that is drawn from instead
-    traces: tuple[Any, ...] = ()  # counters of communication
-    watcher: Any = None  # called for every function of a sharded tensor: sl.explain
     prefetch: Any = None  # the products of the call that runs
-    rehearsal: Any = None  # counts reads of values in a call that is planned
     opened: tuple[Any, ...] = ()  # functions of torch whose Python bodies run
     region: Any = None  # a recompute.Kept, which saves results of products and attention
-    casts: tuple[str, Any] | None = None  # (device, function) that torch itself is to cast
+
+
+class RandomState(NamedTuple):
+    """Sources of random numbers."""
+
+    draws: Mapping[Any, Any] = {}  # stream of random numbers -> the one that is drawn from instead
     keys: list[int] | None = None  # [how many numbers torch's generator gave for keys]
-    norms: dict[Any, Any] | None = None  # norms of gradients computed in this step
-    backend: str = "auto"  # kernels that run operations: sl.kernels.use
+
+
+class Scope(NamedTuple):
+    """All ambient settings; each ``with`` makes a new one, and none is ever changed.
+
+    Fields of a group are set by their own names, which are unique: ``within(promoting=True)``.
+    """
+
+    mesh: Any = None  # a Mesh
+    policy: Policy = Policy()
+    listeners: Listeners = Listeners()
+    call: CallState = CallState()
+    random: RandomState = RandomState()
     reading: tuple[Any, dict[str, int]] | None = None  # (mesh, coordinate whose part is read)
-    by: Any = None  # the context manager that entered it
-    before: "Scope | None" = None  # the scope that it replaced
+    norms: dict[Any, Any] | None = None  # norms of gradients computed in this step
+    # (the context manager that entered this scope, the scope that it replaced)
+    before: "tuple[Any, Scope] | None" = None
+
+    def changed(self, changes: Mapping[str, Any]) -> "Scope":
+        """Return the scope with other values of some fields, which may be those of a group."""
+        found: dict[str, Any] = {}
+        for name, value in changes.items():
+            if (group := _GROUP_OF.get(name)) is None:
+                found[name] = value
+            else:
+                found[group] = found.get(group, getattr(self, group))._replace(**{name: value})
+        return self._replace(**found)
 
 
 _NOTHING = Scope()
+_GROUPS = {"policy": Policy, "listeners": Listeners, "call": CallState, "random": RandomState}
+_GROUP_OF = {field: group for group, kind in _GROUPS.items() for field in kind._fields}
 _NOW: ContextVar[Scope] = ContextVar("shardlib.scope", default=_NOTHING)
 
 
@@ -68,7 +107,7 @@ def scope() -> Scope:
 
 def enter(by: Any, **changes: Any) -> None:
     """Set fields of the scope until ``leave(by)``."""
-    _NOW.set(scope()._replace(**changes, by=by, before=_NOW.get()))
+    _NOW.set(scope().changed(changes | {"before": (by, _NOW.get())}))
 
 
 def leave(by: Any) -> None:
@@ -78,9 +117,10 @@ def leave(by: Any) -> None:
 
 def _unlinked(now: Scope, by: Any) -> Scope:
     """Return the scope without the level of ``by``; scopes entered inside it stay as they are."""
-    if now.by is by:
-        return now.before or _NOTHING
-    return now if now.before is None else now._replace(before=_unlinked(now.before, by))
+    if now.before is None:
+        return now
+    entered, outer = now.before
+    return outer if entered is by else now._replace(before=(entered, _unlinked(outer, by)))
 
 
 class Entered(ContextDecorator):
@@ -109,7 +149,7 @@ class within:
 
     def __enter__(self) -> None:
         self.before = _NOW.get()
-        _NOW.set(scope()._replace(**self.changes, by=None, before=None))
+        _NOW.set(scope().changed(self.changes | {"before": None}))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         _NOW.set(self.before)
@@ -136,16 +176,18 @@ class bind:
             here = scope()
             _NOW.set(
                 given._replace(
-                    traces=here.traces, watcher=here.watcher, rehearsal=here.rehearsal,
-                    keys=here.keys, prefetch=None, opened=(), by=None, before=None,
+                    listeners=here.listeners,
+                    call=given.call._replace(prefetch=None, opened=()),
+                    random=given.random._replace(keys=here.random.keys),
+                    before=None,
                 )
-            )  # fmt: skip
+            )
         elif now.mesh is not given:
             outer = scope()
             if outer is _NOTHING:  # the usual case costs a third of the other
                 _NOW.set(_new(Scope, (given,) + _NO_MESH))  # noqa: RUF005
             else:
-                _NOW.set(_new(Scope, (given, *outer[1:_BY], None, None)))
+                _NOW.set(_new(Scope, (given, *outer[1:-1], None)))
         return given
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -155,5 +197,4 @@ class bind:
 
 
 _new = tuple.__new__  # a third of the time of _replace; bind runs on every operator
-_BY = Scope._fields.index("by")
 _NO_MESH = _NOTHING[1:]

@@ -99,7 +99,7 @@ def _entered(
     **kwargs: Any,
 ) -> Any:
     """Run forward for outside callers: inputs are sharded, and results are plain."""
-    if scope().placed:
+    if scope().call.placed:
         return forward(*args, **kwargs)
     names = positional(takes, len(args)) if name else calls.named(len(args), kwargs)
     if not name:
@@ -137,7 +137,7 @@ def _layout(calls: Calls, name: str, x: Tensor) -> Layout | None:
     """
     layout = calls.inputs.get(name)
     everywhere = "mask" in name or "position" in name
-    if layout is None and scope().generating and x.ndim > 1 and not everywhere:
+    if layout is None and scope().call.generating and x.ndim > 1 and not everywhere:
         layout = next(iter(_recipes(calls)), None)
         layout = None if layout is None else Layout(layout.dims[:1], ellipsis=1)
     return None if layout is None else layout.resolve(x.ndim)

@@ -202,7 +202,8 @@ def on_whole(
     if (
         refusal is None
         and opens
-        and func not in scope().opened  # no second time if its body calls it again via a helper
+        and func
+        not in scope().call.opened  # no second time if its body calls it again via a helper
         and name not in _PLAINLY
         and (body := opened(func)) is not None
     ):
@@ -212,7 +213,7 @@ def on_whole(
         for x in met if ours else ():
             check_met(x, ours[0].mesh, name)
         try:
-            with casting(func), within(promoting=True, opened=(*scope().opened, func)):
+            with casting(func), within(promoting=True, opened=(*scope().call.opened, func)):
                 return body(*args, **kwargs)
         except (TypeError, AttributeError, NotImplementedError, ArithmeticError) as e:
             refusal = no_implementation(func, args, kwargs, f"{type(e).__name__} inside it: {e}")

@@ -383,7 +383,7 @@ def _set(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 def _as_data(x: ShardedTensor, new: Any) -> ShardedTensor:
     """Reshard ``new`` to ``x``'s layout, if that moves nothing or is within ``sl.implicit``."""
-    if not isinstance(new, ShardedTensor) and scope().promoting:
+    if not isinstance(new, ShardedTensor) and scope().call.promoting:
         new = lift(new, x.mesh, "data")
     near = isinstance(new, ShardedTensor) and new.mesh is x.mesh
     if near and not new.is_padded and new.shape == x.padded_shape:

@@ -199,7 +199,7 @@ class pinned(Entered):
         self.names = names
 
     def changes(self, now: Scope) -> dict[str, Any]:
-        return {"pins": tuple(sorted((dict(now.pins) | self.names).items()))}
+        return {"pins": tuple(sorted((dict(now.policy.pins) | self.names).items()))}
 
 
 class implicit(Entered):
@@ -225,7 +225,7 @@ class implicit(Entered):
 
 def implicit_budget() -> float | None:
     """Return the bytes that may move implicitly, None outside ``implicit``."""
-    return scope().budget
+    return scope().policy.budget
 
 
 class saving(Entered):
@@ -261,13 +261,12 @@ def choose(op: str, key: Hashable, case: Callable[[], Any]) -> Match:
     Cached by ``key``, which must distinguish cases.
     Raises: NoImplementation listing every candidate and why it does not fit.
     """
-    now = scope()
-    return _CHOSEN("choice", (op, key, now.pins, now.saving), lambda: decide(op, case()))
+    return _CHOSEN("choice", (op, key, scope().policy), lambda: decide(op, case()))
 
 
 def fitting(op: str, case: Any) -> Match | None:
     """Choose the cheapest match for a case, if there is one; None where an algorithm is pinned."""
-    best = None if op in dict(scope().pins) else _best(_verdicts(op, case), case)
+    best = None if op in dict(scope().policy.pins) else _best(_verdicts(op, case), case)
     return best and best[1]
 
 
@@ -290,7 +289,7 @@ def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Matc
     found = [(n, m) for n, m in verdicts if isinstance(m, Match)]
     found.sort(key=lambda nm: nm[1].gathers)
     alike = [(n, m) for n, m in found if m.out == found[0][1].out]
-    room = scope().saving
+    room = scope().policy.saving
     if room is None:
         alike = [(n, m) for n, m in alike if not m.saved]
         least = [(n, m) for n, m in alike if m.gathered == m.shared]
@@ -309,7 +308,7 @@ def decide(op: str, case: Any) -> Match:
 
     Raises: NoImplementation listing every candidate and why it does not fit.
     """
-    asked = dict(scope().pins).get(op)
+    asked = dict(scope().policy.pins).get(op)
     verdicts = _verdicts(op, case)
     best = _best(verdicts, case)
     if asked is not None:
@@ -377,7 +376,7 @@ def _priced(m: Match, both: bool) -> str:
 def explain_choice(op: str, case: Any) -> Why:
     """Return the verdict of every algorithm on a case."""
     verdicts = _verdicts(op, case)
-    asked = dict(scope().pins).get(op)
+    asked = dict(scope().policy.pins).get(op)
     best = _best([(n, m) for n, m in verdicts if asked in (None, n)], case)
     notes = tuple(case.notes()) if hasattr(case, "notes") else ()
     both = getattr(case, "differentiable", True)

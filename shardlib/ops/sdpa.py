@@ -126,7 +126,7 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     place = Place(q.sharding, size, mesh, deferred=deferred)
     alike = len(args) == 3 and all(map(operator.is_, args, (q, k, v)))
     same = q.deferred == k.deferred == v.deferred == deferred
-    if mask is None and alike and same and scope().region is None:
+    if mask is None and alike and same and scope().call.region is None:
         return blockwise(func, args, kwargs, place, run)
     raws = tuple(
         vary(t.raw, mesh, deferred.difference(t.sharding.axes, t.deferred)) for t in (q, k, v)

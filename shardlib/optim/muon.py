@@ -273,7 +273,7 @@ class MuonCase:
 
     def notes(self) -> list[str]:
         """Describe a step that uses several algorithms, and the fix that pins another one."""
-        if "muon" in dict(scope().pins):
+        if "muon" in dict(scope().policy.pins):
             return []
         out, ways = [], _ways(replace(self, paths=()))
         if len(set(ways)) > 1:
@@ -587,8 +587,7 @@ def _placed(
 ) -> None:
     """Orthogonalise matrices of one mesh, each by the algorithm that ``_ways`` chooses."""
     case = _case_of([given for given, _ in pairs], dtype, how.most, how.steps)
-    now = scope()
-    ways = mesh.memo("muon", (case, now.pins, now.saving), lambda: _ways(case))
+    ways = mesh.memo("muon", (case, scope().policy), lambda: _ways(case))
     dealt = [pair for pair, way in zip(pairs, ways, strict=True) if way == "owners"]
     if dealt:
         through_owners(
@@ -625,7 +624,7 @@ def _ways(case: MuonCase) -> tuple[str, ...]:
     same with those that exceed a rank's part of the work priced alone.
     """
     ones = [replace(case, spreads=(s,), share=1.0) for s in case.spreads]
-    if "muon" in dict(scope().pins) or (len(ones) == 1 and case.spreads[0].count == 1):
+    if "muon" in dict(scope().policy.pins) or (len(ones) == 1 and case.spreads[0].count == 1):
         return tuple(decide("muon", replace(one, share=None)).run for one in ones)
     # a matrix that outweighs a rank's part cannot be balanced by dealing
     part = sum(s.count * s.flops for s in case.spreads) / case.ranks

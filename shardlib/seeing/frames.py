@@ -209,7 +209,7 @@ def frames(f: Callable[..., Any] | str | AttentionPlan, *operands: Any, **kwargs
     mesh = sharded[0].mesh
     camera = _Camera(mesh)
     given = [camera.marked(x) if isinstance(x, ShardedTensor) else x for x in operands]
-    enter(camera, traces=(*scope().traces, camera))
+    enter(camera, traces=(*scope().listeners.traces, camera))
     try:
         f(*given, **kwargs)
     finally:

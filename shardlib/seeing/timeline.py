@@ -471,11 +471,11 @@ class timeline(Entered):
     def __enter__(self) -> "Recording":
         self.found = Recording()
         now = scope()
-        recorder = _Recorder(self.found, now.watcher)
+        recorder = _Recorder(self.found, now.listeners.watcher)
         self.recorder = recorder
         self.found.recorder = recorder
         recorder.paths.__enter__()
-        enter(self, traces=(*now.traces, recorder), watcher=recorder)
+        enter(self, traces=(*now.listeners.traces, recorder), watcher=recorder)
         return self.found
 
     def __exit__(self, *error: object) -> None:

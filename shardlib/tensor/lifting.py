@@ -53,14 +53,14 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
                 operands={"mesh": str(mesh), "x": typeof(x), "of": f"another mesh, {x.mesh}"},
                 fix="sl.shard(sl.unshard(x), '...', mesh=mesh)",
             )
-    elif x.ndim > 0 and scope().body and not scope().promoting:
+    elif x.ndim > 0 and scope().call.body and not scope().call.promoting:
         raise PlainTensor(
             "a block of the body of shard_map met a sharded value from outside",
             op=op,
             mesh=mesh,
             fix="sl.shard_map(f, in_layouts=sl.layout_of((x, w)), out_layouts=sl.layout_of(x))(x, w)",
         )
-    elif x.ndim > 0 and not (counts := scope().promoting):
+    elif x.ndim > 0 and not (counts := scope().call.promoting):
         raise PlainTensor(
             "a plain tensor met a sharded one, and nothing says where its data sits",
             op=op,
@@ -152,7 +152,7 @@ def refuse_blocks(x: Tensor) -> None:
     Each rank would differentiate its own value, and nothing would be summed.  Such a tensor has an
     autograd graph that leads to a leaf that is a block, and not through ``unshard``.
     """
-    if not scope().differentiated:
+    if not scope().call.differentiated:
         return
     left: list[Any] = [x.grad_fn]
     seen: set[Any] = {None}

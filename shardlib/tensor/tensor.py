@@ -276,7 +276,7 @@ class ShardedTensor(torch.Tensor):
             return FALLBACK[0](func, args, kwargs)  # which writes it
         if func in WRITERS and not _writes_ours(func, args, kwargs or {}):
             return FALLBACK[0](func, args, kwargs or {})
-        if (watcher := scope().watcher) is not None:
+        if (watcher := scope().listeners.watcher) is not None:
             implementation = partial(watcher, _guarded(implementation))
         if any_autocast() and func not in _UNCAST:
             return cast(_guarded(implementation), func, args, kwargs or {}, known=func in TABLE)
@@ -515,7 +515,7 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _moved(repeat: _Repeat, func: Any, args: Any, kwargs: Any) -> Any:
-    if args[0].made is not None or scope().prefetch is not None:
+    if args[0].made is not None or scope().call.prefetch is not None:
         return None
     try:
         return _run(repeat, args, kwargs)
@@ -556,10 +556,11 @@ def _call_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     if not args or type(args[0]) is not ShardedTensor or any_autocast():
         return None
     now = scope()
-    listened = now.watcher is not None or now.region is not None
-    if listened or now.budget is not None or now.backend != "auto":
+    policy = now.policy
+    listened = now.listeners.watcher is not None or now.call.region is not None
+    if listened or policy.budget is not None or policy.backend != "auto":
         return None
-    key = [func, now.pins, now.saving, Memo.version]
+    key = [func, policy, Memo.version]
     for a in (*args, *kwargs, *kwargs.values()) if kwargs else args:
         kind = type(a)
         if kind is ShardedTensor:
@@ -792,7 +793,7 @@ def heard(run: Callable[..., Any], verb: Callable[..., Any], *args: Any, **kwarg
     """Run a library verb, through the watcher's ``verb`` method if it has one."""
     if name := under_transform():  # autograd's functions cannot run in it
         raise no_transform(name, args)
-    told = getattr(scope().watcher, "verb", None)
+    told = getattr(scope().listeners.watcher, "verb", None)
     if told is None:
         return run(*args, **kwargs)
     return told(lambda _, a, k: run(*a, **k), verb, args, kwargs)
@@ -1033,7 +1034,7 @@ def refuse_trace() -> None:
     """Raise under torch.jit.trace or make_fx, which record neither communication nor layouts."""
     if torch.jit.is_tracing():
         raise no_trace("torch.jit.trace")
-    if isinstance(scope().watcher, _Traced):
+    if isinstance(scope().listeners.watcher, _Traced):
         raise no_trace("make_fx")
 
 

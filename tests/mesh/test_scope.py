@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib.errors import UnexpectedComm
-from shardlib.mesh import bind, scope, within
+from shardlib.mesh import Scope, bind, scope, within
 from shardlib.random import seeded
 
 
@@ -139,7 +139,7 @@ def test_what_is_left_out_of_order_ends_nevertheless() -> None:
     b.__exit__(None, None, None)
     assert here() is c
     c.__exit__(None, None, None)
-    assert here() is a and scope().budget is None
+    assert here() is a and scope().policy.budget is None
     a.__exit__(None, None, None)
     assert here() is None and scope().before is None
     a.__exit__(None, None, None)  # of what is not in scope: nothing to end
@@ -160,9 +160,9 @@ def test_budgets_and_pins_may_decorate_a_function() -> None:
     @sl.saving(9)
     @sl.algorithm(matmul="cannon")
     def f() -> Any:
-        return scope().budget, scope().saving, scope().pins
+        return scope().policy.budget, scope().policy.saving, scope().policy.pins
 
-    assert f() == f() == (8, 9, (("matmul", "cannon"),)) and scope().budget is None
+    assert f() == f() == (8, 9, (("matmul", "cannon"),)) and scope().policy.budget is None
 
 
 def test_expected_communication_is_compared_only_where_the_body_ended() -> None:
@@ -315,7 +315,7 @@ def seen_by_autograds_own_threads() -> bool:
 
     def look() -> None:
         if threading.get_ident() != me:
-            seen.append((here(), scope().traces))
+            seen.append((here(), scope().listeners.traces))
 
     x = torch.ones(1, requires_grad=True)
     with sl.simulate(x=2) as mesh, sl.trace() as t:
@@ -342,7 +342,12 @@ def test_promotion_and_budgets_are_each_threads_own() -> None:
     thread = threading.Thread(target=other)
     thread.start()
     assert inside.wait(30)
-    said = [scope().promoting, scope().budget, scope().saving, scope().pins]
+    said = [
+        scope().call.promoting,
+        scope().policy.budget,
+        scope().policy.saving,
+        scope().policy.pins,
+    ]
     done.set()
     thread.join()
     assert said == [False, None, None, ()]
@@ -398,3 +403,27 @@ def test_a_mesh_dies_after_its_last_use() -> None:
     del mesh
     gc.collect()
     assert gone() is None
+
+
+# ---------------------------------------------------------------- groups of settings
+
+
+def test_a_setting_is_changed_by_its_own_name_and_the_others_stay() -> None:
+    with (
+        sl.simulate(x=2) as mesh,
+        sl.implicit(8),
+        within(promoting=True, pins=(("matmul", "summa"),)),
+    ):
+        now = scope()
+        assert now.policy == (now.policy.pins, 8, None, None, "auto")
+        assert now.policy.pins == (("matmul", "summa"),) and now.call.promoting is True
+        with within(keys=[3], budget=None):
+            assert scope().random.keys == [3] and scope().policy == now.policy._replace(budget=None)
+            assert scope().mesh is mesh and scope().call is now.call
+    with pytest.raises(ValueError, match="unexpected field"), within(unheard_of=1):
+        pass
+
+
+def test_no_two_settings_have_one_name() -> None:
+    names = [*Scope._fields, *(f for g in Scope() if hasattr(g, "_fields") for f in g._fields)]
+    assert len(names) == len(set(names))

@@ -98,7 +98,9 @@ def test_outside_nothing_listens_and_values_are_the_same() -> None:
         a = sl.shard(torch.arange(8.0), "x").requires_grad_()
         with timeline() as line:
             y = (a * a).sum()
-        assert scope().watcher is None and not scope().traces and hooks() == before
+        assert (
+            scope().listeners.watcher is None and not scope().listeners.traces and hooks() == before
+        )
         count = len(line.spans)
         y.backward()  # of a graph that was recorded
         assert len(line.spans) == count and torch.equal(sl.unshard(a.grad), 2 * torch.arange(8.0))

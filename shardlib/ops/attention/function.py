@@ -73,7 +73,7 @@ class _Attend(Local):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.job = job
-        region = scope().region
+        region = scope().call.region
         if region is not None and (found := region.given()) is not None:
             ctx.save_for_backward(bias, sink, *found, q, k, v)
             return found

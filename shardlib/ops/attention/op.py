@@ -151,7 +151,7 @@ def _attended(
     biased = options.bias is not None
     case = case_of_values(values.q, values.k, values.v, as_mask(mask), biased=biased)
     match = planned(case, algorithm)
-    if (watcher := scope().watcher) is not None:
+    if (watcher := scope().listeners.watcher) is not None:
         watcher.chose(match)
     out, lse = attend(values.q, values.k, values.v, match.run, options)
     leave = values.leave

@@ -87,7 +87,7 @@ class Product(Local):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.call = schedule, mesh, over
-        region = scope().region
+        region = scope().call.region
         if region is None and not lead(mesh):  # the usual case: storages are blocks
             with bind(mesh):
                 y, *saved = schedule.forward(x, w, bias)

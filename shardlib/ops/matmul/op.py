@@ -245,8 +245,8 @@ def product_of(
     out = out or of_w.out_layout
     now = scope()
     more = None
-    if now.prefetch is not None and (out is not None or not _stays(of_x, of_w)):
-        more = now.prefetch.again(x)
+    if now.call.prefetch is not None and (out is not None or not _stays(of_x, of_w)):
+        more = now.call.prefetch.again(x)
     held = _NOTHING if x.made is None else frozenset(made_of(x))
     of_bias = None if bias is None else bias.place
     key = (
@@ -262,8 +262,7 @@ def product_of(
         held,
         more,
         asked,
-        now.pins,
-        now.saving,
+        now.policy,
     )
     plan = mesh.memo(
         "product",
@@ -273,9 +272,9 @@ def product_of(
     if not isinstance(plan, _ProductPlan):
         return product_of(reshard(x, plan[0]), reshard(w, plan[1]), plan[2], bias)
     match, over, place, adds, own = plan
-    if (watcher := now.watcher) is not None:
+    if (watcher := now.listeners.watcher) is not None:
         watcher.chose(match, product=True)
-    if own and call is not None and now.region is None:
+    if own and call is not None and now.call.region is None:
         return blockwise(*call, place, None if call[0] is F.linear else torch.matmul)
     if over[1] and match.adds and (marked := _later(w, over[1])) is not None:
         w, over = ShardedTensor(marked, of_w), (over[0], ())

@@ -137,7 +137,7 @@ class _ProductOrder:
         made_of(x)
         self.read.append(at if x.made is None else self.firsts.setdefault(x.made.serial, at))
         if self.reads[: at + 1] != self.read:
-            return True if scope().rehearsal is None else None
+            return True if scope().listeners.rehearsal is None else None
         return self.read[-1] in self.reads[at + 1 :]
 
     def end(self) -> None:
@@ -184,7 +184,10 @@ def prefetching(
     Every rank must run the same products.  A call in another thread
     may update ``order`` meanwhile.
     """
-    call, rehearsal = _ProductOrder(list(order), weights, list(reads or [])), scope().rehearsal
+    call, rehearsal = (
+        _ProductOrder(list(order), weights, list(reads or [])),
+        scope().listeners.rehearsal,
+    )
     try:
         with within(prefetch=call):
             yield
@@ -218,5 +221,5 @@ def next_gather(w: Tensor, moves: tuple[DimMove, ...], mesh: Mesh, again: bool) 
 
     ``again``: backward will gather its weight once more.
     """
-    call = scope().prefetch
+    call = scope().call.prefetch
     return Gather(w, moves, mesh, []) if call is None else call.gather(w, moves, mesh, again)
