@@ -51,7 +51,6 @@ __all__ = [
     "opened",
     "reduce_scatter_single",
     "set_timeout",
-    "tensor_users",
     "transform_called",
     "watched",
 ]
@@ -767,15 +766,6 @@ def storage_users(x: torch.Tensor) -> int:
     itself counts as one.  When it goes: gathered buckets get new memory each time.
     """
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
-
-
-def tensor_users(x: torch.Tensor) -> int | None:
-    """Count the references to this tensor: all of Python's are one, each graph's is one more.
-
-    ``Tensor._use_count`` in 2.13; None where it is missing: the count is unknown.
-    """
-    count = getattr(x, "_use_count", None)
-    return None if count is None else int(count())
 
 
 class _AtEnd:

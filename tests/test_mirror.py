@@ -27,6 +27,9 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "optim/test_adaptive.py": "optim/momentum",  # optimizers of one element, by one law
     "optim/test_muon.py": "optim/newton_schulz optim/matrix_owners",  # where matrices are computed
     "optim/test_soap.py": "optim/matrix_owned",
+    "optim/test_zero.py": (  # every stage by one law
+        "optim/reduction optim/stage0 optim/stage1_2 optim/stage3 optim/zero_stage"
+    ),
     "ops/matmul/test_matmul2d.py": "ops/matmul/case ops/matmul/matmul1d",
     "ops/matmul/test_shared_gather.py": "ops/matmul/gathered_summa",
     "ops/attention/test_op.py": (  # every engine on every mask, layout and ring

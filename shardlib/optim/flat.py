@@ -9,19 +9,28 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardlib._compat import tensor_users
 from shardlib.capacity import refuse_beyond
-from shardlib.collectives import blocks, gather_into, lead, played, psum, scatter_into, unwrap, wrap
+from shardlib.collectives import (
+    blocks,
+    gather_into,
+    lead,
+    played,
+    psum,
+    scatter_into,
+    storage,
+    unwrap,
+    wrap,
+)
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.optim.buckets import Bucket, Buckets, Hops, Index
+from shardlib.optim.buckets import Bucket, Buckets, Hops, Index, parts
 from shardlib.optim.memory import Memory
+from shardlib.optim.trees import wide
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
-    "adopt", "gather", "gather_later", "own", "own_parts", "put_back",
-    "scatter", "shard_place", "slot_of",
-    "stack", "unread", "whole_place",
+    "adopt", "gather", "gather_later", "own", "own_parts", "parts_of", "put_back",
+    "scatter", "shard_place", "slot_of", "stack", "whole_place",
 ]  # fmt: skip
 
 _ROOM = 2 << 20
@@ -58,37 +67,25 @@ def whole_place(bucket: Bucket, mesh: Mesh, partial: tuple[str, ...]) -> Place:
 def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor]:
     """Return the buckets' storages of which these leaves are views, each in its slot.
 
-    Leaves stored elsewhere are moved: their blocks become views.
+    Leaves stored elsewhere are moved.  Their blocks stay the same tensors, with other memory:
+    graphs that use them, hooks and gradients stay theirs.
     """
     found = _lie_in(leaves, index, mesh)
     if found is not None:
         return found
     flats = []
-    with torch.no_grad():
-        for bucket in index.buckets:
-            first = leaves[bucket.slots[0].leaves[0]].raw
-            nbytes = math.prod(stack(mesh)) * bucket.length * first.element_size()
-            refuse_beyond(nbytes, first.device, "zero", mesh)
-            flat = first.new_zeros(*stack(mesh), bucket.length)
-            flats.append(flat)
-            for s in bucket.slots:
-                block = slot_of(flat, s.offset, s.shape)
-                block.copy_(leaves[s.leaves[0]].raw)
-                for i in s.leaves:
-                    x = leaves[i]
-                    x.raw = block.detach().requires_grad_(x.raw.requires_grad)
+    for bucket in index.buckets:
+        first = leaves[bucket.slots[0].leaves[0]].raw
+        nbytes = math.prod(stack(mesh)) * bucket.length * first.element_size()
+        refuse_beyond(nbytes, first.device, "zero", mesh)
+        flat = first.detach().new_zeros(*stack(mesh), bucket.length)
+        flats.append(flat)
+        for s in bucket.slots:
+            block = slot_of(flat, s.offset, s.shape)
+            block.copy_(leaves[s.leaves[0]].raw.detach())
+            for i in s.leaves:
+                leaves[i].raw.data = block
     return flats
-
-
-def unread(x: ShardedTensor) -> bool:
-    """Return whether autograd does not use this tensor, and no hook is attached.
-
-    Its block may then be replaced by a view.
-    """
-    raw = x.raw
-    if not raw.requires_grad:
-        return True
-    return raw.is_leaf and raw.grad is None and not raw._backward_hooks and tensor_users(raw) == 1
 
 
 def _lie_in(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor] | None:
@@ -132,6 +129,36 @@ def own(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> Buckets:
         raw = torch.stack(views) if lead(mesh) else views[0]
         values[bucket.name] = ShardedTensor(raw, shard_place(bucket, mesh))
     return Buckets(values, index, mesh)
+
+
+def parts_of(
+    leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh, *, grads: bool = False
+) -> Buckets:
+    """Return this rank's part of every bucket of summed values, without making a whole bucket.
+
+    ``grads``  they are gradients: those of tied leaves are added, and half precision is widened.
+    """
+    out = {}
+    dtypes = [wide(b.dtype) if grads else b.dtype for b in index]
+    sizes = [b.length // b.ways * d.itemsize for b, d in zip(index, dtypes, strict=True)]
+    refuse_beyond(sum(sizes) * len(played(mesh)), mesh.device, "zero", mesh)
+    every = [blocks(x.raw.detach(), mesh) for x in leaves]
+    for bucket, dtype in zip(index, dtypes, strict=True):
+        rows = []
+        for r, coord in enumerate(played(mesh)):
+            first = every[bucket.slots[0].leaves[0]][r]
+            row = first.new_zeros(bucket.length // bucket.ways, dtype=dtype)
+            rows.append(row)
+            for p in parts(bucket, rank_along(bucket.over, coord, mesh.axes)):
+                to = row[p.start : p.start + p.length]
+                one, *tied = (
+                    every[i][r].reshape(-1)[p.at : p.at + p.length] for i in p.slot.leaves
+                )
+                to.copy_(one)
+                for other in tied if grads else ():
+                    to.add_(other)
+        out[bucket.name] = ShardedTensor(storage(rows, mesh), shard_place(bucket, mesh))
+    return Buckets(out, index, mesh)
 
 
 def put_back(flats: Sequence[Tensor], mine: Buckets) -> None:

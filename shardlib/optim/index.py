@@ -6,23 +6,22 @@ An index is computed again if the tree has changed; otherwise a step only compar
 import itertools
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 from torch import Tensor
 
-from shardlib.collectives import agreed, lead
+from shardlib.collectives import agreed
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Hops, Index, Item, index, overlap
-from shardlib.optim.flat import adopt, own
 from shardlib.optim.trees import names_of
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["MOST", "Seen", "changed", "flat", "index_of"]
+__all__ = ["MOST", "IndexCache", "Indexed", "changed", "flat", "index_of"]
 
 MOST = 25 << 20
 """Default bytes of a bucket."""
@@ -34,37 +33,78 @@ _WORTH = 0.05
 _RAW, _PLACE, _ASKS = map(operator.attrgetter, ("raw", "place", "requires_grad"))
 
 
-class Seen:
-    """zero's cache: for each tree structure, its bucket index and views."""
+class Indexed(NamedTuple):
+    """A tree of parameters with its index.
+
+    ``leaves``  the trained leaves, ``held`` a frozen flag per leaf, ``tree`` the structure.
+    ``raws``    the trained leaves' blocks.
+    """
+
+    leaves: list[Any]
+    held: list[bool]
+    tree: Any
+    raws: list[Tensor]
+    where: Index
+    mesh: Mesh
+
+    def filled(self, values: Iterable[Any]) -> Any:
+        """Build a tree of the same structure, with None for frozen leaves."""
+        rest = iter(values)
+        return optree.tree_unflatten(self.tree, [None if f else next(rest) for f in self.held])
+
+
+class IndexCache:
+    """zero's cache: for each tree structure, its bucket index and lists of views.
+
+    ``apart``     whether each group of a module block has a bucket of its own, of any size.
+    ``keep``      whether gathered buckets stay for backward.
+    ``found``     items -> their index.
+    ``recorded``  number of an index whose gradients' order is recorded -> itself, and the index
+                  with better buckets until it is used.
+    ``last``      name -> a key, and the value made for it.
+    """
 
     def __init__(
         self,
         hops: Hops,
         most_bytes: int,
         groups: Any,
+        *,
         apart: bool = False,
         keep: bool = False,
     ) -> None:
+        self.hops = hops
         self.most_bytes = most_bytes
         self.groups = groups
         self.apart = apart
-        self.hops = hops
         self.keep = keep
         self.found: dict[tuple[Item, ...], Index] = {}
-        self.heard: dict[int, Index] = {}
-        self.waiting: dict[int, Index] = {}
-        self.last: tuple[Any, ...] = ()
-        self.lists: dict[str, tuple[Any, Any]] = {}
-        self.held: tuple[Any, list[Tensor], list[Tensor]] = (None, [], [])
-        self.names: tuple[list[str], Any, Any] = ([], None, None)
+        self.recorded: dict[int, tuple[Index, Index | None]] = {}
+        self.last: dict[str, tuple[Any, Any]] = {}
 
-    def flat(self, params: Any) -> tuple[list[Any], list[bool], Any, list[Tensor] | None]:
-        """Return the result of the function ``flat``, and the leaves' blocks if they were read.
+    def kept(self, name: str, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the last value made under a name if its key is equal; else make one."""
+        before, found = self.last.get(name, (None, None))
+        if before != key:
+            found = make()
+            self.last[name] = key, found
+        return found
 
-        A dict with the same names as last time is not flattened again.
+    def find(self, params: Any, state: Any = None) -> Indexed:
+        """Return a tree's trained leaves and their index: the state's own if it has one.
+
+        Raises: ShardError if the state was made for other parameters.
         """
-        names, chosen, tree = self.names
-        if type(params) is dict and chosen is not None and list(params) == names:
+        return self.index(params, *self._flat(params), index_of(state))
+
+    def _flat(self, params: Any) -> tuple[list[Any], list[bool], Any, list[Tensor] | None]:
+        """Return the result of ``flat``, and the leaves' blocks if they were read.
+
+        A dict with last time's names is not flattened again.
+        """
+        names, known = self.last.get("names", ([], None))
+        if type(params) is dict and known is not None and list(params) == names:
+            chosen, tree = known
             every = list(chosen(params))
             try:
                 raws = list(map(_RAW, every))
@@ -77,50 +117,64 @@ class Seen:
             return some, [not a for a in asks], tree, kept
         leaves, held, tree = flat(params)
         if type(params) is dict and len(held) == len(params) > 1:
-            self.names = list(params), operator.itemgetter(*tree.entries()), tree
+            chosen = operator.itemgetter(*tree.entries())
+            self.last["names"] = list(params), (chosen, tree)
         return leaves, held, tree, None
 
     def index(
-        self, params: Any, leaves: list[Any], held: list[bool], tree: Any, state: Any = None
-    ) -> tuple[Index, Mesh]:
-        """Return the index of these leaves; the state's own index if it has one, after a check.
+        self,
+        params: Any,
+        leaves: list[Any],
+        held: list[bool],
+        tree: Any,
+        raws: list[Tensor] | None = None,
+        theirs: Index | None = None,
+    ) -> Indexed:
+        """Return leaves with their index, which is ``theirs``, after a check, if it is given.
 
-        ``held``, ``tree``  as ``flat`` returns them; if ``leaves`` are all, also frozen ones, the
-                            frozen ones get buckets of their own.
-        Until the first backward pass has been recorded, assume gradients arrive in reverse module
-        order.
+        If ``leaves`` are all, also frozen ones, the frozen ones get buckets of their own.
         """
-        theirs = index_of(state)
-        if self.last and (theirs is None or theirs is self.last[-1]):
-            before, *same, mesh, where = self.last
+        before = self.last.get("tree")
+        if before is not None and (theirs is None or theirs is before[1].where):
+            places, known = before
             try:
-                places = list(map(_PLACE, leaves))
+                same = list(map(_PLACE, leaves))
             except AttributeError:  # a plain tensor, refused below
-                places = []
-            alike = len(places) == len(before) and same == [held, tree]
-            if alike and all(map(operator.is_, places, before)):
-                return where, mesh
-        paths, order, words = _named(params, self.groups)
-        if self.apart:
-            names = _groups(paths, order)
-            words = list(zip(names, words, strict=True))
-        if any(held) and len(held) == len(leaves):
-            words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
-        mesh, items = _items(leaves, paths, words, self.hops)
+                same = []
+            alike = len(same) == len(places) and (held, tree) == (known.held, known.tree)
+            if alike and all(map(operator.is_, same, places)):
+                raws = list(map(_RAW, leaves)) if raws is None else raws
+                return Indexed(leaves, held, tree, raws, known.where, known.mesh)
+        mesh, items, arrive = self._items(params, leaves, held)
+        if theirs is not None and theirs.items != items:
+            raise changed(theirs.items, items, mesh)
         if theirs is not None:
-            if theirs.items != items:
-                raise changed(theirs.items, items, mesh)
             self.found.setdefault(items, theirs)
-        if items not in self.found:
-            sizes, arrive = tuple(mesh.axes.items()), order[::-1]
-            made = index(items, self.hops, sizes, self.most_bytes, arrive)
+        elif items not in self.found:
+            made = index(items, self.hops, tuple(mesh.axes.items()), self.most_bytes, arrive)
             # gathered parameters need an index, and so memory, of their own
             self.found[items] = replace(made, keep=self.keep) if self.apart else made
         where = self.found[items] if theirs is None else theirs
-        self.last = [p.place for p in leaves], held, tree, mesh, where
-        return where, mesh
+        found = Indexed(leaves, held, tree, [p.raw for p in leaves], where, mesh)
+        # without the leaves, whose memory a step replaces
+        self.last["tree"] = [p.place for p in leaves], found._replace(leaves=[], raws=[])
+        return found
 
-    def hears(
+    def _items(
+        self, params: Any, leaves: list[Any], held: list[bool]
+    ) -> tuple[Mesh, tuple[Item, ...], tuple[int, ...]]:
+        """Return mesh, items, and the order in which gradients should arrive.
+
+        Until a backward pass has been recorded, that is reverse module order.
+        """
+        paths, order, words = _named(params, self.groups)
+        if self.apart:
+            words = list(zip(_groups(paths, order), words, strict=True))
+        if any(held) and len(held) == len(leaves):
+            words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
+        return *_items(leaves, paths, words, self.hops), order[::-1]
+
+    def on_arrival(
         self, where: Index, mesh: Mesh, at_once: bool = False
     ) -> Callable[[list[int]], object] | None:
         """Return a callback for the order of the first backward's gradients, or None.
@@ -128,11 +182,11 @@ class Seen:
         It makes better buckets, which are used from the next step on, because gradients may still
         be accumulated in the old ones; at once with ``at_once``, if nothing is stored in them.
         """
-        if id(where) in self.heard or len(where.buckets) < 2:
+        if id(where) in self.recorded or len(where.buckets) < 2:
             return None
 
-        def hear(order: list[int]) -> None:
-            self.heard[id(where)] = where
+        def record(order: list[int]) -> None:
+            self.recorded[id(where)] = where, None
             said = agreed("arrival of gradients", mesh, order)
             if said is None:
                 return
@@ -142,51 +196,25 @@ class Seen:
             made = index(where.items, where.hops, where.sizes, self.most_bytes, every)
             if overlap(made, said) < overlap(where, said) + _WORTH:
                 return
-            self.heard[id(made)] = made
+            self.recorded[id(made)] = made, None
             if at_once:
-                self.take(made)
+                self.use(made)
             else:
-                self.waiting[id(where)] = made
+                self.recorded[id(where)] = where, made
 
-        return hear
+        return record
 
     def better(self, where: Index) -> Index | None:
-        """Return the re-ordered buckets, if there are any."""
-        return self.waiting.pop(id(where), None) if self.waiting else None
+        """Return the re-ordered buckets, once, if there are any."""
+        found = self.recorded.get(id(where), (where, None))[1]
+        if found is not None:
+            self.recorded[id(where)] = where, None
+        return found
 
-    def take(self, where: Index) -> None:
-        self.found[where.items], self.last = where, ()
-
-    def adopt(
-        self, leaves: list[Any], where: Index, mesh: Mesh, raws: list[Tensor] | None = None
-    ) -> list[Tensor]:
-        """Return the result of ``adopt``, cached while the leaves' blocks are the same objects."""
-        raws = list(map(_RAW, leaves)) if raws is None else raws
-        index, before, flats = self.held
-        if index is where and all(map(operator.is_, raws, before)):
-            return flats
-        flats = adopt(leaves, where, mesh)
-        self.held = where, [x.raw for x in leaves], flats
-        return flats
-
-    def keep_pieces(self, parts: Buckets) -> None:
-        """Reuse the gradients' views of the last step if their memory is the same."""
-        key = (parts.index, [x.raw.data_ptr() for x in parts.values()])
-        at, found = self.lists.get("grads", (None, None))
-        if at == key:
-            parts.__dict__["pieces"] = found
-        else:
-            self.lists["grads"] = (key, parts.pieces)
-
-    def own(self, flats: list[Tensor], where: Index, mesh: Mesh) -> Buckets:
-        """Return each rank's own part of the parameters."""
-        key = (where, [f.data_ptr() for f in flats])
-        at, found = self.lists.get("own", (None, None))
-        if at == key and not lead(mesh):  # under simulate the parts are copies
-            return found
-        made = own(flats, where, mesh)
-        self.lists["own"] = (key, made)
-        return made
+    def use(self, where: Index) -> None:
+        """Use this index for its items from now on."""
+        self.found[where.items] = where
+        self.last.pop("tree", None)
 
 
 def flat(params: Any) -> tuple[list[Any], list[bool], Any]:

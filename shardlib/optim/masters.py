@@ -14,7 +14,7 @@ from shardlib.optim.transform import Step, Transform, run_in_place, runs
 from shardlib.optim.trees import refuse_copies
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["Master", "ZeroState", "cast", "only_bf16", "with_master"]
+__all__ = ["Master", "ZeroState", "begun", "step_parts"]
 
 Master = Literal["fp32", "bf16+rem"]
 
@@ -49,7 +49,13 @@ def cast(parts: Buckets, dtype: torch.dtype, *, zeros: bool = False) -> Buckets:
     return parts.like(made)
 
 
-def only_bf16(parts: Buckets, where: str | tuple[str, ...]) -> None:
+def begun(tx: Transform, parts: Buckets, master: Master | None, axis: Any) -> Any:
+    """Initialise the state of parts of parameters, with their master if one is asked."""
+    if master is None:
+        return tx.init(parts)
+    full = cast(parts, torch.float32)
+    if master == "fp32":
+        return ZeroState(tx.init(full), full)
     odd = next((x for x in parts.values() if x.raw.dtype != torch.bfloat16), None)
     if odd is not None:
         raise ShardError(
@@ -57,40 +63,55 @@ def only_bf16(parts: Buckets, where: str | tuple[str, ...]) -> None:
             op="zero",
             operands={"parameters": typeof(odd)},
             mesh=odd.mesh,
-            fix=f'tx = sl.optim.zero(tx, axis={where!r}, master="fp32")',
+            fix=f'tx = sl.optim.zero(tx, axis={axis!r}, master="fp32")',
         )
+    return ZeroState(tx.init(full), cast(parts, torch.int16, zeros=True))
 
 
-def with_master(
+def step_parts(
     tx: Transform,
-    parts: Buckets,
-    state: ZeroState,
+    grads: Buckets,
+    state: Any,
     mine: Buckets,
     step: Step,
-    master: Master,
+    master: Master | None,
     memory: Memory,
-) -> ZeroState:
-    """Step the master weights in fp32, and write their rounded values into ``mine``."""
+) -> Any:
+    """Step parts of parameters in place, or their master, whose rounding they then are."""
+    if master is None:
+        return run_in_place(tx, grads, state, mine, step)
     if master == "fp32":
-        step.beside = state.master, mine
-        inner = run_in_place(tx, parts, state.inner, state.master, step)
-        if step.beside is not None:
-            step.beside = None
-            for p, m in zip(mine.pieces, state.master.pieces, strict=True):
-                p.copy_(m)
-        return ZeroState(inner, state.master)
+        return _with_fp32(tx, grads, state, mine, step)
+    return _with_remainder(tx, grads, state, mine, step, memory)
+
+
+def _with_fp32(
+    tx: Transform, grads: Buckets, state: ZeroState, mine: Buckets, step: Step
+) -> ZeroState:
+    step.beside = state.master, mine
+    inner = run_in_place(tx, grads, state.inner, state.master, step)
+    if step.beside is not None:
+        step.beside = None
+        for p, m in zip(mine.pieces, state.master.pieces, strict=True):
+            p.copy_(m)
+    return ZeroState(inner, state.master)
+
+
+def _with_remainder(
+    tx: Transform, grads: Buckets, state: ZeroState, mine: Buckets, step: Step, memory: Memory
+) -> ZeroState:
     first = next(iter(mine.values())).raw
     if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
         step.beside = mine, state.master
-        inner = run_in_place(tx, parts, state.inner, mine, step)
+        inner = run_in_place(tx, grads, state.inner, mine, step)
         step.beside = None  # still set if the step was skipped
         return ZeroState(inner, state.master)
-    raws = {n: memory.take(x.raw.shape, torch.float32, x.raw.device) for n, x in parts.items()}
-    full = parts.like({n: ShardedTensor(raw.zero_(), parts[n].place) for n, raw in raws.items()})
+    raws = {n: memory.take(x.raw.shape, torch.float32, x.raw.device) for n, x in grads.items()}
+    full = grads.like({n: ShardedTensor(raw.zero_(), grads[n].place) for n, raw in raws.items()})
     rows = runs(mine, state.master, full)
     for p, rest, m in spans(*rows):
         m.copy_(joined(p, rest))
-    inner = run_in_place(tx, parts, state.inner, full, step)
+    inner = run_in_place(tx, grads, state.inner, full, step)
     for p, rest, m in spans(*rows):
         high, low = halves(m)
         p.copy_(high)

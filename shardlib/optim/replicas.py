@@ -7,7 +7,7 @@ although every rank's share is then updated by another rule.
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import optree
@@ -46,7 +46,7 @@ def compare(op: str, params: Any, state: Any = None, tx: Any = None, **said: Any
 
 
 def _numbers(x: Any, at: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """List the numbers and strings in the closures of functions, with their names."""
+    """List the numbers and strings that functions and methods refer to, with their names."""
     if isinstance(x, int | float | str):
         yield at, x
         return
@@ -54,6 +54,8 @@ def _numbers(x: Any, at: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
         return
     seen.add(id(x))
     inside: list[tuple[str, Any]] = []
+    if isinstance(x, MethodType):
+        inside = [("", x.__func__), *((f".{n}", v) for n, v in vars(x.__self__).items())]
     if isinstance(x, FunctionType):
         names = x.__code__.co_freevars
         inside = [(f".{n}", _held(c)) for n, c in zip(names, x.__closure__ or (), strict=True)]
