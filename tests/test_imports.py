@@ -113,6 +113,7 @@ ORDER = [  # each may import from those before it
     "planning.grids",
     "planning.explain",
     "planning.plan",
+    "planning.choose",
     "planning",
     "seeing.canvas",
     "seeing.frames",

@@ -11,7 +11,6 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "layouts/test_spec.py": "layouts/partition",
     "modules/test_parallelize.py": "modules/patterns",  # rules match names
     "modules/test_dim_trace.py": "modules/dim_factors",  # atoms are what the dimensions of a module are made of
-    "planning/test_grids.py": "cost planning/bounds planning/links",
     "planning/test_layer_dedup.py": "planning/products",  # which are counted layer by layer
     "ops/attention/test_masks.py": "masks",  # the public names
     "ops/attention/test_engine.py": "attention",  # and these

@@ -888,36 +888,36 @@ def _for_layer(m: nn.Module, model: nn.Module) -> Tensor | None:
 
 
 def _from_config(model: nn.Module, config: Any) -> dict[str, Tensor] | None:
-    """Make the inputs of a Hugging Face model."""
+    """Make the inputs of a Hugging Face model, by the names that its forward takes."""
     takes = inspect.signature(model.forward).parameters
-    text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
-    text = config if isinstance(text, dict) else text
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    limits = [
-        getattr(text, n, None)
-        for n in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
-    ]
-    length = min([8, *(n // 2 if n > 3 else n for n in limits if isinstance(n, int) and n > 0)])
-    ids = torch.full((2, length), 1, dtype=torch.int64, device="cpu")
-    out: dict[str, Tensor] = {}
     main: Any = getattr(model, "main_input_name", "input_ids")
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    sizes: dict[str, tuple[int, ...]] = {}
     if "pixel_values" in takes and (main == "pixel_values" or hasattr(config, "vision_config")):
+        vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", 32) or 32
-        size = tuple(size) if isinstance(size, list | tuple) else (size, size)
-        out["pixel_values"] = torch.zeros(
-            2, getattr(vision, "num_channels", 3), *size, dtype=dtype, device="cpu"
-        )
+        space = tuple(size) if isinstance(size, list | tuple) else (size, size)
+        sizes["pixel_values"] = (getattr(vision, "num_channels", 3), *space)
     if main == "input_features":
         # Whisper's second convolution has stride 2, hence two frames per position
-        bins = getattr(config, "num_mel_bins", 80)
-        out["input_features"] = torch.zeros(
-            2, bins, 2 * getattr(config, "max_source_positions", 1500), dtype=dtype, device="cpu"
-        )
+        frames = 2 * getattr(config, "max_source_positions", 1500)
+        sizes["input_features"] = (getattr(config, "num_mel_bins", 80), frames)
     if main == "input_values":
         # a quarter of a second at 16 kHz, more than the receptive field of wav2vec 2.0
-        out["input_values"] = torch.zeros(2, 4000, dtype=dtype, device="cpu")
+        sizes["input_values"] = (4000,)
+    out = {n: torch.zeros(2, *size, dtype=dtype, device="cpu") for n, size in sizes.items()}
     if "input_ids" in takes and (main == "input_ids" or hasattr(config, "text_config")):
-        out["input_ids"] = ids
+        out["input_ids"] = _ids(config)
     if "decoder_input_ids" in takes:
-        out["decoder_input_ids"] = ids.clone()
+        out["decoder_input_ids"] = _ids(config)
     return out or None
+
+
+def _ids(config: Any) -> Tensor:
+    """Make token ids, at most half as many as the configuration has positions."""
+    text = getattr(config, "text_config", config)
+    text = config if isinstance(text, dict) else text
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
+    limits = [n for n in (getattr(text, name, None) for name in names) if isinstance(n, int)]
+    length = min([8, *(n // 2 if n > 3 else n for n in limits if n > 0)])
+    return torch.full((2, length), 1, dtype=torch.int64, device="cpu")

@@ -17,6 +17,7 @@ at a cost that prices include.
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -95,6 +96,20 @@ class _Found:
     def row(self, name: str, dims: Sequence[int]) -> Row:
         return [a for d in dims for a in self.dims.params[name][d]]
 
+    def sides(self, use: ParameterUse) -> tuple[Row, Row]:
+        """Return the dimensions of a parameter that a use contracts, and those that it keeps."""
+        return self.row(use.name, use.inputs), self.row(use.name, use.outputs)
+
+    @property
+    def rows(self) -> list[tuple[str, int, Row]]:
+        """All dimensions of parameters: (name, dimension, atoms)."""
+        return [(n, d, row) for n, rows in self.dims.params.items() for d, row in enumerate(rows)]
+
+    @property
+    def products(self) -> list[ParameterUse]:
+        """Products with a parameter that contract some of its dimensions and keep others."""
+        return [r for r in self.dims.reads if r.kind == "product" and r.inputs and r.outputs]
+
 
 def deep(row: Iterable[Atom]) -> list[Atom]:
     """List every atom of a row; an atom that was sliced is replaced by its parts."""
@@ -102,6 +117,11 @@ def deep(row: Iterable[Atom]) -> list[Atom]:
     for a in leaves(row):
         out += deep(a.parts) if a.parts else [a]
     return out
+
+
+def ids(row: Iterable[Atom]) -> set[int]:
+    """Return the identities of a row's atoms."""
+    return {id(a) for a in deep(row)}
 
 
 def kinds(dims: Dimensions) -> _Found:
@@ -114,68 +134,82 @@ def kinds(dims: Dimensions) -> _Found:
     ['inner', 'residual']
     """
     found = _Found(dims)
-    products = [r for r in dims.reads if r.kind == "product" and r.inputs and r.outputs]
-    into, outof = dict[int, set[int]](), dict[int, set[int]]()
-    for at, r in enumerate(products):
-        for a in deep(found.row(r.name, r.inputs)):
-            into.setdefault(id(a), set()).add(at)
-        for a in deep(found.row(r.name, r.outputs)):
-            outof.setdefault(id(a), set()).add(at)
-    looked = {
-        id(a) for r in dims.reads if r.kind == "lookup" for a in deep(found.row(r.name, r.inputs))
-    }
-    every = [a for rows in dims.params.values() for row in rows for a in deep(row)]
-    every += [a for row in dims.sources for a in deep(row)]
-    rows = [deep(row) for rows in dims.params.values() for row in rows]
-    beside = {id(a) for row in rows if any("heads" in a.seen for a in row) for a in row}
-    for a in every:
-        if "bound" in a.seen:
-            found.kind[id(a)] = "whole"
-        elif "heads" in a.seen:
-            found.kind[id(a)] = "inner"
-        elif "embedded" in a.seen or (
-            "normed" in a.seen and min(len(into.get(id(a), ())), len(outof.get(id(a), ()))) > 1
-        ):
-            found.kind[id(a)] = "residual"
-        elif "across" in a.seen and id(a) in beside:
-            found.kind[id(a)] = "whole"
+    headed = {i for _, _, row in found.rows if _headed(row) for i in ids(row)}
+    _classify_marked(found, headed)
     for row in dims.sources:
         found.put(row, "residual")
-    for r in dims.reads:
-        if r.kind == "conv":
-            if r.groups == 1:
-                found.put(found.row(r.name, r.outputs), "residual")
-            continue
+    _classify_outputs(found)
+    for r in found.products:
+        sides = found.sides(r)
+        if all(found.of(side) == "inner" for side in sides):
+            # the narrower side is an intermediate step
+            found.put(min(sides, key=length), "residual", ("inner",))
+    for r in found.products:
+        ins, outs = found.sides(r)
+        if (found.of(ins), found.of(outs)) == ("inner", "residual") and length(ins) > length(outs):
+            found.mlp |= ids(ins) - headed
+    return found
+
+
+def _classify_marked(found: _Found, headed: set[int]) -> None:
+    """Classify atoms by what operators other than products did with them."""
+    into, outof = Counter[int](), Counter[int]()  # numbers of products
+    for r in found.products:
+        ins, outs = found.sides(r)
+        into.update(ids(ins))
+        outof.update(ids(outs))
+    for row in [*(row for _, _, row in found.rows), *found.dims.sources]:
+        for a in deep(row):
+            stream = min(into[id(a)], outof[id(a)]) > 1
+            kind = _marked(a, stream, id(a) in headed)
+            if kind:
+                found.kind[id(a)] = kind
+
+
+def _marked(a: Atom, stream: bool, headed: bool) -> str:
+    """Return the kind that an atom's marks decide, or "".
+
+    ``stream``  several products read it and several give it.
+    ``headed``  it is in a dimension of heads.
+    """
+    if "bound" in a.seen:
+        return "whole"
+    if "heads" in a.seen:
+        return "inner"
+    if "embedded" in a.seen or ("normed" in a.seen and stream):
+        return "residual"
+    return "whole" if "across" in a.seen and headed else ""
+
+
+def _classify_outputs(found: _Found) -> None:
+    """Classify what products and convolutions give, in the order of the run."""
+    read = {i for r in found.products for i in ids(found.row(r.name, r.inputs))}
+    lookups = [r for r in found.dims.reads if r.kind == "lookup"]
+    looked = {i for r in lookups for i in ids(found.row(r.name, r.inputs))}
+    for r in found.dims.reads:
+        ins, outs = found.sides(r)
+        if r.kind == "conv" and r.groups == 1:
+            found.put(outs, "residual")
         if r.kind != "product" or not r.inputs or not r.outputs:
             continue
-        ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
         found.put(ins, "residual")
-        if found.of(outs):
-            continue
-        atoms = deep(outs)
-        if found.of(ins) == "inner":
-            found.put(outs, "residual")
-        elif any(id(a) in into for a in atoms):
-            normed = any("normed" in a.seen for a in atoms)
-            found.put(outs, "residual" if normed and length(outs) <= length(ins) else "inner")
-        else:  # an output of the module: a vocabulary, or a few scores
-            vocabulary = length(outs) > length(ins) or any(id(a) in looked for a in atoms)
-            found.put(outs, "inner" if vocabulary else "whole")
-            if vocabulary and len(atoms) == 1:
-                found.vocabulary.add(id(atoms[0]))
-    for r in products:
-        ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
-        if found.of(ins) == found.of(outs) == "inner":  # the narrower side is an intermediate step
-            found.put(min(ins, outs, key=length), "residual", ("inner",))
-    for r in products:
-        ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
-        if found.of(ins) == "inner" and found.of(outs) == "residual" and length(ins) > length(outs):
-            found.mlp |= {id(a) for a in deep(ins) if "heads" not in a.seen}
-    mixed = {
-        id(a) for rows in dims.params.values() for row in rows if _headed(row) for a in deep(row)
-    }
-    found.mlp -= mixed
-    return found
+        if not found.of(outs):
+            kind = _kind_of_output(found, ins, outs, read, looked)
+            found.put(outs, kind)
+            if kind == "inner" and not ids(outs) & read and len(deep(outs)) == 1:
+                found.vocabulary |= ids(outs)
+
+
+def _kind_of_output(found: _Found, ins: Row, outs: Row, read: set[int], looked: set[int]) -> str:
+    """Return the kind of what a product gives, by its input and by the products that read it."""
+    if found.of(ins) == "inner":
+        return "residual"
+    wider = length(outs) > length(ins)
+    if ids(outs) & read:
+        normed = any("normed" in a.seen for a in deep(outs))
+        return "residual" if normed and not wider else "inner"
+    # an output of the module: a vocabulary, or a few scores
+    return "inner" if wider or ids(outs) & looked else "whole"
 
 
 def _uses(dims: Dimensions) -> dict[str, ParameterUse]:
@@ -193,7 +227,7 @@ def role_names(model: nn.Module, dims: Dimensions) -> dict[str, str]:
     found, tokens, out = kinds(dims), _tokens(dims, model), {}
     for name, r in _uses(dims).items():
         if r.kind == "product":
-            ins, outs = (found.of(found.row(name, d)) or "whole" for d in (r.inputs, r.outputs))
+            ins, outs = (found.of(side) or "whole" for side in found.sides(r))
             out[name] = MATRIX.get((outs, ins), "expand")
         else:
             out[name] = "patch" if r.kind == "conv" else "tokens" if name in tokens else "positions"
@@ -203,10 +237,8 @@ def role_names(model: nn.Module, dims: Dimensions) -> dict[str, str]:
 def widening_names(dims: Dimensions) -> list[str]:
     """List the parameters whose product reads or gives the wide dimension of an MLP."""
     found = kinds(dims)
-    rows = (
-        (r, found.row(r.name, [*r.inputs, *r.outputs])) for r in dims.reads if r.kind == "product"
-    )
-    return [r.name for r, row in rows if found.mlp & {id(a) for a in deep(row)}]
+    products = [r for r in dims.reads if r.kind == "product"]
+    return [r.name for r in products if found.mlp & ids(itertools.chain(*found.sides(r)))]
 
 
 def _headed(row: Row) -> bool:
@@ -220,20 +252,20 @@ class _Unsaid(Exception):
     """Error for a split that no layout can express."""
 
 
-def _runs(
-    found: _Found, row: Iterable[Atom], kind: str
-) -> tuple[int, list[tuple[int, int, Atom | None]], int]:
-    """Return (positions before, adjacent atoms of a kind, positions after)."""
+def _run_of(found: _Found, row: Iterable[Atom], kind: str) -> tuple[int, int, Atom | None, int]:
+    """Find the first adjacent atoms of a kind: (positions before, their size, cut, after).
+
+    ``cut``  the atom, where it is one that was sliced.
+    """
     atoms = leaves(row)
     has = [found.of([a]) == kind for a in atoms]
     first = has.index(True)
     last = first + 1
-    if not atoms[first].parts:
+    cut = atoms[first] if atoms[first].parts else None
+    if cut is None:
         while last < len(atoms) and has[last] and not atoms[last].parts:
             last += 1
-    size = length(atoms[first:last])
-    cut = atoms[first] if atoms[first].parts else None
-    return length(atoms[:first]), [(size, last - first, cut)], length(atoms[last:])
+    return length(atoms[:first]), length(atoms[first:last]), cut, length(atoms[last:])
 
 
 def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tuple[int, int]]]:
@@ -241,18 +273,8 @@ def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tu
     row = list(row)
     if found.of(row) != kind:
         raise _Unsaid
-    before, ((size, _, cut),), after = _runs(found, row, kind)
-    if cut is None:
-        if size % p:
-            raise _Unsaid
-        each = size // p
-        inside = [[(r * each, (r + 1) * each)] for r in range(p)]
-    else:
-        inside, start = [[] for _ in range(p)], 0
-        for part in cut.parts or ():
-            for mine, ranges in zip(inside, _held(found, [part], kind, p), strict=True):
-                mine += [(start + a, start + b) for a, b in ranges]
-            start += root(part).size
+    before, size, cut, after = _run_of(found, row, kind)
+    inside = _even(size, p) if cut is None else _held_of_parts(found, cut, kind, p)
     if before * max(len(r) for r in inside) > 4096:
         raise _Unsaid
     return [
@@ -267,6 +289,24 @@ def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tu
     ]
 
 
+def _even(size: int, p: int) -> list[list[tuple[int, int]]]:
+    """List the equal range of each of ``p`` ranks."""
+    if size % p:
+        raise _Unsaid
+    each = size // p
+    return [[(r * each, (r + 1) * each)] for r in range(p)]
+
+
+def _held_of_parts(found: _Found, cut: Atom, kind: str, p: int) -> list[list[tuple[int, int]]]:
+    """List the ranges of each rank in a sliced atom, each part of which is split."""
+    inside, start = [[] for _ in range(p)], 0
+    for part in cut.parts or ():
+        for mine, ranges in zip(inside, _held(found, [part], kind, p), strict=True):
+            mine += [(start + a, start + b) for a, b in ranges]
+        start += root(part).size
+    return inside
+
+
 def spell(found: _Found, row: Iterable[Atom], kind: str, axes: Sequence[str], p: int) -> str:
     """Write the token that splits a dimension's atoms of one kind over axes.
 
@@ -275,19 +315,23 @@ def spell(found: _Found, row: Iterable[Atom], kind: str, axes: Sequence[str], p:
     if not axes:
         return "."
     row = list(row)
-    alone = deep(row)
-    if found.pad and len(alone) == 1 and id(alone[0]) in found.vocabulary and length(row) % p:
+    if found.pad and length(row) % p and _is_vocabulary(found, row):
         return _token(axes)
     held = _held(found, row, kind, p)
     if p > 1:
         return str(said(axes, held, length(row)))
     # write an axis of size one where a longer one would be
-    before, ((_, _, cut),), _ = _runs(found, row, kind)
-    sizes = {root(a).size for a in cut.parts or ()} if cut is not None else set()
-    groups = before * (len(cut.parts or ()) if cut is not None and len(sizes) == 1 else 1)
-    if len(sizes) > 1:
+    before, _, cut, _ = _run_of(found, row, kind)
+    parts = cut.parts or () if cut is not None else ()
+    if len({root(a).size for a in parts}) > 1:
         return str(Dim(tuple(axes), f"runs; 0:{length(row)}"))
+    groups = before * (len(parts) or 1)
     return str(Dim((groups, *axes) if groups > 1 else tuple(axes)))
+
+
+def _is_vocabulary(found: _Found, row: Row) -> bool:
+    atoms = deep(row)
+    return len(atoms) == 1 and id(atoms[0]) in found.vocabulary
 
 
 def _token(axes: Sequence[str]) -> str:
@@ -308,39 +352,53 @@ def assign(
     found.pad = way.pad
     uses = _uses(dims)
     _settle(found, uses, way)
-    texts: dict[str, tuple[str, ...]] = {}
-    tokens = _tokens(dims, model)
+    tokens, recurrent = _tokens(dims, model), _recurrent(model)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    recurrent = {
-        f"{n}.{k}".lstrip(".")
-        for n, m in model.named_modules()
-        if isinstance(m, nn.RNNBase | nn.RNNCellBase)
-        for k, _ in m.named_parameters(recurse=False)
-    }
+    texts: dict[str, tuple[str, ...]] = {}
     for name, rows in dims.params.items():
         r = uses.get(name)
         if name in recurrent:
             texts[name] = ("...",)
         elif r is None or r.kind == "conv":
-            texts[name] = (_by_dimension(found, name, rows, way, r),)
+            texts[name] = (_by_dimension(found, rows, way),)
         elif r.kind == "lookup":
             texts[name] = (_table(found, name, way, name in tokens),)
         else:
             texts[name] = _matrix(found, r, way, shapes[name])
-    untouched = {
-        n
-        for n, rows in dims.params.items()
-        if n not in uses and all(_bare(a) for row in rows for a in row)
-    }
-    # a parameter that the run did not reach gets the layout of its equal in another layer
-    for name in untouched:
-        like = next((n for n in texts if n not in untouched and _stars(n) == _stars(name)), None)
-        if like is not None and shapes[like] == shapes[name]:
-            texts[name] = texts[like]
+    _copy_layouts(texts, _unreached(dims, uses), shapes)
     left = {}
     for (name, d), why in found.left.items():
         left.setdefault(name, f"dimension {d} of {list(shapes[name])}: {why}")
     return texts, left
+
+
+def _unreached(dims: Dimensions, uses: Mapping[str, ParameterUse]) -> set[str]:
+    """List the parameters that the run did not read."""
+    return {
+        n
+        for n, rows in dims.params.items()
+        if n not in uses and all(_bare(a) for row in rows for a in row)
+    }
+
+
+def _copy_layouts(
+    texts: dict[str, tuple[str, ...]], names: set[str], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Give these parameters the layouts of their equals in other layers."""
+    for name in names:
+        like = next((n for n in texts if n not in names and _stars(n) == _stars(name)), None)
+        if like is not None and shapes[like] == shapes[name]:
+            texts[name] = texts[like]
+
+
+def _recurrent(model: nn.Module) -> set[str]:
+    """List the parameters of recurrent modules, which stay whole."""
+    return {
+        f"{n}.{k}".lstrip(".")
+        for n, m in model.named_modules()
+        if isinstance(m, nn.RNNBase | nn.RNNCellBase)
+        for k, _ in m.named_parameters(recurse=False)
+    }
 
 
 def _bare(a: Atom) -> bool:
@@ -349,33 +407,41 @@ def _bare(a: Atom) -> bool:
 
 def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
     """List the vocabulary's tables: tied to a matrix, or the first looked up by integer inputs."""
-    looked = list(dict.fromkeys(r.name for r in dims.reads if r.kind == "lookup"))
-    given = list(dict.fromkeys(r.name for r in dims.reads if r.kind == "lookup" and r.given))
-    tied = {r.name for r in dims.reads if r.kind == "product"}
-    return {n for n in looked if n in tied} or set((given or (looked if dims.numbers else []))[:1])
+    lookups = [r for r in dims.reads if r.kind == "lookup"]
+    tied = {r.name for r in lookups} & {r.name for r in dims.reads if r.kind == "product"}
+    if tied:
+        return tied
+    given = [r.name for r in lookups if r.given]
+    return set((given or [r.name for r in lookups if dims.numbers])[:1])
 
 
-def _axes(found: _Found, row: Row, way: RoleLayouts) -> tuple[str, ...]:
-    """List the axes that split the inner atoms of a row."""
-    if way.wide is not None and any(id(a) in found.mlp for a in deep(row)):
+def _axes(found: _Found, row: Row, kind: str, way: RoleLayouts) -> tuple[str, ...]:
+    """List the axes that split the atoms of a kind in a row."""
+    if kind == "inner" and way.wide is not None and found.mlp & ids(row):
         return way.wide
-    return way.inner
+    return {"inner": way.inner, "residual": way.residual}.get(kind, ())
+
+
+def _split(found: _Found, row: Row, kind: str, way: RoleLayouts) -> str:
+    """Write the token of a dimension split in its atoms of a kind.  Raises: _Unsaid."""
+    axes = _axes(found, row, kind, way)
+    return spell(found, row, kind, axes, way.ways(axes))
 
 
 def _settle(found: _Found, uses: Mapping[str, ParameterUse], way: RoleLayouts) -> None:
     """Mark as whole what no layout can express, until nothing changes."""
-    changed = True
-    while changed:
+    before: dict[int, str] | None = None
+    while found.kind != before:
         before = dict(found.kind)
-        for name, rows in found.dims.params.items():
-            for d, row in enumerate(rows):
-                for kind in ("inner", "residual"):
-                    if found.of(row) == kind or any(found.of([a]) == kind for a in deep(row)):
-                        _settle_row(found, name, d, row, kind, way, uses.get(name))
-        for r in found.dims.reads:
-            if r.kind == "product" and r.inputs and r.outputs:
-                _settle_product(found, r, way)
-        changed = found.kind != before
+        for name, d, row in found.rows:
+            for kind in ("inner", "residual"):
+                if any(found.of(some) == kind for some in (row, *([a] for a in deep(row)))):
+                    _settle_row(found, name, d, row, kind, way, uses.get(name))
+        for r in found.products:
+            ends = [found.of(side) for side in found.sides(r)]
+            _settle_crossing(found, r, ends, way)
+            if way.apart:
+                _settle_apart(found, r, ends)
 
 
 def _settle_row(
@@ -387,139 +453,135 @@ def _settle_row(
     way: RoleLayouts,
     use: ParameterUse | None,
 ) -> None:
-    axes = _axes(found, row, way) if kind == "inner" else way.residual
-    p = way.ways(axes)
-    if use is not None and use.kind == "product" and d not in use.inputs + use.outputs:
+    """Mark a dimension as whole if it cannot be split, or not as its use needs it."""
+    of = use.kind if use is not None else ""
+    inputs, outputs = (use.inputs, use.outputs) if use is not None else ((), ())
+    if of == "product" and d not in inputs + outputs:
         return  # the expert dimension of a stack
-    if use is not None and use.kind == "lookup" and d in use.inputs:
+    if of == "lookup" and d in inputs:
         return  # a vocabulary, whose split affects its table alone
+    axes = _axes(found, row, kind, way)
+    p = way.ways(axes)
     try:
         token = spell(found, row, kind, axes, p)
     except _Unsaid:
-        if length(row) == 1:
-            return
-        atoms = [a for a in leaves(row) if found.of([a]) == kind]
-        if (
-            kind == "inner"
-            and all("heads" in a.seen and not a.parts for a in atoms)
-            and _shared(found, row, p)
-        ):
-            return  # fewer heads of keys than ranks: only keys and values stay whole
-        why, mine = f"{_text(row)} has no even split over {p}", {id(a) for a in deep(row)}
-        for other, rows in found.dims.params.items() if mine & found.vocabulary else ():
-            for at, theirs in enumerate(rows):
-                if mine & {id(a) for a in deep(theirs)}:
-                    found.left.setdefault(
-                        (other, at), f"{why}; sl.parallelize(..., pad=True) pads it"
-                    )
-        found.left.setdefault((name, d), why)
-        found.put(row, "whole", (kind,))
+        _settle_uneven(found, name, d, row, kind, p)
         return
-    strict = use is not None and use.kind == "product" and d in use.inputs
-    if (kind == "residual" or strict) and p > 1 and token != _token(axes):
-        if kind == "residual" and use is not None and d in use.outputs:
-            return
+    if p == 1 or token == _token(axes):
+        return
+    contracted = of == "product" and d in inputs
+    if contracted or (kind == "residual" and d not in outputs):
         found.left.setdefault((name, d), f"{_text(row)} is cut where it is split")
         found.put(row, "whole", (kind,))
 
 
+def _settle_uneven(found: _Found, name: str, d: int, row: Row, kind: str, p: int) -> None:
+    """Mark a dimension as whole that does not divide over ``p`` ranks."""
+    if length(row) == 1:
+        return
+    atoms = [a for a in leaves(row) if found.of([a]) == kind]
+    heads = kind == "inner" and all("heads" in a.seen and not a.parts for a in atoms)
+    if heads and _shared(found, row, p):
+        return  # fewer heads of keys than ranks: only keys and values stay whole
+    why = f"{_text(row)} has no even split over {p}"
+    vocabulary = ids(row) if ids(row) & found.vocabulary else set()
+    for other, at, theirs in found.rows:
+        if vocabulary & ids(theirs):
+            found.left.setdefault((other, at), f"{why}; sl.parallelize(..., pad=True) pads it")
+    found.left.setdefault((name, d), why)
+    found.put(row, "whole", (kind,))
+
+
 def _shared(found: _Found, row: Row, p: int) -> bool:
     """Check whether other rows contain these heads and can be split."""
-    mine = {id(a) for a in leaves(row)}
-    for rows in found.dims.params.values():
-        for other in rows:
-            if mine & {id(a) for a in leaves(other)} and found.of(other) == "inner":
-                try:
-                    _held(found, other, "inner", p)
-                except _Unsaid:
-                    continue
-                return True
+    for _, _, other in found.rows:
+        if _common(row, other) and found.of(other) == "inner":
+            try:
+                _held(found, other, "inner", p)
+            except _Unsaid:
+                continue
+            return True
     return False
+
+
+def _common(row: Row, other: Row) -> set[int]:
+    """Return the leaves that two rows share."""
+    return {id(a) for a in leaves(row)} & {id(a) for a in leaves(other)}
 
 
 def _text(row: Row) -> str:
     return "(" + " ".join(map(repr, leaves(row))) + ")"
 
 
-def _settle_product(found: _Found, r: ParameterUse, way: RoleLayouts) -> None:
-    ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
-    one, two = found.of(ins), found.of(outs)
+def _settle_crossing(found: _Found, r: ParameterUse, ends: Sequence[str], way: RoleLayouts) -> None:
+    """Mark a product as whole where an axis would split its own dimensions and its rows' too."""
     split = {"residual": way.ways(way.residual), "inner": way.ways(way.inner), "whole": 1, "": 1}
-    crossing = {k for a in r.rows if split[k := found.of([a])] > 1}
-    if crossing and (split[one] > 1 or split[two] > 1):
-        # an axis would split both the rows' features and this product's own dimensions
-        why = (
-            f"its rows are split too, as {_text([a for a in r.rows if found.of([a]) in crossing])}"
-        )
-        for side, dims in ((ins, r.inputs), (outs, r.outputs)):
+    crossing = [a for a in r.rows if split[found.of([a])] > 1]
+    if crossing and any(split[end] > 1 for end in ends):
+        why = f"its rows are split too, as {_text(crossing)}"
+        for side, dims in zip(found.sides(r), (r.inputs, r.outputs), strict=True):
             found.left.setdefault((r.name, dims[0]), why)
             found.put(side, "whole", ("inner", "residual"))
-    if not way.apart:
-        return
-    everything = [row for rows in found.dims.params.values() for row in rows]
-    headed = {id(a) for row in everything if found.of(row) == "inner" for a in leaves(row)}
+
+
+def _settle_apart(found: _Found, r: ParameterUse, ends: Sequence[str]) -> None:
+    """Mark a product's output as whole where rows would be split otherwise than in its input."""
+    ins, outs = found.sides(r)
+    one, two = ends
     if two == "inner" and one == "whole" and not _dropped(found, ins):
         found.left.setdefault((r.name, r.outputs[0]), "what it reads is whole")
         found.put(outs, "whole", ("inner",))
-    elif one == "residual" and two == "whole" and headed & {id(a) for a in leaves(outs)}:
-        shared = {id(a) for a in leaves(outs)}
-        for name, rows in found.dims.params.items():
-            for d, row in enumerate(rows):
-                if found.of(row) == "inner" and shared & {id(a) for a in leaves(row)}:
-                    found.left.setdefault((name, d), f"{r.name} has too few heads to split")
-                    found.put(row, "whole", ("inner",))
+    elif one == "residual" and two == "whole":
+        for name, d, row in found.rows:
+            if found.of(row) == "inner" and _common(row, outs):
+                found.left.setdefault((name, d), f"{r.name} has too few heads to split")
+                found.put(row, "whole", ("inner",))
 
 
 def _dropped(found: _Found, row: Row) -> bool:
     """Check whether all products with this output contract inner features."""
-    mine = {id(a) for a in deep(row)}
-    products = [r for r in found.dims.reads if r.kind == "product" and r.outputs and r.inputs]
-    makers = [r for r in products if mine & {id(a) for a in deep(found.row(r.name, r.outputs))}]
-    return bool(makers) and all(found.of(found.row(r.name, r.inputs)) == "inner" for r in makers)
+    sides = [found.sides(r) for r in found.products]
+    read = [ins for ins, outs in sides if ids(row) & ids(outs)]
+    return bool(read) and all(found.of(ins) == "inner" for ins in read)
 
 
 def _side(found: _Found, row: Row, way: RoleLayouts) -> str:
     """Return the kind of a dimension, "whole" if no layout can express its split."""
     kind = found.of(row) or "whole"
-    axes = _axes(found, row, way) if kind == "inner" else way.residual if kind == "residual" else ()
     try:
-        if kind != "whole":
-            spell(found, row, kind, axes, way.ways(axes))
+        _split(found, row, kind, way)
     except _Unsaid:
         return "whole"
     return kind
 
 
+def _role(found: _Found, ins: Row, outs: Row, kinds: tuple[str, str], way: RoleLayouts) -> str:
+    """Return the role of a matrix whose (output, input) have these kinds, as recipes name it."""
+    role = MATRIX[kinds]
+    wide = {"expand": outs, "contract": ins}.get(role)
+    if wide is not None and way.wide is not None and found.mlp & ids(wide):
+        return "up" if role == "expand" else "down"
+    if role != "contract":
+        return role
+    if way.widest and length(ins) <= length(outs):
+        return "expand"
+    even = (_token(way.residual), ".")
+    return role if _split(found, outs, "residual", way) in even else "plain"
+
+
 def _matrix(
     found: _Found, r: ParameterUse, way: RoleLayouts, shape: tuple[int, ...]
 ) -> tuple[str, ...]:
-    ins, outs = found.row(r.name, r.inputs), found.row(r.name, r.outputs)
+    ins, outs = found.sides(r)
     into, out = _side(found, ins, way), _side(found, outs, way)
     if into == out == "inner":
         into = "whole"
-    role = MATRIX[out, into]
-    wide = way.wide is not None and role in ("expand", "contract")
-    if wide and any(id(a) in found.mlp for a in deep(outs if role == "expand" else ins)):
-        role = "up" if role == "expand" else "down"
-    if role == "contract" and way.widest and length(ins) <= length(outs):
-        role = "expand"
-    if (
-        role == "contract"
-        and out == "residual"
-        and spell(found, outs, out, way.residual, way.ways(way.residual))
-        not in (_token(way.residual), ".")
-    ):
-        role = "plain"
-    text, _, *more = way.layouts[role]
-    parsed = Layout.parse(text).resolve(2).dims
+    text, _, *more = way.layouts[_role(found, ins, outs, (out, into), way)]
+    out_axes, in_axes = (d.axes for d in Layout.parse(text).resolve(2).dims)
     texts = ["."] * len(shape)
     (o,), (i,) = r.outputs[:1], r.inputs[:1]
-    out_axes, in_axes = parsed[0].axes, parsed[1].axes
-    owns = (
-        (way.residual if out == "residual" else _axes(found, outs, way)) if out != "whole" else ()
-    )
-    if out_axes and tuple(out_axes) == tuple(owns):
-        texts[o] = spell(found, outs, out, out_axes, way.ways(out_axes))
+    if out_axes and tuple(out_axes) == tuple(_axes(found, outs, out, way)):
+        texts[o] = _split(found, outs, out, way)
     else:
         texts[o] = _fitting(out_axes, shape[o], way)
     texts[i] = _fitting(in_axes, shape[i], way)
@@ -539,8 +601,7 @@ def _table(found: _Found, name: str, way: RoleLayouts, tokens: bool) -> str:
     n, width = length(vocabulary), length(features)
     kind = _side(found, features, way)
     if kind == "inner":
-        axes = _axes(found, features, way)
-        return f". {spell(found, features, kind, axes, way.ways(axes))}"
+        return f". {_split(found, features, kind, way)}"
     rows, cols = Layout.parse(way.layouts["tokens" if tokens else "positions"][0]).resolve(2).dims
     if kind == "whole" and way.residual:
         return ". ."
@@ -554,25 +615,15 @@ def _table(found: _Found, name: str, way: RoleLayouts, tokens: bool) -> str:
     return f"{split} {_fitting(cols.axes, width, way)}"
 
 
-def _by_dimension(
-    found: _Found, name: str, rows: Sequence[Row], way: RoleLayouts, use: ParameterUse | None
-) -> str:
+def _by_dimension(found: _Found, rows: Sequence[Row], way: RoleLayouts) -> str:
+    """Write the layout of a vector or of a convolution's weight, dimension by dimension."""
     texts = []
     taken: set[str] = set()
     for row in rows:
         kind = _side(found, row, way)
-        axes = (
-            _axes(found, row, way)
-            if kind == "inner"
-            else way.residual
-            if kind == "residual"
-            else ()
-        )
-        if taken & set(axes) or not axes:
-            texts.append(".")
-            continue
-        texts.append(spell(found, row, kind, axes, way.ways(axes)))
-        taken |= set(axes)
+        axes = set(_axes(found, row, kind, way))
+        texts.append("." if taken & axes else _split(found, row, kind, way))
+        taken |= axes
     return " ".join(texts)
 
 

@@ -1,18 +1,12 @@
 """Recipes: lists of sharding rules for modules, to use as they are or to edit.
 
-A recipe traces the module once on the meta device, derives the role of each parameter (param_roles.py),
-and writes one rule per kind of parameter, with layer numbers as ``*``.  ``torch.nn.Linear`` stores
-its weight (out, in).  A parameter that does not divide, or whose split no layout can express, is
-left whole; ``recipe.left`` names it.  Of these, a vocabulary is split where ``parallelize`` is
-given ``pad=True``.
+A recipe traces the module once on the meta device, derives the role of each parameter
+(param_roles.py), and writes one rule per kind of parameter, with layer numbers as ``*``.
+``torch.nn.Linear`` stores its weight (out, in).  A parameter that does not divide, or whose split
+no layout can express, is left whole; ``recipe.left`` names it.  Of these, a vocabulary is split
+where ``parallelize`` is given ``pad=True``.
 
-If the module cannot be run, because its inputs are unknown (give them: ``inputs=``), roles are
-guessed from names and shapes, with a warning.  Then *expanding* layers feed something wide (qkv,
-gates, the MLP's first layer, the vocabulary); *contracting* layers come back from it: by their name
-(``c_proj``, ``o_proj``, ``down_proj``, ``output.dense``, ``fc2``, ...) or because their input is
-wider than their output; *plain* ones keep the residual stream as it is (``pooler``, a head's
-``transform``); *scores* are a few classes; *keys* are keys and values of fewer heads than ranks.
-GPT-2's Conv1D is a Linear stored (in, out), and a convolution of patches a Linear of their pixels.
+A module that cannot be run, because its inputs are unknown, is refused: give them, ``inputs=``.
 
 Every recipe takes batches over a ``data`` axis as well, where the mesh has one.
 

@@ -4,12 +4,13 @@ from shardlib.layouts import ReshardPlan
 from shardlib.mesh import Link
 from shardlib.ops.attention import attention_plan
 from shardlib.planning.bounds import lower_bound
+from shardlib.planning.choose import choose
 from shardlib.planning.cluster import Cluster, measured
-from shardlib.planning.grids import Choice, Grid3, choose
+from shardlib.planning.grids import Grid3
 from shardlib.planning.links import probe
 from shardlib.planning.plan import Plan, plan
 
 __all__ = [
-    "Choice", "Cluster", "Grid3", "Link", "Plan", "ReshardPlan", "attention_plan", "choose",
+    "Cluster", "Grid3", "Link", "Plan", "ReshardPlan", "attention_plan", "choose",
     "lower_bound", "measured", "plan", "probe",
 ]  # fmt: skip

@@ -51,21 +51,27 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             return out
         if name in ("fill_", "zero_"):  # its old values do not matter
             if out.numel() <= MOST and not isinstance(args[1] if len(args) > 1 else 0, Tensor):
-                self._keep(
-                    out, func(torch.empty(out.shape, dtype=out.dtype, device="cpu"), *args[1:])
-                )
-            return out
-        given = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]  # type: ignore[arg-type]
-        alike = all(id(x) in self.values or not x.is_meta for x in given)
-        # uninitialised and random values are not known
-        blank = "empty" in name or torch.Tag.nondeterministic_seeded in func.tags
-        if alike and not blank and out.numel() <= MOST and (given or "device" in kwargs):
+                blank = torch.empty(out.shape, dtype=out.dtype, device="cpu")
+                self._keep(out, func(blank, *args[1:]))
+        elif out.numel() <= MOST and self._has_values(func, args, kwargs):
             host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
             beside: Any = optree.tree_map(self._twin, (args, host))  # type: ignore[arg-type]
             self._keep(out, _computed(func, *beside))
         else:
             self.values.pop(id(out), None)  # written in place with unknown values
         return out
+
+    def _has_values(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return whether the values of all operands are known, and so those of the result."""
+        # uninitialised and random values are not known
+        if "empty" in func.overloadpacket.__name__:
+            return False
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        given = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]  # type: ignore[arg-type]
+        if not given:
+            return "device" in kwargs
+        return all(id(x) in self.values or not x.is_meta for x in given)
 
     def _twin(self, x: Any) -> Any:
         return self.values.get(id(x), x) if isinstance(x, Tensor) else x
@@ -79,10 +85,11 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = args[0] if args and isinstance(args[0], list | tuple) else args
     given = [x for x in rows if isinstance(x, Tensor)]
     most = max((x.ndim for x in given), default=0)
-    count = max((x.shape[0] for x in given if x.ndim == most), default=0) if most > 1 else 0
+    widest = [x for x in given if x.ndim == most > 1]
+    count = max((x.shape[0] for x in widest), default=0)
     # rows of stride 0 are the same memory: one of them gives all
-    one = count > 1 and _by_row(func, args, most) and not func._schema.is_mutable
-    if not one or not all(x.stride(0) == 0 or x.shape[0] == 1 for x in given if x.ndim == most):
+    one = all(x.stride(0) == 0 or x.shape[0] == 1 for x in widest)
+    if count <= 1 or not one or not _by_row(func, args, most) or func._schema.is_mutable:
         return func(*args, **kwargs)
     tree: Any = args
     first: Any = optree.tree_map(

@@ -2,8 +2,8 @@
 
 Every recipe on every mesh of the given number of ranks is first estimated from the model's
 products.  The best then run on the meta device, forward and backward, with each distinct layer once
-and then once more (layer_dedup.py).  Products, attention, embedding and loss are therefore counted from
-the step's own calls, and a model of 80 layers takes as long as one of two.
+and then once more (layer_dedup.py).  Products, attention, embedding and loss are therefore counted
+from the step's own calls, and a model of 80 layers takes as long as one of two.
 """
 
 import itertools
@@ -11,7 +11,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from shardlib.modules.dim_trace import Dimensions, trace_dimensions
 from shardlib.placing import shard
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explain import explain, size
-from shardlib.planning.grids import step_cost
+from shardlib.planning.grids import Grid3, grids_text, step_cost
 from shardlib.planning.layer_dedup import Outline, outline
 from shardlib.planning.products import Layer, Totals, all_products
 
@@ -93,6 +94,11 @@ class Weighed:
     layers: tuple[str, ...] = ()
 
     @property
+    def mesh(self) -> Mapping[str, int]:
+        """Axis sizes."""
+        return self.way.mesh
+
+    @property
     def bytes(self) -> float:
         """Bytes received in a step."""
         return sum(b for b, _ in self.along.values())
@@ -114,12 +120,18 @@ class Weighed:
         return self.parameters + self.state + held + own
 
 
+W = TypeVar("W", Weighed, Grid3)
+
+
 @dataclass(frozen=True)
-class Plan:
-    """The ways to train a model, the best first.
+class Plan(Generic[W]):
+    """The ways to train a model, the best first: of ``plan``, or the grids of ``choose``.
 
     ``table``     best first; those that fit before those that do not.
     ``best``      None where none fits.
+    ``mesh``      axis sizes of the best, for ``make_mesh(**found.mesh)``.
+    ``recipe``    the best's function of ``shardlib.modules.recipes``.
+    ``save``      operands that a grid keeps gathered; if any, train within ``sl.saving()``.
     ``rejected``  (way, reason) of those that are impossible.
     ``looked``    number of ways that were estimated.
     ``batch``     rows of a step.
@@ -132,52 +144,88 @@ class Plan:
     (None, False)
     """
 
-    table: tuple[Weighed, ...]
-    memory: float
+    table: tuple[W, ...]
+    memory: float | None
     looked: int
     rejected: tuple[tuple[Strategy, str], ...] = ()
     batch: int = 0
     cluster: Cluster | None = None
 
     @property
-    def best(self) -> Weighed | None:
+    def best(self) -> W | None:
         """The best way, or None where none fits."""
         return self.table[0] if self.table and self.table[0].fits else None
 
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axis sizes of the best way.  Raises: ShardError if nothing fits."""
+        return dict(self._chosen().mesh)
+
+    @property
+    def recipe(self) -> Callable[..., recipes.Recipe]:
+        """The recipe that lays a model out as the best way does.  Raises: ShardError."""
+        best = self._chosen()
+        if isinstance(best, Weighed):
+            return getattr(recipes, best.way.recipe)
+        return recipes.cube3d if best.mlp == "mnk" else partial(recipes.cube3d, mlp=best.mlp)
+
+    @property
+    def save(self) -> str:
+        """The operands that the best way keeps gathered.  Raises: ShardError if nothing fits."""
+        best = self._chosen()
+        return "" if isinstance(best, Weighed) else best.save
+
+    def _chosen(self) -> W:
+        if self.best is None:
+            raise ShardError("no way to train fits", op="plan", fix="print(found)")
+        return self.best
+
     def __str__(self) -> str:
-        lines, best = [], self.best
-        if best is not None:
-            of = f"{size(best.peak)} of {size(self.memory)}"
-            lines.append(f"{best.way}: {of}, {best.seconds:.3g} s a step")
-            n = best.way.accumulate
-            if n > 1:
-                lines.append(f"fits with {n} micro-batches of {self.batch // n} rows each")
-        elif self.table:
-            least = min(self.table, key=lambda w: w.peak)
-            lines.append(
-                f"nothing fits into {size(self.memory)}; the least is {size(least.peak)}: "
-                f"{least.way}"
-            )
-        elif not self.rejected:
-            lines.append(f"no recipe splits {self.batch} rows, and the heads, over so many ranks")
-        large = max((w.peak for w in self.table), default=0.0) >= 2**30
-        unit, scale = ("GiB", 2**30) if large else ("MiB", 2**20)
-        lines += [
-            f"{unit} per rank: peak  params   grads   state   saved    temp"
-            "   MiB moved  messages   seconds"
-        ] * bool(self.table)
-        for w in self.table:
-            parts = (w.peak, w.parameters, w.gradients, w.state, w.saved, w.temporary)
-            figures = " ".join(f"{p / scale:>7.2f}" for p in parts)
-            tail = f"{w.bytes / 2**20:>11.1f} {w.messages:>9.0f} {w.seconds:>9.3g}"
-            lines.append(f"{w.way}" + ("" if w.fits else "  (does not fit)"))
-            lines.append(f"        {figures} {tail}")
-        lines += [f"cannot be: {way}: {why}" for way, why in self.rejected]
-        lines.append(f"{self.looked} ways were estimated, {len(self.table)} ran on paper")
-        lines += [self.cluster.told()] if self.cluster is not None else []
-        return "\n".join(lines)
+        grids = [g for g in self.table if isinstance(g, Grid3)]
+        return (
+            grids_text(grids, len(self.rejected))
+            if grids
+            else _ways_text(cast("Plan[Weighed]", self))
+        )
 
     __repr__ = __str__
+
+
+def _ways_text(plan: Plan[Weighed]) -> str:
+    """Write what ``plan`` found: the best way, a table of figures, and what is impossible."""
+    lines = _outcome(plan)
+    large = max((w.peak for w in plan.table), default=0.0) >= 2**30
+    unit, scale = ("GiB", 2**30) if large else ("MiB", 2**20)
+    lines += [
+        f"{unit} per rank: peak  params   grads   state   saved    temp"
+        "   MiB moved  messages   seconds"
+    ] * bool(plan.table)
+    for w in plan.table:
+        parts = (w.peak, w.parameters, w.gradients, w.state, w.saved, w.temporary)
+        figures = " ".join(f"{p / scale:>7.2f}" for p in parts)
+        tail = f"{w.bytes / 2**20:>11.1f} {w.messages:>9.0f} {w.seconds:>9.3g}"
+        lines.append(f"{w.way}" + ("" if w.fits else "  (does not fit)"))
+        lines.append(f"        {figures} {tail}")
+    lines += [f"cannot be: {way}: {why}" for way, why in plan.rejected]
+    lines.append(f"{plan.looked} ways were estimated, {len(plan.table)} ran on paper")
+    lines += [plan.cluster.told()] if plan.cluster is not None else []
+    return "\n".join(lines)
+
+
+def _outcome(plan: Plan[Weighed]) -> list[str]:
+    """Write the best way, or the one that needs least memory where none fits."""
+    best, room = plan.best, size(plan.memory or 0)
+    if best is not None:
+        n = best.way.accumulate
+        first = f"{best.way}: {size(best.peak)} of {room}, {best.seconds:.3g} s a step"
+        more = f"fits with {n} micro-batches of {plan.batch // n} rows each"
+        return [first, more] if n > 1 else [first]
+    if plan.table:
+        least = min(plan.table, key=lambda w: w.peak)
+        return [f"nothing fits into {room}; the least is {size(least.peak)}: {least.way}"]
+    if plan.rejected:
+        return []
+    return [f"no recipe splits {plan.batch} rows, and the heads, over so many ranks"]
 
 
 def plan(
@@ -193,7 +241,7 @@ def plan(
     loss: Callable[..., Tensor] | None = None,
     most: int = 4,
     accumulate: int = 1,
-) -> Plan:
+) -> Plan[Weighed]:
     """Find how to train a language model on ``ranks`` ranks: mesh, recipe, ZeRO, micro-batches.
 
     ``model``       best on the meta device; its dtype counts.
@@ -228,32 +276,9 @@ def plan(
     >>> found.best.way.recipe, dict(found.best.way.mesh), found.best.way.stage
     ('ddp', {'data': 4}, 1)
     """
-    counts = {"ranks": ranks, "batch": batch, "sequence": sequence, "accumulate": accumulate}
-    for name, n in {**counts, "most": most}.items():
-        top = _RANKS if name == "ranks" else _ROWS
-        if not 1 <= n <= top:
-            raise BadArgument(
-                f"{name}={n}: 1 at least and {top:,} at most",
-                op="plan",
-                fix="sl.planning.plan(model, 8, batch=64, sequence=1024)",
-            )
-    for name, amount in {"state": state, "memory": 1.0 if memory is None else memory}.items():
-        if not (0 < amount < math.inf or (name == "state" and amount == 0)):
-            raise BadArgument(
-                f"{name}={amount}: a number of bytes",
-                op="plan",
-                fix="sl.planning.plan(model, 8, batch=64, sequence=1024, state=8.0, memory=80e9)",
-            )
+    counts = {"batch": batch, "sequence": sequence, "accumulate": accumulate, "most": most}
     names = [recipe] if isinstance(recipe, str) else list(recipe)
-    for name in names:
-        if name not in RECIPES:
-            near = similar(name, RECIPES, 1, 0.5) or RECIPES[:1]
-            raise BadArgument(
-                f"no recipe {name!r} to plan with; there are {', '.join(RECIPES)}",
-                op="plan",
-                fix=f"sl.planning.plan(model, {ranks}, batch={batch}, sequence={sequence}, "
-                f"recipe={near[0]!r})",
-            )
+    _check(ranks, counts, state, memory, names)
     where = cluster_of(cluster)
     room = where.memory if memory is None else memory
     study = _Study(model, where, batch, sequence, state, loss or _loss, room, accumulate)
@@ -269,6 +294,39 @@ def plan(
             rejected.append((way, e.message.splitlines()[0]))
     table.sort(key=lambda w: (not w.fits, w.seconds if w.fits else w.peak, w.peak))
     return Plan(tuple(table), room, len(ways), tuple(rejected), batch, where)
+
+
+def _check(
+    ranks: int,
+    counts: Mapping[str, int],
+    state: float,
+    memory: float | None,
+    names: Sequence[str],
+) -> None:
+    """Refuse counts, bytes and recipes that cannot be planned with."""
+    line = "sl.planning.plan(model, 8, batch=64, sequence=1024"
+    for name, n in {"ranks": ranks, **counts}.items():
+        top = _RANKS if name == "ranks" else _ROWS
+        if not 1 <= n <= top:
+            raise BadArgument(
+                f"{name}={n}: 1 at least and {top:,} at most", op="plan", fix=f"{line})"
+            )
+    for name, amount in {"state": state, "memory": 1.0 if memory is None else memory}.items():
+        if not (0 < amount < math.inf or (name == "state" and amount == 0)):
+            raise BadArgument(
+                f"{name}={amount}: a number of bytes",
+                op="plan",
+                fix=f"{line}, state=8.0, memory=80e9)",
+            )
+    for name in names:
+        if name not in RECIPES:
+            near = similar(name, RECIPES, 1, 0.5) or RECIPES[:1]
+            raise BadArgument(
+                f"no recipe {name!r} to plan with; there are {', '.join(RECIPES)}",
+                op="plan",
+                fix=f"sl.planning.plan(model, {ranks}, batch={counts['batch']}, "
+                f"sequence={counts['sequence']}, recipe={near[0]!r})",
+            )
 
 
 _RANKS, _ROWS = 2**20, 2**40
@@ -357,27 +415,30 @@ class _Study:
     def ways(self, ranks: int, names: Sequence[str]) -> Iterator[Strategy]:
         """List every recipe on every mesh that divides the sizes."""
         for data in _divisors(ranks):
-            rest = ranks // data
-            axes = {"data": data} if data > 1 else {}
-            if rest == 1:
-                if "ddp" in names and self.batch % data == 0:
-                    yield Strategy("ddp", {"data": data})
-                continue
-            if "megatron1d" in names and self._even(data, rest):
-                yield Strategy("megatron1d", {**axes, "x": rest})
-            if "fsdp" in names and self.batch % ranks == 0:
-                yield Strategy("fsdp", {**axes, "x": rest})
-            if "ring" in names and self.batch % data == 0 and self.sequence % (2 * rest) == 0:
-                yield Strategy("ring", {**axes, "s": rest})
-            for x in _divisors(rest):
-                y = rest // x
-                if "optimus2d" in names and 1 < x < rest and self._even(data * x, y):
-                    yield Strategy("optimus2d", {**axes, "x": x, "y": y})
-                for z in _divisors(y):
-                    n = y // z
-                    cube = "cube3d" in names and min(x, n, z) > 1
-                    if cube and self._even(data * x * n, n) and self.batch % (data * x * z) == 0:
-                        yield Strategy("cube3d", {**axes, "x": x, "y": n, "z": z})
+            yield from (w for w in self._on(data, ranks // data) if w.recipe in names)
+
+    def _on(self, data: int, rest: int) -> Iterator[Strategy]:
+        """List the ways with ``data`` copies of the parameters, each over ``rest`` ranks."""
+        axes = {"data": data} if data > 1 else {}
+        if rest == 1:
+            if self.batch % data == 0:
+                yield Strategy("ddp", {"data": data})
+            return
+        if self._even(data, rest):
+            yield Strategy("megatron1d", {**axes, "x": rest})
+        if self.batch % (data * rest) == 0:
+            yield Strategy("fsdp", {**axes, "x": rest})
+        if self.batch % data == 0 and self.sequence % (2 * rest) == 0:
+            yield Strategy("ring", {**axes, "s": rest})
+        for x in _divisors(rest):
+            y = rest // x
+            if 1 < x < rest and self._even(data * x, y):
+                yield Strategy("optimus2d", {**axes, "x": x, "y": y})
+            for z in _divisors(y):
+                n = y // z
+                rows = math.lcm(data * x * n, data * x * z)
+                if min(x, n, z) > 1 and self._even(rows, n):
+                    yield Strategy("cube3d", {**axes, "x": x, "y": n, "z": z})
 
     def _even(self, rows: int, heads: int) -> bool:
         return self.batch % rows == 0 and (self.heads is None or self.heads % heads == 0)
@@ -536,41 +597,54 @@ class _Study:
         return Totals(dict(out))
 
     def _staged(self, way: Strategy, found: Mapping[str, float]) -> Weighed:
+        """Compute a step's cost from that of a micro-batch, under a stage of ZeRO."""
         ways = math.prod(way.mesh[a] for a in way.copies)
-        params = float(found["parameters"])
-        state = params / self.item * self.state / (ways if way.stage else 1)
-        count, along = way.accumulate, {}
-        gradients, temporary = params, float(found["temporary"])
-        buckets = math.ceil(gradients / BUCKET)
-        for axis in [k.removeprefix("bytes ") for k in found if k.startswith("bytes ")]:
-            reduced, one_by_one = (
-                found.get(f"{of} {axis}", 0.0) for of in ("reduced", "gradients")
-            )
-            own = found[f"bytes {axis}"] - reduced, found[f"messages {axis}"] - one_by_one
-            p = math.prod(way.mesh[a] for a in axis.split())
-            in_buckets = min(2 * (p - 1) * buckets, one_by_one) if way.stage else one_by_one
-            # half of a reduction scatters gradients, the other half gathers parameters
-            times = (count + 1) / 2 if way.stage == 2 else count if way.stage == 3 else 1
-            along[axis] = count * own[0] + times * reduced, count * own[1] + times * in_buckets
+        params = gradients = float(found["parameters"])
+        state = params / self.item * self.state
+        temporary = float(found["temporary"])
+        along = self._along(way, found)
+        if way.stage >= 1:
+            state /= ways
         if way.stage >= 2:
             gradients, temporary = gradients / ways, temporary + found["layer"]
         if way.stage >= 3:
-            over = " ".join(way.copies)
-            gathered = params * (ways - 1) / ways
-            had = along.get(over, (0.0, 0.0))
-            along[over] = (had[0] + count * gathered, had[1] + count * (ways - 1))
             params, temporary = params / ways, temporary + 2 * found["layer"]
+        seconds = self._seconds(way, along)
+        weighed = Weighed(way, along, params, gradients, state, found["saved"], temporary, seconds)
+        stacks = tuple(path for path, _ in self.outline.stacks) if way.remat else ()
+        return replace(weighed, fits=weighed.peak <= self.room, layers=stacks)
+
+    def _along(self, way: Strategy, found: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+        """Count the bytes and messages of a step over each axis."""
+        params, count = float(found["parameters"]), way.accumulate
+        # half of a reduction scatters gradients, the other half gathers parameters
+        times = {2: (count + 1) / 2, 3: count}.get(way.stage, 1)
+        along: dict[str, tuple[float, float]] = {}
+        for axis in [k.removeprefix("bytes ") for k in found if k.startswith("bytes ")]:
+            reduced, messages = (found.get(f"{of} {axis}", 0.0) for of in ("reduced", "gradients"))
+            own = found[f"bytes {axis}"] - reduced, found[f"messages {axis}"] - messages
+            if way.stage:
+                p = math.prod(way.mesh[a] for a in axis.split())
+                messages = min(2 * (p - 1) * math.ceil(params / BUCKET), messages)
+            along[axis] = count * own[0] + times * reduced, count * own[1] + times * messages
+        if way.stage >= 3:
+            ways, over = math.prod(way.mesh[a] for a in way.copies), " ".join(way.copies)
+            had = along.get(over, (0.0, 0.0))
+            gathered = params * (ways - 1) / ways
+            along[over] = had[0] + count * gathered, had[1] + count * (ways - 1)
+        return along
+
+    def _seconds(self, way: Strategy, along: Mapping[str, tuple[float, float]]) -> float:
+        """Add the seconds of a step's products and transfers."""
         links = self.cluster.links(way.mesh)
-        ranks = math.prod(way.mesh.values())
         # remat runs forward twice: 4 products instead of 3
-        seconds = self.flops * (4 / 3 if way.remat else 1) / ranks / self.cluster.flops
+        products = 4 / 3 if way.remat else 1
+        seconds = self.flops * products / math.prod(way.mesh.values()) / self.cluster.flops
         for axis, (nbytes, messages) in along.items():
             # a collective over several axes is as slow as the slowest link
             met = [links[a] for a in axis.split()]
             seconds += max(m.alpha for m in met) * messages + max(m.beta for m in met) * nbytes
-        weighed = Weighed(way, along, params, gradients, state, found["saved"], temporary, seconds)
-        stacks = tuple(path for path, _ in self.outline.stacks) if way.remat else ()
-        return replace(weighed, fits=weighed.peak <= self.room, layers=stacks)
+        return seconds
 
 
 def _divisors(n: int) -> list[int]:
