@@ -11,6 +11,7 @@ from torch import nn
 import shardlib as sl
 from shardlib.errors import BadArgument
 from shardlib.layouts import Ring
+from shardlib.tensor import ShardedTensor
 from tests.ops.attention.test_op import gap, normal
 from tests.ops.attention.test_operands import K, Q, V
 from tests.ops.cases import ATTENTION, r, run_on_meshes
@@ -162,3 +163,41 @@ def test_an_axis_of_one_rank_splits_nothing(layouts: tuple[str, ...]) -> None:
         assert torch.allclose(sl.unshard(got), want)
         for a, b in zip(placed, dense, strict=True):
             assert torch.allclose(sl.unshard(a.grad), b.grad)
+
+
+def _deferred(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Which of q, k, v and the mask were deferred where a gradient differs from dense."""
+    g = torch.Generator().manual_seed(0)
+    values = [
+        torch.randn(s, dtype=torch.float64, generator=g) for s in [(2, 2, 6, 8)] * 3 + [shape]
+    ]
+    weights = torch.randn(2, 2, 6, 8, dtype=torch.float64, generator=g)
+    plain = [t.clone().requires_grad_() for t in values]
+    (F.scaled_dot_product_attention(*plain[:3], attn_mask=plain[3]) * weights).sum().backward()
+    wrong = []
+    for which in itertools.product((False, True), repeat=4):
+        ours = [sl.shard(t, "...") for t in values]
+        ours = [
+            ShardedTensor(t.raw, t.place._replace(deferred=frozenset("x" if late else ())))
+            for t, late in zip(ours, which, strict=True)
+        ]
+        for t in ours:
+            t.requires_grad_()
+        out = F.scaled_dot_product_attention(*ours[:3], attn_mask=ours[3])
+        (out * sl.shard(weights, "...")).sum().backward()
+        if not all(
+            torch.allclose(sl.unshard(a.grad), b.grad, rtol=0, atol=1e-12)
+            for a, b in zip(ours, plain, strict=True)
+        ):
+            wrong.append(which)
+    return wrong
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (2, 6, 6), (2, 2, 6, 6)])
+def test_a_mask_s_gradient_is_dense_s_whichever_operands_are_deferred(shape: Any) -> None:
+    with sl.simulate(x=4):
+        assert _deferred(shape) == []
+
+
+def test_a_mask_s_gradient_is_dense_s_on_real_ranks(pool: Any) -> None:
+    assert pool.run(_deferred, (2, 6, 6), x=4) == [[]] * 4
