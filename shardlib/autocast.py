@@ -34,7 +34,7 @@ def _table(device: str) -> dict[Any, str]:
     for spec in OPERATORS:
         how, _, there = spec.cast.partition(" on ")
         if how and there in ("", here):
-            found |= {f: how for name in spec.names.split() for f in homes(name)}
+            found |= {f: how for name in spec.entries for f in homes(name)}
     return found
 
 

@@ -17,21 +17,27 @@ from torch import Tensor
 
 from shardlib._compat import builtin_homes
 
-__all__ = ["OPERATORS", "Kind", "OpSpec", "draws", "homes", "names_of", "writes"]
+__all__ = ["OPERATORS", "Kind", "OpSpec", "draws", "homes", "lines", "names_of", "writes"]
 
-Kind = Literal["pointwise", "rows", "copied view", "own", "whole", "refused", "below"]
+Kind = Literal[
+    "pointwise", "rows", "along", "matrices", "copied view", "own", "whole", "refused", "below"
+]
 
 
 @dataclass(frozen=True)
 class OpSpec:
-    """Facts of torch operators, ``names`` separated by blanks.
+    """Facts of torch operators.
 
-    "exp" stands for torch.exp, Tensor.exp and torch.nn.functional.exp, as far as they exist;
-    "linalg.inv" for one function of that module.
-
+    ``names``    "exp" stands for torch.exp, Tensor.exp and torch.nn.functional.exp, as far as they
+                 exist; "linalg.inv" for one function of that module.  Names separated by blanks, or
+                 lines with a signature each, as torch's documentation prints it; lines of one name
+                 are its overloads.
     ``kind``     "pointwise"    each element of the result depends on the elements of its place in
                                 the operands, which broadcast: computed on the blocks as they lie.
                  "rows"         the same, of any number of results, run for one rank after the other.
+                 "along"        mixes positions of the dimensions that ``dim`` (or ``dims``,
+                                ``dimension``) names: those must be whole, all others are rows.
+                 "matrices"     the last two dimensions must be whole, all others are rows.
                  "copied view"  a copy of the view of that name.
                  "own"          implemented in a file of ops/.
                  "whole"        runs on whole operands.
@@ -57,6 +63,20 @@ class OpSpec:
     itself: Callable[[Tensor], bool] | None = None
     draws: bool = False
     waits: bool = False
+
+    @property
+    def entries(self) -> dict[str, str]:
+        """Each name with its signatures, of which there may be none."""
+        return lines(self.names) if "(" in self.names else dict.fromkeys(self.names.split(), "")
+
+
+def lines(text: str) -> dict[str, str]:
+    """Map each name in lines of signatures to those of its overloads."""
+    found: dict[str, list[str]] = {}
+    for line in map(str.strip, text.strip().splitlines()):
+        name = line.partition("(")[0]
+        found.setdefault(name, []).append(name.rpartition(".")[2] + line[len(name) :])
+    return {name: "\n".join(signatures) for name, signatures in found.items()}
 
 
 # ---------------------------------------------------------------- pointwise
@@ -127,6 +147,132 @@ _ROWS = (
     OpSpec("resolve_neg", "rows", itself=lambda x: not x.is_neg()),
 )
 
+# ---------------------------------------------------------------- along dimensions
+
+_ALONG = (
+    OpSpec(
+        """
+        cummax(input, dim)
+        cummin(input, dim)
+        logcumsumexp(input, dim)
+        flip(input, *dims: int)
+        sort(input, dim: int = -1, descending: bool = False, *, stable=None)
+        argsort(input, dim: int = -1, descending: bool = False, *, stable=None)
+        mode(input, dim=-1, keepdim=False)
+        median(input, dim=None, keepdim=False)
+        nanmedian(input, dim=None, keepdim=False)
+        unfold(input, dimension, size, step)
+        diff(input, n=1, dim=-1, prepend=None, append=None)
+        trapz(y, x=None, *, dim=-1)
+        trapezoid(y, x=None, *, dim=-1)
+        cumulative_trapezoid(y, x=None, *, dim=-1)
+        gradient(input, *, spacing=1, dim=None, edge_order=1)
+        glu(input, dim=-1)
+        rot90(input, k=1, dims=(0, 1))
+        tensor_split(input, indices_or_sections, dim=0)
+        fft.hfft(input, n=None, dim=-1, norm=None)
+        fft.ihfft(input, n=None, dim=-1, norm=None)
+        fft.fft2(input, s=None, dim=(-2, -1), norm=None)
+        fft.ifft2(input, s=None, dim=(-2, -1), norm=None)
+        fft.rfft2(input, s=None, dim=(-2, -1), norm=None)
+        fft.irfft2(input, s=None, dim=(-2, -1), norm=None)
+        fft.hfft2(input, s=None, dim=(-2, -1), norm=None)
+        fft.ihfft2(input, s=None, dim=(-2, -1), norm=None)
+        fft.fftn(input, s=None, dim=None, norm=None)
+        fft.ifftn(input, s=None, dim=None, norm=None)
+        fft.rfftn(input, s=None, dim=None, norm=None)
+        fft.irfftn(input, s=None, dim=None, norm=None)
+        fft.hfftn(input, s=None, dim=None, norm=None)
+        fft.ihfftn(input, s=None, dim=None, norm=None)
+        fft.fftshift(input, dim=None)
+        fft.ifftshift(input, dim=None)
+        roll(input, shifts, dims=None)
+        """,
+        "along",
+    ),
+    OpSpec(
+        """
+        quantile(input, q: number, dim=None, keepdim=False, *, interpolation='linear')
+        nanquantile(input, q: number, dim=None, keepdim=False, *, interpolation='linear')
+        fft.fft(input, n=None, dim=-1, norm=None)
+        fft.ifft(input, n=None, dim=-1, norm=None)
+        fft.rfft(input, n=None, dim=-1, norm=None)
+        fft.irfft(input, n=None, dim=-1, norm=None)
+        """,
+        "along",
+        cast="wide on cpu",
+    ),
+    OpSpec(
+        """
+        cumsum(input, dim, *, dtype=None)
+        cumprod(input, dim, *, dtype=None)
+        softmin(input, dim: int, _stacklevel=3, dtype=None)
+        cosine_similarity(x1, x2, dim=1, eps=1e-8)
+        """,
+        "along",
+        cast="wide on accelerator",
+    ),
+    OpSpec("linalg.cross(input, other, *, dim=-1)", "along", cast="widest on accelerator"),
+)
+
+_MATRICES = (
+    OpSpec(
+        """
+        tril(input, diagonal=0)
+        triu(input, diagonal=0)
+        linalg.cholesky_ex(input, *, upper=False, check_errors=False)
+        linalg.det(A)
+        linalg.slogdet(A)
+        linalg.inv(A)
+        linalg.inv_ex(A, *, check_errors=False)
+        linalg.eig(A)
+        linalg.eigh(A, UPLO='L')
+        linalg.eigvals(A)
+        linalg.eigvalsh(A, UPLO='L')
+        linalg.qr(A, mode='reduced')
+        linalg.svd(A, full_matrices=True, *, driver=None)
+        linalg.svdvals(A, *, driver=None)
+        linalg.lu(A, *, pivot=True)
+        linalg.lu_factor(A, *, pivot=True)
+        linalg.lu_factor_ex(A, *, pivot=True, check_errors=False)
+        linalg.ldl_factor(A, *, hermitian=False)
+        linalg.ldl_factor_ex(A, *, hermitian=False, check_errors=False)
+        linalg.matrix_exp(A)
+        linalg.matrix_power(A, n)
+        linalg.matrix_sqrth(A)
+        linalg.polar(A)
+        linalg.cond(A, p=None)
+        linalg.solve_triangular(A, B, *, upper, left=True, unitriangular=False)
+        linalg.lstsq(A, B, rcond=None, *, driver=None)
+        cholesky_solve(input, input2, upper=False)
+        det(input)
+        logdet(input)
+        slogdet(input)
+        qr(input, some=True)
+        svd(input, some=True, compute_uv=True)
+        matrix_exp(input)
+        matrix_power(input, n)
+        geqrf(input)
+        triangular_solve(b, A, upper=True, transpose=False, unitriangular=False)
+        lu(input, pivot=True, get_infos=False)
+        """,
+        "matrices",
+    ),
+    OpSpec("cdist(x1, x2, p=2.0, compute_mode=None)", "matrices", cast="wide"),
+    OpSpec(
+        """
+        linalg.cholesky(input, *, upper=False)
+        trace(input)
+        cholesky(input, upper=False)
+        cholesky_inverse(input, upper=False)
+        inverse(input)
+        pinverse(input, rcond=1e-15)
+        """,
+        "matrices",
+        cast="wide on cpu",
+    ),
+)
+
 # ---------------------------------------------------------------- others
 
 _OTHERS = (
@@ -152,24 +298,17 @@ _OTHERS = (
         """
         mse_loss cosine_embedding_loss nll_loss hinge_embedding_loss poisson_nll_loss smooth_l1_loss
         cross_entropy l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
-        multi_margin_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits prod cdist
+        multi_margin_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits prod
         """,
         "own",
         cast="wide",
     ),
+    OpSpec("binary_cross_entropy avg_pool3d view_as_complex", "own", cast="wide on cpu"),
     OpSpec(
         """
-        binary_cross_entropy avg_pool3d quantile nanquantile trace view_as_complex cholesky
-        linalg.cholesky cholesky_inverse inverse pinverse fft.fft fft.ifft fft.rfft fft.irfft
-        """,
-        "own",
-        cast="wide on cpu",
-    ),
-    OpSpec(
-        """
-        __rdiv__ cumprod cumsum dist group_norm layer_norm rms_norm logsumexp special.logsumexp
-        log_softmax special.log_softmax norm linalg.norm linalg.vector_norm linalg.matrix_norm renorm
-        softmin softmax special.softmax sum cosine_similarity std var
+        __rdiv__ dist group_norm layer_norm rms_norm logsumexp special.logsumexp log_softmax
+        special.log_softmax softmax special.softmax norm linalg.norm linalg.vector_norm
+        linalg.matrix_norm renorm sum std var
         """,
         "own",
         cast="wide on accelerator",
@@ -177,16 +316,14 @@ _OTHERS = (
     OpSpec("cat stack", "own", cast="widest"),
     OpSpec("concat concatenate index_copy", "own", cast="widest on cpu"),
     OpSpec(
-        "bilinear cross linalg.cross dot grid_sample scatter_add vdot",
+        "bilinear cross dot grid_sample scatter_add vdot",
         "own",
         cast="widest on accelerator",
     ),
     OpSpec("tensordot", "own", cast="widest on accelerator", parts=True),
     OpSpec("einsum inner", "own", parts=True),
     OpSpec(
-        """
-        rand_like randn_like randint_like new_zeros new_ones new_empty new_full
-        """,
+        "rand_like randn_like randint_like new_zeros new_ones new_empty new_full",
         "own",
         ignores="first",
     ),
@@ -218,7 +355,7 @@ _OTHERS = (
     ),
 )
 
-OPERATORS: list[OpSpec] = [*_POINTWISE, *_ROWS, *_OTHERS]
+OPERATORS: list[OpSpec] = [*_POINTWISE, *_ROWS, *_ALONG, *_MATRICES, *_OTHERS]
 """All records.  No name stands in two of them."""
 
 _MODULES = {
@@ -242,7 +379,7 @@ def homes(name: str) -> list[Any]:
 def names_of(**facts: Any) -> list[str]:
     """List the names of all operators of which these facts hold."""
     found = [s for s in OPERATORS if all(getattr(s, k) == v for k, v in facts.items())]
-    return [name for spec in found for name in spec.names.split()]
+    return [name for spec in found for name in spec.entries]
 
 
 def writes(name: str) -> bool:

@@ -23,12 +23,12 @@ from shardlib import autocast
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.fallback import flat
 from shardlib.ops.signatures import ArgumentSlot, binder
-from shardlib.opspec import homes
+from shardlib.opspec import OPERATORS, Kind, OpSpec, homes, lines
 from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses
 
 __all__ = [
-    "DECLARED", "Bound", "Declared", "along", "declare", "elements", "last", "leading",
-    "lines", "rows", "slots", "spelled", "where",
+    "DECLARED", "Bound", "Declared", "along", "declare", "last", "leading",
+    "of_kind", "rows", "slots", "spelled", "where",
 ]  # fmt: skip
 
 Bound = dict[str, Any]
@@ -47,48 +47,39 @@ DECLARED: dict[str, Declared] = {}
 """Every declared operator that this torch has, by its name."""
 
 
-def lines(text: str) -> list[tuple[str, str]]:
-    """Yield (dotted name, signatures of its overloads) of each name in a table."""
-    out: dict[str, list[str]] = {}
-    for line in filter(None, map(str.strip, text.splitlines())):
-        name = line.partition("(")[0]
-        out.setdefault(name, []).append(name.rpartition(".")[2] + line[len(name) :])
-    return [(name, "\n".join(found)) for name, found in out.items()]
-
-
 def declare(text: str, labels: Callable[[Bound], Labels]) -> None:
     """Register for every operator of a table the implementation that its labels describe."""
-    for name, signature in lines(text):
-        _enter(name, binder(signature), labels)
+    _enter(OpSpec(text, "own"), labels)
 
 
-def elements(names: str, itself: Callable[[Tensor], bool] | None = None) -> None:
-    """Declare elementwise operators by name alone; operands broadcast.
-
-    ``itself``  predicate of blocks for which the operator returns its operand, as torch does.
-    """
-    for name in names.split():
-        _enter(name, lambda *a, **k: {"args": (*a, *k.values())}, rows, itself)
+def of_kind(kind: Kind, labels: Callable[[Bound], Labels]) -> None:
+    """Register the operators of a kind by the labels that all of them have."""
+    for spec in OPERATORS:
+        if spec.kind == kind:
+            _enter(spec, labels)
 
 
-def _enter(
-    name: str,
-    bind: Callable[..., Bound],
-    labels: Callable[[Bound], Labels],
-    itself: Callable[[Tensor], bool] | None = None,
-) -> None:
-    def implementation(func: Any, args: Any, kwargs: Any) -> Any:
-        x = args[0] if args else None
-        if itself is not None and isinstance(x, ShardedTensor) and itself(x.raw):
-            return x
-        return rows_call(func, args, kwargs, lambda a, k: labels(bind(*a, **k)))
+def _enter(spec: OpSpec, labels: Callable[[Bound], Labels]) -> None:
+    itself = spec.itself
+    for name, signature in spec.entries.items():
+        bind = binder(signature) if signature else _bare
 
-    functions = homes(name)
-    if not functions:
-        return
-    implements(*functions, padded=True)(implementation)
-    autocast.DECLARED.update(functions)
-    DECLARED[name] = Declared(tuple(functions), bind, labels)
+        def implementation(func: Any, args: Any, kwargs: Any, bind: Any = bind) -> Any:
+            x = args[0] if args else None
+            if itself is not None and isinstance(x, ShardedTensor) and itself(x.raw):
+                return x
+            return rows_call(func, args, kwargs, lambda a, k: labels(bind(*a, **k)))
+
+        functions = homes(name)
+        if functions:
+            implements(*functions, padded=True)(implementation)
+            autocast.DECLARED.update(functions)
+            DECLARED[name] = Declared(tuple(functions), bind, labels)
+
+
+def _bare(*args: Any, **kwargs: Any) -> Bound:
+    """Bind a call of an operator without a signature: all its arguments are alike."""
+    return {"args": (*args, *kwargs.values())}
 
 
 def spelled(text: str, body: Callable[..., Any]) -> None:
@@ -96,7 +87,7 @@ def spelled(text: str, body: Callable[..., Any]) -> None:
 
     ``body`` may accept calls that torch refuses, so torch is tried first on meta tensors.
     """
-    for name, signature in lines(text):
+    for name, signature in lines(text).items():
         implements(*homes(name), padded=True)(partial(_taken, binder(signature), body))
 
 

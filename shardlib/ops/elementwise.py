@@ -19,12 +19,12 @@ from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported, let
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import written
 from shardlib.mesh import Mesh, bind
-from shardlib.ops.declare import Bound, declare, elements, rows
+from shardlib.ops.declare import Bound, declare, of_kind, rows
 from shardlib.ops.dims import Labels
 from shardlib.ops.fallback import each, flat
 from shardlib.ops.padding import inside, padded_to
 from shardlib.ops.registry import implicit_budget
-from shardlib.opspec import OPERATORS, homes, names_of
+from shardlib.opspec import homes, names_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
@@ -617,9 +617,7 @@ def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
 # ---------------------------------------------------------------- declared: any number of results,
 # run for each rank
 
-for _spec in OPERATORS:
-    if _spec.kind == "rows":
-        elements(_spec.names, _spec.itself)
+of_kind("rows", rows)
 declare("view_as_real(input)", rows)
 
 

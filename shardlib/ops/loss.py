@@ -34,12 +34,13 @@ from shardlib.kernels import active
 from shardlib.kernels.loss import ce_back, ce_back_, ce_loss, ce_stats
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.ops.declare import Bound, last, lines, rows, slots
+from shardlib.ops.declare import Bound, last, rows, slots
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import padded_alike
 from shardlib.ops.id_bounds import in_range
 from shardlib.ops.padding import last_only
 from shardlib.ops.signatures import binder
+from shardlib.opspec import lines
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
@@ -486,7 +487,7 @@ def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:
 
 def _losses(text: str, labels: Callable[[Bound], Labels]) -> None:
     """Implement the losses of a table: torch's own on the rows, reduced by ours."""
-    for name, signature in lines(text):
+    for name, signature in lines(text).items():
         loss = _RowLosses(getattr(F, name), binder(signature), labels)
         padded = loss.padded if labels is rows else False
         implements(getattr(F, name), padded=padded)(loss)

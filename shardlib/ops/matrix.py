@@ -1,6 +1,6 @@
 """Linear algebra: the last dimensions are a matrix or a vector, and whole; all others are rows."""
 
-from shardlib.ops.declare import Bound, declare, last, slots
+from shardlib.ops.declare import Bound, declare, last, of_kind, slots
 from shardlib.ops.dims import Labels
 from shardlib.tensor import Unfit
 
@@ -12,55 +12,7 @@ declare(
     """,
     last(1),
 )
-declare(
-    """
-    tril(input, diagonal=0)
-    triu(input, diagonal=0)
-    linalg.cholesky(input, *, upper=False)
-    linalg.cholesky_ex(input, *, upper=False, check_errors=False)
-    linalg.det(A)
-    linalg.slogdet(A)
-    linalg.inv(A)
-    linalg.inv_ex(A, *, check_errors=False)
-    linalg.eig(A)
-    linalg.eigh(A, UPLO='L')
-    linalg.eigvals(A)
-    linalg.eigvalsh(A, UPLO='L')
-    linalg.qr(A, mode='reduced')
-    linalg.svd(A, full_matrices=True, *, driver=None)
-    linalg.svdvals(A, *, driver=None)
-    linalg.lu(A, *, pivot=True)
-    linalg.lu_factor(A, *, pivot=True)
-    linalg.lu_factor_ex(A, *, pivot=True, check_errors=False)
-    linalg.ldl_factor(A, *, hermitian=False)
-    linalg.ldl_factor_ex(A, *, hermitian=False, check_errors=False)
-    linalg.matrix_exp(A)
-    linalg.matrix_power(A, n)
-    linalg.matrix_sqrth(A)
-    linalg.polar(A)
-    trace(input)
-    linalg.cond(A, p=None)
-    linalg.solve_triangular(A, B, *, upper, left=True, unitriangular=False)
-    linalg.lstsq(A, B, rcond=None, *, driver=None)
-    cholesky(input, upper=False)
-    cholesky_inverse(input, upper=False)
-    cholesky_solve(input, input2, upper=False)
-    det(input)
-    logdet(input)
-    slogdet(input)
-    inverse(input)
-    pinverse(input, rcond=1e-15)
-    qr(input, some=True)
-    svd(input, some=True, compute_uv=True)
-    matrix_exp(input)
-    matrix_power(input, n)
-    geqrf(input)
-    triangular_solve(b, A, upper=True, transpose=False, unitriangular=False)
-    lu(input, pivot=True, get_infos=False)
-    cdist(x1, x2, p=2.0, compute_mode=None)
-    """,
-    last(2),
-)
+of_kind("matrices", last(2))
 
 
 def _toleranced(b: Bound) -> Labels:
