@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlib.mesh import accelerator, scope, within
 from shardlib.opspec import OPERATORS, homes, names_of
 
-__all__ = ["COMPOSITE", "cast", "casting"]
+__all__ = ["COMPOSITE", "DECLARED", "cast", "casting", "forget"]
 
 COMPOSITE = {f for name in names_of(parts=True) for f in homes(name)}
 """Functions that torch composes of others, as their implementations
@@ -39,6 +39,11 @@ def _table(device: str) -> dict[Any, str]:
 
 
 _POLICY: dict[str, dict[Any, str]] = {}
+
+
+def forget() -> None:
+    """Drop what was made of the table of operators, which has grown."""
+    _POLICY.clear()
 
 
 @contextmanager

@@ -4,6 +4,8 @@ An *operator* has one implementation and, for matmul and attention, several *alg
 checks a case and returns a ``Match`` (the result's layout, its price, a function that runs) or a
 sentence with the reason why it does not fit.  An algorithm of matmul runs a ``Schedule``; one of
 attention is an ``Engine``: it makes plans, lists their communication, and runs them.
+
+``operator`` declares an operator of torch.library by one record, an ``OpSpec``.
 """
 
 from shardlib.cost import Cost, moving, summing
@@ -24,13 +26,15 @@ from shardlib.ops.attention.local import (
     viewed,
 )
 from shardlib.ops.attention.masks import At, Mask, Relation
+from shardlib.ops.declare import operator
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Schedule
 from shardlib.ops.registry import Match, algorithm, remove
+from shardlib.opspec import OpSpec
 
 __all__ = [
     "At", "AttentionCase", "AttentionJob", "AttentionMove", "AttentionPlan", "Cost", "Engine",
-    "LayoutFamily", "LocalQueries", "Mask", "Match", "MatmulCase", "Moves", "Relation", "Run",
-    "Schedule", "add_sink", "algorithm", "gathered", "local_queries", "moving", "positions",
-    "register_engine", "remove", "scattered", "started", "summing", "sums_like", "viewed",
+    "LayoutFamily", "LocalQueries", "Mask", "Match", "MatmulCase", "Moves", "OpSpec", "Relation",
+    "Run", "Schedule", "add_sink", "algorithm", "gathered", "local_queries", "moving", "operator",
+    "positions", "register_engine", "remove", "scattered", "started", "summing", "sums_like", "viewed",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ one more name in a record, or one more record; see ``OpSpec``.
 The classes of autocast are those of torch's page "Automatic Mixed Precision".
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -52,6 +53,10 @@ class OpSpec:
     ``itself``   predicate of blocks for which it returns its operand.
     ``draws``    whether it draws random numbers though torch does not tag it so.
     ``waits``    whether the host waits for its result.
+
+    >>> import shardlib as sl
+    >>> sl.extend.OpSpec("mine::centred(x, dim)", "along", cast="wide").entries
+    {'mine::centred': 'centred(x, dim)'}
     """
 
     names: str
@@ -75,7 +80,7 @@ def lines(text: str) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for line in map(str.strip, text.strip().splitlines()):
         name = line.partition("(")[0]
-        found.setdefault(name, []).append(name.rpartition(".")[2] + line[len(name) :])
+        found.setdefault(name, []).append(re.split(r"\.|::", name)[-1] + line[len(name) :])
     return {name: "\n".join(signatures) for name, signatures in found.items()}
 
 
@@ -369,7 +374,14 @@ _BARE = [torch, Tensor, F, *builtin_homes]
 
 
 def homes(name: str) -> list[Any]:
-    """Return the functions for a name; none if this torch lacks it."""
+    """Return the functions for a name; none if this torch lacks it.
+
+    Those of "mine::f" are torch.library's operator and its overloads.
+    """
+    if "::" in name:
+        library, _, bare = name.partition("::")
+        packet = getattr(getattr(torch.ops, library), bare, None)
+        return [] if packet is None else [packet, *(getattr(packet, o) for o in packet.overloads())]
     module, _, bare = name.rpartition(".")
     places = [_MODULES[module]] if module else [Tensor] if bare.startswith("__") else _BARE
     found = [getattr(home, bare, None) for home in places]

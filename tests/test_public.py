@@ -37,8 +37,8 @@ MODULES = {
         OutOfRange PartialEscape PlainTensor RankFailed RankMismatch RuleLint ShardError UnevenSplit
         UnexpectedComm UnknownAxis
         UnknownParameter Unsupported WrongAxes""",
-    "extend": """At AttentionCase AttentionJob AttentionMove AttentionPlan Cost Engine LayoutFamily LocalQueries Mask Match MatmulCase Moves Relation Run
-        Schedule add_sink algorithm gathered local_queries moving positions register_engine remove
+    "extend": """At AttentionCase AttentionJob AttentionMove AttentionPlan Cost Engine LayoutFamily LocalQueries Mask Match MatmulCase Moves OpSpec Relation Run
+        Schedule add_sink algorithm gathered local_queries moving operator positions register_engine remove
         scattered started
         summing sums_like viewed""",
     "kernels": "build info use",

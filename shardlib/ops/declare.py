@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from shardlib import autocast
+from shardlib.errors import BadArgument
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.fallback import flat
 from shardlib.ops.signatures import ArgumentSlot, binder
@@ -28,7 +29,7 @@ from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses
 
 __all__ = [
     "DECLARED", "Bound", "Declared", "along", "declare", "last", "leading",
-    "of_kind", "rows", "slots", "spelled", "where",
+    "of_kind", "operator", "rows", "slots", "spelled", "where",
 ]  # fmt: skip
 
 Bound = dict[str, Any]
@@ -57,6 +58,48 @@ def of_kind(kind: Kind, labels: Callable[[Bound], Labels]) -> None:
     for spec in OPERATORS:
         if spec.kind == kind:
             _enter(spec, labels)
+
+
+def operator(spec: OpSpec) -> None:
+    """Declare how an operator of torch.library runs on blocks, by a record as torch's own have.
+
+    ``spec``  its name with the library's, "mine::f", and where the kind is "along" its signature;
+              kind "pointwise", "rows", "along" or "matrices"; ``cast`` and ``itself`` count too.
+
+    The operator runs on each rank's blocks.  Layouts that do not fit its kind are refused, or gathered
+    within ``sl.implicit``.  Shapes are found by its fake implementation, gradients by the
+    one that torch.library registered.
+    Raises: BadArgument for another kind, an operator that torch lacks or that writes to an operand,
+            or one that is declared already.
+
+    >>> import torch, shardlib as sl
+    >>> @torch.library.custom_op("shardlib_example::centred", mutates_args=())
+    ... def centred(x: torch.Tensor, dim: int) -> torch.Tensor:
+    ...     return x - x.mean(dim, keepdim=True)
+    >>> _ = centred.register_fake(lambda x, dim: torch.empty_like(x))
+    >>> sl.extend.operator(sl.extend.OpSpec("shardlib_example::centred(x, dim)", "along"))
+    >>> with sl.simulate(x=2):
+    ...     a = sl.shard(torch.arange(6.0).reshape(2, 3), "x .")
+    ...     sl.unshard(centred(a, 1))
+    tensor([[-1.,  0.,  1.],
+            [-1.,  0.,  1.]])
+    """
+    for name in spec.entries:
+        overloads = homes(name) if "::" in name else []
+        why = ""
+        if spec.kind not in _BY_LABELS:
+            why = f"kind {spec.kind!r} is none of {', '.join(map(repr, _BY_LABELS))}"
+        elif not overloads:
+            why = "no operator of torch.library has this name"
+        elif any(f._schema.is_mutable for f in overloads[1:]):
+            why = "it writes to an operand"
+        elif name in DECLARED:
+            why = "it is declared already"
+        if why:
+            raise BadArgument(f"{name}: {why}", op="extend.operator")
+    _enter(spec, _BY_LABELS[spec.kind])
+    OPERATORS.append(spec)
+    autocast.forget()
 
 
 def _enter(spec: OpSpec, labels: Callable[[Bound], Labels]) -> None:
@@ -176,3 +219,12 @@ def leading(n: int, *alike: str) -> Callable[[Bound], Labels]:
         }
 
     return labels
+
+
+_BY_LABELS: dict[str, Callable[[Bound], Labels]] = {
+    "pointwise": rows,
+    "rows": rows,
+    "along": along,
+    "matrices": last(2),
+}
+"""The kinds of which labels say all."""

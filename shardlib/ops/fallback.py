@@ -686,7 +686,8 @@ def fix_line(
 ) -> str:
     """Return the call with its operands named x, y, z, ..., as a line that runs."""
     names = {i: name for name, i in lettered(at).items()}
-    title = torch.overrides.resolve_name(func) or _title(func)
+    below = type(func).__name__.startswith("OpOverload")  # whose name torch gives without its home
+    title = _title(func) if below else torch.overrides.resolve_name(func) or _title(func)
     writes = (
         (title.endswith("_") and not title.endswith("__")) or ".__i" in title or "setitem" in title
     )
