@@ -162,8 +162,8 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     ndim = max(t.ndim if type(t) is not Stacked else t.ranks.ndim - 1 for t in tensors)
     if _one_by_one(func, args, kwargs, tensors, ndim):
         return _each(func, args, kwargs)
-    raws = [_padded(a, ndim) for a in args]
-    out = func(*raws, **{k: _padded(v, ndim) for k, v in kwargs.items()})
+    raws = [_aligned(a, ndim) for a in args]
+    out = func(*raws, **{k: _aligned(v, ndim) for k, v in kwargs.items()})
     if out is NotImplemented:  # x == None: Python then tries the other operand, and returns False
         return out
     if isinstance(args[0], Stacked) and out is raws[0]:
@@ -227,7 +227,7 @@ def _plain_target(func: Any) -> PlainTensor:
     )
 
 
-def _padded(x: Any, ndim: int) -> Any:
+def _aligned(x: Any, ndim: int) -> Any:
     """Return ``ranks`` with ones after the rank dimension, so that it broadcasts like the block."""
     if type(x) is not Stacked:
         return x
@@ -259,7 +259,7 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
         rows = a.ranks.flatten(1, -2)
         return Stacked(torch.bmm(rows, b.ranks).unflatten(1, a.shape[:-1]), mesh)
     ndim = max(a.ndim, b.ndim)
-    return Stacked(torch.matmul(_padded(a, ndim), _padded(b, ndim)), mesh)
+    return Stacked(torch.matmul(_aligned(a, ndim), _aligned(b, ndim)), mesh)
 
 
 @_enter(F.linear)
@@ -395,7 +395,7 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
 def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     x, *sizes = args
     sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    raw = _padded(x, len(sizes))
+    raw = _aligned(x, len(sizes))
     return Stacked(raw.expand(raw.shape[0], *sizes), x.mesh)
 
 
@@ -438,7 +438,7 @@ def _setitem(func: Any, args: Any, kwargs: Any) -> None:
         else:
             _by_vmap(_put, (x, index, value), {})
         return
-    x.ranks[(slice(None), *index)] = _padded(value, x[index].ndim)
+    x.ranks[(slice(None), *index)] = _aligned(value, x[index].ndim)
 
 
 def _put(x: Tensor, index: Any, value: Any) -> Tensor:

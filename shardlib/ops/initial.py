@@ -14,7 +14,7 @@ from shardlib._compat import intercept_init, patch
 from shardlib.collectives import blocks
 from shardlib.kernels.bits import bits
 from shardlib.ops.counter_rng import along, drawn, open_unit
-from shardlib.ops.random import filled
+from shardlib.ops.random import draw_into
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key
 from shardlib.tensor import ShardedTensor, implements, partial_escape, replicated
@@ -113,7 +113,7 @@ def trunc_normal_(
         return (z.neg_() if flip else z).mul_(std).add_(mean).clamp_(a, b)
 
     with torch.no_grad():
-        return filled(x, make, generator)
+        return draw_into(x, make, generator)
 
 
 def orthogonal_(x: ShardedTensor, gain: float = 1.0, generator: Any = None) -> ShardedTensor:

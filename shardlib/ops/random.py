@@ -44,7 +44,7 @@ from shardlib.tensor import (
     typeof,
 )  # fmt: skip
 
-__all__ = ["filled"]
+__all__ = ["draw_into"]
 
 
 def _settled(name: str, x: ShardedTensor) -> None:
@@ -150,7 +150,7 @@ def _largest(dtype: torch.dtype) -> int:
 # ---------------------------------------------------------------- in place
 
 
-def filled(
+def draw_into(
     x: ShardedTensor, make: Make | Pairs, generator: torch.Generator | None = None
 ) -> ShardedTensor:
     """Draw ``x``'s elements in place; no second block is made where its memory is dense."""
@@ -181,7 +181,7 @@ def _in_place(
         _settled(func.__name__, x)
         _asked(func, x, args[1:], kwargs)
         b = bind(*args, **kwargs)
-        return filled(x, make(b, x), b["generator"])
+        return draw_into(x, make(b, x), b["generator"])
 
     implements(func, padded=True)(implementation)
 
@@ -214,7 +214,7 @@ def uniform_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         *args[1:],
         *(kwargs.get(n, d) for n, d in (("from", 0.0), ("to", 1.0))[len(args) - 1 :]),
     )
-    return filled(
+    return draw_into(
         x,
         uniform(low, high, x.raw.real.dtype if x.is_complex() else x.dtype),
         kwargs.get("generator"),
@@ -234,7 +234,7 @@ def random_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         low = ends[0]
     if high is None:
         high = _largest(x.dtype) + (x.dtype == torch.int64)
-    return filled(x, integers(low, high), kwargs.get("generator"))
+    return draw_into(x, integers(low, high), kwargs.get("generator"))
 
 
 # ---------------------------------------------------------------- with probabilities of their own
@@ -297,7 +297,7 @@ def bernoulli_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     _settled("bernoulli_", x)
     if not isinstance(p, Tensor):
         _asked(func, x, args[1:], kwargs)
-        return filled(x, bernoulli(p), b["generator"])
+        return draw_into(x, bernoulli(p), b["generator"])
     p = lift(p, x.mesh, "bernoulli_")
     _settled("bernoulli_", p)
     _probabilities("bernoulli_", p.raw)
@@ -437,7 +437,7 @@ def _like(
     bare = Layout(x.dims, skew=x.sharding.skew)
     out = ShardedTensor(raw, Place(bare, x.padded_shape, x.mesh, x.place.true_shape))
     _asked(_EMPTY[func], out, (), {})
-    filled(out, make(dtype), b["generator"])
+    draw_into(out, make(dtype), b["generator"])
     return out.requires_grad_(b["requires_grad"])  # type: ignore[return-value]
 
 
