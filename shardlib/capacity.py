@@ -25,7 +25,11 @@ def available(device: torch.device) -> int | None:
         return None
     if device.type != "cpu":
         found = _asked(device, "get_memory_info", "mem_get_info")
-        return None if found is None else int(found[0])
+        if found is None:
+            return None
+        kept = [_asked(device, n, n) for n in ("memory_reserved", "memory_allocated")]
+        # what the allocator keeps for reuse is taken, in the device's own count
+        return int(found[0]) + (max(kept[0] - kept[1], 0) if None not in kept else 0)
     found = []
     for line in _text("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):

@@ -125,3 +125,13 @@ def _without_memory(rank: int = 0) -> Iterator[None]:
         if sl.process_index() == rank:
             patch.setattr("shardlib.capacity.available", lambda _: 10)
         yield
+
+
+def test_what_an_allocator_keeps_for_reuse_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"get_memory_info": (100, 1000), "memory_reserved": 700, "memory_allocated": 200}
+    monkeypatch.setattr("shardlib.capacity._asked", lambda _, general, own: said.get(general))
+    assert available(torch.device("cuda")) == 600
+    del said["memory_reserved"]
+    assert available(torch.device("cuda")) == 100
+    said.clear()
+    assert available(torch.device("cuda")) is None and available(torch.device("meta")) is None
