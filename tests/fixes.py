@@ -36,7 +36,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils.data import DataLoader
 
 import shardlib as sl
-from shardlib.collectives.api import Pending
+from shardlib.collectives import Pending
 from shardlib.errors import mesh_text
 from shardlib.mesh import Mesh, scope, within
 from shardlib.optim.donation import GivenUp

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardlib.collectives.api import axis_index, axis_size, shift, start
+from shardlib.collectives.posted import start
 from shardlib.collectives.simulate import Stacked, of
+from shardlib.collectives.verbs import axis_index, axis_size, shift
 
 __all__ = ["cut", "joined", "rotate", "rotate_sum"]
 

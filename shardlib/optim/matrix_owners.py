@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.collectives import blocks, played, storage, unwrap, wrap
-from shardlib.collectives.api import ragged_all_to_all
+from shardlib.collectives import blocks, played, ragged_all_to_all, storage, unwrap, wrap
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along, uploaded

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.collectives import unwrap, wrap
-from shardlib.collectives.api import ragged_all_to_all
+from shardlib.collectives import ragged_all_to_all, unwrap, wrap
 
 Blocks = list[Tensor]
 Reference = Callable[[Blocks, int], Blocks]  # blocks of one group -> results of that group

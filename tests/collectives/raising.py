@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardlib as sl
-from shardlib.collectives import api, start
+from shardlib.collectives import posted as asynchronous
+from shardlib.collectives import start, transfers
 from shardlib.collectives.backends import dist
 from shardlib.mesh import posted
 from tests.workers import Pool
@@ -67,8 +68,8 @@ class Counting(dict[Any, Any]):
 @contextlib.contextmanager
 def counting() -> Iterator[Counting]:
     """Count places while open."""
-    owners = (api, dist, sys.modules["shardlib.mesh.scope"], posted)
-    table, finish = Counting(), api._finish
+    owners = (asynchronous, dist, sys.modules["shardlib.mesh.scope"], posted)
+    table, finish = Counting(), transfers.begin
 
     def before(*args: Any) -> Any:
         PLACES()
@@ -78,10 +79,10 @@ def counting() -> Iterator[Counting]:
     try:
         for owner in owners:
             owner.POSTED = table  # type: ignore[attr-defined]
-        api._finish = before
+        transfers.begin = before
         yield table
     finally:
-        api._finish = finish
+        transfers.begin = finish
         for owner, old in zip(owners, saved, strict=True):
             owner.POSTED = old  # type: ignore[attr-defined]
 

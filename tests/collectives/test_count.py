@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.collectives.api import ragged_all_to_all
+from shardlib.collectives import ragged_all_to_all
 from tests.collectives.primitives import (
     PRIMITIVES,
     cost,

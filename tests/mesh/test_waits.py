@@ -14,7 +14,7 @@ THREAD = "the thread that holds it runs the model, each wait of which has a cloc
 SHORT = "it is held for some lines that wait for nothing"
 
 OTHER_CLOCKS = [
-    ("collectives/api.py", "self.wait()", TRANSFER),
+    ("collectives/posted.py", "self.wait()", TRANSFER),
     ("collectives/ring.py", "c.wait()", TRANSFER),
     ("collectives/backends/dist.py", "*coming*.wait()", TRANSFER),
     ("collectives/backends/dist.py", "sent.popleft().wait()", TRANSFER),

@@ -62,7 +62,7 @@ def pending(like: sl.ShardedTensor, total: torch.Tensor, axes: tuple[str, ...]) 
     mesh, whole = like.mesh, sl.shard(total, like.sharding, pad=True)
     p = mesh.axis_size(axes)
     blocks = []
-    for coord, block in zip(played(mesh), sl.collectives.api.blocks(whole.raw, mesh), strict=True):
+    for coord, block in zip(played(mesh), sl.collectives.blocks(whole.raw, mesh), strict=True):
         rank = rank_along(axes, coord, mesh.axes)
         noise = torch.arange(block.numel()).reshape(block.shape) % 7 / 16
         blocks.append(noise * (rank + 1) if rank < p - 1 else block - noise * (p * (p - 1) / 2))

@@ -50,9 +50,9 @@ def test_gradients_may_arrive_in_any_order(stage: int, mesh: dict[str, int]) -> 
         for other in found[1:]:
             assert all(torch.equal(found[0][k], other[k]) for k in other)
         for bucket, i, part in got.held if stage == 2 else ():
-            (leaf,), c = part.slot.leaves, sl.collectives.api.played(m)[i]
+            (leaf,), c = part.slot.leaves, sl.collectives.played(m)[i]
             if leaf < len(params) - 1:
-                mine = [n for n, d in enumerate(sl.collectives.api.played(m)) if d["x"] == c["x"]]
+                mine = [n for n, d in enumerate(sl.collectives.played(m)) if d["x"] == c["x"]]
                 at = mine.index(i) + 1
                 mine = mine[at:] + mine[:at]  # round the ring, the owner last
                 raw = list(params.values())[leaf].raw

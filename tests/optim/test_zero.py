@@ -256,7 +256,7 @@ def narrow(how: Any, stage: int) -> tuple[float, Fraction, float]:
     apart = 0.0
     for p in ends[1].values():  # a copy that differs would show
         high = sl.unshard(
-            sl.ShardedTensor(sl.collectives.api.unwrap(sl.pmax(p.local, "data")), p.place)
+            sl.ShardedTensor(sl.collectives.unwrap(sl.pmax(p.local, "data")), p.place)
         )
         apart = max(apart, float((high - sl.unshard(p)).abs().max()))
     gap = max(float((sl.unshard(ends[0][k]) - sl.unshard(ends[1][k])).abs().max()) for k in PARAMS)

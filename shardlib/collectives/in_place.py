@@ -1,0 +1,171 @@
+"""Collectives that write into memory of the caller, without a gradient: for schedules and buckets."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import transfers
+from shardlib.collectives.backends import backend, dist
+from shardlib.collectives.backends.backend import Axes, Finish
+from shardlib.collectives.posted import keep_posted, start
+from shardlib.collectives.simulate import Stacked
+from shardlib.collectives.transfers import Collective, public_name
+from shardlib.collectives.types import held, unwrap
+from shardlib.collectives.varying import after_move
+from shardlib.collectives.verbs import pbroadcast
+from shardlib.mesh import GROUPS, RECENT, Mesh, current_mesh, number, scope
+
+__all__ = ["broadcasts", "gather_into", "preduce_into", "reductions", "scatter_into"]
+
+
+def preduce_into(
+    target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dtype | None = None
+) -> None:
+    """Write ``preduce(x, axis, root)`` into the root's ``target``; the others' do not change.
+
+    x is sent in ``wire``, which is the target's dtype unless given, and may be wider: the root's
+    own part and the sum are rounded once, to the target.  In place and without a gradient, for
+    schedules.
+    Moves:  the bytes of preduce in the dtype of the wire.
+    """
+    wire = wire or target.dtype
+    mesh = current_mesh()
+    if mesh.axis_size(axis) == 1:
+        target.copy_(x)
+        return
+    raw = held(x, mesh)
+    if mesh.kind == "stacked":
+        varies = after_move("preduce", x, mesh, (axis,), (), public_name("preduce"))
+        if type(target) is Stacked and target.varies is not None:
+            target.varies.join(None if varies is None else varies.axes)
+    transfers.note_recent("preduce", raw, mesh, (axis,), wire)
+    traces = scope().listeners.traces
+    ends = (
+        transfers.counted(traces, transfers.PREDUCE, raw.to(wire), mesh, (axis,), (root,))
+        if traces
+        else []
+    )
+    try:
+        transfers.ended(
+            backend(mesh).preduce_into(unwrap(target), raw, mesh, (axis,), root, wire), ends
+        )()
+    except RuntimeError as e:
+        transfers.raise_lost(e, transfers.PREDUCE, raw, mesh, (axis,))
+        raise
+
+
+def broadcasts(axis: str, like: Tensor) -> Callable[[Tensor, int], Any]:
+    """Return ``start(pbroadcast, x, axis, root)`` as a function of x and root, for schedules.
+
+    ``like``  one of the blocks to be sent: all are recorded once, for reports of a lost rank.
+    """
+    now = scope()
+    mesh = current_mesh() if now.mesh is None else now.mesh
+    found = None if now.listeners.traces else mesh.memo[GROUPS].get((broadcasts, axis))
+    if found is None:
+        if mesh.kind != "dist" or now.listeners.traces or mesh.axis_size(axis) == 1:
+            return lambda x, root: start(pbroadcast, x, axis, root)
+        found = mesh.memo[GROUPS][broadcasts, axis] = dist.broadcasts(mesh, (axis,))
+    RECENT.append((number(), "pbroadcast", (axis,), like.shape, like.dtype))
+    return found
+
+
+def reductions(
+    axis: str, like: Tensor, wire: torch.dtype | None = None
+) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
+    """Return ``preduce_into(target, x, axis, root, wire)`` as a function of target, x and root.
+
+    For loops in schedules.
+    It posts the transfer; call its result to finish.  ``like``  one of the targets, as above.
+    """
+    now = scope()
+    mesh = current_mesh() if now.mesh is None else now.mesh
+    found = None if now.listeners.traces else mesh.memo[GROUPS].get((reductions, axis, wire))
+    if found is None:
+        if mesh.kind != "dist" or now.listeners.traces or mesh.axis_size(axis) == 1:
+            return lambda target, x, root: partial(preduce_into, target, x, axis, root, wire)
+        found = mesh.memo[GROUPS][reductions, axis, wire] = dist.reductions(mesh, (axis,), wire)
+    RECENT.append((number(), "preduce", (axis,), like.shape, wire or like.dtype))
+    return found
+
+
+def scatter_into(
+    flat: Tensor,
+    out: Tensor,
+    mesh: Mesh,
+    axes: Axes,
+    *,
+    wire: torch.dtype | None = None,
+    land: Tensor | None = None,
+    ahead: bool = False,
+) -> Finish:
+    """Post ``psum_scatter`` of a storage of vectors [n]; its ``finish`` writes ``out`` [n / p].
+
+    ``land``   memory to receive in, of n elements, or of any number unless ``ahead``; allocating
+               fresh pages costs as much time as the sum.
+    ``ahead``  other work comes between this call and ``finish``: all parts are sent meanwhile.
+               Without it the ring runs inside ``finish``, needs less memory, and fills slow links
+               better.
+    Moves the bytes of psum_scatter.  Each part is summed round the ring, its owner last, in the
+    same order on all but NCCL; half precision in fp32, which ``out`` may keep.  ``flat`` and
+    ``land`` must stay until it is finished.
+    """
+    params = (0,) if wire is None or wire == flat.dtype else (0, wire)
+    if mesh.axis_size(axes) == 1:
+        return lambda: out.copy_(flat)
+
+    def post() -> Finish:
+        traces = scope().listeners.traces
+        ends = (
+            transfers.counted(traces, transfers.PSUM_SCATTER, flat, mesh, axes, params)
+            if traces
+            else []
+        )
+        transfers.note_recent("psum_scatter", flat, mesh, axes)
+        into = backend(mesh).psum_scatter_into
+        return transfers.ended(
+            into(flat, mesh, axes, out, *params[1:], land=land, ahead=ahead), ends
+        )
+
+    memory = (flat, out) if land is None else (flat, out, land)
+    posted = transfers.on_side_stream("sum", post, mesh, axes, *memory) if ahead else post()
+    return keep_posted(_heard(posted, transfers.PSUM_SCATTER, flat, mesh, axes)).wait
+
+
+def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) -> Finish:
+    """Post ``all_gather`` of vectors in place: each rank's part of ``flat`` [n] is already set.
+
+    ``ahead``  other work comes between this call and ``finish``, as in ``scatter_into``.
+    Moves the bytes of all_gather of the parts.
+    """
+    if mesh.axis_size(axes) == 1:
+        return lambda: flat
+
+    def post() -> Finish:
+        ends = []
+        if traces := scope().listeners.traces:
+            part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
+            ends = transfers.counted(traces, transfers.ALL_GATHER, part, mesh, axes, (0,))
+        transfers.note_recent("all_gather", flat, mesh, axes)
+        return transfers.ended(backend(mesh).all_gather_into(flat, mesh, axes, ahead), ends)
+
+    posted = transfers.on_side_stream("gather", post, mesh, axes, flat) if ahead else post()
+    return keep_posted(_heard(posted, transfers.ALL_GATHER, flat, mesh, axes)).wait
+
+
+def _heard(finish: Finish, op: Collective, raw: Tensor, mesh: Mesh, axes: Axes) -> Finish:
+    """Wrap a transfer so that its failure names the rank that failed."""
+    if mesh.device_mesh is None:
+        return finish
+
+    def wait() -> Tensor:
+        try:
+            return finish()
+        except RuntimeError as e:
+            transfers.raise_lost(e, op, raw, mesh, axes)
+            raise
+
+    return wait
