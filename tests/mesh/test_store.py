@@ -63,6 +63,7 @@ def test_a_host_that_does_not_answer_ends_a_call_by_its_clock(
 ) -> None:
     client = Client(host[1], 0.5, lambda: "rank 0 is stopped")
     os.kill(host[0], how)
+    os.waitid(os.P_PID, host[0], os.WEXITED | os.WSTOPPED | os.WNOWAIT)  # all of its threads
     began = time.monotonic()
     for _ in range(3):  # the first waits, and no other does
         with pytest.raises(RankFailed, match="rank 0 is stopped"):
