@@ -28,7 +28,15 @@ from shardlib.collectives import Stacked, blocks
 from shardlib.errors import ShardError, lettered
 from shardlib.mesh import Mesh, bind
 from shardlib.placing import reshard
-from shardlib.tensor import ShardedTensor, gradient_place, promoting, replicated, settle, typeof
+from shardlib.tensor import (
+    Facts,
+    ShardedTensor,
+    gradient_place,
+    promoting,
+    replicated,
+    settle,
+    typeof,
+)
 
 __all__ = ["STANDINS", "Node"]
 
@@ -420,7 +428,7 @@ def _hooked(*tensors: Any) -> Any:
     for f, r in zip(forms, raws, strict=True):
         out = r if type(f) is _Form else f.output(r)
         if node is not None and r.grad_fn is node and out is not r:
-            out.node = Node(node, forms, forms)
+            out.facts = Facts(node=Node(node, forms, forms))
         outs.append(out)
     return tuple(outs)
 

@@ -84,7 +84,7 @@ class Calls:
         weights = {
             n: p.raw
             for n, p in params.items()
-            if isinstance(p, ShardedTensor) and p.ndim == 2 and p.read is None
+            if isinstance(p, ShardedTensor) and p.ndim == 2 and p.is_stored
         }
         where = of, tuple(self.mesh.axes.items())
         order, reads = self.orders.setdefault(where, []), self.reads.setdefault(where, [])

@@ -115,7 +115,8 @@ def _from_raw(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(Tensor.grad_fn.__get__, padded=True)
 def _grad_fn(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(args[0].raw) if args[0].node is None else args[0].node
+    facts = args[0].facts
+    return func(args[0].raw) if facts is None or facts.node is None else facts.node
 
 
 @implements(Tensor.requires_grad.__set__, padded=True)

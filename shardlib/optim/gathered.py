@@ -14,7 +14,7 @@ al., arXiv 2304.11277, section 3.3.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from threading import get_ident
 from typing import Any
 
@@ -28,7 +28,7 @@ from shardlib.mesh import Mesh, bind, drain
 from shardlib.optim.buckets import Bucket, Buckets, Index, Item, register
 from shardlib.optim.flat import gather_later, own_parts, scatter, slot_of, stack
 from shardlib.optim.memory import Room
-from shardlib.tensor import Place, ShardedTensor, together_of
+from shardlib.tensor import Facts, Place, ShardedTensor, together_of
 
 __all__ = ["Parts", "Reading", "place_of"]
 
@@ -80,27 +80,6 @@ def place_of(item: Item, params: Buckets, deferred: frozenset[str]) -> Place:
     return Place(item.layout, torch.Size(item.tiled), params.mesh, true, deferred)
 
 
-class BlockReader:
-    """A callback that gathers a parameter's block, for a value that has none until it is read."""
-
-    __slots__ = ("leaf", "name", "reading")
-
-    def __init__(self, reading: "Reading", name: str, leaf: int) -> None:
-        self.reading, self.name, self.leaf = reading, name, leaf
-
-    def __call__(self) -> Tensor:
-        return self.reading.read(self.name, self.leaf)
-
-    @property
-    def made(self) -> Any:
-        """The cache derived from the block, which would keep it alive; see ``made_of``."""
-        return self.reading.made.get(self.name, {}).get(self.leaf)
-
-    @made.setter
-    def made(self, value: Any) -> None:
-        self.reading.made.setdefault(self.name, {})[self.leaf] = value
-
-
 class Reading:
     """The parameters gathered by the forwards of one graph, and by its backward.
 
@@ -108,7 +87,7 @@ class Reading:
     ``parts``    the same as nodes of the graph: see ``_BucketPart``.
     ``flat``     gathered buckets.
     ``blocks``   (bucket name, whether grad mode is on) -> the parameters' blocks in it.
-    ``made``     bucket name -> caches derived from its blocks.
+    ``facts``    bucket name -> the facts of the values in use, whose caches hold its blocks.
     ``coming``   buckets whose gather is posted.
     ``seen``     the buckets in the order of first reading.
     ``block_of`` bucket name -> the block of the module; None: it is its own part.
@@ -131,7 +110,9 @@ class Reading:
         self.parts: dict[str, Tensor] = {}
         self.gradients: dict[str, Gradient] = {}
         self.blocks: dict[tuple[str, bool], dict[int, Tensor]] = {}
-        self.made: dict[str, dict[int, Any]] = {}
+        self.facts: dict[str, weakref.WeakValueDictionary[int, Facts]] = {
+            name: weakref.WeakValueDictionary() for name in self.buckets
+        }
         self.coming: dict[str, tuple[Tensor, Callable[[], object]]] = {}
         self.at: dict[int, str] = {}
         self.seen: list[str] = []
@@ -154,11 +135,12 @@ class Reading:
             item, bucket = self.index.items[i], self.index.buckets[b]
             deferred = frozenset(a for a in bucket.over if self.mesh.axes[a] > 1)
             place = place_of(item, self.params, deferred)
+            name, leaf = bucket.name, slot.leaves[0]
+            facts = self.facts[name].get(leaf)
+            if facts is None:
+                facts = self.facts[name][leaf] = Facts(read=partial(self.read, name, leaf))
             out[item.path] = ShardedTensor.when_read(
-                place,
-                item.dtype,
-                self.now[bucket.name].device,
-                BlockReader(self, bucket.name, slot.leaves[0]),
+                place, item.dtype, self.now[name].device, facts
             )
         return out
 
@@ -252,7 +234,8 @@ class Reading:
 
     def _forget(self, name: str) -> None:
         """Drop a bucket's blocks, and caches derived from them, which would keep it alive."""
-        self.made.pop(name, None)
+        for facts in list(self.facts[name].values()):
+            facts.forget()
         self.blocks.pop((name, True), None)
         self.blocks.pop((name, False), None)
 

@@ -654,7 +654,7 @@ class _Recorder(Trace):
 
     def _hook(self, result: ShardedTensor, span: Span) -> None:
         """Register a hook that begins a span when the gradient of an operation runs."""
-        node: Any = result.raw.grad_fn if result.read is None else None
+        node: Any = result.raw.grad_fn if result.is_stored else None
         if node is not None and node.metadata.get(_KEY) is not self:
             node.metadata[_KEY] = self
             node.register_prehook(lambda *_: self._turn(replace(span, backward=True)))

@@ -28,7 +28,7 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.tensor.grad_coalescing import together_of
 from shardlib.tensor.place import Place
-from shardlib.tensor.tensor import ShardedTensor
+from shardlib.tensor.tensor import Facts, ShardedTensor
 
 __all__ = [
     "Wide", "gradient_of", "gradient_place", "is_half", "made_of", "of_pending", "real_axes", "settle", "to_pending",
@@ -202,20 +202,6 @@ def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
 _SERIAL = itertools.count()
 
 
-class _Derived:
-    """Cache of values derived from a block; it is void once the block changed in place."""
-
-    __slots__ = ("found", "raw", "serial", "tracked", "version")
-
-    def __init__(self, raw: Tensor, tracked: bool) -> None:
-        self.raw, self.version, self.tracked = raw, raw._version, tracked
-        self.found: dict[Any, Any] = {}
-        self.serial = next(_SERIAL)
-
-    def fits(self, raw: Tensor, tracked: bool) -> bool:
-        return self.raw is raw and self.version == raw._version and self.tracked == tracked
-
-
 def made_of(x: ShardedTensor) -> dict[Any, Any]:
     """Return the cache of values derived from x; it is empty after a change in place.
 
@@ -224,12 +210,14 @@ def made_of(x: ShardedTensor) -> dict[Any, Any]:
     raw = x.raw
     if raw.is_inference():
         return {}
-    tracked = raw.requires_grad and torch.is_grad_enabled()
-    # the cache of a fetched value is kept with its fetcher, and is dropped with the fetched block
-    holder: Any = x if x.read is None else x.read
-    if holder.made is None or not holder.made.fits(raw, tracked):
-        holder.made = _Derived(raw, tracked)
-    return holder.made.found
+    version, tracked = raw._version, raw.requires_grad and torch.is_grad_enabled()
+    facts = x.facts
+    if facts is None:
+        facts = x.facts = Facts()
+    block, then, recorded = facts.of
+    if facts.derived is None or block is not raw or (then, recorded) != (version, tracked):
+        facts.derived, facts.of, facts.serial = {}, (raw, version, tracked), next(_SERIAL)
+    return facts.derived
 
 
 def varied(x: ShardedTensor, axes: Collection[str]) -> Tensor:

@@ -47,7 +47,7 @@ from shardlib.mesh import Memo, Mesh, enter, leave, scope
 from shardlib.tensor.place import Place
 
 __all__ = [
-    "FALLBACK", "TABLE", "TAKES_PADDING", "ShardedTensor", "Unfit", "block_of", "block_strides",
+    "FALLBACK", "TABLE", "TAKES_PADDING", "Facts", "ShardedTensor", "Unfit", "block_of", "block_strides",
     "blockwise", "has_padding", "heard", "implements", "is_dense", "layout_of", "local_call",
     "named_tensors", "no_implementation", "no_tensor", "no_trace", "no_transform", "on_shapes",
     "partial_escape", "refuse_arrays", "refuse_trace", "torch_refuses", "typeof",
@@ -127,14 +127,36 @@ def _either(implementation: Implementation, padded: Padded) -> Implementation:
     return wraps(implementation)(run)
 
 
+class Facts:
+    """Facts about one value besides its block and place, dropped with it.
+
+    ``read``     fetches the block at each access; None where it is stored.
+    ``node``     the ``grad_fn`` for hooks that need sharded values, see autograd_function.py.
+    ``derived``  cache of values derived once for all readers, see ``made_of`` in gradients.py.
+    ``of``       what the cache was derived from: block, its version, whether autograd recorded it.
+    ``serial``   number of the cache.
+    """
+
+    __slots__ = ("__weakref__", "derived", "node", "of", "read", "serial")
+
+    def __init__(self, read: Callable[[], Tensor] | None = None, node: Any = None) -> None:
+        self.read, self.node = read, node
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the cache, which keeps the block alive."""
+        self.derived: dict[Any, Any] | None = None
+        self.of: tuple[Tensor | None, int, bool] = (None, 0, False)
+        self.serial = -1
+
+
 class ShardedTensor(torch.Tensor):
     """Global tensor of which this process holds one block (under simulate: all of them).
 
     ``raw``    the storage: the local block, or all blocks ``[ranks, *local]`` under simulate.
     ``place``  its Place: layout, sizes, mesh, padding, deferred axes.
     ``local``  the local block as per-device code receives it; never a copy.
-    ``node``   the ``grad_fn`` for hooks that need sharded values, see autograd_function.py.
-    ``made``   cache of values derived once for all readers, see gradients.py.
+    ``facts``  its Facts: all else that is known of this one value; None until there are any.
 
     >>> import shardlib as sl
     >>> with sl.simulate(x=2, y=2):
@@ -148,9 +170,7 @@ class ShardedTensor(torch.Tensor):
 
     raw: Tensor
     place: Place
-    node: Any = None
-    made: Any = None
-    read: Callable[[], Tensor] | None = None
+    facts: Facts | None = None
 
     @staticmethod
     def __new__(cls: type, raw: Tensor, place: Place) -> "ShardedTensor":
@@ -161,27 +181,32 @@ class ShardedTensor(torch.Tensor):
 
     @staticmethod
     def when_read(
-        place: Place, dtype: torch.dtype, device: torch.device, read: Callable[[], Tensor]
+        place: Place, dtype: torch.dtype, device: torch.device, facts: Facts
     ) -> "ShardedTensor":
-        """Make a value whose block is fetched at each access, by ``read()``."""
+        """Make a value whose block is fetched at each access, by ``facts.read()``."""
         shape = place.shape if place.true_shape is None else place.true_shape
         make = torch.Tensor._make_wrapper_subclass
         self = make(ShardedTensor, shape, dtype=dtype, device=device)
-        self.place, self.read = place, read
+        self.place, self.facts = place, facts
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Fetch ``raw`` by calling ``read()`` if it is not stored."""
-        read = self.__dict__.get("read")
-        if name == "raw" and read is not None:
-            return read()
+        """Fetch ``raw`` by calling ``facts.read()`` if it is not stored."""
+        facts = self.__dict__.get("facts")
+        if name == "raw" and facts is not None and facts.read is not None:
+            return facts.read()
         raise AttributeError(name)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the value holds its block, and does not fetch it at each access."""
+        return self.facts is None or self.facts.read is None
 
     def at(self, place: Place) -> "ShardedTensor":
         """Return the same local data under another Place; a lazy value stays lazy."""
-        if self.read is None:
+        if self.facts is None or self.facts.read is None:
             return ShardedTensor(self.raw, place)
-        return ShardedTensor.when_read(place, self.dtype, self.device, self.read)
+        return ShardedTensor.when_read(place, self.dtype, self.device, self.facts)
 
     def becomes(
         self, raw: Tensor, layout: Layout | None = None, shape: Sequence[int] | None = None
@@ -245,11 +270,15 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.raw.dtype if self.read is None else torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
+        facts = self.facts  # as is_stored, without its call
+        if facts is None or facts.read is None:
+            return self.raw.dtype
+        return torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        return self.raw.requires_grad if self.read is None else True
+        facts = self.facts
+        return self.raw.requires_grad if facts is None or facts.read is None else True
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -515,7 +544,8 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _moved(repeat: _Repeat, func: Any, args: Any, kwargs: Any) -> Any:
-    if args[0].made is not None or scope().call.prefetch is not None:
+    facts = args[0].facts
+    if (facts is not None and facts.derived is not None) or scope().call.prefetch is not None:
         return None
     try:
         return _run(repeat, args, kwargs)
@@ -564,7 +594,7 @@ def _call_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     for a in (*args, *kwargs, *kwargs.values()) if kwargs else args:
         kind = type(a)
         if kind is ShardedTensor:
-            if a.read is None:
+            if a.facts is None or a.facts.read is None:
                 raw = a.raw
                 key += (a.place, raw.dtype, raw.requires_grad)
             else:

@@ -10,6 +10,7 @@ import torch
 
 import shardlib as sl
 from shardlib.optim.donation import GivenUp, hand_over
+from shardlib.tensor import Facts
 from tests.ops.cases import r
 
 
@@ -58,7 +59,7 @@ def test_what_was_made_of_a_value_stays_behind(hold: bool) -> None:
     with sl.simulate(x=2):
         params = fresh()
         for i, x in enumerate(params.values()):
-            x.made, x.mine, x._is_param = object(), i, True
+            x.facts, x.mine, x._is_param = Facts(), i, True
         kept = list(params.values()) if hold else []
         new, _ = hand_over(params, {}, (), ())
         for x in new.values():

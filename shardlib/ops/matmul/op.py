@@ -247,7 +247,8 @@ def product_of(
     more = None
     if now.call.prefetch is not None and (out is not None or not _stays(of_x, of_w)):
         more = now.call.prefetch.again(x)
-    held = _NOTHING if x.made is None else frozenset(made_of(x))
+    made = x.facts is not None and x.facts.derived is not None
+    held = frozenset(made_of(x)) if made else _NOTHING
     of_bias = None if bias is None else bias.place
     key = (
         of_x.layout,

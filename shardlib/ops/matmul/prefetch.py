@@ -135,7 +135,9 @@ class _ProductOrder:
         """
         at = len(self.read)
         made_of(x)
-        self.read.append(at if x.made is None else self.firsts.setdefault(x.made.serial, at))
+        facts = x.facts
+        kept = facts is not None and facts.derived is not None
+        self.read.append(self.firsts.setdefault(facts.serial, at) if kept else at)
         if self.reads[: at + 1] != self.read:
             return True if scope().listeners.rehearsal is None else None
         return self.read[-1] in self.reads[at + 1 :]
