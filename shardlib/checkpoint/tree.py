@@ -29,6 +29,7 @@ from shardlib.errors import MeshError, PartialEscape, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along, scope
 from shardlib.optim.buckets import Buckets
+from shardlib.optim.later import at_rest
 from shardlib.optim.matrix_owned import Owned
 from shardlib.tensor import ShardedTensor, typeof
 
@@ -63,7 +64,7 @@ class Leaves:
         Raises: ShardError for two leaves of one name, and for leaves that cannot be saved.
         """
         paths, leaves, spec = optree.tree_flatten_with_accessor(
-            tree, is_leaf=lambda x: isinstance(x, Buckets | Owned), none_is_leaf=True
+            at_rest(tree), is_leaf=lambda x: isinstance(x, Buckets | Owned), none_is_leaf=True
         )
         names = ["/".join(_escaped(_key(e)) for e in path) for path in paths]
         if len(set(names)) < len(names):

@@ -14,6 +14,7 @@ from shardlib.optim.buckets import Pieces
 from shardlib.optim.chunked_inplace import spans
 from shardlib.optim.groups import by_mask
 from shardlib.optim.hyperparam_checks import ranged
+from shardlib.optim.later import chosen
 from shardlib.optim.schedules import Schedule, at_step
 from shardlib.optim.select import Mask
 from shardlib.optim.transform import (
@@ -108,7 +109,7 @@ def adamw(
         if not done:
             return run_in_place(Transform(init, update, "elementwise"), grads, state, params, step)
         step.lr = rate
-        return state._replace(count=count)
+        return chosen(step.sound, state._replace(count=count), state)
 
     whole = Transform(init, update, "elementwise", donate, halves=True, heeds=True)
     return under(backend, whole)

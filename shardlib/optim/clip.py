@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -16,7 +16,7 @@ from shardlib.mesh import scope, within
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.global_reductions import powers, scaled, summed, totals
 from shardlib.optim.hyperparam_checks import POSITIVE, ranged
-from shardlib.optim.later import on_host, post, told
+from shardlib.optim.later import Posted, on_host, told
 from shardlib.optim.transform import Step, Transform, under
 from shardlib.optim.trees import EmptyState, each, names_of, ready
 from shardlib.tensor import ShardedTensor
@@ -81,6 +81,16 @@ def is_finite(tree: Any) -> Tensor:
     return torch.isfinite(global_norm(tree))
 
 
+class ClipState(NamedTuple):
+    """The norm of the last step, if a device had it and the host has not read it."""
+
+    last: tuple[Posted, ...] = ()
+
+    def at_rest(self) -> "ClipState":
+        """Return the state of a checkpoint."""
+        return ClipState()
+
+
 @ranged("sl.optim.clip_by_global_norm(1.0)", max_norm=POSITIVE, p=POSITIVE)
 def clip_by_global_norm(
     max_norm: float, p: float = 2.0, *, check: bool = True, backend: Backend = "auto"
@@ -90,8 +100,8 @@ def clip_by_global_norm(
     Like torch.nn.utils.clip_grad_norm_, on gradients of any layout.  Pending sums stay pending;
     their norm moves the bytes given in ``global_norm``.
     ``check``    raise if the norm is not finite, before anything has changed.  ``optim.step`` on an
-                 accelerator changes no tensor in such a step and raises in the next, so that the
-                 host does not wait; counts of steps have gone on by then.  ``tx.update`` waits.
+                 accelerator changes nothing in such a step either, but raises in the next, so that
+                 the host does not wait.  ``tx.update`` waits.
     ``backend``  "apex": norms of blocks by its multi-tensor kernel, in fp32 (else fp64 sums).
     Raises: ShardError if the norm is not finite; ``skip_nonfinite`` skips such steps instead.
 
@@ -108,45 +118,46 @@ def clip_by_global_norm(
         norm = global_norm(grads, p)
         return norm if step.scale is None else norm / step.scale.to(norm.device)
 
-    last: list[Tensor] = []
+    def decide(norm: Tensor, grads: Any, step: Step) -> None:
+        """Refuse a norm that is not finite: on the host at once, else step only where it is."""
+        if on_host(norm):
+            _number(norm, grads)
+        else:
+            step.require(torch.isfinite(norm))
 
-    def checked_later(norm: Tensor, step: Step) -> None:
-        """Skip a step on the device, and raise for the one before."""
-        before = told(last.pop()) if last else 0.0
-        if not math.isfinite(before):
-            raise ShardError(
-                f"the norm of the gradients was {before} in the step before, which changed nothing",
-                op="clip_by_global_norm",
-                fix="tx = sl.optim.skip_nonfinite(tx)",
-            )
-        step.sound = torch.isfinite(norm)
-        last.append(post(norm.clone()))
-
-    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+    def update(grads: Any, state: ClipState, params: Any = None) -> tuple[Any, ClipState]:
         norm = known(grads, Step())
         if check:
             _number(norm, grads)
         by = over(norm)
         return each(lambda g: g / by.to(g.device, g.dtype), grads), state
 
-    def rescale(grads: Any, state: EmptyState, params: Any, step: Step) -> EmptyState:
+    def rescale(grads: Any, state: ClipState, params: Any, step: Step) -> ClipState:
         step.norm = known(grads, step)
-        if check and on_host(step.norm):
-            _number(step.norm, grads)
-        elif check and step.sound is None:  # else somebody skips it anyway
-            checked_later(step.norm, step)
         step.divide(over(step.norm))
-        return state
+        if check:
+            decide(step.norm, grads, step)
+        if not check or on_host(step.norm):
+            return state
+        own = step.norm if step.skips is None else step.norm.masked_fill(step.skips, 0)
+        return ClipState((Posted(own, _error),))
 
-    def look(grads: Any, state: EmptyState, params: Any, step: Step) -> None:
-        norm = known(grads, step)
-        if on_host(norm):
-            _number(norm, grads)
-        elif step.sound is None:
-            checked_later(norm, step)
+    def look(grads: Any, state: ClipState, params: Any, step: Step) -> None:
+        decide(known(grads, step), grads, step)
 
-    tx = Transform(lambda params: EmptyState(), update, "norm", rescale=rescale)
+    tx = Transform(lambda params: ClipState(), update, "norm", rescale=rescale)
     return under(backend, tx._replace(check=look if check else None))
+
+
+def _error(norm: float) -> ShardError | None:
+    """Return the error of the step before: its norm is not finite."""
+    if math.isfinite(norm):
+        return None
+    return ShardError(
+        f"the norm of the gradients was {norm} in the step before, which changed nothing",
+        op="clip_by_global_norm",
+        fix="tx = sl.optim.skip_nonfinite(tx)",
+    )
 
 
 def _number(norm: Tensor, grads: Any) -> None:

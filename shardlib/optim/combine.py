@@ -55,8 +55,8 @@ def chain(*transforms: Transform) -> Transform:
             new.append(later)
         if last.check is not None and any(t.rescale is None for t, _ in before):
             last.check(grads, inner, params, step)
-        new = [chosen(step.sound, n, s) for (_, s), n in zip(before, new, strict=True)]
-        kept = [keep(s, n) for (_, s), n in zip(before, new, strict=True)]  # none refuses any more
+        # none refuses any more
+        kept = [keep(s, chosen(step.sound, n, s)) for (_, s), n in zip(before, new, strict=True)]
         return *kept, run_in_place(last, grads, inner, params, step)
 
     def check(grads: Any, state: Any, params: Any, step: Step) -> None:

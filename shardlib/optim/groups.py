@@ -175,15 +175,9 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
 
     def asked(parts: Any, state: PartitionState, held: Any, step: Step) -> None:
         """Check every group before any of them steps: on a device all step, or none."""
-        found = []
         for n, part in parts.items():
             if n in asking:
-                own = Step(step.scale, sound=step.sound)
-                asking[n](part, state.inner[n], held[n], own)
-                found.append(own.sound)
-        for sound in found:
-            if sound is not None:
-                step.sound = sound if step.sound is None else step.sound & sound
+                asking[n](part, state.inner[n], held[n], step)
 
     def donate(grads: Any, state: PartitionState, params: Any, step: Step) -> PartitionState:
         found = split(params)
@@ -192,7 +186,7 @@ def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: boo
         with norms_known() if asking else nullcontext():
             asked(parts, state, held, step)
             for n, part in parts.items():
-                mine = Step(scale=step.scale, sound=step.sound, guarded=step.guarded)
+                mine = Step(step.scale, sound=step.sound, skips=step.skips, guarded=step.guarded)
                 after[n] = run_in_place(transforms[n], part, state.inner[n], held[n], mine)
                 step.lr = step.lr if mine.lr is None else mine.lr
                 step.norm = step.norm if mine.norm is None else mine.norm

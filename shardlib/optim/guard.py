@@ -9,7 +9,7 @@ from torch import Tensor
 from shardlib.errors import ShardError
 from shardlib.optim.clip import global_norm, norms_known
 from shardlib.optim.hyperparam_checks import COUNT, STEPS, Range, ranged
-from shardlib.optim.later import begun, counted, on_host, post, rolled_back, told
+from shardlib.optim.later import Later, Posted, on_host, told
 from shardlib.optim.transform import Step, Transform, check_transform, handed_on, run_in_place
 from shardlib.optim.trees import each, nothing, wide
 
@@ -22,7 +22,6 @@ class SkipState(NamedTuple):
     running: Any
     skipped: Any
     inner: Any
-    ago: tuple[Any, ...] = ()
 
 
 @ranged("tx = sl.optim.skip_nonfinite(sl.optim.adamw(1e-3))", most=STEPS)
@@ -31,8 +30,8 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
 
     It tests the global norm, one psum of a scalar, which a clip inside ``tx`` uses too.
     ``most``  the most consecutive steps that may be skipped.
-    On an accelerator the device decides, and the numbers of the state are tensors there, so that
-    the host does not wait: ``optim.step`` holds parameters and state twice, but for AdamW's.
+    On an accelerator the device decides, and the host does not wait, unless a number of the state
+    is read: ``optim.step`` holds parameters and state twice, but for AdamW's.
     Raises: ShardError at the next one; on an accelerator in the step after it.
 
     >>> import shardlib as sl
@@ -51,51 +50,53 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
             fix="with torch.autograd.detect_anomaly(): sl.value_and_grad(loss)(params)",
         )
 
-    def init(params: Any) -> SkipState:
-        inner = tx.init(params)
-        ago = begun(params, inner)
-        return SkipState(_zero(ago), _zero(ago), inner, ago)
-
     def after(state: SkipState) -> SkipState:
-        if told(state.running) >= most:
+        if state.running >= most:
             raise refused()
-        return state._replace(running=state.running + 1, skipped=state.skipped + 1)
+        return SkipState(state.running + 1, state.skipped + 1, state.inner)
 
     def update(grads: Any, state: SkipState, params: Any = None) -> tuple[Any, SkipState]:
-        state = _settled(state)
         with norms_known():
             if not _is_number(global_norm(grads)):
                 return nothing(grads, params), after(state)
             updates, inner = tx.update(grads, state.inner, params)
-            return updates, SkipState(_zero(state.ago), state.skipped, inner, _sure(state, inner))
+            return updates, SkipState(0, state.skipped, inner)
 
     def donate(grads: Any, state: SkipState, params: Any, step: Step) -> SkipState:
-        state = _settled(state)
         with norms_known():
             sound = _asked(grads, step)
             if sound is False:
                 return after(state)
-            if sound is not True and told(state.running) > most:
+            if state.running > most:  # a device counted the last one
                 raise refused()
-            before = counted(state.inner)
             inner = run_in_place(tx, grads, state.inner, params, step)
+        running, skipped, _ = state
         if sound is True:
-            return SkipState(_zero(state.ago), state.skipped, inner, _sure(state, inner))
-        bad = ~sound
-        running = post((state.running + 1) * bad)
-        return SkipState(running, state.skipped + bad, inner, (post(sound), *before))
+            return SkipState(0, skipped, inner)
+        posted = Posted(sound)
+        return SkipState(Later(posted, 0, running + 1), Later(posted, skipped, skipped + 1), inner)
+
+    def init(params: Any) -> SkipState:
+        return SkipState(0, 0, tx.init(params))
 
     return Transform(init, update, _at_least(tx), donate, **handed_on(tx), halves=tx.halves)
 
 
 class ScaleState(NamedTuple):
-    """The scale of the loss, steps since it changed, steps skipped, and the transform's state."""
+    """The scale of the loss, steps since it changed, steps skipped, and the transform's state.
+
+    ``last``  the scale, if a device has it and the host has not read it.
+    """
 
     scale: Any
     good: Any
     skipped: Any
     inner: Any
-    ago: tuple[Any, ...] = ()
+    last: tuple[Posted, ...] = ()
+
+    def at_rest(self) -> "ScaleState":
+        """Return the state of a checkpoint."""
+        return self._replace(scale=float(self.scale), last=())
 
 
 @ranged(
@@ -141,26 +142,25 @@ def loss_scale(
             fix="with torch.autograd.detect_anomaly(): sl.value_and_grad(loss)(params)",
         )
 
+    def too_small(scale: float) -> ShardError | None:
+        return refused(scale / backoff) if scale < 2.0**-24 else None
+
     def init(params: Any) -> ScaleState:
-        inner = tx.init(params)
-        ago = begun(params, inner)
-        scale = _on_device(start, ago[0]) if ago else start
-        return ScaleState(scale, _zero(ago), _zero(ago), inner, ago)
+        return ScaleState(start, 0, 0, tx.init(params))
 
     def smaller(state: ScaleState) -> ScaleState:
         scale = state.scale * backoff
-        if told(scale) < 2.0**-24:
-            raise refused(told(state.scale))
-        return state._replace(scale=scale, good=_zero(state.ago), skipped=state.skipped + 1)
+        if error := too_small(scale):
+            raise error
+        return state._replace(scale=scale, good=0, skipped=state.skipped + 1)
 
     def larger(state: ScaleState, inner: Any) -> ScaleState:
-        good, ago = state.good + 1, _sure(state, inner)
-        if told(good) < interval:
-            return ScaleState(state.scale, good, state.skipped, inner, ago)
-        return ScaleState(state.scale * growth, _zero(ago), state.skipped, inner, ago)
+        grown = state.good + 1 >= interval
+        scale = state.scale * growth if grown else state.scale
+        return ScaleState(scale, 0 if grown else state.good + 1, state.skipped, inner)
 
     def update(grads: Any, state: ScaleState, params: Any = None) -> tuple[Any, ScaleState]:
-        state = _settled(state)
+        state = state.at_rest()
         with norms_known():
             # in fp32: fp16 gradients divided by 2**16 would underflow
             real = each(lambda g: g.to(wide(g.dtype)) / state.scale, grads)
@@ -170,7 +170,6 @@ def loss_scale(
             return updates, larger(state, inner)
 
     def donate(grads: Any, state: ScaleState, params: Any, step: Step) -> ScaleState:
-        state = _settled(state)
         scale = state.scale
         with norms_known():
             step.divide(
@@ -181,41 +180,22 @@ def loss_scale(
             sound = _asked(grads, step)
             if sound is False:
                 return smaller(state)
-            if sound is not True and told(scale) < 2.0**-24:
-                raise refused(told(scale) / backoff)
-            before = counted(state.inner)
             inner = run_in_place(tx, grads, state.inner, params, step)
         if sound is True:
             return larger(state, inner)
-        scale = scale if isinstance(scale, Tensor) else _on_device(scale, sound)
-        good = (state.good + 1) * sound
-        grown = good >= interval
-        larger_ = torch.where(grown, (scale * growth).clamp(max=2.0**127), scale)
-        scale = post(torch.where(sound, larger_, scale * backoff))
-        skipped = state.skipped + ~sound
-        return ScaleState(scale, good * ~grown, skipped, inner, (post(sound), *before))
+        scale = _on_device(scale, sound)
+        posted, up = Posted(sound), larger(state._replace(scale=scale), inner)
+        scale = torch.where(sound, up.scale.clamp(max=2.0**127), scale * backoff)
+        good, skipped = Later(posted, up.good, 0), Later(posted, up.skipped, up.skipped + 1)
+        return ScaleState(scale, good, skipped, inner, (Posted(scale, too_small),))
 
     return Transform(init, update, _at_least(tx), donate, **handed_on(tx), halves=tx.halves)
 
 
-def _zero(ago: tuple[Any, ...]) -> Any:
-    """Return 0 where the state's numbers lie."""
-    return torch.zeros((), dtype=torch.int64, device=ago[0].device) if ago else 0
-
-
-def _on_device(scale: float, like: Tensor) -> Tensor:
+def _on_device(scale: float | Tensor, like: Tensor) -> Tensor:
+    if isinstance(scale, Tensor):
+        return scale
     return torch.full((), scale, dtype=torch.float32, device=like.device)
-
-
-def _settled(state: Any) -> Any:
-    """Return the state as it is now that the host knows what became of the last step."""
-    inner = rolled_back(state.inner, state.ago)
-    return state._replace(inner=inner, ago=_sure(state, inner))
-
-
-def _sure(state: Any, inner: Any) -> tuple[Any, ...]:
-    """Return what stands in a state for a last step that the host decided."""
-    return state.ago and (torch.ones_like(state.ago[0]), *counted(inner))
 
 
 def _asked(grads: Any, step: Step) -> Any:
@@ -228,8 +208,9 @@ def _asked(grads: Any, step: Step) -> Any:
     if on_host(norm):
         step.skipped = not _is_number(norm)
         return not step.skipped
-    sound = torch.isfinite(norm)
-    step.sound = sound if step.sound is None else sound & step.sound
+    step.require(torch.isfinite(norm))
+    assert step.sound is not None
+    step.skips = ~step.sound
     return step.sound
 
 

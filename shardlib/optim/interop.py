@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import BadArgument, ShardError, Unsupported
+from shardlib.optim.later import begun
 from shardlib.optim.names import load_state_dict, state_dict
 from shardlib.optim.schedules import at_step
 from shardlib.optim.transform import Step, Transform, check_transform, divide, pieces, run_in_place
@@ -254,7 +255,8 @@ class as_torch(torch.optim.Optimizer):
             state.hyperparams.update({k: float(group[k]) for k in state.hyperparams})
         factor = 1.0 if injected else float(self.param_groups[0]["lr"])
         if factor == 1.0:
-            self._state = run_in_place(self._tx, grads, self._state, self._params, Step())
+            state = begun(self._state)
+            self._state = run_in_place(self._tx, grads, state, self._params, Step())
         else:
             updates, self._state = self._tx.update(grads, self._state, self._params)
             for p, u in zip(*pieces(self._params, updates), strict=True):

@@ -18,6 +18,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Item, flatten
 from shardlib.optim.flat import slot_of
+from shardlib.optim.later import at_rest
 from shardlib.optim.matrix_owned import Owned
 from shardlib.optim.trees import names_of, zeros_like
 from shardlib.optim.wrap import AroundZeroState, MultiState
@@ -46,6 +47,7 @@ def state_dict(state: object) -> dict[str, Tensor | int | float]:
     >>> {name: x if isinstance(x, int) else sl.typeof(x) for name, x in kept.items()}
     {'count': 0, 'mu.w': 'f32[4@x, 6@data]', 'nu.w': 'f32[4@x, 6@data]'}
     """
+    state = at_rest(state)
     _no_cycle(state)
     out: dict[str, Any] = {}
     for keys, x in _nodes(state)[0]:
@@ -88,6 +90,7 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
             op="load_state_dict",
             fix="kept = sl.optim.state_dict(state)",
         )
+    state = at_rest(state)
     nodes, tree = _nodes(state)
     for keys, x in nodes:
         name = keys.get("", "")

@@ -17,6 +17,7 @@ from shardlib.optim.buckets import Buckets, Index, unflatten
 from shardlib.optim.clip import global_norm
 from shardlib.optim.flat import adopt, gather, own, parts_of, put_back
 from shardlib.optim.index import Indexed
+from shardlib.optim.later import mapped
 from shardlib.optim.memory import Memory
 from shardlib.optim.names import load_state_dict, state_dict
 from shardlib.optim.reduction import given_to, reduced, same_index, sink_for
@@ -103,7 +104,13 @@ class SplitState(ZeroStage):
     def _moved(self, state: Any, at: Indexed, where: Index) -> Any:
         """Move the state into other buckets, by name, as ``load_state_dict`` does."""
         empty = self.begin(parts_of(at.leaves, where, at.mesh))
-        return load_state_dict(empty, state_dict(state))
+        new = load_state_dict(empty, state_dict(state))
+
+        def bucketed(x: Any) -> bool:
+            return isinstance(x, Buckets)
+
+        # numbers stay, those among them that a device still decides
+        return mapped(lambda x, n: n if bucketed(x) else x, state, new, is_leaf=bucketed)
 
     # ------------------------------------------------------------ the parameters' memory
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from shardlib.errors import ShardError
 from shardlib.optim.clip import global_norm
 from shardlib.optim.donation import hand_over
+from shardlib.optim.later import begun
 from shardlib.optim.replicas import compare
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
 from shardlib.optim.trees import given_for
@@ -74,7 +75,7 @@ def step(
     told = Step(ask=norm)
     if norm and tx.shard is kept_whole:
         told.norm = global_norm(mine)
-    after = run_in_place(tx, mine, state, params, told)
+    after = run_in_place(tx, mine, begun(state), params, told)
     del mine  # it may hold the gradients a second time
     news = hand_over(params, grads, state, after)
     compare("optim.step", *news, tx, lr=told.lr, skipped=told.skipped)

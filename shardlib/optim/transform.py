@@ -46,6 +46,7 @@ class Step:
     ``skipped``  whether parameters and state do not change.
     ``sound``    0-dim bool on a device; where False, parameters and state must not change.  None:
                  the host decided, see ``skipped``.
+    ``skips``    0-dim bool on a device; where True, a guard skips the step, which is no error.
     ``guarded``  whether a caller restores what is written while ``sound`` is False.
     ``ask``      whether to compute the norm even if no transform needs it.
     ``beside``   (parameters, companion copy).  A transform that updates both sets this to None.
@@ -59,6 +60,7 @@ class Step:
     lr: float | None = None
     skipped: bool = False
     sound: Tensor | None = None
+    skips: Tensor | None = None
     guarded: bool = False
     ask: bool = False
     beside: tuple[Any, Any] | None = None
@@ -67,6 +69,10 @@ class Step:
     def unchanged(self) -> bool | Tensor:
         """Whether parameters and state do not change, by whoever decided it."""
         return self.skipped if self.sound is None else ~self.sound
+
+    def require(self, sound: Tensor) -> None:
+        """Change nothing in this step but where ``sound``, a 0-dim bool on a device."""
+        self.sound = sound if self.sound is None else self.sound & sound
 
     def divide(self, by: Tensor) -> None:
         """Multiply ``scale``: gradients count as divided by ``by`` too."""

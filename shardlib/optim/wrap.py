@@ -20,6 +20,7 @@ from shardlib.optim.transform import (
     kept_whole,
     pieces,
     run_in_place,
+    runs,
 )
 from shardlib.optim.trees import (
     apply_updates,
@@ -108,7 +109,7 @@ def multi_steps(tx: Transform, every: int) -> Transform:
         for t in pieces(total)[0]:
             t.div_(every)
         inner = run_in_place(tx, total, state.inner, params, step)
-        for t in pieces(total)[0]:
+        for t in runs(total)[0]:  # between the parameters' parts, too: a divided 0 may be NaN
             t.zero_()
         return begun(total, inner)
 

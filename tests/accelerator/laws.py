@@ -208,11 +208,11 @@ SKIPPED: dict[str, tuple[Any, Any, Any]] = {  # the transform, what is to be ski
 }  # fmt: skip
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def parameters(device: torch.device = DEVICE) -> dict[str, Tensor]:
     torch.manual_seed(3)
     with torch.device("cpu"):
-        drawn = {"w": torch.randn(8, 6, dtype=dtype), "b": torch.randn(10, dtype=dtype)}
-    return {k: sl.shard(p.to(DEVICE), "x ...") for k, p in drawn.items()}
+        drawn = {"w": torch.randn(8, 6), "b": torch.randn(10)}
+    return {k: sl.shard(p.to(device), "x ...") for k, p in drawn.items()}
 
 
 def gradient(params: Any, i: int, scale: Any = 1.0) -> Any:
@@ -241,7 +241,7 @@ def test_steps_that_the_device_skips_are_as_if_they_had_not_been(name: str) -> N
                     continue
                 whole = held if not isinstance(held, o.gathered.Parts) else None
                 own = state
-                while skipping and not hasattr(own, "ago"):
+                while skipping and not hasattr(own, "skipped"):
                     own = own.inner
                 scale = getattr(own, "scale", 1.0) if skipping else 1.0
                 grads = gradient(whole if whole is not None else parameters(), i, scale)
@@ -257,7 +257,7 @@ def test_steps_that_the_device_skips_are_as_if_they_had_not_been(name: str) -> N
         (want, _), (got, state) = found
         for a, b in zip(optree_leaves(want), optree_leaves(got), strict=True):
             assert torch.equal(a, b)
-        while not hasattr(state, "ago"):
+        while not hasattr(state, "skipped"):
             state = state.inner
         assert int(state.skipped) == 3
         if hasattr(state, "scale"):  # after each step 8, 4, 4, 8, 4, 4, 8, 4, 4
@@ -295,6 +295,76 @@ def test_what_is_loaded_lies_on_the_meshs_device() -> None:
         sl.save(folder, kept)
         named = sl.load(folder, layouts={"w": "x .", "n": None})["w"]
         assert named.device == DEVICE and torch.equal(named.raw.cpu(), kept["w"].raw.cpu())
+
+
+SPOILING = o.Transform(  # a norm that only the clip behind it sees
+    lambda params: 0,
+    lambda g, n, params=None: ({k: v / (1.0 if n != 1 else 0.0) for k, v in g.items()}, n + 1),
+    "elementwise",
+)
+LATE = {
+    "clip": lambda: CHAINED,
+    "two clips": lambda: o.chain(o.clip_by_global_norm(0.5), o.ema(0.9), CHAINED),
+    "wrapped": lambda: o.averaged(o.inject_hyperparams(o.clip_by_global_norm)(max_norm=0.5), 0.5),
+    "cycles": lambda: o.multi_steps(CHAINED, 1),
+    **REFUSING,
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("stage", [None, 2])
+def test_after_a_late_error_training_goes_on_as_if_the_step_had_not_been_asked_for(
+    name: str, stage: int | None
+) -> None:
+    def trained(tx: Any, factors: list[float]) -> tuple[list[Tensor], dict[str, Any]]:
+        params = {k: sl.shard(p.to(DEVICE), "...") for k, p in PARAMS.items()}
+        state = tx.init(params)
+        into = {} if tx.sink is None else {"into": tx}
+        for by in factors:
+            for asked in range(2):
+                f = lambda p, by: sum((p[k] * p[k]).sum() for k in ("b", "w", "s")) * by  # noqa: E731
+                _, grads = sl.value_and_grad(f, **into)(params, by)
+                try:
+                    params, state, _ = o.step(tx, params, grads, state)
+                    break
+                except sl.ShardError as e:
+                    assert not asked and "in the step before, which changed nothing" in str(e)
+        return optree_leaves(params), o.state_dict(state)
+
+    with sl.simulate(x=2, device=DEVICE):
+        tx = LATE[name]() if stage is None else o.zero(LATE[name](), "x", stage, bucket_mb=1e-4)
+        want, kept = trained(tx, [1.0, 2.0, 1.0])
+        got, found = trained(tx, [float("nan"), 1.0, float("inf"), 2.0, 1.0])
+        numbers = [[x for x in s.values() if not isinstance(x, Tensor)] for s in (kept, found)]
+        assert numbers[0] == numbers[1] and kept.keys() == found.keys()
+        for a, b in zip([*want, *optree_leaves(kept)], [*got, *optree_leaves(found)], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_clip_is_told_of_its_own_tree_alone() -> None:
+    with sl.simulate(x=2, device=DEVICE):
+        trees = [(held := parameters(), CHAINED.init(held)) for _ in range(2)]
+        for i in (1, 0):  # of the first tree, then of the second
+            params, state = trees[1 - i]
+            trees[1 - i] = o.step(CHAINED, params, gradient(params, i), state)[:2]
+        params, state = trees[1]
+        o.step(CHAINED, params, gradient(params, 0), state)
+        with pytest.raises(sl.ShardError, match="in the step before"):
+            params, state = trees[0]
+            o.step(CHAINED, params, gradient(params, 0), state)
+
+
+@pytest.mark.parametrize("guard", [lambda t: t, o.skip_nonfinite])
+def test_what_a_clip_alone_sees_is_raised_later_and_has_changed_nothing(guard: Any) -> None:
+    tx = guard(o.chain(o.clip_by_global_norm(1.0), SPOILING, CHAINED))
+    with sl.simulate(x=2, device=DEVICE):
+        params, state = (held := parameters()), tx.init(held)
+        params, state, _ = o.step(tx, params, gradient(params, 0), state)
+        want = optree_leaves(params)
+        params, state, _ = o.step(tx, params, gradient(params, 0), state)
+        assert all(torch.equal(a, b) for a, b in zip(want, optree_leaves(params), strict=True))
+        with pytest.raises(sl.ShardError, match="in the step before"):
+            o.step(tx, params, gradient(params, 0), state)
 
 
 def test_what_the_device_found_is_raised_a_step_later_and_nothing_has_changed() -> None:
@@ -345,29 +415,54 @@ def test_a_step_that_one_group_cannot_make_changes_no_group(name: str, stage: in
             stepped(1.0)
 
 
-def test_a_state_of_the_devices_numbers_is_saved_and_goes_on() -> None:
-    tx = o.loss_scale(CHAINED, 8.0, interval=2)
-    with sl.simulate(x=2, device=DEVICE), tempfile.TemporaryDirectory() as folder:
-        params, state = (held := parameters()), tx.init(held)
-        for i in range(5):  # the last is skipped, which only the device knows
-            params, state, _ = o.step(tx, params, gradient(params, i, state.scale), state)
-        kept = {"params": params, "state": o.state_dict(state)}
-        sl.save(folder, kept)
-        fresh = parameters()
-        like = {"params": fresh, "state": o.state_dict(tx.init(fresh))}
-        found = sl.load(folder, like)
-        again = found["params"], o.load_state_dict(tx.init(fresh), found["state"])
-        out = []
-        for p, s in ((params, state), again):
-            p, s, _ = o.step(tx, p, gradient(p, 5, s.scale), s)
-            out.append([*optree_leaves(p), *(torch.tensor(float(n)) for n in s[:3])])
-        assert all(torch.equal(a, b) for a, b in zip(*out, strict=True))
+GUARDED = {
+    "skip": lambda: o.skip_nonfinite(CHAINED),
+    "scale": lambda: o.loss_scale(CHAINED, 8.0, interval=2),
+    "zero": lambda: o.zero(o.loss_scale(CHAINED, 8.0, interval=2), "x", 2),
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_state_goes_on_from_a_checkpoint_on_every_device(name: str, by_name: bool) -> None:
+    """Saved on each of two devices, after a step that only the device knows it skips."""
+    if name == "zero" and not by_name:
+        pytest.skip("buckets are saved by name alone")
+    tx, host = GUARDED[name](), torch.device("cpu")
+    kept: Any = o.state_dict if by_name else lambda x: x
+    ends: list[list[Any]] = []
+
+    def steps(params: Any, state: Any, numbers: Any) -> tuple[Any, Any]:
+        for i in numbers:
+            own = getattr(state, "scale", 1.0)
+            params, state, _ = o.step(tx, params, gradient(params, i, own), state)
+        return params, state
+
+    for one, other in ((DEVICE, DEVICE), (DEVICE, host), (host, DEVICE), (host, host)):
+        with tempfile.TemporaryDirectory() as folder:
+            with sl.simulate(x=2, device=one):
+                held = parameters(device=one)
+                params, state = steps(held, tx.init(held), range(5))
+                sl.save(folder, {"params": params, "state": kept(state)})
+            with sl.simulate(x=2, device=other):
+                params = parameters(device=other)
+                state = tx.init(params)
+                found = sl.load(folder, {"params": params, "state": kept(state)})
+                state = o.load_state_dict(state, found["state"]) if by_name else found["state"]
+                params, state = steps(found["params"], state, range(5, 9))
+                numbers = [x for x in o.state_dict(state).values() if not isinstance(x, Tensor)]
+                assert all(type(x) in (int, float) for x in numbers)
+                ends.append([numbers, *optree_leaves(params)])
+    for (numbers, *leaves), (wanted, *want) in zip(ends, ends[-1:] * 4, strict=True):
+        assert numbers == wanted
+        for a, b in zip(leaves, want, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def optree_leaves(tree: Any) -> list[Tensor]:
     import optree
 
-    return [x.raw.cpu() for x in optree.tree_leaves(tree)]  # type: ignore[attr-defined]
+    return [x.raw.cpu() for x in optree.tree_leaves(tree) if isinstance(x, sl.ShardedTensor)]
 
 
 def test_every_mask_and_dropout_goes_round_the_ring() -> None:
