@@ -21,7 +21,16 @@ from shardlib._compat import builtin_homes
 __all__ = ["OPERATORS", "Kind", "OpSpec", "draws", "homes", "lines", "names_of", "writes"]
 
 Kind = Literal[
-    "pointwise", "rows", "along", "matrices", "copied view", "own", "whole", "refused", "below"
+    "pointwise",
+    "rows",
+    "reduce",
+    "along",
+    "matrices",
+    "copied view",
+    "own",
+    "whole",
+    "refused",
+    "below",
 ]
 
 
@@ -36,8 +45,10 @@ class OpSpec:
     ``kind``     "pointwise"    each element of the result depends on the elements of its place in
                                 the operands, which broadcast: computed on the blocks as they lie.
                  "rows"         the same, of any number of results, run for one rank after the other.
+                 "reduce"       reduces the dimensions that ``dim`` names, or all.
                  "along"        mixes positions of the dimensions that ``dim`` (or ``dims``,
-                                ``dimension``) names: those must be whole, all others are rows.
+                                ``dimension``) names: those must be whole, all others are rows;
+                                names without a signature are implemented by hand.
                  "matrices"     the last two dimensions must be whole, all others are rows.
                  "copied view"  a copy of the view of that name.
                  "own"          implemented in a file of ops/.
@@ -154,7 +165,31 @@ _ROWS = (
 
 # ---------------------------------------------------------------- along dimensions
 
+_REDUCE = (
+    OpSpec(
+        """
+        mean amax amin max min argmax argmin any all var_mean std_mean nansum nanmean aminmax
+        count_nonzero
+        """,
+        "reduce",
+    ),
+    OpSpec("prod", "reduce", cast="wide"),
+    OpSpec(
+        """
+        sum std var norm linalg.norm linalg.vector_norm linalg.matrix_norm logsumexp
+        special.logsumexp
+        """,
+        "reduce",
+        cast="wide on accelerator",
+    ),
+)
+
 _ALONG = (
+    OpSpec(
+        "softmax special.softmax log_softmax special.log_softmax",
+        "along",
+        cast="wide on accelerator",
+    ),
     OpSpec(
         """
         cummax(input, dim)
@@ -303,20 +338,14 @@ _OTHERS = (
         """
         mse_loss cosine_embedding_loss nll_loss hinge_embedding_loss poisson_nll_loss smooth_l1_loss
         cross_entropy l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
-        multi_margin_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits prod
+        multi_margin_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits
         """,
         "own",
         cast="wide",
     ),
     OpSpec("binary_cross_entropy avg_pool3d view_as_complex", "own", cast="wide on cpu"),
     OpSpec(
-        """
-        __rdiv__ dist group_norm layer_norm rms_norm logsumexp special.logsumexp log_softmax
-        special.log_softmax softmax special.softmax norm linalg.norm linalg.vector_norm
-        linalg.matrix_norm renorm sum std var
-        """,
-        "own",
-        cast="wide on accelerator",
+        "__rdiv__ dist group_norm layer_norm rms_norm renorm", "own", cast="wide on accelerator"
     ),
     OpSpec("cat stack", "own", cast="widest"),
     OpSpec("concat concatenate index_copy", "own", cast="widest on cpu"),
@@ -360,7 +389,7 @@ _OTHERS = (
     ),
 )
 
-OPERATORS: list[OpSpec] = [*_POINTWISE, *_ROWS, *_ALONG, *_MATRICES, *_OTHERS]
+OPERATORS: list[OpSpec] = [*_POINTWISE, *_ROWS, *_REDUCE, *_ALONG, *_MATRICES, *_OTHERS]
 """All records.  No name stands in two of them."""
 
 _MODULES = {

@@ -23,7 +23,9 @@ def test_no_name_stands_in_two_records() -> None:
     assert [name for name, count in Counter(ALL).items() if count > 1] == []
 
 
-@pytest.mark.parametrize("kind", ["pointwise", "rows", "along", "matrices", "copied view", "own"])
+@pytest.mark.parametrize(
+    "kind", ["pointwise", "rows", "reduce", "along", "matrices", "copied view", "own"]
+)
 def test_an_operator_of_a_kind_that_runs_on_blocks_is_implemented(kind: str) -> None:
     assert [n for n in names_of(kind=kind) if homes(n) and not set(homes(n)) & TABLE.keys()] == []
 
@@ -37,6 +39,24 @@ def test_a_function_of_torch_has_every_name() -> None:
     missing = [n for n in ALL if not homes(n) and not hasattr(torch.ops.aten, n)]
     later = {"linalg.matrix_sqrth", "linalg.polar"}
     assert set(missing) <= later | {"__cuda_array_interface__"}  # a property
+
+
+def tagged(tag: str, name: str) -> bool:
+    """Whether torch tags an overload of aten's operator of this name."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = (
+        [getattr(packet, o) for o in packet.overloads()] if hasattr(packet, "overloads") else []
+    )
+    return any(tag in {t.name for t in f.tags} for f in overloads)
+
+
+@pytest.mark.parametrize("kind", ["pointwise", "reduce"])
+def test_a_kind_agrees_with_torch_s_tags(kind: str) -> None:
+    """What torch tags so is of this kind, or of rows, whose names are run for each rank."""
+    tag = {"pointwise": "pointwise", "reduce": "reduction"}[kind]
+    mine = {n.replace(".", "_") for k in (kind, "rows") for n in names_of(kind=k)}
+    mine |= {"max", "min", "equal"}  # one overload is elementwise; a comparison of all elements
+    assert [n for n in ALL if n not in mine and tagged(tag, n)] == []
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from shardlib.modules.dim_factors import (
     piece,
     whole,
 )
+from shardlib.opspec import names_of
 
 __all__ = ["Dimensions", "ParameterUse", "trace_dimensions"]
 
@@ -74,54 +75,16 @@ class Dimensions:
     unknown: set[str] = field(default_factory=set)
 
 
-_SAME = {
-    "clone",
-    "detach",
-    "alias",
-    "_to_copy",
-    "contiguous",
-    "lift_fresh",
-    "lift",
-    "native_dropout",
-    "triu",
-    "tril",
-}
-_SAME |= {
-    "bernoulli",
-    "bernoulli_",
-    "fill_",
-    "zero_",
-    "flip",
-    "uniform_",
-    "normal_",
-    "exponential_",
-    "view_as_real_",
-}
+_SAME = frozenset(
+    """
+    clone detach alias _to_copy contiguous lift_fresh lift native_dropout triu tril flip bernoulli
+    """.split()
+)
+# aten's names of the table's operators; the dimensions of a median go as a reduction's do
+_REDUCE = {n.replace(".", "_") for n in names_of(kind="reduce")} | {"median"}
 _NORMS = {"mean", "var", "var_mean", "std", "sum", "linalg_vector_norm", "norm", "std_mean"}
-_REDUCE = _NORMS | {
-    "amax",
-    "amin",
-    "argmax",
-    "argmin",
-    "any",
-    "all",
-    "prod",
-    "logsumexp",
-    "nansum",
-    "median",
-}
-_REDUCE |= {"max", "min"}
-_ALONG = {
-    "_softmax",
-    "_log_softmax",
-    "cumsum",
-    "cumprod",
-    "sort",
-    "argsort",
-    "logcumsumexp",
-    "cummax",
-    "_safe_softmax",
-}
+_ALONG = {*names_of(kind="along"), "safe_softmax"}
+_POINTWISE = {*names_of(kind="pointwise", ignores=""), "where", "copy"}
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy"}
 
 
@@ -187,17 +150,11 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                     self.know(y, rows, self.origin.get(id(args[0])))
         elif base in _REDUCE:
             self._reduce(base, args, kwargs, out)
-        elif base in _ALONG:
+        elif base.strip("_") in _ALONG and _keeps_shape(args, kwargs, out):
             self._along(args, kwargs, out)
         elif rule is not None or (rule := getattr(self, f"_{base.strip('_')}", None)) is not None:
             rule(args, kwargs, out)
-        elif torch.Tag.pointwise in func.tags or base in (
-            "where",
-            "copy",
-            "masked_fill",
-            "lerp",
-            "addcmul",
-        ):
+        elif torch.Tag.pointwise in func.tags or base in _POINTWISE:
             self._pointwise(args, kwargs, out)
         elif _tensors((args, kwargs)) and not base.startswith(
             ("new_", "empty", "zeros", "ones", "full", "rand")
@@ -714,6 +671,12 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 self.join(tail[-d], mine[-d])
         if id(out) not in self.rows:
             self.know(out, rows)
+
+
+def _keeps_shape(args: Any, kwargs: Any, out: Any) -> bool:
+    """Check whether a call has one operand, and results of its shape alone."""
+    operands = _tensors((args, kwargs))
+    return len(operands) == 1 and all(y.shape == operands[0].shape for y in _tensors(out))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

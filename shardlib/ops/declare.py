@@ -56,7 +56,7 @@ def declare(text: str, labels: Callable[[Bound], Labels]) -> None:
 def of_kind(kind: Kind, labels: Callable[[Bound], Labels]) -> None:
     """Register the operators of a kind by the labels that all of them have."""
     for spec in OPERATORS:
-        if spec.kind == kind:
+        if spec.kind == kind and (kind == "rows" or "(" in spec.names):
             _enter(spec, labels)
 
 
