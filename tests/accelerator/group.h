@@ -24,6 +24,7 @@ struct Transfer final : Work {
     return true;
   }
   void arrive() {
+    if (landed) return;  // gloo's receives wait for ever when they are waited for again
     for (auto& w : moving) w->wait();
     Locked l(lock);
     if (!landed) land();

@@ -74,17 +74,19 @@ def test_collectives_of_torch_give_what_they_say(pool: Any) -> None:
 
 
 def two_in_order() -> tuple[list[float], list[float]]:
-    """What two receives get that are posted in order and waited for in the other."""
+    """What two receives get that are posted in order and waited for in the other, and again."""
     rank, world = dist.get_rank(), dist.get_world_size()
     first, second = torch.empty(4), torch.empty(4)
     works = [dist.irecv(t, (rank - 1) % world) for t in (first, second)]
     works += [dist.isend(torch.full((4,), v), (rank + 1) % world) for v in (1.0, 2.0)]
-    for work in reversed(works):
+    for work in [*reversed(works), *works]:  # whoever waits again goes on at once
         work.wait()
     return first.tolist(), second.tolist()
 
 
-def test_transfers_between_two_ranks_keep_their_order(pool: Any) -> None:
+def test_transfers_between_two_ranks_keep_their_order_and_may_be_waited_for_again(
+    pool: Any,
+) -> None:
     for got in pool.run(two_in_order, x=4):
         assert got == ([1.0] * 4, [2.0] * 4)
 
