@@ -232,25 +232,6 @@ def test_matmul_layout_agrees_with_a_dense_oracle(case: Any) -> None:
     assert (total == replicas * dense).all()
 
 
-@laws
-@given(layouts(special=False), st.permutations("abcd"))
-def test_placements_round_trip(layout: Layout, names: Any) -> None:
-    mesh = dict.fromkeys(names, 1)
-    dims = tuple(Dim(tuple(sorted(d.axes, key=names.index))) for d in layout.dims)
-    natural = Layout(dims, layout.partial)
-
-    class Held:
-        device_mesh, ndim, placements = mesh, len(dims), natural.placements(mesh)
-
-    assert Layout.from_dtensor(Held) == natural
-
-
-def test_other_nestings_are_not_expressible() -> None:
-    for text in ("(y x)", "(3 x)", "zigzag(x)", "striped(x)"):
-        with pytest.raises(sl.ShardError, match="DTensor cannot say"):
-            Layout.parse(text).placements({"x": 2, "y": 2})
-
-
 def test_named_layouts_are_spellings() -> None:
     assert str(sl.Layout2D("x", "y")) == "x ... y"
     assert sl.Layout2D("x", "y").resolve(2) == Layout.parse("x y")
