@@ -247,6 +247,8 @@ def product_of(
     more = None
     if now.call.prefetch is not None and (out is not None or not _stays(of_x, of_w)):
         more = now.call.prefetch.again(x)
+    # the first call guesses and later ones know: a price that cannot depend on it is found once
+    shared = more if more is not None and _may_gather(of_x.layout, of_w.layout) else None
     made = x.facts is not None and x.facts.derived is not None
     held = frozenset(made_of(x)) if made else _NOTHING
     of_bias = None if bias is None else bias.place
@@ -261,14 +263,14 @@ def product_of(
         dtype,
         out,
         held,
-        more,
+        shared,
         asked,
         now.policy,
     )
     plan = mesh.memo(
         "product",
         key,
-        lambda: _planned(case(x, w, out, held, more), asked, (of_x, of_w), of_bias, dtype),
+        lambda: _planned(case(x, w, out, held, shared), asked, (of_x, of_w), of_bias, dtype),
     )
     if not isinstance(plan, _ProductPlan):
         return product_of(reshard(x, plan[0]), reshard(w, plan[1]), plan[2], bias)
@@ -367,6 +369,14 @@ def _stays(x: Place, w: Place) -> bool:
     sizes = x.mesh.axes
     axes = (*w.layout.axes, *x.dims[-1].axes, *x.layout.partial, *w.layout.partial)
     return not any(sizes[a] > 1 for a in axes)
+
+
+def _may_gather(x: Layout, w: Layout) -> bool:
+    """Check whether a product may gather X: an axis of its K splits no K of W, or rows and columns."""
+    inner, columns = w.dims[-2].axes, w.dims[-1].axes
+    return any(a not in inner for a in x.dims[-1].axes) or any(
+        a in columns for d in x.dims[:-1] for a in d.axes
+    )
 
 
 _NOTHING: frozenset[Any] = frozenset()

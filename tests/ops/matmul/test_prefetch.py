@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.ops.matmul import prefetch
+from shardlib.ops import registry
+from shardlib.ops.matmul import op, prefetch
+from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.panels import DimMove
 from tests.ops.matmul.test_matmul2d import relative
 
@@ -206,3 +208,43 @@ def test_the_gather_under_way_is_the_next_product_s() -> None:
             prefetch.next_gather(weights["a"], moves, mesh, False).start_next()
             assert prefetch.next_gather(weights["b"].mT, moves, mesh, False).take() is None
         assert [e.transposed for e in order] == [False, True]
+
+
+def test_a_second_call_prices_no_product_whose_x_is_not_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first call only guesses whether an X is read again, which its price must not depend on."""
+    planned: list[Any] = []
+    run = op._planned
+    monkeypatch.setattr(op, "_planned", lambda *given: planned.append(given) or run(*given))
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    with sl.simulate(data=2, x=2):
+        rules = sl.recipes.megatron1d(mlp)
+        apply, params = sl.parallelize(mlp, rules, inputs={"input": "data ."})
+        apply(params, torch.randn(4, 8))
+        assert len(planned) == 2
+        apply(params, torch.randn(4, 8))
+        assert len(planned) == 2
+
+
+@pytest.mark.parametrize("of_x", [". .", "x .", ". x", "x y", "y x", "(x y) ."])
+@pytest.mark.parametrize("of_w", [". .", "x .", ". x", "x y", "y x", ". (x y)"])
+def test_a_later_reader_of_x_changes_no_price_unless_x_may_be_gathered(
+    of_x: str, of_w: str
+) -> None:
+    x, w = sl.Layout.parse(of_x), sl.Layout.parse(of_w)
+    mesh = (("x", 2), ("y", 2))
+    verdicts = [
+        [
+            verdict if isinstance(verdict, str) else (verdict.out, verdict.cost, verdict.shared)
+            for name, verdict in registry._verdicts(
+                "matmul", MatmulCase(x, w, (8, 8), (8, 8), mesh, 4, more=more)
+            )
+            if name != "streamed"  # which says that no reader is known
+        ]
+        for more in (None, True, False)
+    ]
+    if not op._may_gather(x, w):
+        assert verdicts[0] == verdicts[1] == verdicts[2]
+    elif (of_x, of_w) == ("x y", "x y"):
+        assert verdicts[1] != verdicts[2]
