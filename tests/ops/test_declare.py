@@ -9,10 +9,10 @@ from shardlib.ops.declare import DECLARED, declare, last, lines, rows, slots, wh
 
 def test_lines_that_share_a_name_are_overloads() -> None:
     table = "\n  sort(input, dim: int = -1)\n  linalg.inv(A)\n  sort(input, *, stable)\n"
-    assert lines(table) == [
-        ("sort", "sort(input, dim: int = -1)\nsort(input, *, stable)"),
-        ("linalg.inv", "inv(A)"),
-    ]
+    assert dict(lines(table)) == {
+        "sort": "sort(input, dim: int = -1)\nsort(input, *, stable)",
+        "linalg.inv": "inv(A)",
+    }
 
 
 def test_named_dimensions_count_from_either_end_and_nothing_names_all() -> None:
