@@ -157,7 +157,7 @@ def _dense(
     case: _AttentionCase, leaves: list[Tensor], bias: Tensor | None, sink: Tensor | None
 ) -> _Wanted:
     torch.manual_seed(0)
-    with simulate(s=1) as one:
+    with simulate(s=1, device="cpu") as one:
         seed = next_key(one)
     q, k, v = leaves
     out, lse = dense_attention(
@@ -176,7 +176,7 @@ def _check_attention(engine: Engine, case: _AttentionCase) -> str:
     """Compare one attention call with dense; return the reason if the engine does not fit."""
     leaves, bias, sink = _operands(case)
     wanted = _dense(case, leaves, bias, sink)
-    with simulate(**case.mesh):
+    with simulate(device="cpu", **case.mesh):
         layout = Ring(tuple(case.mesh), 2, case.order)
         xs = [shard(x.detach(), layout, pad=True).requires_grad_() for x in leaves]
         extra = [None if x is None else x.detach().requires_grad_() for x in (bias, sink)]
@@ -245,7 +245,7 @@ def _check_second_derivative(engine: Engine) -> None:
     q, k, v = leaves
     dense, _ = dense_attention(q, k, v, Causal())
     want = torch.autograd.grad(penalty((dense * cotangent).sum(), leaves), leaves)
-    with simulate(s=2):
+    with simulate(s=2, device="cpu"):
         xs = [shard(x.detach(), Ring("s", 2)).requires_grad_() for x in leaves]
         if isinstance(engine.plan(attention_case(*xs, Causal())), str):
             return
@@ -322,7 +322,7 @@ def _check_masked(
 ) -> None:
     case = _AttentionCase(mesh, "zigzag", mask, (3, 3), lengths, False, False, False, 0.0)
     leaves, *_ = _operands(case)
-    with simulate(**mesh):
+    with simulate(device="cpu", **mesh):
         xs = [shard(x.detach(), Ring(tuple(mesh), 2, case.order), pad=True) for x in leaves]
         engine = algorithm
         if isinstance(algorithm, str):
