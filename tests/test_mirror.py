@@ -12,10 +12,10 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "test_operators.py": "ops/dims",  # torch's database
     "ops/attention/test_op.py": "ops/attention/function",  # on every mask, layout and ring
     "optim/test_zero.py": (  # every stage by one law
-        "optim/reduction optim/stage0 optim/stage1_2 optim/stage3 optim/zero_stage"
+        "optim/stage0 optim/stage1_2 optim/stage3 optim/zero_stage"
     ),
 }
-MOST = 10
+MOST = 8
 """How many modules may be without a test file of their own; it only falls."""
 
 MODULES = [

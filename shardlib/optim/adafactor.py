@@ -12,30 +12,42 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from shardlib.collectives import blocks, played, psum, storage, unwrap, wrap
 from shardlib.mesh import Mesh, bind, coordinates, rank_along
-from shardlib.ops.padding import filled
-from shardlib.optim.buckets import Buckets
-from shardlib.optim.chunked_inplace import SPAN, spans, writable
 from shardlib.optim.global_reductions import norms, scale_in_place, scaled
-from shardlib.optim.hyperparam_checks import AMOUNT, Range, ranged
+from shardlib.optim.hyperparam_checks import AMOUNT, Range, Schedule, at_step, ranged
 from shardlib.optim.matrix_owners import Laid, Spread, laid
-from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.select import merged, named, one_each, only
-from shardlib.optim.transform import Step, Transform, divide, keep, of_others, pieces
-from shardlib.optim.trees import each, moments, need, ready, trainable, wide, zeros_like
-from shardlib.tensor import ShardedTensor
+from shardlib.optim.transform import Step, Transform, divide, keep
+from shardlib.optim.trees import (
+    SPAN,
+    by_tensor,
+    cleared,
+    each,
+    fresh,
+    merged,
+    moments,
+    named,
+    need,
+    of_others,
+    one_each,
+    only,
+    pieces,
+    ready,
+    spans,
+    trainable,
+    wide,
+    writable,
+    zeros_like,
+)
 
 __all__ = ["adafactor"]
 
 
 class FactoredState(NamedTuple):
     """The state of Adafactor.
-
 
     ``count``  steps taken.
     ``rows``   path of a matrix -> running means of squared gradients by row, [stack, m].
@@ -83,11 +95,10 @@ def adafactor(
     def init(params: Any) -> FactoredState:
         live = trainable(params)
         rows, cols = {}, {}
-        for path, x in one_each(live):
-            if _is_matrix(x):
+        for (path, x), view in zip(one_each(live), by_tensor(live), strict=True):
+            if view is not None and _is_matrix(x):
                 *lead, m, n = x.shape
-                like = _block(live, path, x)
-                how = {"dtype": wide(like.dtype), "device": like.device}
+                how: Any = {"dtype": wide(view.like.dtype), "device": view.like.device}
                 rows[path] = torch.zeros(math.prod(lead), m, **how)
                 cols[path] = torch.zeros(math.prod(lead), n, **how)
         return FactoredState(0, rows, cols, zeros_like(moments(_others(params))))
@@ -101,9 +112,9 @@ def adafactor(
         _check_state(grads, flat, state)
         full = each(lambda v, g: v.lerp((g * g).to(v.dtype), share), state.full, flat)
         small = each(lambda g, v: _unit(v, g, eps1), flat, full)
-        chosen = optree.tree_map(_cleared, _matrices(grads))
+        chosen = cleared(_matrices(grads))
         rows, cols = _means(laid(chosen), state, share)
-        made = each(lambda g: torch.zeros_like(g, memory_format=torch.contiguous_format), chosen)
+        made = fresh(chosen)
         _directions(laid(chosen), laid(made), rows, cols, eps1)
         way = merged(grads, _parted(grads), {True: made, False: small})
         updates = scaled(way, _lengths(params, way, min(rate, 1 / count**0.5), eps2, clip))
@@ -122,7 +133,7 @@ def adafactor(
         for g, v, u in spans(*pieces(flat, state.full, small)):
             v.lerp_((g * g).to(v.dtype), share)
             u.copy_(_unit(v, g, eps1))
-        chosen = optree.tree_map(_cleared, _matrices(grads))
+        chosen = cleared(_matrices(grads))
         chosen = writable(chosen, chosen, copy=True)
         matrices = laid(chosen)
         rows, cols = keep((state.rows, state.cols), _means(matrices, state, share))
@@ -156,14 +167,6 @@ def _is_matrix(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim > 1
 
 
-def _block(tree: Any, path: str, x: Tensor) -> Tensor:
-    """Return a tensor with a leaf's dtype and device: its storage, or its bucket's."""
-    if not isinstance(tree, Buckets):
-        return x.raw if isinstance(x, ShardedTensor) else x
-    paths = {tree.index.items[i].path: b for b in tree.index for s in b.slots for i in s.leaves}
-    return tree[paths[path].name].raw
-
-
 def _parted(tree: Any) -> dict[str, bool]:
     return {path: _is_matrix(x) for path, x in named(tree).items()}
 
@@ -174,13 +177,6 @@ def _matrices(tree: Any) -> Any:
 
 def _others(tree: Any) -> Any:
     return only(trainable(tree), _parted(tree), False)
-
-
-def _cleared(x: Any) -> Any:
-    """Zero the padding, which would be added to rows and columns otherwise."""
-    if not isinstance(x, ShardedTensor) or not x.is_padded:
-        return x
-    return x.becomes(filled(x, 0).raw)
 
 
 def _unit(variance: Tensor, g: Tensor, eps1: float | None) -> Tensor:

@@ -21,13 +21,10 @@ from torch import Tensor
 
 from shardlib.collectives import blocks, lead
 from shardlib.layouts import Dim, Layout
-from shardlib.optim.adaptive import MomentState, running
-from shardlib.optim.buckets import ALIGN, Buckets
-from shardlib.optim.chunked_inplace import SPAN
-from shardlib.optim.hyperparam_checks import ranged
-from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.transform import Step, Transform, divide, pieces
-from shardlib.optim.trees import each, moments, need, ready
+from shardlib.optim.adaptive import MomentState, direction, running
+from shardlib.optim.hyperparam_checks import Schedule, at_step, ranged
+from shardlib.optim.transform import Step, Transform, divide
+from shardlib.optim.trees import ALIGN, SPAN, cuts, each, moments, need, pieces, ready
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = ["adam8bit"]
@@ -81,27 +78,17 @@ def adam8bit(
         mu = _decoded(state.mu, state.mu_scale, grads, True)
         nu = _decoded(state.nu, state.nu_scale, grads, False)
         mu, nu = running(grads, MomentState(count, mu, nu), b1, b2)
-        of = direction(count, rate)
-        updates = each(
-            lambda _, m, v, *p: of(m, v, *p), grads, mu, nu, *([params] if weight_decay else [])
-        )
+        of = direction(count, rate, b1, b2, eps, weight_decay)
+        decayed = [params] if weight_decay else []
+        updates = each(lambda _, *x: of(*x), grads, mu, nu, *decayed)
         (mu, mu_scale), (nu, nu_scale) = _coded(mu, True), _coded(nu, False)
         return updates, CodedState(count, mu, nu, mu_scale, nu_scale, state.made_for)
-
-    def direction(count: int, rate: float) -> Any:
-        size, root = rate / (1 - b1**count), (1 - b2**count) ** 0.5
-
-        def of(m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
-            u = (m * -size).div_((v.sqrt() / root).add_(eps))
-            return u.add_(p[0], alpha=-rate * weight_decay) if p else u
-
-        return of
 
     def donate(grads: Any, state: CodedState, params: Any, step: Step) -> CodedState:
         ready(grads, "adam8bit", state.mu)
         divide(grads, step)
         count, step.lr = state.count + 1, at_step(lr, state.count)
-        of = direction(count, step.lr)
+        of = direction(count, step.lr, b1, b2, eps, weight_decay)
         for g, p, mu, nu, mu_scale, nu_scale in _spans(grads, params, state):
             dtype = _kept(g)
             m = _decode(mu, mu_scale, 0, True, dtype).lerp_(g.to(dtype), 1 - b1)
@@ -198,8 +185,7 @@ def _decode(codes: Tensor, scale: Tensor, front: int, signed: bool, dtype: torch
 
 def _digest(tree: Any) -> int:
     """Compute a digest that is equal if the elements of all tensors have the same neighbours."""
-    index = tree.index if isinstance(tree, Buckets) else None
-    said = [] if index is None else [str((b.axes, b.slots, b.length)) for b in index.buckets]
+    said = cuts(tree)
     for x in optree.tree_leaves(tree):  # type: ignore[arg-type]
         where = [x.sharding, x.mesh.axes] if isinstance(x, ShardedTensor) else []
         said.append(" ".join(map(str, [list(x.shape), *where])))

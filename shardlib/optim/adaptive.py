@@ -1,6 +1,6 @@
 """Optimizers with a rate per element: Adam and its kin, Adagrad, RMSprop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,25 +10,11 @@ from shardlib.kernels import active
 from shardlib.kernels.active import Backend
 from shardlib.kernels.adamw import adamw_, adamw_halves_, steppable
 from shardlib.kernels.apex import apex
-from shardlib.optim.buckets import Pieces
-from shardlib.optim.chunked_inplace import spans
-from shardlib.optim.groups import by_mask
-from shardlib.optim.hyperparam_checks import ranged
+from shardlib.optim.groups import Mask, by_mask
+from shardlib.optim.hyperparam_checks import Schedule, at_step, ranged
 from shardlib.optim.later import chosen
-from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.select import Mask
-from shardlib.optim.transform import (
-    Step,
-    Transform,
-    divide,
-    fused,
-    pieces,
-    restoring,
-    run_in_place,
-    runs,
-    under,
-)
-from shardlib.optim.trees import each, moments, need, ready, zeros_like
+from shardlib.optim.transform import Step, Transform, divide, fused, restoring, run_in_place, under
+from shardlib.optim.trees import Pieces, each, moments, need, pieces, ready, runs, spans, zeros_like
 
 __all__ = ["adagrad", "adam", "adamw", "rmsprop"]
 
@@ -80,14 +66,9 @@ def adamw(
             need(params, "adamw")
         count, rate = state.count + 1, at_step(lr, state.count)
         mu, nu = running(grads, state, b1, b2)
-        size, root = rate / (1 - b1**count), (1 - b2**count) ** 0.5
-
-        def step(_: Tensor, m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
-            u = (m * -size).div_((v.sqrt() / root).add_(eps))
-            return u.add_(p[0], alpha=-rate * weight_decay) if p else u
-
-        updates = each(step, grads, mu, nu, *([params] if weight_decay else []))
-        return updates, MomentState(count, mu, nu)
+        of = direction(count, rate, b1, b2, eps, weight_decay)
+        decayed = [params] if weight_decay else []
+        return each(lambda _, *x: of(*x), grads, mu, nu, *decayed), MomentState(count, mu, nu)
 
     def donate(grads: Any, state: MomentState, params: Any, step: Step) -> MomentState:
         ready(grads, "adamw", state.mu)
@@ -140,6 +121,19 @@ def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> 
     # so that backward through an older graph raises; pieces may have versions of their own
     torch.autograd.graph.increment_version(found.roots)
     return True
+
+
+def direction(
+    count: int, rate: float, b1: float, b2: float, eps: float, weight_decay: float
+) -> Callable[..., Tensor]:
+    """Return the function from both moments, and a weight that decays, to their update."""
+    size, root = rate / (1 - b1**count), (1 - b2**count) ** 0.5
+
+    def of(m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
+        u = (m * -size).div_((v.sqrt() / root).add_(eps))
+        return u.add_(p[0], alpha=-rate * weight_decay) if p else u
+
+    return of
 
 
 def running(grads: Any, state: MomentState, b1: float, b2: float) -> tuple[Any, Any]:

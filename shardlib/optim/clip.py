@@ -13,12 +13,11 @@ from shardlib.collectives import holds_values
 from shardlib.errors import ShardError
 from shardlib.kernels.active import Backend
 from shardlib.mesh import scope, within
-from shardlib.optim.buckets import Buckets
 from shardlib.optim.global_reductions import powers, scaled, summed, totals
 from shardlib.optim.hyperparam_checks import POSITIVE, ranged
 from shardlib.optim.later import Posted, on_host, told
 from shardlib.optim.transform import Step, Transform, under
-from shardlib.optim.trees import EmptyState, each, names_of, ready
+from shardlib.optim.trees import EmptyState, by_tensor, each, one_each, ready
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
@@ -178,18 +177,10 @@ def _number(norm: Tensor, grads: Any) -> None:
 
 def _not_finite(grads: Any) -> Iterator[str]:
     """List the paths of gradients that are not finite on the ranks in this process."""
-    paths, nodes, _ = optree.tree_flatten_with_path(grads, is_leaf=lambda x: isinstance(x, Buckets))
-    for name, g in zip(names_of(paths), nodes, strict=True):
-        if isinstance(g, Buckets):
-            for (_, _, part), piece in zip(g.held, g.pieces, strict=True):
-                if not bool(torch.isfinite(piece).all()):
-                    yield g.paths[part.slot.leaves[0]]
-        elif isinstance(g, Tensor) and not bool(torch.isfinite(_raw(g)).all()):
+    for (name, _), view in zip(one_each(grads), by_tensor(grads), strict=True):
+        parts = () if view is None else [x for x in view.parts if x is not None]
+        if not all(bool(torch.isfinite(x).all()) for x in parts):
             yield name
-
-
-def _raw(x: Tensor) -> Tensor:
-    return x.raw if isinstance(x, ShardedTensor) else x
 
 
 @ranged("sl.optim.clip_by_value(1.0)", limit=POSITIVE)

@@ -1,11 +1,11 @@
 """Combinators of transforms: chains, and the smallest transforms."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from shardlib.errors import BadArgument
-from shardlib.optim.hyperparam_checks import NUMBER, ranged
+from shardlib.optim.hyperparam_checks import NUMBER, Schedule, ranged
 from shardlib.optim.later import chosen
-from shardlib.optim.schedules import Schedule
 from shardlib.optim.transform import (
     Step,
     Transform,
@@ -30,22 +30,52 @@ def chain(*transforms: Transform) -> Transform:
     >>> tx.update(torch.tensor([3.0, 4.0]), state)[0]
     tensor([-0.3000, -0.4000])
     """
-    for t in transforms:
-        check_transform(t, "chain")
+    return _Chain(transforms).transform()
 
-    def init(params: Any) -> Any:
-        return tuple(t.init(params) for t in transforms)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+class _Chain:
+    """Transforms applied in order; its state is the tuple of theirs."""
+
+    def __init__(self, transforms: tuple[Transform, ...]) -> None:
+        for t in transforms:
+            check_transform(t, "chain")
+        self.transforms = transforms
+
+    def transform(self) -> Transform:
+        """Return these methods as a transform."""
+        every = self.transforms
+        checked, grouped = (
+            any(getattr(t, name) is not None for t in every) for name in ("check", "groups")
+        )
+        only_scaled = all(t.rescale is not None for t in every[:-1])
+        return Transform(
+            self.init,
+            self.update,
+            trait_of(*every),
+            self.donate if every else None,
+            check=self.check if checked else None,
+            heeds=bool(every),
+            groups=self.groups if grouped else None,
+            halves=only_scaled and any(t.halves for t in every[-1:]),
+            **_of_zero(every),
+        )
+
+    def init(self, params: Any) -> Any:
+        """Initialise the state of each."""
+        return tuple(t.init(params) for t in self.transforms)
+
+    def update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Pass the updates of each to the next."""
         new = []
-        for t, s in zip(transforms, state, strict=True):
+        for t, s in zip(self.transforms, state, strict=True):
             grads, s = t.update(grads, s, params)
             new.append(s)
         return grads, tuple(new)
 
-    def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
+    def donate(self, grads: Any, state: Any, params: Any, step: Step) -> Any:
+        """Run the last in place, on the updates of those before it."""
         new: list[Any] = []
-        *before, (last, inner) = zip(transforms, state, strict=True)
+        *before, (last, inner) = zip(self.transforms, state, strict=True)
         for t, s in before:
             if t.rescale is not None:
                 new.append(t.rescale(grads, s, params, step))
@@ -59,31 +89,25 @@ def chain(*transforms: Transform) -> Transform:
         kept = [keep(s, chosen(step.sound, n, s)) for (_, s), n in zip(before, new, strict=True)]
         return *kept, run_in_place(last, grads, inner, params, step)
 
-    def check(grads: Any, state: Any, params: Any, step: Step) -> None:
-        for t, s in zip(transforms, state, strict=True):
+    def check(self, grads: Any, state: Any, params: Any, step: Step) -> None:
+        """Check each, up to the first that changes gradients."""
+        for t, s in zip(self.transforms, state, strict=True):
             if t.check is not None:
                 t.check(grads, s, params, step)
             if t.rescale is None:  # it changes gradients, so later checks cannot run before it
                 return
 
-    def groups(params: Any) -> list[Any]:
-        words = [t.groups(params) for t in transforms if t.groups is not None]
+    def groups(self, params: Any) -> list[Any]:
+        """Return per parameter the words of each."""
+        words = [t.groups(params) for t in self.transforms if t.groups is not None]
         return list(zip(*words, strict=True))
 
-    grouped = any(t.groups is not None for t in transforms)
-    only_scaled = all(t.rescale is not None for t in transforms[:-1])
-    return Transform(
-        init,
-        update,
-        trait_of(*transforms),
-        donate if transforms else None,
-        check=check if any(t.check is not None for t in transforms) else None,
-        heeds=bool(transforms),
-        groups=groups if grouped else None,
-        halves=only_scaled and any(t.halves for t in transforms[-1:]),
-        sink=next((t.sink for t in transforms if t.sink is not None), None),
-        shard=next((t.shard for t in transforms if t.shard is not kept_whole), kept_whole),
-    )
+
+def _of_zero(transforms: Sequence[Transform]) -> dict[str, Any]:
+    """Return sink and shard of the transform that splits parameters or gradients, if one does."""
+    sinks = (t.sink for t in transforms if t.sink is not None)
+    shards = (t.shard for t in transforms if t.shard is not kept_whole)
+    return {"sink": next(sinks, None), "shard": next(shards, kept_whole)}
 
 
 def identity() -> Transform:

@@ -1,7 +1,8 @@
 """Donation of values to a step, as of JAX's donated arguments: using them afterwards raises.
 
 The results use the same memory.  If only a dict refers to its sharded values, the objects move to
-the result's dict: this cannot be observed, and saves a microsecond each.  Every other value is
+the result's dict: this cannot be observed, and saves 3 us each, more than a fused kernel
+takes for a small tensor.  Every other value is
 created again, and the donated object raises from then on for every reference; so do the entries
 left in the dicts.
 """

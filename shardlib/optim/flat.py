@@ -23,7 +23,7 @@ from shardlib.collectives import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.optim.buckets import Bucket, Buckets, Hops, Index, parts
+from shardlib.optim.buckets import Bucket, Buckets, Hops, Index, SlotPart, parts
 from shardlib.optim.memory import Memory
 from shardlib.optim.trees import wide
 from shardlib.tensor import Place, ShardedTensor
@@ -92,23 +92,27 @@ def _lie_in(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[T
     front, found = stack(mesh), []
     for bucket in index.buckets:
         first = leaves[bucket.slots[0].leaves[0]].raw
-        base = first.untyped_storage()
         # the storage must be exactly the bucket's
-        if base.nbytes() != math.prod(front) * bucket.length * first.element_size():
+        nbytes = math.prod(front) * bucket.length * first.element_size()
+        if first.untyped_storage().nbytes() != nbytes:
             return None
-        for slot in bucket.slots:
-            for i in slot.leaves:
-                raw = leaves[i].raw
-                fits = (
-                    raw.storage_offset() == slot.offset and raw[(0,) * len(front)].is_contiguous()
-                )
-                if not fits or raw.untyped_storage().data_ptr() != base.data_ptr():
-                    return None
-                if front and raw.numel() and raw.stride(0) != bucket.length:
-                    return None
+        views = [(leaves[i].raw, slot.offset) for slot in bucket.slots for i in slot.leaves]
+        if not all(_is_slot(raw, first, offset, bucket, front) for raw, offset in views):
+            return None
         strides = (bucket.length, 1) if front else (1,)
         found.append(first.detach().as_strided((*front, bucket.length), strides, 0))
     return found
+
+
+def _is_slot(
+    raw: Tensor, first: Tensor, offset: int, bucket: Bucket, front: tuple[int, ...]
+) -> bool:
+    """Return whether a block is the slot at ``offset`` of the storage of ``first``."""
+    if raw.storage_offset() != offset or not raw[(0,) * len(front)].is_contiguous():
+        return False
+    if front and raw.numel() and raw.stride(0) != bucket.length:
+        return False
+    return raw.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
 
 
 def own_parts(flat: Tensor, over: tuple[str, ...], mesh: Mesh) -> list[Tensor]:
@@ -144,21 +148,22 @@ def parts_of(
     refuse_beyond(sum(sizes) * len(played(mesh)), mesh.device, "zero", mesh)
     every = [blocks(x.raw.detach(), mesh) for x in leaves]
     for bucket, dtype in zip(index, dtypes, strict=True):
-        rows = []
+        n, first = bucket.length // bucket.ways, every[bucket.slots[0].leaves[0]]
+        rows = [x.new_zeros(n, dtype=dtype) for x in first]
         for r, coord in enumerate(played(mesh)):
-            first = every[bucket.slots[0].leaves[0]][r]
-            row = first.new_zeros(bucket.length // bucket.ways, dtype=dtype)
-            rows.append(row)
+            mine = [x[r] for x in every]
             for p in parts(bucket, rank_along(bucket.over, coord, mesh.axes)):
-                to = row[p.start : p.start + p.length]
-                one, *tied = (
-                    every[i][r].reshape(-1)[p.at : p.at + p.length] for i in p.slot.leaves
-                )
-                to.copy_(one)
-                for other in tied if grads else ():
-                    to.add_(other)
+                _fill(rows[r][p.start : p.start + p.length], p, mine, grads)
         out[bucket.name] = ShardedTensor(storage(rows, mesh), shard_place(bucket, mesh))
     return Buckets(out, index, mesh)
+
+
+def _fill(to: Tensor, part: SlotPart, blocks: Sequence[Tensor], add: bool) -> None:
+    """Copy a slot's part from the block of its first leaf; ``add`` those of tied ones."""
+    one, *tied = (blocks[i].reshape(-1)[part.at : part.at + part.length] for i in part.slot.leaves)
+    to.copy_(one)
+    for other in tied if add else ():
+        to.add_(other)
 
 
 def put_back(flats: Sequence[Tensor], mine: Buckets) -> None:

@@ -1,8 +1,8 @@
 """Global reductions over whole tensors: each element counts once, in any layout.
 
 A block counts on the first of the ranks that hold copies of it; its padding never counts.  All
-tensors of a mesh share one psum of fp64 scalars.  Trees may be ``Buckets``: then a tensor is its
-slot, for any cut.
+tensors of a mesh share one psum of fp64 scalars.  A tensor in a bucket
+of ``zero`` counts for any cut.
 """
 
 import math
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,7 +30,7 @@ from shardlib.kernels.apex import apex
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.padding import filled
-from shardlib.optim.buckets import Buckets
+from shardlib.optim.trees import TensorView, by_tensor, cleared, each
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = ["norms", "scale_in_place", "scaled", "squares", "summed", "totals"]
@@ -85,7 +84,7 @@ def totals(
     out: list[Numbers] = []
     shares: dict[Mesh, list[_RankCount]] = {}
     for tree in trees:
-        found = _shares(tree, of)
+        found = [t and _share(t, of) for t in by_tensor(cleared(tree))]
         out.append([None] * len(found))
         for i, share in enumerate(found):
             if isinstance(share, _RankCount):
@@ -114,33 +113,19 @@ def norms(*trees: Any) -> list[Numbers]:
 def scaled(tree: Any, numbers: Sequence[Tensor | None]) -> Any:
     """Multiply each tensor of the tree by its number, in ``totals``' order."""
     with torch.no_grad():
-        if isinstance(tree, Buckets):
-            out = tree.like({k: x.becomes(x.raw.clone()) for k, x in tree.items()})
-            scale_in_place(out, numbers)
-            return out
-        leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
-        done = [x if by is None else _times(x, by) for x, by in zip(leaves, numbers, strict=True)]
-        return optree.tree_unflatten(shape, done)
+        out = each(torch.clone, tree)
+        scale_in_place(out, numbers)
+        return out
 
 
 def scale_in_place(tree: Any, numbers: Sequence[Tensor | None]) -> None:
     """Multiply each tensor of the tree in place by its number, in ``totals``' order."""
-    if isinstance(tree, Buckets):
-        for (number, *_), piece in zip(_numbered(tree), tree.pieces, strict=True):
-            by = numbers[number]
-            assert by is not None, "slots are never frozen"
-            piece.mul_(_factor(by, piece))
-        return
-    for x, by in zip(optree.tree_leaves(tree, none_is_leaf=True), numbers, strict=True):
-        if by is not None:
-            raw = x.raw if isinstance(x, ShardedTensor) else x
-            raw.mul_(_factor(by, raw))
-
-
-def _times(x: Tensor, by: Tensor) -> Tensor:
-    if isinstance(x, ShardedTensor):
-        return x.becomes(x.raw * _factor(by, x.raw))
-    return x * _factor(by, x)
+    for one, by in zip(by_tensor(tree), numbers, strict=True):
+        if one is None or by is None:
+            continue
+        for x in one.parts:
+            if x is not None:
+                x.mul_(_factor(by, x))
 
 
 def _factor(by: Tensor, x: Tensor) -> Tensor:
@@ -157,46 +142,14 @@ class _RankCount(NamedTuple):
     to: tuple[Numbers, int] = ([], 0)
 
 
-def _shares(tree: Any, of: Callable[[Tensor], Tensor]) -> list[_RankCount | Tensor | None]:
-    if isinstance(tree, Buckets):
-        return _of_buckets(tree, of)
-    out: list[_RankCount | Tensor | None] = []
-    for x in optree.tree_leaves(tree, none_is_leaf=True):
-        if isinstance(x, ShardedTensor):
-            first = _firsts(x.mesh, x.sharding.axes)
-            parts = blocks(filled(x, 0).raw.detach(), x.mesh)
-            values = [of(b) if f and b.numel() else None for f, b in zip(first, parts, strict=True)]
-            out.append(_RankCount(x.mesh, x.raw.device, values))
-        elif isinstance(x, Tensor):
-            out.append(of(x.detach()) if x.numel() else x.new_zeros((), dtype=torch.float64))
-        else:
-            out.append(None)
-    return out
-
-
-def _of_buckets(tree: Buckets, of: Callable[[Tensor], Tensor]) -> list[_RankCount | Tensor | None]:
-    ranks = len(played(tree.mesh))
-    out: list[_RankCount | Tensor | None] = [
-        _RankCount(tree.mesh, tree[bucket.name].raw.device, [None] * ranks)
-        for bucket in tree.index
-        for _ in bucket.slots
-    ]
-    first = {b.name: _firsts(tree.mesh, (*b.axes, *b.over)) for b in tree.index}
-    for (number, name, rank), piece in zip(_numbered(tree), tree.pieces, strict=True):
-        share = out[number]
-        if first[name][rank] and isinstance(share, _RankCount):
-            share.values[rank] = of(piece)
-    return out
-
-
-def _numbered(tree: Buckets) -> list[tuple[int, str, int]]:
-    """List, per piece, its tensor's number, its bucket's name, and its rank in this process."""
-    at, starts = 0, {}
-    for bucket in tree.index:
-        for slot in bucket.slots:
-            starts[bucket.name, slot.offset, slot.leaves] = at
-            at += 1
-    return [(starts[b.name, p.slot.offset, p.slot.leaves], b.name, i) for b, i, p in tree.held]
+def _share(one: TensorView, of: Callable[[Tensor], Tensor]) -> _RankCount | Tensor:
+    if one.mesh is None:
+        x = one.parts[0]
+        return one.like.new_zeros((), dtype=torch.float64) if x is None or not x.numel() else of(x)
+    first = _firsts(one.mesh, one.axes)
+    rows = zip(first, one.parts, strict=True)
+    values = [of(x) if f and x is not None and x.numel() else None for f, x in rows]
+    return _RankCount(one.mesh, one.like.device, values)
 
 
 def _firsts(mesh: Mesh, axes: Sequence[str]) -> list[bool]:

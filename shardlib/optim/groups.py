@@ -1,5 +1,10 @@
-"""Different transforms for different parameters."""
+"""Different transforms for different parameters, selected by pattern, tree or function.
 
+Parameters are identified by path, the keys from the root joined by dots.  Under ``zero`` only the
+paths are left of the tree.
+"""
+
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -7,11 +12,11 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 
-from shardlib.errors import ShardError, Unsupported
-from shardlib.optim.buckets import Buckets
+from shardlib.errors import RuleLint, ShardError, Unsupported, similar
+from shardlib.modules.patterns import Pattern, matches
 from shardlib.optim.clip import norms_known
-from shardlib.optim.select import Labels, Mask, flags, labels, merged, named, only
 from shardlib.optim.transform import (
     Step,
     Transform,
@@ -20,9 +25,28 @@ from shardlib.optim.transform import (
     run_in_place,
     trait_of,
 )
-from shardlib.optim.trees import EmptyState, each, settled, trainable
+from shardlib.optim.trees import (
+    EmptyState,
+    each,
+    is_bucketed,
+    merged,
+    named,
+    only,
+    settled,
+    trainable,
+)
 
-__all__ = ["by_mask", "masked", "of_matrices", "partition", "set_to_zero"]
+__all__ = [
+    "Labels", "Mask", "by_mask", "flags", "labels", "masked", "of_matrices", "partition", "set_to_zero",
+]  # fmt: skip
+
+
+Mask = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[Any], Any] | Any
+"""Globs or regexes of the selected paths; or a tree of bools; or a function of the tree."""
+
+Labels = Sequence[tuple[Pattern[Any], str]] | Callable[[Any], Any] | Any
+"""(pattern, label) pairs, of which the first match counts; or a tree of labels; or a function of
+the tree that returns one."""
 
 
 def masked(tx: Transform, mask: Mask) -> Transform:
@@ -92,23 +116,19 @@ def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
     [0.0, -1.01, -1.0]
     """
 
-    return _partition(transforms, which, every=True)
+    return _Partition(transforms, which, every=True).transform()
 
 
 def by_mask(mask: Mask, on: Transform, off: Transform, op: str) -> Transform:
     """Apply one transform to the leaves of a mask, another to the rest; either may be empty."""
-    names = "on", "off"
 
     def which(tree: Any) -> Any:
         leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
         found = flags(mask, tree, op)
-        return (
-            optree.tree_unflatten(shape, [names[not found[n]] for n in named(tree)])
-            if leaves
-            else tree
-        )
+        words = ["on" if found[n] else "off" for n in named(tree)]
+        return optree.tree_unflatten(shape, words) if leaves else tree
 
-    return _partition(dict(zip(names, (on, off), strict=True)), which, every=False)
+    return _Partition({"on": on, "off": off}, which, every=False).transform()
 
 
 def of_matrices(
@@ -126,97 +146,124 @@ def of_matrices(
     return by_mask(matrices, core, rest, op)
 
 
-def _partition(transforms: Mapping[str, Transform], which: Labels, *, every: bool) -> Transform:
-    """Build the transform of groups; with ``every`` each transform must have a parameter."""
-    for tx in transforms.values():
-        check_transform(tx, "partition")
+class _Partition:
+    """A transform for each label, on the tree of its leaves.
 
-    def split(tree: Any) -> dict[str, str]:
-        found = labels(which, tree, "partition")
-        unknown = {v for v in found.values() if v not in transforms and v is not None}
+    ``every``  whether each transform must have a parameter.
+    """
+
+    def __init__(self, transforms: Mapping[str, Transform], which: Labels, *, every: bool) -> None:
+        for tx in transforms.values():
+            check_transform(tx, "partition")
+        self.transforms = transforms
+        self.which = which
+        self.every = every
+        self.checks = {n: t.check for n, t in transforms.items() if t.check is not None}
+
+    def transform(self) -> Transform:
+        """Return these methods as a transform."""
+        each_part = [(t, partial(self.part, label)) for label, t in self.transforms.items()]
+        return Transform(
+            self.init,
+            self.update,
+            trait_of(*self.transforms.values()),
+            self.donate,
+            check=self.check if self.checks else None,
+            groups=self.words,
+            sink=_no_sink(each_part),
+        )
+
+    def split(self, tree: Any) -> dict[str, str]:
+        """Map each path to its label."""
+        found = labels(self.which, tree, "partition")
+        unknown = {v for v in found.values() if v not in self.transforms and v is not None}
         if unknown:
             raise ShardError(
                 f"{', '.join(map(repr, sorted(unknown)))} is no label; there are "
-                f"{', '.join(map(repr, transforms))}",
+                f"{', '.join(map(repr, self.transforms))}",
                 op="partition",
-                fix=f"which = [('*', {next(iter(transforms), 'all')!r})]",
+                fix=f"which = [('*', {next(iter(self.transforms), 'all')!r})]",
             )
         return found
 
-    def groups(tree: Any, found: Mapping[str, str]) -> dict[str, Any]:
+    def parts(self, tree: Any, found: Mapping[str, str]) -> dict[str, Any]:
         """Map each label that has leaves to the tree of its leaves."""
-        parts = {label: only(tree, found, label) for label in transforms}
+        parts = {label: only(tree, found, label) for label in self.transforms}
         return {n: part for n, part in parts.items() if optree.tree_leaves(part)}
 
-    def init(params: Any) -> PartitionState:
-        found = split(params)
-        unused = set(transforms) - set(found.values())
-        if unused and every and not isinstance(params, Buckets):  # buckets have no frozen leaves
+    def part(self, label: str, tree: Any) -> Any:
+        """Return the trained leaves of a label."""
+        return only(trainable(tree), self.split(tree), label)
+
+    def init(self, params: Any) -> PartitionState:
+        """Initialise the state of each transform that has parameters."""
+        found = self.split(params)
+        unused = sorted(set(self.transforms) - set(found.values()))
+        if unused and self.every and not is_bucketed(params):  # buckets have no frozen leaves
             raise ShardError(
-                f"no parameter is labelled {', '.join(map(repr, sorted(unused)))}",
+                f"no parameter is labelled {', '.join(map(repr, unused))}",
                 op="partition",
-                fix="transforms = {k: v for k, v in transforms.items() if k != "
-                f"{sorted(unused)[0]!r}}}",
+                fix=f"transforms = {{k: v for k, v in transforms.items() if k != {unused[0]!r}}}",
             )
-        parts = groups(trainable(params), found)
+        parts = self.parts(trainable(params), found)
         return PartitionState(
-            {n: _begun(t, parts[n]) if n in parts else EmptyState() for n, t in transforms.items()}
+            {
+                n: _begun(t, parts[n]) if n in parts else EmptyState()
+                for n, t in self.transforms.items()
+            }
         )
 
-    def update(grads: Any, state: PartitionState, params: Any = None) -> tuple[Any, PartitionState]:
-        found = split(grads if params is None else params)
-        held = {} if params is None else groups(trainable(params), found)
+    def update(
+        self, grads: Any, state: PartitionState, params: Any = None
+    ) -> tuple[Any, PartitionState]:
+        """Update each label's leaves by its transform."""
+        found = self.split(grads if params is None else params)
+        held = {} if params is None else self.parts(trainable(params), found)
         new, after = {}, dict(state.inner)
-        for n, part in groups(grads, found).items():
-            new[n], after[n] = transforms[n].update(part, state.inner[n], held.get(n))
+        for n, part in self.parts(grads, found).items():
+            new[n], after[n] = self.transforms[n].update(part, state.inner[n], held.get(n))
         return merged(grads, found, new), PartitionState(after)
 
-    asking = {n: t.check for n, t in transforms.items() if t.check is not None}
-
-    def asked(parts: Any, state: PartitionState, held: Any, step: Step) -> None:
-        """Check every group before any of them steps: on a device all step, or none."""
-        for n, part in parts.items():
-            if n in asking:
-                asking[n](part, state.inner[n], held[n], step)
-
-    def donate(grads: Any, state: PartitionState, params: Any, step: Step) -> PartitionState:
-        found = split(params)
-        after, held = dict(state.inner), groups(trainable(params), found)
-        parts = groups(grads, found)
-        with norms_known() if asking else nullcontext():
-            asked(parts, state, held, step)
+    def donate(self, grads: Any, state: PartitionState, params: Any, step: Step) -> PartitionState:
+        """Step each label's leaves in place."""
+        found = self.split(params)
+        after, held = dict(state.inner), self.parts(trainable(params), found)
+        parts = self.parts(grads, found)
+        with norms_known() if self.checks else nullcontext():
+            self.checked(parts, state, held, step)
             for n, part in parts.items():
                 mine = Step(step.scale, sound=step.sound, skips=step.skips, guarded=step.guarded)
-                after[n] = run_in_place(transforms[n], part, state.inner[n], held[n], mine)
+                after[n] = run_in_place(self.transforms[n], part, state.inner[n], held[n], mine)
                 step.lr = step.lr if mine.lr is None else mine.lr
                 step.norm = step.norm if mine.norm is None else mine.norm
         return PartitionState(after)
 
-    def check(grads: Any, state: PartitionState, params: Any, step: Step) -> None:
-        found = split(params)
-        asked(groups(grads, found), state, groups(trainable(params), found), step)
+    def check(self, grads: Any, state: PartitionState, params: Any, step: Step) -> None:
+        """Check every label's leaves."""
+        found = self.split(params)
+        held = self.parts(trainable(params), found)
+        self.checked(self.parts(grads, found), state, held, step)
 
-    def words(params: Any) -> list[Any]:
-        found = split(params)
-        own = {n: t.groups(params) for n, t in transforms.items() if t.groups is not None}
+    def checked(self, parts: Any, state: PartitionState, held: Any, step: Step) -> None:
+        """Check every group before any of them steps: on a device all step, or none."""
+        for n, part in parts.items():
+            if n in self.checks:
+                self.checks[n](part, state.inner[n], held[n], step)
+
+    def words(self, params: Any) -> list[Any]:
+        """Return each parameter's label, with its transform's own word if that has some."""
+        found = self.split(params)
+        grouped = {n: t.groups for n, t in self.transforms.items() if t.groups is not None}
+        own = {n: words(params) for n, words in grouped.items()}
         return [
-            label if label not in own else (label, own[label][i])
+            (label, own[label][i]) if label in own else label
             for i, label in enumerate(found.values())
         ]
-
-    def part(label: str, tree: Any) -> Any:
-        return only(trainable(tree), split(tree), label)
-
-    trait = trait_of(*transforms.values())
-    sink = _no_sink([(t, partial(part, label)) for label, t in transforms.items()])
-    return Transform(
-        init, update, trait, donate, check=check if asking else None, groups=words, sink=sink
-    )
 
 
 def _begun(tx: Transform, part: Any) -> Any:
     """Initialise the state of a group's transform."""
-    if tx.shard is not kept_whole and isinstance(tx.shard(part), Buckets):
+    if tx.shard is not kept_whole and is_bucketed(tx.shard(part)):
         raise Unsupported(
             "stage 3 keeps parts of all parameters, and this is one group of them",
             op="zero",
@@ -264,3 +311,106 @@ def set_to_zero() -> Transform:
 
 def _zeros(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
     return each(torch.zeros_like, settled(grads)), state
+
+
+# ---------------------------------------------------------------- selection of parameters
+
+
+def flags(mask: Mask, tree: Any, op: str) -> dict[str, bool]:
+    """Map each path to whether the mask selects it.
+
+    Raises: RuleLint if a pattern matches nothing, or a tree lacks a path.
+    """
+    known = named(tree)
+    patterns = _patterns(mask)
+    if patterns is None:
+        return {n: bool(v) for n, v in _by_tree(mask, tree, known, op).items()}
+    hits = {p: [n for n, v in known.items() if matches(p, n, v)] for p in patterns}
+    for p, names in hits.items():
+        # buckets of one group lack the others' paths
+        if not names and not is_bucketed(tree):
+            raise _nothing(p, known, op)
+    meant = {n for names in hits.values() for n in names}
+    return {n: n in meant for n in known}
+
+
+def labels(which: Labels, tree: Any, op: str) -> dict[str, str]:
+    """Map each path to its label.
+
+    Raises: RuleLint if a pattern matches nothing, or no pattern matches a path.
+    """
+    known = named(tree)
+    if not _is_pairs(which):
+        return _by_tree(which, tree, known, op, "which = [('*', {!r})]")
+    pairs: Any = which
+    out = {}
+    for n, v in known.items():
+        found = next((label for p, label in pairs if matches(p, n, v)), None)
+        if found is None:
+            raise RuleLint(
+                f"no pattern matches parameter {n!r}",
+                op=op,
+                fix=f"which = [*which, ('*', {pairs[-1][1]!r})]",
+            )
+        out[n] = found
+    for p, _ in pairs:
+        if not is_bucketed(tree) and not any(matches(p, n, v) for n, v in known.items()):
+            raise _nothing(p, known, op, _without(p, pairs))
+    return out
+
+
+def _is_pairs(which: Any) -> bool:
+    return (
+        isinstance(which, list | tuple)
+        and bool(which)
+        and all(isinstance(w, tuple) and len(w) == 2 and _is_pattern(w[0]) for w in which)
+    )
+
+
+def _is_pattern(p: Any) -> bool:
+    return isinstance(p, str | re.Pattern) or callable(p)
+
+
+def _patterns(mask: Any) -> Sequence[Pattern[Any]] | None:
+    if isinstance(mask, str | re.Pattern):
+        return [mask]
+    if (
+        isinstance(mask, list | tuple)
+        and mask
+        and all(isinstance(m, str | re.Pattern) for m in mask)
+    ):
+        return list(mask)
+    return None
+
+
+def _without(pattern: Any, pairs: Any) -> str:
+    """Format the fix that drops a pair, by its text, or by its number for a function."""
+    if isinstance(pattern, str | re.Pattern):
+        return f"which = [r for r in which if r[0] != {pattern!r}]"
+    at = next(i for i, (p, _) in enumerate(pairs) if p is pattern)
+    return f"which = [r for i, r in enumerate(which) if i != {at}]"
+
+
+def _by_tree(
+    which: Any, tree: Any, known: Mapping[str, Any], op: str, fix: str = ""
+) -> dict[str, Any]:
+    """Return a tree of values, or the result of a function of the tree, path by path."""
+    given = named(which(dict(known) if is_bucketed(tree) else tree) if callable(which) else which)
+    missing = [n for n, v in known.items() if n not in given and isinstance(v, Tensor)]
+    if missing:
+        raise RuleLint(
+            f"nothing is said of {', '.join(map(repr, missing[:4]))}",
+            op=op,
+            fix=fix.format(next((v for v in given.values() if v is not None), "rest"))
+            or "mask = optree.tree_map(lambda p: p.ndim > 1, params)",
+        )
+    return {n: given.get(n) for n in known}
+
+
+def _nothing(pattern: Any, known: Mapping[str, Any], op: str, fix: str = "") -> RuleLint:
+    near = similar(str(pattern), list(known), 1, 0.0)
+    return RuleLint(
+        f"{pattern!r} matches no parameter" + (f"; there is {near[0]!r}" if near else ""),
+        op=op,
+        fix=fix or f"mask = {near[0] if near else '*'!r}",
+    )

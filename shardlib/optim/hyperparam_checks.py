@@ -1,4 +1,4 @@
-"""Ranges of hyperparameters, checked when a transform or a schedule is made."""
+"""Ranges of hyperparameters, checked when a transform is made, and rates at a step."""
 
 import inspect
 import math
@@ -12,8 +12,11 @@ from torch import Tensor
 from shardlib.errors import BadArgument
 
 __all__ = [
-    "AMOUNT", "COUNT", "NUMBER", "POSITIVE", "SHARE", "STEPS", "Range", "ranged"
+    "AMOUNT", "COUNT", "NUMBER", "POSITIVE", "SHARE", "STEPS", "Range", "Schedule", "at_step", "ranged"
 ]  # fmt: skip
+
+Schedule = Callable[[int], float]
+"""A hyperparameter as a function of the step, counted from 0."""
 
 Hyper = ParamSpec("Hyper")
 Made = TypeVar("Made")
@@ -85,3 +88,20 @@ def _in(range_: Range, value: Any) -> bool:
         return not range_.whole
     kind = Integral if range_.whole else Real
     return isinstance(value, kind) and not isinstance(value, bool) and range_.fits(value)
+
+
+def at_step(lr: float | Schedule, count: int) -> float:
+    """Return the rate at step ``count``, from 0, of a number or a schedule.
+
+    Raises: BadArgument if a schedule returns an invalid rate.
+    """
+    if not callable(lr):
+        return lr
+    rate = lr(count)
+    if isinstance(rate, Real) and not AMOUNT.fits(rate):
+        raise BadArgument(
+            f"the schedule gives {rate} at step {count}: a rate is {AMOUNT.said}",
+            op="schedule",
+            fix="sl.optim.warmup_cosine(1e-3, 100, 1000)",
+        )
+    return rate

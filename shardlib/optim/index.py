@@ -18,10 +18,10 @@ from shardlib.errors import PlainTensor, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Hops, Index, Item, index, overlap
-from shardlib.optim.trees import names_of
+from shardlib.optim.trees import bucketed_in, names_of
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["MOST", "IndexCache", "Indexed", "changed", "flat", "index_of"]
+__all__ = ["MOST", "IndexCache", "Indexed", "changed", "flat", "index_of", "same_index"]
 
 MOST = 25 << 20
 """Default bytes of a bucket."""
@@ -134,31 +134,45 @@ class IndexCache:
 
         If ``leaves`` are all, also frozen ones, the frozen ones get buckets of their own.
         """
-        before = self.last.get("tree")
-        if before is not None and (theirs is None or theirs is before[1].where):
-            places, known = before
-            try:
-                same = list(map(_PLACE, leaves))
-            except AttributeError:  # a plain tensor, refused below
-                same = []
-            alike = len(same) == len(places) and (held, tree) == (known.held, known.tree)
-            if alike and all(map(operator.is_, same, places)):
-                raws = list(map(_RAW, leaves)) if raws is None else raws
-                return Indexed(leaves, held, tree, raws, known.where, known.mesh)
+        known = self._known(leaves, held, tree, theirs)
+        if known is not None:
+            raws = list(map(_RAW, leaves)) if raws is None else raws
+            return Indexed(leaves, held, tree, raws, known.where, known.mesh)
         mesh, items, arrive = self._items(params, leaves, held)
-        if theirs is not None and theirs.items != items:
-            raise changed(theirs.items, items, mesh)
-        if theirs is not None:
+        if theirs is None:
+            where = self._of(items, mesh, arrive)
+        else:
+            where = theirs
+            if theirs.items != items:
+                raise changed(theirs.items, items, mesh)
             self.found.setdefault(items, theirs)
-        elif items not in self.found:
-            made = index(items, self.hops, tuple(mesh.axes.items()), self.most_bytes, arrive)
-            # gathered parameters need an index, and so memory, of their own
-            self.found[items] = replace(made, keep=self.keep) if self.apart else made
-        where = self.found[items] if theirs is None else theirs
         found = Indexed(leaves, held, tree, [p.raw for p in leaves], where, mesh)
         # without the leaves, whose memory a step replaces
         self.last["tree"] = [p.place for p in leaves], found._replace(leaves=[], raws=[])
         return found
+
+    def _of(self, items: tuple[Item, ...], mesh: Mesh, arrive: tuple[int, ...]) -> Index:
+        """Return the index in use for these items."""
+        if items not in self.found:
+            made = index(items, self.hops, tuple(mesh.axes.items()), self.most_bytes, arrive)
+            # gathered parameters need an index, and so memory, of their own
+            self.found[items] = replace(made, keep=self.keep) if self.apart else made
+        return self.found[items]
+
+    def _known(
+        self, leaves: list[Any], held: list[bool], tree: Any, theirs: Index | None
+    ) -> Indexed | None:
+        """Return the last tree's result if this one has its structure and places."""
+        places, known = self.last.get("tree", ((), None))
+        other = known is None or (theirs is not None and theirs is not known.where)
+        if other or len(leaves) != len(places):
+            return None
+        try:
+            same = list(map(_PLACE, leaves))
+        except AttributeError:  # a plain tensor, which is refused
+            return None
+        alike = (held, tree) == (known.held, known.tree)
+        return known if alike and all(map(operator.is_, same, places)) else None
 
     def _items(
         self, params: Any, leaves: list[Any], held: list[bool]
@@ -267,8 +281,7 @@ def _first(state: Any) -> Buckets | None:
         return next((b for x in state if (b := _first(x)) is not None), None)
     if state is None or isinstance(state, int | float | Tensor):
         return None
-    found = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, Buckets))
-    return next((x for x in found if isinstance(x, Buckets)), None)
+    return next(iter(bucketed_in(state)), None)
 
 
 def _groups(paths: Sequence[str], order: Sequence[int]) -> list[str]:
@@ -356,4 +369,18 @@ def changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError:
         fix="state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))"
         if kept
         else "state = tx.init(params)",
+    )
+
+
+def same_index(theirs: Index, ours: Index, mesh: Mesh) -> None:
+    """Refuse gradients in other buckets than the state's."""
+    if theirs == ours:
+        return
+    if theirs.items != ours.items:
+        raise changed(ours.items, theirs.items, mesh)
+    raise ShardError(
+        "the gradients lie in other buckets than the state",
+        op="zero",
+        mesh=mesh,
+        fix="loss, grads = sl.value_and_grad(f, into=tx)(params)",
     )

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import BadArgument, ShardError, Unsupported
+from shardlib.optim.hyperparam_checks import at_step
 from shardlib.optim.later import begun
 from shardlib.optim.names import load_state_dict, state_dict
-from shardlib.optim.schedules import at_step
-from shardlib.optim.transform import Step, Transform, check_transform, divide, pieces, run_in_place
-from shardlib.optim.trees import each, need, ready, trainable
+from shardlib.optim.transform import Step, Transform, check_transform, divide, run_in_place
+from shardlib.optim.trees import each, need, pieces, ready, trainable
 from shardlib.optim.wrap import InjectState
 from shardlib.tensor import ShardedTensor
 
@@ -59,7 +59,6 @@ def from_torch(
             fix="sl.optim.from_torch(torch.optim.AdamW, lr=1e-3)",
         )
     name = getattr(optimizer, "__name__", "optimizer")
-    lr = how.get("lr")
     if name in ("LBFGS", "SparseAdam"):
         raise Unsupported(
             f"{name} evaluates the loss itself"
@@ -69,35 +68,36 @@ def from_torch(
             fix="sl.optim.from_torch(torch.optim.AdamW, lr=1e-3)",
         )
     known = name in ELEMENTWISE and getattr(torch.optim, name, None) is optimizer
+    run = _TorchRun(optimizer, how, known)
+    tx = Transform(run.init, run.update, trait or ("elementwise" if known else None), run.donate)
+    check_transform(tx, "from_torch")
+    return tx
 
-    def stepped(
-        params: list[Tensor], grads: list[Tensor], kept: list[dict[str, Any]] | None, count: int
-    ) -> list[dict[str, Any]]:
-        """Run one step on these tensors, in place; return the optimizer's state of each."""
-        rate = {"lr": at_step(lr, count)} if lr is not None else {}
-        bare = _bare if known else lambda x: x  # elementwise: blocks suffice, padded ones too
-        leaves = [bare(p.detach()).requires_grad_() for p in params]
-        for p, g in zip(leaves, grads, strict=True):
-            p.grad = bare(g.detach())
-        # a new optimizer per step: its state is a value, passed in and out
-        made = optimizer(leaves, **(how | rate))
-        for p, state in zip(leaves, kept or [], strict=False):
-            made.state[p] = {n: bare(v) for n, v in state.items()}
-        made.step()
-        found = [dict(made.state[p]) for p in leaves]
-        return [
-            {n: _lying(v, x) for n, v in row.items()} if known else row
-            for row, x in zip(found, params, strict=True)
-        ]
 
-    def init(params: Any) -> TorchState:
+class _TorchRun:
+    """Steps of one of torch's optimizers, made anew for each: its state is a value.
+
+    ``how``    its arguments.
+    ``known``  whether it is elementwise: then blocks suffice, padded ones too.
+    """
+
+    def __init__(
+        self, optimizer: Callable[..., torch.optim.Optimizer], how: dict[str, Any], known: bool
+    ) -> None:
+        self.optimizer = optimizer
+        self.how = how
+        self.known = known
+
+    def init(self, params: Any) -> TorchState:
+        """Return the state after a step of zeros, on copies."""
         rows, tree = _rows(trainable(params))
         held = [i for i, p in enumerate(rows) if isinstance(p, Tensor)]
         copies = [rows[i].detach().clone() for i in held]
-        kept = stepped(copies, [torch.zeros_like(p) for p in copies], None, 0) if held else []
+        kept = self.stepped(copies, [torch.zeros_like(p) for p in copies], None, 0) if held else []
         return TorchState(0, _by_name(kept, held, rows, tree))
 
-    def update(grads: Any, state: TorchState, params: Any = None) -> tuple[Any, TorchState]:
+    def update(self, grads: Any, state: TorchState, params: Any = None) -> tuple[Any, TorchState]:
+        """Return the differences that a step on copies makes."""
         ready(grads, "from_torch")
         need(params, "from_torch")
         rows, tree = _rows(params)
@@ -105,27 +105,49 @@ def from_torch(
         held = [i for i, g in enumerate(given) if isinstance(g, Tensor)]
         new: list[Any] = [p.detach().clone() if i in held else None for i, p in enumerate(rows)]
         before = _by_leaf(state, held, len(rows), copy=True)
-        kept = stepped([new[i] for i in held], [given[i] for i in held], before, state.count)
+        kept = self.stepped([new[i] for i in held], [given[i] for i in held], before, state.count)
         updates = each(lambda p, n: n - p, params, tree(new))
         updates = optree.tree_map(
             lambda g, u: g if g is None else u, grads, updates, none_is_leaf=True
         )
         return updates, TorchState(state.count + 1, _by_name(kept, held, rows, tree))
 
-    def donate(grads: Any, state: TorchState, params: Any, step: Step) -> TorchState:
+    def donate(self, grads: Any, state: TorchState, params: Any, step: Step) -> TorchState:
+        """Step the parameters in place."""
         ready(grads, "from_torch")
         divide(grads, step)
+        lr = self.how.get("lr")
         step.lr = None if lr is None else at_step(lr, state.count)
         rows, tree = _rows(params)
         given, _ = _rows(grads)
         held = [i for i, g in enumerate(given) if isinstance(g, Tensor)]
         before = _by_leaf(state, held, len(rows))
-        kept = stepped([rows[i] for i in held], [given[i] for i in held], before, state.count)
+        kept = self.stepped([rows[i] for i in held], [given[i] for i in held], before, state.count)
         return TorchState(state.count + 1, _by_name(kept, held, rows, tree))
 
-    tx = Transform(init, update, trait or ("elementwise" if known else None), donate)
-    check_transform(tx, "from_torch")
-    return tx
+    def stepped(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        kept: list[dict[str, Any]] | None,
+        count: int,
+    ) -> list[dict[str, Any]]:
+        """Run one step on these tensors, in place; return the optimizer's state of each."""
+        lr = self.how.get("lr")
+        rate = {"lr": at_step(lr, count)} if lr is not None else {}
+        bare = _bare if self.known else lambda x: x
+        leaves = [bare(p.detach()).requires_grad_() for p in params]
+        for p, g in zip(leaves, grads, strict=True):
+            p.grad = bare(g.detach())
+        made = self.optimizer(leaves, **(self.how | rate))
+        for p, state in zip(leaves, kept or [], strict=False):
+            made.state[p] = {n: bare(v) for n, v in state.items()}
+        made.step()
+        found = [dict(made.state[p]) for p in leaves]
+        if not self.known:
+            return found
+        rows = zip(found, params, strict=True)
+        return [{n: _lying(v, x) for n, v in row.items()} for row, x in rows]
 
 
 def _bare(x: Any) -> Any:

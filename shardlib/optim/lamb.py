@@ -10,13 +10,20 @@ from shardlib.kernels import active
 from shardlib.kernels.active import Backend
 from shardlib.kernels.apex import apex
 from shardlib.optim.adaptive import MomentState, running
-from shardlib.optim.buckets import Buckets
-from shardlib.optim.chunked_inplace import spans, writable
 from shardlib.optim.global_reductions import norms, scale_in_place, scaled
-from shardlib.optim.hyperparam_checks import ranged
-from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.transform import Step, Transform, divide, pieces, under
-from shardlib.optim.trees import each, moments, need, ready, zeros_like
+from shardlib.optim.hyperparam_checks import Schedule, at_step, ranged
+from shardlib.optim.transform import Step, Transform, divide, under
+from shardlib.optim.trees import (
+    each,
+    is_bucketed,
+    moments,
+    need,
+    pieces,
+    ready,
+    spans,
+    writable,
+    zeros_like,
+)
 from shardlib.tensor import ShardedTensor, real_axes
 
 __all__ = ["lamb"]
@@ -103,7 +110,7 @@ def lamb(
 
 def _whole(params: Any) -> bool:
     """Return whether each rank holds every tensor whole: then its norm needs no communication."""
-    if isinstance(params, Buckets):
+    if is_bucketed(params):
         return False
     leaves = [x for x in optree.tree_leaves(params) if isinstance(x, ShardedTensor)]
     return not any(x.is_padded or real_axes(x.mesh, x.sharding.axes) for x in leaves)

@@ -1,22 +1,19 @@
 """Master weights of half-precision parameters, in parts of buckets: fp32, or 16 bits more."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.errors import ShardError
 from shardlib.kernels import active
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.chunked_inplace import spans
-from shardlib.optim.halves import halves, joined
 from shardlib.optim.memory import Memory
-from shardlib.optim.transform import Step, Transform, run_in_place, runs
-from shardlib.optim.trees import refuse_copies
+from shardlib.optim.precision import Master, halves, joined
+from shardlib.optim.transform import Step, Transform, run_in_place
+from shardlib.optim.trees import refuse_copies, runs, spans
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["Master", "ZeroState", "begun", "step_parts"]
-
-Master = Literal["fp32", "bf16+rem"]
+__all__ = ["ZeroState", "begun", "step_parts"]
 
 
 class ZeroState(NamedTuple):

@@ -3,13 +3,10 @@
 from typing import Any, NamedTuple
 
 from shardlib.errors import BadArgument
-from shardlib.optim.chunked_inplace import spans
-from shardlib.optim.groups import by_mask
-from shardlib.optim.hyperparam_checks import ranged
-from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.select import Mask
-from shardlib.optim.transform import Step, Transform, divide, fused, pieces, run_in_place, runs
-from shardlib.optim.trees import each, moments, need, ready
+from shardlib.optim.groups import Mask, by_mask
+from shardlib.optim.hyperparam_checks import Schedule, at_step, ranged
+from shardlib.optim.transform import Step, Transform, divide, fused, run_in_place
+from shardlib.optim.trees import each, moments, need, pieces, ready, runs, spans
 
 __all__ = ["lion", "sgd"]
 

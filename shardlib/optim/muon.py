@@ -22,7 +22,6 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-import optree
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,11 +34,9 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, scope, within
 from shardlib.modules.patterns import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide
-from shardlib.optim.buckets import Buckets
-from shardlib.optim.chunked_inplace import spans, writable
 from shardlib.optim.global_reductions import scale_in_place, scaled
-from shardlib.optim.groups import of_matrices
-from shardlib.optim.hyperparam_checks import COUNT, POSITIVE, ranged
+from shardlib.optim.groups import Mask, of_matrices
+from shardlib.optim.hyperparam_checks import COUNT, POSITIVE, Schedule, at_step, ranged
 from shardlib.optim.matrix_owners import (
     Laid,
     Patterns,
@@ -54,10 +51,20 @@ from shardlib.optim.matrix_owners import (
     through_owners,
 )
 from shardlib.optim.newton_schulz import COEFFICIENTS, Coefficients, flops, on_blocks, orthogonal
-from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.select import Mask, one_each
-from shardlib.optim.transform import Step, Transform, divide, pieces
-from shardlib.optim.trees import each, moments, need, ready, wide
+from shardlib.optim.transform import Step, Transform, divide
+from shardlib.optim.trees import (
+    bucketed_in,
+    each,
+    fresh,
+    moments,
+    need,
+    one_each,
+    pieces,
+    ready,
+    spans,
+    wide,
+    writable,
+)
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor
 
@@ -513,9 +520,7 @@ def _case(*operands: Any) -> MuonCase:
     """Build the case of parameters, of trees of them, or of state in ``zero``'s buckets."""
     found: list[Laid] = []
     for tree in operands:
-        leaves = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Buckets))
-        cut = [x for x in leaves if isinstance(x, Buckets)]
-        found += [one for x in cut or [tree] for one in laid(x, None, [_kernel])]
+        found += [one for x in bucketed_in(tree) or [tree] for one in laid(x, None, [_kernel])]
     found = [x for x in found if x.mesh is not None and math.prod(x.spread.shape)]
     if not found:
         raise Unsupported(
@@ -554,7 +559,7 @@ def _orthogonal(tree: Any, how: _IterationSettings, into: Any = None) -> Any:
     ``into``  a tree of contiguous blocks for the results; the tree itself if it may be overwritten.
     """
     with torch.no_grad():
-        made = _like(tree) if into is None else into
+        made = fresh(tree) if into is None else into
         together: dict[Any, list[tuple[Laid, Laid]]] = {}
         for given, out in zip(
             *(laid(t, how.sides if how.side else None, how.kernels) for t in (tree, made)),
@@ -574,21 +579,14 @@ def _orthogonal(tree: Any, how: _IterationSettings, into: Any = None) -> Any:
         return made
 
 
-def _like(tree: Any) -> Any:
-    """Allocate contiguous blocks for results."""
-    if isinstance(tree, Buckets):
-        return tree.like({k: x.becomes(torch.zeros_like(x.raw)) for k, x in tree.items()})
-    flat = torch.contiguous_format
-    return each(lambda x: torch.empty_like(x, memory_format=flat), tree)
-
-
 def _placed(
     mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _IterationSettings, dtype: torch.dtype
 ) -> None:
     """Orthogonalise matrices of one mesh, each by the algorithm that ``_ways`` chooses."""
     case = _case_of([given for given, _ in pairs], dtype, how.most, how.steps)
     ways = mesh.memo("muon", (case, scope().policy), lambda: _ways(case))
-    dealt = [pair for pair, way in zip(pairs, ways, strict=True) if way == "owners"]
+    chosen = list(zip(pairs, ways, strict=True))
+    dealt = [pair for pair, way in chosen if way == "owners"]
     if dealt:
         through_owners(
             [given.runs for given, _ in dealt],
@@ -598,7 +596,7 @@ def _placed(
             [out.runs for _, out in dealt],
             dtype,
         )
-    others = [(pair, way) for pair, way in zip(pairs, ways, strict=True) if way != "owners"]
+    others = [(pair, way) for pair, way in chosen if way != "owners"]
     cut = [given for (given, _), _ in others if given.spread.cut]
     joined = iter(join([x.runs for x in cut], [x.spread for x in cut], mesh, dtype) if cut else ())
     for (given, out), way in others:
@@ -606,14 +604,19 @@ def _placed(
         whole = next(joined) if s.cut else [run.to(dtype) for run in given.runs]
         shape = s.layout.local_shape(s.padded, mesh.axes)
         x = ShardedTensor(storage([b.view(shape) for b in whole], mesh), s.place(mesh))
-        done = _WAYS[way](x, s, how)
-        for i, (to, block) in enumerate(zip(out.runs, blocks(done, mesh), strict=True)):
-            flat, coord = block.reshape(-1), played(mesh)[i]
-            if s.runs is not None:
-                # under ``zero`` a rank keeps its run of the block
-                lo, hi = s.runs[rank_along(mesh.names, coord, mesh.axes)]
-                flat = flat[lo:hi]
-            to.copy_(flat)
+        _write(_WAYS[way](x, s, how), out, mesh)
+
+
+def _write(done: Tensor, out: Laid, mesh: Mesh) -> None:
+    """Copy blocks to a matrix's runs: under ``zero`` a rank keeps its run of the block."""
+    runs = out.spread.runs
+    rows = zip(out.runs, blocks(done, mesh), played(mesh), strict=True)
+    for to, block, coord in rows:
+        flat = block.reshape(-1)
+        if runs is not None:
+            lo, hi = runs[rank_along(mesh.names, coord, mesh.axes)]
+            flat = flat[lo:hi]
+        to.copy_(flat)
 
 
 def _ways(case: MuonCase) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Item, flatten
 from shardlib.optim.flat import slot_of
 from shardlib.optim.later import at_rest
-from shardlib.optim.matrix_owned import Owned
+from shardlib.optim.matrix_owners import Owned
 from shardlib.optim.trees import names_of, zeros_like
 from shardlib.optim.wrap import AroundZeroState, MultiState
 from shardlib.placing import reshard, shard, unshard
@@ -83,7 +83,7 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
     >>> again.count, sl.unshard(state_dict(again)["trace.w"])
     (1, tensor([1., 1., 1., 1.]))
     """
-    if not isinstance(kept, Mapping) or any(isinstance(v, Mapping) for v in kept.values()):
+    if not _is_flat(kept):
         raise ShardError(
             "what state_dict gave is a flat mapping from names to values, "
             f"not {type(kept).__name__}",
@@ -92,6 +92,37 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
         )
     state = at_rest(state)
     nodes, tree = _nodes(state)
+    _same_blocks(nodes, kept)
+    empty = _empty(state, nodes, kept)
+    kept = {name: x for name, x in kept.items() if not name.startswith(empty)}
+    names = [name for keys, x in nodes if x is not None for name in keys.values()]
+    _same_names({name for name in names if not name.startswith(empty)}, set(kept))
+    with torch.no_grad():
+        new = [
+            zeros_like(x)
+            if next(iter(keys.values()), "").startswith(empty)
+            else _loaded(x, keys, kept)
+            for keys, x in nodes
+        ]
+    filled: Any = optree.tree_unflatten(tree, new)
+    return filled
+
+
+def _is_flat(kept: Any) -> bool:
+    return isinstance(kept, Mapping) and not any(isinstance(v, Mapping) for v in kept.values())
+
+
+def _loaded(x: Any, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Any:
+    """Fill a leaf, buckets or owners' state with the values of its names."""
+    if isinstance(x, Buckets):
+        return _filled(x, keys, kept)
+    if isinstance(x, Owned):
+        return _owned(x, keys, kept)
+    return _like(x, keys[""], kept.get(keys[""]))
+
+
+def _same_blocks(nodes: Nodes, kept: Mapping[str, Any]) -> None:
+    """Refuse a state of other blocks than those that it was made in."""
     for keys, x in nodes:
         name = keys.get("", "")
         if name.rpartition(".")[2] == "made_for" and kept.get(name, x) != x:
@@ -102,35 +133,22 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
                 operands={"state": name},
                 fix="state = tx.init(params)",
             )
-    empty = _empty(state, nodes, kept)
-    kept = {name: x for name, x in kept.items() if not name.startswith(empty)}
-    named = {name for keys, x in nodes if x is not None for name in keys.values()}
-    wanted = {name for name in named if not name.startswith(empty)}
-    missing, unknown = sorted(wanted - set(kept)), sorted(set(kept) - wanted)
-    if missing or unknown:
-        told = [
-            f"{what} {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-            for what, names in (("lacks", missing), ("has", unknown))
-            if names
-        ]
+
+
+def _same_names(wanted: set[str], given: set[str]) -> None:
+    """Refuse a state with other names."""
+    differences = {"lacks": sorted(wanted - given), "has": sorted(given - wanted)}
+    told = [
+        f"{what} {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+        for what, names in differences.items()
+        if names
+    ]
+    if told:
         raise ShardError(
             f"this is the state of another model or transform: it {' and '.join(told)}",
             op="load_state_dict",
             fix="state = tx.init(params)",
         )
-    with torch.no_grad():
-        new = [
-            zeros_like(x)
-            if next(iter(keys.values()), "").startswith(empty)
-            else _filled(x, keys, kept)
-            if isinstance(x, Buckets)
-            else _owned(x, keys, kept)
-            if isinstance(x, Owned)
-            else _like(x, keys[""], kept.get(keys[""]))
-            for keys, x in nodes
-        ]
-    filled: Any = optree.tree_unflatten(tree, new)
-    return filled
 
 
 def _empty(state: Any, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ...]:
@@ -140,11 +158,7 @@ def _empty(state: Any, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ...]
     Raises: ShardError for a cycle that has begun, if ``state`` is around ``zero``.
     """
     paths = optree.tree_accessors(state, is_leaf=_is_buckets, none_is_leaf=True)
-    minis = [
-        keys[""]
-        for (keys, _), path in zip(nodes, paths, strict=True)
-        if path and issubclass(path[-1].type, MultiState) and path[-1].entry == 0
-    ]
+    minis = [keys[""] for (keys, _), path in zip(nodes, paths, strict=True) if _is_mini(path)]
     every, out = [name for keys, _ in nodes for name in keys.values()], []
     for mini in minis:
         total, count = mini.removesuffix("mini") + "total", kept.get(mini)
@@ -158,6 +172,11 @@ def _empty(state: Any, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ...]
                 fix="state = tx.init(params)",
             )
     return tuple(out)
+
+
+def _is_mini(path: Any) -> bool:
+    """Return whether a path leads to the first field of a MultiState."""
+    return bool(path) and issubclass(path[-1].type, MultiState) and path[-1].entry == 0
 
 
 def _no_cycle(state: Any) -> None:

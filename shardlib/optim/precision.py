@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError, Unsupported
-from shardlib.optim.buckets import Buckets
-from shardlib.optim.chunked_inplace import spans
-from shardlib.optim.halves import halves, joined
-from shardlib.optim.transform import (
-    Step,
-    Transform,
-    check_transform,
-    kept_whole,
+from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
+from shardlib.optim.trees import (
+    HALF,
+    each,
+    is_bucketed,
+    need,
     pieces,
-    run_in_place,
+    refuse_copies,
+    spans,
+    trainable,
+    wide,
 )
-from shardlib.optim.trees import HALF, each, need, refuse_copies, trainable, wide
 
-__all__ = ["Precision", "mixed"]
+__all__ = ["Master", "Precision", "halves", "joined", "mixed"]
 
 Master = Literal["fp32", "bf16+rem"]
 
@@ -148,7 +148,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         return each(lambda p, n: n.to(p.dtype), half, new), each(lambda p, n: n, half, new)
 
     def init(params: Any) -> MixedState:
-        if isinstance(params, Buckets):
+        if is_bucketed(params):
             raise _zeros_own()
         if how.master is None:
             return MixedState((), _to(tx.init(params), how.state))
@@ -221,3 +221,26 @@ def _to(state: Any, dtype: torch.dtype | None) -> Any:
 def _back(state: Any, dtype: torch.dtype | None) -> Any:
     """Cast the state's tensors to the dtype of computation."""
     return state if dtype is None else _to(state, wide(dtype))
+
+
+# ---------------------------------------------------------------- fp32 in two halves
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Split fp32 into the nearest bfloat16, ties away from zero, and the 16 bits that it lacks.
+
+    Rounding ties to even would need a 17th bit.
+
+    >>> high, low = halves(torch.tensor([1.0, 3.14159]))
+    >>> high, torch.equal(joined(high, low), torch.tensor([1.0, 3.14159]))
+    (tensor([1.0000, 3.1406], dtype=torch.bfloat16), True)
+    """
+    bits = x.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+def joined(high: Tensor, low: Tensor) -> Tensor:
+    """Join ``halves`` to the original fp32 values."""
+    bits = high.contiguous().view(torch.int16).to(torch.int32) << 16
+    return (bits + low).view(torch.float32)

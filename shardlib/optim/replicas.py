@@ -53,23 +53,27 @@ def _numbers(x: Any, at: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if id(x) in seen:
         return
     seen.add(id(x))
-    inside: list[tuple[str, Any]] = []
+    for name, value in _inside(x):
+        yield from _numbers(value, at + name, seen)
+
+
+def _inside(x: Any) -> list[tuple[str, Any]]:
+    """List what a function, method, mapping or sequence refers to, with names."""
     if isinstance(x, MethodType):
-        inside = [("", x.__func__), *((f".{n}", v) for n, v in vars(x.__self__).items())]
+        return [("", x.__func__), *((f".{n}", v) for n, v in vars(x.__self__).items())]
     if isinstance(x, FunctionType):
         names = x.__code__.co_freevars
-        inside = [(f".{n}", _held(c)) for n, c in zip(names, x.__closure__ or (), strict=True)]
-        inside += [(f".{i}", v) for i, v in enumerate(x.__defaults__ or ())]
-    elif isinstance(x, partial):
-        inside = [("", x.func), *((f".{i}", v) for i, v in enumerate(x.args))]
-        inside += [(f".{n}", v) for n, v in x.keywords.items()]
-    elif isinstance(x, Mapping):
-        inside = [(f".{n}", v) for n, v in x.items()]
-    elif isinstance(x, tuple | list):
+        cells = [(f".{n}", _held(c)) for n, c in zip(names, x.__closure__ or (), strict=True)]
+        return cells + [(f".{i}", v) for i, v in enumerate(x.__defaults__ or ())]
+    if isinstance(x, partial):
+        given = [(f".{i}", v) for i, v in enumerate(x.args)]
+        return [("", x.func), *given, *_inside(x.keywords)]
+    if isinstance(x, Mapping):
+        return [(f".{n}", v) for n, v in x.items()]
+    if isinstance(x, tuple | list):
         fields = getattr(x, "_fields", None) or range(len(x))
-        inside = [(f".{n}", v) for n, v in zip(fields, x, strict=True)]
-    for name, value in inside:
-        yield from _numbers(value, at + name, seen)
+        return [(f".{n}", v) for n, v in zip(fields, x, strict=True)]
+    return []
 
 
 def _held(cell: Any) -> Any:

@@ -6,15 +6,12 @@ it once per update: its value at step i is the rate of update i + 1.
 
 import math
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Literal
 
-from shardlib.errors import BadArgument, ShardError
-from shardlib.optim.hyperparam_checks import AMOUNT, STEPS, ranged
+from shardlib.errors import ShardError
+from shardlib.optim.hyperparam_checks import AMOUNT, STEPS, Schedule, ranged
 
-__all__ = ["Schedule", "at_step", "constant", "cosine", "joined", "linear", "warmup_cosine", "wsd"]
-
-Schedule = Callable[[int], float]
+__all__ = ["Schedule", "constant", "cosine", "joined", "linear", "warmup_cosine", "wsd"]
 
 Shape = Literal["linear", "cosine", "sqrt"]
 
@@ -142,23 +139,6 @@ def joined(parts: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         return parts[at](step - starts[at])
 
     return schedule
-
-
-def at_step(lr: float | Schedule, count: int) -> float:
-    """Return the rate at step ``count``, from 0, of a number or a schedule.
-
-    Raises: BadArgument if a schedule returns an invalid rate.
-    """
-    if not callable(lr):
-        return lr
-    rate = lr(count)
-    if isinstance(rate, Real) and not AMOUNT.fits(rate):
-        raise BadArgument(
-            f"the schedule gives {rate} at step {count}: a rate is {AMOUNT.said}",
-            op="schedule",
-            fix="sl.optim.warmup_cosine(1e-3, 100, 1000)",
-        )
-    return rate
 
 
 _FALLS: dict[str, Callable[[float], float]] = {  # from 1 at 0 to 0 at 1

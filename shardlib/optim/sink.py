@@ -159,7 +159,7 @@ class Sink:
 
     def _post(self) -> None:
         b, self.next = self.next, self.next + 1
-        bucket, flat = self.index.buckets[b], self.begun[b]
+        flat = self.begun[b]
         if self.left[b]:
             lies = self.lies[b] or self._lies(b)
             _zero([lies.slots[n] for n in self.left[b]])
@@ -171,21 +171,22 @@ class Sink:
         # bounds the memory of buckets in transit
         while len(self.flying) >= self.most:
             self._land()
-        if self.to == "sum":
-            self.flying.append((b, flat, self._summed(flat, bucket)))
-            return
-        dtype, out = self.dtypes[b][1], flat
+        post = self._summed if self.to == "sum" else self._scattered
+        self.flying.append((b, flat, post(flat, b)))
+
+    def _scattered(self, flat: Tensor, b: int) -> Callable[[], Tensor]:
+        """Post the reduce-scatter of a bucket."""
+        bucket, dtype, out = self.index.buckets[b], self.dtypes[b][1], flat
         also = tuple(a for a in self.also if a not in bucket.axes)
         if bucket.hops or also or dtype != flat.dtype:
             shape = (*stack(self.mesh), bucket.length // bucket.ways)
             out = self.memory.take(shape, dtype, self.device)
         how = {"wire": self.wire, "also": also, "ahead": self.ahead}
-        later = scatter(flat, out, self.mesh, bucket.hops, self.memory, **how)
-        self.flying.append((b, flat, later))
+        return scatter(flat, out, self.mesh, bucket.hops, self.memory, **how)
 
-    def _summed(self, flat: Tensor, bucket: Bucket) -> Callable[[], Tensor]:
+    def _summed(self, flat: Tensor, b: int) -> Callable[[], Tensor]:
         """Post the sum of a bucket over its pending axes; half precision is summed in fp32."""
-        over = tuple(a for a in self.pending if a not in bucket.axes)
+        over = tuple(a for a in self.pending if a not in self.index.buckets[b].axes)
         if not over:
             return lambda: flat
         dtype, half = flat.dtype, flat.dtype in (torch.bfloat16, torch.float16)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import Unsupported
-from shardlib.optim.chunked_inplace import spans, writable
-from shardlib.optim.groups import of_matrices
-from shardlib.optim.hyperparam_checks import COUNT, POSITIVE, ranged
-from shardlib.optim.matrix_owned import Kind, Owned
+from shardlib.optim.groups import Mask, of_matrices
+from shardlib.optim.hyperparam_checks import COUNT, POSITIVE, Schedule, at_step, ranged
 from shardlib.optim.matrix_owners import (
+    Kind,
     Laid,
+    Owned,
     Patterns,
     Spread,
     deal,
@@ -32,10 +32,8 @@ from shardlib.optim.matrix_owners import (
     only_matrices,
     through_owners,
 )
-from shardlib.optim.schedules import Schedule, at_step
-from shardlib.optim.select import Mask
-from shardlib.optim.transform import Step, Transform, divide, pieces
-from shardlib.optim.trees import each, moments, need, ready, wide
+from shardlib.optim.transform import Step, Transform, divide
+from shardlib.optim.trees import each, fresh, moments, need, pieces, ready, spans, wide, writable
 
 __all__ = ["soap"]
 
@@ -129,7 +127,7 @@ def soap(
         new = SoapState(state.count, *(x.clone() for x in state[1:]))
         with torch.no_grad():
             seen = each(lambda g: g.to(wide(g.dtype)), grads)
-            way = each(lambda g: torch.zeros_like(g, memory_format=torch.contiguous_format), seen)
+            way = fresh(seen)
             directed(seen, way, new)
         size, decay = sized(state.count, at_step(lr, state.count))
         way = each(lambda u: u * size, way)

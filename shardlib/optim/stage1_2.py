@@ -1,10 +1,14 @@
 """Stages 1 and 2 of ``zero``: parameters whole on every rank, their state in parts.
 
-A step takes the gradients from their tree or whole buckets to parts (``reduced``), and the
-parameters from whole buckets to this rank's part of each (``own``), through the inner transform,
+Gradients come as a tree, summed or pending; in whole buckets with pending sums, which a sink of
+stage 1 collected; or in parts, which a sink of stage 2 has reduced already.
+
+A step takes the gradients from any of these forms to parts (``_reduced``), and the
+parameters from whole buckets to this rank's part of each (``_own``), through the inner transform,
 and back to whole buckets (``_gather``).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -12,19 +16,19 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import all_gather, lead, unwrap, wrap
+from shardlib.errors import PartialEscape, ShardError
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Buckets, Index, unflatten
-from shardlib.optim.clip import global_norm
 from shardlib.optim.flat import adopt, gather, own, parts_of, put_back
-from shardlib.optim.index import Indexed
+from shardlib.optim.index import Indexed, same_index
 from shardlib.optim.later import mapped
 from shardlib.optim.memory import Memory
 from shardlib.optim.names import load_state_dict, state_dict
-from shardlib.optim.reduction import given_to, reduced, same_index, sink_for
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Step
-from shardlib.optim.trees import wide
+from shardlib.optim.trees import given_for, is_bucketed, wide
 from shardlib.optim.zero_stage import ZeroStage
+from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["SplitState"]
 
@@ -44,11 +48,11 @@ class SplitState(ZeroStage):
     def updated(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Return updates in the parameters' layouts, and the new state."""
         at = self.cache.find(params, state)
-        given = given_to(grads, at)
+        given = self._given(grads, at)
         with torch.no_grad():
             state, where = self._followed(given, state, at)
             with bind(at.mesh):
-                parts = reduced(given, where, at.mesh, self.how, Memory())
+                parts = self._reduced(given, where, at.mesh, Memory())
             mine = parts_of(at.leaves, where, at.mesh)
             updates, state = self.how.tx.update(parts, state, mine)
             blocks: dict[int, Tensor] = {}
@@ -62,12 +66,10 @@ class SplitState(ZeroStage):
     def stepped(self, grads: Any, state: Any, params: Any, step: Step) -> Any:
         """Step in place: reduce gradients, step this rank's parts, gather parameters."""
         at = self.cache.find(params, state)
-        given = given_to(grads, at)
+        given = self._given(grads, at)
         state, where = self._followed(given, state, at)
         with bind(at.mesh):  # bind settles transfers that an exception left posted
-            parts = reduced(given, where, at.mesh, self.how, self.memory)
-        if step.ask:
-            step.norm = global_norm(parts)
+            parts = self._reduced(given, where, at.mesh, self.memory)
         flats = self._adopted(at, where)
         mine = self._own(flats, where, at.mesh)
         state = self.step_parts(parts, state, mine, step)
@@ -105,12 +107,8 @@ class SplitState(ZeroStage):
         """Move the state into other buckets, by name, as ``load_state_dict`` does."""
         empty = self.begin(parts_of(at.leaves, where, at.mesh))
         new = load_state_dict(empty, state_dict(state))
-
-        def bucketed(x: Any) -> bool:
-            return isinstance(x, Buckets)
-
         # numbers stay, those among them that a device still decides
-        return mapped(lambda x, n: n if bucketed(x) else x, state, new, is_leaf=bucketed)
+        return mapped(lambda x, n: n if is_bucketed(x) else x, state, new, is_leaf=is_bucketed)
 
     # ------------------------------------------------------------ the parameters' memory
 
@@ -149,7 +147,53 @@ class SplitState(ZeroStage):
             whole.copy_(small)
         self.memory.give(*narrow)
 
-    # ------------------------------------------------------------ gradients during backward
+    # ------------------------------------------------------------ gradients
+
+    def _given(self, grads: Any, at: Indexed) -> Any:
+        """Return the trained leaves' gradients: a list, or Buckets."""
+        if isinstance(grads, Buckets):
+            return grads
+        every = zip(given_for(at.tree, grads, "zero"), at.held, strict=True)
+        given = [g for g, f in every if not f]
+        for p, g in zip(at.leaves, given, strict=True):
+            _check_layout(p, g)
+        return given
+
+    def _reduced(self, given: Any, where: Index, mesh: Mesh, memory: Memory) -> Buckets:
+        """Return the parts of the summed gradients."""
+        if isinstance(given, Buckets):
+            same_index(given.index, where, mesh)
+            partial = {a for g in given.values() for a in g.sharding.partial}
+            if not partial:
+                return given
+            flats = [given[b.name].raw for b in where]
+            sink = self._sink(where, mesh, flats, memory, also=self._not_cut(partial))
+            sink.begin(flats)
+            return sink.finish()
+        pending = _pending(given, self.how.cut)
+        if pending is None:
+            return parts_of(given, where, mesh, grads=True)
+        firsts = [given[b.slots[0].leaves[0]].raw for b in where]
+        sink = self._sink(where, mesh, firsts, memory, also=self._not_cut(pending))
+        for i in (i for b in where for slot in b.slots for i in slot.leaves):
+            sink.take(i, given[i].raw)
+        return sink.finish()
+
+    def _not_cut(self, pending: set[str]) -> tuple[str, ...]:
+        """List pending axes over which nothing is cut."""
+        return tuple(sorted(pending - set(self.how.cut)))
+
+    def _sink(
+        self, where: Index, mesh: Mesh, like: Sequence[Tensor], memory: Memory, **more: Any
+    ) -> Sink:
+        """Make a sink for gradients with the dtypes of ``like``, one leaf of each bucket."""
+        wire = self.how.reduce_dtype
+        # a sum sent in half precision is not worth fp32 parts
+        exact = wire is None or wire == torch.float32
+        dtypes = [(t.dtype, wide(t.dtype) if exact else t.dtype) for t in like]
+        if {t.dtype for t in like} == {wire}:
+            wire = None
+        return Sink(where, mesh, memory, dtypes, device=like[0].device, wire=wire, **more)
 
     def sink(self, params: Any) -> Sink:
         """Make a sink: stage 1 keeps gradients whole, in fp32; stage 2 reduces them to parts."""
@@ -162,7 +206,7 @@ class SplitState(ZeroStage):
         heard = self.cache.on_arrival(at.where, at.mesh)
         # four in transit: on slow links backward must not wait for them
         more: dict[str, Any] = {"heard": heard, "most": 4, "ahead": True}
-        return sink_for(self.how, at.where, at.mesh, like, self.memory, **more)
+        return self._sink(at.where, at.mesh, like, self.memory, **more)
 
 
 def _moves(state: Any) -> bool:
@@ -170,10 +214,54 @@ def _moves(state: Any) -> bool:
 
     It can then be re-bucketed.
     """
-    every = optree.tree_leaves(state, is_leaf=lambda x: isinstance(x, Buckets))
+    every = optree.tree_leaves(state, is_leaf=is_bucketed)
     return all(
         all(x[b.name].raw.shape[-1] * b.ways == b.length for b in x.index)
         if isinstance(x, Buckets)
         else not isinstance(x, Tensor) or x.numel() == 1
         for x in every
+    )
+
+
+def _check_layout(p: Any, g: Any) -> None:
+    """Refuse a gradient split otherwise than its parameter: blocks are combined by position."""
+    sharded = isinstance(p, ShardedTensor)
+    if sharded and isinstance(g, ShardedTensor) and g.mesh is p.mesh:
+        mine, theirs = ((x.dims, x.sharding.skew, x.shape) for x in (p, g))
+        if mine == theirs:
+            return
+    raise ShardError(
+        "a parameter has no gradient"
+        if g is None
+        else "a gradient lies otherwise than its parameter",
+        op="zero",
+        operands={
+            "parameter": typeof(p),
+            "gradient": typeof(g) if isinstance(g, Tensor) else str(g),
+        },
+        mesh=p.mesh if sharded else None,
+        fix="sl.value_and_grad(loss)(params)",
+    )
+
+
+def _pending(grads: list[Any], axes: tuple[str, ...]) -> set[str] | None:
+    """Return the axes over which gradients are pending; None if they are summed.
+
+    Each gradient must be pending over all of them, without those that split its leaf, and ``axes``
+    must be among them; or none may be pending.
+    """
+    every = {a for g in grads if isinstance(g, ShardedTensor) for a in g.sharding.partial}
+    if not every:
+        return None
+    asked = every | set(axes)
+    odd = next((g for g in grads if asked - set(g.sharding.axes) != set(g.sharding.partial)), None)
+    if odd is None:
+        return asked
+    names = axes[0] if len(axes) == 1 else axes
+    raise PartialEscape(
+        f"every gradient must be pending over {names!r}, or none pending at all",
+        op="zero",
+        operands={"gradient": typeof(odd)},
+        mesh=odd.mesh,
+        fix=f"sl.value_and_grad(loss, pending={names!r})",
     )

@@ -4,17 +4,15 @@ from typing import Any
 
 import optree
 
-from shardlib.errors import ShardError
+from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.clip import global_norm
 from shardlib.optim.flat import parts_of
 from shardlib.optim.gathered import Parts
-from shardlib.optim.index import changed, index_of
-from shardlib.optim.reduction import check_summed, same_index
+from shardlib.optim.index import changed, index_of, same_index
 from shardlib.optim.transform import Step
 from shardlib.optim.zero_stage import ZeroStage
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["SplitParameters"]
 
@@ -51,8 +49,6 @@ class SplitParameters(ZeroStage):
     def stepped(self, grads: Any, state: Any, params: Any, step: Step) -> Any:
         """Step the parts in place; nothing is gathered before they are read."""
         mine, given = _matched(params, grads, state)
-        if step.ask and step.norm is None:
-            step.norm = global_norm(given)
         state = self.step_parts(given, state, mine, step)
         params.index.room.memory.give(*(g.raw for g in given.values()))
         return state
@@ -99,5 +95,13 @@ def _matched(params: Any, grads: Any, state: Any) -> tuple[Buckets, Buckets]:
     else:
         same_index(grads.index.whole or grads.index, ours, mine.mesh)
         given = mine.like({n: grads[n] for n in mine})
-    check_summed(given)
+    odd = next((g for g in given.values() if g.place.layout.partial), None)
+    if odd is not None:
+        raise PartialEscape(
+            "the gradient of a part is summed already, and this one is pending",
+            op="zero",
+            operands={"gradient": typeof(odd)},
+            mesh=odd.mesh,
+            fix="loss, grads = sl.value_and_grad(f)(params)",
+        )
     return mine, given

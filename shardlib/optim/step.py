@@ -89,13 +89,7 @@ def _alike(params: Any, grads: Any) -> None:
     """
     leaves, tree = optree.tree_flatten(params)
     for p, g in zip(leaves, given_for(tree, grads, "optim.step"), strict=True):
-        if g is None or not isinstance(p, Tensor):
-            continue
-        same = isinstance(g, Tensor) and p.shape == g.shape
-        if isinstance(p, ShardedTensor):
-            same = same and isinstance(g, ShardedTensor) and g.mesh is p.mesh
-            same = same and g.sharding.bare == p.sharding.bare  # tx refuses a pending sum
-        if not same:
+        if g is not None and isinstance(p, Tensor) and not _same_part(p, g):
             raise ShardError(
                 "a gradient lies otherwise than its parameter",
                 op="optim.step",
@@ -105,17 +99,31 @@ def _alike(params: Any, grads: Any) -> None:
             )
     ids = [id(p.raw if isinstance(p, ShardedTensor) else p) for p in leaves]
     if len(set(ids)) < len(ids):
-        again = next(i for i, one in enumerate(ids) if one in ids[:i])
-        first, second = (
-            a.codify("params")
-            for a in (optree.tree_accessors(params)[i] for i in (ids.index(ids[again]), again))
-        )
-        raise ShardError(
-            f"{first} and {second} are one parameter, at two places of the tree, and it would be "
-            "updated twice",
-            op="optim.step",
-            fix=f"del {second}; state = tx.init(params)",
-        )
+        raise _tied(params, ids)
+
+
+def _same_part(p: Tensor, g: Any) -> bool:
+    """Return whether a gradient's blocks are those parts of it that the parameter's are."""
+    if not isinstance(g, Tensor) or p.shape != g.shape:
+        return False
+    if not isinstance(p, ShardedTensor):
+        return True
+    # tx refuses a pending sum
+    same = isinstance(g, ShardedTensor) and g.mesh is p.mesh
+    return same and g.sharding.bare == p.sharding.bare  # type: ignore[union-attr]
+
+
+def _tied(params: Any, ids: list[int]) -> ShardError:
+    """Build the error for one parameter at two places of the tree."""
+    again = next(i for i, one in enumerate(ids) if one in ids[:i])
+    accessors = optree.tree_accessors(params)
+    first, second = (accessors[i].codify("params") for i in (ids.index(ids[again]), again))
+    return ShardError(
+        f"{first} and {second} are one parameter, at two places of the tree, and it would be "
+        "updated twice",
+        op="optim.step",
+        fix=f"del {second}; state = tx.init(params)",
+    )
 
 
 def _parted(grads: Any) -> Any:

@@ -5,8 +5,7 @@ gradients are overwritten, by one kernel over many tensors at once.  A transform
 ``donate`` runs ``update`` and copies the results into the donated memory, so every transform can
 run both ways.
 
-Under ``zero`` the trees are ``Buckets``: flat vectors with an index of the parameters' parts in
-them.  ``pieces`` lists the plain tensors for a kernel, for either kind of tree.
+Under ``zero`` the trees are ``Buckets``, which only ``trees`` tells from other trees.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +17,15 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import below_autograd, copy_all, fused_step
-from shardlib.collectives import blocks
-from shardlib.errors import BadArgument, ShardError
+from shardlib.errors import BadArgument
 from shardlib.kernels.active import checked, use
-from shardlib.optim.buckets import ALIGN, Buckets, Pieces
 from shardlib.optim.later import chosen
-from shardlib.tensor import Place, ShardedTensor, typeof
+from shardlib.optim.trees import ALIGN, Pieces, pieces, runs
+from shardlib.tensor import ShardedTensor
 
 __all__ = [
     "TRAITS", "Step", "Transform", "check_inner", "check_transform", "divide", "fused", "handed_on",
-    "kept_whole", "of_others", "one_block", "pieces", "restoring", "run_in_place", "runs", "trait_of",
+    "kept_whole", "restoring", "run_in_place", "trait_of",
 ]  # fmt: skip
 
 TRAITS = ("elementwise", "norm", "tensor", "rows", "matrix", "tree")
@@ -190,76 +188,6 @@ def under(backend: str, tx: Transform) -> Transform:
     )
 
 
-def pieces(first: Any, *others: Any) -> list[Pieces]:
-    """List the plain tensors of equal trees for a kernel: one list per tree, as views.
-
-    There is one per leaf and rank in this process; of ``Buckets`` one per parameter that a rank has
-    a part of.  Leaves that are None in one of the trees, and empty ones, are left out.
-    Raises: ShardError if the trees differ, or a leaf is another block in one of them.
-    """
-    if isinstance(first, Buckets):
-        trees: tuple[Buckets, ...] = (first, *others)
-        gone = set().union(*(t.gone for t in trees))
-        if gone:
-            left = tuple(name for name in first if name not in gone)
-            trees = tuple(t.subset(left) for t in trees)
-        return [t.pieces for t in trees]
-    flat = [optree.tree_flatten(t, none_is_leaf=True) for t in (first, *others)]
-    leaves = [row for row, _ in flat]
-    odd = next((tree for _, tree in flat if tree != flat[0][1]), None)
-    if odd is not None:
-        names = {".".join(map(str, p)) for p in set(flat[0][1].paths()) ^ set(odd.paths())}
-        raise of_others(f"the trees differ at {', '.join(sorted(names)[:4]) or 'their root'}")
-    out: list[list[Tensor]] = [[] for _ in range(1 + len(others))]
-    for row in zip(*leaves, strict=True):
-        if not all(isinstance(x, Tensor) for x in row):
-            continue
-        one_block(*row)
-        if not row[0].numel():
-            continue
-        for kept, x in zip(out, row, strict=True):
-            kept += blocks(x.raw.detach(), x.mesh) if isinstance(x, ShardedTensor) else [x.detach()]
-    return [Pieces(row) for row in out]
-
-
-def runs(first: Any, *others: Any) -> list[list[Tensor]]:
-    """List ``pieces``, contiguous ones joined, for elementwise use."""
-    rows = pieces(first, *others)
-    return rows[0].beside(*rows[1:]).runs or list(rows)
-
-
-def one_block(first: Tensor, *others: Tensor) -> None:
-    """Refuse tensors that are not the same part of equal tensors: a kernel would mix elements.
-
-    Raises: ShardError.
-    """
-    where = first.place[:4] if isinstance(first, ShardedTensor) else None
-    for x in others:
-        if isinstance(x, ShardedTensor):
-            if where is not None and (x.place[:4] == where or _alike(first.place, x.place)):  # type: ignore[attr-defined]
-                continue
-        elif where is None and first.shape == x.shape:
-            continue
-        raise of_others("a leaf is another block", {"x": typeof(first), "y": typeof(x)})
-
-
-def _alike(p: Place, q: Place) -> bool:
-    """Return whether two places are equal but for pending sums."""
-    return p[1:4] == q[1:4] and (p.dims, p.layout.skew) == (q.dims, q.layout.skew)
-
-
-def of_others(
-    how: str, operands: dict[str, str] | None = None, op: str = "optim.step"
-) -> ShardError:
-    """Build the error for a state that was made for other parameters."""
-    return ShardError(
-        f"the state was made for other parameters: {how}",
-        op=op,
-        operands=operands or {},
-        fix="state = tx.init(params)",
-    )
-
-
 def divide(grads: Any, step: Step) -> None:
     """Divide the gradients by the scale, in place, for transforms that cannot do it themselves."""
     if step.scale is not None:
@@ -285,15 +213,7 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
     used: list[Any] = found.runs or rows
     if not found.contiguous:
         used = [r if r.contiguous else [t.contiguous() for t in r] for r in rows]
-    scale = step.scale
-    # the kernel divides fp32 gradients itself; others are divided first
-    if scale is not None and found.dtype == torch.float32:
-        how["grad_scale"] = scale.to(rows[0][0].device, torch.float32)
-    elif scale is not None:
-        for g in used[1]:
-            g.div_(scale.to(g.device, g.dtype))
-    if step.sound is not None:
-        how["found_inf"] = (~step.sound).to(rows[0][0].device, torch.float32)
+    how |= _scale_and_sound(step, found.dtype, used[1], rows[0][0].device)
     cut = _in_vectors(used) if found.runs is None and rows[0][0].is_cpu else None
     lists = used if cut is None else cut.lists
     found.count[0].fill_(count)
@@ -303,11 +223,29 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
         cut.give_back()
     for row, made in zip(rows, used, strict=True) if not found.contiguous else ():
         if made is not row:
-            for t, m in zip(row, made, strict=True):
-                t.copy_(m)
+            copy_all(row, made)
     # the kernel does not bump versions: backward through an older graph must raise
     torch.autograd.graph.increment_version(found.roots)
     return True
+
+
+def _scale_and_sound(
+    step: Step, dtype: torch.dtype, grads: Sequence[Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """Return a kernel's arguments for the scale of gradients, and for a step that is not sound.
+
+    The kernel divides fp32 gradients itself; others are divided here.
+    """
+    how: dict[str, Tensor] = {}
+    if step.sound is not None:
+        how["found_inf"] = (~step.sound).to(device, torch.float32)
+    if step.scale is None:
+        return how
+    if dtype == torch.float32:
+        return how | {"grad_scale": step.scale.to(device, torch.float32)}
+    for g in grads:
+        g.div_(step.scale.to(g.device, g.dtype))
+    return how
 
 
 class _Cut(NamedTuple):

@@ -1,12 +1,15 @@
-"""Trees of parameters, gradients and state, mapped leaf by leaf over their local blocks.
+"""Trees of parameters, gradients and state: plain trees, or ``Buckets`` under ``zero``.
 
 None stands for a frozen leaf.  Blocks are combined by position, so trees must have the same
-structure, and their leaves the same layouts.
+structure, and their leaves the same layouts.  ``each`` maps over blocks, ``pieces`` lists them for a
+kernel, ``named`` and ``by_tensor`` list tensors, ``only`` and ``merged`` choose some of them: all of
+either kind of tree, so that a transform knows nothing of buckets.
 """
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,16 +18,21 @@ import torch
 from torch import Tensor
 
 from shardlib.capacity import refuse_beyond
+from shardlib.collectives import blocks, played
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
-from shardlib.mesh import Mesh
-from shardlib.optim.buckets import Buckets
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh, coordinates, rank_along
+from shardlib.ops.padding import filled
+from shardlib.optim.buckets import ALIGN, Bucket, Buckets, Pieces, SlotPart, parts
 from shardlib.optim.replicas import compare
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
-    "EmptyState", "apply_updates", "each", "given_for", "moments", "names_of", "need", "nothing",
-    "ready", "refuse_copies", "settled", "trainable", "wide", "zeros_like",
+    "ALIGN", "SPAN", "EmptyState", "Pieces", "TensorView", "apply_updates", "bucketed_in", "by_tensor", "cleared",
+    "cuts", "each", "fresh", "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named", "names_of",
+    "need", "nothing", "of_others", "one_block", "one_each", "only", "pieces", "ready",
+    "refuse_copies", "runs", "settled", "spans", "trainable", "wide", "writable", "zeros_like",
 ]  # fmt: skip
 
 
@@ -201,20 +209,10 @@ def _users() -> int:
 
 def ready(grads: Any, op: str, moments: Any = None) -> None:
     """Refuse pending gradients, and gradients without a moment made by ``init``."""
-    same = isinstance(grads, Buckets) and getattr(moments, "index", None) is grads.index
-    tree: Any = grads
+    same = is_bucketed(grads) and getattr(moments, "index", None) is grads.index
     if moments is not None and not same:
-        _same_tree(grads, [moments])
-        with_moment = optree.tree_leaves(moments, none_is_leaf=True)
-        for g, m in zip(optree.tree_leaves(tree, none_is_leaf=True), with_moment, strict=True):
-            if g is not None and m is None:
-                raise ShardError(
-                    "a gradient came for a leaf that was frozen when the state was made",
-                    op=op,
-                    operands={"gradient": typeof(g)},
-                    fix="state = tx.init(params)",
-                )
-    for g in grads.values() if same else optree.tree_leaves(tree):
+        _have_moments(grads, moments, op)
+    for g in grads.values() if same else optree.tree_leaves(grads):
         # each rank would step by its own summand
         if isinstance(g, ShardedTensor) and g.place.layout.partial:
             raise PartialEscape(
@@ -223,6 +221,20 @@ def ready(grads: Any, op: str, moments: Any = None) -> None:
                 operands={"gradient": typeof(g)},
                 mesh=g.mesh,
                 fix=f"sl.optim.zero(tx, axis={g.sharding.partial[0]!r})",
+            )
+
+
+def _have_moments(grads: Any, moments: Any, op: str) -> None:
+    """Refuse gradients without a moment."""
+    _same_tree(grads, [moments])
+    rows = (optree.tree_leaves(t, none_is_leaf=True) for t in (grads, moments))
+    for g, m in zip(*rows, strict=True):
+        if g is not None and m is None:
+            raise ShardError(
+                "a gradient came for a leaf that was frozen when the state was made",
+                op=op,
+                operands={"gradient": typeof(g)},
+                fix="state = tx.init(params)",
             )
 
 
@@ -249,47 +261,46 @@ def need(params: Any, op: str) -> None:
 
 def _alike(x: Tensor, other: Any, op: str) -> None:
     """Check that blocks, which are combined by position, are the same part of a tensor."""
-    if not (isinstance(x, ShardedTensor) or isinstance(other, ShardedTensor)):
+    sharded = [isinstance(t, ShardedTensor) for t in (x, other)]
+    if not any(sharded):
         return
-    if isinstance(x, ShardedTensor) and isinstance(other, ShardedTensor):
-        same_place = x.sharding == other.sharding and x.mesh is other.mesh
-        if same_place and x.padded_shape == other.padded_shape and x.shape == other.shape:
-            return
-        if x.mesh is not other.mesh:
-            why, fix = (
-                f"lie on different meshes, {x.mesh} and {other.mesh}",
-                "sl.shard(sl.unshard(y), sl.layout_of(x), x.mesh)",
-            )
-        elif x.shape != other.shape or x.padded_shape != other.padded_shape:
-            why, fix = "have different sizes", "tx.init(x)"
-        elif other.sharding.partial and not x.sharding.partial:
-            raise PartialEscape(
-                f"a leaf's sum over {', '.join(other.sharding.partial)} is still pending, and the "
-                "other's is not",
-                op=op,
-                operands={"x": typeof(x), "y": typeof(other)},
-                mesh=x.mesh,
-                fix="sl.reshard(y, sl.layout_of(x))",
-            )
-        else:
-            why, fix = "lie differently", "sl.reshard(y, sl.layout_of(x))"
-        mesh: Mesh | None = x.mesh
-    elif isinstance(x, ShardedTensor):
-        why = "are not both sharded"
-        fix = "sl.shard(y, sl.layout_of(x), x.mesh)"
-        mesh = x.mesh
-    else:
-        why = "are not both sharded"
-        fix = "sl.shard(x, sl.layout_of(y), y.mesh)"
-        mesh = other.mesh
+    if all(sharded):
+        _same_place(x, other, op)  # type: ignore[arg-type]
+        return
+    plain, like = ("x", "y") if sharded[1] else ("y", "x")
+    mine: Any = other if sharded[1] else x
     kind = typeof(other) if isinstance(other, Tensor) else type(other).__name__
     raise ShardError(
-        f"leaves of two trees {why}",
+        "leaves of two trees are not both sharded",
         op=op,
         operands={"x": typeof(x), "y": kind},
-        mesh=mesh,
-        fix=fix,
+        mesh=mine.mesh,
+        fix=f"sl.shard({plain}, sl.layout_of({like}), {like}.mesh)",
     )
+
+
+def _same_place(x: ShardedTensor, other: ShardedTensor, op: str) -> None:
+    """Refuse values on other meshes, of other sizes or in other layouts."""
+    sizes = x.padded_shape == other.padded_shape and x.shape == other.shape
+    if sizes and x.sharding == other.sharding and x.mesh is other.mesh:
+        return
+    operands = {"x": typeof(x), "y": typeof(other)}
+    why, fix = "lie differently", "sl.reshard(y, sl.layout_of(x))"
+    if x.mesh is not other.mesh:
+        why = f"lie on different meshes, {x.mesh} and {other.mesh}"
+        fix = "sl.shard(sl.unshard(y), sl.layout_of(x), x.mesh)"
+    elif not sizes:
+        why, fix = "have different sizes", "tx.init(x)"
+    elif other.sharding.partial and not x.sharding.partial:
+        raise PartialEscape(
+            f"a leaf's sum over {', '.join(other.sharding.partial)} is still pending, and the "
+            "other's is not",
+            op=op,
+            operands=operands,
+            mesh=x.mesh,
+            fix=fix,
+        )
+    raise ShardError(f"leaves of two trees {why}", op=op, operands=operands, mesh=x.mesh, fix=fix)
 
 
 def _same_tree(first: Any, others: Sequence[Any]) -> None:
@@ -303,3 +314,308 @@ def _same_tree(first: Any, others: Sequence[Any]) -> None:
                 op="update",
                 fix="tx.update({k: grads.get(k) for k in params}, state, params)",
             )
+
+
+# ---------------------------------------------------------------- tensors of either kind of tree
+
+
+def is_bucketed(tree: Any) -> bool:
+    """Return whether a tree is ``Buckets``, of which each rank has parts."""
+    return isinstance(tree, Buckets)
+
+
+def bucketed_in(tree: Any) -> list[Buckets]:
+    """List the ``Buckets`` in a tree, such as a state."""
+    found = optree.tree_leaves(tree, is_leaf=is_bucketed)
+    return [x for x in found if isinstance(x, Buckets)]
+
+
+def cuts(tree: Any) -> list[str]:
+    """Describe which elements are neighbours in each bucket; [] for a plain tree."""
+    if not isinstance(tree, Buckets):
+        return []
+    return [str((b.axes, b.slots, b.length)) for b in tree.index]
+
+
+class TensorView(NamedTuple):
+    """One tensor of a tree, or of tied ones, and its elements on the ranks in this process.
+
+    ``layout``, ``padded``  of the whole tensor, ``shape`` its true sizes.
+    ``parts``   per rank in this process a view of its elements; None: it has none.
+    ``like``    a tensor of its dtype and device.
+    ``bucket``  its bucket, which cuts its blocks into runs, and ``leaf`` its number there.
+    """
+
+    layout: Layout
+    padded: tuple[int, ...]
+    shape: tuple[int, ...]
+    mesh: Mesh | None
+    parts: Sequence[Tensor | None]
+    like: Tensor
+    bucket: Bucket | None = None
+    leaf: int = 0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that split its elements."""
+        return self.layout.axes if self.bucket is None else (*self.bucket.axes, *self.cut)
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The axes along which blocks are cut into runs, major first."""
+        return () if self.bucket is None else self.bucket.over
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...] | None:
+        """Per rank, the elements (start, stop) of its block that it holds; None: all."""
+        if not self.cut or self.mesh is None or self.bucket is None:
+            return None
+        ranks = [rank_along(self.cut, c, self.mesh.axes) for c in coordinates(self.mesh.axes)]
+        found = [_slots(self.bucket, r).get(self.leaf) for r in ranks]
+        return tuple((0, 0) if p is None else (p.at, p.at + p.length) for p in found)
+
+
+@lru_cache(maxsize=4096)
+def _slots(bucket: Bucket, rank: int) -> dict[int, SlotPart]:
+    """Map the first leaf of each slot to the part that a rank holds of it."""
+    return {p.slot.leaves[0]: p for p in parts(bucket, rank)}
+
+
+def by_tensor(tree: Any) -> list[TensorView | None]:
+    """List the tensors of a tree, tied ones once, in the order of ``one_each``; None stays None."""
+    if isinstance(tree, Buckets):
+        return _in_buckets(tree)
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)
+    return [_view(x) if isinstance(x, Tensor) else None for x in leaves]
+
+
+def _view(x: Tensor) -> TensorView:
+    shape = tuple(x.shape)
+    if isinstance(x, ShardedTensor):
+        mine = [*blocks(x.raw.detach(), x.mesh)]
+        return TensorView(x.sharding, tuple(x.padded_shape), shape, x.mesh, mine, x.raw)
+    return TensorView(Layout((Dim(),) * x.ndim), shape, shape, None, [x.detach()], x)
+
+
+def _in_buckets(tree: Buckets) -> list[TensorView | None]:
+    # keyed by leaf: an empty slot has the next one's offset
+    rows = zip(tree.held, tree.pieces, strict=True)
+    mine = {(p.slot.leaves[0], i): piece for (_, i, p), piece in rows}
+    out: list[TensorView | None] = []
+    for bucket in tree.index:
+        like = tree[bucket.name].raw
+        for slot in bucket.slots:
+            leaf = slot.leaves[0]
+            item = tree.index.items[leaf]
+            views = [mine.get((leaf, i)) for i in range(len(played(tree.mesh)))]
+            sizes = item.tiled, item.whole
+            out.append(TensorView(item.layout, *sizes, tree.mesh, views, like, bucket, leaf))
+    return out
+
+
+def fresh(tree: Any) -> Any:
+    """Make contiguous zeros in the leaves' layouts and dtypes, for a step's directions."""
+    return each(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), tree)
+
+
+def cleared(tree: Any) -> Any:
+    """Zero the padding of all leaves, which a sum over blocks would count otherwise."""
+
+    def one(x: Any) -> Any:
+        padded = isinstance(x, ShardedTensor) and x.is_padded
+        return x.becomes(filled(x, 0).raw) if padded else x
+
+    return tree if is_bucketed(tree) else optree.tree_map(one, tree)
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """Map each path to its leaf, None for a frozen one; for ``Buckets``, to tensors on meta.
+
+    >>> sorted(named({"a": {"b": 1, "c": None}, "d": [2]}))
+    ['a.b', 'a.c', 'd.0']
+    """
+    if is_bucketed(tree):
+        items = [tree.index.items[i] for b in tree.index for s in b.slots for i in s.leaves]
+        return {item.path: torch.empty(item.whole, device="meta") for item in items}
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+    return dict(zip(names_of(paths), leaves, strict=True))
+
+
+def one_each(tree: Any) -> list[tuple[str, Any]]:
+    """List (path, leaf), tied tensors once, in the order of ``totals``."""
+    if not is_bucketed(tree):
+        return list(named(tree).items())
+    known = named(tree)
+    paths = [tree.index.items[s.leaves[0]].path for b in tree.index for s in b.slots]
+    return [(path, known[path]) for path in paths]
+
+
+def only(tree: Any, values: Mapping[str, Any], value: Any) -> Any:
+    """Replace every leaf whose path has another value than ``value`` by None.
+
+    For ``Buckets``, return the buckets whose parameters have it; they must agree within a bucket.
+    """
+    if is_bucketed(tree):
+        return tree.subset(tuple(n for n, v in _by_bucket(tree, values).items() if v == value))
+    leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
+    kept = [x if values[n] == value else None for n, x in zip(named(tree), leaves, strict=True)]
+    return optree.tree_unflatten(shape, kept)
+
+
+def merged(tree: Any, values: Mapping[str, Any], parts: Mapping[Any, Any]) -> Any:
+    """Build a tree like ``tree``, taking each leaf from the part of its path's value."""
+    if is_bucketed(tree):
+        return tree.like({n: parts[v][n] for n, v in _by_bucket(tree, values).items()})
+    leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
+    rows = {v: optree.tree_leaves(part, none_is_leaf=True) for v, part in parts.items()}
+    out = [
+        rows[values[n]][i] if values[n] in rows else x
+        for i, (n, x) in enumerate(zip(named(tree), leaves, strict=True))
+    ]
+    return optree.tree_unflatten(shape, out)
+
+
+def _by_bucket(tree: Buckets, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Map each bucket's name to the value of its parameters."""
+    out = {}
+    for bucket in tree.index:
+        found = {values[tree.index.items[i].path] for slot in bucket.slots for i in slot.leaves}
+        assert len(found) == 1, "Transform.groups keeps parameters of two values apart"
+        out[bucket.name] = found.pop()
+    return out
+
+
+# ---------------------------------------------------------------- plain tensors for kernels
+
+
+def pieces(first: Any, *others: Any) -> list[Pieces]:
+    """List the plain tensors of equal trees for a kernel: one list per tree, as views.
+
+    There is one per leaf and rank in this process; of ``Buckets`` one per parameter that a rank has
+    a part of.  Leaves that are None in one of the trees, and empty ones, are left out.
+    Raises: ShardError if the trees differ, or a leaf is another block in one of them.
+    """
+    if is_bucketed(first):
+        return _pieces_of_buckets(first, *others)
+    out: list[list[Tensor]] = [[] for _ in range(1 + len(others))]
+    for row in _rows(first, *others):
+        for kept, x in zip(out, row, strict=True):
+            kept += blocks(x.raw.detach(), x.mesh) if isinstance(x, ShardedTensor) else [x.detach()]
+    return [Pieces(row) for row in out]
+
+
+def _pieces_of_buckets(*trees: Buckets) -> list[Pieces]:
+    gone = set().union(*(t.gone for t in trees))
+    if gone:
+        left = tuple(name for name in trees[0] if name not in gone)
+        trees = tuple(t.subset(left) for t in trees)
+    return [t.pieces for t in trees]
+
+
+def _rows(*trees: Any) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the leaves of equal trees together, those that are tensors with elements."""
+    leaves, structures = zip(
+        *(optree.tree_flatten(t, none_is_leaf=True) for t in trees), strict=True
+    )
+    first = structures[0]
+    odd = next((tree for tree in structures if tree != first), None)
+    if odd is not None:
+        names = sorted(".".join(map(str, p)) for p in set(first.paths()) ^ set(odd.paths()))
+        raise of_others(f"the trees differ at {', '.join(names[:4]) or 'their root'}")
+    for row in zip(*leaves, strict=True):
+        if all(isinstance(x, Tensor) for x in row):
+            one_block(*row)
+            if row[0].numel():
+                yield row
+
+
+def runs(first: Any, *others: Any) -> list[list[Tensor]]:
+    """List ``pieces``, contiguous ones joined, for elementwise use."""
+    rows = pieces(first, *others)
+    return rows[0].beside(*rows[1:]).runs or list(rows)
+
+
+def one_block(first: Tensor, *others: Tensor) -> None:
+    """Refuse tensors that are not the same part of equal tensors: a kernel would mix elements.
+
+    Raises: ShardError.
+    """
+    where = first.place[:4] if isinstance(first, ShardedTensor) else None
+    for x in others:
+        if isinstance(x, ShardedTensor):
+            if where is not None and (x.place[:4] == where or _same_block(first.place, x.place)):  # type: ignore[attr-defined]
+                continue
+        elif where is None and first.shape == x.shape:
+            continue
+        raise of_others("a leaf is another block", {"x": typeof(first), "y": typeof(x)})
+
+
+def _same_block(p: Place, q: Place) -> bool:
+    """Return whether two places are equal but for pending sums."""
+    return p[1:4] == q[1:4] and (p.dims, p.layout.skew) == (q.dims, q.layout.skew)
+
+
+def of_others(
+    how: str, operands: dict[str, str] | None = None, op: str = "optim.step"
+) -> ShardError:
+    """Build the error for a state that was made for other parameters."""
+    return ShardError(
+        f"the state was made for other parameters: {how}",
+        op=op,
+        operands=operands or {},
+        fix="state = tx.init(params)",
+    )
+
+
+SPAN = 1 << 16
+"""Elements per chunk: the temporaries of a step have this size, and fit a core's cache."""
+
+
+def spans(*rows: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield chunks of ``SPAN`` elements of parallel lists of tensors, as views: writes change them.
+
+    Tensors that are not contiguous are cut into slices of their first dimension.
+
+    >>> [x.shape[0] for (x,) in spans([torch.ones(2, SPAN // 2), torch.ones(3)])]
+    [65536, 3]
+    """
+    for row in zip(*rows, strict=True):
+        first = row[0]
+        if all(t.is_contiguous() for t in row):
+            flat, n = [t.view(-1) for t in row], SPAN
+        else:
+            flat, n = list(row), max(SPAN * first.shape[0] // max(first.numel(), 1), 1)
+        if len(flat[0]) <= n:
+            yield tuple(flat)
+        else:
+            yield from zip(*(t.split(n) for t in flat), strict=True)
+
+
+def lies_flat(x: Tensor) -> bool:
+    """Return whether each block is contiguous, so that reshaping it to a vector is a view."""
+    if isinstance(x, ShardedTensor):
+        return all(b.is_contiguous() for b in blocks(x.raw, x.mesh))
+    return x.is_contiguous()
+
+
+def writable(grads: Any, like: Any, copy: bool = False) -> Any:
+    """Return memory for a step's directions.
+
+    It is the gradients' own, which the step may overwrite, if their dtype is ``like``'s; else new
+    memory in that dtype.  A leaf that is None in either tree stays None.
+
+    ``copy``  copy the gradients into new memory.
+    """
+
+    def one(g: Any, m: Any) -> Any:
+        if g is None or m is None:
+            return None
+        if g.dtype == m.dtype and lies_flat(g):
+            return g
+        raw = g.raw if isinstance(g, ShardedTensor) else g
+        new = torch.empty_like(raw, dtype=m.dtype, memory_format=torch.contiguous_format)
+        if copy:
+            new.copy_(raw)
+        return g.becomes(new) if isinstance(g, ShardedTensor) else new
+
+    return optree.tree_map(one, grads, like, none_is_leaf=True)

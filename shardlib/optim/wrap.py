@@ -2,12 +2,12 @@
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from shardlib.optim.chunked_inplace import spans
 from shardlib.optim.hyperparam_checks import COUNT, Range, ranged
 from shardlib.optim.later import chosen
 from shardlib.optim.transform import (
@@ -18,16 +18,17 @@ from shardlib.optim.transform import (
     divide,
     handed_on,
     kept_whole,
-    pieces,
     run_in_place,
-    runs,
 )
 from shardlib.optim.trees import (
     apply_updates,
     each,
     need,
     nothing,
+    pieces,
+    runs,
     settled,
+    spans,
     trainable,
     wide,
     zeros_like,
@@ -158,14 +159,14 @@ def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transfor
         numbers = {n: v for n, v in given.items() if type(v) in (int, float)}
         fixed = {n: float(v) for n, v in numbers.items() if _says(signature, n, "float")}
 
-        last: list[tuple[dict[str, float], Transform]] = []
+        @lru_cache(maxsize=1)
+        def of(*numbers: tuple[str, float]) -> Transform:
+            return make(**(given | dict(numbers)))
 
         def at(count: int, known: dict[str, float]) -> tuple[Transform, dict[str, float]]:
-            """Return the transform of these numbers, cached if they are the last ones."""
+            """Return the transform of these numbers, and the numbers."""
             now = known | {n: f(count) for n, f in changing.items()}
-            if not last or last[0][0] != now:
-                last[:] = [(dict(now), make(**(given | now)))]
-            return last[0][1], now
+            return of(*now.items()), now
 
         def init(params: Any) -> InjectState:
             tx, numbers = at(0, fixed)

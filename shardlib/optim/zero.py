@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import BadArgument
-from shardlib.optim.masters import Master
+from shardlib.optim.precision import Master
 from shardlib.optim.stage0 import SummedGradients
 from shardlib.optim.stage1_2 import SplitState
 from shardlib.optim.stage3 import SplitParameters

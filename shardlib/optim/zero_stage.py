@@ -7,9 +7,11 @@ import torch
 
 from shardlib.errors import ShardError, Unsupported
 from shardlib.optim.buckets import Buckets, Hops
+from shardlib.optim.clip import global_norm
 from shardlib.optim.index import MOST, IndexCache
-from shardlib.optim.masters import Master, ZeroState, begun, step_parts
+from shardlib.optim.masters import ZeroState, begun, step_parts
 from shardlib.optim.memory import Memory
+from shardlib.optim.precision import Master
 from shardlib.optim.transform import Step, Transform
 
 __all__ = ["ZeroSettings", "ZeroStage"]
@@ -207,4 +209,6 @@ class ZeroStage:
         """Step parts in place, or their masters; the gradients' views are those of the last step."""
         key = grads.index, [x.raw.data_ptr() for x in grads.values()]
         grads.__dict__["pieces"] = self.cache.kept("pieces", key, lambda: grads.pieces)
+        if step.ask and step.norm is None:
+            step.norm = global_norm(grads)
         return step_parts(self.how.tx, grads, state, mine, step, self.how.master, self.memory)

@@ -418,13 +418,13 @@ def adamw(seed: int) -> None:
 
 
 def cut_in_halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    from shardlib.optim.halves import halves
+    from shardlib.optim.precision import halves
 
     return halves(x)
 
 
 def glued(high: Tensor, low: Tensor) -> Tensor:
-    from shardlib.optim.halves import joined
+    from shardlib.optim.precision import joined
 
     return joined(high, low)
 

@@ -32,7 +32,7 @@ def test_operators_are_torchs(backend: Backend, dtype: torch.dtype) -> None:
     g, p, m, v = (torch.rand(37) for _ in range(4))
     g, scale = g.to(dtype), torch.tensor([2.0])
     out = torch.zeros(37, dtype=dtype if dtype != torch.float32 else torch.bfloat16)
-    from shardlib.optim.halves import halves
+    from shardlib.optim.precision import halves
 
     half, low = halves(p)
     with sl.kernels.use(backend):
@@ -65,7 +65,7 @@ def test_ten_steps_are_torchs(b2: float) -> None:
 def test_a_master_in_halves_is_a_master() -> None:
     """The same fp32 numbers after every step, bit for bit."""
     assert built()
-    from shardlib.optim.halves import halves, joined
+    from shardlib.optim.precision import halves, joined
 
     torch.manual_seed(0)
     p = torch.randn(1003)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.chunked_inplace import SPAN, lies_flat, spans, writable
+from shardlib.optim.trees import SPAN, lies_flat, spans, writable
 
 o = sl.optim
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.optim.halves import halves, joined
+from shardlib.optim.precision import halves, joined
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=64))

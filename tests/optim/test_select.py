@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.select import flags, labels, merged, named, only
+from shardlib.optim.groups import flags, labels
+from shardlib.optim.trees import merged, named, only
 
 TREE = {
     "h": [

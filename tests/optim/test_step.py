@@ -10,7 +10,7 @@ import torch
 
 import shardlib as sl
 from shardlib.errors import BadArgument
-from shardlib.optim.chunked_inplace import SPAN
+from shardlib.optim.trees import SPAN
 from tests.ops.cases import r
 
 o = sl.optim

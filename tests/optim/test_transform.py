@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.transform import Step, Transform, pieces, run_in_place
+from shardlib.optim.transform import Step, Transform, run_in_place
+from shardlib.optim.trees import pieces
 from tests.ops.cases import close, r
 
 PARAMS = {"w": r(8, 12), "b": r(8, seed=1), "s": r(seed=2)}
