@@ -15,7 +15,7 @@ from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, size, whole
 from shardlib.checkpoint.contents import MANIFEST
 from shardlib.checkpoint.files import Folder, WrittenPart, fill
-from shardlib.checkpoint.huggingface import Whole, say_dtype, tensors_of, write_hf
+from shardlib.checkpoint.huggingface import say_dtype, tensors_of, write_hf
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.reading import Layouts, renamed, some, target_of
 from shardlib.checkpoint.steps import folder_of, opened_newest
@@ -87,7 +87,7 @@ def reshard(
 
         def read(name: str, box: Box) -> Tensor:
             out = _blank(box, manifest.dtypes[name])
-            manifest.read(folder, name, box, out)
+            manifest.read(name, box, out)
             return out
 
         files = _parts(places, manifest.dtypes, there.size, read)
@@ -133,20 +133,20 @@ def to_hf(
     )
     with _reading(group, path) as folder:
         manifest, error = _manifest(group, folder), None
-        tensors: list[Whole] = []
+        tensors: list[WrittenPart] = []
         try:
             called = _called(_within(manifest.places, subtree), names)
 
             def read(name: str) -> Tensor:
                 box = whole(manifest.places[name].shape)
                 out = _blank(box, manifest.dtypes[name])
-                manifest.read(folder, name, box, out)
+                manifest.read(name, box, out)
                 return out
 
             for theirs, name in called.items():
                 shape = manifest.places[name].shape
                 get = lambda n=name: read(n)  # noqa: E731
-                tensors.append(Whole(theirs, shape, manifest.dtypes[name], get))
+                tensors.append(WrittenPart.of_whole(theirs, shape, manifest.dtypes[name], get))
         except (ValueError, TypeError) as e:
             error = e
 

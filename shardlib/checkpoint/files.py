@@ -34,6 +34,7 @@ from shardlib.checkpoint.boxes import (
     meet,
     size,
     stretches,
+    whole,
 )
 from shardlib.checkpoint.checksums import ChunkChecksums, sums_of
 from shardlib.checkpoint.disk import (
@@ -98,6 +99,13 @@ class WrittenPart:
     of: tuple[int, ...]
     dtype: torch.dtype
     get: Callable[[], Tensor]
+
+    @staticmethod
+    def of_whole(
+        name: str, shape: tuple[int, ...], dtype: torch.dtype, get: Callable[[], Tensor]
+    ) -> "WrittenPart":
+        """Return the part that is a whole tensor."""
+        return WrittenPart(name, whole(shape), shape, dtype, get)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -510,49 +518,45 @@ _OPEN = 256
 """Files open at a time."""
 
 
-def fill(
-    out: Tensor, wanted: Box, chunk: FileChunk, folder: Folder, turn: Sequence[int] | None = None
-) -> int:
+def fill(out: Tensor, wanted: Box, chunk: FileChunk, folder: Folder) -> int:
     """Copy the part of ``wanted`` that a chunk has into ``out``; return the number of elements.
 
     Only the tiles that contain some are read, and each is checked.
-
-    ``turn``  the chunk's dimensions in the order of the block's, if a file has it transposed.
     Raises: ValueError naming the file if a checksum is wrong.
     """
-    box = chunk.box if turn is None else tuple(chunk.box[d] for d in turn)
-    shared = meet(box, wanted)
+    shared = meet(chunk.box, wanted)
     count = math.prod(sum(len(range(10**18)[s]) for s, _ in pairs) for pairs in shared)
     if not count:
         return 0
     # everything is wanted as it is stored: read it into place
-    if turn is None and _direct(out, chunk, shared, count):
+    if _direct(out, chunk, shared, count):
         _read(out[tuple(pairs[0][1] for pairs in shared)] if shared else out, chunk, folder)
         return count
-    if turn is not None:
-        shared = [shared[list(turn).index(d)] for d in range(len(turn))]
     rows = [
         _groups(n, cuts, pairs, chunk.crcs is not None)
         for n, cuts, pairs in zip(chunk.shape, chunk.cuts, shared, strict=True)
     ]
     for group in itertools.product(*rows):
-        cut = [slice(c[0].start, c[-1].stop) for _, c, _ in group]
-        sizes = [s.stop - s.start for s in cut]
-        tiles = [(first, c) for first, c, _ in group]
-        folder.bytes_read += math.prod(sizes) * chunk.dtype.itemsize
-        whole = turn is None and all(_is_all(c, pairs) for _, c, pairs in group)
-        if whole and chunk.dtype == out.dtype and out.device.type == "cpu":
-            piece = folder.block(chunk, cut, out[tuple(pairs[0][1] for _, _, pairs in group)])
-            _compare(piece, tiles, chunk)
-            continue
-        block = folder.block(chunk, cut, torch.empty(sizes, dtype=chunk.dtype, device="cpu"))
-        _compare(block, tiles, chunk)
-        for pairs in itertools.product(*(inside for _, _, inside in group)):
-            piece, where = block[tuple(s for s, _ in pairs)], tuple(t for _, t in pairs)
-            if turn is not None:
-                piece, where = piece.permute(*turn), tuple(where[d] for d in turn)
-            out[where] = piece.to(out.device, out.dtype)
+        _fill_tiles(out, group, chunk, folder)
     return count
+
+
+def _fill_tiles(out: Tensor, group: "tuple[Group, ...]", chunk: FileChunk, folder: Folder) -> None:
+    """Read some adjacent tiles, check them, and copy what is wanted of them."""
+    cut = [slice(c[0].start, c[-1].stop) for _, c, _ in group]
+    sizes = [s.stop - s.start for s in cut]
+    tiles = [(first, c) for first, c, _ in group]
+    folder.bytes_read += math.prod(sizes) * chunk.dtype.itemsize
+    as_stored = chunk.dtype == out.dtype and out.device.type == "cpu"
+    if as_stored and all(_is_all(c, pairs) for _, c, pairs in group):
+        piece = folder.block(chunk, cut, out[tuple(pairs[0][1] for _, _, pairs in group)])
+        _compare(piece, tiles, chunk)
+        return
+    block = folder.block(chunk, cut, torch.empty(sizes, dtype=chunk.dtype, device="cpu"))
+    _compare(block, tiles, chunk)
+    for pairs in itertools.product(*(inside for _, _, inside in group)):
+        piece = block[tuple(s for s, _ in pairs)]
+        out[tuple(t for _, t in pairs)] = piece.to(out.device, out.dtype)
 
 
 def _is_all(cuts: list[slice], pairs: list[Pair]) -> bool:

@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from shardlib.checkpoint.disk import memory, write_all
 from shardlib.checkpoint.files import (
     FileChunk,
     Folder,
+    WrittenPart,
     code_of,
     dtype_of,
     fill,
@@ -39,6 +40,7 @@ from shardlib.checkpoint.files import (
 from shardlib.checkpoint.folder import Work
 from shardlib.checkpoint.reading import Target, check, some, storages
 from shardlib.checkpoint.tree import alone
+from shardlib.checkpoint.writing import SaveJob
 from shardlib.collectives import spans_processes
 from shardlib.dtensor_convert import from_dtensor
 from shardlib.errors import BadArgument
@@ -52,7 +54,7 @@ from shardlib.modules.rules import Axes, Rules
 from shardlib.placing import unshard
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["Whole", "load_hf", "save_hf", "tensors_of", "write_hf"]
+__all__ = ["load_hf", "save_hf", "tensors_of", "write_hf"]
 
 Source = str | Sequence[str] | tuple[str, slice] | tuple[str, tuple[int, ...]]
 Names = Mapping[str, Source] | Callable[[str], Source] | None
@@ -182,6 +184,27 @@ def _alike(digests: list[str]) -> None:
         raise ValueError(f"rank {odd} and rank 0 see different files")
 
 
+class SourcePiece(NamedTuple):
+    """A tensor of the files, and the part of a parameter that it has.
+
+    ``start``   of the tensor in the parameter: negative where its first rows are not wanted.
+    ``shape``   of the tensor, with the parameter's dimensions.
+    ``inside``  the sizes of the part that is wanted.
+    ``turn``    the order of the tensor's dimensions in the parameter, if it is another.
+    """
+
+    name: str
+    start: Sequence[int]
+    shape: Sequence[int]
+    inside: Sequence[int]
+    turn: tuple[int, ...] | None = None
+
+
+Pieces = list[SourcePiece]
+Table = Mapping[str, tuple[Folder, FileChunk]]
+"""Name in the files -> the file's chunk, and its directory."""
+
+
 @dataclass(frozen=True)
 class FilePiece:
     """A part of a parameter: a chunk of a file, and the order ``turn`` of its dimensions."""
@@ -192,7 +215,11 @@ class FilePiece:
 
     def fill(self, block: Tensor, box: Box) -> int:
         """Copy the piece into its part of the block."""
-        return fill(block, box, self.chunk, self.folder, self.turn)
+        if self.turn is not None:
+            # the block is seen with its dimensions in the order of the file
+            order = [self.turn.index(d) for d in range(len(self.turn))]
+            block, box = block.permute(order), tuple(box[d] for d in order)
+        return fill(block, box, self.chunk, self.folder)
 
 
 def _filled(
@@ -229,7 +256,7 @@ class Conversion:
         self.name = name
         self.sources = sources
         self.module = module
-        self.table: Mapping[str, tuple[Folder, FileChunk]] = {}
+        self.table: Table = {}
         self.left: dict[str, Tensor] = {}
         self.meta: dict[str, Tensor] = {}
 
@@ -238,7 +265,7 @@ class Conversion:
         """The names of the tensors in the files."""
         return [t for some_of in self.sources.values() for t in some_of]
 
-    def plan(self, table: Mapping[str, tuple[Folder, FileChunk]]) -> dict[str, Tensor]:
+    def plan(self, table: Table) -> dict[str, Tensor]:
         """Return shapes and dtypes of its parameters, as tensors on the meta device.
 
         Raises: ValueError.
@@ -356,7 +383,7 @@ def _plan(
     module: nn.Module,
     apply: Apply,
     params: Mapping[str, Tensor],
-    table: Mapping[str, tuple[Folder, FileChunk]],
+    table: Table,
     names: Names,
     missing: str,
     extra: str,
@@ -375,24 +402,36 @@ def _plan(
         n: found if isinstance(found, Conversion) else _chunks(n, wanted[n], found, table)
         for n, found in sources.items()
     }
-    persistent = set(module.state_dict(keep_vars=True))
-    lacking = [n for n in ours if n not in plan and (n in params or n in persistent)]
-    buffers = [n for n in lacking if n in apply.buffers and not apply.buffers[n].raw.is_meta]
-    lacking = [n for n in lacking if n not in buffers]  # a real module has their values
-    used = {
-        t
-        for found in sources.values()
-        for t in (found.files if isinstance(found, Conversion) else [t for t, _ in found])
-    }
-    spare = [t for t in sorted(table) if t not in used and not _known(t, module, apply)]
+    lacking = _lacking(module, apply, [n for n in ours if n not in plan])
     words = []
     if lacking and missing == "error":
         words.append(f"no file has {some(lacking)} (missing='init' draws them)")
+    spare = _spare(module, apply, sources, table)
     if spare and extra == "error":
         words.append(f"the module has no place for {some(spare)} (extra='skip' leaves them out)")
     if words:
         raise ValueError(f"{', and '.join(words)}; there are {some(sorted(table))}")
     return plan, [n for n in lacking if n in params]
+
+
+def _lacking(module: nn.Module, apply: Apply, left: Sequence[str]) -> list[str]:
+    """List the names without a source whose values neither a file nor the module has."""
+    persistent = set(module.state_dict(keep_vars=True))
+    return [
+        n
+        for n in left
+        if n not in apply.buffers or (n in persistent and apply.buffers[n].raw.is_meta)
+    ]
+
+
+def _spare(
+    module: nn.Module, apply: Apply, sources: Mapping[str, Pieces | Conversion], table: Table
+) -> list[str]:
+    """List the tensors of the files that no parameter is made of."""
+    used: set[str] = set()
+    for found in sources.values():
+        used |= set(found.files if isinstance(found, Conversion) else (p.name for p in found))
+    return [t for t in sorted(table) if t not in used and not _known(t, module, apply)]
 
 
 def _known(theirs: str, module: nn.Module, apply: Apply) -> bool:
@@ -404,52 +443,104 @@ def _known(theirs: str, module: nn.Module, apply: Apply) -> bool:
     ) or any(re.search(pattern, theirs) for pattern in ignored)
 
 
-Pieces = list[tuple[str, Any]]
-"""(name in the files, its position in the parameter): None: all of it, a slice: these of its rows,
-("cat", dim): after the previous one, ("stack", dim, index, dim of cat, part), ("part", dim, index,
-count): one of equal parts, ("turn", order of dimensions).
-"""
+def _all_of(name: str, table: Table) -> Pieces:
+    shape = table[name][1].shape
+    return [SourcePiece(name, [0] * len(shape), shape, shape)]
 
 
-def _sources(
-    module: nn.Module, ours: Mapping[str, list[str]], table: Mapping[str, Any], names: Names
-) -> dict[str, Pieces | Conversion]:
-    """Map parameter names to the tensors of the files that they are made of."""
-    out: dict[str, Pieces | Conversion] = {}
-    given = names if callable(names) else (names or {}).get
-    for name in ours:
-        said = given(name) if names is not None else None
-        if said is not None:
-            out[name] = _said(name, said, table)
-    if names is not None and not callable(names) and (odd := sorted(set(names) - set(ours))):
-        raise ValueError(f"names= has {odd[0]!r}, which the module does not")
-    converted = _converted(module, table)
-    prefixes = _prefixes(ours, table)
-    for name, called in ours.items():
-        if name in out:
-            continue
-        if name in converted:
-            out[name] = converted[name]
-            continue
-        tries = (_bare(form, way) for way in prefixes for alias in called for form in _forms(alias))
-        found = next((t for t in tries if t in table), None)
-        if found is not None:
-            out[name] = [(found, None)]
+def _rows_of(name: str, rows: slice, table: Table) -> Pieces:
+    shape = table[name][1].shape
+    first, last, _ = rows.indices(shape[0] if shape else 0)
+    rest = shape[1:]
+    return [SourcePiece(name, [-first, *(0 for _ in rest)], shape, [last - first, *rest])]
+
+
+def _turned(name: str, order: tuple[int, ...], table: Table) -> Pieces:
+    shape = table[name][1].shape
+    if sorted(order) != list(range(len(shape))):
+        raise ValueError(f"{order} is no order of the dimensions of {name!r}, {list(shape)}")
+    return [SourcePiece(name, [0] * len(shape), shape, [shape[d] for d in order], order)]
+
+
+def _equal_part(name: str, dim: int, index: int, count: int, table: Table) -> Pieces:
+    """Take one of ``count`` equal parts of a tensor."""
+    shape = table[name][1].shape
+    inside = [n // count if d == dim else n for d, n in enumerate(shape)]
+    start = [0] * len(shape)
+    start[dim] = -index * inside[dim]
+    return [SourcePiece(name, start, shape, inside)]
+
+
+def _concatenated(names: Sequence[str], dim: int, table: Table) -> Pieces:
+    """Put tensors one after another along a dimension."""
+    out: Pieces = []
+    at = 0
+    for name in names:
+        shape = table[name][1].shape
+        start = [0] * len(shape)
+        start[dim] = at
+        at += shape[dim]
+        out.append(SourcePiece(name, start, shape, shape))
     return out
 
 
-def _said(name: str, said: Source, table: Mapping[str, Any]) -> Pieces:
-    if isinstance(said, str):
-        pieces: Pieces = [(said, None)]
-    elif len(said) == 2 and isinstance(said[1], slice):
-        pieces = [(str(said[0]), said[1])]
-    elif len(said) == 2 and isinstance(said[1], tuple):
-        pieces = [(str(said[0]), ("turn", said[1]))]
-    else:
-        pieces = [(str(t), ("cat", 0)) for t in said]
-    if lost := [t for t, _ in pieces if t not in table]:
+def _stacked(lists: Sequence[Sequence[str]], dim: int, along: int, table: Table) -> Pieces:
+    """Stack the tensors of each list along ``dim``, and put the stacks one after another."""
+    out: Pieces = []
+    for which, names in enumerate(lists):
+        for index, name in enumerate(names):
+            shape = list(table[name][1].shape)
+            # one tensor of a stack lacks the stack's dimension
+            shape.insert(dim, 1)
+            start = [0] * len(shape)
+            start[dim] = index
+            start[along] += which * shape[along] if along != dim else 0
+            out.append(SourcePiece(name, start, shape, shape))
+    return out
+
+
+def _sources(
+    module: nn.Module, ours: Mapping[str, list[str]], table: Table, names: Names
+) -> dict[str, Pieces | Conversion]:
+    """Map parameter names to the tensors of the files that they are made of."""
+    if names is not None and not callable(names) and (odd := sorted(set(names) - set(ours))):
+        raise ValueError(f"names= has {odd[0]!r}, which the module does not")
+    given = names if callable(names) else (names or {}).get
+    said = {name: given(name) for name in ours}
+    converted = _converted(module, table)
+    prefixes = _prefixes(ours, table)
+    out: dict[str, Pieces | Conversion] = {}
+    for name, called in ours.items():
+        source = said[name]
+        if source is not None:
+            out[name] = _said(name, source, table)
+        elif name in converted:
+            out[name] = converted[name]
+        elif found := _found(called, prefixes, table):
+            out[name] = _all_of(found, table)
+    return out
+
+
+def _found(called: Sequence[str], prefixes: Sequence[tuple[str, str]], table: Table) -> str | None:
+    """Return the name in the files of a parameter with these names, or None."""
+    tries = (_bare(form, way) for way in prefixes for alias in called for form in _forms(alias))
+    return next((t for t in tries if t in table), None)
+
+
+def _said(name: str, said: Source, table: Table) -> Pieces:
+    """Return the pieces that ``names=`` gives a parameter."""
+    two = not isinstance(said, str) and len(said) == 2
+    apart = two and isinstance(said[1], slice | tuple)
+    called = [said] if isinstance(said, str) else said[:1] if apart else said
+    if lost := [t for t in map(str, called) if t not in table]:
         raise ValueError(f"names= calls {name!r} {lost[0]!r}, which no file has")
-    return pieces
+    if isinstance(said, str):
+        return _all_of(said, table)
+    if two and isinstance(said[1], slice):
+        return _rows_of(str(said[0]), said[1], table)
+    if two and isinstance(said[1], tuple):
+        return _turned(str(said[0]), said[1], table)
+    return _concatenated([str(t) for t in said], 0, table)
 
 
 def _forms(name: str) -> list[str]:
@@ -471,9 +562,7 @@ def _bare(name: str, way: tuple[str, str]) -> str:
     return way[1] + name.removeprefix(way[0])
 
 
-def _converted(
-    module: nn.Module, table: Mapping[str, tuple[Folder, FileChunk]]
-) -> dict[str, Pieces | Conversion]:
+def _converted(module: nn.Module, table: Table) -> dict[str, Pieces | Conversion]:
     """Map parameters to tensors by transformers' renamings and conversions for the model."""
     if not hasattr(module, "base_model_prefix") or not hasattr(module, "config"):
         return {}
@@ -496,14 +585,14 @@ def _converted(
         if name not in state or theirs in state:
             continue
         if pattern is None:
-            out[name] = [(theirs, None)]
+            out[name] = _all_of(theirs, table)
         else:
             parts.setdefault(name, {}).setdefault(pattern, []).append(theirs)
     for name, by_pattern in parts.items():
         converter = of[next(iter(by_pattern))]
         patterns = [p for p in converter.source_patterns if p in by_pattern]
         ordered = {p: by_pattern[p] for p in patterns}
-        found = _joined(converter.operations, list(ordered.values()))
+        found = _joined(converter.operations, list(ordered.values()), table)
         if found is not None and len(converter.target_patterns) == 1:
             out[name] = found
             continue
@@ -513,20 +602,16 @@ def _converted(
     return out
 
 
-def _joined(operations: Sequence[Any], lists: list[list[str]]) -> Pieces | None:
+def _joined(operations: Sequence[Any], lists: list[list[str]], table: Table) -> Pieces | None:
     """Return pieces if transformers only stacks or concatenates tensors; else None."""
-    ways = [(type(op).__name__, getattr(op, "dim", None)) for op in operations]
-    kinds = [kind for kind, _ in ways]
+    kinds = [type(op).__name__ for op in operations]
+    dims = [getattr(op, "dim", 0) for op in operations]
     if kinds == ["MergeModulelist"] and len(lists) == 1:
-        return [(t, ("stack", ways[0][1], i, 0, 0)) for i, t in enumerate(lists[0])]
+        return _stacked(lists, dims[0], 0, table)
     if kinds == ["MergeModulelist", "Concatenate"]:
-        return [
-            (t, ("stack", ways[0][1], i, ways[1][1], k))
-            for k, some_of in enumerate(lists)
-            for i, t in enumerate(some_of)
-        ]
+        return _stacked(lists, dims[0], dims[1], table)
     if kinds == ["Concatenate"]:
-        return [(t, ("cat", ways[0][1])) for some_of in lists for t in some_of]
+        return _concatenated([t for some_of in lists for t in some_of], dims[0], table)
     return None
 
 
@@ -539,66 +624,36 @@ def _cut_from(operations: Sequence[Any], made: Conversion, target: str, x: Tenso
     if kinds == ["Chunk"]:
         dim = op.dim % x.ndim
         if made.table[file][1].shape[dim] == len(names) * x.shape[dim]:
-            return [(file, ("part", dim, names.index(target), len(names)))]
+            return _equal_part(file, dim, names.index(target), len(names), made.table)
     if kinds == ["Transpose"]:
         order = list(range(x.ndim))
         order[op.dim0], order[op.dim1] = order[op.dim1], order[op.dim0]
         there = made.table[file][1].shape
         turned = [there[d] for d in order] == list(x.shape)
         if not op.check_dims:
-            return [(file, ("turn", tuple(order)))] if turned else None
+            return _turned(file, tuple(order), made.table) if turned else None
     return None
 
 
-def _chunks(
-    name: str, x: Tensor, pieces: Pieces, table: Mapping[str, tuple[Folder, FileChunk]]
-) -> list[FilePiece]:
+def _chunks(name: str, x: Tensor, pieces: Pieces, table: Table) -> list[FilePiece]:
     """Convert pieces to chunks with boxes of the parameter.
 
     Raises: ValueError if they do not fill its shape.
     """
     out: list[FilePiece] = []
-    filled, at = 0, 0
-    for theirs, how in pieces:
-        folder, chunk = table[theirs]
-        shape = list(chunk.shape)
-        start = [0] * x.ndim
-        turn = None
-        inside = shape
-        kind = how[0] if isinstance(how, tuple) else ""
-        if isinstance(how, slice):
-            first, last, _ = how.indices(shape[0] if shape else 0)
-            start[0], inside = -first, [last - first, *shape[1:]]
-        elif kind == "part":
-            _, dim, which, count = how
-            inside = [n // count if d == dim else n for d, n in enumerate(shape)]
-            start[dim] = -which * inside[dim]
-        elif kind == "turn":
-            turn = tuple(how[1])
-            if sorted(turn) != list(range(len(shape))):
-                raise ValueError(f"{turn} is no order of the dimensions of {theirs!r}, {shape}")
-            inside = [shape[d] for d in turn]
-        elif kind == "cat":
-            start[how[1]], at = at, at + shape[how[1]]
-        elif kind == "stack":
-            _, dim, index, along, which = how
-            # one tensor of a stack lacks the stack's dimension
-            shape.insert(dim, 1)
-            start[dim] = index
-            start[along] += which * shape[along] if along != dim else 0
-        fits = len(inside) == x.ndim and all(
-            max(s, 0) + n <= m for s, n, m in zip(start, inside, x.shape, strict=False)
+    for p in pieces:
+        folder, chunk = table[p.name]
+        fits = len(p.inside) == x.ndim and all(
+            max(s, 0) + n <= m for s, n, m in zip(p.start, p.inside, x.shape, strict=True)
         )
-        if not fits or len({chunk.dtype, *(p.chunk.dtype for p in out)}) > 1:
-            raise ValueError(_misfit(name, x, theirs, chunk))
-        filled += math.prod(inside)
-        box: Box = tuple(
-            (BlockRun(s, 1, n, 0),) if n else () for s, n in zip(start, shape, strict=True)
-        )
-        cuts = grid(whole(shape), tuple(shape), chunk.dtype.itemsize)
-        out.append(FilePiece(folder, replace(chunk, box=box, cuts=cuts), turn))
-    if filled != x.numel():
-        raise ValueError(_misfit(name, x, *((pieces[0][0], table[pieces[0][0]][1]))))
+        if not fits or (out and chunk.dtype != out[0].chunk.dtype):
+            raise ValueError(_misfit(name, x, p.name, chunk))
+        runs = zip(p.start, p.shape, strict=True)
+        box: Box = tuple((BlockRun(s, 1, n, 0),) if n else () for s, n in runs)
+        cuts = grid(whole(p.shape), tuple(p.shape), chunk.dtype.itemsize)
+        out.append(FilePiece(folder, replace(chunk, box=box, cuts=cuts), p.turn))
+    if sum(math.prod(p.inside) for p in pieces) != x.numel():
+        raise ValueError(_misfit(name, x, pieces[0].name, table[pieces[0].name][1]))
     return out
 
 
@@ -652,7 +707,8 @@ def save_hf(
     try:
         tensors = _called(tensors, module, names)
         whole_ones = [
-            Whole(n, tuple(x.shape), x.dtype, lambda x=x: _gathered(x)) for n, x in tensors.items()
+            WrittenPart.of_whole(n, tuple(x.shape), x.dtype, lambda x=x: _gathered(x))
+            for n, x in tensors.items()
         ]
     except (ValueError, TypeError) as e:
         error = e
@@ -668,25 +724,10 @@ _SAVE_FIXES = [
 ]
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A tensor of a Hugging Face file; ``get()`` returns all of it when it is written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    get: Callable[[], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def write_hf(
     group: Group,
     directory: Path,
-    tensors: Sequence[Whole],
+    tensors: Sequence[WrittenPart],
     configure: Callable[[str], None],
     one: str,
     max_bytes: int,
@@ -699,64 +740,44 @@ def write_hf(
     ``one``        the file's name if there is only one.
     Raises: CheckpointError, the same on every rank of the group, also if one passed an ``error``.
     """
-    given = os.fspath(directory)
-    target = os.path.abspath(given) if given else ""
-    work: Work | None = None
-    hold = -1
-    unsure = ""
-    files = []
+    job = SaveJob(group, os.fspath(directory), None, overwrite)
+    files: list[list[WrittenPart]] = []
     digest = ""
     if error is None:
         try:
             files = _split(tensors, max_bytes)
             said = [(x.name, x.shape, str(x.dtype)) for held in files for x in held]
-            digest = hashlib.sha256(repr((target, said)).encode()).hexdigest()
+            digest = hashlib.sha256(repr((job.target, said)).encode()).hexdigest()
         except (ValueError, TypeError) as e:
             error = e
 
     def begin(digests: list[str]) -> str:
-        nonlocal hold
         odd = next((r for r, d in enumerate(digests) if d != digests[0]), None)
         if odd is not None:
             raise ValueError(f"rank {odd} and rank 0 do not save the same tensors to one directory")
-        name, hold = Work.make(target, overwrite)
-        return name
+        return job.make()
 
-    name = group.agree("the tree", digest, error, begin)
+    job.name = group.agree("the tree", digest, error, begin)
     titles = _titles(len(files), one)
-    try:
-        try:
-            work = Work(target, name)
-        except OSError as e:
-            error = e
-        group.agree("opening", None, error)  # from here on every rank takes part in each gather
-        assert work is not None, "its error was raised"
+
+    def put(work: Work) -> tuple[list[Any], Exception | None]:
+        error = None
         for i, held in enumerate(files):
             mine = i % group.world == group.rank and error is None
             error = _stream(work.fd, titles[i], held, mine, group.progress) or error
+        return [], error
 
-        def commit(_: Any) -> str:
-            assert work is not None, "checked above"
-            _index_of(work, files, titles)
-            configure(work.path)
-            found = [{"file": name} for name in flushed(work.path)]
-            about = {"format": f"{FORMAT} of Hugging Face", "id": work.id, "files": found}
-            write_manifest(work.fd, about)
-            said = work.commit(overwrite)
-            os.unlink(LOCK, dir_fd=work.fd)
-            return said
+    def commit(work: Work, _: Any) -> str:
+        _index_of(work, files, titles)
+        configure(work.path)
+        found = [{"file": name} for name in flushed(work.path)]
+        about = {"format": f"{FORMAT} of Hugging Face", "id": work.id, "files": found}
+        write_manifest(work.fd, about)
+        said = work.commit(overwrite)
+        os.unlink(LOCK, dir_fd=work.fd)
+        return said
 
-        unsure = group.agree("writing", None, error, commit)
-    except BaseException:
-        if work is None or not work.committed():
-            raise
-    finally:
-        if hold >= 0:
-            os.close(hold)
-        if work is not None:
-            work.close()
-    if unsure:
-        raise group.error(unsure)
+    job.finish(put, commit, together=True)
 
 
 def _called(tensors: Mapping[str, Tensor], module: Any, names: Any) -> dict[str, Tensor]:
@@ -771,12 +792,12 @@ def _called(tensors: Mapping[str, Tensor], module: Any, names: Any) -> dict[str,
     return out
 
 
-def _split(tensors: Sequence[Whole], most: int) -> list[list[Whole]]:
+def _split(tensors: Sequence[WrittenPart], most: int) -> list[list[WrittenPart]]:
     """Distribute tensors over files.
 
     Raises: ValueError for a tensor that a safetensors file cannot store.
     """
-    files: list[list[Whole]] = [[]]
+    files: list[list[WrittenPart]] = [[]]
     at = 0
     for x in sorted(tensors, key=lambda x: x.name):
         code = code_of(x.dtype)
@@ -798,7 +819,7 @@ def _titles(count: int, one: str) -> list[str]:
 
 
 def _stream(
-    folder: int, title: str, held: Sequence[Whole], mine: bool, progress: Callable[[], None]
+    folder: int, title: str, held: Sequence[WrittenPart], mine: bool, progress: Callable[[], None]
 ) -> Exception | None:
     """Gather the tensors one by one, and write them if this rank's turn is ``mine``.
 
@@ -858,7 +879,7 @@ def _gathered(x: Tensor) -> Tensor:
         return unshard(bits).contiguous().view(x.dtype)
 
 
-def _index_of(work: Work, files: Sequence[Sequence[Whole]], titles: list[str]) -> None:
+def _index_of(work: Work, files: Sequence[Sequence[WrittenPart]], titles: list[str]) -> None:
     """Write the index, which maps each tensor to its file, if there are several files."""
     if len(files) < 2:
         return
@@ -876,7 +897,7 @@ def _index_of(work: Work, files: Sequence[Sequence[Whole]], titles: list[str]) -
         os.close(fd)
 
 
-def _dtype(tensors: Iterable[Whole]) -> torch.dtype | None:
+def _dtype(tensors: Iterable[WrittenPart]) -> torch.dtype | None:
     """Return the floating dtype of the most bytes, the one that a configuration gives a model."""
     found: Counter[torch.dtype] = Counter()
     for x in tensors:
@@ -885,7 +906,7 @@ def _dtype(tensors: Iterable[Whole]) -> torch.dtype | None:
     return max(found, key=found.__getitem__, default=None)
 
 
-def say_dtype(directory: Path, tensors: Iterable[Whole]) -> None:
+def say_dtype(directory: Path, tensors: Iterable[WrittenPart]) -> None:
     """Put the dtype of the written tensors into a model's ``config.json``, if it has one."""
     config, dtype = os.path.join(directory, "config.json"), _dtype(tensors)
     if dtype is None or not os.path.exists(config):
@@ -898,7 +919,7 @@ def say_dtype(directory: Path, tensors: Iterable[Whole]) -> None:
         f.write(json.dumps(said, indent=2) + "\n")
 
 
-def _configure(module: Any, path: str, tensors: Sequence[Whole], tokenizer: Any) -> None:
+def _configure(module: Any, path: str, tensors: Sequence[WrittenPart], tokenizer: Any) -> None:
     """Write the configuration of a model, or of an adapter, and a tokenizer."""
     adapters = list(getattr(module, "peft_config", {}).values())
     own = [getattr(module, "config", None), getattr(module, "generation_config", None)]

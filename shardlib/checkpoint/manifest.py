@@ -31,8 +31,9 @@ __all__ = ["Manifest"]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The tensors, values and files of a checkpoint."""
+    """The tensors, values and files of a checkpoint, in the directory that it reads them from."""
 
+    folder: Folder
     id: str
     step: int | None
     places: dict[str, SavedPlace]
@@ -64,7 +65,9 @@ class Manifest:
                 raise ValueError
             if not (step is None or type(step) is int):
                 raise ValueError
-            return Manifest(said["id"], step, places, dtypes, values, said["tree"], files, {})
+            return Manifest(
+                folder, said["id"], step, places, dtypes, values, said["tree"], files, {}
+            )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
             if isinstance(e, ShardError):
                 raise ValueError(f"{MANIFEST}: {e.message}") from None
@@ -75,10 +78,10 @@ class Manifest:
         """The names of all tensors and values."""
         return {*self.places, *self.values}
 
-    def chunk_of(self, folder: Folder, name: str, rank: int, box: Box) -> FileChunk:
+    def chunk_of(self, name: str, rank: int, box: Box) -> FileChunk:
         """Return a rank's chunk of a tensor; the file and the layout must agree on its box."""
         file = self.files[rank]["file"]
-        found = self._header(folder, rank).get(name)
+        found = self._header(rank).get(name)
         plain = tuple(tuple(r[:3] for r in h) for h in box)
         if found is None or found.dtype != self.dtypes[name]:
             raise ValueError(f"{file} does not hold its part of {name!r}")
@@ -86,7 +89,7 @@ class Manifest:
             raise ValueError(f"{file} holds another part of {name!r} than its rank's")
         return found
 
-    def damage(self, folder: Folder, files: Iterable[int]) -> list[str]:
+    def damage(self, files: Iterable[int]) -> list[str]:
         """List the damage of some files, numbered as in ``files``, reading every byte."""
         wanted: dict[int, list[tuple[str, Box]]] = {i: [] for i in files}
         for name, place in self.places.items():
@@ -98,7 +101,7 @@ class Manifest:
         for i, parts in wanted.items():
             file = self.files[i]["file"]
             try:
-                header = self._header(folder, i)
+                header = self._header(i)
             except (OSError, ValueError) as e:
                 out.append(_said(e, file))
                 continue
@@ -106,21 +109,21 @@ class Manifest:
                 out.append(f"{file} holds {spare[0]!r}, which {MANIFEST} does not know")
             for name, box in parts:
                 try:
-                    check_chunk(self.chunk_of(folder, name, i, box), folder)
+                    check_chunk(self.chunk_of(name, i, box), self.folder)
                 except (OSError, ValueError) as e:
                     text = _said(e, file)
                     out.append(text if repr(name) in text else f"{text} ({name!r})")
         return out
 
-    def _header(self, folder: Folder, i: int) -> Header:
+    def _header(self, i: int) -> Header:
         about = self.files[i]
         file = about["file"]
         if file not in self.headers:
-            fd = folder.file(file)
+            fd = self.folder.file(file)
             self.headers[file] = read_header(fd, file, about["bytes"], about["crc"])
         return self.headers[file]
 
-    def read(self, folder: Folder, name: str, box: Box, out: Tensor) -> None:
+    def read(self, name: str, box: Box, out: Tensor) -> None:
         """Fill a block with the values of ``box``.
 
         Raises: ValueError, OSError.
@@ -131,8 +134,8 @@ class Manifest:
             if part is None:
                 continue
             try:
-                found = self.chunk_of(folder, name, place.ranks[rank], part)
-                filled += fill(out, box, found, folder)
+                found = self.chunk_of(name, place.ranks[rank], part)
+                filled += fill(out, box, found, self.folder)
             except FileNotFoundError:
                 raise
             except OSError as e:

@@ -115,11 +115,9 @@ def load(
                 manifest = Manifest.of(folder)
                 identity = manifest.id
                 if wanted is None:
-                    found = _as_saved(manifest, folder, readers, layouts, here, pad)
+                    found = _as_saved(manifest, readers, layouts, here, pad)
                 else:
-                    found = _as_wanted(
-                        manifest, folder, readers, wanted, names, missing, extra, cast
-                    )
+                    found = _as_wanted(manifest, readers, wanted, names, missing, extra, cast)
                 load.bytes_read = folder.bytes_read  # type: ignore[attr-defined]
             error = None
             break
@@ -301,7 +299,7 @@ class _Readers:
 
 
 def _as_wanted(
-    manifest: Manifest, folder: Folder, readers: _Readers, wanted: Leaves, names: Names,
+    manifest: Manifest, readers: _Readers, wanted: Leaves, names: Names,
     missing: str, extra: str, cast: bool,
 ) -> Any:  # fmt: skip
     """Return the tree of ``like`` with the saved values."""
@@ -337,7 +335,7 @@ def _as_wanted(
     made = zip(tensors, targets, storages(targets), strict=True)
     for (i, x, saved), target, raw in made:
         if readers.is_read_here(saved, raw, target):
-            read_into(raw, target, lambda box, b, n=saved: manifest.read(folder, n, box, b))
+            read_into(raw, target, lambda box, b, n=saved: manifest.read(n, box, b))
         raw.requires_grad_(x.requires_grad)
         out[i] = ShardedTensor(raw, x.place) if isinstance(x, ShardedTensor) else raw
     return wanted.again(out)
@@ -394,7 +392,7 @@ def check(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, cast: 
 
 
 def _as_saved(
-    manifest: Manifest, folder: Folder, readers: _Readers, layouts: Any, mesh: Mesh | None,
+    manifest: Manifest, readers: _Readers, layouts: Any, mesh: Mesh | None,
     pad: bool,
 ) -> Any:  # fmt: skip
     """Return the tree as it was saved, its tensors on ``mesh``."""
@@ -407,7 +405,7 @@ def _as_saved(
     raws = storages([target for _, target in targets])
     for (name, target), raw in zip(targets, raws, strict=True):
         if readers.is_read_here(name, raw, target):
-            read_into(raw, target, lambda box, b, n=name: manifest.read(folder, n, box, b))
+            read_into(raw, target, lambda box, b, n=name: manifest.read(n, box, b))
         found[name] = target.tensor(raw)
     try:
         return built(manifest.skeleton, found)

@@ -107,7 +107,7 @@ def damage(path: str, group: Group) -> list[str]:
         with Folder(opened(path), progress=group.progress) as folder:
             manifest = Manifest.of(folder)
             mine = range(group.rank, len(manifest.files), group.world)
-            wrong = manifest.damage(folder, mine)
+            wrong = manifest.damage(mine)
     except (OSError, ValueError) as e:
         wrong = [getattr(e, "strerror", None) or str(e)]
     name = os.path.basename(path)

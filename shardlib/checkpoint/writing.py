@@ -236,7 +236,7 @@ class SaveJob:
 
         def same(words: list[Any]) -> Any:
             odd = next((r for r, (d, _) in enumerate(words) if d != words[0][0]), None)
-            return odd if odd is not None else _unlike([s for _, s in words]) or self._make()
+            return odd if odd is not None else _unlike([s for _, s in words]) or self.make()
 
         found: Any = self.group.agree("the tree", [digest, sums], error, same)
         if type(found) is int:
@@ -253,7 +253,8 @@ class SaveJob:
         self.name = str(found)
         return self.name
 
-    def _make(self) -> str:
+    def make(self) -> str:
+        """Make the work directory, on rank 0, and return its name."""
         # leftovers of other steps are removed too
         siblings = "" if self.step is None else steps_pattern
         self.name, self.hold = Work.make(
@@ -277,29 +278,69 @@ class SaveJob:
     def write(self, content: Content, name: str, files: Mapping[int, list[WrittenPart]]) -> None:
         """Write these files, by rank; rank 0 then renames the directory to the target."""
         group = self.group
+
+        def put(work: Work) -> tuple[list[Any], Exception | None]:
+            about = {"checkpoint": work.id}
+            done = []
+            try:
+                for r, parts in sorted(files.items()):
+                    said = write_file(
+                        work.fd, file_name(r), parts, about, group.progress, group.timeout
+                    )
+                    done.append(said)
+            except Exception as e:
+                return done, e
+            return done, None
+
+        def commit(work: Work, said: list[list[Any]]) -> str:
+            manifest = {
+                "format": FORMAT,
+                "id": work.id,
+                "step": self.step,
+                "tensors": content.tensors,
+                "values": content.values,
+                "tree": content.skeleton,
+                "files": [file for files in said for file in files],
+            }
+            write_manifest(work.fd, manifest)
+            return work.commit(self.overwrite)
+
+        self.name = name
+        self.finish(put, commit)
+
+    def finish(
+        self,
+        put: Callable[[Work], tuple[list[Any], Exception | None]],
+        commit: Callable[[Work, Any], str],
+        together: bool = False,
+    ) -> None:
+        """Fill the work directory, and commit it on rank 0 once all ranks have written.
+
+        ``put``       writes this rank's files: what it says of them, and its error.
+        ``commit``    returns a warning if the disk did not confirm.
+        ``together``  ``put`` has collectives, so no rank begins it unless all do.
+        Raises: CheckpointError, the same on every rank.
+        """
+        group = self.group
         work = None
         error = None
+        done: list[Any] = []
         unsure = ""
         try:
-            done: list[Any] = []
             try:
-                work = Work(self.target, name)
-                done = [
-                    write_file(
-                        work.fd,
-                        file_name(r),
-                        parts,
-                        {"checkpoint": work.id},
-                        group.progress,
-                        group.timeout,
-                    )
-                    for r, parts in sorted(files.items())
-                ]
+                work = Work(self.target, self.name)
             except Exception as e:
                 error = e
-            unsure = group.agree(
-                "writing", done, error, lambda said: self._commit(content, work, said)
-            )
+            if together:
+                group.agree("opening", None, error)
+            if work is not None:
+                done, error = put(work)
+
+            def last(said: list[list[Any]]) -> str:
+                assert work is not None, "rank 0 has written too"
+                return commit(work, said)
+
+            unsure = group.agree("writing", done, error, last)
         except BaseException as e:
             if not isinstance(e, Exception) and not group.given_up:
                 group.give_up(f"rank {group.rank} was interrupted")
@@ -314,21 +355,6 @@ class SaveJob:
                 work.close()
         if unsure:
             raise group.error(unsure)
-
-    def _commit(self, content: Content, work: Work | None, said: list[list[Any]]) -> str:
-        """Commit on rank 0, when all have written; return a warning if the disk did not confirm."""
-        assert work is not None, "rank 0 has written too"
-        manifest = {
-            "format": FORMAT,
-            "id": work.id,
-            "step": self.step,
-            "tensors": content.tensors,
-            "values": content.values,
-            "tree": content.skeleton,
-            "files": [file for files in said for file in files],
-        }
-        write_manifest(work.fd, manifest)
-        return work.commit(self.overwrite)
 
 
 def file_name(rank: int) -> str:
