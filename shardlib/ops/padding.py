@@ -1,4 +1,4 @@
-"""Padding: positions of a block beyond the true sizes of the tensor.
+"""Padding: positions beyond a tensor's true sizes, filled with zero before a sum.
 
 A tensor whose sizes do not divide over its axes is padded to sizes that do; its place keeps the
 true ones.  Values in the padding are never read: an operator that would mix them with elements
