@@ -13,7 +13,7 @@ import shardlib as sl
 from shardlib.ops import registry
 
 PAGE = (Path(__file__).parent.parent / "docs" / "writing_an_algorithm.md").read_text()
-BLOCK, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+BLOCK, MASK, LAYOUT, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 SMALL: list[dict[str, int]] = [{"x": 2}, {"x": 2, "y": 2}]
 
 
