@@ -98,12 +98,7 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
     names = [name for keys, x in nodes if x is not None for name in keys.values()]
     _same_names({name for name in names if not name.startswith(empty)}, set(kept))
     with torch.no_grad():
-        new = [
-            zeros_like(x)
-            if next(iter(keys.values()), "").startswith(empty)
-            else _loaded(x, keys, kept)
-            for keys, x in nodes
-        ]
+        new = [_loaded(x, keys, kept, empty) for keys, x in nodes]
     filled: Any = optree.tree_unflatten(tree, new)
     return filled
 
@@ -112,8 +107,12 @@ def _is_flat(kept: Any) -> bool:
     return isinstance(kept, Mapping) and not any(isinstance(v, Mapping) for v in kept.values())
 
 
-def _loaded(x: Any, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Any:
-    """Fill a leaf, buckets or owners' state with the values of its names."""
+def _loaded(
+    x: Any, keys: Mapping[str, str], kept: Mapping[str, Any], empty: tuple[str, ...]
+) -> Any:
+    """Fill a leaf, buckets or owners' state with the values of its names, or with zeros."""
+    if next(iter(keys.values()), "").startswith(empty):
+        return zeros_like(x)
     if isinstance(x, Buckets):
         return _filled(x, keys, kept)
     if isinstance(x, Owned):

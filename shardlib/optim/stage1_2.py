@@ -163,13 +163,7 @@ class SplitState(ZeroStage):
         """Return the parts of the summed gradients."""
         if isinstance(given, Buckets):
             same_index(given.index, where, mesh)
-            partial = {a for g in given.values() for a in g.sharding.partial}
-            if not partial:
-                return given
-            flats = [given[b.name].raw for b in where]
-            sink = self._sink(where, mesh, flats, memory, also=self._not_cut(partial))
-            sink.begin(flats)
-            return sink.finish()
+            return self._scattered(given, where, memory)
         pending = _pending(given, self.how.cut)
         if pending is None:
             return parts_of(given, where, mesh, grads=True)
@@ -177,6 +171,17 @@ class SplitState(ZeroStage):
         sink = self._sink(where, mesh, firsts, memory, also=self._not_cut(pending))
         for i in (i for b in where for slot in b.slots for i in slot.leaves):
             sink.take(i, given[i].raw)
+        return sink.finish()
+
+    def _scattered(self, given: Buckets, where: Index, memory: Memory) -> Buckets:
+        """Return the parts of whole buckets with pending sums; parts are returned as they are."""
+        partial = {a for g in given.values() for a in g.sharding.partial}
+        if not partial:
+            return given
+        flats = [given[b.name].raw for b in where]
+        also = self._not_cut(partial)
+        sink = self._sink(where, given.mesh, flats, memory, also=also)
+        sink.begin(flats)
         return sink.finish()
 
     def _not_cut(self, pending: set[str]) -> tuple[str, ...]:

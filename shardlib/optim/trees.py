@@ -517,16 +517,19 @@ def _rows(*trees: Any) -> Iterator[tuple[Tensor, ...]]:
     leaves, structures = zip(
         *(optree.tree_flatten(t, none_is_leaf=True) for t in trees), strict=True
     )
-    first = structures[0]
-    odd = next((tree for tree in structures if tree != first), None)
-    if odd is not None:
-        names = sorted(".".join(map(str, p)) for p in set(first.paths()) ^ set(odd.paths()))
-        raise of_others(f"the trees differ at {', '.join(names[:4]) or 'their root'}")
+    for other in structures[1:]:
+        if other != structures[0]:
+            raise _other_tree(structures[0], other)
     for row in zip(*leaves, strict=True):
         if all(isinstance(x, Tensor) for x in row):
             one_block(*row)
             if row[0].numel():
                 yield row
+
+
+def _other_tree(mine: Any, theirs: Any) -> ShardError:
+    names = sorted(".".join(map(str, p)) for p in set(mine.paths()) ^ set(theirs.paths()))
+    return of_others(f"the trees differ at {', '.join(names[:4]) or 'their root'}")
 
 
 def runs(first: Any, *others: Any) -> list[list[Tensor]]:
