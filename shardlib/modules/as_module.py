@@ -178,27 +178,27 @@ def _placed(calls: Calls, name: str, value: Any, rows: tuple[int, int] | None) -
             *(getattr(value, f"{n}_attention_cache", None) for n in ("self", "cross")),
         ):
             _laid_with_keys(cache)
+    return _mapped(lambda x: _placed_tensor(calls, name, x, rows), value)
 
-    def place(x: Tensor) -> Tensor:
-        if isinstance(x, ShardedTensor):
-            return x
-        # a vector of positions has no batch dimension, even if it is as long as the batch
-        is_batch = x.ndim > 1 or name == "labels" or name in calls.inputs
-        if rows is not None and is_batch and x.ndim and x.shape[0] == rows[0]:
-            x = filled(x, rows[1], name)
-        if name in getattr(calls.suggested, "inputs", {}):
-            return calls.place(name, x)
-        layout = _layout(calls, name, x)
-        if layout is not None and x.ndim and x.shape[0] == 1 and layout.dims[0].is_split:
-            layout = Layout((Dim(), *layout.dims[1:]))
-        if layout is None:
-            return calls.place(name, x)
-        try:
-            return shard(x, layout, calls.mesh)
-        except UnevenSplit as e:
-            raise _by_token(calls, f"{name}: {e.message}") from None
 
-    return _mapped(place, value)
+def _placed_tensor(calls: Calls, name: str, x: Tensor, rows: tuple[int, int] | None) -> Tensor:
+    """Shard a tensor among an argument's, its batch filled up to rows that divide."""
+    if isinstance(x, ShardedTensor):
+        return x
+    # a vector of positions has no batch dimension, even if it is as long as the batch
+    is_batch = x.ndim > 1 or name == "labels" or name in calls.inputs
+    if rows is not None and is_batch and x.ndim and x.shape[0] == rows[0]:
+        x = filled(x, rows[1], name)
+    own = name in getattr(calls.suggested, "inputs", {})
+    layout = None if own else _layout(calls, name, x)
+    if layout is None:
+        return calls.place(name, x)
+    if x.ndim and x.shape[0] == 1 and layout.dims[0].is_split:
+        layout = Layout((Dim(), *layout.dims[1:]))
+    try:
+        return shard(x, layout, calls.mesh)
+    except UnevenSplit as e:
+        raise _by_token(calls, f"{name}: {e.message}") from None
 
 
 def _by_token(calls: Calls, why: str) -> UnevenSplit:

@@ -605,20 +605,10 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         rows = self.of(x)
         picked = [d for d, i in enumerate(index) if i is not None]
         if any(index[d].dtype in (torch.bool, torch.uint8) for d in picked):
-            for row in rows[: len(index)]:
-                mark(row, "bound")
-            tail = rows[sum(i.ndim if i is not None else 1 for i in index) :]
-            self.know(out, [*(fresh(n) for n in out.shape[: out.ndim - len(tail)]), *tail])
-            return
+            return self._index_by_mask(rows, index, out)
         for d in picked:
             mark(rows[d], "bound")
-        shape = torch.broadcast_shapes(*(index[d].shape for d in picked))
-        together = [fresh(n) for n in shape]
-        for d in picked:
-            i = index[d]
-            for k in range(1, i.ndim + 1):
-                if i.shape[-k] == shape[-k] != 1:
-                    self.join(together[-k], self.of(i)[-k])
+        together = self._broadcast([index[d] for d in picked])
         rest = [r for d, r in enumerate(rows) if d not in picked]
         adjacent = picked == list(range(picked[0], picked[-1] + 1))
         at = picked[0] if adjacent else 0
@@ -626,7 +616,24 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         origin = self.origin.get(id(x))
         if origin is not None:
             left = [p for d, p in enumerate(origin[1]) if d not in picked]
-            self.origin[id(out)] = (origin[0], (*left[:at], *[None] * len(shape), *left[at:]))
+            self.origin[id(out)] = (origin[0], (*left[:at], *[None] * len(together), *left[at:]))
+
+    def _index_by_mask(self, rows: list[Row], index: list[Any], out: Tensor) -> None:
+        """Handle an index of booleans: how many elements it takes depends on values."""
+        for row in rows[: len(index)]:
+            mark(row, "bound")
+        tail = rows[sum(i.ndim if i is not None else 1 for i in index) :]
+        self.know(out, [*(fresh(n) for n in out.shape[: out.ndim - len(tail)]), *tail])
+
+    def _broadcast(self, indices: Sequence[Tensor]) -> list[Row]:
+        """Return the rows of indices that broadcast against each other, theirs united."""
+        shape = torch.broadcast_shapes(*(i.shape for i in indices))
+        together = [fresh(n) for n in shape]
+        for i in indices:
+            for k in range(1, i.ndim + 1):
+                if i.shape[-k] == shape[-k] != 1:
+                    self.join(together[-k], self.of(i)[-k])
+        return together
 
     def _index_select(self, args: Any, kwargs: Any, out: Tensor) -> None:
         x, dim, ids = args

@@ -603,11 +603,13 @@ def matrices(model: nn.Module, inputs: Any = None) -> list[str]:
     found = trace_dimensions(model, inputs)
     by_name = dict(model.named_parameters())
     products = [r for r in found.reads if r.kind == "product" and r.inputs and r.outputs]
-    read = {id(a) for r in products for d in r.inputs for a in leaves(found.params[r.name][d])}
+
+    def atoms(name: str, dims: Sequence[int]) -> set[int]:
+        return {id(a) for d in dims for a in leaves(found.params[name][d])}
+
+    read = set[int]().union(*(atoms(r.name, r.inputs) for r in products))
     apart = {r.name for r in found.reads if r.kind == "lookup"}
-    for r in products:
-        if not any(id(a) in read for d in r.outputs for a in leaves(found.params[r.name][d])):
-            apart.add(r.name)
+    apart |= {r.name for r in products if not atoms(r.name, r.outputs) & read}
     names = dict.fromkeys(r.name for r in products)
     return [n for n in names if n not in apart and by_name[n].ndim > 1]
 

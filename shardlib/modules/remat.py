@@ -61,15 +61,7 @@ def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
         called = [n for n in found if not _is_list(names[n])]
         outer = [n for n in called if not any(n.startswith(f"{o}.") for o in called)]
         if not found:
-            near = similar(str(pattern).strip("*."), names, 1, 0.4)
-            told = (near or list(names) or ["*"])[0]
-            told += ".*" if told in names and _is_list(names[told]) else ""
-            raise RuleLint(
-                f"remat: {pattern!r} matches no module" + (f" (nearest: {told!r})" if near else ""),
-                op="parallelize",
-                operands={"modules": ", ".join([*list(names)[:6], "..."][: len(names)])},
-                fix=f"sl.parallelize(module, rules, remat=[({told!r}, {policy!r})])",
-            )
+            raise _no_module(pattern, policy, names)
         if not called:
             raise RuleLint(
                 f"remat: {found[0]!r} is a {type(names[found[0]]).__name__}, which is never called "
@@ -80,6 +72,21 @@ def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
         for n in outer:
             taken.setdefault(n, policy)
     return taken
+
+
+def _no_module(
+    pattern: Pattern[nn.Module], policy: str, names: Mapping[str, nn.Module]
+) -> RuleLint:
+    """Return the error for a pattern without a module, with the nearest name."""
+    near = similar(str(pattern).strip("*."), names, 1, 0.4)
+    told = (near or list(names) or ["*"])[0]
+    told += ".*" if told in names and _is_list(names[told]) else ""
+    return RuleLint(
+        f"remat: {pattern!r} matches no module" + (f" (nearest: {told!r})" if near else ""),
+        op="parallelize",
+        operands={"modules": ", ".join([*list(names)[:6], "..."][: len(names)])},
+        fix=f"sl.parallelize(module, rules, remat=[({told!r}, {policy!r})])",
+    )
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -88,11 +88,10 @@ def match_rules(
     if pad:
         rules = [rule.padded if isinstance(rule, Suggested) else rule for rule in given]
     first = {name: _first(rules, name, value) for name, value in named.items()}
+    taken = {name: at for name, at in first.items() if at is not None}
     layouts: dict[str, Layout] = {}
     out_layouts: dict[str, Layout] = {}
-    for name, at in first.items():
-        if at is None:
-            continue
+    for name, at in taken.items():
         value = named[name]
         _, layout, *out = rules[at]
         with naming(name, rules, named):
@@ -100,8 +99,16 @@ def match_rules(
             layouts[name] = read.resolve(value.ndim)
             if out:
                 out_layouts[name] = read_layout(out[0], axes)
-    unmatched = [name for name, at in first.items() if at is None]
-    used = set(first.values())
+    _refuse_unused(named, rules, given, taken)
+    return layouts, out_layouts
+
+
+def _refuse_unused(
+    named: Mapping[str, Tensor], rules: Rules, given: Rules, taken: Mapping[str, int]
+) -> None:
+    """Refuse parameters without a rule, and rules of the user's that no parameter takes."""
+    unmatched = [name for name in named if name not in taken]
+    used = set(taken.values())
     unused = [
         rules[i][0] for i, rule in enumerate(given) if i not in used and not _spare(rule, named)
     ]
@@ -111,7 +118,6 @@ def match_rules(
             op="parallelize",
             fix=f"rules = [{_kept(unused, rules)}]" if unused else "rules = [*rules, ('*', '...')]",
         )
-    return layouts, out_layouts
 
 
 def _check_form(rule: object) -> None:

@@ -71,7 +71,11 @@ def check_layout(
         found = list(_on(inside, layout, lay, draw))
     else:
         drawn = _meshes(lay, draw) if meshes is None else [dict(m) for m in meshes]
-        found = [case for mesh in drawn for case in _on(simulate(device="cpu", **mesh), layout, lay, draw)]
+        found = [
+            case
+            for mesh in drawn
+            for case in _on(simulate(device="cpu", **mesh), layout, lay, draw)
+        ]
     checked = [case for case in found if not isinstance(case, ShardError)]
     if not checked:
         raise AssertionError(f"{lay} fits no mesh: {found[0] if found else 'none is given'}")
