@@ -54,6 +54,8 @@ ORDER = [  # each may import from those before it
     "ops.registry",
     "ops.padding",
     "ops.signatures",
+    "ops.each_rank",
+    "ops.fix_line",
     "ops.fallback",
     "ops.dims",
     "ops.declare",

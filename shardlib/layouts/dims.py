@@ -30,6 +30,7 @@ __all__ = [
     "ring_runs",
     "said",
     "skewed",
+    "without_ones",
 ]
 
 Sizes = Mapping[str, int]
@@ -97,6 +98,16 @@ def ring_runs(dim: Dim, n: int, sizes: Sizes, rank: int) -> tuple[Run, ...]:
     return dealt(dim.order, n, math.prod(sizes[a] for a in dim.ring))[rank]
 
 
+def without_ones(dim: Dim, sizes: Sizes) -> Dim:
+    """Return the token without axes of one rank; a whole dimension if no axis is left.
+
+    >>> print(without_ones(Dim(("x", 2, "y")), {"x": 1, "y": 4}))
+    (2 y)
+    """
+    parts = tuple(p for p in dim.parts if isinstance(p, int) or sizes[p] > 1)
+    return Dim(parts, dim.order) if any(isinstance(p, str) for p in parts) else WHOLE
+
+
 def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Sequence[int]:
     """Return the positions of a dimension of size n that a rank holds, in the rank's own order.
 
@@ -105,32 +116,31 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
     if not dim.parts:
         return range(n)
     if dim.order != "contiguous":
-        groups, rank = dim.groups, rank_along(dim.ring, coord, sizes)
-        each = n // math.prod(p if isinstance(p, int) else sizes[p] for p in groups.parts)
-        held = [i for run in ring_runs(dim, each, sizes, rank) for i in run.positions]
-        starts = (
-            [s for s in positions(groups, n, sizes, coord) if s % each == 0]
-            if groups.parts
-            else [0]
-        )
-        return (
-            [start + i for start in starts for i in held] if len(starts) != 1 or starts[0] else held
-        )
+        return _dealt_positions(dim, n, sizes, coord)
     # a position has one digit per part (mixed radix): an axis fixes its digit, an integer does not
     radices = [p if isinstance(p, int) else sizes[p] for p in dim.parts]
-    rest = n // math.prod(radices)
-    strides = [rest * math.prod(radices[i + 1 :]) for i in range(len(radices))]
-    start = sum(coord[p] * s for p, s in zip(dim.parts, strides, strict=True) if isinstance(p, str))
-    free = [
-        (r, s) for p, r, s in zip(dim.parts, radices, strides, strict=True) if isinstance(p, int)
-    ]
-    if not free:
-        return range(start, start + rest)
-    offsets = [
-        sum(i * s for i, (_, s) in zip(digits, free, strict=True))
-        for digits in itertools.product(*(range(r) for r, _ in free))
-    ]
-    return [start + o + k for o in offsets for k in range(rest)]
+    stride = n - n % math.prod(radices)
+    start, offsets = 0, [0]
+    for part, radix in zip(dim.parts, radices, strict=True):
+        stride //= radix
+        if isinstance(part, str):
+            start += coord[part] * stride
+        else:
+            offsets = [o + digit * stride for o in offsets for digit in range(radix)]
+    if len(dim.axes) == len(dim.parts):
+        return range(start, start + stride)
+    return [start + o + k for o in offsets for k in range(stride)]
+
+
+def _dealt_positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Sequence[int]:
+    """List the positions of a rank in another order: those of its ring, in each group."""
+    groups, rank = dim.groups, rank_along(dim.ring, coord, sizes)
+    each = n // math.prod(p if isinstance(p, int) else sizes[p] for p in groups.parts)
+    held = [i for run in ring_runs(dim, each, sizes, rank) for i in run.positions]
+    starts = (
+        [s for s in positions(groups, n, sizes, coord) if s % each == 0] if groups.parts else [0]
+    )
+    return [start + i for start in starts for i in held]
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

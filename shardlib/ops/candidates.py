@@ -16,7 +16,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.ops import counter_rng
 from shardlib.ops.declare import along
 from shardlib.ops.dims import rows_call
-from shardlib.ops.fallback import each, flat
+from shardlib.ops.each_rank import each, flat
 from shardlib.ops.padding import beside, filled, the_dim
 from shardlib.ops.reduce import extreme
 from shardlib.ops.signatures import binder, dim_of

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardlib import autocast
 from shardlib.errors import BadArgument
 from shardlib.ops.dims import Labels, rows_call
-from shardlib.ops.fallback import flat
+from shardlib.ops.each_rank import flat
 from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.opspec import OPERATORS, Kind, OpSpec, homes, lines
 from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses

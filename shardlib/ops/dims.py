@@ -34,7 +34,9 @@ from shardlib.errors import (
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import WRITERS, alike, link, written
 from shardlib.mesh import Mesh
-from shardlib.ops.fallback import each, fix_line, flat, is_whole, on_whole, run, written_to
+from shardlib.ops.each_rank import each, flat, run
+from shardlib.ops.fallback import is_whole, on_whole, written_to
+from shardlib.ops.fix_line import fix_line
 from shardlib.ops.padding import filled, padded_to
 from shardlib.ops.registry import implicit_budget
 from shardlib.ops.signatures import ArgumentSlot

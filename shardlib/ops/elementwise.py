@@ -21,7 +21,7 @@ from shardlib.memory_sharing import written
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, of_kind, rows
 from shardlib.ops.dims import Labels
-from shardlib.ops.fallback import each, flat
+from shardlib.ops.each_rank import each, flat
 from shardlib.ops.padding import inside, padded_to
 from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import homes, names_of

@@ -7,9 +7,11 @@
    is whole; outside, ImplicitCommunication gives the number of bytes and the line to write.
 """
 
-import inspect
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -30,7 +32,6 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Layout
 from shardlib.memory_sharing import (
-    WRITERS,
     alike,
     link,
     refuse_overlap,
@@ -40,6 +41,8 @@ from shardlib.memory_sharing import (
     written,
 )
 from shardlib.mesh import Mesh, scope, within
+from shardlib.ops.each_rank import each, flat, run
+from shardlib.ops.fix_line import fix_line
 from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import draws, names_of
 from shardlib.placing import reshard, unshard
@@ -50,10 +53,8 @@ from shardlib.tensor import (
     _Copies,
     _First,
     check_met,
-    is_half,
     lift,
     no_implementation,
-    on_shapes,
     real_axes,
     replicated,
     settle,
@@ -62,7 +63,7 @@ from shardlib.tensor import (
     vary,
 )  # fmt: skip
 
-__all__ = ["each", "fix_line", "flat", "is_whole", "on_whole", "replied", "run", "written_to"]
+__all__ = ["HANDLERS", "NEXT", "FallbackCall", "Handler", "is_whole", "on_whole", "written_to"]
 
 _NEVER = frozenset(names_of(kind="refused"))
 
@@ -70,310 +71,121 @@ _NEVER = frozenset(names_of(kind="refused"))
 _RESHAPING = frozenset("t_ squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_".split())
 
 
-def flat(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-    return optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type, return-value]
-
-
 def is_whole(x: ShardedTensor) -> bool:
     return not (real_axes(x.mesh, x.sharding.axes) or real_axes(x.mesh, x.sharding.partial))
 
 
-def run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
-    """Make the call; on a recorded mesh, which has no values, refuse one that depends on them."""
-    if holds_values(mesh):
-        with casting(func):
-            return func(*args, **kwargs)
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError as e:  # also NotImplementedError, its subclass
-        if "meta" not in str(e).lower():
-            raise
-        raise on_shapes(func, mesh) from e
+@dataclass
+class FallbackCall:
+    """Call without an implementation, and the refusal that was raised for it so far.
 
-
-def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> Any:
-    """Call the function on every rank's blocks, one rank after the other.
-
-    leaves[i] for i in ``at`` hold raw tensors.
+    ``opens``  whether the function's Python body may be tried.
     """
-    if not lead(mesh):
-        a, k = optree.tree_unflatten(tree, leaves)
-        return run(func, mesh, a, k)
-    found: list[Any] = []
-    shape: Any = None
-    writes = func in WRITERS and isinstance(leaves[at[0]], Tensor)
-    # Simulated ranks share a storage, so autograd would treat rank 0's write as a change of rank
-    # 1's saved tensor; write to clones.
-    copies: list[Tensor] = []
-    for rank in range(mesh.size):
-        mine = list(leaves)
-        for i in at:
-            mine[i] = leaves[i][rank]
-        if writes:
-            copies.append(mine[at[0]].clone())
-            mine[at[0]] = copies[-1]
-        a, k = optree.tree_unflatten(tree, mine)
-        with casting(func):
-            answer = func(*a, **k)
-        out, shape = optree.tree_flatten(answer, none_is_leaf=True)
-        found.append(out)
-    joined = []
-    if writes:
-        leaves[at[0]].copy_(torch.stack(copies))
-    for values in zip(*found, strict=True):
-        if writes and values[0] is copies[0]:
-            joined.append(leaves[at[0]])
-        elif isinstance(values[0], Tensor):
-            blocks = [leaves[i] for i in at]
-            same = _block_view(values, blocks)
-            if same is not None and same.requires_grad and not values[0].requires_grad:
-                same = same.detach()  # e.g. a view as another dtype, which is not differentiable
-            joined.append(torch.stack(values) if same is None else same)
-            for raw in (
-                blocks if same is None else ()
-            ):  # it shares memory with the operand, though not as one view of all ranks
-                if isinstance(raw, Tensor) and same_memory(values[0], raw):
-                    link(joined[-1], raw)
-        elif any(v != values[0] and v == v for v in values):
-            raise ShardError(
-                "the ranks' answers differ", op=func.__name__, mesh=mesh, fix="sl.unshard(x)"
-            )
-        else:
-            joined.append(values[0])
-    return optree.tree_unflatten(shape, joined)
+
+    func: Any
+    args: Any
+    kwargs: Any
+    refusal: Exception | None
+    opens: bool
+
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", str(self.func))
+
+    def refused(self) -> Exception:
+        """Return the error for a call that no handler can run."""
+        return self.refusal or no_implementation(self.func, self.args, self.kwargs)
+
+    @cached_property
+    def operands(self) -> "_Operands":
+        """The tensors among the arguments, as sharded ones of one mesh."""
+        leaves, tree = flat(self.args, self.kwargs)
+        at = _tensors(leaves)
+        mesh = next((x.mesh for x in leaves if isinstance(x, ShardedTensor)), None)
+        if mesh is None:
+            raise self.refused()
+
+        def as_ours(x: Tensor) -> ShardedTensor:
+            # torch accepts plain indices of any device
+            if self.name in ("__getitem__", "__setitem__") and not isinstance(x, ShardedTensor):
+                return replicated(x, mesh)
+            return lift(x, mesh, self.name)
+
+        values = [as_ours(leaves[i]) for i in at]
+        moved = {
+            i: _bytes(v) for i, v in zip(at, values, strict=True) if v.is_padded or not is_whole(v)
+        }
+        return _Operands(mesh, leaves, tree, at, values, moved)
+
+    @cached_property
+    def written(self) -> list[Any]:
+        """The tensors that the call writes to, running statistics among them."""
+        return [*written(self.func, self.args, self.kwargs), *self.statistics]
+
+    @cached_property
+    def statistics(self) -> list[Any]:
+        """The running statistics that the call writes to without changing their version."""
+        return _statistics(self.func, self.args, self.kwargs)
 
 
-def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
-    """Return the ranks' results as one view of all blocks, if they are the same view of each."""
-    first = found[0]
-    for raw in blocks:
-        if (
-            not isinstance(raw, Tensor)
-            or not same_memory(first, raw)
-            or first.is_neg() != raw.is_neg()
-        ):
-            continue
-        shared = any(not s and n > 1 for s, n in zip(raw.stride(), raw.shape, strict=True))
-        if shared and raw.requires_grad and is_half(raw):
-            return None  # as_strided sums gradients of a shared element in half precision
-        try:
-            if raw.is_complex() and not first.is_complex():
-                raw = torch.view_as_real(raw)
-            elif first.is_complex() and not raw.is_complex():
-                raw = torch.view_as_complex(raw)
-            elif first.is_conj() != raw.is_conj():
-                raw = raw.conj()
-            starts = [first.storage_offset() + rank * raw.stride(0) for rank in range(len(found))]
-            if (
-                raw.dtype != first.dtype or [t.storage_offset() for t in found] != starts
-            ):  # the offset depends on data, so ranks differ
-                return None
-            return raw.as_strided(
-                (raw.shape[0], *first.shape),
-                (raw.stride(0), *first.stride()),
-                first.storage_offset(),
-            )
-        except RuntimeError:
-            return None
-    return None
+class _Operands(NamedTuple):
+    """Tensors of a call: those at ``at`` of its flattened arguments.
+
+    ``moved``  bytes per rank to gather each of those that are not whole, by position.
+    """
+
+    mesh: Mesh
+    leaves: list[Any]
+    tree: Any
+    at: list[int]
+    values: list[ShardedTensor]
+    moved: dict[int, float]
+
+    def filled(self, raws: Sequence[Any]) -> list[Any]:
+        """Return the flattened arguments with these tensors in place of the sharded ones."""
+        out = list(self.leaves)
+        for i, raw in zip(self.at, raws, strict=True):
+            out[i] = raw
+        return out
+
+
+Handler = Callable[[FallbackCall], Any]
+NEXT = object()
+"""Answer of a handler that does not serve a call."""
 
 
 def on_whole(
     func: Any, args: Any, kwargs: Any, refusal: Exception | None = None, opens: bool = True
 ) -> Any:
-    """Run a call without an implementation, on whole tensors.
+    """Run a call without an implementation: the first handler that serves it answers or refuses.
 
     ``opens`` False: its Python body need not be tried.
     """
-    name = getattr(func, "__name__", str(func))
-    if refusal is not None and func in (torch.autograd.grad, torch.autograd.backward):
-        raise refusal  # autograd errors are not fixed by gathering
-    if name in _NEVER or (
-        name in ("__get__", "__set__", "__delete__") and _property(func) not in _VALUES
-    ):
-        raise refusal or no_implementation(func, args, kwargs)
-    if isinstance(kwargs.get("out"), Tensor | tuple | list):
-        return _into(func, args, kwargs)
-    if any(
-        isinstance(t, Tensor) and not isinstance(t, ShardedTensor)
-        for t in (*written(func, args, kwargs), *_statistics(func, args, kwargs))
-    ):
-        return _on_plain(func, args, kwargs)
-    if (
-        refusal is None
-        and opens
-        and func
-        not in scope().call.opened  # no second time if its body calls it again via a helper
-        and name not in _PLAINLY
-        and (body := opened(func)) is not None
-    ):
-        met = [x for x in flat(args, kwargs)[0] if isinstance(x, Tensor)]
-        ours = [x for x in met if isinstance(x, ShardedTensor)]
-        # tensors that the body creates are the same on every rank; given ones need not be
-        for x in met if ours else ():
-            check_met(x, ours[0].mesh, name)
-        try:
-            with casting(func), within(promoting=True, opened=(*scope().call.opened, func)):
-                return body(*args, **kwargs)
-        except (TypeError, AttributeError, NotImplementedError, ArithmeticError) as e:
-            refusal = no_implementation(func, args, kwargs, f"{type(e).__name__} inside it: {e}")
-    if draws(func, args, kwargs):
-        raise Unsupported(
-            "this draws random numbers from each rank's own generator, and the ranks' copies would "
-            "differ",
-            op=name,
-            operands={
-                "tensor": typeof(
-                    next(x for x in flat(args, kwargs)[0] if isinstance(x, ShardedTensor))
-                )
-            },
-            fix="torch.rand_like(x)",
-        )
-    flag = _SPARSE.get(name, len(args))
-    if kwargs.get("sparse_grad") or kwargs.get("sparse") or (flag < len(args) and args[flag]):
-        named = {k: v for k, v in kwargs.items() if k not in ("sparse_grad", "sparse")}
-        raise _sparse(
-            func, (*args[:flag], False, *args[flag + 1 :]) if flag < len(args) else args, named
-        )
-    if name in _RESHAPING:
-        given = ", ".join([*map(repr, args[1:]), *(f"{k}={v!r}" for k, v in kwargs.items())])
-        line = f"x = x.{name[:-1]}({given})"
-        raise Unsupported(
-            "a sharded tensor keeps its shape",
-            op=name,
-            operands={"tensor": typeof(args[0])},
-            fix=line,
-        )
-    leaves, tree = flat(args, kwargs)
-    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    ours = [leaves[i] for i in at if isinstance(leaves[i], ShardedTensor)]
-    if not ours:
-        raise refusal or no_implementation(func, args, kwargs)
-    mesh = ours[0].mesh
-    if name in ("__getitem__", "__setitem__"):  # torch accepts plain indices of any device
-        values = [
-            leaves[i] if isinstance(leaves[i], ShardedTensor) else replicated(leaves[i], mesh)
-            for i in at
-        ]
-    else:
-        values = [lift(leaves[i], mesh, name) for i in at]
-    wholes = [v if not v.is_padded and is_whole(v) else None for v in values]
-    bytes_ = {i: _bytes(v) for i, v, w in zip(at, values, wholes, strict=True) if w is None}
-    apart = _APART.get(func)
-    if (
-        apart is not None
-        and not (name in _UNDERIVED and torch.is_grad_enabled() and values[0].requires_grad)
-        and isinstance(values[0], ShardedTensor)
-        and any(bytes_.values())
-    ):
-        if (refused := torch_refuses(func, args, kwargs)) is not None:
-            raise refused
-        try:
-            # a clone, since backward may read the values that are overwritten
-            old = values[0].clone() if torch.is_grad_enabled() else values[0]
-            # without autocast: in-place methods are not cast, though ``apart`` may be
-            new = apart(old, *args[1:], **kwargs)
-            narrows = old.is_complex() > new.is_complex() and new.dtype is not torch.bool
-            if kwargs.get("dtype") not in (None, old.dtype) or narrows:
-                raise BadArgument(
-                    f"a result of dtype {new.dtype} is not written to a tensor of {old.dtype}",
-                    op=name,
-                    operands={"tensor": typeof(old)},
-                    mesh=mesh,
-                )
-            return _stored(values[0], new, name)
-        except BadArgument:
-            raise
-        except ShardError:
-            pass  # try whole tensors
-    budget = implicit_budget()
-    if any(bytes_.values()) and (budget is None or max(bytes_.values()) > budget):
-        if isinstance(refusal, ShardError) and not isinstance(refusal, NoImplementation):
-            raise refusal
-        raise _refused(func, name, leaves, tree, values, at, bytes_, refusal)
-    moved = [_gathered(v) if w is None else w for v, w in zip(values, wholes, strict=True)]
-    moved = written_to(func, args, kwargs, moved)
-    deferred = frozenset().union(*(v.deferred for v in moved))
-    per_rank = bool(deferred) and lead(mesh) > 0
-    raws: list[Any] = []
-    stats = _statistics(func, args, kwargs)
-    targets = [*written(func, args, kwargs), *stats]
-    for i, v, w in zip(at, moved, wholes, strict=True):
-        raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
-        if lead(mesh) and not per_rank:
-            raw = _First.apply(raw)
-        elif w is None and any(leaves[i] is t for t in targets):
-            raw = raw.clone()  # autograd refuses writes to a view made by an autograd function
-        raws.append(raw)
-    quiet = [
-        any(leaves[i] is t for t in (targets if raw.is_inference() else stats))
-        for i, raw in zip(at, raws, strict=True)
-    ]
-    given = list(leaves)
-    for i, raw in zip(at, raws, strict=True):
-        given[i] = raw
-    if per_rank:
-        return _per_rank(func, name, given, at, tree, raws, values, moved, mesh, deferred, quiet)
-    before = [(writes(r), r.grad_fn) for r in raws]
-    a, k = optree.tree_unflatten(tree, given)
-    out = run(func, mesh, a, k)
-    # the result is a view: run again on the original blocks so that it shares memory
-    if lead(mesh) and _viewing(out, raws, before):
-        blocks = [m.raw for m in moved]
-        for i, raw in zip(at, blocks, strict=True):
-            given[i] = raw
-        return replied(each(func, mesh, given, at, tree), blocks, values, mesh, deferred, True)
-    for v, m, raw, old, unsaid in zip(values, moved, raws, before, quiet, strict=True):
-        if unsaid or writes(raw) != old[0]:  # written to, in place or as out=
-            with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not old[1]):
-                _write(v, m, raw, name, not lead(mesh))
-    return replied(out, raws, values, mesh, deferred, per_rank)
+    call = FallbackCall(func, args, kwargs, refusal, opens)
+    for handler in HANDLERS:
+        if (answer := handler(call)) is not NEXT:
+            return answer
+    return run_whole(call)
 
 
-def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a call that writes to a plain tensor, with plain and whole operands only.
-
-    A plain tensor cannot hold a split result.
-    """
-    name = func.__name__
-    stats = [t for t in _statistics(func, args, kwargs) if isinstance(t, Tensor)]
-    targets = [*written(func, args, kwargs), *stats]
-    leaves, tree = flat(args, kwargs)
-    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    ours = {i: leaves[i] for i in at if isinstance(leaves[i], ShardedTensor)}
-    if not ours:
-        return func(*args, **kwargs)
-    mesh = next(iter(ours.values())).mesh
-    for t in targets:
-        check_met(t, mesh, name)
-        if isinstance(t, ShardedTensor):
-            raise PlainTensor(
-                "plain and sharded tensors are written to in one call",
-                op=name,
-                operands={"x": typeof(t)},
-                mesh=mesh,
-                fix="sl.unshard(x)",
-            )
-    cost = max(map(_bytes, ours.values()))
-    if cost > (implicit_budget() or 0):
-        raise ImplicitCommunication(
-            f"a plain tensor is written to, and {cost:.0f} bytes per rank would move unasked",
-            op=name,
-            operands={"xyzuvw"[k % 6]: typeof(leaves[i]) for k, i in enumerate(at)},
-            mesh=mesh,
-            fix=fix_line(func, leaves, tree, at, {}, math.ceil(cost)),
-        )
-    if not holds_values(mesh):
-        return args[0] if args else targets[0]
-    for i, x in ours.items():
-        leaves[i] = unshard(x)
-    a, k = optree.tree_unflatten(tree, leaves)
-    with casting(func):
-        return func(*a, **k)
+# ---------------------------------------------------------------- handlers, in their order
 
 
-def _into(func: Any, args: Any, kwargs: Any) -> Any:
+def refuse_no_value(call: FallbackCall) -> Any:
+    """Refuse functions of memory or of the autograd graph: gathering does not help them."""
+    if call.refusal is not None and call.func in (torch.autograd.grad, torch.autograd.backward):
+        raise call.refusal
+    access = call.name in ("__get__", "__set__", "__delete__")
+    if call.name in _NEVER or (access and _property(call.func) not in _VALUES):
+        raise call.refused()
+    return NEXT
+
+
+def write_out(call: FallbackCall) -> Any:
     """Run a call with ``out=``: copy the result to the target."""
+    func, args, kwargs = call.func, call.args, call.kwargs
+    if not isinstance(kwargs.get("out"), Tensor | tuple | list):
+        return NEXT
     out, rest = kwargs["out"], {k: v for k, v in kwargs.items() if k != "out"}
     if (refused := torch_refuses(func, args, kwargs)) is not None:
         raise refused
@@ -381,53 +193,342 @@ def _into(func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **rest)
     pairs = [(out, result)] if isinstance(out, Tensor) else list(zip(out, result, strict=True))
     for target, value in pairs:
-        tracked = [
-            t for t in (*flat(args, rest)[0], target) if isinstance(t, Tensor) and t.requires_grad
-        ]
-        if torch.is_grad_enabled() and tracked:
-            raise BadArgument(
-                "arguments given as out= have no gradient, and an operand asks for one",
-                op=func.__name__,
-            )
-        if target.dtype != value.dtype and torch.can_cast(value.dtype, target.dtype):
-            raise Unsupported(
-                "some functions cast what they write to out=, and some do not",
-                op=func.__name__,
-                operands={"out": typeof(target), "result": typeof(value)},
-                fix=f"out.copy_({_again(func, args, rest)})",
-            )
+        _refuse_target(call, rest, target, value)
         try:
-            _stored(target, value, func.__name__)
+            _stored(target, value, call.name)
         except ImplicitCommunication:
-            leaves, tree = flat(args, kwargs)
-            at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-            cost = (value.sharding >> target.sharding).bytes(
-                tuple(value.padded_shape), value.mesh, value.raw.element_size()
-            )
-            raise ImplicitCommunication(
-                f"the result lies otherwise than where it is written, and {float(cost):.0f} bytes "
-                "per rank would move "
-                "unasked",
-                op=func.__name__,
-                operands={"out": typeof(target), "result": typeof(value)},
-                mesh=value.mesh,
-                fix=fix_line(func, leaves, tree, at, {}, math.ceil(cost)),
-            ) from None
+            raise _moves_result(call, target, value) from None
     if isinstance(out, Tensor):
         return out
-    return None if func.__name__ in _SILENT else type(result)(out)
+    return None if call.name in _SILENT else type(result)(out)
+
+
+def write_plain(call: FallbackCall) -> Any:
+    """Run a call that writes to a plain tensor, with plain and whole operands only.
+
+    A plain tensor cannot hold a split result.
+    """
+    if all(isinstance(t, ShardedTensor) or not isinstance(t, Tensor) for t in call.written):
+        return NEXT
+    func, args, kwargs = call.func, call.args, call.kwargs
+    leaves, tree = flat(args, kwargs)
+    ours = [x for x in leaves if isinstance(x, ShardedTensor)]
+    if not ours:
+        return func(*args, **kwargs)
+    _refuse_mixed(call, ours[0].mesh)
+    _refuse_moves_to_plain(call, ours)
+    if not holds_values(ours[0].mesh):
+        return args[0] if args else call.written[0]
+    whole: list[Any] = [unshard(x) if isinstance(x, ShardedTensor) else x for x in leaves]
+    a, k = optree.tree_unflatten(tree, whole)
+    with casting(func):
+        return func(*a, **k)
+
+
+def open_body(call: FallbackCall) -> Any:
+    """Run the Python body of a torch function: the operators inside have implementations."""
+    func, args, kwargs = call.func, call.args, call.kwargs
+    if call.refusal is not None or not call.opens or call.name in _PLAINLY:
+        return NEXT
+    if func in scope().call.opened:
+        return NEXT  # its body calls it again through a helper
+    if (body := opened(func)) is None:
+        return NEXT
+    met = [x for x in flat(args, kwargs)[0] if isinstance(x, Tensor)]
+    ours = [x for x in met if isinstance(x, ShardedTensor)]
+    # tensors that the body creates are the same on every rank; given ones need not be
+    for x in met if ours else ():
+        check_met(x, ours[0].mesh, call.name)
+    try:
+        with casting(func), within(promoting=True, opened=(*scope().call.opened, func)):
+            return body(*args, **kwargs)
+    except (TypeError, AttributeError, NotImplementedError, ArithmeticError) as e:
+        why = f"{type(e).__name__} inside it: {e}"
+        call.refusal = no_implementation(func, args, kwargs, why)
+        return NEXT
+
+
+def refuse_draws(call: FallbackCall) -> Any:
+    """Refuse functions that draw random numbers, which have no whole operand to agree on."""
+    if not draws(call.func, call.args, call.kwargs):
+        return NEXT
+    leaves, _ = flat(call.args, call.kwargs)
+    raise Unsupported(
+        "this draws random numbers from each rank's own generator, and the ranks' copies would "
+        "differ",
+        op=call.name,
+        operands={"tensor": typeof(next(x for x in leaves if isinstance(x, ShardedTensor)))},
+        fix="torch.rand_like(x)",
+    )
+
+
+def refuse_sparse_gradients(call: FallbackCall) -> Any:
+    """Refuse sparse gradients, with the call without them as the fix."""
+    args, flags = call.args, ("sparse_grad", "sparse")
+    at = _SPARSE.get(call.name, len(args))
+    if not (any(map(call.kwargs.get, flags)) or any(args[at : at + 1])):
+        return NEXT
+    if at < len(args):
+        args = (*args[:at], False, *args[at + 1 :])
+    named = {k: v for k, v in call.kwargs.items() if k not in flags}
+    leaves, _ = flat(args, named)
+    whole = {i: "..." for i, x in enumerate(leaves) if isinstance(x, ShardedTensor)}
+    raise Unsupported(
+        "sparse gradients",
+        op=call.name,
+        operands=lettered(typeof(leaves[i]) for i in _tensors(leaves)),
+        fix=_line(call.func, args, named, whole),
+    )
+
+
+def refuse_new_shape(call: FallbackCall) -> Any:
+    """Refuse in-place functions that change the shape of their tensor."""
+    if call.name not in _RESHAPING:
+        return NEXT
+    x, *rest = call.args
+    given = ", ".join([*map(repr, rest), *(f"{k}={v!r}" for k, v in call.kwargs.items())])
+    raise Unsupported(
+        "a tensor's shape and layout do not change in place",
+        op=call.name,
+        operands={"tensor": typeof(x)},
+        mesh=x.mesh,
+        fix=f"x = x.{call.name[:-1]}({given})",
+    )
+
+
+def compute_apart(call: FallbackCall) -> Any:
+    """Compute an in-place method by its out-of-place variant, which may be implemented."""
+    variant = _APART.get(call.func)
+    if variant is None or not any(call.operands.moved.values()):
+        return NEXT
+    x = call.operands.values[0]
+    if call.name in _UNDERIVED and torch.is_grad_enabled() and x.requires_grad:
+        return NEXT
+    if (refused := torch_refuses(call.func, call.args, call.kwargs)) is not None:
+        raise refused
+    try:
+        # a clone, since backward may read the values that are overwritten
+        old = x.clone() if torch.is_grad_enabled() else x
+        # without autocast: in-place methods are not cast, though their variants may be
+        new = variant(old, *call.args[1:], **call.kwargs)
+        _refuse_other_dtype(call, old, new)
+        return _stored(x, new, call.name)
+    except BadArgument:
+        raise
+    except ShardError:
+        return NEXT
+
+
+def refuse_moves(call: FallbackCall) -> Any:
+    """Refuse to gather operands outside ``sl.implicit``, or more bytes than it allows."""
+    operands, budget, told = call.operands, implicit_budget(), call.refusal
+    most = max(operands.moved.values(), default=0)
+    if not most or (budget is not None and most <= budget):
+        return NEXT
+    if isinstance(told, ShardError):
+        fixed = told.fix not in ("", "sl.unshard(x)")
+        if fixed or not isinstance(told, NoImplementation):
+            raise told
+    raise ImplicitCommunication(
+        f"{call.name} needs whole operands, and {sum(operands.moved.values()):.0f} bytes per rank "
+        "would move unasked",
+        op=call.name,
+        operands=lettered(map(typeof, operands.values)),
+        mesh=operands.mesh,
+        fix=_line(call.func, call.args, call.kwargs, dict.fromkeys(operands.moved, "..."), most),
+    )
+
+
+def run_whole(call: FallbackCall) -> Any:
+    """Run the function on gathered operands; simulated ranks whose gradients differ in turn."""
+    gathered = _gather(call)
+    if gathered.deferred and lead(call.operands.mesh):
+        return _in_turn(call, gathered)
+    return _on_one(call, gathered)
+
+
+HANDLERS: tuple[Handler, ...] = (
+    refuse_no_value,
+    write_out,
+    write_plain,
+    open_body,
+    refuse_draws,
+    refuse_sparse_gradients,
+    refuse_new_shape,
+    compute_apart,
+    refuse_moves,
+)
+"""Handlers in the order in which they are tried; ``run_whole`` serves what they leave."""
+
+
+# ---------------------------------------------------------------- whole operands
+
+
+class _Gathered(NamedTuple):
+    """Whole operands of a call, and their raw tensors as the function gets them.
+
+    ``quiet``  whether torch would not count a write to a tensor, for each.
+    """
+
+    values: list[ShardedTensor]
+    raws: list[Tensor]
+    quiet: list[bool]
+    deferred: frozenset[str]
+
+
+def _gather(call: FallbackCall) -> _Gathered:
+    o, mesh = call.operands, call.operands.mesh
+
+    def among(i: int, tensors: list[Any]) -> bool:
+        return any(o.leaves[i] is t for t in tensors)
+
+    moved = [_gathered(v) if i in o.moved else v for i, v in zip(o.at, o.values, strict=True)]
+    moved = written_to(call.func, call.args, call.kwargs, moved)
+    deferred = frozenset().union(*(v.deferred for v in moved))
+    raws: list[Any] = []
+    for i, v in zip(o.at, moved, strict=True):
+        raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
+        if lead(mesh) and not deferred:
+            raw = _First.apply(raw)
+        elif i in o.moved and among(i, call.written):
+            raw = raw.clone()  # autograd refuses writes to a view made by an autograd function
+        raws.append(raw)
+    quiet = [
+        among(i, call.written if raw.is_inference() else call.statistics)
+        for i, raw in zip(o.at, raws, strict=True)
+    ]
+    return _Gathered(moved, raws, quiet, deferred)
+
+
+def _on_one(call: FallbackCall, whole: _Gathered) -> Any:
+    """Run the function once, for all ranks that this process simulates."""
+    o, mesh, raws = call.operands, call.operands.mesh, whole.raws
+    before = [(writes(r), r.grad_fn) for r in raws]
+    a, k = optree.tree_unflatten(o.tree, o.filled(raws))
+    out = run(call.func, mesh, a, k)
+    # the result is a view: run again on the original blocks so that it shares memory
+    if lead(mesh) and _viewing(out, raws, before):
+        blocks = [v.raw for v in whole.values]
+        out = each(call.func, mesh, o.filled(blocks), o.at, o.tree)
+        return replied(out, blocks, o.values, mesh, whole.deferred, True)
+    each_written = zip(o.values, whole.values, raws, before, whole.quiet, strict=True)
+    for x, moved, raw, (count, graph), quiet in each_written:
+        if quiet or writes(raw) != count:  # written to, in place or as out=
+            with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not graph):
+                _write(x, moved, raw, call.name, not lead(mesh))
+    return replied(out, raws, o.values, mesh, whole.deferred, False)
+
+
+def _in_turn(call: FallbackCall, whole: _Gathered) -> Any:
+    """Run simulated ranks whose gradients differ one after the other, each on copies.
+
+    So an in-place write of one rank does not invalidate another's saved tensors.
+    """
+    o, mesh = call.operands, call.operands.mesh
+    copies = [[r[rank].clone() for rank in range(mesh.size)] for r in whole.raws]
+
+    def marked(t: Any) -> Any:
+        for k, mine in enumerate(copies):
+            if any(t is x for x in mine):
+                return _SameAsOperand(k)
+        return t
+
+    def one(*blocks: Any, **more: Any) -> Any:
+        with casting(call.func):
+            out = call.func(*blocks, **more)
+        return optree.tree_map(marked, out, none_is_leaf=True)
+
+    before = [[writes(c) for c in mine] for mine in copies]
+    out = each(one, mesh, o.filled(copies), o.at, o.tree)
+    each_written = zip(o.values, whole.values, copies, before, whole.quiet, strict=True)
+    for x, moved, mine, counts, quiet in each_written:
+        if quiet or [writes(c) for c in mine] != counts:
+            _write(x, moved, torch.stack(mine), call.name, True)
+    out = optree.tree_map(
+        lambda t: o.values[t.at] if isinstance(t, _SameAsOperand) else t, out, none_is_leaf=True
+    )
+    return replied(out, whole.raws, o.values, mesh, whole.deferred, True)
+
+
+# ---------------------------------------------------------------- results that are written
+
+
+def _refuse_target(call: FallbackCall, rest: Any, target: Tensor, value: Tensor) -> None:
+    """Refuse a target of ``out=`` with a gradient, or of a dtype to which torch may not cast."""
+    given = [t for t in (*flat(call.args, rest)[0], target) if isinstance(t, Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        raise BadArgument(
+            "arguments given as out= have no gradient, and an operand asks for one", op=call.name
+        )
+    if target.dtype != value.dtype and torch.can_cast(value.dtype, target.dtype):
+        raise Unsupported(
+            "some functions cast what they write to out=, and some do not",
+            op=call.name,
+            operands={"out": typeof(target), "result": typeof(value)},
+            fix=f"out.copy_({_line(call.func, call.args, rest)})",
+        )
+
+
+def _moves_result(call: FallbackCall, target: Any, value: Any) -> ImplicitCommunication:
+    """Return the refusal of a result that would move to where it is written."""
+    cost = (value.sharding >> target.sharding).bytes(
+        tuple(value.padded_shape), value.mesh, value.raw.element_size()
+    )
+    return ImplicitCommunication(
+        f"the result lies otherwise than where it is written, and {float(cost):.0f} bytes per rank "
+        "would move unasked",
+        op=call.name,
+        operands={"out": typeof(target), "result": typeof(value)},
+        mesh=value.mesh,
+        fix=_line(call.func, call.args, call.kwargs, most=cost),
+    )
+
+
+def _refuse_mixed(call: FallbackCall, mesh: Mesh) -> None:
+    """Refuse a call that writes to plain tensors of another mesh's process, or to sharded ones."""
+    for t in call.written:
+        if not isinstance(t, Tensor):
+            continue
+        check_met(t, mesh, call.name)
+        if isinstance(t, ShardedTensor):
+            raise PlainTensor(
+                "plain and sharded tensors are written to in one call",
+                op=call.name,
+                operands={"x": typeof(t)},
+                mesh=mesh,
+                fix="sl.unshard(x)",
+            )
+
+
+def _refuse_moves_to_plain(call: FallbackCall, ours: list[ShardedTensor]) -> None:
+    cost = max(map(_bytes, ours))
+    if cost <= (implicit_budget() or 0):
+        return
+    leaves, _ = flat(call.args, call.kwargs)
+    tensors = [leaves[i] for i in _tensors(leaves)]
+    raise ImplicitCommunication(
+        f"a plain tensor is written to, and {cost:.0f} bytes per rank would move unasked",
+        op=call.name,
+        operands={"xyzuvw"[k % 6]: typeof(x) for k, x in enumerate(tensors)},
+        mesh=ours[0].mesh,
+        fix=_line(call.func, call.args, call.kwargs, most=cost),
+    )
+
+
+def _refuse_other_dtype(call: FallbackCall, old: Tensor, new: Any) -> None:
+    """Refuse to write a result of another dtype, as torch's in-place methods do."""
+    narrows = old.is_complex() > new.is_complex() and new.dtype is not torch.bool
+    if call.kwargs.get("dtype") not in (None, old.dtype) or narrows:
+        raise BadArgument(
+            f"a result of dtype {new.dtype} is not written to a tensor of {old.dtype}",
+            op=call.name,
+            operands={"tensor": typeof(old)},
+            mesh=call.operands.mesh,
+        )
 
 
 _SILENT = frozenset("split_copy split_with_sizes_copy unbind_copy".split())
 """Functions that return None when they write to ``out=``."""
-
-
-def _again(func: Any, args: Any, kwargs: Any) -> str:
-    """Write the call as a line of code."""
-    leaves, tree = flat(args, kwargs)
-    return fix_line(
-        func, leaves, tree, [i for i, x in enumerate(leaves) if isinstance(x, Tensor)], {}, 0
-    )
 
 
 def _stored(x: Any, value: Any, op: str) -> Any:
@@ -462,41 +563,6 @@ _UNDERIVED = frozenset("acosh_ asinh_ atanh_ arccosh_ arcsinh_ arctanh_".split()
 """In-place methods without a gradient in torch, though their variants have one."""
 
 
-def _per_rank(
-    func: Any, name: str, given: list[Any], at: list[int], tree: Any, raws: list[Tensor],
-    values: Any, moved: Any, mesh: Mesh, deferred: Any, quiet: list[bool],
-) -> Any:  # fmt: skip
-    """Run simulated ranks whose gradients differ one after the other, each on copies.
-
-    So an in-place write of one rank does not invalidate another's saved tensors.
-    """
-    copies = [[r[rank].clone() for rank in range(mesh.size)] for r in raws]
-
-    def one(*blocks: Any, **more: Any) -> Any:
-        with casting(func):
-            out = func(*blocks, **more)
-        return optree.tree_map(
-            lambda t: next(
-                (_SameAsOperand(k) for k, c in enumerate(copies) if any(t is x for x in c)), t
-            ),
-            out,
-            none_is_leaf=True,
-        )
-
-    before = [[writes(c) for c in mine] for mine in copies]
-    leaves = list(given)
-    for i, mine in zip(at, copies, strict=True):
-        leaves[i] = mine
-    out = each(one, mesh, leaves, at, tree)
-    for v, m, mine, old, unsaid in zip(values, moved, copies, before, quiet, strict=True):
-        if unsaid or [writes(c) for c in mine] != old:
-            _write(v, m, torch.stack(mine), name, True)
-    out = optree.tree_map(
-        lambda t: values[t.at] if isinstance(t, _SameAsOperand) else t, out, none_is_leaf=True
-    )
-    return replied(out, raws, values, mesh, deferred, True)
-
-
 def _viewing(out: Any, raws: list[Tensor], before: list[Any]) -> bool:
     found = [t for t in optree.tree_leaves(out) if isinstance(t, Tensor)]  # type: ignore[arg-type]
     views = any(t is not r and same_memory(t, r) for t in found for r in raws)
@@ -513,19 +579,6 @@ class _SameAsOperand:
         return isinstance(other, _SameAsOperand) and other.at == self.at
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _sparse(func: Any, args: Any, kwargs: Any) -> Unsupported:
-    """Return the refusal of sparse gradients, with the call without them as the fix."""
-    leaves, tree = flat(args, kwargs)
-    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    whole = {i: "..." for i in at if isinstance(leaves[i], ShardedTensor)}
-    return Unsupported(
-        "sparse gradients",
-        op=func.__name__,
-        operands=lettered(typeof(leaves[i]) for i in at),
-        fix=fix_line(func, leaves, tree, at, whole, 0),
-    )
 
 
 # position of the flag in torch.embedding_bag and F.embedding
@@ -664,85 +717,16 @@ def replied(
     return optree.tree_map(back, out, none_is_leaf=True)
 
 
-def _refused(
-    func: Any, name: str, leaves: list[Any], tree: Any, values: list[Any], at: list[int],
-    bytes_: dict[int, float], refusal: Any,
-) -> ShardError:  # fmt: skip
-    if isinstance(refusal, ShardError) and refusal.fix not in ("", "sl.unshard(x)"):
-        return refusal
-    whole = {i: "..." for i in bytes_}
-    return ImplicitCommunication(
-        f"{name} needs whole operands, and {sum(bytes_.values()):.0f} bytes per rank would move "
-        "unasked",
-        op=name,
-        operands=lettered(map(typeof, values)),
-        mesh=values[0].mesh,
-        fix=fix_line(func, leaves, tree, at, whole, math.ceil(max(bytes_.values()))),
-    )
+def _tensors(leaves: list[Any]) -> list[int]:
+    return [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
 
 
-def fix_line(
-    func: Any, leaves: list[Any], tree: Any, at: list[int], to: dict[int, str], most: int
+def _line(
+    func: Any, args: Any, kwargs: Any, to: dict[int, str] | None = None, most: Any = 0
 ) -> str:
-    """Return the call with its operands named x, y, z, ..., as a line that runs."""
-    names = {i: name for name, i in lettered(at).items()}
-    below = type(func).__name__.startswith("OpOverload")  # whose name torch gives without its home
-    title = _title(func) if below else torch.overrides.resolve_name(func) or _title(func)
-    writes = (
-        (title.endswith("_") and not title.endswith("__")) or ".__i" in title or "setitem" in title
-    )
-    parts = []
-    for i, x in enumerate(leaves):
-        if i in names:
-            parts.append(
-                _Text(names[i] if writes or i not in to else f"sl.reshard({names[i]}, {to[i]!r})")
-            )
-        else:
-            parts.append(_Text(_written(x)))
-    a, k = optree.tree_unflatten(tree, parts)
-    if title.rpartition(".")[2] in _SPREAD and len(a) == 1 and isinstance(a[0], tuple | list):
-        a = a[0]  # torch's Python wrapper passes its tensors on as one sequence
-    line = f"{title}({', '.join([*map(_text, a), *(f'{n}={_text(v)}' for n, v in k.items())])})"
-    return f"with sl.implicit({most}): {line}" if writes or "out" in k else line
-
-
-_SPREAD = frozenset("block_diag broadcast_tensors cartesian_prod meshgrid".split())
-
-
-def _title(func: Any) -> str:
-    """Return the qualified name of a function that torch.overrides does not list."""
-    name = getattr(func, "__name__", "f")
-    if type(func).__name__.startswith("OpOverload"):  # torch.ops.aten.f.default
-        return f"torch.ops.{func!s}"
-    if (
-        inspect.isbuiltin(func) and getattr(torch, name, func) is not func and name not in _SPREAD
-    ):  # torch's function of this name is in Python, and takes
-        return f"torch.ops.aten.{name}"  # other arguments than the aten function that it calls
-    module = getattr(func, "__module__", None) or "torch"
-    return f"{module}.{name}" if module.startswith("torch") else f"torch.{name}"
-
-
-class _Text(str):
-    __slots__ = ()
-
-
-def _text(x: Any) -> str:
-    if isinstance(x, _Text):
-        return str(x)
-    if isinstance(x, list):
-        return f"[{', '.join(map(_text, x))}]"
-    if isinstance(x, tuple):
-        return f"({', '.join(map(_text, x))}{',' if len(x) == 1 else ''})"
-    return repr(x)
-
-
-def _written(x: Any) -> str:
-    text = repr(x)
-    return (
-        text
-        if not text.startswith("<") and text not in ("inf", "nan", "-inf")
-        else f"float({text!r})"
-    )
+    """Write the call as a line of code, its tensors at ``to`` resharded first."""
+    leaves, tree = flat(args, kwargs)
+    return fix_line(func, leaves, tree, _tensors(leaves), to or {}, math.ceil(most))
 
 
 FALLBACK.append(on_whole)

@@ -13,12 +13,13 @@ from shardlib.memory_sharing import link
 from shardlib.mesh import Mesh
 from shardlib.ops.declare import Bound, declare, rows, slots, where
 from shardlib.ops.dims import Labels, rows_call
+from shardlib.ops.each_rank import each, flat
 from shardlib.ops.elementwise import elementwise, padded_alike
-from shardlib.ops.fallback import each, flat, is_whole, on_whole
+from shardlib.ops.fallback import is_whole, on_whole
 from shardlib.ops.id_bounds import in_range
 from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
 from shardlib.ops.signatures import ArgumentSlot, binder
-from shardlib.ops.views import piece
+from shardlib.ops.views import indexed_dims, piece, without_ellipsis
 from shardlib.placing import reshard, shard
 from shardlib.tensor import (
     Place,
@@ -93,14 +94,9 @@ def _indexed(b: Bound) -> Labels:
         Ellipsis in index
     ):
         raise Unfit("lists")
-    fill = (slice(None),) * (x.ndim - named)
-    at = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
-    index = (*index[:at], *fill, *index[at + 1 :])
     mine: list[Any] = []
     out: Labels = {}
-    for i in index:
-        if i is None:
-            continue
+    for i in indexed_dims(index, x.ndim):
         mine.append(len(mine) if isinstance(i, slice) and i == slice(None) else None)
         if isinstance(i, ArgumentSlot):
             out[i.at] = tuple(("i", d - i.ndim) for d in range(i.ndim))
@@ -147,11 +143,7 @@ def _touched(index: tuple[Any, ...], ndim: int) -> list[int] | None:
     """List the dimensions that numbers and slices cut; None if there are other indices."""
     if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
         return None
-    named = [i for i in index if i is not None]
-    at = next((n for n, i in enumerate(named) if i is Ellipsis), len(named))
-    rest = named[at + 1 :]
-    places = [*range(at), *range(ndim - len(rest), ndim)]
-    return [d for d, i in zip(places, named[:at] + rest, strict=True) if i != slice(None)]
+    return [d for d, i in enumerate(indexed_dims(index, ndim)) if i != slice(None)]
 
 
 @implements(Tensor.__getitem__, padded=_padded_getitem)
@@ -218,16 +210,10 @@ def _numbered(x: ShardedTensor, given: tuple[Any, ...]) -> bool:
     named = sum(i is not None and i is not Ellipsis for i in given)
     if any(isinstance(i, bool) for i in given) or named > x.ndim or type(x) is not ShardedTensor:
         return False
-    at = next((k for k, i in enumerate(given) if i is Ellipsis), len(given))
-    full = [
-        i
-        for i in (*given[:at], *[slice(None)] * (x.ndim - named), *given[at + 1 :])
-        if i is not None
-    ]
     tokens = x.sharding.resolve(x.ndim).dims
     cut = [
         (i, n)
-        for i, t, n in zip(full, tokens, x.padded_shape, strict=True)
+        for i, t, n in zip(indexed_dims(given, x.ndim), tokens, x.padded_shape, strict=True)
         if real_axes(x.mesh, t.axes) and i != _ALL
     ]
     return bool(cut) and all(isinstance(i, int) and -n <= i < n for i, n in cut)
@@ -270,6 +256,14 @@ def _whole(i: ShardedTensor) -> ShardedTensor:
     return i if is_whole(i) else reshard(i, "...")
 
 
+def _in_block(ids: Tensor, n: int, token: Dim, mesh: Mesh) -> Tensor:
+    """Return where positions are in each rank's block; the block's size for other ranks' ones."""
+    table = _here(n, token, mesh)
+    if not lead(mesh):
+        return table[ids]
+    return table.gather(1, ids.reshape(mesh.size, -1)).view(ids.shape)
+
+
 def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     """Return x[given]: ranks get the positions and give their elements, joined by one sum.
 
@@ -283,6 +277,27 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
         or not holds_values(x.mesh)
     ):
         return None
+    whole = _whole_positions(given)
+    if whole is None or sum(i is not None and i is not Ellipsis for i in whole) > x.ndim:
+        return None
+    found = _own_positions(x, without_ellipsis(whole, x.ndim))
+    if found is None:
+        return None
+    raw, index, summed = found
+    leaves, tree = flat((raw, index), {})
+    places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor)]
+    out = each(_copied, x.mesh, leaves, places, tree)
+    joined = total(out.long() if out.dtype == torch.bool else out, x.mesh, summed).to(out.dtype)
+    dims = _picked_dims(x, index)
+    size = torch.Size(
+        n * x.mesh.axis_size(t.axes) if t.is_split else n
+        for n, t in zip(joined.shape[lead(x.mesh) :], dims, strict=True)
+    )
+    return ShardedTensor(joined, Place(Layout(dims), size, x.mesh, deferred=x.deferred))
+
+
+def _whole_positions(given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return the index with its tensors gathered, masks as positions; None for other values."""
     index: list[Any] = []
     for i in given:
         if isinstance(i, ShardedTensor) and i.dtype in (torch.bool, torch.uint8):
@@ -291,73 +306,66 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
             index += _whole(i.bool()).nonzero().unbind(1)  # type: ignore[arg-type]
         else:
             index.append(_whole(i) if isinstance(i, ShardedTensor) else i)
-    named = sum(i is not None and i is not Ellipsis for i in index)
-    if named > x.ndim:
-        return None
-    fill = [slice(None)] * (x.ndim - named)
-    at = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
-    index = [*index[:at], *fill, *index[at + 1 :]]
-    tokens, raw, summed = x.sharding.resolve(x.ndim).dims, x.raw, []
-    stacked, mesh = lead(x.mesh), x.mesh
-    given_, d = [], 0
+    return tuple(index)
+
+
+def _own_positions(
+    x: ShardedTensor, index: tuple[Any, ...]
+) -> tuple[Tensor, tuple[Any, ...], list[str]] | None:
+    """Return blocks, the index into them, and the axes to sum over; None if a slice cuts blocks.
+
+    A block gets one more row of zeros, which stands for the positions of other ranks.
+    """
+    mesh, raw, summed = x.mesh, x.raw, []
+    stacked = lead(mesh)
+    tokens = iter(enumerate(x.sharding.resolve(x.ndim).dims))
+    local: list[Any] = []
     for i in index:
         if i is None:
-            given_.append(i)
+            local.append(i)
             continue
-        token = tokens[d]
+        d, token = next(tokens)
         axes = real_axes(mesh, token.axes)
-        if isinstance(i, ShardedTensor):
-            i = i.raw.long()
-            if axes:
-                n = x.padded_shape[d]
-                in_range(i, n, "getitem", f"index of dimension {d}", lowest=-n)
-                table = _here(n, token, mesh)
-                i = (
-                    table.gather(1, (i % n).reshape(mesh.size, -1)).view(i.shape)
-                    if stacked
-                    else table[i % n]
-                )
-                edge = list(raw.shape)
-                edge[d + stacked] = 1
-                # one more row of zeros, which stands for the positions of other ranks
-                raw = torch.cat([raw, raw.new_zeros(edge)], d + stacked)
-                summed += axes
-        elif axes and i != slice(None):
-            return None
-        given_.append(i)
-        d += 1
-    picked = [k for k, i in enumerate(given_) if isinstance(i, Tensor)]
-    leaves, tree = flat((raw, tuple(given_)), {})
-    places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor)]
-    out = each(_copied, mesh, leaves, places, tree)
-    joined = (
-        total(out.long(), mesh, summed).to(out.dtype)
-        if out.dtype == torch.bool
-        else total(out, mesh, summed)
-    )
-    kept, d = [], 0  # tokens of the dimensions not indexed by tensors, in order
-    for i in given_:
-        if i is None:
-            kept.append(Dim())
+        if not isinstance(i, ShardedTensor):
+            if axes and i != slice(None):
+                return None
+            local.append(i)
             continue
-        if isinstance(i, slice):
-            kept.append(tokens[d])
-        d += 1
-    block = torch.broadcast_shapes(*[given_[k].shape[stacked:] for k in picked])
-    sure = [k for k, i in enumerate(given_) if isinstance(i, Tensor) and i.ndim > stacked]
-    together = sure == list(range(sure[0], sure[0] + len(sure))) if sure else True
-    before = (
-        sum(isinstance(i, slice) or i is None for i in given_[: sure[0]])
-        if sure and together
-        else 0
-    )
-    dims = (*kept[:before], *[Dim()] * len(block), *kept[before:])
-    layout = Layout(dims)
-    local = joined.shape[stacked:]
-    size = torch.Size(
-        n * mesh.axis_size(t.axes) if t.is_split else n for n, t in zip(local, dims, strict=True)
-    )
-    return ShardedTensor(joined, Place(layout, size, mesh, deferred=x.deferred))
+        ids = i.raw.long()
+        if axes:
+            n = x.padded_shape[d]
+            in_range(ids, n, "getitem", f"index of dimension {d}", lowest=-n)
+            ids = _in_block(ids % n, n, token, mesh)
+            edge = list(raw.shape)
+            edge[d + stacked] = 1
+            raw = torch.cat([raw, raw.new_zeros(edge)], d + stacked)
+            summed += axes
+        local.append(ids)
+    return raw, tuple(local), summed
+
+
+def _picked_dims(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[Dim, ...]:
+    """Return the tokens of x[index]: the indices' dimensions come first, or where they stand.
+
+    They come first where a slice stands between them.
+    """
+    stacked = lead(x.mesh)
+    tokens = iter(x.sharding.resolve(x.ndim).dims)
+    kept: list[Dim] = []  # tokens of the dimensions not indexed by tensors, in order
+    before = 0
+    at: list[int] = []  # of the indices with dimensions
+    for k, i in enumerate(index):
+        token = Dim() if i is None else next(tokens)
+        if i is None or isinstance(i, slice):
+            kept.append(token)
+        elif isinstance(i, Tensor) and i.ndim > stacked:
+            before = before if at else len(kept)
+            at.append(k)
+    together = not at or at == list(range(at[0], at[0] + len(at)))
+    shapes = [i.shape[stacked:] for i in index if isinstance(i, Tensor)]
+    block = len(torch.broadcast_shapes(*shapes))
+    before = before if together else 0
+    return (*kept[:before], *[Dim()] * block, *kept[before:])
 
 
 def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
@@ -469,37 +477,22 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
     x, dim, index, source, alpha = _ADDED(*args, **kwargs).values()
     mesh = next(v.mesh for v in (x, index, source) if isinstance(v, ShardedTensor))
     index = replicated(index, mesh) if not isinstance(index, ShardedTensor) else index
-    values = [lift(v, mesh, "index_add") for v in (x, index, source)]
-    x, index, source = values
+    x, index, source = (lift(v, mesh, "index_add") for v in (x, index, source))
     dim = dim % max(1, x.ndim)
-    if not x.ndim:
+    if not _adds_in_place(x, dim, index, source):
         return on_whole(func, args, kwargs, None)
-    token = x.sharding.resolve(x.ndim).dims[dim]
-    plain = all(
-        type(v) is ShardedTensor and not v.sharding.partial and not v.deferred for v in values
-    )
-    if not plain or not holds_values(mesh) or index.ndim != 1 or source.ndim != x.ndim:
-        return on_whole(func, args, kwargs, None)
-    theirs = source.sharding.resolve(x.ndim)
-    lies = Layout(
-        tuple(Dim() if d == dim else t for d, t in enumerate(x.sharding.resolve(x.ndim).dims))
-    )
-    if source.padded_shape[dim] != index.padded_shape[0] or (theirs >> lies).bytes(
-        tuple(source.padded_shape), mesh
-    ):
-        return on_whole(func, args, kwargs, None)
+    tokens = x.sharding.resolve(x.ndim).dims
+    lies = _unsplit(tokens, dim)
     index, source = _whole(index), reshard(source, lies)
-    ids, stacked = index.raw.long(), lead(mesh)
+    ids = index.raw.long()
     rows = vary(source.raw, mesh, set(real_axes(mesh, x.sharding.axes)) - set(lies.axes))
     n = x.padded_shape[dim]
     in_range(ids, n, "index_add", f"index of dimension {dim}")
-    if real_axes(mesh, token.axes):
-        # the position in this rank's block, or the block's size for positions of other ranks
-        table = _here(n, token, mesh)
-        ids = table.gather(1, ids) if stacked else table[ids]
-        out = ids == x.raw.shape[dim + stacked]
-        shape = [mesh.size] * stacked + [-1 if d == dim else 1 for d in range(x.ndim)]
-        # those add zeros at position 0
+    if real_axes(mesh, tokens[dim].axes):
+        ids = _in_block(ids, n, tokens[dim], mesh)
+        out = ids == x.raw.shape[dim + lead(mesh)]
+        shape = [mesh.size] * lead(mesh) + [-1 if d == dim else 1 for d in range(x.ndim)]
+        # positions of other ranks add zeros at position 0
         rows, ids = rows.masked_fill(out.view(shape), 0), ids.masked_fill(out, 0)
     leaves, tree = flat((x.raw, dim, ids, rows), {"alpha": alpha})
     if func is not Tensor.index_add_:
@@ -507,6 +500,24 @@ def index_add(func: Any, args: Any, kwargs: Any) -> Any:
     added = each(torch.index_add, mesh, [torch.zeros_like(x.raw), *leaves[1:]], [0, 2, 3], tree)
     x.raw.add_(added)
     return x
+
+
+def _unsplit(tokens: tuple[Dim, ...], dim: int) -> Layout:
+    return Layout(tuple(Dim() if d == dim else t for d, t in enumerate(tokens)))
+
+
+def _adds_in_place(x: ShardedTensor, dim: int, index: ShardedTensor, source: ShardedTensor) -> bool:
+    """Check whether slices of the source can be added to x's blocks, and only the index moves."""
+    if not x.ndim or not holds_values(x.mesh) or index.ndim != 1 or source.ndim != x.ndim:
+        return False
+    for v in (x, index, source):
+        if type(v) is not ShardedTensor or v.sharding.partial or v.deferred:
+            return False
+    if source.padded_shape[dim] != index.padded_shape[0]:
+        return False
+    theirs = source.sharding.resolve(x.ndim)
+    lies = _unsplit(x.sharding.resolve(x.ndim).dims, dim)
+    return not (theirs >> lies).bytes(tuple(source.padded_shape), x.mesh)
 
 
 def _everywhere(i: Any, x: ShardedTensor) -> Any:

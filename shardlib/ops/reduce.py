@@ -17,7 +17,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import rows, spelled
 from shardlib.ops.dims import rows_call
-from shardlib.ops.fallback import each
+from shardlib.ops.each_rank import each
 from shardlib.ops.padding import filled, masked, padded_to
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.placing import reshard

@@ -23,7 +23,7 @@ from shardlib.errors import (
     lettered,
 )
 from shardlib.layouts import Dim, Layout
-from shardlib.layouts.dims import cut
+from shardlib.layouts.dims import cut, without_ones
 from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.placing import reshard
@@ -74,99 +74,132 @@ def view_layout(
         return "a skewed tensor has no other view"
     if 0 in shape:
         return layout if not layout.axes else "an empty split tensor has no other view"
-    dims: list[Dim] = []
-    i = 0
-    digits: _Digits = []
-    have = 1
-    for n in new:
-        if n != 1 and not digits:  # both shapes end a dimension here: nothing to regroup
-            while i < len(shape) and shape[i] == 1:
-                if layout.dims[i].is_split:
-                    return f"dimension {i} of size 1 is split"
-                i += 1
-            if i < len(shape) and shape[i] == n:
-                dims.append(layout.dims[i])
-                i += 1
-                continue
+    reader = _DigitReader(layout, shape, mesh)
+    try:
+        dims = tuple(reader.dim(n) for n in new)
+        reader.end()
+    except _DigitCut as e:
+        return str(e)
+    return Layout(dims=dims, partial=layout.partial)
+
+
+class _DigitCut(Exception):
+    """Reason why a new dimension does not consist of whole digits."""
+
+
+class _DigitReader:
+    """Digits of a layout's dimensions, regrouped as the dimensions of another shape.
+
+    ``at``    the next dimension to read.
+    ``left``  digits read and not used yet, and ``count`` their product.
+    """
+
+    def __init__(self, layout: Layout, shape: tuple[int, ...], mesh: dict[str, int]) -> None:
+        self.dims, self.shape, self.mesh = layout.dims, shape, mesh
+        self.at, self.count = 0, 1
+        self.left: _Digits = []
+
+    def dim(self, n: int) -> Dim:
+        """Return the token of the next dimension of the new shape, of size ``n``."""
+        if n != 1 and not self.left:  # both shapes end a dimension here: nothing to regroup
+            self._skip_ones()
+            if self.at < len(self.shape) and self.shape[self.at] == n:
+                self.at += 1
+                return self.dims[self.at - 1]
+        self._read(n)
+        taken = self._taken(n)
+        self.count //= n
+        for sequence, _ in taken[:-1]:
+            if isinstance(sequence, Dim):
+                raise _DigitCut(f"a sequence split {sequence} has no dimension after it")
+        while self.left and self.left[0] == (None, 1):
+            self.left.pop(0)
+        return _dim(taken)
+
+    def end(self) -> None:
+        """Check that nothing is left that is split."""
+        if any(d.is_split for d in self.dims[self.at :]) or any(a for a, _ in self.left):
+            raise _DigitCut("a split dimension of size 1 would vanish")
+
+    def _skip_ones(self) -> None:
+        while self.at < len(self.shape) and self.shape[self.at] == 1:
+            if self.dims[self.at].is_split:
+                raise _DigitCut(f"dimension {self.at} of size 1 is split")
+            self.at += 1
+
+    def _read(self, n: int) -> None:
+        """Read dimensions until their digits hold ``n``, or a multiple if none is split."""
+        while self.at < len(self.shape):
+            unsplit = len(self.left) == 1 and self.left[0][0] is None
+            if self.count >= n and not (unsplit and self.count % n):
+                return
+            for axis, radix in _digits(self.dims[self.at], self.shape[self.at], self.mesh):
+                if axis is None and self.left and self.left[-1][0] is None:
+                    self.left[-1] = (None, self.left[-1][1] * radix)  # adjacent unsplit ones merge
+                else:
+                    self.left.append((axis, radix))
+            self.count *= self.shape[self.at]
+            self.at += 1
+
+    def _taken(self, n: int) -> _Digits:
+        """Take the digits of a dimension of size ``n``; an unsplit digit may be divided."""
         taken: _Digits = []
         need = n
-        while i < len(shape) and (
-            have < n or (len(digits) == 1 and digits[0][0] is None and have % n)
-        ):
-            for axis, radix in _digits(layout.dims[i], shape[i], mesh):
-                if axis is None and digits and digits[-1][0] is None:
-                    digits[-1] = (None, digits[-1][1] * radix)  # adjacent unsplit digits merge
-                else:
-                    digits.append((axis, radix))
-            have *= shape[i]
-            i += 1
         while need > 1:
-            axis, radix = digits.pop(0)
-            g = math.gcd(radix, need)
-            if radix == g:
+            axis, radix = self.left.pop(0)
+            common = math.gcd(radix, need)
+            if radix == common:
                 taken.append((axis, radix))
                 need //= radix
-            elif axis is None and g == need:
+            elif axis is None and common == need:
                 taken.append((None, need))
-                digits.insert(0, (None, radix // need))
+                self.left.insert(0, (None, radix // need))
                 need = 1
             else:
-                what = (
-                    f"axis {axis!r} (size {radix})"
-                    if isinstance(axis, str)
-                    else f"a factor {radix}"
-                )
-                what = f"a sequence split {axis}" if isinstance(axis, Dim) else what
-                return f"{what} does not fit into a dimension of size {n}"
-        have //= n
-        if any(isinstance(a, Dim) for a, _ in taken[:-1]):
-            sequence = next(a for a, _ in taken if isinstance(a, Dim))
-            return f"a sequence split {sequence} has no dimension after it"
-        while digits and digits[0] == (None, 1):
-            digits.pop(0)
-        if all(a is None and r == 1 for a, r in digits):
-            digits = []
-        dims.append(_dim(taken))
-    if any(d.is_split for d in layout.dims[i:]) or any(a for a, _ in digits):
-        return "a split dimension of size 1 would vanish"
-    return Layout(dims=tuple(dims), partial=layout.partial)
+                raise _DigitCut(f"{_named(axis, radix)} does not fit into a dimension of size {n}")
+        return taken
+
+
+def _named(axis: str | Dim | None, radix: int) -> str:
+    if isinstance(axis, Dim):
+        return f"a sequence split {axis}"
+    return f"a factor {radix}" if axis is None else f"axis {axis!r} (size {radix})"
 
 
 def _with_ones(
     layout: Layout, shape: tuple[int, ...], new: tuple[int, ...], mesh: dict[str, int]
 ) -> Layout | str:
     """Find a view's layout; axes of size one go to the dimension that starts where theirs did."""
-    bare = [
-        Dim(tuple(p for p in d.parts if isinstance(p, int) or mesh[p] > 1), d.order)
-        for d in layout.dims
-    ]
-    bare = [d if d.axes else Dim() for d in bare]
+    bare = [without_ones(d, mesh) for d in layout.dims]
     out = view_layout(Layout(tuple(bare), layout.partial), shape, new, mesh)
     if isinstance(out, str):
         return out
-    starts = [math.prod(new[:j]) for j in range(len(new))]
     dims = list(out.resolve(len(new)).dims)
     for i, d in enumerate(layout.dims):
-        start = math.prod(shape[:i])
-        # of dimensions that start together only the last has size > 1, and keeps its axes
-        alone = shape[i] == 1
-        before = sum(math.prod(shape[:k]) == start for k in range(i)) if alone else 0
-        found = [j for j, s in enumerate(starts) if s == start]
-        found = [j for j in found if (new[j] == 1) is alone] or found
-        if d == bare[i] or not found:
+        j = None if d == bare[i] else _same_start(i, shape, new)
+        if j is None:
             continue
-        j = found[min(before, len(found) - 1)]
         if dims[j] == bare[i] and new[j] == shape[i]:
             dims[j] = d
         elif dims[j].order == "contiguous":
-            first = next(
-                (k for k, p in enumerate(d.parts) if isinstance(p, int) or mesh[p] > 1),
-                len(d.parts),
-            )
-            ones = [a for a in d.axes if mesh[a] == 1]
-            lead = [a for a in ones if a in d.parts[:first]]
-            dims[j] = Dim((*lead, *dims[j].parts, *(a for a in ones if a not in lead)))
+            many = [k for k, p in enumerate(d.parts) if isinstance(p, int) or mesh[p] > 1]
+            first = many[0] if many else len(d.parts)
+            ahead = [p for p in d.parts[:first] if isinstance(p, str)]
+            behind = [p for p in d.parts[first:] if isinstance(p, str) and mesh[p] == 1]
+            dims[j] = Dim((*ahead, *dims[j].parts, *behind))
     return Layout(tuple(dims), layout.partial)
+
+
+def _same_start(i: int, shape: tuple[int, ...], new: tuple[int, ...]) -> int | None:
+    """Return the new dimension that starts at the element where dimension ``i`` does.
+
+    Of dimensions that start together only the last has a size above one, and keeps its axes.
+    """
+    start, alone = math.prod(shape[:i]), shape[i] == 1
+    before = sum(math.prod(shape[:k]) == start for k in range(i)) if alone else 0
+    found = [j for j in range(len(new)) if math.prod(new[:j]) == start]
+    found = [j for j in found if (new[j] == 1) is alone] or found
+    return found[min(before, len(found) - 1)] if found else None
 
 
 def _dim(digits: _Digits) -> Dim:
@@ -501,27 +534,6 @@ def movedim(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-@implements(
-    Tensor.t_,
-    Tensor.transpose_,
-    Tensor.swapaxes_,
-    Tensor.swapdims_,
-    Tensor.squeeze_,
-    Tensor.unsqueeze_,
-)
-def reshaped_in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
-    """Refuse to change a value's shape in place."""
-    name, x = func.__name__.rstrip("_"), args[0]
-    rest = [*map(repr, args[1:]), *(f"{k}={v!r}" for k, v in kwargs.items())]
-    raise Unsupported(
-        "a tensor's shape and layout do not change in place",
-        op=func.__name__,
-        operands={"tensor": typeof(x)},
-        mesh=x.mesh,
-        fix=f"x = x.{name}({', '.join(rest)})",
-    )
-
-
 # ---------------------------------------------------------------- dimensions of size one, expand
 
 
@@ -774,59 +786,64 @@ def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return piece(Tensor.__getitem__, (x, (*[slice(None)] * dim, where)), {})
 
 
+def without_ellipsis(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
+    """Return an index with whole slices for its Ellipsis and for the dimensions left out."""
+    named = sum(i is not None and i is not Ellipsis for i in index)
+    at = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
+    return (*index[:at], *[slice(None)] * (ndim - named), *index[at + 1 :])
+
+
+def indexed_dims(index: tuple[Any, ...], ndim: int) -> list[Any]:
+    """List what indexes each dimension."""
+    return [i for i in without_ellipsis(index, ndim) if i is not None]
+
+
 def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Index unsplit dimensions by ints, slices, None and Ellipsis; split ones by whole slices."""
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
-    named = sum(i is not None and i is not Ellipsis for i in index)
-    if named > len(x.padded_shape):
+    if sum(i is not None and i is not Ellipsis for i in index) > len(x.padded_shape):
         raise OutOfRange(
             f"too many indices for a tensor of {len(x.padded_shape)} dimensions", op="getitem"
         )
-    fill = [slice(None)] * (len(x.padded_shape) - named)
-    if Ellipsis in index:
-        at = index.index(Ellipsis)
-        index = (*index[:at], *fill, *index[at + 1 :])
-    else:
-        index = (*index, *fill)
-    x, index = _own_shares(x, index)
-    dims, sizes, d = [], [], 0
-    tokens = x.dims
+    x, index = _own_shares(x, without_ellipsis(index, len(x.padded_shape)))
+    dims, sizes, local = [], [], []
+    dimensions = iter(enumerate(zip(x.dims, x.padded_shape, strict=True)))
     for i in index:
         if i is None:
             dims.append(Dim())
             sizes.append(1)
+            local.append(i)
             continue
-        token, size = tokens[d], x.padded_shape[d]
-        if isinstance(i, int) and not isinstance(i, bool) and not -size <= i < size:
-            raise OutOfRange(
-                f"index {i} is out of bounds for dimension {d} with size {size}",
-                op="getitem",
-                operands={"tensor": typeof(x)},
-                mesh=x.mesh,
-            )
-        if (
-            token.is_split
-            and i != slice(None)
-            and not (isinstance(i, slice) and i.indices(size) == (0, size, 1))
-        ):
-            raise ImplicitCommunication(
-                f"index {i!r} cuts through dimension {d}, which is split {token}",
-                op="getitem",
-                operands={"tensor": typeof(x)},
-                mesh=x.mesh,
-                fix=f"sl.reshard(x, {_with(x, d, '.')!r})",
-            )
+        d, (token, size) = next(dimensions)
+        _check_piece(x, d, i)
         if isinstance(i, slice):
             dims.append(token)
             sizes.append(len(range(*i.indices(size))))
-        d += 1
-    local = tuple(
-        slice(None) if isinstance(i, slice) and tokens_split(tokens, index, k) else i
-        for k, i in enumerate(index)
-    )
-    raw = local_call(Tensor.__getitem__, x.mesh, (x.raw, local), {})
+        local.append(slice(None) if isinstance(i, slice) and token.is_split else i)
+    raw = local_call(Tensor.__getitem__, x.mesh, (x.raw, tuple(local)), {})
     return x.becomes(raw, Layout(dims=tuple(dims), partial=x.sharding.partial), torch.Size(sizes))
+
+
+def _check_piece(x: ShardedTensor, d: int, i: Any) -> None:
+    """Refuse an index beyond dimension ``d``, and one that cuts its blocks."""
+    token, size = x.dims[d], x.padded_shape[d]
+    if isinstance(i, int) and not isinstance(i, bool) and not -size <= i < size:
+        raise OutOfRange(
+            f"index {i} is out of bounds for dimension {d} with size {size}",
+            op="getitem",
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+        )
+    whole = isinstance(i, slice) and i.indices(size) == (0, size, 1)
+    if token.is_split and not whole:
+        raise ImplicitCommunication(
+            f"index {i!r} cuts through dimension {d}, which is split {token}",
+            op="getitem",
+            operands={"tensor": typeof(x)},
+            mesh=x.mesh,
+            fix=f"sl.reshard(x, {_with(x, d, '.')!r})",
+        )
 
 
 def _own_shares(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[ShardedTensor, tuple[Any, ...]]:
@@ -887,11 +904,6 @@ def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     return x.becomes(raw, Layout(dims, x.sharding.partial), torch.Size(size))
 
 
-def tokens_split(tokens: tuple[Dim, ...], index: tuple[Any, ...], k: int) -> bool:
-    """Check whether index entry ``k`` indexes a split dimension."""
-    return tokens[sum(i is not None for i in index[:k])].is_split
-
-
 def _alike(values: list[ShardedTensor], dim: int) -> list[ShardedTensor]:
     """Slice whole pieces to the split of the others; nothing moves for that."""
     ndim = len(values[0].padded_shape)
@@ -943,30 +955,15 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     tensors, dim = _CAT(*args, **kwargs).values()
     mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor))
     values = [lift(t, mesh, func.__name__) for t in tensors]
-    kinds = {v.dtype: None for v in values}
+    kinds = dict.fromkeys(v.dtype for v in values)
     empty: list[ShardedTensor] = []
     if func is torch.stack:
         values = [unsqueeze(torch.unsqueeze, (v, dim), {}) for v in values]
     elif any(v.padded_shape != (0,) for v in values):  # torch joins shape (0,) to any shape
         empty = [v for v in values if v.padded_shape == (0,)]
         values = [v for v in values if v.padded_shape != (0,)]
-    ndim = len(values[0].padded_shape)
-    dim = dim_of(dim, ndim, func.__name__)
-    rest = {
-        (len(v.padded_shape), *(n for d, n in enumerate(v.padded_shape) if d != dim))
-        for v in values
-    }
-    if (
-        len(rest) > 1
-        or not ndim
-        or (func is torch.stack and len({v.padded_shape for v in values}) > 1)
-    ):
-        raise BadArgument(
-            f"sizes of the pieces must match except in dimension {dim}, of which there must be one",
-            op=func.__name__,
-            operands={f"piece {i}": typeof(v) for i, v in enumerate(values)},
-            mesh=mesh,
-        )
+    dim = dim_of(dim, len(values[0].padded_shape), func.__name__)
+    _check_sizes(func, values, dim)
     if len(kinds) > 1:  # promoted by dtype alone, since no operand of cat is 0-dim
         common = reduce(torch.promote_types, kinds)
         values = [lift(v.to(common), mesh, func.__name__) for v in values]
@@ -974,27 +971,42 @@ def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         only = values[0]
         return only.becomes(_joined_raw(values, empty, dim)) if empty else only.clone()  # type: ignore[return-value]
     values = _alike(values, dim)
-    first = values[0]
-    if len({v.sharding for v in values}) > 1 or any(v.deferred for v in values):
-        raise NoImplementation(
-            "the pieces lie differently",
-            op=func.__name__,
-            operands=lettered(map(typeof, values)),
-            mesh=mesh,
-            fix=_joined(values, "...", dim),
-        )
-    if first.dims[dim].is_split:
-        raise ImplicitCommunication(
-            f"joining along dimension {dim} would move blocks",
-            op=func.__name__,
-            operands=lettered(map(typeof, values)),
-            mesh=mesh,
-            fix=_joined(values, _with(first, dim, "."), dim),
-        )
+    _check_layouts(func, values, dim)
     raw = _joined_raw(values, empty, dim)
-    size = list(first.padded_shape)
+    size = list(values[0].padded_shape)
     size[dim] = sum(v.padded_shape[dim] for v in values)
-    return ShardedTensor(raw, Place(first.sharding, torch.Size(size), mesh))
+    return ShardedTensor(raw, Place(values[0].sharding, torch.Size(size), mesh))
+
+
+def _check_sizes(func: Any, values: list[ShardedTensor], dim: int) -> None:
+    """Refuse pieces whose sizes differ in another dimension, or in any for ``stack``."""
+    sizes = [list(v.padded_shape) for v in values]
+    if func is not torch.stack:
+        sizes = [[*size[:dim], *size[dim + 1 :], len(size)] for size in sizes]
+    if not values[0].padded_shape or any(size != sizes[0] for size in sizes):
+        raise BadArgument(
+            f"sizes of the pieces must match except in dimension {dim}, of which there must be one",
+            op=func.__name__,
+            operands={f"piece {i}": typeof(v) for i, v in enumerate(values)},
+            mesh=values[0].mesh,
+        )
+
+
+def _check_layouts(func: Any, values: list[ShardedTensor], dim: int) -> None:
+    """Refuse pieces that would move to be joined."""
+    error, why, where = NoImplementation, "the pieces lie differently", "..."
+    if len({v.sharding for v in values}) == 1 and not any(v.deferred for v in values):
+        if not values[0].dims[dim].is_split:
+            return
+        error, why = ImplicitCommunication, f"joining along dimension {dim} would move blocks"
+        where = _with(values[0], dim, ".")
+    raise error(
+        why,
+        op=func.__name__,
+        operands=lettered(map(typeof, values)),
+        mesh=values[0].mesh,
+        fix=_joined(values, where, dim),
+    )
 
 
 def _joined_raw(values: list[ShardedTensor], empty: list[ShardedTensor], dim: int) -> Tensor:

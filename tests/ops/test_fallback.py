@@ -2,13 +2,17 @@
 sl.implicit, refused with a fix outside.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import shardlib as sl
-from shardlib.errors import ImplicitCommunication
+from shardlib.errors import ImplicitCommunication, NoImplementation, Unsupported
+from shardlib.ops import fallback
 from tests import fixes
 from tests.ops.cases import close, r
 
@@ -56,3 +60,64 @@ def test_a_pending_gradient_is_not_summed_twice_by_a_function_without_a_rule() -
         )
         _, grad = step(p)
         close(sl.unshard(sl.reshard(grad, ". .")), dense.grad)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], type[Exception] | None]] = {
+    "refuse_no_value": (lambda x: x.data_ptr(), NoImplementation),
+    "write_out": (lambda x: torch.special.i0(x, out=torch.zeros_like(x)), None),
+    "write_plain": (lambda x: torch.zeros(4, 6, dtype=x.dtype).copy_(x), None),
+    "open_body": (lambda x: F.normalize(x), None),
+    "refuse_draws": (lambda x: torch.binomial(x, x), Unsupported),
+    "refuse_sparse_gradients": (
+        lambda x: x.gather(0, torch.zeros(1, 6).long(), sparse_grad=True), Unsupported
+    ),
+    "refuse_new_shape": (lambda x: x.unsqueeze_(0), Unsupported),
+    "compute_apart": (lambda x: x.cumsum_(0), None),
+    "refuse_moves": (lambda x: torch.histc(x), ImplicitCommunication),
+    "run_whole": (lambda x: torch.histc(x), None),
+}  # fmt: skip
+
+
+def sharded(x: Any) -> bool:
+    return isinstance(x, sl.ShardedTensor)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_handler_serves_its_calls_and_none_before_it_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call of the fallback is answered, or refused, by the handler of this name."""
+    ended: list[str] = []
+
+    def noted(handler: fallback.Handler) -> fallback.Handler:
+        def run(call: fallback.FallbackCall) -> Any:
+            try:
+                answer = handler(call)
+            except sl.ShardError:
+                ended.append(handler.__name__)
+                raise
+            if answer is not fallback.NEXT:
+                ended.append(handler.__name__)
+            return answer
+
+        return run
+
+    monkeypatch.setattr(fallback, "HANDLERS", tuple(map(noted, fallback.HANDLERS)))
+    monkeypatch.setattr(fallback, "run_whole", noted(fallback.run_whole))
+    call, error = CALLS[name]
+    budget = sl.implicit() if name != "refuse_moves" else nullcontext()
+    with sl.simulate(x=2, y=2), sl.constants(), budget, torch.no_grad():
+        x = sl.shard(X, ". y")
+        if error is None:
+            found = call(x)
+            close(sl.unshard(found) if sharded(found) else found, call(X.clone()))
+        else:
+            with pytest.raises(error):
+                call(x)
+    assert name in ended
+    assert set(ended) <= {name, "run_whole", "compute_apart"}
+
+
+def test_every_handler_has_a_call_in_the_test_above() -> None:
+    handlers = [*fallback.HANDLERS, fallback.run_whole]
+    assert [h.__name__ for h in handlers] == [*CALLS]

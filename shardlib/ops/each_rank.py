@@ -1,0 +1,122 @@
+"""A function called on each rank's blocks: once where a process is one rank, in turn under simulate.
+
+The answers of simulated ranks are stacked, or returned as one view of the operands' blocks where
+each is the same view of its own.
+"""
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.autocast import casting
+from shardlib.collectives import holds_values, lead
+from shardlib.errors import ShardError
+from shardlib.memory_sharing import WRITERS, link, same_memory
+from shardlib.mesh import Mesh
+from shardlib.tensor import is_half, on_shapes
+
+__all__ = ["each", "flat", "run"]
+
+
+def flat(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    return optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type, return-value]
+
+
+def run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
+    """Make the call; on a recorded mesh, which has no values, refuse one that depends on them."""
+    if holds_values(mesh):
+        with casting(func):
+            return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as e:  # also NotImplementedError, its subclass
+        if "meta" not in str(e).lower():
+            raise
+        raise on_shapes(func, mesh) from e
+
+
+def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> Any:
+    """Call the function on every rank's blocks, one rank after the other.
+
+    leaves[i] for i in ``at`` hold raw tensors.
+    """
+    if not lead(mesh):
+        a, k = optree.tree_unflatten(tree, leaves)
+        return run(func, mesh, a, k)
+    blocks = [leaves[i] for i in at]
+    writing = func in WRITERS and isinstance(blocks[0], Tensor)
+    # Simulated ranks share a storage, so autograd would treat rank 0's write as a change of rank
+    # 1's saved tensor; write to clones.
+    copies = [block.clone() for block in blocks[0]] if writing else []
+    found: list[Any] = []
+    shape: Any = None
+    for rank in range(mesh.size):
+        mine = list(leaves)
+        for i in at:
+            mine[i] = leaves[i][rank]
+        if writing:
+            mine[at[0]] = copies[rank]
+        a, k = optree.tree_unflatten(tree, mine)
+        with casting(func):
+            answer = func(*a, **k)
+        out, shape = optree.tree_flatten(answer, none_is_leaf=True)
+        found.append(out)
+    if writing:
+        blocks[0].copy_(torch.stack(copies))
+    joined = [
+        blocks[0] if writing and values[0] is copies[0] else _joined(func, mesh, values, blocks)
+        for values in zip(*found, strict=True)
+    ]
+    return optree.tree_unflatten(shape, joined)
+
+
+def _joined(func: Any, mesh: Mesh, values: Any, blocks: list[Any]) -> Any:
+    """Return the ranks' answers as one: a view of the operands' blocks if they are views alike."""
+    first = values[0]
+    if not isinstance(first, Tensor):
+        if any(v != first and v == v for v in values):
+            raise ShardError(
+                "the ranks' answers differ", op=func.__name__, mesh=mesh, fix="sl.unshard(x)"
+            )
+        return first
+    view = _block_view(values, blocks)
+    if view is not None:  # a view as another dtype is not differentiable
+        return view.detach() if view.requires_grad and not first.requires_grad else view
+    stacked = torch.stack(values)
+    for raw in blocks:
+        if isinstance(raw, Tensor) and same_memory(first, raw):
+            link(stacked, raw)
+    return stacked
+
+
+def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
+    """Return the ranks' results as one view of all blocks, if they are the same view of each."""
+    first = found[0]
+    sharing = [b for b in blocks if isinstance(b, Tensor) and same_memory(first, b)]
+    raw = next((b for b in sharing if b.is_neg() == first.is_neg()), None)
+    if raw is None:
+        return None
+    shared = any(not s and n > 1 for s, n in zip(raw.stride(), raw.shape, strict=True))
+    if shared and raw.requires_grad and is_half(raw):
+        return None  # as_strided sums gradients of a shared element in half precision
+    try:
+        raw = _in_terms_of(first, raw)
+        starts = [first.storage_offset() + rank * raw.stride(0) for rank in range(len(found))]
+        if raw.dtype != first.dtype or [t.storage_offset() for t in found] != starts:
+            return None  # the offset depends on data, so ranks differ
+        return raw.as_strided(
+            (raw.shape[0], *first.shape), (raw.stride(0), *first.stride()), first.storage_offset()
+        )
+    except RuntimeError:
+        return None
+
+
+def _in_terms_of(view: Tensor, raw: Tensor) -> Tensor:
+    """Return ``raw`` as complex, real or conjugate numbers, as a view of its memory is."""
+    if raw.is_complex() and not view.is_complex():
+        return torch.view_as_real(raw)
+    if view.is_complex() and not raw.is_complex():
+        return torch.view_as_complex(raw)
+    return raw.conj() if view.is_conj() != raw.is_conj() else raw
