@@ -29,7 +29,8 @@ class MatmulCase:
     ``itemsize``  bytes per element.
     ``out``       the layout that Y must have, if one is required.
     ``held``      moves of X made already for another product, which are not paid for again.
-    ``more``      whether another product will read X as it is; None where that is unknown.
+    ``more``      whether another product will read X as it is; None where that is unknown, and
+                  where the layouts leave X ungathered.
 
     >>> import shardlib as sl
     >>> case = sl.extend.MatmulCase(

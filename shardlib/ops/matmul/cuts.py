@@ -4,8 +4,9 @@ A row-parallel layer does this to an input that is not split.  Nothing moves for
 of the sliced operand is gathered.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from shardlib.layouts import Dim, Layout
@@ -48,29 +49,25 @@ def _cuts(case: MatmulCase, mesh: dict[str, int]) -> Iterator[tuple[Layout, Layo
     def divides(n: int, dim: Dim) -> bool:
         return n % math.prod(mesh[a] for a in dim.axes) == 0
 
-    firsts = [x]
-    theirs = w.dims[-2]
-    if (
-        not x.dims[-1].is_split
-        and theirs.order == "contiguous"
-        and not any(isinstance(p, int) for p in theirs.parts)
-    ):
-        for count in range(1, len(theirs.parts) + 1):
-            token = Dim(theirs.parts[:count])
-            if not set(token.axes) & set(x.axes) and divides(case.x_shape[-1], token):
-                firsts.append(Layout((*x.dims[:-1], token)))
-    for first in firsts:
+    for first in (x, *_cut_contractions(case, divides)):
         if first is not x:
             yield first, w
-        for axis in w.axes:
-            for d, n in enumerate(case.x_shape[:-1]):
-                if (
-                    axis not in first.axes
-                    and not first.dims[d].is_split
-                    and n > 1
-                    and divides(n, Dim((axis,)))
-                ):
-                    yield Layout((*first.dims[:d], Dim((axis,)), *first.dims[d + 1 :])), w
+        for axis, d in itertools.product(w.axes, range(len(case.x_shape) - 1)):
+            rows, n = first.dims[d], case.x_shape[d]
+            free = axis not in first.axes and not rows.is_split
+            if free and n > 1 and divides(n, Dim((axis,))):
+                yield Layout((*first.dims[:d], Dim((axis,)), *first.dims[d + 1 :])), w
     mine = x.dims[-1]
     if mine.is_split and not w.dims[-2].is_split and not set(mine.axes) & set(w.axes):
         yield x, Layout((mine, w.dims[-1]))
+
+
+def _cut_contractions(case: MatmulCase, divides: Callable[[int, Dim], bool]) -> Iterator[Layout]:
+    """Yield X's layout with its whole contraction split as W's is, over its first axes or all."""
+    x, theirs = case.x, case.w.dims[-2]
+    if x.dims[-1].is_split or theirs.order != "contiguous" or len(theirs.axes) < len(theirs.parts):
+        return
+    for count in range(1, len(theirs.parts) + 1):
+        token = Dim(theirs.parts[:count])
+        if not set(token.axes) & set(x.axes) and divides(case.x_shape[-1], token):
+            yield Layout((*x.dims[:-1], token))

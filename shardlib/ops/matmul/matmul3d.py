@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -324,39 +325,35 @@ def _scattered(
     case: MatmulCase, whole: tuple[Dim, ...], summed: list[str], shape: tuple[int, ...]
 ) -> tuple[Layout, tuple[DimMove, ...], tuple[str, ...]] | str:
     """Return Y's layout, the scatters that produce it, and the axes summed without one."""
-    mesh = case.axes
-    if case.out is None:  # scatter over the first rows that divide
-        fits = [
-            d
-            for d in range(len(whole) - 1)
-            if whole[d].order == "contiguous" and _divides(whole[d], summed, shape[d], mesh)
-        ]
-        if summed and not fits:
-            return f"no rows of {list(shape[:-1])} divide over {' '.join(summed)} as well"
-        dims = list(whole)
-        if summed:
-            dims[fits[0]] = Dim((*whole[fits[0]].parts, *summed))
-        wanted = Layout(dims=tuple(dims))
-    else:
-        wanted = case.out
+    wanted = case.out or _rows_scattered(case, whole, summed, shape)
+    if isinstance(wanted, str):
+        return wanted
     moves = []
     for d, (now, then) in enumerate(zip(whole, wanted.dims, strict=True)):
-        more = then.parts[len(now.parts) :]
-        if (
-            then.parts[: len(now.parts)] != now.parts
-            or then.order != now.order
-            or not set(more) <= set(summed)
-        ):
+        kept, more = then.parts[: len(now.parts)], then.parts[len(now.parts) :]
+        if kept != now.parts or then.order != now.order or not set(more) <= set(summed):
             over = " ".join(summed) or "nothing"
             return f"gives {Layout(dims=whole)} summed over {over}, not {wanted}"
         if more and any(isinstance(p, int) for p in now.parts):
             return f"y {then}: a sum cannot be scattered inside a group"
-        if not _divides(then, [], shape[d], mesh):
+        if not _divides(then, [], shape[d], case.axes):
             return f"dimension {d} of the result, {shape[d]}, does not divide as {then}"
         if more:
-            moves.append(DimMove(tuple(str(p) for p in more), d))
+            moves.append(DimMove(tuple(map(str, more)), d))
     scattered = {a for move in moves for a in move.axes}
     return wanted, tuple(moves), tuple(a for a in summed if a not in scattered)
+
+
+def _rows_scattered(
+    case: MatmulCase, whole: tuple[Dim, ...], summed: list[str], shape: tuple[int, ...]
+) -> Layout | str:
+    """Return Y's layout with the first rows that divide split over ``summed`` as well."""
+    if not summed:
+        return Layout(dims=whole)
+    for d, dim in enumerate(whole[:-1]):
+        if dim.order == "contiguous" and _divides(dim, summed, shape[d], case.axes):
+            return Layout(dims=(*whole[:d], Dim((*dim.parts, *summed)), *whole[d + 1 :]))
+    return f"no rows of {list(shape[:-1])} divide over {' '.join(summed)} as well"
 
 
 def _divides(dim: Dim, more: list[str], n: int, mesh: dict[str, int]) -> bool:
@@ -364,93 +361,120 @@ def _divides(dim: Dim, more: list[str], n: int, mesh: dict[str, int]) -> bool:
     return n % (parts * math.prod(mesh[a] for a in more)) == 0
 
 
+class _Gathering(NamedTuple):
+    """Bytes of a matrix's block, the price of gathering it, and its bytes afterwards."""
+
+    block: int
+    cost: Cost
+    whole: int
+
+    @property
+    def extra(self) -> int:
+        return self.whole - self.block
+
+
 def _match(case: MatmulCase, save: str) -> Match | str:
     found = movements(case)
     if isinstance(found, str):
         return found
-    cube, out, whole, psummed = found
-    cube = replace(cube, save=save, summed=tuple(a for a in case.axes if a in psummed))
-    mesh = case.axes
-    x, w = case.x_bytes, case.w_bytes
-    y, pending = case.bytes_of(out, case.y_shape), case.bytes_of(whole, case.y_shape)
-    move_x, wide_x = price_of_gather(x, cube.x, mesh)
-    move_w, wide_w = price_of_gather(w, cube.w, mesh)
-    move_y, wide_y = price_of_gather(y, cube.y, mesh)
-    pending //= math.prod(mesh[a] for move in cube.y for a in move.axes)
-    forward = (
-        move_x + move_w + move_y + summing(pending, psummed, mesh, case.width if cube.y else 1)
-    )
+    cube, out, _, psummed = found
     over = case.over(out)
-    backward = move_y + move_x + move_w
-    backward += summing(x, over[0], mesh, case.width if cube.x else 1)
-    backward += summing(w, over[1], mesh, case.width if cube.w else 1)
-    backward += Cost() if "x" in cube.save else move_x
-    backward += Cost() if "w" in cube.save else move_w
     held = bool(cube.x) and ("gather", cube.x, over[0]) in case.held
     # other products also gather it again in backward, so that gather is shared too
-    again = ("again", cube.x, over[0]) in case.held
-    shared = bool(cube.x) and (held or bool(case.more) or (case.more is None and "x" in cube.save))
-    if held:  # X was gathered for another product, and its gradient is scattered with that one's
-        forward = move_w + move_y + summing(pending, psummed, mesh, case.width if cube.y else 1)
-        backward = move_y + move_w + summing(w, over[1], mesh, case.width if cube.w else 1)
-        backward += Cost() if "w" in cube.save else move_w
-        backward += Cost() if "x" in cube.save or again else move_x
-    of_x, of_w = (
-        (wide - own) * (1 + (name not in save))
-        for name, wide, own in (("x", wide_x, x), ("w", wide_w, w))
-    )
-    cube = replace(cube, w_first=of_w > of_x)
-    temporary = (wide_x - x) * (not held) + (wide_w - w) + (wide_y - y)
-    more = (wide_x - x) if case.more and not held else 0  # kept for other products as well
-    forward, backward = (replace(c, memory=temporary) for c in (forward, backward))
-    saved = (wide_x - x if "x" in cube.save else 0) + (wide_w - w if "w" in cube.save else 0)
-
-    def call(
-        x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None
-    ) -> Tensor:
-        """Multiply; W's gather may be under way already, and X gathered for several products."""
-        again = (
-            torch.is_grad_enabled()
-            and x.raw.requires_grad
-            and bool(cube.w)
-            and "w" not in cube.save
+    again = held and ("again", cube.x, over[0]) in case.held
+    x, w, y = (
+        _Gathering(nbytes, *price_of_gather(nbytes, moves, case.axes))
+        for nbytes, moves in (
+            (case.x_bytes, cube.x),
+            (case.w_bytes, cube.w),
+            (case.bytes_of(out, case.y_shape), cube.y),
         )
-        gather = next_gather(w.raw, cube.w, x.mesh, again)
-        if not shared:
-            return Product.apply(Matmul3D(cube, gather), x.mesh, over, x.raw, w.raw, bias)  # type: ignore[return-value]
-        whole, once = gathered(x, cube.x, over[0])
-        rest = replace(cube, x=(), save=cube.save.replace("x", ""))
-        wide = once.sum if is_half(whole) else None
-        if "x" in cube.save:
-            schedule = Matmul3D(rest, gather, wide=wide)
-        else:
-            made_of(x)["again", cube.x, over[0]] = None
-            schedule = Matmul3D(rest, gather, once, x.raw, wide)
-        return Product.apply(schedule, x.mesh, ((), over[1]), whole, w.raw, bias)  # type: ignore[return-value]
-
-    moved = (
-        f"{name} {verb} over {' '.join(a for m in moves for a in m.axes)}"
-        for name, moves, verb in (
-            ("X", cube.x, "gathered"),
-            ("W", cube.w, "gathered"),
-            ("Y", cube.y, "scattered"),
-        )
-        if moves
     )
-    if held:
-        saved -= wide_x - x if "x" in cube.save and not again else 0
+    cube = replace(
+        cube,
+        save=save,
+        summed=tuple(a for a in case.axes if a in psummed),
+        w_first=w.extra * (1 + ("w" not in save)) > x.extra * (1 + ("x" not in save)),
+    )
+    temporary = x.extra * (not held) + w.extra + y.extra
+    forward, backward = _price(case, found, save, (x, w, y), (held, again))
+    shared = bool(cube.x) and (held or bool(case.more) or (case.more is None and "x" in save))
+    keeps_x = "x" in save and (not held or again)
     return Match(
         out,
         Matmul3D(cube),
-        forward,
-        backward,
-        ", ".join(moved),
+        replace(forward, memory=temporary),
+        replace(backward, memory=temporary),
+        _moved(cube),
         gathers=True,
         gathered=temporary,
-        shared=more,
-        saved=saved,
-        call=call,
+        shared=x.extra if case.more and not held else 0,  # kept for other products as well
+        saved=x.extra * keeps_x + w.extra * ("w" in save),
+        call=partial(_call, cube, shared),
     )
+
+
+def _price(
+    case: MatmulCase,
+    found: Movements,
+    save: str,
+    gatherings: tuple[_Gathering, _Gathering, _Gathering],
+    shared: tuple[bool, bool],
+) -> tuple[Cost, Cost]:
+    """Price forward and backward.
+
+    ``shared``  whether X was gathered for another product, so that its gradient is scattered with
+                that one's too; and whether backward gathers it again for all of them.
+    """
+    mesh, over = case.axes, case.over(found.out)
+    x, w, y = gatherings
+    held, again = shared
+    pending = case.bytes_of(found.pending, case.y_shape)
+    pending //= math.prod(mesh[a] for move in found.cube.y for a in move.axes)
+    sum_y = summing(pending, found.summed, mesh, case.width if found.cube.y else 1)
+    sum_x = summing(x.block, over[0], mesh, case.width if found.cube.x else 1)
+    sum_w = summing(w.block, over[1], mesh, case.width if found.cube.w else 1)
+    forward = (Cost() if held else x.cost) + w.cost + y.cost + sum_y
+    backward = y.cost + (Cost() if held else x.cost) + w.cost
+    backward += sum_w if held else sum_x + sum_w
+    backward += Cost() if "x" in save or again else x.cost
+    backward += Cost() if "w" in save else w.cost
+    return forward, backward
+
+
+def _moved(cube: Cube) -> str:
+    sides = (("X gathered", cube.x), ("W gathered", cube.w), ("Y scattered", cube.y))
+    return ", ".join(
+        f"{what} over {' '.join(a for m in moves for a in m.axes)}"
+        for what, moves in sides
+        if moves
+    )
+
+
+def _call(
+    cube: Cube,
+    shared: bool,
+    x: ShardedTensor,
+    w: ShardedTensor,
+    over: tuple[Axes, Axes],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply; W's gather may be under way already, and X gathered for several products."""
+    again = (
+        torch.is_grad_enabled() and x.raw.requires_grad and bool(cube.w) and "w" not in cube.save
+    )
+    gather = next_gather(w.raw, cube.w, x.mesh, again)
+    if not shared:
+        return Product.apply(Matmul3D(cube, gather), x.mesh, over, x.raw, w.raw, bias)  # type: ignore[return-value]
+    whole, once = gathered(x, cube.x, over[0])
+    rest = replace(cube, x=(), save=cube.save.replace("x", ""))
+    wide = once.sum if is_half(whole) else None
+    if "x" in cube.save:
+        schedule = Matmul3D(rest, gather, wide=wide)
+    else:
+        made_of(x)["again", cube.x, over[0]] = None
+        schedule = Matmul3D(rest, gather, once, x.raw, wide)
+    return Product.apply(schedule, x.mesh, ((), over[1]), whole, w.raw, bias)  # type: ignore[return-value]
 
 
 def price_of_gather(
@@ -465,25 +489,8 @@ def price_of_gather(
     return cost, nbytes
 
 
-@algorithm("matmul", name="mm3", order=6)
-def mm3(case: MatmulCase) -> Match | str:
-    """Match the three-axis product; blocks are saved, and backward gathers them again."""
-    return _match(case, "")
-
-
-@algorithm("matmul", name="mm3_x", order=7)
-def mm3_x(case: MatmulCase) -> Match | str:
-    """Match the three-axis product that keeps X gathered for backward."""
-    return _match(case, "x")
-
-
-@algorithm("matmul", name="mm3_w", order=8)
-def mm3_w(case: MatmulCase) -> Match | str:
-    """Match the three-axis product that keeps W gathered for backward."""
-    return _match(case, "w")
-
-
-@algorithm("matmul", name="mm3_xw", order=9)
-def mm3_xw(case: MatmulCase) -> Match | str:
-    """Match the three-axis product that keeps X and W gathered for backward (arXiv 2105.14450)."""
-    return _match(case, "xw")
+# which gathered operands backward keeps, by name; without one, it gathers them again
+for _order, (_name, _save) in enumerate(
+    {"mm3": "", "mm3_x": "x", "mm3_w": "w", "mm3_xw": "xw"}.items(), 6
+):
+    algorithm("matmul", _name, _order)(partial(_match, save=_save))

@@ -16,7 +16,7 @@ from shardlib._compat import Local, owned
 from shardlib.collectives import lead, unwrap, wrap
 from shardlib.errors import BadArgument, NoImplementation, ShardError
 from shardlib.layouts import Layout, LayoutLike, as_layout
-from shardlib.mesh import Mesh, bind, scope
+from shardlib.mesh import Mesh, Scope, bind, scope
 from shardlib.ops.einsum import contract, product_line
 from shardlib.ops.elementwise import elementwise
 from shardlib.ops.matmul.case import MatmulCase, case
@@ -222,85 +222,105 @@ def product_of(
     """
     if not (type(x) is type(w) is ShardedTensor and x.place.mesh is w.place.mesh):
         call = None
-        mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
-        x, w = lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
+        x, w = _lifted(x, w)
     of_x, of_w = x.place, w.place
-    mesh = of_x.mesh
-    if of_x.merged_from and (
-        of_w.out_layout or any(isinstance(p, int) for p in of_x.dims[0].parts)
-    ):
-        # a weight's rule refers to the dimensions before a view merged them; so do groups of rows
+    if of_x.merged_from and _needs_rows(of_x, of_w):
         unfolded = x.view(*of_x.merged_from, of_x.shape[-1])
         return product_of(unfolded, w, out, bias).view(of_x.shape[0], of_w.shape[-1])  # type: ignore[return-value]
-    dtype = x.raw.dtype
-    if dtype != w.raw.dtype:
-        raise ShardError(
-            "operands have different dtypes",
-            op="matmul",
-            operands={"x": typeof(x), "w": typeof(w)},
-            mesh=mesh,
-            fix="x @ w.to(x.dtype)",
-        )
-    asked = out is not None
-    out = out or of_w.out_layout
+    if x.raw.dtype != w.raw.dtype:
+        raise _other_dtypes(x, w)
     now = scope()
-    more = None
-    if now.call.prefetch is not None and (out is not None or not _stays(of_x, of_w)):
-        more = now.call.prefetch.again(x)
-    # the first call guesses and later ones know: a price that cannot depend on it is found once
-    shared = more if more is not None and _may_gather(of_x.layout, of_w.layout) else None
+    again = None
+    if now.call.prefetch is not None and _may_move(of_x, of_w, out):
+        again = now.call.prefetch.again(x)
     made = x.facts is not None and x.facts.derived is not None
     held = frozenset(made_of(x)) if made else _NOTHING
-    of_bias = None if bias is None else bias.place
-    key = (
-        of_x.layout,
-        of_w.layout,
-        of_x.shape,
-        of_w.shape,
-        of_x.deferred,
-        of_w.deferred,
-        of_bias,
-        dtype,
-        out,
-        held,
-        shared,
-        asked,
-        now.policy,
-    )
-    plan = mesh.memo(
-        "product",
-        key,
-        lambda: _planned(case(x, w, out, held, shared), asked, (of_x, of_w), of_bias, dtype),
-    )
+    plan = _plan_of(x, w, out, bias, held, again, now)
     if not isinstance(plan, _ProductPlan):
         return product_of(reshard(x, plan[0]), reshard(w, plan[1]), plan[2], bias)
-    match, over, place, adds, own = plan
     if (watcher := now.listeners.watcher) is not None:
-        watcher.chose(match, product=True)
-    if own and call is not None and now.call.region is None:
-        return blockwise(*call, place, None if call[0] is F.linear else torch.matmul)
-    if over[1] and match.adds and (marked := _later(w, over[1])) is not None:
-        w, over = ShardedTensor(marked, of_w), (over[0], ())
-    added, own = None, False
-    if bias is not None and adds is not None:
-        own = adds.torchs and not over[1] and not (over[0] and is_half(x.raw))
-        added = vary(bias.raw, mesh, adds.met) if own else bias.raw.detach()
-    if match.call is None:
-        bare = more is None and not held and not (over[1] and match.adds)
-        if call is not None and bare and call[0] is not F.linear:
-            return blockwise(*call, place, partial(_product, match.run, mesh, over), moves=True)
-        raw: Any = Product.apply(match.run, mesh, over, x.raw, w.raw, added)
-    else:
-        raw = match.call(x, w, over, added)
-    if bias is not None and adds is not None and not own and bias.raw.requires_grad:
-        if adds.met and together_of(bias.raw) is not None:
-            raw = _Biased.apply(raw, vary(bias.raw, mesh, adds.met), mesh, ())
-        else:
-            raw = _Biased.apply(raw, bias.raw, mesh, adds.met)
-    if more is False:
+        watcher.chose(plan.match, product=True)
+    fresh = again is None and not held
+    if call is not None and (done := _kept(plan, call, fresh, now)) is not None:
+        return done
+    raw = _multiplied(plan, x, w, bias)
+    if again is False:
         let_go(x)
-    y = ShardedTensor(raw, place)
-    return y if bias is None or adds is not None else elementwise(torch.add, (y, bias), {})
+    y = ShardedTensor(raw, plan.place)
+    return y if bias is None or plan.adds else elementwise(torch.add, (y, bias), {})
+
+
+def _kept(
+    plan: "_ProductPlan", call: tuple[Any, Any, Any], fresh: bool, now: Scope
+) -> ShardedTensor | None:
+    """Make torch's call so that equal ones are not planned again; None if this plan is not enough.
+
+    ``fresh``  whether nothing is known of X's other readers, or was derived for them.
+    """
+    if plan.own and now.call.region is None:
+        return blockwise(*call, plan.place, None if call[0] is F.linear else torch.matmul)
+    if fresh and plan.fixed and call[0] is not F.linear:
+        run = partial(_product, plan.match.run, plan.place.mesh, plan.over)
+        return blockwise(*call, plan.place, run, moves=True)
+    return None
+
+
+def _multiplied(
+    plan: "_ProductPlan", x: ShardedTensor, w: ShardedTensor, bias: ShardedTensor | None
+) -> Tensor:
+    """Run the algorithm, which adds the bias if the plan says so."""
+    match, over, _, adds, *_ = plan
+    if over[1] and match.adds and (later := _later(w, over[1])) is not None:
+        w, over = ShardedTensor(later, w.place), (over[0], ())
+    if bias is not None and adds is not None:
+        return _biased(match, over, adds, x, w, bias)
+    if match.call is not None:
+        return match.call(x, w, over, None)
+    return _product(match.run, x.mesh, over, x.raw, w.raw)
+
+
+def _plan_of(
+    x: ShardedTensor, w: ShardedTensor, out: Layout | str | None, bias: ShardedTensor | None,
+    held: frozenset[Any], again: bool | None, now: Scope,
+) -> "_ProductPlan | tuple[Layout, Layout, Layout | None]":  # fmt: skip
+    """Return the plan of a product, cached on the mesh by all that it depends on.
+
+    ``again``  whether a later product of this call reads X.
+    """
+    of_x, of_w, dtype = x.place, w.place, x.raw.dtype
+    asked, out = out is not None, out or of_w.out_layout
+    # the first call guesses and later ones know: a price that cannot depend on it is found once
+    more = again if again is not None and _may_gather(of_x.layout, of_w.layout) else None
+    of_bias = None if bias is None else bias.place
+    sides = of_x.layout, of_w.layout, of_x.shape, of_w.shape, of_x.deferred, of_w.deferred
+    return of_x.mesh.memo(
+        "product",
+        (sides, of_bias, dtype, out, held, more, asked, now.policy),
+        lambda: _planned(case(x, w, out, held, more), asked, (of_x, of_w), of_bias, dtype),
+    )
+
+
+def _lifted(x: Any, w: Any) -> tuple[ShardedTensor, ShardedTensor]:
+    mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
+    return lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
+
+
+def _needs_rows(x: Place, w: Place) -> bool:
+    """Check whether a product must have X's rows as they were before a view merged them.
+
+    A weight's rule refers to those dimensions, and so do groups of rows.
+    """
+    return bool(w.out_layout) or any(isinstance(p, int) for p in x.dims[0].parts)
+
+
+def _other_dtypes(x: ShardedTensor, w: ShardedTensor) -> ShardError:
+    return ShardError(
+        "operands have different dtypes",
+        op="matmul",
+        operands={"x": typeof(x), "w": typeof(w)},
+        mesh=x.mesh,
+        fix="x @ w.to(x.dtype)",
+    )
 
 
 def _product(schedule: Any, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor) -> Tensor:
@@ -323,6 +343,8 @@ class _ProductPlan(NamedTuple):
 
     It depends on no values; ``adds`` is None where the bias is added to Y afterwards.
     ``own``     whether torch's own function on the blocks is the whole product.
+    ``fixed``   whether it is one function of the blocks: no operand is prepared, and no gradient
+                is summed later with another leaf's.
     """
 
     match: Match
@@ -330,6 +352,7 @@ class _ProductPlan(NamedTuple):
     place: Place
     adds: _Adds | None
     own: bool
+    fixed: bool
 
 
 def _planned(
@@ -361,14 +384,17 @@ def _planned(
     own = match.local and not (over[0] or over[1])
     if bias is not None:
         own = own and adds is not None and adds.torchs and not adds.met
-    return _ProductPlan(match, over, place, adds, own)
+    fixed = match.call is None and not (over[1] and match.adds)
+    return _ProductPlan(match, over, place, adds, own, fixed)
 
 
-def _stays(x: Place, w: Place) -> bool:
-    """Check whether W and X's rows are whole, so that nothing moves in their product."""
+def _may_move(x: Place, w: Place, out: Layout | str | None) -> bool:
+    """Check whether a product may move anything: W or X's rows are split, or Y's layout is given."""
+    if out or w.out_layout:
+        return True
     sizes = x.mesh.axes
     axes = (*w.layout.axes, *x.dims[-1].axes, *x.layout.partial, *w.layout.partial)
-    return not any(sizes[a] > 1 for a in axes)
+    return any(sizes[a] > 1 for a in axes)
 
 
 def _may_gather(x: Layout, w: Layout) -> bool:
@@ -411,6 +437,24 @@ def _adds(bias: Place, of_y: Place, match: Match, dtype: torch.dtype) -> _Adds |
     if not ((half or torchs) and alike and bias.deferred <= meets):
         return None
     return _Adds(torchs, real_axes(mesh, meets.difference(bias.layout.axes, bias.deferred)))
+
+
+def _biased(
+    match: Match, over: tuple[Axes, Axes], adds: _Adds, x: Any, w: Any, bias: ShardedTensor
+) -> Tensor:
+    """Multiply and add the bias; its gradient is the algorithm's, or that of a node of its own."""
+    mesh = x.mesh
+    own = adds.torchs and not over[1] and not (over[0] and is_half(x.raw))
+    added = vary(bias.raw, mesh, adds.met) if own else bias.raw.detach()
+    if match.call is None:
+        raw: Any = Product.apply(match.run, mesh, over, x.raw, w.raw, added)
+    else:
+        raw = match.call(x, w, over, added)
+    if own or not bias.raw.requires_grad:
+        return raw
+    if adds.met and together_of(bias.raw) is not None:
+        return _Biased.apply(raw, vary(bias.raw, mesh, adds.met), mesh, ())  # type: ignore[return-value]
+    return _Biased.apply(raw, bias.raw, mesh, adds.met)  # type: ignore[return-value]
 
 
 class _Biased(Local):
