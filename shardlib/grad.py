@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import optree
 import torch
@@ -137,66 +137,100 @@ def value_and_grad(
     numbers: Sequence[int] = argnums if not isinstance(argnums, int) else (argnums,)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        at = [_position(n, len(args)) for n in numbers]
-        given: Any = [args[i] for i in at]
-        leaves, tree = optree.tree_flatten(given)
-        frozen_at = [f for one in given for f in frozen(optree.tree_leaves(one))]
-        inside = scope().call.differentiated and torch.is_grad_enabled()
-        if inside and into is not None:
-            raise ShardError(
-                "buckets hold gradients of which none is taken, and this call is differentiated",
-                op="value_and_grad",
-                fix="sl.value_and_grad(f)(params)",
-            )
-        sink = None if into is None or into.sink is None else into.sink(given[0])
-        over = axes if sink is None else sink.pending
-        pairs = zip(leaves, frozen_at, strict=True)
-        ours = [_held(x, inside) if f else _leaf(x, over, inside) for x, f in pairs]
-        asked = [x for x, f in zip(ours, frozen_at, strict=True) if not f]
-        wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in asked]
-        inner = list(args)
-        for i, one in zip(at, optree.tree_unflatten(tree, ours), strict=True):
-            inner[i] = one
-        with ExitStack() as stack:
-            stack.enter_context(within())  # if backward raises, no transfer stays posted
-            together = None
-            if sink is None and not inside:
-                together = stack.enter_context(Together(wanted))
-            with torch.enable_grad(), within(differentiated=True):
-                out: Any = f(*inner, **kwargs)
-                loss, aux = out if has_aux else (out, None)
-                if not isinstance(loss, Tensor) or loss.numel() != 1:
-                    kind = typeof(loss) if isinstance(loss, Tensor) else type(loss).__name__
-                    raise ShardError(
-                        f"the loss is {kind}, not a scalar",
-                        op="value_and_grad",
-                        fix="sl.value_and_grad(lambda p: f(p).mean())(params)",
-                    )
-                raw = _ready(loss).sum()
-            if sink is not None:
-                hooks = [r.register_hook(partial(sink.take, i)) for i, r in enumerate(wanted)]
-                stack.callback(lambda: [hook.remove() for hook in hooks])
-            if together is not None:
-                together.open = True
-            found: Sequence[Tensor | None] = (
-                torch.autograd.grad(raw, wanted, allow_unused=True, create_graph=inside)
-                if raw.requires_grad
-                else [None] * len(wanted)
-            )
-            if together is not None:
-                found = _with_sums(found, together.finish())
-            into_buckets = None if sink is None else sink.finish()
-        value = loss if inside else loss.detach()
-        if sink is not None:
-            return ((value, aux) if has_aux else value), into_buckets
-        each = iter([_grad(x, r, g) for x, r, g in zip(asked, wanted, found, strict=True)])
-        grads = [None if f else next(each) for f in frozen_at]
-        by_argument = optree.tree_unflatten(tree, grads)
-        return ((value, aux) if has_aux else value), tuple(by_argument) if several else by_argument[
-            0
-        ]
+        value, grads = _run(f, numbers, has_aux, axes, into, args, kwargs)
+        return value, tuple(grads) if several else grads[0]
 
     return run
+
+
+def _run(
+    f: Callable[..., Any], numbers: Sequence[int], has_aux: bool, over: tuple[str, ...],
+    into: TakesGradients | None, args: tuple[Any, ...], kwargs: dict[str, Any],
+) -> tuple[Any, Sequence[Any]]:  # fmt: skip
+    """Call ``f``; return its value and the gradients of the arguments ``numbers``, or buckets."""
+    at = [_position(n, len(args)) for n in numbers]
+    given = [args[i] for i in at]
+    inside = scope().call.differentiated and torch.is_grad_enabled()
+    sink = None if into is None else _sink(into, given[0], inside)
+    leaves = _leaves(given, over if sink is None else sink.pending, inside)
+    inner = list(args)
+    for i, one in zip(at, leaves.arguments, strict=True):
+        inner[i] = one
+    with ExitStack() as stack:
+        stack.enter_context(within())  # if backward raises, no transfer stays posted
+        together = None
+        if sink is None and not inside:
+            together = stack.enter_context(Together(leaves.wanted))
+        with torch.enable_grad(), within(differentiated=True):
+            out: Any = f(*inner, **kwargs)
+            loss, aux = out if has_aux else (out, None)
+            raw = _scalar(loss)
+        if sink is not None:
+            hooks = [w.register_hook(partial(sink.take, i)) for i, w in enumerate(leaves.wanted)]
+            stack.callback(lambda: [hook.remove() for hook in hooks])
+        if together is not None:
+            together.open = True
+        found: Sequence[Tensor | None] = [None] * len(leaves.wanted)
+        if raw.requires_grad:
+            found = torch.autograd.grad(raw, leaves.wanted, allow_unused=True, create_graph=inside)
+        if together is not None:
+            found = _with_sums(found, together.finish())
+        buckets = None if sink is None else sink.finish()
+    value = loss if inside else loss.detach()
+    grads = leaves.gradients(found) if sink is None else [buckets]
+    return ((value, aux) if has_aux else value), grads
+
+
+class _Leaves(NamedTuple):
+    """Leaves of the arguments that are differentiated.
+
+    ``arguments``  the arguments with leaves of this call.
+    ``frozen``     whether each leaf is frozen; ``asked`` are the others, ``wanted`` their blocks.
+    """
+
+    arguments: Any
+    tree: Any
+    frozen: list[bool]
+    asked: list[Any]
+    wanted: list[Tensor]
+
+    def gradients(self, found: Sequence[Tensor | None]) -> Any:
+        """Return the arguments' gradients; those of frozen leaves are None."""
+        each = iter(map(_grad, self.asked, self.wanted, found))
+        return optree.tree_unflatten(self.tree, [None if f else next(each) for f in self.frozen])
+
+
+def _leaves(given: Any, over: tuple[str, ...], inside: bool) -> _Leaves:
+    leaves, tree = optree.tree_flatten(given)
+    frozen_at = [f for one in given for f in frozen(optree.tree_leaves(one))]
+    pairs = list(zip(leaves, frozen_at, strict=True))
+    ours = [_held(x, inside) if f else _leaf(x, over, inside) for x, f in pairs]
+    asked = [x for x, f in zip(ours, frozen_at, strict=True) if not f]
+    wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in asked]
+    return _Leaves(optree.tree_unflatten(tree, ours), tree, frozen_at, asked, wanted)
+
+
+def _sink(into: TakesGradients, params: Any, inside: bool) -> Any:
+    """Return the buckets that take the gradients.  Raises: ShardError in a differentiated call."""
+    if inside:
+        raise ShardError(
+            "buckets hold gradients of which none is taken, and this call is differentiated",
+            op="value_and_grad",
+            fix="sl.value_and_grad(f)(params)",
+        )
+    return None if into.sink is None else into.sink(params)
+
+
+def _scalar(loss: Any) -> Tensor:
+    """Return the loss's block, of no dimensions.  Raises: ShardError if the loss is no scalar."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return _ready(loss).sum()
+    kind = typeof(loss) if isinstance(loss, Tensor) else type(loss).__name__
+    raise ShardError(
+        f"the loss is {kind}, not a scalar",
+        op="value_and_grad",
+        fix="sl.value_and_grad(lambda p: f(p).mean())(params)",
+    )
 
 
 def _check_into(into: TakesGradients, axes: tuple[str, ...], argnums: Any) -> None:

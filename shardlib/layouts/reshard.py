@@ -23,11 +23,11 @@ cost(A >> B) + cost(B >> C).  Where sums are pending this holds if B is pending 
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, indices, positions
 from shardlib.layouts.exchange import exchange, lacking
@@ -97,7 +97,18 @@ class ReshardPlan:
         return f"{self.source} >> {self.target}"
 
 
-_State = tuple[tuple[Dim, ...], tuple[str, ...], str]
+class _State(NamedTuple):
+    dims: tuple[Dim, ...]
+    partial: tuple[str, ...]
+    skew: str
+
+    @property
+    def axes(self) -> set[str]:
+        """The axes that split a dimension."""
+        return {a for d in self.dims for a in d.axes}
+
+
+_Moves = Iterator[tuple[ReshardStep, _State]]
 
 
 @lru_cache(maxsize=4096)
@@ -141,141 +152,146 @@ def _search(
 
 
 def _state(layout: Any) -> _State:
-    return layout.dims, layout.partial, layout.skew
+    return _State(layout.dims, layout.partial, layout.skew)
 
 
 def _plain(d: Dim) -> bool:
     return d.order == "contiguous" and len(d.axes) == len(d.parts)
 
 
-def _moves(
-    state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
-) -> Iterator[tuple[ReshardStep, _State]]:
-    dims, partial, skew = state
-    goal = {*_axes(last), *last[1]}
-    here = math.prod(
-        n // math.prod(sizes[a] for a in d.axes) for d, n in zip(dims, shape, strict=True)
+class _SearchNode(NamedTuple):
+    """State of the search, where it leads, and the sizes on which the words of a move depend.
+
+    ``block``  elements of a rank's block.
+    """
+
+    state: _State
+    last: _State
+    shape: tuple[int, ...]
+    sizes: Mapping[str, int]
+    block: int
+
+    def local(self, d: int) -> int:
+        """Count a block's elements along dimension ``d``."""
+        return self.shape[d] // self.ranks(self.state.dims[d].axes)
+
+    def ranks(self, axes: Iterable[str]) -> int:
+        return math.prod(self.sizes[a] for a in axes)
+
+    def splits(self, axis: str) -> list[int]:
+        """List the dimensions that can be split over one more axis."""
+        dims, p = self.state.dims, self.sizes[axis]
+        return [d for d, dim in enumerate(dims) if _plain(dim) and self.local(d) % p == 0]
+
+    def changed(self, changes: Mapping[int, Dim], partial: tuple[str, ...] | None = None) -> _State:
+        """Return the state with other tokens of some dimensions, and other pending sums."""
+        dims, sums, skew = self.state
+        tokens = tuple(changes.get(d, dim) for d, dim in enumerate(dims))
+        return _State(tokens, sums if partial is None else partial, skew)
+
+    def finished(self, axis: str) -> tuple[str, ...]:
+        """Return the sums that are pending once the one over ``axis`` is finished."""
+        return tuple(x for x in self.state.partial if x != axis)
+
+
+def _moves(state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Moves:
+    # of equal words the first plan found wins, so the order of the moves is part of the result
+    block = math.prod(
+        n // math.prod(sizes[a] for a in d.axes) for d, n in zip(state.dims, shape, strict=True)
     )
-    used = {a for d in dims for a in d.axes} | set(partial)
-
-    def at(d: int, dim: Dim) -> tuple[Dim, ...]:
-        return (*dims[:d], dim, *dims[d + 1 :])
-
-    def ways(d: int) -> int:
-        return shape[d] // math.prod(sizes[a] for a in dims[d].axes)
-
-    yield from _permutations(state, last, shape, sizes, here)
-    yield from _exchanges(state, last, shape, sizes)
-    for axis in sorted(set(last[1]) - used):
-        yield (
-            ReshardStep("mask", (axis,), elements=here),
-            (dims, tuple(sorted((*partial, axis))), skew),
-        )
-    for axis in partial:
-        p = sizes[axis]
-        step = ReshardStep(
-            "psum",
-            (axis,),
-            words=Fraction(2 * (p - 1) * here, p),
-            messages=2 * (p - 1),
-            elements=here,
-        )
-        yield step, (dims, tuple(x for x in partial if x != axis), skew)
-    if skew:
+    at = _SearchNode(state, last, shape, sizes, block)
+    yield from _permutations(at)
+    yield from _exchanges(at)
+    yield from _sums(at)
+    if state.skew:
         return
-    for d, dim in enumerate(dims):
-        if not dim.is_split:
-            continue
-        p = math.prod(sizes[a] for a in dim.axes)
-        if not _plain(dim):
-            back = _table(dim, shape[d], sizes)
-            table = tuple(sorted(range(shape[d]), key=back.__getitem__))
-            words = Fraction((p - 1) * here)
-            yield (
-                ReshardStep("gather_order", dim.axes, d, 0, table, words, p - 1, here * p),
-                (at(d, WHOLE), partial, skew),
-            )
-            continue
-        axis = dim.parts[-1]
-        assert isinstance(axis, str)
-        p = sizes[axis]
-        inner = Dim(dim.parts[:-1])
-        step = ReshardStep(
-            "all_gather",
-            (axis,),
-            d,
-            words=Fraction((p - 1) * here),
-            messages=p - 1,
-            elements=here * p,
-        )
-        yield step, (at(d, inner), partial, skew)
-        for to, other in enumerate(dims):
-            if to != d and _plain(other) and ways(to) % p == 0:
-                step = ReshardStep(
-                    "all_to_all",
-                    (axis,),
-                    d,
-                    to,
-                    words=Fraction((p - 1) * here, p),
-                    messages=p - 1,
-                    elements=here,
-                )
-                moved = list(at(d, inner))
-                moved[to] = Dim((*other.parts, axis))
-                yield step, (tuple(moved), partial, skew)
-    for axis, p in sizes.items():  # in mesh order, so that every rank finds the same plan
+    for d, dim in enumerate(state.dims):
+        if dim.is_split and _plain(dim):
+            yield from _gathers(at, d)
+        elif dim.is_split:
+            yield _gather_order(at, d)
+    yield from _slices(at)
+    yield from _scatters(at)
+    yield from _order_slices(at)
+
+
+def _sums(at: _SearchNode) -> _Moves:
+    """Yield the start of the target's pending sums by masks, and the end of those pending."""
+    partial, here = at.state.partial, at.block
+    for axis in sorted(set(at.last.partial) - at.state.axes - set(partial)):
+        step = ReshardStep("mask", (axis,), elements=here)
+        yield step, at.changed({}, tuple(sorted((*partial, axis))))
+    for axis in partial:
+        p = at.sizes[axis]
+        words = Fraction(2 * (p - 1) * here, p)
+        step = ReshardStep("psum", (axis,), words=words, messages=2 * (p - 1), elements=here)
+        yield step, at.changed({}, at.finished(axis))
+
+
+def _gathers(at: _SearchNode, d: int) -> _Moves:
+    """Yield moves of the innermost split of a dimension: undone, or moved to another one."""
+    dims, here = at.state.dims, at.block
+    axis = dims[d].parts[-1]
+    assert isinstance(axis, str)
+    p = at.sizes[axis]
+    inner = Dim(dims[d].parts[:-1])
+    words = Fraction((p - 1) * here)
+    step = ReshardStep("all_gather", (axis,), d, 0, (), words, p - 1, here * p)
+    yield step, at.changed({d: inner})
+    for to in at.splits(axis):
+        if to != d:
+            step = ReshardStep("all_to_all", (axis,), d, to, (), words / p, p - 1, here)
+            yield step, at.changed({d: inner, to: Dim((*dims[to].parts, axis))})
+
+
+def _gather_order(at: _SearchNode, d: int) -> tuple[ReshardStep, _State]:
+    """Return the gather of a dimension with factors or another order."""
+    dim, n = at.state.dims[d], at.shape[d]
+    p, here = at.ranks(dim.axes), at.block
+    back = _table(dim, n, at.sizes)
+    table = tuple(sorted(range(n), key=back.__getitem__))
+    words = Fraction((p - 1) * here)
+    step = ReshardStep("gather_order", dim.axes, d, 0, table, words, p - 1, here * p)
+    return step, at.changed({d: WHOLE})
+
+
+def _slices(at: _SearchNode) -> _Moves:
+    """Yield slices over the axes of the target that nothing uses yet."""
+    used, goal = at.state.axes.union(at.state.partial), at.last.axes.union(at.last.partial)
+    for axis, p in at.sizes.items():  # in mesh order, so that every rank finds the same plan
         if axis in used or axis not in goal:
             continue
-        for d, dim in enumerate(dims):
-            if _plain(dim) and ways(d) % p == 0:
-                yield (
-                    ReshardStep("slice", (axis,), d, elements=here // p),
-                    (at(d, Dim((*dim.parts, axis))), partial, skew),
-                )
-    for axis in partial:
-        p = sizes[axis]
-        rest = tuple(x for x in partial if x != axis)
-        for d, dim in enumerate(dims):
-            if _plain(dim) and ways(d) % p == 0:
-                step = ReshardStep(
-                    "psum_scatter",
-                    (axis,),
-                    d,
-                    words=Fraction((p - 1) * here, p),
-                    messages=p - 1,
-                    elements=here // p,
-                )
-                yield step, (at(d, Dim((*dim.parts, axis))), rest, skew)
-    yield from _special(state, last, shape, sizes, here, used)
+        for d in at.splits(axis):
+            step = ReshardStep("slice", (axis,), d, elements=at.block // p)
+            yield step, at.changed({d: Dim((*at.state.dims[d].parts, axis))})
 
 
-def _axes(state: _State) -> set[str]:
-    """Return the axes that split a dimension of a state."""
-    return {a for d in state[0] for a in d.axes}
+def _scatters(at: _SearchNode) -> _Moves:
+    """Yield ends of pending sums that split a dimension at once."""
+    for axis in at.state.partial:
+        p, here = at.sizes[axis], at.block
+        words = Fraction((p - 1) * here, p)
+        for d in at.splits(axis):
+            step = ReshardStep("psum_scatter", (axis,), d, 0, (), words, p - 1, here // p)
+            scattered = {d: Dim((*at.state.dims[d].parts, axis))}
+            yield step, at.changed(scattered, at.finished(axis))
 
 
-def _special(
-    state: _State,
-    last: _State,
-    shape: tuple[int, ...],
-    sizes: Mapping[str, int],
-    here: int,
-    used: set[str],
-) -> Iterator[tuple[ReshardStep, _State]]:
+def _order_slices(at: _SearchNode) -> _Moves:
     """Yield moves to tokens with factors or another order: reorder an unsplit dimension, slice."""
-    dims, partial, skew = state
-    for d, want in enumerate(last[0]):
-        now = dims[d]
+    used = at.state.axes.union(at.state.partial)
+    for d, want in enumerate(at.last.dims):
+        now = at.state.dims[d]
         inner = Dim(want.parts[len(now.parts) :], want.order)
         begun = (
             _plain(now) and want.parts[: len(now.parts)] == now.parts and inner.ring == want.ring
         )
         if not begun or _plain(want) or set(inner.axes) & used:
             continue
-        p = math.prod(sizes[a] for a in inner.axes)
-        table = tuple(_table(inner, shape[d] // math.prod(sizes[a] for a in now.axes), sizes))
-        step = ReshardStep("order_slice", inner.axes, d, table=table, elements=here // p)
-        yield step, ((*dims[:d], want, *dims[d + 1 :]), partial, skew)
+        table = tuple(_table(inner, at.local(d), at.sizes))
+        elements = at.block // at.ranks(inner.axes)
+        step = ReshardStep("order_slice", inner.axes, d, table=table, elements=elements)
+        yield step, at.changed({d: want})
 
 
 def _table(dim: Dim, n: int, sizes: Mapping[str, int]) -> list[int]:
@@ -286,41 +302,38 @@ def _table(dim: Dim, n: int, sizes: Mapping[str, int]) -> list[int]:
     return out
 
 
-def _permutations(
-    state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int], here: int
-) -> Iterator[tuple[ReshardStep, _State]]:
+def _permutations(at: _SearchNode) -> _Moves:
     """Yield moves of whole blocks to the ranks that need them, where blocks are equal."""
-    dims, partial, skew = state
-    axes = _axes(state)
-    if skew and not (last[2] and axes == _axes(last)):
+    (dims, partial, skew), last = at.state, at.last
+    axes = at.state.axes
+    if skew and not (last.skew and axes == last.axes):
         # a skew fits one pair of axes only, so it is undone before the axes change
-        yield from _permute_to(state, (dims, partial, ""), shape, sizes, here)
-    elif partial == last[1] and axes == _axes(last):
-        yield from _permute_to(state, (last[0], partial, last[2]), shape, sizes, here)
-    elif last[2] and dims == last[0]:
-        yield from _permute_to(state, (dims, partial, last[2]), shape, sizes, here)
+        yield from _permute_to(at, _State(dims, partial, ""))
+    elif partial == last.partial and axes == last.axes:
+        yield from _permute_to(at, _State(last.dims, partial, last.skew))
+    elif last.skew and dims == last.dims:
+        yield from _permute_to(at, _State(dims, partial, last.skew))
 
 
 _WORLD = 64
 """Ranks up to which an exchange is considered: its table has a row for every pair."""
 
 
-def _exchanges(
-    state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
-) -> Iterator[tuple[ReshardStep, _State]]:
+def _exchanges(at: _SearchNode) -> _Moves:
     """Yield an exchange to the target if the same sums are pending; ``_settled`` plans it later."""
+    state, last, shape, sizes, _ = at
     axes = _between(state, last, sizes)
-    if state[1] == last[1] and axes and math.prod(sizes[a] for a in axes) <= _WORLD:
-        words = lacking((state[0], state[2]), (last[0], last[2]), shape, sizes, axes)
-        if words or last[2]:  # without words to receive, every rank can slice its own block
+    if state.partial == last.partial and axes and at.ranks(axes) <= _WORLD:
+        words = lacking((state.dims, state.skew), (last.dims, last.skew), shape, sizes, axes)
+        if words or last.skew:  # without words to receive, every rank can slice its own block
             block = math.prod(
-                map(len, indices(last[0], last[2], shape, sizes, dict.fromkeys(sizes, 0)))
+                map(len, indices(last.dims, last.skew, shape, sizes, dict.fromkeys(sizes, 0)))
             )
             yield ReshardStep("exchange", axes, table=(state,), words=words, elements=block), last
 
 
 def _between(a: _State, b: _State, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(n for n in sizes if n in _axes(a) | _axes(b))
+    return tuple(n for n in sizes if n in a.axes | b.axes)
 
 
 def _settled(
@@ -330,19 +343,18 @@ def _settled(
     if not path or path[-1].kind != "exchange":
         return path
     dims, _, skew = path[-1].table[0]
-    table = exchange((dims, skew), (last[0], last[2]), shape, sizes, path[-1].axes)
+    table = exchange((dims, skew), (last.dims, last.skew), shape, sizes, path[-1].axes)
     return (*path[:-1], replace(path[-1], table=(table,), messages=len(table.rounds)))
 
 
-def _permute_to(
-    a: _State, b: _State, shape: tuple[int, ...], sizes: Mapping[str, int], here: int
-) -> Iterator[tuple[ReshardStep, _State]]:
-    axes = tuple(n for n in sizes if n in _axes(a) | _axes(b))
+def _permute_to(at: _SearchNode, b: _State) -> _Moves:
+    a, _, shape, sizes, here = at
+    axes = _between(a, b, sizes)
     full = dict.fromkeys(sizes, 0)
     coords = coordinates({n: sizes[n] for n in axes})
 
     def held(state: _State, coord: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(i) for i in indices(state[0], state[2], shape, sizes, full | coord))
+        return tuple(tuple(i) for i in indices(state.dims, state.skew, shape, sizes, full | coord))
 
     if not here:  # empty blocks: a block is in the right place if it has the right shape
         if [*map(len, held(a, full))] == [*map(len, held(b, full))]:

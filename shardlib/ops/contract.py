@@ -75,14 +75,7 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
         c, a, b = (lift(t, mesh, func.__name__) for t in (c, a, b))
         if not (a.dtype == b.dtype == c.dtype) or (a.ndim, b.ndim) != (len(left), len(right)):
             raise Unfit("dimensions")
-        exact = a.dtype.is_floating_point or a.dtype.is_complex
-        if not exact and not (type(beta) is type(alpha) is int):
-            raise Unfit("torch rounds such factors of integers")
-        if a.dtype == torch.bool:
-            raise Unfit("factors of what is true or false")
-        known = (int, float, complex) if a.dtype.is_complex else (int, float)
-        if any(isinstance(k, bool) or not isinstance(k, known) for k in (beta, alpha)):
-            raise Unfit("torch decides what factors of other types mean")
+        _check_factors(a.dtype, beta, alpha)
         if c.ndim == 1 and line == "mk,kn->mn" and alpha == beta == 1:
             return F.linear(a, b.mT, c)  # rounds once, as torch does
         dtype = a.dtype
@@ -91,11 +84,8 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
             if own is not None:
                 return own
             a, b, c = a.float(), b.float(), c.float()  # a sum over ranks, rounded with the summand
-        out = (
-            torch.matmul(a, b)
-            if line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")
-            else contract(line, a, b)
-        )
+        plain = line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")
+        out = torch.matmul(a, b) if plain else contract(line, a, b)
         sizes = zip(reversed(c.shape), reversed(out.shape), strict=False)
         if c.ndim > out.ndim or any(n not in (1, m) for n, m in sizes):
             raise Unfit("the summand does not have the product's shape")
@@ -105,6 +95,18 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
         return out.to(dtype)
 
     implements(*funcs)(implementation)
+
+
+def _check_factors(dtype: torch.dtype, *factors: Any) -> None:
+    """Refuse factors whose meaning, or rounding, torch decides."""
+    if dtype == torch.bool:
+        raise Unfit("factors of what is true or false")
+    exact = dtype.is_floating_point or dtype.is_complex
+    if not exact and any(type(k) is not int for k in factors):
+        raise Unfit("torch rounds such factors of integers")
+    known = (int, float, complex) if dtype.is_complex else (int, float)
+    if any(isinstance(k, bool) or not isinstance(k, known) for k in factors):
+        raise Unfit("torch decides what factors of other types mean")
 
 
 _added("mk,kn->mn", "addmm(input, mat1, mat2, *, beta=1, alpha=1)", torch.addmm, Tensor.addmm)
@@ -126,27 +128,27 @@ def tensordot(func: Any, args: Any, kwargs: Any) -> Any:
     a, b, dims = _TENSORDOT(*args, **kwargs).values()
     if a.dtype == torch.bool:
         raise Unfit("torch multiplies no matrices of what is true or false")
-    if isinstance(dims, int):
-        left, right = list(range(a.ndim - dims, a.ndim)), list(range(dims))
-    elif isinstance(dims, Tensor):
-        raise Unfit("dims of a tensor")
-    else:
-        left, right = ([d] if isinstance(d, int) else list(d) for d in dims)
-        left, right = [d % a.ndim for d in left], [d % b.ndim for d in right]
-    if (
-        any(a.shape[i] != b.shape[j] for i, j in zip(left, right, strict=True))
-        or a.dtype != b.dtype
-    ):
+    left, right = _contracted(a, b, dims)
+    sizes = [a.shape[d] for d in left]
+    if sizes != [b.shape[d] for d in right] or a.dtype != b.dtype:
         raise Unfit("sizes differ")  # torch broadcasts ones here
-    if any_autocast() and a.numel() == b.numel() == math.prod(a.shape[d] for d in left):
+    if any_autocast() and a.numel() == b.numel() == math.prod(sizes):
         raise Unfit("torch sums products of elements here, which autocast leaves alone")
     letters = iter(string.ascii_letters)
     p = [next(letters) for _ in range(a.ndim)]
     q = [p[left[right.index(d)]] if d in right else next(letters) for d in range(b.ndim)]
-    out = [c for d, c in enumerate(p) if d not in left] + [
-        c for d, c in enumerate(q) if d not in right
-    ]
+    out = [c for c in p + q if (c in p) != (c in q)]
     return contract(f"{''.join(p)},{''.join(q)}->{''.join(out)}", a, b)
+
+
+def _contracted(a: Any, b: Any, dims: Any) -> tuple[list[int], list[int]]:
+    """Return the dimensions of each operand that ``dims`` of tensordot contracts."""
+    if isinstance(dims, Tensor):
+        raise Unfit("dims of a tensor")
+    if isinstance(dims, int):
+        return list(range(a.ndim - dims, a.ndim)), list(range(dims))
+    left, right = ([d] if isinstance(d, int) else list(d) for d in dims)
+    return [d % a.ndim for d in left], [d % b.ndim for d in right]
 
 
 _TENSORDOT = binder("tensordot(a, b, dims=2)")

@@ -6,12 +6,12 @@ operands are reshaped to a matrix product, for which there are more algorithms (
 these refuse, operands are gathered as for any other operator (``sl.implicit``).
 """
 
-import math
 import string
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from einops import rearrange
 
 from shardlib.errors import BadArgument, ShardError
 from shardlib.ops.dims import rows_call
@@ -96,28 +96,21 @@ def _as_product(product: Callable[..., Any], terms: list[str], right: str, *oper
         raise Unfit("two operands")
     a, b = operands
     p, q = terms
-    size = dict(zip(p, a.shape, strict=True)) | dict(zip(q, b.shape, strict=True))
-    if any(t.count(c) > 1 for t in (p, q, right) for c in t) or any(
-        size[c] != n
-        for t, x in zip(terms, operands, strict=True)
-        for c, n in zip(t, x.shape, strict=True)
-    ):
+    size = dict(zip(p + q, (*a.shape, *b.shape), strict=True))
+    repeated = any(len(set(t)) < len(t) for t in (p, q, right))
+    if repeated or [size[c] for c in p + q] != [*a.shape, *b.shape]:
         raise Unfit("broadcast or diagonal")
-    batch = [c for c in right if c in p and c in q]
-    inner = [c for c in p if c in q and c not in right]
-    rows = [c for c in right if c in p and c not in q]
-    cols = [c for c in right if c in q and c not in p]
-    if set(p) != {*batch, *inner, *rows} or set(q) != {*batch, *inner, *cols} or not inner:
+    both = set(p) & set(q)
+    inner = " ".join(c for c in p if c in both - set(right))
+    batch, rows, cols = (
+        " ".join(c for c in right if c in group) for group in (both, set(p) - both, set(q) - both)
+    )
+    if {*p, *q} != set(f"{batch}{inner}{rows}{cols}") - {" "} or not inner:
         raise Unfit("a letter in one operand alone")
-
-    x = a.permute(*[p.index(c) for c in (*batch, *rows, *inner)])
-    w = b.permute(*[q.index(c) for c in (*batch, *inner, *cols)])
-    lead = [size[c] for c in batch]
-    x = x.reshape(*lead, math.prod(size[c] for c in rows), math.prod(size[c] for c in inner))
-    w = w.reshape(*lead, math.prod(size[c] for c in inner), math.prod(size[c] for c in cols))
-    y = product(x, w).reshape(*lead, *[size[c] for c in rows], *[size[c] for c in cols])
-    have = [*batch, *rows, *cols]
-    return y.permute(*[have.index(c) for c in right]) if have else y.reshape(())
+    x = rearrange(a, f"{' '.join(p)} -> {batch} ({rows}) ({inner})")
+    w = rearrange(b, f"{' '.join(q)} -> {batch} ({inner}) ({cols})")
+    split = {c: size[c] for c in (*rows.split(), *cols.split())}
+    return rearrange(product(x, w), f"{batch} ({rows}) ({cols}) -> {' '.join(right)}", **split)
 
 
 def product_line(a: int, b: int) -> str:

@@ -31,6 +31,7 @@ from shardlib.tensor import (
     has_padding,
     implements,
     lift,
+    local_call,
     partial_escape,
     real_axes,
     typeof,
@@ -104,6 +105,37 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     count, padded = table.shape[0], False
     if has_padding((ids, table)):
         table, padded = _unpadded(ids, table), True
+    _check(ids, table, count, given)
+    padding = None if padding is None else padding % count
+    mesh = table.mesh if isinstance(table, ShardedTensor) else ids.mesh
+    ids, table = lift(ids, mesh, "embedding"), lift(table, mesh, "embedding")
+    key = ids.sharding, ids.padded_shape, table.sharding, table.padded_shape
+    plan = mesh.memo("lookup", key, lambda: _planned(ids, table))
+    if plan.axes or padded:  # otherwise torch's own kernel checks the ids
+        in_range(ids.raw, count, "embedding", "id")
+    out, raw_table, deferred = plan.out, table.raw, _NONE
+    if table.deferred:
+        deferred = table.deferred - set(out.axes)
+        met = {*out.axes, *deferred}.difference(table.sharding.axes, table.deferred)
+        raw_table = vary(raw_table, mesh, met)
+    elif plan.meets:
+        raw_table = vary(raw_table, mesh, plan.meets)
+    place = Place(out, plan.shape, mesh, deferred=deferred)
+    own = raw_table is table.raw and not (plan.axes or plan.gathered or padded or lead(mesh))
+    if own and len(args) == 2 and args[0] is ids and args[1] is table:
+        return blockwise(func, args, kwargs, place)
+    if plan.gathered:
+        with bind(mesh):
+            raw_table = unwrap(all_gather(wrap(raw_table, mesh), plan.gathered, 1))
+    if plan.axes:
+        raw: Any = _Lookup.apply(raw_table, ids.raw, mesh, plan.axes, plan.at, padding)
+    else:
+        raw = local_call(F.embedding, mesh, (ids.raw, raw_table, padding), {})
+    return ShardedTensor(raw, place)
+
+
+def _check(ids: Tensor, table: Tensor, count: int, given: dict[str, Any]) -> None:
+    """Refuse what torch does not take, and options that no sharded table has."""
     if ids.dtype not in (torch.int64, torch.int32) or table.ndim != 2:
         raise BadArgument(
             "ids are int64 or int32, a table has two dimensions",
@@ -111,6 +143,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             operands={"ids": typeof(ids), "table": typeof(table)},
             fix="F.embedding(ids.long(), table)",
         )
+    padding = given["padding_idx"]
     if padding is not None and not -count <= padding < count:
         raise OutOfRange(
             f"padding_idx {padding} must be within the table's {count} rows", op="embedding"
@@ -122,35 +155,6 @@ def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
             operands={"table": typeof(table)},
             fix="F.embedding(ids, table)",
         )
-    padding = None if padding is None else padding % count
-    mesh = table.mesh if isinstance(table, ShardedTensor) else ids.mesh
-    ids, table = lift(ids, mesh, "embedding"), lift(table, mesh, "embedding")
-    key = ids.sharding, ids.padded_shape, table.sharding, table.padded_shape
-    plan = mesh.memo("lookup", key, lambda: _planned(ids, table))
-    if plan.axes or padded:  # otherwise torch's own kernel checks the ids
-        in_range(ids.raw, count, "embedding", "id")
-    out, raw_table, deferred = plan.out, table.raw, _NONE
-    if table.deferred:
-        deferred = table.deferred - set(out.axes)
-        raw_table = vary(
-            raw_table, mesh, {*out.axes, *deferred}.difference(table.sharding.axes, table.deferred)
-        )
-    elif plan.meets:
-        raw_table = vary(raw_table, mesh, plan.meets)
-    own = raw_table is table.raw and not (plan.axes or plan.gathered or padded or lead(mesh))
-    if own and len(args) == 2 and args[0] is ids and args[1] is table:
-        return blockwise(func, args, kwargs, Place(out, plan.shape, mesh, deferred=deferred))
-    if plan.gathered:
-        with bind(mesh):
-            raw_table = unwrap(all_gather(wrap(raw_table, mesh), plan.gathered, 1))
-    if plan.axes:
-        raw: Any = _Lookup.apply(raw_table, ids.raw, mesh, plan.axes, plan.at, padding)
-    elif not lead(mesh):
-        raw = F.embedding(ids.raw, raw_table, padding)
-    else:
-        with bind(mesh):
-            raw = unwrap(F.embedding(wrap(ids.raw, mesh), wrap(raw_table, mesh), padding))
-    return ShardedTensor(raw, Place(out, plan.shape, mesh, deferred=deferred))
 
 
 _ROWS = binder(
@@ -220,31 +224,37 @@ def _planned(ids: ShardedTensor, table: ShardedTensor) -> _LookupPlan:
     vocab, hidden = table.sharding.resolve(2).dims
     taken = {a for t in tokens for a in t.axes}
     axes = tuple(a for a in vocab.axes if mesh.axes[a] > 1)
-    minor = [
-        d
-        for d, t in enumerate(tokens)
-        if axes and t.parts[-len(axes) :] == axes and t.order == "contiguous"
-    ]
-    at = minor[0] if minor else -1
+    at = _split_by(axes, tokens) if axes else -1
     gathered = tuple(a for a in hidden.axes if a in taken)
     kept = tuple(p for p in hidden.parts if p not in gathered)
-    if (
-        any(isinstance(p, int) for p in vocab.parts)
-        or vocab.order != "contiguous"
-        or (set(axes) & taken and at < 0)
-        or (gathered and (hidden.parts != (*kept, *gathered) or hidden.order != "contiguous"))
-        or (gathered and any(isinstance(p, int) for p in kept))
-    ):
-        raise ImplicitCommunication(
-            f"ids split {ids.sharding} do not fit a table split {table.sharding}",
-            op="embedding",
-            operands={"ids": typeof(ids), "table": typeof(table)},
-            mesh=mesh,
-            fix="F.embedding(ids, sl.reshard(table, "
-            f"{f'. {hidden}' if not set(hidden.axes) & taken else '. .'!r}))",
-        )
+    of_hidden = not gathered or (hidden.parts == (*kept, *gathered) and _is_plain(hidden))
+    if not of_hidden or not _is_plain(vocab) or (at < 0 and set(axes) & taken):
+        raise _misfit(ids, table, ". ." if set(hidden.axes) & taken else f". {hidden}")
     out = Layout(dims=(*tokens, Dim(kept) if gathered else hidden))
     meets = real_axes(mesh, set(out.axes).difference(table.sharding.axes))
     return _LookupPlan(
         out, torch.Size((*ids.padded_shape, table.padded_shape[1])), axes, at, gathered, meets
     )
+
+
+def _split_by(axes: tuple[str, ...], tokens: tuple[Dim, ...]) -> int:
+    """Return the first dimension whose innermost split is over ``axes``, or -1."""
+    for d, token in enumerate(tokens):
+        if token.parts[-len(axes) :] == axes and token.order == "contiguous":
+            return d
+    return -1
+
+
+def _misfit(ids: ShardedTensor, table: ShardedTensor, where: str) -> ImplicitCommunication:
+    return ImplicitCommunication(
+        f"ids split {ids.sharding} do not fit a table split {table.sharding}",
+        op="embedding",
+        operands={"ids": typeof(ids), "table": typeof(table)},
+        mesh=table.mesh,
+        fix=f"F.embedding(ids, sl.reshard(table, {where!r}))",
+    )
+
+
+def _is_plain(dim: Dim) -> bool:
+    """Check whether ranks hold one run of positions each, in order."""
+    return dim.order == "contiguous" and len(dim.axes) == len(dim.parts)

@@ -93,34 +93,41 @@ def linear_cross_entropy(
         for t in (input, weight, bias)
     )
     assert x is not None and w is not None, "both are tensors"
-    tokens = x.dims[:-1]
-    if not isinstance(target, ShardedTensor):
-        target = shard(target, Layout(tokens), mesh, pad=x.is_padded)
-    if target.dims != tokens or target.sharding.partial or x.sharding.partial:
-        raise ShardError(
-            "targets lie otherwise than the rows of the input",
-            op="linear_cross_entropy",
-            operands={"input": typeof(x), "target": typeof(target)},
-            mesh=mesh,
-            fix=f"sl.reshard(target, {str(Layout(tokens))!r})",
-        )
-    axes = tuple(a for d in tokens for a in d.axes)
-    labels = filled(target, ignore_index) if target.is_padded else target
+    axes = tuple(a for d in x.dims[:-1] for a in d.axes)
+    labels = _labels(x, target)
+    labels = filled(labels, ignore_index) if labels.is_padded else labels
     x = masked(x) if x.is_padded else x
     x, w, b = _met(x, w, b, axes)
     rows, flat = _flat(x, axes, 1), _flat(labels, axes, 0)
-    places = rows.place, *(None if t is None else _deferring(t, axes) for t in (w, b))
+    factors = [None if t is None else _deferring(t, axes) for t in (w, b)]
     raws = (
         None if t is None else vary(t.raw, mesh, {*axes}.difference(t.sharding.axes, t.deferred))
         for t in (w, b)
     )
     scale = _scale(flat.raw, ignore_index, reduction, mesh, axes)
+    places = rows.place, *factors
     summed: Any = _LinearLoss.apply(rows.raw, *raws, flat.raw, scale, places, how)
-    deferred = x.deferred | w.deferred | (b.deferred if b is not None else frozenset())
+    deferred = frozenset().union(*(t.deferred for t in (x, w, b) if t is not None))
     out = total(summed, mesh, axes)
     return ShardedTensor(
         out, Place(Layout(), torch.Size(), mesh, deferred=deferred - {*axes, *w.sharding.axes})
     )
+
+
+def _labels(x: ShardedTensor, target: Tensor) -> ShardedTensor:
+    """Return the targets, split as the rows are.  Raises: ShardError if they are split otherwise."""
+    tokens = x.dims[:-1]
+    if not isinstance(target, ShardedTensor):
+        target = shard(target, Layout(tokens), x.mesh, pad=x.is_padded)
+    if target.dims != tokens or target.sharding.partial or x.sharding.partial:
+        raise ShardError(
+            "targets lie otherwise than the rows of the input",
+            op="linear_cross_entropy",
+            operands={"input": typeof(x), "target": typeof(target)},
+            mesh=x.mesh,
+            fix=f"sl.reshard(target, {str(Layout(tokens))!r})",
+        )
+    return target
 
 
 def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str, chunks: int) -> None:
@@ -202,17 +209,15 @@ class _LinearLoss(Local):
         needed = [i for i in range(3) if ctx.needs_input_grad[i]]
         of_rows, mesh = places[0], None if places[0] is None else places[0].mesh
         ahead = 0 if mesh is None else lead(mesh)
-        fixed = [None if t is None else t.detach().requires_grad_(i + 1 in needed)
-                 for i, t in enumerate((w, b))]  # fmt: skip
+        fixed = [
+            None if t is None else t.detach().requires_grad_(i in needed)
+            for i, t in enumerate((w, b), 1)
+        ]
         grads: list[Any] = [torch.empty_like(rows) if 0 in needed else None, None, None]
+        outs = rows if grads[0] is None else grads[0]
         loss: Any = None
-        for part, classes, out in zip(
-            rows.tensor_split(how.chunks, ahead),
-            labels.tensor_split(how.chunks, ahead),
-            rows.tensor_split(how.chunks, ahead) if grads[0] is None
-            else grads[0].tensor_split(how.chunks, ahead),
-            strict=True,
-        ):  # fmt: skip
+        parts = (t.tensor_split(how.chunks, ahead) for t in (rows, labels, outs))
+        for part, classes, out in zip(*parts, strict=True):
             if not part.shape[ahead]:
                 continue
             leaf = part.detach().requires_grad_(0 in needed)
@@ -221,22 +226,15 @@ class _LinearLoss(Local):
             weights = torch.ones_like(each)
             if scale is not None:
                 weights *= scale.to(each.dtype).unsqueeze(-1)
-            half = each.dtype.itemsize == 2
-            here = (each.detach() * weights).sum(-1, dtype=torch.float32 if half else None)
+            wide = torch.float32 if each.dtype.itemsize == 2 else None
+            here = (each.detach() * weights).sum(-1, dtype=wide)
             loss = here if loss is None else loss + here
             inputs: Any = [(leaf, *fixed)[i] for i in needed]
             found = torch.autograd.grad(each, inputs, weights) if needed else ()
-            for i, g in zip(needed, found, strict=True):
-                if i == 0:
-                    out.copy_(g)
-                elif grads[i] is None:
-                    grads[i] = g.float() if g.dtype.itemsize == 2 else g
-                else:
-                    grads[i] += g
+            _add_gradients(grads, out, dict(zip(needed, found, strict=True)))
         if loss is None:  # no rows: torch's mean over nothing is NaN, and its sum is zero
-            loss = rows.new_zeros(rows.shape[:ahead]) * (
-                1 if scale is None else scale.to(rows.dtype)
-            )
+            loss = rows.new_zeros(rows.shape[:ahead])
+            loss = loss if scale is None else loss * scale.to(rows.dtype)
         loss = loss.to(rows.dtype)
         ctx.dtypes = [None if t is None else t.dtype for t in (rows, w, b)]
         ctx.save_for_backward(*grads)
@@ -258,6 +256,17 @@ class _LinearLoss(Local):
             )
             out.append(None if grad is None else (grad * factor).to(dtype))
         return *out, None, None, None, None
+
+
+def _add_gradients(grads: list[Any], out: Tensor, found: dict[int, Tensor]) -> None:
+    """Add a chunk's gradients: the rows' to its part of theirs, others in fp32 at least."""
+    for i, g in found.items():
+        if i == 0:
+            out.copy_(g)
+        elif grads[i] is None:
+            grads[i] = g.float() if g.dtype.itemsize == 2 else g
+        else:
+            grads[i] += g
 
 
 def _rows_loss(

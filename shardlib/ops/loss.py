@@ -283,72 +283,63 @@ def _padding(x: Tensor, axes: tuple[str, ...], classes: int) -> Tensor:
 
 
 def _split_cross_entropy(
-    func: Any, args: Any, kwargs: Any, classes: int | None = None, given_up: bool = False
-) -> Tensor:
+    given: dict[str, Any], classes: int | None = None, given_up: bool = False
+) -> ShardedTensor:
     """Compute F.cross_entropy(logits [N, C], target [N]) where N, C or both are split.
 
+    ``given``    its arguments by name, weight and deprecated ones apart.
     ``classes``  number of true classes; the columns beyond are padding.
     """
-    names = (
-        "input",
-        "target",
-        "weight",
-        "size_average",
-        "ignore_index",
-        "reduce",
-        "reduction",
-        "label_smoothing",
-    )
-    given = dict(zip(names, args, strict=False)) | kwargs
     logits, target = given["input"], given["target"]
     mesh = logits.mesh if isinstance(logits, ShardedTensor) else target.mesh
     logits, target = lift(logits, mesh, "cross_entropy"), lift(target, mesh, "cross_entropy")
-    reduction, ignore = given.get("reduction", "mean"), given.get("ignore_index", -100)
+    reduction, ignore = given["reduction"], given["ignore_index"]
     key = logits.sharding, logits.padded_shape, target.sharding, target.padded_shape
     plan = mesh.memo("loss", key, lambda: _planned(logits, target))
-    known = given.get("weight") is None and reduction in ("mean", "sum", "none")
+    known = given["weight"] is None and reduction in ("mean", "sum", "none")
     if not known or target.is_floating_point():
         raise _unsupported(logits, target)
     if plan.brought:
         target = reshard(target, plan.rows)  # a slice: nothing moves
-    smooth, every = float(given.get("label_smoothing", 0.0)), logits.padded_shape[1]
+    smooth, every = float(given["label_smoothing"]), logits.padded_shape[1]
+    classes = classes or every
     x: Any = logits.raw
+    scalar = Place(_SCALAR, torch.Size(()), mesh, deferred=logits.deferred)
     raw: Any
     if (not x.is_cpu or active.cpu) and active.native(x):
-        raw = _KernelLoss.apply(
-            x, target.raw, mesh, plan.axes, ignore, smooth, classes or every, given_up
+        raw = _KernelLoss.apply(x, target.raw, mesh, plan.axes, ignore, smooth, classes, given_up)
+    elif plan.axes or classes != every:
+        raw, _ = _RowLoss.apply(x, target.raw, mesh, plan.axes, ignore, smooth, classes)
+    elif x.ndim == 2 and reduction != "none" and not plan.over and not _is_large(x):
+        raw = F.cross_entropy(
+            x, target.raw, ignore_index=ignore, label_smoothing=smooth, reduction=reduction
         )
-    elif plan.axes or (classes or every) != every:
-        raw, _ = _RowLoss.apply(x, target.raw, mesh, plan.axes, ignore, smooth, classes or every)
+        return ShardedTensor(raw, scalar)
     else:
-        # under simulate, the rows of all ranks as one dimension
-        flat = (x, target.raw) if x.ndim == 2 else (x.flatten(0, -2), target.raw.flatten())
-        if flat[0].numel() > (1 << 22 if is_half(x) else 1 << 16):
-            raw = _WholeRowLoss.apply(*flat, ignore, smooth)
-        elif x.ndim == 2 and reduction != "none" and not plan.over:
-            raw = F.cross_entropy(
-                x, target.raw, ignore_index=ignore, label_smoothing=smooth, reduction=reduction
-            )
-            return ShardedTensor(
-                raw, Place(_SCALAR, torch.Size(()), mesh, deferred=logits.deferred)
-            )
-        else:  # small enough that chunks would only cost time
-            raw = F.cross_entropy(
-                *flat, ignore_index=ignore, label_smoothing=smooth, reduction="none"
-            )
-        raw = raw if x.ndim == 2 else raw.view(target.raw.shape)
+        raw = _whole_rows(x, target.raw, ignore, smooth)
     if reduction == "none":
-        return ShardedTensor(
-            raw.to(x.dtype),
-            Place(plan.rows, logits.padded_shape[:1], mesh, deferred=logits.deferred),
-        )
+        rows = Place(plan.rows, logits.padded_shape[:1], mesh, deferred=logits.deferred)
+        return ShardedTensor(raw.to(x.dtype), rows)
     if reduction == "mean":
         raw = _Mean.apply(raw, target.raw, ignore, mesh, plan.over)
     else:
         raw = total(raw.sum(-1, dtype=_wide(raw)), mesh, plan.over)
-    return ShardedTensor(
-        raw.to(x.dtype), Place(_SCALAR, torch.Size(()), mesh, deferred=logits.deferred)
-    )
+    return ShardedTensor(raw.to(x.dtype), scalar)
+
+
+def _is_large(x: Tensor) -> bool:
+    """Check whether logits are taken in chunks; of smaller ones chunks would only cost time."""
+    return x.numel() > (1 << 22 if is_half(x) else 1 << 16)
+
+
+def _whole_rows(x: Tensor, target: Tensor, ignore: int, smooth: float) -> Any:
+    """Compute the losses of rows of whole logits; under simulate of all ranks' rows at once."""
+    flat = (x, target) if x.ndim == 2 else (x.flatten(0, -2), target.flatten())
+    if _is_large(x):
+        raw: Any = _WholeRowLoss.apply(*flat, ignore, smooth)
+    else:
+        raw = F.cross_entropy(*flat, ignore_index=ignore, label_smoothing=smooth, reduction="none")
+    return raw if x.ndim == 2 else raw.view(target.shape)
 
 
 class _LossPlan(NamedTuple):
@@ -674,9 +665,7 @@ def rows_given_up(logits: ShardedTensor, target: Tensor, ignore: int, smooth: fl
     classes = logits.shape[-1] if logits.is_padded else None
     _checked(given, classes)
     x = logits.with_padding if logits.is_padded else logits
-    return _split_cross_entropy(
-        F.cross_entropy, (), given | {"input": x, "reduction": "none"}, classes, given_up=True
-    )
+    return _split_cross_entropy(given | {"input": x, "reduction": "none"}, classes, given_up=True)
 
 
 @implements(F.nll_loss)
@@ -693,9 +682,7 @@ def _padded_classes(run: Any, func: Any, args: Any, kwargs: Any) -> Tensor:
         raise Unfit("a padded target")
     last_only(x, func)
     how, classes = _checked(given, x.shape[-1]), x.shape[-1]
-    return _split_cross_entropy(
-        func, (), given | {"input": x.with_padding, "reduction": how}, classes=classes
-    )
+    return _split_cross_entropy(given | {"input": x.with_padding, "reduction": how}, classes)
 
 
 @implements(F.cross_entropy, padded=_padded_classes)
@@ -711,7 +698,7 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
         and not t.is_floating_point()
     ):
         try:
-            return _split_cross_entropy(func, (), given | {"reduction": how})
+            return _split_cross_entropy(given | {"reduction": how})
         except Unsupported:
             pass
     return _weighed(F.cross_entropy, given, how)

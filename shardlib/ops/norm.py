@@ -296,50 +296,69 @@ def _normalised(
     op, width = "layer_norm" if centre else "rms_norm", len(shape)
     mesh = next(v.mesh for v in (x, weight, bias) if isinstance(v, ShardedTensor))
     values = [lift(v, mesh, op) for v in (x, weight, bias) if v is not None]
-    x, dtype = values[0], values[0].dtype
-    if not width or tuple(x.padded_shape[-width:]) != shape:
+    x = values[0]
+    _check(op, values, shape)
+    raws, overs, out, size, deferred = brought(op, values)
+    rest = iter(raws[1:])
+    w = None if weight is None else next(rest)
+    b = None if bias is None else next(rest)
+    axes = tuple(a for t in out.dims[-width:] for a in t.axes if mesh.axes[a] > 1)
+    place = Place(out, size, mesh, deferred=deferred)
+    if axes:
+        found = None
+    elif centre and _is_torchs(call, values, raws, overs):
+        func, args, kwargs = call
+        return blockwise(func, args, kwargs, place)
+    elif centre:
+        found = _whole(x, raws[0], overs, w, b, shape, eps)
+    else:
+        found = _apex_rms(mesh, raws[0], overs, w, shape, eps)
+    if found is None:
+        count = math.prod(shape)
+        found = _Normalise.apply(mesh, axes, overs, width, count, eps, centre, raws[0], w, b)
+    return ShardedTensor(found, place)  # type: ignore[arg-type]
+
+
+def _check(op: str, values: list[ShardedTensor], shape: tuple[int, ...]) -> None:
+    """Refuse shapes and dtypes that torch does not take, and pending sums."""
+    x = values[0]
+    if not shape or tuple(x.padded_shape[-len(shape) :]) != shape:
         raise BadArgument(
             f"normalized_shape {list(shape)} is not the tail of the tensor's shape",
             op=op,
             operands={"tensor": typeof(x)},
-            mesh=mesh,
+            mesh=x.mesh,
             fix=f"F.{op}(x, {list(x.padded_shape[-1:])})",
         )
+    dtypes = {x.dtype, torch.float32} if is_half(x) else {x.dtype}
     for k, v in enumerate(values):
-        given = v.dtype
-        mixed = centre and given != dtype and not (is_half(x) and given == torch.float32)
-        if mixed or not given.is_floating_point or (k and tuple(v.padded_shape) != shape):
+        mixed = op == "layer_norm" and v.dtype not in dtypes
+        other = k > 0 and tuple(v.padded_shape) != shape
+        if mixed or other or not v.dtype.is_floating_point:
             raise BadArgument(
                 f"scale and shift have the shape {list(shape)} and the dtype of the tensor, which "
                 "is floating point",
                 op=op,
                 operands={"tensor": typeof(x), "parameter": typeof(v)},
-                mesh=mesh,
+                mesh=x.mesh,
             )
     for value in values:
         if value.sharding.partial:
             raise partial_escape(op, value)
-    raws, overs, out, size, deferred = brought(op, values)
-    w, b = (
-        next(rest) if v is not None else None for rest in [iter(raws[1:])] for v in (weight, bias)
-    )
-    axes = tuple(a for t in out.dims[-width:] for a in t.axes if x.mesh.axes[a] > 1)
-    if centre and not axes and _is_torchs(call, values, raws, overs):
-        func, args, kwargs = call
-        return blockwise(func, args, kwargs, Place(out, size, x.mesh, deferred=deferred))
-    if centre and not axes:
-        whole = _whole(x, raws[0], overs, w, b, tuple(shape), eps)
-        return ShardedTensor(whole, Place(out, size, x.mesh, deferred=deferred))
-    if not axes and (not raws[0].is_cpu or active.cpu) and not lead(x.mesh):
-        run = apex("rms_norm", raws[0])
-        if run is not None:
-            held = vary(raws[0], x.mesh, overs[0]) if overs[0] else raws[0]
-            (v,) = widened((w,), x.mesh, (overs[-1],))
-            found = run(held, tuple(shape), v, eps)
-            if found is not None:
-                return ShardedTensor(found, Place(out, size, x.mesh, deferred=deferred))
-    raw = _Normalise.apply(x.mesh, axes, overs, width, math.prod(shape), eps, centre, raws[0], w, b)
-    return ShardedTensor(raw, Place(out, size, x.mesh, deferred=deferred))  # type: ignore[arg-type]
+
+
+def _apex_rms(
+    mesh: Mesh, raw: Tensor, overs: list[Axes], w: Tensor | None, shape: tuple[int, ...], eps: float
+) -> Tensor | None:
+    """Normalise whole rows by apex's kernel, if it is there and takes them."""
+    if (raw.is_cpu and not active.cpu) or lead(mesh):
+        return None
+    run = apex("rms_norm", raw)
+    if run is None:
+        return None
+    held = vary(raw, mesh, overs[0]) if overs[0] else raw
+    (wide,) = widened((w,), mesh, (overs[-1],))
+    return run(held, shape, wide, eps)
 
 
 _LAYER = binder(

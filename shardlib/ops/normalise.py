@@ -60,46 +60,55 @@ def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """Take statistics over the whole batch, on all ranks; update the running ones as torch does."""
     g = _BATCH(*args, **kwargs)
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
-    if x.ndim < 2 or not x.numel():
-        raise Unfit("no batch of channels")
-    if g["training"] and any(
-        isinstance(t, Tensor) and not isinstance(t, ShardedTensor) for t in (mean, var)
-    ):
-        raise Unfit("plain running statistics are written to by torch")
-    if not x.is_floating_point():
-        raise BadArgument("only floating point is normalised", op="batch_norm",
-                          operands={"tensor": typeof(x)}, fix="x.float()")  # fmt: skip
-    for t in (w, b, mean, var):
-        if t is not None and t.dtype != x.dtype and not (is_half(x) and t.dtype == torch.float32):
-            raise BadArgument(
-                "statistics, scale and shift have the tensor's dtype",
-                op="batch_norm",
-                operands={"tensor": typeof(x), "other": typeof(t)},
-            )
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (mean, var)):
-        raise BadArgument(
-            "running statistics have no gradient, and these ask for one",
-            op="batch_norm",
-            operands={"running_mean": typeof(mean)},
-            fix="running_mean.detach()",
-        )
+    _check(x, (w, b), (mean, var), g["training"])
     dtype, x = x.dtype, x.float() if is_half(x) else x
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *[1] * (x.ndim - 2)]
     if g["training"] or mean is None:
-        count = x.numel() // x.shape[1]
         m = x.mean(dims)
         centred = x - m.view(shape)
         v = (centred * centred).mean(dims)
         if mean is not None:
-            for t in (mean, var):
-                refuse_overlap(t.raw, "batch_norm", {"tensor": typeof(t)}, t.mesh)
-            mean.mul_(1 - g["momentum"]).add_(m.detach() * g["momentum"])
-            # for one element this is 0 / 0, which torch does not refuse either
-            var.mul_(1 - g["momentum"]).add_(v.detach() * (g["momentum"] * count) / (count - 1))
+            _update(mean, var, m.detach(), v.detach(), g["momentum"], x.numel() // x.shape[1])
     else:
         m, v = mean, var
         centred = x - m.view(shape)
     out = centred * (v + g["eps"]).rsqrt().view(shape)
     out = out if w is None else out * w.view(shape)
     return (out if b is None else out + b.view(shape)).to(dtype)
+
+
+def _check(x: Any, factors: tuple[Any, Any], running: tuple[Any, Any], training: bool) -> None:
+    if x.ndim < 2 or not x.numel():
+        raise Unfit("no batch of channels")
+    if training and any(
+        isinstance(t, Tensor) and not isinstance(t, ShardedTensor) for t in running
+    ):
+        raise Unfit("plain running statistics are written to by torch")
+    if not x.is_floating_point():
+        raise BadArgument("only floating point is normalised", op="batch_norm",
+                          operands={"tensor": typeof(x)}, fix="x.float()")  # fmt: skip
+    dtypes = {x.dtype, torch.float32} if is_half(x) else {x.dtype}
+    for t in (*factors, *running):
+        if t is not None and t.dtype not in dtypes:
+            raise BadArgument(
+                "statistics, scale and shift have the tensor's dtype",
+                op="batch_norm",
+                operands={"tensor": typeof(x), "other": typeof(t)},
+            )
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in running):
+        raise BadArgument(
+            "running statistics have no gradient, and these ask for one",
+            op="batch_norm",
+            operands={"running_mean": typeof(running[0])},
+            fix="running_mean.detach()",
+        )
+
+
+def _update(mean: Any, var: Any, m: Any, v: Any, momentum: float, count: int) -> None:
+    """Move the running statistics towards those of a batch, as torch does."""
+    for t in (mean, var):
+        refuse_overlap(t.raw, "batch_norm", {"tensor": typeof(t)}, t.mesh)
+    mean.mul_(1 - momentum).add_(m * momentum)
+    # for one element this is 0 / 0, which torch does not refuse either
+    var.mul_(1 - momentum).add_(v * (momentum * count) / (count - 1))

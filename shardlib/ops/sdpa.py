@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from shardlib.collectives import holds_values
-from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported
+from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
+from shardlib.layouts.dims import without_ones
 from shardlib.mesh import Mesh, scope
 from shardlib.ops.attention import ring_attention
 from shardlib.ops.attention.kernels import on_paper
@@ -54,73 +56,16 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     q, k, v = given.pop("query"), given.pop("key"), given.pop("value")
     mesh = next(t.mesh for t in (q, k, v) if isinstance(t, ShardedTensor))
     q, k, v = (lift(t, mesh, "scaled_dot_product_attention") for t in (q, k, v))
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.dtype.is_floating_point:
-        raise BadArgument(
-            "query, key and value have one dtype, which is floating point",
-            op="scaled_dot_product_attention",
-            operands=_named(q, k, v),
-            mesh=mesh,
-        )
-    if (
-        min(len(t.padded_shape) for t in (q, k, v)) < 2
-        or q.padded_shape[-1] != k.padded_shape[-1]
-        or k.padded_shape[-2] != v.padded_shape[-2]
-    ):
-        raise BadArgument(
-            "queries and keys have one size, keys and values one length",
-            op="scaled_dot_product_attention",
-            operands=_named(q, k, v),
-            mesh=mesh,
-        )
-    if not 0.0 <= given["dropout_p"] <= 1.0:
-        raise BadArgument(
-            f"dropout probability has to be between 0 and 1, but got {given['dropout_p']}",
-            op="scaled_dot_product_attention",
-            operands=_named(q, k, v),
-            mesh=mesh,
-        )
-    _check_heads(q, k, v, given["enable_gqa"])
-    tokens = q.dims
+    _check(q, k, v, given["dropout_p"], given["enable_gqa"])
     k, v = (_heads_of(q, t, given["enable_gqa"]) for t in (k, v))
-    if len(tokens) == 4 and (tokens[2].is_split or given["dropout_p"]):
+    if len(q.dims) == 4 and (q.dims[2].is_split or given["dropout_p"]):
         return _round_a_ring(q, k, v, given)
-    for t in (q, k, v):
-        if t.sharding.partial:
-            raise partial_escape("scaled_dot_product_attention", t)
-        dims = t.dims
-        cut = any(mesh.axes[a] > 1 for d in dims[-2:] for a in d.axes)
-        if cut or (
-            dims[:-2] != tokens[:-2] and _apart(dims[:-2], mesh) != _apart(tokens[:-2], mesh)
-        ):
-            want = " ".join([*(str(d) for d in tokens[:-2]), ".", "."])
-            raise ImplicitCommunication(
-                "attention is local where batch and heads are split alike and sequence and head "
-                "size are whole",
-                op="scaled_dot_product_attention",
-                operands=_named(q, k, v),
-                mesh=mesh,
-                fix="F.scaled_dot_product_attention"
-                f"(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
-            )
-    if given["dropout_p"]:
-        raise Unsupported(
-            "dropout of the probabilities takes [batch, heads, sequence, size]",
-            op="scaled_dot_product_attention",
-            operands=_named(q, k, v),
-            mesh=mesh,
-            fix="F.scaled_dot_product_attention"
-            "(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), dropout_p=0.1)",
-        )
+    _check_local(q, k, v, given["dropout_p"])
     mask, deferred = given.pop("attn_mask", None), q.deferred | k.deferred | v.deferred
     if mask is not None:
         mask = lift(mask, mesh, "scaled_dot_product_attention")
-        if mask.sharding.partial:
-            raise partial_escape("scaled_dot_product_attention", mask)
         deferred = deferred.union(mask.deferred).difference(q.sharding.axes)
-        scores = torch.Size((*q.padded_shape[:-1], k.padded_shape[-2]))
-        lies = Place(Layout(dims=(*tokens[:-1], Dim())), scores, mesh, deferred=deferred)
-        frame = ShardedTensor(q.raw[..., :1], lies)
-        given["attn_mask"] = onto(mask, frame, "scaled_dot_product_attention")
+        given["attn_mask"] = _as_scores(mask, q, k, deferred)
     run = on_paper if q.raw.is_meta and not holds_values(mesh) else func
     size = torch.Size((*q.padded_shape[:-1], v.padded_shape[-1]))
     place = Place(q.sharding, size, mesh, deferred=deferred)
@@ -135,33 +80,86 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTe
     return ShardedTensor(raw, place)
 
 
-def _apart(dims: tuple[Dim, ...], mesh: Mesh) -> list[Dim]:
-    """Return the dimensions' splits without axes of one rank."""
-    found = [
-        Dim(tuple(p for p in d.parts if isinstance(p, int) or mesh.axes[p] > 1), d.order)
-        for d in dims
-    ]
-    return [d if d.axes else Dim() for d in found]
+Operands = tuple[ShardedTensor, ShardedTensor, ShardedTensor]
 
 
-def _check_heads(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, grouped: bool) -> None:
-    """Refuse numbers of heads that torch cannot broadcast or group."""
-    heads, *others = (t.padded_shape[-3] if len(t.padded_shape) > 2 else 1 for t in (q, k, v))
-    shares = all(n and heads % n == 0 for n in others)
-    if shares if grouped else len({heads, *others} - {1}) < 2:  # a single head is broadcast
-        return
-    raise BadArgument(
-        f"{heads} heads of queries, {others[0]} of keys and {others[1]} of values"
-        + ("" if shares else ", which do not share them out evenly"),
+def _refused(error: type[ShardError], why: str, operands: Operands, fix: str = "") -> ShardError:
+    return error(
+        why,
         op="scaled_dot_product_attention",
-        operands=_named(q, k, v),
-        mesh=q.mesh,
-        fix="F.scaled_dot_product_attention(q, k, v, enable_gqa=True)" if shares else "",
+        operands=dict(zip(("query", "key", "value"), map(typeof, operands), strict=True)),
+        mesh=operands[0].mesh,
+        fix=fix,
     )
 
 
-def _named(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor) -> dict[str, str]:
-    return {"query": typeof(q), "key": typeof(k), "value": typeof(v)}
+def _check(
+    q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, dropout: float, grouped: bool
+) -> None:
+    """Refuse operands that torch does not take either."""
+    given = q, k, v
+    if len({t.dtype for t in given}) > 1 or not q.dtype.is_floating_point:
+        why = "query, key and value have one dtype, which is floating point"
+        raise _refused(BadArgument, why, given)
+    sizes = [t.padded_shape for t in given]
+    if min(map(len, sizes)) < 2 or sizes[0][-1] != sizes[1][-1] or sizes[1][-2] != sizes[2][-2]:
+        why = "queries and keys have one size, keys and values one length"
+        raise _refused(BadArgument, why, given)
+    if not 0.0 <= dropout <= 1.0:
+        why = f"dropout probability has to be between 0 and 1, but got {dropout}"
+        raise _refused(BadArgument, why, given)
+    heads, *others = (size[-3] if len(size) > 2 else 1 for size in sizes)
+    shares = all(n and heads % n == 0 for n in others)
+    if shares if grouped else len({heads, *others} - {1}) < 2:  # a single head is broadcast
+        return
+    why = f"{heads} heads of queries, {others[0]} of keys and {others[1]} of values"
+    if shares:
+        fix = "F.scaled_dot_product_attention(q, k, v, enable_gqa=True)"
+        raise _refused(BadArgument, why, given, fix)
+    raise _refused(BadArgument, why + ", which do not share them out evenly", given)
+
+
+def _check_local(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, dropout: float) -> None:
+    """Refuse operands whose blocks do not hold whole heads alike, and dropout of 3 dimensions."""
+    batch, mesh = q.dims[:-2], q.mesh
+    for t in (q, k, v):
+        if t.sharding.partial:
+            raise partial_escape("scaled_dot_product_attention", t)
+        cut = any(mesh.axes[a] > 1 for d in t.dims[-2:] for a in d.axes)
+        mine = t.dims[:-2]
+        if cut or (mine != batch and _apart(mine, mesh) != _apart(batch, mesh)):
+            want = " ".join([*map(str, batch), ".", "."])
+            raise _refused(
+                ImplicitCommunication,
+                "attention is local where batch and heads are split alike and sequence and head "
+                "size are whole",
+                (q, k, v),
+                f"F.scaled_dot_product_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
+            )
+    if dropout:
+        raise _refused(
+            Unsupported,
+            "dropout of the probabilities takes [batch, heads, sequence, size]",
+            (q, k, v),
+            "F.scaled_dot_product_attention"
+            "(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), dropout_p=0.1)",
+        )
+
+
+def _as_scores(
+    mask: ShardedTensor, q: ShardedTensor, k: ShardedTensor, deferred: frozenset[str]
+) -> Tensor:
+    """Return the mask's block that fits a block of the scores."""
+    if mask.sharding.partial:
+        raise partial_escape("scaled_dot_product_attention", mask)
+    scores = torch.Size((*q.padded_shape[:-1], k.padded_shape[-2]))
+    place = Place(Layout(dims=(*q.dims[:-1], Dim())), scores, q.mesh, deferred=deferred)
+    return onto(mask, ShardedTensor(q.raw[..., :1], place), "scaled_dot_product_attention")
+
+
+def _apart(dims: tuple[Dim, ...], mesh: Mesh) -> list[Dim]:
+    """Return the dimensions' splits without axes of one rank."""
+    return [without_ones(d, mesh.axes) for d in dims]
 
 
 def _round_a_ring(
