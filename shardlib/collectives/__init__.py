@@ -4,13 +4,12 @@ from shardlib.collectives.backends.streams import Away, Moment
 from shardlib.collectives.checked import check, checking, digest
 from shardlib.collectives.count import Event, Trace, expect_comm, trace
 from shardlib.collectives.in_place import (
-    broadcasts,
     gather_into,
     preduce_into,
     reductions,
     scatter_into,
 )
-from shardlib.collectives.posted import Pending, start, start_ppermutes
+from shardlib.collectives.posted import Pending, broadcasts, start, start_ppermutes
 from shardlib.collectives.replica_check import agreed, verify
 from shardlib.collectives.simulate import Stacked
 from shardlib.collectives.types import (

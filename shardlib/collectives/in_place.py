@@ -2,23 +2,21 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.collectives import transfers
-from shardlib.collectives.backends import backend, dist
+from shardlib.collectives.backends import BACKENDS, dist
 from shardlib.collectives.backends.backend import Axes, Finish
-from shardlib.collectives.posted import keep_posted, start
+from shardlib.collectives.posted import keep_posted
 from shardlib.collectives.simulate import Stacked
 from shardlib.collectives.transfers import Collective, public_name
 from shardlib.collectives.types import held, unwrap
 from shardlib.collectives.varying import after_move
-from shardlib.collectives.verbs import pbroadcast
 from shardlib.mesh import GROUPS, RECENT, Mesh, current_mesh, number, scope
 
-__all__ = ["broadcasts", "gather_into", "preduce_into", "reductions", "scatter_into"]
+__all__ = ["gather_into", "preduce_into", "reductions", "scatter_into"]
 
 
 def preduce_into(
@@ -50,27 +48,11 @@ def preduce_into(
     )
     try:
         transfers.ended(
-            backend(mesh).preduce_into(unwrap(target), raw, mesh, (axis,), root, wire), ends
+            BACKENDS[mesh.kind].preduce_into(unwrap(target), raw, mesh, (axis,), root, wire), ends
         )()
     except RuntimeError as e:
         transfers.raise_lost(e, transfers.PREDUCE, raw, mesh, (axis,))
         raise
-
-
-def broadcasts(axis: str, like: Tensor) -> Callable[[Tensor, int], Any]:
-    """Return ``start(pbroadcast, x, axis, root)`` as a function of x and root, for schedules.
-
-    ``like``  one of the blocks to be sent: all are recorded once, for reports of a lost rank.
-    """
-    now = scope()
-    mesh = current_mesh() if now.mesh is None else now.mesh
-    found = None if now.listeners.traces else mesh.memo[GROUPS].get((broadcasts, axis))
-    if found is None:
-        if mesh.kind != "dist" or now.listeners.traces or mesh.axis_size(axis) == 1:
-            return lambda x, root: start(pbroadcast, x, axis, root)
-        found = mesh.memo[GROUPS][broadcasts, axis] = dist.broadcasts(mesh, (axis,))
-    RECENT.append((number(), "pbroadcast", (axis,), like.shape, like.dtype))
-    return found
 
 
 def reductions(
@@ -125,7 +107,7 @@ def scatter_into(
             else []
         )
         transfers.note_recent("psum_scatter", flat, mesh, axes)
-        into = backend(mesh).psum_scatter_into
+        into = BACKENDS[mesh.kind].psum_scatter_into
         return transfers.ended(
             into(flat, mesh, axes, out, *params[1:], land=land, ahead=ahead), ends
         )
@@ -150,7 +132,7 @@ def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) ->
             part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
             ends = transfers.counted(traces, transfers.ALL_GATHER, part, mesh, axes, (0,))
         transfers.note_recent("all_gather", flat, mesh, axes)
-        return transfers.ended(backend(mesh).all_gather_into(flat, mesh, axes, ahead), ends)
+        return transfers.ended(BACKENDS[mesh.kind].all_gather_into(flat, mesh, axes, ahead), ends)
 
     posted = transfers.on_side_stream("gather", post, mesh, axes, flat) if ahead else post()
     return keep_posted(_heard(posted, transfers.ALL_GATHER, flat, mesh, axes)).wait

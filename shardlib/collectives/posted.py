@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import transfers
-from shardlib.collectives.backends import backend
+from shardlib.collectives.backends import BACKENDS, dist
 from shardlib.collectives.backends.backend import Finish
 from shardlib.collectives.simulate import Stacked, of
 from shardlib.collectives.transfers import public_name
 from shardlib.collectives.types import Axis, following, held, mesh_of
 from shardlib.collectives.varying import Varies, after_move
-from shardlib.collectives.verbs import POSTABLE, axes_of, call, pairs_of, ppermute
+from shardlib.collectives.verbs import POSTABLE, axes_of, call, pairs_of, pbroadcast, ppermute
 from shardlib.errors import ShardError
-from shardlib.mesh import POSTED, Mesh, current_mesh, lost, scope
+from shardlib.mesh import GROUPS, POSTED, RECENT, Mesh, current_mesh, lost, number, scope
 
-__all__ = ["Pending", "keep_posted", "start", "start_ppermutes"]
+__all__ = ["Pending", "broadcasts", "keep_posted", "start", "start_ppermutes"]
 
 
 class Pending:
@@ -86,7 +86,7 @@ def start_ppermutes(
             ends.append(transfers.counted(traces, transfers.PPERMUTE, raw, mesh, axes, (pairs,)))
     for raw in raws:
         transfers.note_recent("ppermute", raw, mesh, axes)
-    posted = backend(mesh).ppermutes(raws, mesh, axes, tables)
+    posted = BACKENDS[mesh.kind].ppermutes(raws, mesh, axes, tables)
     if ends:
         posted = [transfers.ended(finish, some) for finish, some in zip(posted, ends, strict=True)]
     if mesh.kind != "stacked":
@@ -131,3 +131,19 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
         return keep_posted(transfers.begin_ahead(op, x, mesh, axes, params))
     varies = after_move(op.name, x, mesh, axes, params, public_name(op.name))
     return _pending(transfers.begin_ahead(op, of(x, mesh), mesh, axes, params), mesh, varies)
+
+
+def broadcasts(axis: str, like: Tensor) -> Callable[[Tensor, int], Any]:
+    """Return ``start(pbroadcast, x, axis, root)`` as a function of x and root, for schedules.
+
+    ``like``  one of the blocks to be sent: all are recorded once, for reports of a lost rank.
+    """
+    now = scope()
+    mesh = current_mesh() if now.mesh is None else now.mesh
+    found = None if now.listeners.traces else mesh.memo[GROUPS].get((broadcasts, axis))
+    if found is None:
+        if mesh.kind != "dist" or now.listeners.traces or mesh.axis_size(axis) == 1:
+            return lambda x, root: start(pbroadcast, x, axis, root)
+        found = mesh.memo[GROUPS][broadcasts, axis] = dist.broadcasts(mesh, (axis,))
+    RECENT.append((number(), "pbroadcast", (axis,), like.shape, like.dtype))
+    return found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives.backends import Backend, backend, dist
+from shardlib.collectives.backends import BACKENDS, Backend, dist
 from shardlib.collectives.backends.backend import Axes, Finish
 from shardlib.collectives.backends.streams import beside
 from shardlib.collectives.count import Trace, note
@@ -222,8 +222,8 @@ def begin(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) ->
     note_recent(op.name, raw, mesh, axes)
     if traces := scope().listeners.traces:
         ends = counted(traces, op, raw, mesh, axes, params)
-        return ended(op.post(backend(mesh))(raw, mesh, axes, *params), ends)
-    return op.post(backend(mesh))(raw, mesh, axes, *params)
+        return ended(op.post(BACKENDS[mesh.kind])(raw, mesh, axes, *params), ends)
+    return op.post(BACKENDS[mesh.kind])(raw, mesh, axes, *params)
 
 
 def begin_ahead(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
@@ -238,7 +238,7 @@ def on_side_stream(
     kind: str, post: Callable[[], Finish], mesh: Mesh, axes: Axes, *memory: Tensor
 ) -> Finish:
     """Post on a side stream, if the device has streams and the transport keeps their order."""
-    if memory[0].is_cpu or not backend(mesh).in_streams(mesh, axes):
+    if memory[0].is_cpu or not BACKENDS[mesh.kind].in_streams(mesh, axes):
         return post()
     return beside(kind, post, *memory)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from shardlib.collectives.backends import BACKENDS, backend
+from shardlib.collectives.backends import BACKENDS
 from shardlib.collectives.simulate import Stacked, of
 from shardlib.collectives.varying import Varies
 from shardlib.mesh import Mesh, current_mesh
@@ -48,17 +48,17 @@ def played(mesh: Mesh) -> list[dict[str, int]]:
     >>> played(sl.simulate(x=2)), played(sl.record(x=1000))
     ([{'x': 0}, {'x': 1}], [{'x': 0}])
     """
-    return backend(mesh).played(mesh)
+    return BACKENDS[mesh.kind].played(mesh)
 
 
 def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
     """Join the blocks of this process's ranks to a storage: stacked, or the only one."""
-    return backend(mesh).storage(blocks, mesh)
+    return BACKENDS[mesh.kind].storage(blocks, mesh)
 
 
 def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
     """List the block of each rank of this process, as views: writes go to the storage."""
-    return backend(mesh).blocks(raw, mesh)
+    return BACKENDS[mesh.kind].blocks(raw, mesh)
 
 
 def lead(mesh: Mesh) -> int:
@@ -71,12 +71,12 @@ def lead(mesh: Mesh) -> int:
 
 def holds_values(mesh: Mesh) -> bool:
     """Check whether blocks hold values, not shapes only."""
-    return backend(mesh).holds_values
+    return BACKENDS[mesh.kind].holds_values
 
 
 def spans_processes(mesh: Mesh) -> bool:
     """Check whether other processes run the other ranks, and may hold other values."""
-    return backend(mesh).spans_processes
+    return BACKENDS[mesh.kind].spans_processes
 
 
 def each_rank(mesh: Mesh) -> Iterator[tuple[dict[str, int], Callable[[Tensor], Tensor]]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import transfers
-from shardlib.collectives.backends import backend
+from shardlib.collectives.backends import BACKENDS
 from shardlib.collectives.backends.backend import Axes
 from shardlib.collectives.simulate import Stacked, of
 from shardlib.collectives.transfers import Collective, Counts, public_name
@@ -443,7 +443,7 @@ def axis_index(axis: Axis) -> Any:
     mesh = current_mesh()
     axes = axes_of(axis, "axis_index")
     mesh.axis_size(axis if isinstance(axis, str) else axes, "axis_index", "sl.axis_index({})")
-    index = backend(mesh).axis_index(mesh, axes)
+    index = BACKENDS[mesh.kind].axis_index(mesh, axes)
     if not isinstance(index, Tensor):
         return index
     return following(index, mesh, Varies(real(mesh, axes)))

@@ -5,9 +5,8 @@ from typing import Any, cast
 from shardlib.collectives.backends import dist, record, stacked
 from shardlib.collectives.backends.backend import Backend
 from shardlib.errors import MeshError
-from shardlib.mesh import Mesh
 
-__all__ = ["BACKENDS", "Backend", "backend"]
+__all__ = ["BACKENDS", "Backend"]
 
 
 class _Forked:
@@ -28,8 +27,3 @@ BACKENDS: dict[str, Backend] = {
     "forked": cast(Backend, _Forked()),
 }
 """Back end by the kind of a mesh."""
-
-
-def backend(mesh: Mesh) -> Backend:
-    """Return the back end of a mesh."""
-    return BACKENDS[mesh.kind]

@@ -21,7 +21,7 @@ from shardlib.collectives import (
     unwrap,
     wrap,
 )
-from shardlib.collectives.backends import BACKENDS, Backend, backend
+from shardlib.collectives.backends import BACKENDS, Backend
 from shardlib.collectives.backends.backend import at_once
 
 NAMES = [n for n, f in vars(Backend).items() if inspect.isfunction(f) and not n.startswith("_")]
@@ -61,7 +61,7 @@ def test_a_back_end_has_the_functions_of_the_protocol(kind: str, name: str) -> N
 def laws() -> list[str]:
     """What a storage is, on the mesh in scope."""
     mesh, wrong = sl.current_mesh(), []
-    coords, here = played(mesh), backend(mesh)
+    coords, here = played(mesh), BACKENDS[mesh.kind]
 
     def hold(what: str, is_so: bool) -> None:
         if not is_so:
@@ -122,8 +122,8 @@ def test_storages_keep_the_laws_on_processes(pool: Any) -> None:
 def test_recorded_shapes_are_those_of_simulated_ranks(name: str, axes: tuple[str, ...]) -> None:
     real, paper = sl.simulate(x=2, y=3), sl.record(x=2, y=3)
     x = torch.zeros(6, 12, 6)
-    one = getattr(backend(paper), name)(x.to("meta"), paper, axes, *CALLS[name])()
-    all_ = getattr(backend(real), name)(x.expand(6, 6, 12, 6), real, axes, *CALLS[name])()
+    one = getattr(BACKENDS[paper.kind], name)(x.to("meta"), paper, axes, *CALLS[name])()
+    all_ = getattr(BACKENDS[real.kind], name)(x.expand(6, 6, 12, 6), real, axes, *CALLS[name])()
     assert (
         one.shape == all_.shape[1:]
         and one.dtype == all_.dtype
