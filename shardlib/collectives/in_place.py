@@ -11,7 +11,7 @@ from shardlib.collectives.backends import BACKENDS, dist
 from shardlib.collectives.backends.backend import Axes, Finish
 from shardlib.collectives.posted import keep_posted
 from shardlib.collectives.simulate import Stacked
-from shardlib.collectives.transfers import Collective, public_name
+from shardlib.collectives.transfers import Collective
 from shardlib.collectives.types import held, unwrap
 from shardlib.collectives.varying import after_move
 from shardlib.mesh import GROUPS, RECENT, Mesh, current_mesh, number, scope
@@ -36,7 +36,7 @@ def preduce_into(
         return
     raw = held(x, mesh)
     if mesh.kind == "stacked":
-        varies = after_move("preduce", x, mesh, (axis,), (), public_name("preduce"))
+        varies = after_move("preduce", x, mesh, (axis,), ())
         if type(target) is Stacked and target.varies is not None:
             target.varies.join(None if varies is None else varies.axes)
     transfers.note_recent("preduce", raw, mesh, (axis,), wire)

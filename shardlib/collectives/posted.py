@@ -10,9 +10,8 @@ from shardlib.collectives import transfers
 from shardlib.collectives.backends import BACKENDS, dist
 from shardlib.collectives.backends.backend import Finish
 from shardlib.collectives.simulate import Stacked, of
-from shardlib.collectives.transfers import public_name
 from shardlib.collectives.types import Axis, following, held, mesh_of
-from shardlib.collectives.varying import Varies, after_move
+from shardlib.collectives.varying import Varies, after_move, public_name
 from shardlib.collectives.verbs import POSTABLE, axes_of, call, pairs_of, pbroadcast, ppermute
 from shardlib.errors import ShardError
 from shardlib.mesh import GROUPS, POSTED, RECENT, Mesh, current_mesh, lost, number, scope
@@ -92,7 +91,7 @@ def start_ppermutes(
     if mesh.kind != "stacked":
         return [keep_posted(finish) for finish in posted]
     return [
-        _pending(finish, mesh, after_move("ppermute", x, mesh, axes, (pairs,), "sl.ppermute"))
+        _pending(finish, mesh, after_move("ppermute", x, mesh, axes, (pairs,)))
         for x, finish, pairs in zip(xs, posted, tables, strict=True)
     ]
 
@@ -116,12 +115,13 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
     tensor(2.)
     """
     mesh = mesh_of(x)
-    plain = f"{public_name(f.__name__)}(x, {axis!r})"
+    why = ""
     if x.requires_grad and torch.is_grad_enabled():
-        raise ShardError("the asynchronous form has no gradient", op=f.__name__, fix=plain)
-    if f not in POSTABLE:
-        names = ", ".join(g.__name__ for g in POSTABLE)
-        raise ShardError(f"no asynchronous form; these have one: {names}", op=f.__name__, fix=plain)
+        why = "the asynchronous form has no gradient"
+    elif f not in POSTABLE:
+        why = f"no asynchronous form; these have one: {', '.join(g.__name__ for g in POSTABLE)}"
+    if why:
+        raise ShardError(why, op=f.__name__, fix=f"{public_name(f.__name__)}(x, {axis!r})")
     op, params = POSTABLE[f](x, axis, *args, **kwargs)
     axes = axes_of(axis, f.__name__)
     if mesh.axis_size(axes) == 1:
@@ -129,7 +129,7 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
         return Pending(lambda: out)
     if mesh.kind != "stacked":
         return keep_posted(transfers.begin_ahead(op, x, mesh, axes, params))
-    varies = after_move(op.name, x, mesh, axes, params, public_name(op.name))
+    varies = after_move(op.name, x, mesh, axes, params)
     return _pending(transfers.begin_ahead(op, of(x, mesh), mesh, axes, params), mesh, varies)
 
 

@@ -17,13 +17,14 @@ from shardlib.collectives.backends import BACKENDS, Backend, dist
 from shardlib.collectives.backends.backend import Axes, Finish
 from shardlib.collectives.backends.streams import beside
 from shardlib.collectives.count import Trace, note
+from shardlib.collectives.varying import public_name
 from shardlib.errors import Unsupported
 from shardlib.mesh import RECENT, Mesh, lost, number, scope
 
 __all__ = [
     "ALL_GATHER", "ALL_TO_ALL", "PBROADCAST", "PMAX", "PPERMUTE", "PREDUCE", "PSLICE", "PSUM",
     "PSUM_SCATTER", "PVARY", "RAGGED", "SENT", "Collective", "Counts", "counted", "ended", "note_recent",
-    "on_side_stream", "public_name", "raise_lost", "raw_call", "begin", "begin_ahead",
+    "on_side_stream", "raise_lost", "raw_call", "begin", "begin_ahead",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -329,13 +330,3 @@ def raw_call(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple)
     except RuntimeError as e:
         raise_lost(e, op, raw, mesh, axes)
         raise
-
-
-def public_name(name: str) -> str:
-    """Return a collective's public name: the common ones are in ``sl`` itself."""
-    return f"sl.{name}" if name in _EVERY_DAY else f"sl.collectives.{name}"
-
-
-_EVERY_DAY = frozenset(
-    {"psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute"}
-)

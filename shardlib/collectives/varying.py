@@ -23,7 +23,7 @@ from shardlib.errors import WrongAxes
 from shardlib.mesh import Mesh
 from shardlib.opspec import names_of, writes
 
-__all__ = ["Varies", "after_move", "differing", "follow", "real"]
+__all__ = ["Varies", "after_move", "differing", "follow", "public_name", "real"]
 
 
 class Varies:
@@ -90,14 +90,22 @@ def _memory(x: Tensor) -> object:
 
 # ---------------------------------------------------------------- collectives
 
+
+def public_name(name: str) -> str:
+    """Return a collective's public name: the common ones are in ``sl`` itself."""
+    return f"sl.{name}" if name in _EVERY_DAY else f"sl.collectives.{name}"
+
+
+_EVERY_DAY = frozenset(
+    {"psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute"}
+)
+
 _ENDS = frozenset(["psum", "pmax", "all_gather", "pbroadcast"])
 _BEGINS = frozenset(["pslice", "place", "preduce", "psum_scatter", "all_to_all", "pvary"])
 _SUMS = frozenset(["psum", "psum_scatter", "preduce"])
 
 
-def after_move(
-    op: str, x: Any, mesh: Mesh, axes: Sequence[str], params: tuple, spelled: str
-) -> Varies | None:
+def after_move(op: str, x: Any, mesh: Mesh, axes: Sequence[str], params: tuple) -> Varies | None:
     """Return the axes over which the result of a collective varies; None if ``x`` is untracked.
 
     A tensor that a body made without a block, such as torch.ones, counts as varying over the axes
@@ -112,7 +120,7 @@ def after_move(
         return None
     over = real(mesh, axes)
     if op in _SUMS and (whole := over - now):
-        raise _whole(op, x, mesh, axes, sorted(whole, key=mesh.names.index), now, spelled)
+        raise _whole(op, x, mesh, axes, sorted(whole, key=mesh.names.index), now)
     if op in _ENDS:
         return Varies(now - over)
     if op == "ppermute":  # ranks that receive nothing have zeros, so the result varies
@@ -129,7 +137,6 @@ def _whole(
     axes: Sequence[str],
     whole: list[str],
     now: frozenset[str],
-    spelled: str,
 ) -> WrongAxes:
     copies = math.prod(mesh.axes[a] for a in whole)
     right = [a for a in axes if a in now] or [a for a in mesh.names if a in now]
@@ -141,7 +148,7 @@ def _whole(
         op=op,
         operands={"block": f"{x.dtype} {list(x.shape)}"},
         mesh=mesh,
-        fix=f"{spelled}(x, {name!r})" if right else "x",
+        fix=f"{public_name(op)}(x, {name!r})" if right else "x",
     )
 
 

@@ -17,9 +17,9 @@ from shardlib.collectives import transfers
 from shardlib.collectives.backends import BACKENDS
 from shardlib.collectives.backends.backend import Axes
 from shardlib.collectives.simulate import Stacked, of
-from shardlib.collectives.transfers import Collective, Counts, public_name
+from shardlib.collectives.transfers import Collective, Counts
 from shardlib.collectives.types import Axis, following, mesh_of
-from shardlib.collectives.varying import Varies, after_move, differing, real
+from shardlib.collectives.varying import Varies, after_move, differing, public_name, real
 from shardlib.errors import BadArgument, RankMismatch, ShardError, UnevenSplit, WrongAxes
 from shardlib.mesh import current_mesh, uploaded
 
@@ -41,7 +41,7 @@ def call(op: Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
         return x.to(params[0]) if op is transfers.PSUM and params else x
     if mesh.kind != "stacked":
         return transfers.raw_call(op, x, mesh, axes, params)
-    varies = after_move(op.name, x, mesh, axes, params, public_name(op.name))
+    varies = after_move(op.name, x, mesh, axes, params)
     return following(transfers.raw_call(op, of(x, mesh), mesh, axes, params), mesh, varies)
 
 
