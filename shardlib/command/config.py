@@ -377,54 +377,69 @@ def typed(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
 
 
 def _fit(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
-    origin = typing.get_origin(hint)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return _one_of(value, typing.get_args(hint), config, path)
+        return _one_of(value, inner, config, path)
     if origin is typing.Literal:
-        choices = typing.get_args(hint)
-        # True == 1 in Python, but not in a file
-        if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
-            said = near(value, map(str, choices)) if isinstance(value, str) else ""
-            raise _Unfit(f"one of {', '.join(map(shown, choices))}", said)
-        return value
+        return _choice(value, inner)
     if hint in _PLAIN:
         fits, text = _PLAIN[hint]
         if not fits(value):
             raise _Unfit(text)
         return float(value) if hint is float else value
     if hint is torch.dtype:
-        found = getattr(torch, value, None) if isinstance(value, str) else None
-        if not isinstance(found, torch.dtype):
-            names = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
-            hinted = near(value, names) if isinstance(value, str) else ""
-            raise _Unfit('the name of a dtype, as "bfloat16"', hinted)
-        return found
+        return _dtype(value)
+    if hint is type(None):
+        raise _Unfit("not given")
     if getattr(hint, "__name__", "") == "Transform" and isinstance(value, Mapping):
         return named("optimizer", config, path)
     if origin is collections.abc.Callable:
-        if isinstance(value, Mapping) and typing.get_args(hint) == ([int], float):
-            return named("schedule", config, path)
-        if typing.get_args(hint) == ([int], float):
-            raise _Unfit(f'a table [{".".join(path)}] with name = "{next(iter(schedules()))}"')
-        if isinstance(value, str):
-            return called(value, config, path)
-        raise _Unfit('"module:function"')
-    if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
-        if not isinstance(value, Mapping):
-            raise _Unfit("a table")
+        return _function(value, inner == ([int], float), config, path)
+    if isinstance(origin, type):
+        return _container(value, origin, inner, config, path)
+    if isinstance(hint, type) and hint.__module__ in ("os", "pathlib") and type(value) is not str:
+        raise _Unfit("text")
+    return value
+
+
+def _choice(value: Any, choices: Sequence[Any]) -> Any:
+    # True == 1 in Python, but not in a file
+    if value in choices and isinstance(value, bool) == isinstance(choices[0], bool):
         return value
-    if isinstance(origin, type) and issubclass(origin, collections.abc.Sequence | tuple):
-        if not isinstance(value, list):
-            raise _Unfit("a list")
-        inner = typing.get_args(hint)
-        alike = len(inner) == 1 or (len(inner) == 2 and inner[1] is Ellipsis)
-        return [_fit(v, inner[0], config, path) for v in value] if alike else value
-    if hint is type(None):
-        raise _Unfit("not given")
-    if isinstance(hint, type) and hint.__module__ in ("os", "pathlib"):
-        if not isinstance(value, str):
-            raise _Unfit("text")
+    hint = near(value, map(str, choices)) if isinstance(value, str) else ""
+    raise _Unfit(f"one of {', '.join(map(shown, choices))}", hint)
+
+
+def _dtype(value: Any) -> torch.dtype:
+    dtypes = {n: d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
+    if isinstance(value, str) and value in dtypes:
+        return dtypes[value]
+    hint = near(value, sorted(dtypes)) if isinstance(value, str) else ""
+    raise _Unfit('the name of a dtype, as "bfloat16"', hint)
+
+
+def _function(value: Any, is_schedule: bool, config: Config, path: Sequence[str]) -> Any:
+    """Return the function of ``"module:function"``, or the schedule of a table."""
+    if is_schedule and isinstance(value, Mapping):
+        return named("schedule", config, path)
+    if is_schedule:
+        raise _Unfit(f'a table [{".".join(path)}] with name = "{next(iter(schedules()))}"')
+    if isinstance(value, str):
+        return called(value, config, path)
+    raise _Unfit('"module:function"')
+
+
+def _container(
+    value: Any, origin: type, inner: Sequence[Any], config: Config, path: Sequence[str]
+) -> Any:
+    if issubclass(origin, collections.abc.Mapping) and not isinstance(value, Mapping):
+        raise _Unfit("a table")
+    if not issubclass(origin, collections.abc.Sequence | tuple):
         return value
+    if not isinstance(value, list):
+        raise _Unfit("a list")
+    if len(inner) == 1 or (len(inner) == 2 and inner[1] is Ellipsis):
+        return [_fit(v, inner[0], config, path) for v in value]
     return value
 
 

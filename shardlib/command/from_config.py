@@ -260,42 +260,18 @@ def rules_of(config: Config, module: nn.Module, mesh: Mesh) -> Rules:
 def check_layout(config: Config) -> None:
     """Check ``[layout]`` without a module: its keys, its recipe, and the mesh's axes."""
     table, axes = config.table("layout"), axes_of(config)
-    if unknowns := [
-        k for k in table if near(k, ("recipe", "rules")) and k not in _layout_keys(config)
-    ]:
-        raise unknown(config, ("layout",), unknowns[0], _layout_keys(config))
+    own = _layout_keys(config)
+    for key in table:
+        if key not in own and near(key, ("recipe", "rules")):
+            raise unknown(config, ("layout",), key, own)
     if ("recipe" in table) == ("rules" in table):
-        raise config.error(
-            ("layout",),
-            'write recipe = "megatron1d" or rules = [["*.weight", "x ."], ["*", "..."]]',
-        )
-    zeros = config.table("optimizer", "zero").get("axis", ())
-    zeros = [zeros] if isinstance(zeros, str) else zeros
-    if not isinstance(zeros, list | tuple) or not all(isinstance(a, str) for a in zeros):
-        raise config.error(
-            ("optimizer", "zero", "axis"), f'write axis = "data" or ["data", "s"], not {zeros!r}'
-        )
-    used = set(zeros)
-    if "rules" in table:
-        if unknowns := [k for k in table if k not in ("rules", *PLACING)]:
-            raise unknown(config, ("layout",), unknowns[0], ("rules", *PLACING))
-        if not isinstance(table["rules"], list):
-            raise config.error(
-                ("layout", "rules"), 'this is a list: [["*.weight", "x ."], ["*", "..."]]'
-            )
-        texts = [t for r in table["rules"] if isinstance(r, list) for t in r[1:]]
-        texts += [str(config.table("data").get("layout", "data ..."))]
-        used |= {a for t in texts for a in _axes_in(str(t))}
-        names = sorted(used)
-    else:
-        names = sorted(_recipe_axes(config, ("layout",)) | used)
-    if "rules" not in table:
-        own = [(n, a) for n, a in _axis_arguments(config, ("layout",)).items() if a]
-        for name, axis in own:
-            other = next((n for n, a in own if a == axis and n != name), None)
-            if other and name in table:
-                text = f"{axis!r} is the axis that {table['recipe']} takes for {other}"
-                raise config.error(("layout", name), text)
+        text = 'write recipe = "megatron1d" or rules = [["*.weight", "x ."], ["*", "..."]]'
+        raise config.error(("layout",), text)
+    zeros = _zero_axes(config)
+    used = _rules_axes(config) if "rules" in table else _recipe_axes(config, ("layout",))
+    names = sorted(used | zeros)
+    if "recipe" in table:
+        _check_apart(config)
     for axis in axes:
         if axis not in names:
             raise config.error(
@@ -303,18 +279,50 @@ def check_layout(config: Config) -> None:
                 f"nothing is split over this axis{near(axis, names)} "
                 f"({table.get('recipe', 'the rules')} and [optimizer.zero] name {', '.join(names)})",
             )
-    if "rules" not in table:
-        lacking = [a for a in _needed(config, ("layout",)) if a not in axes]
-        if lacking:
-            raise config.error(
-                ("mesh",),
-                f"{table['recipe']} splits over the axis {lacking[0]!r}: write {lacking[0]} = 2",
-            )
-    for axis in sorted(set(zeros)):
+    for axis in _needed(config, ("layout",)) if "recipe" in table else ():
         if axis not in axes:
-            raise config.error(
-                ("optimizer", "zero", "axis"), f"[mesh] has no axis {axis!r}{near(axis, axes)}"
-            )
+            text = f"{table['recipe']} splits over the axis {axis!r}: write {axis} = 2"
+            raise config.error(("mesh",), text)
+    for axis in sorted(zeros):
+        if axis not in axes:
+            text = f"[mesh] has no axis {axis!r}{near(axis, axes)}"
+            raise config.error(("optimizer", "zero", "axis"), text)
+
+
+def _zero_axes(config: Config) -> set[str]:
+    """Return the axes of ``[optimizer.zero]``."""
+    axis = config.table("optimizer", "zero").get("axis", ())
+    zeros = [axis] if isinstance(axis, str) else axis
+    if not isinstance(zeros, list | tuple) or not all(isinstance(a, str) for a in zeros):
+        text = f'write axis = "data" or ["data", "s"], not {zeros!r}'
+        raise config.error(("optimizer", "zero", "axis"), text)
+    return set(zeros)
+
+
+def _rules_axes(config: Config) -> set[str]:
+    """Return the axes in written rules and in the layout of the rows."""
+    table = config.table("layout")
+    for key in table:
+        if key not in ("rules", *PLACING):
+            raise unknown(config, ("layout",), key, ("rules", *PLACING))
+    if not isinstance(table["rules"], list):
+        text = 'this is a list: [["*.weight", "x ."], ["*", "..."]]'
+        raise config.error(("layout", "rules"), text)
+    texts = [t for r in table["rules"] if isinstance(r, list) for t in r[1:]]
+    texts.append(config.table("data").get("layout", "data ..."))
+    return {a for t in texts for a in _axes_in(str(t))}
+
+
+def _check_apart(config: Config) -> None:
+    """Refuse one axis for two arguments of a recipe."""
+    table, first = config.table("layout"), {}
+    for name, axis in _axis_arguments(config, ("layout",)).items():
+        other = first.setdefault(axis, name)
+        if not axis or other == name or not {name, other} & set(table):
+            continue
+        written, taken = (name, other) if name in table else (other, name)
+        text = f"{axis!r} is the axis that {table['recipe']} takes for {taken}"
+        raise config.error(("layout", written), text)
 
 
 def _layout_keys(config: Config) -> list[str]:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from shardlib.errors import RankFailed, ShardError, clipped, similar
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "parser_of"]
 
 COMMANDS = {  # name -> help; each is the module of that name in this folder
     "train": "train as a TOML file says, and go on where a run was killed",
@@ -29,6 +29,7 @@ COMMANDS = {  # name -> help; each is the module of that name in this folder
     "ckpt": "list, verify, reshard and convert checkpoints",
     "keys": "every key that a TOML file may have, with its type and default",
     "desync": "where the ranks of a failed job first parted",
+    "completion": "a script for the shell that completes commands, options and keys",
 }
 
 DONE, FAILED, WRONG, LOST, UNFIT, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if said.command != "plan":
         gc.enable()
     try:
-        return _module(said.command).main(said)
+        name = "print_config" if getattr(said, "print_config", False) else said.command
+        return _module(name).main(said)
     except BrokenPipeError:  # the reader closed its end, as `| head` does
         # Python flushes stdout at exit, which would raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -109,13 +111,26 @@ def _parser(name: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, text in COMMANDS.items():
         one = commands.add_parser(command, help=text, description=text.capitalize() + ".")
-        one.add_argument("--json", action="store_true", help="print JSON")
-        one.add_argument(
-            "--traceback", action="store_true", help="of an error, show the way there too"
-        )
+        _common(one)
         if command == name:
             _module(command).add(one)
     return parser
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Return the parser of one command's arguments."""
+    parser = argparse.ArgumentParser()
+    _common(parser)
+    _module(command).add(parser)
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of every command."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--traceback", action="store_true", help="of an error, show the way there too"
+    )
 
 
 def _module(command: str):  # type: ignore[no-untyped-def]

@@ -346,54 +346,28 @@ def _ranks(config: Config, kind: str, as_json: bool) -> Report:
 def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
     """Run the training loop, on every rank of the mesh in scope."""
     steps, accumulate = config.tables["steps"], config.tables.get("accumulate", 1)
-    torch.manual_seed(config.tables.get("seed", 0))
-    rows = rows_of(config)
-    made = built(config, mesh)
     saving = _checkpoints(config)
-    params, whole = made.start(), made.whole
-    state = state_of(config, made, params)
-    dealt = batches(config, rows, made.rules, mesh)
-    if accumulate > len(dealt):
-        text = f"{accumulate} batches of an update, where the rows make {len(dealt)}"
-        raise config.error(("accumulate",), text)
-    # again: building the model has drawn numbers
-    torch.manual_seed(config.tables.get("seed", 0))
+    training = _Training(config, mesh, accumulate)
+    made, report = training.made, training.report
     writer: Log = call(log, config, ("log",))
     lead = not dist.is_initialized() or dist.get_rank() == 0
-    report = Report()
-
-    def everything() -> dict[str, Any]:
-        named = params if whole else optim.state_dict(params)
-        kept = {"params": named, "state": optim.state_dict(state), "step": report.step}
-        return kept | {"data": dealt.state(), "key": keys.get_state()}
-
     if saving is not None and saving.resume and (newest := latest(saving.path)) is not None:
-        found = _resumed(config, newest, everything())
-        params = found["params"] if whole else optim.load_state_dict(params, found["params"])
-        state = optim.load_state_dict(state, found["state"])
-        dealt = _redealt(config, newest, rows, made, found["data"])
-        keys.set_state(found["key"])
-        report.step = report.first = int(found["step"])
-        report.path = newest
+        training.resume(newest)
     if lead:
         writer.open(as_json, report.first)
-        writer.say(_opening(made, params, state, report, steps))
+        writer.say(_opening(made, training.params, training.state, report, steps))
     judge = Evaluator(config, made) if "eval" in config.tables else None
-    step_of = stepper(config, made, accumulate)
-    meter = _Meter(made, rows, writer, mesh)
+    meter = _Meter(made, training.rows, writer, mesh)
     under_way = None
-    batch_of = forever(dealt)
+    batch_of = forever(training.dealt)
     losses = {}
     for step in range(report.first + 1, steps + 1):
-        heard = step == steps or step % writer.every == 0 or step == report.first + 1
         with trace() as t:
             taken = [next(batch_of) for _ in range(accumulate)]
-            loss, grads = step_of(params, state, taken)
-            params, state, info = optim.step(made.tx, params, grads, state)
-        losses[step] = loss
+            losses[step], info = training.step(taken)
         meter.count(taken)
         report.step = step
-        if heard:
+        if _due(step, steps, writer.every) or step == report.first + 1:
             report.losses |= {s: x.item() for s, x in losses.items()}
             losses = {}
             report.bytes = float(t.bytes)
@@ -402,22 +376,72 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
                 raise ShardError(f"the loss of step {step} is {report.losses[step]}", op="train")
             if lead:
                 writer.record(row, steps)
-        if judge is not None and (step == steps or (judge.every and step % judge.every == 0)):
-            report.evaluations[step] = judge(params)
+        if judge is not None and _due(step, steps, judge.every):
+            report.evaluations[step] = judge(training.params)
             if lead:
                 writer.record({"step": step, "eval_loss": report.evaluations[step]}, steps)
-        if saving is not None and (step == steps or (saving.every and step % saving.every == 0)):
+        if saving is not None and _due(step, steps, saving.every):
             under_way = save(
-                saving.path, everything(), step=step, keep=saving.keep, wait=saving.wait
+                saving.path, training.tree(), step=step, keep=saving.keep, wait=saving.wait
             )
             report.path = os.path.join(saving.path, f"step_{step:08d}")
     if under_way is not None:
         under_way.wait()
-    report.export = _exported(config, made, params)
+    report.export = _exported(config, made, training.params)
     if lead:
         writer.close()
     report.seconds = meter.total
     return report
+
+
+def _due(step: int, steps: int, every: int) -> bool:
+    """Return whether something that is done every so many steps, and after the last, is due."""
+    return step == steps or (every > 0 and step % every == 0)
+
+
+class _Training:
+    """The values that a training loop changes: parameters, optimizer state, batches, report."""
+
+    def __init__(self, config: Config, mesh: Any, accumulate: int) -> None:
+        torch.manual_seed(config.tables.get("seed", 0))
+        self.config, self.report = config, Report()
+        self.rows = rows_of(config)
+        self.made = built(config, mesh)
+        self.params = self.made.start()
+        self.state = state_of(config, self.made, self.params)
+        self.dealt = batches(config, self.rows, self.made.rules, mesh)
+        if accumulate > len(self.dealt):
+            text = f"{accumulate} batches of an update, where the rows make {len(self.dealt)}"
+            raise config.error(("accumulate",), text)
+        # again: building the model has drawn numbers
+        torch.manual_seed(config.tables.get("seed", 0))
+        self.gradients = stepper(config, self.made, accumulate)
+
+    def step(self, taken: list[Any]) -> tuple[Tensor, Any]:
+        """Update the parameters; return the loss before, and what the optimizer says."""
+        loss, grads = self.gradients(self.params, self.state, taken)
+        self.params, self.state, info = optim.step(self.made.tx, self.params, grads, self.state)
+        return loss, info
+
+    def tree(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        named = self.params if self.made.whole else optim.state_dict(self.params)
+        kept = {"params": named, "state": optim.state_dict(self.state), "step": self.report.step}
+        return kept | {"data": self.dealt.state(), "key": keys.get_state()}
+
+    def resume(self, newest: str) -> None:
+        """Continue from a checkpoint.
+
+        Raises: ConfigError if it does not fit.
+        """
+        found = _resumed(self.config, newest, self.tree())
+        params = found["params"]
+        self.params = params if self.made.whole else optim.load_state_dict(self.params, params)
+        self.state = optim.load_state_dict(self.state, found["state"])
+        self.dealt = _redealt(self.config, newest, self.rows, self.made, found["data"])
+        keys.set_state(found["key"])
+        self.report.step = self.report.first = int(found["step"])
+        self.report.path = newest
 
 
 class Evaluator:
@@ -600,6 +624,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("file", help="a TOML file, see docs/command.md")
     parser.add_argument("--simulate", action="store_true", help="one process plays all ranks")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the file with every --set and each default, and run nothing",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
 
 
