@@ -296,7 +296,8 @@ def products_again(of_x: str, of_w: str) -> list[tuple[bool, int]]:
 
     def product() -> tuple[bool, int]:
         x, w = (
-            torch.randn(8, 8, dtype=torch.float64, generator=draw).requires_grad_() for _ in "xw"
+            torch.randn(24, 24, dtype=torch.float64, generator=draw).requires_grad_()
+            for _ in "xw"  # of sizes that no other test of this pool has made a mesh remember
         )
         want = x @ w
         of_dense = torch.autograd.grad(want.square().sum(), (x, w))
