@@ -450,7 +450,7 @@ def main() -> int:
         alone(2 * args.repeats)
         return 0
     names = [n.replace("; ", ", ") for n in args.names.split(",")]
-    given = {n: getattr(args, n) for n in (*sizes, "bucket")} | {"names": names}
+    given = {n: getattr(args, n) for n in (*sizes, "bucket", "device", "agree")} | {"names": names}
     print(f"{args.layers} layers of {args.width}, {args.batch} x {args.length} tokens", flush=True)
     if args.residue:
         report_residue(given, args.draws)
