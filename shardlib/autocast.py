@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardlib.mesh import accelerator, scope, within
-from shardlib.opspec import OPERATORS, homes, names_of
+from shardlib.opspec import OPERATORS, Args, Func, Kwargs, homes, names_of
 
 __all__ = ["COMPOSITE", "DECLARED", "cast", "casting", "forget"]
 
@@ -73,7 +73,7 @@ def casting(func: Any) -> AbstractContextManager[Any]:
     return nullcontext() if casts is None or casts[1] is not func else _on(casts[0])
 
 
-def cast(implementation: Any, func: Any, args: Any, kwargs: Any, known: bool = True) -> Any:
+def cast(implementation: Any, func: Func, args: Args, kwargs: Kwargs, known: bool = True) -> Any:
     """Call the implementation with operands cast as torch's autocast casts them on their device.
 
     ``known``  the function has an implementation here; else torch runs it, or its Python body.

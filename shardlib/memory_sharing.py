@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardlib._compat import StorageWeakRef
 from shardlib.errors import Unsupported
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.opspec import writes as is_writer
 
 __all__ = [
@@ -68,7 +69,7 @@ _FLAGS = {
 """Position of ``inplace`` in the functions that have it."""
 
 
-def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def written(func: Func, args: Args, kwargs: Kwargs) -> list[Any]:
     """List the tensors that a call writes to, by its name and arguments."""
     if func in WRITERS:
         first = args[0] if args else kwargs.get("input")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import DispatchMode
+from shardlib.opspec import Args, Func, Kwargs
 
 __all__ = ["Live"]
 
@@ -34,7 +35,9 @@ class Live(DispatchMode):  # type: ignore[misc, valid-type]
         self.now = self.peak = 0
         self.known: dict[int, Any] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         for x in _tensors((args, kwargs or {})):
             self._note(x, new=False)
         out = func(*args, **(kwargs or {}))

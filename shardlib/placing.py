@@ -56,6 +56,7 @@ from shardlib.mesh import (
     scope,
     uploaded,
 )
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import (
     Place,
     ShardedTensor,
@@ -553,7 +554,7 @@ def _whole(x: ShardedTensor) -> Tensor:
 
 
 @implements(Tensor.cpu, Tensor.cuda, padded=True)
-def _leaving(func: Any, args: Any, kwargs: Any) -> Any:
+def _leaving(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return x if it is on the device already, or a replicated x's copy on the CPU; else refuse."""
     x = args[0]
     if x.raw.device.type == func.__name__:

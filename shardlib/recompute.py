@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlib._compat import FUSED_ATTENTION, PRODUCTS, DispatchMode, intercept_recompute, patch
 from shardlib.mesh import bind, scope
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.random import marks, replayed
 
 __all__ = ["Kept", "once"]
@@ -109,7 +110,9 @@ class _Kernel(DispatchMode):  # type: ignore[misc, valid-type]
         self.found = found
         self.results: list[tuple[Any, ...]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         product = func in PRODUCTS
         if not product and func not in FUSED_ATTENTION:
             return func(*args, **(kwargs or {}))

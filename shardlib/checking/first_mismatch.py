@@ -12,6 +12,7 @@ from torch import Tensor
 from shardlib.errors import ShardError, user_line
 from shardlib.grad import grad
 from shardlib.mesh import within
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import shard, unshard
 from shardlib.tensor import ShardedTensor, typeof
 
@@ -39,7 +40,7 @@ class Places:
     def chose(self, match: Any, product: bool = False) -> None:
         """Ignore the algorithm: only the value is checked."""
 
-    def __call__(self, implementation: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, implementation: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
         name = getattr(func, "__name__", str(func))
         if self.inside or self.found is not None or _draws(name):
             return implementation(func, args, kwargs)

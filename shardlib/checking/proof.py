@@ -26,6 +26,7 @@ from shardlib.layouts import Layout, LayoutLike
 from shardlib.mesh import Mesh, as_mesh, simulate, use_mesh, within
 from shardlib.modules.parallelize import parallelize
 from shardlib.modules.rules import Rules
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim import adamw, apply_updates, global_norm
 from shardlib.placing import shard, unshard
 from shardlib.tensor import ShardedTensor
@@ -230,7 +231,9 @@ class _Doubles(TorchFunctionMode):
         super().__init__()
         self.raised = raised
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = dict(kwargs or {})
         asked = [x for x in (*args[1:], *kwargs.values()) if _wide(x) is not x]

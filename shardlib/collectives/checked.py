@@ -40,6 +40,7 @@ from shardlib.mesh import (
     scope,
     spelled,
 )
+from shardlib.opspec import Args, Func, Kwargs
 
 __all__ = ["check", "checking", "digest", "line_of_user"]
 
@@ -58,7 +59,7 @@ class CheckMode(Trace):
 
     # -------------------------------------------------------- calls
 
-    def __call__(self, implementation: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, implementation: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Record a function called on sharded tensors, and run it."""
         text = [getattr(func, "__name__", str(func))]
         real = False

@@ -23,7 +23,7 @@ from shardlib._compat import no_torch_function
 from shardlib.collectives.varying import Varies, follow
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.mesh import Mesh, coordinates
-from shardlib.opspec import names_of, writes
+from shardlib.opspec import Args, Func, Kwargs, names_of, writes
 
 __all__ = ["Stacked", "of"]
 
@@ -58,7 +58,11 @@ class Stacked(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Func,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         implementation = _TABLE.get(func, _by_vmap)
         out = implementation(func, args, kwargs or {})
@@ -71,7 +75,9 @@ class Stacked(torch.Tensor):
         return out
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         raise ShardError(
             f"{func} reached simulated blocks below torch functions", op=str(func), fix="x.ranks"
         )
@@ -112,7 +118,7 @@ def _mesh_of(tree: Any) -> Mesh:
     return next(x.mesh for x in optree.tree_leaves(tree) if isinstance(x, Stacked))
 
 
-def _by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
+def _by_vmap(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run any function under vmap over the ranks."""
     given: Any = (args, kwargs)
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
@@ -154,7 +160,7 @@ _POINTWISE = [
 @_enter(
     *_functions(" ".join(_POINTWISE), torch, Tensor, F), *_functions(_SAME_SHAPE, torch, Tensor)
 )
-def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
+def _elementwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     mesh = next(t.mesh for t in tensors if isinstance(t, Stacked))
     if type(args[0]) is not Stacked and writes(func.__name__):
@@ -171,7 +177,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     return Stacked(out, mesh)
 
 
-def _one_by_one(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], ndim: int) -> bool:
+def _one_by_one(func: Func, args: Args, kwargs: Kwargs, tensors: list[Tensor], ndim: int) -> bool:
     """Check whether the extra rank dimension would change torch's result, so ranks run one by one.
 
     It would for 0-dim operands of other dtypes (type promotion), and for memory formats.
@@ -193,7 +199,7 @@ def _one_by_one(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], ndim: 
     )  # type: ignore[return-value]
 
 
-def _each(func: Any, args: Any, kwargs: Any) -> Any:
+def _each(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run the function once per rank, in a loop."""
     given: Any = (args, kwargs)
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
@@ -247,7 +253,7 @@ def _aligned(x: Any, ndim: int) -> Any:
     torch.bmm,
     Tensor.bmm,
 )
-def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
+def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
     a, b = args if func is not Tensor.__rmatmul__ else (args[1], args[0])
     strict = {"mm": 2, "bmm": 3}.get(func.__name__)
     if kwargs or (strict and not a.ndim == b.ndim == strict):
@@ -263,14 +269,14 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(F.linear)
-def _linear(func: Any, args: Any, kwargs: Any) -> Any:
+def _linear(func: Func, args: Args, kwargs: Any) -> Any:
     x, w, b = (*args, kwargs.get("bias"))[:3]
     out = torch.matmul(x, w.mT)
     return out if b is None else out + b
 
 
 @_enter(Tensor.addmm_)
-def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
+def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     c, a, b = args
     if type(c) is not Stacked:
         raise _plain_target(func)
@@ -296,7 +302,7 @@ _DEFAULT = {"unbind": 0, "split": 0, "chunk": 0, "topk": -1}
 
 @_enter(*_functions(" ".join(_ALONG), torch, Tensor))
 @_enter(F.softmax, F.log_softmax)
-def _along(func: Any, args: Any, kwargs: Any) -> Any:
+def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a function along one dimension, counted from the end."""
     x, name = args[0], func.__name__
     if not isinstance(x, Stacked):
@@ -317,7 +323,7 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(*_functions("sum mean amax amin any all prod", torch, Tensor))
-def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
+def _reduce(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, *rest = args
     if x.ndim == 0 or func.__name__ in ("prod", "any", "all"):
         return _by_vmap(func, args, kwargs)
@@ -330,7 +336,7 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(Tensor.reshape, torch.reshape, Tensor.view)
-def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
+def _reshape(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, *sizes = args
     if len(sizes) == 1 and isinstance(sizes[0], torch.dtype):
         return Stacked(x.ranks.view(sizes[0]), x.mesh)
@@ -343,7 +349,7 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(Tensor.flatten, torch.flatten)
-def _flatten(func: Any, args: Any, kwargs: Any) -> Any:
+def _flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     first = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
     last = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
@@ -353,20 +359,20 @@ def _flatten(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(Tensor.transpose, torch.transpose, Tensor.swapaxes)
-def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
+def _transpose(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, i, j = (*args, *kwargs.values())
     return Stacked(x.ranks.transpose(_negative(i, x.ndim), _negative(j, x.ndim)), x.mesh)
 
 
 @_enter(Tensor.permute, torch.permute)
-def _permute(func: Any, args: Any, kwargs: Any) -> Any:
+def _permute(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, *dims = (*args, *kwargs.values())
     dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     return Stacked(x.ranks.permute(0, *[_negative(d, x.ndim) for d in dims]), x.mesh)
 
 
 @_enter(Tensor.mT.__get__, Tensor.T.__get__, Tensor.t, torch.t)
-def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
+def _transposed(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     if (func == Tensor.mT.__get__ and x.ndim < 2) or (func in (Tensor.t, torch.t) and x.ndim > 2):
         # torch refuses; run on ``ranks`` directly it would swap the rank dimension
@@ -377,13 +383,13 @@ def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(Tensor.unsqueeze, torch.unsqueeze)
-def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
+def _unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, dim = (*args, *kwargs.values())
     return Stacked(x.ranks.unsqueeze(_negative(dim, x.ndim + 1)), x.mesh)
 
 
 @_enter(Tensor.squeeze, torch.squeeze)
-def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
+def _squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, *dim = (*args, *kwargs.values())
     if not x.ndim:
         return Stacked(x.ranks.squeeze(()), x.mesh)  # a view, as torch returns for other tensors
@@ -392,7 +398,7 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(Tensor.expand)
-def _expand(func: Any, args: Any, kwargs: Any) -> Any:
+def _expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, *sizes = args
     sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     raw = _aligned(x, len(sizes))
@@ -400,7 +406,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(*_functions("new_zeros new_ones new_empty new_full", Tensor))
-def _new(func: Any, args: Any, kwargs: Any) -> Any:
+def _new(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, *sizes = args
     if func is Tensor.new_full:
         return Stacked(
@@ -411,7 +417,7 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(Tensor.__getitem__)
-def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
+def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, Stacked) or any(isinstance(i, Tensor | list) for i in index):
@@ -420,7 +426,7 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(Tensor.__setitem__)
-def _setitem(func: Any, args: Any, kwargs: Any) -> None:
+def _setitem(func: Func, args: Args, kwargs: Kwargs) -> None:
     x, index, value = args
     if type(x) is not Stacked:
         raise _plain_target(func)
@@ -447,7 +453,7 @@ def _put(x: Tensor, index: Any, value: Any) -> Tensor:
 
 
 @_enter(torch.cat, torch.concat, torch.stack)
-def _cat(func: Any, args: Any, kwargs: Any) -> Any:
+def _cat(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if "out" in kwargs:
         return _by_vmap(func, args, kwargs)
     tensors, *dim = (*args, *kwargs.values())
@@ -457,7 +463,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(F.scaled_dot_product_attention)
-def _attention(func: Any, args: Any, kwargs: Any) -> Any:
+def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 3 or kwargs.get("dropout_p") or args[0].ndim < 3:
         return _by_vmap(func, args, kwargs)
     mesh = _mesh_of((args, kwargs))
@@ -474,7 +480,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(F.embedding)
-def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Look ids up in one table that joins all ranks' tables: ids are offset to their rank's rows.
 
     ``padding_idx`` is handled here: vmap honours it on the first rank alone (as of torch 2.13).
@@ -507,7 +513,7 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
 # ---------------------------------------------------------------- metadata, values, autograd
 
 
-def _plain(func: Any, args: Any, kwargs: Any) -> Any:
+def _plain(func: Func, args: Args, kwargs: Kwargs) -> Any:
     with no_torch_function():
         return func(*args, **kwargs)
 
@@ -522,7 +528,7 @@ _enter(
 
 
 @_enter(*(getattr(Tensor, n).__get__ for n in "requires_grad is_leaf grad_fn retains_grad".split()))
-def _from_ranks(func: Any, args: Any, kwargs: Any) -> Any:
+def _from_ranks(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return func(args[0].ranks)
 
 
@@ -532,41 +538,41 @@ def _from_ranks(func: Any, args: Any, kwargs: Any) -> Any:
     )
 )
 @_enter(Tensor.nbytes.__get__, torch.result_type, torch.is_same_size)
-def _from_one(func: Any, args: Any, kwargs: Any) -> Any:
+def _from_one(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return metadata from rank 0's block; it is the same on every rank."""
     return func(*[a.ranks[0] if type(a) is Stacked else a for a in args], **kwargs)
 
 
 @_enter(Tensor.data.__get__)
-def _data(func: Any, args: Any, kwargs: Any) -> Any:
+def _data(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return Stacked(args[0].ranks.data, args[0].mesh)
 
 
 @_enter(Tensor.__deepcopy__)
-def _deepcopy(func: Any, args: Any, kwargs: Any) -> Any:
+def _deepcopy(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, memo = args
     return memo.setdefault(id(x), Stacked(copy.deepcopy(x.ranks, memo), x.mesh))
 
 
 @_enter(Tensor.requires_grad.__set__)
-def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> None:
+def _set_requires_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
     args[0].ranks.requires_grad = args[1]
 
 
 @_enter(Tensor.requires_grad_)
-def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
+def _requires_grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
     args[0].ranks.requires_grad_(*args[1:], **kwargs)
     return args[0]
 
 
 @_enter(Tensor.grad.__get__)
-def _grad(func: Any, args: Any, kwargs: Any) -> Any:
+def _grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
     g = args[0].ranks.grad
     return None if g is None else Stacked(g, args[0].mesh)
 
 
 @_enter(Tensor.grad.__set__)
-def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
+def _set_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
     x, grad = args
     x.ranks.grad = (
         grad.ranks if type(grad) is Stacked else None if grad is None else of(grad, x.mesh).clone()
@@ -574,17 +580,17 @@ def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
 
 
 @_enter(Tensor.grad.__delete__)
-def _delete_grad(func: Any, args: Any, kwargs: Any) -> None:
+def _delete_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
     args[0].ranks.grad = None
 
 
 @_enter(Tensor.retain_grad)
-def _retain_grad(func: Any, args: Any, kwargs: Any) -> None:
+def _retain_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
     args[0].ranks.retain_grad()
 
 
 @_enter(Tensor.register_hook)
-def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
+def _register_hook(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, hook = args
 
     def on_ranks(grad: Tensor) -> Tensor | None:
@@ -595,7 +601,7 @@ def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(Tensor.backward)
-def _backward(func: Any, args: Any, kwargs: Any) -> None:
+def _backward(func: Func, args: Args, kwargs: Kwargs) -> None:
     x, *rest = args
     gradient = rest[0] if rest else kwargs.pop("gradient", None)
     gradient = torch.ones_like(x.ranks) if gradient is None else of(gradient, x.mesh)
@@ -608,7 +614,7 @@ def _backward(func: Any, args: Any, kwargs: Any) -> None:
         Tensor,
     )
 )
-def _value(func: Any, args: Any, kwargs: Any) -> Any:
+def _value(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     if not _agree(x.ranks):
         raise _two_sides(func, x.mesh)
@@ -616,7 +622,7 @@ def _value(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_enter(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
-def _verdict(func: Any, args: Any, kwargs: Any) -> bool:
+def _verdict(func: Func, args: Args, kwargs: Kwargs) -> bool:
     mesh = _mesh_of(args)
     a, b, *rest = args
     each = {

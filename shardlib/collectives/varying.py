@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardlib.errors import WrongAxes
 from shardlib.mesh import Mesh
-from shardlib.opspec import names_of, writes
+from shardlib.opspec import Args, Func, Kwargs, names_of, writes
 
 __all__ = ["Varies", "after_move", "differing", "follow", "public_name", "real"]
 
@@ -50,7 +50,7 @@ _OTHERS_READ = frozenset(names_of(ignores="first"))
 _FIRST_READ = frozenset(names_of(ignores="others"))
 
 
-def follow(kind: type, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+def follow(kind: type, func: Func, args: Args, kwargs: Kwargs, out: Any) -> None:
     """Record the axes over which the result of a torch function, or its target, varies.
 
     ``kind``  the class of simulated blocks, which have ``ranks`` and ``varies``.

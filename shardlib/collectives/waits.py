@@ -18,7 +18,7 @@ from torch import Tensor
 from shardlib._compat import DispatchMode
 from shardlib.errors import package_line, user_line
 from shardlib.mesh import scope
-from shardlib.opspec import names_of
+from shardlib.opspec import Args, Func, Kwargs, names_of
 
 __all__ = ["Wait", "Waiting", "listed"]
 
@@ -59,7 +59,9 @@ class Waiting(DispatchMode):  # type: ignore[misc, valid-type]
         super().__init__()
         self.found = found
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for kind in _asked(func._schema.name.partition("::")[2], args, kwargs or {}, out):
             frame = sys._getframe(1)
@@ -69,7 +71,7 @@ class Waiting(DispatchMode):  # type: ignore[misc, valid-type]
         return out
 
 
-def _asked(name: str, args: Any, kwargs: Any, out: Any) -> list[str]:
+def _asked(name: str, args: Args, kwargs: Kwargs, out: Any) -> list[str]:
     """List the effects of an operator: "wait", "upload", both or none."""
     first = next((x for x in args if isinstance(x, Tensor)), None)
     if first is None or first.is_meta:

@@ -24,6 +24,7 @@ from shardlib.mesh import Mesh, within
 from shardlib.modules.copies import Copies
 from shardlib.modules.experts import standing_in
 from shardlib.ops.matmul.prefetch import Entry, prefetching
+from shardlib.opspec import Args, Kwargs
 from shardlib.placing import reshard, shard, unshard
 from shardlib.random import Plain
 from shardlib.tensor import ShardedTensor, promoting, refuse_trace, replicated
@@ -222,7 +223,11 @@ class Apply(Calls):
         return self._run(params, buffers, args, kwargs)
 
     def _run(
-        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         self._refuse_blank(buffers)
         wanted = {n: giving(params[n], layout) for n, layout in self.out_layouts.items()}

@@ -34,7 +34,7 @@ from shardlib.modules.dim_factors import (
     piece,
     whole,
 )
-from shardlib.opspec import names_of
+from shardlib.opspec import Args, Func, Kwargs, names_of
 
 __all__ = ["Dimensions", "ParameterUse", "trace_dimensions"]
 
@@ -110,13 +110,15 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             self.know(x, [fresh(n) for n in x.shape])
         return self.rows[id(x)]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         try:
             self.learn(name, func, args, kwargs or {}, out)
         except Apart:
-            self.opaque(args, kwargs, out)
+            self.opaque(args, kwargs or {}, out)
         for x in _tensors(out):
             rows = self.of(x)
             if len(rows) != x.ndim or any(
@@ -125,7 +127,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 self.know(x, [fresh(n) for n in x.shape])
         return out
 
-    def opaque(self, args: Any, kwargs: Any, out: Any) -> None:
+    def opaque(self, args: Args, kwargs: Kwargs, out: Any) -> None:
         """Handle an operator without a rule: its results have fresh atoms.
 
         Operands must be whole, except for leading dimensions that stay.
@@ -138,7 +140,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             if id(y) not in self.rows:
                 self.know(y, [fresh(n, "bound") for n in y.shape])
 
-    def learn(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def learn(self, name: str, func: Func, args: Args, kwargs: Kwargs, out: Any) -> None:
         rule = getattr(self, f"_{name.strip('_')}", None)
         base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
         if name in _VIEWS:
@@ -162,11 +164,11 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             if all(id(y) in self.rows for y in _tensors(out)):
                 return
             self.found.unknown.add(name)
-            self.opaque(args, kwargs, out)
+            self.opaque(args, kwargs or {}, out)
 
     # ------------------------------------------------------------ rules
 
-    def _pointwise(self, args: Any, kwargs: Any, out: Any) -> None:
+    def _pointwise(self, args: Args, kwargs: Kwargs, out: Any) -> None:
         for y in _tensors(out)[:1]:
             rows: list[Row] = [[] for _ in y.shape]
             known = self.rows.get(id(y))
@@ -194,7 +196,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             mark(a, "bound")
             mark(b, "bound")
 
-    def _views(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _views(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x = args[0]
         flat = [a for row in self.of(x) for a in row]
         rows = []
@@ -224,24 +226,24 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             origin and (origin[0], tuple(origin[1][d] if d >= 0 else None for d in order)),
         )
 
-    def _t(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _t(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         self._moved(args[0], out, list(range(args[0].ndim))[::-1])
 
-    def _transpose(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _transpose(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x, i, j = args
         order = list(range(x.ndim))
         order[i], order[j] = order[j], order[i]
         self._moved(x, out, order)
 
-    def _permute(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _permute(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         self._moved(args[0], out, [d % args[0].ndim for d in args[1]])
 
-    def _unsqueeze(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _unsqueeze(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         at = args[1] % out.ndim
         order = list(range(args[0].ndim))
         self._moved(args[0], out, [*order[:at], -1, *order[at:]])
 
-    def _squeeze(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _squeeze(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x = args[0]
         dims = (
             range(x.ndim)
@@ -253,7 +255,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         gone = {d % x.ndim for d in dims if x.shape[d] == 1}
         self._moved(x, out, [d for d in range(x.ndim) if d not in gone])
 
-    def _expand(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _expand(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x, rows = args[0], self.of(args[0])
         lead = out.ndim - x.ndim
         self.know(
@@ -267,7 +269,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         if origin is not None:
             self.origin[id(out)] = (origin[0], (*[None] * lead, *origin[1]))
 
-    def _repeat(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _repeat(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x, rows = args[0], self.of(args[0])
         lead = out.ndim - x.ndim
         self.know(
@@ -278,12 +280,12 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             ],
         )
 
-    def _select(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _select(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x, dim, _ = args
         mark(self.of(x)[dim], "bound")
         self._moved(x, out, [d for d in range(x.ndim) if d != dim % x.ndim])
 
-    def _slice(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _slice(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x: Tensor = args[0]
         options: Any = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
         dim, start, stop, step = options
@@ -304,7 +306,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         mark(row, "bound")
         return fresh(size, "bound")
 
-    def _split(self, args: Any, kwargs: Any, out: Any) -> None:
+    def _split(self, args: Args, kwargs: Kwargs, out: Any) -> None:
         x = args[0]
         dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % x.ndim
         sizes = [y.shape[dim] for y in out]
@@ -326,14 +328,14 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     _split_with_sizes = _split
 
-    def _unbind(self, args: Any, kwargs: Any, out: Any) -> None:
+    def _unbind(self, args: Args, kwargs: Kwargs, out: Any) -> None:
         x = args[0]
         dim = (args[1] if len(args) > 1 else 0) % x.ndim
         mark(self.of(x)[dim], "bound")
         for y in out:
             self._moved(x, y, [d for d in range(x.ndim) if d != dim])
 
-    def _cat(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _cat(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         xs = [x for x in args[0] if x.ndim == out.ndim and x.numel()]
         dim = (args[1] if len(args) > 1 else 0) % out.ndim
         if not xs:
@@ -352,7 +354,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             rows[dim] = [joint]
         self.know(out, rows)
 
-    def _stack(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _stack(self, args: Any, kwargs: Kwargs, out: Tensor) -> None:
         dim = (args[1] if len(args) > 1 else 0) % out.ndim
         rows = [list(r) for r in self.of(args[0][0])]
         for x in args[0][1:]:
@@ -361,7 +363,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         rows.insert(dim, fresh(len(args[0])))
         self.know(out, rows)
 
-    def _reduce(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
+    def _reduce(self, name: str, args: Args, kwargs: Kwargs, out: Any) -> None:
         x = args[0]
         dims = kwargs.get(
             "dim", args[1] if len(args) > 1 and name not in ("linalg_vector_norm", "norm") else None
@@ -383,7 +385,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 self.know(y, [r for d, r in enumerate(rows) if d not in chosen])
         return None
 
-    def _along(self, args: Any, kwargs: Any, out: Any) -> None:
+    def _along(self, args: Args, kwargs: Kwargs, out: Any) -> None:
         x, rows = args[0], self.of(args[0])
         dim = next(
             (
@@ -398,7 +400,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         for y in _tensors(out):
             self.know(y, rows)
 
-    def _topk(self, args: Any, kwargs: Any, out: Any) -> None:
+    def _topk(self, args: Args, kwargs: Kwargs, out: Any) -> None:
         x, k, dim = args[0], args[1], args[2] if len(args) > 2 else -1
         rows = [list(r) for r in self.of(x)]
         mark(rows[dim], "bound")
@@ -406,13 +408,13 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         for y in out:
             self.know(y, rows)
 
-    def _roll(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _roll(self, args: Any, kwargs: Kwargs, out: Tensor) -> None:
         rows = self.of(args[0])
         for d in args[2] if len(args) > 2 else range(args[0].ndim):
             mark(rows[d], "bound")
         self.know(out, rows)
 
-    def _constant_pad_nd(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _constant_pad_nd(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         rows = []
         for row, before, n in zip(self.of(args[0]), args[0].shape, out.shape, strict=True):
             if before != n:
@@ -420,7 +422,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             rows.append(row if before == n else fresh(n, "bound"))
         self.know(out, rows)
 
-    def _native_layer_norm(self, args: Any, kwargs: Any, out: Any) -> None:
+    def _native_layer_norm(self, args: Args, kwargs: Kwargs, out: Any) -> None:
         x, shape, *affine = args
         rows = self.of(x)
         for row in rows[x.ndim - len(shape) :]:
@@ -433,7 +435,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     _fused_rms_norm = _rms_norm = _native_layer_norm
 
-    def _native_batch_norm(self, args: Any, kwargs: Any, out: Any) -> None:
+    def _native_batch_norm(self, args: Args, kwargs: Kwargs, out: Any) -> None:
         rows = self.of(args[0])
         for w in (w for w in args[1:5] if isinstance(w, Tensor)):
             self.join(self.of(w)[0], rows[1])
@@ -442,7 +444,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     _native_batch_norm_legit = _native_batch_norm_legit_no_training = _native_batch_norm
     _batch_norm_with_update = _batch_norm_no_update = cudnn_batch_norm = _native_batch_norm
 
-    def _native_group_norm(self, args: Any, kwargs: Any, out: Any) -> None:
+    def _native_group_norm(self, args: Args, kwargs: Kwargs, out: Any) -> None:
         rows = self.of(args[0])
         for w in (w for w in args[1:3] if isinstance(w, Tensor)):
             self.join(self.of(w)[0], rows[1])
@@ -494,13 +496,13 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         )
         self.found.reads.append(ParameterUse(name, kind, ins, outs, list(rows), groups))
 
-    def _mm(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _mm(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         self._meet(args[0], args[1], out, 0)
 
-    def _bmm(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _bmm(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         self._meet(args[0], args[1], out, 1)
 
-    def _addmm(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _addmm(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         self._meet(args[1], args[2], out, args[1].ndim - 2)
         bias, rows = self.of(args[0]), self.rows[id(out)]
         for d in range(1, args[0].ndim + 1):
@@ -509,12 +511,12 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     _baddbmm = _addmm
 
-    def _mv(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _mv(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         self.join(self.of(args[0])[1], self.of(args[1])[0])
         mark(self.of(args[0])[1], "bound")
         self.know(out, self.of(args[0])[:1])
 
-    def _grouped_mm(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _grouped_mm(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         a, b = args[:2]
         if a.ndim == 2 and b.ndim == 3:
             self.join(self.of(a)[1], self.of(b)[1])
@@ -524,7 +526,9 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         else:
             raise Apart
 
-    def _scaled_dot_product_flash_attention_for_cpu(self, args: Any, kwargs: Any, out: Any) -> None:
+    def _scaled_dot_product_flash_attention_for_cpu(
+        self, args: Args, kwargs: Kwargs, out: Any
+    ) -> None:
         q, k, v = (self.of(x) for x in args[:3])
         for d in (0, 1):
             for other in (k, v):
@@ -550,7 +554,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         self.join(first, fewer)
         mark(fewer, "heads")
 
-    def _convolution(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _convolution(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x, w, bias, *_, groups = args
         transposed = args[6]
         rows, mine = self.of(x), self.of(w)
@@ -572,7 +576,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         if id(w) in self.origin:
             self.read("conv", w, (channels,), (filters,), [], groups)
 
-    def _pooled(self, args: Any, kwargs: Any, out: Any) -> None:
+    def _pooled(self, args: Args, kwargs: Kwargs, out: Any) -> None:
         """Keep the two leading dimensions; the others are space."""
         x, rows = args[0], self.of(args[0])
         for row in rows[2:]:
@@ -588,7 +592,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     # ------------------------------------------------------------ indexing
 
-    def _embedding(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _embedding(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         table, ids = args[:2]
         rows = self.of(table)
         mark(rows[1], "embedded")
@@ -600,7 +604,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 id(a) in mine for row in self.found.numbers for a in leaves(row)
             )
 
-    def _index(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _index(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x, index = args[0], list(args[1])
         rows = self.of(x)
         picked = [d for d, i in enumerate(index) if i is not None]
@@ -635,14 +639,14 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                     self.join(together[-k], self.of(i)[-k])
         return together
 
-    def _index_select(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _index_select(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x, dim, ids = args
         rows = list(self.of(x))
         mark(rows[dim], "bound")
         rows[dim] = self.of(ids)[0] if ids.ndim else []
         self.know(out, rows)
 
-    def _gather(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _gather(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x, dim, ids = args[:3]
         mark(self.of(x)[dim], "bound")
         rows = self.of(ids)
@@ -651,7 +655,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 self.join(self.of(x)[d], rows[d])
         self.know(out, rows)
 
-    def _scatter(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _scatter(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x, dim = args[:2]
         rows = self.of(x)
         mark(rows[dim], "bound")
@@ -665,7 +669,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     _scatter_add = _index_add = _index_copy = _scatter_reduce = _index_fill = _scatter
 
-    def _index_put(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _index_put(self, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         x, index, values = args[:3]
         rows = self.of(x)
         for d, i in enumerate(index):
@@ -680,7 +684,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             self.know(out, rows)
 
 
-def _keeps_shape(args: Any, kwargs: Any, out: Any) -> bool:
+def _keeps_shape(args: Args, kwargs: Kwargs, out: Any) -> bool:
     """Check whether a call has one operand, and results of its shape alone."""
     operands = _tensors((args, kwargs))
     return len(operands) == 1 and all(y.shape == operands[0].shape for y in _tensors(out))
@@ -745,7 +749,7 @@ def _as_tuple(given: Any) -> tuple[Any, ...]:
     return tuple(given) if isinstance(given, tuple | list) else (given,)
 
 
-def _run(model: nn.Module, args: Any, kwargs: Any, device: str | None) -> Dimensions:
+def _run(model: nn.Module, args: Args, kwargs: Kwargs, device: str | None) -> Dimensions:
     held: dict[int, Tensor] = {}
 
     def bare(x: Tensor) -> Tensor:

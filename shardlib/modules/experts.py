@@ -30,6 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardlib.errors import BadArgument, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.dims import Labels, rows_call
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard, shard
 from shardlib.tensor import ShardedTensor, implements, lift, typeof
 
@@ -156,7 +157,7 @@ def experts(
 
 
 @implements(experts)
-def _divided_experts(func: Any, args: Any, kwargs: Any) -> Any:
+def _divided_experts(func: Func, args: Args, kwargs: Kwargs) -> Any:
     module, names, *given = args
     mesh = next(v.mesh for v in given if isinstance(v, ShardedTensor))
     hidden, index, weights, *params = [lift(v, mesh, "experts") for v in given]
@@ -192,7 +193,7 @@ def _without(token: Dim, axes: Sequence[str]) -> Dim:
     return Dim(tuple(a for a in token.axes if a not in axes)) if plain else Dim()
 
 
-def _labels(args: Any, kwargs: Any) -> Labels:
+def _labels(args: Args, kwargs: Kwargs) -> Labels:
     _, _, hidden, index, weights, *held = args
     rows: Labels = {s.at: ("t", None) for s in (hidden, index, weights)}
     return rows | {s.at: ("e", *[None] * (s.ndim - 1)) for s in held}

@@ -20,6 +20,7 @@ from shardlib.ops.each_rank import each, flat
 from shardlib.ops.padding import beside, filled, the_dim
 from shardlib.ops.reduce import extreme
 from shardlib.ops.signatures import binder, dim_of
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.tensor import Place, ShardedTensor, Unfit, implements, real_axes
 
@@ -32,7 +33,7 @@ _MAX = binder("""
 """)
 
 
-def _padded_extreme(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _padded_extreme(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Take the extreme of a padded operand, filled so that no padding is chosen."""
     given = _MAX(*args, **kwargs)
     if "other" in given:
@@ -47,7 +48,7 @@ def _padded_extreme(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(torch.max, Tensor.max, torch.min, Tensor.min, padded=_padded_extreme)
-def max_or_min(func: Any, args: Any, kwargs: Any) -> Any:
+def max_or_min(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Take the extreme of all elements, or along a dimension with its positions.
 
     Of two tensors, take the elementwise extreme.
@@ -80,7 +81,7 @@ _ARG = binder("argmax(input, dim: int = None, keepdim: bool = False)")
 
 
 @implements(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, padded=beside(the_dim(_ARG)))
-def arg_extreme(func: Any, args: Any, kwargs: Any) -> Any:
+def arg_extreme(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the position of the first extreme; without ``dim``, in the flattened tensor."""
     x, dim, keepdim = _ARG(*args, **kwargs).values()
     if dim is not None and _is_split(x, dim):
@@ -97,7 +98,7 @@ _KTH = binder("kthvalue(input, k: int, dim: int = -1, keepdim: bool = False)")
 
 
 @implements(torch.topk, Tensor.topk, padded=beside(the_dim(_TOPK)))
-def topk(func: Any, args: Any, kwargs: Any) -> Any:
+def topk(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Find the best k along a dimension among the best k of each block.
 
     torch does not specify which of equal values are taken.
@@ -111,7 +112,7 @@ def topk(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(torch.kthvalue, Tensor.kthvalue, padded=beside(the_dim(_KTH)))
-def kthvalue(func: Any, args: Any, kwargs: Any) -> Any:
+def kthvalue(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Find the k-th smallest along a dimension among the k smallest of each block."""
     x, k, dim, keepdim = _KTH(*args, **kwargs).values()
     if not _is_split(x, dim) or not 0 < k < _block(x, dim):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardlib.ops.declare import spelled
 from shardlib.ops.signatures import binder
-from shardlib.opspec import homes, names_of
+from shardlib.opspec import Args, Func, Kwargs, homes, names_of
 from shardlib.tensor import Unfit, implements
 
 
@@ -145,7 +145,7 @@ spelled(
 )
 
 
-def _copied(func: Any, args: Any, kwargs: Any) -> Any:
+def _copied(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run ``permute_copy`` and others: the view, then a copy of it."""
     name = func.__name__.removesuffix("_copy")
     view = _VIEWS.get(name) or getattr(torch, name, None) or getattr(Tensor, name)
@@ -173,7 +173,7 @@ implements(*[f for name in names_of(kind="copied view") for f in homes(name)])(_
 
 
 @implements(Tensor.H.__get__, Tensor.mH.__get__, Tensor.adjoint, torch.adjoint)
-def adjoint(func: Any, args: Any, kwargs: Any) -> Tensor:
+def adjoint(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the conjugate of the transpose."""
     (x,) = (*args, *kwargs.values())
     if x.ndim < 2 or (x.ndim > 2 and func == Tensor.H.__get__):
@@ -182,6 +182,6 @@ def adjoint(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @implements(torch.zero_)
-def zero_(func: Any, args: Any, kwargs: Any) -> Tensor:
+def zero_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     (x,) = (*args, *kwargs.values())
     return x.zero_()

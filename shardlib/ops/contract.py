@@ -15,6 +15,7 @@ from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.einsum import contract as _contract
 from shardlib.ops.matmul.op import matmul, product_of
 from shardlib.ops.signatures import binder
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import ShardedTensor, Unfit, implements, is_half, lift
 
 __all__ = ["contract", "einsum"]
@@ -24,7 +25,7 @@ contract = partial(_contract, product_of)
 
 
 @implements(torch.einsum)
-def einsum(func: Any, args: Any, kwargs: Any) -> Any:
+def einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
@@ -37,7 +38,7 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(Tensor.__rmatmul__)
-def rmatmul(func: Any, args: Any, kwargs: Any) -> Any:
+def rmatmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.keys() - {"other"}:
         raise Unfit("Python's operators know no other names")
     x, y = (*args, *kwargs.values())
@@ -47,7 +48,7 @@ def rmatmul(func: Any, args: Any, kwargs: Any) -> Any:
 def _spelled(line: str, *funcs: Any, need: tuple[int, ...]) -> None:
     bind = binder("f(input, other)\nf(input, vec2)\nf(input, tensor)\nf(x, y)")
 
-    def implementation(func: Any, args: Any, kwargs: Any) -> Any:
+    def implementation(func: Func, args: Args, kwargs: Kwargs) -> Any:
         x, y = bind(*args, **kwargs).values()
         if (x.ndim, y.ndim) != need or x.dtype != y.dtype:
             raise Unfit("dimensions")
@@ -65,11 +66,11 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
     bind = binder(signature)
     left, right, result = line.replace("->", ",").split(",")
 
-    def labels(args: Any, kwargs: Any) -> Labels:
+    def labels(args: Args, kwargs: Kwargs) -> Labels:
         c, a, b = args
         return {c.at: tuple(result[len(result) - c.ndim :]), a.at: tuple(left), b.at: tuple(right)}
 
-    def implementation(func: Any, args: Any, kwargs: Any) -> Any:
+    def implementation(func: Func, args: Args, kwargs: Kwargs) -> Any:
         c, a, b, beta, alpha = bind(*args, **kwargs).values()
         mesh = next(t.mesh for t in (c, a, b) if isinstance(t, ShardedTensor))
         c, a, b = (lift(t, mesh, func.__name__) for t in (c, a, b))
@@ -124,7 +125,7 @@ _added("i,j->ij", "addr(input, vec1, vec2, *, beta=1, alpha=1)", torch.addr, Ten
 
 
 @implements(torch.tensordot)
-def tensordot(func: Any, args: Any, kwargs: Any) -> Any:
+def tensordot(func: Func, args: Args, kwargs: Kwargs) -> Any:
     a, b, dims = _TENSORDOT(*args, **kwargs).values()
     if a.dtype == torch.bool:
         raise Unfit("torch multiplies no matrices of what is true or false")
@@ -154,7 +155,7 @@ def _contracted(a: Any, b: Any, dims: Any) -> tuple[list[int], list[int]]:
 _TENSORDOT = binder("tensordot(a, b, dims=2)")
 
 
-def multi_dot(func: Any, args: Any, kwargs: Any) -> Any:
+def multi_dot(func: Func, args: Args, kwargs: Kwargs) -> Any:
     (tensors,) = (*args, *kwargs.values())
     return reduce(operator.matmul, tensors)
 

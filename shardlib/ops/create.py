@@ -9,18 +9,19 @@ from shardlib.collectives import lead
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import Place, ShardedTensor, implements, replicated
 
 
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, padded=True)
-def new(func: Any, args: Any, kwargs: Any) -> Any:
+def new(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the same value on every rank."""
     x = args[0]
     return replicated(func(x.raw.new_empty(0), *args[1:], **kwargs), x.mesh)
 
 
 @implements(Tensor.new_empty)
-def new_empty(func: Any, args: Any, kwargs: Any) -> Any:
+def new_empty(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return an empty tensor; its dimensions of the same size as ``x``'s are split alike.
 
     Such a tensor is usually a buffer for blocks of ``x``.

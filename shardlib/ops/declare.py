@@ -24,7 +24,7 @@ from shardlib.errors import BadArgument
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.each_rank import flat
 from shardlib.ops.signatures import ArgumentSlot, binder
-from shardlib.opspec import OPERATORS, Kind, OpSpec, homes, lines
+from shardlib.opspec import OPERATORS, Args, Func, Kind, Kwargs, OpSpec, homes, lines
 from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses
 
 __all__ = [
@@ -107,7 +107,7 @@ def _enter(spec: OpSpec, labels: Callable[[Bound], Labels]) -> None:
     for name, signature in spec.entries.items():
         bind = binder(signature) if signature else _bare
 
-        def implementation(func: Any, args: Any, kwargs: Any, bind: Any = bind) -> Any:
+        def implementation(func: Func, args: Args, kwargs: Kwargs, bind: Any = bind) -> Any:
             x = args[0] if args else None
             if itself is not None and isinstance(x, ShardedTensor) and itself(x.raw):
                 return x
@@ -134,7 +134,7 @@ def spelled(text: str, body: Callable[..., Any]) -> None:
         implements(*homes(name), padded=True)(partial(_taken, binder(signature), body))
 
 
-def _taken(bind: Callable[..., Bound], body: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _taken(bind: Callable[..., Bound], body: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     leaves, tree = flat(args, kwargs)
     met = next((x.mesh for x in leaves if isinstance(x, ShardedTensor)), None)
     key = (

@@ -40,6 +40,7 @@ from shardlib.ops.fix_line import fix_line
 from shardlib.ops.padding import filled, padded_to
 from shardlib.ops.registry import implicit_budget
 from shardlib.ops.signatures import ArgumentSlot
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
@@ -74,7 +75,7 @@ class _DimPlan:
 
 
 def rows_call(
-    func: Any, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False,
+    func: Func, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False,
     quiet: bool = False, free: bool = False, pending: bool = False,
 ) -> Any:  # fmt: skip
     """Run a call whose operands have the labels that ``labels(args, kwargs)`` returns.
@@ -160,7 +161,7 @@ def rows_call(
     return optree.tree_unflatten(shape, found)
 
 
-def _on_padded(func: Any, args: Any, kwargs: Any, labels: Any, sums: bool) -> Any:
+def _on_padded(func: Func, args: Args, kwargs: Kwargs, labels: Any, sums: bool) -> Any:
     """Run a call whose padding is in rows only, so that its results there are padding too.
 
     Rows of padding are filled with ones (zeros where rows are summed), so that they give finite
@@ -253,7 +254,7 @@ def _summed(
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
-def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
+def _shallow(func: Func, args: Args, kwargs: Kwargs, sums: bool) -> Any:
     """Return a cache key for a call of tensors, then numbers, on real ranks; None for others."""
     first = args[0] if args else None
     if type(first) is not ShardedTensor or lead(first.mesh):
@@ -272,7 +273,7 @@ def _shallow(func: Any, args: Any, kwargs: Any, sums: bool) -> Any:
     return func, sums, tuple(operands), rest, kinds, tuple(kwargs)
 
 
-def _as_planned(func: Any, args: Any, kwargs: Any, plan: _DimPlan) -> Any:
+def _as_planned(func: Func, args: Args, kwargs: Kwargs, plan: _DimPlan) -> Any:
     """Run a call with a cached plan that moves no operand."""
     mesh, count = args[0].mesh, len(plan.targets)
     raws = [

@@ -21,6 +21,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.counter_rng import Make, Pairs, drawn, kept, places, then, unit
 from shardlib.ops.signatures import binder
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.random import next_key
 from shardlib.tensor import Place, ShardedTensor, implements, partial_escape, typeof
 
@@ -106,7 +107,7 @@ def _saturated(x: Tensor, keep: Tensor, p: float) -> Tensor:
 def _rule(name: str, off: bool = False, features: bool = False, alpha: bool = False) -> Any:
     bind = _bind_off if off else _bind
 
-    def run(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    def run(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         b = bind(*args, **kwargs)
         x, p = b["input"], b["p"]
         inplace = b.get("inplace", False) or func.__name__.endswith("_")
@@ -152,7 +153,7 @@ implements(torch.feature_dropout, torch.feature_dropout_, padded=True)(
 
 
 @implements(torch.native_dropout, padded=True)
-def native_dropout(func: Any, args: Any, kwargs: Any) -> Any:
+def native_dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return (output, mask)."""
     b = binder("native_dropout(input, p, train)")(*args, **kwargs)
     x, p = b["input"], b["p"]
@@ -171,7 +172,7 @@ _rrelu = binder(
 
 
 @implements(F.rrelu, torch.rrelu, torch.rrelu_, padded=True)
-def rrelu(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def rrelu(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw a leaky slope between lower and upper: one per element in training, else their mean."""
     b = _rrelu(*args, **kwargs)
     x, low, high = b["input"], b["lower"], b["upper"]

@@ -15,16 +15,17 @@ from shardlib.collectives import holds_values, lead
 from shardlib.errors import ShardError
 from shardlib.memory_sharing import WRITERS, link, same_memory
 from shardlib.mesh import Mesh
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import is_half, on_shapes
 
 __all__ = ["each", "flat", "run"]
 
 
-def flat(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+def flat(args: Args, kwargs: Kwargs) -> tuple[list[Any], Any]:
     return optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type, return-value]
 
 
-def run(func: Any, mesh: Mesh, args: Any, kwargs: Any) -> Any:
+def run(func: Func, mesh: Mesh, args: Any, kwargs: Any) -> Any:
     """Make the call; on a recorded mesh, which has no values, refuse one that depends on them."""
     if holds_values(mesh):
         with casting(func):

@@ -15,6 +15,7 @@ from einops import rearrange
 
 from shardlib.errors import BadArgument, ShardError
 from shardlib.ops.dims import rows_call
+from shardlib.opspec import Args, Kwargs
 from shardlib.tensor import ShardedTensor, Unfit, typeof
 
 __all__ = ["contract", "product_line"]
@@ -51,7 +52,7 @@ def _parsed(equation: str, ndims: list[int]) -> tuple[list[str], str]:
 def _labels(terms: list[str]) -> Any:
     twice = {c for t in terms for c in t if t.count(c) > 1}
 
-    def labels(args: Any, kwargs: Any) -> Any:
+    def labels(args: Args, kwargs: Kwargs) -> Any:
         operands = args[1:]
         return {
             s.at: tuple(None if c in twice else c for c in t)

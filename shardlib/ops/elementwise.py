@@ -24,7 +24,7 @@ from shardlib.ops.dims import Labels
 from shardlib.ops.each_rank import each, flat
 from shardlib.ops.padding import inside, padded_to
 from shardlib.ops.registry import implicit_budget
-from shardlib.opspec import homes, names_of
+from shardlib.opspec import Args, Func, Kwargs, homes, names_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
@@ -70,7 +70,7 @@ _NUMBERS = frozenset(("alpha", "value"))
 
 
 def _placed(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the call with its operands by position; other arguments stay by keyword."""
     names = _OPERANDS.get(func.__name__.rstrip("_"), ("input", "other"))
@@ -89,7 +89,7 @@ def _placed(
     return args, rest
 
 
-def padded_alike(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def padded_alike(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run on padded operands as their true shapes broadcast.
 
     Each must be padded alike or have size 1.
@@ -170,7 +170,7 @@ def _alike(y: Tensor, x: ShardedTensor) -> Layout:
 
 
 @implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike, skewed=True, repeats=True)
-def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function that acts on each element independently."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
@@ -204,7 +204,7 @@ def _made(x: ShardedTensor, raw: Tensor) -> ShardedTensor:
 
 
 @implements(Tensor.to, Tensor.type, Tensor.type_as, padded=padded_alike, skewed=True)
-def converted(func: Any, args: Any, kwargs: Any) -> Any:
+def converted(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Change dtype or device; a tensor argument gives only its own dtype and device."""
     args, kwargs = _placed(func, args, kwargs)
     x, *rest = args
@@ -250,7 +250,7 @@ def _same_place(x: Any, y: Any) -> bool:
     return not (p.layout.partial or p.deferred or q.deferred)
 
 
-def _general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _general(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     name = func.__name__
     if name == "where" and len(args) == 1:
         raise Unfit("the places of a condition: their number hangs on the values")
@@ -523,7 +523,7 @@ _IN_PLACE = [getattr(Tensor, f"{n}_") for n in (*_NAMES, "copy") if hasattr(Tens
 ]
 
 
-def _padded_in_place(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _padded_in_place(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Write to a padded tensor; the other operands are padded alike, or numbers."""
     x = args[0]
     given = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
@@ -536,7 +536,7 @@ def _padded_in_place(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(*_IN_PLACE, padded=_padded_in_place, skewed=True)
-def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """Change the block in place; the result must have the tensor's own layout."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
@@ -622,12 +622,12 @@ declare("view_as_real(input)", rows)
 
 
 @implements(Tensor.real.__get__)
-def real(func: Any, args: Any, kwargs: Any) -> Tensor:
+def real(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return torch.real(args[0])
 
 
 @implements(Tensor.imag.__get__)
-def imag(func: Any, args: Any, kwargs: Any) -> Tensor:
+def imag(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return torch.imag(args[0])
 
 

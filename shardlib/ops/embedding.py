@@ -24,6 +24,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.id_bounds import in_range
 from shardlib.ops.signatures import binder
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import (
     Place,
     ShardedTensor,
@@ -95,7 +96,7 @@ _EMBEDDING = binder(
 
 
 @implements(F.embedding, padded=True, repeats=True)
-def embedding(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Look up ids, split or not, in a table whose rows and columns may be split over any axes.
 
     The vocabulary may be padded, since no id refers to the rows beyond it.
@@ -164,7 +165,7 @@ _ROWS = binder(
 
 
 @implements(torch.embedding, padded=True)
-def embedding_of_rows(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def embedding_of_rows(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Look up ids by aten's signature, in which a padding_idx of -1 means none."""
     given = _ROWS(*args, **kwargs)
     padding = given["padding_idx"] if given["padding_idx"] >= 0 else None

@@ -44,7 +44,7 @@ from shardlib.mesh import Mesh, scope, within
 from shardlib.ops.each_rank import each, flat, run
 from shardlib.ops.fix_line import fix_line
 from shardlib.ops.registry import implicit_budget
-from shardlib.opspec import draws, names_of
+from shardlib.opspec import Args, Func, Kwargs, draws, names_of
 from shardlib.placing import reshard, unshard
 from shardlib.tensor import (
     FALLBACK,
@@ -155,7 +155,7 @@ NEXT = object()
 
 
 def on_whole(
-    func: Any, args: Any, kwargs: Any, refusal: Exception | None = None, opens: bool = True
+    func: Func, args: Args, kwargs: Kwargs, refusal: Exception | None = None, opens: bool = True
 ) -> Any:
     """Run a call without an implementation: the first handler that serves it answers or refuses.
 
@@ -597,7 +597,7 @@ to them without changing their version.
 """
 
 
-def _statistics(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def _statistics(func: Func, args: Args, kwargs: Kwargs) -> list[Any]:
     """List the running statistics that a call writes to."""
     at = _STATISTICS.get(func)
     if at is None:
@@ -677,7 +677,7 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
     x.raw.copy_(reshard(new, x.sharding).raw)
 
 
-def written_to(func: Any, args: Any, kwargs: Any, values: list[Any]) -> list[Any]:
+def written_to(func: Func, args: Args, kwargs: Kwargs, values: list[Any]) -> list[Any]:
     """End deferrals of operands that are written to tensors without that deferral.
 
     Such a tensor keeps its place, and so the form of its cotangent.
@@ -722,7 +722,7 @@ def _tensors(leaves: list[Any]) -> list[int]:
 
 
 def _line(
-    func: Any, args: Any, kwargs: Any, to: dict[int, str] | None = None, most: Any = 0
+    func: Func, args: Args, kwargs: Kwargs, to: dict[int, str] | None = None, most: Any = 0
 ) -> str:
     """Write the call as a line of code, its tensors at ``to`` resharded first."""
     leaves, tree = flat(args, kwargs)

@@ -26,6 +26,7 @@ from shardlib.collectives import (
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import Place, ShardedTensor, implements, partial_escape, real_axes, typeof
 
 __all__ = ["unscale"]
@@ -80,7 +81,7 @@ def _tracked(args: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
 
 
-def _on_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _on_lists(name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run a foreach function such as ``_foreach_add_(xs, ys, alpha=2)``."""
     given, named = [*args, *kwargs.values()], list(kwargs)
     sharded = _tensors(args[0]) and all(isinstance(x, ShardedTensor) for x in args[0])
@@ -98,7 +99,7 @@ def _on_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(x.becomes(raw) for x, raw in zip(args[0], found, strict=True))
 
 
-def _one_by_one(name: str, args: Any, kwargs: Any) -> Any:
+def _one_by_one(name: str, args: Args, kwargs: Kwargs) -> Any:
     """Run the operator of the same name on each tensor, with its entry of every list."""
     operator = _OPERATOR.get(name) or getattr(torch if name == "pow" else Tensor, name)
     count = next(len(a) for a in args if _tensors(a))
@@ -125,7 +126,7 @@ def _one_by_one(name: str, args: Any, kwargs: Any) -> Any:
 # ---------------------------------------------------------------- norms
 
 
-def _norms(func: Any, args: Any, kwargs: Any) -> Any:
+def _norms(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run ``_foreach_norm``: norms of each rank's blocks, and one collective for them all."""
     names = ("self", "ord", "dtype")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -176,7 +177,7 @@ def _over(parts: Tensor, mesh: Mesh, axes: tuple[str, ...], order: float) -> Ten
 # scaler
 
 
-def _fused(func: Any, args: Any, kwargs: Any) -> None:
+def _fused(func: Func, args: Args, kwargs: Kwargs) -> None:
     """Run ``_fused_adamw_(params, grads, moments, ..., steps, lr=...)`` on the blocks."""
     for x in args[0]:
         if not isinstance(x, ShardedTensor):
@@ -207,7 +208,7 @@ def _fused(func: Any, args: Any, kwargs: Any) -> None:
     func(*lists, **named)
 
 
-def unscale(func: Any, args: Any, kwargs: Any) -> None:
+def unscale(func: Func, args: Args, kwargs: Kwargs) -> None:
     """Multiply gradients by 1/scale, in place; every rank gets the flag of a non-finite value."""
     grads, found, inverse = args
     per_mesh: dict[Mesh, list[Tensor]] = {}

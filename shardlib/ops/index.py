@@ -20,6 +20,7 @@ from shardlib.ops.id_bounds import in_range
 from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
 from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.ops.views import indexed_dims, piece, without_ellipsis
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard, shard
 from shardlib.tensor import (
     Place,
@@ -112,7 +113,7 @@ def _text(i: Any) -> str:
     return "..." if i is Ellipsis else "i" if isinstance(i, Tensor) else repr(i)
 
 
-def _padded_getitem(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def _padded_getitem(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Index a padded operand along the dimensions that are not padded."""
     x, index = args
     if not isinstance(x, ShardedTensor) or not x.is_padded:
@@ -147,7 +148,7 @@ def _touched(index: tuple[Any, ...], ndim: int) -> list[int] | None:
 
 
 @implements(Tensor.__getitem__, padded=_padded_getitem)
-def getitem(func: Any, args: Any, kwargs: Any) -> Any:
+def getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Index by numbers, slices, tensors of positions, or masks."""
     x, index = args
     given = index if isinstance(index, tuple) else (index,)
@@ -375,7 +376,7 @@ def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
 
 
 @implements(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
-def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
+def nonzero(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Find the nonzero elements, on every rank; one byte per element is gathered."""
     x, *rest = args or (kwargs.pop("input"),)
     args = (x, *rest)
@@ -385,7 +386,7 @@ def nonzero(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(torch.where, Tensor.where, padded=padded_alike)
-def choice(func: Any, args: Any, kwargs: Any) -> Any:
+def choice(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the positions where a condition is true; with three arguments, torch.where."""
     if len(args) + len(kwargs) == 1:
         (condition,) = (*args, *kwargs.values())
@@ -402,7 +403,7 @@ _SELECTED = binder("index_select(input, dim: int, index: tensor)")
     Tensor.index_select,
     padded=beside(the_dim(_SELECTED)),
 )
-def index_select(func: Any, args: Any, kwargs: Any) -> Any:
+def index_select(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Select as x[..., index] does; the result has x's layout, where it divides.
 
     A plain index counts as the same on every rank.
@@ -447,7 +448,7 @@ _COPIED = binder("index_copy(input, dim: int, index: tensor, source: tensor)")
 
 
 @implements(Tensor.index_copy_)
-def index_copy_(func: Any, args: Any, kwargs: Any) -> Any:
+def index_copy_(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Write slices along a whole dimension: each rank writes its part of them."""
     x, dim, index, source = _COPIED(*args, **kwargs).values()
     if type(x) is not ShardedTensor or not x.ndim or source.ndim != x.ndim:
@@ -472,7 +473,7 @@ _ADDED = binder("index_add(input, dim, index: tensor, source: tensor, *, alpha: 
 
 
 @implements(Tensor.index_add_, Tensor.index_add, torch.index_add)
-def index_add(func: Any, args: Any, kwargs: Any) -> Any:
+def index_add(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Add into a split dimension: each rank adds the positions of its block, and nothing moves."""
     x, dim, index, source, alpha = _ADDED(*args, **kwargs).values()
     mesh = next(v.mesh for v in (x, index, source) if isinstance(v, ShardedTensor))
@@ -557,7 +558,7 @@ _GROUPED = binder("grouped_mm(mat_a, mat_b, *, offs=None, bias=None, out_dtype=N
         if (f := getattr(home, n, None))
     )
 )
-def grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
+def grouped_mm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Multiply rows in groups, each by its matrix; contraction and columns may be split."""
 
     def labels(a: Any, k: Any) -> Labels:

@@ -15,6 +15,7 @@ from shardlib.collectives import blocks
 from shardlib.kernels.bits import bits
 from shardlib.ops.counter_rng import along, drawn, open_unit
 from shardlib.ops.random import draw_into
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key
 from shardlib.tensor import ShardedTensor, implements, partial_escape, replicated
@@ -23,7 +24,7 @@ __all__ = ["orthogonal_", "sparse_", "trunc_normal_"]
 
 
 @implements(nn.init.uniform_, padded=True)
-def uniform_(func: Any, args: Any, kwargs: Any) -> Tensor:
+def uniform_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Draw as nn.init.uniform_."""
     return _uniform(*args[len(kwargs) > 0 :], **kwargs)
 
@@ -34,7 +35,7 @@ def _uniform(tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: Any = No
 
 
 @implements(nn.init.normal_, padded=True)
-def normal_(func: Any, args: Any, kwargs: Any) -> Tensor:
+def normal_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Draw as nn.init.normal_."""
     return _normal(*args[len(kwargs) > 0 :], **kwargs)
 
@@ -45,14 +46,14 @@ def _normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any 
 
 
 @implements(nn.init.constant_, padded=True)
-def constant_(func: Any, args: Any, kwargs: Any) -> Tensor:
+def constant_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Fill as nn.init.constant_."""
     with torch.no_grad():
         return kwargs["tensor"].fill_(kwargs["val"])
 
 
 @implements(nn.init.kaiming_uniform_, padded=True)
-def kaiming_uniform_(func: Any, args: Any, kwargs: Any) -> Tensor:
+def kaiming_uniform_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Draw as nn.init.kaiming_uniform_."""
     return _kaiming(*args[len(kwargs) > 0 :], **kwargs)
 

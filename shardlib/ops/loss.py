@@ -40,7 +40,7 @@ from shardlib.ops.elementwise import padded_alike
 from shardlib.ops.id_bounds import in_range
 from shardlib.ops.padding import last_only
 from shardlib.ops.signatures import binder
-from shardlib.opspec import lines
+from shardlib.opspec import Args, Func, Kwargs, lines
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
@@ -490,7 +490,7 @@ class _RowLosses:
     bind: Callable[..., Bound]
     labels: Callable[[Bound], Labels]
 
-    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         given = self.bind(*args, **kwargs)
         if self.of is F.l1_loss and given["weight"] is None and (w := l1_weight()) is not None:
             # dispatch again, so that a refusal or the fallback also has the weight
@@ -506,7 +506,7 @@ class _RowLosses:
         out = rows_call(self.of, (), given | {"reduction": "none"}, lambda a, k: self.labels(k))
         return rounded(_reduced(out, how, given))
 
-    def padded(self, run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def padded(self, run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Compute the losses of operands that are padded alike; padding adds nothing."""
         given = self.bind(*args, **kwargs)
         how = _how(given)
@@ -669,12 +669,12 @@ def rows_given_up(logits: ShardedTensor, target: Tensor, ignore: int, smooth: fl
 
 
 @implements(F.nll_loss)
-def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
+def nll_loss(func: Func, args: Args, kwargs: Kwargs) -> Any:
     given = _NLL(*args, **kwargs)
     return _weighed(F.nll_loss, given, _how(given))
 
 
-def _padded_classes(run: Any, func: Any, args: Any, kwargs: Any) -> Tensor:
+def _padded_classes(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute the loss of padded logits: columns beyond the true classes are ignored."""
     given = _CROSS_ENTROPY(*args, **kwargs)
     x = given["input"]
@@ -686,7 +686,7 @@ def _padded_classes(run: Any, func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @implements(F.cross_entropy, padded=_padded_classes)
-def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+def cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Compute the loss of integer targets by the algorithm above, others by torch's on the rows."""
     given = _CROSS_ENTROPY(*args, **kwargs)
     how = _checked(given)

@@ -18,6 +18,7 @@ from shardlib.collectives import holds_values, lead
 from shardlib.errors import BadArgument, ShardError
 from shardlib.mesh import scope
 from shardlib.ops.registry import implicit_budget
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.tensor import (
     _UNCAST,
@@ -41,7 +42,7 @@ from shardlib.tensor import (
 if begins_vmap is not None:
 
     @implements(begins_vmap, padded=True)
-    def _batched(func: Any, args: Any, kwargs: Any) -> Any:
+    def _batched(func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Refuse the older vmap, by which torch.autograd.functional vectorizes."""
         raise no_transform("vmap", args, "torch.autograd.functional.jacobian(f, x)")
 
@@ -49,11 +50,11 @@ if begins_vmap is not None:
 if begins_forward_ad is not None:
 
     @implements(begins_forward_ad, padded=True)
-    def _dual(func: Any, args: Any, kwargs: Any) -> Any:
+    def _dual(func: Func, args: Args, kwargs: Kwargs) -> Any:
         raise no_transform(transform_called() or "jvp", args)
 
 
-def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _plain(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read from the wrapper itself, whose shape is the global one."""
     with no_torch_function():
         return func(*args, **kwargs)
@@ -79,25 +80,25 @@ implements(
     Tensor.is_conj, torch.is_conj, Tensor.is_neg, torch.is_neg,
     Tensor.is_inference, torch.is_inference, Tensor.is_pinned, padded=True,
 )  # fmt: skip
-def _of_blocks(func: Any, args: Any, kwargs: Any) -> bool:
+def _of_blocks(func: Func, args: Args, kwargs: Kwargs) -> bool:
     x, *rest = (*args, *kwargs.values())
     return func(x.raw, *rest)
 
 
 @implements(torch.is_same_size, Tensor.is_same_size, padded=True)
-def _is_same_size(func: Any, args: Any, kwargs: Any) -> bool:
+def _is_same_size(func: Func, args: Args, kwargs: Kwargs) -> bool:
     x, other = (*args, *kwargs.values())
     return x.shape == other.shape
 
 
 @implements(describes_memory, padded=True)
-def _described(func: Any, args: Any, kwargs: Any) -> bool:
+def _described(func: Func, args: Args, kwargs: Kwargs) -> bool:
     """Refuse the call by which torch.export and fake tensors begin to read a tensor's memory."""
     raise no_trace("torch.export")
 
 
 @implements(Tensor.is_contiguous, padded=True)
-def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
+def _is_contiguous(func: Func, args: Args, kwargs: Kwargs) -> bool:
     x, form = _FORM(*args, **kwargs)
     return (
         is_dense(x)
@@ -109,35 +110,35 @@ def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
 @implements(
     Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.retains_grad.__get__, padded=True
 )
-def _from_raw(func: Any, args: Any, kwargs: Any) -> Any:
+def _from_raw(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return func(args[0].raw)
 
 
 @implements(Tensor.grad_fn.__get__, padded=True)
-def _grad_fn(func: Any, args: Any, kwargs: Any) -> Any:
+def _grad_fn(func: Func, args: Args, kwargs: Kwargs) -> Any:
     facts = args[0].facts
     return func(args[0].raw) if facts is None or facts.node is None else facts.node
 
 
 @implements(Tensor.requires_grad.__set__, padded=True)
-def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> None:
+def _set_requires_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
     args[0].raw.requires_grad = args[1]
 
 
 @implements(Tensor.requires_grad_, Tensor.retain_grad, padded=True)
-def _requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
+def _requires_grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
     func(args[0].raw, *args[1:], **kwargs)
     return args[0] if func is Tensor.requires_grad_ else None
 
 
 @implements(Tensor.grad.__get__, padded=True)
-def _grad(func: Any, args: Any, kwargs: Any) -> Any:
+def _grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     return None if x.raw.grad is None else gradient_of(x, x.raw.grad)
 
 
 @implements(Tensor.grad.__set__, padded=True)
-def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
+def _set_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
     x, grad = args
     if grad is not None:
         want = gradient_of(x, x.raw)
@@ -158,12 +159,12 @@ def _set_grad(func: Any, args: Any, kwargs: Any) -> None:
 
 
 @implements(Tensor.grad.__delete__, padded=True)
-def _del_grad(func: Any, args: Any, kwargs: Any) -> None:
+def _del_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
     args[0].raw.grad = None
 
 
 @implements(Tensor.backward, padded=True)
-def _backward(func: Any, args: Any, kwargs: Any) -> None:
+def _backward(func: Func, args: Args, kwargs: Kwargs) -> None:
     x, gradient = args[0], (args[1] if len(args) > 1 else kwargs.pop("gradient", None))
     inputs = kwargs.pop("inputs", None)
     if inputs is not None:
@@ -173,7 +174,7 @@ def _backward(func: Any, args: Any, kwargs: Any) -> None:
 
 
 @implements(torch.autograd.backward, padded=True)
-def _autograd_backward(func: Any, args: Any, kwargs: Any) -> None:
+def _autograd_backward(func: Func, args: Args, kwargs: Kwargs) -> None:
     names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
     given = dict(zip(names, args, strict=False)) | kwargs
     tensors = _listed(given.pop("tensors"))
@@ -193,7 +194,7 @@ def _autograd_backward(func: Any, args: Any, kwargs: Any) -> None:
 
 
 @implements(Tensor.register_hook, padded=True)
-def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
+def _register_hook(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, hook = args
     place = gradient_place(x.place)  # not x: the hook would keep x and its memory alive
 
@@ -222,7 +223,7 @@ def _hooked(given: ShardedTensor, found: Any) -> Tensor:
 
 
 @implements(Tensor.register_post_accumulate_grad_hook, padded=True)
-def _register_post_hook(func: Any, args: Any, kwargs: Any) -> Any:
+def _register_post_hook(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, hook = args
     held = weakref.ref(x)
 
@@ -282,7 +283,7 @@ def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
 
 
 @implements(torch.autograd.grad, padded=True)
-def _autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
+def _autograd_grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
     names = ("outputs", "inputs", "grad_outputs")
     given = dict(zip(names, args, strict=False)) | kwargs
     outputs, inputs = (_listed(given.pop(n)) for n in names[:2])
@@ -336,7 +337,7 @@ def _formatted(x: ShardedTensor, form: Any) -> ShardedTensor:
 
 
 @implements(Tensor.contiguous, padded=True)
-def _contiguous(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def _contiguous(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Return the tensor itself where torch would return its operand, else a copy."""
     x, form = _FORM(*args, **kwargs)
     same = (
@@ -352,7 +353,7 @@ def _CLONE(input: ShardedTensor, *, memory_format: Any = None) -> tuple[ShardedT
 
 
 @implements(Tensor.clone, torch.clone, padded=True)
-def _clone(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def _clone(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return _formatted(*_CLONE(*args, **kwargs))
 
 
@@ -361,13 +362,13 @@ def _ONE(input: ShardedTensor) -> ShardedTensor:
 
 
 @implements(Tensor.detach, torch.detach, Tensor.data.__get__, padded=True)
-def _detached(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def _detached(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     x = _ONE(*args, **kwargs)
     return x.becomes(func(x.raw))
 
 
 @implements(Tensor.data.__set__, padded=True)
-def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
     """Assign ``x.data = y``: x holds y's blocks; its dtype may change, and no graph records it."""
     x = args[0]
     x.raw.data = _as_data(*args).raw.detach()
@@ -376,7 +377,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
 
 
 @implements(torch.ops.aten.set_.source_Tensor, padded=True)
-def _set(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def _set(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Run ``x.set_(y)``, with which torch's parametrizations replace a parameter."""
     func(args[0].raw, _as_data(*args).raw)
     return args[0]
@@ -416,7 +417,7 @@ def _as_data(x: ShardedTensor, new: Any) -> ShardedTensor:
 if may_swap_data is not None:
 
     @implements(may_swap_data, padded=True)
-    def _may_swap_data(func: Any, args: Any, kwargs: Any) -> bool:
+    def _may_swap_data(func: Func, args: Args, kwargs: Kwargs) -> bool:
         x, new = args
         if not isinstance(x, ShardedTensor) or not isinstance(new, ShardedTensor):
             return False
@@ -430,7 +431,7 @@ if may_swap_data is not None:
 
 
 @implements(Tensor.detach_, Tensor.zero_, padded=True)
-def _in_place(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def _in_place(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     x = _ONE(*args, **kwargs)
     func(x.raw)
     return x
@@ -441,7 +442,7 @@ def _FILL(input: ShardedTensor, value: Any) -> tuple[ShardedTensor, Any]:
 
 
 @implements(Tensor.fill_, padded=True)
-def _fill(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def _fill(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Set every position to the same value; a pending sum, each part to its share."""
     x, value = _FILL(*args, **kwargs)
     if isinstance(value, Tensor):
@@ -468,14 +469,14 @@ def _fill(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 @implements(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__,
             Tensor.__index__, Tensor.__complex__, padded=True)  # fmt: skip
-def _item(func: Any, args: Any, kwargs: Any) -> Any:
+def _item(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = _ONE(*args, **kwargs)
     _whole_here(x, func, "item" if x.padded_shape.numel() == 1 else "tolist")
     return func(block_of(x))
 
 
 @implements(Tensor.__format__, padded=True)
-def _format(func: Any, args: Any, kwargs: Any) -> str:
+def _format(func: Func, args: Args, kwargs: Kwargs) -> str:
     """Format a scalar as its number, anything else as its repr, as torch does."""
     x, spec = args
     if x.padded_shape:
@@ -485,7 +486,7 @@ def _format(func: Any, args: Any, kwargs: Any) -> str:
 
 
 @implements(Tensor.__array__, Tensor.__dlpack__, Tensor.numpy, padded=True)
-def _array(func: Any, args: Any, kwargs: Any) -> Any:
+def _array(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = args[0] if args else kwargs["self"]
     _whole_here(x, func, "numpy")
     return func(block_of(x), *args[1:], **kwargs)

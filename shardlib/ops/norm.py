@@ -33,6 +33,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.elementwise import brought
 from shardlib.ops.padding import filled, padded_to
 from shardlib.ops.signatures import binder
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import (
     Place,
     ShardedTensor,
@@ -371,7 +372,7 @@ _RMS = binder(
 )
 
 
-def _padded_rows(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def _padded_rows(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Normalise an operand padded in its rows only, filled with ones to keep them finite."""
     given = (_LAYER if "layer" in func.__name__ else _RMS)(*args, **kwargs)
     x, width = given["input"], len(given["normalized_shape"])
@@ -386,14 +387,14 @@ def _padded_rows(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 @implements(F.layer_norm, torch.layer_norm, padded=_padded_rows, repeats=True)
-def layer_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def layer_norm(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Normalise as F.layer_norm, with the normalised dimensions split or whole."""
     x, shape, w, b, eps, *_ = _LAYER(*args, **kwargs).values()
     return _normalised((func, args, kwargs), x, tuple(shape), w, b, eps, True)
 
 
 @implements(F.rms_norm, torch.rms_norm, padded=_padded_rows)
-def rms_norm(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def rms_norm(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Normalise as F.rms_norm, with the normalised dimensions split or whole."""
     x, shape, w, eps = _RMS(*args, **kwargs).values()
     x = lift(x, x.mesh if w is None else getattr(x, "mesh", None) or w.mesh, "rms_norm")

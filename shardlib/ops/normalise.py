@@ -10,6 +10,7 @@ from shardlib.memory_sharing import refuse_overlap
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
 from shardlib.ops.signatures import ArgumentSlot, binder
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import ShardedTensor, Unfit, implements, is_half, typeof
 
 
@@ -56,7 +57,7 @@ _BATCH = binder(
 
 
 @implements(torch.batch_norm)
-def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
+def batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Take statistics over the whole batch, on all ranks; update the running ones as torch does."""
     g = _BATCH(*args, **kwargs)
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]

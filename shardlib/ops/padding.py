@@ -17,6 +17,7 @@ from shardlib.collectives import holds_values, played, storage
 from shardlib.errors import Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import ShardedTensor, Unfit, typeof
 
 __all__ = [
@@ -81,7 +82,7 @@ def beside(along: Callable[..., Iterable[int]]) -> Callable[..., Any]:
     ``along(*args, **kwargs)``  returns those dimensions, of which none may be padded.
     """
 
-    def serve(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def serve(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
         leaves: list[Any] = optree.tree_leaves((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
         given = [v for v in leaves if isinstance(v, Tensor) and v.ndim]
         padded = [v for v in given if isinstance(v, ShardedTensor) and v.is_padded]
@@ -115,7 +116,7 @@ def _sizes(x: Tensor, but: set[int]) -> tuple[tuple[int, int], ...]:
     return tuple((x.shape[d], padded[d]) for d in range(x.ndim) if d not in but)
 
 
-def of_true_sizes(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def of_true_sizes(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run an implementation on the padded sizes; results get the sizes for the true ones."""
 
     def bare(v: Any) -> Any:

@@ -32,6 +32,7 @@ from shardlib.ops.counter_rng import (
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.signatures import binder
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key
 from shardlib.tensor import (
@@ -52,7 +53,7 @@ def _settled(name: str, x: ShardedTensor) -> None:
         raise partial_escape(name, x)
 
 
-def _asked(func: Any, x: ShardedTensor, args: Any, kwargs: Any) -> None:
+def _asked(func: Func, x: ShardedTensor, args: Args, kwargs: Kwargs) -> None:
     """Raise torch's own error for bad arguments."""
     try:
         # without elements torch accepts any dtype, so integers are checked on one element
@@ -176,7 +177,7 @@ def _in_place(
 ) -> None:
     bind = binder(signature)
 
-    def implementation(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+    def implementation(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         x = args[0]
         _settled(func.__name__, x)
         _asked(func, x, args[1:], kwargs)
@@ -205,7 +206,7 @@ _in_place(Tensor.log_normal_, "log_normal_(input, mean=1.0, std=2.0, *, generato
 
 
 @implements(Tensor.uniform_, padded=True)
-def uniform_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def uniform_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw uniform numbers in place; bound by hand, since the keyword ``from`` is reserved."""
     x = args[0]
     _settled("uniform_", x)
@@ -222,7 +223,7 @@ def uniform_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 @implements(Tensor.random_, padded=True)
-def random_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def random_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw in place: random_(), random_(to), random_(from, to)."""
     x = args[0]
     _settled("random_", x)
@@ -267,7 +268,7 @@ _bernoulli_ = binder("bernoulli_(input, p=0.5, *, generator=None)")
 
 
 @implements(torch.bernoulli, Tensor.bernoulli)
-def bernoulli_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def bernoulli_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw 1 with each element as probability, or with ``p`` everywhere."""
     b = _bernoulli(*args, **kwargs)
     x, p = b["input"], b["p"]
@@ -283,7 +284,7 @@ def bernoulli_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 @implements(Tensor.bernoulli_, padded=True)
-def bernoulli_(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw in place: bernoulli_(p), p a number or a tensor that broadcasts."""
     b = _bernoulli_(*args, **kwargs)
     x, p = b["input"], b["p"]
@@ -320,7 +321,7 @@ _normal = binder("normal(mean, std=1.0, *, generator=None)")
 
 
 @implements(torch.normal, padded=True)
-def normal_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def normal_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw mean + std z, for tensors that broadcast."""
     b = _normal(*args, **kwargs)
     mean, std = b["mean"], b["std"]
@@ -346,7 +347,7 @@ def normal_of(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 @implements(torch.poisson)
-def poisson(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def poisson(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw Poisson counts with the elements as rates."""
     b = binder("poisson(input, generator=None)")(*args, **kwargs)
     x = b["input"]
@@ -457,13 +458,13 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 @implements(torch.rand_like, padded=True)
-def rand_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def rand_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw uniform numbers in [0, 1), in the tensor's layout."""
     return _like(func, _rand(*args, **kwargs), lambda t: uniform(0.0, 1.0, _real(t)))
 
 
 @implements(torch.randn_like, padded=True)
-def randn_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def randn_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw numbers of mean 0 and variance 1, in the tensor's layout."""
     return _like(
         func,
@@ -473,7 +474,7 @@ def randn_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 @implements(torch.randint_like, padded=True)
-def randint_like(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def randint_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw integers in [low, high), in the tensor's layout."""
     b = _randint(*args, **kwargs)
     low, high = (int(v) for v in (b.get("low", 0), b["high"]))
@@ -491,7 +492,7 @@ _multinomial = binder("multinomial(input, num_samples: int, replacement=False, *
 
 
 @implements(torch.multinomial, Tensor.multinomial)
-def multinomial(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def multinomial(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw indices with the row's weights: the largest of log(weight) + Gumbel noise.
 
     The row may be split.
@@ -579,7 +580,7 @@ _pool = binder(
 def _fractional(d: int, indices: bool) -> Callable[..., Any]:
     """Implement fractional_max_pool: windows begin at positions drawn per sample and channel."""
 
-    def implementation(func: Any, args: Any, kwargs: Any) -> Any:
+    def implementation(func: Func, args: Args, kwargs: Kwargs) -> Any:
         b = _pool(*args, **kwargs)
         x, size, ratio, places = (
             b["input"],

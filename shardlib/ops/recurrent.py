@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import TABLE, Unfit
 
 
@@ -32,7 +33,7 @@ declare(
 )
 
 
-def _by_layers(implementation: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _by_layers(implementation: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run one layer after the other with ``F.dropout``, keyed by position, between them."""
     if kwargs or len(args) != 9 or not isinstance(args[3], bool) or not (args[5] and args[6]):
         return implementation(func, args, kwargs)

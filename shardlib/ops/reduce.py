@@ -20,6 +20,7 @@ from shardlib.ops.dims import rows_call
 from shardlib.ops.each_rank import each
 from shardlib.ops.padding import filled, masked, padded_to
 from shardlib.ops.signatures import binder, dim_of, dims_of
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.tensor import (
     ShardedTensor,
@@ -86,7 +87,7 @@ _SOFTMAX = binder("""
 
 
 def _arguments(
-    bind: Any, args: Any, kwargs: Any
+    bind: Any, args: Args, kwargs: Kwargs
 ) -> tuple[ShardedTensor, Any, bool, dict[str, Any]]:
     given = bind(*args, **kwargs)
     x, dim = given.pop("input"), given.pop("dim", None)
@@ -96,7 +97,7 @@ def _arguments(
 def _without(value: float | str) -> Any:
     """Return a handler of padded operands: ``value`` in the padding does not change the result."""
 
-    def padded(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def padded(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
         given = (SUM if func in _SUMS else _PROD if func in _PRODS else _DIM)(*args, **kwargs)
         x, dim, keepdim = given.pop("input"), given.pop("dim", None), given.pop("keepdim", False)
         gone, *_ = reduced_layout(x, None if dim == [] else dim, keepdim, func.__name__)
@@ -127,7 +128,7 @@ _PRODS = (torch.prod, Tensor.prod)
 
 
 @implements(*_SUMS, padded=_without(0), skewed=True)
-def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Sum locally, then by one psum over the axes that split the reduced dimensions."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
@@ -156,7 +157,7 @@ def sums(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 @implements(Tensor.any, torch.any, Tensor.all, torch.all, padded=True)
-def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
+def claims(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Implement any and all by counting zeros or nonzeros, so that one psum is enough."""
     given = _ANY(*args, **kwargs)
     if given.get("dim") == [] or given.get("dim") == ():
@@ -173,7 +174,7 @@ def claims(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(torch.amax, Tensor.amax, padded=_without("-inf"), skewed=True)
 @implements(torch.amin, Tensor.amin, padded=_without("inf"), skewed=True)
-def extremes(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def extremes(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Take the local extreme, and over split dimensions a pmax as well.
 
     If several elements are equal to it, they share the gradient.
@@ -365,7 +366,7 @@ def _asked(x: Any, dtype: torch.dtype | None) -> Any:
     return x.to(dtype)
 
 
-def _padded_norm(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _padded_norm(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Take the norm of a padded operand: zeros change no norm of a positive order."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
     if not 0 < ord_ < math.inf:
@@ -377,7 +378,7 @@ def _padded_norm(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(torch.linalg.vector_norm, padded=_padded_norm, skewed=True)
-def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
+def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the norm of the blocks' norms."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
@@ -412,7 +413,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @implements(Tensor.norm, torch.norm, padded=True)
-def norm(func: Any, args: Any, kwargs: Any) -> Tensor:
+def norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Take a vector's norm over one dimension or all; "fro" as in torch."""
     x, p, dim, keepdim, dtype = _FRO(*args, **kwargs).values()
     if p == "nuc" or (p not in ("fro", None) and not isinstance(p, int | float)):
@@ -431,7 +432,7 @@ _LINALG = binder("norm(A, ord=None, dim: ints = None, keepdim: bool = False, *, 
 _FRO = binder("norm(input, p='fro', dim: ints = None, keepdim: bool = False, dtype=None)")
 
 
-def _padded_softmax(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _padded_softmax(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Compute softmax of a padded operand: -inf in the padding has probability 0."""
     given = _SOFTMAX(*args, **kwargs)
     x = given.pop("input")
@@ -446,7 +447,7 @@ def _padded_softmax(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax,
     padded=_padded_softmax,
 )  # fmt: skip
-def softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
+def softmax(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute softmax, locally over a whole dimension, over a split one by a pmax and a psum."""
     given = _SOFTMAX(*args, **kwargs)
     x, dim, dtype = given["input"], given["dim"], given["dtype"]
@@ -483,7 +484,7 @@ def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @implements(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp, padded=_without("-inf"))
-def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
+def logsumexp(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute logsumexp; over a split dimension, logsumexp of the blocks' results."""
     x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
     if not x.dtype.is_floating_point:
@@ -498,7 +499,7 @@ def logsumexp(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @implements(torch.var, Tensor.var, torch.std, Tensor.std, padded=True)
-def variance(func: Any, args: Any, kwargs: Any) -> Tensor:
+def variance(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute the variance in two passes: squares around the global mean are summed."""
     x, dim, keepdim, more = _arguments(_VAR, args, kwargs)
     if _VAR(*args, **kwargs).get("dim") in ([], ()):
@@ -552,7 +553,7 @@ _PROD = binder("""
 
 
 @implements(torch.prod, Tensor.prod, padded=_without(1), skewed=True)
-def prod(func: Any, args: Any, kwargs: Any) -> Tensor:
+def prod(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the product of the blocks' products."""
     x, dim, keepdim, more = _arguments(_PROD, args, kwargs)
     dtype = more["dtype"] or (torch.int64 if x.dtype == torch.bool else x.dtype)

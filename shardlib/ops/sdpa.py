@@ -21,6 +21,7 @@ from shardlib.ops.attention.kernels import on_paper
 from shardlib.ops.attention.masks import Causal, Full
 from shardlib.ops.elementwise import onto
 from shardlib.ops.signatures import binder
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.recompute import once
 from shardlib.tensor import (
@@ -46,7 +47,7 @@ _SDPA = binder(
 
 
 @implements(F.scaled_dot_product_attention, repeats=True)
-def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def scaled_dot_product_attention(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Attend over q, k, v [B, H, S, D]: B and H split alike, D whole, S whole or split in all.
 
     A split sequence goes to ``ring_attention``, and so does dropout, which is drawn by global

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from shardlib.errors import BadArgument, OutOfRange
+from shardlib.opspec import Args, Kwargs
 from shardlib.tensor import Unfit
 
 __all__ = ["ArgumentSlot", "binder", "dim_of", "dims_of"]
@@ -124,7 +125,7 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
 
     lines: list[Callable[..., dict[str, Any]]] = [compiled]
 
-    def later(error: TypeError, args: Any, kwargs: Any) -> dict[str, Any]:
+    def later(error: TypeError, args: Args, kwargs: Kwargs) -> dict[str, Any]:
         for bind in lines[1:]:
             try:
                 return bind(*args, **kwargs)

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardlib.ops.declare import Bound, declare, leading, slots
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.signatures import ArgumentSlot, binder
-from shardlib.opspec import homes
+from shardlib.opspec import Args, Func, Kwargs, homes
 from shardlib.tensor import TABLE, Unfit, implements
 
 
@@ -119,7 +119,7 @@ def _depthwise(k: int) -> None:
         # ``groups`` counts all channels; a block has as many groups as filters
         return plain(x, w, bias, stride, padding, dilation, w.shape[0])
 
-    def labels(args: Any, kwargs: Any) -> Labels:
+    def labels(args: Args, kwargs: Kwargs) -> Labels:
         x, w, bias, *_ = args
         out: Labels = {
             x.at: ("b",) * (x.ndim - k - 1) + ("c",) + (None,) * k,
@@ -127,7 +127,7 @@ def _depthwise(k: int) -> None:
         }
         return out | ({bias.at: ("c",)} if isinstance(bias, ArgumentSlot) else {})
 
-    def implementation(func: Any, args: Any, kwargs: Any) -> Any:
+    def implementation(func: Func, args: Args, kwargs: Kwargs) -> Any:
         x, w, bias, stride, padding, dilation, groups = bind(*args, **kwargs).values()
         one = (
             isinstance(x, Tensor)

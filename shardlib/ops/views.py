@@ -26,6 +26,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import cut, without_ones
 from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
 from shardlib.ops.signatures import binder, dim_of, dims_of
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
@@ -346,7 +347,7 @@ VIEW = binder("""
 """)
 
 
-def _padded_view(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def _padded_view(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """View a padded operand: other dimensions merge and split, the padded last one stays."""
     x, wanted = VIEW(*args, **kwargs).values()
     last_only(x, func)
@@ -366,7 +367,7 @@ def _padded_view(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 
 
 @implements(Tensor.view, Tensor.reshape, torch.reshape, padded=_padded_view, repeats=True)
-def view(func: Any, args: Any, kwargs: Any) -> Any:
+def view(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         if {args[0].dtype} == {*args[1:], *kwargs.values()}:
             return args[0].detach()  # as in torch, where view(dtype) is not differentiable
@@ -380,7 +381,7 @@ _AS = binder("view_as(input, other: tensor)")
 
 
 @implements(Tensor.view_as, Tensor.reshape_as, repeats=True)
-def view_as(func: Any, args: Any, kwargs: Any) -> Any:
+def view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, other = _AS(*args, **kwargs).values()
     run = Tensor.view if func is Tensor.view_as else Tensor.reshape
     if not isinstance(x, ShardedTensor):
@@ -397,7 +398,7 @@ def _merged(*args: Any, **kwargs: Any) -> range:
 
 
 @implements(Tensor.flatten, torch.flatten, padded=beside(_merged), repeats=True)
-def flatten(func: Any, args: Any, kwargs: Any) -> Any:
+def flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, start, end = _FLATTEN(*args, **kwargs).values()
     start, end = (dim_of(d, len(x.padded_shape), "flatten") for d in (start, end))
     if start > end:
@@ -420,7 +421,7 @@ _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
     padded=beside(the_dim(_UNFLATTEN)),
     repeats=True,
 )
-def unflatten(func: Any, args: Any, kwargs: Any) -> Any:
+def unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, dim, sizes = _UNFLATTEN(*args, **kwargs).values()
     dim = dim_of(dim, len(x.padded_shape), "unflatten")
     sizes = _infer(tuple(sizes), x, x.padded_shape[dim], "unflatten")
@@ -449,7 +450,7 @@ _PERMUTE = binder("permute(input, *dims: int)")
 
 
 @implements(Tensor.permute, torch.permute, padded=of_true_sizes, skewed=True, repeats=True)
-def permute(func: Any, args: Any, kwargs: Any) -> Any:
+def permute(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, order = _PERMUTE(*args, **kwargs).values()
     if len(order) != len(x.padded_shape):
         raise BadArgument(
@@ -476,7 +477,7 @@ _TRANSPOSE = binder("""
     skewed=True,
     repeats=True,
 )
-def transpose(func: Any, args: Any, kwargs: Any) -> Any:
+def transpose(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, i, j = _TRANSPOSE(*args, **kwargs).values()
     order = list(range(len(x.padded_shape)))
     i, j = dim_of(i, len(order), "transpose"), dim_of(j, len(order), "transpose")
@@ -497,7 +498,7 @@ _T = binder("t(input)")
     skewed=True,
     repeats=True,
 )
-def transposed(func: Any, args: Any, kwargs: Any) -> Any:
+def transposed(func: Func, args: Args, kwargs: Kwargs) -> Any:
     (x,) = args if len(args) == 1 and not kwargs else _T(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     if (ndim > 2 and func in (Tensor.t, torch.t)) or (ndim < 2 and func == Tensor.mT.__get__):
@@ -525,7 +526,7 @@ _MOVEDIM = binder("movedim(input, source: ints, destination: ints)")
     skewed=True,
     repeats=True,
 )
-def movedim(func: Any, args: Any, kwargs: Any) -> Any:
+def movedim(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, source, target = _MOVEDIM(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
@@ -541,7 +542,7 @@ _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
 
 
 @implements(Tensor.unsqueeze, torch.unsqueeze, padded=of_true_sizes, repeats=True)
-def unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
+def unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, dim = _UNSQUEEZE(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     dim = dim_of(dim, ndim + 1, "unsqueeze")
@@ -557,7 +558,7 @@ _SQUEEZE = binder("squeeze(input)\nsqueeze(input, *dim: int)")
 
 
 @implements(Tensor.squeeze, torch.squeeze, padded=of_true_sizes, repeats=True)
-def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
+def squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, *where = _SQUEEZE(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     chosen = dims_of(where[0], ndim, "squeeze") if where and ndim else range(ndim)
@@ -576,7 +577,7 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 
 
-def _padded_expand(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def _padded_expand(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Expand a padded operand whose padded dimensions stay as they are."""
     x, sizes, *_ = (_AS if func is Tensor.expand_as else _EXPAND)(*args, **kwargs).values()
     sizes = tuple(sizes.shape) if isinstance(sizes, Tensor) else tuple(sizes)
@@ -602,7 +603,7 @@ def _padded_expand(run: Any, func: Any, args: Any, kwargs: Any) -> ShardedTensor
     padded=_padded_expand,
     repeats=True,
 )
-def expand(func: Any, args: Any, kwargs: Any) -> Any:
+def expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if func is Tensor.expand_as:
         x, other = _AS(*args, **kwargs).values()
         sizes = tuple(other.shape)
@@ -661,7 +662,7 @@ def _bound_pieces(func: Any) -> Any:
     return _CHUNK if "chunk" in func.__name__ else _SPLIT
 
 
-def _padded_split(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _padded_split(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Split a padded operand along a dimension without padding."""
     return beside(the_dim(_bound_pieces(func)))(run, func, args, kwargs)
 
@@ -675,7 +676,7 @@ def _padded_split(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     torch.split_with_sizes,
     padded=_padded_split,
 )
-def split(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
+def split(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
     x, pieces, dim = _bound_pieces(func)(*args, **kwargs).values()
     if not x.padded_shape:
         raise BadArgument("a scalar has no pieces", op=func.__name__)
@@ -747,7 +748,7 @@ _UNBIND = binder("unbind(input, dim: int = 0)")
 
 
 @implements(Tensor.unbind, torch.unbind, padded=beside(the_dim(_UNBIND)))
-def unbind(func: Any, args: Any, kwargs: Any) -> tuple[ShardedTensor, ...]:
+def unbind(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
     x, dim = _UNBIND(*args, **kwargs).values()
     dim = dim_of(dim, len(x.padded_shape), "unbind")
     if x.padded_shape and not x.padded_shape[dim]:
@@ -768,7 +769,7 @@ _CUT = binder("""
 
 
 @implements(Tensor.narrow, torch.narrow, Tensor.select, torch.select, padded=beside(the_dim(_CUT)))
-def narrow(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def narrow(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if func in (Tensor.select, torch.select):
         x, dim, where = _SELECT(*args, **kwargs).values()
         dim = dim_of(dim, len(x.padded_shape), "select")
@@ -798,7 +799,7 @@ def indexed_dims(index: tuple[Any, ...], ndim: int) -> list[Any]:
     return [i for i in without_ellipsis(index, ndim) if i is not None]
 
 
-def piece(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def piece(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Index unsplit dimensions by ints, slices, None and Ellipsis; split ones by whole slices."""
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
@@ -874,7 +875,7 @@ DECLARED.add(F.pad)  # torch casts it on the blocks, since autocast covers only 
 
 
 @implements(F.pad)
-def pad(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def pad(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Pad dimensions that are whole."""
     given = _PAD(*args, **kwargs)
     x, widths = given.pop("input"), list(given.pop("pad"))
@@ -926,7 +927,7 @@ _REPEAT = binder("repeat_interleave(input, repeats, dim: int = None, *, output_s
 
 
 @implements(torch.repeat_interleave, Tensor.repeat_interleave)
-def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Repeat each element along a dimension: local, since blocks and groups stay in order."""
     x, repeats, dim, length = _REPEAT(*args, **kwargs).values()
     if dim is None or not isinstance(repeats, int):
@@ -943,14 +944,14 @@ def repeat_interleave(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
 _CAT = binder("cat(tensors, dim: int = 0)")
 
 
-def _padded_pieces(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _padded_pieces(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Join padded pieces with equal layouts along a dimension without padding."""
     along = the_dim(_CAT) if func is not torch.stack else lambda *_, **__: []
     return beside(along)(run, func, args, kwargs)
 
 
 @implements(torch.cat, torch.concat, torch.concatenate, torch.stack, padded=_padded_pieces)
-def cat(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
+def cat(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Join pieces with equal layouts along a whole dimension; dtypes promote as in torch."""
     tensors, dim = _CAT(*args, **kwargs).values()
     mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor))

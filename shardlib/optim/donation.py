@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim.buckets import Buckets
 from shardlib.tensor import ShardedTensor
 
@@ -41,7 +42,9 @@ class GivenUp(torch.Tensor):
     """The class of a tensor whose memory was donated: every use raises."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         raise _used()
 
     def __getattr__(self, name: str) -> Any:

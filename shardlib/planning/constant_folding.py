@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import DispatchMode
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.planning.meta_cache import on_shapes
 
 __all__ = ["Known"]
@@ -41,7 +42,9 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         self.values[id(x)] = value
         self.alive.append(x)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense" and id(args[0]) in self.values:  # item()
@@ -61,7 +64,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             self.values.pop(id(out), None)  # written in place with unknown values
         return out
 
-    def _has_values(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _has_values(self, func: Func, args: Args, kwargs: Kwargs) -> bool:
         """Return whether the values of all operands are known, and so those of the result."""
         # uninitialised and random values are not known
         if "empty" in func.overloadpacket.__name__:
@@ -77,7 +80,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         return self.values.get(id(x), x) if isinstance(x, Tensor) else x
 
 
-def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _computed(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the host; if all rows are one expanded row, compute that row alone.
 
     The positions of a batch are one row, expanded a thousand times in a large batch.

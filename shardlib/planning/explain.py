@@ -24,6 +24,7 @@ from shardlib.mesh import MeshLike, record, within
 from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.memory import Memory
 from shardlib.optim.sink import Sink
@@ -270,9 +271,9 @@ def explain(
         )
     sizes = dict(axis_sizes(leaves[0].mesh if mesh is None else mesh))
     args, kwargs = (
-        ((), inputs)
-        if isinstance(inputs, dict)
-        else ((inputs,) if isinstance(inputs, Tensor) else inputs, {})
+        ((), dict(inputs))
+        if isinstance(inputs, Mapping)
+        else ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {})
     )
     with Paths() as paths:
         try:
@@ -307,7 +308,7 @@ def _refused(error: Exception, paths: Paths, inputs: Any, sizes: Mapping[str, in
 
 
 def _rehearsed(
-    apply: Callable[..., Any], params: Any, args: Any, kwargs: Any, sizes: dict[str, int]
+    apply: Callable[..., Any], params: Any, args: Args, kwargs: Kwargs, sizes: dict[str, int]
 ) -> None:
     """Run forward alone first: products learn which of their operands are read again."""
     with record(**sizes) as paper, torch.no_grad():
@@ -344,8 +345,8 @@ def _papers(tree: Any, paper: Any, known: Known) -> Any:
 def _explained(
     apply: Callable[..., Any],
     params: Any,
-    args: Any,
-    kwargs: Any,
+    args: Args,
+    kwargs: Kwargs,
     sizes: dict[str, int],
     backward: bool,
     tx: Any,
@@ -420,7 +421,7 @@ class _CallRecorder:
     def __call__(
         self,
         implementation: Callable[..., Any],
-        func: Any,
+        func: Func,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:

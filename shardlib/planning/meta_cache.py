@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardlib._compat import watched
 from shardlib.mesh import Memo
+from shardlib.opspec import Func
 
 __all__ = ["on_shapes"]
 
@@ -29,7 +30,7 @@ class _NewTensor(NamedTuple):
 _MADE = Memo()  # _NewTensor; None for a view, or more than one tensor: those run each time
 
 
-def on_shapes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def on_shapes(func: Func, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation of torch, from the cache if its operands are on the meta device.
 
     >>> x = torch.empty(2, 3, device="meta")

@@ -29,6 +29,7 @@ from shardlib.collectives import Moment, Trace, lead
 from shardlib.errors import BadArgument, ShardError, user_line
 from shardlib.mesh import Entered, Mesh, enter, leave, scope
 from shardlib.modules.paths import Paths
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.planning.explain import size
 from shardlib.seeing.canvas import INK, MARK, Picture, canvas, colours, replacing
 from shardlib.tensor import ShardedTensor, typeof
@@ -618,18 +619,18 @@ class _Recorder(Trace):
             self.outer.chose(match, product)
 
     def __call__(
-        self, implementation: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]
+        self, implementation: Callable[..., Any], func: Func, args: Args, kwargs: dict[str, Any]
     ) -> Any:
         return self._heard(self.outer, implementation, func, args, kwargs)
 
     def verb(
-        self, implementation: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]
+        self, implementation: Callable[..., Any], func: Func, args: Args, kwargs: dict[str, Any]
     ) -> Any:
         """Record a verb of the library."""
         return self._heard(getattr(self.outer, "verb", None), implementation, func, args, kwargs)
 
     def _heard(
-        self, outer: Any, implementation: Callable[..., Any], func: Any, args: Any, kwargs: Any
+        self, outer: Any, implementation: Callable[..., Any], func: Func, args: Args, kwargs: Kwargs
     ) -> Any:
         run = implementation if outer is None else partial(outer, implementation)
         if self.inside is not None or not self.heard or _runs_backward(func):

@@ -44,6 +44,7 @@ from shardlib.errors import (
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import LINKS, WRITERS, refuse_write, written
 from shardlib.mesh import Memo, Mesh, enter, leave, scope
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.place import Place
 
 __all__ = [
@@ -119,7 +120,7 @@ def implements(
 
 
 def _either(implementation: Implementation, padded: Padded) -> Implementation:
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
+    def run(func: Func, args: Args, kwargs: Kwargs) -> Any:
         if has_padding(args) or (kwargs and has_padding(kwargs.values())):
             return padded(implementation, func, args, kwargs)
         return implementation(func, args, kwargs)
@@ -286,7 +287,11 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Func,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # a cached call runs torch's function on the blocks, without the checks below
         if func in REPEATS and (done := _repeated(func, args, kwargs or {})) is not None:
@@ -358,7 +363,7 @@ class ShardedTensor(torch.Tensor):
         ]
         return _OPERATORS[ufunc.__name__](*numbers)
 
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(self, func: Func, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """Return sizes to numpy; refuse other functions here, by name, since some of them catch
         an operand's error and return a result.
         """
@@ -376,7 +381,9 @@ class ShardedTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         if func in TABLE:  # a method that reaches dispatch without __torch_function__
             return TABLE[func](func, args, kwargs or {})
         if name := transform_called():
@@ -451,7 +458,7 @@ def _from_a_worker(text: str) -> None:
 # ---------------------------------------------------------------- calls on local blocks
 
 
-def local_call(func: Any, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def local_call(func: Func, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function on local blocks: raw tensors in ``args`` and in the result."""
     return _of_stacks(func, mesh, *args, **kwargs) if lead(mesh) else func(*args, **kwargs)
 
@@ -491,9 +498,9 @@ class _Repeat(NamedTuple):
 
 
 def blockwise(
-    func: Any,
-    args: Any,
-    kwargs: Any,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
     place: Place,
     run: Callable[..., Any] | None = None,
     rest: tuple[Any, ...] | None = None,
@@ -525,7 +532,7 @@ def blockwise(
     return out
 
 
-def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
+def _repeated(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the result of a call cached by ``blockwise``, or None if there is none."""
     key = _call_key(func, args, kwargs)
     if key is None:
@@ -543,7 +550,7 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
         return None  # the implementation's error names what torch refuses
 
 
-def _moved(repeat: _Repeat, func: Any, args: Any, kwargs: Any) -> Any:
+def _moved(repeat: _Repeat, func: Func, args: Args, kwargs: Kwargs) -> Any:
     facts = args[0].facts
     if (facts is not None and facts.derived is not None) or scope().call.prefetch is not None:
         return None
@@ -555,7 +562,7 @@ def _moved(repeat: _Repeat, func: Any, args: Any, kwargs: Any) -> Any:
         raise
 
 
-def _run(repeat: _Repeat, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run(repeat: _Repeat, args: Args, kwargs: dict[str, Any]) -> Any:
     run, place, rest, *_ = repeat
     first = args[0].raw
     if rest is not None:
@@ -577,7 +584,7 @@ def _run(repeat: _Repeat, args: Any, kwargs: dict[str, Any]) -> Any:
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
-def _call_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+def _call_key(func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
     """Return the cache key of a call, or None if it must not be cached.
 
     The key holds everything that distinguishes calls except their operands' values.  It is also
@@ -631,7 +638,7 @@ def _any_place(test: Callable[[Place], bool], values: Iterable[Any]) -> bool:
     return False
 
 
-def _refuse_skew(func: Any, args: Any, kwargs: Any) -> Any:
+def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Refuse a call whose implementation assumes that blocks are placed without skew."""
     found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
     x = next(x for x in found if x.sharding.skew)
@@ -644,7 +651,7 @@ def _refuse_skew(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _refuse_padding(func: Any, args: Any, kwargs: Any) -> Any:
+def _refuse_padding(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Refuse a call that would read padding, unless the fallback can run it."""
     if _asks_no_value(func):
         return _unknown(func, args, kwargs)
@@ -665,12 +672,12 @@ def _refuse_padding(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _writes_ours(func: Any, args: Any, kwargs: Any) -> bool:
+def _writes_ours(func: Func, args: Args, kwargs: Kwargs) -> bool:
     """Check whether every tensor that the call writes to is sharded."""
     return all(isinstance(t, ShardedTensor) for t in written(func, args, kwargs))
 
 
-def _check_writes(func: Any, args: Any, kwargs: Any) -> None:
+def _check_writes(func: Func, args: Args, kwargs: Kwargs) -> None:
     for x in written(func, args, kwargs):
         if isinstance(x, ShardedTensor):
             try:
@@ -711,12 +718,12 @@ _MISTAKES = (
 """Errors that bad arguments cause in an implementation; torch may have a better one for them."""
 
 
-def _said(e: Exception, func: Any, args: Any, kwargs: Any) -> Exception:
+def _said(e: Exception, func: Func, args: Args, kwargs: Kwargs) -> Exception:
     """Return torch's own error for these arguments, if it has one; else the error raised here."""
     return e if isinstance(e, ShardError) else torch_refuses(func, args, kwargs) or e
 
 
-def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
+def _otherwise(refusal: Exception, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run a refused call on whole operands, if they may be gathered; else raise the refusal."""
     if not FALLBACK or getattr(refusal, "final", False):
         raise refusal
@@ -732,7 +739,7 @@ def _otherwise(refusal: Exception, func: Any, args: Any, kwargs: Any) -> Any:
         raise torch_refuses(func, args, kwargs) or e from None
 
 
-def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
+def torch_refuses(func: Func, args: Args, kwargs: Kwargs) -> BadArgument | None:
     """Return the error for a call that torch refuses on whole tensors too, so no layout helps.
 
     torch is called on meta tensors, which hold no values: functions that depend on values raise
@@ -770,7 +777,7 @@ def torch_refuses(func: Any, args: Any, kwargs: Any) -> BadArgument | None:
     return None
 
 
-def _explained(e: RuntimeError, func: Any, args: Any, kwargs: Any) -> ShardError | None:
+def _explained(e: RuntimeError, func: Func, args: Args, kwargs: Kwargs) -> ShardError | None:
     """Return a better error for torch's own, or for what whole tensors fail at too; else None."""
     if name := under_transform():
         return no_transform(transform_called() or name, args)
@@ -830,7 +837,7 @@ def heard(run: Callable[..., Any], verb: Callable[..., Any], *args: Any, **kwarg
 
 
 def _guarded(implementation: Implementation) -> Implementation:
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
+    def run(func: Func, args: Args, kwargs: Kwargs) -> Any:
         try:
             return implementation(func, args, kwargs)
         except _MENDED as e:
@@ -1071,7 +1078,7 @@ def refuse_trace() -> None:
 class _Traced:
     """Watcher while make_fx records: it refuses each call."""
 
-    def __call__(self, run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
         raise no_trace("make_fx")
 
     verb = __call__
@@ -1089,7 +1096,7 @@ def _asks_no_value(func: Any) -> bool:
     return not known and getattr(func.__self__, "__name__", "") not in _VALUES
 
 
-def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _unknown(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _asks_no_value(func):
         with no_torch_function():
             return func(*args, **kwargs)
@@ -1099,7 +1106,7 @@ def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def no_implementation(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = ""
+    func: Func, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = ""
 ) -> NoImplementation:
     """Return the error for a function that has no implementation."""
     name = getattr(func, "__name__", str(func))

@@ -27,6 +27,7 @@ from shardlib.ops.matmul.shared_gather import let_go
 from shardlib.ops.padding import masked, padded_to
 from shardlib.ops.registry import Match, decide
 from shardlib.ops.signatures import binder
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
@@ -61,7 +62,7 @@ _NEED = {
 }
 
 
-def _padded_product(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _padded_product(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Multiply padded operands: zeros in the padding add nothing to a contraction."""
     x, w = _MM(*args, **kwargs).values()
     if min(x.ndim, w.ndim) < 2 or x.shape[-1] != w.shape[-2]:
@@ -80,7 +81,7 @@ def _padded_product(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return padded_to(product_of(inner[0], inner[1], out_layout), (*x.shape[:-1], w.shape[-1]))
 
 
-def _padded_linear(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _padded_linear(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Compute ``linear`` of padded operands."""
     x, w, bias = _LINEAR(*args, **kwargs).values()
     if w.ndim != 2 or (bias is not None and bias.dtype != x.dtype):
@@ -95,7 +96,7 @@ def _padded_linear(run: Any, func: Any, args: Any, kwargs: Any) -> Any:
     torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot, Tensor.dot, padded=_padded_product,
     skewed=True, repeats=True,
 )  # fmt: skip
-def matmul(func: Any, args: Any, kwargs: Any) -> Any:
+def matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, w = args if len(args) == 2 and not kwargs else _MM(*args, **kwargs).values()
     left, right = x.shape, w.shape
     if (func in _NEED and (len(left), len(right)) != _NEED[func]) or not (left and right):
@@ -163,7 +164,7 @@ def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
 
 
 @implements(F.linear, padded=_padded_linear, skewed=True, repeats=True)
-def linear(func: Any, args: Any, kwargs: Any) -> Any:
+def linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Compute x @ w.T + b; w is stored (out, in)."""
     x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
     if w.ndim != 2 or x.dtype == torch.bool:
