@@ -23,7 +23,7 @@ from shardlib.ops.counter_rng import Make, Pairs, drawn, kept, places, then, uni
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.random import next_key
-from shardlib.tensor import Place, ShardedTensor, implements, partial_escape, typeof
+from shardlib.tensor import Place, ShardedTensor, call_error, implements, partial_escape
 
 __all__ = ["dropout"]
 
@@ -68,12 +68,8 @@ _bind_off = binder(_FORMS.replace("training=True", "training=False"))  # F.alpha
 
 def _checked(name: str, func: Any, x: Any, p: float) -> None:
     if not isinstance(p, int | float) or not 0 <= p <= 1:
-        raise ShardError(
-            f"dropout probability has to be between 0 and 1, but got {p}",
-            op=name,
-            operands={"input": typeof(x)},
-            fix=f"F.{name}(x, 0.5)",
-        )
+        why = f"dropout probability has to be between 0 and 1, but got {p}"
+        raise call_error(ShardError, why, name, f"F.{name}(x, 0.5)", input=x)
     if x.sharding.partial:
         raise partial_escape(name, x)
     if not (x.is_floating_point() or x.is_complex()):

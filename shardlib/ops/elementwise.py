@@ -31,6 +31,7 @@ from shardlib.tensor import (
     ShardedTensor,
     Unfit,
     blockwise,
+    call_error,
     implements,
     is_half,
     lift,
@@ -42,7 +43,6 @@ from shardlib.tensor import (
     settle,
     to_pending,
     total,
-    typeof,
     vary,
 )  # fmt: skip
 
@@ -108,14 +108,12 @@ def padded_alike(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
             (a for a in given if not getattr(a, "is_padded", False) or a.shape != padded[0].shape),
             padded[0],
         )
-        raise Unsupported(
-            "a padded tensor combines with tensors padded alike and with numbers",
-            op=func.__name__,
-            operands={"x": typeof(padded[0]), "y": typeof(other)},
-            mesh=padded[0].mesh,
-            fix=f"sl.shard({'sl.unshard(y)' if isinstance(other, ShardedTensor) else 'y'}, "
-            f"{str(_alike(other, padded[0]))!r}, pad=True)",
-        ) from None
+        why = "a padded tensor combines with tensors padded alike and with numbers"
+        fix = (
+            f"sl.shard({'sl.unshard(y)' if isinstance(other, ShardedTensor) else 'y'}, "
+            f"{str(_alike(other, padded[0]))!r}, pad=True)"
+        )
+        raise call_error(Unsupported, why, func, fix, x=padded[0], y=other) from None
     mask: Any = None
     if (
         torch.is_grad_enabled()
@@ -123,12 +121,9 @@ def padded_alike(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
         and holds_values(padded[0].mesh)
     ):
         if written(func, args, kwargs):
-            raise Unsupported(
-                "padded blocks with a gradient are not written in place",
-                op=func.__name__,
-                operands={"tensor": typeof(padded[0])},
-                mesh=padded[0].mesh,
-                fix="sl.shard(sl.unshard(x), '...')",
+            why = "padded blocks with a gradient are not written in place"
+            raise call_error(
+                Unsupported, why, func, "sl.shard(sl.unshard(x), '...')", tensor=padded[0]
             )
         for a in padded:
             mask = inside(a) if mask is None else elementwise(Tensor.__and__, (mask, inside(a)), {})
@@ -220,12 +215,9 @@ def converted(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(out, Tensor):
         return out  # Tensor.type() without arguments: a string
     if out.is_meta and not x.raw.is_meta and holds_values(x.mesh):
-        raise BadArgument(
-            "a meta tensor has no values, and this mesh's ranks do",
-            op=func.__name__,
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix='torch.empty(x.shape, dtype=x.dtype, device="meta")',
+        why = "a meta tensor has no values, and this mesh's ranks do"
+        raise call_error(
+            BadArgument, why, func, 'torch.empty(x.shape, dtype=x.dtype, device="meta")', tensor=x
         )
     if (
         x.sharding.partial
@@ -543,12 +535,8 @@ def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     x = args[0]
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     if not isinstance(x, ShardedTensor):
-        raise ImplicitCommunication(
-            "a plain tensor cannot take a sharded value in place",
-            op=func.__name__,
-            operands={"tensor": typeof(x)},
-            fix="x = x + y",
-        )
+        why = "a plain tensor cannot take a sharded value in place"
+        raise call_error(ImplicitCommunication, why, func, "x = x + y", tensor=x)
     values = [lift(a, x.mesh, func.__name__) for a in given]
     partial = _partial(func.__name__.strip("_").removeprefix("i"), values, args)
     if partial != x.sharding.partial:
@@ -560,11 +548,8 @@ def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
         old = x.becomes(x.raw.clone())
         new = elementwise(getattr(Tensor, out_of_place), (old, *args[1:]), kwargs)
         if not torch.can_cast(new.dtype, x.dtype):
-            raise BadArgument(
-                f"a result of {new.dtype} cannot be written to {x.dtype}",
-                op=func.__name__,
-                operands={"tensor": typeof(x), "result": typeof(new)},
-            )
+            why = f"a result of {new.dtype} cannot be written to {x.dtype}"
+            raise call_error(BadArgument, why, func, tensor=x, result=new)
         x.raw.copy_(new.raw)
         return x
     rest = iter([onto(v, x, func.__name__) for v in values[1:]])
@@ -580,12 +565,8 @@ def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
     if lead < 0 or any(
         m not in (1, n) for m, n in zip(v.padded_shape, x.padded_shape[lead:], strict=True)
     ):
-        raise BadArgument(
-            "the result's shape is not that of the tensor it is written to",
-            op=op,
-            operands={"tensor": typeof(x), "operand": typeof(v)},
-            mesh=x.mesh,
-        )
+        why = "the result's shape is not that of the tensor it is written to"
+        raise call_error(BadArgument, why, op, tensor=x, operand=v)
     mine = x.dims[lead:]
     dims = tuple(
         Dim() if m == 1 and n != 1 else d
@@ -596,14 +577,13 @@ def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
         moved = (v.sharding >> want).bytes(tuple(v.padded_shape), x.mesh, v.raw.element_size())
         budget = implicit_budget()
         if moved and (budget is None or moved > budget):
-            raise ImplicitCommunication(
+            why = (
                 f"the operand lies otherwise than the tensor it changes, and {float(moved):.0f} "
                 "bytes per rank would "
-                "move unasked",
-                op=op,
-                operands={"x": typeof(x), "y": typeof(v)},
-                mesh=x.mesh,
-                fix=f"y = sl.reshard(y, {str(want)!r})",
+                "move unasked"
+            )
+            raise call_error(
+                ImplicitCommunication, why, op, f"y = sl.reshard(y, {str(want)!r})", x=x, y=v
             )
         v = reshard(v, want)
     if not v.deferred <= x.deferred:

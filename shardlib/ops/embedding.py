@@ -29,13 +29,13 @@ from shardlib.tensor import (
     Place,
     ShardedTensor,
     blockwise,
+    call_error,
     has_padding,
     implements,
     lift,
     local_call,
     partial_escape,
     real_axes,
-    typeof,
     vary,
 )
 
@@ -138,11 +138,9 @@ def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 def _check(ids: Tensor, table: Tensor, count: int, given: dict[str, Any]) -> None:
     """Refuse what torch does not take, and options that no sharded table has."""
     if ids.dtype not in (torch.int64, torch.int32) or table.ndim != 2:
-        raise BadArgument(
-            "ids are int64 or int32, a table has two dimensions",
-            op="embedding",
-            operands={"ids": typeof(ids), "table": typeof(table)},
-            fix="F.embedding(ids.long(), table)",
+        why = "ids are int64 or int32, a table has two dimensions"
+        raise call_error(
+            BadArgument, why, "embedding", "F.embedding(ids.long(), table)", ids=ids, table=table
         )
     padding = given["padding_idx"]
     if padding is not None and not -count <= padding < count:
@@ -150,12 +148,8 @@ def _check(ids: Tensor, table: Tensor, count: int, given: dict[str, Any]) -> Non
             f"padding_idx {padding} must be within the table's {count} rows", op="embedding"
         )
     if given["max_norm"] is not None or given["scale_grad_by_freq"] or given["sparse"]:
-        raise Unsupported(
-            "max_norm, scale_grad_by_freq and sparse are not supported on a sharded table",
-            op="embedding",
-            operands={"table": typeof(table)},
-            fix="F.embedding(ids, table)",
-        )
+        why = "max_norm, scale_grad_by_freq and sparse are not supported on a sharded table"
+        raise call_error(Unsupported, why, "embedding", "F.embedding(ids, table)", table=table)
 
 
 _ROWS = binder(
@@ -187,13 +181,9 @@ def _unpadded(ids: Any, table: Any) -> ShardedTensor:
         "sl.shard(sl.unshard(ids), '...')" if has_padding((ids,)) else "ids",
         "sl.unshard(table)",
     ]
-    raise Unsupported(
-        "only the vocabulary of an embedding may be padded",
-        op="embedding",
-        operands={"ids": typeof(ids), "table": typeof(table)},
-        mesh=mesh,
-        fix=f"F.embedding({whole[0]}, sl.shard({whole[1]}, '{axis} .', pad=True))",
-    )
+    why = "only the vocabulary of an embedding may be padded"
+    fix = f"F.embedding({whole[0]}, sl.shard({whole[1]}, '{axis} .', pad=True))"
+    raise call_error(Unsupported, why, "embedding", fix, ids=ids, table=table)
 
 
 _NONE: frozenset[str] = frozenset()
@@ -247,13 +237,9 @@ def _split_by(axes: tuple[str, ...], tokens: tuple[Dim, ...]) -> int:
 
 
 def _misfit(ids: ShardedTensor, table: ShardedTensor, where: str) -> ImplicitCommunication:
-    return ImplicitCommunication(
-        f"ids split {ids.sharding} do not fit a table split {table.sharding}",
-        op="embedding",
-        operands={"ids": typeof(ids), "table": typeof(table)},
-        mesh=table.mesh,
-        fix=f"F.embedding(ids, sl.reshard(table, {where!r}))",
-    )
+    why = f"ids split {ids.sharding} do not fit a table split {table.sharding}"
+    fix = f"F.embedding(ids, sl.reshard(table, {where!r}))"
+    return call_error(ImplicitCommunication, why, "embedding", fix, ids=ids, table=table)
 
 
 def _is_plain(dim: Dim) -> bool:

@@ -52,6 +52,7 @@ from shardlib.tensor import (
     ShardedTensor,
     _Copies,
     _First,
+    call_error,
     check_met,
     lift,
     no_implementation,
@@ -253,13 +254,12 @@ def refuse_draws(call: FallbackCall) -> Any:
     if not draws(call.func, call.args, call.kwargs):
         return NEXT
     leaves, _ = flat(call.args, call.kwargs)
-    raise Unsupported(
+    why = (
         "this draws random numbers from each rank's own generator, and the ranks' copies would "
-        "differ",
-        op=call.name,
-        operands={"tensor": typeof(next(x for x in leaves if isinstance(x, ShardedTensor)))},
-        fix="torch.rand_like(x)",
+        "differ"
     )
+    ours = next(x for x in leaves if isinstance(x, ShardedTensor))
+    raise call_error(Unsupported, why, call.name, "torch.rand_like(x)", tensor=ours)
 
 
 def refuse_sparse_gradients(call: FallbackCall) -> Any:
@@ -287,13 +287,8 @@ def refuse_new_shape(call: FallbackCall) -> Any:
         return NEXT
     x, *rest = call.args
     given = ", ".join([*map(repr, rest), *(f"{k}={v!r}" for k, v in call.kwargs.items())])
-    raise Unsupported(
-        "a tensor's shape and layout do not change in place",
-        op=call.name,
-        operands={"tensor": typeof(x)},
-        mesh=x.mesh,
-        fix=f"x = x.{call.name[:-1]}({given})",
-    )
+    why = "a tensor's shape and layout do not change in place"
+    raise call_error(Unsupported, why, call.name, f"x = x.{call.name[:-1]}({given})", tensor=x)
 
 
 def compute_apart(call: FallbackCall) -> Any:
@@ -329,14 +324,12 @@ def refuse_moves(call: FallbackCall) -> Any:
         fixed = told.fix not in ("", "sl.unshard(x)")
         if fixed or not isinstance(told, NoImplementation):
             raise told
-    raise ImplicitCommunication(
+    why = (
         f"{call.name} needs whole operands, and {sum(operands.moved.values()):.0f} bytes per rank "
-        "would move unasked",
-        op=call.name,
-        operands=lettered(map(typeof, operands.values)),
-        mesh=operands.mesh,
-        fix=_line(call.func, call.args, call.kwargs, dict.fromkeys(operands.moved, "..."), most),
+        "would move unasked"
     )
+    fix = _line(call.func, call.args, call.kwargs, dict.fromkeys(operands.moved, "..."), most)
+    raise call_error(ImplicitCommunication, why, call.name, fix, *operands.values)
 
 
 def run_whole(call: FallbackCall) -> Any:
@@ -461,12 +454,9 @@ def _refuse_target(call: FallbackCall, rest: Any, target: Tensor, value: Tensor)
             "arguments given as out= have no gradient, and an operand asks for one", op=call.name
         )
     if target.dtype != value.dtype and torch.can_cast(value.dtype, target.dtype):
-        raise Unsupported(
-            "some functions cast what they write to out=, and some do not",
-            op=call.name,
-            operands={"out": typeof(target), "result": typeof(value)},
-            fix=f"out.copy_({_line(call.func, call.args, rest)})",
-        )
+        why = "some functions cast what they write to out=, and some do not"
+        fix = f"out.copy_({_line(call.func, call.args, rest)})"
+        raise call_error(Unsupported, why, call.name, fix, out=target, result=value)
 
 
 def _moves_result(call: FallbackCall, target: Any, value: Any) -> ImplicitCommunication:
@@ -474,14 +464,12 @@ def _moves_result(call: FallbackCall, target: Any, value: Any) -> ImplicitCommun
     cost = (value.sharding >> target.sharding).bytes(
         tuple(value.padded_shape), value.mesh, value.raw.element_size()
     )
-    return ImplicitCommunication(
+    why = (
         f"the result lies otherwise than where it is written, and {float(cost):.0f} bytes per rank "
-        "would move unasked",
-        op=call.name,
-        operands={"out": typeof(target), "result": typeof(value)},
-        mesh=value.mesh,
-        fix=_line(call.func, call.args, call.kwargs, most=cost),
+        "would move unasked"
     )
+    fix = _line(call.func, call.args, call.kwargs, most=cost)
+    return call_error(ImplicitCommunication, why, call.name, fix, out=target, result=value)
 
 
 def _refuse_mixed(call: FallbackCall, mesh: Mesh) -> None:
@@ -491,13 +479,8 @@ def _refuse_mixed(call: FallbackCall, mesh: Mesh) -> None:
             continue
         check_met(t, mesh, call.name)
         if isinstance(t, ShardedTensor):
-            raise PlainTensor(
-                "plain and sharded tensors are written to in one call",
-                op=call.name,
-                operands={"x": typeof(t)},
-                mesh=mesh,
-                fix="sl.unshard(x)",
-            )
+            why = "plain and sharded tensors are written to in one call"
+            raise call_error(PlainTensor, why, call.name, "sl.unshard(x)", x=t)
 
 
 def _refuse_moves_to_plain(call: FallbackCall, ours: list[ShardedTensor]) -> None:
@@ -519,12 +502,8 @@ def _refuse_other_dtype(call: FallbackCall, old: Tensor, new: Any) -> None:
     """Refuse to write a result of another dtype, as torch's in-place methods do."""
     narrows = old.is_complex() > new.is_complex() and new.dtype is not torch.bool
     if call.kwargs.get("dtype") not in (None, old.dtype) or narrows:
-        raise BadArgument(
-            f"a result of dtype {new.dtype} is not written to a tensor of {old.dtype}",
-            op=call.name,
-            operands={"tensor": typeof(old)},
-            mesh=call.operands.mesh,
-        )
+        why = f"a result of dtype {new.dtype} is not written to a tensor of {old.dtype}"
+        raise call_error(BadArgument, why, call.name, tensor=old)
 
 
 _SILENT = frozenset("split_copy split_with_sizes_copy unbind_copy".split())
@@ -538,13 +517,11 @@ def _stored(x: Any, value: Any, op: str) -> Any:
             "a plain tensor cannot take a sharded value", op=op, fix="x = sl.shard(x, '...')"
         )
     if x.shape != value.shape or not torch.can_cast(value.dtype, x.dtype):
-        raise BadArgument(
+        why = (
             f"a result of shape {list(value.shape)} and dtype {value.dtype} cannot be written to "
-            "this tensor",
-            op=op,
-            operands={"tensor": typeof(x), "result": typeof(value)},
-            mesh=x.mesh,
+            "this tensor"
         )
+        raise call_error(BadArgument, why, op, tensor=x, result=value)
     return x.copy_(value)
 
 

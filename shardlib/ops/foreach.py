@@ -27,7 +27,14 @@ from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import Place, ShardedTensor, implements, partial_escape, real_axes, typeof
+from shardlib.tensor import (
+    Place,
+    ShardedTensor,
+    call_error,
+    implements,
+    partial_escape,
+    real_axes,
+)
 
 __all__ = ["unscale"]
 
@@ -181,26 +188,21 @@ def _fused(func: Func, args: Args, kwargs: Kwargs) -> None:
     """Run ``_fused_adamw_(params, grads, moments, ..., steps, lr=...)`` on the blocks."""
     for x in args[0]:
         if not isinstance(x, ShardedTensor):
-            raise PlainTensor(
-                "sharded and plain parameters are stepped together",
-                op=func.__name__,
-                operands={"plain": typeof(x)},
-                fix="torch.optim.AdamW([p for p in params if isinstance(p, sl.ShardedTensor)])",
-            )
+            why = "sharded and plain parameters are stepped together"
+            fix = "torch.optim.AdamW([p for p in params if isinstance(p, sl.ShardedTensor)])"
+            raise call_error(PlainTensor, why, func, fix, plain=x)
     for mine in args[1:]:
         for x, y in zip(args[0], mine, strict=False):
             if isinstance(y, ShardedTensor) and y.sharding.partial:
                 raise partial_escape(func.__name__, y)
             if y.ndim > 0 and _block(y, x) is None:
-                raise ShardError(
-                    "a gradient or a moment lies otherwise than its parameter",
-                    op=func.__name__,
-                    operands={"x": typeof(x), "y": typeof(y)},
-                    mesh=x.mesh,
-                    fix="sl.reshard(y, sl.layout_of(x))"
+                why = "a gradient or a moment lies otherwise than its parameter"
+                fix = (
+                    "sl.reshard(y, sl.layout_of(x))"
                     if isinstance(y, ShardedTensor)
-                    else "sl.shard(y, sl.layout_of(x))",
+                    else "sl.shard(y, sl.layout_of(x))"
                 )
+                raise call_error(ShardError, why, func, fix, x=x, y=y)
     named = {
         k: (_block(v, args[0][0]) if isinstance(v, ShardedTensor) else v) for k, v in kwargs.items()
     }

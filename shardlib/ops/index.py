@@ -26,13 +26,13 @@ from shardlib.tensor import (
     Place,
     ShardedTensor,
     Unfit,
+    call_error,
     implements,
     lift,
     real_axes,
     replicated,
     settle,
     total,
-    typeof,
     vary,
 )
 
@@ -129,12 +129,9 @@ def _padded_getitem(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Sharded
     dotted = any(i is Ellipsis for i in index)
     reaches = len(named) == x.ndim or (dotted and index[-1] is not Ellipsis)
     if reaches and not (isinstance(index[-1], slice) and index[-1] == slice(None)):
-        raise Unsupported(
-            "an index into the padded dimension",
-            op="getitem",
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"sl.unshard(x)[{', '.join(map(_text, index))}]",
+        why = "an index into the padded dimension"
+        raise call_error(
+            Unsupported, why, "getitem", f"sl.unshard(x)[{', '.join(map(_text, index))}]", tensor=x
         )
     out = run(func, (x.with_padding, index), {})
     return padded_to(out, (*out.padded_shape[:-1], x.shape[-1]))
@@ -160,12 +157,8 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
     picks = [i for i in given if isinstance(i, Tensor)]
     for i in picks:
         if i.dtype not in (torch.int64, torch.int32, torch.uint8, torch.bool):
-            raise OutOfRange(
-                f"tensors used as indices are int64, int32, uint8 or bool, not {i.dtype}",
-                op="getitem",
-                operands={"tensor": typeof(x), "index": typeof(i)},
-                mesh=x.mesh,
-            )
+            why = f"tensors used as indices are int64, int32, uint8 or bool, not {i.dtype}"
+            raise call_error(OutOfRange, why, "getitem", tensor=x, index=i)
     index = given if isinstance(index, tuple) else given[0]
     _sized(x, given)
     if len(picks) == 1 and picks[0].dtype not in (torch.bool, torch.uint8):
@@ -196,13 +189,11 @@ def _sized(x: ShardedTensor, given: tuple[Any, ...]) -> None:
     for i, n in zip(given, taken, strict=True):
         d += x.ndim - sum(taken) if i is Ellipsis else 0
         if masks(i) and tuple(i.shape) != tuple(x.shape[d : d + n]):
-            raise OutOfRange(
+            why = (
                 f"the shape of the mask {list(i.shape)} does not match the shape of the indexed "
-                f"tensor {list(x.shape)} at dimension {d}",
-                op="getitem",
-                operands={"tensor": typeof(x), "mask": typeof(i)},
-                mesh=x.mesh,
+                f"tensor {list(x.shape)} at dimension {d}"
             )
+            raise call_error(OutOfRange, why, "getitem", tensor=x, mask=i)
         d += n
 
 
@@ -418,12 +409,8 @@ def index_select(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return on_whole(func, args, kwargs, None)
     dim = dim % x.ndim
     if index.dtype not in (torch.int32, torch.int64):
-        raise OutOfRange(
-            f"index_select takes int32 or int64, not {index.dtype}",
-            op="index_select",
-            operands={"tensor": typeof(x), "index": typeof(index)},
-            mesh=x.mesh,
-        )
+        why = f"index_select takes int32 or int64, not {index.dtype}"
+        raise call_error(OutOfRange, why, "index_select", tensor=x, index=index)
     raw = index.raw if isinstance(index, ShardedTensor) else index
     # index_select refuses negative positions, but x[...] would wrap them
     in_range(raw, x.padded_shape[dim], "index_select", f"index of dimension {dim}")

@@ -31,6 +31,7 @@ from shardlib.placing import reshard, shard
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    call_error,
     promoting,
     real_axes,
     replicated,
@@ -120,13 +121,9 @@ def _labels(x: ShardedTensor, target: Tensor) -> ShardedTensor:
     if not isinstance(target, ShardedTensor):
         target = shard(target, Layout(tokens), x.mesh, pad=x.is_padded)
     if target.dims != tokens or target.sharding.partial or x.sharding.partial:
-        raise ShardError(
-            "targets lie otherwise than the rows of the input",
-            op="linear_cross_entropy",
-            operands={"input": typeof(x), "target": typeof(target)},
-            mesh=x.mesh,
-            fix=f"sl.reshard(target, {str(Layout(tokens))!r})",
-        )
+        why = "targets lie otherwise than the rows of the input"
+        fix = f"sl.reshard(target, {str(Layout(tokens))!r})"
+        raise call_error(ShardError, why, "linear_cross_entropy", fix, input=x, target=target)
     return target
 
 

@@ -46,6 +46,7 @@ from shardlib.tensor import (
     Place,
     ShardedTensor,
     Unfit,
+    call_error,
     has_padding,
     implements,
     is_half,
@@ -53,7 +54,6 @@ from shardlib.tensor import (
     partial_escape,
     real_axes,
     total,
-    typeof,
     vary,
 )  # fmt: skip
 
@@ -356,13 +356,9 @@ class _LossPlan(NamedTuple):
 
 
 def _unsupported(logits: ShardedTensor, target: ShardedTensor) -> Unsupported:
-    return Unsupported(
-        "sharded cross entropy takes logits [N, C] and integer targets [N], without class weights",
-        op="cross_entropy",
-        operands={"logits": typeof(logits), "target": typeof(target)},
-        mesh=logits.mesh,
-        fix="F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))",
-    )
+    why = "sharded cross entropy takes logits [N, C] and integer targets [N], without class weights"
+    fix = "F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))"
+    return call_error(Unsupported, why, "cross_entropy", fix, logits=logits, target=target)
 
 
 def _planned(logits: ShardedTensor, target: ShardedTensor) -> _LossPlan:
@@ -375,28 +371,26 @@ def _planned(logits: ShardedTensor, target: ShardedTensor) -> _LossPlan:
     row, col = logits.sharding.resolve(2).dims
     if target.padded_shape != logits.padded_shape[:1]:
         few = min(target.shape.numel(), logits.shape[0])
-        raise ShardError(
+        why = (
             f"{target.padded_shape[0] if target.padded_shape else 'no'} targets for "
-            f"{logits.padded_shape[0]} rows",
-            op="cross_entropy",
-            operands={"logits": typeof(logits), "target": typeof(target)},
-            mesh=mesh,
-            fix="F.cross_entropy(logits, target.view(-1))"
-            if target.shape.numel() == logits.shape[0]
-            else f"F.cross_entropy(logits[:{few}], target.view(-1)[:{few}])",
+            f"{logits.padded_shape[0]} rows"
         )
+        fix = (
+            "F.cross_entropy(logits, target.view(-1))"
+            if target.shape.numel() == logits.shape[0]
+            else f"F.cross_entropy(logits[:{few}], target.view(-1)[:{few}])"
+        )
+        raise call_error(ShardError, why, "cross_entropy", fix, logits=logits, target=target)
     rows = Layout(dims=(row,))
     brought = target.sharding != rows and not (target.sharding >> rows).bytes(
         tuple(target.padded_shape), mesh
     )
     grouped = any(isinstance(p, int) for p in col.parts) or col.order != "contiguous"
     if (not brought and target.sharding.resolve(1).dims[0] != row) or grouped:
-        raise ImplicitCommunication(
-            "logits and target are not split the same way along the rows",
-            op="cross_entropy",
-            operands={"logits": typeof(logits), "target": typeof(target)},
-            mesh=mesh,
-            fix=f"F.cross_entropy(logits, sl.reshard(target, {str(row)!r}))",
+        why = "logits and target are not split the same way along the rows"
+        fix = f"F.cross_entropy(logits, sl.reshard(target, {str(row)!r}))"
+        raise call_error(
+            ImplicitCommunication, why, "cross_entropy", fix, logits=logits, target=target
         )
     axes = tuple(a for a in col.axes if mesh.axes[a] > 1)  # major first
     return _LossPlan(axes, real_axes(mesh, row.axes), rows, brought)
@@ -631,18 +625,12 @@ def _checked(given: Bound, classes: int | None = None) -> str:
     x, t, smooth = given["input"], given["target"], given["label_smoothing"]
     whole_numbers = not t.is_floating_point()
     if whole_numbers and t.dtype not in (torch.int64, torch.uint8):
-        raise BadArgument(
-            f"targets are int64 or uint8, not {t.dtype}",
-            op="cross_entropy",
-            operands={"logits": typeof(x), "target": typeof(t)},
-            fix="F.cross_entropy(logits, target.long())",
-        )
+        why = f"targets are int64 or uint8, not {t.dtype}"
+        fix = "F.cross_entropy(logits, target.long())"
+        raise call_error(BadArgument, why, "cross_entropy", fix, logits=x, target=t)
     if not x.is_floating_point():
-        raise BadArgument(
-            f"logits are floating point, not {x.dtype}",
-            op="cross_entropy",
-            operands={"logits": typeof(x), "target": typeof(t)},
-        )
+        why = f"logits are floating point, not {x.dtype}"
+        raise call_error(BadArgument, why, "cross_entropy", logits=x, target=t)
     if not 0.0 <= smooth <= 1.0:
         raise BadArgument(
             f"label_smoothing must be between 0.0 and 1.0. Got: {smooth}", op="cross_entropy"

@@ -25,6 +25,7 @@ from shardlib.tensor import (
     TABLE,
     ShardedTensor,
     block_of,
+    call_error,
     gradient_of,
     gradient_place,
     implements,
@@ -147,14 +148,12 @@ def _set_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
             == (want.sharding, want.padded_shape, want.mesh)
         )
         if not alike:
-            raise ShardError(
-                "a gradient lies as its tensor does",
-                op="grad",
-                operands={"tensor": typeof(x), "gradient": typeof(grad)},
-                mesh=x.mesh,
-                fix=f"x.grad = sl.{'reshard' if isinstance(grad, ShardedTensor) else 'shard'}"
-                f"(gradient, {str(want.sharding)!r})",
+            why = "a gradient lies as its tensor does"
+            fix = (
+                f"x.grad = sl.{'reshard' if isinstance(grad, ShardedTensor) else 'shard'}"
+                f"(gradient, {str(want.sharding)!r})"
             )
+            raise call_error(ShardError, why, "grad", fix, tensor=x, gradient=grad)
     x.raw.grad = None if grad is None else grad.raw
 
 
@@ -212,13 +211,9 @@ def _hooked(given: ShardedTensor, found: Any) -> Tensor:
         or found.sharding != given.sharding
         or found.padded_shape != given.padded_shape
     ):
-        raise ShardError(
-            "a hook's gradient lies otherwise than the one it was given",
-            op="register_hook",
-            operands={"given": typeof(given), "grad": typeof(found)},
-            mesh=given.mesh,
-            fix=f"return sl.reshard(grad, {str(given.sharding)!r})",
-        )
+        why = "a hook's gradient lies otherwise than the one it was given"
+        fix = f"return sl.reshard(grad, {str(given.sharding)!r})"
+        raise call_error(ShardError, why, "register_hook", fix, given=given, grad=found)
     return found.raw
 
 
@@ -244,41 +239,25 @@ def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
         if gradient.sharding != (
             x.sharding if not x.sharding.partial else gradient_of(x, x.raw).sharding
         ):
-            raise ShardError(
-                "the cotangent has another layout than the value",
-                op="backward",
-                operands={"value": typeof(x), "cotangent": typeof(gradient)},
-                mesh=x.mesh,
-                fix=f"sl.reshard(gradient, {str(x.sharding)!r})",
-            )
+            why = "the cotangent has another layout than the value"
+            fix = f"sl.reshard(gradient, {str(x.sharding)!r})"
+            raise call_error(ShardError, why, "backward", fix, value=x, cotangent=gradient)
         more: list[int] = []  # for dimensions that x stores padded but does not split
         for n, m, token in zip(gradient.padded_shape, x.padded_shape, x.dims, strict=True):
             if n != m and (n > m or token.is_split):
-                raise ShardError(
+                why = (
                     f"the cotangent is padded to {list(gradient.padded_shape)}, the value to "
-                    f"{list(x.padded_shape)}",
-                    op="backward",
-                    operands={"value": typeof(x), "cotangent": typeof(gradient)},
-                    mesh=x.mesh,
+                    f"{list(x.padded_shape)}"
                 )
+                raise call_error(ShardError, why, "backward", value=x, cotangent=gradient)
             more = [0, m - n, *more]
         return torch.nn.functional.pad(gradient.raw, more) if any(more) else gradient.raw
     if x.padded_shape.numel() != 1:
-        raise ShardError(
-            "backward of a tensor that is no scalar needs its cotangent",
-            op="backward",
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix="x.sum().backward()",
-        )
+        why = "backward of a tensor that is no scalar needs its cotangent"
+        raise call_error(ShardError, why, "backward", "x.sum().backward()", tensor=x)
     if x.is_complex() and x.raw.requires_grad:
-        raise ShardError(
-            "backward of a complex number needs its cotangent",
-            op="backward",
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix="x.abs().backward()",
-        )
+        why = "backward of a complex number needs its cotangent"
+        raise call_error(ShardError, why, "backward", "x.abs().backward()", tensor=x)
     return torch.ones_like(x.raw)
 
 
@@ -399,17 +378,17 @@ def _as_data(x: ShardedTensor, new: Any) -> ShardedTensor:
     )
     if not alike:
         fit = isinstance(new, Tensor) and new.shape == x.shape
-        raise ShardError(
-            "data is replaced by data of the same size and layout",
-            op="data",
-            operands={
-                "x": typeof(x),
-                "y": typeof(new) if isinstance(new, Tensor) else type(new).__name__,
-            },
-            mesh=x.mesh,
-            fix=f"x.data = sl.{'reshard' if near else 'shard'}(y, sl.layout_of(x))"
-            if fit
-            else "x = y",
+        why = "data is replaced by data of the same size and layout"
+        fix = (
+            f"x.data = sl.{'reshard' if near else 'shard'}(y, sl.layout_of(x))" if fit else "x = y"
+        )
+        raise call_error(
+            ShardError,
+            why,
+            "data",
+            fix,
+            x=x,
+            y=typeof(new) if isinstance(new, Tensor) else type(new).__name__,
         )
     return new
 
@@ -447,10 +426,8 @@ def _fill(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     x, value = _FILL(*args, **kwargs)
     if isinstance(value, Tensor):
         if value.ndim:
-            raise BadArgument(
-                "fill_ takes a value of no dimensions",
-                op="fill_",
-                operands={"value": typeof(value)},
+            raise call_error(
+                BadArgument, "fill_ takes a value of no dimensions", "fill_", value=value
             )
         value = settle(lift(value, x.mesh, "fill_"))
         if value.sharding.partial:
@@ -494,12 +471,9 @@ def _array(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _whole_here(x: ShardedTensor, func: Any, verb: str) -> None:
     if x.sharding.axes or x.sharding.partial:
-        raise ShardError(
-            "a Python value needs the whole tensor",
-            op=func.__name__.strip("_"),
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"sl.unshard(x).{verb}()",
+        why = "a Python value needs the whole tensor"
+        raise call_error(
+            ShardError, why, func.__name__.strip("_"), f"sl.unshard(x).{verb}()", tensor=x
         )
     if not holds_values(x.mesh):
         raise on_shapes(func, x.mesh)

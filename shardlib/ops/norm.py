@@ -39,12 +39,12 @@ from shardlib.tensor import (
     ShardedTensor,
     Unfit,
     blockwise,
+    call_error,
     has_padding,
     implements,
     is_half,
     lift,
     partial_escape,
-    typeof,
     vary,
     vjp_again,
     widened,
@@ -324,25 +324,18 @@ def _check(op: str, values: list[ShardedTensor], shape: tuple[int, ...]) -> None
     """Refuse shapes and dtypes that torch does not take, and pending sums."""
     x = values[0]
     if not shape or tuple(x.padded_shape[-len(shape) :]) != shape:
-        raise BadArgument(
-            f"normalized_shape {list(shape)} is not the tail of the tensor's shape",
-            op=op,
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"F.{op}(x, {list(x.padded_shape[-1:])})",
-        )
+        why = f"normalized_shape {list(shape)} is not the tail of the tensor's shape"
+        raise call_error(BadArgument, why, op, f"F.{op}(x, {list(x.padded_shape[-1:])})", tensor=x)
     dtypes = {x.dtype, torch.float32} if is_half(x) else {x.dtype}
     for k, v in enumerate(values):
         mixed = op == "layer_norm" and v.dtype not in dtypes
         other = k > 0 and tuple(v.padded_shape) != shape
         if mixed or other or not v.dtype.is_floating_point:
-            raise BadArgument(
+            why = (
                 f"scale and shift have the shape {list(shape)} and the dtype of the tensor, which "
-                "is floating point",
-                op=op,
-                operands={"tensor": typeof(x), "parameter": typeof(v)},
-                mesh=x.mesh,
+                "is floating point"
             )
+            raise call_error(BadArgument, why, op, tensor=x, parameter=v)
     for value in values:
         if value.sharding.partial:
             raise partial_escape(op, value)

@@ -11,7 +11,7 @@ from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
 from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import ShardedTensor, Unfit, implements, is_half, typeof
+from shardlib.tensor import ShardedTensor, Unfit, call_error, implements, is_half, typeof
 
 
 def _samples(b: Bound) -> Labels:
@@ -92,17 +92,12 @@ def _check(x: Any, factors: tuple[Any, Any], running: tuple[Any, Any], training:
     dtypes = {x.dtype, torch.float32} if is_half(x) else {x.dtype}
     for t in (*factors, *running):
         if t is not None and t.dtype not in dtypes:
-            raise BadArgument(
-                "statistics, scale and shift have the tensor's dtype",
-                op="batch_norm",
-                operands={"tensor": typeof(x), "other": typeof(t)},
-            )
+            why = "statistics, scale and shift have the tensor's dtype"
+            raise call_error(BadArgument, why, "batch_norm", tensor=x, other=t)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in running):
-        raise BadArgument(
-            "running statistics have no gradient, and these ask for one",
-            op="batch_norm",
-            operands={"running_mean": typeof(running[0])},
-            fix="running_mean.detach()",
+        why = "running statistics have no gradient, and these ask for one"
+        raise call_error(
+            BadArgument, why, "batch_norm", "running_mean.detach()", running_mean=running[0]
         )
 
 

@@ -18,7 +18,7 @@ from shardlib.errors import Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import ShardedTensor, Unfit, typeof
+from shardlib.tensor import ShardedTensor, Unfit, call_error
 
 __all__ = [
     "beside",
@@ -144,10 +144,5 @@ def of_true_sizes(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
 def last_only(x: ShardedTensor, func: Any) -> None:
     """Refuse padding in any dimension but the last."""
     if tuple(x.shape[:-1]) != tuple(x.padded_shape[:-1]):
-        raise Unsupported(
-            f"{func.__name__} takes padding in the last dimension alone",
-            op=func.__name__,
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix="sl.shard(sl.unshard(x), '...')",
-        )
+        why = f"{func.__name__} takes padding in the last dimension alone"
+        raise call_error(Unsupported, why, func, "sl.shard(sl.unshard(x), '...')", tensor=x)

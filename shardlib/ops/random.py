@@ -38,11 +38,11 @@ from shardlib.random import branch, next_key
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    call_error,
     implements,
     lift,
     partial_escape,
     real_axes,
-    typeof,
 )  # fmt: skip
 
 __all__ = ["draw_into"]
@@ -65,11 +65,8 @@ def _asked(func: Func, x: ShardedTensor, args: Args, kwargs: Kwargs) -> None:
         )
     except TypeError as e:
         name = func.__name__
-        raise ShardError(
-            str(e),
-            op=name,
-            operands={"x": typeof(x)},
-            fix=f"x.{name}({'0.5' if name == 'geometric_' else ''})",
+        raise call_error(
+            ShardError, str(e), name, f"x.{name}({'0.5' if name == 'geometric_' else ''})", x=x
         ) from None
 
 
@@ -289,11 +286,9 @@ def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     b = _bernoulli_(*args, **kwargs)
     x, p = b["input"], b["p"]
     if not isinstance(x, ShardedTensor):
-        raise ImplicitCommunication(
-            "a plain tensor cannot take a sharded value in place",
-            op="bernoulli_",
-            operands={"tensor": typeof(x)},
-            fix="x = torch.bernoulli(p)",
+        why = "a plain tensor cannot take a sharded value in place"
+        raise call_error(
+            ImplicitCommunication, why, "bernoulli_", "x = torch.bernoulli(p)", tensor=x
         )
     _settled("bernoulli_", x)
     if not isinstance(p, Tensor):
@@ -305,12 +300,9 @@ def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     frame = x.with_padding
     raws, out, shape, _ = aligned("bernoulli_", [frame, p.with_padding])
     if out != x.sharding or shape != x.padded_shape:
-        raise ImplicitCommunication(
-            "the probabilities lie otherwise than the tensor they are drawn for",
-            op="bernoulli_",
-            operands={"tensor": typeof(x), "p": typeof(p)},
-            mesh=x.mesh,
-            fix="torch.bernoulli(p)",
+        why = "the probabilities lie otherwise than the tensor they are drawn for"
+        raise call_error(
+            ImplicitCommunication, why, "bernoulli_", "torch.bernoulli(p)", tensor=x, p=p
         )
     u = _uniforms(x, next_key(x.mesh, b["generator"]))
     x.raw.copy_(u < raws[1])
@@ -421,13 +413,8 @@ def _like(
         or b["layout"] not in (None, torch.strided)
         or b["pin_memory"]
     ):
-        raise Unsupported(
-            "its result lies where the tensor lies, dense",
-            op=func.__name__,
-            operands={"input": typeof(x)},
-            mesh=x.mesh,
-            fix=f"torch.{func.__name__}(x)",
-        )
+        why = "its result lies where the tensor lies, dense"
+        raise call_error(Unsupported, why, func, f"torch.{func.__name__}(x)", input=x)
     if b["memory_format"] not in (None, torch.preserve_format, torch.contiguous_format):
         raise Unsupported(
             f"the memory format {b['memory_format']}",

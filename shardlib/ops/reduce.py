@@ -25,13 +25,13 @@ from shardlib.placing import reshard
 from shardlib.tensor import (
     ShardedTensor,
     Unfit,
+    call_error,
     implements,
     is_half,
     local_call,
     partial_escape,
     real_axes,
     total,
-    typeof,
     vary,
 )
 
@@ -134,11 +134,8 @@ def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     asked = more.get("dtype") or x.raw.dtype
     if func in (torch.mean, Tensor.mean) and not (asked.is_floating_point or asked.is_complex):
-        raise NoImplementation(
-            "a mean needs floating point",
-            op="mean",
-            operands={"tensor": typeof(x)},
-            fix="x.double().mean()",
+        raise call_error(
+            NoImplementation, "a mean needs floating point", "mean", "x.double().mean()", tensor=x
         )
     half = asked in (torch.bfloat16, torch.float16)  # rounded once it is summed
     more = more | {"dtype": torch.float32} if half else more
@@ -387,12 +384,8 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if abs(ord_) == math.inf and 0 not in x.padded_shape:
         return extreme(torch.amax if ord_ > 0 else torch.amin, x.abs(), dim, keepdim, nans=True)  # type: ignore[arg-type]
     if ord_ == 0 or 0 in x.padded_shape:
-        raise NoImplementation(
-            "no implementation of this norm",
-            op="vector_norm",
-            operands={"tensor": typeof(x)},
-            fix="sl.unshard(x)",
-        )
+        why = "no implementation of this norm"
+        raise call_error(NoImplementation, why, "vector_norm", "sl.unshard(x)", tensor=x)
     if not real_axes(x.mesh, x.sharding.axes):
         raise NoImplementation("whole", op="vector_norm", fix="x")
     half = is_half(x)
@@ -417,12 +410,8 @@ def norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Take a vector's norm over one dimension or all; "fro" as in torch."""
     x, p, dim, keepdim, dtype = _FRO(*args, **kwargs).values()
     if p == "nuc" or (p not in ("fro", None) and not isinstance(p, int | float)):
-        raise NoImplementation(
-            "no implementation of this norm",
-            op="norm",
-            operands={"tensor": typeof(x)},
-            fix="sl.unshard(x).norm()",
-        )
+        why = "no implementation of this norm"
+        raise call_error(NoImplementation, why, "norm", "sl.unshard(x).norm()", tensor=x)
     return torch.linalg.vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 
@@ -457,12 +446,8 @@ def softmax(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if x.sharding.partial:
         raise partial_escape(func.__name__, x)
     if not (x.dtype if dtype is None else dtype).is_floating_point:
-        raise BadArgument(
-            f"not implemented for {x.dtype}",
-            op=func.__name__,
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix="x.double().softmax(-1)",
+        raise call_error(
+            BadArgument, f"not implemented for {x.dtype}", func, "x.double().softmax(-1)", tensor=x
         )
     if not x.dims[dim].is_split or 0 in x.padded_shape:
         run = torch.log_softmax if "log" in func.__name__ else torch.softmax
@@ -507,12 +492,8 @@ def variance(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     unbiased = more.get("correction", more.get("unbiased", True))
     unbiased = 1 if unbiased is None else unbiased
     if not x.dtype.is_floating_point or 0 in x.padded_shape:
-        raise NoImplementation(
-            "no real floating point",
-            op=func.__name__,
-            operands={"tensor": typeof(x)},
-            fix=f"sl.unshard(x).{func.__name__}()",
-        )
+        why = "no real floating point"
+        raise call_error(NoImplementation, why, func, f"sl.unshard(x).{func.__name__}()", tensor=x)
     gone, axes, *_ = reduced_layout(x, dim, keepdim, func.__name__)
     if not real_axes(x.mesh, axes) and not x.is_padded:
         return rows_call(

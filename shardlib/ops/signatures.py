@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardlib.errors import BadArgument, OutOfRange
 from shardlib.opspec import Args, Kwargs
-from shardlib.tensor import Unfit
+from shardlib.tensor import Unfit, call_error
 
 __all__ = ["ArgumentSlot", "binder", "dim_of", "dims_of"]
 
@@ -154,11 +154,8 @@ def dim_of(dim: Any, ndim: int, op: str) -> int:
     """
     n = ndim or 1
     if not -n <= dim < n:
-        raise OutOfRange(
-            f"dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {dim})",
-            op=op,
-            operands={"dimensions": ndim},
-        )
+        why = f"dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {dim})"
+        raise call_error(OutOfRange, why, op, dimensions=ndim)
     return dim % n
 
 

@@ -34,6 +34,7 @@ from shardlib.tensor import (
     Unfit,
     block_strides,
     blockwise,
+    call_error,
     implements,
     is_dense,
     lift,
@@ -233,12 +234,9 @@ def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tup
         and (known and count % known == 0 if holes else known == count)
     )
     if not fits:
-        raise BadArgument(
-            f"shape {list(sizes)} is invalid for {count} elements",
-            op=op,
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"x.view({', '.join(map(str, x.padded_shape))})",
+        why = f"shape {list(sizes)} is invalid for {count} elements"
+        raise call_error(
+            BadArgument, why, op, f"x.view({', '.join(map(str, x.padded_shape))})", tensor=x
         )
     return tuple(count // known if s == -1 else s for s in sizes) if holes else sizes
 
@@ -271,22 +269,16 @@ def _view(call: _ViewCall, func: Any, x: ShardedTensor, new: tuple[int, ...]) ->
     new = _infer(new, x, x.padded_shape.numel(), func.__name__)
     copied = not is_dense(x) and not _mergeable(x, new)
     if copied and func is Tensor.view:
-        raise BadArgument(
+        why = (
             f"a view of {list(new)} is not compatible with the tensor's strides: it spans two of "
-            "them",
-            op="view",
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"x.reshape{new}",
+            "them"
         )
+        raise call_error(BadArgument, why, "view", f"x.reshape{new}", tensor=x)
     found = _viewed(x.sharding, tuple(x.padded_shape), new, tuple(x.mesh.axes.items()))
     if isinstance(found, str):
-        raise ImplicitCommunication(
-            f"shape {list(new)} cuts through the blocks: {found}",
-            op=func.__name__,
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"sl.reshard(x, '...').view{tuple(new)}",
+        why = f"shape {list(new)} cuts through the blocks: {found}"
+        raise call_error(
+            ImplicitCommunication, why, func, f"sl.reshard(x, '...').view{tuple(new)}", tensor=x
         )
     layout, local = found
     place = Place(layout, torch.Size(new), x.mesh, deferred=x.deferred)
@@ -355,13 +347,8 @@ def _padded_view(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedTen
     kept = wanted[-1:] == (x.shape[-1],) and wanted.count(-1) <= 1
     kept = kept or (wanted[-1:] == (-1,) and math.prod(known) * x.shape[-1] == x.shape.numel())
     if not kept:
-        raise Unsupported(
-            f"a view of {list(wanted)} cuts through the padded dimension",
-            op=func.__name__,
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"x.view(-1, {x.shape[-1]})",
-        )
+        why = f"a view of {list(wanted)} cuts through the padded dimension"
+        raise call_error(Unsupported, why, func, f"x.view(-1, {x.shape[-1]})", tensor=x)
     out = run(func, (x.with_padding, *wanted[:-1], x.padded_shape[-1]), {})
     return padded_to(out, (*out.padded_shape[:-1], x.shape[-1]))
 
@@ -402,9 +389,7 @@ def flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, start, end = _FLATTEN(*args, **kwargs).values()
     start, end = (dim_of(d, len(x.padded_shape), "flatten") for d in (start, end))
     if start > end:
-        raise BadArgument(
-            "start_dim cannot come after end_dim", op="flatten", operands={"tensor": typeof(x)}
-        )
+        raise call_error(BadArgument, "start_dim cannot come after end_dim", "flatten", tensor=x)
     if x.padded_shape and start == end:
         return x
     size = x.padded_shape
@@ -502,9 +487,7 @@ def transposed(func: Func, args: Args, kwargs: Kwargs) -> Any:
     (x,) = args if len(args) == 1 and not kwargs else _T(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     if (ndim > 2 and func in (Tensor.t, torch.t)) or (ndim < 2 and func == Tensor.mT.__get__):
-        raise BadArgument(
-            f"a transpose of {ndim} dimensions", op="t", operands={"tensor": typeof(x)}, mesh=x.mesh
-        )
+        raise call_error(BadArgument, f"a transpose of {ndim} dimensions", "t", tensor=x)
     order = (
         (*range(ndim - 2), ndim - 1, ndim - 2)
         if func == Tensor.mT.__get__
@@ -620,12 +603,7 @@ def expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
         or min(new, default=0) < 0
         or any(m not in (1, n) for m, n in zip(x.padded_shape, new[lead:], strict=True))
     ):
-        raise BadArgument(
-            f"cannot expand to {list(sizes)}",
-            op="expand",
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-        )
+        raise call_error(BadArgument, f"cannot expand to {list(sizes)}", "expand", tensor=x)
     layout = Layout(dims=(*[Dim()] * lead, *x.dims), partial=x.sharding.partial)
     local = layout.local_shape(new, x.mesh)
     return _ViewCall(func, args, kwargs).seen(
@@ -694,14 +672,9 @@ def split(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
             if found is not None:
                 return found
             fits = len(set(sizes)) == 1 and sizes[0] % x.mesh.axis_size(token.axes[0]) == 0
-            raise ImplicitCommunication(
-                f"pieces of {sizes} along dimension {dim} cut through blocks split {token}",
-                op=func.__name__,
-                operands={"tensor": typeof(x)},
-                mesh=x.mesh,
-                fix="sl.reshard(x, "
-                f"{_with(x, dim, f'({ways} {token.axes[0]})' if fits else '.')!r})",
-            )
+            why = f"pieces of {sizes} along dimension {dim} cut through blocks split {token}"
+            fix = f"sl.reshard(x, {_with(x, dim, f'({ways} {token.axes[0]})' if fits else '.')!r})"
+            raise call_error(ImplicitCommunication, why, func, fix, tensor=x)
         # each piece has groups / ways of the groups that the token's leading integer counts
         rest_parts = token.parts[1:] if groups == ways else (groups // ways, *token.parts[1:])
         piece = Dim(rest_parts)
@@ -779,10 +752,8 @@ def narrow(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         size = x.padded_shape[dim] if x.padded_shape else 0
         begin = start + size if start < 0 else start
         if not (0 <= begin <= size and 0 <= length <= size - begin):
-            raise OutOfRange(
-                f"start ({start}) + length ({length}) exceeds dimension size ({size})", op="narrow",
-                operands={"tensor": typeof(x)}, mesh=x.mesh,
-            )  # fmt: skip
+            why = f"start ({start}) + length ({length}) exceeds dimension size ({size})"
+            raise call_error(OutOfRange, why, "narrow", tensor=x)
         where = slice(begin, begin + length)
     return piece(Tensor.__getitem__, (x, (*[slice(None)] * dim, where)), {})
 
@@ -830,20 +801,13 @@ def _check_piece(x: ShardedTensor, d: int, i: Any) -> None:
     """Refuse an index beyond dimension ``d``, and one that cuts its blocks."""
     token, size = x.dims[d], x.padded_shape[d]
     if isinstance(i, int) and not isinstance(i, bool) and not -size <= i < size:
-        raise OutOfRange(
-            f"index {i} is out of bounds for dimension {d} with size {size}",
-            op="getitem",
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-        )
+        why = f"index {i} is out of bounds for dimension {d} with size {size}"
+        raise call_error(OutOfRange, why, "getitem", tensor=x)
     whole = isinstance(i, slice) and i.indices(size) == (0, size, 1)
     if token.is_split and not whole:
-        raise ImplicitCommunication(
-            f"index {i!r} cuts through dimension {d}, which is split {token}",
-            op="getitem",
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"sl.reshard(x, {_with(x, d, '.')!r})",
+        why = f"index {i!r} cuts through dimension {d}, which is split {token}"
+        raise call_error(
+            ImplicitCommunication, why, "getitem", f"sl.reshard(x, {_with(x, d, '.')!r})", tensor=x
         )
 
 
@@ -890,13 +854,9 @@ def pad(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     changed = [ndim - 1 - i // 2 for i, w in enumerate(widths) if w]
     split_at = next((d for d in changed if dims[d].is_split), None)
     if split_at is not None:
-        raise ImplicitCommunication(
-            f"padding dimension {split_at}, which is split {dims[split_at]}, would move blocks",
-            op="pad",
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"sl.reshard(x, {_with(x, split_at, '.')!r})",
-        )
+        why = f"padding dimension {split_at}, which is split {dims[split_at]}, would move blocks"
+        fix = f"sl.reshard(x, {_with(x, split_at, '.')!r})"
+        raise call_error(ImplicitCommunication, why, "pad", fix, tensor=x)
     with casting(func):
         raw = local_call(F.pad, x.mesh, (x.raw, widths), given)
     size = list(x.padded_shape)

@@ -10,7 +10,7 @@ from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Entered, Mesh, Scope, scope, within
 from shardlib.tensor.place import Place
-from shardlib.tensor.tensor import ShardedTensor, no_transform, typeof
+from shardlib.tensor.tensor import ShardedTensor, call_error, no_transform, typeof
 
 __all__ = [
     "check_met", "constants", "leaf_block", "lift", "promoting", "refuse_blocks", "replicated",
@@ -47,11 +47,10 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
     """Refuse an operand on another mesh, and a plain one outside ``promoting`` but a scalar."""
     if isinstance(x, ShardedTensor):
         if x.mesh is not mesh:
-            raise ShardError(
-                "operands live on different meshes",
-                op=op,
-                operands={"mesh": str(mesh), "x": typeof(x), "of": f"another mesh, {x.mesh}"},
-                fix="sl.shard(sl.unshard(x), '...', mesh=mesh)",
+            why = "operands live on different meshes"
+            fix = "sl.shard(sl.unshard(x), '...', mesh=mesh)"
+            raise call_error(
+                ShardError, why, op, fix, mesh=str(mesh), x=x, of=f"another mesh, {x.mesh}"
             )
     elif x.ndim > 0 and scope().call.body and not scope().call.promoting:
         raise PlainTensor(
@@ -164,13 +163,14 @@ def refuse_blocks(x: Tensor) -> None:
             found = hasattr(getattr(node, "variable", None), "shardlib_block")
             left += [n for n, _ in node.next_functions]
     if found:
-        raise PlainTensor(
+        why = (
             "a plain tensor was made of the block of a value whose gradient is taken (p.raw, "
-            "p.local): each rank would differentiate its own block",
-            op="value_and_grad",
-            operands={"t": typeof(x)},
-            fix="sl.unshard(p)  # whole; code of blocks: sl.shard_map(f, in_layouts=, out_layouts=)(p)",
+            "p.local): each rank would differentiate its own block"
         )
+        fix = (
+            "sl.unshard(p)  # whole; code of blocks: sl.shard_map(f, in_layouts=, out_layouts=)(p)"
+        )
+        raise call_error(PlainTensor, why, "value_and_grad", fix, t=x)
 
 
 _WHOLE = Layout.parse("...")

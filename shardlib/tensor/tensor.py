@@ -49,7 +49,7 @@ from shardlib.tensor.place import Place
 
 __all__ = [
     "FALLBACK", "TABLE", "TAKES_PADDING", "Facts", "ShardedTensor", "Unfit", "block_of", "block_strides",
-    "blockwise", "has_padding", "heard", "implements", "is_dense", "layout_of", "local_call",
+    "blockwise", "call_error", "has_padding", "heard", "implements", "is_dense", "layout_of", "local_call",
     "named_tensors", "no_implementation", "no_tensor", "no_trace", "no_transform", "on_shapes",
     "partial_escape", "refuse_arrays", "refuse_trace", "torch_refuses", "typeof",
 ]  # fmt: skip
@@ -351,12 +351,9 @@ class ShardedTensor(torch.Tensor):
         """Compute with numpy scalars as with Python numbers; refuse numpy arrays with an error."""
         refuse_arrays(given, f"numpy.{ufunc.__name__}")
         if kwargs or method != "__call__" or ufunc.__name__ not in _OPERATORS:
-            raise PlainTensor(
-                "numpy computes on whole arrays",
-                op=f"numpy.{ufunc.__name__}",
-                operands={"x": typeof(self)},
-                mesh=self.mesh,
-                fix="sl.unshard(x).cpu().numpy()",
+            why = "numpy computes on whole arrays"
+            raise call_error(
+                PlainTensor, why, f"numpy.{ufunc.__name__}", "sl.unshard(x).cpu().numpy()", x=self
             )
         numbers = [
             a if isinstance(a, Tensor) or not hasattr(a, "item") else a.item() for a in given
@@ -372,12 +369,9 @@ class ShardedTensor(torch.Tensor):
             return {"shape": tuple(self.shape), "ndim": self.ndim, "size": self.numel()}[name]
         ours = getattr(torch, name, None) in TABLE
         known = f"; torch.{name} computes on sharded tensors" if ours else ""
-        raise PlainTensor(
-            f"numpy computes on whole arrays{known}",
-            op=f"{func.__module__}.{name}",
-            operands={"x": typeof(self)},
-            mesh=self.mesh,
-            fix="sl.unshard(x).cpu().numpy()",
+        why = f"numpy computes on whole arrays{known}"
+        raise call_error(
+            PlainTensor, why, f"{func.__module__}.{name}", "sl.unshard(x).cpu().numpy()", x=self
         )
 
     @classmethod
@@ -388,16 +382,9 @@ class ShardedTensor(torch.Tensor):
             return TABLE[func](func, args, kwargs or {})
         if name := transform_called():
             raise no_transform(name, (args, kwargs or {}))
-        raise NoImplementation(
-            f"{func} reached a ShardedTensor below its implementations (C++ code does that)",
-            op=str(func),
-            operands={
-                "x": next(
-                    typeof(v) for v in _leaves((args, kwargs or {})) if isinstance(v, ShardedTensor)
-                )
-            },
-            fix="sl.unshard(x)",
-        )
+        why = f"{func} reached a ShardedTensor below its implementations (C++ code does that)"
+        found = [v for v in _leaves((args, kwargs or {})) if isinstance(v, ShardedTensor)]
+        raise call_error(NoImplementation, why, str(func), "sl.unshard(x)", found[0])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         head = f"ShardedTensor({typeof(self)} on {self.mesh}"
@@ -418,13 +405,8 @@ class ShardedTensor(torch.Tensor):
         if self.mesh.forked:  # an error raised here, in a queue's feeder thread, would be lost
             return _from_a_worker, (typeof(self),)
         if holds_values(self.mesh) and not lead(self.mesh):
-            raise ShardError(
-                "a block of a running job cannot be pickled as the whole tensor",
-                op="pickle",
-                operands={"tensor": typeof(self)},
-                mesh=self.mesh,
-                fix="sl.unshard(x)",
-            )
+            why = "a block of a running job cannot be pickled as the whole tensor"
+            raise call_error(ShardError, why, "pickle", "sl.unshard(x)", tensor=self)
         is_parameter = isinstance(self, torch.nn.Parameter)
         lies, shape, mesh, *rest = self.place
         place = (str(lies), tuple(shape), mesh, *_plainly(*rest))
@@ -447,12 +429,9 @@ _SHOWN = 64  # elements that repr prints, over all simulated ranks
 
 
 def _from_a_worker(text: str) -> None:
-    raise ShardError(
-        "a process that was forked from a rank sent it a sharded tensor",
-        op="pickle",
-        operands={"tensor": text},
-        fix="batches = [sl.shard(x, '...') for x in DataLoader(data, num_workers=2)]",
-    )
+    why = "a process that was forked from a rank sent it a sharded tensor"
+    fix = "batches = [sl.shard(x, '...') for x in DataLoader(data, num_workers=2)]"
+    raise call_error(ShardError, why, "pickle", fix, tensor=text)
 
 
 # ---------------------------------------------------------------- calls on local blocks
@@ -642,13 +621,9 @@ def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Refuse a call whose implementation assumes that blocks are placed without skew."""
     found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
     x = next(x for x in found if x.sharding.skew)
-    raise Unsupported(
-        f"{func.__name__} has no implementation for skewed blocks",
-        op=func.__name__,
-        operands={"tensor": typeof(x)},
-        mesh=x.mesh,
-        fix=f"sl.reshard(x, {str(Layout(x.sharding.dims, x.sharding.partial))!r})",
-    )
+    why = f"{func.__name__} has no implementation for skewed blocks"
+    fix = f"sl.reshard(x, {str(Layout(x.sharding.dims, x.sharding.partial))!r})"
+    raise call_error(Unsupported, why, func, fix, tensor=x)
 
 
 def _refuse_padding(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -662,14 +637,11 @@ def _refuse_padding(func: Func, args: Args, kwargs: Kwargs) -> Any:
             pass
     found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
     x = next(x for x in found if x.is_padded)
-    raise Unsupported(
+    why = (
         f"{func.__name__} has no implementation for padded blocks: it might read the padding, "
-        f"which makes {list(x.padded_shape)} of {list(x.shape)}",
-        op=func.__name__,
-        operands={"tensor": typeof(x)},
-        mesh=x.mesh,
-        fix="sl.shard(sl.unshard(x), '...')",
+        f"which makes {list(x.padded_shape)} of {list(x.shape)}"
     )
+    raise call_error(Unsupported, why, func, "sl.shard(sl.unshard(x), '...')", tensor=x)
 
 
 def _writes_ours(func: Func, args: Args, kwargs: Kwargs) -> bool:
@@ -691,13 +663,9 @@ def refuse_arrays(args: Sequence[Any], op: str) -> None:
     for a in args:
         if getattr(a, "ndim", 0) and not isinstance(a, Tensor):
             ours = next(x for x in args if isinstance(x, ShardedTensor))
-            raise PlainTensor(
-                "an array met a sharded tensor, and nothing says where its data sits",
-                op=op,
-                operands={"array": f"{a.dtype} {list(a.shape)}", "x": typeof(ours)},
-                mesh=ours.mesh,
-                fix='sl.shard(torch.as_tensor(array), "...")',
-            )
+            why = "an array met a sharded tensor, and nothing says where its data sits"
+            fix = 'sl.shard(torch.as_tensor(array), "...")'
+            raise call_error(PlainTensor, why, op, fix, array=f"{a.dtype} {list(a.shape)}", x=ours)
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -796,13 +764,8 @@ _NOT_OVERWRITTEN = "is a view and is being modified inplace"
 def _not_overwritten(func: Any, args: Any) -> Unsupported:
     """Return the error for a write to a block that is a view made by an autograd function."""
     found = [x for x in _leaves(args) if isinstance(x, ShardedTensor)]
-    return Unsupported(
-        "autograd lets nothing be written to a view of what one of its functions returned",
-        op=getattr(func, "__name__", str(func)),
-        operands=lettered(map(typeof, found)),
-        mesh=found[0].mesh if found else None,
-        fix="x = x.clone()",
-    )
+    why = "autograd lets nothing be written to a view of what one of its functions returned"
+    return call_error(Unsupported, why, func, "x = x.clone()", *found)
 
 
 def _of_gradcheck() -> Unsupported | None:
@@ -993,11 +956,8 @@ def layout_of(x: object) -> object:
         return _of_leaves(layout_of, x)
     if is_dtensor(x):
         return Layout.from_dtensor(x)
-    raise PlainTensor(
-        "a plain tensor has no layout",
-        op="layout_of",
-        operands={"tensor": typeof(x)},
-        fix='sl.shard(x, "...")',
+    raise call_error(
+        PlainTensor, "a plain tensor has no layout", "layout_of", 'sl.shard(x, "...")', tensor=x
     )
 
 
@@ -1111,13 +1071,8 @@ def no_implementation(
     """Return the error for a function that has no implementation."""
     name = getattr(func, "__name__", str(func))
     found = [a for a in _leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
-    return NoImplementation(
-        f"no implementation of {name}" + (f": {why}" if why else ""),
-        op=name,
-        operands=lettered(map(typeof, found)),
-        mesh=found[0].mesh if found else None,
-        fix="sl.unshard(x)" if found else "",
-    )
+    reason = f"no implementation of {name}" + (f": {why}" if why else "")
+    return call_error(NoImplementation, reason, name, "sl.unshard(x)" if found else "", *found)
 
 
 def on_shapes(func: Any, mesh: Mesh) -> Unsupported:
@@ -1131,16 +1086,31 @@ def on_shapes(func: Any, mesh: Mesh) -> Unsupported:
     )
 
 
+Error = TypeVar("Error", bound=ShardError)
+
+
+def call_error(
+    kind: type[Error], why: str, op: Func | str, fix: str = "", /, *tensors: Tensor, **named: object
+) -> Error:
+    """Return the error of a call, with the types of its tensors and their mesh.
+
+    ``tensors``  are named x, y, z, ...; of ``named`` values, those that are no tensors are text.
+    """
+    given = lettered(tensors) | named
+    return kind(
+        why,
+        op=op if isinstance(op, str) else getattr(op, "__name__", str(op)),
+        operands={k: typeof(v) if isinstance(v, Tensor) else v for k, v in given.items()},
+        mesh=next((x.mesh for x in given.values() if isinstance(x, ShardedTensor)), None),
+        fix=fix,
+    )
+
+
 def partial_escape(op: str, x: ShardedTensor) -> PartialEscape:
     """Return the error for a pending sum used where its value is needed."""
     bare = str(x.sharding.bare) or "..."
-    return PartialEscape(
-        f"the sum over {', '.join(x.sharding.partial)} is still pending, and {op} needs its value",
-        op=op,
-        operands={"tensor": typeof(x)},
-        mesh=x.mesh,
-        fix=f"sl.reshard(x, {bare!r})",
-    )
+    why = f"the sum over {', '.join(x.sharding.partial)} is still pending, and {op} needs its value"
+    return call_error(PartialEscape, why, op, f"sl.reshard(x, {bare!r})", tensor=x)
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.elementwise import aligned
-from shardlib.tensor import ShardedTensor, replicated, typeof
+from shardlib.tensor import ShardedTensor, call_error, replicated
 
 __all__ = ["bias_and_sink"]
 
@@ -24,13 +24,9 @@ def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
     s, t = q.shape[2], k.shape[2]
     fits = 2 <= bias.ndim <= 4 and bias.shape[-2] in (1, s) and bias.shape[-1] in (1, t)
     if not fits:
-        raise ShardError(
-            f"a bias is [.., {s}, {t}], broadcast over batch and heads, not {list(bias.shape)}",
-            op="ring_attention",
-            operands={"q": typeof(q), "k": typeof(k), "bias": typeof(bias)},
-            mesh=q.mesh,
-            fix=f"sl.ring_attention(q, k, v, bias=torch.zeros({s}, {t}))",
-        )
+        why = f"a bias is [.., {s}, {t}], broadcast over batch and heads, not {list(bias.shape)}"
+        fix = f"sl.ring_attention(q, k, v, bias=torch.zeros({s}, {t}))"
+        raise call_error(ShardError, why, "ring_attention", fix, q=q, k=k, bias=bias)
     if not isinstance(bias, ShardedTensor):
         if bias.shape[-2] not in (1, q.padded_shape[2]):
             bias = F.pad(bias, (0, 0, 0, q.padded_shape[2] - s))
@@ -44,13 +40,9 @@ def _sink(q: ShardedTensor, sink: Tensor) -> Tensor:
     """Align one score per local head: [1, h, 1], behind a dimension of ranks under simulate."""
     h = q.padded_shape[1]
     if tuple(sink.shape) != (h,):
-        raise ShardError(
-            f"a sink is one score for each of {h} heads, not {list(sink.shape)}",
-            op="ring_attention",
-            operands={"q": typeof(q), "sink": typeof(sink)},
-            mesh=q.mesh,
-            fix=f"sl.ring_attention(q, k, v, sink=torch.zeros({h}))",
-        )
+        why = f"a sink is one score for each of {h} heads, not {list(sink.shape)}"
+        fix = f"sl.ring_attention(q, k, v, sink=torch.zeros({h}))"
+        raise call_error(ShardError, why, "ring_attention", fix, q=q, sink=sink)
     sink = sink if isinstance(sink, ShardedTensor) else replicated(sink, q.mesh)
     (_, raw), *_ = aligned("ring_attention", [_scores(q, 2), sink[:, None, None]])  # type: ignore[list-item]
     return raw.squeeze(-1).unsqueeze(-3)

@@ -18,7 +18,7 @@ from shardlib.ops.attention.kernels import KERNELS, Kernel, pick, unfit
 from shardlib.ops.attention.local import batch_and_heads
 from shardlib.ops.attention.masks import Full
 from shardlib.random import next_key
-from shardlib.tensor import Place, ShardedTensor, typeof, vary
+from shardlib.tensor import Place, ShardedTensor, call_error, vary
 
 __all__ = ["Options", "attend"]
 
@@ -154,13 +154,9 @@ def _kernel(
             fix='sl.ring_attention(q, k, v, kernel="math")',
         )
     if why := unfit(name, q.raw, v.raw, biased, needs_math):
-        raise Unsupported(
-            f"kernel {name!r} does not fit: {why}",
-            op="ring_attention",
-            operands={"q": typeof(q), "v": typeof(v)},
-            mesh=q.mesh,
-            fix='sl.ring_attention(q, k, v, kernel="math")',
-        )
+        reason = f"kernel {name!r} does not fit: {why}"
+        fix = 'sl.ring_attention(q, k, v, kernel="math")'
+        raise call_error(Unsupported, reason, "ring_attention", fix, q=q, v=v)
     return KERNELS[name]
 
 

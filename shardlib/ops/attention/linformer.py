@@ -18,7 +18,15 @@ from shardlib.layouts import Dim, Layout
 from shardlib.ops.attention.op import ring_attention
 from shardlib.ops.padding import masked
 from shardlib.placing import reshard
-from shardlib.tensor import Place, ShardedTensor, local_call, replicated, total, typeof, vary
+from shardlib.tensor import (
+    Place,
+    ShardedTensor,
+    call_error,
+    local_call,
+    replicated,
+    total,
+    vary,
+)
 
 __all__ = ["linformer_attention"]
 
@@ -72,13 +80,9 @@ def _projected(w: Tensor, x: ShardedTensor) -> Tensor:
     """Compute this rank's part of w x: raw [b, g, r, d]."""
     t = x.shape[2]
     if w.ndim != 2 or w.shape[1] != t:
-        raise ShardError(
-            f"a projection is [r, {t}], not {list(w.shape)}",
-            op="linformer_attention",
-            operands={"projection": typeof(w), "projected": typeof(x)},
-            mesh=x.mesh,
-            fix=f"torch.randn(64, {t})",
-        )
+        why = f"a projection is [r, {t}], not {list(w.shape)}"
+        fix = f"torch.randn(64, {t})"
+        raise call_error(ShardError, why, "linformer_attention", fix, projection=w, projected=x)
     token, room = x.sharding.resolve(4).dims[2], x.padded_shape[2]
     if x.is_padded:
         x = masked(x)

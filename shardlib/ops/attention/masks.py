@@ -19,7 +19,7 @@ from torch import Tensor
 from shardlib.errors import ShardError
 from shardlib.layouts.orders import Run
 from shardlib.mesh import uploaded
-from shardlib.tensor import typeof
+from shardlib.tensor import call_error
 
 __all__ = [
     "ALiBi", "At", "Bias", "Causal", "Documents", "Full", "Mask", "MaskMod", "Padding", "Prefix",
@@ -504,11 +504,9 @@ class Bias(Mask):
 
     def __post_init__(self) -> None:
         if self.values.requires_grad:
-            raise ShardError(
-                "a mask is a constant, and this bias asks for a gradient",
-                op="Bias",
-                operands={"bias": typeof(self.values)},
-                fix="sl.ring_attention(q, k, v, bias=bias)",
+            why = "a mask is a constant, and this bias asks for a gradient"
+            raise call_error(
+                ShardError, why, "Bias", "sl.ring_attention(q, k, v, bias=bias)", bias=self.values
             )
 
     def relation(self, q: Run, k: Run) -> Relation:

@@ -17,7 +17,7 @@ from shardlib.mesh import current_mesh
 from shardlib.ops.attention.case import AttentionCase, case_of_values
 from shardlib.ops.attention.masks import Mask, as_mask
 from shardlib.ops.registry import case_of
-from shardlib.tensor import Place, ShardedTensor, partial_escape, typeof
+from shardlib.tensor import Place, ShardedTensor, call_error, partial_escape, typeof
 
 __all__ = ["Operands", "attention_case", "check", "entered"]
 
@@ -68,12 +68,9 @@ def _placed(q: Any, k: Any, v: Any, layout: Any, keys_layout: Any) -> list[Tenso
     """Wrap local blocks as sharded values."""
     if layout is None:
         axis = next(iter(current_mesh().axes))
-        raise PlainTensor(
-            "local blocks need their layout; a whole tensor is sharded first",
-            op="ring_attention",
-            operands={"q": typeof(q)},
-            fix=f"sl.ring_attention(*(sl.shard(t, sl.Ring({axis!r}, dim=2)) for t in (q, k, v)))",
-        )
+        why = "local blocks need their layout; a whole tensor is sharded first"
+        fix = f"sl.ring_attention(*(sl.shard(t, sl.Ring({axis!r}, dim=2)) for t in (q, k, v)))"
+        raise call_error(PlainTensor, why, "ring_attention", fix, q=q)
     mesh = q.mesh if type(q) is Stacked else current_mesh()
     out: list[Tensor] = []
     for x, asked in ((q, layout), (k, keys_layout), (v, keys_layout)):

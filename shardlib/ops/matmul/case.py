@@ -15,7 +15,7 @@ from shardlib.errors import (
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link
 from shardlib.ops.registry import case_of
-from shardlib.tensor import ShardedTensor, partial_escape, typeof
+from shardlib.tensor import ShardedTensor, call_error, partial_escape
 
 __all__ = ["MatmulCase", "case"]
 
@@ -129,16 +129,15 @@ class MatmulCase:
 @lru_cache(maxsize=4096)
 def _checked(x: tuple[int, ...], w: tuple[int, ...], x_layout: Layout, w_layout: Layout) -> None:
     if len(x) < 2 or len(w) < 2:
-        raise RankMismatch(
-            "a sharded product takes matrices; add a dimension to a vector",
-            op="matmul",
-            operands={"x": str(list(x)), "w": str(list(w))},
-            fix="(x @ w.unsqueeze(-1)).squeeze(-1)"
+        why = "a sharded product takes matrices; add a dimension to a vector"
+        fix = (
+            "(x @ w.unsqueeze(-1)).squeeze(-1)"
             if len(x) > 1
             else "(x.unsqueeze(0) @ w).squeeze(-2)"
             if len(w) > 1
-            else "(x * w).sum()",
+            else "(x * w).sum()"
         )
+        raise call_error(RankMismatch, why, "matmul", fix, x=str(list(x)), w=str(list(w)))
     if x[-1] != w[-2]:
         raise ShardError(
             f"contraction sizes differ: {x[-1]} and {w[-2]}",
@@ -173,12 +172,11 @@ def case(
     if out is not None:
         out = Layout.parse(str(out)).resolve(len(x.padded_shape))
         if out.partial:
-            raise Unsupported(
-                f"no product is left pending, as out={str(out)!r} asks: its algorithm ends the sum",
-                op="matmul",
-                operands={"x": typeof(x), "w": typeof(w)},
-                mesh=x.mesh,
-                fix=f"sl.matmul(x, w, out={str(out.bare)!r})",
+            why = (
+                f"no product is left pending, as out={str(out)!r} asks: its algorithm ends the sum"
+            )
+            raise call_error(
+                Unsupported, why, "matmul", f"sl.matmul(x, w, out={str(out.bare)!r})", x=x, w=w
             )
         out.check((*x.padded_shape[:-1], w.padded_shape[-1]), x.mesh, op="matmul")
     return MatmulCase(

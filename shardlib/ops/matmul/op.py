@@ -34,6 +34,7 @@ from shardlib.tensor import (
     ShardedTensor,
     Unfit,
     blockwise,
+    call_error,
     heard,
     implements,
     is_half,
@@ -108,12 +109,8 @@ def matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if x.dtype == torch.bool:
         raise Unfit("torch multiplies no matrices of what is true or false")
     if (len(left), len(right)) != (2, 2) and x.dtype != w.dtype:
-        raise BadArgument(
-            "operands have different dtypes",
-            op=func.__name__.strip("_"),
-            operands={"x": typeof(x), "y": typeof(w)},
-            fix="x @ y.to(x.dtype)",
-        )
+        why = "operands have different dtypes"
+        raise call_error(BadArgument, why, func.__name__.strip("_"), "x @ y.to(x.dtype)", x=x, y=w)
     if len(left) > 1 and len(right) > 1 and isinstance(x, Tensor) and isinstance(w, Tensor):
         try:
             return product_of(x, w, call=None if kwargs else (func, args, kwargs))
@@ -145,21 +142,17 @@ def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
         return
     if len(bias.shape) == 1:
         if bias.shape[0] not in (1, w.shape[0]):
-            raise BadArgument(
-                f"a bias of {bias.shape[0]} does not fit a weight of {w.shape[0]} rows",
-                op="linear",
-                operands={"x": typeof(x), "weight": typeof(w), "bias": typeof(bias)},
-                fix="F.linear(x, weight)",
+            why = f"a bias of {bias.shape[0]} does not fit a weight of {w.shape[0]} rows"
+            raise call_error(
+                BadArgument, why, "linear", "F.linear(x, weight)", x=x, weight=w, bias=bias
             )
         return
     of_y = (*x.shape[:-1], w.shape[0])
     lead = len(bias.shape) - len(of_y)
     if lead > 0 or any(n == 1 != m for m, n in zip(bias.shape[::-1], of_y[::-1], strict=False)):
-        raise BadArgument(
-            f"a bias of {list(bias.shape)} would enlarge a result of {list(of_y)}",
-            op="linear",
-            operands={"x": typeof(x), "weight": typeof(w), "bias": typeof(bias)},
-            fix="F.linear(x, weight) + bias",
+        why = f"a bias of {list(bias.shape)} would enlarge a result of {list(of_y)}"
+        raise call_error(
+            BadArgument, why, "linear", "F.linear(x, weight) + bias", x=x, weight=w, bias=bias
         )
 
 
@@ -315,12 +308,8 @@ def _needs_rows(x: Place, w: Place) -> bool:
 
 
 def _other_dtypes(x: ShardedTensor, w: ShardedTensor) -> ShardError:
-    return ShardError(
-        "operands have different dtypes",
-        op="matmul",
-        operands={"x": typeof(x), "w": typeof(w)},
-        mesh=x.mesh,
-        fix="x @ w.to(x.dtype)",
+    return call_error(
+        ShardError, "operands have different dtypes", "matmul", "x @ w.to(x.dtype)", x=x, w=w
     )
 
 
