@@ -9,10 +9,10 @@ dealt in that order.
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from shardlib.errors import MeshError
 from shardlib.layouts.orders import Run, dealt
@@ -20,12 +20,14 @@ from shardlib.mesh import coordinates, rank_along
 
 __all__ = [
     "WHOLE",
+    "Apart",
     "Dim",
     "Sizes",
     "axis_sizes",
     "cut",
     "indices",
     "joined",
+    "leading",
     "positions",
     "ring_runs",
     "said",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 Sizes = Mapping[str, int]
+D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,45 @@ class Dim:
 
 
 WHOLE = Dim()
+
+
+class Apart(Exception):
+    """Error for digits that do not make up a dimension of a view: ``digit`` is the one in two."""
+
+    def __init__(self, digit: object = None) -> None:
+        super().__init__()
+        self.digit = digit
+
+
+def leading(
+    digits: list[D], n: int, radix: Callable[[D], int], split: Callable[[D, int], Sequence[D]]
+) -> list[D]:
+    """Take the digits, major first, that number ``n`` positions: a dimension of a view.
+
+    A view of a tensor keeps its elements in order, so its dimensions are the same mixed-radix
+    digits, regrouped.  The executor of views and the tracer of dimensions both regroup by this.
+
+    ``digits``  of which those that are taken are removed.
+    ``split``   splits a digit into several, the first with the radix that it is given.
+    Raises: Apart if a digit is in two dimensions and has no such split, or there are too few.
+
+    >>> row = [2, 6, 5]
+    >>> leading(row, 4, int, lambda digit, major: (major, digit // major)), row
+    ([2, 2], [3, 5])
+    """
+    taken: list[D] = []
+    while n > 1:
+        if not digits:
+            raise Apart
+        digit = digits.pop(0)
+        if n % radix(digit) == 0:
+            taken.append(digit)
+            n //= radix(digit)
+        elif radix(digit) % n == 0:
+            digits[:0] = split(digit, n)
+        else:
+            raise Apart(digit)
+    return taken
 
 
 def axis_sizes(mesh: Any) -> Sizes:

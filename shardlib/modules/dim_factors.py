@@ -10,8 +10,9 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
+from shardlib.layouts.dims import Apart, leading
+
 __all__ = [
-    "Apart",
     "Atom",
     "Row",
     "fresh",
@@ -51,10 +52,6 @@ class Atom:
 
 
 Row = list[Atom]
-
-
-class Apart(Exception):
-    """Error for two rows of atoms that do not fit each other."""
 
 
 def root(atom: Atom) -> Atom:
@@ -142,20 +139,14 @@ def whole(row: Row) -> Atom:
 
 def parted(row: Row, major: int) -> tuple[Row, Row]:
     """Split a row in two: its leading atoms, of ``major`` positions together, and the others."""
-    head, todo, need = list[Atom](), leaves(row), major
-    while need > 1:
-        if not todo:
-            raise Apart
-        atom = todo.pop(0)
-        if need % atom.size == 0:
-            head.append(atom)
-            need //= atom.size
-        elif atom.size % need == 0:
-            _factor(atom, need)
-            todo = leaves([atom]) + todo
-        else:
-            raise Apart
-    return head, todo
+    left = leaves(row)
+    return leading(left, major, lambda atom: atom.size, _split), left
+
+
+def _split(atom: Atom, major: int) -> Row:
+    """Return the factors of an atom, the first of ``major`` positions."""
+    _factor(atom, major)
+    return leaves([atom])
 
 
 def join(a: Row, b: Row) -> None:

@@ -23,7 +23,7 @@ from shardlib.errors import (
     lettered,
 )
 from shardlib.layouts import Dim, Layout
-from shardlib.layouts.dims import cut, without_ones
+from shardlib.layouts.dims import Apart, cut, leading, without_ones
 from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
@@ -145,21 +145,19 @@ class _DigitReader:
 
     def _taken(self, n: int) -> _Digits:
         """Take the digits of a dimension of size ``n``; an unsplit digit may be divided."""
-        taken: _Digits = []
-        need = n
-        while need > 1:
-            axis, radix = self.left.pop(0)
-            common = math.gcd(radix, need)
-            if radix == common:
-                taken.append((axis, radix))
-                need //= radix
-            elif axis is None and common == need:
-                taken.append((None, need))
-                self.left.insert(0, (None, radix // need))
-                need = 1
-            else:
-                raise _DigitCut(f"{_named(axis, radix)} does not fit into a dimension of size {n}")
-        return taken
+        try:
+            return leading(self.left, n, lambda digit: digit[1], _divided)
+        except Apart as e:
+            assert isinstance(e.digit, tuple), "as many digits as positions were read"
+            why = f"{_named(*e.digit)} does not fit into a dimension of size {n}"
+            raise _DigitCut(why) from None
+
+
+def _divided(digit: tuple[str | Dim | None, int], major: int) -> _Digits:
+    axis, radix = digit
+    if axis is not None:
+        raise Apart(digit)
+    return [(None, major), (None, radix // major)]
 
 
 def _named(axis: str | Dim | None, radix: int) -> str:

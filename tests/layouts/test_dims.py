@@ -1,11 +1,15 @@
 """Which positions a rank holds of a dimension, digits, orders and skews included."""
 
+import math
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.layouts import Layout
+from shardlib.layouts.dims import Apart, leading
 from shardlib.mesh import coordinates
 from tests.layouts.test_layout import count, laws
 
@@ -36,3 +40,20 @@ def test_an_order_in_groups_is_that_order_in_each() -> None:
         whole = sl.reshard(sl.shard(x.view(32), "data"), "zigzag(data 2 s)")
         assert torch.equal(whole.raw, flat.raw)
         assert (sl.Layout.parse("data") >> flat.sharding).bytes((32,), {"data": 2, "s": 2}) == 0
+
+
+@laws
+@given(st.lists(st.integers(1, 4), max_size=4), st.integers(1, 64))
+def test_leading_digits_and_the_rest_number_what_all_of_them_do(row: list[int], n: int) -> None:
+    left = list(row)
+    total = math.prod(row)
+    if total % n:
+        with pytest.raises(Apart):
+            leading(left, n, int, lambda digit, major: (major, digit // major))
+        return
+    try:
+        taken = leading(left, n, int, lambda digit, major: (major, digit // major))
+    except Apart as e:
+        assert e.digit in row, "one that would be in two dimensions"
+        return
+    assert math.prod(taken) == n and math.prod(taken + left) == total

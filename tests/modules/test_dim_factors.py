@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardlib.layouts.dims import Apart
 from shardlib.modules.dim_factors import (
-    Apart,
     fresh,
     join,
     leaves,

@@ -104,6 +104,34 @@ def test_fewer_heads_of_keys_are_heads_where_the_kernel_shares_them() -> None:
     )
 
 
+def test_the_dimensions_that_are_rolled_are_whole_and_no_other() -> None:
+    class Rolled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x).roll((1, 1), (1, 2))
+
+    found = trace_dimensions(Rolled(), (torch.zeros(2, 4, 6, 4),))
+    assert not any("bound" in a.seen for a in leaves(found.params["up.weight"][0]))
+    assert not found.unknown
+
+
+def test_a_view_is_followed_by_the_strides_that_it_gives() -> None:
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.up.weight.t().unsqueeze(0).expand(1, 4, 8)[0].permute(1, 0).squeeze()
+            return F.linear(x, weight)
+
+    found = trace_dimensions(Moved(), (torch.zeros(2, 6, 4),))
+    assert [(r.name, r.inputs, r.outputs) for r in found.reads] == [("up.weight", (1,), (0,))]
+
+
 def test_the_run_changes_nothing() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
