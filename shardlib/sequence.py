@@ -10,8 +10,7 @@ from torch import Tensor
 
 from shardlib.errors import BadArgument, ShardError
 from shardlib.layouts import Layout, LayoutLike, as_layout
-from shardlib.layouts.dims import axis_sizes
-from shardlib.layouts.divisibility import check_axes
+from shardlib.layouts.dims import axis_sizes, check_axes
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, typeof

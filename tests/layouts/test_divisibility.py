@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlib.errors import UnevenSplit, UnknownAxis
-from shardlib.layouts.divisibility import block_shape, check_axes, check_sizes
+from shardlib.layouts.dims import block_shape, check_axes, check_sizes
 from shardlib.layouts.text import read
 
 MESH = {"x": 2, "y": 3}
