@@ -16,7 +16,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.ops import counter_rng
 from shardlib.ops.declare import along
 from shardlib.ops.dims import rows_call
-from shardlib.ops.each_rank import each, flat
+from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.padding import beside, filled, the_dim
 from shardlib.ops.reduce import extreme
 from shardlib.ops.signatures import binder, dim_of
@@ -157,8 +157,7 @@ def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:
         values, at = best(block, d)
         return values, places.to(at.device)[at]
 
-    leaves, tree = flat((x.raw, _positions(x)[d]), {})
-    raw, where = each(here, x.mesh, leaves, [0, 1], tree)
+    raw, where = each(FlatCall.of(here, x.raw, _positions(x)[d]), x.mesh)
     dims = list(x.dims)
     dims[d] = Dim(dims[d].axes)
     size = list(x.padded_shape)
@@ -180,8 +179,7 @@ def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
         place = sum(p.to(at.device)[i] * s for p, i, s in zip(places, spots, strides, strict=True))
         return block.flatten()[at].reshape(1), torch.as_tensor(place).reshape(1)
 
-    leaves, tree = flat((x.raw, *_positions(x)), {})
-    raw, where = each(here, x.mesh, leaves, list(range(len(leaves))), tree)
+    raw, where = each(FlatCall.of(here, x.raw, *_positions(x)), x.mesh)
     axes = real_axes(x.mesh, x.sharding.axes)
     lies, size = Layout((Dim(axes),)), torch.Size([x.mesh.axis_size(axes)])
     return tuple(reshard(ShardedTensor(t, Place(lies, size, x.mesh)), ".") for t in (raw, where))  # type: ignore[return-value]

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardlib import autocast
 from shardlib.errors import BadArgument
 from shardlib.ops.dims import Labels, rows_call
-from shardlib.ops.each_rank import flat
+from shardlib.ops.each_rank import FlatCall
 from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.opspec import OPERATORS, Args, Func, Kind, Kwargs, OpSpec, homes, lines
 from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses
@@ -135,12 +135,12 @@ def spelled(text: str, body: Callable[..., Any]) -> None:
 
 
 def _taken(bind: Callable[..., Bound], body: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    leaves, tree = flat(args, kwargs)
-    met = next((x.mesh for x in leaves if isinstance(x, ShardedTensor)), None)
+    call = FlatCall.of(func, *args, **kwargs)
+    met = next((x.mesh for x in call.tensors if isinstance(x, ShardedTensor)), None)
     key = (
         func,
-        tree,
-        *((x.shape, x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
+        call.tree,
+        *((x.shape, x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in call.leaves),
     )
 
     def check() -> None:

@@ -13,31 +13,23 @@ size must give the blocks of the first run's shapes, or the declaration does not
 which then runs on whole tensors.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from shardlib.collectives import lead
-from shardlib.errors import (
-    BadArgument,
-    ImplicitCommunication,
-    PartialEscape,
-    UnevenSplit,
-    lettered,
-)
+from shardlib.errors import BadArgument, ImplicitCommunication, PartialEscape, UnevenSplit
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import WRITERS, alike, link, written
 from shardlib.mesh import Mesh
-from shardlib.ops.each_rank import each, flat, run
+from shardlib.ops.each_rank import FlatCall, each, run
 from shardlib.ops.fallback import is_whole, on_whole, written_to
 from shardlib.ops.fix_line import fix_line
-from shardlib.ops.padding import filled, padded_to
+from shardlib.ops.padding import filled, padded_to, with_zeros
 from shardlib.ops.registry import implicit_budget
 from shardlib.ops.signatures import ArgumentSlot
 from shardlib.opspec import Args, Func, Kwargs
@@ -46,15 +38,15 @@ from shardlib.tensor import (
     Place,
     ShardedTensor,
     Unfit,
+    call_error,
     has_padding,
     is_half,
     lift,
     real_axes,
     total,
-    typeof,
     vary,
     widened,
-)  # fmt: skip
+)
 
 __all__ = ["Labels", "rows_call"]
 
@@ -62,21 +54,29 @@ __all__ = ["Labels", "rows_call"]
 Labels = dict[int, tuple[Any, ...]]
 
 
-@dataclass
-class _DimPlan:
-    targets: list[Layout | None]
-    overs: list[frozenset[str]]
-    moved: list[float]
-    out: Any = None
-    layouts: list[tuple[Layout, torch.Size]] = field(default_factory=list)
+class _DimPlan(NamedTuple):
+    """Layouts of a call's operands and results.
+
+    ``targets``  the layout to which each operand is resharded; None: its own.
+    ``moved``    bytes of those that are resharded.
+    ``overs``    axes over which each operand's gradient is summed.
+    ``results``  layout and sizes of each result.
+    ``used``     axes that split a label, and ``summed`` those that split a contracted one.
+    ``fits``     whether the labels hold for the call; if not, it has no plan.
+    """
+
+    targets: tuple[Layout | None, ...] = ()
+    moved: tuple[float, ...] = ()
+    overs: tuple[frozenset[str], ...] = ()
+    results: tuple[tuple[Layout, torch.Size], ...] = ()
     used: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
-    why: str = ""
+    fits: bool = True
 
 
 def rows_call(
-    func: Func, args: Any, kwargs: Any, labels: Callable[[Any, Any], Labels], sums: bool = False,
-    quiet: bool = False, free: bool = False, pending: bool = False,
+    func: Func, args: Args, kwargs: Kwargs, labels: Callable[[Any, Any], Labels],
+    sums: bool = False, quiet: bool = False, free: bool = False, pending: bool = False,
 ) -> Any:  # fmt: skip
     """Run a call whose operands have the labels that ``labels(args, kwargs)`` returns.
 
@@ -91,59 +91,33 @@ def rows_call(
     known = _shallow(func, args, kwargs, sums)
     if known is not None and (plan := args[0].mesh.memo["rows"].get(known)) is not None:
         return _as_planned(func, args, kwargs, plan)
-    leaves, tree = flat(args, kwargs)
-    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    mesh: Mesh = next(leaves[i].mesh for i in at if isinstance(leaves[i], ShardedTensor))
-    values = [lift(leaves[i], mesh, func.__name__) for i in at]
-    if all(is_whole(v) for v in values):
+    call = FlatCall.of(func, *args, **kwargs)
+    mesh: Mesh = next(x.mesh for x in call.tensors if isinstance(x, ShardedTensor))
+    values = [lift(x, mesh, func.__name__) for x in call.tensors]
+    if all(map(is_whole, values)):
         return on_whole(func, args, kwargs, opens=False)
-    fixed = tuple(x if not isinstance(x, Tensor) else None for x in leaves)
-    kinds = tuple(map(type, fixed))  # 1, True and 1.0 are equal keys, but different arguments
-    key = (
-        func,
-        tree,
-        tuple((v.sharding, v.padded_shape, v.dtype) for v in values),
-        fixed,
-        kinds,
-        sums,
-    )
-    make = partial(_made, func, leaves, tree, at, values, mesh, labels, sums)
-    plan = mesh.memo("dims", key, make)
-    if free and (plan.why or plan.moved):
+    plan = mesh.memo("dims", _key(call, values, sums), partial(_made, call, values, labels, sums))
+    if free and (plan.moved or not plan.fits):
         return None
-    if plan.why:
+    if not plan.fits:
         return on_whole(func, args, kwargs, opens=False)
     budget = -1.0 if quiet else implicit_budget()
     if plan.moved and (budget is None or max(plan.moved) > budget):
-        raise _refused(func, leaves, tree, at, values, plan)
+        raise _refused(call, values, plan)
     values = written_to(func, args, kwargs, values)
+    raws, dtype = _operands(call, values, plan, sums)
     deferred = frozenset().union(*(v.deferred for v in values)) - set(plan.used)
-    given = list(leaves)
-    brought: list[ShardedTensor] = []
-    for v, target in zip(values, plan.targets, strict=True):
-        if target is not None:
-            v = reshard(v, target)
-            v = v if v.raw.is_contiguous() else v.becomes(v.raw.contiguous())
-        brought.append(v)
-    overs = [(over | deferred) - v.deferred for v, over in zip(brought, plan.overs, strict=True)]
-    linear = sums and func is not torch.einsum  # torch.linear and the like have no fp32 form
-    dtype = None if linear or func in WRITERS else _rounded_to(brought, overs, plan)
-    if dtype is not None:
-        raws: Any = widened([v.raw for v in brought], mesh, overs, matrices=func is torch.einsum)
-    else:
-        raws = [
-            vary(v.raw, mesh, over) if over else v.raw
-            for v, over in zip(brought, overs, strict=True)
-        ]
-    for i, raw in zip(at, raws, strict=True):
-        given[i] = raw
-    out = each(func, mesh, given, at, tree)
-    found, shape = optree.tree_flatten(out, none_is_leaf=True)
-    for i, v, target in zip(at, values, plan.targets, strict=True):
-        for raw in found if target is not None else ():
-            if alike(raw, given[i]):
-                link(raw, v.raw)
-    for k, (raw, (layout, size)) in enumerate(zip(found, plan.layouts, strict=True)):
+    found, shape = optree.tree_flatten(each(call, mesh, raws), none_is_leaf=True)
+    _link_views(found, raws, values, plan)
+    if func in WRITERS:
+        if plan.targets[0] is not None:
+            result = ShardedTensor(found[0], Place(*plan.results[0], mesh, deferred=deferred))
+            values[0].raw.copy_(reshard(result, values[0].sharding).raw)
+        return values[0]
+    parts = is_half(values[0].raw) and any(plan.overs)  # which are kept in fp32, below
+    if known is not None and not any(plan.targets) and not parts:
+        mesh.memo.keep("rows", known, plan)
+    for k, (raw, (layout, size)) in enumerate(zip(found, plan.results, strict=True)):
         if plan.summed and not pending:
             raw = _summed(raw, mesh, plan, dtype, len(values))
         elif dtype is not None and raw.dtype == torch.float32:
@@ -151,80 +125,101 @@ def rows_call(
         if plan.summed and pending:
             layout = Layout(layout.dims, plan.summed)
         found[k] = ShardedTensor(raw, Place(layout, size, mesh, deferred=deferred))
-    if func in WRITERS:
-        if plan.targets[0] is not None:
-            values[0].raw.copy_(reshard(found[0], values[0].sharding).raw)
-        return values[0]
-    parts = is_half(values[0].raw) and any(plan.overs)  # which are kept in fp32, above
-    if known is not None and not any(plan.targets) and not parts:
-        mesh.memo.keep("rows", known, plan)
     return optree.tree_unflatten(shape, found)
 
 
-def _on_padded(func: Func, args: Args, kwargs: Kwargs, labels: Any, sums: bool) -> Any:
+def _key(call: FlatCall, values: list[ShardedTensor], sums: bool) -> tuple[Any, ...]:
+    fixed = tuple(None if isinstance(x, Tensor) else x for x in call.leaves)
+    kinds = tuple(map(type, fixed))  # 1, True and 1.0 are equal keys, but different arguments
+    places = tuple((v.sharding, v.padded_shape, v.dtype) for v in values)
+    return call.func, call.tree, places, fixed, kinds, sums
+
+
+def _operands(
+    call: FlatCall, values: list[ShardedTensor], plan: _DimPlan, sums: bool
+) -> tuple[list[Any], torch.dtype | None]:
+    """Return the blocks of the operands, resharded and marked for their gradients' sums.
+
+    Half precision blocks are widened where each rank has a part of a sum; their dtype is returned
+    too, None where it is not the results'.
+    """
+    func, mesh = call.func, values[0].mesh
+    brought = [
+        v if t is None else _dense(reshard(v, t)) for v, t in zip(values, plan.targets, strict=True)
+    ]
+    deferred = frozenset().union(*(v.deferred for v in values)) - set(plan.used)
+    overs = [(over | deferred) - v.deferred for v, over in zip(brought, plan.overs, strict=True)]
+    linear = sums and func is not torch.einsum  # torch.linear and the like have no fp32 form
+    dtype = None if linear or func in WRITERS else _rounded_to(brought, overs, plan)
+    raws = [v.raw for v in brought]
+    if dtype is not None:
+        return widened(raws, mesh, overs, matrices=func is torch.einsum), dtype
+    marked = [vary(raw, mesh, over) if over else raw for raw, over in zip(raws, overs, strict=True)]
+    return marked, None
+
+
+def _dense(x: ShardedTensor) -> ShardedTensor:
+    return x if x.raw.is_contiguous() else x.becomes(x.raw.contiguous())
+
+
+def _link_views(
+    found: list[Any], raws: list[Tensor], values: list[ShardedTensor], plan: _DimPlan
+) -> None:
+    """Link results that are views of a resharded copy to the operand, as torch's would be."""
+    for given, v, target in zip(raws, values, plan.targets, strict=True):
+        for raw in found if target is not None else ():
+            if alike(raw, given):
+                link(raw, v.raw)
+
+
+def _on_padded(
+    func: Func, args: Args, kwargs: Kwargs, labels: Callable[[Any, Any], Labels], sums: bool
+) -> Any:
     """Run a call whose padding is in rows only, so that its results there are padding too.
 
     Rows of padding are filled with ones (zeros where rows are summed), so that they give finite
     values and no gradient.
     """
-    leaves, tree = flat(args, kwargs)
-    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    slots, inner, true = list(leaves), list(leaves), list(leaves)
-    for k, i in enumerate(at):
-        x = leaves[i]
-        slots[i] = ArgumentSlot(
-            k, tuple(x.padded_shape if isinstance(x, ShardedTensor) else x.shape)
-        )
-        true[i] = torch.empty(x.shape, dtype=x.dtype, device="meta")
-        if isinstance(x, ShardedTensor) and x.is_padded:
-            inner[i] = filled(x, 0 if sums else 1)
-    a, k_ = optree.tree_unflatten(tree, slots)
-    named = labels(a, k_)
-    for k, i in enumerate(at):
-        x = leaves[i]
-        if not isinstance(x, ShardedTensor) or not x.is_padded:
-            continue
-        mine = named.get(k, (None,) * x.ndim)
-        if any(
-            n != t and lb is None for n, t, lb in zip(x.padded_shape, x.shape, mine, strict=True)
-        ):
-            raise Unfit("the padding is read")
-    sizes: dict[Any, set[tuple[int, int]]] = {}  # label -> its (true, padded) sizes
-    for k, i in enumerate(at):
-        x = leaves[i]
-        stored = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
-        for label, size, full in zip(named.get(k, ()), x.shape, stored, strict=False):
-            if label is not None and (size, full) != (1, 1):
-                sizes.setdefault(label, set()).add((size, full))
-    if any(len(s) > 1 and any(n != m for n, m in s) for s in sizes.values()):
-        raise Unfit("a size that is padded broadcasts")
     if written(func, args, kwargs):
         raise Unfit("written in place")
-    a, k_ = optree.tree_unflatten(tree, true)
+    call = FlatCall.of(func, *args, **kwargs)
+    _check_rows(call, labels)
+    sizes = call.shapes([x.shape for x in call.tensors])
+    inner = [filled(x, 0 if sums else 1) if has_padding((x,)) else x for x in call.tensors]
     try:
-        with torch.no_grad():
-            shapes = [t.shape for t in optree.tree_leaves(func(*a, **k_), none_is_leaf=True)]
-    except Exception as e:  # torch refuses wrong shapes with errors of any class
-        raise Unfit(f"{type(e).__name__}: {e}") from None
-    a, k_ = optree.tree_unflatten(tree, inner)
-    try:
-        out = rows_call(func, a, k_, labels, sums, free=True)
+        out = rows_call(func, *call.filled(inner), labels, sums, free=True)
     except RuntimeError as e:
         raise Unfit(f"torch refuses rows of ones: {e}") from None
     if out is None:
         raise Unfit("the operands lie apart")
     found, shape = optree.tree_flatten(out, none_is_leaf=True)
-    for j, (y, size) in enumerate(zip(found, shapes, strict=True)):
+    for j, (y, size) in enumerate(zip(found, sizes, strict=True)):
         if len(size) != y.ndim:
             raise Unfit("the result's dimensions hang on its sizes")
-        made, y = y.raw, padded_to(y, tuple(size))
-        found[j] = y = (
-            padded_to(filled(y, 0), tuple(size)) if y.is_padded and y.raw.requires_grad else y
-        )
-        for i in at:  # a view of a filled copy counts as a view of the operand, as in torch
-            if isinstance(inner[i], ShardedTensor) and alike(made, inner[i].raw):
-                link(y.raw, leaves[i].raw)
+        found[j] = with_zeros(y, size) if y.raw.requires_grad else padded_to(y, size)
+        for given, x in zip(inner, call.tensors, strict=True):
+            # a view of a filled copy counts as a view of the operand, as in torch
+            if isinstance(given, ShardedTensor) and alike(y.raw, given.raw):
+                link(found[j].raw, x.raw)
     return optree.tree_unflatten(shape, found)
+
+
+def _check_rows(call: FlatCall, labels: Callable[[Any, Any], Labels]) -> None:
+    """Refuse padding in a dimension that is no row, or in one that broadcasts.  Raises: Unfit."""
+    stored = [x.padded_shape if isinstance(x, ShardedTensor) else x.shape for x in call.tensors]
+    named = labels(*call.filled(ArgumentSlot(k, tuple(s)) for k, s in enumerate(stored)))
+    sizes: dict[Any, set[tuple[int, int]]] = {}  # label -> its (true, padded) sizes
+    for k, (x, full) in enumerate(zip(call.tensors, stored, strict=True)):
+        mine = named.get(k) or (None,) * x.ndim
+        if len(mine) != x.ndim:
+            raise Unfit("other dimensions")
+        for label, n, m in zip(mine, x.shape, full, strict=True):
+            if label is None and n != m:
+                raise Unfit("the padding is read")
+            if label is not None and (n, m) != (1, 1):
+                sizes.setdefault(label, set()).add((n, m))
+    if any(len(s) > 1 and any(n != m for n, m in s) for s in sizes.values()):
+        raise Unfit("a size that is padded broadcasts")
 
 
 def _rounded_to(
@@ -282,10 +277,10 @@ def _as_planned(func: Func, args: Args, kwargs: Kwargs, plan: _DimPlan) -> Any:
     ]
     out = run(func, mesh, (*raws, *args[count:]), kwargs)
     if type(out) is Tensor:
-        (place,) = plan.layouts
+        (place,) = plan.results
         return _laid(out, plan, *place, mesh)
     found, shape = optree.tree_flatten(out, none_is_leaf=True)
-    laid = [_laid(raw, plan, *place, mesh) for raw, place in zip(found, plan.layouts, strict=True)]
+    laid = [_laid(raw, plan, *place, mesh) for raw, place in zip(found, plan.results, strict=True)]
     return optree.tree_unflatten(shape, laid)
 
 
@@ -298,32 +293,51 @@ def _laid(
 
 
 def _made(
-    func: Any, leaves: list[Any], tree: Any, at: list[int], values: list[ShardedTensor],
-    mesh: Mesh, labels: Any, sums: bool,
-) -> _DimPlan:  # fmt: skip
+    call: FlatCall, values: list[ShardedTensor], labels: Callable[[Any, Any], Labels], sums: bool
+) -> _DimPlan:
+    slots = [ArgumentSlot(k, tuple(v.padded_shape)) for k, v in enumerate(values)]
     try:
-        slots = list(leaves)
-        for k, i in enumerate(at):
-            slots[i] = ArgumentSlot(k, tuple(values[k].padded_shape))
-        a, k_ = optree.tree_unflatten(tree, slots)
-        named = labels(a, k_)
-        return _planned(func, leaves, tree, at, values, mesh, named, sums)
-    except (Unfit, BadArgument, UnevenSplit) as e:
-        return _DimPlan([], [], [], why=str(e))
+        named = labels(*call.filled(slots))
+        rows = [named.get(k, (None,) * s.ndim) for k, s in enumerate(slots)]
+        return _planned(call, values, rows, sums)
+    except (Unfit, BadArgument, UnevenSplit):
+        return _DimPlan(fits=False)
 
 
-def _planned(
-    func: Any, leaves: list[Any], tree: Any, at: list[int], values: list[ShardedTensor],
-    mesh: Mesh, named: Labels, sums: bool,
-) -> _DimPlan:  # fmt: skip
+_Rows = list[tuple[Any, ...]]
+"""Labels of each operand's dimensions."""
+
+
+def _planned(call: FlatCall, values: list[ShardedTensor], rows: _Rows, sums: bool) -> _DimPlan:
+    mesh = values[0].mesh
+    tokens = _tokens(values, rows)
+    targets: list[Layout | None] = []
+    moved: list[float] = []
+    for v, mine in zip(values, rows, strict=True):
+        sizes = zip(mine, v.padded_shape, strict=True)
+        want = Layout(tuple(Dim() if lb is None or n == 1 else tokens[lb] for lb, n in sizes))
+        if want == v.sharding:
+            targets.append(None)
+            continue
+        targets.append(want)
+        cost = (v.sharding >> want).bytes(tuple(v.padded_shape), mesh, v.raw.element_size())
+        if cost:
+            moved.append(float(cost))
+    split = {lb: t for lb, t in tokens.items() if real_axes(mesh, t.axes)}
+    used = real_axes(mesh, {a for t in split.values() for a in t.axes})
+    laid = [t or v.sharding for t, v in zip(targets, values, strict=True)]
+    overs = [frozenset(used) - set(lay.axes) for lay in laid]
+    results, summed = _results(call, values, rows, split, sums)
+    return _DimPlan(tuple(targets), tuple(moved), tuple(overs), tuple(results), used, tuple(summed))
+
+
+def _tokens(values: list[ShardedTensor], rows: _Rows) -> dict[Any, Dim]:
+    """Choose the split of each label: the largest operand's that splits it; no axis twice."""
     sizes: dict[Any, int] = {}
     tokens: dict[Any, Dim] = {}
-    for k in sorted(range(len(values)), key=lambda k: -values[k].padded_shape.numel()):
-        v, mine = values[k], named.get(k, (None,) * len(values[k].padded_shape))
-        if len(mine) != len(v.padded_shape):
-            raise Unfit(f"operand {k} has {len(v.padded_shape)} dimensions")
-        if v.sharding.skew:
-            raise Unfit("skewed")
+    for v, mine in sorted(zip(values, rows, strict=True), key=lambda r: -r[0].padded_shape.numel()):
+        if len(mine) != len(v.padded_shape) or v.sharding.skew:
+            raise Unfit("an operand of other dimensions, or a skewed one")
         for label, n, token in zip(mine, v.padded_shape, v.dims, strict=True):
             if label is None or n == 1:
                 continue
@@ -336,92 +350,63 @@ def _planned(
         if taken & set(token.axes):
             tokens[label] = Dim()
         taken |= set(tokens[label].axes)
-    targets: list[Layout | None] = []
-    moved: list[float] = []
-    for k, v in enumerate(values):
-        mine = named.get(k, (None,) * len(v.padded_shape))
-        want = Layout(
-            tuple(
-                Dim() if label is None or n == 1 else tokens[label]
+    return tokens
+
+
+def _results(
+    call: FlatCall, values: list[ShardedTensor], rows: _Rows, split: dict[Any, Dim], sums: bool
+) -> tuple[list[tuple[Layout, torch.Size]], list[str]]:
+    """Find the layouts and sizes of the results, and the axes over which they are summed."""
+    mesh = values[0].mesh
+
+    def shapes(small: Collection[object]) -> list[torch.Size]:
+        return call.shapes(
+            [
+                n // mesh.axis_size(split[label].axes) if label in small and n != 1 else n
                 for label, n in zip(mine, v.padded_shape, strict=True)
-            )
-        )
-        if want == v.sharding:
-            targets.append(None)
-            continue
-        cost = float((v.sharding >> want).bytes(tuple(v.padded_shape), mesh, v.raw.element_size()))
-        if cost:
-            moved.append(cost)
-        targets.append(want)
-    split = {lb: t for lb, t in tokens.items() if real_axes(mesh, t.axes)}
-    used = real_axes(mesh, {a for t in split.values() for a in t.axes})
-    laid = [t or v.sharding for t, v in zip(targets, values, strict=True)]
-    overs = [frozenset(used) - set(lay.axes) for lay in laid]
-    plan = _DimPlan(targets, overs, moved, used=used)
-
-    def shaped(small: set[Any]) -> list[Any]:
-        given = list(leaves)
-        for k, i in enumerate(at):
-            v, mine = values[k], named.get(k, (None,) * len(values[k].padded_shape))
-            size = [
-                n // mesh.axis_size(tokens[lb].axes) if lb in small and n != 1 else n
-                for lb, n in zip(mine, v.padded_shape, strict=True)
             ]
-            given[i] = torch.empty(size, dtype=v.dtype, device="meta")
-        a, k_ = optree.tree_unflatten(tree, given)
-        try:
-            got = optree.tree_leaves(func(*a, **k_), none_is_leaf=True)
-        except Exception as e:  # torch refuses wrong shapes with errors of any class
-            raise Unfit(f"{type(e).__name__}: {e}") from None
-        if not got or not all(type(g) is Tensor for g in got):
-            raise Unfit("the result is no tensor")
-        return [g.shape for g in got]
+            for v, mine in zip(values, rows, strict=True)
+        )
 
-    with torch.no_grad():
-        shapes = shaped(set())
-        dims = [[Dim()] * len(s) for s in shapes]
-        summed: list[str] = []
-        for label, token in split.items():
-            p = mesh.axis_size(token.axes)
-            contracted = []
-            found = shaped({label})
-            if len(found) != len(shapes):
-                raise Unfit(f"the number of results hangs on the size of {label}")
-            for s, small, mine in zip(shapes, found, dims, strict=True):
-                if len(s) != len(small):
-                    raise Unfit(f"the result's dimensions hang on the size of {label}")
-                changed = [d for d, (n, m) in enumerate(zip(s, small, strict=True)) if n != m]
-                contracted.append(not changed)
-                if len(changed) > 1 or (changed and small[changed[0]] * p != s[changed[0]]):
-                    raise Unfit(f"the result does not shrink with {label}")
-                if changed:
-                    if mine[changed[0]].is_split:
-                        raise Unfit("two labels in one dimension")
-                    mine[changed[0]] = token
-            if any(contracted):
-                if not (sums and all(contracted)):
-                    raise Unfit(f"{label} is in no result")
-                summed += token.axes
-        for s, small, mine in zip(shapes, shaped(set(split)), dims, strict=True):
-            layout = Layout(tuple(mine))
-            if tuple(layout.local_shape(tuple(s), mesh)) != tuple(small):
-                raise Unfit("blocks of another shape")
-            plan.layouts.append((layout, torch.Size(s)))
-    plan.summed = tuple(summed)
-    return plan
+    whole = shapes(())
+    dims = [[Dim()] * len(s) for s in whole]
+    summed: list[str] = []
+    for label, token in split.items():
+        shrunk = _shrunk(whole, shapes({label}), mesh.axis_size(token.axes))
+        if None in shrunk:
+            if not sums or set(shrunk) != {None}:
+                raise Unfit(f"{label} is in no result")
+            summed += token.axes
+            continue
+        for mine, d in zip(dims, shrunk, strict=True):
+            if d is None or mine[d].is_split:
+                raise Unfit("two labels in one dimension")
+            mine[d] = token
+    layouts = [Layout(tuple(mine)) for mine in dims]
+    for layout, size, block in zip(layouts, whole, shapes(split), strict=True):
+        if tuple(layout.local_shape(tuple(size), mesh)) != tuple(block):
+            raise Unfit("blocks of another shape")
+    return list(zip(layouts, whole, strict=True)), summed
 
 
-def _refused(
-    func: Any, leaves: Any, tree: Any, at: list[int], values: list[ShardedTensor], plan: _DimPlan
-) -> Exception:
-    to = {i: str(t) for i, t in zip(at, plan.targets, strict=True) if t is not None}
-    pending = next((v for v in values if v.sharding.partial), None)
-    kind = PartialEscape if pending is not None else ImplicitCommunication
-    return kind(
-        f"{func.__name__} needs dimensions whole that are split, or a sum that is pending, and "
-        f"{sum(plan.moved):.0f} bytes per rank would move unasked",
-        op=func.__name__,
-        operands=lettered(map(typeof, values)),
-        mesh=values[0].mesh,
-        fix=fix_line(func, leaves, tree, at, to, math.ceil(max(plan.moved))),
+def _shrunk(whole: list[torch.Size], small: list[torch.Size], ways: int) -> list[int | None]:
+    """Return the dimension of each result that shrank ``ways`` times, None where none did."""
+    if list(map(len, whole)) != list(map(len, small)):
+        raise Unfit("the results' number or dimensions hang on a size")
+    out: list[int | None] = []
+    for s, t in zip(whole, small, strict=True):
+        changed = [d for d, (n, m) in enumerate(zip(s, t, strict=True)) if n != m]
+        if len(changed) > 1 or any(t[d] * ways != s[d] for d in changed):
+            raise Unfit("the result does not shrink with the label")
+        out.append(changed[0] if changed else None)
+    return out
+
+
+def _refused(call: FlatCall, values: list[ShardedTensor], plan: _DimPlan) -> Exception:
+    to = {i: str(t) for i, t in zip(call.at, plan.targets, strict=True) if t is not None}
+    kind = PartialEscape if any(v.sharding.partial for v in values) else ImplicitCommunication
+    why = (
+        f"{call.func.__name__} needs dimensions whole that are split, or a sum that is pending, "
+        f"and {sum(plan.moved):.0f} bytes per rank would move unasked"
     )
+    return call_error(kind, why, call.func, fix_line(call, to, max(plan.moved)), *values)

@@ -4,7 +4,8 @@ The answers of simulated ranks are stacked, or returned as one view of the opera
 each is the same view of its own.
 """
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -16,13 +17,57 @@ from shardlib.errors import ShardError
 from shardlib.memory_sharing import WRITERS, link, same_memory
 from shardlib.mesh import Mesh
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import is_half, on_shapes
+from shardlib.tensor import Unfit, is_half, on_shapes
 
-__all__ = ["each", "flat", "run"]
+__all__ = ["FlatCall", "each", "run"]
 
 
-def flat(args: Args, kwargs: Kwargs) -> tuple[list[Any], Any]:
-    return optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type, return-value]
+class FlatCall(NamedTuple):
+    """Call of a torch function with its arguments flattened; tensors are at ``at``."""
+
+    func: Func
+    leaves: list[Any]
+    tree: Any
+    at: list[int]
+
+    @staticmethod
+    def of(func: Func, /, *args: Any, **kwargs: Any) -> "FlatCall":
+        """Flatten the arguments of a call."""
+        leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
+        return FlatCall(
+            func, leaves, tree, [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        )
+
+    @property
+    def tensors(self) -> list[Any]:
+        """The tensors among the arguments."""
+        return [self.leaves[i] for i in self.at]
+
+    def filled(self, values: Iterable[object]) -> tuple[Args, Kwargs]:
+        """Return the arguments with other values in place of the tensors."""
+        leaves = list(self.leaves)
+        for i, value in zip(self.at, values, strict=True):
+            leaves[i] = value
+        return optree.tree_unflatten(self.tree, leaves)  # type: ignore[return-value]
+
+    def shapes(self, sizes: Iterable[Sequence[int] | None]) -> list[torch.Size]:
+        """Find the sizes of the results for operands of these sizes, on the meta device.
+
+        An operand without a size stands for itself.
+        Raises: Unfit.
+        """
+        args, kwargs = self.filled(
+            x if size is None else torch.empty(size, dtype=x.dtype, device="meta")
+            for x, size in zip(self.tensors, sizes, strict=True)
+        )
+        try:
+            with torch.no_grad():
+                found = optree.tree_leaves(self.func(*args, **kwargs), none_is_leaf=True)
+        except Exception as e:  # torch refuses wrong shapes with errors of any class
+            raise Unfit(f"{type(e).__name__}: {e}") from None
+        if not found or not all(type(t) is Tensor for t in found):
+            raise Unfit("the result is no tensor")
+        return [t.shape for t in found]
 
 
 def run(func: Func, mesh: Mesh, args: Any, kwargs: Any) -> Any:
@@ -38,42 +83,39 @@ def run(func: Func, mesh: Mesh, args: Any, kwargs: Any) -> Any:
         raise on_shapes(func, mesh) from e
 
 
-def each(func: Any, mesh: Mesh, leaves: list[Any], at: list[int], tree: Any) -> Any:
+def each(call: FlatCall, mesh: Mesh, blocks: Sequence[Any] | None = None) -> Any:
     """Call the function on every rank's blocks, one rank after the other.
 
-    leaves[i] for i in ``at`` hold raw tensors.
+    ``blocks``  raw tensors in place of the call's tensors, if those are not raw themselves.
     """
+    func, given = call.func, call.tensors if blocks is None else blocks
     if not lead(mesh):
-        a, k = optree.tree_unflatten(tree, leaves)
-        return run(func, mesh, a, k)
-    blocks = [leaves[i] for i in at]
-    writing = func in WRITERS and isinstance(blocks[0], Tensor)
+        return run(func, mesh, *call.filled(given))
+    writing = func in WRITERS and isinstance(given[0], Tensor)
     # Simulated ranks share a storage, so autograd would treat rank 0's write as a change of rank
     # 1's saved tensor; write to clones.
-    copies = [block.clone() for block in blocks[0]] if writing else []
+    copies = [block.clone() for block in given[0]] if writing else []
     found: list[Any] = []
     shape: Any = None
     for rank in range(mesh.size):
-        mine = list(leaves)
-        for i in at:
-            mine[i] = leaves[i][rank]
+        mine = [block[rank] for block in given]
         if writing:
-            mine[at[0]] = copies[rank]
-        a, k = optree.tree_unflatten(tree, mine)
+            mine[0] = copies[rank]
+        args, kwargs = call.filled(mine)
         with casting(func):
-            answer = func(*a, **k)
+            answer = func(*args, **kwargs)
         out, shape = optree.tree_flatten(answer, none_is_leaf=True)
         found.append(out)
     if writing:
-        blocks[0].copy_(torch.stack(copies))
+        given[0].copy_(torch.stack(copies))
     joined = [
-        blocks[0] if writing and values[0] is copies[0] else _joined(func, mesh, values, blocks)
+        given[0] if writing and values[0] is copies[0] else _joined(func, mesh, values, given)
         for values in zip(*found, strict=True)
     ]
     return optree.tree_unflatten(shape, joined)
 
 
-def _joined(func: Any, mesh: Mesh, values: Any, blocks: list[Any]) -> Any:
+def _joined(func: Any, mesh: Mesh, values: Any, blocks: Sequence[Any]) -> Any:
     """Return the ranks' answers as one: a view of the operands' blocks if they are views alike."""
     first = values[0]
     if not isinstance(first, Tensor):
@@ -92,7 +134,7 @@ def _joined(func: Any, mesh: Mesh, values: Any, blocks: list[Any]) -> Any:
     return stacked
 
 
-def _block_view(found: Any, blocks: list[Any]) -> Tensor | None:
+def _block_view(found: Any, blocks: Sequence[Any]) -> Tensor | None:
     """Return the ranks' results as one view of all blocks, if they are the same view of each."""
     first = found[0]
     sharing = [b for b in blocks if isinstance(b, Tensor) and same_memory(first, b)]

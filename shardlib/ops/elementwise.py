@@ -21,7 +21,7 @@ from shardlib.memory_sharing import written
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, of_kind, rows
 from shardlib.ops.dims import Labels
-from shardlib.ops.each_rank import each, flat
+from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.padding import inside, padded_to
 from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import Args, Func, Kwargs, homes, names_of
@@ -208,8 +208,7 @@ def converted(func: Func, args: Args, kwargs: Kwargs) -> Any:
     rest, kwargs = [_like(a) for a in rest], {k: _like(v) for k, v in kwargs.items()}
     if lead(x.mesh) and any(isinstance(v, torch.memory_format) for v in (*rest, *kwargs.values())):
         # the format is a block's, but stacked blocks have one more dimension
-        leaves, tree = flat((x.raw, *rest), kwargs)
-        out = each(func, x.mesh, leaves, [0], tree)
+        out = each(FlatCall.of(func, x.raw, *rest, **kwargs)._replace(at=[0]), x.mesh)
     else:
         out = func(x.raw, *rest, **kwargs)
     if not isinstance(out, Tensor):

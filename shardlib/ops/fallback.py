@@ -7,8 +7,7 @@
    is whole; outside, ImplicitCommunication gives the number of bytes and the line to write.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ from shardlib.errors import (
     PlainTensor,
     ShardError,
     Unsupported,
-    lettered,
 )
 from shardlib.layouts import Layout
 from shardlib.memory_sharing import (
@@ -41,7 +39,7 @@ from shardlib.memory_sharing import (
     written,
 )
 from shardlib.mesh import Mesh, scope, within
-from shardlib.ops.each_rank import each, flat, run
+from shardlib.ops.each_rank import FlatCall, each, run
 from shardlib.ops.fix_line import fix_line
 from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import Args, Func, Kwargs, draws, names_of
@@ -98,13 +96,21 @@ class FallbackCall:
         return self.refusal or no_implementation(self.func, self.args, self.kwargs)
 
     @cached_property
+    def flat(self) -> FlatCall:
+        """The call with its arguments flattened."""
+        return FlatCall.of(self.func, *self.args, **self.kwargs)
+
+    @cached_property
+    def ours(self) -> list[ShardedTensor]:
+        """The sharded tensors among the arguments."""
+        return [x for x in self.flat.tensors if isinstance(x, ShardedTensor)]
+
+    @cached_property
     def operands(self) -> "_Operands":
         """The tensors among the arguments, as sharded ones of one mesh."""
-        leaves, tree = flat(self.args, self.kwargs)
-        at = _tensors(leaves)
-        mesh = next((x.mesh for x in leaves if isinstance(x, ShardedTensor)), None)
-        if mesh is None:
+        if not self.ours:
             raise self.refused()
+        mesh = self.ours[0].mesh
 
         def as_ours(x: Tensor) -> ShardedTensor:
             # torch accepts plain indices of any device
@@ -112,11 +118,13 @@ class FallbackCall:
                 return replicated(x, mesh)
             return lift(x, mesh, self.name)
 
-        values = [as_ours(leaves[i]) for i in at]
+        values = [as_ours(x) for x in self.flat.tensors]
         moved = {
-            i: _bytes(v) for i, v in zip(at, values, strict=True) if v.is_padded or not is_whole(v)
+            i: _bytes(v)
+            for i, v in zip(self.flat.at, values, strict=True)
+            if v.is_padded or not is_whole(v)
         }
-        return _Operands(mesh, leaves, tree, at, values, moved)
+        return _Operands(mesh, values, moved)
 
     @cached_property
     def written(self) -> list[Any]:
@@ -130,24 +138,14 @@ class FallbackCall:
 
 
 class _Operands(NamedTuple):
-    """Tensors of a call: those at ``at`` of its flattened arguments.
+    """Tensors of a call, as sharded ones.
 
     ``moved``  bytes per rank to gather each of those that are not whole, by position.
     """
 
     mesh: Mesh
-    leaves: list[Any]
-    tree: Any
-    at: list[int]
     values: list[ShardedTensor]
     moved: dict[int, float]
-
-    def filled(self, raws: Sequence[Any]) -> list[Any]:
-        """Return the flattened arguments with these tensors in place of the sharded ones."""
-        out = list(self.leaves)
-        for i, raw in zip(self.at, raws, strict=True):
-            out[i] = raw
-        return out
 
 
 Handler = Callable[[FallbackCall], Any]
@@ -211,19 +209,17 @@ def write_plain(call: FallbackCall) -> Any:
     """
     if all(isinstance(t, ShardedTensor) or not isinstance(t, Tensor) for t in call.written):
         return NEXT
-    func, args, kwargs = call.func, call.args, call.kwargs
-    leaves, tree = flat(args, kwargs)
-    ours = [x for x in leaves if isinstance(x, ShardedTensor)]
-    if not ours:
-        return func(*args, **kwargs)
-    _refuse_mixed(call, ours[0].mesh)
-    _refuse_moves_to_plain(call, ours)
-    if not holds_values(ours[0].mesh):
-        return args[0] if args else call.written[0]
-    whole: list[Any] = [unshard(x) if isinstance(x, ShardedTensor) else x for x in leaves]
-    a, k = optree.tree_unflatten(tree, whole)
-    with casting(func):
-        return func(*a, **k)
+    if not call.ours:
+        return call.func(*call.args, **call.kwargs)
+    mesh = call.ours[0].mesh
+    _refuse_mixed(call, mesh)
+    _refuse_moves_to_plain(call)
+    if not holds_values(mesh):
+        return call.args[0] if call.args else call.written[0]
+    whole = [unshard(x) if isinstance(x, ShardedTensor) else x for x in call.flat.tensors]
+    args, kwargs = call.flat.filled(whole)
+    with casting(call.func):
+        return call.func(*args, **kwargs)
 
 
 def open_body(call: FallbackCall) -> Any:
@@ -235,11 +231,9 @@ def open_body(call: FallbackCall) -> Any:
         return NEXT  # its body calls it again through a helper
     if (body := opened(func)) is None:
         return NEXT
-    met = [x for x in flat(args, kwargs)[0] if isinstance(x, Tensor)]
-    ours = [x for x in met if isinstance(x, ShardedTensor)]
     # tensors that the body creates are the same on every rank; given ones need not be
-    for x in met if ours else ():
-        check_met(x, ours[0].mesh, call.name)
+    for x in call.flat.tensors if call.ours else ():
+        check_met(x, call.ours[0].mesh, call.name)
     try:
         with casting(func), within(promoting=True, opened=(*scope().call.opened, func)):
             return body(*args, **kwargs)
@@ -253,13 +247,11 @@ def refuse_draws(call: FallbackCall) -> Any:
     """Refuse functions that draw random numbers, which have no whole operand to agree on."""
     if not draws(call.func, call.args, call.kwargs):
         return NEXT
-    leaves, _ = flat(call.args, call.kwargs)
     why = (
         "this draws random numbers from each rank's own generator, and the ranks' copies would "
         "differ"
     )
-    ours = next(x for x in leaves if isinstance(x, ShardedTensor))
-    raise call_error(Unsupported, why, call.name, "torch.rand_like(x)", tensor=ours)
+    raise call_error(Unsupported, why, call.name, "torch.rand_like(x)", tensor=call.ours[0])
 
 
 def refuse_sparse_gradients(call: FallbackCall) -> Any:
@@ -271,14 +263,10 @@ def refuse_sparse_gradients(call: FallbackCall) -> Any:
     if at < len(args):
         args = (*args[:at], False, *args[at + 1 :])
     named = {k: v for k, v in call.kwargs.items() if k not in flags}
-    leaves, _ = flat(args, named)
-    whole = {i: "..." for i, x in enumerate(leaves) if isinstance(x, ShardedTensor)}
-    raise Unsupported(
-        "sparse gradients",
-        op=call.name,
-        operands=lettered(typeof(leaves[i]) for i in _tensors(leaves)),
-        fix=_line(call.func, args, named, whole),
-    )
+    plain = FlatCall.of(call.func, *args, **named)
+    whole = {i: "..." for i in plain.at if isinstance(plain.leaves[i], ShardedTensor)}
+    fix = fix_line(plain, whole)
+    raise call_error(Unsupported, "sparse gradients", call.name, fix, *plain.tensors)
 
 
 def refuse_new_shape(call: FallbackCall) -> Any:
@@ -328,7 +316,7 @@ def refuse_moves(call: FallbackCall) -> Any:
         f"{call.name} needs whole operands, and {sum(operands.moved.values()):.0f} bytes per rank "
         "would move unasked"
     )
-    fix = _line(call.func, call.args, call.kwargs, dict.fromkeys(operands.moved, "..."), most)
+    fix = fix_line(call.flat, dict.fromkeys(operands.moved, "..."), most)
     raise call_error(ImplicitCommunication, why, call.name, fix, *operands.values)
 
 
@@ -373,13 +361,14 @@ def _gather(call: FallbackCall) -> _Gathered:
     o, mesh = call.operands, call.operands.mesh
 
     def among(i: int, tensors: list[Any]) -> bool:
-        return any(o.leaves[i] is t for t in tensors)
+        return any(call.flat.leaves[i] is t for t in tensors)
 
-    moved = [_gathered(v) if i in o.moved else v for i, v in zip(o.at, o.values, strict=True)]
+    at = call.flat.at
+    moved = [_gathered(v) if i in o.moved else v for i, v in zip(at, o.values, strict=True)]
     moved = written_to(call.func, call.args, call.kwargs, moved)
     deferred = frozenset().union(*(v.deferred for v in moved))
     raws: list[Any] = []
-    for i, v in zip(o.at, moved, strict=True):
+    for i, v in zip(at, moved, strict=True):
         raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
         if lead(mesh) and not deferred:
             raw = _First.apply(raw)
@@ -388,7 +377,7 @@ def _gather(call: FallbackCall) -> _Gathered:
         raws.append(raw)
     quiet = [
         among(i, call.written if raw.is_inference() else call.statistics)
-        for i, raw in zip(o.at, raws, strict=True)
+        for i, raw in zip(at, raws, strict=True)
     ]
     return _Gathered(moved, raws, quiet, deferred)
 
@@ -397,12 +386,11 @@ def _on_one(call: FallbackCall, whole: _Gathered) -> Any:
     """Run the function once, for all ranks that this process simulates."""
     o, mesh, raws = call.operands, call.operands.mesh, whole.raws
     before = [(writes(r), r.grad_fn) for r in raws]
-    a, k = optree.tree_unflatten(o.tree, o.filled(raws))
-    out = run(call.func, mesh, a, k)
+    out = run(call.func, mesh, *call.flat.filled(raws))
     # the result is a view: run again on the original blocks so that it shares memory
     if lead(mesh) and _viewing(out, raws, before):
         blocks = [v.raw for v in whole.values]
-        out = each(call.func, mesh, o.filled(blocks), o.at, o.tree)
+        out = each(call.flat, mesh, blocks)
         return replied(out, blocks, o.values, mesh, whole.deferred, True)
     each_written = zip(o.values, whole.values, raws, before, whole.quiet, strict=True)
     for x, moved, raw, (count, graph), quiet in each_written:
@@ -432,7 +420,7 @@ def _in_turn(call: FallbackCall, whole: _Gathered) -> Any:
         return optree.tree_map(marked, out, none_is_leaf=True)
 
     before = [[writes(c) for c in mine] for mine in copies]
-    out = each(one, mesh, o.filled(copies), o.at, o.tree)
+    out = each(call.flat._replace(func=one), mesh, copies)
     each_written = zip(o.values, whole.values, copies, before, whole.quiet, strict=True)
     for x, moved, mine, counts, quiet in each_written:
         if quiet or [writes(c) for c in mine] != counts:
@@ -448,14 +436,18 @@ def _in_turn(call: FallbackCall, whole: _Gathered) -> Any:
 
 def _refuse_target(call: FallbackCall, rest: Any, target: Tensor, value: Tensor) -> None:
     """Refuse a target of ``out=`` with a gradient, or of a dtype to which torch may not cast."""
-    given = [t for t in (*flat(call.args, rest)[0], target) if isinstance(t, Tensor)]
+    given = [
+        t
+        for t in (*FlatCall.of(call.func, *call.args, **rest).tensors, target)
+        if isinstance(t, Tensor)
+    ]
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise BadArgument(
             "arguments given as out= have no gradient, and an operand asks for one", op=call.name
         )
     if target.dtype != value.dtype and torch.can_cast(value.dtype, target.dtype):
         why = "some functions cast what they write to out=, and some do not"
-        fix = f"out.copy_({_line(call.func, call.args, rest)})"
+        fix = f"out.copy_({fix_line(FlatCall.of(call.func, *call.args, **rest))})"
         raise call_error(Unsupported, why, call.name, fix, out=target, result=value)
 
 
@@ -468,7 +460,7 @@ def _moves_result(call: FallbackCall, target: Any, value: Any) -> ImplicitCommun
         f"the result lies otherwise than where it is written, and {float(cost):.0f} bytes per rank "
         "would move unasked"
     )
-    fix = _line(call.func, call.args, call.kwargs, most=cost)
+    fix = fix_line(call.flat, most=cost)
     return call_error(ImplicitCommunication, why, call.name, fix, out=target, result=value)
 
 
@@ -483,19 +475,12 @@ def _refuse_mixed(call: FallbackCall, mesh: Mesh) -> None:
             raise call_error(PlainTensor, why, call.name, "sl.unshard(x)", x=t)
 
 
-def _refuse_moves_to_plain(call: FallbackCall, ours: list[ShardedTensor]) -> None:
-    cost = max(map(_bytes, ours))
-    if cost <= (implicit_budget() or 0):
-        return
-    leaves, _ = flat(call.args, call.kwargs)
-    tensors = [leaves[i] for i in _tensors(leaves)]
-    raise ImplicitCommunication(
-        f"a plain tensor is written to, and {cost:.0f} bytes per rank would move unasked",
-        op=call.name,
-        operands={"xyzuvw"[k % 6]: typeof(x) for k, x in enumerate(tensors)},
-        mesh=ours[0].mesh,
-        fix=_line(call.func, call.args, call.kwargs, most=cost),
-    )
+def _refuse_moves_to_plain(call: FallbackCall) -> None:
+    cost = max(map(_bytes, call.ours))
+    if cost > (implicit_budget() or 0):
+        why = f"a plain tensor is written to, and {cost:.0f} bytes per rank would move unasked"
+        fix = fix_line(call.flat, most=cost)
+        raise call_error(ImplicitCommunication, why, call.name, fix, *call.flat.tensors)
 
 
 def _refuse_other_dtype(call: FallbackCall, old: Tensor, new: Any) -> None:
@@ -692,18 +677,6 @@ def replied(
         return new
 
     return optree.tree_map(back, out, none_is_leaf=True)
-
-
-def _tensors(leaves: list[Any]) -> list[int]:
-    return [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-
-
-def _line(
-    func: Func, args: Args, kwargs: Kwargs, to: dict[int, str] | None = None, most: Any = 0
-) -> str:
-    """Write the call as a line of code, its tensors at ``to`` resharded first."""
-    leaves, tree = flat(args, kwargs)
-    return fix_line(func, leaves, tree, _tensors(leaves), to or {}, math.ceil(most))
 
 
 FALLBACK.append(on_whole)

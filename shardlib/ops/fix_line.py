@@ -1,49 +1,55 @@
 """Fix lines of errors: a call of torch, with its operands named, as a line of code that runs."""
 
 import inspect
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import optree
 import torch
 
 from shardlib.errors import lettered
+from shardlib.ops.each_rank import FlatCall
+from shardlib.opspec import Func
 
 __all__ = ["fix_line"]
 
 
-def fix_line(
-    func: Any, leaves: list[Any], tree: Any, at: list[int], to: dict[int, str], most: int
-) -> str:
-    """Return the call with its operands named x, y, z, ..., as a line that runs."""
-    names = {i: name for name, i in lettered(at).items()}
-    below = type(func).__name__.startswith("OpOverload")  # whose name torch gives without its home
-    title = _title(func) if below else torch.overrides.resolve_name(func) or _title(func)
+def fix_line(call: FlatCall, to: Mapping[int, str] = {}, most: float = 0) -> str:
+    """Return the call with its operands named x, y, z, ..., as a line that runs.
+
+    ``to``    layouts of the arguments that are resharded first, by position.
+    ``most``  bytes that may move, where the call writes to an operand.
+    """
+    names = {i: name for name, i in lettered(call.at).items()}
+    title = _title(call.func)
     writes = (
         (title.endswith("_") and not title.endswith("__")) or ".__i" in title or "setitem" in title
     )
-    parts = []
-    for i, x in enumerate(leaves):
-        if i in names:
-            parts.append(
-                _Text(names[i] if writes or i not in to else f"sl.reshard({names[i]}, {to[i]!r})")
-            )
-        else:
-            parts.append(_Text(_written(x)))
-    a, k = optree.tree_unflatten(tree, parts)
+
+    def part(i: int, x: object) -> str:
+        if i not in names:
+            return _written(x)
+        return names[i] if writes or i not in to else f"sl.reshard({names[i]}, {to[i]!r})"
+
+    parts = [_Text(part(i, x)) for i, x in enumerate(call.leaves)]
+    a, k = optree.tree_unflatten(call.tree, parts)
     if title.rpartition(".")[2] in _SPREAD and len(a) == 1 and isinstance(a[0], tuple | list):
         a = a[0]  # torch's Python wrapper passes its tensors on as one sequence
     line = f"{title}({', '.join([*map(_text, a), *(f'{n}={_text(v)}' for n, v in k.items())])})"
-    return f"with sl.implicit({most}): {line}" if writes or "out" in k else line
+    return f"with sl.implicit({math.ceil(most)}): {line}" if writes or "out" in k else line
 
 
 _SPREAD = frozenset("block_diag broadcast_tensors cartesian_prod meshgrid".split())
 
 
-def _title(func: Any) -> str:
-    """Return the qualified name of a function that torch.overrides does not list."""
-    name = getattr(func, "__name__", "f")
+def _title(func: Func) -> str:
+    """Return the qualified name of a function, as torch.overrides lists it or as it says itself."""
     if type(func).__name__.startswith("OpOverload"):  # torch.ops.aten.f.default
         return f"torch.ops.{func!s}"
+    if listed := torch.overrides.resolve_name(func):
+        return listed
+    name = getattr(func, "__name__", "f")
     if (
         inspect.isbuiltin(func) and getattr(torch, name, func) is not func and name not in _SPREAD
     ):  # torch's function of this name is in Python, and takes

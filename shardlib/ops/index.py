@@ -13,7 +13,7 @@ from shardlib.memory_sharing import link
 from shardlib.mesh import Mesh
 from shardlib.ops.declare import Bound, declare, rows, slots, where
 from shardlib.ops.dims import Labels, rows_call
-from shardlib.ops.each_rank import each, flat
+from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.elementwise import elementwise, padded_alike
 from shardlib.ops.fallback import is_whole, on_whole
 from shardlib.ops.id_bounds import in_range
@@ -276,9 +276,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
     if found is None:
         return None
     raw, index, summed = found
-    leaves, tree = flat((raw, index), {})
-    places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor)]
-    out = each(_copied, x.mesh, leaves, places, tree)
+    out = each(FlatCall.of(_copied, raw, index), x.mesh)
     joined = total(out.long() if out.dtype == torch.bool else out, x.mesh, summed).to(out.dtype)
     dims = _picked_dims(x, index)
     size = torch.Size(
@@ -482,11 +480,12 @@ def index_add(func: Func, args: Args, kwargs: Kwargs) -> Any:
         shape = [mesh.size] * lead(mesh) + [-1 if d == dim else 1 for d in range(x.ndim)]
         # positions of other ranks add zeros at position 0
         rows, ids = rows.masked_fill(out.view(shape), 0), ids.masked_fill(out, 0)
-    leaves, tree = flat((x.raw, dim, ids, rows), {"alpha": alpha})
-    if func is not Tensor.index_add_:
-        return x.becomes(each(torch.index_add, mesh, leaves, [0, 2, 3], tree))
-    added = each(torch.index_add, mesh, [torch.zeros_like(x.raw), *leaves[1:]], [0, 2, 3], tree)
-    x.raw.add_(added)
+    writes = func is Tensor.index_add_
+    into = torch.zeros_like(x.raw) if writes else x.raw
+    out = each(FlatCall.of(torch.index_add, into, dim, ids, rows, alpha=alpha), mesh)
+    if not writes:
+        return x.becomes(out)
+    x.raw.add_(out)
     return x
 
 

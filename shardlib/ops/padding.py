@@ -6,7 +6,7 @@ fills the padding first with a neutral value (zero before a sum, the lowest numb
 maximum), and results there have no gradient.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optree
@@ -29,6 +29,7 @@ __all__ = [
     "of_true_sizes",
     "padded_to",
     "the_dim",
+    "with_zeros",
 ]
 
 
@@ -68,11 +69,17 @@ def _mask(
         return storage(masks, mesh)
 
 
-def padded_to(value: ShardedTensor, true: tuple[int, ...]) -> ShardedTensor:
+def padded_to(value: ShardedTensor, true: Sequence[int]) -> ShardedTensor:
     """Return a value whose true sizes are ``true``; positions beyond them are padding."""
     if tuple(value.padded_shape) == tuple(true):
         return value
     return ShardedTensor(value.raw, value.place._replace(true_shape=torch.Size(true)))
+
+
+def with_zeros(value: ShardedTensor, true: Sequence[int]) -> ShardedTensor:
+    """Return a value whose true sizes are ``true``, with zeros and no gradient in its padding."""
+    out = padded_to(value, true)
+    return padded_to(filled(out, 0), true) if out.is_padded else out
 
 
 def beside(along: Callable[..., Iterable[int]]) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +16,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import rows, spelled
 from shardlib.ops.dims import rows_call
-from shardlib.ops.each_rank import each
+from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.padding import filled, masked, padded_to
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
@@ -259,9 +258,8 @@ def merged(
         raise partial_escape(func.__name__, x)
 
     def run(v: ShardedTensor, keep: bool) -> Tensor:
-        call: Any = (v.raw, *more.get("args", ())), {"dim": gone, "keepdim": keep}
-        leaves, tree = optree.tree_flatten(call)
-        return each(func, v.mesh, leaves, [0], tree)
+        call = FlatCall.of(func, v.raw, *more.get("args", ()), dim=gone, keepdim=keep)
+        return each(call, v.mesh)
 
     if not real_axes(x.mesh, axes):
         return x.becomes(run(x, keepdim), layout, shape)

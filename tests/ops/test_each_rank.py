@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.ops.each_rank import each, flat
+from shardlib.ops.each_rank import FlatCall, each
+from shardlib.tensor import Unfit
 
 
 def total(block: torch.Tensor) -> float:
@@ -16,15 +17,13 @@ BLOCKS = torch.arange(12.0).reshape(2, 2, 3)  # of two ranks
 
 def test_the_ranks_answers_are_stacked() -> None:
     with sl.simulate(x=2) as mesh:
-        leaves, tree = flat((BLOCKS,), {"dim": 0})
-        found = each(torch.cumsum, mesh, leaves, [0], tree)
+        found = each(FlatCall.of(torch.cumsum, BLOCKS, dim=0), mesh)
     assert torch.equal(found, BLOCKS.cumsum(1))
 
 
 def test_equal_views_of_each_block_are_one_view_of_all_blocks() -> None:
     with sl.simulate(x=2) as mesh:
-        leaves, tree = flat((BLOCKS, 0, 1), {})
-        found = each(torch.select, mesh, leaves, [0], tree)
+        found = each(FlatCall.of(torch.select, BLOCKS, 0, 1), mesh)
     assert torch.equal(found, BLOCKS[:, 1]) and found._base is not None
     assert found.untyped_storage().data_ptr() == BLOCKS.untyped_storage().data_ptr()
 
@@ -32,12 +31,17 @@ def test_equal_views_of_each_block_are_one_view_of_all_blocks() -> None:
 def test_what_each_rank_writes_is_written_to_its_block() -> None:
     mine = BLOCKS.clone()
     with sl.simulate(x=2) as mesh:
-        leaves, tree = flat((mine, 1.0), {})
-        assert each(torch.Tensor.add_, mesh, leaves, [0], tree) is mine
+        assert each(FlatCall.of(torch.Tensor.add_, mine, 1.0), mesh) is mine
     assert torch.equal(mine, BLOCKS + 1)
 
 
 def test_numbers_that_differ_from_rank_to_rank_are_refused() -> None:
     with sl.simulate(x=2) as mesh, pytest.raises(sl.ShardError, match="answers differ"):
-        leaves, tree = flat((BLOCKS,), {})
-        each(total, mesh, leaves, [0], tree)
+        each(FlatCall.of(total, BLOCKS), mesh)
+
+
+def test_the_sizes_of_results_are_found_without_values() -> None:
+    call = FlatCall.of(torch.cat, [torch.ones(2, 3), torch.ones(4, 3)], dim=0)
+    assert call.shapes([(2, 5), (1, 5)]) == [(3, 5)]
+    with pytest.raises(Unfit):
+        call.shapes([(2, 5), (1, 6)])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardlib.ops.each_rank import flat
+from shardlib.ops.each_rank import FlatCall
 from shardlib.ops.fix_line import fix_line
 
 A, B = torch.ones(2), torch.zeros(2)
@@ -26,6 +26,5 @@ LINES: dict[str, tuple[Any, Any, Any]] = {
 @pytest.mark.parametrize("line", LINES)
 def test_a_call_is_written_with_its_operands_named(line: str) -> None:
     func, args, kwargs = LINES[line]
-    leaves, tree = flat(args, kwargs)
-    at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    assert fix_line(func, leaves, tree, at, {at[0]: "..."}, 16) == line
+    call = FlatCall.of(func, *args, **kwargs)
+    assert fix_line(call, {call.at[0]: "..."}, 16) == line
