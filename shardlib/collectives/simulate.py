@@ -1,25 +1,25 @@
 """Stacked: the tensor of a simulation, where one process runs every rank on one stacked tensor.
 
 ``Stacked`` has the shape of one rank's local block; ``.ranks`` is ``[P, *local]``, ranks in
-row-major order of the mesh.  A torch function on it runs for all ranks at once: with dimensions
-shifted by one where that is equivalent, under ``torch.func.vmap`` otherwise.  Its collectives are
-in backends/stacked.py.  Autograd is recorded on ``.ranks``.
+row-major order of the mesh.  A torch function on it runs for all ranks at once, under the vmap of
+``torch.func`` over the ranks; products, attention, pointwise functions and indexing have faster or
+stricter rules here.  Its collectives are in backends/stacked.py.  Autograd is recorded on
+``.ranks``.
 
 A Python branch takes one side for all ranks, so reading the value of a Stacked whose ranks differ
 raises.
 """
 
 import copy
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import no_torch_function
+from shardlib._compat import mapped, no_torch_function
 from shardlib.collectives.varying import Varies, follow
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.mesh import Mesh, coordinates
@@ -122,81 +122,41 @@ def _by_vmap(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run any function under vmap over the ranks."""
     given: Any = (args, kwargs)
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
-    at = [i for i, x in enumerate(leaves) if isinstance(x, Stacked)]
-    mesh = leaves[at[0]].mesh
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    mesh = next(x.mesh for x in tensors if type(x) is Stacked)
+    in_place = writes(getattr(func, "__name__", ""))
+    if in_place and type(args[0]) is not Stacked:
+        raise _plain_target(func)
+    if "memory_format" in kwargs or _promotes(tensors):
+        return _each(func, args, kwargs)
+    with mapped(mesh.size) as over:
+        blocks = [over.split(x.ranks) if type(x) is Stacked else x for x in leaves]
+        a, k = cast(tuple[Args, Kwargs], optree.tree_unflatten(tree, blocks))
+        out = func(*a, **k)
+        if in_place and out is a[0] and out.shape == args[0].shape:
+            return args[0]
+        return _wrapped(out, mesh, over.joined)
 
-    def one(*blocks: Tensor) -> Any:
-        filled = list(leaves)
-        for i, block in zip(at, blocks, strict=True):
-            filled[i] = block
-        a, k = optree.tree_unflatten(tree, filled)
-        return func(*a, **k)
 
-    out = torch.func.vmap(one, randomness="same")(*[leaves[i].ranks for i in at])
-    return _wrapped(out, mesh)
+def _promotes(tensors: list[Tensor]) -> bool:
+    """Check for a 0-dim operand of another type, which has less weight in torch's promotion.
+
+    A dimension of ranks would give it as much as the others.
+    """
+    if len(tensors) < 2:
+        return False
+    raws = [(x.ranks, 1) if type(x) is Stacked else (x, 0) for x in tensors]
+    apart = len({x.dtype for x, _ in raws}) > 1
+    return apart and len({x.ndim > more for x, more in raws}) > 1
 
 
-def _wrapped(out: Any, mesh: Mesh) -> Any:
+def _wrapped(out: Any, mesh: Mesh, joined: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(out, Tensor):
-        return out if isinstance(out, Stacked) else Stacked(out, mesh)
+        return Stacked(joined(out), mesh)
     if isinstance(out, tuple | list):
-        parts = [_wrapped(o, mesh) for o in out]
+        parts = [_wrapped(o, mesh, joined) for o in out]
         return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
     return out
-
-
-def _functions(names: str, *owners: Any) -> list[Any]:
-    return [f for n in names.split() for o in owners if (f := getattr(o, n, None)) is not None]
-
-
-_SAME_SHAPE = "where to type type_as clone contiguous detach copy_ zero_ fill_ __pos__"
-_POINTWISE = [
-    variant
-    for name in names_of(kind="pointwise")
-    for variant in (name, f"__i{name[2:]}" if name.startswith("__") else f"{name}_")
-]
-
-
-@_enter(
-    *_functions(" ".join(_POINTWISE), torch, Tensor, F), *_functions(_SAME_SHAPE, torch, Tensor)
-)
-def _elementwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    mesh = next(t.mesh for t in tensors if isinstance(t, Stacked))
-    if type(args[0]) is not Stacked and writes(func.__name__):
-        raise _plain_target(func)
-    ndim = max(t.ndim if type(t) is not Stacked else t.ranks.ndim - 1 for t in tensors)
-    if _one_by_one(func, args, kwargs, tensors, ndim):
-        return _each(func, args, kwargs)
-    raws = [_aligned(a, ndim) for a in args]
-    out = func(*raws, **{k: _aligned(v, ndim) for k, v in kwargs.items()})
-    if out is NotImplemented:  # x == None: Python then tries the other operand, and returns False
-        return out
-    if isinstance(args[0], Stacked) and out is raws[0]:
-        return args[0]
-    return Stacked(out, mesh)
-
-
-def _one_by_one(func: Func, args: Args, kwargs: Kwargs, tensors: list[Tensor], ndim: int) -> bool:
-    """Check whether the extra rank dimension would change torch's result, so ranks run one by one.
-
-    It would for 0-dim operands of other dtypes (type promotion), and for memory formats.
-    """
-    name = func.__name__
-    if kwargs.get("memory_format") is not None or name in ("masked_fill", "masked_fill_"):
-        return True
-    if name in ("lerp", "lerp_") and len({t.dtype for t in tensors}) > 1:
-        return True  # only a weight without dimensions may have another dtype
-    return (
-        len(tensors) > 1
-        and ndim
-        and any(t.ndim == 0 and t.dtype != tensors[0].dtype for t in tensors)
-    ) or (
-        len(tensors) > 1
-        and tensors[0].ndim == 0
-        and ndim > 0
-        and len({t.dtype for t in tensors}) > 1
-    )  # type: ignore[return-value]
 
 
 def _each(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -205,12 +165,9 @@ def _each(func: Func, args: Args, kwargs: Kwargs) -> Any:
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
     mesh, found, in_place = _mesh_of(given), [], writes(func.__name__)
     itself = type(args[0]) is Stacked if args else False  # whether all results are the operands
-    a: Any
-    k: Any
     for rank in range(mesh.size):
-        a, k = optree.tree_unflatten(
-            tree, [x.ranks[rank] if type(x) is Stacked else x for x in leaves]
-        )
+        blocks = [x.ranks[rank] if type(x) is Stacked else x for x in leaves]
+        a, k = cast(tuple[Args, Kwargs], optree.tree_unflatten(tree, blocks))
         # Ranks share one storage and so one autograd version counter: rank 1's write would look
         # like a change of rank 0's saved tensor.  So each rank writes to a clone.
         if in_place:
@@ -223,6 +180,10 @@ def _each(func: Func, args: Args, kwargs: Kwargs) -> Any:
         args[0].ranks.copy_(torch.stack(found))
         return args[0]
     return Stacked(torch.stack(found), mesh)
+
+
+def _functions(names: str, *owners: Any) -> list[Any]:
+    return [f for n in names.split() for o in owners if (f := getattr(o, n, None)) is not None]
 
 
 def _plain_target(func: Any) -> PlainTensor:
@@ -243,6 +204,30 @@ def _aligned(x: Any, ndim: int) -> Any:
     )
 
 
+_SAME_SHAPE = "where to type type_as clone contiguous detach copy_ zero_ fill_ __pos__"
+_POINTWISE = [
+    variant
+    for name in names_of(kind="pointwise")
+    for variant in (name, f"__i{name[2:]}" if name.startswith("__") else f"{name}_")
+]
+
+
+@_enter(
+    *_functions(" ".join(_POINTWISE), torch, Tensor, F), *_functions(_SAME_SHAPE, torch, Tensor)
+)
+def _pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Compute on the storages themselves, which takes half the time of vmap."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if type(args[0]) is not Stacked or "memory_format" in kwargs or _promotes(tensors):
+        return _by_vmap(func, args, kwargs)
+    ndim = max(x.ranks.ndim - 1 if type(x) is Stacked else x.ndim for x in tensors)
+    raws = [_aligned(x, ndim) for x in args]
+    out = func(*raws, **{k: _aligned(v, ndim) for k, v in kwargs.items()})
+    if out is NotImplemented:  # x == None: Python then tries the other operand, and returns False
+        return out
+    return args[0] if out is raws[0] else Stacked(out, args[0].mesh)
+
+
 @_enter(
     torch.matmul,
     Tensor.matmul,
@@ -255,17 +240,15 @@ def _aligned(x: Any, ndim: int) -> Any:
 )
 def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
     a, b = args if func is not Tensor.__rmatmul__ else (args[1], args[0])
-    strict = {"mm": 2, "bmm": 3}.get(func.__name__)
-    if kwargs or (strict and not a.ndim == b.ndim == strict):
+    strict = {"mm": 2, "bmm": 3}.get(func.__name__, 0)
+    if kwargs or type(a) is not Stacked or type(b) is not Stacked or strict not in (0, a.ndim):
         return _by_vmap(func, args, kwargs)
-    if a.ndim < 2 or b.ndim < 2:
-        return _by_vmap(torch.matmul, (a, b), {})
-    mesh = _mesh_of((a, b))
-    if type(a) is Stacked and type(b) is Stacked and a.ndim > 2 and b.ndim == 2:
-        rows = a.ranks.flatten(1, -2)
-        return Stacked(torch.bmm(rows, b.ranks).unflatten(1, a.shape[:-1]), mesh)
-    ndim = max(a.ndim, b.ndim)
-    return Stacked(torch.matmul(_aligned(a, ndim), _aligned(b, ndim)), mesh)
+    x, w = a.ranks, b.ranks
+    if x.ndim == w.ndim > 2:
+        return Stacked(torch.matmul(x, w), a.mesh)
+    if x.ndim > w.ndim == 3 and not strict:
+        return Stacked(torch.bmm(x.flatten(1, -2), w).unflatten(1, x.shape[1:-1]), a.mesh)
+    return _by_vmap(func, args, kwargs)
 
 
 @_enter(F.linear)
@@ -279,141 +262,9 @@ def _linear(func: Func, args: Args, kwargs: Any) -> Any:
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     c, a, b = args
     if type(c) is not Stacked:
-        raise _plain_target(func)
+        return _by_vmap(func, args, kwargs)
     c.ranks.baddbmm_(of(a, c.mesh), of(b, c.mesh), **kwargs)
     return c
-
-
-def _negative(dim: int, ndim: int) -> int:
-    """Count a block's dimension from the end, since dimension 0 of ``ranks`` is the rank."""
-    if not -ndim <= dim < ndim:
-        raise IndexError(
-            f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got "
-            f"{dim})"
-        )
-    return dim if dim < 0 else dim - ndim
-
-
-_FIRST = "softmax log_softmax cumsum logsumexp gather narrow select argmax unbind"
-# function name -> position of its dim argument, and its default
-_ALONG = dict.fromkeys(_FIRST.split(), 1) | dict.fromkeys(("split", "chunk", "topk"), 2)
-_DEFAULT = {"unbind": 0, "split": 0, "chunk": 0, "topk": -1}
-
-
-@_enter(*_functions(" ".join(_ALONG), torch, Tensor))
-@_enter(F.softmax, F.log_softmax)
-def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run a function along one dimension, counted from the end."""
-    x, name = args[0], func.__name__
-    if not isinstance(x, Stacked):
-        return _by_vmap(func, args, kwargs)
-    at = _ALONG[name]
-    dim = args[at] if len(args) > at else kwargs.get("dim", _DEFAULT.get(name))
-    if not isinstance(dim, int) or x.ndim == 0:
-        return _by_vmap(func, args, kwargs)
-    if any(isinstance(a, Tensor) and not isinstance(a, Stacked) for a in args):
-        return _by_vmap(func, args, kwargs)
-    raw = [a.ranks if isinstance(a, Stacked) else a for a in args]
-    kwargs = {k: v.ranks if isinstance(v, Stacked) else v for k, v in kwargs.items()}
-    if len(raw) > at:
-        raw[at] = _negative(dim, x.ndim)
-    else:
-        kwargs["dim"] = _negative(dim, x.ndim)
-    return _wrapped(func(*raw, **kwargs), x.mesh)
-
-
-@_enter(*_functions("sum mean amax amin any all prod", torch, Tensor))
-def _reduce(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, *rest = args
-    if x.ndim == 0 or func.__name__ in ("prod", "any", "all"):
-        return _by_vmap(func, args, kwargs)
-    kwargs = dict(kwargs)
-    dim = rest[0] if rest else kwargs.pop("dim", kwargs.pop("axis", None))
-    keepdim = rest[1] if len(rest) > 1 else kwargs.pop("keepdim", False)
-    dims = dim if isinstance(dim, tuple | list) else () if dim is None else (dim,)
-    dims = tuple(_negative(d, x.ndim) for d in dims or range(x.ndim))
-    return Stacked(func(x.ranks, dims, keepdim, **kwargs), x.mesh)
-
-
-@_enter(Tensor.reshape, torch.reshape, Tensor.view)
-def _reshape(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, *sizes = args
-    if len(sizes) == 1 and isinstance(sizes[0], torch.dtype):
-        return Stacked(x.ranks.view(sizes[0]), x.mesh)
-    sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    sizes = sizes or kwargs.get("shape", ())
-    if -1 in sizes and x.numel():
-        known = -math.prod(sizes)
-        sizes = [x.numel() // known if s == -1 else s for s in sizes]
-    return Stacked(x.ranks.reshape(x.ranks.shape[0], *sizes), x.mesh)
-
-
-@_enter(Tensor.flatten, torch.flatten)
-def _flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = args[0]
-    first = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
-    last = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
-    if x.ndim == 0:
-        return Stacked(x.ranks.unsqueeze(1), x.mesh)
-    return Stacked(x.ranks.flatten(_negative(first, x.ndim), _negative(last, x.ndim)), x.mesh)
-
-
-@_enter(Tensor.transpose, torch.transpose, Tensor.swapaxes)
-def _transpose(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, i, j = (*args, *kwargs.values())
-    return Stacked(x.ranks.transpose(_negative(i, x.ndim), _negative(j, x.ndim)), x.mesh)
-
-
-@_enter(Tensor.permute, torch.permute)
-def _permute(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, *dims = (*args, *kwargs.values())
-    dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    return Stacked(x.ranks.permute(0, *[_negative(d, x.ndim) for d in dims]), x.mesh)
-
-
-@_enter(Tensor.mT.__get__, Tensor.T.__get__, Tensor.t, torch.t)
-def _transposed(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = args[0]
-    if (func == Tensor.mT.__get__ and x.ndim < 2) or (func in (Tensor.t, torch.t) and x.ndim > 2):
-        # torch refuses; run on ``ranks`` directly it would swap the rank dimension
-        return _by_vmap(func, args, kwargs)
-    if func != Tensor.mT.__get__ and x.ndim != 2:
-        return Stacked(x.ranks.permute(0, *range(x.ndim, 0, -1)), x.mesh)
-    return Stacked(x.ranks.mT, x.mesh)
-
-
-@_enter(Tensor.unsqueeze, torch.unsqueeze)
-def _unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, dim = (*args, *kwargs.values())
-    return Stacked(x.ranks.unsqueeze(_negative(dim, x.ndim + 1)), x.mesh)
-
-
-@_enter(Tensor.squeeze, torch.squeeze)
-def _squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, *dim = (*args, *kwargs.values())
-    if not x.ndim:
-        return Stacked(x.ranks.squeeze(()), x.mesh)  # a view, as torch returns for other tensors
-    dims = range(x.ndim) if not dim else dim[0] if isinstance(dim[0], tuple) else (dim[0],)
-    return Stacked(x.ranks.squeeze(tuple(_negative(d, x.ndim) for d in dims)), x.mesh)
-
-
-@_enter(Tensor.expand)
-def _expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, *sizes = args
-    sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    raw = _aligned(x, len(sizes))
-    return Stacked(raw.expand(raw.shape[0], *sizes), x.mesh)
-
-
-@_enter(*_functions("new_zeros new_ones new_empty new_full", Tensor))
-def _new(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, *sizes = args
-    if func is Tensor.new_full:
-        return Stacked(
-            x.ranks.new_full((x.ranks.shape[0], *sizes[0]), *sizes[1:], **kwargs), x.mesh
-        )
-    sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    return Stacked(func(x.ranks, (x.ranks.shape[0], *sizes), **kwargs), x.mesh)
 
 
 @_enter(Tensor.__getitem__)
@@ -450,16 +301,6 @@ def _setitem(func: Func, args: Args, kwargs: Kwargs) -> None:
 def _put(x: Tensor, index: Any, value: Any) -> Tensor:
     x[index] = value
     return x
-
-
-@_enter(torch.cat, torch.concat, torch.stack)
-def _cat(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    if "out" in kwargs:
-        return _by_vmap(func, args, kwargs)
-    tensors, *dim = (*args, *kwargs.values())
-    mesh = _mesh_of(tensors)
-    at = _negative(dim[0] if dim else 0, tensors[0].ndim + (func is torch.stack))
-    return Stacked(func([of(t, mesh) for t in tensors], at), mesh)
 
 
 @_enter(F.scaled_dot_product_attention)
