@@ -27,7 +27,7 @@ from shardlib.dtensor_convert import as_dtensor
 from shardlib.errors import BadArgument, UnknownAxis
 from shardlib.layouts import Layout, LayoutLike, as_layout, is_layout, taken
 from shardlib.mesh import Mesh, MeshLike, as_mesh, rank_along, scope, use_mesh
-from shardlib.modules.patterns import Pattern, matches
+from shardlib.modules.rules import Pattern, matches
 from shardlib.placing import padded_size
 from shardlib.tensor import Place, ShardedTensor
 

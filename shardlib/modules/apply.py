@@ -9,7 +9,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -119,9 +119,10 @@ class Calls:
 
     def added(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that a recipe adds to a call's, such as positions in documents."""
-        give = getattr(self.suggested, "given", None)
+        if getattr(self.suggested, "documents", None) is None:
+            return {}
         takes = {n for n, _ in self.arguments}
-        return {} if give is None else {k: v for k, v in give(named).items() if k in takes}
+        return {k: v for k, v in self.suggested.given(named).items() if k in takes}
 
     def place(self, name: str, value: Any) -> Any:
         """Place an input of this name by its layout in ``inputs=``; without one, replicate it.
@@ -242,7 +243,8 @@ class Apply(Calls):
         def run() -> Any:
             with self.copies.taken() as copy:
                 again = partial(copy.swapped, state, written)
-                with self.calling(params), within(again=again), standing_in(copy.stacks):
+                inside = standing_in(copy.stacks) if copy.stacks else nullcontext()
+                with self.calling(params), within(again=again), inside:
                     try:
                         return copy.run(state, buffers, written, args, kwargs)
                     except ShardError as e:

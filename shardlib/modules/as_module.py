@@ -29,9 +29,8 @@ from shardlib.modules.apply import (
     giving,
     positional,
 )
-from shardlib.modules.around import Around
 from shardlib.modules.experts import forward_of
-from shardlib.modules.weightless_copy import copied
+from shardlib.modules.weightless_copy import Around, copied
 from shardlib.placing import placed_like, shard, unshard
 from shardlib.tensor import ShardedTensor, no_trace
 

@@ -3,26 +3,29 @@
 A call sets its tensors in a copy and runs its forward, so threads that call the same ``apply`` need
 a copy each.  Backward of a remat region, or a transform of torch.func, runs a part of the call
 again, on the same tensors.  ``copy.deepcopy`` and ``pickle`` keep the first copy alone.
+
+A pure function would lose attributes that forward sets: ``reported`` warns of them.
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardlib.collectives import checking
 from shardlib.layouts import Layout
-from shardlib.modules.attributes import reported
 from shardlib.modules.experts import divided, standing_in
 from shardlib.modules.remat import remembering, version_of
-from shardlib.modules.weightless_copy import exchanged, skeleton
+from shardlib.modules.weightless_copy import skeleton
 from shardlib.ops.matmul.prefetch import not_prefetching
 from shardlib.tensor import promoting
 
-__all__ = ["Copies", "Copy", "swapped"]
+__all__ = ["Copies", "Copy", "reported", "swapped"]
 
 
 class Copies:
@@ -157,3 +160,104 @@ def swapped(
     """Call ``run()`` again on the tensors, ``state``, of an earlier call."""
     with promoting(), not_prefetching(), standing_in(stacks), exchanged(module, dict(state)):
         return run()
+
+
+# ---------------------------------------------------------------- exchange of tensors
+
+
+def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
+    """List (a dict, its key there, the first name) of each place that holds a tensor."""
+    first: dict[int, str] = {}
+    found = []
+    for path, m in module.named_modules():
+        for held in (m._parameters, m._buffers):
+            for key, tensor in held.items():
+                if tensor is not None:
+                    name = first.setdefault(id(tensor), f"{path}.{key}" if path else key)
+                    found.append((held, key, name))
+    return found
+
+
+@contextmanager
+def exchanged(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
+    """Set these tensors in the module, by their first names, inside the ``with``.
+
+    Tensors that the module assigns meanwhile are put into ``state``.
+
+    Places are restored in reverse: a submodule registered twice gets its own tensors back.
+    """
+    places = [(held, key, name) for held, key, name in slots(module) if name in state]
+    own = [held[key] for held, key, _ in places]
+    for held, key, name in places:
+        held[key] = state[name]
+    try:
+        yield
+    finally:
+        for (held, key, name), tensor in zip(reversed(places), reversed(own), strict=True):
+            state[name] = held.get(key, state[name])
+            held[key] = tensor
+
+
+# ---------------------------------------------------------------- attributes that forward changes
+
+
+@contextmanager
+def reported(module: nn.Module) -> Iterator[None]:
+    """Warn of attributes that change while a module runs, with the name of the submodule.
+
+    Buffers are not included: ``apply`` returns them.  Detected are attributes that are set,
+    tensors that are written to, and lists, dictionaries and sets that grow or shrink.
+
+    >>> from shardlib.modules.copies import reported
+    >>> layer = nn.Linear(2, 2)
+    >>> with warnings.catch_warnings(record=True) as seen:
+    ...     warnings.simplefilter("always")
+    ...     with reported(layer):
+    ...         layer.calls = 1
+    >>> str(seen[0].message).split(":")[0]
+    "forward changed attribute 'calls' of the module"
+    """
+    before = _attributes(module)
+    yield
+    after = _attributes(module)
+    none: Any = (None, None)
+    names = {**before, **after}
+    changed = [at for at in names if _differ(before.get(at, none), after.get(at, none))]
+    if changed:
+        path, name = changed[0]
+        more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+        warnings.warn(
+            f"forward changed attribute {name!r} of {path or 'the module'}{more}: what runs again, "
+            "or on another rank, need not see it; a buffer is handed on by apply.mutable",
+            stacklevel=3,
+        )
+
+
+_OWN = frozenset(vars(nn.Module())) | {"_forward_hooks_called"}
+
+
+def _attributes(module: nn.Module) -> dict[tuple[str, str], tuple[Any, Any]]:
+    """Map (submodule, name) to the value, kept so that its id stays unique, and its content."""
+    return {
+        (path, name): (value, _content(value))
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in _OWN
+    }
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return None if torch.is_inference(value) else getattr(value, "raw", value)._version
+    if isinstance(value, list | dict | set):
+        return len(value)
+    return None
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if a[1] != b[1]:
+        return True
+    if a[0] is b[0]:
+        return False
+    plain = (int, float, complex, str, tuple, type(None))
+    return not (isinstance(a[0], plain) and type(a[0]) is type(b[0]) and a[0] == b[0])

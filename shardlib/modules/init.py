@@ -22,9 +22,8 @@ from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
 from shardlib.modules.apply import Apply
 from shardlib.modules.copies import swapped
 from shardlib.modules.parallelize import placed
-from shardlib.modules.patterns import matches
 from shardlib.modules.remat import Remat
-from shardlib.modules.rules import Axes, Rules
+from shardlib.modules.rules import Axes, Rules, matches
 from shardlib.placing import reshard, shard
 from shardlib.random import next_key, rewind, rewound, seeded
 from shardlib.tensor import Place, ShardedTensor, promoting, real_axes, replicated

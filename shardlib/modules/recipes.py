@@ -41,8 +41,8 @@ from shardlib.modules.param_roles import RoleLayouts, assign, patterns, role_nam
 from shardlib.modules.rules import Suggested
 
 __all__ = [
-    "Recipe",
     "Legacy",
+    "Recipe",
     "beside",
     "cube3d",
     "ddp",
@@ -105,13 +105,12 @@ class Recipe(list[tuple[str, ...]]):
         return [*rules, *self]
 
     def given(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments that forward gets besides a call's: the positions in each document.
+        """Return arguments that forward gets, where there are documents: the positions in each.
 
         A decoder of transformers finds documents by them if it has no mask and no cache.
         Raises: Unsupported where a mask is given too; BadArgument for rows shorter than documents.
         """
-        if self.documents is None:
-            return {}
+        assert self.documents is not None, "no argument is added where there are none"
         if named.get("attention_mask") is not None:
             raise Unsupported(
                 "an attention_mask hides the documents from a decoder of transformers: it finds "

@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from shardlib.collectives import Away
 from shardlib.errors import RuleLint, similar
 from shardlib.mesh import within
-from shardlib.modules.around import Around
-from shardlib.modules.patterns import Pattern, matches
+from shardlib.modules.rules import Pattern, matches
+from shardlib.modules.weightless_copy import Around
 from shardlib.recompute import Kept
 from shardlib.tensor import ShardedTensor
 

@@ -2,12 +2,15 @@
 
 A rule is (pattern, layout): the first rule that matches a name decides, every parameter must match
 a rule, and every rule must match a parameter.  A recipe's rules may be shadowed by earlier ones.
+
+Patterns also name modules in ``remat`` and paths in optimizers.
 """
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -23,21 +26,41 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, unknown_axis
-from shardlib.modules.patterns import Pattern, matches
 from shardlib.placing import padded_size
 
 __all__ = [
     "UNFIT",
     "Axes",
+    "Pattern",
     "Rules",
     "Suggested",
     "logical",
     "match_rules",
+    "matches",
     "misfits",
     "naming",
     "read_layout",
     "renamed",
 ]
+
+
+T = TypeVar("T")
+
+Pattern = str | re.Pattern[str] | Callable[[str, T], bool]
+
+
+def matches(pattern: Pattern[T], name: str, value: T) -> bool:
+    """Check whether a glob, a regex or a function of name and value matches.
+
+    >>> [matches(p, "h.0.mlp", None) for p in ("h.*", re.compile(r"mlp$"), lambda n, v: v is None)]
+    [True, True, True]
+    """
+    if isinstance(pattern, str):
+        return fnmatch.fnmatchcase(name, pattern)
+    if isinstance(pattern, re.Pattern):
+        return pattern.search(name) is not None
+    return bool(pattern(name, value))
+
 
 Axes: TypeAlias = str | tuple[str, ...] | None
 """Mesh axes that split a logical dimension: one, several, or None."""

@@ -6,13 +6,14 @@ shared submodules and tensors, bound methods, partials and closures in attribute
 and dicts of its parameters or submodules.  Everything else is shared with the module:
 configurations, locks, generators, hooks and other objects, tensors that are neither parameters nor
 buffers, modules that are not registered.
+
+``Around`` wraps a method of a module so that copies of the module run on their own parameters.
 """
 
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -20,9 +21,46 @@ import torch
 from torch import Tensor, nn
 
 from shardlib._compat import is_wrapped_hook
-from shardlib.modules.around import Around
 
-__all__ = ["copied", "exchanged", "skeleton"]
+__all__ = ["Around", "copied", "skeleton"]
+
+
+class Around:
+    """Wrapper of ``module.name``, set as attribute: calls ``run(module, method, *given, ...)``.
+
+    ``run``    a function that can be imported by its name, so that it can be pickled.
+    ``given``  its arguments after the method.
+
+    >>> def doubled(module, forward, factor, x):
+    ...     return factor * forward(x)
+    >>> import copy, torch
+    >>> layer = nn.Linear(2, 2)
+    >>> _ = Around(layer, "forward", doubled, 2)
+    >>> again = copy.deepcopy(layer)
+    >>> _ = again.requires_grad_(False).weight.zero_(), again.bias.fill_(3.0)
+    >>> again(torch.ones(1, 2))
+    tensor([[6., 6.]])
+    """
+
+    def __init__(self, module: nn.Module, name: str, run: Callable[..., Any], *given: Any) -> None:
+        self.module, self.__name__, self.run, self.given = module, name, run, given
+        self.before = vars(module).get(name)
+        vars(module)[name] = self
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The method before wrapping, which also gives the wrapper its signature."""
+        if self.before is not None:
+            return self.before
+        return MethodType(getattr(type(self.module), self.__name__), self.module)
+
+    @property
+    def __code__(self) -> Any:
+        """Code object of the method, whose file torch.export names."""
+        return getattr(self.__wrapped__, "__code__", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.module, self.__wrapped__, *self.given, *args, **kwargs)
 
 
 def skeleton(module: nn.Module, buffers: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -170,36 +208,3 @@ def _parts(value: Any) -> list[Any] | None:
         except ValueError:  # the cell is empty
             return []
     return [value.__dict__] if kind is Around or is_wrapped_hook(value) else None
-
-
-def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
-    """List (a dict, its key there, the first name) of each place that holds a tensor."""
-    first: dict[int, str] = {}
-    found = []
-    for path, m in module.named_modules():
-        for held in (m._parameters, m._buffers):
-            for key, tensor in held.items():
-                if tensor is not None:
-                    name = first.setdefault(id(tensor), f"{path}.{key}" if path else key)
-                    found.append((held, key, name))
-    return found
-
-
-@contextmanager
-def exchanged(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
-    """Set these tensors in the module, by their first names, inside the ``with``.
-
-    Tensors that the module assigns meanwhile are put into ``state``.
-
-    Places are restored in reverse: a submodule registered twice gets its own tensors back.
-    """
-    places = [(held, key, name) for held, key, name in slots(module) if name in state]
-    own = [held[key] for held, key, _ in places]
-    for held, key, name in places:
-        held[key] = state[name]
-    try:
-        yield
-    finally:
-        for (held, key, name), tensor in zip(reversed(places), reversed(own), strict=True):
-            state[name] = held.get(key, state[name])
-            held[key] = tensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import RuleLint, ShardError, Unsupported, similar
-from shardlib.modules.patterns import Pattern, matches
+from shardlib.modules.rules import Pattern, matches
 from shardlib.optim.clip import norms_known
 from shardlib.optim.transform import (
     Step,

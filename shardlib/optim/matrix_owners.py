@@ -26,7 +26,7 @@ from shardlib.collectives import blocks, played, psum, ragged_all_to_all, storag
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along, uploaded
-from shardlib.modules.patterns import Pattern, matches
+from shardlib.modules.rules import Pattern, matches
 from shardlib.optim.newton_schulz import flops
 from shardlib.optim.trees import TensorView, by_tensor, named, one_each
 from shardlib.placing import reshard, unshard

@@ -32,7 +32,7 @@ from shardlib.cost import Cost, moving
 from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, scope, within
-from shardlib.modules.patterns import Pattern, matches
+from shardlib.modules.rules import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide
 from shardlib.optim.global_reductions import scale_in_place, scaled
 from shardlib.optim.groups import Mask, of_matrices

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardlib as sl
+from shardlib.modules.rules import matches
 
 
 def _first(name: str, value: torch.Tensor) -> bool:
@@ -99,3 +102,24 @@ def test_rules_are_linted_both_ways_and_the_fix_runs(rules: Any, says: str) -> N
         else:
             mended = eval(caught.value.fix, space)
         sl.parallelize(MLP, mended)
+
+
+names = st.text("ab.0", min_size=1, max_size=8)
+
+
+@given(names, names)
+def test_a_glob_is_of_the_whole_name(name: str, other: str) -> None:
+    assert matches(name, name, None) and matches("*", name, None)
+    assert matches(name, other, None) == (name == other)
+    assert matches(f"{name}*", name + other, None) and matches(f"*{other}", name + other, None)
+
+
+@given(names, names)
+def test_a_regex_is_found_anywhere_and_a_function_decides_alone(name: str, other: str) -> None:
+    assert matches(re.compile(re.escape(other)), name, None) == (other in name)
+    assert matches(lambda n, value: n == name and value == 3, name, 3)
+    assert not matches(lambda n, value: value == 3, name, 4)
+
+
+def test_upper_and_lower_case_differ() -> None:
+    assert not matches("a*", "A1", None)
