@@ -22,7 +22,10 @@ from typing import Any
 
 import torch
 
+from shardlib import optim
 from shardlib.errors import ShardError, similar
+from shardlib.optim import Transform
+from shardlib.optim.schedules import Schedule
 
 __all__ = [
     "Config",
@@ -30,6 +33,7 @@ __all__ = [
     "call",
     "called",
     "imported",
+    "make",
     "missing",
     "named",
     "near",
@@ -189,25 +193,35 @@ def call(
     function: Callable[..., Any],
     config: Config,
     path: Sequence[str],
-    *given: Any,
-    but: Iterable[str] = (),
-    **more: Any,
+    *given: object,
+    beside: Iterable[str] = (),
+    **more: object,
 ) -> Any:
     """Call ``function`` with the table at ``path`` as its arguments, in addition to those given.
 
-    ``but``  keys of the table for other functions, and arguments that the table may not have.
+    ``beside``  keys of the table for other functions.
     Raises: ConfigError in one line, also for errors of the function itself.
     """
-    table = {k: v for k, v in config.table(*path).items() if k not in set(but)}
-    kwargs = arguments(function, config, path, table, len(given), (*but, *more), but)
+    kwargs = arguments(function, config, path, len(given), more, beside)
     try:
         return function(*given, **kwargs, **more)
     except ShardError as e:
-        raise config.error(_blamed(e, path, table), told(e)) from e
+        raise config.error(_blamed(e, path, kwargs), told(e)) from e
     except ConfigError:  # from an inner table
         raise
     except Exception as e:  # the user's code: its message, and the line that raised it
         raise config.error(path, f"{_name(function)} refuses it: {_raised(e)}") from e
+
+
+def make(config: Config, path: Sequence[str]) -> Any:
+    """Call the function that the table's ``make`` names with its other keys.
+
+    Raises: ConfigError.
+    """
+    if "make" not in config.table(*path):
+        raise missing(config, path, ["make"], 'make must be given, as make = "module:function"')
+    function = called(config.table(*path)["make"], config, (*path, "make"))
+    return call(function, config, path, beside=("make",))
 
 
 def _raised(e: Exception) -> str:
@@ -257,28 +271,29 @@ def imported(text: Any) -> Callable[..., Any]:
 
 
 def arguments(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     config: Config,
     path: Sequence[str],
-    table: Mapping[str, Any],
-    positional: int = 0,
+    given: int = 0,
     taken: Iterable[str] = (),
     beside: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return a table's keys as arguments of ``function``, each of its annotated type.
+    """Return the keys of the table at ``path`` as arguments of ``function``, each of its type.
 
-    ``positional``  number of its first arguments that are given already; ``taken``  the same by
-                    name.
-    ``beside``      keys that the table may have for other functions.
+    ``given``   number of its first arguments that are given already; ``taken``  the same by name.
+    ``beside``  keys of the table for other functions.
     Raises: ConfigError for unknown keys, wrong types, and missing arguments.
     """
-    known = parameters(function, positional, taken)
+    table, others = config.table(*path), list(beside)
+    known = {n: p for n, p in parameters(function, given, taken).items() if n not in others}
     hints = _hints(function)
     loose = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     out = {}
     for key, value in table.items():
+        if key in others:
+            continue
         if key not in known and not loose:
-            raise unknown(config, path, key, [*known, *beside])
+            raise unknown(config, path, key, [*known, *others])
         out[key] = typed(value, hints.get(key, Any), config, (*path, key))
     lacking = [n for n, p in known.items() if p.default is p.empty and n not in table]
     if lacking:
@@ -329,8 +344,10 @@ def _blamed(e: ShardError, path: Sequence[str], table: Mapping[str, Any]) -> Seq
 
 
 def told(e: ShardError) -> str:
-    """Return the first line of an error, with the keys that its fix suggests."""
-    return e.message.split("\n")[0] + (f"; write {e.fix}" if e.fix.startswith(("x=", "y=")) else "")
+    """Return the first line of an error, with the keys that its fix suggests, or its remark."""
+    code, _, remark = e.fix.partition("  # ")
+    more = f"; write {e.fix}" if code.startswith(("x=", "y=")) else f"; {remark}" if remark else ""
+    return e.message.split("\n")[0] + more
 
 
 def near(word: str, words: Iterable[str]) -> str:
@@ -472,56 +489,47 @@ _PLAIN: dict[Any, tuple[Callable[[Any], bool], str]] = {
 
 
 def named(
-    kind: str, config: Config, path: Sequence[str], but: Iterable[str] = (), **more: Any
+    kind: str, config: Config, path: Sequence[str], beside: Iterable[str] = (), **more: object
 ) -> Any:
     """Make the transform or schedule of a table's ``name``, with its other keys.
 
     ``kind``  "optimizer" or "schedule".
     Raises: ConfigError.
     """
-    table = config.table(*path)
     known = schedules() if kind == "schedule" else transforms()
-    name = table.get("name")
+    name = config.table(*path).get("name")
     if name is None:
         text = f'name must be given, as name = "{next(iter(known))}"'
         raise missing(config, path, ["name"], text)
     if isinstance(name, str) and name.startswith("torch.optim.") and kind == "optimizer":
-        return _torchs(name, config, path, but)
+        return _torchs(name, config, path, ("name", *beside))
     if name not in known:
         hint = near(str(name), known)
-        raise config.error(
-            (*path, "name"), f"no {kind} {shown(name)}{hint} (there are {', '.join(known)})"
-        )
-    return call(known[name], config, path, but=("name", *but), **more)
+        text = f"no {kind} {shown(name)}{hint} (there are {', '.join(known)})"
+        raise config.error((*path, "name"), text)
+    return call(known[name], config, path, beside=("name", *beside), **more)
 
 
-def transforms() -> dict[str, Callable[..., Any]]:
+def transforms() -> dict[str, Callable[..., Transform]]:
     """List the optimizers that a file may use."""
-    from shardlib import optim
-
     names = "adamw adam sgd lion lamb muon adafactor adam8bit adagrad rmsprop"
     return {n: getattr(optim, n) for n in names.split()}
 
 
-def schedules() -> dict[str, Callable[..., Any]]:
+def schedules() -> dict[str, Callable[..., Schedule]]:
     """List the schedules that a file may use."""
-    from shardlib import optim
-
     return {n: getattr(optim, n) for n in "constant linear cosine warmup_cosine wsd".split()}
 
 
-def _torchs(name: str, config: Config, path: Sequence[str], but: Iterable[str]) -> Any:
+def _torchs(name: str, config: Config, path: Sequence[str], beside: Iterable[str]) -> Transform:
     """Make a transform from one of torch's own optimizers."""
-    from shardlib.optim import from_torch
-
     known = [n for n in vars(torch.optim) if isinstance(getattr(torch.optim, n), type)]
     last = name.rpartition(".")[2]
     if last not in known:
         raise config.error((*path, "name"), f"torch.optim has no {last!r}{near(last, known)}")
     made = getattr(torch.optim, last)
-    table = {k: v for k, v in config.table(*path).items() if k not in {"name", *but}}
-    kwargs = arguments(made, config, path, table, 1, (), ("name", *but))
+    kwargs = arguments(made, config, path, 1, (), beside)
     try:
-        return from_torch(made, **kwargs)
+        return optim.from_torch(made, **kwargs)
     except ShardError as e:
         raise config.error(path, told(e)) from e

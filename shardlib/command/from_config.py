@@ -8,8 +8,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import optree
 import torch
@@ -24,6 +24,7 @@ from shardlib.command.config import (
     arguments,
     call,
     called,
+    make,
     missing,
     named,
     near,
@@ -31,13 +32,14 @@ from shardlib.command.config import (
     shown,
     told,
     transforms,
+    typed,
     unknown,
 )
 from shardlib.command.config import parameters as keys_of
 from shardlib.data import Batches, data
 from shardlib.errors import BadArgument, LayoutSyntax, ShardError, UnevenSplit
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, accelerator, launched, make_mesh, record, simulate
+from shardlib.mesh import Mesh, launched, make_mesh, record, simulate
 from shardlib.mesh.mesh import check_timeout
 from shardlib.modules import init, parallelize, recipes
 from shardlib.modules.apply import Apply
@@ -46,16 +48,19 @@ from shardlib.planning.plan import loss_of
 from shardlib.tensor import ShardedTensor, layout_of
 
 __all__ = [
-    "Built", "axes_of", "batches", "built", "check_data", "check_init", "check_layout",
-    "check_tables", "hugging_face", "labels_of", "loss_function", "mesh_of", "module_of", "optimizer",
-    "precision", "rows_of", "rules_of", "schedules", "state_of", "transforms", "under_launcher",
+    "Built", "axes_of", "batches", "built", "check_data", "evaluating", "fixed_axes",
+    "how_to_make", "hugging_face", "init_keys", "labels_of", "loss_function", "mesh_of",
+    "module_of", "optimizer", "placing", "precision", "rows_of", "rules_of", "schedules",
+    "state_of", "transforms", "under_launcher",
 ]  # fmt: skip
 
-RECIPES = ("megatron1d", "optimus2d", "tesseract", "cube3d", "ring", "ddp", "fsdp")
+RecipeName = Literal["megatron1d", "optimus2d", "tesseract", "cube3d", "ring", "ddp", "fsdp"]
+RECIPES: tuple[str, ...] = get_args(RecipeName)
 SOURCES = ("text", "documents", "tokens", "dataset")
 LOADING = ("missing", "extra", "cast", "timeout")  # of load_hf, in [model]
 DATA = ("batch", "layout", "shuffle", "seed", "last", "workers")  # of data, in [data]
 EVAL = ("batch", "layout", "workers")  # and in [eval]
+NO_AXES = ("schedule", "mlp", "experts")  # arguments of recipes that are other texts
 PLACING = ("pad", "axes", "inputs")  # of parallelize, in [layout]
 WRAPPERS: dict[str, Callable[..., Any]] = {  # tables below [optimizer], the innermost first
     "clip": optim.clip_by_global_norm,
@@ -64,18 +69,6 @@ WRAPPERS: dict[str, Callable[..., Any]] = {  # tables below [optimizer], the inn
     "zero": optim.zero,
     "loss_scale": optim.loss_scale,
 }
-
-
-def check_tables(config: Config, run: Callable[..., Any]) -> None:
-    """Refuse top-level tables and keys of the file that are no arguments of ``run``."""
-    known = keys_of(run)
-    for key, value in config.tables.items():
-        if key not in known:
-            raise unknown(config, (), key, known)
-        if known[key].annotation is Table and not isinstance(value, Mapping):
-            raise config.error((key,), f"must be a table: write [{key}] on a line of its own")
-    plain = {k: v for k, v in config.tables.items() if known[k].annotation is not Table}
-    arguments(run, config, (), plain)
 
 
 Table = Mapping[str, Any]
@@ -90,41 +83,43 @@ def axes_of(config: Config) -> dict[str, int]:
     Raises: ConfigError.
     """
     own = keys_of(make_mesh)
-    axes = {}
-    for key, value in config.table("mesh").items():
-        if key in own:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            said = near(key, own) if near(key, own) else "; axes have whole numbers"
-            raise config.error(("mesh", key), f"this is no size of an axis{said}")
-        if value < 1 and value != -1:
-            raise config.error(("mesh", key), f"an axis has 1 rank at least, not {value}")
-        axes[key] = value
-    _mesh_arguments(config, axes)
+    axes = {k: v for k, v in config.table("mesh").items() if k not in own}
+    for axis, n in axes.items():
+        if type(n) is not int or (n < 1 and n != -1):
+            hint = near(axis, own) or "; an axis has a whole number of ranks, 1 at least"
+            raise config.error(("mesh", axis), f"{shown(n)} is no size of an axis{hint}")
     if not axes:
         raise config.error(("mesh",), "a mesh has an axis: write data = 2 in [mesh]")
     return axes
 
 
-def _mesh_arguments(config: Config, axes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the other keys of ``[mesh]``, which are not axes.
+def fixed_axes(config: Config) -> dict[str, int]:
+    """Return the axis sizes where nothing but the file gives them.
+
+    Raises: ConfigError for a size of -1.
+    """
+    axes = axes_of(config)
+    for axis, n in axes.items():
+        if n == -1:
+            text = "-1 is found from torchrun's number of processes: write a number, or start it so"
+            raise config.error(("mesh", axis), text)
+    return axes
+
+
+def how_to_make(config: Config) -> dict[str, Any]:
+    """Return the keys of ``[mesh]`` that are no axes: device and timeout.
 
     Raises: ConfigError.
     """
-    table = {k: v for k, v in config.table("mesh").items() if k not in axes}
-    known = arguments(make_mesh, config, ("mesh",), table)
-    device = known.get("device", "cpu")
+    known = arguments(make_mesh, config, ("mesh",), beside=axes_of(config))
     try:
-        torch.device(device)
-    except RuntimeError:
-        here = [found.type] if (found := accelerator()) else []
-        text = f"no such device {shown(device)}: write {' or '.join(map(shown, [*here, 'cpu']))}"
-        raise config.error(("mesh", "device"), text) from None
-    if "timeout" in known:
-        try:
-            check_timeout(known["timeout"], "make_mesh", "")
-        except ShardError as e:
-            raise config.error(("mesh", "timeout"), e.message) from None
+        key = "device"
+        torch.device(known.get(key, "cpu"))
+        key = "timeout"
+        check_timeout(known.get(key, 1.0), "make_mesh", "")
+    except (RuntimeError, ShardError) as e:
+        text = getattr(e, "message", f"{shown(known[key])}: {e}")
+        raise config.error(("mesh", key), text) from None
     return known
 
 
@@ -138,17 +133,10 @@ def mesh_of(config: Config, kind: str = "ranks") -> Mesh:
 
     Raises: ConfigError.
     """
-    axes = axes_of(config)
     if kind != "ranks":
-        free = [n for n, s in axes.items() if s == -1]
-        if free:
-            raise config.error(
-                ("mesh", free[0]), "-1 is found from the number of processes: write a number"
-            )
-        return simulate(**axes) if kind == "simulate" else record(**axes)
-    known = _mesh_arguments(config, axes)
+        return (simulate if kind == "simulate" else record)(**fixed_axes(config))
+    how: dict[str, Any] = {**how_to_make(config), **axes_of(config)}
     try:
-        how: dict[str, Any] = {**known, **axes}
         return make_mesh(**how)
     except ShardError as e:
         raise config.error(("mesh",), e.message) from None
@@ -208,17 +196,12 @@ def module_of(config: Config, meta: bool = False, real: bool = False) -> Module:
         wanted = [] if "make" in table else ["make", "directory"]
         raise missing(config, ("model",), wanted, text)
     if "directory" in table:
-        own = (*keys_of(hugging_face, taken=("real",)), *LOADING)
-        for key in table:
-            if key not in own:
-                raise unknown(config, ("model",), key, own)
-        how = {k: v for k, v in table.items() if k in LOADING}
-        made = call(hugging_face, config, ("model",), but=LOADING, real=real)
-        made.load = arguments(load_hf, config, ("model",), how, 3)
+        made = call(hugging_face, config, ("model",), beside=LOADING, real=real)
+        others = keys_of(load_hf).keys() - LOADING | keys_of(hugging_face).keys()
+        made.load = arguments(load_hf, config, ("model",), beside=others)
         return made
-    function = called(table["make"], config, ("model", "make"))
     with torch.device("meta") if meta or ("init" in config.tables and not real) else nullcontext():
-        module = call(function, config, ("model",), but=("make",))
+        module = make(config, ("model",))
     if not isinstance(module, nn.Module):
         raise config.error(("model", "make"), f"this makes {type(module).__name__}, not a module")
     return Module(module)
@@ -236,10 +219,15 @@ class Rules:
     labels: str
 
 
-def _placing(config: Config) -> dict[str, Any]:
-    """Return the arguments of ``parallelize`` in ``[layout]``, without the rules."""
-    table = {k: v for k, v in config.table("layout").items() if k in PLACING}
-    return arguments(parallelize, config, ("layout",), table, 2)
+def placing(config: Config) -> dict[str, Any]:
+    """Return the arguments of ``parallelize`` in ``[layout]``, without the rules.
+
+    Raises: ConfigError for a key that neither it nor the recipe takes.
+    """
+    name = config.table("layout").get("recipe")
+    own = keys_of(getattr(recipes, name), 2, PLACING) if name in RECIPES else ()
+    others = keys_of(parallelize, 2).keys() - PLACING
+    return arguments(parallelize, config, ("layout",), 2, others, ("recipe", "rules", *own))
 
 
 def rules_of(config: Config, module: nn.Module, mesh: Mesh) -> Rules:
@@ -248,87 +236,37 @@ def rules_of(config: Config, module: nn.Module, mesh: Mesh) -> Rules:
     Raises: ConfigError.
     """
     table = config.table("layout")
-    check_layout(config)
-    if "rules" in table:
-        rows = [tuple(r) if isinstance(r, list) else r for r in table["rules"]]
-        where = "data ..." if "data" in mesh.names else "..."
-        return Rules(rows, where, where)
-    found = _recipe(config, ("layout",), module, mesh)
-    return Rules(found, found.tokens, found.labels)
-
-
-def check_layout(config: Config) -> None:
-    """Check ``[layout]`` without a module: its keys, its recipe, and the mesh's axes."""
-    table, axes = config.table("layout"), axes_of(config)
-    own = _layout_keys(config)
-    for key in table:
-        if key not in own and near(key, ("recipe", "rules")):
-            raise unknown(config, ("layout",), key, own)
     if ("recipe" in table) == ("rules" in table):
         text = 'write recipe = "megatron1d" or rules = [["*.weight", "x ."], ["*", "..."]]'
         raise config.error(("layout",), text)
-    zeros = _zero_axes(config)
-    used = _rules_axes(config) if "rules" in table else _recipe_axes(config, ("layout",))
-    names = sorted(used | zeros)
     if "recipe" in table:
-        _check_apart(config)
-    for axis in axes:
-        if axis not in names:
-            raise config.error(
-                ("mesh", axis),
-                f"nothing is split over this axis{near(axis, names)} "
-                f"({table.get('recipe', 'the rules')} and [optimizer.zero] name {', '.join(names)})",
-            )
-    for axis in _needed(config, ("layout",)) if "recipe" in table else ():
-        if axis not in axes:
-            text = f"{table['recipe']} splits over the axis {axis!r}: write {axis} = 2"
-            raise config.error(("mesh",), text)
-    for axis in sorted(zeros):
-        if axis not in axes:
-            text = f"[mesh] has no axis {axis!r}{near(axis, axes)}"
-            raise config.error(("optimizer", "zero", "axis"), text)
+        found = _recipe(config, ("layout",), module, mesh)
+        return Rules(found, found.tokens, found.labels)
+    rows = typed(table["rules"], list, config, ("layout", "rules"))
+    where = "data ..." if "data" in mesh.names else "..."
+    return Rules([tuple(r) if isinstance(r, list) else r for r in rows], where, where)
 
 
-def _zero_axes(config: Config) -> set[str]:
-    """Return the axes of ``[optimizer.zero]``."""
-    axis = config.table("optimizer", "zero").get("axis", ())
-    zeros = [axis] if isinstance(axis, str) else axis
-    if not isinstance(zeros, list | tuple) or not all(isinstance(a, str) for a in zeros):
-        text = f'write axis = "data" or ["data", "s"], not {zeros!r}'
-        raise config.error(("optimizer", "zero", "axis"), text)
-    return set(zeros)
-
-
-def _rules_axes(config: Config) -> set[str]:
-    """Return the axes in written rules and in the layout of the rows."""
-    table = config.table("layout")
-    for key in table:
-        if key not in ("rules", *PLACING):
-            raise unknown(config, ("layout",), key, ("rules", *PLACING))
-    if not isinstance(table["rules"], list):
-        text = 'this is a list: [["*.weight", "x ."], ["*", "..."]]'
-        raise config.error(("layout", "rules"), text)
-    texts = [t for r in table["rules"] if isinstance(r, list) for t in r[1:]]
-    texts.append(config.table("data").get("layout", "data ..."))
-    return {a for t in texts for a in _axes_in(str(t))}
-
-
-def _check_apart(config: Config) -> None:
-    """Refuse one axis for two arguments of a recipe."""
-    table, first = config.table("layout"), {}
-    for name, axis in _axis_arguments(config, ("layout",)).items():
-        other = first.setdefault(axis, name)
-        if not axis or other == name or not {name, other} & set(table):
-            continue
-        written, taken = (name, other) if name in table else (other, name)
-        text = f"{axis!r} is the axis that {table['recipe']} takes for {taken}"
-        raise config.error(("layout", written), text)
-
-
-def _layout_keys(config: Config) -> list[str]:
-    name = config.table("layout").get("recipe")
-    own = keys_of(getattr(recipes, name), 2) if name in RECIPES else ()
-    return list(dict.fromkeys(["recipe", "rules", *PLACING, *own]))
+def _recipe(config: Config, path: tuple[str, ...], module: nn.Module, mesh: Mesh) -> recipes.Recipe:
+    """Return the rules of a table's ``recipe``; ``weights`` is a table of another recipe."""
+    table = config.table(*path)
+    name = typed(table.get("recipe"), RecipeName, config, (*path, "recipe"))
+    function = getattr(recipes, name)
+    texts = {n: p.default for n, p in keys_of(function, 2).items() if isinstance(p.default, str)}
+    axes = {n: table.get(n, text) for n, text in texts.items() if n not in NO_AXES}
+    for key, axis in axes.items():
+        if others := [n for n in axes if n != key and axis and axes[n] == axis and key in table]:
+            text = f"{axis!r} is the axis that {name} takes for {others[0]}"
+            raise config.error((*path, key), text)
+    more: dict[str, object] = {}
+    if "weights" in table:
+        if "weights" not in keys_of(function):
+            raise unknown(config, path, "weights", keys_of(function, 2))
+        more["weights"] = _recipe(config, (*path, "weights"), module, mesh)
+    beside = ("recipe", "weights", "inputs", *(PLACING if path == ("layout",) else ()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # guessed roles are still right
+        return call(function, config, path, module, mesh, beside=beside, **more)
 
 
 def _axes_in(text: str) -> set[str]:
@@ -339,111 +277,49 @@ def _axes_in(text: str) -> set[str]:
     return {*found.axes, *found.partial}
 
 
-def _function(config: Config, path: Sequence[str]) -> Callable[..., Any]:
-    name = config.table(*path).get("recipe")
-    if name not in RECIPES:
-        hint = near(str(name), RECIPES)
-        raise config.error(
-            (*path, "recipe"), f"no such recipe{hint} (there are {', '.join(RECIPES)})"
-        )
-    return getattr(recipes, name)
-
-
-def _axis_arguments(config: Config, path: Sequence[str]) -> dict[str, str]:
-    """Return the arguments of a recipe that are mesh axes, with their values."""
-    table = config.table(*path)
-    given = {}
-    for n, p in keys_of(_function(config, path), 2).items():
-        if isinstance(p.default, str) and n not in ("schedule", "mlp", "experts"):
-            given[n] = str(table.get(n, p.default))
-    return given
-
-
-def _recipe_axes(config: Config, path: Sequence[str]) -> set[str]:
-    inner = config.table(*path).get("weights")
-    more = _recipe_axes(config, (*path, "weights")) if inner is not None else set()
-    experts = str(config.table(*path).get("experts", "")).split()
-    return {*_axis_arguments(config, path).values(), *more, *experts}
-
-
-def _needed(config: Config, path: Sequence[str]) -> list[str]:
-    inner = config.table(*path).get("weights")
-    more = _needed(config, (*path, "weights")) if inner is not None else []
-    own = _axis_arguments(config, path)
-    wanted = (
-        own.values()
-        if config.table(*path)["recipe"] == "ddp"
-        else (a for n, a in own.items() if n != "data")
-    )
-    return [*wanted, *more]
-
-
-def _recipe(config: Config, path: Sequence[str], module: nn.Module, mesh: Mesh) -> Any:
-    function = _function(config, path)
-    own = PLACING if path == ("layout",) else ()
-    more: dict[str, Any] = {}
-    if "weights" in config.table(*path):
-        if "weights" not in keys_of(function):
-            raise unknown(config, path, "weights", keys_of(function, 2))
-        more["weights"] = _recipe(config, (*path, "weights"), module, mesh)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # guessed roles are still right
-        return call(
-            function, config, path, module, mesh, but=("recipe", "weights", "inputs", *own), **more
-        )
-
-
 # ---------------------------------------------------------------- [data]
 
 
-def check_data(config: Config, where: str = "data", more: Iterable[str] = ()) -> str:
-    """Check ``[data]`` without reading rows; return the name of the table with their source.
+def evaluating(config: Config) -> Config:
+    """Return the configuration in which ``[eval]`` has its own batch and layout, or ``[data]``'s."""
+    data = {k: v for k, v in config.table("data").items() if k in ("batch", "layout")}
+    return replace(config, tables={**config.tables, "eval": {**data, **config.table("eval")}})
 
-    ``where``  "eval" for the rows of evaluation, whose table has ``more`` keys.
-    """
-    table = config.table(where)
-    known = (*(DATA if where == "data" else EVAL), *more, *SOURCES)
-    for key in table:
-        if key not in known:
-            raise unknown(config, (where,), key, known)
-    given = [k for k in SOURCES if k in table]
-    if len(given) != 1:
-        tables = " and ".join(f"[{where}.{k}]" for k in SOURCES).replace(" and ", ", ", 2)
-        raise config.error((where,), f"rows come from one of the tables {tables}")
-    name = given[0]
-    if not isinstance(table[name], Mapping):
-        key = "make" if name == "dataset" else "path"
-        raise config.error(
-            (where, name), f'must be a table: write [{where}.{name}] and {key} = "..." below'
-        )
-    own = {k: v for k, v in table.items() if k not in (*SOURCES, *more)}
-    lacks = {"batch": 1} if where == "eval" else {}
-    if arguments(data, config, (where,), lacks | own, 1).get("workers", 0) > 1024:
+
+def check_data(config: Config, where: str = "data", beside: Iterable[str] = ()) -> None:
+    """Check ``[data]``, or ``[eval]``, without reading rows."""
+    others = keys_of(data, 1).keys() - (DATA if where == "data" else EVAL)
+    own = arguments(data, config, (where,), 1, others, (*SOURCES, *beside))
+    if own.get("workers", 0) > 1024:
         raise config.error((where, "workers"), f"1,024 at most, not {own['workers']}")
-    if name == "dataset":
-        if "make" not in table[name]:
-            text = 'make must be given, as make = "module:function"'
-            raise missing(config, (where, name), ["make"], text)
-    else:
-        given = arguments(getattr(datasets, name), config, (where, name), table[name])
+    name = _source(config, where)
+    if name != "dataset":
+        given = arguments(getattr(datasets, name), config, (where, name))
         words = given.get("tokenizer", "bytes")
         if words != "bytes" and not os.path.isdir(words):
             text = f'{shown(words)} is no directory: write "bytes", or a directory with a tokenizer'
             raise config.error((where, name, "tokenizer"), text)
-    return name
 
 
-def rows_of(config: Config, where: str = "data", more: Iterable[str] = ()) -> Any:
+def _source(config: Config, where: str) -> str:
+    """Return the name of the table of ``[data]`` with the source of its rows."""
+    given = [k for k in SOURCES if k in config.table(where)]
+    if len(given) != 1:
+        *tables, last = (f"[{where}.{k}]" for k in SOURCES)
+        text = f"rows come from one of the tables {', '.join(tables)} and {last}"
+        raise config.error((where,), text)
+    return given[0]
+
+
+def rows_of(config: Config, where: str = "data") -> Any:
     """Make the dataset of ``[data]``, or of ``[eval]``.
 
     Raises: ConfigError.
     """
-    name = check_data(config, where, more)
-    path = (where, name)
+    name = _source(config, where)
     if name == "dataset":
-        function = called(config.table(*path)["make"], config, (*path, "make"))
-        return call(function, config, path, but=("make",))
-    return call(getattr(datasets, name), config, path)
+        return make(config, (where, name))
+    return call(getattr(datasets, name), config, (where, name))
 
 
 def batches(
@@ -451,8 +327,7 @@ def batches(
 ) -> Batches:
     """Make the batches of ``[data]``, in the layouts of the recipe.
 
-    ``where``  "eval" for those of ``[eval]``: in order, and of the same size unless ``[eval]`` has
-               a ``batch``.
+    ``where``  "eval" for those of ``[eval]``, which are in order.
     Raises: ConfigError.
     """
     try:
@@ -460,25 +335,23 @@ def batches(
     except (TypeError, KeyError, IndexError) as e:
         raise config.error((where,), f"a dataset has a length and rows: {e}") from None
     own = config.table(where)
-    batch = own.get("batch", config.table("data").get("batch", 1))
-    if where == "data" and batch > len(rows):
-        raise config.error(("data", "batch"), f"{batch} rows of a dataset that has {len(rows)}")
-    given = own.get("layout", config.table("data").get("layout"))
-    more: dict[str, Any] = {"mesh": mesh, "state": state}
+    if where == "data" and own.get("batch", 1) > len(rows):
+        raise config.error(
+            ("data", "batch"), f"{own['batch']} rows of a dataset that has {len(rows)}"
+        )
+    layout = own["layout"] if "layout" in own else _lying(first, rules)
+    more: dict[str, Any] = {"mesh": mesh, "state": state, "layout": layout}
     if where == "eval":
-        more |= {"shuffle": False, "batch": batch}
-    layout = given if given is not None else _lying(first, rules)
+        more["shuffle"] = False
     if isinstance(first, tuple | list):  # the last field of a pair is its labels
         more["ignore"] = {len(first) - 1: -100}
-    but = ("layout", *SOURCES, *(k for k in own if k not in DATA or k in more))
     try:
-        return call(data, config, (where,), rows, but=but, layout=layout, **more)
+        return call(data, config, (where,), rows, beside=("layout", "every", *SOURCES), **more)
     except ConfigError as e:
-        if isinstance(e.__cause__, UnevenSplit):
-            raise config.error((where, "batch"), e.__cause__.message) from None
-        if isinstance(e.__cause__, LayoutSyntax):
-            raise config.error((where, "layout"), e.__cause__.message) from None
-        raise
+        key = {UnevenSplit: "batch", LayoutSyntax: "layout"}.get(type(e.__cause__))
+        if key is None:
+            raise
+        raise config.error((where, key), e.__cause__.message) from None
 
 
 def labels_of(batch: Any) -> Any:
@@ -527,27 +400,23 @@ def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
             ("optimizer",), 'this table must be there: [optimizer], name = "adamw", lr = 3e-4'
         )
     more = {}
-    if table.get("name") == "muon" and module is not None:
+    if table.get("name") == "muon" and module is not None and "matrices" not in table:
         more["matrices"] = recipes.matrices(module)
-    more = {k: v for k, v in more.items() if k not in table}
-    tx: Any = named("optimizer", config, ("optimizer",), but=WRAPPERS, **more)
+    tx: Any = named("optimizer", config, ("optimizer",), beside=WRAPPERS, **more)
     policy = precision(config)
-    for name in WRAPPERS:
-        if name in table and not isinstance(table[name], Mapping):
-            raise config.error(("optimizer", name), f"must be a table: write [optimizer.{name}]")
-    if "clip" in table:
-        tx = optim.chain(call(WRAPPERS["clip"], config, ("optimizer", "clip")), tx)
-    for name in ("skip_nonfinite", "ema"):
-        if name in table:
-            tx = call(WRAPPERS[name], config, ("optimizer", name), tx)
-    if "zero" in table:
-        own = {} if policy is None else policy.for_zero()
-        more = {k: v for k, v in own.items() if k not in table["zero"] and v is not None}
-        tx = call(WRAPPERS["zero"], config, ("optimizer", "zero"), tx, **more)
-    elif policy is not None:
-        tx = optim.mixed(tx, policy)
-    if "loss_scale" in table:
-        tx = call(WRAPPERS["loss_scale"], config, ("optimizer", "loss_scale"), tx)
+    for name, wrapper in WRAPPERS.items():
+        path, more = ("optimizer", name), {}
+        if name not in table:
+            plain = name == "zero" and policy is not None
+            tx = optim.mixed(tx, policy) if plain else tx
+            continue
+        if name == "clip":
+            tx = optim.chain(call(wrapper, config, path), tx)
+            continue
+        if name == "zero" and policy is not None:
+            own = config.table(*path)
+            more = {k: v for k, v in policy.for_zero().items() if k not in own and v is not None}
+        tx = call(wrapper, config, path, tx, **more)
     return tx
 
 
@@ -622,7 +491,7 @@ def _placed(
     config: Config, made: Module, rules: Rules, mesh: Mesh, values: bool
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Call ``parallelize``, ``init`` or ``load_hf``, as the file's tables require."""
-    how: dict[str, Any] = {"mesh": mesh, **_placing(config)}
+    how: dict[str, Any] = {"mesh": mesh, **placing(config)}
     remat = [(k, v) for k, v in config.table("remat").items()]
     try:
         if values and made.directory:
@@ -634,8 +503,7 @@ def _placed(
             )  # fmt: skip
         meta = any(p.is_meta for p in made.module.parameters())
         if values and (meta or "init" in config.tables):
-            own = check_init(config)
-            return init(made.module, rules.rules, remat=remat, **own, **how)
+            return init(made.module, rules.rules, remat=remat, **init_keys(config), **how)
         return parallelize(made.module, rules.rules, remat=remat, **how)
     except ShardError as e:
         raise config.error(_table_of(e, remat), e.message) from e
@@ -647,11 +515,9 @@ def _table_of(e: ShardError, remat: Sequence[tuple[str, Any]]) -> tuple[str, ...
     return ("model", "directory") if e.op == "load_hf" else ("layout",)
 
 
-def check_init(config: Config) -> dict[str, Any]:
-    """Check the arguments of ``[init]``; keys that other tables have are refused here."""
-    return arguments(
-        init, config, ("init",), config.table("init"), 2, taken=("mesh", "remat", *PLACING)
-    )
+def init_keys(config: Config) -> dict[str, Any]:
+    """Return the arguments of ``init`` in ``[init]``; keys of other tables are refused."""
+    return arguments(init, config, ("init",), 2, ("mesh", "remat", *PLACING))
 
 
 def _check_axes(
@@ -663,11 +529,16 @@ def _check_axes(
     used = {a for text in texts for a in _axes_in(text)}
     used |= {a for p in params.values() for a in (*layout_of(p).axes, *layout_of(p).partial)}
     used |= {zero} if isinstance(zero, str) else set(zero)
+    own = inspect.signature(
+        getattr(recipes, config.table("layout").get("recipe", "ddp"))
+    ).parameters
+    names = used | {p.default for p in own.values() if isinstance(p.default, str)} - {*mesh.axes}
     for axis, n in mesh.axes.items():
         if n > 1 and axis not in used:
             left = getattr(rules.rules, "left", {})
             why = next((f": {name}: {text}" for name, text in left.items()), "")
-            raise config.error(("mesh", axis), f"nothing is split over these {n} ranks{why}")
+            text = f"nothing is split over these {n} ranks{near(axis, names)}{why}"
+            raise config.error(("mesh", axis), text)
 
 
 def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[..., Tensor]:

@@ -13,7 +13,7 @@ from shardlib.checkpoint import load_hf
 from shardlib.command import datasets, from_config
 from shardlib.command.config import ConfigError, near, parameters
 from shardlib.command.progress import log
-from shardlib.command.train import checkpoint, evaluation, export, train
+from shardlib.command.train import Checkpoints, Evaluation, Export, train
 from shardlib.data import data
 from shardlib.mesh import make_mesh
 from shardlib.modules import init, parallelize, recipes
@@ -71,10 +71,10 @@ def listed() -> Iterator[Key]:
         "",
         "what modules of this name keep",
     )
-    yield from _of("checkpoint", checkpoint)
-    yield from _of("eval", evaluation)
+    yield from _of("checkpoint", Checkpoints)
+    yield from _of("eval", Evaluation)
     yield from _of("eval", data, only=from_config.EVAL)
-    yield from _of("export", export)
+    yield from _of("export", Export)
     yield from _of("log", log)
 
 

@@ -21,7 +21,7 @@ from shardlib.command.from_config import (
     rows_of,
     under_launcher,
 )
-from shardlib.command.train import check_present
+from shardlib.command.train import check
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link
 from shardlib.planning.cluster import CLUSTERS, Cluster, measured
@@ -38,46 +38,48 @@ def add(parser: argparse.ArgumentParser) -> None:
         "or a TOML file",
     )
     parser.add_argument(
-        "--ranks", default="", help="how many, as 8 or 8,64,512; of a file its mesh's"
+        "--ranks",
+        type=_several,
+        default=[],
+        metavar="N",
+        help="how many, as 8 or 8,64,512; of a file its mesh's",
     )
     parser.add_argument(
-        "--batch", type=int, default=0, help="rows of a step, over all ranks and micro-batches"
+        "--batch", type=_count, default=0, help="rows of a step, over all ranks and micro-batches"
     )
-    parser.add_argument("--sequence", type=int, default=0, help="tokens of a row")
-    parser.add_argument("--cluster", default="h100", help=", ".join(CLUSTERS))
+    parser.add_argument("--sequence", type=_count, default=0, help="tokens of a row")
+    parser.add_argument("--cluster", default="h100", choices=[*CLUSTERS], help="of these nodes")
     parser.add_argument(
         "--accumulate",
-        type=int,
+        type=_count,
         default=0,
         help="micro-batches of a step at the least; else 1, or a file's",
     )
     for which, where in (("inside", "within a node"), ("between", "between nodes")):
         parser.add_argument(
-            f"--{which}", default="", metavar="SECONDS,BYTES",
+            f"--{which}", type=_link, metavar="SECONDS,BYTES",
             help=f"a link {where}: seconds per message, bytes per second, as 5e-6,200e9; "
             "else what torchrun's ranks measure, else the cluster's",
         )  # fmt: skip
-    parser.add_argument("--node", type=int, default=0, help="ranks of a node; else the cluster's")
-    parser.add_argument("--memory", default="", help="of one rank, as 80GiB; else the cluster's")
+    parser.add_argument(
+        "--node", type=_count, default=0, help="ranks of a node; else the cluster's"
+    )
+    parser.add_argument("--memory", type=_bytes, help="of one rank, as 80GiB; else the cluster's")
     parser.add_argument(
         "--state", type=float, default=8.0, help="bytes per parameter that the optimizer keeps"
     )
-    parser.add_argument("--recipe", default="", help="only these, as megatron1d,fsdp")
+    parser.add_argument("--recipe", type=_recipes, help="only these, as megatron1d,fsdp")
     parser.add_argument("--most", type=int, default=4, help="how many ways run on paper")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
 
 
 def main(given: Any) -> int:
     """Run the command: return 0, or 4 if nothing fits for one of the numbers of ranks."""
-    if given.cluster not in CLUSTERS:
-        raise ConfigError(f"--cluster {given.cluster}: there are {', '.join(CLUSTERS)}")
     model, said = _model(given)
     cluster = _cluster(given)
     if under_launcher() and int(os.environ["RANK"]) > 0:
         return 0  # it took part in the measurement; one rank plans
-    more: dict[str, Any] = {"memory": _bytes(given.memory)} if given.memory else {}
-    if given.recipe:
-        more["recipe"] = _recipes(given.recipe)
+    more = {k: v for k in ("memory", "recipe") if (v := getattr(given, k)) is not None}
     try:
         found = {
             ranks: plan(
@@ -110,9 +112,7 @@ def _cluster(given: Any) -> Cluster:
         found = measured(found)
         # one rank plans, the others end here
         dist.destroy_process_group()
-    said = {n: _link(text, n) for n in ("inside", "between") if (text := getattr(given, n))}
-    if given.node < 0 or given.node > 2**20:
-        raise ConfigError(f"--node {given.node}: ranks of a node, 1 at least")
+    said = {n: link for n in ("inside", "between") if (link := getattr(given, n)) is not None}
     if given.node:
         found = replace(found, node=given.node)
     if len(said) == 2:
@@ -123,18 +123,6 @@ def _cluster(given: Any) -> Cluster:
     return found
 
 
-def _link(text: str, name: str) -> Link:
-    try:
-        alpha, rate = map(float, text.split(","))
-        if not (0 <= alpha < math.inf and 0 < rate < math.inf):
-            raise ValueError(text)
-    except ValueError:
-        raise ConfigError(
-            f"--{name} {text}: seconds per message and bytes per second, as --{name} 5e-6,200e9"
-        ) from None
-    return Link(alpha, 1 / rate)
-
-
 def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
     """Return the module on the meta device; ranks, batch and sequence.
 
@@ -143,17 +131,14 @@ def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
     said: dict[str, Any] = {
         "batch": given.batch, "sequence": given.sequence, "accumulate": given.accumulate
     }  # fmt: skip
-    ranks = [_whole(n, "--ranks") for n in given.ranks.split(",") if n]
+    ranks = given.ranks
     if given.model.endswith(".toml"):
         config = read(given.model, given.set)
-        check_present(config)
+        check(config, whole=False)
         model = module_of(config, meta=True).module
         said = _of_file(config, said)
         if not ranks:
-            sizes = axes_of(config).values()
-            ranks = [1]
-            for n in sizes:
-                ranks[0] *= abs(n)
+            ranks = [abs(math.prod(axes_of(config).values()))]
     elif os.path.isdir(given.model):
         try:
             model = hugging_face(given.model, "init").module
@@ -168,12 +153,8 @@ def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
     for key in ("batch", "sequence"):
         if said[key] < 1:
             raise ConfigError(f"--{key} must be given, as --{key} 1024")
-    if any(n < 1 for n in ranks):
-        raise ConfigError(f"--ranks {given.ranks}: 1 at least")
     if not ranks:
         raise ConfigError("--ranks must be given, as --ranks 8,64")
-    if said["accumulate"] < 0:
-        raise ConfigError(f"--accumulate {said['accumulate']}: 1 at least")
     return model, {**said, "accumulate": said["accumulate"] or 1, "ranks": ranks}
 
 
@@ -198,31 +179,51 @@ def _length(rows: Any) -> int:
     return len(first) if getattr(first, "ndim", 0) == 1 else 0
 
 
-def _whole(text: str, what: str) -> int:
-    try:
+# ---------------------------------------------------------------- types of the arguments
+
+
+def _count(text: str) -> int:
+    if text.isdecimal() and 0 < int(text) <= 2**40:
         return int(text)
+    raise argparse.ArgumentTypeError(f"{text}: a whole number, 1 at least")
+
+
+def _several(text: str) -> list[int]:
+    return [_count(n) for n in text.split(",") if n]
+
+
+def _link(text: str) -> Link:
+    try:
+        alpha, rate = map(float, text.split(","))
+        if 0 <= alpha < math.inf and 0 < rate < math.inf:
+            return Link(alpha, 1 / rate)
     except ValueError:
-        raise ConfigError(f"{what} {text}: a whole number, as {what} 8") from None
+        pass
+    what = "seconds per message and bytes per second, as 5e-6,200e9"
+    raise argparse.ArgumentTypeError(f"{text}: {what}")
 
 
 def _bytes(text: str) -> float:
     units = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
     unit = next((u for u in units if text.endswith(u)), "")
-    text, scale = text.removesuffix(unit), units.get(unit, 2**30)
     try:
-        if 0 < (found := float(text) * scale) < math.inf:
+        if 0 < (found := float(text.removesuffix(unit)) * units.get(unit, 2**30)) < math.inf:
             return found
-        raise ValueError(text)
     except ValueError:
-        raise ConfigError(f"--memory {text}: write --memory 80GiB") from None
+        pass
+    raise argparse.ArgumentTypeError(f"{text}: write 80GiB")
 
 
 def _recipes(text: str) -> list[str]:
     names = [n for n in text.split(",") if n] or [text]
     for n in names:
         if n not in RECIPES:
-            raise ConfigError(f"--recipe {n}{near(n, RECIPES)} (there are {', '.join(RECIPES)})")
+            hint = f"{near(n, RECIPES)} (there are {', '.join(RECIPES)})"
+            raise argparse.ArgumentTypeError(f"{n}{hint}")
     return names
+
+
+# ---------------------------------------------------------------- output
 
 
 def _plain(found: Plan) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from shardlib.capacity import most_taken
 from shardlib.checkpoint import latest, load, save, save_hf
 from shardlib.checkpoint.contents import occupied
 from shardlib.collectives import trace
-from shardlib.command.config import Config, ConfigError, call, read, told, unknown
+from shardlib.command.config import Config, ConfigError, arguments, call, read, told
 from shardlib.command.config import parameters as keys_of
 from shardlib.command.from_config import (
     EVAL,
@@ -30,12 +30,14 @@ from shardlib.command.from_config import (
     batches,
     built,
     check_data,
-    check_init,
-    check_layout,
-    check_tables,
+    evaluating,
+    fixed_axes,
+    how_to_make,
+    init_keys,
     labels_of,
     mesh_of,
     optimizer,
+    placing,
     rows_of,
     state_of,
     under_launcher,
@@ -47,7 +49,7 @@ from shardlib.mesh import accelerator, launch, use_mesh
 from shardlib.seeing.summary import size, summary
 
 __all__ = [
-    "Report", "check", "checkpoint", "evaluation", "export", "start", "stepper", "train",
+    "Checkpoints", "Evaluation", "Export", "Report", "check", "start", "stepper", "train",
 ]  # fmt: skip
 
 MOST = 64  # the most processes that are started without a launcher
@@ -77,19 +79,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The directory and interval of a run's checkpoints, made by ``checkpoint``."""
-
-    path: str
-    every: int
-    keep: int | None
-    resume: bool
-    wait: bool
-
-
-def checkpoint(
-    path: str, every: int = 0, keep: int | None = None, resume: bool = True, wait: bool = False
-) -> Checkpoints:
-    """Configure where a run is saved, and how often.
+    """Where a run is saved, and how often: the table ``[checkpoint]``.
 
     ``path``    the directory of the run's checkpoints.
     ``every``   steps between two; 0: only after the last.
@@ -97,64 +87,72 @@ def checkpoint(
     ``resume``  continue from the newest checkpoint, if there is one; false: start over.
     ``wait``    false: they are written in the background.
 
-    >>> checkpoint("out", every=100).keep
+    >>> Checkpoints("out", every=100).keep
     """
-    if not path:
-        raise BadArgument('path="": write a directory', op="checkpoint")
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise BadArgument(f"path={path} is no directory", op="checkpoint")
-    if every < 0:
-        raise BadArgument(f"every={every}: 0 or more", op="checkpoint")
-    if keep is not None and keep < 1:
-        raise BadArgument(f"keep={keep}: 1 at least", op="checkpoint")
-    return Checkpoints(path, every, keep, resume, wait)
+
+    path: str
+    every: int = 0
+    keep: int | None = None
+    resume: bool = True
+    wait: bool = False
+
+    def __post_init__(self) -> None:
+        _check_path(self.path, "checkpoint")
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
+            raise BadArgument(f"path={self.path} is no directory", op="checkpoint")
+        _check_every(self.every, "checkpoint")
+        if self.keep is not None and self.keep < 1:
+            raise BadArgument(f"keep={self.keep}: 1 at least", op="checkpoint")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The interval of evaluation, made by ``evaluation``."""
-
-    every: int
-
-
-def evaluation(every: int = 0) -> Evaluation:
-    """Configure how often the loss on separate rows is computed, in evaluation mode.
+    """How often the loss on separate rows is computed, in evaluation mode: the table ``[eval]``.
 
     ``every``  steps between two; 0: only after the last.
 
-    >>> evaluation(every=100).every
+    >>> Evaluation(every=100).every
     100
     """
-    if every < 0:
-        raise BadArgument(f"every={every}: 0 or more", op="eval")
-    return Evaluation(every)
+
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        _check_every(self.every, "eval")
 
 
 @dataclass(frozen=True)
 class Export:
-    """The directory of the trained model, made by ``export``."""
-
-    path: str
-    tokenizer: str
-
-
-def export(path: str, tokenizer: str = "") -> Export:
-    """Configure where the trained model is written, in the form of ``from_pretrained``.
+    """Where the trained model is written, in the form of ``from_pretrained``: ``[export]``.
 
     ``path``       a directory: a new one, or one that an export wrote.
     ``tokenizer``  a directory whose tokenizer is copied; by default that of the rows, or of the
                    model's directory.
 
-    >>> export("out/model").path
+    >>> Export("out/model").path
     'out/model'
     """
+
+    path: str
+    tokenizer: str = ""
+
+    def __post_init__(self) -> None:
+        _check_path(self.path, "export")
+        if why := occupied(os.path.realpath(self.path)):
+            raise BadArgument(f"path={self.path} would not be replaced: {why}", op="export")
+        if self.tokenizer and not _has_tokenizer(self.tokenizer):
+            text = f"tokenizer={self.tokenizer} is no directory of a tokenizer"
+            raise BadArgument(text, op="export")
+
+
+def _check_path(path: str, op: str) -> None:
     if not path:
-        raise BadArgument('path="": write a directory', op="export")
-    if why := occupied(os.path.realpath(path)):
-        raise BadArgument(f"path={path} would not be replaced: {why}", op="export")
-    if tokenizer and not _has_tokenizer(tokenizer):
-        raise BadArgument(f"tokenizer={tokenizer} is no directory of a tokenizer", op="export")
-    return Export(path, tokenizer)
+        raise BadArgument('path="": write a directory', op=op)
+
+
+def _check_every(every: int, op: str) -> None:
+    if every < 0:
+        raise BadArgument(f"every={every}: 0 or more", op=op)
 
 
 def _has_tokenizer(directory: str) -> bool:
@@ -197,12 +195,13 @@ def train(
     return start(config)
 
 
-def check(config: Config) -> None:
-    """Refuse every error that can be found before any process starts.
+def check(config: Config, whole: bool = True) -> None:
+    """Refuse every error of keys and types, and what a run would need only at its end.
 
+    ``whole``  whether all tables of a run must be there.
     Raises: ConfigError.
     """
-    check_tables(config, train)
+    arguments(train, config, (), beside=() if whole or "steps" in config.tables else ("steps",))
     for key in ("steps", "accumulate"):
         if config.tables.get(key, 1) < 1:
             raise config.error((key,), f"1 at least, not {config.tables[key]}")
@@ -210,17 +209,19 @@ def check(config: Config) -> None:
         seed = config.table(*path[:-1]).get("seed", 0)
         if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
             raise config.error(path, f"a number of 64 bits, not {seed}")
-    for name in ("mesh", "model", "data", "layout", "optimizer"):
-        if name not in config.tables:
+    there = {"data": check_data, "layout": placing, "optimizer": optimizer}
+    needed = {"mesh": how_to_make, "model": lambda config: None, **there}
+    for name, check_table in (needed if whole else there).items():
+        if name in config.tables:
+            check_table(config)
+        elif whole:
             raise config.error((), f"the table [{name}] is missing")
-    axes_of(config)
-    check_layout(config)
-    check_data(config)
-    check_init(config)
-    optimizer(config)
+    if not whole:
+        return
+    init_keys(config)
     _checkpoints(config)
     if "eval" in config.tables:
-        check_data(config, "eval", keys_of(evaluation))
+        check_data(evaluating(config), "eval", keys_of(Evaluation))
         _evaluation(config)
     asked = _export(config)
     for table, key in (("checkpoint", "path"), ("log", "jsonl")):
@@ -235,38 +236,20 @@ def _lies_in(path: str, folder: str) -> bool:
     return os.path.commonpath([whole, os.path.realpath(path)]) == whole
 
 
-def check_present(config: Config) -> None:
-    """Check the tables that a file has; it need not have all of them.
-
-    Raises: ConfigError.
-    """
-    for key in config.tables:
-        if key not in keys_of(train):
-            raise unknown(config, (), key, keys_of(train))
-    if "data" in config.tables:
-        check_data(config)
-    if "optimizer" in config.tables:
-        optimizer(config)
-    if "layout" in config.tables:
-        check_layout(config)
-    if config.tables.get("accumulate", 1) < 1:
-        raise config.error(("accumulate",), f"1 at least, not {config.tables['accumulate']}")
-
-
 def _checkpoints(config: Config) -> Checkpoints | None:
     if "checkpoint" not in config.tables:
         return None
-    return call(checkpoint, config, ("checkpoint",))
+    return call(Checkpoints, config, ("checkpoint",))
 
 
 def _evaluation(config: Config) -> Evaluation:
-    return call(evaluation, config, ("eval",), but=(*SOURCES, *EVAL))
+    return call(Evaluation, config, ("eval",), beside=(*SOURCES, *EVAL))
 
 
 def _export(config: Config) -> Export | None:
     if "export" not in config.tables:
         return None
-    return call(export, config, ("export",))
+    return call(Export, config, ("export",))
 
 
 def start(config: Config, simulated: bool = False, as_json: bool = False) -> Report:
@@ -278,12 +261,7 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
         rehearse(config)
     if simulated or under_launcher() or total in (1, -1):
         return _ranks(config, "simulate" if simulated else "ranks", as_json)
-    free = [n for n, s in axes.items() if s == -1]
-    if free:
-        raise config.error(
-            ("mesh", free[0]),
-            "-1 is found from torchrun's number of processes: write a number, or start it there",
-        )
+    fixed_axes(config)
     if total > MOST:
         raise config.error(
             ("mesh",),
@@ -295,7 +273,7 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
     device = config.table("mesh").get("device") or (here.type if here and enough else "cpu")
     if not as_json:
         print(f"starting {total} local processes", flush=True)
-    timeout = {k: v for k, v in config.table("mesh").items() if k == "timeout"}
+    timeout = {k: v for k, v in how_to_make(config).items() if k == "timeout"}
     try:
         return launch(_rank, config, as_json, device=device, **timeout, **axes)[0]
     except ShardError as e:
@@ -449,8 +427,8 @@ class Evaluator:
 
     def __init__(self, config: Config, made: Built) -> None:
         self.every = _evaluation(config).every
-        self.made, self.config = made, config
-        self.rows = rows_of(config, "eval", keys_of(evaluation))
+        self.made, self.config = made, evaluating(config)
+        self.rows = rows_of(config, "eval")
 
     def __call__(self, params: Any) -> float:
         made, key = self.made, keys.get_state()

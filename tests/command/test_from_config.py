@@ -13,7 +13,6 @@ from shardlib.command.config import Config, ConfigError
 from shardlib.command.from_config import (
     batches,
     built,
-    check_layout,
     mesh_of,
     module_of,
     optimizer,
@@ -107,14 +106,13 @@ def test_a_ring_keeps_the_weights_of_another_recipe() -> None:
         "mesh": {"x": 2, "s": 2},
         "layout": {"recipe": "ring", "weights": {"recipe": "megatron1d"}},
     })  # fmt: skip
-    check_layout(config)
     with mesh_of(config, "simulate") as mesh:
         found = rules_of(config, words(), mesh)
         ours = sl.recipes.ring(words(), weights=sl.recipes.megatron1d(words()))
     assert (list(found.rules), found.tokens) == (list(ours), ours.tokens)
     lacking = Config({"mesh": {"s": 2}, "layout": config.tables["layout"]})
-    with pytest.raises(ConfigError, match="splits over the axis 'x'"):
-        check_layout(lacking)
+    with mesh_of(lacking, "simulate") as mesh, pytest.raises(ConfigError, match="axis 'x'; this"):
+        rules_of(lacking, words(), mesh)
 
 
 def test_labels_lie_as_the_recipe_says() -> None:

@@ -14,7 +14,7 @@ SOURCES = {
     "data.text": datasets.text,
     "data.documents": datasets.documents,
     "log": progress.log,
-    "checkpoint": train.checkpoint,
+    "checkpoint": train.Checkpoints,
     "layout, megatron1d": from_config.recipes.megatron1d,
     "optimizer.zero": from_config.WRAPPERS["zero"],
 }
