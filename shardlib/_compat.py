@@ -877,7 +877,10 @@ def backward_context() -> Context | None:
     if _KEPT:
         found = list(_CALLERS.values()) if backward_now() != -1 else []
         return found[0] if len(found) == 1 else None
-    return torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
+    return _in_thread("context") if _is_in_thread("context") else None
+
+
+_in_thread, _is_in_thread = torch._C._get_obj_in_tls, torch._C._is_key_in_tls
 
 
 def l1_weight() -> Any:

@@ -183,7 +183,7 @@ class bind:
                 )
             )
         elif now.mesh is not given:
-            outer = scope()
+            outer = scope() if now is _NOTHING else now
             if outer is _NOTHING:  # the usual case costs a third of the other
                 _NOW.set(_new(Scope, (given,) + _NO_MESH))  # noqa: RUF005
             else:

@@ -43,7 +43,7 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import LINKS, WRITERS, refuse_write, written
-from shardlib.mesh import Memo, Mesh, enter, leave, scope
+from shardlib.mesh import Memo, Mesh, Scope, enter, leave, scope
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.place import Place
 
@@ -505,7 +505,7 @@ def blockwise(
     repeat = _Repeat(own, place, rest, args[0].raw.stride() if strided else None, moves)
     out = _run(repeat, args, kwargs)
     if isinstance(out, Tensor) and out is not args[0] and not written(func, args, kwargs):
-        key = _call_key(func, args, kwargs)
+        key = _call_key(scope(), func, args, kwargs)
         if key is not None:
             place.mesh.memo.keep("call", key, repeat)
     return out
@@ -513,13 +513,17 @@ def blockwise(
 
 def _repeated(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the result of a call cached by ``blockwise``, or None if there is none."""
-    key = _call_key(func, args, kwargs)
+    now = scope()
+    key = _call_key(now, func, args, kwargs)
     if key is None:
         return None
     repeat = args[0].place.mesh.memo["call"].get(key)
     if repeat is None or (repeat.strides is not None and args[0].raw.stride() != repeat.strides):
         return None
     if repeat.moves:
+        facts = args[0].facts
+        if (facts is not None and facts.derived is not None) or now.call.prefetch is not None:
+            return None
         return _moved(repeat, func, args, kwargs)
     try:
         return _run(repeat, args, kwargs)
@@ -530,9 +534,6 @@ def _repeated(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _moved(repeat: _Repeat, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    facts = args[0].facts
-    if (facts is not None and facts.derived is not None) or scope().call.prefetch is not None:
-        return None
     try:
         return _run(repeat, args, kwargs)
     except RuntimeError as e:
@@ -542,20 +543,18 @@ def _moved(repeat: _Repeat, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _run(repeat: _Repeat, args: Args, kwargs: dict[str, Any]) -> Any:
-    run, place, rest, *_ = repeat
-    first = args[0].raw
+    run, place, rest, _, _ = repeat
     if rest is not None:
-        out = run(first, *rest)
-    elif len(args) == 1 and not kwargs:
-        out = run(first)
+        given = [args[0].raw, *rest]
+        out = run(*given)
     else:
-        given = [first, *[a.raw if type(a) is ShardedTensor else a for a in args[1:]]]
+        given = [a.raw if type(a) is ShardedTensor else a for a in args]
         if kwargs:
             named = {k: a.raw if type(a) is ShardedTensor else a for k, a in kwargs.items()}
             out = run(*given, **named)
         else:
             out = run(*given)
-    if out is first:
+    if out is given[0]:
         return args[0]  # torch's function returned its operand, so return ours
     return _wrapped(out, place) if isinstance(out, Tensor) else out
 
@@ -563,7 +562,7 @@ def _run(repeat: _Repeat, args: Args, kwargs: dict[str, Any]) -> Any:
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
-def _call_key(func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
+def _call_key(now: Scope, func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
     """Return the cache key of a call, or None if it must not be cached.
 
     The key holds everything that distinguishes calls except their operands' values.  It is also
@@ -571,7 +570,6 @@ def _call_key(func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
     """
     if not args or type(args[0]) is not ShardedTensor or any_autocast():
         return None
-    now = scope()
     policy = now.policy
     listened = now.listeners.watcher is not None or now.call.region is not None
     if listened or policy.budget is not None or policy.backend != "auto":

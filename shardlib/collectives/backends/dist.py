@@ -701,29 +701,29 @@ def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish:
 def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) -> Finish:
     """Sum all parts at the root, in rank order, one buffer at a time; half precision in fp32.
 
-    The first part is received from now on, each other one after the part before it is added.
+    The first part is received from now on, in ``target`` itself where it fits there; each other one
+    after the part before it is added.
     """
-    buffer = torch.empty_like(x, dtype=wire, memory_format=torch.contiguous_format)
+    half = target.dtype in (torch.bfloat16, torch.float16)
+    fits = target.dtype == wire and not half and target.is_contiguous()
+    land = target if fits else torch.empty(x.shape, dtype=wire, device=x.device)
     recv, places, me = g.handle.recv, g.places, g.index
-    first = 0 if me else 1
-    coming = recv([buffer], places[first], tag)
+    coming = recv([land], places[0 if me else 1], tag)
 
     def finish() -> Tensor:
         POSTED.pop((g, tag), None)
-        half = target.dtype in (torch.bfloat16, torch.float16)
-        total = torch.empty_like(target, dtype=torch.float32) if half else target
         try:
             coming.wait()
-            if me > 1:
-                total.copy_(buffer)
-            else:
-                torch.add(x.float() if half else x, buffer, out=total)
-            for i in range(1 if me > 1 else 2, len(places)):
+            total = land.float() if half else target if fits else target.copy_(land)
+            if me < 2:
+                total.add_(x)
+            for i in range(2 if me < 2 else 1, len(places)):
                 if i == me:
                     total.add_(x)
                     continue
-                recv([buffer], places[i], tag).wait()
-                total.add_(buffer)
+                part = torch.empty(x.shape, dtype=wire, device=x.device)
+                recv([part], places[i], tag).wait()
+                total.add_(part)
         except RuntimeError as e:
             lost(e, None, g.ranks)
             raise

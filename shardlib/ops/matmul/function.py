@@ -87,14 +87,13 @@ class Product(Local):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.call = schedule, mesh, over
-        region = scope().call.region
-        if region is None and not lead(mesh):  # the usual case: storages are blocks
-            with bind(mesh):
-                y, *saved = schedule.forward(x, w, bias)
-            ctx.save_for_backward(*saved)
-            return owned(y)
-        found = None if region is None else region.given()
         with bind(mesh):
+            region = scope().call.region
+            if region is None and not lead(mesh):  # the usual case: storages are blocks
+                y, *saved = schedule.forward(x, w, bias)
+                ctx.save_for_backward(*saved)
+                return owned(y)
+            found = None if region is None else region.given()
             bias = None if bias is None else wrap(bias, mesh)
             local = wrap(x, mesh), wrap(w, mesh)
             if found is None:

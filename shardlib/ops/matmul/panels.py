@@ -1,8 +1,9 @@
 """Helpers of every matmul schedule: early transfers, accumulation in fp32, and K panels."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -53,18 +54,17 @@ def post(f: Any, x: Tensor, moves: tuple[DimMove, ...], **how: Any) -> Pending:
     return Pending(lambda: x)
 
 
-def ahead(post: Callable[[int], tuple[Pending, ...]], count: int) -> Iterator[tuple[Tensor, ...]]:
+def ahead(posted: Iterable[tuple[Pending, ...]]) -> Iterator[tuple[Tensor, ...]]:
     """Yield the operands of step 0, 1, ...; those of step k+1 are sent while step k is computed.
 
-    ``post(k)`` starts one transfer or two.
+    ``posted`` starts the transfers of a step, one or two, when it is asked for them.
     """
-    coming = post(0)
-    for k in range(1, count + 1):
-        now = coming
-        if k < count:
-            coming = post(k)
+    now: tuple[Pending, ...] = ()
+    for coming in chain(posted, ((),)):
         # without a loop: for one or two transfers a comprehension costs more than the wait
-        yield (now[0].wait(),) if len(now) == 1 else (now[0].wait(), now[1].wait())
+        if now:
+            yield (now[0].wait(),) if len(now) == 1 else (now[0].wait(), now[1].wait())
+        now = coming
 
 
 def nothing() -> None:

@@ -61,12 +61,8 @@ def summa_ab(
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)
     send_a, send_b = broadcasts(col, a_cut[0]), broadcasts(row, b_cut[0])
     c: Tensor | None = None
-
-    def post(k: int) -> tuple:
-        a_owner, i, b_owner, j = steps[k]
-        return send_a(a_cut[i], a_owner), send_b(b_cut[j], b_owner)
-
-    for a_k, b_k in ahead(post, len(steps)):  # [M/row, K/n], [K/n, N/col]
+    sent = ((send_a(a_cut[i], owns_a), send_b(b_cut[j], owns_b)) for owns_a, i, owns_b, j in steps)
+    for a_k, b_k in ahead(sent):  # [M/row, K/n], [K/n, N/col]
         c = plus_product(c, a_k, b_k)
     assert c is not None, "there is a panel"
     return rounded(c, a.dtype, over, bias=bias)
@@ -81,13 +77,10 @@ def summa_abt(
     a = _result(c, more, *c.shape[:-1], b.shape[-2] // of_b * of_a)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # a_cut: views into a
     send_b, sum_into = broadcasts(row, b_cut[0]), reductions(col, a_cut[0], c.dtype)
-
-    def post(k: int) -> tuple:
-        return (send_b(b_cut[steps[k][3]], steps[k][2]),)
-
-    arriving, added = ahead(post, len(steps)), nothing
-    for owner, i, *_ in steps:
-        part = partial_product(c, next(arriving)[0].mT)  # [M/row, N/col] [K/n, N/col]^T
+    arriving = ahead((send_b(b_cut[j], owner),) for _, _, owner, j in steps)
+    added = nothing
+    for (owner, i, _, _), (b_k,) in zip(steps, arriving, strict=True):
+        part = partial_product(c, b_k.mT)  # [M/row, N/col] [K/n, N/col]^T
         added()  # the part before this one was sent meanwhile
         added = sum_into(a_cut[i], part, owner)
     added()
@@ -103,13 +96,10 @@ def summa_atb(
     b = _result(c, more, *a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # b_cut: views into b
     send_a, sum_into = broadcasts(col, a_cut[0]), reductions(row, b_cut[0], c.dtype)
-
-    def post(k: int) -> tuple:
-        return (send_a(a_cut[steps[k][1]], steps[k][0]),)
-
-    arriving, added = ahead(post, len(steps)), nothing
-    for *_, owner, j in steps:
-        part = partial_product(next(arriving)[0].mT, c)  # [M/row, K/n]^T [M/row, N/col]
+    arriving = ahead((send_a(a_cut[i], owner),) for owner, i, _, _ in steps)
+    added = nothing
+    for (_, _, owner, j), (a_k,) in zip(steps, arriving, strict=True):
+        part = partial_product(a_k.mT, c)  # [M/row, K/n]^T [M/row, N/col]
         added()
         added = sum_into(b_cut[j], part, owner)
     added()
@@ -118,7 +108,7 @@ def summa_atb(
 
 def _result(like: Tensor, more: bool, *shape: int) -> Tensor:
     """Return a buffer; fp32 for half precision where the result is summed further."""
-    return like.new_empty(shape, dtype=wide(like.dtype) if more else like.dtype)
+    return like.new_empty(shape, dtype=wide(like.dtype)) if more else like.new_empty(shape)
 
 
 def swap(x: Tensor, row: str, col: str) -> Tensor:
