@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
-from shardlib.mesh import within
+from shardlib.mesh import scope, within
 from shardlib.ops.matmul.function import Product
 from shardlib.tensor import tensor
 from tests.workers import Pool
@@ -603,7 +603,7 @@ def test_a_repeated_call_that_lacks_memory_is_not_run_again(error: Exception, ru
     with sl.simulate(x=2):
         x = sl.shard(torch.ones(4), "x")
         x.neg()
-        key = tensor._call_key(torch.Tensor.neg, (x,), {})
+        key = tensor._call_key(scope(), torch.Tensor.neg, (x,), {})
         plans = x.mesh.memo["call"]
         assert key in plans
         plans[key] = plans[key]._replace(run=fails)
