@@ -3,11 +3,9 @@
 from shardlib.layouts import ReshardPlan
 from shardlib.mesh import Link
 from shardlib.ops.attention import attention_plan
-from shardlib.planning.bounds import lower_bound
 from shardlib.planning.choose import choose
-from shardlib.planning.cluster import Cluster, measured
-from shardlib.planning.grids import Grid3
-from shardlib.planning.links import probe
+from shardlib.planning.cluster import Cluster, measured, probe
+from shardlib.planning.grids import Grid3, lower_bound
 from shardlib.planning.plan import Plan, plan
 
 __all__ = [

@@ -13,9 +13,8 @@ from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Link
 from shardlib.modules.dim_trace import trace_dimensions
 from shardlib.planning.grids import Grid3, candidates, divides, step_cost
-from shardlib.planning.layer_dedup import outline
+from shardlib.planning.layer_dedup import Layer, all_products, outline
 from shardlib.planning.plan import Plan, Strategy
-from shardlib.planning.products import Layer, all_products
 
 __all__ = ["choose"]
 

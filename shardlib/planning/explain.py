@@ -30,8 +30,8 @@ from shardlib.optim.memory import Memory
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size
-from shardlib.planning.bounds import lower_bound
 from shardlib.planning.constant_folding import Known
+from shardlib.planning.grids import lower_bound
 from shardlib.tensor import ShardedTensor, Together, settle, typeof
 
 __all__ = ["Explanation", "Row", "explain", "size"]

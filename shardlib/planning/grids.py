@@ -15,9 +15,17 @@ from fractions import Fraction
 
 from shardlib.cost import Cost, moving
 from shardlib.modules.recipes import MLP_ROLES
-from shardlib.planning.products import Layer
+from shardlib.planning.layer_dedup import Layer
 
-__all__ = ["Grid3", "candidates", "divides", "factorizations", "grids_text", "step_cost"]
+__all__ = [
+    "Grid3",
+    "candidates",
+    "divides",
+    "factorizations",
+    "grids_text",
+    "lower_bound",
+    "step_cost",
+]
 
 
 @dataclass(frozen=True)
@@ -203,3 +211,25 @@ def _moved(
             cost += moving(axes, (p - 1) * nbytes, p - 1)
             nbytes *= p
     return cost, nbytes
+
+
+# ---------------------------------------------------------------- a lower bound
+
+
+def lower_bound(m: int, k: int, n: int, ranks: int) -> float:
+    """Compute a lower bound of the words that some rank receives for one product [m, k] x [k, n].
+
+    It holds for every algorithm, does not depend on memory, and is tight.
+
+    Source: Al Daas et al., SPAA 2022, theorem 3.
+
+    >>> round(lower_bound(64, 64, 64, 8)), 3 * 64 * 64 // 8
+    (1536, 1536)
+    """
+    a, b, c = sorted((m, k, n))
+    p = ranks
+    if p * b <= c:
+        return (1 - 1 / p) * a * b
+    if p * a * a <= b * c:
+        return 2 * math.sqrt(a * a * b * c / p) - a * (b + c) / p
+    return 3 * (a * b * c / p) ** (2 / 3) - (a * b + b * c + a * c) / p

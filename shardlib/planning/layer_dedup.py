@@ -6,13 +6,21 @@ messages, operations and the tensors saved for backward grow by the difference.
 """
 
 import copy
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-__all__ = ["Outline", "outline"]
+from shardlib.modules.dim_factors import length
+from shardlib.modules.dim_trace import Dimensions
+from shardlib.modules.param_roles import deep, kinds
+
+__all__ = ["Layer", "Outline", "all_products", "outline", "products"]
+
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,9 @@ class Outline:
         # deepcopy shares what is in the memo: the copies use the original tensors
         memo: dict[int, Any] = {id(t): t for t in (*self.base.parameters(), *self.base.buffers())}
         at, small = 0, {}
-        for path, kinds in self.stacks:
+        for path, alike in self.stacks:
             kept: list[int] = []
-            for members in kinds:
+            for members in alike:
                 at += len(members) > 1
                 kept += members[: 1 + (len(members) > 1 and at == more)]
             stack: Any = self.base.get_submodule(path)
@@ -44,12 +52,14 @@ class Outline:
             small[id(stack)] = made.train(stack.training)
         return copy.deepcopy(self.base, memo | small)
 
-    def total(self, values: Sequence[Any]) -> Any:
-        """Compute the original model's figure from those of ``model(0)``, ``model(1)``, ..."""
+    def total(self, values: Sequence[Mapping[K, float]]) -> dict[K, float]:
+        """Compute the original model's figures from those of ``model(0)``, ``model(1)``, ..."""
         first, *others = values
-        added = first
+        added = dict(first)
         for count, value in zip(self.repeats, others, strict=True):
-            added = added + count * (value - first)
+            for k in {**first, **value}:
+                grown = value.get(k, 0) - first.get(k, 0)
+                added[k] = added.get(k, 0) + count * grown
         return added
 
 
@@ -95,3 +105,49 @@ def _plain(key: str, value: Any) -> bool:
     # attributes that number equal layers
     number = key in ("layer_idx", "layer_id", "layer_number", "training", "block_idx")
     return isinstance(value, int | float | str) and not number and not key.startswith("_")
+
+
+# ---------------------------------------------------------------- products
+
+
+class Layer(NamedTuple):
+    """A product with a weight.
+
+    ``back``   whether it contracts.
+    ``mlp``    whether it belongs to an MLP, in a model that has attention.
+    ``count``  how many of them there are.
+    """
+
+    inputs: int
+    outputs: int
+    back: bool = False
+    mlp: bool = False
+    count: int = 1
+
+
+def products(dims: Dimensions) -> Counter[Layer]:
+    """Count the products in a run of a model, whichever modules hold their weights.
+
+    >>> from torch import nn
+    >>> from shardlib.modules.dim_trace import trace_dimensions
+    >>> mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4), nn.Linear(4, 16))
+    >>> found = products(trace_dimensions(mlp))
+    >>> sum(n for layer, n in found.items() if (layer.inputs, layer.outputs) == (4, 16))
+    2
+    """
+    found, known = Counter[Layer](), kinds(dims)
+    for r in dims.reads:
+        if r.kind != "product" or not r.inputs or not r.outputs:
+            continue
+        ins, outs = known.row(r.name, r.inputs), known.row(r.name, r.outputs)
+        back = known.of(ins) == "inner" and known.of(outs) != "inner"
+        wide = ins if back else outs
+        mlp = bool(known.mlp & {id(a) for a in deep(wide)})
+        found[Layer(length(ins), length(outs), back, mlp)] += 1
+    return found
+
+
+def all_products(outline: Outline, dims: Sequence[Dimensions]) -> list[Layer]:
+    """List the distinct products of the original model, with counts, from its smaller ones."""
+    whole = outline.total([products(d) for d in dims])
+    return [layer._replace(count=int(n)) for layer, n in whole.items() if n]

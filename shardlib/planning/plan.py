@@ -26,8 +26,7 @@ from shardlib.placing import shard
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explain import explain, size
 from shardlib.planning.grids import Grid3, grids_text, step_cost
-from shardlib.planning.layer_dedup import Outline, outline
-from shardlib.planning.products import Layer, Totals, all_products
+from shardlib.planning.layer_dedup import Layer, Outline, all_products, outline
 
 __all__ = ["Plan", "Strategy", "Weighed", "loss_of", "plan"]
 
@@ -409,7 +408,8 @@ class _Study:
         self.layers: list[Layer] = all_products(self.outline, self.dims)
         self.item = max(p.element_size() for p in model.parameters())
         # backward has two products for each of forward's
-        self.flops = 3 * batch * self.outline.total([_flops(m, sequence) for m in self.models])
+        forward = self.outline.total([{"": _flops(m, sequence)} for m in self.models])
+        self.flops = 3 * batch * forward[""]
         self.heads, self.keys = _heads(model), _keys(model)
 
     def ways(self, ranks: int, names: Sequence[str]) -> Iterator[Strategy]:
@@ -565,16 +565,18 @@ class _Study:
         found = [
             self._run(way, m, d, policies) for m, d in zip(self.models, self.dims, strict=True)
         ]
-        whole = self.outline.total(found).values
-        last, first = found[-1].values, found[0].values
+        whole = self.outline.total(found)
+        last, first = found[-1], found[0]
         # temporaries do not grow with the number of layers: take those of the largest small model
         held = max(last["saved"], last["parameters"])
         whole["temporary"] = max(last["transient"] - held, 0)
         for of, name in (("parameters", "layer"), ("saved", "kept")):  # of one layer
-            whole[name] = max((f.values[of] - first[of] for f in found[1:]), default=0)
+            whole[name] = max((f[of] - first[of] for f in found[1:]), default=0)
         return whole
 
-    def _run(self, way: Strategy, model: nn.Module, dims: Dimensions, remat: Any) -> Totals:
+    def _run(
+        self, way: Strategy, model: nn.Module, dims: Dimensions, remat: Any
+    ) -> dict[str, float]:
         """Run one of the smaller models on the meta device."""
         with record(**way.mesh) as mesh:
             make = getattr(recipes, way.recipe)
@@ -594,7 +596,7 @@ class _Study:
                     out[f"reduced {e.axis}"] += float(e.bytes)  # gradients
                     out[f"gradients {e.axis}"] += e.messages
         out |= {"parameters": found.parameters, "saved": found.saved, "transient": found.transient}
-        return Totals(dict(out))
+        return dict(out)
 
     def _staged(self, way: Strategy, found: Mapping[str, float]) -> Weighed:
         """Compute a step's cost from that of a micro-batch, under a stage of ZeRO."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import shardlib as sl
 from shardlib.planning.cluster import CLUSTERS, Cluster, cluster_of, measured
@@ -45,3 +46,15 @@ def test_real_ranks_measure_their_own_links(pool: Any) -> None:
     assert one.between == sheet.between and one.inside != sheet.inside
     assert one.source.startswith("measured between 4 ranks of a node; between nodes half of")
     assert pool.run(_refused, x=4) == ["sl.planning.measured(ranks=4)"] * 4
+
+
+def probed() -> Any:
+    before = sl.probe(words=1 << 12, repeats=2)
+    x, w = sl.shard(torch.ones(8, 8), "x y"), sl.shard(torch.ones(8, 8), "x y")
+    return {a: (link.alpha, link.beta) for a, link in before.items()}, sl.why("matmul", x, w).chosen
+
+
+def test_probing_gives_every_rank_the_same_links(pool: Any) -> None:
+    found = pool.run(probed, x=2, y=2)
+    assert all(f == found[0] for f in found) and set(found[0][0]) == {"x", "y"}
+    assert all(alpha > 0 and beta > 0 for alpha, beta in found[0][0].values())

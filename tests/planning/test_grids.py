@@ -1,16 +1,19 @@
 """The price of a step on a grid is what a step on it moves."""
 
+import math
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import shardlib as sl
 from shardlib.modules.recipes import MLP_ROLES
-from shardlib.planning.grids import Layer, step_cost
+from shardlib.ops.matmul.matmul3d import cube_words
+from shardlib.planning.grids import Layer, factorizations, step_cost
 
 sizes = st.integers(1, 64).map(lambda n: 8 * n)
 
@@ -99,3 +102,36 @@ def test_an_mlp_may_have_roles_of_its_own(grid: tuple[int, int, int], mlp: str) 
 def test_other_roles_are_refused() -> None:
     with sl.simulate(x=2, y=2, z=2), pytest.raises(sl.ShardError, match='mlp="mnk"'):
         sl.recipes.cube3d(MLP(8), mlp="knm")
+
+
+sizes = st.integers(1, 64).map(lambda n: 8 * n)
+
+
+@given(sizes, sizes, sizes, st.sampled_from([1, 2, 4, 8, 9, 12, 16, 64, 512]))
+def test_no_grid_moves_less_than_the_bound(m: int, k: int, n: int, p: int) -> None:
+    """Counted on average over ranks, with every operand and the result held once."""
+    least = min(cube_words(m, k, n, *grid) for grid in factorizations(p))
+    assert float(least) >= sl.planning.lower_bound(m, k, n, p) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid"),
+    [
+        ((4096, 64, 64), (8, 1, 1)),
+        ((64, 4096, 64), (1, 8, 1)),
+        ((64, 64, 4096), (1, 1, 8)),
+        ((512, 64, 512), (4, 1, 4)),
+        ((512, 1024, 64), (4, 8, 1)),
+        ((64, 64, 64), (2, 2, 2)),
+        ((96, 96, 96), (3, 3, 3)),
+        ((128, 64, 64), (4, 2, 2)),
+        ((256, 128, 128), (16, 8, 8)),
+        ((512, 512, 512), (8, 8, 8)),
+    ],
+)
+def test_the_matching_grid_attains_the_bound(
+    shape: tuple[int, int, int], grid: tuple[int, int, int]
+) -> None:
+    assert float(cube_words(*shape, *grid)) == pytest.approx(
+        sl.planning.lower_bound(*shape, math.prod(grid)), rel=1e-12
+    )

@@ -1,15 +1,12 @@
 """A model's distinct layers, once, and the whole from them."""
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from shardlib.modules.dim_trace import trace_dimensions
-from shardlib.planning.layer_dedup import outline
-from shardlib.planning.products import Totals, all_products, products
+from shardlib.planning.layer_dedup import all_products, outline, products
 
 
 def size(m: nn.Module) -> int:
@@ -35,7 +32,7 @@ def test_parameters_of_the_whole_come_from_the_smaller_ones(make) -> None:  # ty
     model = make()
     found = outline(model)
     smaller = [found.model(i) for i in range(1 + len(found.repeats))]
-    assert found.total([size(m) for m in smaller]) == size(model)
+    assert found.total([{"": size(m)} for m in smaller]) == {"": size(model)}
     assert all(size(m) < size(model) for m in smaller)
 
 
@@ -60,6 +57,39 @@ def test_layers_that_differ_in_a_number_are_two() -> None:
     assert outline(drops).repeats == (1, 2)
 
 
-def test_sums_add_and_scale() -> None:
-    a, b = Totals(Counter(x=2, y=1)), Totals(Counter(x=1))
-    assert (a + 3 * (a - b)).values == Counter(x=5, y=4)
+def test_figures_grow_key_by_key() -> None:
+    found = outline(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]))
+    assert found.total([{"x": 2, "y": 1}, {"x": 1, "z": 1}]) == {"x": -1, "y": -2, "z": 3}
+
+
+class Shared(nn.Module):
+    """One linear layer that runs twice, a norm and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(10, 4), nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 16), nn.Linear(16, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for _ in range(2):
+            x = x + self.down(self.up(self.norm(x)).relu())
+        return x
+
+
+def test_a_weight_that_is_read_twice_is_two_products() -> None:
+    found = products(trace_dimensions(Shared()))
+    assert sum(found.values()) == 4
+    assert {(f.inputs, f.outputs, f.back): n for f, n in found.items()} == {
+        (4, 16, False): 2,
+        (16, 4, True): 2,
+    }
+
+
+def test_counts_of_repeated_layers_are_those_of_the_whole() -> None:
+    deep = nn.Sequential(nn.Linear(4, 8), *[nn.Linear(8, 8) for _ in range(5)])
+    small = outline(deep)
+    dims = [trace_dimensions(small.model(i)) for i in range(1 + len(small.repeats))]
+    found = all_products(small, dims)
+    assert sum(f.count for f in found) == 6 == sum(products(trace_dimensions(deep)).values())
+    assert sum(f.count for f in found if f.inputs == 8) == 5
