@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.mesh import accelerator, scope, within
+from shardlib.mesh import Mesh, accelerator, scope, within
 from shardlib.opspec import OPERATORS, Args, Func, Kwargs, homes, names_of
 
 __all__ = ["COMPOSITE", "DECLARED", "cast", "casting", "forget"]
@@ -106,8 +106,11 @@ def cast(implementation: Any, func: Func, args: Args, kwargs: Kwargs, known: boo
 
 
 def _device(tree: Any) -> str:
-    found = _tensors(tree)
-    device = found[0].device.type if found else "meta"
+    first = next(iter(_tensors(tree)), None)
+    mesh = getattr(first, "mesh", None)
+    device = "meta" if first is None else first.device.type
+    if isinstance(mesh, Mesh):
+        device = mesh.device_type
     if device == "meta":  # recorded ranks: take the device whose autocast is on
         here = accelerator()
         return "cpu" if here is None or torch.is_autocast_enabled("cpu") else here.type

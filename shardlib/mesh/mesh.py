@@ -78,6 +78,8 @@ class Mesh(Mapping[str, int]):
         self.size = math.prod(self.sizes)
         self.kind: Kind = kind
         self.device = placed(device)
+        # type of device that the ranks compute on; of recorded ranks the one that record was given
+        self.device_type = self.device.type
         self.device_mesh = device_mesh
         self.timeout: float | None = None  # seconds that a transfer may take; None: torch's own
         self.links: dict[str, Link] = {}  # axis -> its measured price; see sl.probe
@@ -408,8 +410,17 @@ def simulate(*given: Any, device: Any = None, **axes: int) -> Mesh:
     )
 
 
-def record(*given: Any, **axes: int) -> Mesh:
+@overload
+def record(**axes: int) -> Mesh: ...
+@overload
+def record(*, device: str | torch.device | None, **axes: int) -> Mesh: ...
+def record(*given: Any, device: Any = None, **axes: int) -> Mesh:
     """Record shapes on the meta device and count bytes, without values, for meshes of any size.
+
+    ``device``  type of the device that the ranks would compute on, which this machine need not
+                have: its classes of autocast are taken, and muon chooses by its speed.  Unless
+                given, the CPU's, or those of the accelerator whose autocast is on.
+    Raises: MeshError for a name that is none of torch's devices.
 
     >>> import shardlib as sl
     >>> with sl.record(x=16, y=32), sl.trace() as t:
@@ -419,7 +430,17 @@ def record(*given: Any, **axes: int) -> Mesh:
     6029312
     """
     _by_name("record", given)
-    return Mesh(sizes_of("record", axes), kind="record", device="meta")
+    mesh = Mesh(sizes_of("record", axes), kind="record", device="meta")
+    if device is not None:
+        try:
+            mesh.device_type = torch.device(device).type
+        except (RuntimeError, TypeError) as e:
+            raise MeshError(
+                f"device={device!r} is none of torch's devices",
+                op="record",
+                fix='sl.record(x=2, device="cuda")',
+            ) from e
+    return mesh
 
 
 # ---------------------------------------------------------------- real processes

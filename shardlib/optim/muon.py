@@ -542,7 +542,7 @@ def _case_of(
         tuple(x.spread for x in items),
         tuple(mesh.axes.items()),
         dtype or wide(like.dtype),
-        like.device.type,
+        mesh.device_type,
         most,
         None,
         tuple(mesh.links.items()),

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from benchmarks.waits import ROWS, Row, measured, models
 from shardlib.testing import dense_attention
 from tests.accelerator import pretend
 from tests.accelerator.pretend import DEVICE
+from tests.checkpoint.test_huggingface import IDS, llama, meta
 from tests.optim.cases import PARAMS
 from tests.optim.test_groups import REFUSING
 
@@ -295,6 +297,28 @@ def test_what_is_loaded_lies_on_the_meshs_device() -> None:
         sl.save(folder, kept)
         named = sl.load(folder, layouts={"w": "x .", "n": None})["w"]
         assert named.device == DEVICE and torch.equal(named.raw.cpu(), kept["w"].raw.cpu())
+
+
+def test_files_of_hugging_face_are_read_to_the_meshs_device(tmp_path: Path) -> None:
+    """Parameters, tied ones, and the buffers that the files do not have, whatever the default."""
+    before = torch.get_default_device()
+    torch.set_default_device("cpu")
+    try:
+        dense = llama()
+        dense.save_pretrained(tmp_path, max_shard_size="20KB")
+        with sl.simulate(x=2, device=DEVICE):
+            model = meta(dense)
+            apply, params = sl.load_hf(tmp_path, model, sl.recipes.megatron1d(model))
+            for name, p in dense.named_parameters():
+                assert params[name].device == DEVICE and params[name].raw.device == DEVICE
+                assert torch.equal(sl.unshard(params[name]).cpu(), p), name
+            with torch.no_grad():
+                out = sl.unshard(apply(params, input_ids=IDS.to(DEVICE), use_cache=False).logits)
+                assert out.device == DEVICE
+                want = dense(input_ids=IDS.cpu(), use_cache=False).logits
+        torch.testing.assert_close(out.cpu(), want, rtol=1e-4, atol=1e-5)
+    finally:
+        torch.set_default_device(before)
 
 
 SPOILING = o.Transform(  # a norm that only the clip behind it sees

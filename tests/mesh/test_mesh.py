@@ -1,5 +1,6 @@
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -115,6 +116,22 @@ def test_recorded_meshes_of_any_size_count_what_simulated_ones_move() -> None:
         a = sl.shard(torch.empty(8192, 8192, device="meta"), "x y")
         _ = a @ a
     assert t.bytes == 4 * 8192 * 8192 * (31 + 15) // 512
+
+
+def test_recorded_ranks_choose_as_those_of_the_device_that_is_named() -> None:
+    chosen = {}
+    for device in ("cpu", "cuda", torch.device("xpu", 1), None):
+        with sl.record(x=2, y=2, device=device):
+            w = sl.shard(torch.empty(4096, 1024, device="meta"), "x y")
+            assert w.device.type == "meta"
+            chosen[str(device)] = re.search(r"^-> (\w+)", str(sl.why("muon", w)), re.M)[1]  # type: ignore[index]
+            with torch.autocast("cpu", torch.bfloat16):  # which casts nothing on another device
+                cast = (w.mT @ w).dtype == torch.bfloat16
+            assert cast == (device in ("cpu", None))
+    assert chosen == {"cpu": "blocks", "cuda": "owners", "xpu:1": "owners", "None": "blocks"}
+    for device in ("quux", 3.5):
+        with pytest.raises(sl.errors.MeshError, match="none of torch's devices"):
+            sl.record(x=2, device=device)  # type: ignore[call-overload]
 
 
 def test_meshes_are_equal_only_to_themselves() -> None:
