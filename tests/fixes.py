@@ -39,7 +39,7 @@ import shardlib as sl
 from shardlib.collectives import Pending
 from shardlib.errors import mesh_text
 from shardlib.mesh import Mesh, scope, within
-from shardlib.optim.donation import GivenUp
+from shardlib.optim.step import GivenUp
 from shardlib.optim.transform import Transform
 from shardlib.planning.explain import Explanation
 from shardlib.seeing.timeline import Timeline

@@ -29,8 +29,8 @@ from shardlib.errors import MeshError, PartialEscape, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along, scope
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.later import at_rest
 from shardlib.optim.matrix_owners import Owned
+from shardlib.optim.transform import at_rest
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [

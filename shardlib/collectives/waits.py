@@ -25,7 +25,7 @@ __all__ = ["Wait", "Waiting", "listed"]
 _WAITS = frozenset(names_of(waits=True))
 _INDEXED = frozenset("index index_put index_put_ _unsafe_index _unsafe_index_put".split())
 # on an accelerator these read what is on the host already, or let the device check
-_FREE = "optim/later.py", "ops/id_bounds.py", "ops/random.py"
+_FREE = "optim/transform.py", "ops/id_bounds.py", "ops/random.py"
 _MASKS = (torch.bool, torch.uint8)
 
 

@@ -17,20 +17,24 @@ from torch import Tensor
 
 from shardlib.collectives import blocks, played, psum, storage, unwrap, wrap
 from shardlib.mesh import Mesh, bind, coordinates, rank_along
-from shardlib.optim.global_reductions import norms, scale_in_place, scaled
-from shardlib.optim.hyperparam_checks import AMOUNT, Range, Schedule, at_step, ranged
 from shardlib.optim.matrix_owners import Laid, Spread, laid
-from shardlib.optim.transform import Step, Transform, divide, keep
+from shardlib.optim.norms import norms, scale_in_place
+from shardlib.optim.transform import (
+    AMOUNT,
+    Range,
+    Schedule,
+    Transform,
+    by_directions,
+    keep,
+    ranged,
+)
 from shardlib.optim.trees import (
     SPAN,
     by_tensor,
     cleared,
-    each,
-    fresh,
     merged,
     moments,
     named,
-    need,
     of_others,
     one_each,
     only,
@@ -39,7 +43,6 @@ from shardlib.optim.trees import (
     spans,
     trainable,
     wide,
-    writable,
     zeros_like,
 )
 
@@ -103,51 +106,29 @@ def adafactor(
                 cols[path] = torch.zeros(math.prod(lead), n, **how)
         return FactoredState(0, rows, cols, zeros_like(moments(_others(params))))
 
-    def update(grads: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
-        ready(grads, "adafactor")
-        need(params, "adafactor")
-        count, rate = state.count + 1, at_step(lr, state.count)
+    def direct(
+        grads: Any, state: FactoredState, params: Any, way: Any, rate: float
+    ) -> tuple[FactoredState, float]:
+        count = state.count + 1
         share = float(count) ** decay
         flat = _others(grads)
         _check_state(grads, flat, state)
-        full = each(lambda v, g: v.lerp((g * g).to(v.dtype), share), state.full, flat)
-        small = each(lambda g, v: _unit(v, g, eps1), flat, full)
-        chosen = cleared(_matrices(grads))
-        rows, cols = _means(laid(chosen), state, share)
-        made = fresh(chosen)
-        _directions(laid(chosen), laid(made), rows, cols, eps1)
-        way = merged(grads, _parted(grads), {True: made, False: small})
-        updates = scaled(way, _lengths(params, way, min(rate, 1 / count**0.5), eps2, clip))
-        if weight_decay:
-            updates = each(lambda u, p: u.add_(p, alpha=-rate * weight_decay), updates, params)
-        return updates, FactoredState(count, rows, cols, full)
-
-    def donate(grads: Any, state: FactoredState, params: Any, step: Step) -> FactoredState:
-        ready(grads, "adafactor")
-        divide(grads, step)
-        count, rate = state.count + 1, at_step(lr, state.count)
-        share, step.lr = float(count) ** decay, rate
-        flat = _others(grads)
-        _check_state(grads, flat, state)
-        small = writable(flat, state.full)
-        for g, v, u in spans(*pieces(flat, state.full, small)):
+        for g, v, u in spans(*pieces(flat, state.full, _others(way))):
             v.lerp_((g * g).to(v.dtype), share)
             u.copy_(_unit(v, g, eps1))
-        chosen = cleared(_matrices(grads))
-        chosen = writable(chosen, chosen, copy=True)
-        matrices = laid(chosen)
+        matrices = laid(cleared(_matrices(grads)))
         rows, cols = keep((state.rows, state.cols), _means(matrices, state, share))
-        _directions(matrices, matrices, rows, cols, eps1)
-        way = merged(grads, _parted(grads), {True: chosen, False: small})
+        _directions(matrices, laid(_matrices(way)), rows, cols, eps1)
         scale_in_place(way, _lengths(params, way, min(rate, 1 / count**0.5), eps2, clip))
-        for p, u in spans(*pieces(params, way)):
-            p.add_(u.add_(p, alpha=-rate * weight_decay) if weight_decay else u)
-        return FactoredState(count, rows, cols, state.full)
+        return FactoredState(count, rows, cols, state.full), -rate * weight_decay
+
+    def like(grads: Any, state: FactoredState) -> Any:
+        return merged(grads, _parted(grads), {True: _matrices(grads), False: state.full})
 
     def groups(params: Any) -> list[str]:
         return ["matrix" if _is_matrix(x) else "vector" for x in named(params).values()]
 
-    return Transform(init, update, "rows", donate, groups=groups)
+    return by_directions("adafactor", "rows", init, lr, direct, like, groups=groups)
 
 
 def _check_state(grads: Any, flat: Any, state: FactoredState) -> None:

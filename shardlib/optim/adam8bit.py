@@ -21,9 +21,15 @@ from torch import Tensor
 
 from shardlib.collectives import blocks, lead
 from shardlib.layouts import Dim, Layout
-from shardlib.optim.adaptive import MomentState, direction, running
-from shardlib.optim.hyperparam_checks import Schedule, at_step, ranged
-from shardlib.optim.transform import Step, Transform, divide
+from shardlib.optim.adaptive import average, direction
+from shardlib.optim.transform import (
+    Schedule,
+    Step,
+    Transform,
+    at_step,
+    divide,
+    ranged,
+)
 from shardlib.optim.trees import ALIGN, SPAN, cuts, each, moments, need, pieces, ready
 from shardlib.tensor import Place, ShardedTensor
 
@@ -77,10 +83,13 @@ def adam8bit(
         count, rate = state.count + 1, at_step(lr, state.count)
         mu = _decoded(state.mu, state.mu_scale, grads, True)
         nu = _decoded(state.nu, state.nu_scale, grads, False)
-        mu, nu = running(grads, MomentState(count, mu, nu), b1, b2)
         of = direction(count, rate, b1, b2, eps, weight_decay)
-        decayed = [params] if weight_decay else []
-        updates = each(lambda _, *x: of(*x), grads, mu, nu, *decayed)
+
+        def stepped(g: Tensor, m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
+            average(g, m, v, b1, b2)
+            return of(m, v, *p)
+
+        updates = each(stepped, grads, mu, nu, *([params] if weight_decay else []))
         (mu, mu_scale), (nu, nu_scale) = _coded(mu, True), _coded(nu, False)
         return updates, CodedState(count, mu, nu, mu_scale, nu_scale, state.made_for)
 
@@ -91,8 +100,9 @@ def adam8bit(
         of = direction(count, step.lr, b1, b2, eps, weight_decay)
         for g, p, mu, nu, mu_scale, nu_scale in _spans(grads, params, state):
             dtype = _kept(g)
-            m = _decode(mu, mu_scale, 0, True, dtype).lerp_(g.to(dtype), 1 - b1)
-            v = (_decode(nu, nu_scale, 0, False, dtype) * b2).addcmul_(g, g, value=1 - b2)
+            m = _decode(mu, mu_scale, 0, True, dtype)
+            v = _decode(nu, nu_scale, 0, False, dtype)
+            average(g, m, v, b1, b2)
             p.add_(of(m, v, *([p] if weight_decay else [])))
             for codes, scale, x, signed in ((mu, mu_scale, m, True), (nu, nu_scale, v, False)):
                 new, largest = _encode(x, 0, signed)

@@ -1,22 +1,47 @@
-"""Optimizers with a rate per element: Adam and its kin, Adagrad, RMSprop."""
+"""Optimizers by elements: Adam and its kin, Adagrad, RMSprop, SGD, Lion; and LAMB, by tensor."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
+from shardlib.errors import BadArgument
 from shardlib.kernels import active
 from shardlib.kernels.active import Backend
 from shardlib.kernels.adamw import adamw_, adamw_halves_, steppable
 from shardlib.kernels.apex import apex
 from shardlib.optim.groups import Mask, by_mask
-from shardlib.optim.hyperparam_checks import Schedule, at_step, ranged
-from shardlib.optim.later import chosen
-from shardlib.optim.transform import Step, Transform, divide, fused, restoring, run_in_place, under
-from shardlib.optim.trees import Pieces, each, moments, need, pieces, ready, runs, spans, zeros_like
+from shardlib.optim.norms import norms, scale_in_place
+from shardlib.optim.transform import (
+    Schedule,
+    Step,
+    Transform,
+    at_step,
+    by_directions,
+    divide,
+    elementwise,
+    fused,
+    ranged,
+    restoring,
+    under,
+)
+from shardlib.optim.trees import (
+    Pieces,
+    each,
+    is_bucketed,
+    moments,
+    pieces,
+    ready,
+    spans,
+    zeros_like,
+)
+from shardlib.tensor import ShardedTensor, real_axes
 
-__all__ = ["adagrad", "adam", "adamw", "rmsprop"]
+__all__ = [
+    "adagrad", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd",
+]  # fmt: skip
 
 
 class MomentState(NamedTuple):
@@ -60,40 +85,44 @@ def adamw(
         mu = moments(params)
         return MomentState(0, mu, zeros_like(mu))
 
-    def update(grads: Any, state: MomentState, params: Any = None) -> tuple[Any, MomentState]:
-        ready(grads, "adamw", state.mu)
-        if weight_decay:
-            need(params, "adamw")
-        count, rate = state.count + 1, at_step(lr, state.count)
-        mu, nu = running(grads, state, b1, b2)
+    def rule(count: int, rate: float) -> Callable[..., Tensor]:
         of = direction(count, rate, b1, b2, eps, weight_decay)
-        decayed = [params] if weight_decay else []
-        return each(lambda _, *x: of(*x), grads, mu, nu, *decayed), MomentState(count, mu, nu)
 
-    def donate(grads: Any, state: MomentState, params: Any, step: Step) -> MomentState:
-        ready(grads, "adamw", state.mu)
-        count, rate = state.count + 1, at_step(lr, state.count)
+        def step(g: Tensor, m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
+            average(g, m, v, b1, b2)
+            return of(m, v, *p)
+
+        return step
+
+    def kernel(grads: Any, state: MomentState, params: Any, step: Step, rate: float) -> bool:
         g, p, m, v = pieces(grads, params, state.mu, state.nu)
-        own = bool(p) and (not p[0].is_cpu or active.cpu)
-        if own and step.sound is not None and not step.guarded:  # these kernels know no such step
-            beside = step.beside is not None and step.beside[0] is params
-            if beside and p[0].dtype == torch.bfloat16:
-                return restoring(whole, grads, state, params, step)
-            own = False
-        if own:
+        count = state.count + 1
+        # the own kernels know no step that is not sound
+        if _own(p) and (step.sound is None or step.guarded):
             hyper = rate, b1, b2, eps, weight_decay, count
             if _by_kernel(params, (g, p, m, v), step, hyper):
-                step.lr = rate
-                return state._replace(count=count)
+                return True
         how = {"lr": rate, "beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
-        done = fused("adamw", (p, g, m, v), step, count, **how, amsgrad=False, maximize=False)
-        if not done:
-            return run_in_place(Transform(init, update, "elementwise"), grads, state, params, step)
-        step.lr = rate
-        return chosen(step.sound, state._replace(count=count), state)
+        return fused("adamw", (p, g, m, v), step, count, **how, amsgrad=False, maximize=False)
 
-    whole = Transform(init, update, "elementwise", donate, halves=True, heeds=True)
+    def donate(grads: Any, state: MomentState, params: Any, step: Step) -> MomentState:
+        beside = step.beside is not None and step.beside[0] is params
+        if beside and step.sound is not None and not step.guarded:
+            (p,) = pieces(params)
+            if _own(p) and p[0].dtype == torch.bfloat16:
+                return restoring(whole, grads, state, params, step)
+        return made.donate(grads, state, params, step)
+
+    made: Any = elementwise(
+        "adamw", init, lr, rule, moments=("mu", "nu"), weights=bool(weight_decay), kernel=kernel
+    )
+    whole = made._replace(donate=donate, halves=True, heeds=True)
     return under(backend, whole)
+
+
+def _own(params: Pieces) -> bool:
+    """Return whether the library's own kernels may step these parameters."""
+    return bool(params) and (not params[0].is_cpu or active.cpu)
 
 
 def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> bool:
@@ -136,11 +165,10 @@ def direction(
     return of
 
 
-def running(grads: Any, state: MomentState, b1: float, b2: float) -> tuple[Any, Any]:
-    """Return the moments updated with these gradients."""
-    mu = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - b1), state.mu, grads)
-    nu = each(lambda v, g: (v * b2).addcmul_(g, g, value=1 - b2), state.nu, grads)
-    return mu, nu
+def average(g: Tensor, m: Tensor, v: Tensor, b1: float, b2: float) -> None:
+    """Update both moments with a gradient, in place."""
+    m.lerp_(g.to(m.dtype), 1 - b1)
+    v.mul_(b2).addcmul_(g, g, value=1 - b2)
 
 
 def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
@@ -186,27 +214,24 @@ def adagrad(
         total = moments(params)
         return SumState(0, each(lambda t: t + start, total) if start else total)
 
-    def update(grads: Any, state: SumState, params: Any = None) -> tuple[Any, SumState]:
-        ready(grads, "adagrad", state.total)
-        rate = at_step(lr, state.count) / (1 + state.count * lr_decay)
-        if weight_decay:
-            need(params, "adagrad")
-            grads = each(lambda g, p: g.add(p, alpha=weight_decay), grads, params)
-        total = each(lambda t, g: t.addcmul(g, g), state.total, grads)
-        updates = each(lambda g, t: g / t.sqrt().add_(eps) * -rate, grads, total)
-        return updates, SumState(state.count + 1, total)
+    def rule(count: int, rate: float) -> Callable[..., Tensor]:
+        size = rate / (1 + (count - 1) * lr_decay)
 
-    def donate(grads: Any, state: SumState, params: Any, step: Step) -> SumState:
-        ready(grads, "adagrad", state.total)
-        count, rate = state.count + 1, at_step(lr, state.count)
+        def step(g: Tensor, t: Tensor, *p: Tensor) -> Tensor:
+            g = g.add(p[0], alpha=weight_decay) if p else g
+            root = t.addcmul_(g, g).sqrt().add_(eps)
+            return g / root * -size
+
+        return step
+
+    def kernel(grads: Any, state: SumState, params: Any, step: Step, rate: float) -> bool:
         g, p, t = pieces(grads, params, state.total)
         how = {"lr": rate, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        if not fused("adagrad", (p, g, t), step, count, **how, maximize=False):
-            return run_in_place(Transform(init, update, "elementwise"), grads, state, params, step)
-        step.lr = rate
-        return state._replace(count=count)
+        return fused("adagrad", (p, g, t), step, state.count + 1, **how, maximize=False)
 
-    return Transform(init, update, "elementwise", donate)
+    return elementwise(
+        "adagrad", init, lr, rule, moments=("total",), weights=bool(weight_decay), kernel=kernel
+    )
 
 
 class RmsState(NamedTuple):
@@ -246,38 +271,207 @@ def rmsprop(
             0, nu, zeros_like(nu) if centered else (), zeros_like(nu) if momentum else ()
         )
 
-    def update(grads: Any, state: RmsState, params: Any = None) -> tuple[Any, RmsState]:
-        ready(grads, "rmsprop", state.nu)
-        rate = at_step(lr, state.count)
-        if weight_decay:
-            need(params, "rmsprop")
-            grads = each(lambda g, p: g.add(p, alpha=weight_decay), grads, params)
-        nu = each(lambda v, g: (v * decay).addcmul_(g, g, value=1 - decay), state.nu, grads)
-        mean, root = (), each(lambda v: v.sqrt(), nu)
-        if centered:
-            mean = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - decay), state.mean, grads)
-            root = each(lambda v, m: v.addcmul(m, m, value=-1).sqrt_(), nu, mean)
-        step, trace = each(lambda g, r: g / (r + eps), grads, root), ()
-        if momentum:
-            trace = step = each(lambda t, s: t * momentum + s, state.trace, step)
-        return each(lambda s: s * -rate, step), RmsState(state.count + 1, nu, mean, trace)
-
-    def donate(grads: Any, state: RmsState, params: Any, step: Step) -> RmsState:
-        ready(grads, "rmsprop", state.nu)
-        divide(grads, step)
-        step.lr = rate = at_step(lr, state.count)
-        kept = [t for t, on in ((state.mean, centered), (state.trace, momentum)) if on]
-        for g, p, v, *more in spans(*runs(grads, params, state.nu, *kept)):
-            g = g.add(p, alpha=weight_decay) if weight_decay else g
-            v.mul_(decay).addcmul_(g, g, value=1 - decay)
-            root = v
+    def rule(count: int, rate: float) -> Callable[..., Tensor]:
+        def step(g: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+            g = g.add(more[-1], alpha=weight_decay) if weight_decay else g
+            root = v.mul_(decay).addcmul_(g, g, value=1 - decay)
             if centered:
-                more[0].lerp_(g.to(more[0].dtype), 1 - decay)
-                root = v.addcmul(more[0], more[0], value=-1)
+                mean = more[0].lerp_(g.to(more[0].dtype), 1 - decay)
+                root = v.addcmul(mean, mean, value=-1)
             way = g / root.sqrt().add_(eps)
             if momentum:
-                way = more[-1].mul_(momentum).add_(way)
-            p.add_(way * -rate)
-        return state._replace(count=state.count + 1)
+                way = more[1 if centered else 0].mul_(momentum).add_(way)
+            return way * -rate
 
-    return Transform(init, update, "elementwise", donate)
+        return step
+
+    kept = ["nu", *(["mean"] if centered else []), *(["trace"] if momentum else [])]
+    return elementwise("rmsprop", init, lr, rule, moments=kept, weights=bool(weight_decay))
+
+
+# ---------------------------------------------------------------- one running trace: SGD and Lion
+
+
+class TraceState(NamedTuple):
+    """Steps taken and a running trace of gradients."""
+
+    count: int
+    trace: Any
+
+
+@ranged()
+def sgd(
+    lr: float | Schedule,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> Transform:
+    """Update by stochastic gradient descent, as torch.optim.SGD; decay is added to the gradient.
+
+    >>> import torch
+    >>> tx = sgd(0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([1.0, 2.0])}, tx.init(params))[0]
+    {'w': tensor([-0.5000, -1.0000])}
+    """
+
+    if nesterov and not momentum:
+        raise BadArgument(
+            "nesterov looks ahead along the momentum, and there is none",
+            op="sgd",
+            fix="sl.optim.sgd(0.1, momentum=0.9, nesterov=True)",
+        )
+
+    def init(params: Any) -> TraceState:
+        return TraceState(0, moments(params) if momentum else ())
+
+    def rule(count: int, rate: float) -> Callable[..., Tensor]:
+        def step(g: Tensor, *more: Tensor) -> Tensor:
+            g = g.add(more[-1], alpha=weight_decay) if weight_decay else g
+            if not momentum:
+                return g * -rate
+            trace = more[0].mul_(momentum).add_(g)
+            return (g + trace * momentum if nesterov else trace) * -rate
+
+        return step
+
+    kept = ["trace"] if momentum else []
+
+    def kernel(grads: Any, state: TraceState, params: Any, step: Step, rate: float) -> bool:
+        g, p, *trace = pieces(grads, params, *(getattr(state, name) for name in kept))
+        how = {"lr": rate, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        more = {"dampening": 0.0, "maximize": False, "is_first_step": False}
+        return fused("sgd", (p, g, *trace), step, state.count + 1, **how, **more)
+
+    return elementwise(
+        "sgd", init, lr, rule, moments=kept, weights=bool(weight_decay), kernel=kernel
+    )
+
+
+@ranged()
+def lion(
+    lr: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 0.0,
+    mask: Mask = None,
+) -> Transform:
+    """Update by the sign of an interpolated momentum.
+
+    Source: Chen et al., arXiv 2302.06675.
+
+    ``mask``  the parameters that decay, as ``masked`` takes it; None: all.
+
+    >>> import torch
+    >>> tx = lion(0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([3.0, -0.1])}, tx.init(params))[0]
+    {'w': tensor([-0.5000,  0.5000])}
+    """
+
+    if mask is not None:
+        decaying, others = (lion(lr, b1, b2, by) for by in (weight_decay, 0.0))
+        return by_mask(mask, decaying, others, "lion")
+
+    def init(params: Any) -> TraceState:
+        return TraceState(0, moments(params))
+
+    def rule(count: int, rate: float) -> Callable[..., Tensor]:
+        def step(g: Tensor, m: Tensor, *p: Tensor) -> Tensor:
+            sign = m.lerp(g.to(m.dtype), 1 - b1).sign_()
+            m.lerp_(g.to(m.dtype), 1 - b2)
+            return (sign.add_(p[0], alpha=weight_decay) if p else sign).mul_(-rate)
+
+        return step
+
+    return elementwise("lion", init, lr, rule, moments=("trace",), weights=bool(weight_decay))
+
+
+# ---------------------------------------------------------------- LAMB
+
+
+@ranged()
+def lamb(
+    lr: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    backend: Backend = "auto",
+) -> Transform:
+    """Update by Adam's direction for each tensor, scaled to the tensor's norm, times the rate.
+
+    If a tensor or its direction is zero, the direction is not scaled.
+    ``backend``  the kernels of ``sl.optim.step``, as ``sl.kernels.use`` names them; apex's takes
+                 parameters that every rank holds whole.
+    Moves one psum, of two scalars per tensor.
+    Source: You et al., arXiv 1904.00962, algorithm 2.
+
+    >>> tx = lamb(0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([3.0, -3.0])}, tx.init(params), params)[0]
+    {'w': tensor([-0.5000,  0.5000])}
+    """
+
+    def init(params: Any) -> MomentState:
+        mu = moments(params)
+        return MomentState(0, mu, zeros_like(mu))
+
+    def direction(count: int) -> Any:
+        size, root = 1 - b1**count, (1 - b2**count) ** 0.5
+
+        def of(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
+            u = (m / size).div_((v.sqrt() / root).add_(eps))
+            return u.add_(p, alpha=weight_decay) if weight_decay else u
+
+        return of
+
+    def lengths(params: Any, way: Any, rate: float) -> list[Tensor | None]:
+        long, wide = norms(params, way)
+        return [
+            None if w is None else _ratio(p, w) * -rate for p, w in zip(long, wide, strict=True)
+        ]
+
+    def direct(
+        grads: Any, state: MomentState, params: Any, way: Any, rate: float
+    ) -> tuple[MomentState, float]:
+        of = direction(state.count + 1)
+        for g, p, m, v, u in spans(*pieces(grads, params, state.mu, state.nu, way)):
+            average(g, m, v, b1, b2)
+            u.copy_(of(m, v, p))
+        scale_in_place(way, lengths(params, way, rate))
+        return state._replace(count=state.count + 1), 0.0
+
+    def donate(grads: Any, state: MomentState, params: Any, step: Step) -> MomentState:
+        ready(grads, "lamb", state.mu)
+        lists = pieces(grads, params, state.mu, state.nu)
+        if _own(lists[1]) and _whole(params) and lists[1].beside(*lists).dtypes == {torch.float32}:
+            stepped = apex("lamb", lists[1][0])
+            if stepped is not None:
+                divide(grads, step)
+                step.lr = at_step(lr, state.count)
+                stepped(*lists, step.lr, b1, b2, eps, weight_decay, state.count + 1)
+                roots = [t for row in lists for t in row.roots]
+                torch.autograd.graph.increment_version(roots)
+                return state._replace(count=state.count + 1)
+        return made.donate(grads, state, params, step)
+
+    made: Any = by_directions(
+        "lamb", "tensor", init, lr, direct, lambda grads, state: state.mu, moment="mu"
+    )
+    return under(backend, made._replace(donate=donate))
+
+
+def _whole(params: Any) -> bool:
+    """Return whether each rank holds every tensor whole: then its norm needs no communication."""
+    if is_bucketed(params):
+        return False
+    leaves = [x for x in optree.tree_leaves(params) if isinstance(x, ShardedTensor)]
+    return not any(x.is_padded or real_axes(x.mesh, x.sharding.axes) for x in leaves)
+
+
+def _ratio(tensor: Tensor | None, way: Tensor) -> Tensor:
+    assert tensor is not None, "a parameter has no norm"
+    both = (tensor > 0) & (way > 0)
+    # the inner where avoids a division by 0
+    return torch.where(both, tensor / torch.where(both, way, 1.0), 1.0)

@@ -24,10 +24,10 @@ from torch import Tensor
 from shardlib.collectives import blocks, played
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along
-from shardlib.optim.memory import Room
 
 __all__ = [
     "ALIGN",
+    "HALF",
     "Beside",
     "Bucket",
     "BucketSlot",
@@ -43,7 +43,16 @@ __all__ = [
     "parts",
     "register",
     "unflatten",
+    "wide",
 ]
+
+HALF = frozenset({torch.bfloat16, torch.float16})
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which such values are accumulated: fp32 for half precision."""
+    return torch.float32 if dtype in HALF else dtype
+
 
 ALIGN = 64
 """Elements: 512 bits of one byte each, the widest vector of any dtype."""
@@ -175,11 +184,6 @@ class Index:
             chosen = tuple(b for b in self.buckets if b.name in names)
             self._subsets[names] = replace(self, buckets=chosen, whole=self.whole or self)
         return self._subsets[names]
-
-    @cached_property
-    def room(self) -> Room:
-        """The memory shared by all readings of such buckets."""
-        return self.whole.room if self.whole is not None else Room()
 
     @cached_property
     def _subsets(self) -> dict[tuple[str, ...], "Index"]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardlib.errors import RuleLint, ShardError, Unsupported, similar
 from shardlib.modules.rules import Pattern, matches
-from shardlib.optim.clip import norms_known
+from shardlib.optim.norms import norms_known
 from shardlib.optim.transform import (
     Step,
     Transform,

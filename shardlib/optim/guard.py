@@ -7,10 +7,22 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError
-from shardlib.optim.clip import global_norm, norms_known
-from shardlib.optim.hyperparam_checks import COUNT, STEPS, Range, ranged
-from shardlib.optim.later import Later, Posted, on_host, told
-from shardlib.optim.transform import Step, Transform, check_transform, handed_on, run_in_place
+from shardlib.optim.norms import global_norm, norms_known
+from shardlib.optim.transform import (
+    COUNT,
+    STEPS,
+    Later,
+    Posted,
+    Range,
+    Step,
+    Transform,
+    check_transform,
+    handed_on,
+    on_host,
+    ranged,
+    run_in_place,
+    told,
+)
 from shardlib.optim.trees import each, nothing, wide
 
 __all__ = ["loss_scale", "skip_nonfinite"]

@@ -8,9 +8,10 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
 from shardlib.collectives import agreed
@@ -18,10 +19,13 @@ from shardlib.errors import PlainTensor, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Hops, Index, Item, index, overlap
+from shardlib.optim.transform import Transform
 from shardlib.optim.trees import bucketed_in, names_of
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["MOST", "IndexCache", "Indexed", "changed", "flat", "index_of", "same_index"]
+__all__ = [
+    "MOST", "IndexCache", "Indexed", "ZeroSettings", "changed", "flat", "index_of", "same_index",
+]  # fmt: skip
 
 MOST = 25 << 20
 """Default bytes of a bucket."""
@@ -31,6 +35,35 @@ _WORTH = 0.05
 
 # called for every leaf at every step
 _RAW, _PLACE, _ASKS = map(operator.attrgetter, ("raw", "place", "requires_grad"))
+
+
+class ZeroSettings(NamedTuple):
+    """The arguments of ``zero``, with the axes as a tuple."""
+
+    tx: Transform
+    axes: tuple[str, ...]
+    stage: int
+    bucket_mb: float | None
+    master: Literal["fp32", "bf16+rem"] | None
+    reduce_dtype: torch.dtype | None
+    gather_dtype: torch.dtype | None
+    inner: str | None
+    keep: bool
+
+    @property
+    def axis(self) -> Any:
+        """The axes as a caller writes them: the name of a single one."""
+        return self.axes[0] if len(self.axes) == 1 else self.axes
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The axes over which buckets are cut, major first."""
+        return self.axes if self.inner is None else (self.inner, *self.axes)
+
+    @property
+    def hops(self) -> Hops:
+        """The axes of each collective between a bucket and its parts."""
+        return (self.cut,) if self.inner is None else ((self.inner,), self.axes)
 
 
 class Indexed(NamedTuple):
@@ -56,28 +89,21 @@ class Indexed(NamedTuple):
 class IndexCache:
     """zero's cache: for each tree structure, its bucket index and lists of views.
 
-    ``apart``     whether each group of a module block has a bucket of its own, of any size.
-    ``keep``      whether gathered buckets stay for backward.
+    ``apart``     whether each group of a module block has a bucket of its own, of any size: stage 3.
     ``found``     items -> their index.
     ``recorded``  number of an index whose gradients' order is recorded -> itself, and the index
                   with better buckets until it is used.
     ``last``      name -> a key, and the value made for it.
     """
 
-    def __init__(
-        self,
-        hops: Hops,
-        most_bytes: int,
-        groups: Any,
-        *,
-        apart: bool = False,
-        keep: bool = False,
-    ) -> None:
-        self.hops = hops
-        self.most_bytes = most_bytes
-        self.groups = groups
-        self.apart = apart
-        self.keep = keep
+    def __init__(self, how: ZeroSettings) -> None:
+        self.hops = how.hops
+        self.groups = how.tx.groups
+        self.keep = how.keep
+        self.apart = how.stage == 3
+        self.most_bytes = MOST if how.bucket_mb is None else int(how.bucket_mb * 2**20)
+        if self.apart:
+            self.most_bytes = 1 << 62
         self.found: dict[tuple[Item, ...], Index] = {}
         self.recorded: dict[int, tuple[Index, Index | None]] = {}
         self.last: dict[str, tuple[Any, Any]] = {}
@@ -89,6 +115,11 @@ class IndexCache:
             found = make()
             self.last[name] = key, found
         return found
+
+    def view(self, grads: Buckets) -> None:
+        """Give gradients the views of the last ones, if they have the same memory."""
+        key = grads.index, [x.raw.data_ptr() for x in grads.values()]
+        grads.__dict__["pieces"] = self.kept("pieces", key, lambda: grads.pieces)
 
     def find(self, params: Any, state: Any = None) -> Indexed:
         """Return a tree's trained leaves and their index: the state's own if it has one.

@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import BadArgument, ShardError, Unsupported
-from shardlib.optim.hyperparam_checks import at_step
-from shardlib.optim.later import begun
+from shardlib.optim.combine import InjectState
 from shardlib.optim.names import load_state_dict, state_dict
-from shardlib.optim.transform import Step, Transform, check_transform, divide, run_in_place
+from shardlib.optim.transform import (
+    Step,
+    Transform,
+    at_step,
+    begun,
+    check_transform,
+    divide,
+    run_in_place,
+)
 from shardlib.optim.trees import each, need, pieces, ready, trainable
-from shardlib.optim.wrap import InjectState
 from shardlib.tensor import ShardedTensor
 
 __all__ = ["as_torch", "from_torch"]

@@ -34,9 +34,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, scope, within
 from shardlib.modules.rules import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide
-from shardlib.optim.global_reductions import scale_in_place, scaled
 from shardlib.optim.groups import Mask, of_matrices
-from shardlib.optim.hyperparam_checks import COUNT, POSITIVE, Schedule, at_step, ranged
 from shardlib.optim.matrix_owners import (
     Laid,
     Patterns,
@@ -51,19 +49,23 @@ from shardlib.optim.matrix_owners import (
     through_owners,
 )
 from shardlib.optim.newton_schulz import COEFFICIENTS, Coefficients, flops, on_blocks, orthogonal
-from shardlib.optim.transform import Step, Transform, divide
+from shardlib.optim.norms import scale_in_place
+from shardlib.optim.transform import (
+    COUNT,
+    POSITIVE,
+    Schedule,
+    Transform,
+    by_directions,
+    ranged,
+)
 from shardlib.optim.trees import (
     bucketed_in,
-    each,
     fresh,
     moments,
-    need,
     one_each,
     pieces,
-    ready,
     spans,
     wide,
-    writable,
 )
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor
@@ -137,39 +139,21 @@ def muon(
         only_matrices(params, "muon", kernels)
         return MuonState(0, moments(params))
 
-    def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
-        ready(grads, "muon", state.trace)
-        if weight_decay:
-            need(params, "muon")
-        rate = at_step(lr, state.count)
-        trace = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - momentum), state.trace, grads)
-        way = trace
-        if nesterov:
-            way = each(lambda m, g: g.to(m.dtype).lerp(m, momentum), trace, grads)
-        way = _orthogonal(way, how)
-        updates = scaled(way, sizes(way, rate))
-        if weight_decay:
-            updates = each(lambda u, p: u.add_(p, alpha=-rate * weight_decay), updates, params)
-        return updates, MuonState(state.count + 1, trace)
-
-    def sizes(way: Any, rate: float) -> list[Tensor | None]:
-        return [x if x is None else x * -rate for x in _adjusted(way, adjust, how)]
-
-    def donate(grads: Any, state: MuonState, params: Any, step: Step) -> MuonState:
-        ready(grads, "muon", state.trace)
-        divide(grads, step)
-        step.lr = rate = at_step(lr, state.count)
-        way = writable(grads, state.trace)
+    def direct(
+        grads: Any, state: MuonState, params: Any, way: Any, rate: float
+    ) -> tuple[MuonState, float]:
         for g, m, w in spans(*pieces(grads, state.trace, way)):
             m.lerp_(g.to(m.dtype), 1 - momentum)
             w.copy_(g.to(m.dtype).lerp(m, momentum) if nesterov else m)
         _orthogonal(way, how, into=way)
-        scale_in_place(way, sizes(way, rate))
-        for p, w in spans(*pieces(params, way)):
-            p.add_(w.add_(p, alpha=-rate * weight_decay) if weight_decay else w)
-        return state._replace(count=state.count + 1)
+        sizes = _adjusted(way, adjust, how)
+        scale_in_place(way, [x if x is None else x * -rate for x in sizes])
+        return state._replace(count=state.count + 1), -rate * weight_decay
 
-    core = Transform(init, update, "matrix", donate)
+    core = by_directions(
+        "muon", "matrix", init, lr, direct, lambda grads, state: state.trace,
+        moment="trace", weights=bool(weight_decay),
+    )  # fmt: skip
     return of_matrices(core, rest, matrices, "muon", 0.02)
 
 

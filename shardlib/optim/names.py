@@ -17,11 +17,11 @@ from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Item, flatten
+from shardlib.optim.combine import AroundZeroState, MultiState
 from shardlib.optim.flat import slot_of
-from shardlib.optim.later import at_rest
 from shardlib.optim.matrix_owners import Owned
+from shardlib.optim.transform import at_rest
 from shardlib.optim.trees import names_of, zeros_like
-from shardlib.optim.wrap import AroundZeroState, MultiState
 from shardlib.placing import reshard, shard, unshard
 from shardlib.tensor import Place, ShardedTensor, typeof
 

@@ -10,7 +10,7 @@ torch.optim.Muon.
 import torch
 from torch import Tensor
 
-from shardlib.optim.global_reductions import totals
+from shardlib.optim.norms import totals
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor
 

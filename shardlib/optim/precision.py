@@ -5,6 +5,7 @@ its weight: added in half precision it changes nothing.  So an fp32 copy is kept
 only the 16 bits that a bfloat16 lacks of it; the parameters are the rounded master.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardlib.errors import ShardError, Unsupported
+from shardlib.kernels import active
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
 from shardlib.optim.trees import (
     HALF,
@@ -21,12 +23,14 @@ from shardlib.optim.trees import (
     need,
     pieces,
     refuse_copies,
+    runs,
     spans,
     trainable,
     wide,
 )
+from shardlib.tensor import typeof
 
-__all__ = ["Master", "Precision", "halves", "joined", "mixed"]
+__all__ = ["Master", "Precision", "ZeroState", "halves", "joined", "mixed", "with_master"]
 
 Master = Literal["fp32", "bf16+rem"]
 
@@ -244,3 +248,88 @@ def joined(high: Tensor, low: Tensor) -> Tensor:
     """Join ``halves`` to the original fp32 values."""
     bits = high.contiguous().view(torch.int16).to(torch.int32) << 16
     return (bits + low).view(torch.float32)
+
+
+# ---------------------------------------------------------------- masters of zero's parts
+
+
+class ZeroState(NamedTuple):
+    """The state of the inner transform, and the master weights.
+
+    ``master``  the parameters' parts in fp32, or the 16 bits that bfloat16 parameters lack of fp32.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(data=2):
+    ...     w = {"w": sl.shard(torch.zeros(4, dtype=torch.bfloat16), "...")}
+    ...     tx = sl.optim.zero(sl.optim.adamw(1e-3), axis="data", master="fp32")
+    ...     state = tx.init(w)
+    >>> [sl.typeof(bucket) for bucket in state.master.values()]  # a half of each on every rank
+    ['f32[128@data]']
+    """
+
+    inner: Any
+    master: Any
+
+
+def with_master(
+    tx: Transform,
+    master: Master | None,
+    axis: str | Sequence[str],
+    empty: Callable[[Tensor], Tensor],
+    give: Callable[..., object],
+) -> Transform:
+    """Run ``tx`` on a master of parts of parameters, which are the rounded master; in place only.
+
+    ``empty``, ``give``  take and return fp32 memory of the shape of a tensor.
+    """
+    if master is None:
+        return tx
+
+    def init(parts: Any) -> ZeroState:
+        refuse_copies(parts, lambda _: torch.float32)
+        full = each(lambda x: x.detach().to(torch.float32, copy=True), parts)
+        if master == "fp32":
+            return ZeroState(tx.init(full), full)
+        odd = next((x for x in optree.tree_leaves(parts) if x.dtype != torch.bfloat16), None)
+        if odd is not None:
+            raise ShardError(
+                f"the remainder of {odd.dtype} parameters is not 16 bits",
+                op="zero",
+                operands={"parameters": typeof(odd)},
+                mesh=odd.mesh,
+                fix=f'tx = sl.optim.zero(tx, axis={axis!r}, master="fp32")',
+            )
+        # bfloat16 parameters are exact at first: their remainder is 0
+        rest = each(lambda x: torch.zeros_like(x, dtype=torch.int16), parts)
+        return ZeroState(tx.init(full), rest)
+
+    def with_fp32(grads: Any, state: ZeroState, mine: Any, step: Step) -> ZeroState:
+        step.beside = state.master, mine
+        inner = run_in_place(tx, grads, state.inner, state.master, step)
+        if step.beside is not None:
+            step.beside = None
+            for p, m in zip(*pieces(mine, state.master), strict=True):
+                p.copy_(m)
+        return ZeroState(inner, state.master)
+
+    def with_remainder(grads: Any, state: ZeroState, mine: Any, step: Step) -> ZeroState:
+        first = optree.tree_leaves(mine)[0].raw
+        if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
+            step.beside = mine, state.master
+            inner = run_in_place(tx, grads, state.inner, mine, step)
+            step.beside = None  # still set if the step was skipped
+            return ZeroState(inner, state.master)
+        full = each(lambda g: empty(g).zero_(), grads)
+        rows = runs(mine, state.master, full)
+        for p, rest, m in spans(*rows):
+            m.copy_(joined(p, rest))
+        inner = run_in_place(tx, grads, state.inner, full, step)
+        for p, rest, m in spans(*rows):
+            high, low = halves(m)
+            p.copy_(high)
+            rest.copy_(low)
+        give(*(x.raw for x in optree.tree_leaves(full)))
+        return ZeroState(inner, state.master)
+
+    donate = with_fp32 if master == "fp32" else with_remainder
+    return Transform(init, tx.update, tx.trait, donate, heeds=True)

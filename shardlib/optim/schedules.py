@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from shardlib.errors import ShardError
-from shardlib.optim.hyperparam_checks import AMOUNT, STEPS, Schedule, ranged
+from shardlib.optim.transform import AMOUNT, STEPS, Schedule, ranged
 
 __all__ = ["Schedule", "constant", "cosine", "joined", "linear", "warmup_cosine", "wsd"]
 

@@ -12,18 +12,21 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5.2 (stage 2, P_os+g).
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import optree
 import torch
 from torch import Tensor
 
 from shardlib._compat import foreach_ops
 from shardlib.collectives import psum, start, unwrap, wrap
+from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Index
-from shardlib.optim.flat import scatter, shard_place, slot_of, stack, whole_place
-from shardlib.optim.memory import Memory
+from shardlib.optim.flat import Memory, scatter, shard_place, slot_of, stack, whole_place
+from shardlib.optim.index import IndexCache
+from shardlib.optim.transform import Transform
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["Sink"]
+__all__ = ["Sink", "summing"]
 
 
 _zero: Callable[[list[Tensor]], object] = foreach_ops()["zero_"]
@@ -217,3 +220,37 @@ class Summed(Sink):
         for i, (b, at) in index.where.items():
             blocks[i] = slot_of(found[index.buckets[b].name].raw, at.offset, at.shape)
         return self.tree(blocks)
+
+
+def summing(tx: Transform, cache: IndexCache) -> Transform:
+    """Sum gradients on every rank, in the parameters' tree and layouts: stage 0 of ``zero``."""
+
+    def sink(params: Any) -> Summed:
+        at = cache.find(params)
+        like = [at.raws[b.slots[0].leaves[0]] for b in at.where]
+        return Summed(
+            at.where,
+            at.mesh,
+            Memory(),
+            [(t.dtype, t.dtype) for t in like],
+            device=like[0].device,
+            heard=cache.on_arrival(at.where, at.mesh, at_once=True),
+            tree=_tree_of(params, at.leaves),
+        )
+
+    return tx._replace(sink=sink)
+
+
+def _tree_of(params: Any, leaves: list[Any]) -> Callable[[list[Tensor]], Any]:
+    """Return a function that builds the tree of gradients from the trained leaves' blocks."""
+    every, tree = optree.tree_flatten(params)
+    held = frozen(every)
+
+    def made(blocks: list[Tensor]) -> Any:
+        found = iter(
+            ShardedTensor(raw, p.place._replace(deferred=frozenset(), out_layout=None))
+            for raw, p in zip(blocks, leaves, strict=True)
+        )
+        return optree.tree_unflatten(tree, [None if f else next(found) for f in held])
+
+    return made

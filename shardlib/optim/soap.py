@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shardlib.errors import Unsupported
 from shardlib.optim.groups import Mask, of_matrices
-from shardlib.optim.hyperparam_checks import COUNT, POSITIVE, Schedule, at_step, ranged
 from shardlib.optim.matrix_owners import (
     Kind,
     Laid,
@@ -32,8 +31,15 @@ from shardlib.optim.matrix_owners import (
     only_matrices,
     through_owners,
 )
-from shardlib.optim.transform import Step, Transform, divide
-from shardlib.optim.trees import each, fresh, moments, need, pieces, ready, spans, wide, writable
+from shardlib.optim.transform import (
+    COUNT,
+    POSITIVE,
+    Schedule,
+    Transform,
+    by_directions,
+    ranged,
+)
+from shardlib.optim.trees import each, moments, pieces, spans, wide
 
 __all__ = ["soap"]
 
@@ -99,9 +105,9 @@ def soap(
         kinds: tuple[Kind, ...] = ("mn", "mn", "mm", "nn", "mm", "nn")
         return SoapState(0, *(Owned.zeros(items, plan, k, dtype, most) for k in kinds))
 
-    def directed(grads: Any, into: Any, state: SoapState) -> None:
-        """Write directions, and update the owners' state with these gradients, in place."""
-        items = _live(grads, kernels)
+    def directed(way: Any, state: SoapState) -> None:
+        """Replace gradients by directions, and update the owners' state with them, in place."""
+        items = _live(way, kernels)
         state.mu.check(items, "soap")
         ranks = range(len(items[0].runs))
         kept = [[x.views(i) for x in state[1:]] for i in ranks]
@@ -112,43 +118,28 @@ def soap(
                 _step(g, mine, state.count, b1, b2, eps, every)
 
         plan, dtype = state.mu.held.plan, state.mu.vector.dtype
-        runs, outs = ([x.runs for x in t] for t in (items, _live(into, kernels)))
-        through_owners(runs, plan, items[0].mesh, compute, outs, dtype)
+        runs = [x.runs for x in items]
+        through_owners(runs, plan, items[0].mesh, compute, runs, dtype)
 
-    def sized(count: int, rate: float) -> tuple[float, float]:
-        """Return the factors of directions and of weights; both are 0 in the first step."""
-        if not count:
-            return 0.0, 0.0
-        return -rate * (1 - b2**count) ** 0.5 / (1 - b1**count), -rate * weight_decay
+    def direct(
+        grads: Any, state: SoapState, params: Any, way: Any, rate: float
+    ) -> tuple[SoapState, float]:
+        for g, w in spans(*pieces(grads, way)):
+            w.copy_(g)
+        directed(way, state)
+        size = decay = 0.0  # in the first step
+        count = state.count
+        if count:
+            size = -rate * (1 - b2**count) ** 0.5 / (1 - b1**count)
+            decay = -rate * weight_decay
+        for (w,) in spans(*pieces(way)):
+            w.mul_(size)
+        return state._replace(count=count + 1), decay
 
-    def update(grads: Any, state: SoapState, params: Any = None) -> tuple[Any, SoapState]:
-        ready(grads, "soap")
-        need(params, "soap")
-        new = SoapState(state.count, *(x.clone() for x in state[1:]))
-        with torch.no_grad():
-            seen = each(lambda g: g.to(wide(g.dtype)), grads)
-            way = fresh(seen)
-            directed(seen, way, new)
-        size, decay = sized(state.count, at_step(lr, state.count))
-        way = each(lambda u: u * size, way)
-        if decay:
-            way = each(lambda u, p: u.add_(p, alpha=decay), way, params)
-        return way, new._replace(count=state.count + 1)
-
-    def donate(grads: Any, state: SoapState, params: Any, step: Step) -> SoapState:
-        ready(grads, "soap")
-        divide(grads, step)
-        step.lr = at_step(lr, state.count)
-        seen = each(lambda g: g.to(wide(g.dtype)), grads)
-        way = writable(seen, seen, copy=True)
-        directed(way, way, state)
-        size, decay = sized(state.count, step.lr)
-        for p, u in spans(*pieces(params, way)):
-            u.mul_(size)
-            p.add_(u.add_(p, alpha=decay) if decay else u)
-        return state._replace(count=state.count + 1)
-
-    core = Transform(init, update, "matrix", donate)
+    core = by_directions(
+        "soap", "matrix", init, lr, direct,
+        lambda grads, state: each(lambda g: g.to(wide(g.dtype)), grads),
+    )  # fmt: skip
     return of_matrices(core, rest, matrices, "soap", 0.003)
 
 

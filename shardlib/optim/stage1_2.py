@@ -19,22 +19,31 @@ from shardlib.collectives import all_gather, lead, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Buckets, Index, unflatten
-from shardlib.optim.flat import adopt, gather, own, parts_of, put_back
-from shardlib.optim.index import Indexed, same_index
-from shardlib.optim.later import mapped
-from shardlib.optim.memory import Memory
+from shardlib.optim.flat import Memory, adopt, gather, own, parts_of, put_back
+from shardlib.optim.index import IndexCache, Indexed, ZeroSettings, same_index
 from shardlib.optim.names import load_state_dict, state_dict
+from shardlib.optim.norms import run_measured
+from shardlib.optim.precision import with_master
 from shardlib.optim.sink import Sink
-from shardlib.optim.transform import Step
+from shardlib.optim.transform import Step, mapped
 from shardlib.optim.trees import given_for, is_bucketed, wide
-from shardlib.optim.zero_stage import ZeroStage
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["SplitState"]
 
 
-class SplitState(ZeroStage):
+class SplitState:
     """A transform on each rank's parts of buckets, around whole parameters."""
+
+    def __init__(self, how: ZeroSettings) -> None:
+        self.how = how
+        self.cache = IndexCache(how)
+        self.memory = Memory()
+        self.inner = with_master(how.tx, how.master, how.axis, self.memory.wide, self.memory.give)
+
+    def shard(self, params: Any) -> Any:
+        """Return the parameters, which stay whole."""
+        return params
 
     def init(self, params: Any) -> Any:
         """Initialise the state; parameters become views of buckets.
@@ -43,9 +52,9 @@ class SplitState(ZeroStage):
         """
         at = self.cache.find(params)
         self._adopted(at, at.where)
-        return self.begin(parts_of(at.leaves, at.where, at.mesh))
+        return self.inner.init(parts_of(at.leaves, at.where, at.mesh))
 
-    def updated(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Return updates in the parameters' layouts, and the new state."""
         at = self.cache.find(params, state)
         given = self._given(grads, at)
@@ -63,7 +72,7 @@ class SplitState(ZeroStage):
                     blocks.update(unflatten(whole, bucket))
         return at.filled(p.becomes(unwrap(blocks[i])) for i, p in enumerate(at.leaves)), state
 
-    def stepped(self, grads: Any, state: Any, params: Any, step: Step) -> Any:
+    def donate(self, grads: Any, state: Any, params: Any, step: Step) -> Any:
         """Step in place: reduce gradients, step this rank's parts, gather parameters."""
         at = self.cache.find(params, state)
         given = self._given(grads, at)
@@ -72,7 +81,8 @@ class SplitState(ZeroStage):
             parts = self._reduced(given, where, at.mesh, self.memory)
         flats = self._adopted(at, where)
         mine = self._own(flats, where, at.mesh)
-        state = self.step_parts(parts, state, mine, step)
+        self.cache.view(parts)
+        state = run_measured(self.inner, parts, state, mine, step)
         put_back(flats, mine)
         # a skipped step changed no parameter
         if not step.skipped:
@@ -105,7 +115,7 @@ class SplitState(ZeroStage):
 
     def _moved(self, state: Any, at: Indexed, where: Index) -> Any:
         """Move the state into other buckets, by name, as ``load_state_dict`` does."""
-        empty = self.begin(parts_of(at.leaves, where, at.mesh))
+        empty = self.inner.init(parts_of(at.leaves, where, at.mesh))
         new = load_state_dict(empty, state_dict(state))
         # numbers stay, those among them that a device still decides
         return mapped(lambda x, n: n if is_bucketed(x) else x, state, new, is_leaf=is_bucketed)

@@ -1,24 +1,460 @@
-"""Stage 3 of ``zero``: parameters, gradients and state in parts; see ``Parts`` for their gathers."""
+"""Stage 3 of ``zero``: parameters are parts of flat buckets, and gathered when they are read.
 
+``apply(params, ...)`` with such ``Parts`` passes parameters without blocks to the module: the
+first one that is read gathers its group's buckets, while the next group's gather is posted.
+Backward of a gather packs the group's gradients and reduce-scatters them.  For a saved weight
+autograd keeps only its bucket and offset, and backward gathers it again (``keep=False``), or the
+gathered bucket stays (``keep=True``).  The module is not changed, and recomputed regions read
+their parameters as forward did.
+
+Source: Rajbhandari et al., arXiv 1910.02054, section 5.3 (stage 3, P_os+g+p); prefetch as Zhao et
+al., arXiv 2304.11277, section 3.3.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from threading import get_ident
 from typing import Any
 
 import optree
+import torch
+from torch import Tensor
 
+from shardlib._compat import Local, after_backward, backward_now
+from shardlib.collectives import lead, psum_scatter, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
-from shardlib.optim.buckets import Buckets
-from shardlib.optim.flat import parts_of
-from shardlib.optim.gathered import Parts
-from shardlib.optim.index import changed, index_of, same_index
+from shardlib.mesh import Mesh, bind, drain
+from shardlib.optim.buckets import Bucket, Buckets, Index, Item, register
+from shardlib.optim.flat import (
+    Memory,
+    gather_later,
+    own_parts,
+    parts_of,
+    room_of,
+    scatter,
+    slot_of,
+    stack,
+)
+from shardlib.optim.index import IndexCache, ZeroSettings, changed, index_of, same_index
+from shardlib.optim.norms import run_measured
+from shardlib.optim.precision import with_master
 from shardlib.optim.transform import Step
-from shardlib.optim.zero_stage import ZeroStage
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.tensor import Facts, Place, ShardedTensor, together_of, typeof
 
-__all__ = ["SplitParameters"]
+__all__ = [
+    "Parts", "Reading", "SplitParameters", "place_of",
+]  # fmt: skip
 
 
-class SplitParameters(ZeroStage):
+class Parts(Buckets):
+    """Parameters of which each rank holds its part; the parameters of ``zero(..., stage=3)``."""
+
+    def __missing__(self, name: str) -> Any:
+        """Refuse a parameter's name: the keys are buckets."""
+        if name not in self.paths:
+            raise KeyError(name)
+        raise ShardError(
+            f"parameter {name!r} lies in parts of buckets, which are gathered where they are opened",
+            op="zero",
+            fix="with params.opened() as whole: out = f(whole)",
+        )
+
+    @contextmanager
+    def opened(self) -> Iterator[dict[str, ShardedTensor]]:
+        """Yield the parameters by name, as values that are gathered when they are read."""
+        reading = self._reading()
+        hooks: Any = nullcontext()
+        if torch.is_grad_enabled() and not self.index.keep:
+            hooks = torch.autograd.graph.saved_tensors_hooks(reading.pack, reading.unpack)
+        try:
+            with hooks:
+                yield reading.values()
+        finally:
+            reading.end_forward()
+
+    def _reading(self) -> "Reading":
+        """Return the reading of these parts: one per graph, so that they are gathered once."""
+        if not torch.is_grad_enabled():
+            return Reading(self)
+        known = self.__dict__.get("last")
+        reading = None if known is None else known()  # alive as long as its graph
+        if reading is None or not reading.is_of(self):
+            reading = Reading(self)
+            self.__dict__["last"] = weakref.ref(reading)
+        return reading
+
+
+register(Parts)
+
+
+def place_of(item: Item, params: Buckets, deferred: frozenset[str]) -> Place:
+    """Return the place of a bucket's parameter after gathering."""
+    true = None if item.whole == item.tiled else torch.Size(item.whole)
+    return Place(item.layout, torch.Size(item.tiled), params.mesh, true, deferred)
+
+
+class Reading:
+    """The parameters gathered by the forwards of one graph, and by its backward.
+
+    ``now``      bucket name -> the parts that are read.
+    ``parts``    the same as nodes of the graph: see ``_BucketPart``.
+    ``flat``     gathered buckets.
+    ``blocks``   (bucket name, whether grad mode is on) -> the parameters' blocks in it.
+    ``facts``    bucket name -> the facts of the values in use, whose caches hold its blocks.
+    ``coming``   buckets whose gather is posted.
+    ``seen``     the buckets in the order of first reading.
+    ``block_of`` bucket name -> the block of the module; None: it is its own part.
+    """
+
+    def __init__(self, params: Parts) -> None:
+        self.params = params
+        self.index = params.index
+        self.mesh = params.mesh
+        self.room = room_of(params.index)
+        self.now = {name: x.raw for name, x in params.items()}
+        self.versions = {name: x.raw._version for name, x in params.items()}
+        self.buckets = {b.name: b for b in self.index.buckets}
+        items = self.index.items
+        self.block_of = {
+            b.name: _first(items[b.slots[0].leaves[0]].group) if b.hops else None
+            for b in self.index.buckets
+        }
+        self.flat: dict[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {}
+        self.gradients: dict[str, Gradient] = {}
+        self.blocks: dict[tuple[str, bool], dict[int, Tensor]] = {}
+        self.facts: dict[str, weakref.WeakValueDictionary[int, Facts]] = {
+            name: weakref.WeakValueDictionary() for name in self.buckets
+        }
+        self.coming: dict[str, tuple[Tensor, Callable[[], object]]] = {}
+        self.at: dict[int, str] = {}
+        self.seen: list[str] = []
+        self.done: set[str] = set()
+        self.thread = get_ident()
+        self.asked = -1
+
+    def is_of(self, params: Parts) -> bool:
+        """Return whether these are the parts that it read, unchanged, in the same thread."""
+        return self.thread == get_ident() and all(
+            x.raw is self.now[name] and x.raw._version == self.versions[name]
+            for name, x in params.items()
+        )
+
+    def values(self) -> dict[str, ShardedTensor]:
+        """Map each path to a value without a block; reading it gathers."""
+        self.seen = []
+        out = {}
+        for i, (b, slot) in self.index.where.items():
+            item, bucket = self.index.items[i], self.index.buckets[b]
+            deferred = frozenset(a for a in bucket.over if self.mesh.axes[a] > 1)
+            place = place_of(item, self.params, deferred)
+            name, leaf = bucket.name, slot.leaves[0]
+            facts = self.facts[name].get(leaf)
+            if facts is None:
+                facts = self.facts[name][leaf] = Facts(read=partial(self.read, name, leaf))
+            out[item.path] = ShardedTensor.when_read(
+                place, item.dtype, self.now[name].device, facts
+            )
+        return out
+
+    # ------------------------------------------------------------ gathering
+
+    def read(self, name: str, leaf: int) -> Tensor:
+        """Return a parameter's block, recorded by autograd."""
+        key = name, torch.is_grad_enabled()
+        if key not in self.blocks or name not in self.flat:
+            flat = self._whole(name)
+            # forward alone: recomputation in backward reads in another order
+            if backward_now() == -1:
+                self._note(name)
+            found = _GatherBucket.apply(self._part(name), self, name, flat)
+            slots = self.buckets[name].slots
+            self.blocks[key] = {s.leaves[0]: t for s, t in zip(slots, found, strict=True)}  # type: ignore[arg-type]
+        return self.blocks[key][leaf]
+
+    def _part(self, name: str) -> Tensor:
+        """Return a bucket's part as input of all gathers of one graph."""
+        part = self.now[name]
+        if not (part.requires_grad and torch.is_grad_enabled()):
+            return part
+        if name not in self.parts:
+            made = Gradient(self.index, self.buckets[name], self.mesh, part)
+            self.gradients[name] = made
+            self.parts[name] = _BucketPart.apply(part, made)  # type: ignore[assignment]
+        return self.parts[name]
+
+    def again(self, name: str) -> Tensor:
+        """Gather a bucket again, in backward, and post the gather of the one read before it."""
+        if self.now[name]._version != self.versions[name]:
+            raise ShardError(
+                "parameters were changed between forward and backward, which gathers them again",
+                op="apply",
+                fix="loss, grads = sl.value_and_grad(f)(params)",
+            )
+        flat = self._whole(name)
+        if name in self.seen:
+            at = self.seen.index(name)
+            if at and self.seen[at - 1] not in self.done:
+                self._start(self.seen[at - 1])
+                self._at_the_end()
+        return flat
+
+    def _note(self, name: str) -> None:
+        """Record a read in forward, and post the gather of the bucket that came next last time."""
+        if self.block_of[name] is None:
+            return
+        self.seen.append(name)
+        at, order = len(self.seen), self.room.order
+        # prefetch only while this forward reads in the recorded order
+        if order[at - 1 : at] == [name] and at < len(order):
+            self._start(order[at])
+
+    def _start(self, name: str) -> None:
+        """Post a bucket's gather, once."""
+        if name in self.coming or name in self.flat:
+            return
+        with torch.no_grad():
+            shard, bucket = self.now[name].detach(), self.buckets[name]
+            if self.block_of[name] is None:
+                self.coming[name] = shard, lambda: None
+                return
+            flat = self.room.buffer((*stack(self.mesh), bucket.length), shard)
+            parts = own_parts(flat, bucket.over, self.mesh)
+            for part, mine in zip(parts, shard if lead(self.mesh) else [shard], strict=True):
+                part.copy_(mine)
+            self.coming[name] = flat, gather_later(flat, self.mesh, bucket.hops)
+
+    def _whole(self, name: str) -> Tensor:
+        """Return a gathered bucket; keep those of its block and one other, or all with ``keep``."""
+        if name not in self.flat:
+            self._start(name)
+            flat, finish = self.coming.pop(name)
+            finish()
+            self.flat[name] = flat
+            # autograd saves views of the bucket, which are found by its storage
+            self.at[flat.untyped_storage()._cdata] = name
+            block = self.block_of[name]
+            if not self.index.keep and block is not None:
+                others = [n for n in self.flat if self.block_of[n] not in (block, None)]
+                for old in others[:-1]:
+                    self._drop(old)
+        return self.flat[name]
+
+    def _drop(self, name: str) -> None:
+        flat = self.flat.pop(name)
+        self.at.pop(flat.untyped_storage()._cdata, None)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """Drop a bucket's blocks, and caches derived from them, which would keep it alive."""
+        for facts in list(self.facts[name].values()):
+            facts.forget()
+        self.blocks.pop((name, True), None)
+        self.blocks.pop((name, False), None)
+
+    def end_forward(self) -> None:
+        """End forward: drop blocks, and without a graph the gathered buckets too."""
+        if self.seen:
+            self.room.order[:] = self.seen
+        self._land()
+        for name in self.buckets:
+            self._forget(name)
+        if not torch.is_grad_enabled():
+            for name in list(self.flat):
+                self._drop(name)
+
+    def _land(self) -> None:
+        """Wait for posted gathers that are not needed, before their memory is freed."""
+        for _, finish in self.coming.values():
+            finish()
+        self.coming.clear()
+
+    # ------------------------------------------------------------ saved weights
+
+    def pack(self, x: Tensor) -> Any:
+        """Return the bucket and offset of a saved weight; other saved tensors unchanged."""
+        if type(x) not in (Tensor, torch.nn.Parameter):  # a checkpoint saves whole values
+            return x
+        name = self.at.get(x.untyped_storage()._cdata)
+        return x if name is None else (name, x.shape, x.stride(), x.storage_offset())
+
+    def unpack(self, kept: Any) -> Tensor:
+        """Return the tensor of ``pack``; a weight's bucket is gathered again."""
+        if isinstance(kept, Tensor):
+            return kept
+        name, *where = kept
+        return self.again(name).as_strided(*where)
+
+    # ------------------------------------------------------------ gradients
+
+    def take(self, name: str, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+        """Add the gradients of one gather; return the part of their sum if it needs a graph."""
+        self.done.add(name)
+        if name in self.flat and not self.index.keep:
+            self._drop(name)
+        self._at_the_end()
+        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
+            return self.gradients[name].part_of(grads)
+        self.gradients[name].add(grads)
+        return None
+
+    def _at_the_end(self) -> None:
+        task = backward_now()
+        if task != self.asked:
+            self.asked = task
+            after_backward(self.end_backward, self._forget_backward)
+
+    def _forget_backward(self) -> None:
+        """End a backward that raised: wait for its transfers, and drop their results."""
+        drain()
+        self.coming.clear()
+        self.room.flying.clear()
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        """End backward: drop all gathered buckets."""
+        with torch.no_grad():
+            self._land()
+        while self.room.flying:
+            self.room.flying.pop(0)()
+        self.asked = -1
+        self.done.clear()
+        for name in list(self.flat):
+            self._drop(name)
+
+
+def _first(group: Any) -> Any:
+    """Return the first word of a group, the name of its module block."""
+    return _first(group[0]) if isinstance(group, tuple) else group
+
+
+class Gradient:
+    """The gradient of a bucket's part: all gathers of a graph add to it, and it is reduced once."""
+
+    def __init__(self, index: Index, bucket: Bucket, mesh: Mesh, part: Tensor) -> None:
+        self.index, self.bucket, self.mesh = index, bucket, mesh
+        self.like = part.detach().new_empty(0)
+        self.flat: Tensor | None = None
+        self.task = -1
+
+    def add(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Add the gradients of one gather."""
+        with torch.no_grad():
+            if self.flat is None:
+                self.flat = self._memory(self.bucket.length)
+            # discard what a backward that raised has left here
+            first, self.task = self.task != backward_now(), backward_now()
+            _pack(self.flat, self.bucket, grads, add=not first)
+
+    def post(self) -> Callable[[], Tensor] | None:
+        """Post the reduction if this backward added gradients; at most two are in transit."""
+        flat, room = self.flat, room_of(self.index)
+        if flat is None or self.task != backward_now():
+            return None
+        self.flat, self.task = None, -1
+        with torch.no_grad():
+            hops, n = self.bucket.hops, self.bucket.length // self.bucket.ways
+            out = self._memory(n) if hops else flat
+            later = scatter(flat, out, self.mesh, hops, room.memory)
+
+            @cache
+            def finish() -> Tensor:
+                with torch.no_grad():
+                    later()
+                if out is not flat:
+                    room.memory.give(flat)
+                return out
+
+            room.flying.append(finish)
+            while len(room.flying) > 2:
+                room.flying.pop(0)()
+        return finish
+
+    def part_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
+        """Return the part of these gradients' sum, differentiable again."""
+        rows, at, front = [], 0, stack(self.mesh)
+        for slot, g in zip(self.bucket.slots, grads, strict=True):
+            rows.append(self.like.new_zeros(*front, slot.offset - at))
+            found = self.like.new_zeros(*front, slot.length) if g is None else g
+            rows.append(found.reshape(*front, slot.length))
+            at = slot.offset + slot.length
+        rows.append(self.like.new_zeros(*front, self.bucket.length - at))
+        with bind(self.mesh):
+            whole, over = torch.cat(rows, -1), self.bucket.over
+            return unwrap(psum_scatter(wrap(whole, self.mesh), over, 0)) if over else whole
+
+    def _memory(self, n: int) -> Tensor:
+        memory, like = room_of(self.index).memory, self.like
+        return memory.take((*stack(self.mesh), n), like.dtype, like.device)
+
+
+def _pack(flat: Tensor, bucket: Bucket, grads: tuple[Tensor | None, ...], add: bool) -> None:
+    for slot, g in zip(bucket.slots, grads, strict=True):
+        place = slot_of(flat, slot.offset, slot.shape)
+        if g is None:
+            if not add:
+                place.zero_()
+        elif add:
+            place.add_(g)
+        else:
+            place.copy_(g)
+    for start, stop in bucket.gaps:
+        flat[..., start:stop] = 0
+
+
+class _BucketPart(Local):
+    """Identity on a bucket's part, whose backward runs after all gathers have added gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, gradient: Gradient) -> Tensor:
+        ctx.gradient, ctx.leaf = gradient, together_of(part)
+        ctx.set_materialize_grads(False)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        (more,), leaf = grads, ctx.leaf
+        finish = ctx.gradient.post()
+        if finish is None:
+            return more, None
+        if more is None and leaf is not None and leaf[0].takes(leaf[1]):
+            leaf[0].owe(leaf[1], finish)
+            return None, None
+        return finish() if more is None else more + finish(), None
+
+
+class _GatherBucket(Local):
+    """From a bucket's part to the blocks of its parameters; backward adds their gradients.
+
+    It is one function with many results: with one slice per result, the backward of each would make
+    a vector of zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, reading: Reading, name: str, flat: Tensor) -> Any:
+        ctx.reading, ctx.name = reading, name
+        ctx.set_materialize_grads(False)
+        slots = reading.buckets[name].slots
+        return tuple(slot_of(flat, s.offset, s.shape) for s in slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return ctx.reading.take(ctx.name, grads), None, None, None
+
+
+# ---------------------------------------------------------------- the step
+
+
+class SplitParameters:
     """A transform on each rank's parts of buckets: parameters, gradients and state."""
+
+    def __init__(self, how: ZeroSettings) -> None:
+        self.cache = IndexCache(how)
+        memory = Memory()
+        self.inner = with_master(how.tx, how.master, how.axis, memory.wide, memory.give)
 
     def shard(self, params: Any) -> Parts:
         """Keep only this rank's parts of the parameters; frozen ones get buckets of their own."""
@@ -38,19 +474,20 @@ class SplitParameters(ZeroStage):
 
     def init(self, params: Any) -> Any:
         """Initialise the state of the trained parts."""
-        return self.begin(_trained(_parted(params)))
+        return self.inner.init(_trained(_parted(params)))
 
-    def updated(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Return updates of the parts, None for frozen ones, and the new state."""
         mine, given = _matched(params, grads, state)
-        updates, state = self.how.tx.update(given, state, mine)
+        updates, state = self.inner.update(given, state, mine)
         return params.like({n: updates.get(n) for n in params}), state
 
-    def stepped(self, grads: Any, state: Any, params: Any, step: Step) -> Any:
+    def donate(self, grads: Any, state: Any, params: Any, step: Step) -> Any:
         """Step the parts in place; nothing is gathered before they are read."""
         mine, given = _matched(params, grads, state)
-        state = self.step_parts(given, state, mine, step)
-        params.index.room.memory.give(*(g.raw for g in given.values()))
+        self.cache.view(given)
+        state = run_measured(self.inner, given, state, mine, step)
+        room_of(params.index).memory.give(*(g.raw for g in given.values()))
         return state
 
     def sink(self, params: Any) -> None:

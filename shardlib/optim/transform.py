@@ -6,11 +6,22 @@ gradients are overwritten, by one kernel over many tensors at once.  A transform
 run both ways.
 
 Under ``zero`` the trees are ``Buckets``, which only ``trees`` tells from other trees.
+
+A step whose gradients are not finite changes nothing.  On the host that is an ``if``.  On an
+accelerator its results are chosen on the device.  What the host must know of the choice stands in
+the state: the number that decided, ``Posted``, whose copy to the host has begun, and counts that
+hang on it, ``Later``.  The copy began a step before, so the host waits only where the device is
+more than a step behind.
 """
 
+import inspect
+import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import optree
 import torch
@@ -19,14 +30,18 @@ from torch import Tensor
 from shardlib._compat import below_autograd, copy_all, fused_step
 from shardlib.errors import BadArgument
 from shardlib.kernels.active import checked, use
-from shardlib.optim.later import chosen
-from shardlib.optim.trees import ALIGN, Pieces, pieces, runs
+from shardlib.optim.trees import ALIGN, Pieces, each, need, pieces, ready, runs, spans, writable
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
-    "TRAITS", "Step", "Transform", "check_inner", "check_transform", "divide", "fused", "handed_on",
-    "kept_whole", "restoring", "run_in_place", "trait_of",
+    "AMOUNT", "COUNT", "Later", "NUMBER", "POSITIVE", "Posted", "Range", "SHARE", "STEPS",
+    "Schedule", "Step", "TRAITS", "Transform", "at_rest", "at_step", "begun", "by_directions", "check_inner",
+    "check_transform", "chosen", "divide", "elementwise", "fused", "handed_on", "kept_whole", "mapped",
+    "on_host", "ranged", "restoring", "run_in_place", "told", "trait_of",
 ]  # fmt: skip
+
+Schedule = Callable[[int], float]
+"""A hyperparameter as a function of the step, counted from 0."""
 
 TRAITS = ("elementwise", "norm", "tensor", "rows", "matrix", "tree")
 """Dependencies of an update of one element, in increasing order: that element alone; also a norm
@@ -340,3 +355,381 @@ def keep(old: Any, new: Any) -> Any:
     if tree != shape:
         return new
     return optree.tree_unflatten(tree, [kept(n, o) for n, o in zip(leaves, before, strict=True)])
+
+
+# ---------------------------------------------------------------- transforms of one rule
+
+
+def elementwise(
+    op: str,
+    init: Callable[[Any], Any],
+    lr: float | Schedule,
+    rule: Callable[[int, float], Callable[..., Tensor]],
+    *,
+    moments: Sequence[str] = (),
+    weights: bool = False,
+    kernel: Callable[[Any, Any, Any, Step, float], bool] | None = None,
+    **fields: Any,
+) -> Transform:
+    """Make a transform in which the update of an element depends on that element alone.
+
+    ``rule``     ``rule(count, rate)`` returns the function from a gradient, the moments and, with
+                 ``weights``, the parameter, to the update; it overwrites the moments.
+    ``moments``  the names of the state's trees.
+    ``kernel``   ``kernel(grads, state, params, step, rate)`` steps in place; False, with nothing
+                 done, if it takes no such tensors.
+    """
+
+    def kept(grads: Any, state: Any) -> list[Any]:
+        trees = [getattr(state, name) for name in moments]
+        ready(grads, op, trees[0] if trees else None)
+        return trees
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        trees = kept(grads, state)
+        if weights:
+            need(params, op)
+        count, rate = state.count + 1, at_step(lr, state.count)
+        trees = [each(lambda m, g: m.clone(), tree, grads) for tree in trees]
+        given = [params] if weights else []
+        updates = each(rule(count, rate), grads, *trees, *given)
+        return updates, state._replace(count=count, **dict(zip(moments, trees, strict=True)))
+
+    def in_spans(grads: Any, state: Any, params: Any, step: Step) -> Any:
+        trees = kept(grads, state)
+        divide(grads, step)
+        step.lr = at_step(lr, state.count)
+        f = rule(state.count + 1, step.lr)
+        for g, p, *more in spans(*runs(grads, params, *trees)):
+            p.add_(f(g, *more, p) if weights else f(g, *more))
+        return state._replace(count=state.count + 1)
+
+    plain = Transform(init, update, "elementwise", in_spans)
+    if kernel is None:
+        return plain
+
+    def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
+        kept(grads, state)
+        rate = at_step(lr, state.count)
+        if not kernel(grads, state, params, step, rate):
+            return run_in_place(plain, grads, state, params, step)
+        step.lr = rate
+        return chosen(step.sound, state._replace(count=state.count + 1), state)
+
+    return plain._replace(donate=donate, **fields)
+
+
+def by_directions(
+    op: str,
+    trait: str,
+    init: Callable[[Any], Any],
+    lr: float | Schedule,
+    direct: Callable[[Any, Any, Any, Any, float], tuple[Any, float]],
+    like: Callable[[Any, Any], Any],
+    *,
+    moment: str | None = None,
+    weights: bool = True,
+    groups: Callable[[Any], list[Any]] | None = None,
+) -> Transform:
+    """Make a transform that writes a direction for every tensor, then adds it to the parameter.
+
+    ``direct``   ``direct(grads, state, params, way, rate)`` writes directions to ``way``, which may
+                 be the gradients' memory, and overwrites the state's tensors.  It returns the state
+                 and the multiple of the parameters that is added too.
+    ``like``     ``like(grads, state)`` has the dtypes of directions.
+    ``moment``   the name of a tree of the state that has a leaf for every gradient.
+    ``weights``  whether ``update`` needs the parameters.
+    """
+
+    def check(grads: Any, state: Any) -> None:
+        ready(grads, op, None if moment is None else getattr(state, moment))
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        check(grads, state)
+        if weights:
+            need(params, op)
+            each(lambda g, p: g, grads, params)  # refuses other layouts
+        dtypes = like(grads, state)
+        each(lambda m, g: m, dtypes, grads)
+        way = each(lambda g, m: _zeros(g, m.dtype), grads, dtypes)
+        with torch.no_grad():
+            rate = at_step(lr, state.count)
+            state, decay = direct(grads, each(torch.clone, state), params, way, rate)
+        if decay:
+            way = each(lambda u, p: u.add_(p, alpha=decay), way, params)
+        return way, state
+
+    def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
+        check(grads, state)
+        divide(grads, step)
+        step.lr = at_step(lr, state.count)
+        way = writable(grads, like(grads, state))
+        state, decay = direct(grads, state, params, way, step.lr)
+        for p, u in spans(*pieces(params, way)):
+            p.add_(u.add_(p, alpha=decay) if decay else u)
+        return state
+
+    return Transform(init, update, trait, donate, groups=groups)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+# ---------------------------------------------------------------- ranges of hyperparameters, and rates at a step
+
+
+Hyper = ParamSpec("Hyper")
+Made = TypeVar("Made")
+
+
+class Range(NamedTuple):
+    """A range of valid numbers, and its description in errors."""
+
+    said: str
+    fits: Callable[[Any], bool]
+    whole: bool = False
+
+
+AMOUNT = Range("0 or more, and finite", lambda n: 0 <= n < math.inf)
+SHARE = Range("at least 0 and less than 1", lambda n: 0 <= n < 1)  # a weight of the old value
+POSITIVE = Range("more than 0", lambda n: n > 0)
+NUMBER = Range("a finite number", math.isfinite)
+COUNT = Range("a whole number, 1 or more", lambda n: n >= 1, whole=True)
+STEPS = Range("a whole number, 0 or more", lambda n: n >= 0, whole=True)
+
+_NAMED = {
+    **dict.fromkeys(("b1", "b2", "momentum", "decay"), SHARE),
+    **dict.fromkeys(("lr", "eps", "weight_decay", "lr_decay", "start"), AMOUNT),
+}
+
+
+def ranged(
+    fix: str = "", **ranges: Range
+) -> Callable[[Callable[Hyper, Made]], Callable[Hyper, Made]]:
+    """Check hyperparameters by the names of their arguments, as torch does.
+
+    ``ranges``  of arguments without a common range.
+    ``fix``     a valid call.
+    ``None`` is valid if it is the default, a function where a schedule is.
+    Raises: BadArgument for a number out of range, and for other types.
+
+    >>> ranged()(lambda lr, b1=0.9: lr)(-1.0)
+    Traceback (most recent call last):
+    shardlib.errors.BadArgument: <lambda>: lr=-1.0 is not 0 or more, and finite...
+    """
+    known = _NAMED | ranges
+
+    def around(make: Callable[Hyper, Made]) -> Callable[Hyper, Made]:
+        own = inspect.signature(make).parameters
+        names = tuple(own)
+
+        @wraps(make)
+        def made(*args: Hyper.args, **kwargs: Hyper.kwargs) -> Made:
+            for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+                range_ = known.get(name) if name in own else None  # else Python refuses the call
+                left = value is None and own[name].default is None if range_ else True
+                if range_ is None or left or (name == "lr" and callable(value)):
+                    continue
+                if not _in(range_, value):
+                    raise BadArgument(
+                        f"{name}={value!r} is not {range_.said}",
+                        op=make.__name__,
+                        fix=fix or f"sl.optim.{make.__name__}(1e-3)",
+                    )
+            return make(*args, **kwargs)
+
+        return made
+
+    return around
+
+
+def _in(range_: Range, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not range_.whole
+    kind = Integral if range_.whole else Real
+    return isinstance(value, kind) and not isinstance(value, bool) and range_.fits(value)
+
+
+def at_step(lr: float | Schedule, count: int) -> float:
+    """Return the rate at step ``count``, from 0, of a number or a schedule.
+
+    Raises: BadArgument if a schedule returns an invalid rate.
+    """
+    if not callable(lr):
+        return lr
+    rate = lr(count)
+    if isinstance(rate, Real) and not AMOUNT.fits(rate):
+        raise BadArgument(
+            f"the schedule gives {rate} at step {count}: a rate is {AMOUNT.said}",
+            op="schedule",
+            fix="sl.optim.warmup_cosine(1e-3, 100, 1000)",
+        )
+    return rate
+
+
+# ---------------------------------------------------------------- decisions of the device
+
+
+def on_host(x: Tensor) -> bool:
+    """Say whether the host reads a number without waiting, or nobody has it: on a mesh of shapes."""
+    return x.device.type in ("cpu", "meta")
+
+
+def told(x: Tensor) -> Any:
+    """Return a number, for which the host waits."""
+    return x.item()
+
+
+class Posted:
+    """A number on a device that is being copied to the host.
+
+    ``error``  the error that the number is, if it is one; ``begun`` raises it, once.
+
+    >>> x = Posted(torch.tensor(2.0), lambda x: ValueError(f"{x} is too much"))
+    >>> x.read(), x.error(), x.error()
+    (2.0, ValueError('2.0 is too much'), None)
+    """
+
+    def __init__(
+        self, x: Tensor, error: Callable[[Any], Exception | None] = lambda x: None
+    ) -> None:
+        self._there, self._done, self._error = x, None, error
+        if not on_host(x):
+            self._there = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+            self._there.copy_(x, non_blocking=True)
+            self._done = torch.Event(x.device)
+            self._done.record()
+
+    def read(self) -> Any:
+        """Return the number; wait for its copy."""
+        if self._done is not None and not self._done.query():
+            self._done.synchronize()
+        return self._there.item()
+
+    def error(self) -> Exception | None:
+        """Return the error, to the first who asks."""
+        asked, self._error = self._error, lambda x: None
+        return asked(self.read())
+
+
+class Later:
+    """A number that is ``made`` where the device found a step sound, else ``kept``.
+
+    Whatever reads it waits until the device has decided.
+
+    >>> count = Later(Posted(torch.tensor(False)), 4, 3)
+    >>> count, int(count), count + 1, 2 * count, count < 4
+    (3, 3, 4, 6, True)
+    """
+
+    def __init__(self, sound: Posted, made: Any, kept: Any) -> None:
+        self._sound, self._made, self._kept = sound, made, kept
+
+    def read(self) -> Any:
+        """Return the number."""
+        x = self._made if self._sound.read() else self._kept
+        return x.read() if isinstance(x, Later) else x
+
+    def __reduce__(self) -> Any:
+        x = self.read()
+        return type(x), (x,)
+
+
+def _as_number() -> None:
+    """Give ``Later`` the operators of numbers."""
+
+    def first(f: Any) -> Any:
+        return lambda self, *others: f(self.read(), *others)
+
+    def second(f: Any) -> Any:
+        return lambda self, other: f(other, self.read())
+
+    for f in (int, float, bool, repr, hash, format):
+        setattr(Later, f"__{f.__name__}__", first(f))
+    for name in "index neg lt le gt ge eq ne".split():
+        setattr(Later, f"__{name}__", first(getattr(operator, name)))
+    for name in "add sub mul truediv floordiv mod pow".split():
+        setattr(Later, f"__{name}__", first(getattr(operator, name)))
+        setattr(Later, f"__r{name}__", second(getattr(operator, name)))
+
+
+_as_number()
+
+
+def begun(state: Any) -> Any:
+    """Return a state whose counts the host has read, for the next step; raise the last one's error.
+
+    Whoever asks again, with the same state, goes on: the step with the error changed nothing.
+    """
+    leaves = optree.tree_leaves(state)
+    kinds = set(map(type, leaves))
+    if Posted in kinds:
+        errors = [e for x in leaves if type(x) is Posted and (e := x.error()) is not None]
+        if errors:
+            raise errors[0]
+    if Later not in kinds:
+        return state
+    return mapped(lambda x: x.read() if isinstance(x, Later) else x, state)
+
+
+def at_rest(tree: Any) -> Any:
+    """Return a tree as a checkpoint holds it, the same on every device: nothing is to be read."""
+
+    def own(x: Any) -> bool:
+        return hasattr(type(x), "at_rest")
+
+    def resting(x: Any) -> Any:
+        if own(x):
+            return type(x)(*map(at_rest, x.at_rest()))
+        return x.read() if isinstance(x, Later) else x
+
+    return mapped(resting, tree, is_leaf=own)
+
+
+def chosen(sound: Tensor | None, new: Any, old: Any) -> Any:
+    """Return the tensors and numbers of ``new`` where ``sound``, else those of ``old``."""
+    if sound is None:
+        return new
+    posted: list[Posted] = []
+
+    def choose(n: Any, o: Any) -> Any:
+        if type(n) in (int, float) and type(o) in (int, float) and n != o:
+            posted[:] = posted or [Posted(sound)]
+            return Later(posted[0], n, o)
+        if not (isinstance(n, Tensor) and isinstance(o, Tensor)):
+            return n
+        one, two = (x.raw if isinstance(x, ShardedTensor) else x for x in (n, o))
+        if one.data_ptr() == two.data_ptr():
+            return n
+        raw = torch.where(sound, one, two)
+        return n.becomes(raw) if isinstance(n, ShardedTensor) else raw
+
+    return mapped(choose, new, old)
+
+
+def mapped(
+    f: Callable[..., Any],
+    first: Any,
+    *others: Any,
+    is_leaf: Callable[[Any], bool] = lambda x: False,
+) -> Any:
+    """Map leaves as optree does, but return the objects themselves in which nothing changes.
+
+    Where another tree has another structure, the first is returned.
+    """
+    if others and all(o is first for o in others):
+        return first
+    if isinstance(first, Tensor | int | float | None) or is_leaf(first):
+        return f(first, *others)
+    below, shape = optree.tree_flatten(first, is_leaf=lambda x: x is not first, none_is_leaf=True)
+    if len(below) == 1 and below[0] is first:
+        return f(first, *others)
+    try:
+        rest = [shape.flatten_up_to(o) for o in others]
+    except (ValueError, TypeError, KeyError):
+        return first
+    new = [mapped(f, *xs, is_leaf=is_leaf) for xs in zip(below, *rest, strict=True)]
+    if all(n is b for n, b in zip(new, below, strict=True)):
+        return first
+    return shape.unflatten(new)

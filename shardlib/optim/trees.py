@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -24,12 +24,11 @@ from shardlib.grad import frozen
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, coordinates, rank_along
 from shardlib.ops.padding import filled
-from shardlib.optim.buckets import ALIGN, Bucket, Buckets, Pieces, SlotPart, parts
-from shardlib.optim.replicas import compare
+from shardlib.optim.buckets import ALIGN, HALF, Bucket, Buckets, Pieces, SlotPart, parts, wide
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
-    "ALIGN", "SPAN", "EmptyState", "Pieces", "TensorView", "apply_updates", "bucketed_in", "by_tensor", "cleared",
+    "ALIGN", "SPAN", "EmptyState", "Pieces", "TensorView", "bucketed_in", "by_tensor", "cleared",
     "cuts", "each", "fresh", "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named", "names_of",
     "need", "nothing", "of_others", "one_block", "one_each", "only", "pieces", "ready",
     "refuse_copies", "runs", "settled", "spans", "trainable", "wide", "writable", "zeros_like",
@@ -38,30 +37,6 @@ __all__ = [
 
 class EmptyState(NamedTuple):
     """The state of a transform without memory."""
-
-
-Params = TypeVar("Params")
-
-
-def apply_updates(params: Params, updates: object) -> Params:
-    """Add updates to parameters, rounded once to the parameters' dtype.
-
-    Leaves that required grad still do.
-
-    Raises: ShardError if an update's layout differs from its parameter's.
-
-    >>> apply_updates({"w": torch.ones(2)}, {"w": torch.full((2,), -0.5)})
-    {'w': tensor([0.5000, 0.5000])}
-    """
-    old: Any = params
-    new = each(lambda p, u: (p + u).to(p.dtype), old, updates, op="apply_updates")
-
-    def flagged(n: Any, p: Any) -> Any:
-        return n.requires_grad_(p.requires_grad) if isinstance(n, Tensor) and n is not p else n
-
-    found: Any = optree.tree_map(flagged, new, old)
-    compare("apply_updates", found)
-    return found
 
 
 def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update") -> Any:
@@ -186,14 +161,6 @@ def nothing(grads: Any, params: Any = None) -> Any:
     """
     like = settled(grads) if params is None else trainable(params)
     return each(torch.zeros_like, like)
-
-
-HALF = frozenset({torch.bfloat16, torch.float16})
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which such values are accumulated: fp32 for half precision."""
-    return torch.float32 if dtype in HALF else dtype
 
 
 def _users() -> int:

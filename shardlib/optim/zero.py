@@ -11,18 +11,19 @@ reduce-scattered, (N-1)/N P, and parameters gathered, (N-1)/N P.
 Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5.2 (stage 2, P_g).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from shardlib.errors import BadArgument
-from shardlib.optim.precision import Master
-from shardlib.optim.stage0 import SummedGradients
+from shardlib.errors import BadArgument, ShardError, Unsupported
+from shardlib.optim.index import IndexCache, ZeroSettings
+from shardlib.optim.precision import Master, ZeroState
+from shardlib.optim.sink import summing
 from shardlib.optim.stage1_2 import SplitState
 from shardlib.optim.stage3 import SplitParameters
-from shardlib.optim.transform import Transform, check_transform
-from shardlib.optim.zero_stage import ZeroSettings
+from shardlib.optim.transform import Step, Transform, check_transform
+from shardlib.optim.trees import need
 
 __all__ = ["zero"]
 
@@ -92,13 +93,116 @@ def zero(
         )
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     how = ZeroSettings(tx, axes, stage, bucket_mb, master, reduce_dtype, gather_dtype, inner, keep)
-    how.check()
-    return _STAGES[stage](how).transform()
+    for kind, wrong, message, fix in (*_in_stage(how), *_in_dtypes(how)):
+        if wrong:
+            raise kind(message, op="zero", fix=fix)
+    if stage == 0:
+        return summing(tx, IndexCache(how))
+    return _stepping(how, SplitParameters(how) if stage == 3 else SplitState(how))
 
 
-_STAGES: tuple[Callable[[ZeroSettings], Any], ...] = (
-    SummedGradients,
-    SplitState,
-    SplitState,
-    SplitParameters,
-)
+def _stepping(how: ZeroSettings, stage: SplitState | SplitParameters) -> Transform:
+    """Return a stage as a transform, which refuses a step that its master or state do not fit."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        need(params, "zero")
+        if how.master is not None:
+            raise Unsupported(
+                "an update added to half precision parameters would round the master away",
+                op="zero",
+                fix="params, state, info = sl.optim.step(tx, params, grads, state)",
+            )
+        return stage.update(grads, state, params)
+
+    def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
+        if (how.master is None) == isinstance(state, ZeroState):
+            kept = "one" if how.master is None else "none"
+            raise ShardError(
+                f"master={how.master!r}, and the state was made with {kept}",
+                op="zero",
+                fix="state = tx.init(params)",
+            )
+        return stage.donate(grads, state, params, step)
+
+    how_given: Any = {"sink": stage.sink, "shard": stage.shard, "heeds": True}
+    return Transform(stage.init, update, how.tx.trait, donate, **how_given)
+
+
+_Refusal = tuple[type[ShardError], object, str, str]
+"""The class of an error, whether it is raised, its message and its fix."""
+
+
+def _in_stage(how: ZeroSettings) -> Iterator[_Refusal]:
+    """List refusals of axes, stage and transform."""
+    yield (
+        ShardError,
+        not how.axes,
+        "there is no axis to split over",
+        'sl.optim.zero(tx, axis="data")',
+    )
+    name, stage = repr(how.axis), how.stage
+    yield (
+        ShardError,
+        type(stage) is not int or not 0 <= stage <= 3,
+        f"there is no stage {stage}; 1 splits state, 2 gradients too, 3 parameters too",
+        f"sl.optim.zero(tx, axis={name}, stage=2)",
+    )
+    yield (
+        ShardError,
+        not stage and bool(how.master or how.gather_dtype or how.reduce_dtype),
+        "stage 0 splits nothing, so it has no master and no dtypes of its own",
+        f"sl.optim.zero(tx, axis={name}, stage=0)",
+    )
+    yield (
+        Unsupported,
+        stage and how.tx.trait in (None, "tree"),
+        "nobody said what this transform's update of one element depends on, and zero shows it "
+        "flat vectors of many parameters"
+        if how.tx.trait is None
+        else "this transform looks at the tree, and zero shows it flat vectors of many parameters",
+        f'tx = sl.optim.zero(tx._replace(trait="elementwise"), axis={name})  # if that alone',
+    )
+    yield (
+        ShardError,
+        how.inner is not None and how.inner in how.axes,
+        f"inner={how.inner!r} is in axis= already",
+        f"sl.optim.zero(tx, axis={name})",
+    )
+    most = how.bucket_mb
+    yield (
+        ShardError,
+        most is not None and not (isinstance(most, int | float) and 0 < most < 2**40),
+        f"bucket_mb={most!r}: a bucket has more than 0 MiB",
+        'sl.optim.zero(tx, axis="data", bucket_mb=4.0)',
+    )
+
+
+def _in_dtypes(how: ZeroSettings) -> Iterator[_Refusal]:
+    """List refusals of the master, and of the dtypes in which values are sent."""
+    name, narrow = repr(how.axis), how.gather_dtype
+    yield (
+        ShardError,
+        how.master not in (None, "fp32", "bf16+rem"),
+        f"master={how.master!r} is none of 'fp32', 'bf16+rem', None",
+        f'sl.optim.zero(tx, axis={name}, master="fp32")',
+    )
+    for what, dtype in (("reduce_dtype", how.reduce_dtype), ("gather_dtype", narrow)):
+        floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        yield (
+            ShardError,
+            dtype is not None and not floats,
+            f"{what}={dtype!r} is no floating point dtype",
+            f"sl.optim.zero(tx, axis={name}, {what}=torch.bfloat16)",
+        )
+    yield (
+        ShardError,
+        narrow is not None and how.master != "fp32",
+        "parameters gathered in another dtype than their own lose what no master keeps",
+        f'sl.optim.zero(tx, axis={name}, master="fp32", gather_dtype={narrow})',
+    )
+    yield (
+        Unsupported,
+        narrow is not None and how.stage == 3,
+        "the parts of stage 3 are gathered in their own dtype",
+        f'sl.optim.zero(tx, axis={name}, stage=3, master="fp32")  # of bfloat16 parameters',
+    )

@@ -26,7 +26,7 @@ from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim.buckets import Buckets
-from shardlib.optim.memory import Memory
+from shardlib.optim.flat import Memory
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size

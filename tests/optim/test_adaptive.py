@@ -141,3 +141,13 @@ def sl_leaves(tree: Any) -> list[Any]:
     import optree
 
     return optree.tree_leaves(tree)
+
+
+def test_the_rate_is_reported_where_no_kernel_takes_the_dtypes() -> None:
+    params = {"w": torch.ones(3, dtype=torch.bfloat16)}
+    for tx in (sl.optim.adamw(0.1), sl.optim.adagrad(0.1), sl.optim.sgd(0.1, 0.9)):
+        with pytest.warns(UserWarning, match="without a master copy"):
+            state = tx.init(params)
+        mine, grads = ({"w": params["w"].clone()} for _ in "ab")
+        *_, info = sl.optim.step(tx, mine, grads, state)
+        assert info.lr == 0.1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.clip import norms_known
+from shardlib.optim.norms import norms_known
 from tests.ops.cases import close
 from tests.optim.cases import LAYOUTS, PARAMS
 

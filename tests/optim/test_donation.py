@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.donation import GivenUp, hand_over
+from shardlib.optim.step import GivenUp, hand_over
 from shardlib.tensor import Facts
 from tests.ops.cases import r
 

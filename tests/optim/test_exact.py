@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shardlib as sl
 from shardlib.collectives import played, storage
 from shardlib.mesh import rank_along
-from shardlib.optim.gathered import Parts, Reading
+from shardlib.optim.stage3 import Parts, Reading
 from shardlib.tensor import Place
 
 o = sl.optim

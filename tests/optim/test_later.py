@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.clip import ClipState
 from shardlib.optim.guard import ScaleState
-from shardlib.optim.later import Later, Posted, at_rest, begun, chosen
+from shardlib.optim.norms import ClipState
+from shardlib.optim.transform import Later, Posted, at_rest, begun, chosen
 
 YES, NO = (Posted(torch.tensor(x)) for x in (True, False))
 

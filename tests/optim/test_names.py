@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.optim.gathered import Parts
+from shardlib.optim.stage3 import Parts
 from tests.optim.test_exact import MESHES, sets, value
 
 o = sl.optim

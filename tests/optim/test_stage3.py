@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.gathered import Parts
+from shardlib.optim.stage3 import Parts
 
 
 def parts(stage: int = 3) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 import shardlib as sl
 from shardlib.optim.buckets import Buckets, Item, flatten, index
-from shardlib.optim.global_reductions import norms, powers, scaled, squares, summed, totals
+from shardlib.optim.norms import norms, powers, scaled, squares, summed, totals
 from shardlib.tensor import Place, ShardedTensor
 from tests.ops.cases import r
 from tests.strategies import placed

@@ -1,0 +1,428 @@
+"""Norms of whole tensors and of all gradients, and clipping by them: each element counts once.
+
+A block counts on the first of the ranks that hold copies of it; its padding never counts.  All
+tensors of a mesh share one psum of fp64 scalars.  A tensor in a bucket of ``zero`` counts for any
+cut.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlib.collectives import (
+    blocks,
+    holds_values,
+    lead,
+    played,
+    pmax,
+    psum,
+    psum_scatter,
+    storage,
+    unwrap,
+    wrap,
+)
+from shardlib.errors import ShardError
+from shardlib.kernels import active
+from shardlib.kernels.active import Backend
+from shardlib.kernels.apex import apex
+from shardlib.layouts import Dim, Layout
+from shardlib.mesh import Mesh, bind, scope, within
+from shardlib.ops.padding import filled
+from shardlib.optim.transform import (
+    POSITIVE,
+    Posted,
+    Step,
+    Transform,
+    on_host,
+    ranged,
+    run_in_place,
+    told,
+    under,
+)
+from shardlib.optim.trees import EmptyState, TensorView, by_tensor, cleared, each, one_each, ready
+from shardlib.tensor import Place, ShardedTensor
+
+__all__ = [
+    "clip_by_global_norm", "clip_by_parameter_norm", "clip_by_value", "global_norm", "is_finite",
+    "norms", "norms_known", "run_measured", "scale_in_place", "scaled", "squares", "summed", "totals",
+]  # fmt: skip
+
+BLOCK = 1 << 16
+"""Elements that are summed in fp64 at a time, so that no full fp64 copy is made."""
+
+Numbers = list[Tensor | None]
+
+
+def squares(x: Tensor) -> Tensor:
+    """Sum the squares of a block's elements, in fp64.
+
+    fp32 would lose all but three digits of a sum over 20 M elements.
+    """
+    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    if (not x.is_cpu or active.cpu) and (norm := apex("l2norm", flat)) is not None:
+        return norm([flat]).double().square().sum()
+    if not x.is_cpu:  # the kernel widens while it reads, and adds in a tree
+        return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for part in flat.split(BLOCK):
+        wide = part.double()
+        total += wide.dot(wide)
+    return total
+
+
+def powers(p: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that sums a block's p-th powers, or finds its largest for p = inf."""
+    if p == 2:
+        return squares
+
+    def of(x: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
+        for part in x.reshape(-1).split(BLOCK):
+            size = part.abs().double()
+            total = torch.maximum(total, size.amax()) if p == math.inf else total + (size**p).sum()
+        return total
+
+    return of
+
+
+def totals(
+    *trees: Any, of: Callable[[Tensor], Tensor] = squares, most: bool = False
+) -> list[Numbers]:
+    """Sum ``of`` (or find its largest, ``most``) over each tensor of each tree; None stays None.
+
+    ``of``  a block -> a 0-dim fp64 tensor.
+    Moves one psum (pmax) per mesh, of 8 bytes per tensor.
+    """
+    out: list[Numbers] = []
+    shares: dict[Mesh, list[_RankCount]] = {}
+    for tree in trees:
+        found = [t and _share(t, of) for t in by_tensor(cleared(tree))]
+        out.append([None] * len(found))
+        for i, share in enumerate(found):
+            if isinstance(share, _RankCount):
+                shares.setdefault(share.mesh, []).append(share._replace(to=(out[-1], i)))
+            else:
+                out[-1][i] = share
+    for mesh, mine in shares.items():
+        zero = torch.zeros((), dtype=torch.float64, device=mine[0].device)
+        rows = []
+        for rank in range(len(played(mesh))):
+            values = [s.values[rank] for s in mine]
+            rows.append(torch.stack([zero if v is None else v for v in values]))
+        with bind(mesh):
+            joined = (pmax if most else psum)(wrap(storage(rows, mesh), mesh), mesh.names)
+        all_of = blocks(unwrap(joined), mesh)[0]
+        for share, value in zip(mine, all_of.unbind(), strict=True):
+            share.to[0][share.to[1]] = value
+    return out
+
+
+def norms(*trees: Any) -> list[Numbers]:
+    """Compute the Euclidean norm of each tensor of each tree, in fp64; see ``totals``."""
+    return [[None if t is None else t.sqrt() for t in row] for row in totals(*trees)]
+
+
+def scaled(tree: Any, numbers: Sequence[Tensor | None]) -> Any:
+    """Multiply each tensor of the tree by its number, in ``totals``' order."""
+    with torch.no_grad():
+        out = each(torch.clone, tree)
+        scale_in_place(out, numbers)
+        return out
+
+
+def scale_in_place(tree: Any, numbers: Sequence[Tensor | None]) -> None:
+    """Multiply each tensor of the tree in place by its number, in ``totals``' order."""
+    for one, by in zip(by_tensor(tree), numbers, strict=True):
+        if one is None or by is None:
+            continue
+        for x in one.parts:
+            if x is not None:
+                x.mul_(_factor(by, x))
+
+
+def _factor(by: Tensor, x: Tensor) -> Tensor:
+    """Convert a scalar to ``x``'s dtype; kernels take one on the CPU without an upload."""
+    return by.to(x.dtype) if by.device.type == "cpu" else by.to(x.device, x.dtype)
+
+
+class _RankCount(NamedTuple):
+    """Partial results for one tensor: a scalar for each rank in this process, or None."""
+
+    mesh: Mesh
+    device: torch.device
+    values: list[Tensor | None]
+    to: tuple[Numbers, int] = ([], 0)
+
+
+def _share(one: TensorView, of: Callable[[Tensor], Tensor]) -> _RankCount | Tensor:
+    if one.mesh is None:
+        x = one.parts[0]
+        return one.like.new_zeros((), dtype=torch.float64) if x is None or not x.numel() else of(x)
+    first = _firsts(one.mesh, one.axes)
+    rows = zip(first, one.parts, strict=True)
+    values = [of(x) if f and x is not None and x.numel() else None for f, x in rows]
+    return _RankCount(one.mesh, one.like.device, values)
+
+
+def _firsts(mesh: Mesh, axes: Sequence[str]) -> list[bool]:
+    """Return, per rank in this process, whether it is the first of those with the same block."""
+    others = [a for a in mesh.names if a not in axes]
+    return [not any(c[a] for a in others) for c in played(mesh)]
+
+
+# ---------------------------------------------------------------- pending sums
+
+MOST_BYTES = 25 << 20
+"""The most bytes of one reduce-scatter of pending values."""
+
+
+def summed(leaves: Sequence[Any]) -> list[Any]:
+    """Sum the pending leaves, as vectors of which each rank holds a part.
+
+    Half precision is summed in fp32.  Moves (N-1)/N of the pending bytes, one psum_scatter per
+    25 MiB.
+    """
+    pending = [x for x in leaves if isinstance(x, ShardedTensor) and x.sharding.partial]
+    out = [x for x in leaves if not (isinstance(x, ShardedTensor) and x.sharding.partial)]
+
+    def kind(x: ShardedTensor) -> Any:
+        split = [a in x.sharding.axes for a in x.mesh.names]
+        return id(x.mesh), x.sharding.partial, split, str(x.dtype)
+
+    for _, alike in groupby(sorted(pending, key=kind), key=kind):
+        batch: list[ShardedTensor] = []
+        for x in alike:
+            if batch and sum(b.raw.nbytes for b in (*batch, x)) > MOST_BYTES:
+                out.append(_scattered(batch))
+                batch = []
+            # one collective for many leaves, in bounded memory
+            batch.append(x)
+        out.append(_scattered(batch))
+    return out
+
+
+def _scattered(batch: Sequence[ShardedTensor]) -> ShardedTensor:
+    mesh, over = batch[0].mesh, batch[0].sharding.partial
+    front = lead(mesh)
+    with torch.no_grad(), bind(mesh):
+        rows = [x.raw.detach() if not x.is_padded else filled(x, 0).raw.detach() for x in batch]
+        flat = torch.cat([r.reshape(*r.shape[:front], -1) for r in rows], -1)
+        ways = mesh.axis_size(over)
+        # zeros at the end count in no norm
+        flat = F.pad(flat, (0, -flat.shape[-1] % ways))
+        half = flat.dtype in (torch.bfloat16, torch.float16)
+        wide, wire = (flat.float(), flat.dtype) if half else (flat, None)
+        part = unwrap(psum_scatter(wrap(wide, mesh), over, 0, wire))
+    axes = (*(a for a in mesh.names if a in batch[0].sharding.axes), *over)
+    size = flat.shape[-1] * mesh.axis_size(axes) // ways
+    return ShardedTensor(part, Place(Layout((Dim(axes),)), torch.Size([size]), mesh))
+
+
+# ---------------------------------------------------------------- the global norm, and clipping
+
+
+def global_norm(tree: Any, p: float = 2.0) -> Tensor:
+    """Compute the p-norm of all leaves together, counting each element once in any layout.
+
+    ``p``  positive, or inf for the largest.
+    Powers accumulate in fp64.  Moves one psum of a scalar over the whole mesh; leaves with a
+    pending sum are reduce-scattered first, (N-1)/N of their bytes, since the norm of a sum needs
+    the sum.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2, y=2):
+    ...     global_norm({"a": sl.shard(torch.ones(4, 4), "x y"), "b": sl.shard(torch.ones(9), ".")})
+    tensor(5., dtype=torch.float64)
+    """
+    if not p > 0:
+        raise ShardError(
+            f"the norm of order {p}: orders are positive",
+            op="global_norm",
+            fix="sl.optim.global_norm(grads, p=2.0)",
+        )
+    leaves = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+    key = (p, *(id(x) for x in leaves))
+    known = scope().norms
+    if known is not None and key in known:
+        return known[key][1]
+    (found,) = totals(summed(leaves), of=powers(p), most=p == math.inf)
+    parts = [t for t in found if t is not None]
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    together = torch.stack([t.to(parts[0].device) for t in parts])
+    total = together.amax() if p == math.inf else together.sum() ** (1 / p)
+    if known is not None:
+        known[key] = leaves, total  # the leaves are kept alive, so that no id is reused
+    return total
+
+
+def run_measured(tx: Transform, grads: Any, state: Any, params: Any, step: Step) -> Any:
+    """Run one step in place, after the norm of the gradients if the caller asks for it."""
+    if step.ask and step.norm is None:
+        step.norm = global_norm(grads)
+    return run_in_place(tx, grads, state, params, step)
+
+
+@contextmanager
+def norms_known() -> Iterator[None]:
+    """Cache norms inside the ``with``: the norm of the same leaves is computed once."""
+    with within(norms={} if scope().norms is None else scope().norms):
+        yield
+
+
+def is_finite(tree: Any) -> Tensor:
+    """Return whether every element is finite: a 0-dim bool that is the same on every rank.
+
+    It tests the global norm, so inside ``norms_known`` it moves nothing if that norm is known.  A
+    pending sum is tested as the sum: finite parts may overflow together.
+
+    >>> is_finite({"a": torch.ones(2), "b": torch.tensor(float("nan"))})
+    tensor(False)
+    """
+    return torch.isfinite(global_norm(tree))
+
+
+class ClipState(NamedTuple):
+    """The norm of the last step, if a device had it and the host has not read it."""
+
+    last: tuple[Posted, ...] = ()
+
+    def at_rest(self) -> "ClipState":
+        """Return the state of a checkpoint."""
+        return ClipState()
+
+
+@ranged("sl.optim.clip_by_global_norm(1.0)", max_norm=POSITIVE, p=POSITIVE)
+def clip_by_global_norm(
+    max_norm: float, p: float = 2.0, *, check: bool = True, backend: Backend = "auto"
+) -> Transform:
+    """Scale all updates so that their global norm is at most ``max_norm``.
+
+    Like torch.nn.utils.clip_grad_norm_, on gradients of any layout.  Pending sums stay pending;
+    their norm moves the bytes given in ``global_norm``.
+    ``check``    raise if the norm is not finite, before anything has changed.  ``optim.step`` on an
+                 accelerator changes nothing in such a step either, but raises in the next, so that
+                 the host does not wait.  ``tx.update`` waits.
+    ``backend``  "apex": norms of blocks by its multi-tensor kernel, in fp32 (else fp64 sums).
+    Raises: ShardError if the norm is not finite; ``skip_nonfinite`` skips such steps instead.
+
+    >>> tx = clip_by_global_norm(1.0)
+    >>> tx.update(torch.tensor([3.0, 4.0]), tx.init(None))[0]
+    tensor([0.6000, 0.8000])
+    """
+
+    def over(norm: Tensor) -> Tensor:
+        # the inverse of torch's clip_coef = max_norm / (norm + 1e-6), at most 1
+        return ((norm + 1e-6) / max_norm).clamp(min=1.0)
+
+    def known(grads: Any, step: Step) -> Tensor:
+        norm = global_norm(grads, p)
+        return norm if step.scale is None else norm / step.scale.to(norm.device)
+
+    def decide(norm: Tensor, grads: Any, step: Step) -> None:
+        """Refuse a norm that is not finite: on the host at once, else step only where it is."""
+        if on_host(norm):
+            _number(norm, grads)
+        else:
+            step.require(torch.isfinite(norm))
+
+    def update(grads: Any, state: ClipState, params: Any = None) -> tuple[Any, ClipState]:
+        norm = known(grads, Step())
+        if check:
+            _number(norm, grads)
+        by = over(norm)
+        return each(lambda g: g / by.to(g.device, g.dtype), grads), state
+
+    def rescale(grads: Any, state: ClipState, params: Any, step: Step) -> ClipState:
+        step.norm = known(grads, step)
+        step.divide(over(step.norm))
+        if check:
+            decide(step.norm, grads, step)
+        if not check or on_host(step.norm):
+            return state
+        own = step.norm if step.skips is None else step.norm.masked_fill(step.skips, 0)
+        return ClipState((Posted(own, _error),))
+
+    def look(grads: Any, state: ClipState, params: Any, step: Step) -> None:
+        decide(known(grads, step), grads, step)
+
+    tx = Transform(lambda params: ClipState(), update, "norm", rescale=rescale)
+    return under(backend, tx._replace(check=look if check else None))
+
+
+def _error(norm: float) -> ShardError | None:
+    """Return the error of the step before: its norm is not finite."""
+    if math.isfinite(norm):
+        return None
+    return ShardError(
+        f"the norm of the gradients was {norm} in the step before, which changed nothing",
+        op="clip_by_global_norm",
+        fix="tx = sl.optim.skip_nonfinite(tx)",
+    )
+
+
+def _number(norm: Tensor, grads: Any) -> None:
+    """Refuse a norm that is not finite."""
+    for x in optree.tree_leaves(grads):
+        if isinstance(x, ShardedTensor) and not holds_values(x.mesh):
+            return
+    if norm.is_meta or math.isfinite(told(norm)):
+        return
+    bad = list(dict.fromkeys(_not_finite(grads)))
+    raise ShardError(
+        f"the norm of the gradients is {float(norm)}"
+        + (f": not a number here are {', '.join(bad[:4])}" if bad else ""),
+        op="clip_by_global_norm",
+        fix="tx = sl.optim.skip_nonfinite(tx)",
+    )
+
+
+def _not_finite(grads: Any) -> Iterator[str]:
+    """List the paths of gradients that are not finite on the ranks in this process."""
+    for (name, _), view in zip(one_each(grads), by_tensor(grads), strict=True):
+        parts = () if view is None else [x for x in view.parts if x is not None]
+        if not all(bool(torch.isfinite(x).all()) for x in parts):
+            yield name
+
+
+@ranged("sl.optim.clip_by_value(1.0)", limit=POSITIVE)
+def clip_by_value(limit: float) -> Transform:
+    """Clamp every element of the updates to [-limit, limit]; torch.nn.utils.clip_grad_value_.
+
+    >>> tx = clip_by_value(1.0)
+    >>> tx.update(torch.tensor([-3.0, 0.5]), tx.init(None))[0]
+    tensor([-1.0000,  0.5000])
+    """
+
+    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        ready(grads, "clip_by_value")
+        return each(lambda g: g.clamp(-limit, limit), grads), state
+
+    return Transform(lambda params: EmptyState(), update, "elementwise")
+
+
+@ranged("sl.optim.clip_by_parameter_norm(1.0)", max_norm=POSITIVE)
+def clip_by_parameter_norm(max_norm: float) -> Transform:
+    """Scale each tensor of the updates so that its own norm is at most ``max_norm``.
+
+    Moves one psum, of a scalar per tensor.
+
+    >>> tx = clip_by_parameter_norm(1.0)
+    >>> tx.update({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}, tx.init(None))[0]
+    {'a': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
+    """
+
+    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        ready(grads, "clip_by_parameter_norm")
+        (found,) = totals(grads)
+        by = [t if t is None else (max_norm / (t.sqrt() + 1e-6)).clamp(max=1.0) for t in found]
+        return scaled(grads, by), state
+
+    return Transform(lambda params: EmptyState(), update, "tensor")
