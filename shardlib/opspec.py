@@ -10,6 +10,7 @@ The classes of autocast are those of torch's page "Automatic Mixed Precision".
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -79,6 +80,7 @@ class OpSpec:
     ``parts``    whether it is composed of other operators, which autocast casts one by one.
     ``ignores``  the operands of which it reads the size, dtype and device alone: "first", "others".
     ``itself``   predicate of blocks for which it returns its operand.
+    ``fill``     the number that, in an operand's padding, changes no element of the result.
     ``draws``    whether it draws random numbers though torch does not tag it so.
     ``waits``    whether the host waits for its result.
 
@@ -94,6 +96,7 @@ class OpSpec:
     parts: bool = False
     ignores: str = ""
     itself: Callable[[Tensor], bool] | None = None
+    fill: float | None = None
     draws: bool = False
     waits: bool = False
 
@@ -182,23 +185,18 @@ _ROWS = (
 
 # ---------------------------------------------------------------- along dimensions
 
+_INF = float("inf")
 _REDUCE = (
     OpSpec(
-        """
-        mean amax amin max min argmax argmin any all var_mean std_mean nansum nanmean aminmax
-        count_nonzero
-        """,
+        "mean argmax argmin any all var_mean std_mean nansum nanmean aminmax count_nonzero",
         "reduce",
     ),
-    OpSpec("prod", "reduce", cast="wide"),
-    OpSpec(
-        """
-        sum std var norm linalg.norm linalg.vector_norm linalg.matrix_norm logsumexp
-        special.logsumexp
-        """,
-        "reduce",
-        cast="wide on accelerator",
-    ),
+    OpSpec("amax max", "reduce", fill=-_INF),
+    OpSpec("amin min", "reduce", fill=_INF),
+    OpSpec("prod", "reduce", cast="wide", fill=1),
+    OpSpec("sum linalg.vector_norm", "reduce", cast="wide on accelerator", fill=0),
+    OpSpec("std var norm linalg.norm linalg.matrix_norm", "reduce", cast="wide on accelerator"),
+    OpSpec("logsumexp special.logsumexp", "reduce", cast="wide on accelerator", fill=-_INF),
 )
 
 _ALONG = (
@@ -206,6 +204,7 @@ _ALONG = (
         "softmax special.softmax log_softmax special.log_softmax",
         "along",
         cast="wide on accelerator",
+        fill=-_INF,
     ),
     OpSpec(
         """
@@ -438,6 +437,12 @@ def names_of(**facts: Any) -> list[str]:
     """List the names of all operators of which these facts hold."""
     found = [s for s in OPERATORS if all(getattr(s, k) == v for k, v in facts.items())]
     return [name for spec in found for name in spec.entries]
+
+
+@cache
+def records() -> dict[Any, OpSpec]:
+    """Map each function of the table to its record."""
+    return {f: spec for spec in OPERATORS for name in spec.entries for f in homes(name)}
 
 
 def writes(name: str) -> bool:

@@ -17,12 +17,12 @@ from shardlib.ops import counter_rng
 from shardlib.ops.declare import along
 from shardlib.ops.dims import rows_call
 from shardlib.ops.each_rank import FlatCall, each
-from shardlib.ops.padding import beside, filled, the_dim
+from shardlib.ops.padding import beside, neutral, the_dim
 from shardlib.ops.reduce import extreme
 from shardlib.ops.signatures import binder, dim_of
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
-from shardlib.tensor import Place, ShardedTensor, Unfit, implements, real_axes
+from shardlib.tensor import Place, ShardedTensor, implements, real_axes
 
 __all__ = ["arg_extreme", "kthvalue", "max_or_min", "topk"]
 
@@ -39,11 +39,7 @@ def _padded_extreme(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if "other" in given:
         return run(func, args, kwargs)
     if "dim" not in given:
-        x = given["input"]
-        if not x.dtype.is_floating_point:
-            raise Unfit("integers have no infinity")
-        lowest = float("-inf" if func.__name__ == "max" else "inf")
-        return run(func, (filled(x, lowest),), {})
+        return neutral(run, func, args, kwargs)
     return beside(the_dim(_MAX))(run, func, args, kwargs)
 
 

@@ -24,7 +24,7 @@ from shardlib.errors import BadArgument
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.each_rank import FlatCall
 from shardlib.ops.signatures import ArgumentSlot, binder
-from shardlib.opspec import OPERATORS, Args, Func, Kind, Kwargs, OpSpec, homes, lines
+from shardlib.opspec import OPERATORS, Args, Func, Kind, Kwargs, OpSpec, homes, lines, records
 from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses
 
 __all__ = [
@@ -99,6 +99,7 @@ def operator(spec: OpSpec) -> None:
             raise BadArgument(f"{name}: {why}", op="extend.operator")
     _enter(spec, _BY_LABELS[spec.kind])
     OPERATORS.append(spec)
+    records.cache_clear()
     autocast.forget()
 
 

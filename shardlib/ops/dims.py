@@ -369,6 +369,8 @@ def _results(
         )
 
     whole = shapes(())
+    if not whole:
+        raise Unfit("no result")
     dims = [[Dim()] * len(s) for s in whole]
     summed: list[str] = []
     for label, token in split.items():

@@ -23,7 +23,7 @@ from shardlib.ops.counter_rng import Make, Pairs, drawn, kept, places, then, uni
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.random import next_key
-from shardlib.tensor import Place, ShardedTensor, call_error, implements, partial_escape
+from shardlib.tensor import Place, ShardedTensor, call_error, implements
 
 __all__ = ["dropout"]
 
@@ -70,8 +70,6 @@ def _checked(name: str, func: Any, x: Any, p: float) -> None:
     if not isinstance(p, int | float) or not 0 <= p <= 1:
         why = f"dropout probability has to be between 0 and 1, but got {p}"
         raise call_error(ShardError, why, name, f"F.{name}(x, 0.5)", input=x)
-    if x.sharding.partial:
-        raise partial_escape(name, x)
     if not (x.is_floating_point() or x.is_complex()):
         func(torch.ones(2, dtype=x.dtype, device="cpu"), p, True)  # raises torch's own error
 
@@ -132,23 +130,25 @@ def _rule(name: str, off: bool = False, features: bool = False, alpha: bool = Fa
 
 
 dropout = _rule("dropout")
-implements(F.dropout, torch.dropout, torch.dropout_, padded=True)(dropout)
-implements(F.alpha_dropout, padded=True)(_rule("alpha_dropout", off=True, alpha=True))
-implements(torch.alpha_dropout, torch.alpha_dropout_, padded=True)(
+implements(F.dropout, torch.dropout, torch.dropout_, padded=True, pending=False)(dropout)
+implements(F.alpha_dropout, padded=True, pending=False)(
+    _rule("alpha_dropout", off=True, alpha=True)
+)
+implements(torch.alpha_dropout, torch.alpha_dropout_, padded=True, pending=False)(
     _rule("alpha_dropout", alpha=True)
 )
-implements(F.feature_alpha_dropout, padded=True)(
+implements(F.feature_alpha_dropout, padded=True, pending=False)(
     _rule("feature_alpha_dropout", off=True, features=True, alpha=True)
 )
-implements(torch.feature_alpha_dropout, torch.feature_alpha_dropout_, padded=True)(
+implements(torch.feature_alpha_dropout, torch.feature_alpha_dropout_, padded=True, pending=False)(
     _rule("feature_alpha_dropout", features=True, alpha=True)
 )
-implements(torch.feature_dropout, torch.feature_dropout_, padded=True)(
+implements(torch.feature_dropout, torch.feature_dropout_, padded=True, pending=False)(
     _rule("feature_dropout", features=True)
 )
 
 
-@implements(torch.native_dropout, padded=True)
+@implements(torch.native_dropout, padded=True, pending=False)
 def native_dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return (output, mask)."""
     b = binder("native_dropout(input, p, train)")(*args, **kwargs)
@@ -167,13 +167,11 @@ _rrelu = binder(
 )
 
 
-@implements(F.rrelu, torch.rrelu, torch.rrelu_, padded=True)
+@implements(F.rrelu, torch.rrelu, torch.rrelu_, padded=True, pending=False)
 def rrelu(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw a leaky slope between lower and upper: one per element in training, else their mean."""
     b = _rrelu(*args, **kwargs)
     x, low, high = b["input"], b["lower"], b["upper"]
-    if x.sharding.partial:
-        raise partial_escape("rrelu", x)
     if low > high:
         raise RuntimeError(
             f"Lower bound should be less than or equal to the upper bound, but got {low} and {high}"

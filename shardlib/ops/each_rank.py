@@ -65,8 +65,8 @@ class FlatCall(NamedTuple):
                 found = optree.tree_leaves(self.func(*args, **kwargs), none_is_leaf=True)
         except Exception as e:  # torch refuses wrong shapes with errors of any class
             raise Unfit(f"{type(e).__name__}: {e}") from None
-        if not found or not all(type(t) is Tensor for t in found):
-            raise Unfit("the result is no tensor")
+        if not all(type(t) is Tensor for t in found):
+            raise Unfit("a result is no tensor")
         return [t.shape for t in found]
 
 

@@ -34,7 +34,6 @@ from shardlib.tensor import (
     implements,
     lift,
     local_call,
-    partial_escape,
     real_axes,
     vary,
 )
@@ -95,7 +94,7 @@ _EMBEDDING = binder(
 )
 
 
-@implements(F.embedding, padded=True, repeats=True)
+@implements(F.embedding, padded=True, pending=False, repeats=True)
 def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Look up ids, split or not, in a table whose rows and columns may be split over any axes.
 
@@ -158,7 +157,7 @@ _ROWS = binder(
 )
 
 
-@implements(torch.embedding, padded=True)
+@implements(torch.embedding, padded=True, pending=False)
 def embedding_of_rows(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Look up ids by aten's signature, in which a padding_idx of -1 means none."""
     given = _ROWS(*args, **kwargs)
@@ -208,9 +207,6 @@ class _LookupPlan(NamedTuple):
 
 def _planned(ids: ShardedTensor, table: ShardedTensor) -> _LookupPlan:
     mesh = table.mesh
-    for value in (ids, table):
-        if value.sharding.partial:
-            raise partial_escape("embedding", value)
     tokens = ids.dims
     vocab, hidden = table.sharding.resolve(2).dims
     taken = {a for t in tokens for a in t.axes}

@@ -32,7 +32,6 @@ from shardlib.tensor import (
     ShardedTensor,
     call_error,
     implements,
-    partial_escape,
     real_axes,
 )
 
@@ -138,9 +137,6 @@ def _norms(func: Func, args: Args, kwargs: Kwargs) -> Any:
     names = ("self", "ord", "dtype")
     given = dict(zip(names, args, strict=False)) | kwargs
     xs, order, dtype = given["self"], float(given.get("ord", 2)), given.get("dtype")
-    for x in xs:
-        if isinstance(x, ShardedTensor) and x.sharding.partial:
-            raise partial_escape("_foreach_norm", x)
     plain = any(
         type(x) is not ShardedTensor
         or x.is_padded
@@ -193,8 +189,6 @@ def _fused(func: Func, args: Args, kwargs: Kwargs) -> None:
             raise call_error(PlainTensor, why, func, fix, plain=x)
     for mine in args[1:]:
         for x, y in zip(args[0], mine, strict=False):
-            if isinstance(y, ShardedTensor) and y.sharding.partial:
-                raise partial_escape(func.__name__, y)
             if y.ndim > 0 and _block(y, x) is None:
                 why = "a gradient or a moment lies otherwise than its parameter"
                 fix = (
@@ -234,9 +228,9 @@ _SCALAR = Layout.parse("...").resolve(0)
 
 for _name, _func in foreach_ops().items():
     if _name == "norm":
-        implements(_func, padded=True)(_norms)
+        implements(_func, padded=True, pending=False)(_norms)
     elif _name != "powsum":
         implements(_func, padded=_name not in _REDUCES)(partial(_on_lists, _name))
-implements(*fused_steps(), padded=True)(_fused)
+implements(*fused_steps(), padded=True, pending=False)(_fused)
 if amp_unscale is not None:
     implements(amp_unscale)(unscale)

@@ -31,7 +31,7 @@ from shardlib.kernels.norm import (
 )
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.elementwise import brought
-from shardlib.ops.padding import filled, padded_to
+from shardlib.ops.padding import filled, with_zeros
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import (
@@ -44,7 +44,6 @@ from shardlib.tensor import (
     implements,
     is_half,
     lift,
-    partial_escape,
     vary,
     vjp_again,
     widened,
@@ -336,9 +335,6 @@ def _check(op: str, values: list[ShardedTensor], shape: tuple[int, ...]) -> None
                 "is floating point"
             )
             raise call_error(BadArgument, why, op, tensor=x, parameter=v)
-    for value in values:
-        if value.sharding.partial:
-            raise partial_escape(op, value)
 
 
 def _apex_rms(
@@ -375,18 +371,17 @@ def _padded_rows(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedTen
     eps = given["eps"]
     if eps is not None and eps <= (0 if "bias" in given else -1):
         raise Unfit("what is made of the padding would not be finite")
-    out = padded_to(run(func, (), given | {"input": filled(x, 1)}), tuple(x.shape))
-    return padded_to(filled(out, 0), tuple(x.shape))  # so that no gradient leaves the padding
+    return with_zeros(run(func, (), given | {"input": filled(x, 1)}), x.shape)
 
 
-@implements(F.layer_norm, torch.layer_norm, padded=_padded_rows, repeats=True)
+@implements(F.layer_norm, torch.layer_norm, padded=_padded_rows, pending=False, repeats=True)
 def layer_norm(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Normalise as F.layer_norm, with the normalised dimensions split or whole."""
     x, shape, w, b, eps, *_ = _LAYER(*args, **kwargs).values()
     return _normalised((func, args, kwargs), x, tuple(shape), w, b, eps, True)
 
 
-@implements(F.rms_norm, torch.rms_norm, padded=_padded_rows)
+@implements(F.rms_norm, torch.rms_norm, padded=_padded_rows, pending=False)
 def rms_norm(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Normalise as F.rms_norm, with the normalised dimensions split or whole."""
     x, shape, w, eps = _RMS(*args, **kwargs).values()

@@ -6,6 +6,7 @@ fills the padding first with a neutral value (zero before a sum, the lowest numb
 maximum), and results there have no gradient.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from shardlib.collectives import holds_values, played, storage
 from shardlib.errors import Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh
-from shardlib.opspec import Args, Func, Kwargs
+from shardlib.ops.each_rank import FlatCall
+from shardlib.opspec import Args, Func, Kwargs, records
 from shardlib.tensor import ShardedTensor, Unfit, call_error
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "inside",
     "last_only",
     "masked",
+    "neutral",
     "of_true_sizes",
     "padded_to",
     "the_dim",
@@ -123,29 +126,55 @@ def _sizes(x: Tensor, but: set[int]) -> tuple[tuple[int, int], ...]:
     return tuple((x.shape[d], padded[d]) for d in range(x.ndim) if d not in but)
 
 
-def of_true_sizes(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run an implementation on the padded sizes; results get the sizes for the true ones."""
+def neutral(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operator whose record has a ``fill``: in the padding it changes no element.
 
-    def bare(v: Any) -> Any:
-        sized = isinstance(v, ShardedTensor) or (isinstance(v, Tensor) and v.ndim > 0)
-        return torch.empty(v.shape, dtype=v.dtype, device="meta") if sized else v
+    A result that is no reduction mixes its own padding in backward, so it is filled too, by zeros.
+    """
+    spec = records()[func]
+    assert spec.fill is not None, "registered with this handler"
+    x = next(v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor))
+    if math.isinf(spec.fill) and not x.dtype.is_floating_point:
+        raise Unfit("integers have no infinity")
+    out = of_true_sizes(run, func, args, kwargs, spec.fill)
+    return out if spec.kind == "reduce" else with_zeros(out.with_padding, out.shape)
 
-    def whole(v: Any) -> Any:
-        return v.with_padding if isinstance(v, ShardedTensor) else v
 
-    leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
-    a, k = optree.tree_unflatten(tree, list(map(bare, leaves)))
-    try:
-        with torch.no_grad():
-            true: list[Any] = optree.tree_leaves(func(*a, **k))
-    except (RuntimeError, IndexError, TypeError, ValueError):
-        raise Unfit("what torch refuses, or sizes that hang on values") from None
-    a, k = optree.tree_unflatten(tree, list(map(whole, leaves)))
+def of_true_sizes(
+    run: Any, func: Func, args: Args, kwargs: Kwargs, fill: float | None = None
+) -> Any:
+    """Run an implementation on the padded sizes; results get the sizes for the true ones.
+
+    ``fill``  the content of the padding; None leaves it as it is.
+    """
+
+    def whole(x: Tensor) -> Tensor:
+        if not isinstance(x, ShardedTensor):
+            return x
+        return x.with_padding if fill is None else filled(x, fill)
+
+    call = FlatCall.of(func, *args, **kwargs)
+    mesh = next(x.mesh for x in call.tensors if isinstance(x, ShardedTensor))
+    key = (func, call.tree, *map(_fixed, call.leaves))
+    sizes = mesh.memo("true sizes", key, lambda: call.shapes(map(_size, call.tensors)))
+    a, k = call.filled(map(whole, call.tensors))
     found, shape = optree.tree_flatten(run(func, a, k))
-    if len(found) != len(true) or any(y.ndim != t.ndim for y, t in zip(found, true, strict=True)):
+    if list(map(len, sizes)) != [y.ndim for y in found]:
         raise Unfit("a dimension of one element, and of more with its padding")
-    each = [padded_to(y, tuple(t.shape)) for y, t in zip(found, true, strict=True)]
+    each = [padded_to(y, size) for y, size in zip(found, sizes, strict=True)]
     return optree.tree_unflatten(shape, each)
+
+
+def _size(x: Tensor) -> torch.Size | None:
+    """Return the size of a tensor; None for a number, whose value may decide the results' sizes."""
+    return x.shape if isinstance(x, ShardedTensor) or x.ndim else None
+
+
+def _fixed(x: object) -> object:
+    """Return what of an argument the results' sizes depend on; a list if it cannot be a key."""
+    if isinstance(x, Tensor):
+        return [x] if _size(x) is None else (x.shape, x.dtype)
+    return (slice, x.start, x.stop, x.step) if isinstance(x, slice) else (type(x), x)
 
 
 def last_only(x: ShardedTensor, func: Any) -> None:

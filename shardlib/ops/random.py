@@ -41,16 +41,10 @@ from shardlib.tensor import (
     call_error,
     implements,
     lift,
-    partial_escape,
     real_axes,
 )  # fmt: skip
 
 __all__ = ["draw_into"]
-
-
-def _settled(name: str, x: ShardedTensor) -> None:
-    if x.sharding.partial:
-        raise partial_escape(name, x)
 
 
 def _asked(func: Func, x: ShardedTensor, args: Args, kwargs: Kwargs) -> None:
@@ -176,12 +170,11 @@ def _in_place(
 
     def implementation(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         x = args[0]
-        _settled(func.__name__, x)
         _asked(func, x, args[1:], kwargs)
         b = bind(*args, **kwargs)
         return draw_into(x, make(b, x), b["generator"])
 
-    implements(func, padded=True)(implementation)
+    implements(func, padded=True, pending=False)(implementation)
 
 
 def _halved(x: ShardedTensor, std: float) -> float:
@@ -202,11 +195,10 @@ _in_place(Tensor.log_normal_, "log_normal_(input, mean=1.0, std=2.0, *, generato
           lambda b, x: log_normal(b["mean"], b["std"], x.dtype))  # fmt: skip
 
 
-@implements(Tensor.uniform_, padded=True)
+@implements(Tensor.uniform_, padded=True, pending=False)
 def uniform_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw uniform numbers in place; bound by hand, since the keyword ``from`` is reserved."""
     x = args[0]
-    _settled("uniform_", x)
     _asked(func, x, args[1:], kwargs)
     low, high = (
         *args[1:],
@@ -219,11 +211,10 @@ def uniform_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     )
 
 
-@implements(Tensor.random_, padded=True)
+@implements(Tensor.random_, padded=True, pending=False)
 def random_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw in place: random_(), random_(to), random_(from, to)."""
     x = args[0]
-    _settled("random_", x)
     _asked(func, x, args[1:], kwargs)
     ends = list(args[1:])
     low = ends[0] if len(ends) == 2 else kwargs.get("from", 0)
@@ -264,12 +255,11 @@ _bernoulli = binder("bernoulli(input, p=None, *, generator=None)")
 _bernoulli_ = binder("bernoulli_(input, p=0.5, *, generator=None)")
 
 
-@implements(torch.bernoulli, Tensor.bernoulli)
+@implements(torch.bernoulli, Tensor.bernoulli, pending=False)
 def bernoulli_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw 1 with each element as probability, or with ``p`` everywhere."""
     b = _bernoulli(*args, **kwargs)
     x, p = b["input"], b["p"]
-    _settled("bernoulli", x)
     if isinstance(p, Tensor):
         return torch.empty_like(x).bernoulli_(p, generator=b["generator"])  # type: ignore[return-value]
     _asked(func, x, args[1:], kwargs)
@@ -280,7 +270,7 @@ def bernoulli_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return x.becomes(_Sampled.apply(sample, x.raw) if x.raw.requires_grad and p is None else sample)  # type: ignore[arg-type]
 
 
-@implements(Tensor.bernoulli_, padded=True)
+@implements(Tensor.bernoulli_, padded=True, pending=False)
 def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw in place: bernoulli_(p), p a number or a tensor that broadcasts."""
     b = _bernoulli_(*args, **kwargs)
@@ -290,12 +280,10 @@ def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         raise call_error(
             ImplicitCommunication, why, "bernoulli_", "x = torch.bernoulli(p)", tensor=x
         )
-    _settled("bernoulli_", x)
     if not isinstance(p, Tensor):
         _asked(func, x, args[1:], kwargs)
         return draw_into(x, bernoulli(p), b["generator"])
     p = lift(p, x.mesh, "bernoulli_")
-    _settled("bernoulli_", p)
     _probabilities("bernoulli_", p.raw)
     frame = x.with_padding
     raws, out, shape, _ = aligned("bernoulli_", [frame, p.with_padding])
@@ -312,14 +300,11 @@ def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 _normal = binder("normal(mean, std=1.0, *, generator=None)")
 
 
-@implements(torch.normal, padded=True)
+@implements(torch.normal, padded=True, pending=False)
 def normal_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw mean + std z, for tensors that broadcast."""
     b = _normal(*args, **kwargs)
     mean, std = b["mean"], b["std"]
-    for t in (mean, std):
-        if isinstance(t, ShardedTensor):
-            _settled("normal", t)
     held = std.raw if isinstance(std, ShardedTensor) else torch.as_tensor(std)
     if held.numel() and not held.is_meta and held.min() < 0:
         raise RuntimeError(
@@ -338,12 +323,11 @@ def normal_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return out  # type: ignore[return-value]
 
 
-@implements(torch.poisson)
+@implements(torch.poisson, pending=False)
 def poisson(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw Poisson counts with the elements as rates."""
     b = binder("poisson(input, generator=None)")(*args, **kwargs)
     x = b["input"]
-    _settled("poisson", x)
     _asked(func, x, args[1:], kwargs)
     if not x.raw.is_meta and bool((x.raw < 0).any()):
         raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
@@ -478,7 +462,7 @@ def randint_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 _multinomial = binder("multinomial(input, num_samples: int, replacement=False, *, generator=None)")
 
 
-@implements(torch.multinomial, Tensor.multinomial)
+@implements(torch.multinomial, Tensor.multinomial, pending=False)
 def multinomial(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw indices with the row's weights: the largest of log(weight) + Gumbel noise.
 
@@ -491,7 +475,6 @@ def multinomial(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """
     b = _multinomial(*args, **kwargs)
     x, count, again = b["input"], b["num_samples"], bool(b["replacement"])
-    _settled("multinomial", x)
     if x.ndim not in (1, 2):
         raise RuntimeError("prob_dist must be 1 or 2 dim")
     n = x.shape[-1]
@@ -575,7 +558,6 @@ def _fractional(d: int, indices: bool) -> Callable[..., Any]:
             b["output_ratio"],
             b["_random_samples"],
         )
-        _settled(func.__name__, x)
         if size is None and ratio is None:
             raise ValueError(
                 f"fractional_max_pool{d}d requires specifying either an output_size or an "
@@ -614,5 +596,5 @@ for _d, _with, _without in (
     (2, F.fractional_max_pool2d_with_indices, F.fractional_max_pool2d),
     (3, F.fractional_max_pool3d_with_indices, F.fractional_max_pool3d),
 ):
-    implements(_with)(_fractional(_d, True))
-    implements(_without)(_fractional(_d, False))
+    implements(_with, pending=False)(_fractional(_d, True))
+    implements(_without, pending=False)(_fractional(_d, False))

@@ -17,7 +17,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import rows, spelled
 from shardlib.ops.dims import rows_call
 from shardlib.ops.each_rank import FlatCall, each
-from shardlib.ops.padding import filled, masked, padded_to
+from shardlib.ops.padding import neutral
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
@@ -93,40 +93,22 @@ def _arguments(
     return x, None if dim == [] else dim, given.pop("keepdim", False), given
 
 
-def _without(value: float | str) -> Any:
-    """Return a handler of padded operands: ``value`` in the padding does not change the result."""
+def _mean_padded(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Divide the sum of a padded operand by the number of its true elements."""
+    x, dim, keepdim, more = _arguments(SUM, args, kwargs)
+    if not (more["dtype"] or x.dtype).is_floating_point:
+        raise Unfit("a mean needs floating point")
+    gone, *_ = reduced_layout(x, dim, keepdim, func.__name__)
+    count = math.prod(x.shape[d] for d in gone)
 
-    def padded(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
-        given = (SUM if func in _SUMS else _PROD if func in _PRODS else _DIM)(*args, **kwargs)
-        x, dim, keepdim = given.pop("input"), given.pop("dim", None), given.pop("keepdim", False)
-        gone, *_ = reduced_layout(x, None if dim == [] else dim, keepdim, func.__name__)
-        fill: Any = value
-        if isinstance(value, str):
-            if not x.dtype.is_floating_point:
-                raise Unfit("integers have no infinity")
-            fill = float(value)
-        mean = func in (torch.mean, Tensor.mean)
-        if mean and not (given["dtype"] or x.dtype).is_floating_point:
-            raise Unfit("a mean needs floating point")
-        more = {"dtype": given["dtype"]} if given.get("dtype") is not None else {}
-        if func in _PRODS:
-            more |= {} if dim is None else {"dim": dim, "keepdim": keepdim}
-        else:
-            more |= {"dim": gone, "keepdim": keepdim}
-        out = run(torch.sum if mean else func, (filled(x, fill),), more)
-        if mean:
-            out = out / math.prod(x.shape[d] for d in gone)
-        true = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdim or d not in gone]
-        return padded_to(out, tuple(true))
+    def mean(func: Func, args: Args, kwargs: Kwargs) -> Any:
+        return run(func, args, kwargs) / count
 
-    return padded
+    return neutral(mean, torch.sum, (x, gone, keepdim), {"dtype": more["dtype"]})
 
 
-_SUMS = (torch.sum, Tensor.sum, torch.mean, Tensor.mean)
-_PRODS = (torch.prod, Tensor.prod)
-
-
-@implements(*_SUMS, padded=_without(0), skewed=True)
+@implements(torch.sum, Tensor.sum, padded=neutral, skewed=True)
+@implements(torch.mean, Tensor.mean, padded=_mean_padded, skewed=True)
 def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Sum locally, then by one psum over the axes that split the reduced dimensions."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
@@ -152,15 +134,13 @@ def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return x.becomes(raw, layout, shape)
 
 
-@implements(Tensor.any, torch.any, Tensor.all, torch.all, padded=True)
+@implements(Tensor.any, torch.any, Tensor.all, torch.all, padded=True, pending=False)
 def claims(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Implement any and all by counting zeros or nonzeros, so that one psum is enough."""
     given = _ANY(*args, **kwargs)
     if given.get("dim") == [] or given.get("dim") == ():
         raise Unfit("torch reduces nothing here")
     x, dim, keepdim, _ = _arguments(_ANY, args, kwargs)
-    if x.sharding.partial:
-        raise partial_escape(func.__name__, x)
     if func.__name__ == "any":
         out = (x != 0).long().sum(dim, keepdim=keepdim) > 0
     else:
@@ -168,8 +148,7 @@ def claims(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return out.to(torch.uint8) if x.dtype == torch.uint8 else out
 
 
-@implements(torch.amax, Tensor.amax, padded=_without("-inf"), skewed=True)
-@implements(torch.amin, Tensor.amin, padded=_without("inf"), skewed=True)
+@implements(torch.amax, Tensor.amax, torch.amin, Tensor.amin, padded=neutral, skewed=True)
 def extremes(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Take the local extreme, and over split dimensions a pmax as well.
 
@@ -254,8 +233,6 @@ def merged(
     One number per rank and row is communicated.
     """
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
-    if x.sharding.partial:
-        raise partial_escape(func.__name__, x)
 
     def run(v: ShardedTensor, keep: bool) -> Tensor:
         call = FlatCall.of(func, v.raw, *more.get("args", ()), dim=gone, keepdim=keep)
@@ -288,8 +265,6 @@ def _written(
 
     ``value``  (dimensions, keepdim, whether ``node`` gives the gradient) -> the result.
     """
-    if x.sharding.partial:
-        raise partial_escape(op, x)
     gone, split, layout, shape = reduced_layout(x, dim, keepdim, op)
     axes = real_axes(x.mesh, split)
     if not (axes and x.raw.requires_grad and torch.is_grad_enabled()):
@@ -363,16 +338,13 @@ def _asked(x: Any, dtype: torch.dtype | None) -> Any:
 
 def _padded_norm(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Take the norm of a padded operand: zeros change no norm of a positive order."""
-    x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
-    if not 0 < ord_ < math.inf:
+    if not 0 < _NORM(*args, **kwargs)["ord"] < math.inf:
         raise Unfit("zeros would change this norm")
-    gone, *_ = reduced_layout(x, dim, keepdim, "vector_norm")
-    out = func(masked(x), ord_, dim, keepdim, dtype=dtype)
-    true = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdim or d not in gone]
-    return padded_to(out, tuple(true))
+    # by the dispatcher: blocks that are whole have no implementation
+    return neutral(lambda _, args, kwargs: func(*args, **kwargs), func, args, kwargs)
 
 
-@implements(torch.linalg.vector_norm, padded=_padded_norm, skewed=True)
+@implements(torch.linalg.vector_norm, padded=_padded_norm, skewed=True, pending=False)
 def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the norm of the blocks' norms."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
@@ -419,20 +391,10 @@ _LINALG = binder("norm(A, ord=None, dim: ints = None, keepdim: bool = False, *, 
 _FRO = binder("norm(input, p='fro', dim: ints = None, keepdim: bool = False, dtype=None)")
 
 
-def _padded_softmax(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute softmax of a padded operand: -inf in the padding has probability 0."""
-    given = _SOFTMAX(*args, **kwargs)
-    x = given.pop("input")
-    if not x.dtype.is_floating_point:
-        raise Unfit("integers have no infinity")
-    out = padded_to(run(func, (filled(x, -math.inf),), given), tuple(x.shape))
-    return padded_to(filled(out, 0), tuple(x.shape))  # so that no gradient leaves the padding
-
-
 @implements(
     F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax,
     F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax,
-    padded=_padded_softmax,
+    padded=neutral, pending=False,
 )  # fmt: skip
 def softmax(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute softmax, locally over a whole dimension, over a split one by a pmax and a psum."""
@@ -441,8 +403,6 @@ def softmax(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if not x.padded_shape:
         raise Unfit("torch's own softmax of a scalar")
     dim = dim_of(dim, len(x.padded_shape), func.__name__)
-    if x.sharding.partial:
-        raise partial_escape(func.__name__, x)
     if not (x.dtype if dtype is None else dtype).is_floating_point:
         raise call_error(
             BadArgument, f"not implemented for {x.dtype}", func, "x.double().softmax(-1)", tensor=x
@@ -466,7 +426,9 @@ def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
 
 
-@implements(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp, padded=_without("-inf"))
+@implements(
+    torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp, padded=neutral, pending=False
+)
 def logsumexp(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute logsumexp; over a split dimension, logsumexp of the blocks' results."""
     x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
@@ -531,7 +493,7 @@ _PROD = binder("""
 """)
 
 
-@implements(torch.prod, Tensor.prod, padded=_without(1), skewed=True)
+@implements(torch.prod, Tensor.prod, padded=neutral, skewed=True, pending=False)
 def prod(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the product of the blocks' products."""
     x, dim, keepdim, more = _arguments(_PROD, args, kwargs)

@@ -31,7 +31,6 @@ from shardlib.tensor import (
     implements,
     lift,
     local_call,
-    partial_escape,
     typeof,
     vary,
 )
@@ -46,7 +45,7 @@ _SDPA = binder(
 )
 
 
-@implements(F.scaled_dot_product_attention, repeats=True)
+@implements(F.scaled_dot_product_attention, pending=False, repeats=True)
 def scaled_dot_product_attention(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Attend over q, k, v [B, H, S, D]: B and H split alike, D whole, S whole or split in all.
 
@@ -124,8 +123,6 @@ def _check_local(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, dropout: 
     """Refuse operands whose blocks do not hold whole heads alike, and dropout of 3 dimensions."""
     batch, mesh = q.dims[:-2], q.mesh
     for t in (q, k, v):
-        if t.sharding.partial:
-            raise partial_escape("scaled_dot_product_attention", t)
         cut = any(mesh.axes[a] > 1 for d in t.dims[-2:] for a in d.axes)
         mine = t.dims[:-2]
         if cut or (mine != batch and _apart(mine, mesh) != _apart(batch, mesh)):
@@ -151,8 +148,6 @@ def _as_scores(
     mask: ShardedTensor, q: ShardedTensor, k: ShardedTensor, deferred: frozenset[str]
 ) -> Tensor:
     """Return the mask's block that fits a block of the scores."""
-    if mask.sharding.partial:
-        raise partial_escape("scaled_dot_product_attention", mask)
     scores = torch.Size((*q.padded_shape[:-1], k.padded_shape[-2]))
     place = Place(Layout(dims=(*q.dims[:-1], Dim())), scores, q.mesh, deferred=deferred)
     return onto(mask, ShardedTensor(q.raw[..., :1], place), "scaled_dot_product_attention")

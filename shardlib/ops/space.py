@@ -140,7 +140,7 @@ def _depthwise(k: int) -> None:
         return rows_call(apart, (x, w, bias, stride, padding, dilation, groups), {}, labels)
 
     apart.__name__ = name
-    implements(*homes(name))(implementation)
+    implements(*homes(name), padded=True)(implementation)
 
 
 for _k in (1, 2, 3):

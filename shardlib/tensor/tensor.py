@@ -10,7 +10,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -48,7 +48,7 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.place import Place
 
 __all__ = [
-    "FALLBACK", "TABLE", "TAKES_PADDING", "Facts", "ShardedTensor", "Unfit", "block_of", "block_strides",
+    "FALLBACK", "TABLE", "Facts", "ShardedTensor", "Unfit", "block_of", "block_strides",
     "blockwise", "call_error", "has_padding", "heard", "implements", "is_dense", "layout_of", "local_call",
     "named_tensors", "no_implementation", "no_tensor", "no_trace", "no_transform", "on_shapes",
     "partial_escape", "refuse_arrays", "refuse_trace", "torch_refuses", "typeof",
@@ -61,14 +61,6 @@ Padded = Callable[[Implementation, Any, Any, Any], Any]
 TABLE: dict[Any, Implementation] = {}
 """torch function -> implementation(func, args, kwargs).
 Filled by ``implements`` in the files of ops/.
-"""
-
-TAKES_PADDING: set[Any] = set()
-"""The functions whose implementation takes padded operands; others are refused, or gathered."""
-
-TAKES_SKEW: set[Any] = set()
-"""Functions whose implementation takes skewed operands, as Cannon's products need them;
-calls of others are refused, or gathered.
 """
 
 REPEATS: set[Any] = set()
@@ -90,42 +82,87 @@ class Unfit(Exception):
     """
 
 
+class _Takes(NamedTuple):
+    """Operands that the implementation of a function takes, see ``implements``."""
+
+    padded: bool | Padded = False
+    skewed: bool = False
+    pending: bool = True
+
+
+_TAKES: dict[Any, _Takes] = {}
+_PLAIN = _Takes()
+_ANY: set[Any] = set()  # functions that take all operands: the dispatcher need not look at theirs
+
+
 def implements(
-    *funcs: Any, padded: bool | Padded = False, skewed: bool = False, repeats: bool = False
+    *funcs: Any,
+    padded: bool | Padded = False,
+    skewed: bool = False,
+    pending: bool = True,
+    repeats: bool = False,
 ) -> Callable[[Implementation], Implementation]:
     """Register the implementation of torch functions; two for one function raise ValueError.
+
+    The dispatcher decides by it which implementation an operand that is no plain block reaches.
 
     ``padded``  handling of padded operands.  True: the implementation reads their place itself.
                 A function: called as ``padded(implementation, func, args, kwargs)``.  False: they
                 are refused, or gathered within ``sl.implicit``.
     ``skewed``  whether the implementation takes skewed operands, though it is not ``padded=True``.
+    ``pending`` whether it takes pending sums, or refuses some itself.
     ``repeats`` whether the implementation ends some calls with ``blockwise``.
     """
 
     def enter(implementation: Implementation) -> Implementation:
-        run = implementation if isinstance(padded, bool) else _either(implementation, padded)
         for func in dict.fromkeys(funcs):
             if func in TABLE:
-                raise ValueError(f"{func} has two implementations: {TABLE[func]} and {run}")
-            TABLE[func] = run
-            if padded:
-                TAKES_PADDING.add(func)
-            if skewed or padded is True:
-                TAKES_SKEW.add(func)
+                raise ValueError(
+                    f"{func} has two implementations: {TABLE[func]} and {implementation}"
+                )
+            TABLE[func] = implementation
+            _TAKES[func] = _Takes(padded, skewed or padded is True, pending)
+            if padded is True and pending:
+                _ANY.add(func)
             if repeats:
                 REPEATS.add(func)
-        return run
+        return implementation
 
     return enter
 
 
-def _either(implementation: Implementation, padded: Padded) -> Implementation:
-    def run(func: Func, args: Args, kwargs: Kwargs) -> Any:
-        if has_padding(args) or (kwargs and has_padding(kwargs.values())):
-            return padded(implementation, func, args, kwargs)
-        return implementation(func, args, kwargs)
+_PADDED, _SKEWED, _PENDING = 1, 2, 4
 
-    return wraps(implementation)(run)
+
+def _odd(values: Iterable[Any]) -> int:
+    """Return which of padding, skew and pending sums the values have, also those in lists."""
+    found = 0
+    for x in values:
+        if type(x) is ShardedTensor:
+            place = x.place
+            if place.true_shape is not None:
+                found |= _PADDED
+            if place.layout.skew:
+                found |= _SKEWED
+            if place.layout.partial:
+                found |= _PENDING
+        elif type(x) in (list, tuple):
+            found |= _odd(x)
+    return found
+
+
+def _for_odd(odd: int, func: Func, implementation: Implementation) -> Implementation:
+    """Return the implementation for such operands, or what refuses or gathers them."""
+    takes = _TAKES.get(func, _PLAIN)
+    if odd & _SKEWED and not takes.skewed:
+        return _refuse_skew
+    if odd & _PADDED and not takes.padded:
+        return _refuse_padding
+    if odd & _PENDING and not takes.pending:
+        return _refuse_pending
+    if odd & _PADDED and not isinstance(takes.padded, bool):
+        return partial(takes.padded, implementation)
+    return implementation
 
 
 class Facts:
@@ -297,12 +334,9 @@ class ShardedTensor(torch.Tensor):
         if func in REPEATS and (done := _repeated(func, args, kwargs or {})) is not None:
             return done
         implementation = TABLE.get(func, _unknown)
-        if func not in TAKES_PADDING and (
-            has_padding(args) or (kwargs and has_padding(kwargs.values()))
-        ):
-            implementation = _refuse_padding
-        if func not in TAKES_SKEW and (has_skew(args) or (kwargs and has_skew(kwargs.values()))):
-            implementation = _refuse_skew
+        odd = 0 if func in _ANY else _odd(args) | (_odd(kwargs.values()) if kwargs else 0)
+        if odd:
+            implementation = _for_odd(odd, func, implementation)
         # LINKS is empty until a view of a gathered copy is made
         if LINKS:
             _check_writes(func, args, kwargs or {})
@@ -316,20 +350,8 @@ class ShardedTensor(torch.Tensor):
             return cast(_guarded(implementation), func, args, kwargs or {}, known=func in TABLE)
         try:
             return implementation(func, args, kwargs or {})
-        except ShardError as e:
-            if (told := _of_gradcheck()) is not None:
-                raise told from e
-            if isinstance(e, _MENDED):
-                return _otherwise(e, func, args, kwargs or {})
-            raise
-        except Unfit as e:
-            return _otherwise(e, func, args, kwargs or {})
-        except _MISTAKES as e:
-            raise _said(e, func, args, kwargs or {}) from None
-        except RuntimeError as e:
-            if (told := _explained(e, func, args, kwargs or {})) is not None:
-                raise told from e
-            raise
+        except (Unfit, RuntimeError, *_MISTAKES) as e:  # ShardError is a ValueError
+            return _recovered(e, func, args, kwargs or {})
 
     def backward(
         self,
@@ -597,22 +619,7 @@ def _call_key(now: Scope, func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, 
 
 def has_padding(values: Iterable[Any]) -> bool:
     """Check whether one of the values, or of the values in a list among them, is padded."""
-    return _any_place(lambda place: place.true_shape is not None, values)
-
-
-def has_skew(values: Iterable[Any]) -> bool:
-    """Check whether one of the values, or of the values in a list among them, is skewed."""
-    return _any_place(lambda place: bool(place.layout.skew), values)
-
-
-def _any_place(test: Callable[[Place], bool], values: Iterable[Any]) -> bool:
-    for x in values:
-        if type(x) is ShardedTensor:
-            if test(x.place):
-                return True
-        elif type(x) in (list, tuple) and _any_place(test, x):
-            return True
-    return False
+    return bool(_odd(values) & _PADDED)
 
 
 def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -622,6 +629,11 @@ def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> Any:
     why = f"{func.__name__} has no implementation for skewed blocks"
     fix = f"sl.reshard(x, {str(Layout(x.sharding.dims, x.sharding.partial))!r})"
     raise call_error(Unsupported, why, func, fix, tensor=x)
+
+
+def _refuse_pending(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+    raise partial_escape(func.__name__, next(x for x in found if x.sharding.partial))
 
 
 def _refuse_padding(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -684,9 +696,17 @@ _MISTAKES = (
 """Errors that bad arguments cause in an implementation; torch may have a better one for them."""
 
 
-def _said(e: Exception, func: Func, args: Args, kwargs: Kwargs) -> Exception:
-    """Return torch's own error for these arguments, if it has one; else the error raised here."""
-    return e if isinstance(e, ShardError) else torch_refuses(func, args, kwargs) or e
+def _recovered(e: Exception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Run a call whose implementation raised on whole operands, or raise the best error for it."""
+    if isinstance(e, ShardError) and (told := _of_gradcheck()) is not None:
+        raise told from e
+    if isinstance(e, _MENDED):
+        return _otherwise(e, func, args, kwargs)
+    if isinstance(e, _MISTAKES) and not isinstance(e, ShardError):
+        raise torch_refuses(func, args, kwargs) or e from None
+    if isinstance(e, RuntimeError) and (told := _explained(e, func, args, kwargs)) is not None:
+        raise told from e
+    raise e
 
 
 def _otherwise(refusal: Exception, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -806,7 +826,7 @@ def _guarded(implementation: Implementation) -> Implementation:
         except ShardError:
             raise
         except _MISTAKES as e:
-            raise _said(e, func, args, kwargs) from None
+            raise torch_refuses(func, args, kwargs) or e from None
 
     return run
 
