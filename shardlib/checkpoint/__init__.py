@@ -3,9 +3,8 @@
 from shardlib.checkpoint import dcp as dcp  # sharded tensors in torch.distributed.checkpoint
 from shardlib.checkpoint.converting import from_hf, reshard, to_hf
 from shardlib.checkpoint.huggingface import load_hf, save_hf
-from shardlib.checkpoint.inspecting import About, Saved, describe, verify
 from shardlib.checkpoint.reading import load
-from shardlib.checkpoint.steps import latest, steps
+from shardlib.checkpoint.steps import About, Saved, describe, latest, steps, verify
 from shardlib.checkpoint.writing import Saving, save
 
 __all__ = [

@@ -11,16 +11,25 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from shardlib.checkpoint.disk import SILENT
+from shardlib.checkpoint.folder import SILENT
 from shardlib.errors import CheckpointError, RankFailed, user_line
 from shardlib.mesh import join_job
 
-__all__ = ["Group"]
+__all__ = ["Group", "first_odd"]
+
+
+def first_odd(values: Sequence[object]) -> int | None:
+    """Return the first rank whose value is not rank 0's, or None.
+
+    >>> first_odd(["a", "a", "b"])
+    2
+    """
+    return next((r for r, v in enumerate(values) if v != values[0]), None)
 
 
 class _Calls:
@@ -131,6 +140,16 @@ class Group:
             return self._agree(phase, value, error, decide)
         except RankFailed as e:
             raise self.give_up(e.message) from e
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Agree at the end of the ``with`` that no rank has raised an error in it."""
+        error = None
+        try:
+            yield
+        except Exception as e:
+            error = e
+        self.agree(name, error=error)
 
     def _agree(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardlib.checkpoint.boxes import STRIP, Cuts, along, stretches
-from shardlib.checkpoint.disk import memory
+from shardlib.checkpoint.folder import memory
 
 __all__ = ["Strip", "ChunkChecksums", "checksum", "outline", "strips", "sums_of"]
 

@@ -3,23 +3,26 @@
 One process converts, block by block.  Everything read is checked, and a result appears complete or not at all.
 """
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardlib.checkpoint.agree import Group
-from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, size, whole
-from shardlib.checkpoint.contents import MANIFEST
+from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, length, size, whole
 from shardlib.checkpoint.files import Folder, WrittenPart, fill
-from shardlib.checkpoint.huggingface import say_dtype, tensors_of, write_hf
+from shardlib.checkpoint.folder import MANIFEST, folder_of, opened
+from shardlib.checkpoint.huggingface import tensors_of, write_hf
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.reading import Layouts, renamed, some, target_of
-from shardlib.checkpoint.steps import folder_of, opened_newest
-from shardlib.checkpoint.tree import Content, Leaves, said_of, spoken
+from shardlib.checkpoint.steps import newest
+from shardlib.checkpoint.tree import Content, Leaves, Value, said_of, spoken
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, MeshLike, as_mesh, simulate
@@ -63,35 +66,17 @@ def reshard(
       w  f32  [8]  x
     """
     there = _mesh(mesh)
-    group = Group(
-        "reshard",
-        100.0,
-        alone=True,
-        fixes=[
-            ("overwrite=False", "sl.checkpoint.reshard(path, target, mesh, overwrite=True)"),
-            ("does not divide", "sl.checkpoint.reshard(path, target, mesh, pad=True)"),
-        ],
-    )
-    with _reading(group, path) as folder:
-        manifest, error = _manifest(group, folder), None
-        places: dict[str, SavedPlace] = {}
-        try:
-            for name, old in manifest.places.items():
-                places[name] = _place(name, old, manifest.dtypes[name], layouts, there, pad)
-        except (ValueError, RuntimeError) as e:
-            error = e
-        group.agree("layouts", error=error)
-        tensors = {n: said_of(p, manifest.dtypes[n]) for n, p in places.items()}
-        values = {n: spoken(v) for n, v in manifest.values.items()}
-        content = Content(tensors, values, manifest.skeleton)
-
-        def read(name: str, box: Box) -> Tensor:
-            out = _blank(box, manifest.dtypes[name])
-            manifest.read(name, box, out)
-            return out
-
-        files = _parts(places, manifest.dtypes, there.size, read)
-        _write(group, os.fspath(target), manifest.step, overwrite, content, files)
+    group = _group("reshard", "path, target, mesh")
+    with contextlib.ExitStack() as stack:
+        with group.phase("reading"):
+            manifest = Manifest.of(stack.enter_context(_opened(path)))
+            dtypes = manifest.dtypes
+            places = {
+                name: _place(name, old, dtypes[name], layouts, there, pad)
+                for name, old in manifest.places.items()
+            }
+        tree = _Tree(places, dtypes, manifest.values, manifest.skeleton, manifest.read)
+        _write(group, os.fspath(target), manifest.step, overwrite, tree, there.size)
 
 
 def to_hf(
@@ -125,39 +110,24 @@ def to_hf(
     ...     load_file(d + "/hf/model.safetensors")
     {'w': tensor([0, 1, 2, 3])}
     """
-    group = Group(
-        "to_hf",
-        100.0,
-        alone=True,
-        fixes=[("overwrite=False", "sl.checkpoint.to_hf(path, directory, overwrite=True)")],
-    )
-    with _reading(group, path) as folder:
-        manifest, error = _manifest(group, folder), None
-        tensors: list[WrittenPart] = []
-        try:
-            called = _called(_within(manifest.places, subtree), names)
-
-            def read(name: str) -> Tensor:
-                box = whole(manifest.places[name].shape)
-                out = _blank(box, manifest.dtypes[name])
-                manifest.read(name, box, out)
-                return out
-
-            for theirs, name in called.items():
-                shape = manifest.places[name].shape
-                get = lambda n=name: read(n)  # noqa: E731
-                tensors.append(WrittenPart.of_whole(theirs, shape, manifest.dtypes[name], get))
-        except (ValueError, TypeError) as e:
-            error = e
+    group = _group("to_hf", "path, directory")
+    with contextlib.ExitStack() as stack:
+        with group.phase("reading"):
+            manifest = Manifest.of(stack.enter_context(_opened(path)))
+            called = renamed(list(within := _within(manifest.places, subtree)), names)
+            tensors = []
+            for ours, theirs in called.items():
+                name = within[ours]
+                shape, dtype = manifest.places[name].shape, manifest.dtypes[name]
+                get = partial(_block, manifest.read, name, whole(shape), dtype)
+                tensors.append(WrittenPart.of_whole(theirs, shape, dtype, get))
 
         def configure(into: str) -> None:
             for file in _companions(config) if config is not None else ():
                 shutil.copyfile(file, Path(into) / file.name)
-            say_dtype(into, tensors)
 
-        write_hf(
-            group, directory, tensors, configure, "model.safetensors", max_bytes, overwrite, error
-        )
+        one = "model.safetensors"
+        write_hf(group, directory, lambda: tensors, configure, one, max_bytes, overwrite)
 
 
 def from_hf(
@@ -201,57 +171,34 @@ def from_hf(
             op="from_hf",
             fix="sl.checkpoint.from_hf(directory, target, {'x': 2}, layouts='...')",
         )
-    group = Group(
-        "from_hf",
-        100.0,
-        alone=True,
-        fixes=[
-            ("overwrite=False", "sl.checkpoint.from_hf(directory, target, overwrite=True)"),
-            ("does not divide", "sl.checkpoint.from_hf(directory, target, mesh, pad=True)"),
-        ],
-    )
-    folder, error = None, None
-    try:
-        folder, table = tensors_of(os.fspath(directory), group.progress)
-        called = _called({n: n for n in table}, names)
-        world = 1 if there is None else there.size
-        places = {}
-        dtypes = {}
-        meta = {}
-        for ours, theirs in called.items():
-            c = table[theirs]
-            old = SavedPlace.of_plain(c.shape, world)
-            places[ours] = old if there is None else _place(ours, old, c.dtype, layouts, there, pad)
-            dtypes[ours] = c.dtype
-            meta[ours] = torch.empty(c.shape, dtype=c.dtype, device="meta")
-        leaves = Leaves.of({subtree: meta} if subtree else meta, "from_hf")
-        full = dict(zip(leaves.names, sorted(meta), strict=True))
-    except (OSError, ValueError, RuntimeError) as e:
-        error = e
-    try:
-        group.agree("reading", error=error)
-        assert folder is not None, "its error was raised"
-        said = {n: said_of(places[m], dtypes[m]) for n, m in full.items()}
+    group = _group("from_hf", "directory, target" + ", mesh" * (there is not None))
+    world = 1 if there is None else there.size
+    with contextlib.ExitStack() as stack:
+        with group.phase("reading"):
+            folder, table = tensors_of(os.fspath(directory), group.progress)
+            stack.enter_context(folder)
+            chunks = {ours: table[theirs] for theirs, ours in renamed(list(table), names).items()}
+            meta = {
+                n: torch.empty(c.shape, dtype=c.dtype, device="meta") for n, c in chunks.items()
+            }
+            leaves = Leaves.of({subtree: meta} if subtree else meta, "from_hf")
+            full = dict(zip(sorted(meta), leaves.names, strict=True))
+            places = {}
+            for name, c in chunks.items():
+                plain = SavedPlace.of_plain(c.shape, world)
+                placed = (
+                    plain if there is None else _place(name, plain, c.dtype, layouts, there, pad)
+                )
+                places[full[name]] = placed
+        sources = {full[n]: c for n, c in chunks.items()}
 
-        def read(name: str, box: Box) -> Tensor:
-            out = _blank(box, dtypes[full[name]])
-            source = table[called[full[name]]]
-            if fill(out, box, source, folder) != size(box):
-                raise ValueError(f"{source.file} does not have all of {name!r}")
-            return out
+        def read(name: str, box: Box, out: Tensor) -> None:
+            if fill(out, box, sources[name], folder) != size(box):
+                raise ValueError(f"{sources[name].file} does not have all of {name!r}")
 
-        content = Content(said, {}, leaves.skeleton)
-        files = _parts(
-            {n: places[m] for n, m in full.items()},
-            {n: dtypes[m] for n, m in full.items()},
-            world,
-            read,
-        )
-        path = folder_of(os.fspath(target), step)
-        _write(group, path, step, overwrite, content, files)
-    finally:
-        if folder is not None:
-            folder.__exit__()
+        dtypes = {n: c.dtype for n, c in sources.items()}
+        tree = _Tree(places, dtypes, {}, leaves.skeleton, read)
+        _write(group, folder_of(os.fspath(target), step), step, overwrite, tree, world)
 
 
 # ---------------------------------------------------------------- shared by all three
@@ -263,24 +210,27 @@ def _mesh(mesh: Mapping[str, int] | MeshLike) -> Mesh:
     return simulate(**sizes)
 
 
-def _reading(group: Group, path: Directory) -> Folder:
-    """Open a checkpoint for reading.
-
-    Raises: CheckpointError.
-    """
-    try:
-        return Folder(opened_newest(os.fspath(path)))
-    except (OSError, ValueError) as e:
-        group.agree("reading", error=e)
-        raise
+def _group(op: str, given: str) -> Group:
+    """Make the group of one process, with the fixes of its errors."""
+    fixes = [(f"{word}", f"sl.checkpoint.{op}({given}, {more}=True)") for word, more in _MORE]
+    return Group(op, 100.0, alone=True, fixes=fixes)
 
 
-def _manifest(group: Group, folder: Folder) -> Manifest:
-    try:
-        return Manifest.of(folder)
-    except (OSError, ValueError) as e:
-        group.agree("reading", error=e)
-        raise
+_MORE = (("overwrite=False", "overwrite"), ("does not divide", "pad"))
+
+
+def _opened(path: Directory) -> Folder:
+    return Folder(opened(newest(os.fspath(path))))
+
+
+class _Tree(NamedTuple):
+    """The tensors and values of a checkpoint to write; ``read(name, box, out)`` fills a block."""
+
+    places: Mapping[str, SavedPlace]
+    dtypes: Mapping[str, torch.dtype]
+    values: Mapping[str, Value]
+    skeleton: object
+    read: Callable[[str, Box, Tensor], None]
 
 
 def _place(
@@ -310,15 +260,6 @@ def _within(names: Iterable[str], subtree: str) -> dict[str, str]:
     return {n.replace("~1", "/").replace("~0", "~"): full for n, full in found.items()}
 
 
-def _called(found: Mapping[str, str], names: Names) -> dict[str, str]:
-    """Rename the keys of a mapping.
-
-    Raises: ValueError if two become one.
-    """
-    to = renamed(list(found), names)
-    return {to[n]: full for n, full in found.items()}
-
-
 _COMPANIONS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 
 
@@ -332,24 +273,13 @@ def _companions(directory: Directory) -> list[Path]:
     ]
 
 
-def _blank(box: Box, dtype: torch.dtype) -> Tensor:
-    return torch.empty([sum(run.length for run in held) for held in box], dtype=dtype, device="cpu")
-
-
-def _parts(
-    places: Mapping[str, SavedPlace],
-    dtypes: Mapping[str, torch.dtype],
-    world: int,
-    read: Callable[[str, Box], Tensor],
-) -> dict[int, list[WrittenPart]]:
-    """List the parts that each rank would have written; a block is read when it is written."""
-    out: dict[int, list[WrittenPart]] = {rank: [] for rank in range(world)}
-    for name, place in sorted(places.items()):
-        for rank in range(world):
-            box = chunk(name, place, rank)
-            if box is not None:
-                get = lambda n=name, b=box: read(n, _packed(b))  # noqa: E731
-                out[rank].append(WrittenPart(name, box, place.shape, dtypes[name], get))
+def _block(
+    read: Callable[[str, Box, Tensor], None], name: str, box: Box, dtype: torch.dtype
+) -> Tensor:
+    """Read a box of a tensor into a block that holds nothing else."""
+    packed = _packed(box)
+    out = torch.empty([length(held) for held in packed], dtype=dtype, device="cpu")
+    read(name, packed, out)
     return out
 
 
@@ -366,17 +296,25 @@ def _packed(box: Box) -> Box:
 
 
 def _write(
-    group: Group,
-    path: str,
-    step: int | None,
-    overwrite: bool,
-    content: Content,
-    files: Mapping[int, list[WrittenPart]],
+    group: Group, path: str, step: int | None, overwrite: bool, tree: _Tree, world: int
 ) -> None:
-    """Write the new checkpoint.
+    """Write the files that each rank would have written; a block is read when it is written.
 
     Raises: CheckpointError.
     """
+    files: dict[int, list[WrittenPart]] = {rank: [] for rank in range(world)}
+    for name, place in sorted(tree.places.items()):
+        dtype = tree.dtypes[name]
+        for rank in range(world):
+            box = chunk(name, place, rank)
+            if box is not None:
+                get = partial(_block, tree.read, name, box, dtype)
+                files[rank].append(WrittenPart(name, box, place.shape, dtype, get))
+    content = Content(
+        {n: said_of(p, tree.dtypes[n]) for n, p in tree.places.items()},
+        {n: spoken(v) for n, v in tree.values.items()},
+        tree.skeleton,
+    )
     job = SaveJob(group, path, step, overwrite)
     try:
         name = job.begin(content, {}, None)

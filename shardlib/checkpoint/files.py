@@ -37,18 +37,19 @@ from shardlib.checkpoint.boxes import (
     whole,
 )
 from shardlib.checkpoint.checksums import ChunkChecksums, sums_of
-from shardlib.checkpoint.disk import (
+from shardlib.checkpoint.folder import (
     SILENT,
     Behind,
     allocate,
     memory,
     open_file,
+    parsed,
     write_all,
 )
 
 __all__ = [
     "FileChunk", "Folder", "Header", "WrittenPart", "check_chunk", "code_of", "dtype_of", "fill",
-    "is_shape", "layout_of_file", "parsed", "read_header", "uncollected", "written", "write_file",
+    "is_shape", "layout_of_file", "read_header", "uncollected", "written", "write_file",
 ]  # fmt: skip
 
 _NAMES = {
@@ -312,26 +313,6 @@ def _is(value: Any, kind: type, *inner: type) -> bool:
 def is_shape(shape: Sequence[int]) -> bool:
     """Return whether these may be the sizes of a tensor whose byte count fits 64 bits."""
     return min(shape, default=0) >= 0 and math.prod(max(n, 1) for n in shape) < 1 << 58
-
-
-def parsed(text: bytes | str, name: str) -> Any:
-    """Parse JSON, and refuse duplicate keys.
-
-    Raises: ValueError.
-    """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError(f"{name}: a key stands twice")
-        return found
-
-    try:
-        return json.loads(text, object_pairs_hook=once)
-    except RecursionError:
-        raise ValueError(f"{name}: nested too deeply") from None
-    except ValueError as e:
-        raise ValueError(f"{name}: {e}" if name not in str(e) else str(e)) from None
 
 
 @uncollected()

@@ -1,4 +1,10 @@
-"""A directory that appears complete or not at all.
+"""Directories that appear complete or not at all: their disk, their contents, and the commit.
+
+A file is written by a thread that overlaps writing with preparing the next bytes.
+
+All writers follow one rule: a path may be replaced, and a directory removed, if it does not exist,
+or has only files that a manifest of shardlib lists.  A work directory whose ``lock`` has its own id
+was made by a save and may be removed as a whole.
 
 The work directory is next to its target, ``.<target>.tmp-<id>``.  Everything in it is flushed to
 the disk, then one rename is the commit: an exchange of names if the target exists already.  If the
@@ -17,15 +23,380 @@ import fcntl
 import json
 import os
 import re
+import stat
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
 
-from shardlib.checkpoint.contents import LOCK, MANIFEST, occupied, remove
-from shardlib.checkpoint.disk import SILENT
+import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["Work", "clean", "exchange", "fsync_folder", "opened"]
+__all__ = [
+    "FORMAT", "LOCK", "MANIFEST", "SILENT", "Behind", "Work", "allocate", "clean", "exchange",
+    "flushed", "folder_of", "fsync_folder", "memory", "occupied", "open_file", "opened", "parsed",
+    "read_manifest", "remove", "steps_pattern", "strangers", "write_all", "write_manifest",
+    "write_new",
+]  # fmt: skip
+
+
+# ---------------------------------------------------------------- disk
+
+SILENT = 1800.0
+"""Default seconds without progress after which a disk counts as lost."""
+
+_FLUSH = 1 << 28
+"""Bytes between two fsyncs, so that the last one is short."""
+
+_EARLY = 1 << 23
+"""Bytes after which the disk begins to write, while the next bytes are checksummed."""
+
+# SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing
+_SEND, _BEGIN = getattr(ctypes.CDLL(None), "sync_file_range", None), 2
+
+_ALLOCATE = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+
+_ALONE = 1 << 18
+"""Bytes below which a file's first write is not worth a thread."""
+
+
+def memory(x: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    nbytes = x.numel() * x.dtype.itemsize
+    if not nbytes:
+        return memoryview(b"")
+    held = (ctypes.c_ubyte * nbytes).from_address(x.data_ptr())  # numpy is not a dependency
+    held.tensor = x  # type: ignore[attr-defined]  # kept alive as long as the view
+    return memoryview(held).cast("B")
+
+
+def open_file(folder: int, name: str, links: bool = False) -> int:
+    """Open a file of a directory for reading; refuse pipes and devices without waiting for them.
+
+    Raises: OSError, ValueError.
+    """
+    # without O_NONBLOCK, opening a pipe waits for its writer
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    fd = os.open(name, flags, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ValueError(f"{name} is no file")
+    return fd
+
+
+def allocate(fd: int, nbytes: int) -> None:
+    """Reserve a file's length on the disk at once, not page by page.
+
+    Raises: OSError if the disk is full; file systems without this call are skipped.
+    """
+    if _ALLOCATE is None or nbytes < _EARLY:
+        return
+    if _ALLOCATE(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        e = ctypes.get_errno()
+        if e in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(e, os.strerror(e))
+
+
+def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
+    """Write all bytes, at the descriptor's position or at a given offset."""
+    while len(data):
+        n = os.write(fd, data) if at is None else os.pwrite(fd, data, at)
+        data, at = data[n:], None if at is None else at + n
+
+
+def _spare() -> bool:
+    """Return whether each process of the job on this host may have a core for a second thread."""
+    if not hasattr(os, "sched_getaffinity"):
+        return True
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return len(os.sched_getaffinity(0)) > int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+class Behind:
+    """A writer of a file, from an offset on, in a second thread if a core is free.
+
+    One piece is written while the caller prepares the next.
+
+    ``put`` takes the next piece, which must not change until ``end`` returns: then all is written,
+    though not yet flushed.  A piece that takes longer than ``seconds`` is an OSError; the thread
+    writes through its own descriptor, so it cannot reach a file that is opened later.
+    """
+
+    def __init__(self, fd: int, at: int, seconds: float = SILENT) -> None:
+        self.fd = fd
+        self.at = at
+        self.seconds = seconds
+        self.unsent = 0
+        self.waiting = 0
+        self.beside = _spare()
+        self.idle: SimpleQueue[None] = SimpleQueue()
+        self.due: SimpleQueue[tuple[memoryview, int] | None] = SimpleQueue()
+        self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
+
+    def __enter__(self) -> "Behind":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.thread is not None:
+            thread, self.thread = self.thread, None
+            self.due.put(None)
+            thread.join(0 if self.error is not None else self.seconds)
+            if thread.is_alive():
+                self.error = self.error or self._late()
+
+    def put(self, data: memoryview) -> None:
+        """Write ``data`` next; return when the previous piece is written.
+
+        Raises: OSError of the previous piece.
+        """
+        at, self.at = self.at, self.at + len(data)
+        if self.thread is None and (len(data) < _ALONE or not self.beside):
+            return self._write(data, at)
+        if self.thread is None:
+            own = os.dup(self.fd)
+            thread = threading.Thread(
+                target=self._run, args=(own,), name="shardlib write", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # at the interpreter's end
+                os.close(own)
+                return self._write(data, at)
+            self.thread, self.fd = thread, own
+            self.idle.put(None)
+        try:
+            self.idle.get(timeout=self.seconds)
+        except Empty:
+            self.error = self._late()
+            raise self.error from None
+        self.due.put((data, at))
+        self._raise()
+
+    def end(self) -> None:
+        """Wait until everything is written.
+
+        Raises: OSError.
+        """
+        self.__exit__()
+        self._raise()
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _late(self) -> OSError:
+        return OSError(errno.ETIMEDOUT, f"the disk took nothing for {self.seconds:g} s")
+
+    def _run(self, own: int) -> None:
+        while (due := self.due.get()) is not None:
+            try:
+                if self.error is None:
+                    self._write(*due)
+            except Exception as e:
+                self.error = e
+            del due  # frees a copy as soon as it is written
+            self.idle.put(None)
+        os.close(own)
+
+    def _write(self, data: memoryview, at: int) -> None:
+        write_all(self.fd, data, at)
+        self.unsent += len(data)
+        self.waiting += len(data)
+        if self.waiting > _FLUSH:
+            os.fsync(self.fd)
+            self.unsent = self.waiting = 0
+        elif self.unsent >= _EARLY and _SEND is not None:
+            begin = ctypes.c_int64(at + len(data) - self.unsent)
+            _SEND(self.fd, begin, ctypes.c_int64(self.unsent), _BEGIN)
+            self.unsent = 0
+
+
+# ---------------------------------------------------------------- contents
+
+MANIFEST, LOCK = "shardlib.json", "lock"
+FORMAT = "shardlib checkpoint 4"
+
+_LONGEST = 1 << 30
+"""The most bytes of a manifest."""
+
+
+steps_pattern = r"step_\d{8,}"
+
+
+def folder_of(path: str, step: int | None) -> str:
+    """Return the directory of a step, or the path itself if ``step`` is None."""
+    return path if step is None or not path else os.path.join(path, f"step_{step:08d}")
+
+
+def parsed(text: bytes | str, name: str) -> Any:
+    """Parse JSON, and refuse duplicate keys.
+
+    Raises: ValueError.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError(f"{name}: a key stands twice")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError(f"{name}: nested too deeply") from None
+    except ValueError as e:
+        raise ValueError(f"{name}: {e}" if name not in str(e) else str(e)) from None
+
+
+def write_new(folder: int, name: str, text: bytes) -> None:
+    """Write a new file of a directory, and flush it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o666, dir_fd=folder)
+    try:
+        write_all(fd, memoryview(text))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_manifest(folder: int, manifest: Mapping[str, object]) -> None:
+    """Write the manifest into the work directory, and flush it."""
+    body = json.dumps(manifest, sort_keys=True).encode()
+    write_new(folder, MANIFEST, body + f"\n{zlib.crc32(body):08x}\n".encode())
+
+
+def read_manifest(folder: int, formats: Sequence[str] = (FORMAT,)) -> dict[str, Any]:
+    """Read the manifest of a directory.
+
+    Raises: ValueError, OSError.
+    """
+    with os.fdopen(open_file(folder, MANIFEST), "rb") as f:
+        if os.fstat(f.fileno()).st_size > _LONGEST:
+            raise ValueError(f"{MANIFEST} is longer than {_LONGEST} bytes")
+        body, _, tail = f.read().partition(b"\n")
+    if tail != f"{zlib.crc32(body):08x}\n".encode():
+        raise ValueError(f"{MANIFEST} is damaged: its checksum is wrong")
+    found = parsed(body, MANIFEST)
+    said = found.get("format") if isinstance(found, dict) else None
+    if said not in formats:
+        raise ValueError(f"{MANIFEST} is of format {said!r}, not {formats[0]!r}")
+    return found
+
+
+def occupied(target: str) -> str:
+    """Return why a path, without links in it, may not be replaced; "" if it may."""
+    try:
+        if not os.path.lexists(target):
+            return ""
+        if os.path.ismount(target):
+            return "a file system is mounted there"
+        if os.path.samefile(target, os.curdir):
+            return "it is the working directory"
+        other = strangers(target)
+    except NotADirectoryError:
+        return "it is no directory"
+    except OSError as e:
+        return e.strerror or str(e)
+    if not other:
+        return ""
+    more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+    return f"it holds {other[0]!r}{more}, which no {MANIFEST} lists"
+
+
+def strangers(path: str) -> list[str]:
+    """List the files in a directory that no save wrote; foreign directories end in a slash.
+
+    Raises: OSError.
+    """
+    found = dict(_within(path))
+    ours = _listed(path, found)
+    if ours is None:
+        return []
+    parents = {name[:i] for name in ours for i, c in enumerate(name) if c == "/"}
+    return sorted(
+        name + "/" * (kind == "folder")
+        for name, kind in found.items()
+        if (name not in parents if kind == "folder" else kind != "file" or name not in ours)
+    )
+
+
+def remove(path: str) -> bool:
+    """Remove a directory if a save wrote all of it; return whether it is gone.
+
+    The lock goes second to last and the manifest last, so a half removed directory is still
+    recognised.
+    """
+    with contextlib.suppress(OSError):
+        if os.path.islink(path) or strangers(path):
+            return False
+        found = dict(_within(path))
+        for name in sorted(found, key=lambda n: (n == MANIFEST, n == LOCK)):
+            if found[name] != "folder":
+                os.unlink(os.path.join(path, name))
+        for name in sorted((n for n in found if found[n] == "folder"), key=len, reverse=True):
+            os.rmdir(os.path.join(path, name))
+        os.rmdir(path)
+    return not os.path.lexists(path)
+
+
+def flushed(path: str) -> list[str]:
+    """Flush each file of a directory to the disk, and list them.
+
+    Raises: OSError.
+    """
+    found = dict(_within(path))
+    for name in found:
+        fd = os.open(os.path.join(path, name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    return [name for name, kind in found.items() if kind == "file" and name != LOCK]
+
+
+def _within(path: str, start: str = "") -> Iterator[tuple[str, str]]:
+    """Walk a directory: yield each relative name, and "file", "folder" or "neither"."""
+    with os.scandir(path) as entries:
+        for e in sorted(entries, key=lambda e: e.name):
+            name = start + e.name
+            if e.is_dir(follow_symlinks=False):
+                yield name, "folder"
+                yield from _within(e.path, f"{name}/")
+            else:
+                yield name, "file" if e.is_file(follow_symlinks=False) else "neither"
+
+
+def _listed(path: str, found: dict[str, str]) -> set[str] | None:
+    """Return the names in a directory's manifest; None if it is a work directory of a save."""
+    work = re.search(r"\.(?:tmp|gone|old)-([0-9a-f]{32})$", path)
+    if work and _head(os.path.join(path, LOCK)) == work[1]:
+        return None
+    if work and not _head(os.path.join(path, LOCK)) and set(found) <= {LOCK}:
+        return None  # a save was just making it
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            said = read_manifest(fd, (FORMAT, f"{FORMAT} of Hugging Face"))
+        finally:
+            os.close(fd)
+        return {MANIFEST, LOCK, *(f["file"] for f in said["files"])}
+    return set()
+
+
+def _head(path: str) -> str:
+    try:
+        with open(path, "rb") as f:
+            return f.read(64).decode()
+    except (OSError, UnicodeError):
+        return ""
+
+
+# ---------------------------------------------------------------- work directories
 
 _ABANDONED = 86400.0
 """Seconds after which a work directory is a leftover, if files cannot be locked."""

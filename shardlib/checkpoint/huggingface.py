@@ -17,16 +17,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardlib._compat import is_dtensor
-from shardlib.checkpoint.agree import Group
+from shardlib.checkpoint.agree import Group, first_odd
 from shardlib.checkpoint.boxes import BlockRun, Box, grid, meet, size, whole
-from shardlib.checkpoint.contents import FORMAT, LOCK, flushed, write_manifest
-from shardlib.checkpoint.disk import memory, write_all
 from shardlib.checkpoint.files import (
     FileChunk,
     Folder,
@@ -35,10 +33,20 @@ from shardlib.checkpoint.files import (
     dtype_of,
     fill,
     layout_of_file,
-    parsed,
 )
-from shardlib.checkpoint.folder import Work
-from shardlib.checkpoint.reading import Target, check, some, storages
+from shardlib.checkpoint.folder import (
+    FORMAT,
+    LOCK,
+    Work,
+    flushed,
+    memory,
+    parsed,
+    write_all,
+    write_manifest,
+    write_new,
+)
+from shardlib.checkpoint.reading import Names as Renames
+from shardlib.checkpoint.reading import Target, check, renamed, some, storages
 from shardlib.checkpoint.tree import alone
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.collectives import spans_processes
@@ -59,6 +67,8 @@ __all__ = ["load_hf", "save_hf", "tensors_of", "write_hf"]
 Source = str | Sequence[str] | tuple[str, slice] | tuple[str, tuple[int, ...]]
 Names = Mapping[str, Source] | Callable[[str], Source] | None
 Path = str | os.PathLike[str]
+
+T = TypeVar("T")
 
 _ONE, _ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
@@ -179,51 +189,82 @@ def _fixes(names: Names, pad: bool, missing: str, extra: str, cast: bool) -> lis
 
 
 def _alike(digests: list[str]) -> None:
-    odd = next((r for r, d in enumerate(digests) if d != digests[0]), None)
-    if odd is not None:
+    if (odd := first_odd(digests)) is not None:
         raise ValueError(f"rank {odd} and rank 0 see different files")
 
 
-class SourcePiece(NamedTuple):
-    """A tensor of the files, and the part of a parameter that it has.
-
-    ``start``   of the tensor in the parameter: negative where its first rows are not wanted.
-    ``shape``   of the tensor, with the parameter's dimensions.
-    ``inside``  the sizes of the part that is wanted.
-    ``turn``    the order of the tensor's dimensions in the parameter, if it is another.
-    """
-
-    name: str
-    start: Sequence[int]
-    shape: Sequence[int]
-    inside: Sequence[int]
-    turn: tuple[int, ...] | None = None
-
-
-Pieces = list[SourcePiece]
 Table = Mapping[str, tuple[Folder, FileChunk]]
 """Name in the files -> the file's chunk, and its directory."""
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A part of a parameter: a chunk of a file, and the order ``turn`` of its dimensions."""
+    """A part of a parameter: a tensor of the files, whose box says where it lies in the parameter.
 
+    ``wanted``  elements of it that are in the parameter; others have positions below 0.
+    ``turn``    the order of its dimensions in the parameter, if it is another.
+    """
+
+    name: str
     folder: Folder
     chunk: FileChunk
+    wanted: int
     turn: tuple[int, ...] | None = None
+
+    @staticmethod
+    def of(
+        table: Table,
+        name: str,
+        at: Mapping[int, int] = {},
+        rows: Mapping[int, tuple[int, int]] = {},
+        stack: int | None = None,
+        turn: tuple[int, ...] | None = None,
+    ) -> "FilePiece":
+        """Place a tensor of the files in a parameter.
+
+        ``at``     dimension -> its first position in the parameter, if not 0.
+        ``rows``   dimension -> the positions (first, last) of it that are in the parameter.
+        ``stack``  a dimension of the parameter that the tensor lacks.
+        """
+        folder, chunk = table[name]
+        shape = list(chunk.shape)
+        if stack is not None:
+            shape.insert(stack, 1)
+        box = []
+        for d, n in enumerate(shape):
+            first, last = rows.get(d, (0, n))
+            last = max(first, last)
+            runs = [(at.get(d, 0), first, last), (-n, 0, first), (-n, last, n)]
+            held = sorted((b, BlockRun(start, 1, e - b, b)) for start, b, e in runs if e > b)
+            box.append(tuple(run for _, run in held))
+        wanted = math.prod(sum(r.length for r in held if r.start >= 0) for held in box)
+        cuts = grid(whole(shape), tuple(shape), chunk.dtype.itemsize)
+        return FilePiece(name, folder, replace(chunk, box=tuple(box), cuts=cuts), wanted, turn)
+
+    def turned(self, x: Sequence[T]) -> list[T]:
+        """Return what belongs to the parameter's dimensions in the order of the file's."""
+        return [x[self.turn.index(d)] for d in range(len(x))] if self.turn else list(x)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether all that is wanted of it has its place in a parameter of this shape."""
+        box = whole(self.turned(shape))
+        if len(box) != len(self.chunk.box):
+            return False
+        met = meet(self.chunk.box, box)
+        return self.wanted == math.prod(sum(len(range(10**18)[s]) for s, _ in d) for d in met)
 
     def fill(self, block: Tensor, box: Box) -> int:
         """Copy the piece into its part of the block."""
         if self.turn is not None:
-            # the block is seen with its dimensions in the order of the file
-            order = [self.turn.index(d) for d in range(len(self.turn))]
-            block, box = block.permute(order), tuple(box[d] for d in order)
-        return fill(block, box, self.chunk, self.folder)
+            block = block.permute(self.turned(range(block.ndim)))
+        return fill(block, tuple(self.turned(box)), self.chunk, self.folder)
+
+
+Pieces = list[FilePiece]
 
 
 def _filled(
-    name: str, x: ShardedTensor, pieces: "list[FilePiece] | Conversion", in_place: bool
+    name: str, x: ShardedTensor, pieces: "Pieces | Conversion", in_place: bool
 ) -> ShardedTensor:
     """Return the tensor with values read from files, in its own blocks or in new ones."""
     target = Target.of(x)
@@ -387,7 +428,7 @@ def _plan(
     names: Names,
     missing: str,
     extra: str,
-) -> tuple[dict[str, list[FilePiece] | Conversion], list[str]]:
+) -> tuple[dict[str, Pieces | Conversion], list[str]]:
     """Map parameter names to their chunks, and list the parameters that no file has.
 
     Raises: ValueError.
@@ -399,7 +440,7 @@ def _plan(
     wanted = {**params, **apply.buffers}
     sources = _sources(module, ours, table, names)
     plan = {
-        n: found if isinstance(found, Conversion) else _chunks(n, wanted[n], found, table)
+        n: found if isinstance(found, Conversion) else _check_pieces(n, wanted[n], found, table)
         for n, found in sources.items()
     }
     lacking = _lacking(module, apply, [n for n in ours if n not in plan])
@@ -443,45 +484,10 @@ def _known(theirs: str, module: nn.Module, apply: Apply) -> bool:
     ) or any(re.search(pattern, theirs) for pattern in ignored)
 
 
-def _all_of(name: str, table: Table) -> Pieces:
-    shape = table[name][1].shape
-    return [SourcePiece(name, [0] * len(shape), shape, shape)]
-
-
-def _rows_of(name: str, rows: slice, table: Table) -> Pieces:
-    shape = table[name][1].shape
-    first, last, _ = rows.indices(shape[0] if shape else 0)
-    rest = shape[1:]
-    return [SourcePiece(name, [-first, *(0 for _ in rest)], shape, [last - first, *rest])]
-
-
-def _turned(name: str, order: tuple[int, ...], table: Table) -> Pieces:
-    shape = table[name][1].shape
-    if sorted(order) != list(range(len(shape))):
-        raise ValueError(f"{order} is no order of the dimensions of {name!r}, {list(shape)}")
-    return [SourcePiece(name, [0] * len(shape), shape, [shape[d] for d in order], order)]
-
-
-def _equal_part(name: str, dim: int, index: int, count: int, table: Table) -> Pieces:
-    """Take one of ``count`` equal parts of a tensor."""
-    shape = table[name][1].shape
-    inside = [n // count if d == dim else n for d, n in enumerate(shape)]
-    start = [0] * len(shape)
-    start[dim] = -index * inside[dim]
-    return [SourcePiece(name, start, shape, inside)]
-
-
 def _concatenated(names: Sequence[str], dim: int, table: Table) -> Pieces:
     """Put tensors one after another along a dimension."""
-    out: Pieces = []
-    at = 0
-    for name in names:
-        shape = table[name][1].shape
-        start = [0] * len(shape)
-        start[dim] = at
-        at += shape[dim]
-        out.append(SourcePiece(name, start, shape, shape))
-    return out
+    ends = itertools.accumulate((table[n][1].shape[dim] for n in names), initial=0)
+    return [FilePiece.of(table, n, at={dim: at}) for n, at in zip(names, ends, strict=False)]
 
 
 def _stacked(lists: Sequence[Sequence[str]], dim: int, along: int, table: Table) -> Pieces:
@@ -490,12 +496,9 @@ def _stacked(lists: Sequence[Sequence[str]], dim: int, along: int, table: Table)
     for which, names in enumerate(lists):
         for index, name in enumerate(names):
             shape = list(table[name][1].shape)
-            # one tensor of a stack lacks the stack's dimension
             shape.insert(dim, 1)
-            start = [0] * len(shape)
-            start[dim] = index
-            start[along] += which * shape[along] if along != dim else 0
-            out.append(SourcePiece(name, start, shape, shape))
+            at = {dim: index} if along == dim else {dim: index, along: which * shape[along]}
+            out.append(FilePiece.of(table, name, at=at, stack=dim))
     return out
 
 
@@ -517,7 +520,7 @@ def _sources(
         elif name in converted:
             out[name] = converted[name]
         elif found := _found(called, prefixes, table):
-            out[name] = _all_of(found, table)
+            out[name] = [FilePiece.of(table, found)]
     return out
 
 
@@ -529,18 +532,24 @@ def _found(called: Sequence[str], prefixes: Sequence[tuple[str, str]], table: Ta
 
 def _said(name: str, said: Source, table: Table) -> Pieces:
     """Return the pieces that ``names=`` gives a parameter."""
-    two = not isinstance(said, str) and len(said) == 2
-    apart = two and isinstance(said[1], slice | tuple)
-    called = [said] if isinstance(said, str) else said[:1] if apart else said
-    if lost := [t for t in map(str, called) if t not in table]:
-        raise ValueError(f"names= calls {name!r} {lost[0]!r}, which no file has")
+    part: object = None
     if isinstance(said, str):
-        return _all_of(said, table)
-    if two and isinstance(said[1], slice):
-        return _rows_of(str(said[0]), said[1], table)
-    if two and isinstance(said[1], tuple):
-        return _turned(str(said[0]), said[1], table)
-    return _concatenated([str(t) for t in said], 0, table)
+        called = [said]
+    elif len(said) == 2 and isinstance(said[1], slice | tuple):
+        called, part = [str(said[0])], said[1]
+    else:
+        called = [str(t) for t in said]
+    if lost := [t for t in called if t not in table]:
+        raise ValueError(f"names= calls {name!r} {lost[0]!r}, which no file has")
+    theirs, shape = called[0], table[called[0]][1].shape
+    if isinstance(part, slice):
+        first, last, _ = part.indices(shape[0] if shape else 0)
+        return [FilePiece.of(table, theirs, rows={0: (first, last)})]
+    if isinstance(part, tuple):
+        if sorted(part) != list(range(len(shape))):
+            raise ValueError(f"{part} is no order of the dimensions of {theirs!r}, {list(shape)}")
+        return [FilePiece.of(table, theirs, turn=part)]
+    return _concatenated(called, 0, table) if len(called) > 1 else [FilePiece.of(table, theirs)]
 
 
 def _forms(name: str) -> list[str]:
@@ -574,7 +583,6 @@ def _converted(module: nn.Module, table: Table) -> dict[str, Pieces | Conversion
         return {}
     renamings = [m for m in mapping if isinstance(m, loading.WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, loading.WeightConverter)]
-    of = {p: c for c in converters for p in c.source_patterns}
     state = module.state_dict(keep_vars=True)
     out: dict[str, Pieces | Conversion] = {}
     parts: dict[str, dict[str, list[str]]] = {}
@@ -585,21 +593,26 @@ def _converted(module: nn.Module, table: Table) -> dict[str, Pieces | Conversion
         if name not in state or theirs in state:
             continue
         if pattern is None:
-            out[name] = _all_of(theirs, table)
+            out[name] = [FilePiece.of(table, theirs)]
         else:
             parts.setdefault(name, {}).setdefault(pattern, []).append(theirs)
-    for name, by_pattern in parts.items():
-        converter = of[next(iter(by_pattern))]
-        patterns = [p for p in converter.source_patterns if p in by_pattern]
-        ordered = {p: by_pattern[p] for p in patterns}
-        found = _joined(converter.operations, list(ordered.values()), table)
-        if found is not None and len(converter.target_patterns) == 1:
-            out[name] = found
-            continue
-        made = Conversion(converter, name, ordered, module)
-        for target, x in made.plan(table).items():
-            out[target] = _cut_from(converter.operations, made, target, x) or made
+    of = {p: c for c in converters for p in c.source_patterns}
+    for name, sources in parts.items():
+        out |= _run_on(of[next(iter(sources))], name, sources, module, table)
     return out
+
+
+def _run_on(
+    converter: Any, name: str, sources: Mapping[str, list[str]], module: nn.Module, table: Table
+) -> dict[str, Pieces | Conversion]:
+    """Map the parameters that a converter makes to pieces if it only places tensors."""
+    ordered = {p: sources[p] for p in converter.source_patterns if p in sources}
+    found = _joined(converter.operations, list(ordered.values()), table)
+    if found is not None and len(converter.target_patterns) == 1:
+        return {name: found}
+    made = Conversion(converter, name, ordered, module)
+    plan = made.plan(table).items()
+    return {n: _cut_from(converter.operations, made, n, x) or made for n, x in plan}
 
 
 def _joined(operations: Sequence[Any], lists: list[list[str]], table: Table) -> Pieces | None:
@@ -621,50 +634,35 @@ def _cut_from(operations: Sequence[Any], made: Conversion, target: str, x: Tenso
     if len(made.files) != 1:
         return None
     file, names = made.files[0], list(made.meta)
+    there = made.table[file][1].shape
     if kinds == ["Chunk"]:
-        dim = op.dim % x.ndim
-        if made.table[file][1].shape[dim] == len(names) * x.shape[dim]:
-            return _equal_part(file, dim, names.index(target), len(names), made.table)
-    if kinds == ["Transpose"]:
+        dim, index = op.dim % x.ndim, names.index(target)
+        n = x.shape[dim]
+        if there[dim] == len(names) * n:
+            return [FilePiece.of(made.table, file, rows={dim: (index * n, (index + 1) * n)})]
+    if kinds == ["Transpose"] and not op.check_dims:
         order = list(range(x.ndim))
         order[op.dim0], order[op.dim1] = order[op.dim1], order[op.dim0]
-        there = made.table[file][1].shape
-        turned = [there[d] for d in order] == list(x.shape)
-        if not op.check_dims:
-            return _turned(file, tuple(order), made.table) if turned else None
+        if [there[d] for d in order] == list(x.shape):
+            return [FilePiece.of(made.table, file, turn=tuple(order))]
     return None
 
 
-def _chunks(name: str, x: Tensor, pieces: Pieces, table: Table) -> list[FilePiece]:
-    """Convert pieces to chunks with boxes of the parameter.
+def _check_pieces(name: str, x: Tensor, pieces: Pieces, table: Table) -> Pieces:
+    """Return the pieces of a parameter.
 
     Raises: ValueError if they do not fill its shape.
     """
-    out: list[FilePiece] = []
-    for p in pieces:
-        folder, chunk = table[p.name]
-        fits = len(p.inside) == x.ndim and all(
-            max(s, 0) + n <= m for s, n, m in zip(p.start, p.inside, x.shape, strict=True)
-        )
-        if not fits or (out and chunk.dtype != out[0].chunk.dtype):
-            raise ValueError(_misfit(name, x, p.name, chunk))
-        runs = zip(p.start, p.shape, strict=True)
-        box: Box = tuple((BlockRun(s, 1, n, 0),) if n else () for s, n in runs)
-        cuts = grid(whole(p.shape), tuple(p.shape), chunk.dtype.itemsize)
-        out.append(FilePiece(folder, replace(chunk, box=box, cuts=cuts), p.turn))
-    if sum(math.prod(p.inside) for p in pieces) != x.numel():
-        raise ValueError(_misfit(name, x, pieces[0].name, table[pieces[0].name][1]))
-    return out
-
-
-def _misfit(name: str, x: Tensor, theirs: str, chunk: FileChunk) -> str:
-    text = (
-        f"{theirs!r} has shape {list(chunk.shape)} in the file, "
-        f"{name!r} {list(x.shape)} in the module"
-    )
-    if chunk.shape[::-1] == tuple(x.shape) and x.ndim == 2:
+    dtype = pieces[0].chunk.dtype
+    odd = next((p for p in pieces if not p.fits(x.shape) or p.chunk.dtype != dtype), None)
+    if odd is None and sum(p.wanted for p in pieces) == x.numel():
+        return pieces
+    theirs = (odd or pieces[0]).name
+    shape = table[theirs][1].shape
+    text = f"{theirs!r} has shape {list(shape)} in the file, {name!r} {list(x.shape)} in the module"
+    if shape[::-1] == tuple(x.shape) and x.ndim == 2:
         text += f"; names={{{name!r}: ({theirs!r}, (1, 0))}} reads it transposed"
-    return text
+    raise ValueError(text)
 
 
 # ---------------------------------------------------------------- writing
@@ -675,7 +673,7 @@ def save_hf(
     params: Mapping[str, Tensor],
     module: Any = None,
     *,
-    names: Mapping[str, str] | Callable[[str], str] | None = None,
+    names: Renames = None,
     max_bytes: int = 5 << 30,
     overwrite: bool = False,
     tokenizer: Any = None,
@@ -703,18 +701,22 @@ def save_hf(
     """
     tensors = {n: from_dtensor(x) if is_dtensor(x) else x for n, x in params.items()}
     group = Group("save_hf", timeout, alone(list(tensors.values())), _SAVE_FIXES)
-    error, whole_ones = None, []
-    try:
-        tensors = _called(tensors, module, names)
-        whole_ones = [
+
+    def parts() -> list[WrittenPart]:
+        return [
             WrittenPart.of_whole(n, tuple(x.shape), x.dtype, lambda x=x: _gathered(x))
-            for n, x in tensors.items()
+            for n, x in _called(tensors, module, names).items()
         ]
-    except (ValueError, TypeError) as e:
-        error = e
+
+    def configure(path: str) -> None:
+        adapters = list(getattr(module, "peft_config", {}).values())
+        own = [getattr(module, "config", None), getattr(module, "generation_config", None)]
+        for config in [*(adapters or own), tokenizer]:
+            if hasattr(config, "save_pretrained"):
+                config.save_pretrained(path)
+
     one = _ADAPTER if hasattr(module, "peft_config") else _ONE
-    configure = lambda path: _configure(module, path, whole_ones, tokenizer)  # noqa: E731
-    write_hf(group, directory, whole_ones, configure, one, max_bytes, overwrite, error)
+    write_hf(group, directory, parts, configure, one, max_bytes, overwrite)
 
 
 _SAVE_FIXES = [
@@ -727,49 +729,59 @@ _SAVE_FIXES = [
 def write_hf(
     group: Group,
     directory: Path,
-    tensors: Sequence[WrittenPart],
+    parts: Callable[[], Sequence[WrittenPart]],
     configure: Callable[[str], None],
     one: str,
     max_bytes: int,
     overwrite: bool,
-    error: Exception | None = None,
 ) -> None:
     """Write a directory that appears complete or not at all.
 
+    ``parts``      lists its tensors.
     ``configure``  writes the other files into it.
     ``one``        the file's name if there is only one.
-    Raises: CheckpointError, the same on every rank of the group, also if one passed an ``error``.
+    Raises: CheckpointError, the same on every rank of the group.
     """
     job = SaveJob(group, os.fspath(directory), None, overwrite)
     files: list[list[WrittenPart]] = []
     digest = ""
-    if error is None:
-        try:
-            files = _split(tensors, max_bytes)
-            said = [(x.name, x.shape, str(x.dtype)) for held in files for x in held]
-            digest = hashlib.sha256(repr((job.target, said)).encode()).hexdigest()
-        except (ValueError, TypeError) as e:
-            error = e
+    error = None
+    try:
+        files = _split(parts(), max_bytes)
+        said = [(x.name, x.shape, str(x.dtype)) for held in files for x in held]
+        digest = hashlib.sha256(repr((job.target, said)).encode()).hexdigest()
+    except (ValueError, TypeError) as e:
+        error = e
 
     def begin(digests: list[str]) -> str:
-        odd = next((r for r, d in enumerate(digests) if d != digests[0]), None)
-        if odd is not None:
+        if (odd := first_odd(digests)) is not None:
             raise ValueError(f"rank {odd} and rank 0 do not save the same tensors to one directory")
         return job.make()
 
     job.name = group.agree("the tree", digest, error, begin)
-    titles = _titles(len(files), one)
+    stem = one.removesuffix(".safetensors")
+    count = len(files)
+    titles = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    titles = [one] if count == 1 else titles
 
     def put(work: Work) -> tuple[list[Any], Exception | None]:
         error = None
-        for i, held in enumerate(files):
+        for i, (title, held) in enumerate(zip(titles, files, strict=True)):
             mine = i % group.world == group.rank and error is None
-            error = _stream(work.fd, titles[i], held, mine, group.progress) or error
+            error = _stream(work.fd, title, held, mine, group.progress) or error
         return [], error
 
-    def commit(work: Work, _: Any) -> str:
-        _index_of(work, files, titles)
+    def commit(work: Work, _: object) -> str:
+        tensors = [x for held in files for x in held]
+        if count > 1:
+            index = {
+                "metadata": {"total_size": sum(x.nbytes for x in tensors)},
+                "weight_map": {x.name: t for t, h in zip(titles, files, strict=True) for x in h},
+            }
+            text = json.dumps(index, indent=1).encode()
+            write_new(work.fd, f"{stem}.safetensors.index.json", text)
         configure(work.path)
+        _say_dtype(work.path, tensors)
         found = [{"file": name} for name in flushed(work.path)]
         about = {"format": f"{FORMAT} of Hugging Face", "id": work.id, "files": found}
         write_manifest(work.fd, about)
@@ -780,16 +792,13 @@ def write_hf(
     job.finish(put, commit, together=True)
 
 
-def _called(tensors: Mapping[str, Tensor], module: Any, names: Any) -> dict[str, Tensor]:
+def _called(tensors: Mapping[str, Tensor], module: object, names: Renames) -> dict[str, Tensor]:
     """Return the tensors to write, under their names in the files."""
     if hasattr(module, "peft_config"):
         adapter = re.compile(r"\.(lora_\w+|modules_to_save|ia3_\w+|vera_\w+)(\.|$)")
         tensors = {_forms(n)[1]: x for n, x in tensors.items() if adapter.search(n)}
-    to = names if callable(names) else lambda n: (names or {}).get(n, n)
-    out: dict[str, Tensor] = {str(to(n)): x for n, x in tensors.items()}
-    if len(out) < len(tensors):
-        raise ValueError("names= calls two tensors by one name")
-    return out
+    to = names if callable(names) else {n: t for n, t in (names or {}).items() if n in tensors}
+    return {theirs: tensors[n] for n, theirs in renamed(list(tensors), to).items()}
 
 
 def _split(tensors: Sequence[WrittenPart], most: int) -> list[list[WrittenPart]]:
@@ -809,13 +818,6 @@ def _split(tensors: Sequence[WrittenPart], most: int) -> list[list[WrittenPart]]
         files[-1].append(x)
         at += x.nbytes
     return files
-
-
-def _titles(count: int, one: str) -> list[str]:
-    if count == 1:
-        return [one]
-    stem = one.removesuffix(".safetensors")
-    return [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def _stream(
@@ -879,51 +881,18 @@ def _gathered(x: Tensor) -> Tensor:
         return unshard(bits).contiguous().view(x.dtype)
 
 
-def _index_of(work: Work, files: Sequence[Sequence[WrittenPart]], titles: list[str]) -> None:
-    """Write the index, which maps each tensor to its file, if there are several files."""
-    if len(files) < 2:
-        return
-    index = {
-        "metadata": {"total_size": sum(x.nbytes for held in files for x in held)},
-        "weight_map": {x.name: t for t, held in zip(titles, files, strict=True) for x in held},
-    }
-    stem = re.sub(r"-\d{5}-of-\d{5}", "", titles[0])
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    fd = os.open(f"{stem}.index.json", flags, 0o666, dir_fd=work.fd)
-    try:
-        write_all(fd, memoryview(json.dumps(index, indent=1).encode()))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _dtype(tensors: Iterable[WrittenPart]) -> torch.dtype | None:
-    """Return the floating dtype of the most bytes, the one that a configuration gives a model."""
+def _say_dtype(directory: Path, tensors: Iterable[WrittenPart]) -> None:
+    """Put the floating dtype of most bytes into a model's ``config.json``, if it has one."""
     found: Counter[torch.dtype] = Counter()
     for x in tensors:
         if x.dtype.is_floating_point:
             found[x.dtype] += x.nbytes
-    return max(found, key=found.__getitem__, default=None)
-
-
-def say_dtype(directory: Path, tensors: Iterable[WrittenPart]) -> None:
-    """Put the dtype of the written tensors into a model's ``config.json``, if it has one."""
-    config, dtype = os.path.join(directory, "config.json"), _dtype(tensors)
-    if dtype is None or not os.path.exists(config):
+    config = os.path.join(directory, "config.json")
+    if not found or not os.path.exists(config):
         return
     with open(config, encoding="utf-8") as f:
         said = parsed(f.read(), "config.json")
     for key in {"dtype", "torch_dtype"} & set(said) or {"torch_dtype"}:
-        said[key] = str(dtype).removeprefix("torch.")
+        said[key] = str(max(found, key=found.__getitem__)).removeprefix("torch.")
     with open(config, "w", encoding="utf-8") as f:
         f.write(json.dumps(said, indent=2) + "\n")
-
-
-def _configure(module: Any, path: str, tensors: Sequence[WrittenPart], tokenizer: Any) -> None:
-    """Write the configuration of a model, or of an adapter, and a tokenizer."""
-    adapters = list(getattr(module, "peft_config", {}).values())
-    own = [getattr(module, "config", None), getattr(module, "generation_config", None)]
-    for config in [*(adapters or own), tokenizer]:
-        if hasattr(config, "save_pretrained"):
-            config.save_pretrained(path)
-    say_dtype(path, tensors)

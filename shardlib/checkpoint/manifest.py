@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, held, meet, size
-from shardlib.checkpoint.contents import MANIFEST, read_manifest
 from shardlib.checkpoint.files import (
     FileChunk,
     Folder,
@@ -22,6 +21,7 @@ from shardlib.checkpoint.files import (
     read_header,
     uncollected,
 )
+from shardlib.checkpoint.folder import MANIFEST, read_manifest
 from shardlib.checkpoint.tree import read_place, unspoken
 from shardlib.errors import ShardError
 from shardlib.mesh import rank_along

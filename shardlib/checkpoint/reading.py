@@ -14,13 +14,13 @@ from torch import Tensor
 
 from shardlib._compat import is_dtensor
 from shardlib.capacity import refuse_beyond
-from shardlib.checkpoint.agree import Group
+from shardlib.checkpoint.agree import Group, first_odd
 from shardlib.checkpoint.boxes import Box, SavedPlace, held, whole
-from shardlib.checkpoint.contents import MANIFEST
 from shardlib.checkpoint.files import Folder, code_of
+from shardlib.checkpoint.folder import MANIFEST, opened, steps_pattern
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.pages import new
-from shardlib.checkpoint.steps import opened_newest, steps_pattern
+from shardlib.checkpoint.steps import newest
 from shardlib.checkpoint.tree import Leaves, alone, built, rank_of, world_of
 from shardlib.collectives import blocks, lead, pbroadcast, played, spans_processes
 from shardlib.dtensor_convert import as_dtensor
@@ -111,7 +111,7 @@ def load(
     while True:
         try:
             identity, readers = "", _Readers()
-            with Folder(opened_newest(path), progress=group.progress) as folder:
+            with Folder(opened(newest(path)), progress=group.progress) as folder:
                 manifest = Manifest.of(folder)
                 identity = manifest.id
                 if wanted is None:
@@ -165,7 +165,7 @@ def _fixes(path: str, like: Any, layouts: Any) -> list[tuple[str, str]]:
 def _one(said: list[list[Any]], path: str) -> None:
     ids, asked = zip(*said, strict=True)
     for what, values in (("different checkpoints at", ids), ("other tensors from", asked)):
-        odd = next((r for r, v in enumerate(values) if v != values[0]), None)
+        odd = first_odd(values)
         if odd is not None:
             raise ValueError(f"rank {odd} and rank 0 read {what} {path}")
 

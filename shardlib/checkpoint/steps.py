@@ -1,35 +1,33 @@
-"""Steps of a run: ``step_00000100`` in one directory, the newest, and those to keep."""
+"""Checkpoints of a run: the newest and those to keep, their contents, and their checksums."""
 
 import contextlib
+import math
 import os
 import re
 import uuid
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shardlib.checkpoint.agree import Group
-from shardlib.checkpoint.contents import MANIFEST, read_manifest, remove, strangers
-from shardlib.checkpoint.files import Folder
-from shardlib.checkpoint.folder import opened
+from shardlib.checkpoint.files import Folder, code_of
+from shardlib.checkpoint.folder import (
+    MANIFEST,
+    opened,
+    read_manifest,
+    remove,
+    steps_pattern,
+    strangers,
+)
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.tree import alone
+from shardlib.errors import mesh_text
 
 __all__ = [
-    "damage",
-    "folder_of",
-    "latest",
-    "opened_newest",
-    "remove_old",
-    "steps",
-    "steps_pattern",
-]
-
-steps_pattern = r"step_\d{8,}"
-
-
-def folder_of(path: str, step: int | None) -> str:
-    """Return the directory of a step, or the path itself if ``step`` is None."""
-    return path if step is None or not path else os.path.join(path, f"step_{step:08d}")
+    "About", "Saved", "damage", "describe", "latest", "newest", "remove_old", "steps",
+    "verify",
+]  # fmt: skip
 
 
 def _manifest(path: str) -> dict[str, Any] | None:
@@ -116,8 +114,8 @@ def damage(path: str, group: Group) -> list[str]:
     )
 
 
-def opened_newest(path: str) -> int:
-    """Open a checkpoint's directory, or the newest step's.
+def newest(path: str) -> str:
+    """Return the directory of a checkpoint, or of the newest step in a directory of steps.
 
     Raises: OSError, ValueError.
     """
@@ -127,13 +125,13 @@ def opened_newest(path: str) -> int:
         raise ValueError(f"{path} is no directory; sl.load_hf reads safetensors files") from None
     try:
         os.stat(MANIFEST, dir_fd=fd)
-        return fd
+        return path
     except FileNotFoundError:
+        if found := steps(path):
+            return found[0][1]
+        raise ValueError(f"{path} holds no {MANIFEST}, and no step that does") from None
+    finally:
         os.close(fd)
-    found = steps(path)
-    if not found:
-        raise ValueError(f"{path} holds no {MANIFEST}, and no step that does")
-    return opened(found[0][1])
 
 
 def remove_old(path: str, keep: int, step: int) -> None:
@@ -152,3 +150,158 @@ def remove_old(path: str, keep: int, step: int) -> None:
                 continue
             os.rename(folder, away)
             remove(away)
+
+
+# ---------------------------------------------------------------- contents
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor of a checkpoint: ``dtype`` as in the files, global ``shape``, and its placement.
+
+    ``layout``  its text; empty for a plain tensor, which every rank held.
+    ``mesh``    axis -> size.
+
+    >>> Saved("BF16", (8, 4), "x .", {"x": 2}, 64).nbytes
+    64
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    mesh: dict[str, int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class About:
+    """The contents of a checkpoint; ``print`` it for a table.
+
+    ``path``     its directory.
+    ``step``     None if it was saved without one.
+    ``tensors``  name -> ``Saved``.
+    ``values``   name -> number, text or None.
+    ``files``    name -> bytes.
+
+    >>> w = Saved("F32", (4, 2), "x .", {"x": 2}, 32)
+    >>> print(About("run/a", 3, {"w": w}, {"epoch": 1}, {"rank_00000.safetensors": 400}))
+    run/a: step 3, 1 tensors, 32 bytes in 1 files, x=2
+      w      f32  [4, 2]  x .
+      epoch  int  1
+    """
+
+    path: str
+    step: int | None
+    tensors: dict[str, Saved]
+    values: dict[str, Any]
+    files: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def meshes(self) -> list[dict[str, int]]:
+        """The meshes of its tensors, each once."""
+        found: list[dict[str, int]] = []
+        for t in self.tensors.values():
+            if t.layout and t.mesh not in found:
+                found.append(t.mesh)
+        return found
+
+    def __str__(self) -> str:
+        meshes = ", ".join(mesh_text(m) for m in self.meshes) or "no mesh"
+        head = [
+            f"{self.path}: "
+            + (f"step {self.step}, " if self.step is not None else "")
+            + f"{len(self.tensors)} tensors, {_size(self.nbytes)} in {len(self.files)} files, "
+            + meshes
+        ]
+        kinds: dict[
+            tuple[str, ...], list[str]
+        ] = {}  # equal tensors of different layers are one line
+        for n, t in self.tensors.items():
+            kind = t.dtype.lower(), str(list(t.shape)), t.layout or "plain"
+            kinds.setdefault((re.sub(r"\.\d+(?=\.)", ".*", n), *kind), []).append(n)
+        rows = [
+            (f"{len(names)} x {alike}" if len(names) > 1 else names[0], *kind)
+            for (alike, *kind), names in kinds.items()
+        ]
+        rows += [(n, type(v).__name__, repr(v), "") for n, v in self.values.items()]
+        wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+        return "\n".join(
+            head + ["  " + "  ".join([*map(str.ljust, row, wide), row[3]]).rstrip() for row in rows]
+        )
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def describe(path: str | os.PathLike[str]) -> About:
+    """Read the manifest of a checkpoint, no tensor; of a directory of steps, the newest.
+
+    Raises: CheckpointError.
+
+    >>> import tempfile, torch, shardlib as sl
+    >>> with tempfile.TemporaryDirectory() as d, sl.simulate(x=2):
+    ...     _ = sl.save(d + "/run", {"w": sl.shard(torch.ones(4, 2), "x ."), "epoch": 1}, step=10)
+    ...     about = describe(d + "/run")
+    >>> about.step, about.tensors["w"], about.values
+    (10, Saved(dtype='F32', shape=(4, 2), layout='x .', mesh={'x': 2}, nbytes=32), {'epoch': 1})
+    """
+    with Group("describe", 1.0, alone=True).phase("reading"):
+        place = newest(os.fspath(path))
+        with Folder(opened(place)) as folder:
+            return _about(place, Manifest.of(folder))
+
+
+def verify(path: str | os.PathLike[str], *, timeout: float | None = None) -> About:
+    """Read every byte of a checkpoint and compare all checksums.
+
+    Of a directory of steps, the newest.  In a job every rank calls, and reads a part of the files.
+    ``timeout``  seconds of silence after which a rank counts as lost; the mesh's by default.
+    Raises: CheckpointError, the same on every rank, naming each file and tensor that is damaged.
+
+    >>> import tempfile, torch, shardlib as sl
+    >>> with tempfile.TemporaryDirectory() as d:
+    ...     _ = sl.save(d + "/c", {"w": torch.ones(1000)})
+    ...     print(verify(d + "/c").nbytes)
+    ...     file = d + "/c/rank_00000.safetensors"
+    ...     with open(file, "r+b") as f:
+    ...         _ = f.seek(-100, 2), f.write(b"?")
+    ...     try:
+    ...         _ = verify(d + "/c")
+    ...     except sl.ShardError as e:
+    ...         print(e.message)
+    4000
+    rank_00000.safetensors is damaged: a checksum is wrong ('w')
+    """
+    group = Group("verify", timeout, alone([]))
+    with group.phase("looking"):
+        place = newest(os.fspath(path))
+    place = group.agree("the path", place, decide=lambda places: places[0])
+    wrong = damage(place, group)
+    if wrong:
+        raise group.error("; ".join(wrong[:6]) + f"; and {len(wrong) - 6} more" * (len(wrong) > 6))
+    return describe(place)
+
+
+def _about(path: str, manifest: Manifest) -> About:
+    tensors = {}
+    for name, place in manifest.places.items():
+        dtype = manifest.dtypes[name]
+        tensors[name] = Saved(
+            code_of(dtype) or "",
+            place.shape,
+            "" if place.plain else str(place.layout),
+            {} if place.plain else dict(place.mesh),
+            math.prod(place.shape) * dtype.itemsize,
+        )
+    files: Mapping[str, int] = {f["file"]: f["bytes"] for f in manifest.files}
+    return About(path, manifest.step, tensors, manifest.values, dict(files))

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import optree
@@ -20,8 +20,8 @@ from torch import Tensor
 from shardlib._compat import is_dtensor
 from shardlib.checkpoint.boxes import SavedPlace
 from shardlib.checkpoint.checksums import outline
-from shardlib.checkpoint.disk import memory
 from shardlib.checkpoint.files import code_of, is_shape
+from shardlib.checkpoint.folder import memory
 from shardlib.collectives import blocks as blocks_of
 from shardlib.collectives import holds_values, played, spans_processes
 from shardlib.dtensor_convert import from_dtensor
@@ -36,6 +36,7 @@ from shardlib.tensor import ShardedTensor, typeof
 __all__ = [
     "Content",
     "Leaves",
+    "Value",
     "alone",
     "blocks",
     "place_of",
@@ -74,7 +75,8 @@ class Leaves:
                 op=op,
                 fix="tree = {'items': list(tree.values())}",
             )
-        leaves = [from_dtensor(x) if is_dtensor(x) else x for x in leaves]
+        plain = ((x, isinstance(x, ShardedTensor) or not is_dtensor(x)) for x in leaves)
+        leaves = [x if is_plain else from_dtensor(x) for x, is_plain in plain]
         for name, x in zip(names, leaves, strict=True):
             _check(name, x, op)
         return Leaves(names, leaves, spec, _skeleton(spec, iter(names)))
@@ -191,13 +193,14 @@ def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
 # ---------------------------------------------------------------- the manifest's form
 
 
-def said_of(place: SavedPlace, dtype: torch.dtype) -> dict[str, Any]:
+@lru_cache(maxsize=1 << 14)
+def said_of(place: SavedPlace, dtype: torch.dtype) -> Mapping[str, Any]:
     """Convert a place to the manifest's form.
 
     >>> said_of(SavedPlace((3,), Layout.parse("x"), (4,), (("x", 2),), (0, 1)), torch.int8)
     {'dtype': 'I8', 'shape': [3], 'layout': 'x', 'mesh': [['x', 2]], 'tiled': [4]}
     """
-    out = {
+    out: dict[str, object] = {
         "dtype": code_of(dtype),
         "shape": list(place.shape),
         "layout": str(place.layout),
@@ -214,7 +217,7 @@ def said_of(place: SavedPlace, dtype: torch.dtype) -> dict[str, Any]:
 class Content:
     """The description of a tree in a manifest: each tensor's place, the values, the containers."""
 
-    tensors: dict[str, dict[str, Any]]
+    tensors: dict[str, Mapping[str, Any]]
     values: dict[str, Any]
     skeleton: Any
 

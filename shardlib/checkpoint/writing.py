@@ -14,12 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.checkpoint.agree import Group
+from shardlib.checkpoint.agree import Group, first_odd
 from shardlib.checkpoint.boxes import Box, Held, chunk, coordinate, held
-from shardlib.checkpoint.contents import FORMAT, remove, write_manifest
 from shardlib.checkpoint.files import WrittenPart, write_file
-from shardlib.checkpoint.folder import Work
-from shardlib.checkpoint.steps import folder_of, remove_old, steps_pattern
+from shardlib.checkpoint.folder import (
+    FORMAT,
+    Work,
+    folder_of,
+    remove,
+    steps_pattern,
+    write_manifest,
+)
+from shardlib.checkpoint.steps import remove_old
 from shardlib.checkpoint.tree import (
     Content,
     Leaves,
@@ -235,7 +241,7 @@ class SaveJob:
         sums = {k: hashlib.sha256(json.dumps(c).encode()).hexdigest() for k, c in claims.items()}
 
         def same(words: list[Any]) -> Any:
-            odd = next((r for r, (d, _) in enumerate(words) if d != words[0][0]), None)
+            odd = first_odd([d for d, _ in words])
             return odd if odd is not None else _unlike([s for _, s in words]) or self.make()
 
         found: Any = self.group.agree("the tree", [digest, sums], error, same)

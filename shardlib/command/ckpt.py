@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shardlib.checkpoint import describe, from_hf, reshard, steps, to_hf, verify
-from shardlib.checkpoint.inspecting import About
+from shardlib.checkpoint.steps import About
 from shardlib.command.config import ConfigError
 from shardlib.errors import CheckpointError, ShardError
 

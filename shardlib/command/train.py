@@ -17,7 +17,7 @@ from shardlib import optim
 from shardlib import random as keys
 from shardlib.capacity import most_taken
 from shardlib.checkpoint import latest, load, save, save_hf
-from shardlib.checkpoint.contents import occupied
+from shardlib.checkpoint.folder import occupied
 from shardlib.collectives import trace
 from shardlib.command.config import Config, ConfigError, arguments, call, read, told
 from shardlib.command.config import parameters as keys_of

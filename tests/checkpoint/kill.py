@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from shardlib.checkpoint import disk, files, folder
+from shardlib.checkpoint import files, folder
 from shardlib.errors import CheckpointError
 from shardlib.mesh.store import Client
 
@@ -97,8 +97,8 @@ def rank_main(rank: int, place: str, case: Case) -> None:
     if case.how == "aside":
         folder.exchange = lambda a, b: False  # type: ignore[assignment]
     if case.nth % 2:
-        disk._ALONE, disk._spare = 0, lambda: True  # the second thread writes, and dies
-    disk._EARLY = 1 << 14
+        folder._ALONE, folder._spare = 0, lambda: True  # the second thread writes, and dies
+    folder._EARLY = 1 << 14
     done: list[str] = []
     since: list[str] = []  # the begin of the commit
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardlib.checkpoint.boxes import grid, stretches, whole
 from shardlib.checkpoint.checksums import ChunkChecksums, checksum, outline, sums_of
-from shardlib.checkpoint.disk import memory
+from shardlib.checkpoint.folder import memory
 from tests.checkpoint.cases import DTYPES, value
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import shardlib as sl
 from shardlib.checkpoint import folder
-from shardlib.checkpoint.contents import occupied, remove, strangers
+from shardlib.checkpoint.folder import occupied, remove, strangers
 from shardlib.errors import CheckpointError
 from tests.checkpoint.targets import TARGETS, Case, drawn, on_ranks, run
 

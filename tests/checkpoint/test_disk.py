@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardlib.checkpoint import disk
-from shardlib.checkpoint.disk import Behind, allocate
+from shardlib.checkpoint import folder
+from shardlib.checkpoint.folder import Behind, allocate
 
 BLOCK, PIECE = 1 << 12, 1 << 20
 SIZES = [0, 1, BLOCK, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE + 12345]
@@ -38,9 +38,9 @@ def written(path: Path, data: bytes) -> None:
 def test_a_file_holds_what_was_put(
     tmp_path: Path, size: int, spare: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "_spare", lambda: spare)
-    monkeypatch.setattr(disk, "_FLUSH", 2 * PIECE)
-    monkeypatch.setattr(disk, "_EARLY", PIECE)
+    monkeypatch.setattr(folder, "_spare", lambda: spare)
+    monkeypatch.setattr(folder, "_FLUSH", 2 * PIECE)
+    monkeypatch.setattr(folder, "_EARLY", PIECE)
     data = random.Random(size).randbytes(size)
     written(tmp_path / "f", data)
     assert (tmp_path / "f").read_bytes() == b"h" * BLOCK + data
@@ -52,9 +52,9 @@ def test_a_second_thread_runs_where_each_process_has_a_core_for_it(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert disk._spare()
+    assert folder._spare()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert not disk._spare()
+    assert not folder._spare()
 
 
 def test_a_file_has_its_length_before_it_is_written_and_a_full_disk_is_told(
@@ -70,9 +70,9 @@ def test_a_file_has_its_length_before_it_is_written_and_a_full_disk_is_told(
     with open(tmp_path / "f", "wb") as f:
         allocate(f.fileno(), 9 * PIECE)
         assert os.fstat(f.fileno()).st_size in (0, 9 * PIECE)  # 0 where the disk cannot
-        monkeypatch.setattr(disk, "_ALLOCATE", refused(errno.EOPNOTSUPP))
+        monkeypatch.setattr(folder, "_ALLOCATE", refused(errno.EOPNOTSUPP))
         allocate(f.fileno(), 10 * PIECE)
-        monkeypatch.setattr(disk, "_ALLOCATE", refused(errno.ENOSPC))
+        monkeypatch.setattr(folder, "_ALLOCATE", refused(errno.ENOSPC))
         with pytest.raises(OSError, match="No space left"):
             allocate(f.fileno(), 10 * PIECE)
 
@@ -110,7 +110,7 @@ def test_a_disk_that_is_full_is_told_and_the_thread_ends(
 def test_the_caller_is_ahead_by_one_stretch_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "_spare", lambda: True)
+    monkeypatch.setattr(folder, "_spare", lambda: True)
     inner, go = os.pwrite, threading.Event()
     monkeypatch.setattr(os, "pwrite", lambda *args: go.wait(10) and inner(*args))
     fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
@@ -130,7 +130,7 @@ def test_the_caller_is_ahead_by_one_stretch_at_most(
 def test_a_disk_that_takes_nothing_ends_the_save_and_reaches_no_later_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "_spare", lambda: True)
+    monkeypatch.setattr(folder, "_spare", lambda: True)
     goes_on, inner = threading.Event(), os.pwrite
 
     def pwrite(fd: int, data: Any, at: int) -> int:

@@ -20,8 +20,6 @@ from safetensors import safe_open
 import shardlib as sl
 from shardlib.checkpoint import files
 from shardlib.checkpoint.boxes import meet, whole
-from shardlib.checkpoint.contents import MANIFEST
-from shardlib.checkpoint.disk import memory
 from shardlib.checkpoint.files import (
     Folder,
     WrittenPart,
@@ -32,6 +30,7 @@ from shardlib.checkpoint.files import (
     read_header,
     write_file,
 )
+from shardlib.checkpoint.folder import MANIFEST, memory
 from shardlib.errors import CheckpointError
 from tests.checkpoint.cases import DTYPES, same, value
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardlib.checkpoint import contents, folder
-from shardlib.checkpoint.contents import read_manifest
-from shardlib.checkpoint.folder import Work, clean, opened
+from shardlib.checkpoint import folder
+from shardlib.checkpoint.folder import Work, clean, opened, read_manifest
 
 
 @pytest.fixture(params=[True, False], ids=["exchange", "aside"])
@@ -23,8 +22,8 @@ def made(target: Path, says: int) -> Work:
     name, hold = Work.make(str(target))
     work = Work(str(target), name)
     os.close(hold)
-    about = {"format": contents.FORMAT, "id": work.id, "says": says, "files": []}
-    contents.write_manifest(work.fd, about)
+    about = {"format": folder.FORMAT, "id": work.id, "says": says, "files": []}
+    folder.write_manifest(work.fd, about)
     return work
 
 
@@ -111,7 +110,7 @@ def test_leftovers_go_and_what_is_in_use_stays(tmp_path: Path) -> None:
 def test_a_manifest_that_was_touched_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "c"
     written(target, 0)
-    path = target / contents.MANIFEST
+    path = target / folder.MANIFEST
     for text in ("", "{}", "[1]\n", path.read_text().replace("says", "sais")):
         path.write_text(text)
         with pytest.raises(ValueError, match="damaged"):

@@ -102,7 +102,7 @@ def test_ranks_verify_together_and_take_the_newest_that_is_sound(pool: Any, tmp_
 
 def test_layers_that_are_alike_are_one_line() -> None:
     """With how many they are; one of another shape or layout has its own."""
-    from shardlib.checkpoint.inspecting import About, Saved
+    from shardlib.checkpoint.steps import About, Saved
 
     wide, narrow = (Saved("F32", (n, 2), "x .", {"x": 2}, 8 * n) for n in (4, 2))
     tensors = {f"p/h.{i}.w": narrow if i == 2 else wide for i in range(4)} | {"p/wte": wide}

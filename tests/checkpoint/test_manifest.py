@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import shardlib as sl
-from shardlib.checkpoint.contents import MANIFEST
 from shardlib.checkpoint.files import Folder
+from shardlib.checkpoint.folder import MANIFEST
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.errors import CheckpointError
 from tests.checkpoint.cases import placed

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from examples.gpt import GPT
-from shardlib.checkpoint.contents import MANIFEST
+from shardlib.checkpoint.folder import MANIFEST
 from shardlib.errors import BadArgument, CheckpointError
 from tests.checkpoint.cases import DTYPES, MESHES, layouts, placed, put, same, tree, value, whole
 from tests.checkpoint.test_files import JUNK, places, replaced
