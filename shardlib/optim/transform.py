@@ -598,8 +598,11 @@ class Posted:
         if not on_host(x):
             self._there = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
             self._there.copy_(x, non_blocking=True)
-            self._done = torch.Event(x.device)
-            self._done.record()
+            try:
+                self._done = torch.Event(x.device)
+                self._done.record()
+            except RuntimeError:  # a registered device may have no events: its copy waits
+                self._there, self._done = x.cpu(), None
 
     def read(self) -> Any:
         """Return the number; wait for its copy."""

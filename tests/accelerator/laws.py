@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from benchmarks.waits import ROWS, Row, measured, models
+from shardlib.optim.transform import Posted
 from shardlib.testing import dense_attention
 from tests.accelerator import pretend
 from tests.accelerator.pretend import DEVICE
@@ -319,6 +320,22 @@ def test_files_of_hugging_face_are_read_to_the_meshs_device(tmp_path: Path) -> N
         torch.testing.assert_close(out.cpu(), want, rtol=1e-4, atol=1e-5)
     finally:
         torch.set_default_device(before)
+
+
+def test_a_device_without_events_is_read_by_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*_: object) -> None:
+        raise RuntimeError("Backend doesn't support events.")
+
+    monkeypatch.setattr(torch, "Event", lacking)
+    tx = o.chain(o.clip_by_global_norm(1.0), o.adamw(0.1))
+    with sl.simulate(x=2, device=DEVICE):
+        params = parameters()
+        grads = {k: torch.ones_like(p) for k, p in params.items()}
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(grads, state, params)
+    assert all(torch.isfinite(sl.unshard(u)).all() for u in updates.values())
+    assert Posted(torch.tensor(2.0, device=DEVICE)).read() == 2.0
 
 
 SPOILING = o.Transform(  # a norm that only the clip behind it sees
