@@ -490,39 +490,18 @@ def under_transform(x: torch.Tensor | None = None) -> str:
     return str(torch._C._functorch.peek_interpreter_stack().key()).rpartition(".")[2].lower()
 
 
-class mapped:
-    """Body of ``torch.func.vmap(..., randomness="same")`` over first dimensions of one size.
-
-    It takes a tenth of vmap's time, most of which are checks of arguments.
-
-    ``torch._C._functorch`` in 2.13 as torch.func.vmap uses it there.  When it goes: call
-    ``torch.func.vmap``.
-    """
-
-    __slots__ = ("level", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __enter__(self) -> "mapped":
-        _load_decompositions()
-        self.level = torch._C._functorch._vmap_increment_nesting(self.size, "same")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        torch._C._functorch._vmap_decrement_nesting()
-
-    def split(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without its first dimension, over which functions are mapped."""
-        return torch._C._functorch._add_batch_dim(x, 0, self.level)
-
-    def joined(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a result with the dimension in front."""
-        return torch._C._functorch._remove_batch_dim(x, self.level, self.size, 0)
+# The parts of ``torch.func.vmap(..., randomness="same")`` over first dimensions: ``vmap_begin(size,
+# "same")`` returns the level for ``vmap_split(x, 0, level)`` and ``vmap_join(out, level, size, 0)``.
+# Without vmap's checks of its arguments they take a tenth of its time.  In 2.13; when they go:
+# torch.func.vmap.
+vmap_begin: Callable[[int, str], int] = torch._C._functorch._vmap_increment_nesting
+vmap_end: Callable[[], int] = torch._C._functorch._vmap_decrement_nesting
+vmap_split: Callable[..., torch.Tensor] = torch._C._functorch._add_batch_dim
+vmap_join: Callable[..., torch.Tensor] = torch._C._functorch._remove_batch_dim
 
 
 @cache
-def _load_decompositions() -> None:
+def load_vmap() -> None:
     """Make the first call of vmap, which registers the decompositions that it needs."""
     torch.func.vmap(torch.neg)(torch.zeros(1))
 

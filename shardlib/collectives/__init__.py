@@ -9,22 +9,23 @@ from shardlib.collectives.in_place import (
     reductions,
     scatter_into,
 )
-from shardlib.collectives.posted import Pending, broadcasts, start, start_ppermutes
+from shardlib.collectives.posted import Pending, broadcasts, start_ppermutes
 from shardlib.collectives.replica_check import agreed, verify
-from shardlib.collectives.simulate import Stacked
+from shardlib.collectives.simulate import Stacked, Varies
 from shardlib.collectives.types import (
     blocks,
+    differing,
     each_rank,
     held,
     holds_values,
     lead,
     played,
+    real,
     spans_processes,
     storage,
     unwrap,
     wrap,
 )
-from shardlib.collectives.varying import Varies, differing, real
 from shardlib.collectives.verbs import (
     all_gather,
     all_to_all,
@@ -43,6 +44,7 @@ from shardlib.collectives.verbs import (
     pvary,
     ragged_all_to_all,
     shift,
+    start,
 )
 
 __all__ = [  # names for local code; the rest of the library uses the others too

@@ -6,7 +6,7 @@ plain tensors.  The first rank stores its fingerprint in the job's store; a rank
 raises, before anything is sent: one request to the store for each transfer, and no wait.
 
 Under simulate one process runs all ranks, so they cannot diverge in this way; whether a block
-varies along an axis is tracked there always (varying.py).
+varies along an axis is tracked there always (types.py).
 """
 
 import os

@@ -6,14 +6,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardlib.collectives import transfers
 from shardlib.collectives.backends import BACKENDS, dist
 from shardlib.collectives.backends.backend import Axes, Finish
-from shardlib.collectives.posted import keep_posted
+from shardlib.collectives.posted import (
+    ALL_GATHER,
+    PREDUCE,
+    PSUM_SCATTER,
+    keep_posted,
+    on_side_stream,
+    posted,
+    watched,
+)
 from shardlib.collectives.simulate import Stacked
-from shardlib.collectives.transfers import Collective
-from shardlib.collectives.types import held, unwrap
-from shardlib.collectives.varying import after_move
+from shardlib.collectives.types import after_move, held, unwrap
 from shardlib.mesh import GROUPS, RECENT, Mesh, current_mesh, number, scope
 
 __all__ = ["gather_into", "preduce_into", "reductions", "scatter_into"]
@@ -39,20 +44,13 @@ def preduce_into(
         varies = after_move("preduce", x, mesh, (axis,), ())
         if type(target) is Stacked and target.varies is not None:
             target.varies.join(None if varies is None else varies.axes)
-    transfers.note_recent("preduce", raw, mesh, (axis,), wire)
-    traces = scope().listeners.traces
-    ends = (
-        transfers.counted(traces, transfers.PREDUCE, raw.to(wire), mesh, (axis,), (root,))
-        if traces
-        else []
-    )
-    try:
-        transfers.ended(
-            BACKENDS[mesh.kind].preduce_into(unwrap(target), raw, mesh, (axis,), root, wire), ends
-        )()
-    except RuntimeError as e:
-        transfers.raise_lost(e, transfers.PREDUCE, raw, mesh, (axis,))
-        raise
+    into = BACKENDS[mesh.kind].preduce_into
+
+    def post() -> Callable[[], object]:
+        return into(unwrap(target), raw, mesh, (axis,), root, wire)
+
+    finish = posted(post, PREDUCE, raw, mesh, (axis,), (root,), wire)
+    watched(finish, PREDUCE, raw, mesh, (axis,))()
 
 
 def reductions(
@@ -99,22 +97,15 @@ def scatter_into(
     if mesh.axis_size(axes) == 1:
         return lambda: out.copy_(flat)
 
+    into = partial(BACKENDS[mesh.kind].psum_scatter_into, flat, mesh, axes, out, *params[1:])
+
     def post() -> Finish:
-        traces = scope().listeners.traces
-        ends = (
-            transfers.counted(traces, transfers.PSUM_SCATTER, flat, mesh, axes, params)
-            if traces
-            else []
-        )
-        transfers.note_recent("psum_scatter", flat, mesh, axes)
-        into = BACKENDS[mesh.kind].psum_scatter_into
-        return transfers.ended(
-            into(flat, mesh, axes, out, *params[1:], land=land, ahead=ahead), ends
-        )
+        move = partial(into, land=land, ahead=ahead)
+        return posted(move, PSUM_SCATTER, flat, mesh, axes, params)
 
     memory = (flat, out) if land is None else (flat, out, land)
-    posted = transfers.on_side_stream("sum", post, mesh, axes, *memory) if ahead else post()
-    return keep_posted(_heard(posted, transfers.PSUM_SCATTER, flat, mesh, axes)).wait
+    finish = on_side_stream("sum", post, mesh, axes, *memory) if ahead else post()
+    return keep_posted(watched(finish, PSUM_SCATTER, flat, mesh, axes)).wait
 
 
 def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) -> Finish:
@@ -126,28 +117,11 @@ def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) ->
     if mesh.axis_size(axes) == 1:
         return lambda: flat
 
+    into = partial(BACKENDS[mesh.kind].all_gather_into, flat, mesh, axes, ahead)
+
     def post() -> Finish:
-        ends = []
-        if traces := scope().listeners.traces:
-            part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
-            ends = transfers.counted(traces, transfers.ALL_GATHER, part, mesh, axes, (0,))
-        transfers.note_recent("all_gather", flat, mesh, axes)
-        return transfers.ended(BACKENDS[mesh.kind].all_gather_into(flat, mesh, axes, ahead), ends)
+        part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
+        return posted(into, ALL_GATHER, part, mesh, axes, (0,))
 
-    posted = transfers.on_side_stream("gather", post, mesh, axes, flat) if ahead else post()
-    return keep_posted(_heard(posted, transfers.ALL_GATHER, flat, mesh, axes)).wait
-
-
-def _heard(finish: Finish, op: Collective, raw: Tensor, mesh: Mesh, axes: Axes) -> Finish:
-    """Wrap a transfer so that its failure names the rank that failed."""
-    if mesh.device_mesh is None:
-        return finish
-
-    def wait() -> Tensor:
-        try:
-            return finish()
-        except RuntimeError as e:
-            transfers.raise_lost(e, op, raw, mesh, axes)
-            raise
-
-    return wait
+    finish = on_side_stream("gather", post, mesh, axes, flat) if ahead else post()
+    return keep_posted(watched(finish, ALL_GATHER, flat, mesh, axes)).wait

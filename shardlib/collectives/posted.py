@@ -1,22 +1,374 @@
-"""Asynchronous form of the collectives: a transfer is posted, and waited for later."""
+"""Transfers: the record of each linear collective, counted, posted, waited for, differentiated.
+
+n is the bytes of a block and p the axis size.  A collective's gradient is its adjoint, which is the
+exact transpose of the map that all ranks compute together.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardlib.collectives import transfers
-from shardlib.collectives.backends import BACKENDS, dist
-from shardlib.collectives.backends.backend import Finish
-from shardlib.collectives.simulate import Stacked, of
-from shardlib.collectives.types import Axis, following, held, mesh_of
-from shardlib.collectives.varying import Varies, after_move, public_name
-from shardlib.collectives.verbs import POSTABLE, axes_of, call, pairs_of, pbroadcast, ppermute
-from shardlib.errors import ShardError
+from shardlib._compat import Local
+from shardlib.collectives.backends import BACKENDS, Backend, dist
+from shardlib.collectives.backends.backend import Axes, Finish, Pairs
+from shardlib.collectives.backends.streams import beside
+from shardlib.collectives.count import Trace, note
+from shardlib.collectives.simulate import Stacked, Varies
+from shardlib.collectives.types import Axis, after_move, following, held, public_name
+from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import GROUPS, POSTED, RECENT, Mesh, current_mesh, lost, number, scope
 
-__all__ = ["Pending", "broadcasts", "keep_posted", "start", "start_ppermutes"]
+__all__ = [
+    "ALL_GATHER", "ALL_TO_ALL", "PBROADCAST", "PMAX", "PPERMUTE", "PREDUCE", "PSLICE", "PSUM",
+    "PSUM_SCATTER", "PVARY", "RAGGED", "Collective", "Counts", "Pending", "begin", "broadcasts",
+    "keep_posted", "on_side_stream", "post", "posted", "raw_call", "start_ppermutes",
+    "watched",
+]  # fmt: skip
+
+T = TypeVar("T")
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """Record of a linear collective; ``params`` are its arguments besides the axes.
+
+    ``post``     its function in a back end.
+    ``adjoint``  params -> the collective that computes the gradient, and its params.
+    ``moved``    (bytes of a block, axis size, params) -> bytes received, /, messages; None: it
+                 moves nothing.
+    """
+
+    name: str
+    post: Callable[[Backend], Callable[..., Finish]]
+    adjoint: Callable[..., tuple["Collective", tuple]]
+    moved: Callable[[int, int, tuple], tuple[int, int, int]] | None = None
+
+
+def _one_permuted(b: Backend) -> Callable[..., Finish]:
+    return lambda raw, mesh, axes, pairs: b.ppermutes([raw], mesh, axes, [pairs])[0]
+
+
+def _permuted(n: int, p: int, params: tuple) -> tuple[int, int, int]:
+    moving = sum(s != d for s, d in params[0])
+    return n * moving, p, int(moving > 0)
+
+
+Counts = tuple[tuple[int, ...], ...]
+
+
+def _moved_apart(counts: "Counts") -> int:
+    """Count the elements sent to another rank, over all ranks."""
+    return sum(n for i, row in enumerate(counts) for j, n in enumerate(row) if i != j)
+
+
+def _unlinear(*_: object) -> tuple[Collective, tuple]:
+    raise AssertionError("pmax has its own gradient")
+
+
+PSUM = Collective(
+    "psum",
+    lambda b: b.psum,
+    lambda *_: (PSUM, ()),
+    lambda n, p, _: (2 * (p - 1) * n, p, 2 * (p - 1)),
+)
+
+
+PMAX = Collective("pmax", lambda b: b.pmax, _unlinear, PSUM.moved)
+
+
+ALL_GATHER = Collective(
+    "all_gather",
+    lambda b: b.all_gather,
+    lambda dim: (PSUM_SCATTER, (dim,)),
+    lambda n, p, _: ((p - 1) * n, 1, p - 1),
+)
+
+
+PSUM_SCATTER = Collective(
+    "psum_scatter",
+    lambda b: b.psum_scatter,
+    lambda dim, wire=None: (ALL_GATHER, (dim,)),
+    lambda n, p, _: ((p - 1) * n, p, p - 1),
+)
+
+
+PSLICE = Collective("pslice", lambda b: b.pslice, lambda dim: (_PLACE, (dim,)))
+
+
+_PLACE = Collective("place", lambda b: b.place, lambda dim: (PSLICE, (dim,)))
+
+
+PPERMUTE = Collective(
+    "ppermute",
+    _one_permuted,
+    lambda pairs: (PPERMUTE, (tuple((d, s) for s, d in pairs),)),
+    _permuted,
+)
+
+
+ALL_TO_ALL = Collective(
+    "all_to_all",
+    lambda b: b.all_to_all,
+    lambda split, concat: (ALL_TO_ALL, (concat, split)),
+    lambda n, p, _: ((p - 1) * n, p, p - 1),
+)
+
+
+RAGGED = Collective(
+    "ragged_all_to_all",
+    lambda b: lambda x, mesh, axes, counts, width: b.ragged_all_to_all(x, mesh, axes, counts),
+    lambda counts, width: (RAGGED, (tuple(zip(*counts, strict=True)), width)),
+    lambda n, p, params: (_moved_apart(params[0]) * params[1], p, p - 1),
+)
+
+
+PBROADCAST = Collective(
+    "pbroadcast",
+    lambda b: b.pbroadcast,
+    lambda root: (PREDUCE, (root,)),
+    lambda n, p, _: ((p - 1) * n, p, 1),
+)
+
+
+PREDUCE = Collective(
+    "preduce",
+    lambda b: b.preduce,
+    lambda root: (PBROADCAST, (root,)),
+    lambda n, p, _: ((p - 1) * n, p, 1),
+)
+
+
+def _nothing_moves(b: Backend) -> Callable[..., Finish]:
+    return lambda raw, *_: lambda: raw.view_as(raw)
+
+
+PVARY = Collective("pvary", _nothing_moves, lambda: (PSUM, ()))
+
+
+_ADDING = frozenset({PSUM, PMAX, PSUM_SCATTER, PREDUCE})
+
+
+_SIDE = dict.fromkeys(_ADDING, "sum")  # kind of side stream; that of all others is "gather"
+
+
+def note_recent(name: str, raw: Tensor, mesh: Mesh, axes: Axes, wire: Any = None) -> None:
+    """Keep a transfer between processes among the last ones, for reports of a lost rank."""
+    if mesh.device_mesh is not None:
+        RECENT.append((number(), name, axes, raw.shape, wire or raw.dtype))
+
+
+def raise_lost(e: RuntimeError, op: Collective, raw: Tensor, mesh: Mesh, axes: Axes) -> None:
+    """Raise RankFailed if the error comes from a transfer between processes."""
+    if mesh.device_mesh is None:
+        return
+    entry = next((r for r in reversed(RECENT) if r[1] == op.name and r[2] == axes), None)
+    entry = entry or ("?", op.name, axes, raw.shape, raw.dtype)
+    lost(e, entry, dist.group(mesh, axes).ranks)
+
+
+def watched(
+    finish: Callable[[], T], op: Collective, raw: Tensor, mesh: Mesh, axes: Axes
+) -> Callable[[], T]:
+    """Return a transfer whose failure names the rank that failed."""
+    if mesh.device_mesh is None:
+        return finish
+
+    def wait() -> T:
+        try:
+            return finish()
+        except RuntimeError as e:
+            raise_lost(e, op, raw, mesh, axes)
+            raise
+
+    return wait
+
+
+def _run(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Tensor:
+    """Post a transfer and wait for it."""
+    try:
+        return raw.view_as(raw) if op is PVARY else begin(op, raw, mesh, axes, params)()
+    except RuntimeError as e:
+        raise_lost(e, op, raw, mesh, axes)
+        raise
+
+
+class _Moved(Local):
+    """A linear collective on raw storage; its backward is the adjoint collective."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, raw: Tensor, op: Collective, mesh: Mesh, axes: Axes, params: tuple
+    ) -> Tensor:
+        ctx.call = op, mesh, axes, params
+        return _run(op, raw, mesh, axes, params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        op, mesh, axes, params = ctx.call
+        back, given = op.adjoint(*params)
+        return raw_call(back, grads[0], mesh, axes, given), None, None, None, None
+
+
+class _Max(Local):
+    """pmax; the gradient goes to the ranks that hold the maximum, shared if there are several."""
+
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+        out = _run(PMAX, raw, mesh, axes, ())
+        ctx.place = mesh, axes
+        ctx.save_for_backward(raw, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (raw, out), (mesh, axes) = ctx.saved_tensors, ctx.place
+        held = (raw == out).to(grads[0].dtype)
+        both = raw_call(PSUM, torch.stack([grads[0], held], -1), mesh, axes, ())
+        return held * both[..., 0] / both[..., 1], None, None
+
+
+def begin(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
+    """Count and post a collective; return the function that waits for its result."""
+    if raw.dtype not in _SENT:
+        return _begin_other(op, raw, mesh, axes, params)
+    note_recent(op.name, raw, mesh, axes)
+    if traces := scope().listeners.traces:
+        ends = _counted(traces, op, raw, mesh, axes, params)
+        return _ended(op.post(BACKENDS[mesh.kind])(raw, mesh, axes, *params), ends)
+    return op.post(BACKENDS[mesh.kind])(raw, mesh, axes, *params)
+
+
+def posted(
+    post: Callable[[], Callable[[], T]],
+    op: Collective,
+    raw: Tensor,
+    mesh: Mesh,
+    axes: Axes,
+    params: tuple,
+    wire: torch.dtype | None = None,
+) -> Callable[[], T]:
+    """Count and post a collective of another form than ``op``'s own, as ``begin`` does that one.
+
+    ``wire``  the dtype that is sent, where it is not raw's.
+    """
+    note_recent(op.name, raw, mesh, axes, wire)
+    traces = scope().listeners.traces
+    if not traces:
+        return post()
+    ends = _counted(traces, op, raw if wire is None else raw.to(wire), mesh, axes, params)
+    return _ended(post(), ends)
+
+
+def _begin_ahead(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
+    """Post a transfer that overlaps with other work; otherwise as ``begin``."""
+    if raw.is_cpu:
+        return begin(op, raw, mesh, axes, params)
+    post = partial(begin, op, raw, mesh, axes, params)
+    return on_side_stream(_SIDE.get(op, "gather"), post, mesh, axes, raw)
+
+
+def on_side_stream(
+    kind: str, post: Callable[[], Finish], mesh: Mesh, axes: Axes, *memory: Tensor
+) -> Finish:
+    """Post on a side stream, if the device has streams and the transport keeps their order."""
+    if memory[0].is_cpu or not BACKENDS[mesh.kind].in_streams(mesh, axes):
+        return post()
+    return beside(kind, post, *memory)
+
+
+def _begin_other(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
+    """Do as ``begin`` for a dtype that no transport supports, by sending it as another one."""
+    dtype = raw.dtype
+    if dtype in _SMALL and op in _ADDING:
+        wide = begin(op, raw.to(torch.int32), mesh, axes, params)
+        return lambda: wide().to(dtype)
+    if op in _ADDING and (op is PMAX or not dtype.is_complex):
+        raise Unsupported(
+            f"{dtype} has no {'order' if dtype.is_complex else 'sum'} in torch",
+            op=op.name,
+            operands={"block": f"{dtype} {list(raw.shape)}"},
+            mesh=mesh,
+            fix=f"{public_name(op.name)}({'x.abs()' if dtype.is_complex else 'x.float()'}, "
+            f"{(axes[0] if len(axes) == 1 else axes)!r})",
+        )
+    if dtype.is_complex:  # sent as pairs of reals, which is the same memory
+        pairs = begin(op, torch.view_as_real(raw.resolve_conj()), mesh, axes, params)
+        return lambda: torch.view_as_complex(pairs().contiguous())
+    bits = begin(op, raw.view(_BITS[dtype.itemsize]), mesh, axes, params)
+    return lambda: bits().view(dtype)
+
+
+_SENT = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+"""Dtypes that gloo and nccl support; bool and int16 are added in int32,
+others are sent as an integer or half type of the same width.
+"""
+
+
+_SMALL = frozenset({torch.bool, torch.int16})
+
+
+_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+def _counted(
+    traces: tuple[Trace, ...], op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple
+) -> list[Callable[[], None]]:
+    """Count a transfer; return the functions to call when it completes."""
+    heard = [t.before(op.name, raw, mesh, axes, params) for t in traces]
+    if op.moved is not None:
+        n, p = _bytes(raw), mesh.axis_size(axes)
+        # a wire dtype narrower than the sum's sends fewer bytes
+        if wires := [a.itemsize for a in params if isinstance(a, torch.dtype)]:
+            n = n // raw.element_size() * sum(wires) // len(wires)
+        if mesh.kind == "stacked":
+            n //= mesh.size
+        note(traces, op.name, axes[0] if len(axes) == 1 else axes, *op.moved(n, p, params))
+    return [end for end in heard if end is not None]
+
+
+def _ended(finish: Callable[[], T], ends: list[Callable[[], None]]) -> Callable[[], T]:
+    """Return a transfer that calls the functions in ``ends`` when it completes."""
+    if not ends:
+        return finish
+
+    def wait() -> T:
+        try:
+            return finish()
+        finally:
+            for end in ends:
+                end()
+
+    return wait
+
+
+def raw_call(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Tensor:
+    if raw.requires_grad and torch.is_grad_enabled():
+        if op is PMAX:
+            return _Max.apply(raw, mesh, axes)  # type: ignore[return-value]
+        return _Moved.apply(raw, op, mesh, axes, params)  # type: ignore[return-value]
+    return raw if op is PVARY else _run(op, raw, mesh, axes, params)
+
+
+# ---------------------------------------------------------------- transfers under way
 
 
 class Pending:
@@ -64,73 +416,17 @@ def keep_posted(finish: Finish) -> Pending:
     return pending
 
 
-def start_ppermutes(
-    xs: Sequence[Tensor], axis: Axis, perms: Sequence[Sequence[tuple[int, int]]]
-) -> list[Pending]:
-    """Post several ppermutes as one call, so that their sends and receives cannot deadlock.
+def post(op: Collective, x: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Pending:
+    """Post a collective on a block, over axes of more than one rank."""
+    varies = after_move(op.name, x, mesh, axes, params) if mesh.kind == "stacked" else None
+    return _result(_begin_ahead(op, held(x, mesh), mesh, axes, params), mesh, varies)
 
-    Each counts as its own; as with ``start``, for code that writes its own gradient.
-    """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    mesh = next((x.mesh for x in xs if type(x) is Stacked), None) or current_mesh()
-    if mesh.axis_size(axes) == 1 or any(
-        x.dtype not in transfers.SENT or x.requires_grad for x in xs
-    ):
-        return [start(ppermute, x, axis, perm) for x, perm in zip(xs, perms, strict=True)]
-    tables = [pairs_of(x, axis, perm)[0] for x, perm in zip(xs, perms, strict=True)]
-    raws = [held(x, mesh) for x in xs]
-    ends: list[Any] = []
-    if traces := scope().listeners.traces:
-        for raw, pairs in zip(raws, tables, strict=True):
-            ends.append(transfers.counted(traces, transfers.PPERMUTE, raw, mesh, axes, (pairs,)))
-    for raw in raws:
-        transfers.note_recent("ppermute", raw, mesh, axes)
-    posted = BACKENDS[mesh.kind].ppermutes(raws, mesh, axes, tables)
-    if ends:
-        posted = [transfers.ended(finish, some) for finish, some in zip(posted, ends, strict=True)]
+
+def _result(finish: Finish, mesh: Mesh, varies: Varies | None) -> Pending:
+    """Return a transfer of storages as one of blocks."""
     if mesh.kind != "stacked":
-        return [keep_posted(finish) for finish in posted]
-    return [
-        _pending(finish, mesh, after_move("ppermute", x, mesh, axes, (pairs,)))
-        for x, finish, pairs in zip(xs, posted, tables, strict=True)
-    ]
-
-
-def _pending(finish: Finish, mesh: Mesh, varies: Varies | None) -> Pending:
-    """Return a Pending whose result is a simulated block."""
+        return keep_posted(finish)
     return keep_posted(lambda: following(finish(), mesh, varies))
-
-
-def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs: Any) -> Pending:
-    """Post a collective and continue: ``later = start(pbroadcast, x, "y", 0); ...; later.wait()``.
-
-    For code that writes its own gradient.  Raises: ShardError if autograd would have to record it.
-
-    >>> import shardlib as sl
-    >>> with sl.simulate(x=2):
-    ...     block = sl.axis_index("x") * torch.ones(2)
-    ...     later = start(sl.collectives.shift, block, "x")  # the neighbour's block is on its way
-    ...     own = block @ block  # meanwhile
-    ...     own + later.wait().sum()
-    tensor(2.)
-    """
-    mesh = mesh_of(x)
-    why = ""
-    if x.requires_grad and torch.is_grad_enabled():
-        why = "the asynchronous form has no gradient"
-    elif f not in POSTABLE:
-        why = f"no asynchronous form; these have one: {', '.join(g.__name__ for g in POSTABLE)}"
-    if why:
-        raise ShardError(why, op=f.__name__, fix=f"{public_name(f.__name__)}(x, {axis!r})")
-    op, params = POSTABLE[f](x, axis, *args, **kwargs)
-    axes = axes_of(axis, f.__name__)
-    if mesh.axis_size(axes) == 1:
-        out = call(op, x, axis, params)
-        return Pending(lambda: out)
-    if mesh.kind != "stacked":
-        return keep_posted(transfers.begin_ahead(op, x, mesh, axes, params))
-    varies = after_move(op.name, x, mesh, axes, params)
-    return _pending(transfers.begin_ahead(op, of(x, mesh), mesh, axes, params), mesh, varies)
 
 
 def broadcasts(axis: str, like: Tensor) -> Callable[[Tensor, int], Any]:
@@ -143,7 +439,47 @@ def broadcasts(axis: str, like: Tensor) -> Callable[[Tensor, int], Any]:
     found = None if now.listeners.traces else mesh.memo[GROUPS].get((broadcasts, axis))
     if found is None:
         if mesh.kind != "dist" or now.listeners.traces or mesh.axis_size(axis) == 1:
-            return lambda x, root: start(pbroadcast, x, axis, root)
+            return partial(_broadcast, mesh, (axis,))
         found = mesh.memo[GROUPS][broadcasts, axis] = dist.broadcasts(mesh, (axis,))
     RECENT.append((number(), "pbroadcast", (axis,), like.shape, like.dtype))
     return found
+
+
+def _broadcast(mesh: Mesh, axes: Axes, x: Tensor, root: int) -> Pending:
+    if mesh.axis_size(axes) == 1:
+        return Pending(lambda: x)
+    return post(PBROADCAST, x, mesh, axes, (root,))
+
+
+def start_ppermutes(
+    xs: Sequence[Tensor], axis: Axis, tables: Sequence[tuple[tuple[int, int], ...]]
+) -> list[Pending]:
+    """Post several ppermutes as one call, so that their sends and receives cannot deadlock.
+
+    Each counts as its own; as with ``start``, for code that writes its own gradient.
+    """
+    axes = (axis,) if isinstance(axis, str) else axis
+    mesh = next((x.mesh for x in xs if type(x) is Stacked), None) or current_mesh()
+    if mesh.axis_size(axes) == 1:
+        return [Pending(partial(_alone, x, pairs)) for x, pairs in zip(xs, tables, strict=True)]
+    if any(x.dtype not in _SENT for x in xs):
+        each = zip(xs, tables, strict=True)
+        return [post(PPERMUTE, x, mesh, axes, (pairs,)) for x, pairs in each]
+    raws = [held(x, mesh) for x in xs]
+    traces, ends = scope().listeners.traces, []
+    for raw, pairs in zip(raws, tables, strict=True):
+        note_recent("ppermute", raw, mesh, axes)
+        ends.append(_counted(traces, PPERMUTE, raw, mesh, axes, (pairs,)) if traces else [])
+    out = []
+    finishes = BACKENDS[mesh.kind].ppermutes(raws, mesh, axes, tables)
+    for x, pairs, finish, end in zip(xs, tables, finishes, ends, strict=True):
+        varies = None
+        if mesh.kind == "stacked":
+            varies = after_move("ppermute", x, mesh, axes, (pairs,))
+        out.append(_result(_ended(finish, end), mesh, varies))
+    return out
+
+
+def _alone(x: Tensor, pairs: Pairs) -> Tensor:
+    """Permute on an axis of one rank, which has zeros if it sends itself nothing."""
+    return x if pairs else torch.zeros_like(x)

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardlib.collectives.checked import checking, digest, line_of_user
 from shardlib.errors import RankFailed
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, current_job
+from shardlib.mesh import JobProcesses, Mesh, current_job
 
 __all__ = ["agreed", "verify"]
 
@@ -35,23 +35,11 @@ def verify(
     Runs once for each line that calls ``op``; every time in check mode.
     Raises: RankFailed with the first name that differs.
     """
-    if mesh.device_mesh is None or mesh.coord is None or mesh.size == 1:
+    job = _job_of(mesh)
+    if job is None or mesh.coord is None:
         return
-    job = current_job()
-    if job is None:
-        return
-    groups: dict[tuple[str, ...], list[str]] = {}
-    if said:
-        groups[tuple(_alike(mesh, Layout(())))] = list(said)
-    for name, (raw, layout) in values.items():
-        copied = tuple(a for a in _alike(mesh, layout))
-        if copied and not raw.is_meta:
-            groups.setdefault(copied, []).append(name)
-    if not groups:
-        return
-    always = checking() is not None
-    line = line_of_user()
-    for copied, names in groups.items():
+    always, line = checking() is not None, line_of_user()
+    for copied, names in _groups(mesh, values, said or {}).items():
         held = [(n, *values[n]) for n in names if n in values]
         kinds = [(n, str(layout), raw.shape, raw.dtype) for n, raw, layout in held]
         site = f"{op} {line} {zlib.crc32(repr(kinds).encode()):08x}"
@@ -62,12 +50,31 @@ def verify(
             continue
         if n > _KEEP:
             job.store.delete(f"{key}/{n - _KEEP}")
-        key = f"{key}/{n}"
         mine = [digest(values[n][0]) if n in values else repr((said or {})[n]) for n in names]
-        first = job.store.compare_set(key, "", json.dumps([job.rank, mine]))
+        first = job.store.compare_set(f"{key}/{n}", "", json.dumps([job.rank, mine]))
         other, theirs = json.loads(first)
         if mine != theirs:
-            _refuse(op, mesh, names, mine, theirs, other, fix)
+            raise _differs(op, mesh, job, names, (mine, theirs), other, fix)
+
+
+def _job_of(mesh: Mesh) -> JobProcesses | None:
+    """Return the job of a mesh of several real ranks of which this process is one, or None."""
+    alone = mesh.device_mesh is None or mesh.coord is None or mesh.size == 1
+    return None if alone else current_job()
+
+
+def _groups(
+    mesh: Mesh, values: Mapping[str, tuple[Tensor, Layout]], said: Mapping[str, object]
+) -> dict[tuple[str, ...], list[str]]:
+    """Group the names of values, and of what is said, by the axes along which they are copies."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    if said:
+        groups[_alike(mesh, Layout(()))] = list(said)
+    for name, (raw, layout) in values.items():
+        copied = _alike(mesh, layout)
+        if copied and not raw.is_meta:
+            groups.setdefault(copied, []).append(name)
+    return groups
 
 
 _KEEP = 16  # entries left in the store, for ranks that are some calls behind
@@ -89,26 +96,22 @@ def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None
     return tuple(json.loads(job.store.compare_set(f"{key}/{n}", "", json.dumps(list(mine)))))
 
 
-def _alike(mesh: Mesh, layout: Layout) -> Sequence[str]:
+def _alike(mesh: Mesh, layout: Layout) -> tuple[str, ...]:
     """List the axes of more than one rank along which a layout gives every rank the same block."""
-    return [
-        a
-        for a in mesh.names
-        if mesh.axes[a] > 1 and a not in layout.axes and a not in layout.partial
-    ]
+    given = (*layout.axes, *layout.partial)
+    return tuple(a for a in mesh.names if mesh.axes[a] > 1 and a not in given)
 
 
-def _refuse(
+def _differs(
     op: str,
     mesh: Mesh,
+    job: JobProcesses,
     names: Sequence[str],
-    mine: Sequence[str],
-    theirs: Sequence[str],
+    sides: tuple[Sequence[str], Sequence[str]],
     other: int,
     fix: str,
-) -> None:
-    job = current_job()
-    assert job is not None
+) -> RankFailed:
+    mine, theirs = sides
     wrong = [(n, a, b) for n, a, b in zip(names, mine, theirs, strict=False) if a != b]
     wrong = wrong or [(op, f"{len(mine)} values", f"{len(theirs)}")]
     name, ours, other_side = wrong[0]
@@ -117,5 +120,5 @@ def _refuse(
         f"rank {job.rank} and rank {other} hold different values of {name}{more}, which the "
         f"layout says are the same; {op} was called at {line_of_user()}"
     )
-    sides = {f"rank {job.rank}": f"{name} {ours}", f"rank {other}": f"{name} {other_side}"}
-    raise RankFailed(job.report_cause(cause), op=op, operands=sides, mesh=mesh, fix=fix)
+    told = {f"rank {job.rank}": f"{name} {ours}", f"rank {other}": f"{name} {other_side}"}
+    return RankFailed(job.report_cause(cause), op=op, operands=told, mesh=mesh, fix=fix)

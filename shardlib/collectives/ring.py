@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardlib.collectives.posted import start
 from shardlib.collectives.simulate import Stacked, of
-from shardlib.collectives.verbs import axis_index, axis_size, shift
+from shardlib.collectives.verbs import axis_index, axis_size, shift, start
 
 __all__ = ["cut", "joined", "rotate", "rotate_sum"]
 

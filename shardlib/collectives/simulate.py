@@ -19,15 +19,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import mapped, no_torch_function
-from shardlib.collectives.varying import Varies, follow
+from shardlib._compat import (
+    load_vmap,
+    no_torch_function,
+    vmap_begin,
+    vmap_end,
+    vmap_join,
+    vmap_split,
+)
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.mesh import Mesh, coordinates
 from shardlib.opspec import Args, Func, Kwargs, names_of, writes
 
-__all__ = ["Stacked", "of"]
+__all__ = ["Stacked", "Varies", "of"]
 
 _TABLE: dict[Any, Callable[..., Any]] = {}
+
+
+class Varies:
+    """Axes over which a block varies, shared by all views of its memory; None: untracked."""
+
+    __slots__ = ("axes",)
+
+    def __init__(self, axes: frozenset[str] | None) -> None:
+        self.axes = axes
+
+    def join(self, axes: frozenset[str] | None) -> None:
+        """Record that a value which varies over these axes was written into the block."""
+        self.axes = None if axes is None or self.axes is None else self.axes | axes
 
 
 class Stacked(torch.Tensor):
@@ -71,7 +90,7 @@ class Stacked(torch.Tensor):
                 if x.varies is None:  # outside a body of shard_map
                     return out
                 break
-        follow(Stacked, func, args, kwargs or {}, out)
+        _follow(func, args, kwargs or {}, out)
         return out
 
     @classmethod
@@ -99,6 +118,53 @@ def of(x: Tensor, mesh: Mesh) -> Tensor:
 def _agree(ranks: Tensor) -> bool:
     first = ranks[:1].expand_as(ranks)
     return bool(((ranks == first) | ((ranks != ranks) & (first != first))).all())
+
+
+# ---------------------------------------------------------------- varying axes
+
+_OTHERS_READ = frozenset(names_of(ignores="first"))
+_FIRST_READ = frozenset(names_of(ignores="others"))
+
+
+def _follow(func: Func, args: Args, kwargs: Kwargs, out: Any) -> None:
+    """Record the axes over which the result of a torch function, or its target, varies."""
+    operands: Any = (args, kwargs)
+    given = [x for x in optree.tree_leaves(operands) if type(x) is Stacked]
+    name = func.__name__
+    axes = _axes_read(name, given)
+    if writes(name) and args and type(args[0]) is Stacked and args[0].varies is not None:
+        args[0].varies.join(axes)
+    held = {_memory(x.ranks): x for x in given}
+    for x in optree.tree_leaves(out):
+        if type(x) is not Stacked or any(x is y for y in given):
+            continue
+        source = held.get(_memory(x.ranks))
+        x.varies = Varies(axes) if source is None else source.varies
+
+
+def _axes_read(name: str, given: list[Stacked]) -> frozenset[str] | None:
+    """Join the axes over which the operands that a function reads vary; None: untracked."""
+    if name in _FIRST_READ:
+        given = given[:1]
+    elif name in _OTHERS_READ:
+        given = given[1:]
+    axes: frozenset[str] = frozenset()
+    for x in given:
+        if x.varies is None or x.varies.axes is None:
+            return None
+        axes |= x.varies.axes
+    return axes
+
+
+def _memory(x: Tensor) -> object:
+    """Return an identifier shared by all views of one memory."""
+    base = x if x._base is None else x._base
+    if x.is_meta:
+        return id(base)
+    try:
+        return x.untyped_storage().data_ptr() or id(base)
+    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func has no data pointer
+        return id(base)
 
 
 # ---------------------------------------------------------------- torch functions
@@ -129,13 +195,27 @@ def _by_vmap(func: Func, args: Args, kwargs: Kwargs) -> Any:
         raise _plain_target(func)
     if "memory_format" in kwargs or _promotes(tensors):
         return _each(func, args, kwargs)
-    with mapped(mesh.size) as over:
-        blocks = [over.split(x.ranks) if type(x) is Stacked else x for x in leaves]
+    load_vmap()
+    level = vmap_begin(mesh.size, "same")
+    try:
+        blocks = [vmap_split(x.ranks, 0, level) if type(x) is Stacked else x for x in leaves]
         a, k = cast(tuple[Args, Kwargs], optree.tree_unflatten(tree, blocks))
         out = func(*a, **k)
         if in_place and out is a[0] and out.shape == args[0].shape:
             return args[0]
-        return _wrapped(out, mesh, over.joined)
+        return _joined(out, mesh, level)
+    finally:
+        vmap_end()
+
+
+def _joined(out: Any, mesh: Mesh, level: int) -> Any:
+    """Return the results of a function under vmap as simulated blocks."""
+    if isinstance(out, Tensor):
+        return Stacked(vmap_join(out, level, mesh.size, 0), mesh)
+    if isinstance(out, tuple | list):
+        parts = [_joined(o, mesh, level) for o in out]
+        return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
+    return out
 
 
 def _promotes(tensors: list[Tensor]) -> bool:
@@ -148,15 +228,6 @@ def _promotes(tensors: list[Tensor]) -> bool:
     raws = [(x.ranks, 1) if type(x) is Stacked else (x, 0) for x in tensors]
     apart = len({x.dtype for x, _ in raws}) > 1
     return apart and len({x.ndim > more for x, more in raws}) > 1
-
-
-def _wrapped(out: Any, mesh: Mesh, joined: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(out, Tensor):
-        return Stacked(joined(out), mesh)
-    if isinstance(out, tuple | list):
-        parts = [_wrapped(o, mesh, joined) for o in out]
-        return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
-    return out
 
 
 def _each(func: Func, args: Args, kwargs: Kwargs) -> Any:

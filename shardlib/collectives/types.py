@@ -1,21 +1,33 @@
-"""Local blocks as values: the storage that holds them on this kind of mesh, and their type.
+"""Local blocks as values: their storage on this kind of mesh, and the axes along which they vary.
 
 Along a mesh axis a block is varying or replicated; docs/block_types.md tells what each verb takes
-and gives, and what its gradient is.
+and gives, and what its gradient is.  Under simulate, in a body of ``shard_map``, it is tracked:
+
+A block of an operand varies over the axes that split it and over those whose sum is pending.  The
+result of a torch function varies over all axes over which its operands vary; ``psum``, ``pmax``,
+``all_gather`` and ``pbroadcast`` remove axes, ``axis_index``, ``pslice``, ``preduce``,
+``psum_scatter`` and ``all_to_all`` add them.  So a body that returns a varying block as replicated,
+or sums a replicated one, is refused by the name of the axis, whatever the values are.
+
+Blocks created outside the body are untracked (None) and never refused.
+
+Source: the varying manual axes of JAX's shard_map (check_vma).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from shardlib.collectives.backends import BACKENDS
-from shardlib.collectives.simulate import Stacked, of
-from shardlib.collectives.varying import Varies
+from shardlib.collectives.simulate import Stacked, Varies, of
+from shardlib.errors import WrongAxes
 from shardlib.mesh import Mesh, current_mesh
 
 __all__ = [
-    "Axis", "blocks", "each_rank", "following", "held", "holds_values", "lead", "mesh_of", "played",
-    "spans_processes", "storage", "unwrap", "wrap",
+    "Axis", "after_move", "blocks", "differing", "each_rank", "following", "held", "holds_values", "lead",
+    "mesh_of", "played", "public_name", "real", "spans_processes", "storage", "unwrap", "wrap",
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]
@@ -93,3 +105,89 @@ def following(raw: Tensor, mesh: Mesh, varies: Varies | None) -> Stacked:
     out = Stacked(raw, mesh)
     out.varies = varies
     return out
+
+
+# ---------------------------------------------------------------- varying axes
+
+
+def real(mesh: Mesh, axes: Collection[str]) -> frozenset[str]:
+    """Return the axes that have more than one rank."""
+    return frozenset(a for a in axes if mesh.axes[a] > 1)
+
+
+def public_name(name: str) -> str:
+    """Return a collective's public name: the common ones are in ``sl`` itself."""
+    return f"sl.{name}" if name in _EVERY_DAY else f"sl.collectives.{name}"
+
+
+_EVERY_DAY = frozenset(
+    {"psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute"}
+)
+
+_ENDS = frozenset(["psum", "pmax", "all_gather", "pbroadcast"])
+_BEGINS = frozenset(["pslice", "place", "preduce", "psum_scatter", "all_to_all", "pvary"])
+_SUMS = frozenset(["psum", "psum_scatter", "preduce"])
+
+
+def after_move(op: str, x: Tensor, mesh: Mesh, axes: Sequence[str], params: tuple) -> Varies | None:
+    """Return the axes over which the result of a collective varies; None if ``x`` is untracked.
+
+    A tensor that a body made without a block, such as torch.ones, counts as varying over the axes
+    of the collective, since its sum counts ranks.
+    Raises: WrongAxes for a sum over an axis along which every rank holds the same.
+    """
+    now = frozenset(axes)
+    if type(x) is Stacked:
+        if x.varies is None or x.varies.axes is None:
+            return None
+        now = x.varies.axes
+    over = real(mesh, axes)
+    if op in _SUMS and (whole := over - now):
+        raise _whole(op, x, mesh, axes, sorted(whole, key=mesh.names.index), now)
+    if op in _ENDS:
+        return Varies(now - over)
+    if op == "ppermute":  # ranks that receive nothing have zeros, so the result varies
+        return Varies(
+            now if len(params[0]) == math.prod(mesh.axes[a] for a in axes) else now | over
+        )
+    return Varies(now | over if op in _BEGINS else now)
+
+
+def _whole(
+    op: str,
+    x: Tensor,
+    mesh: Mesh,
+    axes: Sequence[str],
+    whole: list[str],
+    now: frozenset[str],
+) -> WrongAxes:
+    copies = math.prod(mesh.axes[a] for a in whole)
+    right = [a for a in axes if a in now] or [a for a in mesh.names if a in now]
+    name = right[0] if len(right) == 1 else tuple(right)
+    varies = f"varies over {', '.join(sorted(now))} only" if now else "is the same on every rank"
+    return WrongAxes(
+        f"the block {varies}, and a sum over {', '.join(map(repr, whole))} would add the same "
+        f"value {copies} times",
+        op=op,
+        operands={"block": f"{x.dtype} {list(x.shape)}"},
+        mesh=mesh,
+        fix=f"{public_name(op)}(x, {name!r})" if right else "x",
+    )
+
+
+def differing(raw: Tensor, mesh: Mesh, axes: Sequence[str]) -> str | None:
+    """Find the first axis along which simulated blocks differ by more than their rounding.
+
+    A sum taken in another order on each rank may differ by its rounding.
+    """
+    if raw.is_meta or not raw.numel():
+        return None
+    blocks = raw.detach().unflatten(0, mesh.sizes)
+    inexact = raw.is_floating_point() or raw.is_complex()
+    slack = 64 * torch.finfo(raw.dtype).eps if inexact else 0.0
+    for axis in axes:
+        at = mesh.names.index(axis)
+        first = blocks.narrow(at, 0, 1).expand_as(blocks)
+        if not torch.allclose(blocks, first, rtol=slack, atol=slack, equal_nan=True):
+            return axis
+    return None

@@ -13,39 +13,47 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardlib.collectives import transfers
+from shardlib.collectives import posted
 from shardlib.collectives.backends import BACKENDS
 from shardlib.collectives.backends.backend import Axes
-from shardlib.collectives.simulate import Stacked, of
-from shardlib.collectives.transfers import Collective, Counts
-from shardlib.collectives.types import Axis, following, mesh_of
-from shardlib.collectives.varying import Varies, after_move, differing, public_name, real
+from shardlib.collectives.posted import Collective, Counts, Pending
+from shardlib.collectives.simulate import Stacked, Varies
+from shardlib.collectives.types import (
+    Axis,
+    after_move,
+    differing,
+    following,
+    held,
+    mesh_of,
+    public_name,
+    real,
+)
 from shardlib.errors import BadArgument, RankMismatch, ShardError, UnevenSplit, WrongAxes
 from shardlib.mesh import current_mesh, uploaded
 
 __all__ = [
-    "POSTABLE", "all_gather", "all_to_all", "axes_of", "axis_index", "axis_size", "call",
-    "pairs_of", "pbroadcast", "pcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
-    "psum", "psum_scatter", "pvary", "ragged_all_to_all", "shift",
+    "all_gather", "all_to_all", "axis_index", "axis_size",
+    "pbroadcast", "pcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
+    "psum", "psum_scatter", "pvary", "ragged_all_to_all", "shift", "start",
 ]  # fmt: skip
 
 
-def call(op: Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
+def _call(op: Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
     if type(x) is not Tensor and type(x) is not Stacked:
         _check_block(op.name, x, axis)
     mesh = mesh_of(x)
-    axes = axes_of(axis, op.name)
+    axes = _axes(axis, op.name)
     if mesh.axis_size(axes, *_named(op.name)) == 1 and params != (
         (),
     ):  # one rank keeps its block, except under ppermute without pairs, which gives zeros
-        return x.to(params[0]) if op is transfers.PSUM and params else x
+        return x.to(params[0]) if op is posted.PSUM and params else x
     if mesh.kind != "stacked":
-        return transfers.raw_call(op, x, mesh, axes, params)
+        return posted.raw_call(op, x, mesh, axes, params)
     varies = after_move(op.name, x, mesh, axes, params)
-    return following(transfers.raw_call(op, of(x, mesh), mesh, axes, params), mesh, varies)
+    return following(posted.raw_call(op, held(x, mesh), mesh, axes, params), mesh, varies)
 
 
-def axes_of(axis: Axis, op: str) -> Axes:
+def _axes(axis: Axis, op: str) -> Axes:
     """Return one axis or several as a tuple.  Raises: BadArgument."""
     if isinstance(axis, str):
         return (axis,)
@@ -130,7 +138,7 @@ def psum(
     ...     psum(torch.ones(2), "x")
     tensor([2., 2.])
     """
-    return call(transfers.PSUM, x, axis, _narrow(x, out, wire))
+    return _call(posted.PSUM, x, axis, _narrow(x, out, wire))
 
 
 def _narrow(
@@ -170,7 +178,7 @@ def pmax(x: Tensor, axis: Axis) -> Tensor:
     ...     pmax(axis_index("x") * torch.tensor([1, -1]), "x")  # of [0, 0] ... [3, -3]
     tensor([3, 0])
     """
-    return call(transfers.PMAX, x, axis, ())
+    return _call(posted.PMAX, x, axis, ())
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, tiled: bool = True) -> Tensor:
@@ -189,7 +197,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, tiled: bool = True) -> Tenso
     (32, 4)
     """
     at = _dim("all_gather", x, axis, dim, False, new=not tiled)
-    return call(transfers.ALL_GATHER, x if tiled else x.unsqueeze(at), axis, (at,))
+    return _call(posted.ALL_GATHER, x if tiled else x.unsqueeze(at), axis, (at,))
 
 
 def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None = None) -> Tensor:
@@ -206,7 +214,7 @@ def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None =
     ...     psum_scatter(torch.ones(4), "x")
     tensor([2., 2.])
     """
-    return call(transfers.PSUM_SCATTER, x, axis, _scatter(x, axis, dim, wire))
+    return _call(posted.PSUM_SCATTER, x, axis, _scatter(x, axis, dim, wire))
 
 
 def _scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None = None) -> tuple:
@@ -228,7 +236,7 @@ def pslice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     x=0: tensor([0, 1, 2])
     x=1: tensor([3, 4, 5])
     """
-    return call(transfers.PSLICE, x, axis, (_dim("pslice", x, axis, dim, True),))
+    return _call(posted.PSLICE, x, axis, (_dim("pslice", x, axis, dim, True),))
 
 
 def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
@@ -245,10 +253,10 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
     x=1: tensor(10)
     x=2: tensor(11)
     """
-    return call(transfers.PPERMUTE, x, axis, pairs_of(x, axis, perm))
+    return _call(posted.PPERMUTE, x, axis, _pairs(x, axis, perm))
 
 
-def pairs_of(
+def _pairs(
     x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]
 ) -> tuple[tuple[tuple[int, int], ...]]:
     pairs = tuple((int(s), int(d)) for s, d in perm)
@@ -288,10 +296,10 @@ def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
     x=1: tensor(0)
     x=2: tensor(1)
     """
-    return call(transfers.PPERMUTE, x, axis, _by(x, axis, by))
+    return _call(posted.PPERMUTE, x, axis, _by(x, axis, by))
 
 
-def _by(x: Tensor, axis: Axis, by: int) -> tuple[tuple[tuple[int, int], ...]]:
+def _by(x: Tensor, axis: Axis, by: int = 1) -> tuple[tuple[tuple[int, int], ...]]:
     mesh = mesh_of(x)
     return (_cycle(mesh.axis_size(axis, *_named("shift")), by),)
 
@@ -321,7 +329,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
             [5],
             [7]])
     """
-    return call(transfers.ALL_TO_ALL, x, axis, _dims(x, axis, split_dim, concat_dim))
+    return _call(posted.ALL_TO_ALL, x, axis, _dims(x, axis, split_dim, concat_dim))
 
 
 def _dims(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> tuple[int, int]:
@@ -355,7 +363,7 @@ def ragged_all_to_all(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
             operands={"block": list(x.shape)},
             fix=f"sl.collectives.ragged_all_to_all(x.new_zeros({p}), {axis!r}, {((1,) * p,) * p})",
         )
-    return call(transfers.RAGGED, x, axis, (counts, x.element_size()))
+    return _call(posted.RAGGED, x, axis, (counts, x.element_size()))
 
 
 def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
@@ -369,7 +377,7 @@ def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     ...     pbroadcast(axis_index("x") * 10.0, "x", root=1)
     tensor(10.)
     """
-    return call(transfers.PBROADCAST, x, axis, (_root("pbroadcast", x, axis, root),))
+    return _call(posted.PBROADCAST, x, axis, (_root("pbroadcast", x, axis, root),))
 
 
 def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
@@ -384,7 +392,7 @@ def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     x=0: tensor([0., 0.])
     x=1: tensor([2., 2.])
     """
-    return call(transfers.PREDUCE, x, axis, (_root("preduce", x, axis, root),))
+    return _call(posted.PREDUCE, x, axis, (_root("preduce", x, axis, root),))
 
 
 def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
@@ -415,7 +423,7 @@ def pvary(x: Tensor, axis: Axis) -> Tensor:
     >>> copies.grad.flatten()  # 0 + 1 + 2 + 3 on every rank
     tensor([6., 6., 6., 6.])
     """
-    return call(transfers.PVARY, x, axis, ())
+    return _call(posted.PVARY, x, axis, ())
 
 
 def axis_size(axis: Axis) -> int:
@@ -441,7 +449,7 @@ def axis_index(axis: Axis) -> Any:
     x=1: tensor(1)
     """
     mesh = current_mesh()
-    axes = axes_of(axis, "axis_index")
+    axes = _axes(axis, "axis_index")
     mesh.axis_size(axis if isinstance(axis, str) else axes, "axis_index", "sl.axis_index({})")
     index = BACKENDS[mesh.kind].axis_index(mesh, axes)
     if not isinstance(index, Tensor):
@@ -501,7 +509,7 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
             fix=f"sl.collectives.pcast(x, {axis!r}, to='varying')",
         )
     mesh = mesh_of(x)
-    axes = axes_of(axis, "pcast")
+    axes = _axes(axis, "pcast")
     mesh.axis_size(axes, "pcast", f"sl.collectives.pcast(x, {{}}, to={to!r})")
     if type(x) is not Stacked:
         return x
@@ -522,28 +530,49 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
     return following(x.ranks.view_as(x.ranks), mesh, now)
 
 
-POSTABLE: dict[
-    Callable[..., Tensor], Callable[..., tuple[Collective, tuple]]
-] = {  # the same checks as the synchronous form
-    psum: lambda x, axis, out=None, wire=None: (transfers.PSUM, _narrow(x, out, wire)),
-    pmax: lambda x, axis: (transfers.PMAX, ()),
-    all_gather: lambda x, axis, dim=0: (
-        transfers.ALL_GATHER,
-        (_dim("all_gather", x, axis, dim, False),),
+_POSTABLE: dict[
+    Callable[..., Tensor], tuple[Collective, Callable[..., tuple]]
+] = {  # verb -> its record, and the function of its arguments that checks them
+    psum: (posted.PSUM, lambda x, axis, out=None, wire=None: _narrow(x, out, wire)),
+    pmax: (posted.PMAX, lambda x, axis: ()),
+    all_gather: (
+        posted.ALL_GATHER,
+        lambda x, axis, dim=0: (_dim("all_gather", x, axis, dim, False),),
     ),
-    psum_scatter: lambda x, axis, dim=0, wire=None: (
-        transfers.PSUM_SCATTER,
-        _scatter(x, axis, dim, wire),
-    ),
-    ppermute: lambda x, axis, perm: (transfers.PPERMUTE, pairs_of(x, axis, perm)),
-    shift: lambda x, axis, by=1: (transfers.PPERMUTE, _by(x, axis, by)),
-    all_to_all: lambda x, axis, split_dim, concat_dim: (
-        transfers.ALL_TO_ALL,
-        _dims(x, axis, split_dim, concat_dim),
-    ),
-    pbroadcast: lambda x, axis, root=0: (
-        transfers.PBROADCAST,
-        (_root("pbroadcast", x, axis, root),),
-    ),
-    preduce: lambda x, axis, root=0: (transfers.PREDUCE, (_root("preduce", x, axis, root),)),
+    psum_scatter: (posted.PSUM_SCATTER, _scatter),
+    ppermute: (posted.PPERMUTE, _pairs),
+    shift: (posted.PPERMUTE, _by),
+    all_to_all: (posted.ALL_TO_ALL, _dims),
+    pbroadcast: (posted.PBROADCAST, lambda x, axis, root=0: (_root("pbroadcast", x, axis, root),)),
+    preduce: (posted.PREDUCE, lambda x, axis, root=0: (_root("preduce", x, axis, root),)),
 }
+
+
+def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs: Any) -> Pending:
+    """Post a collective and continue: ``later = start(pbroadcast, x, "y", 0); ...; later.wait()``.
+
+    For code that writes its own gradient.  Raises: ShardError if autograd would have to record it.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(x=2):
+    ...     block = sl.axis_index("x") * torch.ones(2)
+    ...     later = start(sl.collectives.shift, block, "x")  # the neighbour's block is on its way
+    ...     own = block @ block  # meanwhile
+    ...     own + later.wait().sum()
+    tensor(2.)
+    """
+    mesh = mesh_of(x)
+    why = ""
+    if x.requires_grad and torch.is_grad_enabled():
+        why = "the asynchronous form has no gradient"
+    elif f not in _POSTABLE:
+        why = f"no asynchronous form; these have one: {', '.join(g.__name__ for g in _POSTABLE)}"
+    if why:
+        raise ShardError(why, op=f.__name__, fix=f"{public_name(f.__name__)}(x, {axis!r})")
+    op, checked = _POSTABLE[f]
+    params = checked(x, axis, *args, **kwargs)
+    axes = _axes(axis, f.__name__)
+    if mesh.axis_size(axes) == 1:
+        out = _call(op, x, axis, params)
+        return Pending(lambda: out)
+    return posted.post(op, x, mesh, axes, params)

@@ -86,14 +86,20 @@ def _asked(name: str, args: Args, kwargs: Kwargs, out: Any) -> list[str]:
         sized = name == "repeat_interleave" and kwargs.get("output_size") is not None
         return [] if sized else ["wait"]
     if name in _INDEXED:
-        given = [x for x in args[1] if isinstance(x, Tensor)]
-        away = [x for x in given if x.device != first.device]
-        masked = any(x.dtype in _MASKS for x in given)
-        filled = len(args) > 2 and args[2].numel() == 1  # torch fills by the mask itself
-        return ["upload", "wait"] * bool(away) or ["wait"] * (masked and not filled)
+        return _indexed(first, *args[1:3])
     if name == "lift_fresh":  # torch.tensor(numbers, device=...)
         return ["upload", "wait"] * (first.device.type != "cpu" and first.numel() > 0)
     return []
+
+
+def _indexed(x: Tensor, places: Iterable[object], values: Tensor | None = None) -> list[str]:
+    """List the effects of indexing: indices are uploaded, and a mask's number of places is read."""
+    given = [i for i in places if isinstance(i, Tensor)]
+    if any(i.device != x.device for i in given):
+        return ["upload", "wait"]
+    masked = any(i.dtype in _MASKS for i in given)
+    filled = values is not None and values.numel() == 1  # torch fills by the mask itself
+    return ["wait"] * (masked and not filled)
 
 
 def _elsewhere() -> bool:

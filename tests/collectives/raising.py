@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import shardlib as sl
 from shardlib.collectives import posted as asynchronous
-from shardlib.collectives import start, transfers
+from shardlib.collectives import start
 from shardlib.collectives.backends import dist
 from shardlib.mesh import posted
 from tests.workers import Pool
@@ -69,7 +69,7 @@ class Counting(dict[Any, Any]):
 def counting() -> Iterator[Counting]:
     """Count places while open."""
     owners = (asynchronous, dist, sys.modules["shardlib.mesh.scope"], posted)
-    table, finish = Counting(), transfers.begin
+    table, finish = Counting(), asynchronous.begin
 
     def before(*args: Any) -> Any:
         PLACES()
@@ -79,10 +79,10 @@ def counting() -> Iterator[Counting]:
     try:
         for owner in owners:
             owner.POSTED = table  # type: ignore[attr-defined]
-        transfers.begin = before
+        asynchronous.begin = before
         yield table
     finally:
-        transfers.begin = finish
+        asynchronous.begin = finish
         for owner, old in zip(owners, saved, strict=True):
             owner.POSTED = old  # type: ignore[attr-defined]
 
