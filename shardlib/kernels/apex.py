@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardlib.kernels.active import chosen
 
-__all__ = ["Probe", "apex", "probe"]
+__all__ = ["AdamStep", "Probe", "apex", "probe"]
 
 Row = Sequence[Tensor]
 _FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")  # of NVIDIA's package
@@ -36,6 +36,17 @@ FEATURES = {
     "rms_norm": ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine"),
 }
 """Functions of apex that are used: feature -> (module, function)."""
+
+
+class AdamStep(NamedTuple):
+    """Hyperparameters of a step; ``count``  steps taken, this one included."""
+
+    lr: float
+    b1: float
+    b2: float
+    eps: float
+    decay: float
+    count: int
 
 
 class Probe(NamedTuple):
@@ -137,7 +148,7 @@ def _differs(
     for f in (run, wanted):
         given = [t.clone() for t in (x, y, m, v)]
         if feature in ("adam", "lamb"):
-            f(*([t] for t in given), 1e-2, 0.9, 0.99, 1e-6, 0.1, 3)
+            f(*([t] for t in given), AdamStep(1e-2, 0.9, 0.99, 1e-6, 0.1, 3))
             results.append(given[1:])
         elif feature == "l2norm":
             results.append([f(given)])
@@ -166,36 +177,16 @@ def _multi(name: str, lists: Sequence[Row], *args: Any) -> Any:
     return launch(function, overflow, [list(row) for row in lists], *args)
 
 
-def _adam(
-    g: Row,
-    p: Row,
-    m: Row,
-    v: Row,
-    lr: float,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
-    t: int,
-) -> None:
-    _multi("multi_tensor_adam", (g, p, m, v), lr, b1, b2, eps, t, 1, 1, decay)
+def _adam(g: Row, p: Row, m: Row, v: Row, h: AdamStep) -> None:
+    """Step with decoupled decay and corrected moments: apex's modes 1 and 1."""
+    _multi("multi_tensor_adam", (g, p, m, v), h.lr, h.b1, h.b2, h.eps, h.count, 1, 1, h.decay)
 
 
-def _lamb(
-    g: Row,
-    p: Row,
-    m: Row,
-    v: Row,
-    lr: float,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
-    t: int,
-) -> None:
+def _lamb(g: Row, p: Row, m: Row, v: Row, h: AdamStep) -> None:
     """Step with a norm of 0 and a bound of 1, which clips nothing; trust ratio everywhere."""
     norm = torch.zeros(1, device=p[0].device)
-    _multi("multi_tensor_lamb", (g, p, m, v), lr, b1, b2, eps, t, 1, decay, 1, 1, norm, 1.0, True)
+    rates = h.lr, h.b1, h.b2, h.eps, h.count
+    _multi("multi_tensor_lamb", (g, p, m, v), *rates, 1, h.decay, 1, 1, norm, 1.0, True)
 
 
 def _l2norm(tensors: Row) -> Tensor:
@@ -234,44 +225,22 @@ def _rms_norm(x: Tensor, shape: tuple[int, ...], w: Tensor | None, eps: float) -
 # ---------------------------------------------------------------- torch's formulas of the same
 
 
-def _direction(g: Tensor, m: Tensor, v: Tensor, b1: float, b2: float, eps: float, t: int) -> Tensor:
-    m.lerp_(g, 1 - b1)
-    v.mul_(b2).addcmul_(g, g, value=1 - b2)
-    return (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps)
+def _direction(g: Tensor, p: Tensor, m: Tensor, v: Tensor, h: AdamStep) -> Tensor:
+    m.lerp_(g, 1 - h.b1)
+    v.mul_(h.b2).addcmul_(g, g, value=1 - h.b2)
+    root = (v / (1 - h.b2**h.count)).sqrt() + h.eps
+    return (m / (1 - h.b1**h.count)) / root + h.decay * p
 
 
-def _torchs_adam(
-    g: Row,
-    p: Row,
-    m: Row,
-    v: Row,
-    lr: float,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
-    t: int,
-) -> None:
-    for a, x, y, z in zip(g, p, m, v, strict=True):
-        step = _direction(a, y, z, b1, b2, eps, t) + decay * x
-        x.sub_(step, alpha=lr)
+def _torchs_adam(g: Row, p: Row, m: Row, v: Row, h: AdamStep) -> None:
+    for row in zip(g, p, m, v, strict=True):
+        row[1].sub_(_direction(*row, h), alpha=h.lr)
 
 
-def _torchs_lamb(
-    g: Row,
-    p: Row,
-    m: Row,
-    v: Row,
-    lr: float,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
-    t: int,
-) -> None:
-    for a, x, y, z in zip(g, p, m, v, strict=True):
-        step = _direction(a, y, z, b1, b2, eps, t) + decay * x
-        x.sub_(step * (x.norm() / step.norm()), alpha=lr)
+def _torchs_lamb(g: Row, p: Row, m: Row, v: Row, h: AdamStep) -> None:
+    for row in zip(g, p, m, v, strict=True):
+        step = _direction(*row, h)
+        row[1].sub_(step * (row[1].norm() / step.norm()), alpha=h.lr)
 
 
 def _torchs_l2norm(tensors: Row) -> Tensor:

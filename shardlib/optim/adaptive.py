@@ -11,7 +11,7 @@ from shardlib.errors import BadArgument
 from shardlib.kernels import active
 from shardlib.kernels.active import Backend
 from shardlib.kernels.adamw import adamw_, adamw_halves_, steppable
-from shardlib.kernels.apex import apex
+from shardlib.kernels.apex import AdamStep, apex
 from shardlib.optim.groups import Mask, by_mask
 from shardlib.optim.norms import norms, scale_in_place
 from shardlib.optim.transform import (
@@ -133,7 +133,7 @@ def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> 
         if step.scale is not None:
             for t in g:
                 t.div_(step.scale.to(t.device, t.dtype))
-        stepped(g, p, m, v, *hyper)
+        stepped(g, p, m, v, AdamStep(*hyper))
         torch.autograd.graph.increment_version(found.roots)
         return True
     scale = None if step.scale is None else step.scale.to(p[0].device, torch.float32)
@@ -450,7 +450,7 @@ def lamb(
             if stepped is not None:
                 divide(grads, step)
                 step.lr = at_step(lr, state.count)
-                stepped(*lists, step.lr, b1, b2, eps, weight_decay, state.count + 1)
+                stepped(*lists, AdamStep(step.lr, b1, b2, eps, weight_decay, state.count + 1))
                 roots = [t for row in lists for t in row.roots]
                 torch.autograd.graph.increment_version(roots)
                 return state._replace(count=state.count + 1)
