@@ -110,7 +110,7 @@ PRODUCTS: frozenset[Any] = frozenset(
 )
 
 
-def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
+def is_dtensor(x: object) -> "TypeGuard[DTensor]":
     """Check whether a value is a DTensor.
 
     Its module takes longer to import than torch; until it is imported there is no DTensor.
@@ -153,7 +153,7 @@ def no_redistribution() -> AbstractContextManager[Any] | None:
     return ExplicitRedistributionContext(strict=True)
 
 
-def is_strided(placement: Any) -> bool:
+def is_strided(placement: object) -> bool:
     """Check whether a placement is DTensor's strided shard, which nests axes against mesh order.
 
     In 2.11 to 2.15 as ``_StridedShard``.  The check compares the name, so
@@ -250,7 +250,7 @@ _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_v
 _OPENED: dict[str, dict[str, Any]] = {}
 
 
-def opened(func: Any) -> Callable[..., Any] | None:
+def opened(func: object) -> Callable[..., Any] | None:
     """Return the Python body of a torch function without its check for tensor subclasses.
 
     None where it has none.
@@ -326,7 +326,9 @@ def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[t
         )
         names = func.__code__.co_varnames[: func.__code__.co_argcount]
 
-        def asked(*args: Any, inner: Any = inner, ours: Any = ours) -> Any:
+        def asked(
+            *args: Any, inner: Callable[..., object] = inner, ours: Callable[..., object] = ours
+        ) -> object:
             return (ours if type(args[0]) in wrappers else inner)(*args)
 
         func.__globals__[f"_shardlib_{name}"] = asked
@@ -335,7 +337,7 @@ def intercept_init(instead: dict[str, Callable[..., Any]], wrappers: frozenset[t
         func.__code__ = scope[name].__code__
 
 
-def job_store() -> Any:
+def job_store() -> dist.Store:
     """Return the key-value store through which the processes of a job initialized.
 
     ``torch.distributed.distributed_c10d._get_default_store`` in 2.11 to 2.15;
@@ -350,7 +352,7 @@ def job_store() -> Any:
     return store if again == "0" else dist.PrefixStore(f"restart {again}", store)
 
 
-def set_timeout(group: Any, seconds: float) -> None:
+def set_timeout(group: object, seconds: float) -> None:
     """Set how long a transfer of this group may take, gloo's sends and receives included.
 
     Seen in 2.11 to 2.15 as ``_set_default_timeout`` of each backend: torch's own
@@ -362,7 +364,7 @@ def set_timeout(group: Any, seconds: float) -> None:
             group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 
-def backend_name(group: Any, device: torch.device) -> str:
+def backend_name(group: object, device: torch.device) -> str:
     """Name the backend that moves a group's tensors of one device: gloo, nccl, ...
 
     ``torch.distributed.get_backend`` gives what the group was made with, also "cpu:gloo,cuda:nccl"
@@ -371,7 +373,7 @@ def backend_name(group: Any, device: torch.device) -> str:
     return group._get_backend(device).name()
 
 
-def group_timeout(group: Any) -> float:
+def group_timeout(group: object) -> float:
     """Return the timeout in seconds of this group's transfers.
 
     In 2.11 to 2.15 as ``options._timeout`` of a backend.  When it goes: torch's own default.
@@ -506,6 +508,9 @@ def load_vmap() -> None:
     torch.func.vmap(torch.neg)(torch.zeros(1))
 
 
+Ctx = Any
+"""The ``ctx`` of a Function, on which forward stores whatever its backward reads."""
+
 _FunctionBase: Any = torch._C._FunctionBase
 
 # The ``setup_context`` that a Function inherits if it defines none.  In 2.11 to 2.15.
@@ -532,7 +537,7 @@ class Local(torch.autograd.Function):
 
 
 def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(ctx: Any, *grads: Any) -> Any:
+    def run(ctx: Ctx, *grads: object) -> object:
         if not any_autocast():
             return backward(ctx, *grads)
         other = torch.accelerator.current_accelerator()
@@ -572,7 +577,7 @@ def intercept_functions(
     base = torch.autograd.function._SingleLevelFunction
     inherited = _FunctionBase.__dict__["apply"].__get__
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: type, *args: object, **kwargs: object) -> object:
         if wrappers.isdisjoint(map(type, args)) and not kwargs:
             out = inherited(None, cls)(*args)
             if type(out) is torch.Tensor:
@@ -590,7 +595,7 @@ def intercept_functions(
         base.apply = classmethod(apply)
         return
 
-    def whole(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def whole(cls: Any, *args: object, **kwargs: object) -> object:
         if not torch._C._are_functorch_transforms_active():
             if cls.setup_context is not NO_SETUP and not wrappers.isdisjoint(
                 map(type, [*args, *kwargs.values()])
@@ -616,7 +621,9 @@ def intercept_recompute(kept: Callable[[Callable[..., Any]], Callable[..., Any]]
 
     made = _CheckpointFrame.__init__
 
-    def init(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: _CheckpointFrame, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
         made(self, kept(recompute_fn), *args, **kwargs)
 
     _CheckpointFrame.__init__ = init  # type: ignore[method-assign]
@@ -625,18 +632,18 @@ def intercept_recompute(kept: Callable[[Callable[..., Any]], Callable[..., Any]]
 class _SavedInputs:
     """Saved inputs of a region in torch 2.11, wrapped again when they are read."""
 
-    def __init__(self, kept: Any, wraps: dict[int, Callable[[Any], Any]]) -> None:
+    def __init__(self, kept: object, wraps: dict[int, Callable[[Any], Any]]) -> None:
         self.kept, self.wraps = kept, wraps  # the tensor keeps its graph node alive
 
     @property
-    def grad_fn(self) -> Any:
+    def grad_fn(self) -> "_SavedInputs":
         return self
 
     @property
-    def saved_tensors(self) -> Any:
+    def saved_tensors(self) -> tuple[torch.Tensor, ...]:
         return self.kept.grad_fn.saved_tensors
 
-    def get_args(self, saved: Any) -> list[Any]:
+    def get_args(self, saved: object) -> list[Any]:
         out = self.kept.grad_fn.get_args(saved)
         for i, wrap in self.wraps.items():
             out[i] = wrap(out[i])
@@ -670,7 +677,7 @@ def intercept_inputs(
     if not hasattr(frame, "save_inputs"):
         saver: Any = module._NoopSaveInputs  # type: ignore[attr-defined]
 
-        def instead(dummy: Any, *args: Any) -> Any:
+        def instead(dummy: object, *args: object) -> object:
             given, wraps = opened(args)
             out = saver.apply(dummy, *given)
             return out if out.grad_fn is None else _SavedInputs(out, wraps)
@@ -678,7 +685,7 @@ def intercept_inputs(
         return {saver: instead}
     save, get = frame.save_inputs, frame.get_inputs
 
-    def save_inputs(self: Any, *args: Any) -> None:
+    def save_inputs(self: Any, *args: object) -> None:
         given, self.wraps = opened(args)
         save(self, *given)
 
@@ -703,11 +710,11 @@ def intercept_proxies(begin: Callable[[Any], None], end: Callable[[Any], None]) 
 
     enter, leave = Mode.__enter__, Mode.__exit__
 
-    def entered(self: Any) -> Any:
+    def entered(self: Mode) -> Mode:
         begin(self)
         return enter(self)
 
-    def left(self: Any, *args: Any) -> Any:
+    def left(self: Mode, *args: Any) -> bool | None:
         try:
             return leave(self, *args)
         finally:
@@ -826,7 +833,7 @@ def _keep_callers() -> None:
     module: Any = torch.autograd
     run = module._engine_run_backward
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args: object, **kwargs: object) -> object:
         if backward_now() != -1:  # backward inside backward: the outer one's caller counts
             return run(*args, **kwargs)
         _CALLERS[get_ident()] = copy_context()

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from shardlib._compat import (
     NO_SETUP,
+    Ctx,
     HookFunction,
     Local,
     intercept_functions,
@@ -47,6 +49,9 @@ STANDINS: dict[Any, Callable[..., Any]] = {}
 
 
 # ---------------------------------------------------------------- metadata of a raw block
+
+
+_Raws = tuple[Tensor | None, ...]
 
 
 class _Form:
@@ -81,7 +86,7 @@ class _Whole(_Form):
         self.place = x.place  # not x itself: hooks of autograd may move its saved block
 
     @staticmethod
-    def raw(x: Any) -> Tensor:
+    def raw(x: object) -> Tensor:
         return x.raw
 
     def value(self, raw: Tensor) -> Tensor:
@@ -117,7 +122,7 @@ class _Block(_Form):
     """Form of a Stacked: each rank's block."""
 
     @staticmethod
-    def raw(x: Any) -> Tensor:
+    def raw(x: object) -> Tensor:
         return x.ranks
 
     def value(self, raw: Tensor) -> Tensor:
@@ -129,7 +134,7 @@ class _Block(_Form):
         return g.ranks if type(g) is Stacked else g.unsqueeze(0).expand(self.mesh.size, *g.shape)
 
 
-def _form(x: Tensor, mesh: Mesh) -> Any:
+def _form(x: Tensor, mesh: Mesh) -> "_Form":
     kind = _Whole if isinstance(x, ShardedTensor) else _Block if type(x) is Stacked else _Form
     return kind(x, mesh)  # type: ignore[arg-type]
 
@@ -148,16 +153,16 @@ class _Context:
         self._fill = True
         self._read: Callable[[], tuple[Any, ...]] | None = None
 
-    def save_for_backward(self, *tensors: Any) -> None:
+    def save_for_backward(self, *tensors: object) -> None:
         self._saved = tensors
 
-    def save_for_forward(self, *tensors: Any) -> None:
+    def save_for_forward(self, *tensors: object) -> None:
         pass
 
-    def mark_dirty(self, *tensors: Any) -> None:
+    def mark_dirty(self, *tensors: object) -> None:
         self._dirty = tensors
 
-    def mark_non_differentiable(self, *tensors: Any) -> None:
+    def mark_non_differentiable(self, *tensors: object) -> None:
         self._constant = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
@@ -177,7 +182,7 @@ class _FunctionCall:
         self.forms = [_form(args[i], mesh) for i in self.at]
         self.count = len(self.args)
 
-    def forward(self, ctx: Any, raws: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def forward(self, ctx: Ctx, raws: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the user's forward on sharded values; return the blocks of its results."""
         values = list(self.args)
         needs = [False] * self.count
@@ -207,7 +212,7 @@ class _FunctionCall:
         self.single = not isinstance(out, tuple)
         return (out,) if self.single else out
 
-    def _mark(self, ctx: Any, outs: Sequence[Any], values: Sequence[Any]) -> None:
+    def _mark(self, ctx: Ctx, outs: Sequence[Any], values: Sequence[Any]) -> None:
         """Tell torch which blocks were written to and which have no gradient.
 
         ``same``: number of a tensor result -> number of the argument that it is, written in place.
@@ -223,7 +228,7 @@ class _FunctionCall:
             ctx.mark_non_differentiable(*[_form(t, self.mesh).raw(t) for t in constant])
         ctx.set_materialize_grads(self.user._fill)
 
-    def _save(self, ctx: Any, values: Sequence[Any]) -> None:
+    def _save(self, ctx: Ctx, values: Sequence[Any]) -> None:
         """Save the blocks of what the user's forward saved."""
         given = {id(values[i]): form for i, form in zip(self.at, self.forms, strict=True)}
         blocks: list[Tensor | None] = []
@@ -231,10 +236,10 @@ class _FunctionCall:
         for t in self.user._saved:
             form = None if t is None else given.get(id(t)) or _form(t, self.mesh)
             self.saved.append(form)
-            blocks.append(None if form is None else form.raw(t))
+            blocks.append(None if t is None or form is None else form.raw(t))
         ctx.save_for_backward(*blocks)
 
-    def backward(self, ctx: Any, raws: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, ctx: Ctx, raws: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the user's backward on sharded cotangents; return the blocks of its gradients."""
         values: list[Any] = [None] * len(self.rest)
         for i, form, g in zip(self.put, self.outs, raws, strict=True):
@@ -286,12 +291,12 @@ class _Final(Local):
     """apply(gradient, name, *cotangents): a gradient whose own derivative is refused."""
 
     @staticmethod
-    def forward(ctx: Any, g: Tensor, name: str, *raws: Tensor) -> Tensor:
+    def forward(ctx: Ctx, g: Tensor, name: str, *raws: Tensor) -> Tensor:
         ctx.name = name
         return g.view_as(g)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
             f"{ctx.name}: trying to differentiate twice a function that was marked with "
             "@once_differentiable"
@@ -302,19 +307,19 @@ class _Run(Local):
     """apply(call, *raws); a subclass for each user's Function has its name."""
 
     @staticmethod
-    def forward(ctx: Any, call: _FunctionCall, *raws: Tensor) -> Any:
+    def forward(ctx: Ctx, call: _FunctionCall, *raws: Tensor) -> Any:
         ctx.call = call
         return call.forward(ctx, raws)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Ctx, *grads: object) -> Any:
         return None, *ctx.call.backward(ctx, grads)
 
 
 _RUNS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
-def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
+def _apply(cls: type, args: tuple[Any, ...]) -> object:
     """Run ``cls.apply(*args)`` where a wrapper is among args."""
     if cls in STANDINS:
         return STANDINS[cls](*args)
@@ -355,7 +360,7 @@ def _mixed(name: str, args: tuple[Any, ...], mesh: Mesh) -> ShardError:
     )
 
 
-def _hid(cls: Any, args: tuple[Any, ...], out: Any) -> Any:
+def _hid(cls: type, args: tuple[Any, ...], out: object) -> object:
     """Refuse sharded results of plain arguments that have a gradient, which would be lost."""
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
         raise ShardError(
@@ -373,7 +378,7 @@ def _hid(cls: Any, args: tuple[Any, ...], out: Any) -> Any:
 class Node:
     """Graph node whose hooks receive and return values; for torch's module backward hooks."""
 
-    def __init__(self, node: Any, ins: list[Any], outs: list[Any]) -> None:
+    def __init__(self, node: object, ins: list[Any], outs: list[Any]) -> None:
         self.node, self.ins, self.outs = node, ins, outs
 
     def __getattr__(self, name: str) -> Any:
@@ -382,12 +387,12 @@ class Node:
     def name(self) -> str:
         return self.node.name()
 
-    def _values(self, forms: list[Any], raws: Any) -> tuple[Any, ...]:
+    def _values(self, forms: list[Any], raws: _Raws) -> tuple[Any, ...]:
         return tuple(
             None if g is None else f.cotangent(g) for f, g in zip(forms, raws, strict=True)
         )
 
-    def _raws(self, forms: list[Any], given: Any, before: Any) -> Any:
+    def _raws(self, forms: list[Any], given: object, before: object) -> _Raws | None:
         if given is None:
             return None
         given = given if isinstance(given, tuple) else (given,)
@@ -396,21 +401,21 @@ class Node:
             for f, g in zip(forms, given, strict=True)
         )
 
-    def register_prehook(self, hook: Any) -> Any:
-        def run(grad_outputs: Any) -> Any:
+    def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        def run(grad_outputs: _Raws) -> _Raws | None:
             return self._raws(self.outs, hook(self._values(self.outs, grad_outputs)), grad_outputs)
 
         return self.node.register_prehook(run)
 
-    def register_hook(self, hook: Any) -> Any:
-        def run(grad_inputs: Any, grad_outputs: Any) -> Any:
+    def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        def run(grad_inputs: _Raws, grad_outputs: _Raws) -> _Raws | None:
             out = hook(self._values(self.ins, grad_inputs), self._values(self.outs, grad_outputs))
             return self._raws(self.ins, out, grad_inputs)
 
         return self.node.register_hook(run)
 
 
-def _hooked(*tensors: Any) -> Any:
+def _hooked(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Replace BackwardHookFunction: the identity, whose graph node carries module hooks."""
     mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor | Stacked))
     forms = [_form(t, mesh) for t in tensors]
@@ -433,7 +438,7 @@ def _hooked(*tensors: Any) -> Any:
     return tuple(outs)
 
 
-def _checkpointed(function: Any, preserve: bool, *args: Any) -> Any:
+def _checkpointed(function: object, preserve: bool, *args: object) -> object:
     """Run a reentrant checkpoint as a non-reentrant one.
 
     The reentrant kind calls backward inside backward and refuses ``inputs=``.

@@ -110,7 +110,7 @@ def _one_given(local: Any, m: Mesh) -> list[Any]:
     return [optree.tree_unflatten(spec, [x.ranks[r] for x in leaves]) for r in range(count)]
 
 
-def _joined(blocks: list[Any], layout: Any, m: Mesh) -> ShardedTensor:
+def _joined(blocks: list[Any], layout: object, m: Mesh) -> ShardedTensor:
     blocks = [b if isinstance(b, Tensor) else torch.as_tensor(b) for b in blocks]
     first = blocks[0]
     odd = next((b for b in blocks if b.shape != first.shape or b.dtype != first.dtype), None)
@@ -191,8 +191,8 @@ class Batches:
     """
 
     def __init__(
-        self, dataset: Any, batch: int, layout: Any, mesh: Mesh, shuffle: bool, seed: int,
-        last: Literal["fill", "drop"], ignore: Mapping[Any, float] | None, collate: Any,
+        self, dataset: Rows | Dataset[object], batch: int, layout: LayoutTree, mesh: Mesh, shuffle: bool, seed: int,
+        last: Literal["fill", "drop"], ignore: Mapping[Any, float] | None, collate: Callable[..., object] | None,
         workers: int, state: Mapping[str, int] | None,
     ) -> None:  # fmt: skip
         _check_numbers(batch, last, workers)
@@ -331,7 +331,7 @@ class Batches:
             held |= set(rows.indices((self.batch,), self.mesh, coord)[0])
         return tuple(sorted(held))
 
-    def _cut(self, read: Any, coord: Mapping[str, int]) -> Any:
+    def _cut(self, read: object, coord: Mapping[str, int]) -> object:
         """Cut a rank's part along the other dimensions from whole rows."""
         leaves, spec, layouts = self._layouts(read)
         return optree.tree_unflatten(
@@ -353,13 +353,13 @@ class Batches:
 class _Rows(Dataset[Any]):
     """A dataset with a row -1, whose labels are ignored."""
 
-    def __init__(self, dataset: Any, ignore: Mapping[Any, float]) -> None:
+    def __init__(self, dataset: Rows | Dataset[object], ignore: Mapping[Any, float]) -> None:
         self.dataset, self.ignore = dataset, ignore
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i: int) -> object:
         if i >= 0:
             return self.dataset[i]
-        like = self.dataset[0]
+        like: Any = self.dataset[0]
         paths, leaves, spec = optree.tree_flatten_with_path(like)
         if not any(p and p[-1] in self.ignore for p in paths):
             raise BadArgument(
@@ -405,12 +405,12 @@ def _length(dataset: Any) -> int:
     return length
 
 
-def _together(rows: list[Any]) -> Any:
+def _together(rows: list[Any]) -> object:
     """Stack the fields of all rows into one pytree of tensors, with the structure of a row."""
     flat = [optree.tree_flatten(row) for row in rows]
     fields = zip(*(leaves for leaves, _ in flat), strict=True)
     return optree.tree_unflatten(flat[0][1], [default_collate(list(f)) for f in fields])
 
 
-def _filler(x: Any, value: float) -> Any:
+def _filler(x: Any, value: float) -> object:
     return torch.full_like(x, value) if isinstance(x, Tensor) else type(x)(value)

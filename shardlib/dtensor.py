@@ -79,7 +79,7 @@ class rules:
 _OPS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
-def _handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _handle(op: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     *bias, a, b = args
     with torch.no_grad():
         out = _product(a, b) if not kwargs else None
@@ -88,7 +88,7 @@ def _handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return out if not bias else bias[0] + out
 
 
-def _product(a: Any, b: Any) -> "DTensor | None":
+def _product(a: object, b: object) -> "DTensor | None":
     """Multiply a @ b by shardlib's algorithms; None where none fits."""
     if not (is_dtensor(a) and is_dtensor(b)):
         return None

@@ -7,6 +7,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, T
 
 import optree
 import torch
+from optree import PyTreeSpec
 from torch import Tensor
 
 from shardlib.errors import ShardError
@@ -136,7 +137,7 @@ def value_and_grad(
     several = not isinstance(argnums, int)
     numbers: Sequence[int] = argnums if not isinstance(argnums, int) else (argnums,)
 
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def run(*args: object, **kwargs: object) -> tuple[Any, Any]:
         value, grads = _run(f, numbers, has_aux, axes, into, args, kwargs)
         return value, tuple(grads) if several else grads[0]
 
@@ -189,7 +190,7 @@ class _Leaves(NamedTuple):
     """
 
     arguments: Any
-    tree: Any
+    tree: PyTreeSpec
     frozen: list[bool]
     asked: list[Any]
     wanted: list[Tensor]
@@ -210,7 +211,7 @@ def _leaves(given: Any, over: tuple[str, ...], inside: bool) -> _Leaves:
     return _Leaves(optree.tree_unflatten(tree, ours), tree, frozen_at, asked, wanted)
 
 
-def _sink(into: TakesGradients, params: Any, inside: bool) -> Any:
+def _sink(into: TakesGradients, params: object, inside: bool) -> Any:
     """Return the buckets that take the gradients.  Raises: ShardError in a differentiated call."""
     if inside:
         raise ShardError(
@@ -221,7 +222,7 @@ def _sink(into: TakesGradients, params: Any, inside: bool) -> Any:
     return None if into.sink is None else into.sink(params)
 
 
-def _scalar(loss: Any) -> Tensor:
+def _scalar(loss: object) -> Tensor:
     """Return the loss's block, of no dimensions.  Raises: ShardError if the loss is no scalar."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return _ready(loss).sum()
@@ -233,7 +234,7 @@ def _scalar(loss: Any) -> Tensor:
     )
 
 
-def _check_into(into: TakesGradients, axes: tuple[str, ...], argnums: Any) -> None:
+def _check_into(into: TakesGradients, axes: tuple[str, ...], argnums: object) -> None:
     if getattr(into, "sink", None) is None:
         raise ShardError(
             f"{type(into).__name__} has no buckets for gradients",
@@ -306,7 +307,7 @@ def grad(
     return lambda *args, **kwargs: both(*args, **kwargs)[1]
 
 
-def _leaf(x: Any, axes: tuple[str, ...], inside: bool) -> Any:
+def _leaf(x: object, axes: tuple[str, ...], inside: bool) -> Tensor:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         what = typeof(x) if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
         raise ShardError(

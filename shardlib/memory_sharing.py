@@ -91,7 +91,7 @@ def writes(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def refuse_write(raw: Tensor, op: str, operands: dict[str, str], mesh: Any) -> None:
+def refuse_write(raw: Tensor, op: str, operands: dict[str, str], mesh: object) -> None:
     """Raise if memory that torch would share with ``raw``, and that here is a copy, is alive."""
     pairs = LINKS.get(raw.untyped_storage()._cdata, ())
     if any(not other.expired() for me, other in pairs if not me.expired()):
@@ -106,7 +106,7 @@ def refuse_write(raw: Tensor, op: str, operands: dict[str, str], mesh: Any) -> N
         )
 
 
-def refuse_overlap(raw: Tensor, op: str, operands: dict[str, str], mesh: Any) -> None:
+def refuse_overlap(raw: Tensor, op: str, operands: dict[str, str], mesh: object) -> None:
     """Raise if elements of ``raw``, which is about to be written to, share memory."""
     if any(not s and n > 1 for s, n in zip(raw.stride(), raw.shape, strict=True)):
         error = Unsupported(

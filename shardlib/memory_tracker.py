@@ -63,7 +63,7 @@ class Live(DispatchMode):  # type: ignore[misc, valid-type]
         self.now -= nbytes
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree: object) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):

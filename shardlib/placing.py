@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib._compat import Local, is_dtensor, under_transform
+from shardlib._compat import Ctx, Local, is_dtensor, under_transform
 from shardlib.capacity import LARGE, refuse_beyond
 from shardlib.collectives import (
     all_gather,
@@ -179,7 +179,7 @@ def shard(
     return placed
 
 
-def _in_body(x: Any, op: str, layout: Any) -> ShardError:
+def _in_body(x: object, op: str, layout: object) -> ShardError:
     """Build the error for shard, reshard or unshard in a body of shard_map, which has blocks."""
     m, before = current_mesh(), op == "shard"
     return ShardError(
@@ -382,7 +382,7 @@ class _Reshard(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, raw: Tensor, source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh
+        ctx: Ctx, raw: Tensor, source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh
     ) -> Tensor:
         ctx.way = source, target, shape, mesh
         ctx.set_materialize_grads(False)
@@ -396,7 +396,7 @@ class _Reshard(Local):
         return out.view_as(out) if out is raw else out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if grads[0] is None:
             return None, None, None, None, None
         source, target, shape, mesh = ctx.way
@@ -498,12 +498,12 @@ class _Placed(Local):
     """Autograd Function from a whole tensor to blocks; its gradient is gathered on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    def forward(ctx: Ctx, x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         ctx.way = layout, x.shape, mesh, x.device
         return _blocks(x, layout, mesh)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layout, shape, mesh, device = ctx.way
         return (
             unshard(ShardedTensor(grads[0], Place(layout.bare, shape, mesh))).to(device),

@@ -23,7 +23,7 @@ def kept(run: Callable[..., Any]) -> Callable[..., Any]:
     """Save the current scope with ``run``, for any time and thread; draws are repeated."""
     here, at = scope(), marks()
 
-    def again(*args: Any) -> Any:
+    def again(*args: object) -> Any:
         with bind(here), replayed(at):
             return run(*args) if here.call.again is None else here.call.again(lambda: run(*args))
 
@@ -71,7 +71,7 @@ class Kept:
             return None
         return tuple(_alias(x) for x in found) or None
 
-    def keep(self, *results: Any) -> None:
+    def keep(self, *results: object) -> None:
         """Keep results for ``given()`` in later runs; without any, the operation runs again."""
         if self.first:
             held = tuple(_alias(x) for x in results)
@@ -85,7 +85,7 @@ class Kept:
         self.results[self.at][1].append((x.detach(), x._version))
 
 
-def _alias(x: Any) -> Any:
+def _alias(x: object) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 

@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor
 from shardlib.errors import BadArgument, ShardError
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.layouts.dims import axis_sizes, check_axes
-from shardlib.mesh import MeshLike, as_mesh
+from shardlib.mesh import Mesh, MeshLike, as_mesh
 from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, typeof
 
@@ -134,10 +134,10 @@ def _row(pieces: Sequence[Tensor], left: int, fill: int, ignore_index: int) -> d
 
 def _split(
     batch: Mapping[str, Tensor],
-    layout: Any,
-    mesh: Any,
+    layout: LayoutLike,
+    mesh: MeshLike | None,
     labels: str,
-    documents: Any,
+    documents: Sequence[int] | None,
     fill: int,
     ignore_index: int,
 ) -> dict[str, ShardedTensor]:
@@ -163,7 +163,7 @@ def _split(
     return out
 
 
-def _length(batch: Mapping[str, Tensor], documents: Any, m: Any) -> int:
+def _length(batch: Mapping[str, Tensor], documents: Sequence[int] | None, m: Mesh) -> int:
     """Return the one length of the tensors [batch, sequence, ...], which the documents fill."""
     lengths = {x.shape[1] if x.ndim > 1 else -1 for x in batch.values()}
     if len(lengths) != 1 or -1 in lengths:

@@ -29,7 +29,7 @@ from shardlib.collectives import (
 )
 from shardlib.errors import BadArgument, LayoutSyntax, RankMismatch, ShardError, WrongAxes, lettered
 from shardlib.layouts import Layout, LayoutTree, as_layout, is_layout, per_leaf
-from shardlib.mesh import POSTED, MeshLike, as_mesh, refuse_posted, simulate, within
+from shardlib.mesh import POSTED, Mesh, MeshLike, as_mesh, refuse_posted, simulate, within
 from shardlib.tensor import (
     Place,
     ShardedTensor,
@@ -109,10 +109,10 @@ def shard_map(
     flat = _several(each) and all(map(is_layout, each))
 
     @wraps(body)
-    def mapped(*args: Any) -> Any:
+    def mapped(*args: object) -> Any:
         return heard(run, shard_map, *args)
 
-    def run(*args: Any) -> Any:
+    def run(*args: object) -> Any:
         call = _BodyCall(args, mesh, in_layouts, flat, known)
         m = call.mesh
         if not lead(m) and checking() is not None:
@@ -182,7 +182,7 @@ class _BodyCall:
             self.blocks[i], self.layouts[i] = self._block(i, given[i])
         self.versions = [self._version(i) for i in self.at]
 
-    def _block(self, i: int, given: Any) -> tuple[Tensor, Layout]:
+    def _block(self, i: int, given: object) -> tuple[Tensor, Layout]:
         """Return an operand's block; refuse an operand with another layout."""
         m = self.mesh
         x = lift(self.leaves[i], m, "shard_map")
@@ -271,7 +271,7 @@ class _BodyCall:
             else "return torch.as_tensor(result)",
         )
 
-    def line(self, outs: Any) -> str:
+    def line(self, outs: object) -> str:
         """Write the call with these layouts of its results."""
         given = self.bound(self.layouts)
         first = _text(given[0] if len(given) == 1 and is_layout(given[0]) else given)
@@ -283,11 +283,11 @@ def _several(layouts: object) -> bool:
     return isinstance(layouts, tuple | list) and not is_layout(layouts)
 
 
-def _laid(x: Any) -> str:
+def _laid(x: object) -> str:
     return str(x.sharding) if isinstance(x, ShardedTensor) else "..."
 
 
-def _text(layouts: Any) -> str:
+def _text(layouts: object) -> str:
     """Write a tree of layouts, each as its text."""
     tree: Any = layouts
     return repr(
@@ -303,7 +303,7 @@ def _operands(args: Sequence[Any]) -> dict[str, str]:
 
 
 def _result(
-    block: Tensor, layout: Layout, mesh: Any, i: int, line: Callable[[object], str]
+    block: Tensor, layout: Layout, mesh: Mesh, i: int, line: Callable[[object], str]
 ) -> ShardedTensor:
     """Make a sharded result of a block.
 
@@ -341,7 +341,7 @@ def _result(
     return ShardedTensor(raw, Place(layout, torch.Size(local), mesh))  # type: ignore[arg-type]
 
 
-def _rehearse(f: Callable[..., Any], call: _BodyCall, out_layouts: Any) -> None:
+def _rehearse(f: Callable[..., Any], call: _BodyCall, out_layouts: object) -> None:
     """Run a body of real ranks on the shapes of simulated ones, and track what varies.
 
     Raises: WrongAxes.  A body that needs values cannot run on shapes, and is not checked.
@@ -379,7 +379,7 @@ def _rehearse(f: Callable[..., Any], call: _BodyCall, out_layouts: Any) -> None:
 def _check_axes(
     block: Tensor,
     layout: Layout,
-    mesh: Any,
+    mesh: Mesh,
     copied: list[str],
     i: int,
     line: Callable[[object], str],

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from shardlib.errors import MeshError, UnevenSplit, UnknownAxis, similar
 from shardlib.layouts.orders import Run, block, dealt, declared, uncovered
@@ -107,7 +107,7 @@ def leading(
     return taken
 
 
-def axis_sizes(mesh: Any) -> Sizes:
+def axis_sizes(mesh: object) -> Sizes:
     """Map axis names to sizes, for a mapping, a Mesh or a DeviceMesh."""
     if isinstance(mesh, Mapping):
         return mesh

@@ -107,16 +107,18 @@ class Layout:
         """
         return self if self.ellipsis is None and len(self.dims) == ndim else _resolve(self, ndim)
 
-    def check(self, shape: Sequence[int], mesh: Any, *, op: str = "layout") -> None:
+    def check(self, shape: Sequence[int], mesh: object, *, op: str = "layout") -> None:
         """Raise if a tensor of this shape cannot be placed so on this mesh."""
         _check(self, tuple(shape), tuple(axis_sizes(mesh).items()), op)
 
-    def local_shape(self, shape: Sequence[int], mesh: Any, *, pad: bool = False) -> tuple[int, ...]:
+    def local_shape(
+        self, shape: Sequence[int], mesh: object, *, pad: bool = False
+    ) -> tuple[int, ...]:
         """Return the shape of each rank's block; with ``pad`` uneven dimensions are rounded up."""
         return _local_shape(self, tuple(shape), tuple(axis_sizes(mesh).items()), pad)
 
     def indices(
-        self, shape: Sequence[int], mesh: Any, coord: Mapping[str, int]
+        self, shape: Sequence[int], mesh: object, coord: Mapping[str, int]
     ) -> tuple[Sequence[int], ...]:
         """List per dimension the global positions that the rank at ``coord`` holds."""
         sizes = axis_sizes(mesh)
@@ -124,7 +126,9 @@ class Layout:
         me.check(shape, sizes)
         return indices(me.dims, me.skew, shape, sizes, coord)
 
-    def slices(self, shape: Sequence[int], mesh: Any, coord: Mapping[str, int]) -> tuple[Any, ...]:
+    def slices(
+        self, shape: Sequence[int], mesh: object, coord: Mapping[str, int]
+    ) -> tuple[Any, ...]:
         """Return ``indices`` as slices where they are contiguous or strided, else as lists."""
         return tuple(_slice(i) for i in self.indices(shape, mesh, coord))
 
@@ -198,7 +202,7 @@ class Layout:
         except RankMismatch:
             return False
 
-    def equivalent(self, other: "LayoutLike", shape: Sequence[int], mesh: Any) -> bool:
+    def equivalent(self, other: "LayoutLike", shape: Sequence[int], mesh: object) -> bool:
         """Check whether every rank holds the same elements in the same order under both."""
         sizes = axis_sizes(mesh)
         a, b = self.resolve(len(shape)), _operand(other, mesh).resolve(len(shape))
@@ -232,7 +236,7 @@ class Layout:
 
     # ------------------------------------------------------------ DTensor
 
-    def placements(self, mesh: Any) -> tuple[Any, ...]:
+    def placements(self, mesh: object) -> tuple[Any, ...]:
         """Write DTensor placements, one per mesh axis.
 
         Raises: NotExpressible.
@@ -241,7 +245,7 @@ class Layout:
         return placements(fields, axis_sizes(mesh))
 
     @staticmethod
-    def from_dtensor(t: Any) -> "Layout":
+    def from_dtensor(t: object) -> "Layout":
         """Return the layout of a DTensor on a named mesh.  Raises: NotExpressible, MeshError."""
         return Layout(*from_placements(t.placements, t.ndim, axis_sizes(t.device_mesh)))
 
@@ -293,7 +297,7 @@ a tuple like it, placements."""
 
 
 def taken(
-    given: object, mesh: Any = None, op: str = "layout", fix: str = "sl.Layout.parse({})"
+    given: object, mesh: object = None, op: str = "layout", fix: str = "sl.Layout.parse({})"
 ) -> Layout | None:
     """Convert any accepted notation to a Layout; None for anything else.
 
@@ -316,7 +320,7 @@ def taken(
     return None if fields is None else Layout(*fields)
 
 
-def _operand(given: object, mesh: Any = None) -> Layout:
+def _operand(given: object, mesh: object = None) -> Layout:
     """Read the other operand of the algebra.  Raises: LayoutSyntax."""
     found = given if isinstance(given, Layout) else taken(given, mesh)
     if found is None:
@@ -542,7 +546,7 @@ def as_layout(
     fix: str,
     *,
     shape: Sequence[int] = (1,),
-    mesh: Any = None,
+    mesh: object = None,
     weight: bool = False,
 ) -> Layout:
     """Convert any accepted notation to a Layout; for a family, its layout of activations.
@@ -594,7 +598,7 @@ def _is_uncalled(given: object) -> bool:
     return inspect.isfunction(given) and given.__annotations__.get("return") is Layout
 
 
-def _meant(given: object, called: bool, shape: tuple[int, ...], mesh: Any) -> str:
+def _meant(given: object, called: bool, shape: tuple[int, ...], mesh: object) -> str:
     """Write the layout that was probably meant, or the unsplit one if that does not fit."""
     names = list(axis_sizes(mesh)) if mesh is not None else list("xyzuvw")
     code, found = _made(given, names) if called else _joined(given)
@@ -621,7 +625,7 @@ def _made(family: Any, names: Sequence[str]) -> tuple[str, LayoutLike]:
     return f"{_ours(family)}{family.__name__}({', '.join(map(repr, axes))})", made
 
 
-def _ours(family: Any) -> str:
+def _ours(family: object) -> str:
     """Return the prefix of the family's name in a user's code."""
     return "sl." if family.__module__.startswith("shardlib.") else ""
 
@@ -702,7 +706,7 @@ def _below(node: Any) -> list[Any]:
     return optree.tree_leaves(node, is_leaf=lambda n: n is not node)
 
 
-def _outline(node: Any, keys: Sequence[Any]) -> str:
+def _outline(node: object, keys: Sequence[Any]) -> str:
     """Describe the top of a tree, for an error."""
     if isinstance(node, Mapping):
         return f"{{{', '.join(map(repr, keys))}}}"

@@ -78,20 +78,20 @@ class ReshardPlan:
     source: Any  # Layouts; typed Any because layout.py imports this file
     target: Any
 
-    def steps(self, shape: Sequence[int], mesh: Any) -> tuple[ReshardStep, ...]:
+    def steps(self, shape: Sequence[int], mesh: object) -> tuple[ReshardStep, ...]:
         """Return the moves in order.  Raises what ``Layout.check`` raises."""
         return _search(self.source, self.target, tuple(shape), tuple(axis_sizes(mesh).items()))
 
-    def bytes(self, shape: Sequence[int], mesh: Any, itemsize: int = 4) -> int | Fraction:
+    def bytes(self, shape: Sequence[int], mesh: object, itemsize: int = 4) -> int | Fraction:
         """Count the bytes received per rank, on average over the ranks."""
         total = sum((s.words for s in self.steps(shape, mesh)), Fraction(0)) * itemsize
         return int(total) if total.denominator == 1 else total
 
-    def messages(self, shape: Sequence[int], mesh: Any) -> int:
+    def messages(self, shape: Sequence[int], mesh: object) -> int:
         """Count the messages per rank."""
         return sum(s.messages for s in self.steps(shape, mesh))
 
-    def peak(self, shape: Sequence[int], mesh: Any, itemsize: int = 4) -> int:
+    def peak(self, shape: Sequence[int], mesh: object, itemsize: int = 4) -> int:
         """Count the bytes of the largest block and its successor held at once."""
         sizes = [math.prod(self.source.local_shape(shape, mesh))]
         sizes += [s.elements for s in self.steps(shape, mesh)]
@@ -117,7 +117,7 @@ _Moves = Iterator[tuple[ReshardStep, _State]]
 
 @lru_cache(maxsize=4096)
 def _search(
-    source: Any, target: Any, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]
+    source: object, target: object, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]
 ) -> tuple[ReshardStep, ...]:
     sizes = dict(mesh)
     a, b = (layout.resolve(len(shape)) for layout in (source, target))
@@ -155,7 +155,7 @@ def _search(
     )
 
 
-def _state(layout: Any) -> _State:
+def _state(layout: object) -> _State:
     return _State(layout.dims, layout.partial, layout.skew)
 
 

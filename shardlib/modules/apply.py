@@ -63,7 +63,7 @@ class Calls:
         inputs: Mapping[str, Layout],
         mesh: Mesh,
         arguments: Arguments,
-        suggested: Any = (),
+        suggested: object = (),
     ) -> None:
         self.inputs, self.mesh, self.arguments = inputs, mesh, arguments
         self.suggested = suggested
@@ -131,7 +131,7 @@ class Calls:
         """
         own = getattr(self.suggested, "inputs", {}).get(name)
 
-        def place(x: Any) -> Any:
+        def place(x: object) -> Any:
             if own is not None and isinstance(x, Tensor) and x.ndim == len(own.dims):
                 layout = Layout((Dim(), *own.dims[1:])) if x.shape[0] == 1 else own
                 if isinstance(x, ShardedTensor):
@@ -197,7 +197,7 @@ class Apply(Calls):
         new.__dict__.update(self.__dict__)
         return new
 
-    def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, params: Mapping[str, Tensor], *args: object, **kwargs: object) -> Any:
         """Run the module's forward.
         Inputs: plain tensors are sharded by ``inputs=``, or replicated without a layout there.
 
@@ -217,7 +217,11 @@ class Apply(Calls):
         return moved._run(params, moved.buffers, args, kwargs)[0]
 
     def mutable(
-        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call a module that writes to its buffers in forward; return (output, new buffers)."""
         self.check(params)

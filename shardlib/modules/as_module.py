@@ -11,8 +11,8 @@ results of these rows are dropped.  ``generate`` shards its batches by the recip
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -81,14 +81,14 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
     return top
 
 
-def _parameter(p: Tensor, out_layout: Any) -> nn.Parameter:
+def _parameter(p: Tensor, out_layout: Layout | None) -> nn.Parameter:
     value = p if out_layout is None else giving(p, out_layout)
     return nn.Parameter(value.detach(), requires_grad=p.requires_grad)
 
 
 def _entered(
     module: nn.Module,
-    forward: Any,
+    forward: Callable[..., Any],
     calls: Calls,
     name: str,
     takes: Arguments,
@@ -96,7 +96,7 @@ def _entered(
     /,
     *args: Any,
     **kwargs: Any,
-) -> Any:
+) -> object:
     """Run forward for outside callers: inputs are sharded, and results are plain."""
     if scope().call.placed:
         return forward(*args, **kwargs)
@@ -112,12 +112,12 @@ def _entered(
     return _mapped(lambda t: _plain(t, rows), out) if whole else out
 
 
-def _unscripted(*_: Any) -> Any:
+def _unscripted(*_: object) -> NoReturn:
     """Refuse torch.jit.script, which would compile forward without its wrapper."""
     raise no_trace("torch.jit.script")
 
 
-def _mapped(f: Any, value: Any) -> Any:
+def _mapped(f: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Apply a function to every tensor in tuples, lists, dicts and a model's outputs."""
     if isinstance(value, Tensor):
         return f(value)
@@ -170,7 +170,7 @@ def _rows(calls: Calls, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
     return (count, -(-count // ranks) * ranks) if count % ranks else None
 
 
-def _placed(calls: Calls, name: str, value: Any, rows: tuple[int, int] | None) -> Any:
+def _placed(calls: Calls, name: str, value: object, rows: tuple[int, int] | None) -> Any:
     if not isinstance(value, Tensor | nn.Module | Mapping):
         for cache in (
             value,
@@ -246,7 +246,9 @@ def _laid_with_keys(cache: Any) -> None:
         ):
             continue
 
-        def made(keys: Tensor, values: Tensor, layer: Any = layer, make: Any = make) -> None:
+        def made(
+            keys: Tensor, values: Tensor, layer: Any = layer, make: Callable[..., Any] = make
+        ) -> None:
             make(keys, values)
             for name, like in (("keys", keys), ("values", values)):
                 memory = getattr(layer, name)
@@ -260,7 +262,9 @@ def _laid_with_keys(cache: Any) -> None:
         layer.lazy_initialization = made
 
 
-def _filled(module: nn.Module, generate: Any, calls: Calls, /, *args: Any, **kwargs: Any) -> Any:
+def _filled(
+    module: nn.Module, generate: Callable[..., Any], calls: Calls, /, *args: Any, **kwargs: Any
+) -> object:
     """Run ``generate`` on any number of rows, in the recipe's layout.
 
     With beams it keeps its own copies of rows, so the batch is filled up before it.
@@ -275,7 +279,7 @@ def _filled(module: nn.Module, generate: Any, calls: Calls, /, *args: Any, **kwa
             return generate(*args, **kwargs)
         count, full = rows
 
-        def more(x: Any) -> Any:
+        def more(x: object) -> object:
             return (
                 filled(x, full) if isinstance(x, Tensor) and x.ndim and x.shape[0] == count else x
             )
@@ -287,12 +291,12 @@ def _filled(module: nn.Module, generate: Any, calls: Calls, /, *args: Any, **kwa
 
 def _saved(
     module: nn.Module,
-    save: Any,
+    save: Callable[..., object],
     /,
     *args: Any,
     state_dict: Mapping[str, Tensor] | None = None,
     **kwargs: Any,
-) -> Any:
+) -> object:
     """Run ``save_pretrained`` with whole tensors; every rank calls it."""
     found = module.state_dict() if state_dict is None else state_dict
     whole = {
@@ -301,7 +305,7 @@ def _saved(
     return save(*args, state_dict=whole, **kwargs)
 
 
-def _laid_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _laid_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Reshard the tensors given to ``load_state_dict`` to the layouts of the module's own.
 
     Tensors of other sizes stay as they are, so that torch refuses them.  Tensors that share memory,
@@ -328,6 +332,6 @@ def _laid_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) ->
     state.update(laid)
 
 
-def _setting(model: Any, kwargs: Mapping[str, Any], name: str) -> int:
+def _setting(model: object, kwargs: Mapping[str, Any], name: str) -> int:
     config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
     return kwargs.get(name) or getattr(config, name, None) or 1

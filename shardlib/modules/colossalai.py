@@ -13,18 +13,38 @@ from shardlib.errors import BadArgument, Unsupported, similar
 
 __all__ = ["Legacy", "legacy"]
 
-PARALLEL = ("data", "pipeline", "tensor")
-TENSOR = ("size", "mode", "depth")
-MODES = ("1d", "2d", "2.5d", "3d", "sequence")
-KNOWN = (
-    "parallel",
-    "zero",
-    "fp16",
-    "clip_grad_norm",
-    "gradient_accumulation",
-    "seed",
-    "gradient_handler",
-)
+KNOWN: dict[str, tuple[str, ...] | None] = {
+    "": (
+        "parallel",
+        "zero",
+        "fp16",
+        "clip_grad_norm",
+        "gradient_accumulation",
+        "seed",
+        "gradient_handler",
+    ),
+    "parallel": ("data", "pipeline", "tensor"),
+    "parallel.tensor": ("size", "mode", "depth"),
+    "zero": ("model_config", "optimizer_config", "stage", "level"),
+    "zero.model_config": None,
+    "zero.optimizer_config": None,
+    "fp16": tuple(
+        "mode dtype initial_scale min_scale growth_factor backoff_factor growth_interval "
+        "hysteresis max_scale "
+        "verbose log_num_zeros_in_grad clip_grad_norm enabled opt_level init_scale".split()
+    ),
+}
+"""Table of a configuration -> its keys, None if any are taken; those of other tables: size."""
+
+MODES = {
+    "1d": ("megatron1d", "x"),
+    "2d": ("optimus2d", "xy"),
+    "2.5d": ("tesseract", "xy"),
+    "3d": ("cube3d", "xyz"),
+    "sequence": ("ring", "s"),
+}
+"""Mode of tensor parallelism -> the recipe, and the axes of equal size."""
+
 FIX = (
     'sl.recipes.from_colossalai_config(dict(parallel=dict(data=2, tensor=dict(size=4, mode="2d"))))'
 )
@@ -81,7 +101,7 @@ class Legacy:
         return "\n".join([*lines, *(f"# {n}" for n in self.notes), ""])
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
@@ -92,12 +112,8 @@ def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
     """
     if not isinstance(config, Mapping):
         raise _bad(f"a configuration is a dict, not {type(config).__name__}")
-    for key in config:
-        if isinstance(key, str) and not key.isupper():
-            _named(key, KNOWN, "")
+    _table({k: v for k, v in config.items() if isinstance(k, str) and not k.isupper()}, "")
     parallel = _table(config.get("parallel"), "parallel")
-    for key in parallel:
-        _named(key, PARALLEL, "parallel.")
     pipeline = _size(parallel.get("pipeline", 1), "parallel.pipeline")
     if pipeline != 1:
         raise Unsupported(
@@ -116,65 +132,47 @@ def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
     clip = config.get("clip_grad_norm")
     if clip is not None and not _is_number(clip):
         raise _bad(f"clip_grad_norm={clip!r} is no number")
-    if clip is not None and not clip > 0:
-        clip = None
+    clip = clip if clip is not None and clip > 0 else None
     accumulate = _size(config.get("gradient_accumulation", 1), "gradient_accumulation")
-    seed = config.get("seed")
-    notes += said
-    precision, said = _precision(config.get("fp16"))
-    axes = {"data": data, **mesh} if data != 1 or not mesh else mesh
-    if zero and "data" not in axes:
-        axes = {"data": 1, **axes}
-    return Legacy(axes, recipe, zero, precision, clip, accumulate, seed, (*notes, *said))
+    precision, more = _precision(config.get("fp16"))
+    axes = {"data": data, **mesh} if data != 1 or zero or not mesh else mesh
+    said = (*notes, *said, *more)
+    return Legacy(axes, recipe, zero, precision, clip, accumulate, config.get("seed"), said)
 
 
-def _tensor(given: Any) -> tuple[dict[str, int], str, int]:
+def _tensor(given: object) -> tuple[dict[str, int], str, int]:
     """Return (mesh, recipe, ranks) for ``parallel.tensor``."""
-    table = _table(
-        given if not isinstance(given, int) or isinstance(given, bool) else {"size": given},
-        "parallel.tensor",
-    )
-    for key in table:
-        _named(key, TENSOR, "parallel.tensor.")
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = {"size": given}
+    table = _table(given, "parallel.tensor")
     size, mode = _size(table.get("size", 1), "parallel.tensor.size"), table.get("mode")
-    if mode is not None and (not isinstance(mode, str) or mode.lower() not in MODES):
+    if mode is not None and str(mode).lower() not in MODES:
         near = similar(str(mode), MODES, 1, 0.3)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise _bad(f"parallel.tensor.mode={mode!r} is none of {', '.join(MODES)}{hint}")
-    mode = mode.lower() if mode else None
+    mode = str(mode).lower() if mode else None
     if "depth" in table and mode != "2.5d":
         raise _bad(f"parallel.tensor.depth is of mode '2.5d', not {mode!r}")
     if size == 1 and mode is None:
         return {}, "ddp", 1
-    if mode in (None, "1d"):
-        return {"x": size}, "megatron1d", size
-    if mode == "sequence":
-        return {"s": size}, "ring", size
-    if mode == "2d":
-        side = _root(size, 2, mode, size)
-        return {"x": side, "y": side}, "optimus2d", size
+    planes: dict[str, int] = {}
     if mode == "2.5d":
-        depth = _size(table.get("depth", 1), "parallel.tensor.depth")
-        if size % depth:
-            raise _bad(f"parallel.tensor: {size} ranks are no whole planes of depth={depth}")
-        side = _root(size // depth, 2, mode, size)
-        return {"d": depth, "x": side, "y": side}, "tesseract", size
-    side = _root(size, 3, "3d", size)
-    return {"x": side, "y": side, "z": side}, "cube3d", size
-
-
-def _root(n: int, power: int, mode: str, size: int) -> int:
-    side = round(n ** (1 / power))
-    if side**power != n:
-        what = "square" if power == 2 else "cube"
+        planes["d"] = _size(table.get("depth", 1), "parallel.tensor.depth")
+    depth = planes.get("d", 1)
+    if size % depth:
+        raise _bad(f"parallel.tensor: {size} ranks are no whole planes of depth={depth}")
+    recipe, axes = MODES[mode or "1d"]
+    side: int = round((size // depth) ** (1 / len(axes)))
+    if side ** len(axes) != size // depth:
+        what = "square" if len(axes) == 2 else "cube"
         raise _bad(
             f"parallel.tensor: size={size} makes no {what} in mode {mode!r}; "
             "here a mesh need be none"
         )
-    return side
+    return planes | dict.fromkeys(axes, side), recipe, size
 
 
-def _data(given: Any, tensor: int, world: int | None) -> int:
+def _data(given: object, tensor: int, world: int | None) -> int:
     if world is not None and (isinstance(world, bool) or not isinstance(world, int) or world < 1):
         raise _bad(f"world={world!r} is no number of processes")
     if given is not None:
@@ -191,19 +189,16 @@ def _data(given: Any, tensor: int, world: int | None) -> int:
     return world // tensor
 
 
-def _zero(given: Any) -> tuple[dict[str, Any], list[str]]:
+def _zero(given: object) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments of ``zero`` for the table ``zero``, and notes."""
     if given is None:
         return {}, []
     table = _table(given, "zero")
-    for key in table:
-        _named(key, ("model_config", "optimizer_config", "stage", "level"), "zero.")
     stage = table.get("stage", table.get("level"))
     if stage is None:
         stage = 3 if "model_config" in table else 2
     if stage not in (1, 2, 3):
         raise _bad(f"zero.stage={stage!r} is none of 1, 2, 3")
-    notes = []
     inner = {
         **_table(table.get("model_config"), "zero.model_config"),
         **_table(table.get("optimizer_config"), "zero.optimizer_config"),
@@ -217,62 +212,56 @@ def _zero(given: Any) -> tuple[dict[str, Any], list[str]]:
             op="from_colossalai_config",
             fix=FIX,
         )
-    if inner:
-        notes.append(f"zero: {', '.join(inner)}: buckets are sized by zero's own bucket_mb")
-    return {"axis": "data", "stage": stage}, notes
+    notes = [f"zero: {', '.join(inner)}: buckets are sized by zero's own bucket_mb"]
+    return {"axis": "data", "stage": stage}, notes if inner else []
 
 
-def _precision(given: Any) -> tuple[dict[str, str], list[str]]:
+def _precision(given: object) -> tuple[dict[str, str], list[str]]:
     """Return the arguments of ``Precision`` for the table ``fp16``, and notes."""
     if given is None:
         return {}, []
     table = _table(given, "fp16")
-    known = (
-        "mode dtype initial_scale min_scale growth_factor backoff_factor growth_interval "
-        "hysteresis max_scale "
-        "verbose log_num_zeros_in_grad clip_grad_norm enabled opt_level init_scale"
-    ).split()
-    for key in table:
-        _named(key, known, "fp16.")
     mode = str(getattr(table.get("mode"), "value", table.get("mode", "naive"))).lower()
     if mode not in ("naive", "torch", "apex"):
         raise _bad(f"fp16.mode={table['mode']!r} is none of naive, torch, apex")
     scale = [k for k in table if k not in ("mode", "dtype", "enabled", "verbose")]
-    notes = [f"fp16: {', '.join(scale)}: write [optimizer.loss_scale]"] if scale else []
-    return {"param": "float16", "master": "fp32"}, notes or [
-        "fp16 wants [optimizer.loss_scale]; bfloat16 does not"
-    ]
+    note = "fp16 wants [optimizer.loss_scale]; bfloat16 does not"
+    if scale:
+        note = f"fp16: {', '.join(scale)}: write [optimizer.loss_scale]"
+    return {"param": "float16", "master": "fp32"}, [note]
 
 
-def _table(given: Any, name: str) -> Mapping[str, Any]:
+def _table(given: object, name: str) -> Mapping[str, Any]:
+    """Return a table, of known keys alone; an empty one if it is left out.
+
+    Raises: BadArgument for another value; Unsupported naming a key without a counterpart.
+    """
     if given is None:
         return {}
     if not isinstance(given, Mapping):
         raise _bad(f"{name} is a dict, not {given!r}")
+    known = KNOWN.get(name, ("size",))
+    for key in given:
+        if known is not None and key not in known:
+            near = similar(str(key), known, 1, 0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else f" (there are {', '.join(known)})"
+            where = f"{name}.{key}" if name else key
+            raise Unsupported(
+                f"{where} has no counterpart{hint}", op="from_colossalai_config", fix=FIX
+            )
     return given
 
 
-def _size(given: Any, name: str) -> int:
+def _size(given: object, name: str) -> int:
     if isinstance(given, Mapping):
-        for key in given:
-            _named(key, ("size",), f"{name}.")
-        given = given.get("size", 1)
+        given = _table(given, name).get("size", 1)
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise _bad(f"{name}={given!r} is no number of ranks")
     return given
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-
-
-def _named(key: Any, known: Any, where: str) -> None:
-    if key not in known:
-        near = similar(str(key), list(known), 1, 0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else f" (there are {', '.join(known)})"
-        raise Unsupported(
-            f"{where}{key} has no counterpart{hint}", op="from_colossalai_config", fix=FIX
-        )
 
 
 def _bad(message: str) -> BadArgument:

@@ -246,7 +246,7 @@ def _attributes(module: nn.Module) -> dict[tuple[str, str], tuple[Any, Any]]:
     }
 
 
-def _content(value: Any) -> Any:
+def _content(value: object) -> Any:
     if isinstance(value, Tensor):
         return None if torch.is_inference(value) else getattr(value, "raw", value)._version
     if isinstance(value, list | dict | set):

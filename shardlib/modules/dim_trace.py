@@ -129,7 +129,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         call = _OpCall(func, args, kwargs or {})
         try:
@@ -141,7 +141,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 self.know(x, [fresh(n) for n in x.shape])
         return out
 
-    def learn(self, call: _OpCall, out: Any) -> None:
+    def learn(self, call: _OpCall, out: object) -> None:
         """Record the dimensions of an operator's results, by its rule or its kind."""
         name = call.func.overloadpacket.__name__.strip("_")
         rule = _RULES.get(name)
@@ -159,7 +159,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             self.found.unknown.add(name)
             self.opaque(call, out)
 
-    def opaque(self, call: _OpCall, out: Any) -> None:
+    def opaque(self, call: _OpCall, out: object) -> None:
         """Handle an operator without a rule: its results have fresh atoms.
 
         Operands must be whole, except for leading dimensions that stay.
@@ -194,13 +194,13 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     # ------------------------------------------------------------ elementwise, and reductions
 
-    def same(self, call: _OpCall, out: Any) -> None:
+    def same(self, call: _OpCall, out: object) -> None:
         x = call.operands[0]
         for y in _tensors(out):
             if y.shape == x.shape:
                 self.know(y, self.of(x), self.origin.get(id(x)))
 
-    def pointwise(self, call: _OpCall, out: Any) -> None:
+    def pointwise(self, call: _OpCall, out: object) -> None:
         for y in _tensors(out)[:1]:
             rows: list[Row] = [[] for _ in y.shape]
             for x in call.operands:
@@ -212,7 +212,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             if len(only) == 1 and id(only[0]) in self.origin and only[0].shape == y.shape:
                 self.origin[id(y)] = self.origin[id(only[0])]
 
-    def reduce(self, call: _OpCall, out: Any, what: str = "bound") -> None:
+    def reduce(self, call: _OpCall, out: object, what: str = "bound") -> None:
         x, dims = call.operands[0], call["dim"]
         if call["other"] is not None:  # elementwise maximum of two tensors
             return self.pointwise(call, out)
@@ -228,10 +228,10 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 self.know(y, [r for d, r in enumerate(rows) if d not in gone])
         return None
 
-    def normed(self, call: _OpCall, out: Any) -> None:
+    def normed(self, call: _OpCall, out: object) -> None:
         self.reduce(call, out, "normed")
 
-    def along(self, call: _OpCall, out: Any) -> None:
+    def along(self, call: _OpCall, out: object) -> None:
         x, dims = call.operands[0], call.get("dim", call.get("dims", -1))
         for d in [dims] if isinstance(dims, int) else dims or range(x.ndim):
             if x.ndim:
@@ -239,14 +239,14 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         for y in _tensors(out):
             self.know(y, self.of(x))
 
-    def topk(self, call: _OpCall, out: Any) -> None:
+    def topk(self, call: _OpCall, out: Sequence[Tensor]) -> None:
         rows, dim = list(self.of(call.operands[0])), call["dim"]
         mark(rows[dim], "bound")
         rows[dim] = fresh(call["k"], "bound")
         for y in out:
             self.know(y, rows)
 
-    def layer_norm(self, call: _OpCall, out: Any) -> None:
+    def layer_norm(self, call: _OpCall, out: object) -> None:
         x, *affine = call.operands
         rows, over = self.of(x), call["normalized_shape"]
         for row in rows[x.ndim - len(over) :]:
@@ -255,7 +255,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             self.align(rows, x.shape, w)
         self.know(_tensors(out)[0], rows)
 
-    def channel_norm(self, call: _OpCall, out: Any) -> None:
+    def channel_norm(self, call: _OpCall, out: object) -> None:
         """Unite the channels of a batch's or groups' norm with those of its vectors."""
         x, *vectors = call.operands
         rows = self.of(x)
@@ -286,7 +286,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 at = tuple(None if n == 1 else next(left)[1] for n in out.shape)
                 self.origin[id(out)] = (name, at)
 
-    def moved(self, call: _OpCall, out: Any) -> None:
+    def moved(self, call: _OpCall, out: object) -> None:
         """Follow a view that permutes, adds and drops dimensions, by strides that all differ.
 
         Raises: Apart for any other view.
@@ -343,7 +343,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         mark(row, "bound")
         return fresh(size, "bound")
 
-    def split(self, call: _OpCall, out: Any) -> None:
+    def split(self, call: _OpCall, out: Sequence[Tensor]) -> None:
         x = call.operands[0]
         dim, rows, start = call["dim"] % x.ndim, list(self.of(x)), 0
         row, sizes = leaves(rows[dim]), [y.shape[dim] for y in out]
@@ -445,7 +445,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         if id(b) in self.origin:
             self.read("product", b, 1, 2, one[0])
 
-    def attention(self, call: _OpCall, out: Any) -> None:
+    def attention(self, call: _OpCall, out: Sequence[Tensor]) -> None:
         q, k, v = map(self.of, call.operands[:3])
         for d in (0, 1):
             for other in (k, v):
@@ -490,7 +490,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         if id(w) in self.origin:
             self.read("conv", w, channels, filters, [], groups)
 
-    def pooled(self, call: _OpCall, out: Any) -> None:
+    def pooled(self, call: _OpCall, out: object) -> None:
         """Keep the two leading dimensions; the others are space."""
         x = call.operands[0]
         rows = self.of(x)
@@ -621,7 +621,7 @@ _RULES: dict[str, Callable[[_DimensionTracer, _OpCall, Any], None]] = {
 """Operator -> its rule; others go by their kind in the table of operators."""
 
 
-def _keeps_shape(call: _OpCall, out: Any) -> bool:
+def _keeps_shape(call: _OpCall, out: object) -> bool:
     """Check whether a call has one operand, and results of its shape alone."""
     found = call.operands
     return len(found) == 1 and all(y.shape == found[0].shape for y in _tensors(out))
@@ -634,7 +634,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 # ---------------------------------------------------------------- running the module
 
 
-def trace_dimensions(model: nn.Module, inputs: Any = None) -> Dimensions:
+def trace_dimensions(model: nn.Module, inputs: object = None) -> Dimensions:
     """Run a module once on the meta device and find which dimensions are the same.
 
     ``inputs``  a dict of forward's arguments, or their tuple; by default made from the module's
@@ -787,7 +787,7 @@ def _for_layer(m: nn.Module, model: nn.Module) -> Tensor | None:
     return _zeros(model, 2, 8, *(width if isinstance(width, tuple) else (width,)))
 
 
-def _from_config(model: nn.Module, config: Any) -> dict[str, Tensor]:
+def _from_config(model: nn.Module, config: object) -> dict[str, Tensor]:
     """Make the inputs of a Hugging Face model, by the names that its forward takes."""
     takes = inspect.signature(model.forward).parameters
     main: Any = getattr(model, "main_input_name", "input_ids")
@@ -811,7 +811,7 @@ def _from_config(model: nn.Module, config: Any) -> dict[str, Tensor]:
     return out
 
 
-def _ids(config: Any) -> Tensor:
+def _ids(config: object) -> Tensor:
     """Make token ids, at most half as many as the configuration has positions."""
     text = getattr(config, "text_config", config)
     text = config if isinstance(text, dict) else text

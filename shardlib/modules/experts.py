@@ -118,7 +118,7 @@ def forward_of(module: nn.Module) -> Any:
     return functools.partial(_forward, module)
 
 
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(self: nn.Module, *args: object, **kwargs: object) -> Tensor:
     given = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
     held = {n: p for n, p in self._parameters.items() if p is not None}
     operands: Any = list(given.values())[1:]

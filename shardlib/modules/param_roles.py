@@ -47,7 +47,7 @@ MATRIX = {
 class RoleLayouts:
     """Layouts that a recipe gives to the roles of parameters.
 
-    ``layouts``   role -> (matrix stored (out, in), vector, layout of the products).
+    ``layouts``   role -> (of the matrix, stored (out, in), and, if not plain, of the products).
     ``sizes``     mesh axis -> size.
     ``residual``  axes that split the residual stream's features.
     ``inner``     axes that split heads and widths.
@@ -576,7 +576,7 @@ def _matrix(
     into, out = _side(found, ins, way), _side(found, outs, way)
     if into == out == "inner":
         into = "whole"
-    text, _, *more = way.layouts[_role(found, ins, outs, (out, into), way)]
+    text, *more = way.layouts[_role(found, ins, outs, (out, into), way)]
     out_axes, in_axes = (d.axes for d in Layout.parse(text).resolve(2).dims)
     texts = ["."] * len(shape)
     (o,), (i,) = r.outputs[:1], r.inputs[:1]

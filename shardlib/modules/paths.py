@@ -65,7 +65,7 @@ class Paths:
             self.here.stack = []
         return self.here.stack
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, _: object) -> None:
         stack = self._stack()
         if id(module) not in self.names:
             above = f"{stack[-1]}." if stack and stack[-1] else ""
@@ -76,7 +76,7 @@ class Paths:
                 self.names.setdefault(id(child), path)
         stack.append(self.names[id(module)])
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         if stack := self._stack():
             error = sys.exc_info()[1]  # torch runs this hook while an error propagates
             if error is not None:  # stored on the error: a reference here would keep its frames

@@ -37,7 +37,14 @@ from shardlib.modules.colossalai import Legacy, legacy
 from shardlib.modules.dim_factors import leaves
 from shardlib.modules.dim_trace import Dimensions, trace_dimensions
 from shardlib.modules.experts import stacks
-from shardlib.modules.param_roles import RoleLayouts, assign, patterns, role_names, widening_names
+from shardlib.modules.param_roles import (
+    MATRIX,
+    RoleLayouts,
+    assign,
+    patterns,
+    role_names,
+    widening_names,
+)
 from shardlib.modules.rules import Suggested
 
 __all__ = [
@@ -144,7 +151,7 @@ def megatron1d(
     data: str = "data",
     sequence: bool = False,
     experts: str = "",
-    inputs: Any = None,
+    inputs: object = None,
 ) -> Recipe:
     """Split columns, then rows: heads and MLP width split over ``axis``.
 
@@ -163,23 +170,15 @@ def megatron1d(
     ('2.weight', '. x', '. x ...')
     """
     batch = _batch(mesh, data, "megatron1d", axis=axis)
-    contract = (f". {axis}", ".", f"{batch} {axis} ...") if sequence else (f". {axis}", ".")
+    contract = (f". {axis}", f"{batch} {axis} ...") if sequence else (f". {axis}",)
     where = f"{batch} {axis}" if sequence else f"{batch} ."
-    layouts = {
-        "expand": (f"{axis} .", axis),
+    own = {
+        "expand": (f"{axis} .",),
         "contract": contract,
-        "tokens": (f"{axis} .", ""),
-        "positions": (". .", ""),
-        "norm": ("...", "."),
-        "plain": (". .", "."),
-        "scores": (". .", "."),
-        "patch": ("...", "."),
-        "lift": (f"{axis} .", axis),
-        "drop": (f". {axis}", "."),
-        "land": (". .", "."),
-        "whole": (". .", "."),
+        "plain": (". .",),
+        "tokens": (f"{axis} .",),
     }
-    way = RoleLayouts(layouts, as_mesh(mesh).axes, inner=(axis,))
+    way = RoleLayouts(_layouts(".", axis, own), as_mesh(mesh).axes, inner=(axis,))
     return _recipe(model, way, inputs, where, f"{batch} .", mesh, experts)
 
 
@@ -191,7 +190,7 @@ def optimus2d(
     cols: str = "y",
     data: str = "data",
     experts: str = "",
-    inputs: Any = None,
+    inputs: object = None,
 ) -> Recipe:
     """Shard every matrix in 2D blocks: activations ``(data rows) . cols``; the wide side stays.
 
@@ -220,7 +219,7 @@ def tesseract(
     depth: str = "d",
     data: str = "data",
     experts: str = "",
-    inputs: Any = None,
+    inputs: object = None,
 ) -> Recipe:
     """Shard in planes of 2D blocks: activations ``(depth rows) . cols``; depth copies weights.
 
@@ -251,7 +250,7 @@ def cube3d(
     data: str = "data",
     mlp: str = "mnk",
     experts: str = "",
-    inputs: Any = None,
+    inputs: object = None,
 ) -> Recipe:
     """Shard in 3D: activations ``(x y) . z``, weights ``(z x) y``, wide activations ``(x z) . y``.
 
@@ -287,19 +286,12 @@ def cube3d(
             fix='sl.recipes.cube3d(model, mlp="mnk")',
         )
     rows, wide = (_batch(mesh, data, "cube3d", over, x=x, y=y, z=z) for over in ((x, y), (x, z)))
-    layouts = {
-        "expand": (f"{y} ({z} {x})", y),
-        "contract": (f"{z} ({y} {x})", z),
-        "tokens": (f"{y} ({z} {x})", ""),
-        "positions": (f". {z}", ""),
-        "norm": (f"... {z}", z),
-        "plain": (f". ({z} {x})", z, f"{rows} ... {z}"),
-        "scores": (f". {z}", ".", f"{rows} ..."),
-        "patch": (f"{z} ...", z),
-        "lift": (f"{y} .", y),
-        "drop": (f". {y}", "."),
-        "land": (f"{z} .", z),
-        "whole": (". .", "."),
+    own = {
+        "expand": (f"{y} ({z} {x})",),
+        "contract": (f"{z} ({y} {x})",),
+        "plain": (f". ({z} {x})", f"{rows} ... {z}"),
+        "scores": (f". {z}", f"{rows} ..."),
+        "tokens": (f"{y} ({z} {x})",),
     }
     wider = None
     if mlp != "mnk":
@@ -307,9 +299,10 @@ def cube3d(
             " ".join(axis for axis, role in zip((x, y, z), mlp, strict=True) if role == wanted)
             for wanted in "mnk"
         )
-        layouts["up"] = (f"{_token(n)} {_token(k, m)}", _token(n))
-        layouts["down"] = (f"{_token(k)} {_token(n, m)}", z, f"{rows} ... {z}")
+        own["up"] = (f"{_token(n)} {_token(k, m)}",)
+        own["down"] = (f"{_token(k)} {_token(n, m)}", f"{rows} ... {z}")
         wider = tuple(n.split())
+    layouts = _layouts(z, y, own)
     way = RoleLayouts(layouts, as_mesh(mesh).axes, (z,), (y,), wider, apart=True)
     return _recipe(model, way, inputs, f"{rows} .", f"{wide} .", mesh, experts)
 
@@ -414,7 +407,7 @@ def fsdp(
     axis: str = "x",
     data: str = "data",
     experts: str = "",
-    inputs: Any = None,
+    inputs: object = None,
     flat: bool = False,
 ) -> Recipe:
     """Split batches and matrices over ``axis``; gather weights for products, scatter gradients.
@@ -441,9 +434,8 @@ def fsdp(
     if flat:
         rules = [*_split_stacks(model, mesh, experts), ("*", "...")]
         return Recipe(rules, where, where, zero={"axis": axis, "stage": 3})
-    whole, split = dict.fromkeys(("positions", "norm", "patch"), ("...", ".")), (f". {axis}", ".")
-    kinds = "expand contract tokens plain scores lift drop land whole"
-    way = RoleLayouts({**whole, **dict.fromkeys(kinds.split(), split)}, as_mesh(mesh).axes)
+    layouts = dict.fromkeys([*MATRIX.values(), "tokens"], (f". {axis}",)) | {"positions": (". .",)}
+    way = RoleLayouts(layouts, as_mesh(mesh).axes)
     return _recipe(model, way, inputs, where, where, mesh, experts)
 
 
@@ -468,30 +460,31 @@ def from_colossalai_config(config: Mapping[str, Any], world: int | None = None) 
 
 
 def _plane(rows: str, cols: str, mesh: Any) -> RoleLayouts:
-    layouts = {
-        "expand": (f"{cols} {rows}", cols),
-        "contract": (f"{rows} {cols}", cols),
-        "tokens": (f"{rows} {cols}", ""),
-        "positions": (f". {cols}", ""),
-        "norm": (f"... {cols}", cols),
-        "plain": (f"{cols} {rows}", cols),
-        "scores": (f". {cols}", "."),
-        "patch": (f"{cols} ...", cols),
-        "lift": (f"{cols} .", cols),
-        "drop": (f". {cols}", "."),
-        "land": (f"{cols} .", cols),
-        "whole": (". .", "."),
-    }
+    wide, narrow = (f"{cols} {rows}",), (f"{rows} {cols}",)
+    own = {"expand": wide, "contract": narrow, "plain": wide, "tokens": narrow}
+    layouts = _layouts(cols, cols, own)
     return RoleLayouts(layouts, as_mesh(mesh).axes, (cols,), (cols,), widest=True)
+
+
+def _layouts(
+    residual: str, inner: str, own: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Return the layouts of all roles: those of a recipe's ``own``, else of a matrix's sides.
+
+    ``residual``, ``inner``  the tokens of features of the two kinds.
+    """
+    tokens = {"residual": residual, "inner": inner, "whole": "."}
+    sides = {role: (f"{tokens[out]} {tokens[into]}",) for (out, into), role in MATRIX.items()}
+    return {**sides, "positions": (f". {residual}",), **own}
 
 
 def _recipe(
     model: nn.Module,
     way: RoleLayouts,
-    inputs: Any,
+    inputs: object,
     tokens: str,
     labels: str,
-    mesh: Any,
+    mesh: object,
     experts: str,
 ) -> Recipe:
     """Write rules by traced roles.  Raises: Unsupported where the module cannot be run."""
@@ -504,7 +497,7 @@ def _recipe(
     return Recipe(patterns(texts | split, ndim, padded | split), tokens, labels, left)
 
 
-def _split_stacks(model: nn.Module, mesh: Any, experts: str) -> list[Suggested]:
+def _split_stacks(model: nn.Module, mesh: object, experts: str) -> list[Suggested]:
     return patterns(_stacked(model, mesh, experts), {})
 
 
@@ -571,7 +564,7 @@ def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, st
     return f"sl.recipes.megatron1d(model, axis={own[0]!r}){wants}"
 
 
-def roles(model: nn.Module, inputs: Any = None) -> dict[str, str]:
+def roles(model: nn.Module, inputs: object = None) -> dict[str, str]:
     """Map module names to the roles of their parameters, by what feeds what in a traced run.
 
     A product expands, contracts, or is one of the others of ``param_roles.py``; a table that is looked up
@@ -590,7 +583,7 @@ def roles(model: nn.Module, inputs: Any = None) -> dict[str, str]:
     return found
 
 
-def matrices(model: nn.Module, inputs: Any = None) -> list[str]:
+def matrices(model: nn.Module, inputs: object = None) -> list[str]:
     """List the weights that multiply activations between two other layers: the weights for Muon.
 
     Embeddings, heads (no other weight reads their output), norms and biases are not among them.
@@ -639,7 +632,7 @@ def beside(rules: Iterable[Sequence[Any]]) -> list[tuple[Any, tuple[int, int]]]:
     return out
 
 
-def widening(model: nn.Module, inputs: Any = None) -> set[str]:
+def widening(model: nn.Module, inputs: object = None) -> set[str]:
     """List the modules of an MLP's weights: those that widen, and those that contract again.
 
     >>> sorted(widening(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))))

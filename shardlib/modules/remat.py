@@ -130,7 +130,7 @@ def remembering(module: nn.Module, policies: Mapping[str, str]) -> None:
 
 def _made_again(
     module: nn.Module, forward: Callable[..., Any], keeps: bool, /, *args: Any, **kwargs: Any
-) -> Any:
+) -> object:
     """Run forward as a region of torch's checkpoint; ``keeps`` the results of its products.
 
     The second run gets the same inputs as the first: mutable arguments as they were, such as a
@@ -143,7 +143,7 @@ def _made_again(
     before = {k: _Twin(v) for k, v in [*enumerate(args), *kwargs.items()] if _may_change(v)}
     written: list[Tensor] | None = None
 
-    def region(*args: Any, **kwargs: Any) -> Any:
+    def region(*args: object, **kwargs: object) -> object:
         nonlocal written
         if kept is not None:
             kept.begin()
@@ -191,7 +191,7 @@ def _may_change(x: Any) -> bool:
 class _Twin:
     """Snapshot of an object that shares its tensors and modules: each call returns a new copy."""
 
-    def __init__(self, x: Any) -> None:
+    def __init__(self, x: object) -> None:
         self.shared: list[Any] = []
         self.x, self.text = x, io.BytesIO()
         writer = pickle.Pickler(self.text)
@@ -201,13 +201,13 @@ class _Twin:
         except Exception:  # not picklable: a lock, a file, a local class
             self.text = io.BytesIO()
 
-    def _place(self, x: Any) -> int | None:
+    def _place(self, x: object) -> int | None:
         if not isinstance(x, Tensor | nn.Module):
             return None
         self.shared.append(x)
         return len(self.shared) - 1
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         if not self.text.getbuffer():
             return self.x
         reader = pickle.Unpickler(io.BytesIO(self.text.getvalue()))
@@ -218,7 +218,9 @@ class _Twin:
 _SMALL = 4096  # bytes, below which a move costs more than the memory it saves
 
 
-def _on_host(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _on_host(
+    module: nn.Module, forward: Callable[..., Any], /, *args: object, **kwargs: object
+) -> Any:
     """Run the forward with its saved tensors in host memory until backward; the weights stay."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -231,7 +233,7 @@ def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
     raws = (w.raw if isinstance(w, ShardedTensor) else w for w in weights)
     stay = {raw.untyped_storage()._cdata for raw in raws}
 
-    def pack(x: Tensor) -> Any:
+    def pack(x: Tensor) -> object:
         small = x.numel() * x.element_size() < _SMALL
         if x.device.type == "cpu" or small or x.untyped_storage()._cdata in stay:
             return x

@@ -42,7 +42,9 @@ class Around:
     tensor([[6., 6.]])
     """
 
-    def __init__(self, module: nn.Module, name: str, run: Callable[..., Any], *given: Any) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, run: Callable[..., Any], *given: object
+    ) -> None:
         self.module, self.__name__, self.run, self.given = module, name, run, given
         self.before = vars(module).get(name)
         vars(module)[name] = self
@@ -59,7 +61,7 @@ class Around:
         """Code object of the method, whose file torch.export names."""
         return getattr(self.__wrapped__, "__code__", None)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.run(self.module, self.__wrapped__, *self.given, *args, **kwargs)
 
 
@@ -112,12 +114,12 @@ class _Exchange:
         self.instead = dict(instead)
         self.apart: dict[int, Any] = {}  # values found to reference no copied object
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: object) -> Any:
         if id(value) in self.instead:
             return self.instead[id(value)]
         return self._rebuilt(value) if self._reaches(value) else value
 
-    def _reaches(self, value: Any) -> bool:
+    def _reaches(self, value: object) -> bool:
         seen: dict[int, Any] = {}
         todo = [value]
         while todo:

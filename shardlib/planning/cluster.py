@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -173,7 +172,7 @@ def probe(
     return {axis: m.links.get(axis, Link()) for axis in m.names}
 
 
-def _seconds(axis: str, words: int, mesh: Any, repeats: int) -> float:
+def _seconds(axis: str, words: int, mesh: object, repeats: int) -> float:
     """Time one collective: the mean of a gather and a scatter."""
     x = torch.zeros(words, device=mesh.device)
     best = math.inf

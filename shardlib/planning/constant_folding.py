@@ -9,7 +9,7 @@ of products with an addend in Python, a fifth of a millisecond each: ``on_shapes
 the same shapes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
 
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense" and id(args[0]) in self.values:  # item()
@@ -83,7 +83,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             return "device" in kwargs
         return all(id(x) in self.values or not x.is_meta for x in given)
 
-    def _twin(self, x: Any) -> Any:
+    def _twin(self, x: object) -> object:
         return self.values.get(id(x), x) if isinstance(x, Tensor) else x
 
 
@@ -109,7 +109,7 @@ def _computed(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out.expand(count, *out.shape[1:])
 
 
-def _by_row(func: Any, args: tuple[Any, ...], ndim: int) -> bool:
+def _by_row(func: object, args: tuple[Any, ...], ndim: int) -> bool:
     """Return whether each row of the result depends only on the same row of the operands."""
     if torch.Tag.pointwise in func.tags:
         return True
@@ -159,7 +159,7 @@ def on_shapes(func: Func, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
 
 
 @lru_cache(maxsize=1024)
-def _apart(func: Any) -> bool:
+def _apart(func: object) -> bool:
     """Return whether an operation returns one tensor: a new one, or its first operand."""
     schema = func._schema
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
@@ -174,7 +174,7 @@ class _Values(Exception):
     """Raised for an operand that cannot be a cache key: a tensor with values, or another object."""
 
 
-def _key(x: Any) -> Any:
+def _key(x: object) -> Hashable:
     if isinstance(x, Tensor):
         if not x.is_meta or type(x) is not Tensor:
             raise _Values
@@ -188,7 +188,7 @@ def _key(x: Any) -> Any:
     raise _Values
 
 
-def _made(out: Any, args: tuple[Any, ...]) -> _NewTensor | None:
+def _made(out: object, args: tuple[Any, ...]) -> _NewTensor | None:
     """Describe how to make an equal tensor; None if it shares memory or is not simply strided."""
     if args and out is args[0]:
         return _NewTensor(None, (), out.dtype)

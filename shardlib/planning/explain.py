@@ -20,7 +20,7 @@ from shardlib.errors import BadArgument, ShardError, Unsupported, user_line
 from shardlib.grad import deferring
 from shardlib.layouts.dims import axis_sizes
 from shardlib.memory_tracker import Live
-from shardlib.mesh import MeshLike, record, within
+from shardlib.mesh import Mesh, MeshLike, record, within
 from shardlib.modules.paths import Paths
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
@@ -287,7 +287,9 @@ def explain(
             raise _refused(e, paths, inputs, sizes) from e
 
 
-def _refused(error: Exception, paths: Paths, inputs: Any, sizes: Mapping[str, int]) -> ShardError:
+def _refused(
+    error: Exception, paths: Paths, inputs: object, sizes: Mapping[str, int]
+) -> ShardError:
     """Build the error for a forward that does not run on the meta device: where, why, and a fix."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     where = f"module {paths.where(error)!r}" if paths.where(error) else "what was given"
@@ -308,7 +310,7 @@ def _refused(error: Exception, paths: Paths, inputs: Any, sizes: Mapping[str, in
 
 
 def _rehearsed(
-    apply: Callable[..., Any], params: Any, args: Args, kwargs: Kwargs, sizes: dict[str, int]
+    apply: Callable[..., Any], params: object, args: Args, kwargs: Kwargs, sizes: dict[str, int]
 ) -> None:
     """Run forward alone first: products learn which of their operands are read again."""
     with record(**sizes) as paper, torch.no_grad():
@@ -318,14 +320,14 @@ def _rehearsed(
             apply(ours, *given[0], **given[1])
 
 
-def _papers(tree: Any, paper: Any, known: Known) -> Any:
-    def on_paper(x: Any) -> Any:
+def _papers(tree: Any, paper: Mesh, known: Known) -> Any:
+    def on_paper(x: object) -> Any:
         y = _on_paper(x, paper)
         if isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and not x.is_meta:
             known.tell(y, x)
         return y
 
-    def one(x: Any) -> Any:
+    def one(x: object) -> object:
         if not isinstance(x, Buckets):
             return on_paper(x)
         if dict(x.mesh.axes) != dict(paper.axes):
@@ -344,12 +346,12 @@ def _papers(tree: Any, paper: Any, known: Known) -> Any:
 
 def _explained(
     apply: Callable[..., Any],
-    params: Any,
+    params: object,
     args: Args,
     kwargs: Kwargs,
     sizes: dict[str, int],
     backward: bool,
-    tx: Any,
+    tx: object,
     paths: Paths,
 ) -> Explanation:
     with record(**sizes) as paper, trace() as t:
@@ -374,14 +376,14 @@ def _explained(
     return Explanation(watch.rows, sizes, _bytes(ours), live.peak, state, saved)
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: object) -> int:
     """Count the bytes of the tensors in a tree, on one rank."""
     found = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]  # type: ignore[arg-type]
     raws = [x.raw if isinstance(x, ShardedTensor) else x for x in found]
     return sum(x.numel() * x.element_size() for x in raws)
 
 
-def _on_paper(x: Any, mesh: Any) -> Any:
+def _on_paper(x: object, mesh: Mesh) -> Any:
     """Return the value as a tensor on the meta device, placed on another mesh."""
     if isinstance(x, ShardedTensor):
         true, place = x.place.true_shape, x.place._replace(mesh=mesh, deferred=frozenset())
@@ -442,7 +444,7 @@ class _CallRecorder:
 
     verb = __call__
 
-    def _write(self, func: Any, operands: list[ShardedTensor], out: Tensor, before: int) -> None:
+    def _write(self, func: object, operands: list[ShardedTensor], out: Tensor, before: int) -> None:
         row = Row(_name(func), user_line(), tuple(typeof(x) for x in operands), typeof(out))
         row.module, row.forward = self.paths.now(), self.t.events[before:]
         if self.match is not None:
@@ -469,7 +471,7 @@ class _CallRecorder:
             self.row.backward += [e for e in self.t.events[self.seen :] if id(e) not in known]
         self.row, self.seen = row, len(self.t.events)
 
-    def back(self, out: Any, params: list[ShardedTensor], together: "_Together | _Into") -> None:
+    def back(self, out: object, params: list[ShardedTensor], together: "_Together | _Into") -> None:
         """Run backward; gradients that are summed together get a row of their own, the last."""
         self.apart = together.events
         found = [settle(x) for x in optree.tree_leaves(out) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
@@ -522,17 +524,17 @@ class _Into:
         for hook in self.hooks:
             hook.remove()
 
-    def finish(self) -> Any:
+    def finish(self) -> object:
         return self._counted(self.sink.finish)
 
-    def _counted(self, f: Callable[..., Any], *given: Any) -> Any:
+    def _counted(self, f: Callable[..., Any], *given: object) -> object:
         before = len(self.t.events)
         out = f(*given)
         self.events += self.t.events[before:]
         return out
 
 
-def _sink(tx: Any, params: Any) -> Sink | None:
+def _sink(tx: object, params: object) -> Sink | None:
     """Return the buckets that take the gradients, as in a first step; None: they come as a tree."""
     try:
         sink = None if tx is None or tx.sink is None else tx.sink(params)
@@ -543,7 +545,7 @@ def _sink(tx: Any, params: Any) -> Sink | None:
     return sink
 
 
-def _name(func: Any) -> str:
+def _name(func: object) -> str:
     name = getattr(func, "__name__", str(func))
     return (
         getattr(getattr(func, "__self__", None), "__name__", name)

@@ -101,7 +101,7 @@ def _signature(layer: nn.Module) -> Any:
     return modules, tensors
 
 
-def _plain(key: str, value: Any) -> bool:
+def _plain(key: str, value: object) -> bool:
     # attributes that number equal layers
     number = key in ("layer_idx", "layer_id", "layer_number", "training", "block_idx")
     return isinstance(value, int | float | str) and not number and not key.startswith("_")

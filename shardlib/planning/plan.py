@@ -343,7 +343,7 @@ def _some(ranked: Sequence[tuple[float, Strategy]], most: int) -> list[Strategy]
     return kept[:most]
 
 
-def loss_of(out: Any, labels: Any) -> Tensor | None:
+def loss_of(out: object, labels: object) -> Tensor | None:
     """Return the loss of forward's output: a scalar, its ``loss``, or its logits against labels.
 
     For outputs in half precision the loss is computed in fp32.
@@ -653,7 +653,7 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _said(config: Any, names: Sequence[str]) -> int | None:
+def _said(config: object, names: Sequence[str]) -> int | None:
     """Return the first of these fields that a configuration has as an integer."""
     found = (getattr(config, n, None) for n in names)
     return next((n for n in found if isinstance(n, int)), None)
