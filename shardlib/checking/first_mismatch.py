@@ -13,8 +13,9 @@ from shardlib.errors import ShardError, user_line
 from shardlib.grad import grad
 from shardlib.mesh import within
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.placing import shard, unshard
+from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, typeof
+from shardlib.testing.compare import difference, whole
 
 __all__ = ["Found", "Places"]
 
@@ -82,7 +83,7 @@ class Places:
                 right: Any = grad(lambda o: loss(o, dense))([dense[i] for i in at])
         except (ShardError, RuntimeError, TypeError):
             return 0.0  # it is not differentiable, or cannot be run alone
-        return max(_apart(unshard(m), r) for m, r in zip(mine, right, strict=True))
+        return max(difference(m, r) for m, r in zip(mine, right, strict=True))
 
 
 def _weighed(x: Any) -> Tensor:
@@ -103,21 +104,9 @@ def _value(func: Any, whole: Any, out: Any) -> float:
         return 0.0
     pairs = list(zip(optree.tree_leaves(out), optree.tree_leaves(right), strict=False))
     return max(
-        [_apart(unshard(m), r) for m, r in pairs if isinstance(m, ShardedTensor) and _floats(r)],
+        [difference(m, r) for m, r in pairs if isinstance(m, ShardedTensor) and _floats(r)],
         default=0.0,
     )
-
-
-def _apart(mine: Tensor, right: Tensor) -> float:
-    mine, right = mine.detach(), right.detach()
-    if mine.shape != right.shape:
-        return float("inf")
-    if not right.numel():
-        return 0.0
-    same = (mine == right) | (mine.isnan() & right.isnan())
-    off = torch.where(same, torch.zeros_like(mine), mine - right).abs().max()
-    off = float(off / right.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp_min(1e-12))
-    return off if off == off else float("inf")
 
 
 def _draws(name: str) -> bool:
@@ -138,10 +127,8 @@ def _kept(x: Any) -> Any:
 
 
 def _whole(tree: Any) -> Any:
-    def one(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return (unshard(x) if isinstance(x, ShardedTensor) else x).detach().clone()
+    def one(x: object) -> object:
+        return whole(x).clone() if isinstance(x, Tensor) else x
 
     with torch.no_grad():
         return optree.tree_map(one, tree)

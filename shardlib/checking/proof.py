@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,8 @@ from shardlib.modules.parallelize import parallelize
 from shardlib.modules.rules import Rules
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim import adamw, apply_updates, global_norm
-from shardlib.placing import shard, unshard
-from shardlib.tensor import ShardedTensor
+from shardlib.placing import shard
+from shardlib.testing.compare import difference, whole
 
 __all__ = ["Proof", "check_model"]
 
@@ -145,6 +145,7 @@ class _ProofCase:
     """Whether the loss has a gradient."""
 
 
+Named = Mapping[str, Tensor]
 Quantities = dict[str, Tensor]
 """Name -> value, in the order of computation."""
 
@@ -283,90 +284,114 @@ def _loss(output: Any) -> Tensor:
     return total
 
 
+class _Forward(NamedTuple):
+    """The outputs and the loss of a forward, and its gradients; None where the loss has none."""
+
+    outputs: Named
+    loss: Tensor
+    gradients: Named | None
+
+
+def _steps(
+    case: _ProofCase,
+    params: Named,
+    forward: Callable[[Named], _Forward],
+    norm: Callable[[Named], Tensor],
+    update: Callable[[Named, Named], Named],
+) -> Quantities:
+    """Compute every quantity of a run: of the first step, and the parameters after each."""
+    found: Quantities = {}
+    for step in range(max(1, case.steps)):
+        torch.manual_seed(step)
+        with _doubles(case):
+            outputs, loss, gradients = forward(params)
+        if step == 0:
+            found |= {n: _value(x) for n, x in outputs.items()}
+            found["loss"] = _value(loss)
+        if gradients is None:
+            return found
+        if step == 0:
+            found |= {f"gradient of {n}": _value(g) for n, g in gradients.items()}
+            found["norm"] = _value(norm(gradients))
+        if case.steps:
+            params = update(gradients, params)
+            found |= {f"{n} after step {step + 1}": _value(p) for n, p in params.items()}
+    return found
+
+
+def _value(x: Tensor) -> Tensor:
+    return whole(x).clone()
+
+
 def _dense(case: _ProofCase) -> Quantities:
     """Run the module and torch's own AdamW on one device."""
     model = copy.deepcopy(case.model)
     args, kwargs = case.batch
     named = dict(model.named_parameters())
-    found: Quantities = {}
     groups = list(named.values()) or [torch.zeros(1, requires_grad=True, device="cpu")]
     optimizer = torch.optim.AdamW(groups, lr=_RATE, weight_decay=0.01)
-    for step in range(max(1, case.steps)):
+
+    def forward(params: Named) -> _Forward:
         optimizer.zero_grad()
-        torch.manual_seed(step)
-        with _doubles(case):
-            output = model(*args, **kwargs)
-            loss = case.loss(output)
-            if step == 0:
-                outputs = _compared(output, case.proof.left)
-                found |= {name: x.detach().clone() for name, x in outputs.items()}
-                found["loss"] = loss.detach()
-            if not loss.requires_grad:
-                return found
-            loss.backward()
-        if step == 0:
-            learn = {n: p for n, p in named.items() if p.requires_grad}
-            grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in learn.items()}
-            found |= {f"gradient of {n}": g.clone() for n, g in grads.items()}
-            squares = [g.square().sum() for g in grads.values()]
-            found["norm"] = sum(squares, torch.zeros((), dtype=torch.float64, device="cpu")).sqrt()
-        for p in named.values():
-            p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
-        if case.steps:
-            optimizer.step()
-        found |= {
-            f"{n} after step {step + 1}": p.detach().clone() for n, p in named.items() if case.steps
-        }
-    return found
+        output = model(*args, **kwargs)
+        loss, outputs = case.loss(output), _compared(output, case.proof.left)
+        if not loss.requires_grad:
+            return _Forward(outputs, loss, None)
+        loss.backward()
+        learn = {n: p for n, p in params.items() if p.requires_grad}
+        for p in learn.values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        return _Forward(outputs, loss, {n: p.grad for n, p in learn.items() if p.grad is not None})
+
+    def norm(gradients: Named) -> Tensor:
+        squares = [g.square().sum() for g in gradients.values()]
+        return sum(squares, torch.zeros((), dtype=torch.float64, device="cpu")).sqrt()
+
+    def update(gradients: Named, params: Named) -> Named:
+        optimizer.step()
+        return params
+
+    return _steps(case, named, forward, norm, update)
 
 
-def _sharded(case: _ProofCase, mesh: Mesh, watcher: Any = None) -> Quantities:
-    """Run the same on a mesh; ``watcher`` is called for every operator of the first forward."""
-    found: Quantities = {}
+def _sharded(case: _ProofCase, mesh: Mesh, places: Places | None = None) -> Quantities:
+    """Run the same on a mesh; ``places`` watches every operator of a single forward."""
     with use_mesh(mesh):
         rules: Any = case.rules(case.model, mesh) if callable(case.rules) else case.rules
         apply, params = parallelize(case.model, rules, pad=case.pad)
         args, kwargs = _placed(case, rules, mesh)
         outputs: Quantities = {}
 
-        def run(params: Any) -> Tensor:
+        def run(params: Named) -> Tensor:
             output = apply(params, *args, **kwargs)
             outputs.update(_outputs(output, []))
             return case.loss(output)
 
+        if places is not None:
+            torch.manual_seed(0)
+            with _doubles(case), within(watcher=places):
+                run(params)
+            return {}
         tx = adamw(_RATE, weight_decay=0.01)
         state = tx.init(params)
-        for step in range(max(1, case.steps)):
-            torch.manual_seed(step)
-            if watcher is not None:
-                with _doubles(case), within(watcher=watcher):
-                    run(params)
-                return found
-            with _doubles(case):
-                loss, grads = value_and_grad(run)(params) if case.learns else (run(params), {})
-            if step == 0:
-                found |= {name: _whole(x) for name, x in outputs.items()}
-                found["loss"] = _whole(loss)
+
+        def forward(params: Named) -> _Forward:
             if not case.learns:
-                return found
-            if step == 0:
-                learn = {n: p for n, p in params.items() if p.requires_grad}
-                found |= {
-                    f"gradient of {n}": _whole(
-                        torch.zeros_like(p) if grads[n] is None else grads[n]
-                    )
-                    for n, p in learn.items()
-                }
-                found["norm"] = _whole(global_norm(grads))
-            if case.steps:
-                updates, state = tx.update(grads, state, params)
-                params = apply_updates(params, updates)
-                found |= {f"{n} after step {step + 1}": _whole(p) for n, p in params.items()}
-    return found
+                loss = run(params)
+                return _Forward(outputs, loss, None)
+            loss, grads = value_and_grad(run)(params)
+            learn = {n: p for n, p in params.items() if p.requires_grad}
+            given = {
+                n: torch.zeros_like(p) if grads[n] is None else grads[n] for n, p in learn.items()
+            }
+            return _Forward(outputs, loss, given)
 
+        def update(gradients: Named, params: Named) -> Named:
+            nonlocal state
+            updates, state = tx.update(gradients, state, params)
+            return apply_updates(params, updates)
 
-def _whole(x: Tensor) -> Tensor:
-    return unshard(x).detach() if isinstance(x, ShardedTensor) else x.detach()
+        return _steps(case, params, forward, global_norm, update)
 
 
 def _placed(case: _ProofCase, rules: Any, mesh: Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -417,19 +442,7 @@ _KINDS = ("output", "loss", "gradient", "norm")
 
 
 def _off(mine: Tensor, right: Tensor) -> float:
-    """Return the largest difference, relative to the largest value."""
-    if mine.shape != right.shape or mine.dtype != right.dtype:
-        return float("inf")
-    if not right.numel():
-        return 0.0
-    # inf - inf is NaN although they are equal, and a NaN on both sides counts as equal
-    same = (mine == right) | (mine.isnan() & right.isnan())
-    if not (mine.is_floating_point() or mine.is_complex()):
-        mine, right = mine.double(), right.double()
-    apart = torch.where(same, torch.zeros_like(mine), mine - right).abs().max()
-    scale = right.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp_min(1e-12)
-    off = float(apart / scale)
-    return off if off == off else float("inf")
+    return difference(mine, right) if mine.dtype == right.dtype else float("inf")
 
 
 def _differs(

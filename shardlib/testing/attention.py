@@ -25,9 +25,9 @@ from shardlib.ops.attention.operands import attention_case
 from shardlib.ops.attention.peak import peak
 from shardlib.ops.attention.pieces import pieces
 from shardlib.ops.counter_rng import keep_mask
-from shardlib.placing import shard, unshard
+from shardlib.placing import shard
 from shardlib.random import next_key
-from shardlib.tensor import ShardedTensor
+from shardlib.testing.compare import difference, normal
 
 __all__ = ["check_engine", "check_mask", "dense_attention"]
 
@@ -63,11 +63,8 @@ def dense_attention(
     scores = scores if added is None else scores + added.to(scores.dtype)
     scores = scores if bias is None or bias.dtype == torch.bool else scores + bias
     scores = scores if allowed is None else scores.masked_fill(~allowed, -math.inf)
-    scores = (
-        scores.masked_fill(~bias, -math.inf)
-        if bias is not None and bias.dtype == torch.bool
-        else scores
-    )
+    if bias is not None and bias.dtype == torch.bool:
+        scores = scores.masked_fill(~bias, -math.inf)
     empty = (scores == -math.inf).all(-1)
     scores = scores.masked_fill(empty.unsqueeze(-1), 0)
     lse = torch.logsumexp(scores, -1).masked_fill(empty, -math.inf)
@@ -140,9 +137,9 @@ def check_engine(engine: Engine, *, masks: Sequence[Mask] | None = None) -> None
 def _operands(case: _AttentionCase) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     """Draw q, k, v, bias and sink as whole tensors."""
     (h, g), (s, t) = case.heads, case.lengths
-    q, k, v = _normal(2, h, s, 4, seed=1), _normal(2, g, t, 4, seed=2), _normal(2, g, t, 5, seed=3)
-    bias = _normal(h, s, t, seed=4).requires_grad_() if case.with_bias else None
-    sink = _normal(h, seed=5).requires_grad_() if case.with_sink else None
+    q, k, v = normal(2, h, s, 4, seed=1), normal(2, g, t, 4, seed=2), normal(2, g, t, 5, seed=3)
+    bias = normal(h, s, t, seed=4).requires_grad_() if case.with_bias else None
+    sink = normal(h, seed=5).requires_grad_() if case.with_sink else None
     return [x.requires_grad_() for x in (q, k, v)], bias, sink
 
 
@@ -164,7 +161,7 @@ def _dense(
         q, k, v, case.mask, bias, sink, (case.dropout, seed) if case.dropout else None
     )
     gone = lse == -math.inf
-    cotangents = _normal(*out.shape, seed=6), _normal(*lse.shape, seed=7).masked_fill(gone, 0)
+    cotangents = normal(*out.shape, seed=6), normal(*lse.shape, seed=7).masked_fill(gone, 0)
     loss = (out * cotangents[0]).sum()
     if case.with_lse:
         loss = loss + (lse.masked_fill(gone, 0) * cotangents[1]).sum()
@@ -206,7 +203,7 @@ def _check_attention(engine: Engine, case: _AttentionCase) -> str:
         extras = [name for name, x in (("bias", bias), ("sink", sink)) if x is not None]
         names = ["out", "lse", *(f"the gradient of {n}" for n in ("q", "k", "v", *extras))]
         for name, got, expected in zip(names, values, wanted.values, strict=True):
-            error = _gap(got, expected)
+            error = difference(got, expected, 1.0)
             assert error < 1e-12, f"{name} of {engine} is off by {error:.2g}: {case}"
     return ""
 
@@ -236,8 +233,8 @@ def _check_paper(engine: Engine, case: _AttentionCase, plan: AttentionPlan) -> N
 
 
 def _check_second_derivative(engine: Engine) -> None:
-    leaves = [_normal(1, h, 6, 4, seed=h).requires_grad_() for h in (4, 2, 2)]
-    cotangent = _normal(1, 4, 6, 4, seed=5)
+    leaves = [normal(1, h, 6, 4, seed=h).requires_grad_() for h in (4, 2, 2)]
+    cotangent = normal(1, 4, 6, 4, seed=5)
 
     def penalty(out: Tensor, xs: Any) -> Any:
         return sum((g * g).sum() for g in torch.autograd.grad(out, xs, create_graph=True))
@@ -258,7 +255,7 @@ def _check_second_derivative(engine: Engine) -> None:
             )
             return
         for mine, its in zip(got, want, strict=True):
-            error = _gap(unshard(mine), its)
+            error = difference(mine, its, 1.0)
             assert error < 1e-12, f"a second derivative of {engine} is off by {error:.2g}"
 
 
@@ -345,22 +342,3 @@ def _scores(mask: Mask, q: Tensor, k: Tensor, at: At) -> Tensor:
     shape = len(at.batch), len(at.heads), len(q), len(k)
     assert scores is None or mask.biased, f"{mask} adds to the scores and says that it does not"
     return torch.zeros(shape, device="cpu") if scores is None else scores.expand(shape)
-
-
-def _normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(
-        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), device="cpu"
-    )
-
-
-def _gap(got: Any, want: Tensor) -> float:
-    """Return the largest difference relative to the largest value; equal infinities count as 0."""
-    got, want = got.detach(), want.detach()
-    got = unshard(got) if isinstance(got, ShardedTensor) else got
-    gone = (got - want).abs().masked_fill(got == want, 0)
-    finite = want[want.isfinite()].abs()
-    return (
-        float(gone.max() / max(1.0, float(finite.max()) if finite.numel() else 1.0))
-        if got.numel()
-        else 0.0
-    )

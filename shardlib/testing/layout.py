@@ -22,6 +22,7 @@ from shardlib.mesh import Mesh, coordinates, scope, simulate
 from shardlib.ops.matmul.op import product
 from shardlib.placing import reshard, shard, unshard
 from shardlib.tensor import layout_of
+from shardlib.testing.compare import alike, close, normal
 
 __all__ = ["check_layout"]
 
@@ -86,10 +87,10 @@ def _value(given: LayoutLike, mesh: Mesh | Mapping[str, int] | None) -> Layout:
     """Return the layout, checked to be one hashable value that parses back from its text."""
     fix = "sl.testing.check_layout({})"
     lay, again = (as_layout(given, "check_layout", fix, mesh=mesh) for _ in range(2))
-    _alike(f"{given!r} has one layout", again, lay)
+    alike(f"{given!r} has one layout", again, lay)
     if isinstance(given, LayoutFamily):
-        _alike(f"{given!r} has one hash", (hash(given), given), (hash(given), given))
-    _alike(f"the text of {lay} reads back as it", Layout.parse(str(lay)), lay)
+        alike(f"{given!r} has one hash", (hash(given), given), (hash(given), given))
+    alike(f"the text of {lay} reads back as it", Layout.parse(str(lay)), lay)
     return lay
 
 
@@ -159,7 +160,7 @@ def _check_blocks(
     owners = torch.zeros(shape, dtype=torch.int64, device="cpu")
     for coord in coordinates(mesh.axes):
         at = me.indices(shape, mesh, coord)
-        _alike(
+        alike(
             f"{text}: the shape of the block at {coord}",
             me.local_shape(shape, mesh),
             tuple(len(i) for i in at),
@@ -178,7 +179,7 @@ def _check_blocks(
             f"{text}: the blocks do not tile the tensor: {int(owners[tuple(wrong)])} ranks hold "
             f"element {wrong}, not {copies}"
         )
-    x = _normal(shape, 1)
+    x = normal(*shape, seed=1).requires_grad_()
 
     def mine(coord: Mapping[str, int]) -> Tensor:
         block = x.detach()
@@ -189,18 +190,18 @@ def _check_blocks(
         return torch.zeros_like(block) if any(coord[a] for a in me.partial) else block
 
     a = shard(x, given)
-    _alike(f"{text}: where it lies", layout_of(a), me)
+    alike(f"{text}: where it lies", layout_of(a), me)
     for coord, view in each_rank(mesh):
         block = view(a.raw.detach())
-        _alike(f"{text}: the block at {coord} has its shape", block.shape, mine(coord).shape)
-        _close(f"{text}: the block at {coord}", block, mine(coord), 0.0)
-    whole, c = unshard(a), _normal(shape, 2)
-    _close(f"{text}: what unshard gives back", whole, x, 0.0)
+        alike(f"{text}: the block at {coord} has its shape", block.shape, mine(coord).shape)
+        close(f"{text}: the block at {coord}", block, mine(coord), 0.0)
+    whole, c = unshard(a), normal(*shape, seed=2).requires_grad_()
+    close(f"{text}: what unshard gives back", whole, x, 0.0)
     (gradient,) = torch.autograd.grad((whole * c.to(whole.device)).sum(), [x])
-    _close(f"{text}: the gradient through shard and unshard", gradient, c, 0.0)
+    close(f"{text}: the gradient through shard and unshard", gradient, c, 0.0)
     if not me.partial:
         read = from_local(lambda: mine(mesh.coord or {}), given)
-        _close(f"{text}: what from_local joins", unshard(read), x, 0.0)
+        close(f"{text}: what from_local joins", unshard(read), x, 0.0)
 
 
 # ---------------------------------------------------------------- resharding
@@ -220,7 +221,7 @@ def _check_ways(
     text: str, given: LayoutLike, me: Layout, shape: tuple[int, ...], mesh: Mesh
 ) -> None:
     """Reshard to other layouts and back: check values, gradients, and the plans' predictions."""
-    x, c = _normal(shape, 3).detach(), _normal(shape, 4).detach()
+    x, c = normal(*shape, seed=3), normal(*shape, seed=4)
     for other in _others(me, shape, mesh):
         way = f"{text}: {me} >> {other}"
         a = shard(x, given).requires_grad_()
@@ -232,16 +233,16 @@ def _check_ways(
             (way, me >> other, there),
             (f"{text}: {other} >> {me}", other >> me, back),
         ):
-            _alike(
+            alike(
                 f"{name}: bytes and messages, counted and foretold",
                 (counted.bytes, counted.messages),
                 (plan.bytes(shape, mesh, 8), plan.messages(shape, mesh)),
             )
-        _close(way, unshard(b).detach(), x, 1e-15)
-        _close(f"{way} and back", unshard(again), x, 1e-15)
+        close(way, unshard(b).detach(), x, 1e-15)
+        close(f"{way} and back", unshard(again), x, 1e-15)
         b.backward(shard(c, other))
         assert a.grad is not None, f"{way}: there is no gradient"
-        _close(f"{way}: the gradient", unshard(a.grad), c, 1e-15)
+        close(f"{way}: the gradient", unshard(a.grad), c, 1e-15)
 
 
 # ---------------------------------------------------------------- computing
@@ -249,7 +250,7 @@ def _check_ways(
 
 def _check_computed(text: str, given: LayoutLike, me: Layout, shape: tuple[int, ...]) -> None:
     """Check a sum, a norm and a product, with their gradients; a refusal passes."""
-    x = _normal(shape, 5)
+    x = normal(*shape, seed=5).requires_grad_()
     a = shard(x.detach(), given).requires_grad_()
     total: Callable[[Tensor], Tensor] = (
         (lambda t: t.sum()) if me.partial else lambda t: (t * t).sum()
@@ -261,7 +262,7 @@ def _check_computed(text: str, given: LayoutLike, me: Layout, shape: tuple[int, 
         ("a norm", _norm(shape[-1]), _norm(shape[-1]))
     ]
     if len(shape) > 1:
-        w = _normal((shape[-1], 3), 6).detach()
+        w = normal(shape[-1], 3, seed=6)
         rows = Layout((me.dims[-1], Dim()))
         tries.append(("a product", lambda t: t @ w, lambda t: product(t, shard(w, rows))))
     for name, dense, mine in tries:
@@ -284,12 +285,12 @@ def _agree(
     mine: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     want, got = dense(x), (mine or dense)(a)
-    _close(law, unshard(got).detach(), want.detach(), 1e-11)
-    c = _normal(tuple(want.shape), 7).detach()
+    close(law, unshard(got).detach(), want.detach(), 1e-11)
+    c = normal(*want.shape, seed=7)
     (expected,) = torch.autograd.grad((want * c).sum(), [x])
     lies = layout_of(got).bare
     (found,) = torch.autograd.grad([got], [a], [shard(c, lies)])
-    _close(f"{law}: the gradient", unshard(found), expected, 1e-11)
+    close(f"{law}: the gradient", unshard(found), expected, 1e-11)
 
 
 # ---------------------------------------------------------------- uneven sizes
@@ -303,7 +304,7 @@ def _check_uneven(
         if unit == 1:
             continue
         uneven = tuple(n + (d == e) for e, n in enumerate(shape))
-        law, x = f"{text}: as {list(uneven)}", _normal(uneven, 8)
+        law, x = f"{text}: as {list(uneven)}", normal(*uneven, seed=8).requires_grad_()
         try:
             shard(x, given)
         except UnevenSplit as e:
@@ -313,35 +314,10 @@ def _check_uneven(
         if declared(me.dims[d].order) is not None or me.skew:
             continue
         a = shard(x, given, pad=True)
-        _alike(f"{law} and padded: its shape", tuple(a.shape), uneven)
-        _close(f"{law} and padded", unshard(a), x, 0.0)
-        _close(f"{law} and padded: a sum", unshard(a.sum()).detach(), x.sum().detach(), 1e-11)
+        alike(f"{law} and padded: its shape", tuple(a.shape), uneven)
+        close(f"{law} and padded", unshard(a), x, 0.0)
+        close(f"{law} and padded: a sum", unshard(a.sum()).detach(), x.sum().detach(), 1e-11)
         if not me.partial:
             held = shard(x.detach(), given, pad=True).requires_grad_()
             (gradient,) = torch.autograd.grad([unshard((held * held).sum())], [held])
-            _close(f"{law} and padded: the gradient", unshard(gradient), 2 * x.detach(), 1e-11)
-
-
-# ---------------------------------------------------------------- comparing
-
-
-def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=draw, device="cpu").requires_grad_()
-
-
-def _close(law: str, got: Tensor, want: Tensor, most: float) -> None:
-    """Check that two tensors differ by at most ``most`` of the largest value."""
-    if got.shape != want.shape:
-        raise AssertionError(f"{law}: has the shape {list(got.shape)}, not {list(want.shape)}")
-    if not want.numel():
-        return
-    want = want.detach().to(got.device)
-    error = float((got.detach() - want).abs().max() / want.abs().max().clamp(min=1.0))
-    if not error <= most:
-        raise AssertionError(f"{law}: differs from dense by {error:.1e}")
-
-
-def _alike(law: str, got: object, want: object) -> None:
-    if got != want:
-        raise AssertionError(f"{law}: {got} and {want}")
+            close(f"{law} and padded: the gradient", unshard(gradient), 2 * x.detach(), 1e-11)

@@ -7,7 +7,6 @@ a bias, half precision, and its predicted bytes and messages with those counted.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from shardlib.ops.matmul.op import product
 from shardlib.ops.registry import Match, pinned, saving, why
 from shardlib.placing import shard, unshard
 from shardlib.tensor import typeof
+from shardlib.testing.compare import alike, close, normal
 
 __all__ = ["check_algorithm"]
 
@@ -97,16 +97,11 @@ def _equals_dense(
     name: str,
 ) -> None:
     """Compare values, gradients, costs, a bias, halves and second derivatives with dense."""
-    draw = torch.Generator().manual_seed(0)
-    dense = [
-        torch.randn(s, dtype=torch.float64, generator=draw, device="cpu")
-        for s in (x_shape, w_shape)
-    ]
+    dense = [normal(*x_shape, seed=0), normal(*w_shape, seed=1)]
     x, w = (t.clone().requires_grad_() for t in dense)
     y = x @ w
-    g = torch.randn(y.shape, dtype=torch.float64, generator=draw, device="cpu")
+    g = normal(*y.shape, seed=2)
     y.backward(g)
-    assert x.grad is not None and w.grad is not None, "both operands take part"
     a, b = (
         shard(t, layout).requires_grad_() for t, layout in zip(dense, (x_text, w_text), strict=True)
     )
@@ -117,48 +112,50 @@ def _equals_dense(
         c = product(a, b)
     with trace() as backward:
         c.backward(shard(g, c.sharding))
-    _alike(
-        f"{text}: the result's layout",
-        c.sharding,
-        Layout.parse(str(match.out)).resolve(len(x_shape)),
-    )
-    _close(f"{text}: Y", unshard(c).detach(), y.detach())
-    assert a.grad is not None and b.grad is not None
-    _close(f"{text}: X's gradient", unshard(a.grad), x.grad)
-    _close(f"{text}: W's gradient", unshard(b.grad), w.grad)
+    out = Layout.parse(str(match.out)).resolve(len(x_shape))
+    alike(f"{text}: the result's layout", c.sharding, out)
+    assert x.grad is not None and w.grad is not None, "both operands take part"
+    assert a.grad is not None and b.grad is not None, "both operands take part"
+    close(f"{text}: Y", c, y)
+    close(f"{text}: X's gradient", a.grad, x.grad)
+    close(f"{text}: W's gradient", b.grad, w.grad)
     for which, t, cost in (
         ("forward", forward, match.forward),
         ("backward", backward, match.backward),
     ):
-        _alike(f"{text}: bytes {which}, counted and predicted", t.bytes, cost.bytes)
-        _alike(f"{text}: messages {which}, counted and predicted", t.messages, cost.messages)
+        alike(f"{text}: bytes {which}, counted and predicted", t.bytes, cost.bytes)
+        alike(f"{text}: messages {which}, counted and predicted", t.messages, cost.messages)
     # with one operand frozen, the other's gradient must be right too
-    for which, of, other, want in (("X's", a, b, x.grad), ("W's", b, a, w.grad)):
-        left, right = (of, other.detach()) if of is a else (other.detach(), of)
-        (alone,) = torch.autograd.grad([product(left, right)], [of], [shard(g, c.sharding)])
-        _close(f"{text}: {which} gradient asked for alone", unshard(alone), want)
-    bias = torch.randn(w_shape[-1], dtype=torch.float64, generator=draw, device="cpu")
+    for which, of, pair, want in (
+        ("X's", a, (a, b.detach()), x.grad),
+        ("W's", b, (a.detach(), b), w.grad),
+    ):
+        (alone,) = torch.autograd.grad([product(*pair)], [of], [shard(g, c.sharding)])
+        close(f"{text}: {which} gradient asked for alone", alone, want)
+    _with_bias(text, dense, (x_text, w_text), Layout(c.dims[-1:]), name)
+    _second(text, dense, (a, b))
+
+
+def _with_bias(
+    text: str, dense: list[Tensor], texts: tuple[str, str], over: Layout, name: str
+) -> None:
+    """Compare a product with a bias, in fp64 and in half precision, with dense."""
+    bias = normal(dense[1].shape[-1], seed=3)
     for dtype, most in ((torch.float64, 1e-12), (torch.bfloat16, 3e-2)):
         low = [t.to(dtype) for t in (*dense, bias)]
-        p, q = (shard(t, layout) for t, layout in zip(low[:2], (x_text, w_text), strict=True))
-        held = shard(low[2], Layout(c.dims[-1:]))
+        p, q = (shard(t, layout) for t, layout in zip(low[:2], texts, strict=True))
         if not isinstance(dict(why("matmul", p, q).verdicts)[name], Match):
             continue  # refused: a sum in half precision that would be rounded at every step
-        got = unshard(F.linear(p, q.mT, held))
-        _alike(f"{text}: the dtype of {dtype} operands' result", got.dtype, dtype)
-        _close(
-            f"{text}: with a bias, in {dtype}",
-            got.double(),
-            low[0].double() @ low[1].double() + low[2].double(),
-            most,
-        )
-    _second(text, dense, (a, b))
+        got = unshard(F.linear(p, q.mT, shard(low[2], over)))
+        alike(f"{text}: the dtype of {dtype} operands' result", got.dtype, dtype)
+        x, w, b = (t.double() for t in low)
+        close(f"{text}: with a bias, in {dtype}", got.double(), x @ w + b, most)
 
 
 def _second(text: str, dense: list[Tensor], sharded: tuple[Tensor, Tensor]) -> None:
     """Check that second derivatives equal dense, or are refused."""
 
-    def gradients(p: Any, q: Any) -> tuple[Any, ...]:
+    def gradients(p: Tensor, q: Tensor) -> tuple[Tensor, ...]:
         (dp,) = torch.autograd.grad((p @ q).square().sum(), [p], create_graph=True)
         return torch.autograd.grad((dp * dp).sum(), [p, q])
 
@@ -168,7 +165,7 @@ def _second(text: str, dense: list[Tensor], sharded: tuple[Tensor, Tensor]) -> N
     except Unsupported:
         return
     for which, mine, theirs in zip(("X", "W"), got, want, strict=True):
-        _close(f"{text}: the second derivative by {which}", unshard(mine), theirs)
+        close(f"{text}: the second derivative by {which}", mine, theirs)
 
 
 def _counts_alike(
@@ -192,20 +189,7 @@ def _counts_alike(
             y = product(x, w)
             y.backward(torch.ones_like(y.detach()))
         counted.append((t.bytes, t.messages))
-    _alike(f"{text}: bytes and messages simulated and recorded", *counted)
-
-
-def _close(law: str, got: Tensor, want: Tensor, most: float = 1e-12) -> None:
-    error = float((got - want).abs().max() / want.abs().max())
-    if got.shape != want.shape or not error < most:
-        raise AssertionError(
-            f"{law}: differs from dense by {error:.1e}, {list(got.shape)} and {list(want.shape)}"
-        )
-
-
-def _alike(law: str, got: Any, want: Any) -> None:
-    if got != want:
-        raise AssertionError(f"{law}: {got} and {want}")
+    alike(f"{text}: bytes and messages simulated and recorded", *counted)
 
 
 _SUITES: dict[str, Callable[[str, dict[str, int]], Iterator[str]]] = {"matmul": _check_matmul}
