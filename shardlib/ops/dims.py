@@ -29,24 +29,15 @@ from shardlib.mesh import Mesh
 from shardlib.ops.each_rank import FlatCall, each, run
 from shardlib.ops.fallback import is_whole, on_whole, written_to
 from shardlib.ops.fix_line import fix_line
-from shardlib.ops.padding import filled, padded_to, with_zeros
+from shardlib.ops.padding import agree, filled, padded_to, with_zeros
 from shardlib.ops.registry import implicit_budget
 from shardlib.ops.signatures import ArgumentSlot
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
-from shardlib.tensor import (
-    Place,
-    ShardedTensor,
-    Unfit,
-    call_error,
-    has_padding,
-    is_half,
-    lift,
-    real_axes,
-    total,
-    vary,
-    widened,
-)
+from shardlib.tensor.gradients import is_half, real_axes, total, vary, widened
+from shardlib.tensor.lifting import lift
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import ShardedTensor, Unfit, call_error, has_padding
 
 __all__ = ["Labels", "rows_call"]
 
@@ -105,18 +96,25 @@ def rows_call(
     if plan.moved and (budget is None or max(plan.moved) > budget):
         raise _refused(call, values, plan)
     values = written_to(func, args, kwargs, values)
+    if known is not None and _repeats(func, values, plan):
+        mesh.memo.keep("rows", known, plan)
+    return _on_blocks(call, values, plan, sums, pending)
+
+
+def _on_blocks(
+    call: FlatCall, values: list[ShardedTensor], plan: _DimPlan, sums: bool, pending: bool
+) -> Any:
+    """Run a planned call on the blocks; a label that is contracted is summed over the ranks."""
+    mesh = values[0].mesh
     raws, dtype = _operands(call, values, plan, sums)
     deferred = frozenset().union(*(v.deferred for v in values)) - set(plan.used)
     found, shape = optree.tree_flatten(each(call, mesh, raws), none_is_leaf=True)
     _link_views(found, raws, values, plan)
-    if func in WRITERS:
+    if call.func in WRITERS:
         if plan.targets[0] is not None:
             result = ShardedTensor(found[0], Place(*plan.results[0], mesh, deferred=deferred))
             values[0].raw.copy_(reshard(result, values[0].sharding).raw)
         return values[0]
-    parts = is_half(values[0].raw) and any(plan.overs)  # which are kept in fp32, below
-    if known is not None and not any(plan.targets) and not parts:
-        mesh.memo.keep("rows", known, plan)
     for k, (raw, (layout, size)) in enumerate(zip(found, plan.results, strict=True)):
         if plan.summed and not pending:
             raw = _summed(raw, mesh, plan, dtype, len(values))
@@ -208,7 +206,7 @@ def _check_rows(call: FlatCall, labels: Callable[[Any, Any], Labels]) -> None:
     """Refuse padding in a dimension that is no row, or in one that broadcasts.  Raises: Unfit."""
     stored = [x.padded_shape if isinstance(x, ShardedTensor) else x.shape for x in call.tensors]
     named = labels(*call.filled(ArgumentSlot(k, tuple(s)) for k, s in enumerate(stored)))
-    sizes: dict[Any, set[tuple[int, int]]] = {}  # label -> its (true, padded) sizes
+    sizes: dict[Any, list[tuple[int, int]]] = {}  # label -> its (true, padded) sizes
     for k, (x, full) in enumerate(zip(call.tensors, stored, strict=True)):
         mine = named.get(k) or (None,) * x.ndim
         if len(mine) != x.ndim:
@@ -216,9 +214,8 @@ def _check_rows(call: FlatCall, labels: Callable[[Any, Any], Labels]) -> None:
         for label, n, m in zip(mine, x.shape, full, strict=True):
             if label is None and n != m:
                 raise Unfit("the padding is read")
-            if label is not None and (n, m) != (1, 1):
-                sizes.setdefault(label, set()).add((n, m))
-    if any(len(s) > 1 and any(n != m for n, m in s) for s in sizes.values()):
+            sizes.setdefault(label, []).append((n, m))
+    if not all(agree(found) for label, found in sizes.items() if label is not None):
         raise Unfit("a size that is padded broadcasts")
 
 
@@ -266,6 +263,12 @@ def _shallow(func: Func, args: Args, kwargs: Kwargs, sums: bool) -> Any:
     if not _ATOMS.issuperset(kinds):
         return None
     return func, sums, tuple(operands), rest, kinds, tuple(kwargs)
+
+
+def _repeats(func: Func, values: list[ShardedTensor], plan: _DimPlan) -> bool:
+    """Check whether ``_as_planned`` runs such a call: nothing moves, is written or is widened."""
+    parts = is_half(values[0].raw) and any(plan.overs)  # which are kept in fp32
+    return func not in WRITERS and not any(plan.targets) and not parts
 
 
 def _as_planned(func: Func, args: Args, kwargs: Kwargs, plan: _DimPlan) -> Any:

@@ -6,7 +6,8 @@ split in different ways the function is refused with the reshard to write, unles
 ``sl.implicit()``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import reduce
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, of_kind, rows
 from shardlib.ops.dims import Labels
 from shardlib.ops.each_rank import FlatCall, each
-from shardlib.ops.padding import inside, padded_to
+from shardlib.ops.padding import agree, inside, padded_to
 from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import Args, Func, Kwargs, homes, names_of
 from shardlib.placing import reshard
@@ -32,6 +33,7 @@ from shardlib.tensor import (
     Unfit,
     blockwise,
     call_error,
+    has_padding,
     implements,
     is_half,
     lift,
@@ -94,65 +96,66 @@ def padded_alike(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
     Each must be padded alike or have size 1.
     """
-    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    ours = [a for a in given if isinstance(a, ShardedTensor)]
-    padded = [a for a in ours if a.is_padded]
+    call = FlatCall.of(func, *args, **kwargs)
+    given = call.tensors
     if func in (torch.where, Tensor.where) and len(given) == 1:
         raise Unfit("positions, which are not in the padding")
+    first = next(a for a in given if has_padding((a,)))
+    true = _true_shape(func, given, first)
+    grad = torch.is_grad_enabled() and any(a.requires_grad for a in given)
+    mask = _common_mask(func, args, kwargs, given) if grad and holds_values(first.mesh) else None
+
+    def brought(x: Tensor) -> Tensor:
+        x = x.with_padding if isinstance(x, ShardedTensor) else x
+        return _tracked(func, x, mask, first.dtype) if mask is not None and x.requires_grad else x
+
+    a, k = call.filled(map(brought, given))
+    out = run(func, a, k)
+    return padded_to(out, true) if isinstance(out, ShardedTensor) else out
+
+
+def _true_shape(func: Func, given: list[Tensor], first: ShardedTensor) -> torch.Size:
+    """Broadcast true shapes.  Raises: Unsupported where the blocks do not combine as they are."""
     try:
         true = torch.broadcast_shapes(*(a.shape for a in given))
-        if not all(map(_agree, zip_longest(*map(_sizes, given), fillvalue=(1, 1)))):
-            raise RuntimeError("a size that is padded broadcasts")
+        if all(map(agree, zip_longest(*map(_sizes, given), fillvalue=(1, 1)))):
+            return true
     except RuntimeError:
-        other = next(
-            (a for a in given if not getattr(a, "is_padded", False) or a.shape != padded[0].shape),
-            padded[0],
-        )
-        why = "a padded tensor combines with tensors padded alike and with numbers"
-        fix = (
-            f"sl.shard({'sl.unshard(y)' if isinstance(other, ShardedTensor) else 'y'}, "
-            f"{str(_alike(other, padded[0]))!r}, pad=True)"
-        )
-        raise call_error(Unsupported, why, func, fix, x=padded[0], y=other) from None
-    mask: Any = None
-    if (
-        torch.is_grad_enabled()
-        and any(a.requires_grad for a in given)
-        and holds_values(padded[0].mesh)
-    ):
-        if written(func, args, kwargs):
-            why = "padded blocks with a gradient are not written in place"
-            raise call_error(
-                Unsupported, why, func, "sl.shard(sl.unshard(x), '...')", tensor=padded[0]
-            )
-        for a in padded:
-            mask = inside(a) if mask is None else elementwise(Tensor.__and__, (mask, inside(a)), {})
+        pass
+    other = next((a for a in given if not has_padding((a,)) or a.shape != first.shape), first)
+    why = "a padded tensor combines with tensors padded alike and with numbers"
+    fix = (
+        f"sl.shard({'sl.unshard(y)' if isinstance(other, ShardedTensor) else 'y'}, "
+        f"{str(_alike(other, first))!r}, pad=True)"
+    )
+    raise call_error(Unsupported, why, func, fix, x=first, y=other)
 
-    def brought(x: Any) -> Any:
-        """Put 1 in a tracked operand's padding, so that no gradient of 0 * inf arises there."""
-        x = x.with_padding if isinstance(x, ShardedTensor) else x
-        tracked = mask is not None and isinstance(x, Tensor) and x.requires_grad
-        if tracked and not x.ndim:  # torch.where gives it dimensions, which change promotion
-            if func.__name__ == "masked_fill":
-                raise Unfit("a value with a gradient has no dimension here")
-            like = torch.empty(1, dtype=padded[0].dtype, device="meta")
-            x = x.to(torch.result_type(like, torch.empty((), dtype=x.dtype, device="meta")))
-        return elementwise(torch.where, (mask, x, 1), {}) if tracked else x
 
-    out = run(func, tuple(map(brought, args)), {k: brought(v) for k, v in kwargs.items()})
-    return padded_to(out, true) if isinstance(out, ShardedTensor) else out
+def _common_mask(func: Func, args: Args, kwargs: Kwargs, given: list[Any]) -> ShardedTensor:
+    """Return True for the elements that all padded operands have.  Raises: Unsupported."""
+    padded = [a for a in given if has_padding((a,))]
+    if written(func, args, kwargs):
+        why = "padded blocks with a gradient are not written in place"
+        fix = "sl.shard(sl.unshard(x), '...')"
+        raise call_error(Unsupported, why, func, fix, tensor=padded[0])
+    masks = map(inside, padded)
+    return reduce(lambda a, b: elementwise(Tensor.__and__, (a, b), {}), masks)
+
+
+def _tracked(func: Func, x: Tensor, mask: ShardedTensor, dtype: torch.dtype) -> Tensor:
+    """Put 1 in an operand's padding, so that no gradient of 0 * inf arises there."""
+    if not x.ndim:  # torch.where gives it dimensions, which change promotion
+        if func.__name__ == "masked_fill":
+            raise Unfit("a value with a gradient has no dimension here")
+        like = torch.empty(1, dtype=dtype, device="meta")
+        x = x.to(torch.result_type(like, torch.empty((), dtype=x.dtype, device="meta")))
+    return elementwise(torch.where, (mask, x, 1), {})
 
 
 def _sizes(x: Tensor) -> list[tuple[int, int]]:
     """List each dimension's true and padded size, the last first."""
-    padded = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
-    return list(zip(x.shape, padded, strict=True))[::-1]
-
-
-def _agree(sizes: Iterable[tuple[int, int]]) -> bool:
-    """Check whether blocks of a dimension of these true and padded sizes combine as they are."""
-    found = {s for s in sizes if s != (1, 1)}
-    return len(found) <= 1 or all(true == padded for true, padded in found)
+    stored = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
+    return list(zip(x.shape, stored, strict=True))[::-1]
 
 
 def _alike(y: Tensor, x: ShardedTensor) -> Layout:
@@ -171,26 +174,30 @@ def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         args, kwargs = _placed(func, args, kwargs)
         if kwargs.get("out") is not None:
             raise Unfit("out")  # ops/fallback.py writes it
-    x = args[0]
-    if len(args) == 2 and not kwargs and type(x) is type(args[1]) is ShardedTensor:
-        y, mesh = args[1], x.mesh
-        if _same_place(x, y):
+    if any(isinstance(v, Tensor) for v in kwargs.values()):
+        return _general(func, args, kwargs)
+    x, *others = args
+    if type(x) is ShardedTensor and not any(isinstance(y, Tensor) for y in others):
+        if others and hasattr(others[0], "ndim"):  # torch compares with arrays too
+            refuse_arrays(args, func.__name__)
+        if not x.sharding.partial:
             return blockwise(func, args, kwargs, x.place)
-        if y.mesh is mesh and not (x.sharding.partial or y.sharding.partial):
-            raws, out, shape, deferred = aligned(func.__name__, [x, y])
-            place = _place_of((x, y), out, shape, deferred)
-            if raws[0] is x.raw and raws[1] is y.raw:
-                return blockwise(func, args, kwargs, place)
-            return ShardedTensor(local_call(func, mesh, tuple(raws), {}), place)
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    if not kwargs or not any(isinstance(v, Tensor) for v in kwargs.values()):
-        if len(tensors) == 1 and isinstance(x, ShardedTensor) and not x.sharding.partial:
-            if len(args) > 1 and hasattr(args[1], "ndim"):  # torch compares with arrays too
-                refuse_arrays(args, func.__name__)
-            return blockwise(func, args, kwargs, x.place)
-        if len(tensors) == 2 and len(args) == 2 and _same_place(*args):
-            return blockwise(func, args, kwargs, x.place)
+    elif len(args) == 2 and _same_place(*args):
+        return blockwise(func, args, kwargs, x.place)
+    elif len(args) == 2 and not kwargs and _settled_alike(*args):
+        raws, out, shape, deferred = aligned(func.__name__, [*args])
+        place = _place_of(args, out, shape, deferred)
+        if raws[0] is x.raw and raws[1] is args[1].raw:
+            return blockwise(func, args, kwargs, place)
+        return ShardedTensor(local_call(func, x.mesh, tuple(raws), {}), place)
     return _general(func, args, kwargs)
+
+
+def _settled_alike(x: Tensor, y: Tensor) -> bool:
+    """Check whether two operands are sharded on one mesh, and neither is a pending sum."""
+    if not type(x) is type(y) is ShardedTensor or x.mesh is not y.mesh:
+        return False
+    return not (x.sharding.partial or y.sharding.partial)
 
 
 def _made(x: ShardedTensor, raw: Tensor) -> ShardedTensor:
@@ -245,23 +252,18 @@ def _general(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     name = func.__name__
     if name == "where" and len(args) == 1:
         raise Unfit("the places of a condition: their number hangs on the values")
-    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    mesh = next(a.mesh for a in given if isinstance(a, ShardedTensor))
-    if len(given) < len(args):
+    call = FlatCall.of(func, *args, **kwargs)
+    mesh = next(a.mesh for a in call.tensors if isinstance(a, ShardedTensor))
+    if len(call.tensors) < len(args):
         refuse_arrays(args, name)
-    values = [lift(a, mesh, name) for a in given]
+    values = [lift(a, mesh, name) for a in call.tensors]
     partial = _partial(name, values, args)
     moved, out, shape, deferred = aligned(name, values, partial)
     scaled = partial if len(values) == 2 and _LINEAR.get(name) == "scale" else ()
     if scaled:
-        moved = [
-            of_pending(raw, mesh, scaled) if v.sharding.partial else raw
-            for v, raw in zip(values, moved, strict=True)
-        ]
-    raws = iter(moved)
-    new_args = tuple(next(raws) if isinstance(a, Tensor) else a for a in args)
-    new_kwargs = {k: next(raws) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    raw = local_call(func, mesh, new_args, new_kwargs)
+        pairs = zip(values, moved, strict=True)
+        moved = [of_pending(raw, mesh, scaled) if v.sharding.partial else raw for v, raw in pairs]
+    raw = local_call(func, mesh, *call.filled(moved))
     if len(values) == 1 and raw is values[0].raw:
         return values[0]  # a conversion that changes nothing returns its operand
     raw = to_pending(raw, mesh, scaled) if scaled else raw
@@ -281,24 +283,30 @@ def _place_of(
 
 def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> tuple[str, ...]:
     """Return the pending axes of the result; only linear functions may keep a sum pending."""
-    pending = next((v for v in values if v.sharding.partial), None)
-    if pending is None:
+    pending = [v for v in values if v.sharding.partial]
+    if not pending:
         return ()
-    axes, linear = pending.sharding.partial, _LINEAR.get(name)
+    axes, linear = pending[0].sharding.partial, _LINEAR.get(name)
     if len(values) == 1:
-        if linear == "alone" or (linear == "scale" and args[0] is pending):
-            return axes
+        stays = linear == "alone" or (linear == "scale" and args[0] is pending[0])
     elif linear == "sum":
-        other = next((v for v in values if v.sharding.partial != axes), None)
-        if other is None and len(args) == 2:
-            return axes
-        pending = pending if other is None or not other.sharding.partial else other
-    elif linear == "scale" and len(values) == 2 and () in (v.sharding.partial for v in values):
-        other = values[1] if values[0] is pending else values[0]
-        divides = name in ("div", "__truediv__", "true_divide") and other is values[0]
-        if not divides and not set(axes) & set(other.sharding.axes):
-            return axes
-    raise partial_escape(name.strip("_"), pending)
+        # of two that pend differently, the later one is named
+        pending = [v for v in pending if v.sharding.partial != axes] or pending
+        stays = len(args) == 2 and all(v.sharding.partial == axes for v in values)
+    else:
+        stays = linear == "scale" and len(values) == 2 and _is_scaled(name, values, pending)
+    if stays:
+        return axes
+    raise partial_escape(name.strip("_"), pending[0])
+
+
+def _is_scaled(name: str, values: list[ShardedTensor], pending: list[ShardedTensor]) -> bool:
+    """Check whether one of two operands pends, and the other is a factor that lies otherwise."""
+    if len(pending) > 1:
+        return False
+    factor = values[1] if values[0] is pending[0] else values[0]
+    divided = name in ("div", "__truediv__", "true_divide") and factor is values[0]
+    return not divided and not set(pending[0].sharding.partial) & set(factor.sharding.axes)
 
 
 def aligned(

@@ -25,17 +25,16 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.id_bounds import in_range
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import (
-    Place,
+from shardlib.tensor.gradients import real_axes, vary
+from shardlib.tensor.lifting import lift
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import (
     ShardedTensor,
     blockwise,
     call_error,
     has_padding,
     implements,
-    lift,
     local_call,
-    real_axes,
-    vary,
 )
 
 __all__ = ["embedding"]

@@ -44,23 +44,17 @@ from shardlib.ops.fix_line import fix_line
 from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import Args, Func, Kwargs, draws, names_of
 from shardlib.placing import reshard, unshard
-from shardlib.tensor import (
+from shardlib.tensor.gradients import real_axes, settle, vary
+from shardlib.tensor.lifting import _Copies, _First, check_met, lift, replicated
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import (
     FALLBACK,
-    Place,
     ShardedTensor,
-    _Copies,
-    _First,
     call_error,
-    check_met,
-    lift,
     no_implementation,
-    real_axes,
-    replicated,
-    settle,
     torch_refuses,
     typeof,
-    vary,
-)  # fmt: skip
+)
 
 __all__ = ["HANDLERS", "NEXT", "FallbackCall", "Handler", "is_whole", "on_whole", "written_to"]
 

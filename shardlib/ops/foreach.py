@@ -13,27 +13,15 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import amp_unscale, foreach_ops, fused_steps
-from shardlib.collectives import (
-    blocks,
-    lead,
-    played,
-    pmax,
-    psum,
-    spans_processes,
-    unwrap,
-    wrap,
-)
+from shardlib.collectives.types import blocks, lead, played, spans_processes, unwrap, wrap
+from shardlib.collectives.verbs import pmax, psum
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import (
-    Place,
-    ShardedTensor,
-    call_error,
-    implements,
-    real_axes,
-)
+from shardlib.tensor.gradients import real_axes
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import ShardedTensor, call_error, implements
 
 __all__ = ["unscale"]
 

@@ -22,19 +22,10 @@ from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.ops.views import indexed_dims, piece, without_ellipsis
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard, shard
-from shardlib.tensor import (
-    Place,
-    ShardedTensor,
-    Unfit,
-    call_error,
-    implements,
-    lift,
-    real_axes,
-    replicated,
-    settle,
-    total,
-    vary,
-)
+from shardlib.tensor.gradients import real_axes, settle, total, vary
+from shardlib.tensor.lifting import lift, replicated
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import ShardedTensor, Unfit, call_error, implements
 
 
 def _dim(b: Bound) -> int:

@@ -28,17 +28,10 @@ from shardlib.mesh import Mesh
 from shardlib.ops.loss import rows_given_up
 from shardlib.ops.padding import filled, masked
 from shardlib.placing import reshard, shard
-from shardlib.tensor import (
-    Place,
-    ShardedTensor,
-    call_error,
-    promoting,
-    real_axes,
-    replicated,
-    total,
-    typeof,
-    vary,
-)
+from shardlib.tensor.gradients import real_axes, total, vary
+from shardlib.tensor.lifting import promoting, replicated
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import ShardedTensor, call_error, typeof
 
 __all__ = ["linear_cross_entropy"]
 
@@ -220,9 +213,7 @@ class _LinearLoss(Local):
             leaf = part.detach().requires_grad_(0 in needed)
             with torch.enable_grad():
                 each = _rows_loss(leaf, fixed, classes, of_rows, places, how)
-            weights = torch.ones_like(each)
-            if scale is not None:
-                weights *= scale.to(each.dtype).unsqueeze(-1)
+            weights = _row_weights(each, scale)
             wide = torch.float32 if each.dtype.itemsize == 2 else None
             here = (each.detach() * weights).sum(-1, dtype=wide)
             loss = here if loss is None else loss + here
@@ -253,6 +244,12 @@ class _LinearLoss(Local):
             )
             out.append(None if grad is None else (grad * factor).to(dtype))
         return *out, None, None, None, None
+
+
+def _row_weights(losses: Tensor, scale: Tensor | None) -> Tensor:
+    """Return the factor of each row's loss."""
+    ones = torch.ones_like(losses)
+    return ones if scale is None else ones.mul_(scale.to(losses.dtype).unsqueeze(-1))
 
 
 def _add_gradients(grads: list[Any], out: Tensor, found: dict[int, Tensor]) -> None:

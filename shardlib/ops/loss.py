@@ -17,18 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local, l1_weight
-from shardlib.collectives import (
-    all_gather,
-    axis_index,
-    axis_size,
-    blocks,
-    played,
-    pmax,
-    psum,
-    storage,
-    unwrap,
-    wrap,
-)
+from shardlib.collectives.types import blocks, played, storage, unwrap, wrap
+from shardlib.collectives.verbs import all_gather, axis_index, axis_size, pmax, psum
 from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
 from shardlib.kernels import active
 from shardlib.kernels.loss import ce_back, ce_back_, ce_loss, ce_stats
@@ -42,20 +32,17 @@ from shardlib.ops.padding import last_only
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs, lines
 from shardlib.placing import reshard
-from shardlib.tensor import (
-    Place,
+from shardlib.tensor.gradients import is_half, real_axes, total, vary
+from shardlib.tensor.lifting import lift
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import (
     ShardedTensor,
     Unfit,
     call_error,
     has_padding,
     implements,
-    is_half,
-    lift,
     partial_escape,
-    real_axes,
-    total,
-    vary,
-)  # fmt: skip
+)
 
 __all__ = ["cross_entropy"]
 

@@ -20,24 +20,21 @@ from shardlib.mesh import scope
 from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
-from shardlib.tensor import (
+from shardlib.tensor.gradients import gradient_of, gradient_place, settle, vary
+from shardlib.tensor.lifting import lift
+from shardlib.tensor.tensor import (
     _UNCAST,
     TABLE,
     ShardedTensor,
     block_of,
     call_error,
-    gradient_of,
-    gradient_place,
     implements,
     is_dense,
-    lift,
     no_trace,
     no_transform,
     on_shapes,
     partial_escape,
-    settle,
     typeof,
-    vary,
 )
 
 if begins_vmap is not None:

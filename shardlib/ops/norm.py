@@ -34,20 +34,17 @@ from shardlib.ops.elementwise import brought
 from shardlib.ops.padding import filled, with_zeros
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import (
-    Place,
+from shardlib.tensor.gradients import is_half, vary, vjp_again, widened
+from shardlib.tensor.lifting import lift
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import (
     ShardedTensor,
     Unfit,
     blockwise,
     call_error,
     has_padding,
     implements,
-    is_half,
-    lift,
-    vary,
-    vjp_again,
-    widened,
-)  # fmt: skip
+)
 
 __all__ = ["layer_norm", "rms_norm"]
 

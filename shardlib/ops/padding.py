@@ -23,6 +23,7 @@ from shardlib.opspec import Args, Func, Kwargs, records
 from shardlib.tensor import ShardedTensor, Unfit, call_error
 
 __all__ = [
+    "agree",
     "beside",
     "filled",
     "inside",
@@ -77,6 +78,12 @@ def padded_to(value: ShardedTensor, true: Sequence[int]) -> ShardedTensor:
     if tuple(value.padded_shape) == tuple(true):
         return value
     return ShardedTensor(value.raw, value.place._replace(true_shape=torch.Size(true)))
+
+
+def agree(sizes: Iterable[tuple[int, int]]) -> bool:
+    """Check whether blocks of a dimension of these true and padded sizes combine as they are."""
+    found = {s for s in sizes if s != (1, 1)}
+    return len(found) <= 1 or all(true == stored for true, stored in found)
 
 
 def with_zeros(value: ShardedTensor, true: Sequence[int]) -> ShardedTensor:

@@ -35,14 +35,10 @@ from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key
-from shardlib.tensor import (
-    Place,
-    ShardedTensor,
-    call_error,
-    implements,
-    lift,
-    real_axes,
-)  # fmt: skip
+from shardlib.tensor.gradients import real_axes
+from shardlib.tensor.lifting import lift
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import ShardedTensor, call_error, implements
 
 __all__ = ["draw_into"]
 

@@ -21,17 +21,14 @@ from shardlib.ops.padding import neutral
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
-from shardlib.tensor import (
+from shardlib.tensor.gradients import is_half, real_axes, total, vary
+from shardlib.tensor.tensor import (
     ShardedTensor,
     Unfit,
     call_error,
     implements,
-    is_half,
     local_call,
     partial_escape,
-    real_axes,
-    total,
-    vary,
 )
 
 __all__ = ["SUM", "reduced_layout"]

@@ -24,16 +24,10 @@ from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.recompute import once
-from shardlib.tensor import (
-    Place,
-    ShardedTensor,
-    blockwise,
-    implements,
-    lift,
-    local_call,
-    typeof,
-    vary,
-)
+from shardlib.tensor.gradients import vary
+from shardlib.tensor.lifting import lift
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import ShardedTensor, blockwise, implements, local_call, typeof
 
 __all__ = ["scaled_dot_product_attention"]
 

@@ -24,51 +24,20 @@ def _planes(k: int) -> Callable[[Bound], Labels]:
     return labels
 
 
-declare(
-    """
-    max_pool1d(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
-    max_pool1d_with_indices(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
-    avg_pool1d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None)
-    adaptive_avg_pool1d(input, output_size)
-    adaptive_max_pool1d(input, output_size, return_indices=False)
-    adaptive_max_pool1d_with_indices(input, output_size, return_indices=False)
-    max_unpool1d(input, indices, kernel_size, stride=None, padding=0, output_size=None)
-    lp_pool1d(input, norm_type, kernel_size, stride=None, ceil_mode=False)
-    replication_pad1d(input, padding)
-    reflection_pad1d(input, padding)
-    """,
-    _planes(1),
-)
-declare(
-    """
-    max_pool2d(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
-    max_pool2d_with_indices(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
-    avg_pool2d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None)
-    adaptive_avg_pool2d(input, output_size)
-    adaptive_max_pool2d(input, output_size, return_indices=False)
-    adaptive_max_pool2d_with_indices(input, output_size, return_indices=False)
-    max_unpool2d(input, indices, kernel_size, stride=None, padding=0, output_size=None)
-    lp_pool2d(input, norm_type, kernel_size, stride=None, ceil_mode=False)
-    replication_pad2d(input, padding)
-    reflection_pad2d(input, padding)
-    """,
-    _planes(2),
-)
-declare(
-    """
-    max_pool3d(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
-    max_pool3d_with_indices(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
-    avg_pool3d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None)
-    adaptive_avg_pool3d(input, output_size)
-    adaptive_max_pool3d(input, output_size, return_indices=False)
-    adaptive_max_pool3d_with_indices(input, output_size, return_indices=False)
-    max_unpool3d(input, indices, kernel_size, stride=None, padding=0, output_size=None)
-    lp_pool3d(input, norm_type, kernel_size, stride=None, ceil_mode=False)
-    replication_pad3d(input, padding)
-    reflection_pad3d(input, padding)
-    """,
-    _planes(3),
-)
+_PLANES = """
+    max_pool{k}d(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
+    max_pool{k}d_with_indices(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False)
+    avg_pool{k}d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None)
+    adaptive_avg_pool{k}d(input, output_size)
+    adaptive_max_pool{k}d(input, output_size, return_indices=False)
+    adaptive_max_pool{k}d_with_indices(input, output_size, return_indices=False)
+    max_unpool{k}d(input, indices, kernel_size, stride=None, padding=0, output_size=None)
+    lp_pool{k}d(input, norm_type, kernel_size, stride=None, ceil_mode=False)
+    replication_pad{k}d(input, padding)
+    reflection_pad{k}d(input, padding)
+"""
+for _k in (1, 2, 3):
+    declare(_PLANES.format(k=_k), _planes(_k))
 
 
 def _convolved(k: int, transposed: bool = False) -> Callable[[Bound], Labels]:
@@ -84,25 +53,21 @@ def _convolved(k: int, transposed: bool = False) -> Callable[[Bound], Labels]:
     return labels
 
 
-declare(
-    "conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(1)
+_CONVOLUTION = "conv{k}d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)"
+_TRANSPOSED = (
+    "conv_transpose{k}d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, "
+    "dilation=1)"
 )
-declare(
-    "conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(2)
-)
-declare(
-    "conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)", _convolved(3)
-)
+for _k in (1, 2, 3):
+    declare(_CONVOLUTION.format(k=_k), _convolved(_k))
+    declare(_TRANSPOSED.format(k=_k), _convolved(_k, transposed=True))
 
 
 def _depthwise(k: int) -> None:
     """Declare convolutions of one filter per channel: a block of filters has its own channels."""
     name = f"conv{k}d"
-    plain, text = (
-        getattr(F, name),
-        f"{name}(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)",
-    )
-    usual, bind = TABLE[plain], binder(text)
+    plain = getattr(F, name)
+    usual, bind = TABLE[plain], binder(_CONVOLUTION.format(k=k))
     # the implementation below replaces the declared one, and calls it for other convolutions
     for func in homes(name):
         del TABLE[func]
@@ -146,21 +111,6 @@ def _depthwise(k: int) -> None:
 for _k in (1, 2, 3):
     _depthwise(_k)
 
-declare(
-    "conv_transpose1d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, "
-    "dilation=1)",
-    _convolved(1, transposed=True),
-)
-declare(
-    "conv_transpose2d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, "
-    "dilation=1)",
-    _convolved(2, transposed=True),
-)
-declare(
-    "conv_transpose3d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, "
-    "dilation=1)",
-    _convolved(3, transposed=True),
-)
 declare(
     """
     upsample_nearest1d(input, output_size, scales=None)

@@ -24,6 +24,7 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import Apart, cut, leading, without_ones
+from shardlib.ops.each_rank import FlatCall
 from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
@@ -415,105 +416,29 @@ def unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------------- permutations
 
 
-def _permuted(call: _ViewCall, x: ShardedTensor, order: tuple[int, ...]) -> Any:
-    return call.seen(x, Tensor.permute, (order,), _permuted_place(x, order))
-
-
-def _permuted_place(x: ShardedTensor, order: tuple[int, ...]) -> Place:
-    layout = (
-        x.sharding
-        if order == tuple(range(len(order)))
-        else x.sharding.resolve(len(order)).transpose(*order)
-    )
+@implements(
+    Tensor.permute, torch.permute, Tensor.transpose, torch.transpose,
+    Tensor.swapaxes, torch.swapaxes, Tensor.swapdims, Tensor.movedim, torch.movedim,
+    Tensor.moveaxis, torch.moveaxis, Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__,
+    padded=of_true_sizes, skewed=True, repeats=True,
+)  # fmt: skip
+def permuted(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Reorder dimensions as torch reorders those of a stand-in, whose strides are their numbers."""
+    call = FlatCall.of(func, *args, **kwargs)
+    x, *others = call.tensors
+    if others:
+        raise Unfit("a dimension that is a tensor")
+    ndim = len(x.padded_shape)
+    order = tuple(reversed(range(ndim)))
+    if func != Tensor.T.__get__:  # which warns of more than two dimensions
+        frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
+        a, k = call.filled([frame])
+        order = func(*a, **k).stride()
     shape = torch.Size([x.padded_shape[d] for d in order])
-    return x.place.becomes(layout, shape)
-
-
-_PERMUTE = binder("permute(input, *dims: int)")
-
-
-@implements(Tensor.permute, torch.permute, padded=of_true_sizes, skewed=True, repeats=True)
-def permute(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, order = _PERMUTE(*args, **kwargs).values()
-    if len(order) != len(x.padded_shape):
-        raise BadArgument(
-            f"{len(order)} dimensions for a tensor that has {len(x.padded_shape)}", op="permute"
-        )
-    return _permuted(
-        _ViewCall(func, args, kwargs), x, dims_of(order, len(x.padded_shape), "permute")
-    )
-
-
-_TRANSPOSE = binder("""
-    transpose(input, dim0: int, dim1: int)
-    transpose(input, axis0: int, axis1: int)
-""")
-
-
-@implements(
-    Tensor.transpose,
-    torch.transpose,
-    Tensor.swapaxes,
-    torch.swapaxes,
-    Tensor.swapdims,
-    padded=of_true_sizes,
-    skewed=True,
-    repeats=True,
-)
-def transpose(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, i, j = _TRANSPOSE(*args, **kwargs).values()
-    order = list(range(len(x.padded_shape)))
-    i, j = dim_of(i, len(order), "transpose"), dim_of(j, len(order), "transpose")
-    if order:
-        order[i], order[j] = order[j], order[i]
-    return _permuted(_ViewCall(func, args, kwargs), x, tuple(order))
-
-
-_T = binder("t(input)")
-
-
-@implements(
-    Tensor.T.__get__,
-    Tensor.mT.__get__,
-    Tensor.t,
-    torch.t,
-    padded=of_true_sizes,
-    skewed=True,
-    repeats=True,
-)
-def transposed(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    (x,) = args if len(args) == 1 and not kwargs else _T(*args, **kwargs).values()
-    ndim = len(x.padded_shape)
-    if (ndim > 2 and func in (Tensor.t, torch.t)) or (ndim < 2 and func == Tensor.mT.__get__):
-        raise call_error(BadArgument, f"a transpose of {ndim} dimensions", "t", tensor=x)
-    order = (
-        (*range(ndim - 2), ndim - 1, ndim - 2)
-        if func == Tensor.mT.__get__
-        else tuple(reversed(range(ndim)))
-    )
-    place = _permuted_place(x, order)._replace(out_layout=x.place.out_layout)
+    place = x.place.becomes(x.sharding.resolve(ndim).transpose(*order), shape)
+    if func.__name__ in ("t", "__get__"):
+        place = place._replace(out_layout=x.place.out_layout)
     return _ViewCall(func, args, kwargs).seen(x, Tensor.permute, (order,), place)
-
-
-_MOVEDIM = binder("movedim(input, source: ints, destination: ints)")
-
-
-@implements(
-    Tensor.movedim,
-    torch.movedim,
-    Tensor.moveaxis,
-    torch.moveaxis,
-    padded=of_true_sizes,
-    skewed=True,
-    repeats=True,
-)
-def movedim(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, source, target = _MOVEDIM(*args, **kwargs).values()
-    ndim = len(x.padded_shape)
-    frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
-    return _permuted(
-        _ViewCall(func, args, kwargs), x, tuple(torch.movedim(frame, source, target).stride())
-    )
 
 
 # ---------------------------------------------------------------- dimensions of size one, expand

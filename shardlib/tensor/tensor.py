@@ -330,28 +330,29 @@ class ShardedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        given = kwargs or {}
         # a cached call runs torch's function on the blocks, without the checks below
-        if func in REPEATS and (done := _repeated(func, args, kwargs or {})) is not None:
+        if func in REPEATS and (done := _repeated(func, args, given)) is not None:
             return done
         implementation = TABLE.get(func, _unknown)
-        odd = 0 if func in _ANY else _odd(args) | (_odd(kwargs.values()) if kwargs else 0)
+        odd = 0 if func in _ANY else _odd(args) | (_odd(given.values()) if given else 0)
         if odd:
             implementation = _for_odd(odd, func, implementation)
         # LINKS is empty until a view of a gathered copy is made
         if LINKS:
-            _check_writes(func, args, kwargs or {})
-        if kwargs and kwargs.get("out") is not None:
-            return FALLBACK[0](func, args, kwargs)  # which writes it
-        if func in WRITERS and not _writes_ours(func, args, kwargs or {}):
-            return FALLBACK[0](func, args, kwargs or {})
+            _check_writes(func, args, given)
+        if given.get("out") is not None or (
+            func in WRITERS and not _writes_ours(func, args, given)
+        ):
+            return FALLBACK[0](func, args, given)  # which writes it
         if (watcher := scope().listeners.watcher) is not None:
             implementation = partial(watcher, _guarded(implementation))
         if any_autocast() and func not in _UNCAST:
-            return cast(_guarded(implementation), func, args, kwargs or {}, known=func in TABLE)
+            return cast(_guarded(implementation), func, args, given, known=func in TABLE)
         try:
-            return implementation(func, args, kwargs or {})
+            return implementation(func, args, given)
         except (Unfit, RuntimeError, *_MISTAKES) as e:  # ShardError is a ValueError
-            return _recovered(e, func, args, kwargs or {})
+            return _recovered(e, func, args, given)
 
     def backward(
         self,

@@ -18,15 +18,10 @@ from shardlib.layouts import Dim, Layout
 from shardlib.ops.attention.op import ring_attention
 from shardlib.ops.padding import masked
 from shardlib.placing import reshard
-from shardlib.tensor import (
-    Place,
-    ShardedTensor,
-    call_error,
-    local_call,
-    replicated,
-    total,
-    vary,
-)
+from shardlib.tensor.gradients import total, vary
+from shardlib.tensor.lifting import replicated
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import ShardedTensor, call_error, local_call
 
 __all__ = ["linformer_attention"]
 

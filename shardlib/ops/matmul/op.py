@@ -29,22 +29,18 @@ from shardlib.ops.registry import Match, decide
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
-from shardlib.tensor import (
-    Place,
+from shardlib.tensor.grad_coalescing import together_of
+from shardlib.tensor.gradients import is_half, made_of, real_axes, total, vary
+from shardlib.tensor.lifting import lift
+from shardlib.tensor.place import Place
+from shardlib.tensor.tensor import (
     ShardedTensor,
     Unfit,
     blockwise,
     call_error,
     heard,
     implements,
-    is_half,
-    lift,
-    made_of,
-    real_axes,
-    together_of,
-    total,
     typeof,
-    vary,
 )
 
 __all__ = ["linear", "matmul", "product", "product_of"]
