@@ -30,6 +30,7 @@ from shardlib.optim.transform import (
 )
 from shardlib.optim.trees import (
     SPAN,
+    Tree,
     by_tensor,
     cleared,
     merged,
@@ -61,7 +62,7 @@ class FactoredState(NamedTuple):
     count: int
     rows: dict[str, Tensor]
     cols: dict[str, Tensor]
-    full: Any
+    full: Tree
 
 
 @ranged(
@@ -95,7 +96,7 @@ def adafactor(
             [-0.1000, -0.1000]])}
     """
 
-    def init(params: Any) -> FactoredState:
+    def init(params: Tree) -> FactoredState:
         live = trainable(params)
         rows, cols = {}, {}
         for (path, x), view in zip(one_each(live), by_tensor(live), strict=True):
@@ -107,7 +108,7 @@ def adafactor(
         return FactoredState(0, rows, cols, zeros_like(moments(_others(params))))
 
     def direct(
-        grads: Any, state: FactoredState, params: Any, way: Any, rate: float
+        grads: Tree, state: FactoredState, params: Tree, way: Tree, rate: float
     ) -> tuple[FactoredState, float]:
         count = state.count + 1
         share = float(count) ** decay
@@ -122,16 +123,16 @@ def adafactor(
         scale_in_place(way, _lengths(params, way, min(rate, 1 / count**0.5), eps2, clip))
         return FactoredState(count, rows, cols, state.full), -rate * weight_decay
 
-    def like(grads: Any, state: FactoredState) -> Any:
+    def like(grads: Tree, state: FactoredState) -> Tree:
         return merged(grads, _parted(grads), {True: _matrices(grads), False: state.full})
 
-    def groups(params: Any) -> list[str]:
+    def groups(params: Tree) -> list[str]:
         return ["matrix" if _is_matrix(x) else "vector" for x in named(params).values()]
 
     return by_directions("adafactor", "rows", init, lr, direct, like, groups=groups)
 
 
-def _check_state(grads: Any, flat: Any, state: FactoredState) -> None:
+def _check_state(grads: Tree, flat: Tree, state: FactoredState) -> None:
     """Refuse a state that was made for other parameters.
 
     Raises: ShardError.
@@ -144,19 +145,19 @@ def _check_state(grads: Any, flat: Any, state: FactoredState) -> None:
         raise of_others(", ".join(sorted(other)[:4]), op="adafactor")
 
 
-def _is_matrix(x: Any) -> bool:
+def _is_matrix(x: object) -> bool:
     return isinstance(x, Tensor) and x.ndim > 1
 
 
-def _parted(tree: Any) -> dict[str, bool]:
+def _parted(tree: Tree) -> dict[str, bool]:
     return {path: _is_matrix(x) for path, x in named(tree).items()}
 
 
-def _matrices(tree: Any) -> Any:
+def _matrices(tree: Tree) -> Tree:
     return only(tree, _parted(tree), True)
 
 
-def _others(tree: Any) -> Any:
+def _others(tree: Tree) -> Tree:
     return only(trainable(tree), _parted(tree), False)
 
 
@@ -166,7 +167,7 @@ def _unit(variance: Tensor, g: Tensor, eps1: float | None) -> Tensor:
     return variance.clamp(min=least * least).rsqrt_().mul_(g)
 
 
-def _lengths(params: Any, way: Any, rho: float, eps2: float, clip: float) -> list[Tensor | None]:
+def _lengths(params: Tree, way: Tree, rho: float, eps2: float, clip: float) -> list[Tensor | None]:
     """Compute the factor of each tensor's direction."""
     out: list[Tensor | None] = []
     long, step = norms(params, way)

@@ -30,7 +30,7 @@ from shardlib.optim.transform import (
     divide,
     ranged,
 )
-from shardlib.optim.trees import ALIGN, SPAN, cuts, each, moments, need, pieces, ready
+from shardlib.optim.trees import ALIGN, SPAN, Tree, cuts, each, moments, need, pieces, ready
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = ["adam8bit"]
@@ -43,8 +43,8 @@ class CodedState(NamedTuple):
     """
 
     count: int
-    mu: Any
-    nu: Any
+    mu: Tree
+    nu: Tree
     mu_scale: Any
     nu_scale: Any
     made_for: int
@@ -71,55 +71,61 @@ def adam8bit(
     (tensor([-0.5000,  0.5000]), torch.uint8)
     """
 
-    def init(params: Any) -> CodedState:
+    def init(params: Tree) -> CodedState:
         zeros = moments(params)
         (mu, mu_scale), (nu, nu_scale) = _coded(zeros, True), _coded(zeros, False)
         return CodedState(0, mu, nu, mu_scale, nu_scale, _digest(zeros))
 
-    def update(grads: Any, state: CodedState, params: Any = None) -> tuple[Any, CodedState]:
-        ready(grads, "adam8bit", state.mu)
-        if weight_decay:
-            need(params, "adam8bit")
-        count, rate = state.count + 1, at_step(lr, state.count)
-        mu = _decoded(state.mu, state.mu_scale, grads, True)
-        nu = _decoded(state.nu, state.nu_scale, grads, False)
-        of = direction(count, rate, b1, b2, eps, weight_decay)
-
-        def stepped(g: Tensor, m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
-            average(g, m, v, b1, b2)
-            return of(m, v, *p)
-
-        updates = each(stepped, grads, mu, nu, *([params] if weight_decay else []))
-        (mu, mu_scale), (nu, nu_scale) = _coded(mu, True), _coded(nu, False)
-        return updates, CodedState(count, mu, nu, mu_scale, nu_scale, state.made_for)
-
-    def donate(grads: Any, state: CodedState, params: Any, step: Step) -> CodedState:
-        ready(grads, "adam8bit", state.mu)
-        divide(grads, step)
-        count, step.lr = state.count + 1, at_step(lr, state.count)
-        of = direction(count, step.lr, b1, b2, eps, weight_decay)
-        for g, p, mu, nu, mu_scale, nu_scale in _spans(grads, params, state):
+    def stepped(
+        grads: Tree, state: CodedState, params: Tree, rate: float, into: Tree
+    ) -> CodedState:
+        """Add the updates to a tree, or write them where there are no parameters."""
+        of = direction(state.count + 1, rate, b1, b2, eps, weight_decay)
+        for g, p, to, mu, nu, mu_scale, nu_scale in _spans(grads, params, into, state):
             dtype = _kept(g)
             m = _decode(mu, mu_scale, 0, True, dtype)
             v = _decode(nu, nu_scale, 0, False, dtype)
             average(g, m, v, b1, b2)
-            p.add_(of(m, v, *([p] if weight_decay else [])))
+            u = of(m, v, *([p] if weight_decay else []))
+            if into is params:
+                to.add_(u)
+            else:
+                to.copy_(u)
             for codes, scale, x, signed in ((mu, mu_scale, m, True), (nu, nu_scale, v, False)):
                 new, largest = _encode(x, 0, signed)
                 codes.copy_(new)
                 scale.copy_(largest)
-        return state._replace(count=count)
+        return state._replace(count=state.count + 1)
+
+    def update(grads: Tree, state: CodedState, params: Tree = None) -> tuple[Any, CodedState]:
+        ready(grads, "adam8bit", state.mu)
+        if weight_decay:
+            need(params, "adam8bit")
+            each(lambda g, p: g, grads, params)  # refuses other layouts
+        out = each(lambda g: torch.zeros_like(g, dtype=_kept(g)), grads)
+        rate = at_step(lr, state.count)
+        with torch.no_grad():
+            given = params if weight_decay else grads
+            return out, stepped(grads, each(torch.clone, state), given, rate, out)
+
+    def donate(grads: Tree, state: CodedState, params: Tree, step: Step) -> CodedState:
+        ready(grads, "adam8bit", state.mu)
+        divide(grads, step)
+        step.lr = at_step(lr, state.count)
+        return stepped(grads, state, params, step.lr, params)
 
     return Transform(init, update, "elementwise", donate)
 
 
-def _spans(grads: Any, params: Any, state: CodedState) -> Iterator[tuple[Tensor, ...]]:
-    """Yield, for every block, spans of gradient, parameter, codes and scales: whole blocks of 64.
+def _spans(
+    grads: Tree, params: Tree, into: Tree, state: CodedState
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield spans, whole blocks of 64, of every block's gradient, parameter, target, codes, scales.
 
-    A tensor that is not contiguous is copied, and the parameter written back.
+    A tensor that is not contiguous is copied, and the target written back.
     """
-    trees = (grads, params, state.mu, state.nu, state.mu_scale, state.nu_scale)
-    pieces(*trees[:4])  # refuses other trees before anything is written
+    trees = (grads, params, into, state.mu, state.nu, state.mu_scale, state.nu_scale)
+    pieces(*trees[:5])  # refuses other trees before anything is written
     leaves = (optree.tree_leaves(t, none_is_leaf=True) for t in trees)
     for row in zip(*leaves, strict=True):
         if not all(isinstance(x, Tensor) for x in row) or not row[0].numel():
@@ -129,9 +135,9 @@ def _spans(grads: Any, params: Any, state: CodedState) -> Iterator[tuple[Tensor,
         of_ranks = zip(*([r] if mesh is None else blocks(r, mesh) for r in raws), strict=True)
         for parts in of_ranks:
             flat = [t.reshape(-1) for t in parts]
-            rows = [t.split(SPAN if i < 4 else SPAN // ALIGN) for i, t in enumerate(flat)]
+            rows = [t.split(SPAN if i < 5 else SPAN // ALIGN) for i, t in enumerate(flat)]
             yield from zip(*rows, strict=True)
-            for old, new in zip(parts[1:4], flat[1:4], strict=True):
+            for old, new in zip(parts[2:5], flat[2:5], strict=True):
                 if not old.is_contiguous():
                     old.copy_(new.view(old.shape))
 
@@ -193,7 +199,7 @@ def _decode(codes: Tensor, scale: Tensor, front: int, signed: bool, dtype: torch
     return rows.flatten(-2)[..., :n].reshape(codes.shape).to(dtype)
 
 
-def _digest(tree: Any) -> int:
+def _digest(tree: Tree) -> int:
     """Compute a digest that is equal if the elements of all tensors have the same neighbours."""
     said = cuts(tree)
     for x in optree.tree_leaves(tree):  # type: ignore[arg-type]
@@ -202,7 +208,7 @@ def _digest(tree: Any) -> int:
     return int.from_bytes(hashlib.sha256("; ".join(said).encode()).digest()[:6], "big")
 
 
-def _coded(tree: Any, signed: bool) -> tuple[Any, Any]:
+def _coded(tree: Tree, signed: bool) -> tuple[Any, Any]:
     """Make the trees of codes and of scales."""
     leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
     pairs = [_coded_leaf(x, signed) if isinstance(x, Tensor) else (x, x) for x in leaves]
@@ -220,19 +226,3 @@ def _coded_leaf(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
         size = scale.shape[-1] * x.mesh.axis_size(axes)
         place = Place(Layout((Dim(axes),)), torch.Size([size]), x.mesh)
         return x.becomes(codes), ShardedTensor(scale, place)
-
-
-def _decoded(codes: Any, scales: list[Any], like: Any, signed: bool) -> Any:
-    """Decode the moments, in fp32, or fp64 for fp64 gradients."""
-    leaves, shape = optree.tree_flatten(codes, none_is_leaf=True)
-    given = optree.tree_leaves(like, none_is_leaf=True)
-    out = []
-    for c, s, g in zip(leaves, scales, given, strict=True):
-        if not isinstance(c, Tensor) or not isinstance(g, Tensor):
-            out.append(None)
-            continue
-        if isinstance(c, ShardedTensor):
-            out.append(c.becomes(_decode(c.raw, s.raw, lead(c.mesh), signed, _kept(g))))
-        else:
-            out.append(_decode(c, s, 0, signed, _kept(g)))
-    return optree.tree_unflatten(shape, out)

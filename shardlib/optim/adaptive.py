@@ -29,6 +29,7 @@ from shardlib.optim.transform import (
 )
 from shardlib.optim.trees import (
     Pieces,
+    Tree,
     each,
     is_bucketed,
     moments,
@@ -48,8 +49,8 @@ class MomentState(NamedTuple):
     """Steps taken, first and second moments."""
 
     count: int
-    mu: Any
-    nu: Any
+    mu: Tree
+    nu: Tree
 
 
 @ranged()
@@ -81,7 +82,7 @@ def adamw(
         )
         return by_mask(mask, decaying, others, "adamw")
 
-    def init(params: Any) -> MomentState:
+    def init(params: Tree) -> MomentState:
         mu = moments(params)
         return MomentState(0, mu, zeros_like(mu))
 
@@ -94,7 +95,7 @@ def adamw(
 
         return step
 
-    def kernel(grads: Any, state: MomentState, params: Any, step: Step, rate: float) -> bool:
+    def kernel(grads: Tree, state: MomentState, params: Tree, step: Step, rate: float) -> bool:
         g, p, m, v = pieces(grads, params, state.mu, state.nu)
         count = state.count + 1
         # the own kernels know no step that is not sound
@@ -105,7 +106,7 @@ def adamw(
         how = {"lr": rate, "beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
         return fused("adamw", (p, g, m, v), step, count, **how, amsgrad=False, maximize=False)
 
-    def donate(grads: Any, state: MomentState, params: Any, step: Step) -> MomentState:
+    def donate(grads: Tree, state: MomentState, params: Tree, step: Step) -> MomentState:
         beside = step.beside is not None and step.beside[0] is params
         if beside and step.sound is not None and not step.guarded:
             (p,) = pieces(params)
@@ -125,7 +126,7 @@ def _own(params: Pieces) -> bool:
     return bool(params) and (not params[0].is_cpu or active.cpu)
 
 
-def _by_kernel(params: Any, lists: Sequence[Pieces], step: Step, hyper: Any) -> bool:
+def _by_kernel(params: Tree, lists: Sequence[Pieces], step: Step, hyper: Any) -> bool:
     """Step by a fused kernel, with the half-precision companions; False if no kernel applies."""
     g, p, m, v = lists
     found = p.beside(g, m, v)
@@ -187,7 +188,7 @@ class SumState(NamedTuple):
     """Steps taken, and the sum of all squared gradients."""
 
     count: int
-    total: Any
+    total: Tree
 
 
 @ranged()
@@ -210,7 +211,7 @@ def adagrad(
     {'w': tensor([-0.5000,  0.5000])}
     """
 
-    def init(params: Any) -> SumState:
+    def init(params: Tree) -> SumState:
         total = moments(params)
         return SumState(0, each(lambda t: t + start, total) if start else total)
 
@@ -224,7 +225,7 @@ def adagrad(
 
         return step
 
-    def kernel(grads: Any, state: SumState, params: Any, step: Step, rate: float) -> bool:
+    def kernel(grads: Tree, state: SumState, params: Tree, step: Step, rate: float) -> bool:
         g, p, t = pieces(grads, params, state.total)
         how = {"lr": rate, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         return fused("adagrad", (p, g, t), step, state.count + 1, **how, maximize=False)
@@ -238,9 +239,9 @@ class RmsState(NamedTuple):
     """Steps taken, the running mean squares, the running means (``centered``), and the momentum."""
 
     count: int
-    nu: Any
-    mean: Any
-    trace: Any
+    nu: Tree
+    mean: Tree
+    trace: Tree
 
 
 @ranged()
@@ -265,7 +266,7 @@ def rmsprop(
     {'w': tensor([-0.5000,  0.5000])}
     """
 
-    def init(params: Any) -> RmsState:
+    def init(params: Tree) -> RmsState:
         nu = moments(params)
         return RmsState(
             0, nu, zeros_like(nu) if centered else (), zeros_like(nu) if momentum else ()
@@ -296,7 +297,7 @@ class TraceState(NamedTuple):
     """Steps taken and a running trace of gradients."""
 
     count: int
-    trace: Any
+    trace: Tree
 
 
 @ranged()
@@ -322,7 +323,7 @@ def sgd(
             fix="sl.optim.sgd(0.1, momentum=0.9, nesterov=True)",
         )
 
-    def init(params: Any) -> TraceState:
+    def init(params: Tree) -> TraceState:
         return TraceState(0, moments(params) if momentum else ())
 
     def rule(count: int, rate: float) -> Callable[..., Tensor]:
@@ -337,7 +338,7 @@ def sgd(
 
     kept = ["trace"] if momentum else []
 
-    def kernel(grads: Any, state: TraceState, params: Any, step: Step, rate: float) -> bool:
+    def kernel(grads: Tree, state: TraceState, params: Tree, step: Step, rate: float) -> bool:
         g, p, *trace = pieces(grads, params, *(getattr(state, name) for name in kept))
         how = {"lr": rate, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         more = {"dampening": 0.0, "maximize": False, "is_first_step": False}
@@ -373,7 +374,7 @@ def lion(
         decaying, others = (lion(lr, b1, b2, by) for by in (weight_decay, 0.0))
         return by_mask(mask, decaying, others, "lion")
 
-    def init(params: Any) -> TraceState:
+    def init(params: Tree) -> TraceState:
         return TraceState(0, moments(params))
 
     def rule(count: int, rate: float) -> Callable[..., Tensor]:
@@ -413,7 +414,7 @@ def lamb(
     {'w': tensor([-0.5000,  0.5000])}
     """
 
-    def init(params: Any) -> MomentState:
+    def init(params: Tree) -> MomentState:
         mu = moments(params)
         return MomentState(0, mu, zeros_like(mu))
 
@@ -426,14 +427,14 @@ def lamb(
 
         return of
 
-    def lengths(params: Any, way: Any, rate: float) -> list[Tensor | None]:
+    def lengths(params: Tree, way: Tree, rate: float) -> list[Tensor | None]:
         long, wide = norms(params, way)
         return [
             None if w is None else _ratio(p, w) * -rate for p, w in zip(long, wide, strict=True)
         ]
 
     def direct(
-        grads: Any, state: MomentState, params: Any, way: Any, rate: float
+        grads: Tree, state: MomentState, params: Tree, way: Tree, rate: float
     ) -> tuple[MomentState, float]:
         of = direction(state.count + 1)
         for g, p, m, v, u in spans(*pieces(grads, params, state.mu, state.nu, way)):
@@ -442,7 +443,7 @@ def lamb(
         scale_in_place(way, lengths(params, way, rate))
         return state._replace(count=state.count + 1), 0.0
 
-    def donate(grads: Any, state: MomentState, params: Any, step: Step) -> MomentState:
+    def donate(grads: Tree, state: MomentState, params: Tree, step: Step) -> MomentState:
         ready(grads, "lamb", state.mu)
         lists = pieces(grads, params, state.mu, state.nu)
         if _own(lists[1]) and _whole(params) and lists[1].beside(*lists).dtypes == {torch.float32}:
@@ -462,7 +463,7 @@ def lamb(
     return under(backend, made._replace(donate=donate))
 
 
-def _whole(params: Any) -> bool:
+def _whole(params: Tree) -> bool:
     """Return whether each rank holds every tensor whole: then its norm needs no communication."""
     if is_bucketed(params):
         return False

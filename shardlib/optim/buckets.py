@@ -28,6 +28,8 @@ from shardlib.mesh import Mesh, rank_along
 __all__ = [
     "ALIGN",
     "HALF",
+    "State",
+    "Tree",
     "Beside",
     "Bucket",
     "BucketSlot",
@@ -37,14 +39,18 @@ __all__ = [
     "Item",
     "Pieces",
     "SlotPart",
-    "flatten",
     "index",
     "overlap",
     "parts",
     "register",
-    "unflatten",
     "wide",
 ]
+
+Tree = Any
+"""A nest of dicts, tuples and lists with tensors as leaves, or ``Buckets`` of them."""
+
+State = Any
+"""A transform's state: a tree of tensors and numbers."""
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 
@@ -272,7 +278,7 @@ def _bucket(
     return Bucket(name, dtype, axes, tuple(slots), length, hops, ways)
 
 
-def _words(group: Any) -> Iterator[str]:
+def _words(group: object) -> Iterator[str]:
     """List the words of a group, which may be pairs of groups."""
     if isinstance(group, tuple):
         for one in group:
@@ -308,30 +314,6 @@ def overlap(where: Index, order: Sequence[int]) -> float:
         now = min([now, *(coming.get(i, 0) for s in bucket.slots for i in s.leaves)])
         found += now * sum(sizes[s.leaves[0]] for s in bucket.slots)
     return found / max(total, 1) ** 2
-
-
-def flatten(blocks: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """Concatenate the leaves' local blocks to the bucket's vector [length]; add tied blocks."""
-    found: list[Tensor] = []
-    at = 0
-    for slot in bucket.slots:
-        block = blocks[slot.leaves[0]].reshape(-1)
-        for i in slot.leaves[1:]:
-            block = block + blocks[i].reshape(-1)
-        found += [block.new_zeros(slot.offset - at)] if slot.offset > at else []
-        found.append(block)
-        at = slot.offset + slot.length
-    found += [found[0].new_zeros(bucket.length - at)] if bucket.length > at else []
-    return torch.cat(found)
-
-
-def unflatten(flat: Tensor, bucket: Bucket) -> dict[int, Tensor]:
-    """Map each leaf's number to its block, a view of the vector."""
-    out = {}
-    for slot in bucket.slots:
-        block = flat[slot.offset : slot.offset + slot.length].reshape(slot.shape)
-        out.update(dict.fromkeys(slot.leaves, block))
-    return out
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from shardlib.optim.transform import (
 )
 from shardlib.optim.trees import (
     EmptyState,
+    State,
+    Tree,
     each,
     need,
     nothing,
@@ -87,11 +89,11 @@ class _Chain:
             **_of_zero(every),
         )
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: Tree) -> State:
         """Initialise the state of each."""
         return tuple(t.init(params) for t in self.transforms)
 
-    def update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(self, grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
         """Pass the updates of each to the next."""
         new = []
         for t, s in zip(self.transforms, state, strict=True):
@@ -99,7 +101,7 @@ class _Chain:
             new.append(s)
         return grads, tuple(new)
 
-    def donate(self, grads: Any, state: Any, params: Any, step: Step) -> Any:
+    def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
         """Run the last in place, on the updates of those before it."""
         new: list[Any] = []
         *before, (last, inner) = zip(self.transforms, state, strict=True)
@@ -116,7 +118,7 @@ class _Chain:
         kept = [keep(s, chosen(step.sound, n, s)) for (_, s), n in zip(before, new, strict=True)]
         return *kept, run_in_place(last, grads, inner, params, step)
 
-    def check(self, grads: Any, state: Any, params: Any, step: Step) -> None:
+    def check(self, grads: Tree, state: State, params: Tree, step: Step) -> None:
         """Check each, up to the first that changes gradients."""
         for t, s in zip(self.transforms, state, strict=True):
             if t.check is not None:
@@ -124,7 +126,7 @@ class _Chain:
             if t.rescale is None:  # it changes gradients, so later checks cannot run before it
                 return
 
-    def groups(self, params: Any) -> list[Any]:
+    def groups(self, params: Tree) -> list[Any]:
         """Return per parameter the words of each."""
         words = [t.groups(params) for t in self.transforms if t.groups is not None]
         return list(zip(*words, strict=True))
@@ -197,8 +199,8 @@ class MultiState(NamedTuple):
     """Number of gradients added, their sum in fp32, and the transform's state."""
 
     mini: int
-    total: Any
-    inner: Any
+    total: Tree
+    inner: State
 
 
 class AroundZeroState(MultiState):
@@ -231,19 +233,19 @@ def multi_steps(tx: Transform, every: int) -> Transform:
     check_transform(tx, "multi_steps")
     made = MultiState if tx.shard is kept_whole else AroundZeroState
 
-    def init(params: Any) -> MultiState:
+    def init(params: Tree) -> MultiState:
         return begun(zeros_like(trainable(params)), tx.init(params))
 
-    def begun(zeros: Any, inner: Any) -> MultiState:
+    def begun(zeros: Tree, inner: State) -> MultiState:
         """Return the state at the start of a cycle; ``zeros`` may have pending sums."""
         return made(0, settled(zeros) if made is MultiState else (), inner)
 
-    def added(grads: Any, state: MultiState) -> Any:
+    def added(grads: Tree, state: MultiState) -> Tree:
         if not state.mini:
             return each(lambda g: g.to(wide(g.dtype), copy=True), grads)
         return each(lambda t, g: t + g, state.total, grads)
 
-    def update(grads: Any, state: MultiState, params: Any = None) -> tuple[Any, MultiState]:
+    def update(grads: Tree, state: MultiState, params: Tree = None) -> tuple[Any, MultiState]:
         total = added(grads, state)
         if state.mini + 1 < every:
             return nothing(grads, params), made(state.mini + 1, total, state.inner)
@@ -251,7 +253,7 @@ def multi_steps(tx: Transform, every: int) -> Transform:
         updates, inner = tx.update(mean, state.inner, params)
         return updates, begun(each(torch.zeros_like, total), inner)
 
-    def donate(grads: Any, state: MultiState, params: Any, step: Step) -> MultiState:
+    def donate(grads: Tree, state: MultiState, params: Tree, step: Step) -> MultiState:
         divide(grads, step)
         total = state.total
         both = pieces(total, grads) if total != () else []  # refuses other parameters
@@ -272,7 +274,7 @@ def multi_steps(tx: Transform, every: int) -> Transform:
     return Transform(init, update, tx.trait, donate, **handed_on(tx))
 
 
-def _lie_alike(total: Any, grads: Any) -> bool:
+def _lie_alike(total: Tree, grads: Tree) -> bool:
     """Return whether gradients have the layouts of the sum."""
     (mine, tree), (theirs, other) = (optree.tree_flatten(t) for t in (total, grads))
     return tree == other and all(
@@ -286,7 +288,7 @@ class InjectState(NamedTuple):
 
     count: int
     hyperparams: dict[str, float]
-    inner: Any
+    inner: State
 
 
 def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transform]:
@@ -323,16 +325,16 @@ def inject_hyperparams(make: Callable[..., Transform]) -> Callable[..., Transfor
             now = known | {n: f(count) for n, f in changing.items()}
             return of(*now.items()), now
 
-        def init(params: Any) -> InjectState:
+        def init(params: Tree) -> InjectState:
             tx, numbers = at(0, fixed)
             return InjectState(0, numbers, tx.init(params))
 
-        def update(grads: Any, state: InjectState, params: Any = None) -> tuple[Any, InjectState]:
+        def update(grads: Tree, state: InjectState, params: Tree = None) -> tuple[Any, InjectState]:
             tx, numbers = at(state.count, state.hyperparams)
             updates, inner = tx.update(grads, state.inner, params)
             return updates, InjectState(state.count + 1, numbers, inner)
 
-        def donate(grads: Any, state: InjectState, params: Any, step: Step) -> InjectState:
+        def donate(grads: Tree, state: InjectState, params: Tree, step: Step) -> InjectState:
             tx, numbers = at(state.count, state.hyperparams)
             inner = run_in_place(tx, grads, state.inner, params, step)
             return InjectState(state.count + 1, numbers, inner)
@@ -355,7 +357,7 @@ class EmaState(NamedTuple):
     """Steps taken, and the running mean."""
 
     count: int
-    mean: Any
+    mean: Tree
 
 
 @ranged("sl.optim.ema(0.99)")
@@ -371,10 +373,10 @@ def ema(decay: float, *, debias: bool = True) -> Transform:
     (1.0, 0.1)
     """
 
-    def init(params: Any) -> EmaState:
+    def init(params: Tree) -> EmaState:
         return EmaState(0, zeros_like(trainable(params)))
 
-    def update(grads: Any, state: EmaState, params: Any = None) -> tuple[Any, EmaState]:
+    def update(grads: Tree, state: EmaState, params: Tree = None) -> tuple[Any, EmaState]:
         mean = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - decay), state.mean, grads)
         count = state.count + 1
         by = 1 - decay**count if debias else 1.0
@@ -386,8 +388,8 @@ def ema(decay: float, *, debias: bool = True) -> Transform:
 class AveragedState(NamedTuple):
     """The mean of the parameters, and the transform's state."""
 
-    mean: Any
-    inner: Any
+    mean: Tree
+    inner: State
 
 
 @ranged(
@@ -409,18 +411,18 @@ def averaged(tx: Transform, decay: float = 0.999) -> Transform:
 
     check_transform(tx, "averaged")
 
-    def init(params: Any) -> AveragedState:
+    def init(params: Tree) -> AveragedState:
         mean = each(lambda p: p.detach().to(wide(p.dtype), copy=True), trainable(params))
         return AveragedState(mean, tx.init(params))
 
-    def update(grads: Any, state: AveragedState, params: Any = None) -> tuple[Any, AveragedState]:
+    def update(grads: Tree, state: AveragedState, params: Tree = None) -> tuple[Any, AveragedState]:
         need(params, "averaged")
         updates, inner = tx.update(grads, state.inner, params)
         new = each(lambda p, u: (p + u).to(p.dtype), params, updates, op="apply_updates")
         mean = each(lambda m, p: m.lerp(p.to(m.dtype), 1 - decay), state.mean, new)
         return updates, AveragedState(mean, inner)
 
-    def donate(grads: Any, state: AveragedState, params: Any, step: Step) -> AveragedState:
+    def donate(grads: Tree, state: AveragedState, params: Tree, step: Step) -> AveragedState:
         pieces(state.mean, params)  # refuses other parameters before anything is written
         inner = run_in_place(tx, grads, state.inner, params, step)
         if not step.skipped:

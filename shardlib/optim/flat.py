@@ -31,7 +31,7 @@ from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
     "Memory", "Room", "adopt", "gather", "gather_later", "own", "own_parts", "parts_of",
-    "put_back", "room_of", "scatter", "shard_place", "slot_of", "stack", "whole_place",
+    "put_back", "room_of", "scatter", "shard_place", "slot_of", "stack", "whole", "whole_place",
 ]  # fmt: skip
 
 
@@ -230,24 +230,25 @@ def parts_of(
     ``grads``  they are gradients: those of tied leaves are added, and half precision is widened.
     """
     out = {}
-    dtypes = [wide(b.dtype) if grads else b.dtype for b in index]
+    kept = [leaves[b.slots[0].leaves[0]].raw.dtype for b in index]
+    dtypes = [wide(b.dtype) for b in index] if grads else kept
     sizes = [b.length // b.ways * d.itemsize for b, d in zip(index, dtypes, strict=True)]
     refuse_beyond(sum(sizes) * len(played(mesh)), mesh.device, "zero", mesh)
-    every = [blocks(x.raw.detach(), mesh) for x in leaves]
+    every = [() if x is None else blocks(x.raw.detach(), mesh) for x in leaves]
     for bucket, dtype in zip(index, dtypes, strict=True):
         n, first = bucket.length // bucket.ways, every[bucket.slots[0].leaves[0]]
         rows = [x.new_zeros(n, dtype=dtype) for x in first]
         for r, coord in enumerate(played(mesh)):
-            mine = [x[r] for x in every]
             for p in parts(bucket, rank_along(bucket.over, coord, mesh.axes)):
+                mine = [every[i][r] for i in p.slot.leaves]
                 _fill(rows[r][p.start : p.start + p.length], p, mine, grads)
         out[bucket.name] = ShardedTensor(storage(rows, mesh), shard_place(bucket, mesh))
     return Buckets(out, index, mesh)
 
 
 def _fill(to: Tensor, part: SlotPart, blocks: Sequence[Tensor], add: bool) -> None:
-    """Copy a slot's part from the block of its first leaf; ``add`` those of tied ones."""
-    one, *tied = (blocks[i].reshape(-1)[part.at : part.at + part.length] for i in part.slot.leaves)
+    """Copy a slot's part from the first of its leaves' blocks; ``add`` those of tied ones."""
+    one, *tied = (x.reshape(-1)[part.at : part.at + part.length] for x in blocks)
     to.copy_(one)
     for other in tied if add else ():
         to.add_(other)
@@ -256,10 +257,25 @@ def _fill(to: Tensor, part: SlotPart, blocks: Sequence[Tensor], add: bool) -> No
 def put_back(flats: Sequence[Tensor], mine: Buckets) -> None:
     """Copy the parts back into the buckets of ``own``, if they are copies."""
     if lead(mine.mesh):
-        for flat, bucket, part in zip(flats, mine.index, mine.values(), strict=True):
-            views = own_parts(flat, bucket.over, mine.mesh)
-            for view, block in zip(views, blocks(part.raw, mine.mesh), strict=True):
-                view.copy_(block)
+        _copy_parts(flats, mine)
+
+
+def _copy_parts(flats: Sequence[Tensor], mine: Buckets) -> None:
+    for flat, bucket, part in zip(flats, mine.index, mine.values(), strict=True):
+        views = own_parts(flat, bucket.over, mine.mesh)
+        for view, block in zip(views, blocks(part.raw, mine.mesh), strict=True):
+            view.copy_(block)
+
+
+def whole(mine: Buckets) -> dict[int, Tensor]:
+    """Gather parts to whole buckets, in new memory; map each leaf's number to its block."""
+    rows = [(b, mine[b.name].raw) for b in mine.index]
+    flats = [raw.new_empty(*stack(mine.mesh), b.length) for b, raw in rows]
+    _copy_parts(flats, mine)
+    # as bytes: gloo knows no int16
+    gather([flat.view(torch.uint8) for flat in flats], mine.index, mine.mesh)
+    where = mine.index.where.items()
+    return {i: slot_of(flats[b], slot.offset, slot.shape) for i, (b, slot) in where}
 
 
 def gather(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> None:

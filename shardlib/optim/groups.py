@@ -27,6 +27,8 @@ from shardlib.optim.transform import (
 )
 from shardlib.optim.trees import (
     EmptyState,
+    State,
+    Tree,
     each,
     is_bucketed,
     merged,
@@ -66,22 +68,22 @@ def masked(tx: Transform, mask: Mask) -> Transform:
 
     check_transform(tx, "masked")
 
-    def meant(tree: Any) -> dict[str, bool]:
+    def meant(tree: Tree) -> dict[str, bool]:
         return flags(mask, tree, "masked")
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> State:
         return _begun(tx, only(trainable(params), meant(params), True))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
         on = meant(grads)
         held = None if params is None else only(trainable(params), on, True)
         new, state = tx.update(only(grads, on, True), state, held)
         return merged(grads, on, {True: new, False: grads}), state
 
-    def groups(params: Any) -> list[str]:
+    def groups(params: Tree) -> list[str]:
         return ["on" if on else "off" for on in meant(params).values()]
 
-    def part(tree: Any) -> Any:
+    def part(tree: Tree) -> Tree:
         return only(trainable(tree), meant(tree), True)
 
     return Transform(init, update, tx.trait, groups=groups, sink=_no_sink([(tx, part)]))
@@ -122,7 +124,7 @@ def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
 def by_mask(mask: Mask, on: Transform, off: Transform, op: str) -> Transform:
     """Apply one transform to the leaves of a mask, another to the rest; either may be empty."""
 
-    def which(tree: Any) -> Any:
+    def which(tree: Tree) -> Tree:
         leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
         found = flags(mask, tree, op)
         words = ["on" if found[n] else "off" for n in named(tree)]
@@ -173,7 +175,7 @@ class _Partition:
             sink=_no_sink(each_part),
         )
 
-    def split(self, tree: Any) -> dict[str, str]:
+    def split(self, tree: Tree) -> dict[str, str]:
         """Map each path to its label."""
         found = labels(self.which, tree, "partition")
         unknown = {v for v in found.values() if v not in self.transforms and v is not None}
@@ -186,16 +188,16 @@ class _Partition:
             )
         return found
 
-    def parts(self, tree: Any, found: Mapping[str, str]) -> dict[str, Any]:
+    def parts(self, tree: Tree, found: Mapping[str, str]) -> dict[str, Any]:
         """Map each label that has leaves to the tree of its leaves."""
         parts = {label: only(tree, found, label) for label in self.transforms}
         return {n: part for n, part in parts.items() if optree.tree_leaves(part)}
 
-    def part(self, label: str, tree: Any) -> Any:
+    def part(self, label: str, tree: Tree) -> Tree:
         """Return the trained leaves of a label."""
         return only(trainable(tree), self.split(tree), label)
 
-    def init(self, params: Any) -> PartitionState:
+    def init(self, params: Tree) -> PartitionState:
         """Initialise the state of each transform that has parameters."""
         found = self.split(params)
         unused = sorted(set(self.transforms) - set(found.values()))
@@ -214,7 +216,7 @@ class _Partition:
         )
 
     def update(
-        self, grads: Any, state: PartitionState, params: Any = None
+        self, grads: Tree, state: PartitionState, params: Tree = None
     ) -> tuple[Any, PartitionState]:
         """Update each label's leaves by its transform."""
         found = self.split(grads if params is None else params)
@@ -224,7 +226,9 @@ class _Partition:
             new[n], after[n] = self.transforms[n].update(part, state.inner[n], held.get(n))
         return merged(grads, found, new), PartitionState(after)
 
-    def donate(self, grads: Any, state: PartitionState, params: Any, step: Step) -> PartitionState:
+    def donate(
+        self, grads: Tree, state: PartitionState, params: Tree, step: Step
+    ) -> PartitionState:
         """Step each label's leaves in place."""
         found = self.split(params)
         after, held = dict(state.inner), self.parts(trainable(params), found)
@@ -238,19 +242,19 @@ class _Partition:
                 step.norm = step.norm if mine.norm is None else mine.norm
         return PartitionState(after)
 
-    def check(self, grads: Any, state: PartitionState, params: Any, step: Step) -> None:
+    def check(self, grads: Tree, state: PartitionState, params: Tree, step: Step) -> None:
         """Check every label's leaves."""
         found = self.split(params)
         held = self.parts(trainable(params), found)
         self.checked(self.parts(grads, found), state, held, step)
 
-    def checked(self, parts: Any, state: PartitionState, held: Any, step: Step) -> None:
+    def checked(self, parts: Tree, state: PartitionState, held: Tree, step: Step) -> None:
         """Check every group before any of them steps: on a device all step, or none."""
         for n, part in parts.items():
             if n in self.checks:
                 self.checks[n](part, state.inner[n], held[n], step)
 
-    def words(self, params: Any) -> list[Any]:
+    def words(self, params: Tree) -> list[Any]:
         """Return each parameter's label, with its transform's own word if that has some."""
         found = self.split(params)
         grouped = {n: t.groups for n, t in self.transforms.items() if t.groups is not None}
@@ -261,7 +265,7 @@ class _Partition:
         ]
 
 
-def _begun(tx: Transform, part: Any) -> Any:
+def _begun(tx: Transform, part: Tree) -> State:
     """Initialise the state of a group's transform."""
     if tx.shard is not kept_whole and is_bucketed(tx.shard(part)):
         raise Unsupported(
@@ -278,7 +282,7 @@ def _no_sink(
 ) -> Callable[[Any], Any] | None:
     """Return a sink that refuses, if some group's transform has its own buckets."""
 
-    def refuse(params: Any) -> Any:
+    def refuse(params: Tree) -> Any:
         pending: tuple[str, ...] = ()
         for tx, part in transforms:
             mine = tx.sink(part(params)) if tx.sink is not None else None
@@ -303,20 +307,20 @@ def set_to_zero() -> Transform:
     {'w': tensor([0.])}
     """
 
-    def donate(grads: Any, state: EmptyState, params: Any, step: Step) -> EmptyState:
+    def donate(grads: Tree, state: EmptyState, params: Tree, step: Step) -> EmptyState:
         return state
 
     return Transform(lambda params: EmptyState(), _zeros, "elementwise", donate)
 
 
-def _zeros(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+def _zeros(grads: Tree, state: EmptyState, params: Tree = None) -> tuple[Any, EmptyState]:
     return each(torch.zeros_like, settled(grads)), state
 
 
 # ---------------------------------------------------------------- selection of parameters
 
 
-def flags(mask: Mask, tree: Any, op: str) -> dict[str, bool]:
+def flags(mask: Mask, tree: Tree, op: str) -> dict[str, bool]:
     """Map each path to whether the mask selects it.
 
     Raises: RuleLint if a pattern matches nothing, or a tree lacks a path.
@@ -325,16 +329,11 @@ def flags(mask: Mask, tree: Any, op: str) -> dict[str, bool]:
     patterns = _patterns(mask)
     if patterns is None:
         return {n: bool(v) for n, v in _by_tree(mask, tree, known, op).items()}
-    hits = {p: [n for n, v in known.items() if matches(p, n, v)] for p in patterns}
-    for p, names in hits.items():
-        # buckets of one group lack the others' paths
-        if not names and not is_bucketed(tree):
-            raise _nothing(p, known, op)
-    meant = {n for names in hits.values() for n in names}
-    return {n: n in meant for n in known}
+    _all_match(patterns, known, tree, op, lambda p: "")
+    return {n: any(matches(p, n, v) for p in patterns) for n, v in known.items()}
 
 
-def labels(which: Labels, tree: Any, op: str) -> dict[str, str]:
+def labels(which: Labels, tree: Tree, op: str) -> dict[str, str]:
     """Map each path to its label.
 
     Raises: RuleLint if a pattern matches nothing, or no pattern matches a path.
@@ -353,9 +352,7 @@ def labels(which: Labels, tree: Any, op: str) -> dict[str, str]:
                 fix=f"which = [*which, ('*', {pairs[-1][1]!r})]",
             )
         out[n] = found
-    for p, _ in pairs:
-        if not is_bucketed(tree) and not any(matches(p, n, v) for n, v in known.items()):
-            raise _nothing(p, known, op, _without(p, pairs))
+    _all_match([p for p, _ in pairs], known, tree, op, lambda p: _without(p, pairs))
     return out
 
 
@@ -367,20 +364,15 @@ def _is_pairs(which: Any) -> bool:
     )
 
 
-def _is_pattern(p: Any) -> bool:
+def _is_pattern(p: object) -> bool:
     return isinstance(p, str | re.Pattern) or callable(p)
 
 
 def _patterns(mask: Any) -> Sequence[Pattern[Any]] | None:
     if isinstance(mask, str | re.Pattern):
         return [mask]
-    if (
-        isinstance(mask, list | tuple)
-        and mask
-        and all(isinstance(m, str | re.Pattern) for m in mask)
-    ):
-        return list(mask)
-    return None
+    several = isinstance(mask, list | tuple) and bool(mask)
+    return list(mask) if several and all(isinstance(m, str | re.Pattern) for m in mask) else None
 
 
 def _without(pattern: Any, pairs: Any) -> str:
@@ -392,7 +384,7 @@ def _without(pattern: Any, pairs: Any) -> str:
 
 
 def _by_tree(
-    which: Any, tree: Any, known: Mapping[str, Any], op: str, fix: str = ""
+    which: Any, tree: Tree, known: Mapping[str, Any], op: str, fix: str = ""
 ) -> dict[str, Any]:
     """Return a tree of values, or the result of a function of the tree, path by path."""
     given = named(which(dict(known) if is_bucketed(tree) else tree) if callable(which) else which)
@@ -407,10 +399,19 @@ def _by_tree(
     return {n: given.get(n) for n in known}
 
 
-def _nothing(pattern: Any, known: Mapping[str, Any], op: str, fix: str = "") -> RuleLint:
-    near = similar(str(pattern), list(known), 1, 0.0)
-    return RuleLint(
-        f"{pattern!r} matches no parameter" + (f"; there is {near[0]!r}" if near else ""),
-        op=op,
-        fix=fix or f"mask = {near[0] if near else '*'!r}",
-    )
+def _all_match(
+    patterns: Sequence[Pattern[Any]],
+    known: Mapping[str, Any],
+    tree: Tree,
+    op: str,
+    fix: Callable[[Pattern[Any]], str],
+) -> None:
+    """Refuse a pattern that matches no parameter; buckets of one group lack the others' paths."""
+    for p in () if is_bucketed(tree) else patterns:
+        if not any(matches(p, n, v) for n, v in known.items()):
+            near = similar(str(p), list(known), 1, 0.0)
+            raise RuleLint(
+                f"{p!r} matches no parameter" + (f"; there is {near[0]!r}" if near else ""),
+                op=op,
+                fix=fix(p) or f"mask = {near[0] if near else '*'!r}",
+            )

@@ -23,7 +23,7 @@ from shardlib.optim.transform import (
     run_in_place,
     told,
 )
-from shardlib.optim.trees import each, nothing, wide
+from shardlib.optim.trees import State, Tree, each, nothing, wide
 
 __all__ = ["loss_scale", "skip_nonfinite"]
 
@@ -33,7 +33,7 @@ class SkipState(NamedTuple):
 
     running: Any
     skipped: Any
-    inner: Any
+    inner: State
 
 
 @ranged("tx = sl.optim.skip_nonfinite(sl.optim.adamw(1e-3))", most=STEPS)
@@ -67,14 +67,14 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
             raise refused()
         return SkipState(state.running + 1, state.skipped + 1, state.inner)
 
-    def update(grads: Any, state: SkipState, params: Any = None) -> tuple[Any, SkipState]:
+    def update(grads: Tree, state: SkipState, params: Tree = None) -> tuple[Any, SkipState]:
         with norms_known():
             if not _is_number(global_norm(grads)):
                 return nothing(grads, params), after(state)
             updates, inner = tx.update(grads, state.inner, params)
             return updates, SkipState(0, state.skipped, inner)
 
-    def donate(grads: Any, state: SkipState, params: Any, step: Step) -> SkipState:
+    def donate(grads: Tree, state: SkipState, params: Tree, step: Step) -> SkipState:
         with norms_known():
             sound = _asked(grads, step)
             if sound is False:
@@ -88,7 +88,7 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
         posted = Posted(sound)
         return SkipState(Later(posted, 0, running + 1), Later(posted, skipped, skipped + 1), inner)
 
-    def init(params: Any) -> SkipState:
+    def init(params: Tree) -> SkipState:
         return SkipState(0, 0, tx.init(params))
 
     return Transform(init, update, _at_least(tx), donate, **handed_on(tx), halves=tx.halves)
@@ -103,7 +103,7 @@ class ScaleState(NamedTuple):
     scale: Any
     good: Any
     skipped: Any
-    inner: Any
+    inner: State
     last: tuple[Posted, ...] = ()
 
     def at_rest(self) -> "ScaleState":
@@ -157,7 +157,7 @@ def loss_scale(
     def too_small(scale: float) -> ShardError | None:
         return refused(scale / backoff) if scale < 2.0**-24 else None
 
-    def init(params: Any) -> ScaleState:
+    def init(params: Tree) -> ScaleState:
         return ScaleState(start, 0, 0, tx.init(params))
 
     def smaller(state: ScaleState) -> ScaleState:
@@ -166,12 +166,12 @@ def loss_scale(
             raise error
         return state._replace(scale=scale, good=0, skipped=state.skipped + 1)
 
-    def larger(state: ScaleState, inner: Any) -> ScaleState:
+    def larger(state: ScaleState, inner: State) -> ScaleState:
         grown = state.good + 1 >= interval
         scale = state.scale * growth if grown else state.scale
         return ScaleState(scale, 0 if grown else state.good + 1, state.skipped, inner)
 
-    def update(grads: Any, state: ScaleState, params: Any = None) -> tuple[Any, ScaleState]:
+    def update(grads: Tree, state: ScaleState, params: Tree = None) -> tuple[Any, ScaleState]:
         state = state.at_rest()
         with norms_known():
             # in fp32: fp16 gradients divided by 2**16 would underflow
@@ -181,7 +181,7 @@ def loss_scale(
             updates, inner = tx.update(real, state.inner, params)
             return updates, larger(state, inner)
 
-    def donate(grads: Any, state: ScaleState, params: Any, step: Step) -> ScaleState:
+    def donate(grads: Tree, state: ScaleState, params: Tree, step: Step) -> ScaleState:
         scale = state.scale
         with norms_known():
             step.divide(
@@ -210,7 +210,7 @@ def _on_device(scale: float | Tensor, like: Tensor) -> Tensor:
     return torch.full((), scale, dtype=torch.float32, device=like.device)
 
 
-def _asked(grads: Any, step: Step) -> Any:
+def _asked(grads: Tree, step: Step) -> Any:
     """Return whether the norm is finite; both are stored in ``step``.
 
     A bool where the host knows at once, else a tensor, by which the step is skipped on the device.

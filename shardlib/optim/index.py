@@ -18,9 +18,9 @@ from shardlib.collectives import agreed
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh
-from shardlib.optim.buckets import Buckets, Hops, Index, Item, index, overlap
+from shardlib.optim.buckets import Buckets, Hops, Index, Item, State, Tree, index, overlap
 from shardlib.optim.transform import Transform
-from shardlib.optim.trees import bucketed_in, names_of
+from shardlib.optim.trees import bucketed_in, given_for, names_of
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
@@ -80,7 +80,12 @@ class Indexed(NamedTuple):
     where: Index
     mesh: Mesh
 
-    def filled(self, values: Iterable[Any]) -> Any:
+    def given(self, grads: Tree) -> list[Any]:
+        """List the gradients of the trained leaves."""
+        every = given_for(self.tree, grads, "zero")
+        return [g for g, f in zip(every, self.held, strict=True) if not f]
+
+    def filled(self, values: Iterable[Any]) -> Tree:
         """Build a tree of the same structure, with None for frozen leaves."""
         rest = iter(values)
         return optree.tree_unflatten(self.tree, [None if f else next(rest) for f in self.held])
@@ -121,14 +126,14 @@ class IndexCache:
         key = grads.index, [x.raw.data_ptr() for x in grads.values()]
         grads.__dict__["pieces"] = self.kept("pieces", key, lambda: grads.pieces)
 
-    def find(self, params: Any, state: Any = None) -> Indexed:
+    def find(self, params: Tree, state: State = None) -> Indexed:
         """Return a tree's trained leaves and their index: the state's own if it has one.
 
         Raises: ShardError if the state was made for other parameters.
         """
         return self.index(params, *self._flat(params), index_of(state))
 
-    def _flat(self, params: Any) -> tuple[list[Any], list[bool], Any, list[Tensor] | None]:
+    def _flat(self, params: Tree) -> tuple[list[Any], list[bool], Any, list[Tensor] | None]:
         """Return the result of ``flat``, and the leaves' blocks if they were read.
 
         A dict with last time's names is not flattened again.
@@ -154,10 +159,10 @@ class IndexCache:
 
     def index(
         self,
-        params: Any,
+        params: Tree,
         leaves: list[Any],
         held: list[bool],
-        tree: Any,
+        tree: Tree,
         raws: list[Tensor] | None = None,
         theirs: Index | None = None,
     ) -> Indexed:
@@ -191,7 +196,7 @@ class IndexCache:
         return self.found[items]
 
     def _known(
-        self, leaves: list[Any], held: list[bool], tree: Any, theirs: Index | None
+        self, leaves: list[Any], held: list[bool], tree: Tree, theirs: Index | None
     ) -> Indexed | None:
         """Return the last tree's result if this one has its structure and places."""
         places, known = self.last.get("tree", ((), None))
@@ -206,7 +211,7 @@ class IndexCache:
         return known if alike and all(map(operator.is_, same, places)) else None
 
     def _items(
-        self, params: Any, leaves: list[Any], held: list[bool]
+        self, params: Tree, leaves: list[Any], held: list[bool]
     ) -> tuple[Mesh, tuple[Item, ...], tuple[int, ...]]:
         """Return mesh, items, and the order in which gradients should arrive.
 
@@ -262,7 +267,7 @@ class IndexCache:
         self.last.pop("tree", None)
 
 
-def flat(params: Any) -> tuple[list[Any], list[bool], Any]:
+def flat(params: Tree) -> tuple[list[Any], list[bool], Any]:
     """Return the trained leaves, a frozen flag per leaf, and the tree's structure."""
     every, tree = optree.tree_flatten(params)
     held = frozen(every)
@@ -271,7 +276,7 @@ def flat(params: Any) -> tuple[list[Any], list[bool], Any]:
     return every, held, tree
 
 
-def _named(params: Any, groups: Any) -> tuple[list[str], tuple[int, ...], list[Any]]:
+def _named(params: Tree, groups: Any) -> tuple[list[str], tuple[int, ...], list[Any]]:
     """Return the trained leaves' paths, their numbers in insertion order, and their groups.
 
     optree sorts dicts by key; their insertion order is that of the modules.
@@ -288,7 +293,7 @@ def _named(params: Any, groups: Any) -> tuple[list[str], tuple[int, ...], list[A
     return [found[i][0] for i in kept], order, [found[i][1] for i in kept]
 
 
-def _as_made(tree: Any, numbers: Any) -> list[int]:
+def _as_made(tree: Tree, numbers: Any) -> list[int]:
     """List the leaves' numbers, with dicts in insertion order."""
     if type(tree) is dict:
         return [n for key in tree for n in _as_made(tree[key], numbers[key])]
@@ -298,13 +303,13 @@ def _as_made(tree: Any, numbers: Any) -> list[int]:
     return optree.tree_leaves(numbers)  # type: ignore[return-value]
 
 
-def index_of(state: Any) -> Index | None:
+def index_of(state: State) -> Index | None:
     """Return the index of a state's buckets, or None."""
     found = _first(state)
     return None if found is None else found.index.whole or found.index
 
 
-def _first(state: Any) -> Buckets | None:
+def _first(state: State) -> Buckets | None:
     """Return the first buckets of a state, or None."""
     if isinstance(state, Buckets):
         return state

@@ -19,7 +19,7 @@ from shardlib.optim.transform import (
     divide,
     run_in_place,
 )
-from shardlib.optim.trees import each, need, pieces, ready, trainable
+from shardlib.optim.trees import State, Tree, each, need, pieces, ready, trainable
 from shardlib.tensor import ShardedTensor
 
 __all__ = ["as_torch", "from_torch"]
@@ -94,7 +94,7 @@ class _TorchRun:
         self.how = how
         self.known = known
 
-    def init(self, params: Any) -> TorchState:
+    def init(self, params: Tree) -> TorchState:
         """Return the state after a step of zeros, on copies."""
         rows, tree = _rows(trainable(params))
         held = [i for i, p in enumerate(rows) if isinstance(p, Tensor)]
@@ -102,7 +102,7 @@ class _TorchRun:
         kept = self.stepped(copies, [torch.zeros_like(p) for p in copies], None, 0) if held else []
         return TorchState(0, _by_name(kept, held, rows, tree))
 
-    def update(self, grads: Any, state: TorchState, params: Any = None) -> tuple[Any, TorchState]:
+    def update(self, grads: Tree, state: TorchState, params: Tree = None) -> tuple[Any, TorchState]:
         """Return the differences that a step on copies makes."""
         ready(grads, "from_torch")
         need(params, "from_torch")
@@ -118,7 +118,7 @@ class _TorchRun:
         )
         return updates, TorchState(state.count + 1, _by_name(kept, held, rows, tree))
 
-    def donate(self, grads: Any, state: TorchState, params: Any, step: Step) -> TorchState:
+    def donate(self, grads: Tree, state: TorchState, params: Tree, step: Step) -> TorchState:
         """Step the parameters in place."""
         ready(grads, "from_torch")
         divide(grads, step)
@@ -156,19 +156,19 @@ class _TorchRun:
         return [{n: _lying(v, x) for n, v in row.items()} for row, x in rows]
 
 
-def _bare(x: Any) -> Any:
+def _bare(x: object) -> Any:
     """Return a value's block."""
     return x.raw.detach() if isinstance(x, ShardedTensor) else x
 
 
-def _lying(v: Any, like: Tensor) -> Any:
+def _lying(v: object, like: Tensor) -> object:
     """Give a block of the optimizer's state the layout of its parameter."""
     if isinstance(like, ShardedTensor) and isinstance(v, Tensor) and v.shape == like.raw.shape:
         return like.detach().becomes(v)  # type: ignore[attr-defined]
     return v
 
 
-def _rows(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def _rows(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the leaves, None for frozen ones, and the function that rebuilds the tree."""
     leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
     return leaves, lambda new: optree.tree_unflatten(shape, new)
@@ -308,7 +308,7 @@ class as_torch(torch.optim.Optimizer):
             mine.update(theirs)
 
 
-def _pairs(params: Any) -> list[tuple[str, Tensor]]:
+def _pairs(params: Tree) -> list[tuple[str, Tensor]]:
     """List names and parameters.
 
     Raises: BadArgument for other objects, such as a group in a dict: use ``partition`` for rates.
@@ -333,7 +333,7 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
     return pairs
 
 
-def _injected(state: Any) -> list[InjectState]:
+def _injected(state: State) -> list[InjectState]:
     """List the states of ``inject_hyperparams`` in a state, the outermost first."""
     if isinstance(state, InjectState):
         return [state, *_injected(state.inner)]

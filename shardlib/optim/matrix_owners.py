@@ -11,7 +11,7 @@ owner, see ``Owned``.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -28,7 +28,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along, uploaded
 from shardlib.modules.rules import Pattern, matches
 from shardlib.optim.newton_schulz import flops
-from shardlib.optim.trees import TensorView, by_tensor, named, one_each
+from shardlib.optim.trees import TensorView, Tree, by_tensor, named, one_each
 from shardlib.placing import reshard, unshard
 from shardlib.tensor import Place, ShardedTensor, typeof
 
@@ -116,7 +116,7 @@ Patterns = Pattern[Any] | Sequence[Pattern[Any]]
 Side = Callable[[str, Tensor], tuple[int, int]]
 
 
-def laid(tree: Any, side: Side | None = None, kernels: Sequence[Pattern[Any]] = ()) -> list[Laid]:
+def laid(tree: Tree, side: Side | None = None, kernels: Sequence[Pattern[Any]] = ()) -> list[Laid]:
     """List the leaves of two dimensions and more.
 
     ``side``     returns the grid of matrices in a leaf.
@@ -152,7 +152,7 @@ def listed(patterns: Patterns | None) -> tuple[Pattern[Any], ...]:
     return () if patterns is None else (patterns,)
 
 
-def only_matrices(params: Any, op: str, kernels: Patterns | None) -> None:
+def only_matrices(params: Tree, op: str, kernels: Patterns | None) -> None:
     """Refuse leaves that are no matrices, and more than three dimensions without ``kernels``."""
     for path, x in named(params).items():
         if isinstance(x, Tensor) and x.ndim < 2:
@@ -405,53 +405,51 @@ def join(
     Moves: (N-1)/N of the blocks, for N ranks along those axes, in one exchange.
     """
     every = coordinates(mesh.axes)
-
-    def shared(i: int, j: int) -> list[int]:
-        """List the blocks of which ranks i and j hold different runs."""
-        return [p for p, s in enumerate(spreads) if _differ(every[i], every[j], s.cut)]
-
-    numbers = range(len(every))
-    counts = tuple(
-        tuple(sum(_length(spreads[p], i) for p in shared(i, j)) for j in numbers) for i in numbers
-    )
+    # per rank: (other rank, parameter) of the blocks of which both hold different runs
+    shared = [
+        [
+            (j, p)
+            for j, two in enumerate(every)
+            for p, s in enumerate(spreads)
+            if _differ(one, two, s)
+        ]
+        for one in every
+    ]
+    spans = [_runs(s) for s in spreads]
+    counts = [[0] * len(every) for _ in every]
+    for i, row in enumerate(counts):
+        for j, p in shared[i]:
+            lo, hi = spans[p][i]
+            row[j] += hi - lo
     kind = dtype or runs[0][0].dtype
     ranks = [rank_along(mesh.names, c, mesh.axes) for c in played(mesh)]
     mine = [[row[i].to(kind) for row in runs] for i in range(len(ranks))]
-    sent = [
-        [part[p] for j in numbers for p in shared(i, j)]
-        for i, part in zip(ranks, mine, strict=True)
-    ]
-    arrived = exchange(sent, counts, mesh, runs[0][0].new_empty(0, dtype=kind))
+    sent = [[part[p] for _, p in shared[i]] for i, part in zip(ranks, mine, strict=True)]
+    like = runs[0][0].new_empty(0, dtype=kind)
+    arrived = exchange(sent, tuple(map(tuple, counts)), mesh, like)
     out: list[list[Tensor]] = [[] for _ in spreads]
     for i, rank in enumerate(ranks):
         for p, spread in enumerate(spreads):
             size = math.prod(spread.layout.local_shape(spread.padded, mesh.axes))
-            block = arrived[i].new_empty(size)
-            lo, hi = _run(spread, rank)
-            block[lo:hi] = mine[i][p]
-            out[p].append(block)
+            lo, hi = spans[p][rank]
+            out[p].append(like.new_empty(size))
+            out[p][i][lo:hi] = mine[i][p]
         at = 0
-        for j in numbers:
-            for p in shared(j, rank):
-                lo, hi = _run(spreads[p], j)
-                out[p][-1][lo:hi] = arrived[i][at : at + hi - lo]
-                at += hi - lo
+        for j, p in shared[rank]:
+            lo, hi = spans[p][j]
+            out[p][i][lo:hi] = arrived[i][at : at + hi - lo]
+            at += hi - lo
     return out
 
 
-def _differ(one: dict[str, int], two: dict[str, int], cut: Sequence[str]) -> bool:
-    """Return whether two ranks differ, and only along these axes."""
-    return one != two and all(one[a] == two[a] for a in one if a not in cut)
+def _differ(one: dict[str, int], two: dict[str, int], spread: Spread) -> bool:
+    """Return whether two ranks differ, and only along the axes of a cut."""
+    return one != two and all(one[a] == two[a] for a in one if a not in spread.cut)
 
 
-def _run(spread: Spread, rank: int) -> tuple[int, int]:
+def _runs(spread: Spread) -> tuple[tuple[int, int], ...]:
     assert spread.runs is not None, "a block that is cut has runs"
-    return spread.runs[rank]
-
-
-def _length(spread: Spread, rank: int) -> int:
-    lo, hi = _run(spread, rank)
-    return hi - lo
+    return spread.runs
 
 
 def exchange(
@@ -502,7 +500,9 @@ def _owned(vector: Tensor, plan: Deal, rank: int, number: int, f: Compute) -> li
         for h in mine:
             if plan.owner[h.unit] == rank:
                 if (h.unit, h.box) not in cut:
-                    cut[h.unit, h.box] = _boxed(whole[h.unit], plan.boxes[h.box]).reshape(-1)
+                    cut[h.unit, h.box] = whole[h.unit][
+                        _at(plan.boxes[h.box], whole[h.unit])
+                    ].reshape(-1)
                 out.append(cut[h.unit, h.box][h.at : h.at + h.hi - h.lo])
     return out
 
@@ -518,37 +518,31 @@ def _assemble(vector: Tensor, plan: Deal, rank: int, whole: dict[int, Tensor]) -
             n, shape = h.hi - h.lo, [len(p) for p in plan.boxes[h.box]]
             part, size = vector[at : at + n], shape[0] * shape[1]
             at += n
+            matrix, box = whole[h.unit], plan.boxes[h.box]
             if n == size:
-                _put(whole[h.unit], plan.boxes[h.box], part.view(shape))
+                matrix[_at(box, matrix)] = part.view(shape)
             # the block is the whole matrix in order: copy the run into it directly
-            elif size == whole[h.unit].numel() and all(
-                isinstance(_span(p), slice) for p in plan.boxes[h.box]
-            ):
-                whole[h.unit].view(-1)[h.at : h.at + n] = part
+            elif size == matrix.numel() and None not in map(_span, box):
+                matrix.view(-1)[h.at : h.at + n] = part
             else:
                 if (h.unit, h.box) not in partly:
                     partly[h.unit, h.box] = vector.new_zeros(size)
                 partly[h.unit, h.box][h.at : h.at + n] = part
     for (unit, box), block in partly.items():
-        _put(whole[unit], plan.boxes[box], block.view(*map(len, plan.boxes[box])))
+        place = plan.boxes[box]
+        whole[unit][_at(place, whole[unit])] = block.view(*map(len, place))
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _put(whole: Tensor, box: Box, part: Tensor) -> None:
-    rows, cols = map(_span, box)
-    if isinstance(rows, slice) and isinstance(cols, slice):
-        whole[rows, cols] = part
-    else:
-        whole.index_put_((_index(rows, 1, whole), _index(cols, 0, whole)), part)
-
-
-def _boxed(whole: Tensor, box: Box) -> Tensor:
-    rows, cols = map(_span, box)
-    if isinstance(rows, slice) and isinstance(cols, slice):
-        return whole[rows, cols]
-    return whole[_index(rows, 1, whole), _index(cols, 0, whole)]
+def _at(box: Box, whole: Tensor) -> Any:
+    """Return the index of a box in a matrix: slices, or positions where they are no neighbours."""
+    spans = [_span(places) for places in box]
+    if None not in spans:
+        return tuple(spans)
+    rows, cols = (uploaded(places, whole.device) for places in box)
+    return rows[:, None], cols
 
 
 def apart(f: Callable[[Tensor], Tensor], x: Tensor, side: tuple[int, int]) -> Tensor:
@@ -563,16 +557,11 @@ def apart(f: Callable[[Tensor], Tensor], x: Tensor, side: tuple[int, int]) -> Te
 
 
 @lru_cache(maxsize=4096)
-def _span(places: tuple[int, ...]) -> slice | tuple[int, ...]:
+def _span(places: tuple[int, ...]) -> slice | None:
     """Return neighbouring positions as a slice."""
-    if places == tuple(range(places[0], places[0] + len(places))) if places else True:
-        return slice(places[0], places[0] + len(places)) if places else slice(0, 0)
-    return places
-
-
-def _index(places: slice | tuple[int, ...], dims: int, like: Tensor) -> Tensor:
-    given = range(places.start, places.stop) if isinstance(places, slice) else places
-    return uploaded(given, like.device).reshape(-1, *[1] * dims)
+    first = places[0] if places else 0
+    end = first + len(places)
+    return slice(first, end) if places == tuple(range(first, end)) else None
 
 
 # ---------------------------------------------------------------- state on owners
@@ -607,24 +596,19 @@ class OwnedNumbers:
         return tuple(out)
 
     @cached_property
-    def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per rank, (unit, offset of its numbers in the rank's vector)."""
-        out: list[list[tuple[int, int]]] = [[] for _ in self.plan.holds]
-        ends = [0] * len(out)
-        for unit, ((param, _), owner) in enumerate(
-            zip(self.plan.units, self.plan.owner, strict=True)
-        ):
-            out[owner].append((unit, ends[owner]))
-            ends[owner] += math.prod(self.shapes[param])
-        return tuple(map(tuple, out))
+    def places(self) -> list[list[tuple[int, int, int]]]:
+        """Per rank, (unit, start, stop) of its numbers in the rank's vector."""
+        out: list[list[tuple[int, int, int]]] = [[] for _ in self.plan.holds]
+        rows = zip(self.plan.units, self.plan.owner, strict=True)
+        for unit, ((param, _), owner) in enumerate(rows):
+            at = out[owner][-1][2] if out[owner] else 0
+            out[owner].append((unit, at, at + math.prod(self.shapes[param])))
+        return out
 
     @cached_property
     def length(self) -> int:
         """The length of the longest rank's vector."""
-        ends = [0] * len(self.plan.holds)
-        for (param, _), owner in zip(self.plan.units, self.plan.owner, strict=True):
-            ends[owner] += math.prod(self.shapes[param])
-        return max(ends, default=0)
+        return max((mine[-1][2] for mine in self.places if mine), default=0)
 
 
 class Owned:
@@ -658,25 +642,30 @@ class Owned:
         place = Place(Layout((Dim(tuple(mesh.names)),)), size, mesh)
         return Owned(ShardedTensor(raw, place), held, mesh)
 
-    def clone(self) -> "Owned":
-        """Copy the numbers."""
-        return Owned(self.vector.clone(), self.held, self.mesh)
+    @property
+    def vectors(self) -> list[Tensor]:
+        """The vector of each rank in this process."""
+        return [self.vector] if self.mesh is None else [*blocks(self.vector.raw, self.mesh)]
 
     def views(self, i: int) -> dict[int, Tensor]:
         """Map units to views of their numbers, for the units of the i-th rank in this process."""
-        rank, vector = 0, self._vector(i)
+        rank, vector = 0, self.vectors[i]
         if self.mesh is not None:
             rank = rank_along(self.mesh.names, played(self.mesh)[i], self.mesh.axes)
-        units = self.held.plan.units
-        shapes = self.held.shapes
-        out = {}
-        for unit, at in self.held.places[rank]:
-            shape = shapes[units[unit][0]]
-            out[unit] = vector[at : at + math.prod(shape)].view(shape)
-        return out
+        units, shapes = self.held.plan.units, self.held.shapes
+        return {
+            unit: vector[start:stop].view(shapes[units[unit][0]])
+            for unit, start, stop in self.held.places[rank]
+        }
 
-    def _vector(self, i: int) -> Tensor:
-        return self.vector if self.mesh is None else blocks(self.vector.raw, self.mesh)[i]
+    def _of(self, path: str) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (number of the rank in this process, of the matrix, view) of a parameter."""
+        param = self.held.paths.index(path)
+        for i in range(len(self.vectors)):
+            for unit, view in self.views(i).items():
+                p, k = self.held.plan.units[unit]
+                if p == param:
+                    yield i, k, view
 
     @property
     def paths_held(self) -> list[str]:
@@ -697,22 +686,14 @@ class Owned:
         return [(path, self._parameter(path)) for path in self.paths_held]
 
     def _parameter(self, path: str) -> Tensor:
-        param = self.held.paths.index(path)
-        spread, shape = self.held.plan.spreads[param], self.held.shapes[param]
-        ranks = range(1 if self.mesh is None else len(played(self.mesh)))
-        rows = []
-        for i in ranks:
-            row = self._vector(i).new_zeros(spread.count, *shape)
-            for unit, view in self.views(i).items():
-                p, k = self.held.plan.units[unit]
-                if p == param:
-                    row[k] = view
-            rows.append(row.view(self.shape(path)))
+        size = torch.Size(self.shape(path))
+        rows = [vector.new_zeros(size) for vector in self.vectors]
+        for i, k, view in self._of(path):
+            rows[i].view(-1, *view.shape)[k] = view
         if self.mesh is None:
             return rows[0]
         with bind(self.mesh):
             raw = unwrap(psum(wrap(storage(rows, self.mesh), self.mesh), self.mesh.names))
-        size = torch.Size(self.shape(path))
         value = ShardedTensor(raw, Place(Layout((Dim(),) * len(size)), size, self.mesh))
         at = next((d for d, n in enumerate(size) if n and n % self.mesh.size == 0), None)
         if at is None:
@@ -723,17 +704,11 @@ class Owned:
 
     def filled(self, values: Mapping[str, Tensor]) -> "Owned":
         """Return a copy with the numbers of each path replaced."""
-        out = self.clone()
-        every = [out.views(i) for i in range(1 if self.mesh is None else len(played(self.mesh)))]
+        out = Owned(self.vector.clone(), self.held, self.mesh)
         for path, value in values.items():
             whole = unshard(value) if isinstance(value, ShardedTensor) else value
-            param = self.held.paths.index(path)
-            flat = whole.reshape(-1, *self.held.shapes[param])
-            for mine in every:
-                for unit, view in mine.items():
-                    p, k = self.held.plan.units[unit]
-                    if p == param:
-                        view.copy_(flat[k])
+            for _, k, view in out._of(path):
+                view.copy_(whole.reshape(-1, *view.shape)[k])
         return out
 
     def check(self, items: Sequence[Laid], op: str) -> None:

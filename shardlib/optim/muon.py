@@ -59,6 +59,7 @@ from shardlib.optim.transform import (
     ranged,
 )
 from shardlib.optim.trees import (
+    Tree,
     bucketed_in,
     fresh,
     moments,
@@ -79,7 +80,7 @@ class MuonState(NamedTuple):
     """Steps taken, and the momentum."""
 
     count: int
-    trace: Any
+    trace: Tree
 
 
 @ranged(steps=COUNT, most_mb=POSITIVE)
@@ -135,12 +136,12 @@ def muon(
         coefficients, steps, eps, dtype, most_mb * 2**20, tuple(side), listed(kernels)
     )
 
-    def init(params: Any) -> MuonState:
+    def init(params: Tree) -> MuonState:
         only_matrices(params, "muon", kernels)
         return MuonState(0, moments(params))
 
     def direct(
-        grads: Any, state: MuonState, params: Any, way: Any, rate: float
+        grads: Tree, state: MuonState, params: Tree, way: Tree, rate: float
     ) -> tuple[MuonState, float]:
         for g, m, w in spans(*pieces(grads, state.trace, way)):
             m.lerp_(g.to(m.dtype), 1 - momentum)
@@ -184,7 +185,7 @@ class _IterationSettings(NamedTuple):
         return rows, cols
 
 
-def _adjusted(tree: Any, adjust: Adjust, how: _IterationSettings) -> list[Tensor | None]:
+def _adjusted(tree: Tree, adjust: Adjust, how: _IterationSettings) -> list[Tensor | None]:
     """Compute the factor of each matrix's rate."""
     out: list[Tensor | None] = []
     for path, x in one_each(tree):
@@ -537,7 +538,7 @@ def _case_of(
 # ---------------------------------------------------------------- the four algorithms
 
 
-def _orthogonal(tree: Any, how: _IterationSettings, into: Any = None) -> Any:
+def _orthogonal(tree: Tree, how: _IterationSettings, into: Tree = None) -> Tree:
     """Orthogonalise every matrix of the tree.
 
     ``into``  a tree of contiguous blocks for the results; the tree itself if it may be overwritten.

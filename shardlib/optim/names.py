@@ -12,16 +12,16 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import all_gather, pslice, unwrap, wrap
+from shardlib.collectives import pslice, unwrap, wrap
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Bucket, Buckets, Item, flatten
+from shardlib.optim.buckets import Bucket, Buckets, Item
 from shardlib.optim.combine import AroundZeroState, MultiState
-from shardlib.optim.flat import slot_of
+from shardlib.optim.flat import parts_of, whole
 from shardlib.optim.matrix_owners import Owned
 from shardlib.optim.transform import at_rest
-from shardlib.optim.trees import names_of, zeros_like
+from shardlib.optim.trees import State, names_of, zeros_like
 from shardlib.placing import reshard, shard, unshard
 from shardlib.tensor import Place, ShardedTensor, typeof
 
@@ -59,11 +59,11 @@ def state_dict(state: object) -> dict[str, Tensor | int | float]:
     return out
 
 
-State = TypeVar("State")
+Kept = TypeVar("Kept")
 Nodes = list[tuple[dict[str, str], Any]]
 
 
-def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
+def load_state_dict(state: Kept, kept: Mapping[str, object]) -> Kept:
     """Fill ``state`` with the values of ``state_dict``, from any layout.
 
     ``state``  as ``tx.init(params)`` makes it, on the present mesh and layouts.
@@ -103,7 +103,7 @@ def load_state_dict(state: State, kept: Mapping[str, object]) -> State:
     return filled
 
 
-def _is_flat(kept: Any) -> bool:
+def _is_flat(kept: object) -> bool:
     return isinstance(kept, Mapping) and not any(isinstance(v, Mapping) for v in kept.values())
 
 
@@ -150,7 +150,7 @@ def _same_names(wanted: set[str], given: set[str]) -> None:
         )
 
 
-def _empty(state: Any, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ...]:
+def _empty(state: State, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the name prefixes of accumulated gradients whose cycle has not begun in ``kept``.
 
     Such gradients are zero and need not be loaded; around ``zero`` a state has none.
@@ -178,7 +178,7 @@ def _is_mini(path: Any) -> bool:
     return bool(path) and issubclass(path[-1].type, MultiState) and path[-1].entry == 0
 
 
-def _no_cycle(state: Any) -> None:
+def _no_cycle(state: State) -> None:
     """Refuse accumulated gradients that are unreduced: they depend on the layout of their step."""
     cycles: list[MultiState] = []
 
@@ -200,11 +200,11 @@ def _no_cycle(state: Any) -> None:
             )
 
 
-def _is_buckets(x: Any) -> bool:
+def _is_buckets(x: object) -> bool:
     return isinstance(x, Buckets | Owned)
 
 
-def _nodes(state: Any) -> tuple[Nodes, Any]:
+def _nodes(state: State) -> tuple[Nodes, Any]:
     """List (path inside the leaf -> name, leaf) of a state, and its tree; buckets are leaves here.
 
     For a leaf that is no bucket the path is "".
@@ -226,21 +226,17 @@ def _nodes(state: Any) -> tuple[Nodes, Any]:
 
 
 def _by_parameter(x: Buckets) -> list[tuple[str, ShardedTensor]]:
-    out = []
-    for bucket in x.index.buckets:
-        with torch.no_grad(), bind(x.mesh):
-            flat = x[bucket.name].raw
-            if bucket.over:
-                flat = unwrap(all_gather(wrap(flat, x.mesh), bucket.over, 0))
-            for slot in bucket.slots:
-                value = None
-                for i in slot.leaves:
-                    item = x.index.items[i]
-                    if value is None:
-                        value = _cut(slot_of(flat, slot.offset, slot.shape), item, x.mesh, bucket)
-                    out.append((item.path, value))
-    order = {path: i for i, path in enumerate(x.paths)}
-    return sorted(out, key=lambda pair: order[pair[0]])
+    out = {}
+    for name in x:  # one at a time, for the memory
+        one = x.subset((name,))
+        with torch.no_grad():
+            blocks = whole(one)
+        (bucket,) = one.index.buckets
+        for slot in bucket.slots:
+            first = slot.leaves[0]
+            value = _cut(blocks[first], x.index.items[first], x.mesh, bucket)
+            out.update((i, (x.index.items[i].path, value)) for i in slot.leaves)
+    return [out[i] for i in sorted(out)]
 
 
 def _cut(block: Tensor, item: Item, mesh: Mesh, bucket: Bucket) -> ShardedTensor:
@@ -248,44 +244,28 @@ def _cut(block: Tensor, item: Item, mesh: Mesh, bucket: Bucket) -> ShardedTensor
     ways, dims = bucket.ways, list(item.layout.dims)
     # prefer a dimension that no axis splits yet
     for d, dim in sorted(enumerate(dims), key=lambda at: len(at[1].axes)):
-        plain = dim == Dim(dim.axes) and item.whole[d] == item.tiled[d]
-        if (
-            ways > 1
-            and plain
-            and not item.layout.skew
-            and item.shape[d]
-            and not item.shape[d] % ways
-        ):
-            block = unwrap(pslice(wrap(block, mesh), bucket.over, d))
+        plain = dim == Dim(dim.axes) and item.whole[d] == item.tiled[d] and not item.layout.skew
+        if ways > 1 and plain and item.shape[d] and not item.shape[d] % ways:
+            with bind(mesh):
+                block = unwrap(pslice(wrap(block, mesh), bucket.over, d))
             dims[d] = Dim((*dim.axes, *bucket.over))
             break
     layout = Layout(tuple(dims), (), item.layout.skew)
     true = None if item.whole == item.tiled else torch.Size(item.whole)
-    place = Place(layout, torch.Size(item.tiled), mesh, true)
-    return ShardedTensor(block.clone(), place)
+    return ShardedTensor(block.clone(), Place(layout, torch.Size(item.tiled), mesh, true))
 
 
 def _filled(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buckets:
     """Make buckets like ``x`` with the values of these names."""
-    out = {}
-    for bucket in x.index.buckets:
-        old = x[bucket.name]
-        blocks: dict[int, Tensor] = {}
-        for slot in bucket.slots:
-            for n, i in enumerate(slot.leaves):
-                item = x.index.items[i]
-                key = keys[item.path]
-                _check(key, kept[key], item.whole, old.raw.dtype)
-                value = _placed(kept[key], item.layout, x.mesh)
-                # ``flatten`` adds tied leaves: only the first may count
-                blocks[i] = value.local if n == 0 else value.local * 0
-        with bind(x.mesh):
-            flat = flatten(blocks, bucket)  # type: ignore[arg-type]
-            part = unwrap(pslice(flat, bucket.over, 0)) if bucket.over else unwrap(flat)
-            out[bucket.name] = old.becomes(part)
+    leaves: list[Any] = [None] * len(x.index.items)
+    for i, (b, _) in x.index.where.items():
+        item = x.index.items[i]
+        key = keys[item.path]
+        _check(key, kept[key], item.whole, x[x.index.buckets[b].name].dtype)
+        leaves[i] = _placed(kept[key], item.layout, x.mesh)
     # keep the gaps between slots from init: in adam8bit a code of 0 is not the number 0
     new = x.like({n: v.becomes(_flagged(v.raw.clone(), v)) for n, v in x.items()})
-    for to, value in zip(new.pieces, x.like(out).pieces, strict=True):
+    for to, value in zip(new.pieces, parts_of(leaves, x.index, x.mesh).pieces, strict=True):
         to.copy_(value)
     return new
 
@@ -328,16 +308,16 @@ def _flagged(new: Tensor, x: Tensor) -> Tensor:
     return new.detach().requires_grad_(x.requires_grad)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _check(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
         raise _other(name, f"{dtype} {list(shape)}", value)
 
 
-def _other(name: str, wanted: str, value: Any) -> ShardError:
+def _other(name: str, wanted: str, value: object) -> ShardError:
     kind = typeof(value) if isinstance(value, Tensor) else repr(value)
     return ShardError(
         f"{name!r} is of another kind in this state than in the one that was kept",

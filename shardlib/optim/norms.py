@@ -46,7 +46,17 @@ from shardlib.optim.transform import (
     told,
     under,
 )
-from shardlib.optim.trees import EmptyState, TensorView, by_tensor, cleared, each, one_each, ready
+from shardlib.optim.trees import (
+    EmptyState,
+    State,
+    TensorView,
+    Tree,
+    by_tensor,
+    cleared,
+    each,
+    one_each,
+    ready,
+)
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
@@ -93,7 +103,7 @@ def powers(p: float) -> Callable[[Tensor], Tensor]:
 
 
 def totals(
-    *trees: Any, of: Callable[[Tensor], Tensor] = squares, most: bool = False
+    *trees: Tree, of: Callable[[Tensor], Tensor] = squares, most: bool = False
 ) -> list[Numbers]:
     """Sum ``of`` (or find its largest, ``most``) over each tensor of each tree; None stays None.
 
@@ -124,12 +134,12 @@ def totals(
     return out
 
 
-def norms(*trees: Any) -> list[Numbers]:
+def norms(*trees: Tree) -> list[Numbers]:
     """Compute the Euclidean norm of each tensor of each tree, in fp64; see ``totals``."""
     return [[None if t is None else t.sqrt() for t in row] for row in totals(*trees)]
 
 
-def scaled(tree: Any, numbers: Sequence[Tensor | None]) -> Any:
+def scaled(tree: Tree, numbers: Sequence[Tensor | None]) -> Tree:
     """Multiply each tensor of the tree by its number, in ``totals``' order."""
     with torch.no_grad():
         out = each(torch.clone, tree)
@@ -137,7 +147,7 @@ def scaled(tree: Any, numbers: Sequence[Tensor | None]) -> Any:
         return out
 
 
-def scale_in_place(tree: Any, numbers: Sequence[Tensor | None]) -> None:
+def scale_in_place(tree: Tree, numbers: Sequence[Tensor | None]) -> None:
     """Multiply each tensor of the tree in place by its number, in ``totals``' order."""
     for one, by in zip(by_tensor(tree), numbers, strict=True):
         if one is None or by is None:
@@ -228,7 +238,7 @@ def _scattered(batch: Sequence[ShardedTensor]) -> ShardedTensor:
 # ---------------------------------------------------------------- the global norm, and clipping
 
 
-def global_norm(tree: Any, p: float = 2.0) -> Tensor:
+def global_norm(tree: Tree, p: float = 2.0) -> Tensor:
     """Compute the p-norm of all leaves together, counting each element once in any layout.
 
     ``p``  positive, or inf for the largest.
@@ -263,7 +273,7 @@ def global_norm(tree: Any, p: float = 2.0) -> Tensor:
     return total
 
 
-def run_measured(tx: Transform, grads: Any, state: Any, params: Any, step: Step) -> Any:
+def run_measured(tx: Transform, grads: Tree, state: State, params: Tree, step: Step) -> State:
     """Run one step in place, after the norm of the gradients if the caller asks for it."""
     if step.ask and step.norm is None:
         step.norm = global_norm(grads)
@@ -277,7 +287,7 @@ def norms_known() -> Iterator[None]:
         yield
 
 
-def is_finite(tree: Any) -> Tensor:
+def is_finite(tree: Tree) -> Tensor:
     """Return whether every element is finite: a 0-dim bool that is the same on every rank.
 
     It tests the global norm, so inside ``norms_known`` it moves nothing if that norm is known.  A
@@ -322,25 +332,25 @@ def clip_by_global_norm(
         # the inverse of torch's clip_coef = max_norm / (norm + 1e-6), at most 1
         return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
-    def known(grads: Any, step: Step) -> Tensor:
+    def known(grads: Tree, step: Step) -> Tensor:
         norm = global_norm(grads, p)
         return norm if step.scale is None else norm / step.scale.to(norm.device)
 
-    def decide(norm: Tensor, grads: Any, step: Step) -> None:
+    def decide(norm: Tensor, grads: Tree, step: Step) -> None:
         """Refuse a norm that is not finite: on the host at once, else step only where it is."""
         if on_host(norm):
             _number(norm, grads)
         else:
             step.require(torch.isfinite(norm))
 
-    def update(grads: Any, state: ClipState, params: Any = None) -> tuple[Any, ClipState]:
+    def update(grads: Tree, state: ClipState, params: Tree = None) -> tuple[Any, ClipState]:
         norm = known(grads, Step())
         if check:
             _number(norm, grads)
         by = over(norm)
         return each(lambda g: g / by.to(g.device, g.dtype), grads), state
 
-    def rescale(grads: Any, state: ClipState, params: Any, step: Step) -> ClipState:
+    def rescale(grads: Tree, state: ClipState, params: Tree, step: Step) -> ClipState:
         step.norm = known(grads, step)
         step.divide(over(step.norm))
         if check:
@@ -350,7 +360,7 @@ def clip_by_global_norm(
         own = step.norm if step.skips is None else step.norm.masked_fill(step.skips, 0)
         return ClipState((Posted(own, _error),))
 
-    def look(grads: Any, state: ClipState, params: Any, step: Step) -> None:
+    def look(grads: Tree, state: ClipState, params: Tree, step: Step) -> None:
         decide(known(grads, step), grads, step)
 
     tx = Transform(lambda params: ClipState(), update, "norm", rescale=rescale)
@@ -368,7 +378,7 @@ def _error(norm: float) -> ShardError | None:
     )
 
 
-def _number(norm: Tensor, grads: Any) -> None:
+def _number(norm: Tensor, grads: Tree) -> None:
     """Refuse a norm that is not finite."""
     for x in optree.tree_leaves(grads):
         if isinstance(x, ShardedTensor) and not holds_values(x.mesh):
@@ -384,7 +394,7 @@ def _number(norm: Tensor, grads: Any) -> None:
     )
 
 
-def _not_finite(grads: Any) -> Iterator[str]:
+def _not_finite(grads: Tree) -> Iterator[str]:
     """List the paths of gradients that are not finite on the ranks in this process."""
     for (name, _), view in zip(one_each(grads), by_tensor(grads), strict=True):
         parts = () if view is None else [x for x in view.parts if x is not None]
@@ -401,7 +411,7 @@ def clip_by_value(limit: float) -> Transform:
     tensor([-1.0000,  0.5000])
     """
 
-    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+    def update(grads: Tree, state: EmptyState, params: Tree = None) -> tuple[Any, EmptyState]:
         ready(grads, "clip_by_value")
         return each(lambda g: g.clamp(-limit, limit), grads), state
 
@@ -419,7 +429,7 @@ def clip_by_parameter_norm(max_norm: float) -> Transform:
     {'a': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
     """
 
-    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+    def update(grads: Tree, state: EmptyState, params: Tree = None) -> tuple[Any, EmptyState]:
         ready(grads, "clip_by_parameter_norm")
         (found,) = totals(grads)
         by = [t if t is None else (max_norm / (t.sqrt() + 1e-6)).clamp(max=1.0) for t in found]

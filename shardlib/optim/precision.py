@@ -18,6 +18,8 @@ from shardlib.kernels import active
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
 from shardlib.optim.trees import (
     HALF,
+    State,
+    Tree,
     each,
     is_bucketed,
     need,
@@ -86,11 +88,11 @@ class Precision:
                 fix='sl.optim.Precision(param=torch.bfloat16, master="bf16+rem")',
             )
 
-    def to_param(self, tree: Any) -> Any:
+    def to_param(self, tree: Tree) -> Tree:
         """Cast floating point leaves to the parameters' dtype."""
         return _cast(tree, self.param)
 
-    def to_compute(self, tree: Any) -> Any:
+    def to_compute(self, tree: Tree) -> Tree:
         """Cast the tree to the dtype of computation; gradients have the leaves' own dtype.
 
         ``loss(policy.to_compute(params), policy.to_compute(batch))``
@@ -102,7 +104,7 @@ class Precision:
         return {"master": self.master, "reduce_dtype": self.reduce}
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
+def _cast(tree: Tree, dtype: torch.dtype) -> Tree:
     def one(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
@@ -112,8 +114,8 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 class MixedState(NamedTuple):
     """The master (fp32, or int16 remainders), and the transform's state."""
 
-    master: Any
-    inner: Any
+    master: Tree
+    inner: State
 
 
 def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
@@ -139,11 +141,11 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
     how = precision or Precision()
     rest = how.master == "bf16+rem"
 
-    def exact(params: Any, master: Any) -> Any:
+    def exact(params: Tree, master: Any) -> Tree:
         """Return the exact parameters: fp32 for half-precision ones, the others themselves."""
         return each(joined if rest else lambda p, m: m, trainable(params), master)
 
-    def apart(new: Any, params: Any) -> tuple[Any, Any]:
+    def apart(new: Any, params: Tree) -> tuple[Any, Any]:
         """Return the rounded half-precision parameters, and their masters or remainders."""
         half = _half(params)
         if rest:
@@ -151,7 +153,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
             return high, each(lambda p, n: halves(n)[1], half, new)
         return each(lambda p, n: n.to(p.dtype), half, new), each(lambda p, n: n, half, new)
 
-    def init(params: Any) -> MixedState:
+    def init(params: Tree) -> MixedState:
         if is_bucketed(params):
             raise _zeros_own()
         if how.master is None:
@@ -163,7 +165,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         master = each(lambda p: begin(p.detach()), half)
         return MixedState(master, _to(tx.init(exact(params, master)), how.state))
 
-    def update(grads: Any, state: MixedState, params: Any = None) -> tuple[Any, MixedState]:
+    def update(grads: Tree, state: MixedState, params: Tree = None) -> tuple[Any, MixedState]:
         need(params, "mixed")
         inner = _back(state.inner, how.state)
         if how.master is None:
@@ -180,7 +182,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         )
         return updates, MixedState(master, _to(inner, how.state))
 
-    def donate(grads: Any, state: MixedState, params: Any, step: Step) -> MixedState:
+    def donate(grads: Tree, state: MixedState, params: Tree, step: Step) -> MixedState:
         inner = _back(state.inner, how.state)
         if how.master is None:
             return MixedState((), _to(run_in_place(tx, grads, inner, params, step), how.state))
@@ -204,25 +206,25 @@ def _zeros_own() -> Unsupported:
     )
 
 
-def _half(params: Any) -> Any:
+def _half(params: Tree) -> Tree:
     """Keep trained leaves in half precision; all others become None."""
     return optree.tree_map(
         lambda p: p if isinstance(p, Tensor) and p.dtype in HALF else None, trainable(params)
     )
 
 
-def _widened(grads: Any) -> Any:
+def _widened(grads: Tree) -> Tree:
     return each(lambda g: g.to(wide(g.dtype)), grads)
 
 
-def _to(state: Any, dtype: torch.dtype | None) -> Any:
+def _to(state: State, dtype: torch.dtype | None) -> State:
     """Cast the state's tensors to the dtype in which they are kept."""
     if dtype is None:
         return state
     return each(lambda x: x.to(dtype) if x.is_floating_point() else x, state)
 
 
-def _back(state: Any, dtype: torch.dtype | None) -> Any:
+def _back(state: State, dtype: torch.dtype | None) -> State:
     """Cast the state's tensors to the dtype of computation."""
     return state if dtype is None else _to(state, wide(dtype))
 
@@ -267,8 +269,8 @@ class ZeroState(NamedTuple):
     ['f32[128@data]']
     """
 
-    inner: Any
-    master: Any
+    inner: State
+    master: Tree
 
 
 def with_master(
@@ -285,7 +287,7 @@ def with_master(
     if master is None:
         return tx
 
-    def init(parts: Any) -> ZeroState:
+    def init(parts: Tree) -> ZeroState:
         refuse_copies(parts, lambda _: torch.float32)
         full = each(lambda x: x.detach().to(torch.float32, copy=True), parts)
         if master == "fp32":
@@ -303,7 +305,7 @@ def with_master(
         rest = each(lambda x: torch.zeros_like(x, dtype=torch.int16), parts)
         return ZeroState(tx.init(full), rest)
 
-    def with_fp32(grads: Any, state: ZeroState, mine: Any, step: Step) -> ZeroState:
+    def with_fp32(grads: Tree, state: ZeroState, mine: Tree, step: Step) -> ZeroState:
         step.beside = state.master, mine
         inner = run_in_place(tx, grads, state.inner, state.master, step)
         if step.beside is not None:
@@ -312,7 +314,7 @@ def with_master(
                 p.copy_(m)
         return ZeroState(inner, state.master)
 
-    def with_remainder(grads: Any, state: ZeroState, mine: Any, step: Step) -> ZeroState:
+    def with_remainder(grads: Tree, state: ZeroState, mine: Tree, step: Step) -> ZeroState:
         first = optree.tree_leaves(mine)[0].raw
         if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
             step.beside = mine, state.master

@@ -20,10 +20,9 @@ from shardlib._compat import foreach_ops
 from shardlib.collectives import psum, start, unwrap, wrap
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Bucket, Buckets, Index
+from shardlib.optim.buckets import Bucket, Buckets, Index, Tree
 from shardlib.optim.flat import Memory, scatter, shard_place, slot_of, stack, whole_place
 from shardlib.optim.index import IndexCache
-from shardlib.optim.transform import Transform
 from shardlib.tensor import ShardedTensor
 
 __all__ = ["Sink", "summing"]
@@ -213,7 +212,7 @@ class Summed(Sink):
         super().__init__(*args, to="sum", **how)
         self.tree = tree
 
-    def finish(self) -> Any:
+    def finish(self) -> Tree:
         """Wait for all sums and return the gradients, views of the buckets."""
         found, index = super().finish(), self.index
         blocks: list[Any] = [None] * len(index.items)
@@ -222,31 +221,27 @@ class Summed(Sink):
         return self.tree(blocks)
 
 
-def summing(tx: Transform, cache: IndexCache) -> Transform:
-    """Sum gradients on every rank, in the parameters' tree and layouts: stage 0 of ``zero``."""
-
-    def sink(params: Any) -> Summed:
-        at = cache.find(params)
-        like = [at.raws[b.slots[0].leaves[0]] for b in at.where]
-        return Summed(
-            at.where,
-            at.mesh,
-            Memory(),
-            [(t.dtype, t.dtype) for t in like],
-            device=like[0].device,
-            heard=cache.on_arrival(at.where, at.mesh, at_once=True),
-            tree=_tree_of(params, at.leaves),
-        )
-
-    return tx._replace(sink=sink)
+def summing(params: Tree, cache: IndexCache) -> Summed:
+    """Make a sink of sums on every rank, in the parameters' tree and layouts: stage 0 of ``zero``."""
+    at = cache.find(params)
+    like = [at.raws[b.slots[0].leaves[0]] for b in at.where]
+    return Summed(
+        at.where,
+        at.mesh,
+        Memory(),
+        [(t.dtype, t.dtype) for t in like],
+        device=like[0].device,
+        heard=cache.on_arrival(at.where, at.mesh, at_once=True),
+        tree=_tree_of(params, at.leaves),
+    )
 
 
-def _tree_of(params: Any, leaves: list[Any]) -> Callable[[list[Tensor]], Any]:
+def _tree_of(params: Tree, leaves: list[Any]) -> Callable[[list[Tensor]], Any]:
     """Return a function that builds the tree of gradients from the trained leaves' blocks."""
     every, tree = optree.tree_flatten(params)
     held = frozen(every)
 
-    def made(blocks: list[Tensor]) -> Any:
+    def made(blocks: list[Tensor]) -> Tree:
         found = iter(
             ShardedTensor(raw, p.place._replace(deferred=frozenset(), out_layout=None))
             for raw, p in zip(blocks, leaves, strict=True)

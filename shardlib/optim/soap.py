@@ -12,7 +12,7 @@ Source: Vyas et al., arXiv 2409.11321, algorithm 3; Gupta et al., arXiv 1802.095
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from shardlib.optim.transform import (
     by_directions,
     ranged,
 )
-from shardlib.optim.trees import each, moments, pieces, spans, wide
+from shardlib.optim.trees import Tree, each, moments, pieces, spans, wide
 
 __all__ = ["soap"]
 
@@ -95,7 +95,7 @@ def soap(
     tensor([-0.1000,  0.1000])
     """
 
-    def init(params: Any) -> SoapState:
+    def init(params: Tree) -> SoapState:
         only_matrices(params, "soap", kernels)
         items = _live(moments(params), kernels)
         plan = deal(tuple(x.spread for x in items), _sizes(items), _work)
@@ -105,7 +105,7 @@ def soap(
         kinds: tuple[Kind, ...] = ("mn", "mn", "mm", "nn", "mm", "nn")
         return SoapState(0, *(Owned.zeros(items, plan, k, dtype, most) for k in kinds))
 
-    def directed(way: Any, state: SoapState) -> None:
+    def directed(way: Tree, state: SoapState) -> None:
         """Replace gradients by directions, and update the owners' state with them, in place."""
         items = _live(way, kernels)
         state.mu.check(items, "soap")
@@ -122,7 +122,7 @@ def soap(
         through_owners(runs, plan, items[0].mesh, compute, runs, dtype)
 
     def direct(
-        grads: Any, state: SoapState, params: Any, way: Any, rate: float
+        grads: Tree, state: SoapState, params: Tree, way: Tree, rate: float
     ) -> tuple[SoapState, float]:
         for g, w in spans(*pieces(grads, way)):
             w.copy_(g)
@@ -143,7 +143,7 @@ def soap(
     return of_matrices(core, rest, matrices, "soap", 0.003)
 
 
-def _live(tree: Any, kernels: Patterns | None) -> list[Laid]:
+def _live(tree: Tree, kernels: Patterns | None) -> list[Laid]:
     """List the matrices that have elements; they must share one mesh."""
     items = [
         x for x in laid(tree, None, listed(kernels)) if x.spread.count and math.prod(x.spread.shape)

@@ -15,18 +15,17 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import all_gather, lead, unwrap, wrap
+from shardlib.collectives import lead
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Buckets, Index, unflatten
-from shardlib.optim.flat import Memory, adopt, gather, own, parts_of, put_back
+from shardlib.optim.buckets import Buckets, Index, State, Tree, wide
+from shardlib.optim.flat import Memory, adopt, gather, own, parts_of, put_back, whole
 from shardlib.optim.index import IndexCache, Indexed, ZeroSettings, same_index
 from shardlib.optim.names import load_state_dict, state_dict
 from shardlib.optim.norms import run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Step, mapped
-from shardlib.optim.trees import given_for, is_bucketed, wide
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["SplitState"]
@@ -41,11 +40,11 @@ class SplitState:
         self.memory = Memory()
         self.inner = with_master(how.tx, how.master, how.axis, self.memory.wide, self.memory.give)
 
-    def shard(self, params: Any) -> Any:
+    def shard(self, params: Tree) -> Tree:
         """Return the parameters, which stay whole."""
         return params
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: Tree) -> State:
         """Initialise the state; parameters become views of buckets.
 
         A copy of all parameters needs least memory here, while nothing else is alive.
@@ -54,7 +53,7 @@ class SplitState:
         self._adopted(at, at.where)
         return self.inner.init(parts_of(at.leaves, at.where, at.mesh))
 
-    def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(self, grads: Tree, state: State, params: Tree) -> tuple[Any, Any]:
         """Return updates in the parameters' layouts, and the new state."""
         at = self.cache.find(params, state)
         given = self._given(grads, at)
@@ -64,15 +63,10 @@ class SplitState:
                 parts = self._reduced(given, where, at.mesh, Memory())
             mine = parts_of(at.leaves, where, at.mesh)
             updates, state = self.how.tx.update(parts, state, mine)
-            blocks: dict[int, Tensor] = {}
-            with bind(at.mesh):
-                for bucket in where:
-                    whole = wrap(updates[bucket.name].raw, at.mesh)
-                    whole = all_gather(whole, bucket.over, 0) if bucket.over else whole
-                    blocks.update(unflatten(whole, bucket))
-        return at.filled(p.becomes(unwrap(blocks[i])) for i, p in enumerate(at.leaves)), state
+            blocks = whole(updates)
+        return at.filled(p.becomes(blocks[i]) for i, p in enumerate(at.leaves)), state
 
-    def donate(self, grads: Any, state: Any, params: Any, step: Step) -> Any:
+    def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
         """Step in place: reduce gradients, step this rank's parts, gather parameters."""
         at = self.cache.find(params, state)
         given = self._given(grads, at)
@@ -96,7 +90,7 @@ class SplitState:
 
     # ------------------------------------------------------------ the state's buckets
 
-    def _followed(self, given: Any, state: Any, at: Indexed) -> tuple[Any, Index]:
+    def _followed(self, given: Tree, state: State, at: Indexed) -> tuple[Any, Index]:
         """Move the state into the gradients' buckets, which may have a recorded order."""
         where = at.where
         if not isinstance(given, Buckets) or given.index is where or given.index == where:
@@ -105,7 +99,7 @@ class SplitState:
             same_index(given.index, where, at.mesh)
         return self._moved(state, at, given.index), given.index
 
-    def _reordered(self, state: Any, at: Indexed, where: Index) -> Any:
+    def _reordered(self, state: State, at: Indexed, where: Index) -> State:
         """Move the state into buckets in the recorded order of gradients, of which none are kept."""
         better = self.cache.better(where)
         if better is None or not _moves(state):
@@ -113,12 +107,12 @@ class SplitState:
         self.cache.use(better)
         return self._moved(state, at, better)
 
-    def _moved(self, state: Any, at: Indexed, where: Index) -> Any:
+    def _moved(self, state: State, at: Indexed, where: Index) -> State:
         """Move the state into other buckets, by name, as ``load_state_dict`` does."""
         empty = self.inner.init(parts_of(at.leaves, where, at.mesh))
         new = load_state_dict(empty, state_dict(state))
         # numbers stay, those among them that a device still decides
-        return mapped(lambda x, n: n if is_bucketed(x) else x, state, new, is_leaf=is_bucketed)
+        return mapped(lambda x, n: n if _is_buckets(x) else x, state, new, is_leaf=_is_buckets)
 
     # ------------------------------------------------------------ the parameters' memory
 
@@ -153,23 +147,22 @@ class SplitState:
             small.copy_(p)
         put_back(narrow, part)
         gather(narrow, where, mesh)
-        for small, whole in zip(narrow, flats, strict=True):
-            whole.copy_(small)
+        for flat, small in zip(flats, narrow, strict=True):
+            flat.copy_(small)
         self.memory.give(*narrow)
 
     # ------------------------------------------------------------ gradients
 
-    def _given(self, grads: Any, at: Indexed) -> Any:
+    def _given(self, grads: Tree, at: Indexed) -> Tree:
         """Return the trained leaves' gradients: a list, or Buckets."""
         if isinstance(grads, Buckets):
             return grads
-        every = zip(given_for(at.tree, grads, "zero"), at.held, strict=True)
-        given = [g for g, f in every if not f]
+        given = at.given(grads)
         for p, g in zip(at.leaves, given, strict=True):
             _check_layout(p, g)
         return given
 
-    def _reduced(self, given: Any, where: Index, mesh: Mesh, memory: Memory) -> Buckets:
+    def _reduced(self, given: Tree, where: Index, mesh: Mesh, memory: Memory) -> Buckets:
         """Return the parts of the summed gradients."""
         if isinstance(given, Buckets):
             same_index(given.index, where, mesh)
@@ -210,7 +203,7 @@ class SplitState:
             wire = None
         return Sink(where, mesh, memory, dtypes, device=like[0].device, wire=wire, **more)
 
-    def sink(self, params: Any) -> Sink:
+    def sink(self, params: Tree) -> Sink:
         """Make a sink: stage 1 keeps gradients whole, in fp32; stage 2 reduces them to parts."""
         at = self.cache.find(params)
         like = [at.raws[b.slots[0].leaves[0]] for b in at.where]
@@ -224,12 +217,16 @@ class SplitState:
         return self._sink(at.where, at.mesh, like, self.memory, **more)
 
 
-def _moves(state: Any) -> bool:
+def _is_buckets(x: object) -> bool:
+    return isinstance(x, Buckets)
+
+
+def _moves(state: State) -> bool:
     """Return whether every tensor of the state is stored in element-wise buckets.
 
     It can then be re-bucketed.
     """
-    every = optree.tree_leaves(state, is_leaf=is_bucketed)
+    every = optree.tree_leaves(state, is_leaf=_is_buckets)
     return all(
         all(x[b.name].raw.shape[-1] * b.ways == b.length for b in x.index)
         if isinstance(x, Buckets)

@@ -27,7 +27,7 @@ from shardlib.collectives import lead, psum_scatter, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind, drain
-from shardlib.optim.buckets import Bucket, Buckets, Index, Item, register
+from shardlib.optim.buckets import Bucket, Buckets, Index, Item, State, Tree, register
 from shardlib.optim.flat import (
     Memory,
     gather_later,
@@ -326,7 +326,7 @@ class Reading:
             self._drop(name)
 
 
-def _first(group: Any) -> Any:
+def _first(group: object) -> object:
     """Return the first word of a group, the name of its module block."""
     return _first(group[0]) if isinstance(group, tuple) else group
 
@@ -456,7 +456,7 @@ class SplitParameters:
         memory = Memory()
         self.inner = with_master(how.tx, how.master, how.axis, memory.wide, memory.give)
 
-    def shard(self, params: Any) -> Parts:
+    def shard(self, params: Tree) -> Parts:
         """Keep only this rank's parts of the parameters; frozen ones get buckets of their own."""
         if isinstance(params, Parts):
             return params
@@ -472,17 +472,17 @@ class SplitParameters:
             out[bucket.name].raw.requires_grad_(flags == {True})
         return out
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: Tree) -> State:
         """Initialise the state of the trained parts."""
         return self.inner.init(_trained(_parted(params)))
 
-    def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(self, grads: Tree, state: State, params: Tree) -> tuple[Any, Any]:
         """Return updates of the parts, None for frozen ones, and the new state."""
         mine, given = _matched(params, grads, state)
         updates, state = self.inner.update(given, state, mine)
         return params.like({n: updates.get(n) for n in params}), state
 
-    def donate(self, grads: Any, state: Any, params: Any, step: Step) -> Any:
+    def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
         """Step the parts in place; nothing is gathered before they are read."""
         mine, given = _matched(params, grads, state)
         self.cache.view(given)
@@ -490,12 +490,12 @@ class SplitParameters:
         room_of(params.index).memory.give(*(g.raw for g in given.values()))
         return state
 
-    def sink(self, params: Any) -> None:
+    def sink(self, params: Tree) -> None:
         """Return no sink: the backward of a part's gather reduces its gradient."""
         _parted(params)
 
 
-def _parted(params: Any) -> Parts:
+def _parted(params: Tree) -> Parts:
     if not isinstance(params, Parts):
         raise ShardError(
             "stage 3 trains parts of parameters, and these are whole",
@@ -514,7 +514,7 @@ def _trained(params: Buckets) -> Buckets:
     return params.subset(tuple(n for n, f in zip(params, held, strict=True) if not f))
 
 
-def _matched(params: Any, grads: Any, state: Any) -> tuple[Buckets, Buckets]:
+def _matched(params: Tree, grads: Tree, state: State) -> tuple[Buckets, Buckets]:
     """Return parameters and gradients of the trained buckets, checked to match."""
     mine = _trained(_parted(params))
     theirs = index_of(state)

@@ -11,7 +11,6 @@ the optimizer's numbers too: a rate that differs by rank cannot be found in a sp
 no replicas, although every rank's share is then updated by another rule.
 """
 
-import itertools
 import operator
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,10 +22,9 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import checking, verify
+from shardlib.collectives import blocks, checking, verify
 from shardlib.errors import ShardError
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.optim.buckets import Buckets
 from shardlib.optim.norms import global_norm
 from shardlib.optim.transform import (
     Step,
@@ -36,7 +34,7 @@ from shardlib.optim.transform import (
     kept_whole,
     run_in_place,
 )
-from shardlib.optim.trees import each, given_for
+from shardlib.optim.trees import State, Tree, each, given_for, is_bucketed
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
@@ -66,12 +64,12 @@ class Info(NamedTuple):
 
 
 Params = TypeVar("Params")
-State = TypeVar("State")
+Kept = TypeVar("Kept")
 
 
 def step(
-    tx: Transform, params: Params, grads: object, state: State, *, norm: bool = False
-) -> tuple[Params, State, Info]:
+    tx: Transform, params: Params, grads: object, state: Kept, *, norm: bool = False
+) -> tuple[Params, Kept, Info]:
     """Update parameters in place: ``params, state, info = step(tx, params, grads, state)``.
 
     All three are donated: their memory becomes that of the results, one fused kernel overwrites
@@ -128,7 +126,7 @@ def apply_updates(params: Params, updates: object) -> Params:
     return found
 
 
-def _alike(params: Any, grads: Any) -> None:
+def _alike(params: Tree, grads: Tree) -> None:
     """Check that gradients match the parameters' blocks, which are combined by position.
 
     It runs first, because a later refusal could come after a change.
@@ -159,7 +157,7 @@ def _same_part(p: Tensor, g: Any) -> bool:
     return same and g.sharding.bare == p.sharding.bare  # type: ignore[union-attr]
 
 
-def _tied(params: Any, ids: list[int]) -> ShardError:
+def _tied(params: Tree, ids: list[int]) -> ShardError:
     """Build the error for one parameter at two places of the tree."""
     again = next(i for i, one in enumerate(ids) if one in ids[:i])
     accessors = optree.tree_accessors(params)
@@ -172,7 +170,7 @@ def _tied(params: Any, ids: list[int]) -> ShardError:
     )
 
 
-def _parted(grads: Any) -> Any:
+def _parted(grads: Tree) -> Tree:
     """Copy gradients that share memory: one tensor for two leaves, or a repeated element."""
     leaves, tree = optree.tree_flatten(grads)
     raws = [g.raw if isinstance(g, ShardedTensor) else g for g in leaves]
@@ -181,43 +179,29 @@ def _parted(grads: Any) -> Any:
         if isinstance(raw, Tensor) and raw.numel():
             held.setdefault(raw.untyped_storage().data_ptr(), []).append(i)
     for some in held.values():
-        for i in _shared(some, raws):
+        for i in _shared(some, leaves):
             raw = raws[i].detach().clone(memory_format=torch.contiguous_format)
             leaves[i] = leaves[i].becomes(raw) if isinstance(leaves[i], ShardedTensor) else raw
     return optree.tree_unflatten(tree, leaves)
 
 
-def _shared(some: list[int], raws: list[Tensor]) -> list[int]:
-    """List tensors in one storage that repeat an element, or share some with an earlier one."""
-    ends = sorted((raws[i].storage_offset(), _end(raws[i])) for i in some)
-    apart = all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
-    kept: list[Tensor] = []
-    found = []
-    for i in some:
-        raw = raws[i]
-        if 0 in raw.stride() or (not apart and any(_overlap(raw, x) for x in kept)):
-            found.append(i)
-        else:
-            kept.append(raw)
-    return found
+def _shared(some: list[int], leaves: list[Any]) -> set[int]:
+    """Find tensors in one storage that repeat an element, or share some with an earlier one.
 
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one storage may share elements.
-
-    Adjacent columns of rows with one stride, as in parts of simulated ranks' vectors, share none.
+    Blocks of simulated ranks are compared one by one: parts of one vector alternate by rank.
     """
-    (low_a, high_a), (low_b, high_b) = ((x.storage_offset(), _end(x)) for x in (a, b))
-    if high_a <= low_b or high_b <= low_a:
-        return False
-    row = a.stride(0) if a.ndim and b.ndim and a.stride(0) == b.stride(0) else 0
-    if row <= 0 or a.shape[0] != b.shape[0]:
-        return True
-    (one, n), (two, m) = (
-        (x.storage_offset() % row, _end(x[0]) - x.storage_offset()) for x in (a, b)
-    )
-    inside = one + n <= row and two + m <= row
-    return not (inside and (one + n <= two or two + m <= one))
+    rows = []
+    for i in some:
+        x = leaves[i]
+        mine = blocks(x.raw, x.mesh) if isinstance(x, ShardedTensor) else [x]
+        rows += [(b.storage_offset(), _end(b), i, 0 in b.stride()) for b in mine]
+    found, end = set(), 0
+    for start, stop, i, repeats in sorted(rows):
+        if repeats or start < end:
+            found.add(i)
+        else:
+            end = stop
+    return found
 
 
 def _end(x: Tensor) -> int:
@@ -226,7 +210,7 @@ def _end(x: Tensor) -> int:
     return int(x.storage_offset() + reach + 1)
 
 
-def _kind(g: Any) -> str:
+def _kind(g: object) -> str:
     return typeof(g) if isinstance(g, Tensor) else type(g).__name__
 
 
@@ -237,7 +221,7 @@ _KEPT = frozenset(("raw", "place", "_is_param"))
 """Attributes that a successor keeps; anything derived from the old value is stale."""
 
 
-def hand_over(params: Any, grads: Any, state: Any, after: Any) -> tuple[Any, Any]:
+def hand_over(params: Tree, grads: Tree, state: State, after: Any) -> tuple[Any, Any]:
     """Return parameters and state ``after`` a step as new values; invalidate the donated ones.
 
     All memory stays in place.
@@ -287,7 +271,7 @@ _ALONE = max(map(sys.getrefcount, {0: object()}.values()))
 """Reference count of an object that only one dict refers to, measured as in ``_movable``."""
 
 
-def _over(tree: Any, made: dict[int, tuple[Any, Any]]) -> Any:
+def _over(tree: Tree, made: dict[int, tuple[Any, Any]]) -> Any:
     """Return new values on the same memory.
 
     ``made``  id of an object -> that object, kept alive so that the id stays valid, and its
@@ -299,7 +283,7 @@ def _over(tree: Any, made: dict[int, tuple[Any, Any]]) -> Any:
     if id(tree) in made:
         return made[id(tree)][1]
     new: Any
-    if kind is dict or issubclass(kind, Buckets):
+    if kind is dict or is_bucketed(tree):
         new = _moved(tree) if _movable(tree) else {k: _over(x, made) for k, x in tree.items()}
         if kind is not dict:
             new = tree.like(new)
@@ -346,11 +330,11 @@ def _again(x: Tensor) -> Tensor:
     return torch.nn.Parameter(new, x.requires_grad) if isinstance(x, torch.nn.Parameter) else new
 
 
-def _give_up(tree: Any) -> None:
+def _give_up(tree: Tree) -> None:
     kind = type(tree)
     if kind in _NUMBERS:
         return
-    if kind is dict or issubclass(kind, Buckets):
+    if kind is dict or is_bucketed(tree):
         if kind is not dict:
             tree.__dict__.pop("pieces", None)
         # else its values have moved to the result
@@ -373,7 +357,7 @@ def _give_up(tree: Any) -> None:
 # ---------------------------------------------------------------- comparison of ranks, in check mode
 
 
-def compare(op: str, params: Any, state: Any = None, tx: Any = None, **said: Any) -> None:
+def compare(op: str, params: Tree, state: State = None, tx: object = None, **said: object) -> None:
     """Compare, in check mode, parameters, state and numbers with those of the other ranks.
 
     ``tx``    the transform, whose closures' numbers are compared.
@@ -399,7 +383,7 @@ def compare(op: str, params: Any, state: Any = None, tx: Any = None, **said: Any
         verify(op, mesh, some, "tx = sl.optim.sgd(0.1)  # the same on every rank", said=numbers)
 
 
-def _numbers(x: Any, at: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _numbers(x: object, at: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """List the numbers and strings that functions and methods refer to, with their names."""
     if isinstance(x, int | float | str):
         yield at, x
@@ -411,7 +395,7 @@ def _numbers(x: Any, at: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
         yield from _numbers(value, at + name, seen)
 
 
-def _inside(x: Any) -> list[tuple[str, Any]]:
+def _inside(x: object) -> list[tuple[str, Any]]:
     """List what a function, method, mapping or sequence refers to, with names."""
     if isinstance(x, MethodType):
         return [("", x.__func__), *((f".{n}", v) for n, v in vars(x.__self__).items())]
@@ -430,7 +414,7 @@ def _inside(x: Any) -> list[tuple[str, Any]]:
     return []
 
 
-def _held(cell: Any) -> Any:
+def _held(cell: object) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet

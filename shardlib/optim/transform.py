@@ -30,7 +30,19 @@ from torch import Tensor
 from shardlib._compat import below_autograd, copy_all, fused_step
 from shardlib.errors import BadArgument
 from shardlib.kernels.active import checked, use
-from shardlib.optim.trees import ALIGN, Pieces, each, need, pieces, ready, runs, spans, writable
+from shardlib.optim.trees import (
+    ALIGN,
+    Pieces,
+    State,
+    Tree,
+    each,
+    need,
+    pieces,
+    ready,
+    runs,
+    spans,
+    writable,
+)
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
@@ -92,7 +104,7 @@ class Step:
         self.scale = by if self.scale is None else self.scale * by
 
 
-def kept_whole(params: Any) -> Any:
+def kept_whole(params: Tree) -> Tree:
     """Return the parameters unchanged: the default of ``Transform.shard``."""
     return params
 
@@ -169,7 +181,7 @@ def check_inner(tx: Transform) -> Callable[[Any, Any, Any, Step], object] | None
     return lambda grads, state, params, step: check(grads, state.inner, params, step)
 
 
-def check_transform(tx: Any, op: str) -> None:
+def check_transform(tx: object, op: str) -> None:
     """Refuse objects that are no Transform, such as torch's optimizers, and unknown traits."""
     if not isinstance(tx, Transform):
         name = getattr(tx, "__name__", type(tx).__name__)
@@ -203,7 +215,7 @@ def under(backend: str, tx: Transform) -> Transform:
     )
 
 
-def divide(grads: Any, step: Step) -> None:
+def divide(grads: Tree, step: Step) -> None:
     """Divide the gradients by the scale, in place, for transforms that cannot do it themselves."""
     if step.scale is not None:
         for g in runs(grads)[0]:
@@ -304,7 +316,7 @@ def _in_vectors(lists: Sequence[Sequence[Tensor]]) -> _Cut | None:
     return cut
 
 
-def run_in_place(tx: Transform, grads: Any, state: Any, params: Any, step: Step) -> Any:
+def run_in_place(tx: Transform, grads: Tree, state: State, params: Tree, step: Step) -> State:
     """Run one step of any transform in place: ``params`` and ``state`` change."""
     if torch.is_grad_enabled():
         with torch.no_grad():
@@ -320,7 +332,7 @@ def run_in_place(tx: Transform, grads: Any, state: Any, params: Any, step: Step)
     return keep(state, new)
 
 
-def restoring(tx: Transform, grads: Any, state: Any, params: Any, step: Step) -> Any:
+def restoring(tx: Transform, grads: Tree, state: State, params: Tree, step: Step) -> State:
     """Run one step in place, and restore what it wrote where it is not sound.
 
     Parameters and state are held twice meanwhile.
@@ -338,7 +350,7 @@ def restoring(tx: Transform, grads: Any, state: Any, params: Any, step: Step) ->
     return chosen(step.sound, after, state)
 
 
-def keep(old: Any, new: Any) -> Any:
+def keep(old: State, new: State) -> State:
     """Copy the new state into the old one's memory, if shapes and dtypes match."""
 
     def kept(n: Any, o: Any) -> Any:
@@ -380,12 +392,12 @@ def elementwise(
                  done, if it takes no such tensors.
     """
 
-    def kept(grads: Any, state: Any) -> list[Any]:
+    def kept(grads: Tree, state: State) -> list[Any]:
         trees = [getattr(state, name) for name in moments]
         ready(grads, op, trees[0] if trees else None)
         return trees
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
         trees = kept(grads, state)
         if weights:
             need(params, op)
@@ -395,7 +407,7 @@ def elementwise(
         updates = each(rule(count, rate), grads, *trees, *given)
         return updates, state._replace(count=count, **dict(zip(moments, trees, strict=True)))
 
-    def in_spans(grads: Any, state: Any, params: Any, step: Step) -> Any:
+    def in_spans(grads: Tree, state: State, params: Tree, step: Step) -> State:
         trees = kept(grads, state)
         divide(grads, step)
         step.lr = at_step(lr, state.count)
@@ -408,7 +420,7 @@ def elementwise(
     if kernel is None:
         return plain
 
-    def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
+    def donate(grads: Tree, state: State, params: Tree, step: Step) -> State:
         kept(grads, state)
         rate = at_step(lr, state.count)
         if not kernel(grads, state, params, step, rate):
@@ -441,10 +453,10 @@ def by_directions(
     ``weights``  whether ``update`` needs the parameters.
     """
 
-    def check(grads: Any, state: Any) -> None:
+    def check(grads: Tree, state: State) -> None:
         ready(grads, op, None if moment is None else getattr(state, moment))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
         check(grads, state)
         if weights:
             need(params, op)
@@ -459,7 +471,7 @@ def by_directions(
             way = each(lambda u, p: u.add_(p, alpha=decay), way, params)
         return way, state
 
-    def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
+    def donate(grads: Tree, state: State, params: Tree, step: Step) -> State:
         check(grads, state)
         divide(grads, step)
         step.lr = at_step(lr, state.count)
@@ -544,7 +556,7 @@ def ranged(
     return around
 
 
-def _in(range_: Range, value: Any) -> bool:
+def _in(range_: Range, value: object) -> bool:
     if isinstance(value, Tensor):
         return not range_.whole
     kind = Integral if range_.whole else Real
@@ -660,7 +672,7 @@ def _as_number() -> None:
 _as_number()
 
 
-def begun(state: Any) -> Any:
+def begun(state: State) -> State:
     """Return a state whose counts the host has read, for the next step; raise the last one's error.
 
     Whoever asks again, with the same state, goes on: the step with the error changed nothing.
@@ -676,7 +688,7 @@ def begun(state: Any) -> Any:
     return mapped(lambda x: x.read() if isinstance(x, Later) else x, state)
 
 
-def at_rest(tree: Any) -> Any:
+def at_rest(tree: Tree) -> State:
     """Return a tree as a checkpoint holds it, the same on every device: nothing is to be read."""
 
     def own(x: Any) -> bool:
@@ -690,7 +702,7 @@ def at_rest(tree: Any) -> Any:
     return mapped(resting, tree, is_leaf=own)
 
 
-def chosen(sound: Tensor | None, new: Any, old: Any) -> Any:
+def chosen(sound: Tensor | None, new: State, old: State) -> State:
     """Return the tensors and numbers of ``new`` where ``sound``, else those of ``old``."""
     if sound is None:
         return new
@@ -713,8 +725,8 @@ def chosen(sound: Tensor | None, new: Any, old: Any) -> Any:
 
 def mapped(
     f: Callable[..., Any],
-    first: Any,
-    *others: Any,
+    first: Tree,
+    *others: Tree,
     is_leaf: Callable[[Any], bool] = lambda x: False,
 ) -> Any:
     """Map leaves as optree does, but return the objects themselves in which nothing changes.

@@ -24,10 +24,22 @@ from shardlib.grad import frozen
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, coordinates, rank_along
 from shardlib.ops.padding import filled
-from shardlib.optim.buckets import ALIGN, HALF, Bucket, Buckets, Pieces, SlotPart, parts, wide
+from shardlib.optim.buckets import (
+    ALIGN,
+    HALF,
+    Bucket,
+    Buckets,
+    Pieces,
+    SlotPart,
+    State,
+    Tree,
+    parts,
+    wide,
+)
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
+    "State", "Tree",
     "ALIGN", "SPAN", "EmptyState", "Pieces", "TensorView", "bucketed_in", "by_tensor", "cleared",
     "cuts", "each", "fresh", "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named", "names_of",
     "need", "nothing", "of_others", "one_block", "one_each", "only", "pieces", "ready",
@@ -39,7 +51,7 @@ class EmptyState(NamedTuple):
     """The state of a transform without memory."""
 
 
-def each(f: Callable[..., Tensor], first: Any, *others: Any, op: str = "update") -> Any:
+def each(f: Callable[..., Tensor], first: Tree, *others: Tree, op: str = "update") -> Tree:
     """Map a function over the leaves' blocks; results have the layout of ``first``'s leaves.
 
     If a leaf is None in any tree, or not a tensor, ``first``'s is returned unchanged.
@@ -97,7 +109,7 @@ def _folded(path: tuple[Any, ...]) -> str:
     return name
 
 
-def trainable(params: Any) -> Any:
+def trainable(params: Tree) -> Tree:
     """Replace frozen leaves by None: those without grad in a tree where another requires it."""
     leaves, tree = optree.tree_flatten(params)
     held = frozen(leaves)
@@ -108,7 +120,7 @@ def trainable(params: Any) -> Any:
     )
 
 
-def moments(params: Any) -> Any:
+def moments(params: Tree) -> Tree:
     """Make zeros for every trained leaf, in fp32 for half precision.
 
     A moment in half precision would not change at all by less than 1/256 of itself.
@@ -125,7 +137,7 @@ def moments(params: Any) -> Any:
     return zeros_like(tree)
 
 
-def refuse_copies(tree: Any, dtype: Callable[[torch.dtype], torch.dtype]) -> None:
+def refuse_copies(tree: Tree, dtype: Callable[[torch.dtype], torch.dtype]) -> None:
     """Refuse copies of the leaves' blocks in other dtypes where they do not fit in the device."""
     found = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
     raws = [x.raw if isinstance(x, ShardedTensor) else x for x in found]
@@ -134,7 +146,7 @@ def refuse_copies(tree: Any, dtype: Callable[[torch.dtype], torch.dtype]) -> Non
         refuse_beyond(nbytes, raws[0].device, "init", getattr(found[0], "mesh", None))
 
 
-def zeros_like(tree: Any) -> Any:
+def zeros_like(tree: Tree) -> Tree:
     """Make zeros in the leaves' layouts, in fp32 for half precision.
 
     Raises: ShardError where all of them do not fit in the device.
@@ -143,7 +155,7 @@ def zeros_like(tree: Any) -> Any:
     return each(lambda x: torch.zeros_like(x, dtype=wide(x.dtype)), tree)
 
 
-def settled(tree: Any) -> Any:
+def settled(tree: Tree) -> Tree:
     """Drop pending sums from the layouts; valid for blocks that are then filled with zeros."""
 
     def one(x: Any) -> Any:
@@ -154,7 +166,7 @@ def settled(tree: Any) -> Any:
     return optree.tree_map(one, tree)
 
 
-def nothing(grads: Any, params: Any = None) -> Any:
+def nothing(grads: Tree, params: Tree = None) -> Tree:
     """Make updates of zeros, in the parameters' layouts if they are given.
 
     The gradients' layouts may differ: pending, or in buckets.
@@ -174,7 +186,7 @@ def _users() -> int:
     return depth
 
 
-def ready(grads: Any, op: str, moments: Any = None) -> None:
+def ready(grads: Tree, op: str, moments: Tree = None) -> None:
     """Refuse pending gradients, and gradients without a moment made by ``init``."""
     same = is_bucketed(grads) and getattr(moments, "index", None) is grads.index
     if moments is not None and not same:
@@ -191,7 +203,7 @@ def ready(grads: Any, op: str, moments: Any = None) -> None:
             )
 
 
-def _have_moments(grads: Any, moments: Any, op: str) -> None:
+def _have_moments(grads: Tree, moments: Tree, op: str) -> None:
     """Refuse gradients without a moment."""
     _same_tree(grads, [moments])
     rows = (optree.tree_leaves(t, none_is_leaf=True) for t in (grads, moments))
@@ -205,7 +217,7 @@ def _have_moments(grads: Any, moments: Any, op: str) -> None:
             )
 
 
-def given_for(tree: Any, grads: Any, op: str) -> list[Any]:
+def given_for(tree: Tree, grads: Tree, op: str) -> list[Any]:
     """List the gradients of a tree's leaves in order; ``tree`` is the parameters' structure.
 
     Raises: ShardError if the gradients have another structure.
@@ -220,7 +232,7 @@ def given_for(tree: Any, grads: Any, op: str) -> list[Any]:
         ) from None
 
 
-def need(params: Any, op: str) -> None:
+def need(params: Tree, op: str) -> None:
     """Raise an error if the parameters are missing."""
     if params is None:
         raise ShardError(f"{op} needs the parameters", op=op, fix="tx.update(grads, state, params)")
@@ -270,7 +282,7 @@ def _same_place(x: ShardedTensor, other: ShardedTensor, op: str) -> None:
     raise ShardError(f"leaves of two trees {why}", op=op, operands=operands, mesh=x.mesh, fix=fix)
 
 
-def _same_tree(first: Any, others: Sequence[Any]) -> None:
+def _same_tree(first: Tree, others: Sequence[Any]) -> None:
     paths, _, tree = optree.tree_flatten_with_path(first, none_is_leaf=True)
     for other in others:
         theirs, _, structure = optree.tree_flatten_with_path(other, none_is_leaf=True)
@@ -286,18 +298,18 @@ def _same_tree(first: Any, others: Sequence[Any]) -> None:
 # ---------------------------------------------------------------- tensors of either kind of tree
 
 
-def is_bucketed(tree: Any) -> bool:
+def is_bucketed(tree: Tree) -> bool:
     """Return whether a tree is ``Buckets``, of which each rank has parts."""
     return isinstance(tree, Buckets)
 
 
-def bucketed_in(tree: Any) -> list[Buckets]:
+def bucketed_in(tree: Tree) -> list[Buckets]:
     """List the ``Buckets`` in a tree, such as a state."""
     found = optree.tree_leaves(tree, is_leaf=is_bucketed)
     return [x for x in found if isinstance(x, Buckets)]
 
 
-def cuts(tree: Any) -> list[str]:
+def cuts(tree: Tree) -> list[str]:
     """Describe which elements are neighbours in each bucket; [] for a plain tree."""
     if not isinstance(tree, Buckets):
         return []
@@ -348,7 +360,7 @@ def _slots(bucket: Bucket, rank: int) -> dict[int, SlotPart]:
     return {p.slot.leaves[0]: p for p in parts(bucket, rank)}
 
 
-def by_tensor(tree: Any) -> list[TensorView | None]:
+def by_tensor(tree: Tree) -> list[TensorView | None]:
     """List the tensors of a tree, tied ones once, in the order of ``one_each``; None stays None."""
     if isinstance(tree, Buckets):
         return _in_buckets(tree)
@@ -380,12 +392,12 @@ def _in_buckets(tree: Buckets) -> list[TensorView | None]:
     return out
 
 
-def fresh(tree: Any) -> Any:
+def fresh(tree: Tree) -> Tree:
     """Make contiguous zeros in the leaves' layouts and dtypes, for a step's directions."""
     return each(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), tree)
 
 
-def cleared(tree: Any) -> Any:
+def cleared(tree: Tree) -> Tree:
     """Zero the padding of all leaves, which a sum over blocks would count otherwise."""
 
     def one(x: Any) -> Any:
@@ -395,7 +407,7 @@ def cleared(tree: Any) -> Any:
     return tree if is_bucketed(tree) else optree.tree_map(one, tree)
 
 
-def named(tree: Any) -> dict[str, Any]:
+def named(tree: Tree) -> dict[str, Any]:
     """Map each path to its leaf, None for a frozen one; for ``Buckets``, to tensors on meta.
 
     >>> sorted(named({"a": {"b": 1, "c": None}, "d": [2]}))
@@ -408,7 +420,7 @@ def named(tree: Any) -> dict[str, Any]:
     return dict(zip(names_of(paths), leaves, strict=True))
 
 
-def one_each(tree: Any) -> list[tuple[str, Any]]:
+def one_each(tree: Tree) -> list[tuple[str, Any]]:
     """List (path, leaf), tied tensors once, in the order of ``totals``."""
     if not is_bucketed(tree):
         return list(named(tree).items())
@@ -417,7 +429,7 @@ def one_each(tree: Any) -> list[tuple[str, Any]]:
     return [(path, known[path]) for path in paths]
 
 
-def only(tree: Any, values: Mapping[str, Any], value: Any) -> Any:
+def only(tree: Tree, values: Mapping[str, Any], value: Any) -> Tree:
     """Replace every leaf whose path has another value than ``value`` by None.
 
     For ``Buckets``, return the buckets whose parameters have it; they must agree within a bucket.
@@ -429,7 +441,7 @@ def only(tree: Any, values: Mapping[str, Any], value: Any) -> Any:
     return optree.tree_unflatten(shape, kept)
 
 
-def merged(tree: Any, values: Mapping[str, Any], parts: Mapping[Any, Any]) -> Any:
+def merged(tree: Tree, values: Mapping[str, Any], parts: Mapping[Any, Any]) -> Tree:
     """Build a tree like ``tree``, taking each leaf from the part of its path's value."""
     if is_bucketed(tree):
         return tree.like({n: parts[v][n] for n, v in _by_bucket(tree, values).items()})
@@ -455,7 +467,7 @@ def _by_bucket(tree: Buckets, values: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- plain tensors for kernels
 
 
-def pieces(first: Any, *others: Any) -> list[Pieces]:
+def pieces(first: Tree, *others: Tree) -> list[Pieces]:
     """List the plain tensors of equal trees for a kernel: one list per tree, as views.
 
     There is one per leaf and rank in this process; of ``Buckets`` one per parameter that a rank has
@@ -479,7 +491,7 @@ def _pieces_of_buckets(*trees: Buckets) -> list[Pieces]:
     return [t.pieces for t in trees]
 
 
-def _rows(*trees: Any) -> Iterator[tuple[Tensor, ...]]:
+def _rows(*trees: Tree) -> Iterator[tuple[Tensor, ...]]:
     """Yield the leaves of equal trees together, those that are tensors with elements."""
     leaves, structures = zip(
         *(optree.tree_flatten(t, none_is_leaf=True) for t in trees), strict=True
@@ -494,12 +506,12 @@ def _rows(*trees: Any) -> Iterator[tuple[Tensor, ...]]:
                 yield row
 
 
-def _other_tree(mine: Any, theirs: Any) -> ShardError:
+def _other_tree(mine: Tree, theirs: Any) -> ShardError:
     names = sorted(".".join(map(str, p)) for p in set(mine.paths()) ^ set(theirs.paths()))
     return of_others(f"the trees differ at {', '.join(names[:4]) or 'their root'}")
 
 
-def runs(first: Any, *others: Any) -> list[list[Tensor]]:
+def runs(first: Tree, *others: Tree) -> list[list[Tensor]]:
     """List ``pieces``, contiguous ones joined, for elementwise use."""
     rows = pieces(first, *others)
     return rows[0].beside(*rows[1:]).runs or list(rows)
@@ -568,7 +580,7 @@ def lies_flat(x: Tensor) -> bool:
     return x.is_contiguous()
 
 
-def writable(grads: Any, like: Any, copy: bool = False) -> Any:
+def writable(grads: Tree, like: Tree, copy: bool = False) -> Tree:
     """Return memory for a step's directions.
 
     It is the gradients' own, which the step may overwrite, if their dtype is ``like``'s; else new

@@ -12,6 +12,7 @@ Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from shardlib.optim.sink import summing
 from shardlib.optim.stage1_2 import SplitState
 from shardlib.optim.stage3 import SplitParameters
 from shardlib.optim.transform import Step, Transform, check_transform
-from shardlib.optim.trees import need
+from shardlib.optim.trees import State, Tree, need
 
 __all__ = ["zero"]
 
@@ -97,14 +98,14 @@ def zero(
         if wrong:
             raise kind(message, op="zero", fix=fix)
     if stage == 0:
-        return summing(tx, IndexCache(how))
+        return tx._replace(sink=partial(summing, cache=IndexCache(how)))
     return _stepping(how, SplitParameters(how) if stage == 3 else SplitState(how))
 
 
 def _stepping(how: ZeroSettings, stage: SplitState | SplitParameters) -> Transform:
     """Return a stage as a transform, which refuses a step that its master or state do not fit."""
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
         need(params, "zero")
         if how.master is not None:
             raise Unsupported(
@@ -114,7 +115,7 @@ def _stepping(how: ZeroSettings, stage: SplitState | SplitParameters) -> Transfo
             )
         return stage.update(grads, state, params)
 
-    def donate(grads: Any, state: Any, params: Any, step: Step) -> Any:
+    def donate(grads: Tree, state: State, params: Tree, step: Step) -> State:
         if (how.master is None) == isinstance(state, ZeroState):
             kept = "one" if how.master is None else "none"
             raise ShardError(

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 
 import shardlib as sl
-from shardlib.optim.buckets import Buckets, Item, flatten, index
+from shardlib.optim.buckets import Item, index
+from shardlib.optim.flat import parts_of
 from shardlib.optim.norms import norms, powers, scaled, squares, summed, totals
 from shardlib.tensor import Place, ShardedTensor
 from tests.ops.cases import r
@@ -73,16 +74,7 @@ def test_slots_of_buckets_are_tensors() -> None:
             for i, (k, x) in enumerate(zip(tensors, leaves, strict=True))
         )
         buckets = index(items, (("data",),), tuple(axes.items()), 1 << 20)
-        parts = {}
-        for bucket in buckets:
-            flat = flatten([x.local for x in leaves], bucket)
-            split = (*bucket.axes, "data")
-            size = bucket.length * mesh.axis_size(bucket.axes)
-            raw = sl.collectives.pslice(flat, "data", 0).ranks
-            parts[bucket.name] = ShardedTensor(
-                raw, Place(sl.Layout.parse(f"({' '.join(split)})"), torch.Size([size]), mesh)
-            )
-        tree = Buckets(parts, buckets, mesh)
+        tree = parts_of(leaves, buckets, mesh)
         (found,) = norms(tree)
         order = [i for bucket in buckets for s in bucket.slots for i in s.leaves[:1]]
         for i, norm in zip(order, found, strict=True):
