@@ -30,7 +30,7 @@ from torch import Tensor
 import shardlib as sl
 from benchmarks import rig
 from shardlib.layouts import Ring
-from shardlib.ops.attention.peak import peak
+from shardlib.ops.attention.engine import peak
 
 CASES = [  # name, order, causal, algorithm
     ("ring, full", "contiguous", False, "ring"),

@@ -12,8 +12,14 @@ from shardlib.cost import Cost, moving, summing
 from shardlib.layouts import LayoutFamily
 from shardlib.layouts.orders import Run
 from shardlib.ops.attention.case import AttentionCase
-from shardlib.ops.attention.choose import register_engine
-from shardlib.ops.attention.engine import AttentionJob, AttentionMove, AttentionPlan, Engine, Moves
+from shardlib.ops.attention.engine import (
+    AttentionJob,
+    AttentionMove,
+    AttentionPlan,
+    Engine,
+    Moves,
+    register_engine,
+)
 from shardlib.ops.attention.local import (
     LocalQueries,
     add_sink,

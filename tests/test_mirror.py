@@ -10,9 +10,8 @@ ELSEWHERE = {  # tests that hold several modules to one law -> those that have n
     "accelerator/test_accelerator.py": "collectives/backends/streams",  # on a device that has some
     "checking/test_proof.py": "checking/first_mismatch",
     "test_operators.py": "ops/dims",  # torch's database
-    "ops/attention/test_op.py": "ops/attention/function",  # on every mask, layout and ring
 }
-MOST = 4
+MOST = 3
 """How many modules may be without a test file of their own; it only falls."""
 
 MODULES = [

@@ -17,13 +17,11 @@ from shardlib.errors import Unsupported
 from shardlib.layouts import Ring
 from shardlib.layouts.orders import dealt
 from shardlib.mesh import simulate
-from shardlib.ops.attention.choose import planned
-from shardlib.ops.attention.engine import AttentionPlan, Engine
+from shardlib.ops.attention.case import attention_case
+from shardlib.ops.attention.engine import AttentionPlan, Engine, peak, planned
+from shardlib.ops.attention.kernels import pieces
 from shardlib.ops.attention.masks import At, Causal, Documents, Full, Mask, Window
 from shardlib.ops.attention.op import ring_attention
-from shardlib.ops.attention.operands import attention_case
-from shardlib.ops.attention.peak import peak
-from shardlib.ops.attention.pieces import pieces
 from shardlib.ops.counter_rng import keep_mask
 from shardlib.placing import shard
 from shardlib.random import next_key

@@ -26,7 +26,7 @@ OTHER_CLOCKS = [
     ("ops/*.py", "post(*).wait()", TRANSFER),
     ("ops/matmul/matmul3d.py", "_scatter(*).wait()", TRANSFER),
     ("ops/matmul/panels.py", "now[[]?].wait()", TRANSFER),
-    ("ops/attention/engines/routes.py", "wait()", TRANSFER),
+    ("ops/attention/engines/ring.py", "wait()", TRANSFER),
     ("optim/sink.py", "later.wait()", TRANSFER),
     ("tensor/grad_coalescing.py", "later.wait()", TRANSFER),
     ("tensor/grad_coalescing.py", "wait()", TRANSFER),

@@ -1,7 +1,7 @@
 """Recording back end: blocks on the meta device, collectives that compute only shapes.
 
 Temporaries that a collective allocates on real ranks are allocated here too, so that peak memory
-can be predicted without running (ops/attention/peak.py).
+can be predicted without running (ops/attention/engine.py).
 """
 
 from collections.abc import Sequence

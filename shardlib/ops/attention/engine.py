@@ -4,37 +4,122 @@ An *engine* runs one attention whose sequence is split: a frozen value with five
 arguments as fields, in one file that ends with its registration.  ``plan`` turns a case (positions,
 mask, sizes) into a *plan*, a value that states its price before anything runs; ``forward`` and
 ``backward`` run a plan as a *job*, on raw blocks.
+
+A *chunk* is a range of rows of every rank's block that is sent round.  Its route lists the rank
+that holds each owner's chunk at each step.  Sums (the gradients of keys) visit the same ranks one
+step later and are then sent to their owner, so forward and backward take one hop per stop, and a
+full ring 3 (p - 1) transfers in all.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
-from typing import NamedTuple, Protocol
+from functools import cached_property, lru_cache, partial
+from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from shardlib.cost import Cost, moving
-from shardlib.mesh import Link, Mesh, rank_along
-from shardlib.ops.attention.case import AttentionCase, Runs
-from shardlib.ops.attention.chunks import RowChunk
-from shardlib.ops.attention.kernels import Kernel
-from shardlib.ops.attention.masks import At, Mask
-from shardlib.ops.attention.pieces import pieces
+from shardlib.errors import NoImplementation, ShardError
+from shardlib.layouts import Layout
+from shardlib.memory_tracker import Live
+from shardlib.mesh import Link, Mesh, rank_along, record
+from shardlib.ops.attention.case import AttentionCase, Runs, Sizes, length
+from shardlib.ops.attention.kernels import Kernel, pick, pieces
+from shardlib.ops.attention.masks import At, Full, Mask
+from shardlib.ops.registry import Match, choose, pinned
+from shardlib.ops.registry import algorithm as enter
 
 __all__ = [
-    "Areas",
-    "Engine",
-    "Given",
-    "Gradients",
-    "AttentionJob",
-    "AttentionMove",
-    "Moves",
-    "Outputs",
-    "AttentionPlan",
-    "Saved",
-]
+    "Areas", "AttentionJob", "AttentionMove", "AttentionPlan", "Engine", "Given", "Gradients",
+    "Moves", "Opt", "Outputs", "Pairs", "Peak", "RowChunk", "Saved", "once_round", "peak", "planned",
+    "register_engine",
+]  # fmt: skip
+
+Pairs = tuple[tuple[int, int], ...]
+"""(source, destination) of one transfer, as positions on the ring."""
+
+
+@dataclass(frozen=True)
+class RowChunk:
+    """Rows lo:hi of each owner's block, and the ranks that they visit.
+
+    ``at[t - 1][owner]``  the rank that holds them at step t >= 1, None after the last.
+    ``since[t - 1]``      the step at which that rank's sender had them: t - 1, or
+                          earlier where they are sent in two directions.
+    """
+
+    lo: int
+    hi: int
+    at: tuple[tuple[int | None, ...], ...]
+    since: tuple[int, ...]
+
+    def place(self, step: int, owner: int) -> int | None:
+        """Return the rank that holds an owner's rows at a step."""
+        if step == 0:
+            return owner
+        return self.at[step - 1][owner] if step <= len(self.at) else None
+
+    def owner(self, step: int, rank: int) -> int | None:
+        """Return the owner of the rows that a rank holds at a step."""
+        places = self.at[step - 1] if step else range(len(self.at[0]))
+        return next((j for j, r in enumerate(places) if r == rank), None)
+
+    def hops(self, step: int) -> Pairs:
+        """List the transfers by which rows arrive at ``step``."""
+        return self._pairs(self.since[step - 1], step)
+
+    def sum_hops(self, step: int) -> Pairs:
+        """List the transfers by which sums are sent to the rank of ``step``."""
+        return self._pairs(step - 1, step) if 1 < step <= len(self.at) else ()
+
+    def home_hops(self, step: int) -> Pairs:
+        """List the transfers that return sums to their owner at ``step``, after their last stop."""
+        out = []
+        for owner in range(len(self.at[0])) if self.at else ():
+            source = self.place(step - 1, owner)
+            if step > 1 and source is not None and self.place(step, owner) is None:
+                out.append((source, owner))
+        return tuple(out)
+
+    def _pairs(self, before: int, step: int) -> Pairs:
+        out = []
+        for owner, target in enumerate(self.at[step - 1]):
+            source = self.place(before, owner)
+            if target is not None and source is not None:
+                out.append((source, target))
+        return tuple(out)
+
+
+def once_round(p: int, rows: int, inner: int | None = None) -> tuple[RowChunk, ...]:
+    """Return the route of whole blocks once round a ring of p ranks; () if nothing is sent.
+
+    With ``inner``, round rings of ``inner`` ranks first, then on to the next of p / inner such
+    rings: one hop in ``inner`` crosses between rings, and it is posted while the inner ring turns.
+
+    >>> once_round(3, 8)[0].at
+    ((1, 2, 0), (2, 0, 1))
+    >>> [chunk.since for chunk in once_round(4, 8, inner=2)]
+    [(0, 0, 2)]
+    """
+    inner = p if inner is None else inner
+    at, since = [], []
+    for step in range(1, p):
+        outer, turn = divmod(step, inner)
+        rings = p // inner
+        at.append(
+            tuple(
+                (j // inner + outer) % rings * inner + (j % inner + turn) % inner for j in range(p)
+            )
+        )
+        since.append(step - 1 if turn else step - inner)
+    return (RowChunk(0, rows, tuple(at), tuple(since)),) if at and rows else ()
+
+
+Opt = Tensor | None
+"""A term of the scores that need not be given: the bias [.., lq, t], the sink [1, h, 1]."""
 
 Saved = tuple[Tensor, ...]
 """Tensors that forward saves; q, k and v come first where the engine ``saves_operands``."""
@@ -150,13 +235,7 @@ class Engine(Protocol):
 
     @abstractmethod
     def forward(
-        self,
-        job: "AttentionJob",
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
+        self, job: "AttentionJob", q: Tensor, k: Tensor, v: Tensor, bias: Opt, sink: Opt
     ) -> Outputs:
         """Attend; a bias has this rank's rows and all keys, and a sink is [1, h, 1]."""
 
@@ -165,8 +244,8 @@ class Engine(Protocol):
         self,
         job: "AttentionJob",
         saved: Saved,
-        bias: Tensor | None,
-        sink: Tensor | None,
+        bias: Opt,
+        sink: Opt,
         given: Given,
         wants_bias: bool,
     ) -> Gradients:
@@ -317,3 +396,131 @@ class AttentionJob:
     def place(self, coord: dict[str, int], axes: tuple[str, ...] | None = None) -> int:
         """Return a rank's index on the ring, or on the given axes."""
         return rank_along(self.axes if axes is None else axes, coord, self.mesh.axes)
+
+
+E = TypeVar("E", bound=Engine)
+
+
+def register_engine(engine: E, order: int | None = None) -> E:
+    """Register an engine under its name; one of the same name is replaced.
+
+    ``order``  breaks ties: the lowest runs; the library's own are below 100.
+
+    >>> import torch, shardlib as sl
+    >>> from shardlib.ops.attention.engines.allgather import AllGather
+    >>> class Eager(AllGather):
+    ...     name = "eager"
+    >>> _ = register_engine(Eager())
+    >>> with sl.record(s=2):
+    ...     q = sl.shard(torch.empty(1, 1, 8, 4, device="meta"), sl.Ring("s", 2))
+    ...     price = dict(sl.why("attention", q, q, q).verdicts)["eager"]
+    >>> price.forward.bytes, price.forward.messages
+    (128, 1)
+    >>> sl.extend.remove("attention", "eager")
+    """
+    enter("attention", name=engine.name, order=order)(partial(_match, engine))
+    return engine
+
+
+def _match(engine: Engine, case: AttentionCase) -> Match | str:
+    """Price the engine's plan, with the compute time that transfers do not hide."""
+    plan = engine.plan(case)
+    if isinstance(plan, str):
+        return plan
+    forward, backward = plan.forward, plan.backward
+    links = dict(case.links)
+    slowest = max((links.get(a, Link()) for a in case.axes), key=lambda k: k.beta, default=Link())
+    moved = replace(forward + backward, memory=0)
+    hidden = engine.seconds(plan, slowest, case.rate) - moved.seconds(links)
+    return Match(Layout(), plan, replace(forward, compute=hidden), backward, plan.note)
+
+
+_matched = lru_cache(maxsize=256)(_match)
+
+
+def planned(case: AttentionCase, algorithm: str | Engine) -> Match:
+    """Plan by an engine: a value, a registered name, or with "auto" the cheapest."""
+    if isinstance(algorithm, str):
+        if algorithm == "auto":
+            return choose("attention", case, lambda: case)
+        with pinned(attention=algorithm):
+            return choose("attention", case, lambda: case)
+    match = _matched(_checked(algorithm), case)
+    if isinstance(match, str):
+        raise NoImplementation(
+            f"{algorithm} does not fit: {match}",
+            op="ring_attention",
+            operands=case.operands(),
+            mesh=dict(case.mesh),
+            fix='sl.ring_attention(q, k, v, algorithm="ring")',
+        )
+    return replace(match, algorithm=algorithm.name)
+
+
+def _checked(engine: Engine) -> Engine:
+    if not callable(getattr(engine, "plan", None)):
+        raise ShardError(
+            f"an algorithm is a name or an engine, not {engine!r}",
+            op="ring_attention",
+            fix='sl.ring_attention(q, k, v, algorithm="ring")',
+        )
+    return engine
+
+
+class Peak(NamedTuple):
+    """Bytes of one rank, besides its blocks of q, k, v, their gradients and the output.
+
+    ``forward``, ``backward``  the most alive at once during each, saved tensors included.
+    ``saved``                  kept from forward to backward besides q, k, v: out and lse, or more.
+    """
+
+    forward: int
+    backward: int
+    saved: int
+
+
+def peak(plan: AttentionPlan, dtype: torch.dtype, rank: int = 0) -> Peak:
+    """Predict the peak memory of ``rank`` in the plan's ring, for one attention and its gradient.
+
+    >>> import shardlib as sl
+    >>> with sl.record(s=4):
+    ...     q = sl.shard(torch.empty(1, 4, 4096, 64, device="meta"), sl.Ring("s", 2, "zigzag"))
+    ...     ring = sl.planning.attention_plan(q, q, q, algorithm="ring")
+    ...     rsa = sl.planning.attention_plan(q, q, q, algorithm="rsa")
+    >>> peak(rsa, torch.float32).backward / peak(ring, torch.float32).backward > 5
+    True
+    """
+    engine = plan.engine
+    q, k, v = blocks = _blocks(plan.case.sizes, dtype)
+    job = _job(plan, q, v, rank)
+    with Live(paper=True) as live:
+        out, lse, saved = engine.forward(job, q, k, v, None, None)
+        out = out.to(dtype)
+        first = live.peak
+        dout = torch.empty_like(out)
+        made = {id(x): x for x in (out, lse, *saved) if all(x is not y for y in blocks)}
+        kept = sum(x.untyped_storage().nbytes() for x in made.values())
+        live.peak = live.now
+        grads = engine.backward(job, saved, None, None, (dout, None, out, lse), False)
+        last = live.peak - dout.untyped_storage().nbytes()
+        del grads
+    return Peak(first, last, kept)
+
+
+def _blocks(z: Sizes, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (z.b, z.h, z.lq, z.d), (z.b, z.g, z.lk, z.d), (z.b, z.g, z.lk, z.e)
+    q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    return q, k, v
+
+
+def _job(plan: AttentionPlan, q: Tensor, v: Tensor, rank: int) -> AttentionJob:
+    """Return the job of one rank on a recorded mesh."""
+    case, z = plan.case, plan.case.sizes
+    mesh = record(**dict(case.mesh))
+    mesh.coord = dict.fromkeys(mesh.axes, 0)
+    for axis in reversed(case.axes):
+        rank, mesh.coord[axis] = divmod(rank, mesh.axes[axis])
+    at = At(torch.arange(z.b, device="cpu"), torch.arange(z.h, device="cpu"))
+    s, t = (sum(map(length, runs)) for runs in (case.q_runs, case.k_runs))
+    kernel = pick(q, v, type(case.mask) is not Full, False)
+    return AttentionJob(mesh, plan, z.d**-0.5, kernel, lambda _: at, (z.h, s, t))

@@ -4,15 +4,23 @@ Storage here is raw (``[ranks, *block]`` under simulate), so that each rank make
 Accumulators, and the gradients that are sent, are fp32 (fp64 for fp64).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardlib.collectives import all_gather, each_rank, lead, psum_scatter, unwrap, wrap
+from shardlib.collectives import (
+    Pending,
+    all_gather,
+    each_rank,
+    psum_scatter,
+    start_ppermutes,
+    unwrap,
+    wrap,
+)
 from shardlib.errors import BadArgument
 from shardlib.kernels import active
 from shardlib.kernels.merge import accumulate_
@@ -20,24 +28,15 @@ from shardlib.layouts import Layout
 from shardlib.layouts.orders import Run
 from shardlib.mesh import Mesh, bind, uploaded
 from shardlib.ops.attention.case import Runs, length
-from shardlib.ops.attention.engine import AttentionJob, Given
-from shardlib.ops.attention.kernels import Block, acc_dtype, merge
+from shardlib.ops.attention.engine import AttentionJob, Given, Pairs
+from shardlib.ops.attention.kernels import Block, ScorePiece, acc_dtype, merge, pieces
 from shardlib.ops.attention.masks import At
-from shardlib.ops.attention.pieces import ScorePiece, pieces
 from shardlib.ops.counter_rng import keep_mask
 
 __all__ = [
-    "LocalQueries",
-    "add_sink",
-    "gathered",
-    "local_queries",
-    "parted",
-    "positions",
-    "scattered",
-    "started",
-    "sums_like",
-    "viewed",
-]
+    "Coming", "Key", "Leaving", "LocalQueries", "add_sink", "gathered", "local_queries", "parted",
+    "positions", "scattered", "send", "started", "sums_like", "viewed",
+]  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -352,9 +351,9 @@ def gathered(job: AttentionJob, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
     tensor([0., 1., 6., 7.]) tensor([0., 1., 2., 3., 4., 5., 6., 7.])
     """
     with bind(job.mesh):
-        x = unwrap(all_gather(wrap(x, job.mesh), job.axes, dim))
-    at = dim + lead(job.mesh)
-    return x.index_select(at, _rows(runs, x.shape[at] // len(runs), x.device))
+        whole = all_gather(wrap(x, job.mesh), job.axes, dim)
+        rows = _rows(runs, whole.shape[dim] // len(runs), x.device)
+        return unwrap(whole.index_select(dim, rows))
 
 
 def scattered(job: AttentionJob, x: Tensor, runs: Runs, rows: int, dim: int = 2) -> Tensor:
@@ -373,11 +372,11 @@ def scattered(job: AttentionJob, x: Tensor, runs: Runs, rows: int, dim: int = 2)
     tensor([[ 0.,  2., 12., 14.],
             [ 4.,  6.,  8., 10.]])
     """
-    at = dim + lead(job.mesh)
-    padded = x.new_zeros((*x.shape[:at], len(runs) * rows, *x.shape[at + 1 :]))
-    padded.index_copy_(at, _rows(runs, rows, x.device), x)
     with bind(job.mesh):
-        return unwrap(psum_scatter(wrap(padded, job.mesh), job.axes, dim))
+        block = wrap(x, job.mesh)
+        shape = (*block.shape[:dim], len(runs) * rows, *block.shape[dim + 1 :])
+        padded = block.new_zeros(shape).index_copy(dim, _rows(runs, rows, x.device), block)
+        return unwrap(psum_scatter(padded, job.axes, dim))
 
 
 @lru_cache(maxsize=256)
@@ -390,3 +389,42 @@ def _rows(runs: Runs, rows: int, device: torch.device) -> Tensor:
             row[i] = owner * rows + n
     with torch.inference_mode(False):  # cached: a later backward may save it
         return torch.tensor(row, dtype=torch.int64, device=device)
+
+
+Key = tuple[str, int, int]
+"""(kind of block, index of its chunk, step at which it arrives)"""
+
+Coming = dict[Key, Callable[[], Tensor]]
+"""Transfers under way; calling a value waits for its block."""
+
+
+class Leaving(NamedTuple):
+    """Storage to be sent, with its (source, destination) pairs."""
+
+    key: Key
+    raw: Tensor
+    pairs: Pairs
+
+
+def send(job: AttentionJob, leaving: Sequence[Leaving]) -> Coming:
+    """Post transfers over the ring as one call; a rank that receives nothing gets zeros.
+
+    Those without pairs are left out.
+    """
+    moving = [item for item in leaving if item.pairs]
+    with bind(job.mesh):
+        blocks = [wrap(item.raw, job.mesh) for item in moving]
+        pending = (
+            start_ppermutes(blocks, job.axes, [item.pairs for item in moving]) if moving else []
+        )
+    return {item.key: _BlockTransfer(p, item.raw) for item, p in zip(moving, pending, strict=True)}
+
+
+class _BlockTransfer:
+    """Transfer under way; keeps the sent block alive until the wait, since the network reads it."""
+
+    def __init__(self, pending: Pending, sent: Tensor) -> None:
+        self.pending, self.sent = pending, sent
+
+    def __call__(self) -> Tensor:
+        return unwrap(self.pending.wait())

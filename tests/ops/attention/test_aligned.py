@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.ops.attention.aligned import bias_and_sink
+from shardlib.ops.attention.case import bias_and_sink
 
 B, H, S, T = 2, 4, 6, 8
 

@@ -12,8 +12,8 @@ from torch import Tensor
 import shardlib as sl
 from shardlib.layouts import Ring
 from shardlib.layouts.orders import Run
+from shardlib.ops.attention.case import attention_case
 from shardlib.ops.attention.masks import SOMETHING, At
-from shardlib.ops.attention.operands import attention_case
 from shardlib.testing import check_mask
 from shardlib.testing import dense_attention as attention
 from tests.ops.attention.test_op import gap, normal

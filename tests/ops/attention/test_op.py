@@ -4,7 +4,6 @@ ring and algorithm; bytes are the plan's.
 
 import math
 import sys
-from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import FrameType
@@ -19,10 +18,10 @@ from torch import Tensor
 import shardlib as sl
 from shardlib.layouts import Ring
 from shardlib.ops.attention import op
-from shardlib.ops.attention.choose import planned
+from shardlib.ops.attention.case import attention_case
+from shardlib.ops.attention.engine import planned
 from shardlib.ops.attention.engines import AllGather, Canonical, DoubleRing
 from shardlib.ops.attention.masks import Full
-from shardlib.ops.attention.operands import attention_case
 from shardlib.random import next_key
 from shardlib.testing import dense_attention as attention
 from tests.ops.attention.test_pieces import masks
@@ -232,20 +231,10 @@ def test_a_call_flows_one_way() -> None:
                 x, x, x, mask=sl.masks.Causal(), bias=bias, sink=sink, algorithm="ring"
             )
 
-        call()  # which plans: registered engines are then looked up, not called
+        call()  # which plans: a second call is looked up
         found = entries(call)
-    stages = [
-        "op.py",
-        "operands.py",
-        "case.py",
-        "choose.py",
-        "function.py",
-        "aligned.py",
-        "engines/routes.py",
-    ]
+    stages = ["op.py", "kernels.py", "engines/ring.py", "local.py"]
     assert list(dict.fromkeys(to for _, to in found if to in stages)) == stages
-    doors = Counter(to for came, to in found if came == "op.py")
-    assert doors["operands.py"] == doors["choose.py"] == doors["function.py"] == 1
     assert not [came for came, to in found if to == "op.py" and came]
     below: dict[str, set[str]] = {}
     for came, to in found:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.layouts.orders import dealt
+from shardlib.ops.attention.kernels import narrowed, pieces
 from shardlib.ops.attention.masks import (
     At,
     Causal,
@@ -19,7 +20,6 @@ from shardlib.ops.attention.masks import (
     Prefix,
     Window,
 )
-from shardlib.ops.attention.pieces import narrowed, pieces
 
 AT = At(torch.arange(2), torch.arange(3))
 

@@ -8,9 +8,9 @@ import torch
 
 import shardlib as sl
 from shardlib.layouts import Ring
-from shardlib.ops.attention.choose import planned
+from shardlib.ops.attention.case import attention_case
+from shardlib.ops.attention.engine import planned
 from shardlib.ops.attention.engines import AllGather, DoubleRing
-from shardlib.ops.attention.operands import attention_case
 from shardlib.testing import dense_attention as attention
 from tests.ops.attention.test_op import gap, normal
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import shardlib as sl
-from shardlib.ops.attention.transfers import Leaving, send
+from shardlib.ops.attention.local import Leaving, send
 
 
 def test_blocks_arrive_along_their_pairs() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from shardlib.collectives import all_gather, psum_scatter, start, unwrap, wrap
 from shardlib.mesh import bind
 from shardlib.ops.attention.case import AttentionCase
-from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.engine import (
     AttentionJob,
     AttentionMove,
@@ -23,8 +22,10 @@ from shardlib.ops.attention.engine import (
     Given,
     Gradients,
     Moves,
+    Opt,
     Outputs,
     Saved,
+    register_engine,
 )
 from shardlib.ops.attention.local import (
     LocalQueries,
@@ -82,13 +83,7 @@ class AllGather(Engine):
         return [(lo, min(lo + n, g)) for lo in range(0, g, n)]
 
     def forward(
-        self,
-        job: AttentionJob,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
+        self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, bias: Opt, sink: Opt
     ) -> Outputs:
         d, shared = k.shape[-1], q.shape[-3] // k.shape[-3]
         out, lse = started(q, v.shape[-1])
@@ -106,13 +101,7 @@ class AllGather(Engine):
         return out, add_sink(out, lse, sink), (q, k, v)
 
     def backward(
-        self,
-        job: AttentionJob,
-        saved: Saved,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        given: Given,
-        wants_bias: bool,
+        self, job: AttentionJob, saved: Saved, bias: Opt, sink: Opt, given: Given, wants_bias: bool
     ) -> Gradients:
         """Gather the keys again, sum their gradients over the ring and scatter them."""
         q, k, v = saved

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from shardlib.layouts.orders import Run
 from shardlib.ops.attention.case import AttentionCase
-from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.engine import (
     Areas,
     AttentionJob,
@@ -20,9 +19,12 @@ from shardlib.ops.attention.engine import (
     Given,
     Gradients,
     Moves,
+    Opt,
     Outputs,
     Saved,
+    register_engine,
 )
+from shardlib.ops.attention.kernels import ScorePiece, pieces
 from shardlib.ops.attention.local import (
     LocalQueries,
     add_sink,
@@ -33,7 +35,6 @@ from shardlib.ops.attention.local import (
     sums_like,
     viewed,
 )
-from shardlib.ops.attention.pieces import ScorePiece, pieces
 
 __all__ = ["Canonical"]
 
@@ -76,13 +77,7 @@ class Canonical(Engine):
         return tuple(tuple(2 * area for area in step) for step in super().areas(plan))
 
     def forward(
-        self,
-        job: AttentionJob,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
+        self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, bias: Opt, sink: Opt
     ) -> Outputs:
         """Attend with whole tiles of queries to all tiles of keys, in order."""
         plan = job.plan
@@ -102,13 +97,7 @@ class Canonical(Engine):
         return out, add_sink(out, lse, sink), (q, k, v)
 
     def backward(
-        self,
-        job: AttentionJob,
-        saved: Saved,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        given: Given,
-        wants_bias: bool,
+        self, job: AttentionJob, saved: Saved, bias: Opt, sink: Opt, given: Given, wants_bias: bool
     ) -> Gradients:
         """Compute dq from all tiles of keys, dk and dv from all tiles of queries.
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from shardlib.ops.attention.case import AttentionCase
-from shardlib.ops.attention.choose import register_engine
-from shardlib.ops.attention.chunks import once_round
 from shardlib.ops.attention.engine import (
     Areas,
     AttentionJob,
@@ -23,21 +21,24 @@ from shardlib.ops.attention.engine import (
     Given,
     Gradients,
     Moves,
+    Opt,
     Outputs,
     Saved,
+    once_round,
+    register_engine,
 )
-from shardlib.ops.attention.kernels import merge
+from shardlib.ops.attention.kernels import ScorePiece, merge, pieces
 from shardlib.ops.attention.local import (
+    Leaving,
     LocalQueries,
     add_sink,
     local_queries,
     positions,
+    send,
     started,
     sums_like,
     viewed,
 )
-from shardlib.ops.attention.pieces import ScorePiece, pieces
-from shardlib.ops.attention.transfers import Leaving, send
 
 __all__ = ["PassQ"]
 
@@ -84,13 +85,7 @@ class PassQ(Engine):
         return tuple(tuple(area(r, t) for r in range(plan.p)) for t in range(plan.p))
 
     def forward(
-        self,
-        job: AttentionJob,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
+        self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, bias: Opt, sink: Opt
     ) -> Outputs:
         """Attend; out and lse are sent as one block, in the sums' dtype."""
         out, lse = started(q, v.shape[-1])
@@ -115,13 +110,7 @@ class PassQ(Engine):
         return out, add_sink(out, lse, sink), (q, k, v)
 
     def backward(
-        self,
-        job: AttentionJob,
-        saved: Saved,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        given: Given,
-        wants_bias: bool,
+        self, job: AttentionJob, saved: Saved, bias: Opt, sink: Opt, given: Given, wants_bias: bool
     ) -> Gradients:
         """Compute the gradients: q, dout and out are sent together, then lse; dq is summed."""
         (q, k, v), (dout, dlse, out, lse) = saved, given

@@ -15,8 +15,6 @@ from torch import Tensor
 from shardlib.collectives import psum_scatter, unwrap, wrap
 from shardlib.mesh import bind
 from shardlib.ops.attention.case import AttentionCase, length
-from shardlib.ops.attention.choose import register_engine
-from shardlib.ops.attention.chunks import once_round
 from shardlib.ops.attention.engine import (
     Areas,
     AttentionJob,
@@ -26,13 +24,22 @@ from shardlib.ops.attention.engine import (
     Given,
     Gradients,
     Moves,
+    Opt,
     Outputs,
     Saved,
+    once_round,
+    register_engine,
 )
-from shardlib.ops.attention.kernels import acc_dtype
-from shardlib.ops.attention.local import LocalQueries, add_sink, local_queries, positions, sums_like
-from shardlib.ops.attention.pieces import ScorePiece
-from shardlib.ops.attention.transfers import Leaving, send
+from shardlib.ops.attention.kernels import ScorePiece, acc_dtype
+from shardlib.ops.attention.local import (
+    Leaving,
+    LocalQueries,
+    add_sink,
+    local_queries,
+    positions,
+    send,
+    sums_like,
+)
 
 __all__ = ["RSA"]
 
@@ -73,13 +80,7 @@ class RSA(Engine):
         return (tuple(length(runs) * keys for runs in plan.q_runs),)
 
     def forward(
-        self,
-        job: AttentionJob,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
+        self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, bias: Opt, sink: Opt
     ) -> Outputs:
         """Attend, and save q, k, v and the probabilities [b, h, lq, p lk]."""
         dtype, g = acc_dtype(q.dtype), k.shape[-3]
@@ -104,13 +105,7 @@ class RSA(Engine):
         return out, add_sink(out, lse, sink), (q, k, v, probs)
 
     def backward(
-        self,
-        job: AttentionJob,
-        saved: Saved,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        given: Given,
-        wants_bias: bool,
+        self, job: AttentionJob, saved: Saved, bias: Opt, sink: Opt, given: Given, wants_bias: bool
     ) -> Gradients:
         """Compute the gradients: a round of values for the scores', of keys for the queries'."""
         (q, k, v, probs), dtype = saved, acc_dtype(saved[0].dtype)

@@ -21,7 +21,6 @@ from shardlib.collectives import all_to_all, each_rank, storage, unwrap, wrap
 from shardlib.layouts.orders import Run
 from shardlib.mesh import bind, uploaded
 from shardlib.ops.attention.case import AttentionCase, Runs, Sizes, length
-from shardlib.ops.attention.choose import register_engine
 from shardlib.ops.attention.engine import (
     Areas,
     AttentionJob,
@@ -31,10 +30,12 @@ from shardlib.ops.attention.engine import (
     Given,
     Gradients,
     Moves,
+    Opt,
     Outputs,
     Saved,
+    register_engine,
 )
-from shardlib.ops.attention.engines.both_ways import BothWays
+from shardlib.ops.attention.engines.ring import BothWays
 from shardlib.ops.attention.kernels import acc_dtype
 from shardlib.ops.attention.masks import At
 
@@ -130,13 +131,7 @@ class Ulysses(Engine):
         return tuple(tuple(-(-step[r // u] // u) for r in range(plan.p)) for step in inner.areas)
 
     def forward(
-        self,
-        job: AttentionJob,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sink: Tensor | None,
+        self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, bias: Opt, sink: Opt
     ) -> Outputs:
         """Attend between two swaps, and save q, k, v, out and lse of fewer heads."""
         assert bias is None, "the plan refuses a bias"
@@ -151,13 +146,7 @@ class Ulysses(Engine):
         return whole, swap.queries_back(lse.unsqueeze(-1), rows).squeeze(-1), (qs, ks, vs, out, lse)
 
     def backward(
-        self,
-        job: AttentionJob,
-        saved: Saved,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        given: Given,
-        wants_bias: bool,
+        self, job: AttentionJob, saved: Saved, bias: Opt, sink: Opt, given: Given, wants_bias: bool
     ) -> Gradients:
         """Compute the gradients between a swap of the cotangent and a swap back."""
         qs, ks, vs, out, lse = saved

@@ -6,7 +6,7 @@ import pytest
 
 from shardlib.layouts.orders import dealt
 from shardlib.ops.attention.engines import BothWays, OneWay
-from shardlib.ops.attention.engines.routes import busiest
+from shardlib.ops.attention.engines.ring import busiest
 from shardlib.ops.attention.masks import Causal
 from tests.ops.attention.test_engine import plan_of
 

@@ -8,7 +8,7 @@ from shardlib.layouts.orders import dealt
 from shardlib.ops.attention.case import Sizes, case_on_paper
 from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.ops.attention.engines import BothWays, DoubleRing, OneWay
-from shardlib.ops.attention.engines.routes import Routes, busiest
+from shardlib.ops.attention.engines.ring import Routes, busiest
 
 SIZES = Sizes(1, 2, 2, 8, 8, 4, 4, 4, 4)
 ENGINES = [OneWay(), BothWays(), DoubleRing(2)]
