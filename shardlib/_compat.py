@@ -505,7 +505,7 @@ vmap_join: Callable[..., torch.Tensor] = torch._C._functorch._remove_batch_dim
 @cache
 def load_vmap() -> None:
     """Make the first call of vmap, which registers the decompositions that it needs."""
-    torch.func.vmap(torch.neg)(torch.zeros(1))
+    torch.func.vmap(torch.neg)(torch.zeros(1, device="cpu"))
 
 
 Ctx = Any
