@@ -57,6 +57,11 @@ class ParameterUse:
     groups: int = 1
     given: bool = False
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is a product that contracts some dimensions and keeps others."""
+        return self.kind == "product" and bool(self.inputs and self.outputs)
+
 
 @dataclass
 class Dimensions:

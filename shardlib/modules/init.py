@@ -78,37 +78,10 @@ def init(
     if not holds_values(mesh):
         return apply, params
     apply.buffers = {n: _blank(b, mesh) if b.raw.is_meta else b for n, b in apply.buffers.items()}
-    tensors: dict[str, ShardedTensor] = {**params, **apply.buffers}
-    todo = _Unwritten(tensors, mesh)
-    with torch.no_grad(), seeded(mesh, seed), _alike(mesh):
-        for run, names in _code(module, apply.tied):
-            _run(module, tensors, [n for n in names if n in tensors], run, todo, mesh)
-        _given(tensors, fill or {}, todo)
-        real = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        _kept(tensors, real, todo, mesh)
-    if missing := todo.names(tensors):
-        raise UnknownParameter(
-            f"nothing gives a value to {', '.join(missing)}: no reset_parameters or _init_weights "
-            "writes there",
-            op="init",
-            mesh=mesh,
-            fix="sl.init(module, rules, fill={"
-            + ", ".join(f"{n!r}: torch.nn.init.zeros_" for n in missing)
-            + "})",
-        )
+    fix = "sl.init(module, rules, fill={{{}}})"
+    with seeded(mesh, seed):
+        _write(module, apply, {**params, **apply.buffers}, mesh, "init", fix, fill=fill or {})
     return apply, params
-
-
-def _kept(
-    tensors: Mapping[str, ShardedTensor], real: Mapping[str, Tensor], todo: "_Unwritten", mesh: Mesh
-) -> None:
-    """Keep a constructor's value of each tensor that the module's initialisation left out."""
-    for name in todo.names(tensors):
-        if not real[name].is_meta:
-            to = tensors[name]
-            kept = shard(real[name].detach(), to.sharding, mesh, src=0, pad=to.is_padded)
-            to.raw.copy_(kept.raw)
-            todo.done(name)
 
 
 def restored(
@@ -127,23 +100,52 @@ def restored(
         return
     apply.buffers |= {n: _blank(apply.buffers[n], mesh) for n in names if n in apply.buffers}
     every = {**params, **apply.buffers}
-    tensors = {n: every[n] for n in names}
-    real = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    aside = {n: torch.empty_like(x, device="meta") for n, x in real.items() if n not in tensors}
-    todo = _Unwritten(tensors, mesh)
+    aside = {n: torch.empty_like(x, device="meta") for n, x in _real(module).items()}
+    fix = "apply.buffers[{!r}] = sl.shard(value, '...')"
+    _write(module, apply, {n: every[n] for n in names}, mesh, "load_hf", fix, aside)
+
+
+def _real(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _write(
+    module: nn.Module,
+    apply: Apply,
+    tensors: dict[str, ShardedTensor],
+    mesh: Mesh,
+    op: str,
+    fix: str,
+    aside: Mapping[str, Tensor] | None = None,
+    fill: Fill | None = None,
+) -> None:
+    """Give these tensors the values of ``fill``, of the module's code or of its constructor.
+
+    ``aside``  temporaries for all other tensors, which that code may write to.
+    """
+    todo, real = _Unwritten(tensors, mesh), _real(module)
+    others = {n: x for n, x in (aside or {}).items() if n not in tensors}
     with torch.no_grad(), _alike(mesh):
         for run, owned in _code(module, apply.tied):
             own = [n for n in owned if n in tensors]
-            if own:
-                _run(module, tensors, own, run, todo, mesh, aside)
-        _kept(tensors, real, todo, mesh)
+            if own or aside is None:
+                _run(module, tensors, own, run, todo, mesh, others)
+        _given(tensors, fill or {}, todo)
+        for name in todo.names(tensors):
+            if not real[name].is_meta:  # a constructor's value
+                to = tensors[name]
+                kept = shard(real[name].detach(), to.sharding, mesh, src=0, pad=to.is_padded)
+                to.raw.copy_(kept.raw)
+                todo.done(name)
     if missing := todo.names(tensors):
+        why = "no file, and no" if op == "load_hf" else "no"
+        filled = ", ".join(f"{n!r}: torch.nn.init.zeros_" for n in missing)
         raise UnknownParameter(
-            f"nothing gives a value to {', '.join(missing)}: no file, and no reset_parameters or "
+            f"nothing gives a value to {', '.join(missing)}: {why} reset_parameters or "
             "_init_weights writes there",
-            op="load_hf",
+            op=op,
             mesh=mesh,
-            fix=f"apply.buffers[{missing[0]!r}] = sl.shard(value, '...')",
+            fix=fix.format(missing[0] if op == "load_hf" else filled),
         )
 
 
@@ -215,7 +217,7 @@ def _run(
     code: Code,
     todo: "_Unwritten",
     mesh: Mesh,
-    aside: Mapping[str, Tensor] | None = None,
+    aside: Mapping[str, Tensor],
 ) -> None:
     """Run one submodule's code.
 
@@ -225,7 +227,7 @@ def _run(
     most = max((len(tensors[n].shape) for n in names), default=0)
     for on in (None, *range(-1, -most - 1, -1), most):
         stand = {n: tensors[n] if on is None else _moved(tensors[n], on) for n in names}
-        state = {**(aside or {}), **tensors, **stand}
+        state = {**aside, **tensors, **stand}
         for n, t in stand.items():
             todo.stands(n, t)
         try:

@@ -29,7 +29,7 @@ from shardlib.modules.dim_factors import Atom, Row, leaves, length, root
 from shardlib.modules.dim_trace import Dimensions, ParameterUse
 from shardlib.modules.rules import Suggested
 
-__all__ = ["RoleLayouts", "assign", "deep", "kinds", "patterns", "role_names", "widening_names"]
+__all__ = ["RoleLayouts", "assign", "ids", "kinds", "patterns", "role_names", "widening_names"]
 
 MATRIX = {
     ("inner", "residual"): "expand",
@@ -93,6 +93,13 @@ class _Found:
             if self.kind.get(id(a), "") in over:
                 self.kind[id(a)] = kind
 
+    def leave(
+        self, name: str, d: int, why: str, row: Row, over: tuple[str, ...] = ("inner", "residual")
+    ) -> None:
+        """Leave a parameter's dimension whole, and mark the atoms of a row as whole."""
+        self.left.setdefault((name, d), why)
+        self.put(row, "whole", over)
+
     def row(self, name: str, dims: Sequence[int]) -> Row:
         return [a for d in dims for a in self.dims.params[name][d]]
 
@@ -108,7 +115,7 @@ class _Found:
     @property
     def products(self) -> list[ParameterUse]:
         """Products with a parameter that contract some of its dimensions and keep others."""
-        return [r for r in self.dims.reads if r.kind == "product" and r.inputs and r.outputs]
+        return [r for r in self.dims.reads if r.multiplies]
 
 
 def deep(row: Iterable[Atom]) -> list[Atom]:
@@ -183,14 +190,13 @@ def _marked(a: Atom, stream: bool, headed: bool) -> str:
 
 def _classify_outputs(found: _Found) -> None:
     """Classify what products and convolutions give, in the order of the run."""
-    read = {i for r in found.products for i in ids(found.row(r.name, r.inputs))}
-    lookups = [r for r in found.dims.reads if r.kind == "lookup"]
-    looked = {i for r in lookups for i in ids(found.row(r.name, r.inputs))}
+    read = _contracted(found, found.products)
+    looked = _contracted(found, [r for r in found.dims.reads if r.kind == "lookup"])
     for r in found.dims.reads:
         ins, outs = found.sides(r)
         if r.kind == "conv" and r.groups == 1:
             found.put(outs, "residual")
-        if r.kind != "product" or not r.inputs or not r.outputs:
+        if not r.multiplies:
             continue
         found.put(ins, "residual")
         if not found.of(outs):
@@ -198,6 +204,11 @@ def _classify_outputs(found: _Found) -> None:
             found.put(outs, kind)
             if kind == "inner" and not ids(outs) & read and len(deep(outs)) == 1:
                 found.vocabulary |= ids(outs)
+
+
+def _contracted(found: _Found, uses: Iterable[ParameterUse]) -> set[int]:
+    """Return the atoms that these uses contract or look up."""
+    return {i for r in uses for i in ids(found.row(r.name, r.inputs))}
 
 
 def _kind_of_output(found: _Found, ins: Row, outs: Row, read: set[int], looked: set[int]) -> str:
@@ -471,8 +482,7 @@ def _settle_row(
         return
     contracted = of == "product" and d in inputs
     if contracted or (kind == "residual" and d not in outputs):
-        found.left.setdefault((name, d), f"{_text(row)} is cut where it is split")
-        found.put(row, "whole", (kind,))
+        found.leave(name, d, f"{_text(row)} is cut where it is split", row, (kind,))
 
 
 def _settle_uneven(found: _Found, name: str, d: int, row: Row, kind: str, p: int) -> None:
@@ -488,8 +498,7 @@ def _settle_uneven(found: _Found, name: str, d: int, row: Row, kind: str, p: int
     for other, at, theirs in found.rows:
         if vocabulary & ids(theirs):
             found.left.setdefault((other, at), f"{why}; sl.parallelize(..., pad=True) pads it")
-    found.left.setdefault((name, d), why)
-    found.put(row, "whole", (kind,))
+    found.leave(name, d, why, row, (kind,))
 
 
 def _shared(found: _Found, row: Row, p: int) -> bool:
@@ -520,8 +529,7 @@ def _settle_crossing(found: _Found, r: ParameterUse, ends: Sequence[str], way: R
     if crossing and any(split[end] > 1 for end in ends):
         why = f"its rows are split too, as {_text(crossing)}"
         for side, dims in zip(found.sides(r), (r.inputs, r.outputs), strict=True):
-            found.left.setdefault((r.name, dims[0]), why)
-            found.put(side, "whole", ("inner", "residual"))
+            found.leave(r.name, dims[0], why, side)
 
 
 def _settle_apart(found: _Found, r: ParameterUse, ends: Sequence[str]) -> None:
@@ -529,13 +537,11 @@ def _settle_apart(found: _Found, r: ParameterUse, ends: Sequence[str]) -> None:
     ins, outs = found.sides(r)
     one, two = ends
     if two == "inner" and one == "whole" and not _dropped(found, ins):
-        found.left.setdefault((r.name, r.outputs[0]), "what it reads is whole")
-        found.put(outs, "whole", ("inner",))
+        found.leave(r.name, r.outputs[0], "what it reads is whole", outs, ("inner",))
     elif one == "residual" and two == "whole":
         for name, d, row in found.rows:
             if found.of(row) == "inner" and _common(row, outs):
-                found.left.setdefault((name, d), f"{r.name} has too few heads to split")
-                found.put(row, "whole", ("inner",))
+                found.leave(name, d, f"{r.name} has too few heads to split", row, ("inner",))
 
 
 def _dropped(found: _Found, row: Row) -> bool:

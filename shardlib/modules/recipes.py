@@ -594,7 +594,7 @@ def matrices(model: nn.Module, inputs: object = None) -> list[str]:
     """
     found = trace_dimensions(model, inputs)
     by_name = dict(model.named_parameters())
-    products = [r for r in found.reads if r.kind == "product" and r.inputs and r.outputs]
+    products = [r for r in found.reads if r.multiplies]
 
     def atoms(name: str, dims: Sequence[int]) -> set[int]:
         return {id(a) for d in dims for a in leaves(found.params[name][d])}

@@ -13,7 +13,7 @@ from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Link
 from shardlib.modules.dim_trace import trace_dimensions
 from shardlib.planning.grids import Grid3, candidates, divides, step_cost
-from shardlib.planning.layer_dedup import Layer, all_products, outline
+from shardlib.planning.layer_dedup import Layer, all_products, elements, outline
 from shardlib.planning.plan import Plan, Strategy
 
 __all__ = ["choose"]
@@ -58,18 +58,17 @@ def choose(
     """
     layers = _layers(model)
     _check_counts(layers, world=world, batch=batch, sequence=sequence)
-    known = {a: links for a in "xyz"} if isinstance(links, Link) else links
+    known = dict.fromkeys("xyz", links) if isinstance(links, Link) else links
     # 2 flops per multiply-add, in three products: forward, dX, dW
-    weights = sum(layer.inputs * layer.outputs * layer.count for layer in layers)
-    work = 6 * batch * sequence * weights / world / flops if flops else 0.0
-    grids = list(candidates(layers, world))
-    even = [(m, k, n, mlp) for m, k, n, mlp in grids if divides(layers, m, k, n, mlp, batch, heads)]
-    table = []
-    for m, k, n, mlp in even:
-        for save in _savings(m, k, n, mlp):
-            cost = step_cost(layers, m, k, n, save, batch * sequence, itemsize, state, mlp)
-            if memory is None or cost.memory <= memory:
-                table.append(Grid3(m, k, n, save, cost, cost.seconds(known) + work, mlp))
+    work = 6 * batch * sequence * elements(layers) / world / flops if flops else 0.0
+    grids = {g: divides(layers, *g, batch, heads) for g in candidates(layers, world)}
+
+    def priced(m: int, k: int, n: int, mlp: str, save: str) -> Grid3:
+        cost = step_cost(layers, m, k, n, save, batch * sequence, itemsize, state, mlp)
+        return Grid3(m, k, n, save, cost, cost.seconds(known) + work, mlp)
+
+    tried = [priced(*g, save) for g, even in grids.items() if even for save in _savings(*g)]
+    table = [g for g in tried if memory is None or g.cost.memory <= memory]
     if not table:
         raise ShardError(
             f"no grid of {world} ranks divides these sizes"
@@ -86,8 +85,8 @@ def choose(
     )
     rejected = tuple(
         (Strategy("cube3d", {"x": m, "y": n, "z": k}), "it does not divide the sizes")
-        for m, k, n, mlp in grids
-        if (m, k, n, mlp) not in even
+        for (m, k, n, _), even in grids.items()
+        if not even
     )
     return Plan(tuple(table), memory, len(grids), rejected, batch)
 

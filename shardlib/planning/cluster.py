@@ -122,18 +122,14 @@ def measured(cluster: str | Cluster = "h100", ranks: int | None = None) -> Clust
     if world == 1:
         return found
     links = probe(make_mesh(node=world // node, rank=node))
-    which, rest = f"{node} ranks of a node and {world // node} nodes", ""
     if node == world:
-        which, rest = f"{node} ranks of a node", f"; between nodes {found.source}"
+        text = f"measured between {node} ranks of a node; between nodes {found.source}"
+        return replace(found, node=max(node, found.node), inside=links["rank"], source=text)
     if node == 1:
-        which, rest = f"{world} nodes", f"; within a node {found.source}"
-    return replace(
-        found,
-        node=max(node, found.node) if node == world else node,
-        inside=links["rank"] if node > 1 else found.inside,
-        between=links["node"] if node < world else found.between,
-        source=f"measured between {which}{rest}",
-    )
+        text = f"measured between {world} nodes; within a node {found.source}"
+        return replace(found, node=1, between=links["node"], source=text)
+    text = f"measured between {node} ranks of a node and {world // node} nodes"
+    return replace(found, node=node, inside=links["rank"], between=links["node"], source=text)
 
 
 # ---------------------------------------------------------------- measurement of links

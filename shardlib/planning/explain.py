@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -35,6 +35,9 @@ from shardlib.planning.grids import lower_bound
 from shardlib.tensor import ShardedTensor, Together, settle, typeof
 
 __all__ = ["Explanation", "Row", "explain", "size"]
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -262,7 +265,7 @@ def explain(
     >>> print(plan.rows[0].op, plan.rows[0].algorithm, plan.forward.bytes)
     linear summa 8704
     """
-    leaves = [x for x in optree.tree_leaves(params) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
+    leaves = _of(ShardedTensor, params)
     if not leaves:
         raise ShardError(
             "no parameter is sharded",
@@ -293,7 +296,7 @@ def _refused(
     """Build the error for a forward that does not run on the meta device: where, why, and a fix."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     where = f"module {paths.where(error)!r}" if paths.where(error) else "what was given"
-    given = [x for x in optree.tree_leaves(inputs) if isinstance(x, Tensor)]  # type: ignore[arg-type]
+    given = _of(Tensor, inputs)
     stars = {dict: "**inputs", tuple: "*inputs", list: "*inputs"}.get(type(inputs), "inputs")
     runs = f"with sl.trace() as t: apply(params, {stars})"
     if any(word in str(error) for word in ("meta", "item()", "data-dependent", "_local_scalar")):
@@ -358,8 +361,7 @@ def _explained(
         known = Known()
         ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
         watch = _CallRecorder(t, paper.size, backward, paths)
-        leaves = [x for x in optree.tree_leaves(ours) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
-        trained = [x for x in leaves if x.raw.requires_grad]
+        trained = [x for x in _of(ShardedTensor, ours) if x.raw.requires_grad]
         sink = _sink(tx, ours) if backward and trained else None
         raws = [x.raw for x in trained]
         if sink is not None:
@@ -371,14 +373,19 @@ def _explained(
                 out = apply(ours, *given[0], **given[1])
             saved = live.now
             if backward:
-                watch.back(out, leaves, together)
+                watch.back(out, raws, together)
         state = 0 if tx is None else _bytes(tx.init(ours))
     return Explanation(watch.rows, sizes, _bytes(ours), live.peak, state, saved)
 
 
+def _of(kind: type[T], tree: Any) -> list[T]:
+    """List the leaves of a tree that are of a kind."""
+    return [x for x in optree.tree_leaves(tree) if isinstance(x, kind)]
+
+
 def _bytes(tree: object) -> int:
     """Count the bytes of the tensors in a tree, on one rank."""
-    found = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]  # type: ignore[arg-type]
+    found = _of(Tensor, tree)
     raws = [x.raw if isinstance(x, ShardedTensor) else x for x in found]
     return sum(x.numel() * x.element_size() for x in raws)
 
@@ -434,11 +441,10 @@ class _CallRecorder:
             out = implementation(func, args, kwargs)
         finally:
             self.inside = False
-        given = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
-        found = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]  # type: ignore[arg-type]
+        found = _of(Tensor, out)
         first = next((x for x in found if isinstance(x, ShardedTensor)), None)
         if first is not None or (found and len(self.t.events) > before):
-            operands = [x for x in given if isinstance(x, ShardedTensor)]
+            operands = _of(ShardedTensor, (args, kwargs))
             self._write(func, operands, found[0] if first is None else first, before)
         return out
 
@@ -471,12 +477,11 @@ class _CallRecorder:
             self.row.backward += [e for e in self.t.events[self.seen :] if id(e) not in known]
         self.row, self.seen = row, len(self.t.events)
 
-    def back(self, out: object, params: list[ShardedTensor], together: "_Together | _Into") -> None:
+    def back(self, out: object, starts: list[Tensor], together: "_Together | _Into") -> None:
         """Run backward; gradients that are summed together get a row of their own, the last."""
         self.apart = together.events
-        found = [settle(x) for x in optree.tree_leaves(out) if isinstance(x, ShardedTensor)]  # type: ignore[arg-type]
-        ends = [x.raw for x in found if x.raw.requires_grad]
-        starts = [x.raw for x in params if x.raw.requires_grad]
+        found = [settle(x).raw for x in _of(ShardedTensor, out)]
+        ends = [raw for raw in found if raw.requires_grad]
         self._turn(self.rows[-1] if self.rows else None)
         together.open = True
         # blocks have no values: any cotangent of the right shape does

@@ -7,7 +7,7 @@ messages, operations and the tensors saved for backward grow by the difference.
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,9 +15,9 @@ from torch import nn
 
 from shardlib.modules.dim_factors import length
 from shardlib.modules.dim_trace import Dimensions
-from shardlib.modules.param_roles import deep, kinds
+from shardlib.modules.param_roles import ids, kinds
 
-__all__ = ["Layer", "Outline", "all_products", "outline", "products"]
+__all__ = ["Layer", "Outline", "all_products", "elements", "outline", "products"]
 
 
 K = TypeVar("K")
@@ -29,12 +29,16 @@ class Outline:
 
     ``model(0)`` has every distinct layer once; ``model(i)`` has the i-th repeated layer twice.
 
-    ``repeats``  further copies of each repeated layer, the first not counted.
+    ``stacks``  path of a stack -> for each distinct layer in it the places of its equals.
     """
 
     base: nn.Module
-    repeats: tuple[int, ...]
     stacks: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+
+    @property
+    def repeats(self) -> tuple[int, ...]:
+        """Further copies of each repeated layer, the first not counted."""
+        return tuple(len(k) - 1 for _, alike in self.stacks for k in alike if len(k) > 1)
 
     def model(self, more: int = 0) -> nn.Module:
         """Build the smaller model, on the tensors of the original."""
@@ -71,22 +75,17 @@ def outline(model: nn.Module) -> Outline:
     >>> found.repeats, len(found.model()), len(found.model(1))
     ((5,), 2, 3)
     """
-    stacks, repeats = [], []
-    inside: list[str] = []
+    stacks: dict[str, tuple[tuple[int, ...], ...]] = {}
     for path, m in model.named_modules():
-        if not isinstance(m, nn.ModuleList | nn.Sequential) or any(
-            path.startswith(f"{p}.") for p in inside
-        ):
+        inside = any(path.startswith(f"{p}.") for p in stacks)
+        if inside or not isinstance(m, nn.ModuleList | nn.Sequential):
             continue
-        kinds: dict[Any, list[int]] = {}
+        alike: dict[Any, list[int]] = {}
         for i, layer in enumerate(m):
-            kinds.setdefault(_signature(layer), []).append(i)
-        if all(len(k) == 1 for k in kinds.values()):
-            continue
-        inside.append(path)
-        stacks.append((path, tuple(tuple(k) for k in kinds.values())))
-        repeats += [len(k) - 1 for k in kinds.values() if len(k) > 1]
-    return Outline(model, tuple(repeats), tuple(stacks))
+            alike.setdefault(_signature(layer), []).append(i)
+        if len(alike) < len(m):
+            stacks[path] = tuple(map(tuple, alike.values()))
+    return Outline(model, tuple(stacks.items()))
 
 
 def _signature(layer: nn.Module) -> Any:
@@ -125,6 +124,15 @@ class Layer(NamedTuple):
     count: int = 1
 
 
+def elements(layers: Iterable[Layer]) -> int:
+    """Count the elements of all weights.
+
+    >>> elements([Layer(2, 3, count=2), Layer(4, 5)])
+    32
+    """
+    return sum(layer.inputs * layer.outputs * layer.count for layer in layers)
+
+
 def products(dims: Dimensions) -> Counter[Layer]:
     """Count the products in a run of a model, whichever modules hold their weights.
 
@@ -136,13 +144,11 @@ def products(dims: Dimensions) -> Counter[Layer]:
     2
     """
     found, known = Counter[Layer](), kinds(dims)
-    for r in dims.reads:
-        if r.kind != "product" or not r.inputs or not r.outputs:
-            continue
-        ins, outs = known.row(r.name, r.inputs), known.row(r.name, r.outputs)
+    for r in known.products:
+        ins, outs = known.sides(r)
         back = known.of(ins) == "inner" and known.of(outs) != "inner"
         wide = ins if back else outs
-        mlp = bool(known.mlp & {id(a) for a in deep(wide)})
+        mlp = bool(known.mlp & ids(wide))
         found[Layer(length(ins), length(outs), back, mlp)] += 1
     return found
 

@@ -25,8 +25,8 @@ from shardlib.modules.dim_trace import Dimensions, trace_dimensions
 from shardlib.placing import shard
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explain import explain, size
-from shardlib.planning.grids import Grid3, grids_text, step_cost
-from shardlib.planning.layer_dedup import Layer, Outline, all_products, outline
+from shardlib.planning.grids import Grid3, factorizations, grids_text, step_cost
+from shardlib.planning.layer_dedup import Layer, Outline, all_products, elements, outline
 
 __all__ = ["Plan", "Strategy", "Weighed", "loss_of", "plan"]
 
@@ -310,22 +310,21 @@ def _check(
             raise BadArgument(
                 f"{name}={n}: 1 at least and {top:,} at most", op="plan", fix=f"{line})"
             )
-    for name, amount in {"state": state, "memory": 1.0 if memory is None else memory}.items():
-        if not (0 < amount < math.inf or (name == "state" and amount == 0)):
+    for name, amount in {"state": state, "memory": memory}.items():
+        if amount is not None and not (0 < amount < math.inf or (name, amount) == ("state", 0)):
             raise BadArgument(
                 f"{name}={amount}: a number of bytes",
                 op="plan",
                 fix=f"{line}, state=8.0, memory=80e9)",
             )
-    for name in names:
-        if name not in RECIPES:
-            near = similar(name, RECIPES, 1, 0.5) or RECIPES[:1]
-            raise BadArgument(
-                f"no recipe {name!r} to plan with; there are {', '.join(RECIPES)}",
-                op="plan",
-                fix=f"sl.planning.plan(model, {ranks}, batch={counts['batch']}, "
-                f"sequence={counts['sequence']}, recipe={near[0]!r})",
-            )
+    if wrong := [name for name in names if name not in RECIPES]:
+        near = similar(wrong[0], RECIPES, 1, 0.5) or RECIPES[:1]
+        raise BadArgument(
+            f"no recipe {wrong[0]!r} to plan with; there are {', '.join(RECIPES)}",
+            op="plan",
+            fix=f"sl.planning.plan(model, {ranks}, batch={counts['batch']}, "
+            f"sequence={counts['sequence']}, recipe={near[0]!r})",
+        )
 
 
 _RANKS, _ROWS = 2**20, 2**40
@@ -421,24 +420,21 @@ class _Study:
         """List the ways with ``data`` copies of the parameters, each over ``rest`` ranks."""
         axes = {"data": data} if data > 1 else {}
         if rest == 1:
-            if self.batch % data == 0:
-                yield Strategy("ddp", {"data": data})
-            return
-        if self._even(data, rest):
-            yield Strategy("megatron1d", {**axes, "x": rest})
-        if self.batch % (data * rest) == 0:
-            yield Strategy("fsdp", {**axes, "x": rest})
-        if self.batch % data == 0 and self.sequence % (2 * rest) == 0:
-            yield Strategy("ring", {**axes, "s": rest})
-        for x in _divisors(rest):
-            y = rest // x
-            if 1 < x < rest and self._even(data * x, y):
-                yield Strategy("optimus2d", {**axes, "x": x, "y": y})
-            for z in _divisors(y):
-                n = y // z
-                rows = math.lcm(data * x * n, data * x * z)
-                if min(x, n, z) > 1 and self._even(rows, n):
-                    yield Strategy("cube3d", {**axes, "x": x, "y": n, "z": z})
+            ways = [(self.batch % data == 0, "ddp", {"data": data})]
+        else:
+            turns = self.batch % data == 0 and self.sequence % (2 * rest) == 0
+            ways = [
+                (self._even(data, rest), "megatron1d", {**axes, "x": rest}),
+                (self.batch % (data * rest) == 0, "fsdp", {**axes, "x": rest}),
+                (turns, "ring", {**axes, "s": rest}),
+            ]
+        for x, z, y in factorizations(rest):
+            rows = math.lcm(data * x * y, data * x * z)
+            if z == 1 and min(x, y) > 1:
+                ways.append((self._even(data * x, y), "optimus2d", {**axes, "x": x, "y": y}))
+            elif min(x, y, z) > 1:
+                ways.append((self._even(rows, y), "cube3d", {**axes, "x": x, "y": y, "z": z}))
+        yield from (Strategy(recipe, mesh) for fits, recipe, mesh in ways if fits)
 
     def _even(self, rows: int, heads: int) -> bool:
         return self.batch % rows == 0 and (self.heads is None or self.heads % heads == 0)
@@ -455,13 +451,12 @@ class _Study:
         tokens = self.batch * self.sequence // data
         cost = step_cost(self.layers, m, k, n, "", tokens, self.item, 0)
         ranks = math.prod(mesh.values())
-        weights = sum(layer.inputs * layer.outputs * layer.count for layer in self.layers)
+        weights = elements(self.layers)
         held = weights * (self.item + (self.item + self.state) / data) / (m * k * n)
         links = self.cluster.links(mesh)
-        roles = {"x": "x", "y": "y", "z": "z"}
+        named = {a: link for a, link in links.items() if a in "xyz"}
         if way.recipe == "megatron1d":
-            roles["y"] = "x"  # the axis n of the grid is called x there
-        named = {a: links[roles[a]] for a in "xyz" if roles[a] in links}
+            named["y"] = links["x"]  # the axis n of the grid is called x there
         seconds = cost.seconds(named)
         if way.recipe == "ring":  # keys and values go round, with their gradients on the way back
             p, own = mesh["s"], self.batch // mesh.get("data", 1) * self.sequence
@@ -473,10 +468,9 @@ class _Study:
             seconds += (
                 2 * (data - 1) * (part / data * link.beta + math.ceil(part / BUCKET) * link.alpha)
             )
-        over = held / data if way.recipe in ("ddp", "ring") else held
-        return (
-            seconds + self.flops / ranks / self.cluster.flops + (1e9 if over > self.room else 0.0)
-        )
+        if (held / data if way.recipe in ("ddp", "ring") else held) > self.room:
+            seconds += 1e9
+        return seconds + self.flops / ranks / self.cluster.flops
 
     def weigh(self, way: Strategy) -> Weighed:
         """Find the micro-batches, remat and stage that fit and take least time, with their cost.
