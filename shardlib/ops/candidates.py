@@ -33,7 +33,7 @@ _MAX = binder("""
 """)
 
 
-def _padded_extreme(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _padded_extreme(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Take the extreme of a padded operand, filled so that no padding is chosen."""
     given = _MAX(*args, **kwargs)
     if "other" in given:
@@ -44,7 +44,7 @@ def _padded_extreme(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(torch.max, Tensor.max, torch.min, Tensor.min, padded=_padded_extreme)
-def max_or_min(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def max_or_min(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Take the extreme of all elements, or along a dimension with its positions.
 
     Of two tensors, take the elementwise extreme.
@@ -77,7 +77,7 @@ _ARG = binder("argmax(input, dim: int = None, keepdim: bool = False)")
 
 
 @implements(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, padded=beside(the_dim(_ARG)))
-def arg_extreme(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def arg_extreme(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return the position of the first extreme; without ``dim``, in the flattened tensor."""
     x, dim, keepdim = _ARG(*args, **kwargs).values()
     if dim is not None and _is_split(x, dim):
@@ -94,7 +94,7 @@ _KTH = binder("kthvalue(input, k: int, dim: int = -1, keepdim: bool = False)")
 
 
 @implements(torch.topk, Tensor.topk, padded=beside(the_dim(_TOPK)))
-def topk(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def topk(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Find the best k along a dimension among the best k of each block.
 
     torch does not specify which of equal values are taken.
@@ -108,7 +108,7 @@ def topk(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(torch.kthvalue, Tensor.kthvalue, padded=beside(the_dim(_KTH)))
-def kthvalue(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def kthvalue(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Find the k-th smallest along a dimension among the k smallest of each block."""
     x, k, dim, keepdim = _KTH(*args, **kwargs).values()
     if not _is_split(x, dim) or not 0 < k < _block(x, dim):
@@ -165,7 +165,7 @@ def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _one_each(func: Any, x: ShardedTensor) -> tuple[Tensor, Tensor]:
+def _one_each(func: Func, x: ShardedTensor) -> tuple[Tensor, Tensor]:
     """Return every rank's extreme and its position in the flattened tensor: [ranks] each."""
     strides = [math.prod(x.padded_shape[d + 1 :]) for d in range(len(x.padded_shape))]
 

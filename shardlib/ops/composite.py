@@ -1,6 +1,6 @@
 """Composite operators, each a line of others: stacks, splits, copies of views, comparisons."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import optree
 import torch
@@ -16,16 +16,16 @@ def _row(t: Tensor) -> Tensor:
     return t.reshape(1, -1) if t.ndim < 2 else t
 
 
-def _hstack(tensors: Any) -> Tensor:
+def _hstack(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [t.reshape(1) if t.ndim == 0 else t for t in tensors]
     return torch.cat(tensors, 0 if tensors[0].ndim == 1 else 1)
 
 
-def _vstack(tensors: Any) -> Tensor:
+def _vstack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([_row(t) for t in tensors], 0)
 
 
-def _dstack(tensors: Any) -> Tensor:
+def _dstack(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [_row(t) for t in tensors]
     return torch.cat([t.unsqueeze(-1) if t.ndim == 2 else t for t in tensors], 2)
 
@@ -36,7 +36,7 @@ def _flipud(input: Tensor) -> Tensor:
     return input.flip(0)
 
 
-def _column_stack(tensors: Any) -> Tensor:
+def _column_stack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
 
 
@@ -85,8 +85,8 @@ spelled("cross(input, other, dim: int = None)", _cross)
 spelled("msort(input)", lambda input: input.sort(0).values)
 
 
-def _cut(dim: int) -> Any:
-    def cut(input: Tensor, indices_or_sections: Any) -> Any:
+def _cut(dim: int) -> Func:
+    def cut(input: Tensor, indices_or_sections: int | Sequence[int]) -> object:
         if isinstance(indices_or_sections, int) and input.shape[dim] % indices_or_sections:
             raise Unfit("sections of different sizes")
         return torch.tensor_split(input, indices_or_sections, dim)
@@ -118,7 +118,7 @@ spelled(
 )
 
 
-def _to_size(input: Tensor, size: Any) -> Tensor:
+def _to_size(input: Tensor, size: Sequence[int]) -> Tensor:
     """Sum broadcast dimensions to a smaller size."""
     if not size:
         return input.sum()
@@ -145,7 +145,7 @@ spelled(
 )
 
 
-def _copied(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _copied(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run ``permute_copy`` and others: the view, then a copy of it."""
     name = func.__name__.removesuffix("_copy")
     view = _VIEWS.get(name) or getattr(torch, name, None) or getattr(Tensor, name)
@@ -157,7 +157,7 @@ def _copied(func: Func, args: Args, kwargs: Kwargs) -> Any:
 _SPLIT = binder("split_copy(input, split_size, dim: int = 0)")
 
 
-def _split(input: Tensor, split_size: Any, dim: int) -> Any:
+def _split(input: Tensor, split_size: int | Sequence[int], dim: int) -> object:
     return input.split(split_size, dim)
 
 

@@ -25,7 +25,7 @@ contract = partial(_contract, product_of)
 
 
 @implements(torch.einsum)
-def einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def einsum(func: Func, args: Args, kwargs: Kwargs) -> object:
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
@@ -38,17 +38,17 @@ def einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(Tensor.__rmatmul__)
-def rmatmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def rmatmul(func: Func, args: Args, kwargs: Kwargs) -> object:
     if kwargs.keys() - {"other"}:
         raise Unfit("Python's operators know no other names")
     x, y = (*args, *kwargs.values())
     return matmul(torch.matmul, (y, x), {})
 
 
-def _spelled(line: str, *funcs: Any, need: tuple[int, ...]) -> None:
+def _spelled(line: str, *funcs: Func, need: tuple[int, ...]) -> None:
     bind = binder("f(input, other)\nf(input, vec2)\nf(input, tensor)\nf(x, y)")
 
-    def implementation(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def implementation(func: Func, args: Args, kwargs: Kwargs) -> object:
         x, y = bind(*args, **kwargs).values()
         if (x.ndim, y.ndim) != need or x.dtype != y.dtype:
             raise Unfit("dimensions")
@@ -61,7 +61,7 @@ _spelled("i,j->ij", torch.outer, Tensor.outer, torch.ger, Tensor.ger, need=(1, 1
 _spelled("i,i->", torch.inner, Tensor.inner, need=(1, 1))
 
 
-def _added(line: str, signature: str, *funcs: Any) -> None:
+def _added(line: str, signature: str, *funcs: Func) -> None:
     """Implement input * beta + alpha * product; with beta zero, input's values are ignored."""
     bind = binder(signature)
     left, right, result = line.replace("->", ",").split(",")
@@ -70,7 +70,7 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
         c, a, b = args
         return {c.at: tuple(result[len(result) - c.ndim :]), a.at: tuple(left), b.at: tuple(right)}
 
-    def implementation(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def implementation(func: Func, args: Args, kwargs: Kwargs) -> object:
         c, a, b, beta, alpha = bind(*args, **kwargs).values()
         mesh = next(t.mesh for t in (c, a, b) if isinstance(t, ShardedTensor))
         c, a, b = (lift(t, mesh, func.__name__) for t in (c, a, b))
@@ -98,7 +98,7 @@ def _added(line: str, signature: str, *funcs: Any) -> None:
     implements(*funcs)(implementation)
 
 
-def _check_factors(dtype: torch.dtype, *factors: Any) -> None:
+def _check_factors(dtype: torch.dtype, *factors: object) -> None:
     """Refuse factors whose meaning, or rounding, torch decides."""
     if dtype == torch.bool:
         raise Unfit("factors of what is true or false")
@@ -125,7 +125,7 @@ _added("i,j->ij", "addr(input, vec1, vec2, *, beta=1, alpha=1)", torch.addr, Ten
 
 
 @implements(torch.tensordot)
-def tensordot(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def tensordot(func: Func, args: Args, kwargs: Kwargs) -> object:
     a, b, dims = _TENSORDOT(*args, **kwargs).values()
     if a.dtype == torch.bool:
         raise Unfit("torch multiplies no matrices of what is true or false")
@@ -142,7 +142,7 @@ def tensordot(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return contract(f"{''.join(p)},{''.join(q)}->{''.join(out)}", a, b)
 
 
-def _contracted(a: Any, b: Any, dims: Any) -> tuple[list[int], list[int]]:
+def _contracted(a: Tensor, b: Tensor, dims: Any) -> tuple[list[int], list[int]]:
     """Return the dimensions of each operand that ``dims`` of tensordot contracts."""
     if isinstance(dims, Tensor):
         raise Unfit("dims of a tensor")
@@ -155,7 +155,7 @@ def _contracted(a: Any, b: Any, dims: Any) -> tuple[list[int], list[int]]:
 _TENSORDOT = binder("tensordot(a, b, dims=2)")
 
 
-def multi_dot(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def multi_dot(func: Func, args: Args, kwargs: Kwargs) -> object:
     (tensors,) = (*args, *kwargs.values())
     return reduce(operator.matmul, tensors)
 

@@ -1,7 +1,5 @@
 """Factory methods of a sharded tensor: new_zeros and others, which read only its metadata."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,14 +12,14 @@ from shardlib.tensor import Place, ShardedTensor, implements, replicated
 
 
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, padded=True)
-def new(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def new(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return the same value on every rank."""
     x = args[0]
     return replicated(func(x.raw.new_empty(0), *args[1:], **kwargs), x.mesh)
 
 
 @implements(Tensor.new_empty)
-def new_empty(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def new_empty(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return an empty tensor; its dimensions of the same size as ``x``'s are split alike.
 
     Such a tensor is usually a buffer for blocks of ``x``.

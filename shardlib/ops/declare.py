@@ -108,7 +108,7 @@ def _enter(spec: OpSpec, labels: Callable[[Bound], Labels]) -> None:
     for name, signature in spec.entries.items():
         bind = binder(signature) if signature else _bare
 
-        def implementation(func: Func, args: Args, kwargs: Kwargs, bind: Any = bind) -> Any:
+        def implementation(func: Func, args: Args, kwargs: Kwargs, bind: Func = bind) -> object:
             x = args[0] if args else None
             if itself is not None and isinstance(x, ShardedTensor) and itself(x.raw):
                 return x
@@ -121,7 +121,7 @@ def _enter(spec: OpSpec, labels: Callable[[Bound], Labels]) -> None:
             DECLARED[name] = Declared(tuple(functions), bind, labels)
 
 
-def _bare(*args: Any, **kwargs: Any) -> Bound:
+def _bare(*args: object, **kwargs: object) -> Bound:
     """Bind a call of an operator without a signature: all its arguments are alike."""
     return {"args": (*args, *kwargs.values())}
 
@@ -135,7 +135,9 @@ def spelled(text: str, body: Callable[..., Any]) -> None:
         implements(*homes(name), padded=True)(partial(_taken, binder(signature), body))
 
 
-def _taken(bind: Callable[..., Bound], body: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _taken(
+    bind: Callable[..., Bound], body: Func, func: Func, args: Args, kwargs: Kwargs
+) -> object:
     call = FlatCall.of(func, *args, **kwargs)
     met = next((x.mesh for x in call.tensors if isinstance(x, ShardedTensor)), None)
     key = (
@@ -158,7 +160,7 @@ def _taken(bind: Callable[..., Bound], body: Any, func: Func, args: Args, kwargs
 # ---------------------------------------------------------------- labels
 
 
-def slots(value: Any) -> list[ArgumentSlot]:
+def slots(value: object) -> list[ArgumentSlot]:
     """Return the tensors of a bound call, in order."""
     if isinstance(value, ArgumentSlot):
         return [value]

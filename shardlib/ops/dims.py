@@ -172,7 +172,7 @@ def _link_views(
 
 def _on_padded(
     func: Func, args: Args, kwargs: Kwargs, labels: Callable[[Any, Any], Labels], sums: bool
-) -> Any:
+) -> object:
     """Run a call whose padding is in rows only, so that its results there are padding too.
 
     Rows of padding are filled with ones (zeros where rows are summed), so that they give finite
@@ -246,7 +246,7 @@ def _summed(
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
-def _shallow(func: Func, args: Args, kwargs: Kwargs, sums: bool) -> Any:
+def _shallow(func: Func, args: Args, kwargs: Kwargs, sums: bool) -> object:
     """Return a cache key for a call of tensors, then numbers, on real ranks; None for others."""
     first = args[0] if args else None
     if type(first) is not ShardedTensor or lead(first.mesh):
@@ -271,7 +271,7 @@ def _repeats(func: Func, values: list[ShardedTensor], plan: _DimPlan) -> bool:
     return func not in WRITERS and not any(plan.targets) and not parts
 
 
-def _as_planned(func: Func, args: Args, kwargs: Kwargs, plan: _DimPlan) -> Any:
+def _as_planned(func: Func, args: Args, kwargs: Kwargs, plan: _DimPlan) -> object:
     """Run a call with a cached plan that moves no operand."""
     mesh, count = args[0].mesh, len(plan.targets)
     raws = [

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Local
+from shardlib._compat import Ctx, Local
 from shardlib.collectives import blocks, lead, storage
 from shardlib.errors import ShardError
 from shardlib.kernels import active
@@ -32,12 +32,12 @@ class _Drop(Local):
     """apply(x, keep, scale): x * scale where kept; only the mask is saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Ctx, x: Tensor, keep: Tensor, scale: float) -> Tensor:
         ctx.keep, ctx.scale = keep, scale
         return (x * keep).mul_(scale)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _Drop.apply(grads[0], ctx.keep, ctx.scale), None, None
 
 
@@ -45,7 +45,7 @@ class _KernelDrop(Local):
     """apply(x, places, mesh, key, p): dropout by a kernel that recomputes the mask in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, where: list[Where], mesh: Mesh, key: int, p: float) -> Tensor:
+    def forward(ctx: Ctx, x: Tensor, where: list[Where], mesh: Mesh, key: int, p: float) -> Tensor:
         ctx.how = where, mesh, key, p
         made = [
             by_kernel(block.contiguous(), at.start, at.step, at.table, signed(key), p)
@@ -54,7 +54,7 @@ class _KernelDrop(Local):
         return storage(made, mesh)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _KernelDrop.apply(grads[0], *ctx.how), None, None, None, None
 
 
@@ -66,7 +66,7 @@ _bind = binder(_FORMS)
 _bind_off = binder(_FORMS.replace("training=True", "training=False"))  # F.alpha_dropout's default
 
 
-def _checked(name: str, func: Any, x: Any, p: float) -> None:
+def _checked(name: str, func: Func, x: Any, p: float) -> None:
     if not isinstance(p, int | float) or not 0 <= p <= 1:
         why = f"dropout probability has to be between 0 and 1, but got {p}"
         raise call_error(ShardError, why, name, f"F.{name}(x, 0.5)", input=x)
@@ -149,7 +149,7 @@ implements(torch.feature_dropout, torch.feature_dropout_, padded=True, pending=F
 
 
 @implements(torch.native_dropout, padded=True, pending=False)
-def native_dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def native_dropout(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return (output, mask)."""
     b = binder("native_dropout(input, p, train)")(*args, **kwargs)
     x, p = b["input"], b["p"]

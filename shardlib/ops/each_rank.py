@@ -31,7 +31,7 @@ class FlatCall(NamedTuple):
     at: list[int]
 
     @staticmethod
-    def of(func: Func, /, *args: Any, **kwargs: Any) -> "FlatCall":
+    def of(func: Func, /, *args: object, **kwargs: object) -> "FlatCall":
         """Flatten the arguments of a call."""
         leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
         return FlatCall(
@@ -70,7 +70,7 @@ class FlatCall(NamedTuple):
         return [t.shape for t in found]
 
 
-def run(func: Func, mesh: Mesh, args: Any, kwargs: Any) -> Any:
+def run(func: Func, mesh: Mesh, args: Args, kwargs: Kwargs) -> Any:
     """Make the call; on a recorded mesh, which has no values, refuse one that depends on them."""
     if holds_values(mesh):
         with casting(func):
@@ -115,7 +115,7 @@ def each(call: FlatCall, mesh: Mesh, blocks: Sequence[Any] | None = None) -> Any
     return optree.tree_unflatten(shape, joined)
 
 
-def _joined(func: Any, mesh: Mesh, values: Any, blocks: Sequence[Any]) -> Any:
+def _joined(func: Func, mesh: Mesh, values: Any, blocks: Sequence[Any]) -> Any:
     """Return the ranks' answers as one: a view of the operands' blocks if they are views alike."""
     first = values[0]
     if not isinstance(first, Tensor):

@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 
 from shardlib.errors import BadArgument, ShardError
-from shardlib.ops.dims import rows_call
+from shardlib.ops.dims import Labels, rows_call
 from shardlib.opspec import Args, Kwargs
 from shardlib.tensor import ShardedTensor, Unfit, typeof
 
@@ -49,10 +49,10 @@ def _parsed(equation: str, ndims: list[int]) -> tuple[list[str], str]:
     return terms, right.replace("...", dots)
 
 
-def _labels(terms: list[str]) -> Any:
+def _labels(terms: list[str]) -> Callable[[Args, Kwargs], Labels]:
     twice = {c for t in terms for c in t if t.count(c) > 1}
 
-    def labels(args: Args, kwargs: Kwargs) -> Any:
+    def labels(args: Args, kwargs: Kwargs) -> Labels:
         operands = args[1:]
         return {
             s.at: tuple(None if c in twice else c for c in t)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib._compat import Local
+from shardlib._compat import Ctx, Local
 from shardlib.collectives import holds_values, lead, psum, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported, lettered
 from shardlib.layouts import Dim, Layout
@@ -91,7 +91,7 @@ def _placed(
     return args, rest
 
 
-def padded_alike(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def padded_alike(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run on padded operands as their true shapes broadcast.
 
     Each must be padded alike or have size 1.
@@ -168,7 +168,7 @@ def _alike(y: Tensor, x: ShardedTensor) -> Layout:
 
 
 @implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike, skewed=True, repeats=True)
-def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Run a function that acts on each element independently."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
@@ -206,7 +206,7 @@ def _made(x: ShardedTensor, raw: Tensor) -> ShardedTensor:
 
 
 @implements(Tensor.to, Tensor.type, Tensor.type_as, padded=padded_alike, skewed=True)
-def converted(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def converted(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Change dtype or device; a tensor argument gives only its own dtype and device."""
     args, kwargs = _placed(func, args, kwargs)
     x, *rest = args
@@ -234,11 +234,11 @@ def converted(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return _made(x, out)
 
 
-def _like(x: Any) -> Any:
+def _like(x: object) -> Any:
     return torch.empty(0, dtype=x.dtype, device=x.raw.device) if isinstance(x, ShardedTensor) else x
 
 
-def _same_place(x: Any, y: Any) -> bool:
+def _same_place(x: object, y: object) -> bool:
     """Check whether the blocks of two values combine as they are."""
     if not (isinstance(x, ShardedTensor) and isinstance(y, ShardedTensor)):
         return False
@@ -394,7 +394,7 @@ class _Spread(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]
+        ctx: Ctx, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]
     ) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         with bind(mesh):
@@ -403,7 +403,7 @@ class _Spread(Local):
             return unwrap(x.expand(shape))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             with bind(ctx.mesh):
                 part = unwrap(wrap(grads[0], ctx.mesh).float().sum_to_size(ctx.shape))
@@ -481,7 +481,7 @@ def _planned(
 
 
 def _refused(
-    op: str, i: int, moved: Any, plan: _PointwisePlan, key: _Key, mesh: Mesh
+    op: str, i: int, moved: float, plan: _PointwisePlan, key: _Key, mesh: Mesh
 ) -> ImplicitCommunication:
     names = list(lettered(key))
     return ImplicitCommunication(
@@ -522,7 +522,7 @@ _IN_PLACE = [getattr(Tensor, f"{n}_") for n in (*_NAMES, "copy") if hasattr(Tens
 ]
 
 
-def _padded_in_place(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _padded_in_place(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Write to a padded tensor; the other operands are padded alike, or numbers."""
     x = args[0]
     given = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]

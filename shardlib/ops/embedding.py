@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Local
+from shardlib._compat import Ctx, Local
 from shardlib.collectives import all_gather, axis_index, lead, psum, psum_scatter, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
@@ -49,7 +49,7 @@ class _Lookup(Local):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Ctx,
         table: Tensor,
         ids: Tensor,
         mesh: Mesh,
@@ -71,7 +71,7 @@ class _Lookup(Local):
             return unwrap(psum_scatter(out, axes, at) if at >= 0 else psum(out, axes))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mesh, axes, at = ctx.place
         with bind(mesh):
             g = wrap(grads[0] if at >= 0 else vary(grads[0], mesh, axes), mesh)

@@ -149,7 +149,7 @@ NEXT = object()
 
 def on_whole(
     func: Func, args: Args, kwargs: Kwargs, refusal: Exception | None = None, opens: bool = True
-) -> Any:
+) -> object:
     """Run a call without an implementation: the first handler that serves it answers or refuses.
 
     ``opens`` False: its Python body need not be tried.
@@ -164,7 +164,7 @@ def on_whole(
 # ---------------------------------------------------------------- handlers, in their order
 
 
-def refuse_no_value(call: FallbackCall) -> Any:
+def refuse_no_value(call: FallbackCall) -> object:
     """Refuse functions of memory or of the autograd graph: gathering does not help them."""
     if call.refusal is not None and call.func in (torch.autograd.grad, torch.autograd.backward):
         raise call.refusal
@@ -174,7 +174,7 @@ def refuse_no_value(call: FallbackCall) -> Any:
     return NEXT
 
 
-def write_out(call: FallbackCall) -> Any:
+def write_out(call: FallbackCall) -> object:
     """Run a call with ``out=``: copy the result to the target."""
     func, args, kwargs = call.func, call.args, call.kwargs
     if not isinstance(kwargs.get("out"), Tensor | tuple | list):
@@ -196,7 +196,7 @@ def write_out(call: FallbackCall) -> Any:
     return None if call.name in _SILENT else type(result)(out)
 
 
-def write_plain(call: FallbackCall) -> Any:
+def write_plain(call: FallbackCall) -> object:
     """Run a call that writes to a plain tensor, with plain and whole operands only.
 
     A plain tensor cannot hold a split result.
@@ -216,7 +216,7 @@ def write_plain(call: FallbackCall) -> Any:
         return call.func(*args, **kwargs)
 
 
-def open_body(call: FallbackCall) -> Any:
+def open_body(call: FallbackCall) -> object:
     """Run the Python body of a torch function: the operators inside have implementations."""
     func, args, kwargs = call.func, call.args, call.kwargs
     if call.refusal is not None or not call.opens or call.name in _PLAINLY:
@@ -237,7 +237,7 @@ def open_body(call: FallbackCall) -> Any:
         return NEXT
 
 
-def refuse_draws(call: FallbackCall) -> Any:
+def refuse_draws(call: FallbackCall) -> object:
     """Refuse functions that draw random numbers, which have no whole operand to agree on."""
     if not draws(call.func, call.args, call.kwargs):
         return NEXT
@@ -248,7 +248,7 @@ def refuse_draws(call: FallbackCall) -> Any:
     raise call_error(Unsupported, why, call.name, "torch.rand_like(x)", tensor=call.ours[0])
 
 
-def refuse_sparse_gradients(call: FallbackCall) -> Any:
+def refuse_sparse_gradients(call: FallbackCall) -> object:
     """Refuse sparse gradients, with the call without them as the fix."""
     args, flags = call.args, ("sparse_grad", "sparse")
     at = _SPARSE.get(call.name, len(args))
@@ -263,7 +263,7 @@ def refuse_sparse_gradients(call: FallbackCall) -> Any:
     raise call_error(Unsupported, "sparse gradients", call.name, fix, *plain.tensors)
 
 
-def refuse_new_shape(call: FallbackCall) -> Any:
+def refuse_new_shape(call: FallbackCall) -> object:
     """Refuse in-place functions that change the shape of their tensor."""
     if call.name not in _RESHAPING:
         return NEXT
@@ -273,7 +273,7 @@ def refuse_new_shape(call: FallbackCall) -> Any:
     raise call_error(Unsupported, why, call.name, f"x = x.{call.name[:-1]}({given})", tensor=x)
 
 
-def compute_apart(call: FallbackCall) -> Any:
+def compute_apart(call: FallbackCall) -> object:
     """Compute an in-place method by its out-of-place variant, which may be implemented."""
     variant = _APART.get(call.func)
     if variant is None or not any(call.operands.moved.values()):
@@ -296,7 +296,7 @@ def compute_apart(call: FallbackCall) -> Any:
         return NEXT
 
 
-def refuse_moves(call: FallbackCall) -> Any:
+def refuse_moves(call: FallbackCall) -> object:
     """Refuse to gather operands outside ``sl.implicit``, or more bytes than it allows."""
     operands, budget, told = call.operands, implicit_budget(), call.refusal
     most = max(operands.moved.values(), default=0)
@@ -314,7 +314,7 @@ def refuse_moves(call: FallbackCall) -> Any:
     raise call_error(ImplicitCommunication, why, call.name, fix, *operands.values)
 
 
-def run_whole(call: FallbackCall) -> Any:
+def run_whole(call: FallbackCall) -> object:
     """Run the function on gathered operands; simulated ranks whose gradients differ in turn."""
     gathered = _gather(call)
     if gathered.deferred and lead(call.operands.mesh):
@@ -376,7 +376,7 @@ def _gather(call: FallbackCall) -> _Gathered:
     return _Gathered(moved, raws, quiet, deferred)
 
 
-def _on_one(call: FallbackCall, whole: _Gathered) -> Any:
+def _on_one(call: FallbackCall, whole: _Gathered) -> object:
     """Run the function once, for all ranks that this process simulates."""
     o, mesh, raws = call.operands, call.operands.mesh, whole.raws
     before = [(writes(r), r.grad_fn) for r in raws]
@@ -394,7 +394,7 @@ def _on_one(call: FallbackCall, whole: _Gathered) -> Any:
     return replied(out, raws, o.values, mesh, whole.deferred, False)
 
 
-def _in_turn(call: FallbackCall, whole: _Gathered) -> Any:
+def _in_turn(call: FallbackCall, whole: _Gathered) -> object:
     """Run simulated ranks whose gradients differ one after the other, each on copies.
 
     So an in-place write of one rank does not invalidate another's saved tensors.
@@ -402,13 +402,13 @@ def _in_turn(call: FallbackCall, whole: _Gathered) -> Any:
     o, mesh = call.operands, call.operands.mesh
     copies = [[r[rank].clone() for rank in range(mesh.size)] for r in whole.raws]
 
-    def marked(t: Any) -> Any:
+    def marked(t: object) -> object:
         for k, mine in enumerate(copies):
             if any(t is x for x in mine):
                 return _SameAsOperand(k)
         return t
 
-    def one(*blocks: Any, **more: Any) -> Any:
+    def one(*blocks: object, **more: object) -> object:
         with casting(call.func):
             out = call.func(*blocks, **more)
         return optree.tree_map(marked, out, none_is_leaf=True)
@@ -428,7 +428,7 @@ def _in_turn(call: FallbackCall, whole: _Gathered) -> Any:
 # ---------------------------------------------------------------- results that are written
 
 
-def _refuse_target(call: FallbackCall, rest: Any, target: Tensor, value: Tensor) -> None:
+def _refuse_target(call: FallbackCall, rest: Kwargs, target: Tensor, value: Tensor) -> None:
     """Refuse a target of ``out=`` with a gradient, or of a dtype to which torch may not cast."""
     given = [
         t
@@ -445,7 +445,7 @@ def _refuse_target(call: FallbackCall, rest: Any, target: Tensor, value: Tensor)
         raise call_error(Unsupported, why, call.name, fix, out=target, result=value)
 
 
-def _moves_result(call: FallbackCall, target: Any, value: Any) -> ImplicitCommunication:
+def _moves_result(call: FallbackCall, target: Any, value: ShardedTensor) -> ImplicitCommunication:
     """Return the refusal of a result that would move to where it is written."""
     cost = (value.sharding >> target.sharding).bytes(
         tuple(value.padded_shape), value.mesh, value.raw.element_size()
@@ -477,7 +477,7 @@ def _refuse_moves_to_plain(call: FallbackCall) -> None:
         raise call_error(ImplicitCommunication, why, call.name, fix, *call.flat.tensors)
 
 
-def _refuse_other_dtype(call: FallbackCall, old: Tensor, new: Any) -> None:
+def _refuse_other_dtype(call: FallbackCall, old: Tensor, new: Tensor) -> None:
     """Refuse to write a result of another dtype, as torch's in-place methods do."""
     narrows = old.is_complex() > new.is_complex() and new.dtype is not torch.bool
     if call.kwargs.get("dtype") not in (None, old.dtype) or narrows:
@@ -489,7 +489,7 @@ _SILENT = frozenset("split_copy split_with_sizes_copy unbind_copy".split())
 """Functions that return None when they write to ``out=``."""
 
 
-def _stored(x: Any, value: Any, op: str) -> Any:
+def _stored(x: object, value: object, op: str) -> Tensor:
     """Copy a call's result into ``x``.  Raises: PlainTensor, BadArgument."""
     if not isinstance(x, ShardedTensor) or not isinstance(value, ShardedTensor):
         raise PlainTensor(
@@ -504,7 +504,7 @@ def _stored(x: Any, value: Any, op: str) -> Any:
     return x.copy_(value)
 
 
-_APART = {
+_APART: dict[Func, Func] = {
     f: g
     for n in dir(Tensor)
     if n.endswith("_") and not n.endswith("__") and n not in _NEVER
@@ -519,7 +519,7 @@ _UNDERIVED = frozenset("acosh_ asinh_ atanh_ arccosh_ arcsinh_ arctanh_".split()
 """In-place methods without a gradient in torch, though their variants have one."""
 
 
-def _viewing(out: Any, raws: list[Tensor], before: list[Any]) -> bool:
+def _viewing(out: object, raws: list[Tensor], before: list[Any]) -> bool:
     found = [t for t in optree.tree_leaves(out) if isinstance(t, Tensor)]  # type: ignore[arg-type]
     views = any(t is not r and same_memory(t, r) for t in found for r in raws)
     return views and all(writes(r) == old[0] for r, old in zip(raws, before, strict=True))
@@ -572,7 +572,7 @@ _PLAINLY = frozenset("pca_lowrank svd_lowrank".split())
 _VALUES = frozenset("real imag H mH".split())
 
 
-def _property(func: Any) -> str:
+def _property(func: Func) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
@@ -645,11 +645,16 @@ def written_to(func: Func, args: Args, kwargs: Kwargs, values: list[Any]) -> lis
 
 
 def replied(
-    out: Any, raws: list[Any], values: list[Any], mesh: Mesh, deferred: Any, per_rank: bool
-) -> Any:
+    out: Any,
+    raws: list[Any],
+    values: list[Any],
+    mesh: Mesh,
+    deferred: frozenset[str],
+    per_rank: bool,
+) -> object:
     """Wrap whole results as sharded tensors; a returned operand is returned as that operand."""
 
-    def back(t: Any) -> Any:
+    def back(t: object) -> object:
         if not isinstance(t, Tensor) or isinstance(t, ShardedTensor):
             return t
         for raw, v in zip(raws, values, strict=True):

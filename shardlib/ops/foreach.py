@@ -29,7 +29,7 @@ _OPERATOR = {"norm": torch.linalg.vector_norm}  # operators that have another na
 _REDUCES = frozenset("norm max mm powsum".split())
 
 
-def _tensors(x: Any) -> bool:
+def _tensors(x: object) -> bool:
     return isinstance(x, tuple | list) and bool(x) and all(isinstance(t, Tensor) for t in x)
 
 
@@ -75,7 +75,7 @@ def _tracked(args: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
 
 
-def _on_lists(name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _on_lists(name: str, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run a foreach function such as ``_foreach_add_(xs, ys, alpha=2)``."""
     given, named = [*args, *kwargs.values()], list(kwargs)
     sharded = _tensors(args[0]) and all(isinstance(x, ShardedTensor) for x in args[0])
@@ -93,16 +93,16 @@ def _on_lists(name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     return tuple(x.becomes(raw) for x, raw in zip(args[0], found, strict=True))
 
 
-def _one_by_one(name: str, args: Args, kwargs: Kwargs) -> Any:
+def _one_by_one(name: str, args: Args, kwargs: Kwargs) -> object:
     """Run the operator of the same name on each tensor, with its entry of every list."""
     operator = _OPERATOR.get(name) or getattr(torch if name == "pow" else Tensor, name)
     count = next(len(a) for a in args if _tensors(a))
 
-    def nth(a: Any, i: int) -> Any:
+    def nth(a: object, i: int) -> object:
         return a[i] if isinstance(a, tuple | list) else a
 
     # clamp and lerp take a list of numbers, the others one number for all
-    def shared(a: Any) -> bool:
+    def shared(a: object) -> bool:
         return isinstance(a, tuple | list) and len(a) != count
 
     if any(map(shared, (*args, *kwargs.values()))):
@@ -120,7 +120,7 @@ def _one_by_one(name: str, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------------- norms
 
 
-def _norms(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _norms(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run ``_foreach_norm``: norms of each rank's blocks, and one collective for them all."""
     names = ("self", "ord", "dtype")
     given = dict(zip(names, args, strict=False)) | kwargs

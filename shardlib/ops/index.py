@@ -96,7 +96,7 @@ def _indexed(b: Bound) -> Labels:
     return out
 
 
-def _text(i: Any) -> str:
+def _text(i: object) -> str:
     """Write an index as in the user's code."""
     if isinstance(i, slice):
         start, stop = ("" if n is None else repr(n) for n in (i.start, i.stop))
@@ -104,7 +104,7 @@ def _text(i: Any) -> str:
     return "..." if i is Ellipsis else "i" if isinstance(i, Tensor) else repr(i)
 
 
-def _padded_getitem(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+def _padded_getitem(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Index a padded operand along the dimensions that are not padded."""
     x, index = args
     if not isinstance(x, ShardedTensor) or not x.is_padded:
@@ -136,7 +136,7 @@ def _touched(index: tuple[Any, ...], ndim: int) -> list[int] | None:
 
 
 @implements(Tensor.__getitem__, padded=_padded_getitem)
-def getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Index by numbers, slices, tensors of positions, or masks."""
     x, index = args
     given = index if isinstance(index, tuple) else (index,)
@@ -169,7 +169,7 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _sized(x: ShardedTensor, given: tuple[Any, ...]) -> None:
     """Refuse masks whose sizes are not those of the dimensions they index."""
 
-    def masks(i: Any) -> bool:
+    def masks(i: object) -> bool:
         return isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and i.ndim > 0
 
     taken = [
@@ -205,7 +205,7 @@ def _numbered(x: ShardedTensor, given: tuple[Any, ...]) -> bool:
 _ALL = slice(None)
 
 
-def _at(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
+def _at(x: ShardedTensor, given: tuple[Any, ...]) -> ShardedTensor:
     """Return x[..., -1] of a split dimension: its rank sends it to the others, a copy."""
     out = _picked(
         x,
@@ -247,7 +247,7 @@ def _in_block(ids: Tensor, n: int, token: Dim, mesh: Mesh) -> Tensor:
     return table.gather(1, ids.reshape(mesh.size, -1)).view(ids.shape)
 
 
-def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> Any:
+def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> ShardedTensor | None:
     """Return x[given]: ranks get the positions and give their elements, joined by one sum.
 
     Nothing is summed where the indexed dimensions are whole.  None if this does not cover the
@@ -356,7 +356,7 @@ def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
 
 
 @implements(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
-def nonzero(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def nonzero(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Find the nonzero elements, on every rank; one byte per element is gathered."""
     x, *rest = args or (kwargs.pop("input"),)
     args = (x, *rest)
@@ -366,7 +366,7 @@ def nonzero(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 @implements(torch.where, Tensor.where, padded=padded_alike)
-def choice(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def choice(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return the positions where a condition is true; with three arguments, torch.where."""
     if len(args) + len(kwargs) == 1:
         (condition,) = (*args, *kwargs.values())
@@ -383,7 +383,7 @@ _SELECTED = binder("index_select(input, dim: int, index: tensor)")
     Tensor.index_select,
     padded=beside(the_dim(_SELECTED)),
 )
-def index_select(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def index_select(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Select as x[..., index] does; the result has x's layout, where it divides.
 
     A plain index counts as the same on every rank.
@@ -424,7 +424,7 @@ _COPIED = binder("index_copy(input, dim: int, index: tensor, source: tensor)")
 
 
 @implements(Tensor.index_copy_)
-def index_copy_(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def index_copy_(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Write slices along a whole dimension: each rank writes its part of them."""
     x, dim, index, source = _COPIED(*args, **kwargs).values()
     if type(x) is not ShardedTensor or not x.ndim or source.ndim != x.ndim:
@@ -449,7 +449,7 @@ _ADDED = binder("index_add(input, dim, index: tensor, source: tensor, *, alpha: 
 
 
 @implements(Tensor.index_add_, Tensor.index_add, torch.index_add)
-def index_add(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def index_add(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Add into a split dimension: each rank adds the positions of its block, and nothing moves."""
     x, dim, index, source, alpha = _ADDED(*args, **kwargs).values()
     mesh = next(v.mesh for v in (x, index, source) if isinstance(v, ShardedTensor))
@@ -535,10 +535,10 @@ _GROUPED = binder("grouped_mm(mat_a, mat_b, *, offs=None, bias=None, out_dtype=N
         if (f := getattr(home, n, None))
     )
 )
-def grouped_mm(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def grouped_mm(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Multiply rows in groups, each by its matrix; contraction and columns may be split."""
 
-    def labels(a: Any, k: Any) -> Labels:
+    def labels(a: Args, k: Kwargs) -> Labels:
         given = _GROUPED(*a, **k)
         x, w, offs = given["mat_a"], given["mat_b"], given["offs"]
         if x.ndim != 2 or w.ndim != 3 or given["bias"] is not None:

@@ -29,7 +29,9 @@ def uniform_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return _uniform(*args[len(kwargs) > 0 :], **kwargs)
 
 
-def _uniform(tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Tensor:
+def _uniform(
+    tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: torch.Generator | None = None
+) -> Tensor:
     with torch.no_grad():
         return tensor.uniform_(a, b, generator=generator)
 
@@ -40,7 +42,9 @@ def normal_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return _normal(*args[len(kwargs) > 0 :], **kwargs)
 
 
-def _normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Tensor:
+def _normal(
+    tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: torch.Generator | None = None
+) -> Tensor:
     with torch.no_grad():
         return tensor.normal_(mean, std, generator=generator)
 
@@ -63,7 +67,7 @@ def _kaiming(
     a: float = 0,
     mode: str = "fan_in",
     nonlinearity: Any = "leaky_relu",
-    generator: Any = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     if 0 in tensor.shape:
         return tensor
@@ -89,7 +93,7 @@ def trunc_normal_(
     std: float = 1.0,
     a: float = -2.0,
     b: float = 2.0,
-    generator: Any = None,
+    generator: torch.Generator | None = None,
 ) -> ShardedTensor:
     """Draw one number per element, by the inverse of the normal distribution between a and b.
 
@@ -117,7 +121,9 @@ def trunc_normal_(
         return draw_into(x, make, generator)
 
 
-def orthogonal_(x: ShardedTensor, gain: float = 1.0, generator: Any = None) -> ShardedTensor:
+def orthogonal_(
+    x: ShardedTensor, gain: float = 1.0, generator: torch.Generator | None = None
+) -> ShardedTensor:
     """Factor the same whole matrix on every rank, and keep its block; it needs memory for all."""
     _settled("orthogonal_", x)
     if x.ndim < 2:
@@ -183,7 +189,7 @@ def eye_(x: ShardedTensor) -> ShardedTensor:
 
 
 def sparse_(
-    x: ShardedTensor, sparsity: float, std: float = 0.01, generator: Any = None
+    x: ShardedTensor, sparsity: float, std: float = 0.01, generator: torch.Generator | None = None
 ) -> ShardedTensor:
     """Draw normal numbers, and set the share ``sparsity`` of each column's rows to zero.
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Local
+from shardlib._compat import Ctx, Local
 from shardlib.collectives import lead
 from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.kernels import active
@@ -187,7 +187,7 @@ class _LinearLoss(Local):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Ctx,
         rows: Tensor,
         w: Tensor,
         b: Tensor | None,
@@ -229,7 +229,7 @@ class _LinearLoss(Local):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> Any:
+    def backward(ctx: Ctx, *g: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise Unsupported(
                 "its gradients are computed in forward and have no gradient themselves, as those "

@@ -8,7 +8,7 @@ the target's logit (the last two in one psum).
 Source: arXiv 1909.08053, section 3 (vocabulary-parallel loss).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Local, l1_weight
+from shardlib._compat import Ctx, Local, l1_weight
 from shardlib.collectives.types import blocks, played, storage, unwrap, wrap
 from shardlib.collectives.verbs import all_gather, axis_index, axis_size, pmax, psum
 from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
@@ -60,7 +60,7 @@ class _RowLoss(Local):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Ctx,
         logits: Tensor,
         target: Tensor,
         mesh: Mesh,
@@ -100,7 +100,7 @@ class _RowLoss(Local):
             return unwrap(loss.masked_fill(ignored, 0)), unwrap(exp)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Ctx, *grads: Any) -> tuple[Tensor | None, ...]:
         mesh, axes, smooth, classes = ctx.place
         if torch.is_grad_enabled() or grads[0] is None or grads[1] is not None:
             return _row_gradient(ctx, *grads), None, None, None, None, None, None
@@ -115,7 +115,7 @@ class _RowLoss(Local):
             return unwrap(dx.to(ctx.dtype)), None, None, None, None, None, None
 
 
-def _row_gradient(ctx: Any, g: Tensor | None, g_softmax: Tensor | None) -> Tensor:
+def _row_gradient(ctx: Ctx, g: Tensor | None, g_softmax: Tensor | None) -> Tensor:
     """Return the logits' gradient on raw blocks, by operations that can be differentiated again."""
     mesh, axes, smooth, classes = ctx.place
     p, here, outside, ignored = ctx.saved_tensors
@@ -149,7 +149,7 @@ class _KernelLoss(Local):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Ctx,
         logits: Tensor,
         target: Tensor,
         mesh: Mesh,
@@ -174,7 +174,7 @@ class _KernelLoss(Local):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mesh, axes, ignore, smooth, classes = ctx.place
         logits, target, kept = ctx.saved_tensors
         nothing = [None] * 7
@@ -217,7 +217,7 @@ class _WholeRowLoss(Local):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore: int, smooth: float) -> Tensor:
+    def forward(ctx: Ctx, logits: Tensor, target: Tensor, ignore: int, smooth: float) -> Tensor:
         ignored = target == ignore
         here = target.masked_fill(ignored, 0).unsqueeze(-1)
         losses = []
@@ -231,7 +231,7 @@ class _WholeRowLoss(Local):
         return loss.squeeze(-1).masked_fill_(ignored, 0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, here, ignored = ctx.saved_tensors
         wide = _wide(logits)
         if torch.is_grad_enabled():  # create_graph: torch's operators are differentiable again
@@ -255,7 +255,7 @@ class _WholeRowLoss(Local):
         return dx, None, None, None
 
 
-def _some_rows(x: Tensor, *more: Tensor) -> Any:
+def _some_rows(x: Tensor, *more: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Cut x, and tensors with as many rows, into parts that fit a cache (that fill a GPU)."""
     part = (1 << 18 if x.device.type == "cpu" else 1 << 26) // max(x.shape[-1], 1) or 1
     if x.is_meta or part >= len(x):
@@ -319,7 +319,7 @@ def _is_large(x: Tensor) -> bool:
     return x.numel() > (1 << 22 if is_half(x) else 1 << 16)
 
 
-def _whole_rows(x: Tensor, target: Tensor, ignore: int, smooth: float) -> Any:
+def _whole_rows(x: Tensor, target: Tensor, ignore: int, smooth: float) -> Tensor:
     """Compute the losses of rows of whole logits; under simulate of all ranks' rows at once."""
     flat = (x, target) if x.ndim == 2 else (x.flatten(0, -2), target.flatten())
     if _is_large(x):
@@ -396,7 +396,7 @@ class _Mean(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, raw: Tensor, target: Tensor, ignore: int, mesh: Mesh, axes: tuple[str, ...]
+        ctx: Ctx, raw: Tensor, target: Tensor, ignore: int, mesh: Mesh, axes: tuple[str, ...]
     ) -> Tensor:
         part, count = raw.sum(-1, dtype=_wide(raw)), (target != ignore).sum(-1)
         if axes:
@@ -408,7 +408,7 @@ class _Mean(Local):
         return part / count
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mesh, axes, shape, dtype = ctx.place
         each = (vary(grads[0], mesh, axes) / ctx.saved_tensors[0]).to(dtype)
         return each.unsqueeze(-1).expand(shape), None, None, None, None
@@ -471,7 +471,7 @@ class _RowLosses:
     bind: Callable[..., Bound]
     labels: Callable[[Bound], Labels]
 
-    def __call__(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def __call__(self, func: Func, args: Args, kwargs: Kwargs) -> object:
         given = self.bind(*args, **kwargs)
         if self.of is F.l1_loss and given["weight"] is None and (w := l1_weight()) is not None:
             # dispatch again, so that a refusal or the fallback also has the weight
@@ -487,7 +487,7 @@ class _RowLosses:
         out = rows_call(self.of, (), given | {"reduction": "none"}, lambda a, k: self.labels(k))
         return rounded(_reduced(out, how, given))
 
-    def padded(self, run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def padded(self, run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
         """Compute the losses of operands that are padded alike; padding adds nothing."""
         given = self.bind(*args, **kwargs)
         how = _how(given)
@@ -575,11 +575,11 @@ def _classes(k: Bound) -> Labels:
     return out
 
 
-def _of_classes(a: Any, k: Any) -> Labels:
+def _of_classes(a: Args, k: Kwargs) -> Labels:
     return _classes(k)
 
 
-def _weighed(func: Any, given: dict[str, Any], how: str) -> Any:
+def _weighed(func: Func, given: dict[str, Any], how: str) -> object:
     given, rounded = _widened(given, how)
     out = rows_call(func, (), given | {"reduction": "none"}, _of_classes)
     if how != "mean":
@@ -644,12 +644,12 @@ def rows_given_up(logits: ShardedTensor, target: Tensor, ignore: int, smooth: fl
 
 
 @implements(F.nll_loss)
-def nll_loss(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def nll_loss(func: Func, args: Args, kwargs: Kwargs) -> object:
     given = _NLL(*args, **kwargs)
     return _weighed(F.nll_loss, given, _how(given))
 
 
-def _padded_classes(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+def _padded_classes(run: Func, func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute the loss of padded logits: columns beyond the true classes are ignored."""
     given = _CROSS_ENTROPY(*args, **kwargs)
     x = given["input"]
@@ -661,7 +661,7 @@ def _padded_classes(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 @implements(F.cross_entropy, padded=_padded_classes)
-def cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Compute the loss of integer targets by the algorithm above, others by torch's on the rows."""
     given = _CROSS_ENTROPY(*args, **kwargs)
     how = _checked(given)

@@ -1,6 +1,7 @@
 """Metadata, autograd and copies of sharded tensors: properties, hooks, backward, clone, set_."""
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from shardlib.tensor.tensor import (
 if begins_vmap is not None:
 
     @implements(begins_vmap, padded=True)
-    def _batched(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def _batched(func: Func, args: Args, kwargs: Kwargs) -> object:
         """Refuse the older vmap, by which torch.autograd.functional vectorizes."""
         raise no_transform("vmap", args, "torch.autograd.functional.jacobian(f, x)")
 
@@ -48,11 +49,11 @@ if begins_vmap is not None:
 if begins_forward_ad is not None:
 
     @implements(begins_forward_ad, padded=True)
-    def _dual(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def _dual(func: Func, args: Args, kwargs: Kwargs) -> object:
         raise no_transform(transform_called() or "jvp", args)
 
 
-def _plain(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _plain(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Read from the wrapper itself, whose shape is the global one."""
     with no_torch_function():
         return func(*args, **kwargs)
@@ -108,12 +109,12 @@ def _is_contiguous(func: Func, args: Args, kwargs: Kwargs) -> bool:
 @implements(
     Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.retains_grad.__get__, padded=True
 )
-def _from_raw(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _from_raw(func: Func, args: Args, kwargs: Kwargs) -> object:
     return func(args[0].raw)
 
 
 @implements(Tensor.grad_fn.__get__, padded=True)
-def _grad_fn(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _grad_fn(func: Func, args: Args, kwargs: Kwargs) -> object:
     facts = args[0].facts
     return func(args[0].raw) if facts is None or facts.node is None else facts.node
 
@@ -124,13 +125,13 @@ def _set_requires_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
 
 
 @implements(Tensor.requires_grad_, Tensor.retain_grad, padded=True)
-def _requires_grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _requires_grad(func: Func, args: Args, kwargs: Kwargs) -> object:
     func(args[0].raw, *args[1:], **kwargs)
     return args[0] if func is Tensor.requires_grad_ else None
 
 
 @implements(Tensor.grad.__get__, padded=True)
-def _grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _grad(func: Func, args: Args, kwargs: Kwargs) -> object:
     x = args[0]
     return None if x.raw.grad is None else gradient_of(x, x.raw.grad)
 
@@ -190,7 +191,7 @@ def _autograd_backward(func: Func, args: Args, kwargs: Kwargs) -> None:
 
 
 @implements(Tensor.register_hook, padded=True)
-def _register_hook(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _register_hook(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, hook = args
     place = gradient_place(x.place)  # not x: the hook would keep x and its memory alive
 
@@ -202,7 +203,7 @@ def _register_hook(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return x.raw.register_hook(run)
 
 
-def _hooked(given: ShardedTensor, found: Any) -> Tensor:
+def _hooked(given: ShardedTensor, found: object) -> Tensor:
     if (
         not isinstance(found, ShardedTensor)
         or found.sharding != given.sharding
@@ -215,7 +216,7 @@ def _hooked(given: ShardedTensor, found: Any) -> Tensor:
 
 
 @implements(Tensor.register_post_accumulate_grad_hook, padded=True)
-def _register_post_hook(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _register_post_hook(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, hook = args
     held = weakref.ref(x)
 
@@ -227,7 +228,7 @@ def _register_post_hook(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return x.raw.register_post_accumulate_grad_hook(run)
 
 
-def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
+def _cotangent(x: ShardedTensor, gradient: Tensor | None) -> Tensor | None:
     if gradient is not None:
         if not isinstance(gradient, ShardedTensor):
             gradient = lift(gradient, x.mesh, "backward")
@@ -259,7 +260,7 @@ def _cotangent(x: ShardedTensor, gradient: Any) -> Tensor | None:
 
 
 @implements(torch.autograd.grad, padded=True)
-def _autograd_grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _autograd_grad(func: Func, args: Args, kwargs: Kwargs) -> object:
     names = ("outputs", "inputs", "grad_outputs")
     given = dict(zip(names, args, strict=False)) | kwargs
     outputs, inputs = (_listed(given.pop(n)) for n in names[:2])
@@ -284,7 +285,7 @@ def _autograd_grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-def _listed(x: Any) -> list[Any]:
+def _listed(x: Tensor | Iterable[Any]) -> list[Any]:
     return [x] if isinstance(x, Tensor) else list(x)
 
 
@@ -293,12 +294,12 @@ def _raw(x: Tensor) -> Tensor:
 
 
 def _FORM(
-    input: ShardedTensor, memory_format: Any = torch.contiguous_format
-) -> tuple[ShardedTensor, Any]:
+    input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> tuple[ShardedTensor, torch.memory_format]:
     return input, memory_format
 
 
-def _formatted(x: ShardedTensor, form: Any) -> ShardedTensor:
+def _formatted(x: ShardedTensor, form: torch.memory_format) -> ShardedTensor:
     """Copy to blocks whose strides are those of a memory format."""
     if not lead(x.mesh) or form is torch.preserve_format:
         return x.becomes(x.raw.clone(memory_format=form))
@@ -324,7 +325,9 @@ def _contiguous(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return x if same else _formatted(x, form)
 
 
-def _CLONE(input: ShardedTensor, *, memory_format: Any = None) -> tuple[ShardedTensor, Any]:
+def _CLONE(
+    input: ShardedTensor, *, memory_format: torch.memory_format | None = None
+) -> tuple[ShardedTensor, torch.memory_format]:
     return input, torch.preserve_format if memory_format is None else memory_format
 
 
@@ -413,7 +416,7 @@ def _in_place(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return x
 
 
-def _FILL(input: ShardedTensor, value: Any) -> tuple[ShardedTensor, Any]:
+def _FILL(input: ShardedTensor, value: Tensor | float) -> tuple[ShardedTensor, Tensor | float]:
     return input, value
 
 
@@ -443,7 +446,7 @@ def _fill(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 
 @implements(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__,
             Tensor.__index__, Tensor.__complex__, padded=True)  # fmt: skip
-def _item(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _item(func: Func, args: Args, kwargs: Kwargs) -> object:
     x = _ONE(*args, **kwargs)
     _whole_here(x, func, "item" if x.padded_shape.numel() == 1 else "tolist")
     return func(block_of(x))
@@ -460,13 +463,13 @@ def _format(func: Func, args: Args, kwargs: Kwargs) -> str:
 
 
 @implements(Tensor.__array__, Tensor.__dlpack__, Tensor.numpy, padded=True)
-def _array(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _array(func: Func, args: Args, kwargs: Kwargs) -> object:
     x = args[0] if args else kwargs["self"]
     _whole_here(x, func, "numpy")
     return func(block_of(x), *args[1:], **kwargs)
 
 
-def _whole_here(x: ShardedTensor, func: Any, verb: str) -> None:
+def _whole_here(x: ShardedTensor, func: Func, verb: str) -> None:
     if x.sharding.axes or x.sharding.partial:
         why = "a Python value needs the whole tensor"
         raise call_error(

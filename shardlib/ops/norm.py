@@ -8,6 +8,7 @@ Source: Chan, Golub and LeVeque 1983 for the merge; arXiv 2104.05343, section 3.
 
 import math
 import operator
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Local
+from shardlib._compat import Ctx, Local
 from shardlib.collectives import all_gather, axis_size, blocks, lead, psum, storage, unwrap, wrap
 from shardlib.errors import BadArgument
 from shardlib.kernels import active
@@ -49,6 +50,7 @@ from shardlib.tensor.tensor import (
 __all__ = ["layer_norm", "rms_norm"]
 
 Axes = tuple[str, ...]
+TorchCall = tuple[Func, Args, Kwargs]
 
 
 def _moments(x: Tensor, axes: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
@@ -76,7 +78,7 @@ class _Normalise(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, mesh: Mesh, axes: Axes, overs: list[Axes], width: int, count: int, eps: float,
+        ctx: Ctx, mesh: Mesh, axes: Axes, overs: list[Axes], width: int, count: int, eps: float,
         centre: bool, x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.place, ctx.how = (mesh, axes, overs, width, count), (eps, centre)
@@ -86,7 +88,7 @@ class _Normalise(Local):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mesh, axes, overs, width, count = ctx.place
         saved = ctx.saved_tensors  # read once: a checkpoint may recompute them at each access
         if torch.is_grad_enabled():
@@ -166,7 +168,7 @@ def _kernels(
     return storage(out, mesh), mean if centre else None, scale
 
 
-def _kernels_back(ctx: Any, saved: Any, grad: Tensor) -> list[Tensor | None] | None:
+def _kernels_back(ctx: Ctx, saved: Any, grad: Tensor) -> list[Tensor | None] | None:
     """Run ``backward`` by kernels, with its collectives; None if kernels refuse these blocks."""
     mesh, axes, overs, width, count = ctx.place
     x_raw, w_raw, mean_raw, scale_raw = saved
@@ -271,7 +273,9 @@ def _whole(
     return out.to(raw.dtype)
 
 
-def _is_torchs(call: Any, values: list[ShardedTensor], raws: list[Tensor], overs: Any) -> bool:
+def _is_torchs(
+    call: TorchCall, values: list[ShardedTensor], raws: list[Tensor], overs: Sequence[Axes]
+) -> bool:
     """Check whether torch's own kernel on the blocks is all that whole rows need."""
     x, args = values[0], call[1]
     if not args or args[0] is not x or lead(x.mesh) or any(overs):
@@ -284,7 +288,13 @@ def _is_torchs(call: Any, values: list[ShardedTensor], raws: list[Tensor], overs
 
 
 def _normalised(
-    call: Any, x: ShardedTensor, shape: Any, weight: Any, bias: Any, eps: float, centre: bool
+    call: TorchCall,
+    x: ShardedTensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centre: bool,
 ) -> ShardedTensor:
     """Normalise the trailing dimensions that ``shape`` counts.
 
@@ -358,7 +368,7 @@ _RMS = binder(
 )
 
 
-def _padded_rows(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+def _padded_rows(run: Func, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Normalise an operand padded in its rows only, filled with ones to keep them finite."""
     given = (_LAYER if "layer" in func.__name__ else _RMS)(*args, **kwargs)
     x, width = given["input"], len(given["normalized_shape"])

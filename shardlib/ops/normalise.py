@@ -57,7 +57,7 @@ _BATCH = binder(
 
 
 @implements(torch.batch_norm)
-def batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def batch_norm(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Take statistics over the whole batch, on all ranks; update the running ones as torch does."""
     g = _BATCH(*args, **kwargs)
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
@@ -101,7 +101,9 @@ def _check(x: Any, factors: tuple[Any, Any], running: tuple[Any, Any], training:
         )
 
 
-def _update(mean: Any, var: Any, m: Any, v: Any, momentum: float, count: int) -> None:
+def _update(
+    mean: ShardedTensor, var: ShardedTensor, m: Tensor, v: Tensor, momentum: float, count: int
+) -> None:
     """Move the running statistics towards those of a batch, as torch does."""
     for t in (mean, var):
         refuse_overlap(t.raw, "batch_norm", {"tensor": typeof(t)}, t.mesh)

@@ -99,7 +99,7 @@ def beside(along: Callable[..., Iterable[int]]) -> Callable[..., Any]:
     ``along(*args, **kwargs)``  returns those dimensions, of which none may be padded.
     """
 
-    def serve(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def serve(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
         leaves: list[Any] = optree.tree_leaves((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
         given = [v for v in leaves if isinstance(v, Tensor) and v.ndim]
         padded = [v for v in given if isinstance(v, ShardedTensor) and v.is_padded]
@@ -133,7 +133,7 @@ def _sizes(x: Tensor, but: set[int]) -> tuple[tuple[int, int], ...]:
     return tuple((x.shape[d], padded[d]) for d in range(x.ndim) if d not in but)
 
 
-def neutral(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def neutral(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run an operator whose record has a ``fill``: in the padding it changes no element.
 
     A result that is no reduction mixes its own padding in backward, so it is filled too, by zeros.
@@ -148,8 +148,8 @@ def neutral(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def of_true_sizes(
-    run: Any, func: Func, args: Args, kwargs: Kwargs, fill: float | None = None
-) -> Any:
+    run: Func, func: Func, args: Args, kwargs: Kwargs, fill: float | None = None
+) -> object:
     """Run an implementation on the padded sizes; results get the sizes for the true ones.
 
     ``fill``  the content of the padding; None leaves it as it is.
@@ -184,7 +184,7 @@ def _fixed(x: object) -> object:
     return (slice, x.start, x.stop, x.step) if isinstance(x, slice) else (type(x), x)
 
 
-def last_only(x: ShardedTensor, func: Any) -> None:
+def last_only(x: ShardedTensor, func: Func) -> None:
     """Refuse padding in any dimension but the last."""
     if tuple(x.shape[:-1]) != tuple(x.padded_shape[:-1]):
         why = f"{func.__name__} takes padding in the last dimension alone"

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Local, builtin
+from shardlib._compat import Ctx, Local, builtin
 from shardlib.collectives import lead
 from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.kernels.bits import signed
@@ -160,7 +160,7 @@ def draw_into(
 
 
 def _in_place(
-    func: Any, signature: str, make: Callable[[dict[str, Any], ShardedTensor], Make | Pairs]
+    func: Func, signature: str, make: Callable[[dict[str, Any], ShardedTensor], Make | Pairs]
 ) -> None:
     bind = binder(signature)
 
@@ -229,12 +229,12 @@ class _Sampled(Local):
     """Sample from distributions with tensor parameters, whose gradient is zero as in torch."""
 
     @staticmethod
-    def forward(ctx: Any, sample: Tensor, *operands: Tensor) -> Tensor:
+    def forward(ctx: Ctx, sample: Tensor, *operands: Tensor) -> Tensor:
         ctx.operands = [(o.shape, o.dtype) for o in operands]
         return sample
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(grads[0].new_zeros(s, dtype=d) for s, d in ctx.operands)
 
 
@@ -384,7 +384,7 @@ _OPTIONS = (
 
 
 def _like(
-    func: Any, b: dict[str, Any], make: Callable[[torch.dtype], Make | Pairs]
+    func: Func, b: dict[str, Any], make: Callable[[torch.dtype], Make | Pairs]
 ) -> ShardedTensor:
     x, dtype = b["input"], b["dtype"] or b["input"].dtype
     device = torch.device(b["device"]) if b["device"] is not None else x.raw.device
@@ -546,7 +546,7 @@ _pool = binder(
 def _fractional(d: int, indices: bool) -> Callable[..., Any]:
     """Implement fractional_max_pool: windows begin at positions drawn per sample and channel."""
 
-    def implementation(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def implementation(func: Func, args: Args, kwargs: Kwargs) -> object:
         b = _pool(*args, **kwargs)
         x, size, ratio, places = (
             b["input"],

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Local
+from shardlib._compat import Ctx, Local
 from shardlib.collectives import pmax, unwrap, wrap
 from shardlib.errors import BadArgument, NoImplementation
 from shardlib.layouts import Dim, Layout
@@ -33,9 +33,12 @@ from shardlib.tensor.tensor import (
 
 __all__ = ["SUM", "reduced_layout"]
 
+Dims = int | list[int] | tuple[int, ...] | None
+"""Dimensions as an argument names them; None names all."""
+
 
 def reduced_layout(
-    x: ShardedTensor, dim: Any, keepdim: bool, op: str = "sum"
+    x: ShardedTensor, dim: Dims, keepdim: bool, op: str = "sum"
 ) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
     """Return (dims reduced, mesh axes that split them, result layout, result shape)."""
     found = _reduced_layout(
@@ -48,7 +51,7 @@ def reduced_layout(
 
 @lru_cache(maxsize=8192)
 def _reduced_layout(
-    layout: Layout, size: torch.Size, dim: Any, keepdim: bool, op: str
+    layout: Layout, size: torch.Size, dim: Dims, keepdim: bool, op: str
 ) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
     ndim = len(size)
     named = () if dim is None else dims_of(dim, ndim, op)
@@ -83,14 +86,14 @@ _SOFTMAX = binder("""
 
 
 def _arguments(
-    bind: Any, args: Args, kwargs: Kwargs
+    bind: Func, args: Args, kwargs: Kwargs
 ) -> tuple[ShardedTensor, Any, bool, dict[str, Any]]:
     given = bind(*args, **kwargs)
     x, dim = given.pop("input"), given.pop("dim", None)
     return x, None if dim == [] else dim, given.pop("keepdim", False), given
 
 
-def _mean_padded(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _mean_padded(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Divide the sum of a padded operand by the number of its true elements."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
     if not (more["dtype"] or x.dtype).is_floating_point:
@@ -98,7 +101,7 @@ def _mean_padded(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     gone, *_ = reduced_layout(x, dim, keepdim, func.__name__)
     count = math.prod(x.shape[d] for d in gone)
 
-    def mean(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def mean(func: Func, args: Args, kwargs: Kwargs) -> object:
         return run(func, args, kwargs) / count
 
     return neutral(mean, torch.sum, (x, gone, keepdim), {"dtype": more["dtype"]})
@@ -155,7 +158,7 @@ def extremes(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 
 
 def extreme(
-    func: Any, x: ShardedTensor, dim: Any, keepdim: bool, nans: bool = False
+    func: Func, x: ShardedTensor, dim: Dims, keepdim: bool, nans: bool = False
 ) -> ShardedTensor:
     """Reduce by a local extreme, and over split dimensions by a pmax as well.
 
@@ -194,14 +197,14 @@ class _Shared(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, value: Tensor, share: Tensor, mesh: Mesh, axes: tuple[str, ...]
+        ctx: Ctx, x: Tensor, value: Tensor, share: Tensor, mesh: Mesh, axes: tuple[str, ...]
     ) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         ctx.save_for_backward(share)
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return vary(grads[0], ctx.mesh, ctx.axes) * ctx.saved_tensors[0], *[None] * 4
 
 
@@ -219,9 +222,9 @@ def _over_ranks(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], largest: bool) -
 
 
 def merged(
-    func: Any,
+    func: Func,
     x: ShardedTensor,
-    dim: Any,
+    dim: Dims,
     keepdim: bool,
     more: dict[str, Any],
 ) -> ShardedTensor:
@@ -250,11 +253,11 @@ def merged(
 def _written(
     node: type[Local],
     x: ShardedTensor,
-    dim: Any,
+    dim: Dims,
     keepdim: bool,
     op: str,
     value: Callable[[Any, bool, bool], Any],
-    *how: Any,
+    *how: object,
 ) -> Any:
     """Reduce x; over split dimensions ``node`` computes the gradient in torch's formula.
 
@@ -278,7 +281,7 @@ class _Reduced(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, out: Tensor, mesh: Mesh, axes: tuple[str, ...], *how: Any
+        ctx: Ctx, x: Tensor, out: Tensor, mesh: Mesh, axes: tuple[str, ...], *how: Any
     ) -> Tensor:
         ctx.mesh, ctx.axes, ctx.how = mesh, axes, how
         out = out.clone()
@@ -290,7 +293,7 @@ class _LogSum(_Reduced):
     """Logarithm of the sum of exp(x)."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, out = ctx.saved_tensors
         g, out = (vary(t, ctx.mesh, ctx.axes) for t in (grads[0], out))
         return g * (x - out).exp(), None, None, None
@@ -300,7 +303,7 @@ class _Norm(_Reduced):
     """Norm of an order: apply(x, norm, mesh, axes, order)."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, norm = ctx.saved_tensors
         g, norm = (vary(t, ctx.mesh, ctx.axes) for t in (grads[0], norm))
         # d norm / dx = sgn(x) |x|^(p-1) / norm^(p-1); zero where the norm is zero, as in torch
@@ -333,7 +336,7 @@ def _asked(x: Any, dtype: torch.dtype | None) -> Any:
     return x.to(dtype)
 
 
-def _padded_norm(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _padded_norm(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Take the norm of a padded operand: zeros change no norm of a positive order."""
     if not 0 < _NORM(*args, **kwargs)["ord"] < math.inf:
         raise Unfit("zeros would change this norm")
@@ -361,7 +364,7 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return out.to(x.dtype) if half else out
     wide: Any = x.float() if half else x
 
-    def value(gone: Any, keep: bool, tracked: bool) -> Any:
+    def value(gone: Dims, keep: bool, tracked: bool) -> Any:
         if ord_ != 2 or not tracked:
             return merged(torch.linalg.vector_norm, wide, gone, keep, {"args": (ord_,)})
         # a psum of squares sends fewer bytes than a gather of every block's norm
@@ -434,7 +437,7 @@ def logsumexp(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     _, split, *_ = reduced_layout(x, dim, keepdim, "logsumexp")
     wide: Any = _wide(x, x.dtype) if real_axes(x.mesh, split) else x
 
-    def value(gone: Any, keep: bool, _: bool) -> ShardedTensor:
+    def value(gone: Dims, keep: bool, _: bool) -> ShardedTensor:
         return merged(torch.logsumexp, wide, gone, keep, {})
 
     return _written(_LogSum, wide, dim, keepdim, "logsumexp", value).to(x.dtype)
@@ -473,13 +476,13 @@ class _Deviation(Local):
     """apply(variance): its square root; where that is zero so is the gradient, as in torch."""
 
     @staticmethod
-    def forward(ctx: Any, variance: Tensor) -> Tensor:
+    def forward(ctx: Ctx, variance: Tensor) -> Tensor:
         root = variance.sqrt()
         ctx.save_for_backward(root)
         return root
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (root,) = ctx.saved_tensors
         return (grads[0] / (root * 2)).masked_fill(root == 0, 0)
 
@@ -515,7 +518,7 @@ def _prods(x: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:
 _NAN = "nansum(input, dim: ints = None, keepdim: bool = False, *, dtype=None)"
 
 
-def _nansum(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+def _nansum(input: Tensor, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     if input.is_complex() or (dtype is not None and dtype.is_complex):
         raise Unfit("torch sums no complex numbers here on every device")
     known: Any = input
@@ -531,27 +534,27 @@ class _Cleared(Local):
     """apply(x, nan): zeros for NaN; their gradient is zero times the cotangent, as in torch."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, nan: Tensor) -> Tensor:
+    def forward(ctx: Ctx, x: Tensor, nan: Tensor) -> Tensor:
         ctx.save_for_backward(nan)
         return x.masked_fill(nan, 0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0] * ~ctx.saved_tensors[0], None
 
 
-def _nanmean(input: Tensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+def _nanmean(input: Tensor, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     return _nansum(input, dim, keepdim, dtype) / (~input.isnan()).sum(dim, keepdim)
 
 
-def _spread(of: Any) -> Any:
+def _spread(of: Func) -> Func:
     return lambda input, dim, keepdim, **how: (
         of(input, dim, keepdim=keepdim, **how),
         input.mean(dim, keepdim),
     )
 
 
-def _aminmax(input: Tensor, dim: Any, keepdim: bool) -> Any:
+def _aminmax(input: Tensor, dim: int | None, keepdim: bool) -> object:
     dims = () if dim is None else dim
     return torch.return_types.aminmax((input.amin(dims, keepdim), input.amax(dims, keepdim)))
 
@@ -566,14 +569,14 @@ spelled("""
 spelled("aminmax(input, *, dim: int = None, keepdim: bool = False)", _aminmax)
 
 
-def _with_mean(of: Any) -> Any:
+def _with_mean(of: Func) -> Func:
     def body(
         input: Tensor,
-        dim: Any = None,
+        dim: Dims = None,
         keepdim: bool = False,
-        correction: Any = None,
-        unbiased: Any = True,
-    ) -> Any:
+        correction: float | None = None,
+        unbiased: bool | None = True,
+    ) -> tuple[Tensor, Tensor]:
         if dim in ([], ()):
             raise Unfit("torch reduces all dimensions here, and its gradient is not finite")
         correction = int(unbiased is not False) if correction is None else correction
@@ -591,7 +594,9 @@ spelled(_MEAN_TOO, _with_mean(torch.var))
 spelled(_MEAN_TOO.replace("var_mean", "std_mean"), _with_mean(torch.std))
 
 
-def _matrix_norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+def _matrix_norm(
+    A: Tensor, ord: Any, dim: tuple[int, int], keepdim: bool, dtype: torch.dtype | None
+) -> Tensor:
     """Take a matrix's norm: Frobenius as a vector's, others as an extreme of sums."""
     A = _asked(A, dtype)
     rows_, cols = (d % A.ndim for d in dim)
@@ -612,7 +617,7 @@ def _matrix_norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Te
     return out if keepdim else out.squeeze((rows_, cols))
 
 
-def _norm(A: Tensor, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+def _norm(A: Tensor, ord: Any, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Take a vector's norm; with an order and two dimensions (named, or all) a matrix's."""
     if (
         ord is None

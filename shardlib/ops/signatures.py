@@ -17,7 +17,7 @@ dispatcher then calls torch itself on whole operands; no argument is ever droppe
 """
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -35,11 +35,11 @@ class ArgumentSlot:
 
     __slots__ = ("at", "ndim", "shape")
 
-    def __init__(self, at: int, shape: Any) -> None:
+    def __init__(self, at: int, shape: Sequence[int]) -> None:
         self.at, self.shape, self.ndim = at, shape, len(shape)
 
 
-def _is_int(v: Any) -> bool:
+def _is_int(v: object) -> bool:
     return isinstance(v, int) and not isinstance(v, bool)
 
 
@@ -118,7 +118,7 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
     {'input': 0, 'dim': 1, 'correction': 1}
     """
 
-    def compiled(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def compiled(*args: object, **kwargs: object) -> dict[str, Any]:
         """Compile at the first call: compiling all at import would take a third of its time."""
         lines[:] = [_compiled(line) for line in signature.strip().splitlines() if line.strip()]
         return lines[0](*args, **kwargs)
@@ -137,7 +137,7 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
                 return call(*args, **renamed)
         raise Unfit(str(error)) from None
 
-    def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def call(*args: object, **kwargs: object) -> dict[str, Any]:
         try:
             return lines[0](*args, **kwargs)
         except TypeError as e:
@@ -146,7 +146,7 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
     return call
 
 
-def dim_of(dim: Any, ndim: int, op: str) -> int:
+def dim_of(dim: int, ndim: int, op: str) -> int:
     """Count a dimension from the front, as torch does: -1 is the last, and a scalar has one.
 
     >>> dim_of(-1, 3, "sum")

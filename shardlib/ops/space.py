@@ -1,7 +1,6 @@
 """Spatial operators: batches, and independent channels, are rows; positions, weights are whole."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,9 +75,9 @@ def _depthwise(k: int) -> None:
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        stride: Any,
-        padding: Any,
-        dilation: Any,
+        stride: int | Sequence[int],
+        padding: int | Sequence[int] | str,
+        dilation: int | Sequence[int],
         groups: int,
     ) -> Tensor:
         # ``groups`` counts all channels; a block has as many groups as filters
@@ -92,7 +91,7 @@ def _depthwise(k: int) -> None:
         }
         return out | ({bias.at: ("c",)} if isinstance(bias, ArgumentSlot) else {})
 
-    def implementation(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def implementation(func: Func, args: Args, kwargs: Kwargs) -> object:
         x, w, bias, stride, padding, dilation, groups = bind(*args, **kwargs).values()
         one = (
             isinstance(x, Tensor)

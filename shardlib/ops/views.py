@@ -248,7 +248,7 @@ class _ViewCall(NamedTuple):
     kwargs: Any
 
     def seen(
-        self, x: ShardedTensor, run: Any, how: tuple[Any, ...], place: Place, strided: bool = False
+        self, x: ShardedTensor, run: Func, how: tuple[Any, ...], place: Place, strided: bool = False
     ) -> Any:
         """Return a view of ``x``: ``run`` of its blocks, with place ``place``."""
         if self.args and self.args[0] is x:
@@ -264,7 +264,7 @@ def _viewed(
     return out if isinstance(out, str) else (out, out.local_shape(new, dict(mesh)))
 
 
-def _view(call: _ViewCall, func: Any, x: ShardedTensor, new: tuple[int, ...]) -> Any:
+def _view(call: _ViewCall, func: Func, x: ShardedTensor, new: tuple[int, ...]) -> Any:
     new = _infer(new, x, x.padded_shape.numel(), func.__name__)
     copied = not is_dense(x) and not _mergeable(x, new)
     if copied and func is Tensor.view:
@@ -338,7 +338,7 @@ VIEW = binder("""
 """)
 
 
-def _padded_view(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+def _padded_view(run: Func, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """View a padded operand: other dimensions merge and split, the padded last one stays."""
     x, wanted = VIEW(*args, **kwargs).values()
     last_only(x, func)
@@ -353,7 +353,7 @@ def _padded_view(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedTen
 
 
 @implements(Tensor.view, Tensor.reshape, torch.reshape, padded=_padded_view, repeats=True)
-def view(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def view(func: Func, args: Args, kwargs: Kwargs) -> object:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         if {args[0].dtype} == {*args[1:], *kwargs.values()}:
             return args[0].detach()  # as in torch, where view(dtype) is not differentiable
@@ -367,7 +367,7 @@ _AS = binder("view_as(input, other: tensor)")
 
 
 @implements(Tensor.view_as, Tensor.reshape_as, repeats=True)
-def view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def view_as(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, other = _AS(*args, **kwargs).values()
     run = Tensor.view if func is Tensor.view_as else Tensor.reshape
     if not isinstance(x, ShardedTensor):
@@ -378,13 +378,13 @@ def view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
 _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
 
 
-def _merged(*args: Any, **kwargs: Any) -> range:
+def _merged(*args: object, **kwargs: object) -> range:
     x, start, end = _FLATTEN(*args, **kwargs).values()
     return range(*slice(start % max(x.ndim, 1), end % max(x.ndim, 1) + 1).indices(x.ndim))
 
 
 @implements(Tensor.flatten, torch.flatten, padded=beside(_merged), repeats=True)
-def flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def flatten(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, start, end = _FLATTEN(*args, **kwargs).values()
     start, end = (dim_of(d, len(x.padded_shape), "flatten") for d in (start, end))
     if start > end:
@@ -405,7 +405,7 @@ _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
     padded=beside(the_dim(_UNFLATTEN)),
     repeats=True,
 )
-def unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def unflatten(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, dim, sizes = _UNFLATTEN(*args, **kwargs).values()
     dim = dim_of(dim, len(x.padded_shape), "unflatten")
     sizes = _infer(tuple(sizes), x, x.padded_shape[dim], "unflatten")
@@ -422,7 +422,7 @@ def unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
     Tensor.moveaxis, torch.moveaxis, Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__,
     padded=of_true_sizes, skewed=True, repeats=True,
 )  # fmt: skip
-def permuted(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def permuted(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Reorder dimensions as torch reorders those of a stand-in, whose strides are their numbers."""
     call = FlatCall.of(func, *args, **kwargs)
     x, *others = call.tensors
@@ -448,7 +448,7 @@ _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
 
 
 @implements(Tensor.unsqueeze, torch.unsqueeze, padded=of_true_sizes, repeats=True)
-def unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, dim = _UNSQUEEZE(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     dim = dim_of(dim, ndim + 1, "unsqueeze")
@@ -464,7 +464,7 @@ _SQUEEZE = binder("squeeze(input)\nsqueeze(input, *dim: int)")
 
 
 @implements(Tensor.squeeze, torch.squeeze, padded=of_true_sizes, repeats=True)
-def squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def squeeze(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, *where = _SQUEEZE(*args, **kwargs).values()
     ndim = len(x.padded_shape)
     chosen = dims_of(where[0], ndim, "squeeze") if where and ndim else range(ndim)
@@ -483,7 +483,7 @@ def squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 
 
-def _padded_expand(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+def _padded_expand(run: Func, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Expand a padded operand whose padded dimensions stay as they are."""
     x, sizes, *_ = (_AS if func is Tensor.expand_as else _EXPAND)(*args, **kwargs).values()
     sizes = tuple(sizes.shape) if isinstance(sizes, Tensor) else tuple(sizes)
@@ -509,7 +509,7 @@ def _padded_expand(run: Any, func: Func, args: Args, kwargs: Kwargs) -> ShardedT
     padded=_padded_expand,
     repeats=True,
 )
-def expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def expand(func: Func, args: Args, kwargs: Kwargs) -> object:
     if func is Tensor.expand_as:
         x, other = _AS(*args, **kwargs).values()
         sizes = tuple(other.shape)
@@ -537,7 +537,7 @@ def expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------------- pieces
 
 
-def _split_sizes(func: Any, size: int, pieces: Any) -> list[int]:
+def _split_sizes(func: Func, size: int, pieces: Any) -> list[int]:
     if isinstance(pieces, int) and pieces <= 0 < size:
         raise BadArgument(f"{pieces} pieces, or pieces of that size, of {size}", op=func.__name__)
     if "chunk" in func.__name__:
@@ -559,11 +559,11 @@ _SPLIT = binder("""
 _CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
 
 
-def _bound_pieces(func: Any) -> Any:
+def _bound_pieces(func: Func) -> Func:
     return _CHUNK if "chunk" in func.__name__ else _SPLIT
 
 
-def _padded_split(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _padded_split(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Split a padded operand along a dimension without padding."""
     return beside(the_dim(_bound_pieces(func)))(run, func, args, kwargs)
 
@@ -720,7 +720,7 @@ def piece(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return x.becomes(raw, Layout(dims=tuple(dims), partial=x.sharding.partial), torch.Size(sizes))
 
 
-def _check_piece(x: ShardedTensor, d: int, i: Any) -> None:
+def _check_piece(x: ShardedTensor, d: int, i: object) -> None:
     """Refuse an index beyond dimension ``d``, and one that cuts its blocks."""
     token, size = x.dims[d], x.padded_shape[d]
     if isinstance(i, int) and not isinstance(i, bool) and not -size <= i < size:
@@ -827,7 +827,7 @@ def repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 _CAT = binder("cat(tensors, dim: int = 0)")
 
 
-def _padded_pieces(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _padded_pieces(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Join padded pieces with equal layouts along a dimension without padding."""
     along = the_dim(_CAT) if func is not torch.stack else lambda *_, **__: []
     return beside(along)(run, func, args, kwargs)
@@ -862,7 +862,7 @@ def cat(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return ShardedTensor(raw, Place(values[0].sharding, torch.Size(size), mesh))
 
 
-def _check_sizes(func: Any, values: list[ShardedTensor], dim: int) -> None:
+def _check_sizes(func: Func, values: list[ShardedTensor], dim: int) -> None:
     """Refuse pieces whose sizes differ in another dimension, or in any for ``stack``."""
     sizes = [list(v.padded_shape) for v in values]
     if func is not torch.stack:
@@ -876,7 +876,7 @@ def _check_sizes(func: Any, values: list[ShardedTensor], dim: int) -> None:
         )
 
 
-def _check_layouts(func: Any, values: list[ShardedTensor], dim: int) -> None:
+def _check_layouts(func: Func, values: list[ShardedTensor], dim: int) -> None:
     """Refuse pieces that would move to be joined."""
     error, why, where = NoImplementation, "the pieces lie differently", "..."
     if len({v.sharding for v in values}) == 1 and not any(v.deferred for v in values):

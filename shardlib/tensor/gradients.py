@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib._compat import Local, backward_now
+from shardlib._compat import Ctx, Local, backward_now
 from shardlib.collectives import lead, psum, unwrap, wrap
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
@@ -75,7 +75,7 @@ class _Vary(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], wide: Wide | None = None
+        ctx: Ctx, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], wide: Wide | None = None
     ) -> Tensor:
         ctx.mesh, ctx.axes, ctx.wide, ctx.dtype = mesh, axes, wide, raw.dtype
         ctx.leaf = together_of(raw)
@@ -83,7 +83,7 @@ class _Vary(Local):
         return raw.view_as(raw)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         g = grads[0] if ctx.wide is None else ctx.wide.take(grads[0])
         if g is None:
             return None, None, None, None
@@ -115,7 +115,7 @@ class _Sum(Local):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Ctx,
         raw: Tensor,
         mesh: Mesh,
         axes: tuple[str, ...],
@@ -128,7 +128,7 @@ class _Sum(Local):
         return out.clone() if out._is_view() else out  # autograd refuses writes to an alias
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # _Vary in place of the identity, so that second derivatives are summed as well
         return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None, None, None
 
@@ -137,12 +137,12 @@ class _ShareGradient(Local):
     """Identity; the gradient is divided by the number of ranks that all return it."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, count: int) -> Tensor:
+    def forward(ctx: Ctx, raw: Tensor, count: int) -> Tensor:
         ctx.count = count
         return raw.view_as(raw)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0] / ctx.count, None
 
 
@@ -154,12 +154,12 @@ class _OfPending(Local):
     """
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, count: int) -> Tensor:
+    def forward(ctx: Ctx, raw: Tensor, count: int) -> Tensor:
         ctx.count = count
         return raw.view_as(raw)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _ShareGradient.apply(grads[0], ctx.count), None
 
 
@@ -167,12 +167,12 @@ class _ToPending(Local):
     """Identity on a part of a pending sum; backward sums its (replicated) cotangent by ``vary``."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    def forward(ctx: Ctx, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         return raw.view_as(raw)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None
 
 
@@ -276,7 +276,7 @@ class _VaryAll(Local):
 
     @staticmethod
     def forward(
-        ctx: Any, mesh: Mesh, axes: tuple[str, ...], wire: torch.dtype | None, *raws: Tensor
+        ctx: Ctx, mesh: Mesh, axes: tuple[str, ...], wire: torch.dtype | None, *raws: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.mesh, ctx.axes, ctx.narrow = mesh, axes, raws[0].dtype if is_half(raws[0]) else None
         ctx.wire = wire
@@ -285,7 +285,7 @@ class _VaryAll(Local):
         return tuple(raw.view_as(raw) if ctx.narrow is None else raw.float() for raw in raws)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         mesh, how = ctx.mesh, (ctx.axes, ctx.narrow, ctx.wire)
         grads = tuple(
             None if g is None or _handed_over(leaf, g, mesh, *how) else g

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardlib._compat import Local, under_transform
+from shardlib._compat import Ctx, Local, under_transform
 from shardlib.collectives import holds_values, lead, spans_processes, verify
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
@@ -87,12 +87,12 @@ class _Copies(Local):
     """One copy for each simulated rank; all copies have the same cotangent as the original."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+    def forward(ctx: Ctx, x: Tensor, count: int) -> Tensor:
         ctx.set_materialize_grads(False)
         return x.unsqueeze(0).repeat(count, *[1] * x.ndim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, None]:
         return None if grads[0] is None else _First.apply(grads[0]), None
 
 
@@ -100,13 +100,13 @@ class _First(Local):
     """Rank 0's copy of a replicated value; the cotangent goes to every copy."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor) -> Tensor:
+    def forward(ctx: Ctx, raw: Tensor) -> Tensor:
         ctx.ranks = raw.shape[0]
         ctx.set_materialize_grads(False)
         return raw[0].clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> Tensor | None:
         return None if grads[0] is None else _Copies.apply(grads[0], ctx.ranks)
 
 

@@ -96,7 +96,7 @@ _ANY: set[Any] = set()  # functions that take all operands: the dispatcher need 
 
 
 def implements(
-    *funcs: Any,
+    *funcs: Func,
     padded: bool | Padded = False,
     skewed: bool = False,
     pending: bool = True,
@@ -177,7 +177,7 @@ class Facts:
 
     __slots__ = ("__weakref__", "derived", "node", "of", "read", "serial")
 
-    def __init__(self, read: Callable[[], Tensor] | None = None, node: Any = None) -> None:
+    def __init__(self, read: Callable[[], Tensor] | None = None, node: object = None) -> None:
         self.read, self.node = read, node
         self.forget()
 
@@ -214,7 +214,7 @@ class ShardedTensor(torch.Tensor):
     def __new__(cls: type, raw: Tensor, place: Place) -> "ShardedTensor":
         return _wrapped(raw, place)
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: object) -> None:
         pass
 
     @staticmethod
@@ -326,7 +326,7 @@ class ShardedTensor(torch.Tensor):
     def __torch_function__(
         cls,
         func: Func,
-        types: Any,
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -359,7 +359,7 @@ class ShardedTensor(torch.Tensor):
         gradient: Tensor | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        inputs: Any = None,
+        inputs: Tensor | Sequence[Tensor] | None = None,
     ) -> None:
         """Add the gradients of the leaves, as torch's own method does.
 
@@ -370,7 +370,7 @@ class ShardedTensor(torch.Tensor):
         given = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
         return ShardedTensor.__torch_function__(Tensor.backward, (), (self, gradient), given)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: Func, method: str, *given: Any, **kwargs: object) -> object:
         """Compute with numpy scalars as with Python numbers; refuse numpy arrays with an error."""
         refuse_arrays(given, f"numpy.{ufunc.__name__}")
         if kwargs or method != "__call__" or ufunc.__name__ not in _OPERATORS:
@@ -383,7 +383,7 @@ class ShardedTensor(torch.Tensor):
         ]
         return _OPERATORS[ufunc.__name__](*numbers)
 
-    def __array_function__(self, func: Func, types: Any, args: Args, kwargs: Kwargs) -> Any:
+    def __array_function__(self, func: Func, types: object, args: Args, kwargs: Kwargs) -> Any:
         """Return sizes to numpy; refuse other functions here, by name, since some of them catch
         an operand's error and return a result.
         """
@@ -409,7 +409,7 @@ class ShardedTensor(torch.Tensor):
         found = [v for v in _leaves((args, kwargs or {})) if isinstance(v, ShardedTensor)]
         raise call_error(NoImplementation, why, str(func), "sl.unshard(x)", found[0])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         head = f"ShardedTensor({typeof(self)} on {self.mesh}"
         # one line each, so that a dictionary of parameters stays readable; x.local shows the rest
         return f"{head})" if self.raw.numel() > _SHOWN else f"{head}\n{self.local!r})"
@@ -424,15 +424,14 @@ class ShardedTensor(torch.Tensor):
             memo[id(self)] = _keep_kind(self, self.becomes(raw))
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         if self.mesh.forked:  # an error raised here, in a queue's feeder thread, would be lost
             return _from_a_worker, (typeof(self),)
         if holds_values(self.mesh) and not lead(self.mesh):
             why = "a block of a running job cannot be pickled as the whole tensor"
             raise call_error(ShardError, why, "pickle", "sl.unshard(x)", tensor=self)
         is_parameter = isinstance(self, torch.nn.Parameter)
-        lies, shape, mesh, *rest = self.place
-        place = (str(lies), tuple(shape), mesh, *_plainly(*rest))
+        place = _plainly(self.place)
         return _unpickle, (self.raw.detach(), place, self.raw.requires_grad, is_parameter)
 
 
@@ -465,7 +464,7 @@ def local_call(func: Func, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, 
     return _of_stacks(func, mesh, *args, **kwargs) if lead(mesh) else func(*args, **kwargs)
 
 
-def _of_stacks(func: Any, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
+def _of_stacks(func: Func, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
     """Run it on the stacked blocks of simulated ranks."""
     out = func(*[_lift(a, mesh) for a in args], **{k: _lift(v, mesh) for k, v in kwargs.items()})
     return _lower(out)
@@ -534,7 +533,7 @@ def blockwise(
     return out
 
 
-def _repeated(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _repeated(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return the result of a call cached by ``blockwise``, or None if there is none."""
     now = scope()
     key = _call_key(now, func, args, kwargs)
@@ -556,7 +555,7 @@ def _repeated(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return None  # the implementation's error names what torch refuses
 
 
-def _moved(repeat: _Repeat, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _moved(repeat: _Repeat, func: Func, args: Args, kwargs: Kwargs) -> object:
     try:
         return _run(repeat, args, kwargs)
     except RuntimeError as e:
@@ -623,7 +622,7 @@ def has_padding(values: Iterable[Any]) -> bool:
     return bool(_odd(values) & _PADDED)
 
 
-def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Refuse a call whose implementation assumes that blocks are placed without skew."""
     found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
     x = next(x for x in found if x.sharding.skew)
@@ -632,12 +631,12 @@ def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> Any:
     raise call_error(Unsupported, why, func, fix, tensor=x)
 
 
-def _refuse_pending(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _refuse_pending(func: Func, args: Args, kwargs: Kwargs) -> object:
     found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
     raise partial_escape(func.__name__, next(x for x in found if x.sharding.partial))
 
 
-def _refuse_padding(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _refuse_padding(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Refuse a call that would read padding, unless the fallback can run it."""
     if _asks_no_value(func):
         return _unknown(func, args, kwargs)
@@ -697,7 +696,7 @@ _MISTAKES = (
 """Errors that bad arguments cause in an implementation; torch may have a better one for them."""
 
 
-def _recovered(e: Exception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _recovered(e: Exception, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run a call whose implementation raised on whole operands, or raise the best error for it."""
     if isinstance(e, ShardError) and (told := _of_gradcheck()) is not None:
         raise told from e
@@ -710,7 +709,7 @@ def _recovered(e: Exception, func: Func, args: Args, kwargs: Kwargs) -> Any:
     raise e
 
 
-def _otherwise(refusal: Exception, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _otherwise(refusal: Exception, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run a refused call on whole operands, if they may be gathered; else raise the refusal."""
     if not FALLBACK or getattr(refusal, "final", False):
         raise refusal
@@ -736,7 +735,7 @@ def torch_refuses(func: Func, args: Args, kwargs: Kwargs) -> BadArgument | None:
     if getattr(func, "__module__", "") == "torch.autograd" or func is Tensor.backward:
         return None
 
-    def bare(x: Any) -> Any:
+    def bare(x: object) -> Any:
         return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
     leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
@@ -780,7 +779,7 @@ def _out_of_memory(e: RuntimeError) -> bool:
 _NOT_OVERWRITTEN = "is a view and is being modified inplace"
 
 
-def _not_overwritten(func: Any, args: Any) -> Unsupported:
+def _not_overwritten(func: Func, args: Args) -> Unsupported:
     """Return the error for a write to a block that is a view made by an autograd function."""
     found = [x for x in _leaves(args) if isinstance(x, ShardedTensor)]
     why = "autograd lets nothing be written to a view of what one of its functions returned"
@@ -819,7 +818,7 @@ def heard(run: Callable[..., Any], verb: Callable[..., Any], *args: Any, **kwarg
 
 
 def _guarded(implementation: Implementation) -> Implementation:
-    def run(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: Func, args: Args, kwargs: Kwargs) -> object:
         try:
             return implementation(func, args, kwargs)
         except _MENDED as e:
@@ -832,10 +831,12 @@ def _guarded(implementation: Implementation) -> Implementation:
     return run
 
 
-def _plainly(true_shape: Any, deferred: Any, out: Any, merged: Any) -> tuple[Any, ...]:
-    """Convert the rest of a place to types that torch.load accepts with ``weights_only``."""
-    true = None if true_shape is None else tuple(true_shape)
-    return true, sorted(deferred), None if out is None else str(out), merged
+def _plainly(place: Place) -> tuple[Any, ...]:
+    """Convert a place to types that torch.load accepts with ``weights_only``."""
+    layout, shape, mesh, true, deferred, out, merged = place
+    sizes = None if true is None else tuple(true)
+    text = None if out is None else str(out)
+    return str(layout), tuple(shape), mesh, sizes, sorted(deferred), text, merged
 
 
 def _unpickle(raw: Tensor, place: Any, grad: bool, is_parameter: bool) -> ShardedTensor:
@@ -875,7 +876,7 @@ _SHORT = {
 }  # fmt: skip
 
 
-def _of_leaves(f: Callable[[Any], Any], x: Any) -> Any:
+def _of_leaves(f: Callable[[Tensor], object], x: Any) -> object:
     """Call ``f`` on each tensor of a tree; other leaves stay.  Raises: PlainTensor."""
     if optree.tree_structure(x).is_leaf():
         raise no_tensor(x, f.__name__)
@@ -899,7 +900,7 @@ def named_tensors(x: object, op: str) -> dict[str, Tensor]:
     return named
 
 
-def no_tensor(x: Any, op: str, layout: str = "...") -> PlainTensor:
+def no_tensor(x: object, op: str, layout: str = "...") -> PlainTensor:
     """Return the error for a value that is no tensor, with a line that makes one from it."""
     made = "torch.ones(2, 2)"
     if isinstance(x, torch.nn.Module):
@@ -1023,7 +1024,7 @@ _INSTEAD = {
 }
 
 
-def no_transform(name: str, args: Any = (), fix: str = "") -> Unsupported:
+def no_transform(name: str, args: Args = (), fix: str = "") -> Unsupported:
     """Return the error for a sharded value under one of torch.func's transforms."""
     found = [x for x in _leaves(args) if isinstance(x, ShardedTensor)]
     refusal = Unsupported(
@@ -1057,7 +1058,7 @@ def refuse_trace() -> None:
 class _Traced:
     """Watcher while make_fx records: it refuses each call."""
 
-    def __call__(self, run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def __call__(self, run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
         raise no_trace("make_fx")
 
     verb = __call__
@@ -1068,14 +1069,14 @@ patch("make_fx", lambda: intercept_proxies(lambda mode: enter(mode, watcher=_Tra
 _VALUES = frozenset("real imag H mH".split())  # properties that are functions of the values
 
 
-def _asks_no_value(func: Any) -> bool:
+def _asks_no_value(func: Func) -> bool:
     """Check whether it is a property without an implementation that does not depend on values."""
     name = getattr(func, "__name__", "")
     known = func in TABLE or name not in ("__get__", "__set__")
     return not known and getattr(func.__self__, "__name__", "") not in _VALUES
 
 
-def _unknown(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _unknown(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     if _asks_no_value(func):
         with no_torch_function():
             return func(*args, **kwargs)
@@ -1094,7 +1095,7 @@ def no_implementation(
     return call_error(NoImplementation, reason, name, "sl.unshard(x)" if found else "", *found)
 
 
-def on_shapes(func: Any, mesh: Mesh) -> Unsupported:
+def on_shapes(func: Func, mesh: Mesh) -> Unsupported:
     """Return the error for a result that depends on values, on a recorded mesh without values."""
     name = getattr(func, "__name__", str(func))
     return Unsupported(
@@ -1132,7 +1133,7 @@ def partial_escape(op: str, x: ShardedTensor) -> PartialEscape:
     return call_error(PartialEscape, why, op, f"sl.reshard(x, {bare!r})", tensor=x)
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _leaves(tree: object) -> list[Any]:
     if isinstance(tree, tuple | list):
         return [leaf for item in tree for leaf in _leaves(item)]
     if isinstance(tree, dict):
