@@ -18,7 +18,7 @@ The recomputation of ``torch.utils.checkpoint`` repeats the draws of the forward
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -220,9 +220,10 @@ def _named(mesh: Mesh, generator: torch.Generator) -> int:
 class Plain:
     """Draw of plain tensors by a function such as ``torch.rand(shape)``, equal on all ranks.
 
-    Such tensors count as replicated, but each rank's own generator makes them.  Once a call has
-    drawn, the ranks compare their generators before each call (8 bytes from each); where they
-    differ, rank 0's is used, and afterwards the others continue from their own.
+    Such tensors count as replicated, but each rank's own generators make them, the host's and the
+    device's.  Once a call has drawn, the ranks compare their generators before each call (8 bytes
+    from each); where they differ, rank 0's are used, and afterwards the others continue from their
+    own.
     """
 
     def __init__(self) -> None:
@@ -232,50 +233,68 @@ class Plain:
         """Call ``run()``, and again if it was the first call to draw and the generators differ."""
         if not spans_processes(mesh) or mesh.size == 1:
             return run()
-        mine, at, around, keys = torch.get_rng_state(), rewound(mesh), scope().random.keys, [0]
+        mine, at, around, keys = _states(mesh), rewound(mesh), scope().random.keys, [0]
         replaced = self.drawn and _rank_zeros(mesh, mine)
         with within(keys=keys):
             out = run()
-            if not self.drawn and _moved_on(mine, keys[0]):
+            if not self.drawn and _moved_on(mine, mesh, keys[0]):
                 self.drawn = True
-                after = torch.get_rng_state()
+                after = _states(mesh)
                 if _rank_zeros(mesh, mine):
                     rewind(mesh, at)
                     out, replaced = run(), True
                 else:
-                    torch.set_rng_state(after)
+                    _set_states(mesh, after)
         if around is not None:
             around[0] += keys[0]
         if replaced and mesh.coord is not None and any(mesh.coord.values()):
-            torch.set_rng_state(mine)
-            torch.rand((), device="cpu")
+            _set_states(mesh, mine)
+            for device in {"cpu", mesh.device.type}:
+                torch.rand((), device=device)
         return out
 
 
-def _moved_on(since: Tensor, keys: int) -> bool:
-    """Check whether torch's generator made more draws than the ``keys`` draws for keys."""
-    now = torch.get_rng_state()
-    if torch.equal(now, since):
+def _states(mesh: Mesh) -> list[Tensor]:
+    """Return the states of torch's generators: the host's, and that of the mesh's device."""
+    found = [torch.get_rng_state()]
+    if mesh.device.type != "cpu":
+        found.append(torch.get_device_module(mesh.device).get_rng_state(mesh.device))
+    return found
+
+
+def _set_states(mesh: Mesh, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(mesh.device).set_rng_state(state, mesh.device)
+
+
+def _moved_on(since: Sequence[Tensor], mesh: Mesh, keys: int) -> bool:
+    """Check whether torch's generators made more draws than the ``keys`` draws for keys."""
+    now = _states(mesh)
+    if not all(map(torch.equal, now[1:], since[1:])):
+        return True
+    if torch.equal(now[0], since[0]):
         return False
     again = torch.Generator()
-    again.set_state(since)
+    again.set_state(since[0])
     for _ in range(keys):
         torch.rand((), generator=again, device="cpu")
-    return not torch.equal(now, again.get_state())
+    return not torch.equal(now[0], again.get_state())
 
 
-def _rank_zeros(mesh: Mesh, mine: Tensor) -> bool:
-    """Set torch's generator to rank 0's state; False where all have this state already."""
+def _rank_zeros(mesh: Mesh, mine: Sequence[Tensor]) -> bool:
+    """Set torch's generators to rank 0's states; False where all have these states already."""
     axes = tuple(a for a in mesh.names if mesh.axes[a] > 1)
     with bind(mesh):
+        whole = torch.cat([*mine])
         digest = int.from_bytes(
-            hashlib.blake2b(mine.numpy().tobytes(), digest_size=7).digest(), "little"
+            hashlib.blake2b(whole.numpy().tobytes(), digest_size=7).digest(), "little"
         )
         found = all_gather(torch.tensor([digest], device=mesh.device), axes)
         if bool((found == found[0]).all()):
             return False
-        state = pbroadcast(mine.to(mesh.device), axes, 0)
-    torch.set_rng_state(state.cpu())
+        whole = pbroadcast(whole.to(mesh.device), axes, 0).cpu()
+    _set_states(mesh, whole.split([len(state) for state in mine]))
     return True
 
 

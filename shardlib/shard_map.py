@@ -347,7 +347,7 @@ def _rehearse(f: Callable[..., Any], call: _BodyCall, out_layouts: object) -> No
     Raises: WrongAxes.  A body that needs values cannot run on shapes, and is not checked.
     """
     axes: Any = call.mesh.axes
-    stage, state = simulate(**axes), torch.random.get_rng_state()
+    stage, state = simulate(**axes, device="cpu"), torch.random.get_rng_state()
     given = list(call.blocks)
     for i in call.at:
         block, layout = call.blocks[i], call.layouts[i]

@@ -358,7 +358,8 @@ def _rank(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     code = 0
     try:
-        with sl.make_mesh(x=2, y=2, device="cpu", timeout=timeout), _mode(check):
+        mesh = sl.make_mesh(x=2, y=2, device="cpu", timeout=timeout)
+        with torch.device("cpu"), mesh, _mode(check):
             if isinstance(when, str):
                 found = Places(fault, who, when, folder, check).run()
             else:

@@ -358,7 +358,7 @@ class Draw:
         name = f"a{len(self.operands)}"
         able = value.is_floating_point() or value.is_complex()
         wanted = able and (self.chance(0.75) if grad is None else grad)
-        value = value.detach().clone().contiguous()
+        value = value.detach().clone().contiguous().to(torch.get_default_device())
         if able and self.odd and value.numel() and self.chance(0.06):
             value = self._odd(value)
         # torch.gather reads expanded ones as int64

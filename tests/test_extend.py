@@ -150,7 +150,7 @@ def test_a_declared_operator_is_cast_as_it_says() -> None:
 
     halved.register_fake(lambda x: torch.empty_like(x))
     sl.extend.operator(sl.extend.OpSpec("shardlib_tests::halved", "pointwise", cast="lower"))
-    with sl.simulate(x=2), torch.autocast("cpu", dtype=torch.bfloat16):
+    with sl.simulate(x=2), torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert halved(sl.shard(torch.ones(4), "x")).dtype == torch.bfloat16
 
 

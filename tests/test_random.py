@@ -158,9 +158,9 @@ def test_torchs_stream_moves_on_alike_for_every_layout() -> None:
         with sl.simulate(x=2, y=2):
             torch.manual_seed(0)
             F.dropout(sl.shard(torch.ones(4, 4), layout), 0.5)
-            after.add(torch.rand(()).item())
+            after.add(torch.rand((), device="cpu").item())  # the host's stream, on any device
     torch.manual_seed(0)
-    assert len(after) == 1 and torch.rand(()).item() not in after
+    assert len(after) == 1 and torch.rand((), device="cpu").item() not in after
 
 
 # ---------------------------------------------------------------- the state

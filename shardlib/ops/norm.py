@@ -260,7 +260,7 @@ def _whole(
         if found is not None:
             return found
     # torch 2.13 has no gradient for a wide shift alone
-    mixes = raw.device.type in ("cpu", "meta") and (w is not None or b is None)
+    mixes = mesh.device_type in ("cpu", "meta") and (w is not None or b is None)
     if not lead(mesh) and (not is_half(raw) or mixes):
         return F.layer_norm(raw, shape, w, b, eps)
     # under simulate every rank has its own scale; other devices have no kernel of mixed dtypes

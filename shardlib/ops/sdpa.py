@@ -5,6 +5,7 @@ heads that its queries use.
 """
 
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ def scaled_dot_product_attention(func: Func, args: Args, kwargs: Kwargs) -> Shar
         mask = lift(mask, mesh, "scaled_dot_product_attention")
         deferred = deferred.union(mask.deferred).difference(q.sharding.axes)
         given["attn_mask"] = _as_scores(mask, q, k, deferred)
-    run = on_paper if q.raw.is_meta and not holds_values(mesh) else func
+    run = func
+    if q.raw.is_meta and not holds_values(mesh):
+        run = partial(on_paper, mesh.device_type)
     size = torch.Size((*q.padded_shape[:-1], v.padded_shape[-1]))
     place = Place(q.sharding, size, mesh, deferred=deferred)
     alike = len(args) == 3 and all(map(operator.is_, args, (q, k, v)))

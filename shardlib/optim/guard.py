@@ -43,7 +43,8 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
     It tests the global norm, one psum of a scalar, which a clip inside ``tx`` uses too.
     ``most``  the most consecutive steps that may be skipped.
     On an accelerator the device decides, and the host does not wait, unless a number of the state
-    is read: ``optim.step`` holds parameters and state twice, but for AdamW's.
+    is read: ``optim.step`` holds parameters and state twice, but for rules by element (AdamW, SGD,
+    Lion, ...), whose step is undone a span at a time.
     Raises: ShardError at the next one; on an accelerator in the step after it.
 
     >>> import shardlib as sl

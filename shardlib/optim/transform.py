@@ -412,11 +412,16 @@ def elementwise(
         divide(grads, step)
         step.lr = at_step(lr, state.count)
         f = rule(state.count + 1, step.lr)
-        for g, p, *more in spans(*runs(grads, params, *trees)):
+        sound = None if step.guarded else step.sound
+        for g, *held in spans(*runs(grads, params, *trees)):
+            before = [] if sound is None else [x.clone() for x in held]
+            p, *more = held
             p.add_(f(g, *more, p) if weights else f(g, *more))
-        return state._replace(count=state.count + 1)
+            for x, b in zip(held, before, strict=False):
+                x.copy_(torch.where(sound, x, b))  # type: ignore[arg-type]
+        return chosen(sound, state._replace(count=state.count + 1), state)
 
-    plain = Transform(init, update, "elementwise", in_spans)
+    plain = Transform(init, update, "elementwise", in_spans, heeds=True)
     if kernel is None:
         return plain
 

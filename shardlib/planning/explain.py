@@ -272,7 +272,10 @@ def explain(
             op="explain",
             fix="sl.explain(apply, sl.shard(params, '...'), inputs)",
         )
-    sizes = dict(axis_sizes(leaves[0].mesh if mesh is None else mesh))
+    own = leaves[0].mesh
+    sizes = dict(axis_sizes(own if mesh is None else mesh))
+    device = getattr(mesh, "device_type", own.device_type)
+    make = partial(record, device=device, **sizes)
     args, kwargs = (
         ((), dict(inputs))
         if isinstance(inputs, Mapping)
@@ -281,8 +284,8 @@ def explain(
     with Paths() as paths:
         try:
             return planned(
-                lambda: _rehearsed(apply, params, args, kwargs, sizes),
-                lambda: _explained(apply, params, args, kwargs, sizes, backward, tx, paths),
+                lambda: _rehearsed(apply, params, args, kwargs, make),
+                lambda: _explained(apply, params, args, kwargs, make, backward, tx, paths),
             )
         except ShardError:
             raise
@@ -313,10 +316,10 @@ def _refused(
 
 
 def _rehearsed(
-    apply: Callable[..., Any], params: object, args: Args, kwargs: Kwargs, sizes: dict[str, int]
+    apply: Callable[..., Any], params: object, args: Args, kwargs: Kwargs, make: Callable[[], Mesh]
 ) -> None:
     """Run forward alone first: products learn which of their operands are read again."""
-    with record(**sizes) as paper, torch.no_grad():
+    with make() as paper, torch.no_grad():
         known = Known()
         ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
         with known:
@@ -352,12 +355,12 @@ def _explained(
     params: object,
     args: Args,
     kwargs: Kwargs,
-    sizes: dict[str, int],
+    make: Callable[[], Mesh],
     backward: bool,
     tx: object,
     paths: Paths,
 ) -> Explanation:
-    with record(**sizes) as paper, trace() as t:
+    with make() as paper, trace() as t:
         known = Known()
         ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
         watch = _CallRecorder(t, paper.size, backward, paths)
@@ -375,7 +378,7 @@ def _explained(
             if backward:
                 watch.back(out, raws, together)
         state = 0 if tx is None else _bytes(tx.init(ours))
-    return Explanation(watch.rows, sizes, _bytes(ours), live.peak, state, saved)
+    return Explanation(watch.rows, dict(paper.axes), _bytes(ours), live.peak, state, saved)
 
 
 def _of(kind: type[T], tree: Any) -> list[T]:

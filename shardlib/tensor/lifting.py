@@ -118,7 +118,8 @@ def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
         refuse_blocks(x)
     raw: Any = x
     if lead(mesh):
-        raw = _Copies.apply(x, mesh.size)
+        # torch takes a 0-dim operand of the host with those of a device; a stack of them is none
+        raw = _Copies.apply(x if x.ndim or x.is_meta else x.to(mesh.device), mesh.size)
     elif x.device.type == "meta":
         pass  # a module without values, whose values a loader will fill in
     elif not holds_values(mesh):

@@ -25,7 +25,11 @@ struct Transfer final : Work {
   }
   void arrive() {
     if (landed) return;  // gloo's receives wait for ever when they are waited for again
-    for (auto& w : moving) w->wait();
+    try {
+      for (auto& w : moving) w->wait();
+    } catch (const std::exception& e) {
+      C10_THROW_ERROR(DistBackendError, e.what());
+    }
     Locked l(lock);
     if (!landed) land();
     landed = true;
@@ -54,6 +58,15 @@ struct Group final : c10d::Backend {
   void setSequenceNumberForGroup() override { gloo->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return gloo->getSequenceNumberForGroup(); }
   c10::intrusive_ptr<Options> getBackendOptions() override { return gloo->getBackendOptions(); }
+  void abort() override {  // gloo's own does nothing; a receive that is late closes its connection
+    for (int peer = 0; peer < size_; ++peer) {
+      Tensors none = {at::empty({1})};
+      try {
+        if (peer != rank_) gloo->recv(none, peer, 1 << 20)->wait(std::chrono::milliseconds(1));
+      } catch (const std::exception&) {
+      }
+    }
+  }
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override { together = Works(); }
   c10::intrusive_ptr<Work> endCoalescing() override {

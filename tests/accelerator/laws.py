@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from benchmarks.waits import ROWS, Row, measured, models
+from shardlib.optim.stage3 import Parts
 from shardlib.optim.transform import Posted
 from shardlib.testing import dense_attention
 from tests.accelerator import pretend
@@ -37,6 +38,24 @@ def test_numbers_and_indices_of_the_host_are_taken() -> None:
     x = torch.arange(5.0, device=DEVICE)
     assert (x * torch.tensor(2.0, device="cpu")).tolist() == [0, 2, 4, 6, 8]
     assert x[torch.tensor([1, 3], device="cpu")].tolist() == [1, 3]
+
+
+def test_numbers_of_the_host_meet_sharded_values() -> None:
+    """As with plain tensors of a device: a sum may begin with one, and one may scale."""
+    two = torch.tensor(2.0, device="cpu")
+    with sl.simulate(x=2, device=DEVICE):
+        x = sl.shard(torch.arange(4.0, device=DEVICE), "x")
+        found = [
+            two + x.sum(),
+            x * two,
+            torch.lerp(x, x + 1, two),
+            x.clamp(min=two),
+            x.clone().mul_(two),
+        ]
+        assert all(y.device == DEVICE for y in found)
+        assert [sl.unshard(y).tolist() for y in found] == [
+            8, [0, 2, 4, 6], [2, 3, 4, 5], [2, 2, 2, 3], [0, 2, 4, 6],
+        ]  # fmt: skip
 
 
 def test_convolutions_and_their_gradients_are_the_hosts() -> None:
@@ -242,7 +261,7 @@ def test_steps_that_the_device_skips_are_as_if_they_had_not_been(name: str) -> N
             for i in range(9):
                 if not skipping and i % 3 == 1:
                     continue
-                whole = held if not isinstance(held, o.gathered.Parts) else None
+                whole = held if not isinstance(held, Parts) else None
                 own = state
                 while skipping and not hasattr(own, "skipped"):
                     own = own.inner

@@ -168,7 +168,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
             ({1: one, "1": one}, "two leaves are named '1'"),
             ({"f": print}, "'f' is a builtin_function_or_method"),
             ({"w": pending}, "'w' is a sum that is still pending"),
-            ({"s": torch.ones(2).to_sparse()}, "'s' is not dense"),
+            ({"s": torch.ones(2, device="cpu").to_sparse()}, "'s' is not dense"),
             ({"\ud800": one}, "no text"),
             ({"q": torch.empty(4, dtype=torch.uint4)}, "which no file holds"),
         ):

@@ -12,12 +12,12 @@ def waited(f: object) -> list[str]:
 
 
 def test_operators_whose_result_the_host_must_know_are_listed() -> None:
-    x = torch.arange(4.0)
+    x, counts, rows = torch.arange(4.0), torch.tensor([1, 2, 1, 1]), torch.tensor([1, 2])
     assert waited(lambda: x.sum().item()) == ["_local_scalar_dense"]
     assert waited(lambda: x.nonzero()) == ["nonzero"]
     assert waited(lambda: x[x > 1]) == ["index"]
-    assert waited(lambda: x.repeat_interleave(torch.tensor([1, 2, 1, 1]))) == ["repeat_interleave"]
-    assert not waited(lambda: x.masked_fill(x > 1, 0.0) + x[torch.tensor([1, 2])].sum())
+    assert waited(lambda: x.repeat_interleave(counts)) == ["repeat_interleave"]
+    assert not waited(lambda: x.masked_fill(x > 1, 0.0) + x[rows].sum())
     y = torch.ones(4)
     assert not waited(lambda: y.__setitem__(x > 1, 2.0))  # a mask that is filled
 

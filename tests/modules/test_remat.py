@@ -88,7 +88,10 @@ def test_gradients_are_those_without_it(name: str, recipe: str) -> None:
 
 
 def test_products_and_attention_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under "products" the second run of a region is given every one of their results."""
+    """Under "products" the second run of a region is given every one of their results.
+
+    Attention on whole rows that a device has no kernel for is two products of torch's, and runs again.
+    """
     asked: list[bool] = []
     given = Kept.given
 
@@ -107,7 +110,9 @@ def test_products_and_attention_run_once(monkeypatch: pytest.MonkeyPatch) -> Non
             asked.clear()
             sl.value_and_grad(lambda p, apply=apply: apply(p, IDS, IDS))(params)
         half = len(asked) // 2
-        assert half >= 2 * 5 and asked == [False] * half + [True] * half, recipe
+        again = 0 if torch.get_default_device().type == "cpu" or "ring" in recipe else 2
+        assert half >= 2 * 5 and len(asked) == 2 * half, recipe
+        assert (sum(asked[:half]), sum(asked[half:])) == (0, half - again), recipe
 
 
 class Writes(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.transform import Step, run_in_place
+from shardlib.optim.transform import Step, begun, run_in_place
 from tests.ops.cases import close
 from tests.optim.cases import LAYOUTS, PARAMS, gradients
 from tests.optim.test_clip import pend
@@ -50,7 +50,7 @@ def test_spoilt_steps_are_as_if_they_had_not_been(name: str, layouts: Any) -> No
             updates, state = tx.update(spoil(gradients(got, i), i), state, got)
             got = o.apply_updates(got, updates)
             step = Step()
-            after = run_in_place(tx, spoil(gradients(kept, i), i), after, kept, step)
+            after = run_in_place(tx, spoil(gradients(kept, i), i), begun(after), kept, step)
             assert bool(step.unchanged) == (i % 3 == 1) and step.norm is not None
         assert state.skipped == after.skipped == 2 and state.running == 0
         for k in want:

@@ -239,7 +239,7 @@ def test_why_names_the_ways() -> None:
 
 def test_why_is_legible_and_says_what_a_step_does() -> None:
     """Few lines of a hundred columns, alike matrices told once; and how another way is pinned."""
-    with sl.simulate(x=2, y=2):
+    with sl.simulate(x=2, y=2, device="cpu"):  # the choice is by a device's speed
         params = {
             f"h.{i}.up.weight": sl.shard(torch.ones(64, 256 + 8 * i), "x y") for i in range(9)
         }
@@ -259,7 +259,7 @@ def test_why_is_legible_and_says_what_a_step_does() -> None:
 
 def test_ways_are_chosen_together() -> None:
     """A matrix that outweighs all others is not its owner's alone, and the others are dealt."""
-    with sl.simulate(x=2, y=2):
+    with sl.simulate(x=2, y=2, device="cpu"):  # the choice is by a device's speed
         params = {f"w{i}": sl.shard(torch.ones(64, 64), "x y") for i in range(8)}
         params["large"] = sl.shard(torch.ones(1024, 1024), "x y")
         with sl.trace() as t:

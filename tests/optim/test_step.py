@@ -1,6 +1,8 @@
 """A step in place: what is given up is overwritten, what comes back is the optimizer's step."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,17 +219,14 @@ def test_a_step_in_place_needs_no_memory_of_the_parameters_size(
             for turn in range(2):
                 grads = given(params, stage)
                 if turn:
-                    with torch.profiler.profile(
-                        activities=[torch.profiler.ProfilerActivity.CPU],
-                        profile_memory=True,
-                        acc_events=True,  # else torch 2.11 warns
-                    ) as profile:
-                        sl.optim.step(tx, params, grads, state)
+                    step = partial(sl.optim.step, tx, params, grads, state)
+                    found = peak(step, tmp_path / "trace.json")
                 else:
                     params, state, _ = sl.optim.step(tx, params, grads, state)
-        profile.export_chrome_trace(str(tmp_path / "trace.json"))
         spans = max(most, 4 if clip else 0, 5 if how.get("master") == "bf16+rem" else 0)
-        assert peak(tmp_path / "trace.json") <= spans * 4 * SPAN + 4096, (stage, how)
+        if clip and torch.get_default_device().type != "cpu":
+            spans += 5  # what a step that the device may skip held before
+        assert found <= spans * 4 * SPAN + 4096, (stage, how)
 
 
 def given(params: Any, stage: int | None) -> Any:
@@ -240,8 +239,20 @@ def given(params: Any, stage: int | None) -> Any:
     return {k: x.becomes(torch.ones_like(x.raw)) for k, x in params.items()}
 
 
-def peak(trace: Path) -> int:
+def peak(f: Callable[[], Any], trace: Path) -> int:
     """The most bytes that were allocated at a time beyond those at the beginning."""
+    if torch.get_default_device().type != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        f()
+        return torch.accelerator.max_memory_allocated() - before
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,  # else torch 2.11 warns
+    ) as profile:
+        f()
+    profile.export_chrome_trace(str(trace))
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
     now = most = 0
     for event in sorted(events, key=lambda e: e["ts"]):

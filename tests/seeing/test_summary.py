@@ -42,7 +42,7 @@ def test_a_dictionary_of_parameters_prints_a_line_each() -> None:
     with sl.simulate(x=2):
         _, params = sl.parallelize(nn.Linear(64, 64), [("*", "...")])
         assert len(str(params).splitlines()) == 1 and "f32[64, 64]" in str(params)
-        assert "tensor([1., 1., 1.])" in repr(sl.shard(torch.ones(3), "..."))
+        assert "tensor([1., 1., 1." in repr(sl.shard(torch.ones(3), "..."))
 
 
 def test_a_notebook_gets_a_table() -> None:

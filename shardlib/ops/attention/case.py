@@ -76,6 +76,7 @@ class AttentionCase:
     ``biased``  whether a bias tensor is given, whose rows are split like the queries.
     ``types``   of q, k and v, for messages.
     ``rate``    flops per second; ``links`` of mesh axes whose speed is known.
+    ``device``  type of the device that the ranks compute on.
 
     >>> import torch, shardlib as sl
     >>> with sl.record(s=2):
@@ -96,6 +97,7 @@ class AttentionCase:
     biased: bool = False
     rate: float = _RATE["cpu"]
     links: tuple[tuple[str, Link], ...] = ()
+    device: str = "meta"
 
     @property
     def p(self) -> int:
@@ -139,8 +141,9 @@ def case_of_values(
         mesh=tuple(mesh.axes.items()),
         types=(typeof(q), typeof(k), typeof(v)),
         biased=biased,
-        rate=_RATE.get(q.raw.device.type, _ACCELERATED),
+        rate=_RATE.get(mesh.device_type, _ACCELERATED),
         links=tuple(mesh.links.items()),
+        device=mesh.device_type,
     )
 
 

@@ -522,5 +522,5 @@ def _job(plan: AttentionPlan, q: Tensor, v: Tensor, rank: int) -> AttentionJob:
         rank, mesh.coord[axis] = divmod(rank, mesh.axes[axis])
     at = At(torch.arange(z.b, device="cpu"), torch.arange(z.h, device="cpu"))
     s, t = (sum(map(length, runs)) for runs in (case.q_runs, case.k_runs))
-    kernel = pick(q, v, type(case.mask) is not Full, False)
+    kernel = pick(q, v, type(case.mask) is not Full, False, case.device)
     return AttentionJob(mesh, plan, z.d**-0.5, kernel, lambda _: at, (z.h, s, t))

@@ -216,20 +216,22 @@ def _cpu_backward(
     )
 
 
-def on_paper(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+def on_paper(device: str, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     """Attend as F.scaled_dot_product_attention on the meta device, by the kernel values would use.
 
     torch's own choice on meta is the formula, which holds all scores, unlike the kernels.
+    ``device``  type of the device that values would be on.
     """
     bias = how.get("attn_mask")
     asked = how.get("dropout_p") or q.ndim != 4
     asked = asked or not q.shape[-1] == k.shape[-1] == v.shape[-1]
     asked = asked or (q.shape[1] != k.shape[1] and not how.get("enable_gqa"))
     asked = asked or (bias is not None and (bias.requires_grad or how.get("is_causal")))
-    if _CPU is None or asked or not q.numel() or not k.numel():
+    if _unfused(device, q.dtype) or asked or not q.numel() or not k.numel():
         return F.scaled_dot_product_attention(q, k, v, **how)
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros_like(bias, dtype=q.dtype)
+    assert _CPU is not None
     return _CPU(
         q, k, v, 0.0, how.get("is_causal", False), attn_mask=_four(bias), scale=how.get("scale")
     )[0]
@@ -352,9 +354,20 @@ _PRESENT = {
 }
 
 
-def unfit(name: str, q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> str:
+def _unfused(device: str, dtype: torch.dtype) -> str:
+    """Return why the CPU's kernel does not stand for one of a device on paper; "" if it does."""
+    if _CPU is None:
+        return "this torch has other arguments for it"
+    fused = dtype != torch.float64 if device == "cuda" else device in ("cpu", "meta")
+    return "" if fused else f"{device} has no such kernel"
+
+
+def unfit(
+    name: str, q: Tensor, v: Tensor, biased: bool, needs_math: bool, device: str = "meta"
+) -> str:
     """Return why a kernel cannot compute such blocks; "" if it can.
 
+    ``device``      type of the device that blocks on the meta device stand for.
     ``biased``      whether some block has a bias or a mask.
     ``needs_math``  whether dropout, a learned bias or a gradient of lse is needed.
     """
@@ -367,8 +380,10 @@ def unfit(name: str, q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> st
     if q.shape[-1] != v.shape[-1]:
         return "values must be as wide as keys"
     half = q.dtype in (torch.float16, torch.bfloat16)
+    if name == "cpu" and q.device.type == "meta":
+        return _unfused(device, q.dtype)
     if name == "cpu":
-        return "" if q.device.type in ("cpu", "meta") else "it runs on CPUs"
+        return "" if q.device.type == "cpu" else "it runs on CPUs"
     if q.device.type != "cuda":
         return "it runs on CUDA"
     if name == "flash":
@@ -390,10 +405,10 @@ def unfit(name: str, q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> st
     )
 
 
-def pick(q: Tensor, v: Tensor, biased: bool, needs_math: bool) -> Kernel:
-    """Return the fastest kernel that fits."""
+def pick(q: Tensor, v: Tensor, biased: bool, needs_math: bool, device: str = "meta") -> Kernel:
+    """Return the fastest kernel that fits, see ``unfit``."""
     for name in ("cpu", "flash", "efficient", "math"):
-        if not unfit(name, q, v, biased, needs_math):
+        if not unfit(name, q, v, biased, needs_math, device):
             return KERNELS[name]
     raise AssertionError("the math block takes everything")
 

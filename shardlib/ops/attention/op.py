@@ -210,7 +210,7 @@ def _kernel(
     )
     biased = bias is not None or type(plan.mask) is not Full
     if name == "auto":
-        return pick(q.raw, v.raw, biased, needs_math)
+        return pick(q.raw, v.raw, biased, needs_math, q.mesh.device_type)
     if name not in KERNELS:
         raise ShardError(
             f"unknown kernel {name!r}; there are {', '.join(KERNELS)}",

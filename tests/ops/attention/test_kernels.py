@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
 from shardlib import _compat
 from shardlib.layouts import Ring
+from shardlib.memory_tracker import Live
 from shardlib.ops.attention import kernels
 from shardlib.ops.attention.kernels import KERNELS, Block, merge, pick, unfit
 from shardlib.ops.attention.masks import Full
@@ -102,6 +104,27 @@ def test_a_gpu_gets_flash_and_masks_get_the_efficient_kernel() -> None:
     assert pick(*_cuda(), biased=False, needs_math=False).name == "flash"
     assert pick(*_cuda(), biased=True, needs_math=False).name == "efficient"
     assert pick(*_cuda(), biased=True, needs_math=True).name == "math"
+
+
+def test_on_paper_a_device_without_kernels_holds_all_scores() -> None:
+    """The CPU's kernel stands for those of CUDA, which take no fp64."""
+    block = torch.empty(1, 2, 512, 32, device="meta")
+    peaks = {}
+    for device, dtype, kernel in (
+        ("cpu", torch.float64, "cpu"),
+        ("cuda", torch.float32, "cpu"),
+        ("cuda", torch.float64, "math"),
+        ("xpu", torch.float32, "math"),
+    ):
+        x = block.to(dtype)
+        assert pick(x, x, False, False, device).name == kernel, device
+        with sl.record(x=2, device=device), Live(paper=True) as live:
+            a = sl.shard(x, "...")
+            F.scaled_dot_product_attention(a, a, a)
+        peaks[device, dtype] = live.peak
+    scores = 4 * 2 * 512 * 512
+    assert peaks["cuda", torch.float32] < scores < peaks["xpu", torch.float32]
+    assert peaks["cpu", torch.float64] < 2 * scores < peaks["cuda", torch.float64]
 
 
 def test_an_op_that_changed_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
