@@ -47,21 +47,12 @@ def forget() -> None:
 
 
 @contextmanager
-def _off(device: str) -> Iterator[None]:
-    torch.set_autocast_enabled(device, False)
+def _switched(device: str, on: bool) -> Iterator[None]:
+    torch.set_autocast_enabled(device, on)
     try:
         yield
     finally:
-        torch.set_autocast_enabled(device, True)
-
-
-@contextmanager
-def _on(device: str) -> Iterator[None]:
-    torch.set_autocast_enabled(device, True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_enabled(device, not on)
 
 
 def casting(func: Any) -> AbstractContextManager[Any]:
@@ -70,7 +61,7 @@ def casting(func: Any) -> AbstractContextManager[Any]:
     The steps before and after it (cut, gather, stack, sum) are not cast.
     """
     casts = scope().policy.casts
-    return nullcontext() if casts is None or casts[1] is not func else _on(casts[0])
+    return nullcontext() if casts is None or casts[1] is not func else _switched(casts[0], True)
 
 
 def cast(implementation: Any, func: Func, args: Args, kwargs: Kwargs, known: bool = True) -> Any:
@@ -88,21 +79,23 @@ def cast(implementation: Any, func: Func, args: Args, kwargs: Kwargs, known: boo
     if how is None and func in COMPOSITE:
         return implementation(func, args, kwargs)
     if how is None and (not known or func in DECLARED):
-        with _off(device), within(casts=(device, func)):
+        with _switched(device, False), within(casts=(device, func)):
             return implementation(func, args, kwargs)
-    dtype = None
-    if how == "lower":
-        dtype = torch.get_autocast_dtype(device)
-    elif how == "wide":
-        given = kwargs.get("dtype")
-        dtype = None if given is not None else torch.float32
-    elif how == "widest":
-        found = {x.dtype for x in _tensors((args, kwargs)) if x.is_floating_point()}
-        dtype = torch.float32 if torch.float32 in found and len(found) > 1 else None
-    with _off(device):
+    dtype = None if how is None else _dtype(how, device, args, kwargs)
+    with _switched(device, False):
         if dtype is not None:
             args, kwargs = _to(args, dtype), _to(kwargs, dtype)
         return implementation(func, args, kwargs)
+
+
+def _dtype(how: str, device: str, args: Args, kwargs: Kwargs) -> torch.dtype | None:
+    """Return the dtype to which autocast's class casts the operands; None for their own."""
+    if how == "lower":
+        return torch.get_autocast_dtype(device)
+    if how == "wide":
+        return torch.float32 if kwargs.get("dtype") is None else None
+    found = {x.dtype for x in _tensors((args, kwargs)) if x.is_floating_point()}
+    return torch.float32 if torch.float32 in found and len(found) > 1 else None
 
 
 def _device(tree: Any) -> str:

@@ -1,7 +1,7 @@
 """Placement of data on a mesh: shard, unshard, reshard."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import optree
@@ -153,6 +153,20 @@ def shard(
                 for leaf, lay in zip(leaves, layouts, strict=True)
             ],
         )
+    _refuse_placed(x, layout, m)
+    refuse_trace()
+    if name := under_transform():
+        raise no_transform(name)
+    lay = as_layout(layout, "shard", "sl.shard(x, {})", shape=x.shape, mesh=m).resolve(x.ndim)
+    placed = place_whole(x, lay, m, src=src, pad=pad)
+    if src is None and spans_processes(m):
+        fix = f"sl.shard(x, {str(lay)!r}, src=0)"
+        verify("shard", m, {f"the {typeof(placed)}": (placed.raw, lay)}, fix)
+    return placed
+
+
+def _refuse_placed(x: Tensor, layout: object, m: Mesh) -> None:
+    """Refuse a tensor that is sparse, has no size yet or is sharded already."""
     if x.layout != torch.strided or isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
         raise Unsupported(
             "only dense, initialised tensors are placed",
@@ -168,15 +182,6 @@ def shard(
             fix="sl.reshard(x, "
             f"{str(as_layout(layout, 'shard', 'sl.reshard(x, {})', shape=x.shape, mesh=m))!r})",
         )
-    refuse_trace()
-    if name := under_transform():
-        raise no_transform(name)
-    lay = as_layout(layout, "shard", "sl.shard(x, {})", shape=x.shape, mesh=m).resolve(x.ndim)
-    placed = place_whole(x, lay, m, src=src, pad=pad)
-    if src is None and spans_processes(m):
-        fix = f"sl.shard(x, {str(lay)!r}, src=0)"
-        verify("shard", m, {f"the {typeof(placed)}": (placed.raw, lay)}, fix)
-    return placed
 
 
 def _in_body(x: object, op: str, layout: object) -> ShardError:
@@ -299,32 +304,32 @@ def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
 # ---------------------------------------------------------------- moving
 
 
-def _run_step(x: Tensor, step: ReshardStep) -> Tensor:
-    axes, d = step.axes, step.dim
-    if step.kind == "slice":
-        return pslice(x, axes, d)
-    if step.kind == "all_gather":
-        return all_gather(x, axes, d)
-    if step.kind == "all_to_all":
-        return all_to_all(x, axes, step.to, d)
-    if step.kind == "psum":
-        return psum(x, axes)
-    if step.kind == "psum_scatter":
-        return psum_scatter(x, axes, d)
-    if step.kind == "ppermute":
-        return ppermute(x, axes, step.table)
-    if step.kind == "mask":
-        if x.is_meta:
-            return x.clone()
-        away: Any = axis_index(axes) != 0
-        away = away if isinstance(away, Tensor) else uploaded((away,), x.device, torch.bool)[0]
-        return x.masked_fill(away, 0)  # not x * 0, which makes nan of infinity
-    if step.kind == "exchange":
-        return _exchanged(x, step.axes, *step.table)
-    table = uploaded(step.table, x.device)
-    if step.kind == "order_slice":
-        return pslice(torch.index_select(x, d, table), axes, d)
-    return torch.index_select(all_gather(x, axes, d), d, table)
+_MOVES: dict[str, Callable[[Tensor, ReshardStep], Tensor]] = {
+    "slice": lambda x, step: pslice(x, step.axes, step.dim),
+    "all_gather": lambda x, step: all_gather(x, step.axes, step.dim),
+    "all_to_all": lambda x, step: all_to_all(x, step.axes, step.to, step.dim),
+    "psum": lambda x, step: psum(x, step.axes),
+    "psum_scatter": lambda x, step: psum_scatter(x, step.axes, step.dim),
+    "ppermute": lambda x, step: ppermute(x, step.axes, step.table),
+    "mask": lambda x, step: _masked(x, step.axes),
+    "exchange": lambda x, step: _exchanged(x, step.axes, *step.table),
+    "order_slice": lambda x, step: pslice(_reordered(x, step), step.axes, step.dim),
+    "gather_order": lambda x, step: _reordered(all_gather(x, step.axes, step.dim), step),
+}
+"""Kind of a step of a reshard -> the function that takes it."""
+
+
+def _reordered(x: Tensor, step: ReshardStep) -> Tensor:
+    return torch.index_select(x, step.dim, uploaded(step.table, x.device))
+
+
+def _masked(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    """Keep the block of the first rank along ``axes``, and zero the others."""
+    if x.is_meta:
+        return x.clone()
+    away: Any = axis_index(axes) != 0
+    away = away if isinstance(away, Tensor) else uploaded((away,), x.device, torch.bool)[0]
+    return x.masked_fill(away, 0)  # not x * 0, which makes nan of infinity
 
 
 def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
@@ -332,35 +337,34 @@ def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
     mesh, raw = current_mesh(), unwrap(x)
     front = raw.shape[: lead(mesh)]
     kernels = (not raw.is_cpu or active.cpu) and packable(raw, raw.ndim - lead(mesh))
+
+    def move(to: Tensor, put: _Box, source: Tensor, take: _Box) -> None:
+        if kernels:
+            copy_box(to, source, put, take)
+        else:
+            to[_index(put, raw.device)] = source[_index(take, raw.device)]
+
     sent = [raw.new_zeros((*front, *r.shape)) for r in plan.rounds]
     out = raw.new_empty((*front, *plan.shape))
-    ranks = []
-    for coord, view in each_rank(mesh):
-        rank = rank_along(axes, coord, mesh.axes)
-        ranks.append((rank, view))
-        for buffer, r in zip(sent, plan.rounds, strict=True):
+    ranks = [(rank_along(axes, coord, mesh.axes), view) for coord, view in each_rank(mesh)]
+    for buffer, r in zip(sent, plan.rounds, strict=True):
+        for rank, view in ranks:
             if rank in r.takes:
-                if kernels:
-                    copy_box(view(buffer), view(raw), _everywhere(r.shape), r.takes[rank])
-                else:
-                    view(buffer).copy_(view(raw)[_box(r.takes[rank], raw.device)])
+                move(view(buffer), _everywhere(r.shape), view(raw), r.takes[rank])
     coming = start_ppermutes([wrap(b, mesh) for b in sent], axes, [r.pairs for r in plan.rounds])
     for rank, view in ranks:
         if rank in plan.kept:
             take, put = plan.kept[rank]
-            if kernels:
-                copy_box(view(out), view(raw), put, take)
-            else:
-                view(out)[_box(put, raw.device)] = view(raw)[_box(take, raw.device)]
+            move(view(out), put, view(raw), take)
     for pending, r in zip(coming, plan.rounds, strict=True):
         arrived = unwrap(pending.wait())
         for rank, view in ranks:
             if rank in r.puts:
-                if kernels:
-                    copy_box(view(out), view(arrived), r.puts[rank], _everywhere(r.shape))
-                else:
-                    view(out)[_box(r.puts[rank], raw.device)] = view(arrived)
+                move(view(out), r.puts[rank], view(arrived), _everywhere(r.shape))
     return wrap(out, mesh)
+
+
+_Box = Sequence[Sequence[int]]
 
 
 def _everywhere(shape: Sequence[int]) -> list[range]:
@@ -368,7 +372,7 @@ def _everywhere(shape: Sequence[int]) -> list[range]:
     return [range(n) for n in shape]
 
 
-def _box(places: Sequence[Sequence[int]], device: torch.device) -> tuple[Any, ...]:
+def _index(places: _Box, device: torch.device) -> tuple[Any, ...]:
     """Return places along each dimension as an index of the box that they span."""
     if all(isinstance(p, range) for p in places):
         return tuple(slice(p.start, p.stop) for p in places if isinstance(p, range))
@@ -389,7 +393,7 @@ class _Reshard(Local):
         with bind(mesh):
             x = wrap(raw, mesh)
             for step in (source >> target).steps(shape, mesh):
-                x = _run_step(x, step)
+                x = _MOVES[step.kind](x, step)
         out = unwrap(x)
         if not out.numel():
             return out.clone()  # autograd forbids writes to a view made in a Function

@@ -46,6 +46,11 @@ class Dim:
         return bool(self.parts)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is split over axes alone, in contiguous blocks, or not at all."""
+        return self.order == "contiguous" and len(self.axes) == len(self.parts)
+
+    @property
     def ring(self) -> tuple[str, ...]:
         """The axes among whose ranks an order deals positions: those after the last integer."""
         return tuple(itertools.takewhile(lambda p: isinstance(p, str), reversed(self.parts)))[::-1]  # type: ignore[return-value]

@@ -12,7 +12,8 @@ divisibility, spec.py reads the notations of JAX and DTensor.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
@@ -176,19 +177,7 @@ class Layout:
     def __and__(self, other: "LayoutLike") -> "Layout":
         """Return the finest layout that both refine: their common leading parts."""
         a, b = _aligned(self, _operand(other), "&")
-        dims = []
-        for p, q in zip(a.dims, b.dims, strict=True):
-            if p == q:
-                dims.append(p)
-                continue
-            same = 0
-            if p.order == q.order == "contiguous":
-                while same < min(len(p.parts), len(q.parts)) and p.parts[same] == q.parts[same]:
-                    same += 1
-            parts = p.parts[:same]
-            while parts and isinstance(parts[-1], int):
-                parts = parts[:-1]
-            dims.append(Dim(parts))
+        dims = [_common(p, q) for p, q in zip(a.dims, b.dims, strict=True)]
         skew = a.skew if a.skew == b.skew and tuple(dims) == a.dims else ""
         if (a.skew or b.skew) and not skew:
             dims = [WHOLE] * len(dims)
@@ -445,73 +434,64 @@ def _aligned(a: Layout, b: Layout, op: str) -> tuple[Layout, Layout]:
     return widen(a), widen(b)
 
 
-def _combined(a: Layout, b: Layout, join: Any, op: str) -> Layout:
+def _combined(a: Layout, b: Layout, join: Callable[[Dim, Dim], Dim], op: str) -> Layout:
     shared = sorted({*a.axes, *a.partial} & {*b.axes, *b.partial})
     if shared:
-        raise AxisReused(
-            f"axis {shared[0]!r} is in both layouts",
-            op=op,
-            operands={"a": str(a), "b": str(b)},
-            fix=f"sl.Layout.parse({str(a)!r})",
-        )
+        raise _pair_error(AxisReused, f"axis {shared[0]!r} is in both layouts", op, a, b)
     dims = []
     for p, q in zip(a.dims, b.dims, strict=True):
-        if p.is_split and q.is_split:
-            if (
-                p.order != "contiguous"
-                or q.order != "contiguous"
-                or any(isinstance(x, int) for x in p.parts + q.parts)
-            ):
-                raise ShardError(
-                    f"{p} and {q} on one dimension do not combine",
-                    op=op,
-                    operands={"a": str(a), "b": str(b)},
-                    fix=f"sl.Layout.parse({str(a)!r})",
-                )
-            dims.append(join(p, q))
-        else:
-            dims.append(p if p.is_split else q)
+        both = p.is_split and q.is_split
+        if both and not (p.is_plain and q.is_plain):
+            why = f"{p} and {q} on one dimension do not combine"
+            raise _pair_error(ShardError, why, op, a, b)
+        dims.append(join(p, q) if both else p if p.is_split else q)
     if a.skew or b.skew:
-        raise ShardError(
-            "a skewed layout does not combine",
-            op=op,
-            operands={"a": str(a), "b": str(b)},
-            fix="sl.Layout.parse('x y')",
-        )
+        raise _pair_error(ShardError, "a skewed layout does not combine", op, a, b, "x y")
     return Layout(tuple(dims), a.partial + b.partial, "", a.ellipsis)
 
 
+def _common(p: Dim, q: Dim) -> Dim:
+    """Return the leading parts that two tokens share, up to the last axis among them."""
+    if p == q:
+        return p
+    if not p.order == q.order == "contiguous":
+        return WHOLE
+    pairs = itertools.takewhile(
+        lambda pair: pair[0] == pair[1], zip(p.parts, q.parts, strict=False)
+    )
+    parts = [part for part, _ in pairs]
+    while parts and isinstance(parts[-1], int):
+        parts.pop()
+    return Dim(tuple(parts))
+
+
+def _pair_error(
+    kind: type[ShardError], why: str, op: str, a: Layout, b: Layout, fix: str | None = None
+) -> ShardError:
+    """Return the error for two layouts; the fix is by default the first."""
+    better = str(a) if fix is None else fix
+    operands = {"a": str(a), "b": str(b)}
+    return kind(why, op=op, operands=operands, fix=f"sl.Layout.parse({better!r})")
+
+
 def _product_layout(a: Layout, b: Layout) -> Layout:
-    if a.ellipsis is not None and a.ellipsis == len(a.dims):
-        a = Layout(
-            (*a.dims, *[WHOLE] * max(0, 2 - len(a.dims))),
-            a.partial,
-            a.skew,
-            a.ellipsis if len(a.dims) >= 2 else None,
-        )
-    a = a.resolve(max(2, len(a.dims))) if a.ellipsis is not None else a
-    b = b.resolve(max(2, len(b.dims))) if b.ellipsis is not None else b
+    a, b = (x if x.ellipsis is None else x.resolve(max(2, len(x.dims))) for x in (a, b))
     if len(a.dims) < 2 or len(b.dims) < 2:
-        raise RankMismatch(
-            "a product takes matrices",
-            op="@",
-            operands={"a": str(a), "b": str(b)},
-            fix="sl.Layout.parse('x y')",
-        )
+        raise _pair_error(RankMismatch, "a product takes matrices", "@", a, b, "x y")
     ka, kb, columns = a.dims[-1], b.dims[-2], b.dims[-1]
     lead = len(a.dims) - len(b.dims)
     batch = a.dims[max(0, lead) : -2] if len(b.dims) > 2 else ()
-    clash = set(columns.axes) & {x for d in a.dims[:-1] for x in d.axes}
+    clash = set(columns.axes) & set(Layout(a.dims[:-1]).axes)
     if ka != kb or clash or a.partial or b.partial or a.skew or b.skew or batch != b.dims[:-2]:
-        bare = Layout(a.dims)
+        why = "the operands do not multiply in place"
+        if ka != kb:
+            why = f"contraction split {ka} in a and {kb} in b"
+        second = " ".join([*map(str, batch), str(ka), "."])
         raise ImplicitCommunication(
-            f"contraction split {ka} in a and {kb} in b"
-            if ka != kb
-            else "the operands do not multiply in place",
+            why,
             op="@",
             operands={"a": str(a), "b": str(b)},
-            fix=f"sl.Layout.parse({str(bare)!r})"
-            f" @ sl.Layout.parse({' '.join([*map(str, batch), str(ka), '.'])!r})",
+            fix=f"sl.Layout.parse({str(Layout(a.dims))!r}) @ sl.Layout.parse({second!r})",
         )
     return Layout((*a.dims[:-1], columns), ka.axes)
 

@@ -159,10 +159,6 @@ def _state(layout: object) -> _State:
     return _State(layout.dims, layout.partial, layout.skew)
 
 
-def _plain(d: Dim) -> bool:
-    return d.order == "contiguous" and len(d.axes) == len(d.parts)
-
-
 class _SearchNode(NamedTuple):
     """State of the search, where it leads, and the sizes on which the words of a move depend.
 
@@ -185,7 +181,7 @@ class _SearchNode(NamedTuple):
     def splits(self, axis: str) -> list[int]:
         """List the dimensions that can be split over one more axis."""
         dims, p = self.state.dims, self.sizes[axis]
-        return [d for d, dim in enumerate(dims) if _plain(dim) and self.local(d) % p == 0]
+        return [d for d, dim in enumerate(dims) if dim.is_plain and self.local(d) % p == 0]
 
     def changed(self, changes: Mapping[int, Dim], partial: tuple[str, ...] | None = None) -> _State:
         """Return the state with other tokens of some dimensions, and other pending sums."""
@@ -210,7 +206,7 @@ def _moves(state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[s
     if state.skew:
         return
     for d, dim in enumerate(state.dims):
-        if dim.is_split and _plain(dim):
+        if dim.is_split and dim.is_plain:
             yield from _gathers(at, d)
         elif dim.is_split:
             yield _gather_order(at, d)
@@ -288,9 +284,9 @@ def _order_slices(at: _SearchNode) -> _Moves:
         now = at.state.dims[d]
         inner = Dim(want.parts[len(now.parts) :], want.order)
         begun = (
-            _plain(now) and want.parts[: len(now.parts)] == now.parts and inner.ring == want.ring
+            now.is_plain and want.parts[: len(now.parts)] == now.parts and inner.ring == want.ring
         )
-        if not begun or _plain(want) or set(inner.axes) & used:
+        if not begun or want.is_plain or set(inner.axes) & used:
             continue
         table = tuple(_table(inner, at.local(d), at.sizes))
         elements = at.block // at.ranks(inner.axes)

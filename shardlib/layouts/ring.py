@@ -112,7 +112,12 @@ def _order(ring: Ring) -> str:
         )
     if ring.cu_seqlens is None:
         return ring.schedule
-    borders = list(ring.cu_seqlens)
+    return "documents; " + " ".join(map(str, _borders(ring)))
+
+
+def _borders(ring: Ring) -> list[int]:
+    """Return the borders of the documents.  Raises: LayoutSyntax."""
+    borders = list(ring.cu_seqlens or ())
     better = tuple(sorted({0, 1, *map(abs, borders)}))
     if borders[:1] != [0] or any(a > b for a, b in itertools.pairwise(borders)) or len(borders) < 2:
         raise LayoutSyntax(
@@ -120,4 +125,4 @@ def _order(ring: Ring) -> str:
             op="Ring",
             fix=f"sl.Ring({ring.axis!r}, schedule='documents', cu_seqlens={better})",
         )
-    return "documents; " + " ".join(map(str, borders))
+    return borders

@@ -72,7 +72,6 @@ def from_placements(
               counted from the front and those that are counted from the end.
     Raises: NotExpressible.
     """
-    from torch.distributed.tensor import Partial
 
     from shardlib._compat import is_strided
 
@@ -80,15 +79,7 @@ def from_placements(
     partial = []
     for name, p in zip(sizes, given, strict=True):
         if p.is_partial():
-            # A subclass of Partial is pending in some other way than a plain sum.
-            if type(p) is not Partial or p.reduce_op != "sum":
-                what = p.reduce_op if type(p) is Partial else type(p).__name__.strip("_")
-                raise NotExpressible(
-                    f"a pending {what} over axis {name!r} has no layout here",
-                    op=op,
-                    operands={"placements": str(tuple(given))},
-                    fix=fix.format("'...'"),
-                )
+            _check_sum(p, name, given, op, fix)
             partial.append(name)
         elif is_strided(p) or not (p.is_replicate() or p.is_shard()):
             raise NotExpressible(
@@ -104,6 +95,21 @@ def from_placements(
     back = -min([0, *parts])
     dims = tuple(Dim(tuple(parts.get(d, ()))) for d in (*range(front), *range(-back, 0)))
     return dims, tuple(partial), "", front if ndim is None else None
+
+
+def _check_sum(p: Any, name: str, given: Sequence[Any], op: str, fix: str) -> None:
+    """Refuse a pending placement that is no plain sum; subclasses of Partial are none."""
+    from torch.distributed.tensor import Partial
+
+    if type(p) is Partial and p.reduce_op == "sum":
+        return
+    what = p.reduce_op if type(p) is Partial else type(p).__name__.strip("_")
+    raise NotExpressible(
+        f"a pending {what} over axis {name!r} has no layout here",
+        op=op,
+        operands={"placements": str(tuple(given))},
+        fix=fix.format("'...'"),
+    )
 
 
 @runtime_checkable

@@ -82,15 +82,8 @@ def _token(token: str, text: str) -> Dim:
             f"unknown order {order!r}; there are {', '.join(ORDERS)}",
             re.sub(rf"\b{order}\(", f"{near[0]}(", text),
         )
-    parts: list[str | int] = []
     ordered = order != "contiguous"
-    for word in inner.split():
-        if _NUMBER.fullmatch(word) and int(word) > (not ordered) and parens:
-            parts.append(int(word))
-        elif NAME.match(word):
-            parts.append(word)
-        else:
-            raise _bad(text, f"{word!r} is no axis name", "x ... y")
+    parts = [_part(word, parens, ordered, text) for word in inner.split()]
     if not parts or (ordered and isinstance(parts[-1], int)):
         raise _bad(text, f"{token!r} names no axis", ". ...")
     if bool(given) != (order in ("documents", "runs")) or (given and not _is_given(order, given)):
@@ -104,6 +97,15 @@ def _token(token: str, text: str) -> Dim:
     while parts and isinstance(parts[-1], int):
         parts.pop()  # a trailing factor does not change which positions a rank holds
     return Dim(tuple(parts), order)
+
+
+def _part(word: str, parens: bool, ordered: bool, text: str) -> str | int:
+    """Read an axis name or, in parentheses, a factor: above 1, or any in an order."""
+    if _NUMBER.fullmatch(word) and int(word) > (not ordered) and parens:
+        return int(word)
+    if NAME.match(word):
+        return word
+    raise _bad(text, f"{word!r} is no axis name", "x ... y")
 
 
 def _bad(text: str, what: str, example: str) -> LayoutSyntax:

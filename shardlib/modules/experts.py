@@ -189,8 +189,7 @@ def _without(token: Dim, axes: Sequence[str]) -> Dim:
     """Return the split of the rows without these axes."""
     if not set(token.axes) & set(axes):
         return token
-    plain = token.order == "contiguous" and not any(isinstance(p, int) for p in token.parts)
-    return Dim(tuple(a for a in token.axes if a not in axes)) if plain else Dim()
+    return Dim(tuple(a for a in token.axes if a not in axes)) if token.is_plain else Dim()
 
 
 def _labels(args: Args, kwargs: Kwargs) -> Labels:
