@@ -25,7 +25,7 @@ OTHER_CLOCKS = [
     ("ops/*.py", "*pending.wait()", TRANSFER),
     ("ops/*.py", "post(*).wait()", TRANSFER),
     ("ops/matmul/matmul3d.py", "_scatter(*).wait()", TRANSFER),
-    ("ops/matmul/panels.py", "now[[]?].wait()", TRANSFER),
+    ("ops/matmul/function.py", "now[[]?].wait()", TRANSFER),
     ("ops/attention/engines/ring.py", "wait()", TRANSFER),
     ("optim/sink.py", "later.wait()", TRANSFER),
     ("tensor/grad_coalescing.py", "later.wait()", TRANSFER),

@@ -7,20 +7,18 @@ returns ``finish``, which waits and returns the storage of the result.
 """
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import ParamSpec, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardlib.mesh import Mesh
 
-__all__ = ["Axes", "Backend", "Finish", "Pairs", "at_once"]
+__all__ = ["Axes", "Backend", "Finish", "Pairs"]
 
 Axes = tuple[str, ...]
 Finish = Callable[[], Tensor]
 Pairs = Sequence[tuple[int, int]]
-P = ParamSpec("P")
 
 
 class Backend(Protocol):
@@ -125,14 +123,3 @@ class Backend(Protocol):
     ) -> Callable[[], object]:
         """Write the sum into the root's target; parts are sent in ``wire``."""
         ...
-
-
-def at_once(run: Callable[P, Tensor]) -> Callable[P, Finish]:
-    """Turn a synchronous function into a collective that is done when it is posted."""
-
-    @wraps(run)
-    def post(*args: P.args, **kwargs: P.kwargs) -> Finish:
-        out = run(*args, **kwargs)
-        return lambda: out
-
-    return post

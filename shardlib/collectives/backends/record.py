@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.collectives.backends.backend import Axes, Finish, Pairs, at_once
+from shardlib.collectives.backends.backend import Axes, Finish, Pairs
+from shardlib.collectives.backends.stacked import at_once
 from shardlib.mesh import Mesh, rank_along
 
 __all__: list[str] = []

@@ -1,16 +1,20 @@
 """Simulation back end: storages are ``[ranks, *block]``, collectives are reshapes and sums."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.collectives.backends.backend import Axes, Finish, Pairs, at_once
+from shardlib.collectives.backends.backend import Axes, Finish, Pairs
 from shardlib.mesh import Mesh, coordinates, rank_along, uploaded
 
-__all__: list[str] = []
+__all__ = ["at_once"]
+
+P = ParamSpec("P")
 
 holds_values = True
 spans_processes = False
@@ -49,6 +53,17 @@ def _merge(y: Tensor, mesh: Mesh, order: list[int]) -> Tensor:
     y = y.reshape(*[mesh.sizes[i] for i in order], *local)
     back = [order.index(i) for i in range(n)]
     return y.permute(*back, *range(n, n + len(local))).reshape(mesh.size, *local).contiguous()
+
+
+def at_once(run: Callable[P, Tensor]) -> Callable[P, Finish]:
+    """Turn a synchronous function into a collective that is done when it is posted."""
+
+    @wraps(run)
+    def post(*args: P.args, **kwargs: P.kwargs) -> Finish:
+        out = run(*args, **kwargs)
+        return lambda: out
+
+    return post
 
 
 @at_once

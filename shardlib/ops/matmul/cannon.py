@@ -22,9 +22,8 @@ from torch import Tensor
 
 from shardlib.collectives import axis_size, ppermute, shift, start
 from shardlib.ops.matmul.case import MatmulCase
-from shardlib.ops.matmul.function import Axes
+from shardlib.ops.matmul.function import Axes, accumulator, add_product, rounded
 from shardlib.ops.matmul.matmul2d import Form, sizes_2d
-from shardlib.ops.matmul.panels import accumulator, add_product, rounded
 from shardlib.ops.registry import Match, algorithm
 
 __all__ = ["Cannon", "cannon_ab", "cannon_abt", "cannon_atb", "cannon_messages", "cannon_words"]

@@ -15,14 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shardlib.collectives import axis_size, broadcasts, reductions, unwrap, wrap
+from shardlib.collectives import axis_size, broadcasts, reductions
 from shardlib.cost import Cost, moving, summing
-from shardlib.mesh import current_mesh
 from shardlib.ops.matmul.case import MatmulCase
-from shardlib.ops.matmul.function import Axes, Gradients, Product
-from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price_of_gather
-from shardlib.ops.matmul.panels import (
+from shardlib.ops.matmul.function import (
+    Axes,
     DimMove,
+    Gradients,
+    Product,
     accumulator,
     add_product,
     ahead,
@@ -31,9 +31,10 @@ from shardlib.ops.matmul.panels import (
     rounded,
     wide,
 )
-from shardlib.ops.matmul.shared_gather import Again, gathered
+from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price_of_gather
+from shardlib.ops.matmul.shared_gather import ReadsShared, gathered
 from shardlib.ops.registry import Match, algorithm
-from shardlib.tensor import ShardedTensor, Wide, is_half, made_of
+from shardlib.tensor import ShardedTensor, is_half, made_of
 
 __all__ = ["Streamed", "streamed"]
 
@@ -44,16 +45,10 @@ def _panels(w: Tensor, axis: str) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Streamed:
-    """Product with a whole X: ``x`` is X's block, and ``again`` the gather that backward makes.
-
-    ``wide``  fp32 accumulator of X's gradient, for the node that scatters it for all products.
-    """
+class Streamed(ReadsShared):
+    """Product with a whole X, of which each rank sends its part of W."""
 
     axis: str
-    again: Again | None = None
-    x: Tensor | None = None
-    wide: Wide | None = None
     summed: Axes = ()
     saves_blocks: ClassVar[bool] = True
 
@@ -68,19 +63,11 @@ class Streamed:
         y = rounded(y, w.dtype, bias=bias).reshape(*x.shape[:-1], w.shape[-1])
         return y, *self.blocks(x, w)
 
-    def blocks(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the blocks for backward: X's own block, if it will be gathered again."""
-        if self.again is None or self.x is None:
-            return x, w
-        self.again.readers += 1
-        return wrap(self.x, current_mesh()), w
-
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
         """Compute dX of this product alone, whole; dW [K/axis, N] is summed at its owner."""
-        if self.again is not None and need[1]:
-            x = wrap(self.again.gather(unwrap(x)), current_mesh())
+        x = self.whole(x, need[1])
         if torch.is_grad_enabled():  # differentiable: gather W instead of sending panels
             return gradients(dy, x, w, Cube((), (DimMove((self.axis,), 0),), ()), need)
         dx, rows = None, dy.reshape(-1, dy.shape[-1])
@@ -88,10 +75,7 @@ class Streamed:
             dx = torch.cat([partial_product(rows, panel.mT) for panel in _panels(w, self.axis)], -1)
             dx = dx.reshape(*dy.shape[:-1], dx.shape[-1])
         dw = self._of_w(x, rows, w, over[1]) if need[1] else None
-        if self.wide is not None and dx is not None:
-            self.wide.add(unwrap(dx))
-            dx = None
-        return dx, dw
+        return self.left(dx), dw
 
     def _of_w(self, x: Tensor, dy: Tensor, w: Tensor, over: Axes) -> Tensor:
         dw = w.new_empty(w.shape, dtype=wide(w.dtype))
@@ -142,7 +126,8 @@ def streamed(case: MatmulCase) -> Match | str:
         """Gather X for all products that read it, and multiply."""
         whole, once = gathered(x, cube.x, over[0])
         made_of(x)["again", cube.x, over[0]] = None
-        schedule = Streamed(axis, once, x.raw, once.sum if is_half(whole) else None)
+        wide = once.sum if is_half(whole) else None
+        schedule = Streamed(axis, again=once, x=x.raw, wide=wide)
         return Product.apply(schedule, x.mesh, ((), over[1]), whole, w.raw, bias)  # type: ignore[return-value]
 
     return Match(

@@ -20,8 +20,7 @@ from torch import Tensor
 from shardlib.collectives import lead, unwrap
 from shardlib.cost import summing
 from shardlib.ops.matmul.case import MatmulCase
-from shardlib.ops.matmul.function import Axes, Gradients, Product
-from shardlib.ops.matmul.panels import partial_product, summed_product
+from shardlib.ops.matmul.function import Axes, Gradients, Product, partial_product, summed_product
 from shardlib.ops.registry import Match, algorithm
 from shardlib.recompute import once
 from shardlib.tensor import ShardedTensor, Wide, local_call, real_axes, varied_wide

@@ -32,18 +32,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.collectives import Pending, all_gather, psum_scatter, unwrap, wrap
+from shardlib.collectives import Pending, all_gather, psum_scatter
 from shardlib.cost import Cost, moving, summing
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import current_mesh
 from shardlib.ops.matmul.case import MatmulCase
-from shardlib.ops.matmul.function import Axes, Gradients, Product
-from shardlib.ops.matmul.panels import DimMove, partial_product, post, rounded, summed_product
+from shardlib.ops.matmul.function import (
+    Axes,
+    DimMove,
+    Gradients,
+    Product,
+    partial_product,
+    post,
+    rounded,
+    summed_product,
+)
 from shardlib.ops.matmul.prefetch import Gather, next_gather
-from shardlib.ops.matmul.shared_gather import Again, gathered
+from shardlib.ops.matmul.shared_gather import ReadsShared, gathered
 from shardlib.ops.registry import Match, algorithm
-from shardlib.tensor import ShardedTensor, Wide, is_half, made_of
+from shardlib.tensor import ShardedTensor, is_half, made_of
 
 __all__ = [
     "Cube",
@@ -160,21 +168,14 @@ def _scatter(
 
 
 @dataclass(frozen=True)
-class Matmul3D:
+class Matmul3D(ReadsShared):
     """Schedule of one three-axis product.
 
     ``gather``  gather of W, which may have been started early, and its neighbours: prefetch.py.
-    ``again``   where X was gathered for several products: the gather of the block ``x`` that
-                backward makes once for all of them.
-    ``wide``    fp32 accumulator of X's gradient, for the node that scatters it for several
-                products.
     """
 
     cube: Cube
     gather: Gather | None = None
-    again: Again | None = None
-    x: Tensor | None = None
-    wide: Wide | None = None
 
     @property
     def summed(self) -> Axes:
@@ -195,19 +196,11 @@ class Matmul3D:
     def saves_blocks(self) -> bool:
         return not self.cube.save
 
-    def blocks(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the X and W that backward gathers; if X was gathered for several, its block."""
-        if self.again is None or self.x is None:
-            return x, w
-        self.again.readers += 1
-        return wrap(self.x, current_mesh()), w
-
     def gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool], over: tuple[Axes, Axes]
     ) -> Gradients:
         """Compute dX and dW by the same movements; the previous gather is started meanwhile."""
-        if self.again is not None and need[1]:
-            x = wrap(self.again.gather(unwrap(x)), current_mesh())
+        x = self.whole(x, need[1])
         if torch.is_grad_enabled():
             if self.cube.save:
                 raise Unsupported(
@@ -225,10 +218,7 @@ class Matmul3D:
             dx, dw = gradients(
                 dy, x, coming, self.cube, need, over, gather.start_previous, self.wide is not None
             )
-        if self.wide is not None and dx is not None:
-            self.wide.add(unwrap(dx))
-            dx = None
-        return dx, dw
+        return self.left(dx), dw
 
 
 def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
@@ -473,7 +463,7 @@ def _call(
         schedule = Matmul3D(rest, gather, wide=wide)
     else:
         made_of(x)["again", cube.x, over[0]] = None
-        schedule = Matmul3D(rest, gather, once, x.raw, wide)
+        schedule = Matmul3D(rest, gather, again=once, x=x.raw, wide=wide)
     return Product.apply(schedule, x.mesh, ((), over[1]), whole, w.raw, bias)  # type: ignore[return-value]
 
 

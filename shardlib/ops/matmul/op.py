@@ -19,10 +19,8 @@ from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, Scope, bind, scope
 from shardlib.ops.einsum import contract, product_line
 from shardlib.ops.elementwise import elementwise
-from shardlib.ops.matmul.case import MatmulCase, case
-from shardlib.ops.matmul.cuts import cut_for, whole_rows
-from shardlib.ops.matmul.function import Axes, Product
-from shardlib.ops.matmul.panels import rounded
+from shardlib.ops.matmul.case import MatmulCase, case, cut_for, whole_rows
+from shardlib.ops.matmul.function import Axes, Product, rounded, run_schedule
 from shardlib.ops.matmul.shared_gather import let_go
 from shardlib.ops.padding import masked, padded_to
 from shardlib.ops.registry import Match, decide
@@ -250,7 +248,7 @@ def _kept(
     if plan.own and now.call.region is None:
         return blockwise(*call, plan.place, None if call[0] is F.linear else torch.matmul)
     if fresh and plan.fixed and call[0] is not F.linear:
-        run = partial(_product, plan.match.run, plan.place.mesh, plan.over)
+        run = partial(run_schedule, plan.match.run, plan.place.mesh, plan.over)
         return blockwise(*call, plan.place, run, moves=True)
     return None
 
@@ -266,7 +264,7 @@ def _multiplied(
         return _biased(match, over, adds, x, w, bias)
     if match.call is not None:
         return match.call(x, w, over, None)
-    return _product(match.run, x.mesh, over, x.raw, w.raw)
+    return run_schedule(match.run, x.mesh, over, x.raw, w.raw)
 
 
 def _plan_of(
@@ -307,10 +305,6 @@ def _other_dtypes(x: ShardedTensor, w: ShardedTensor) -> ShardError:
     return call_error(
         ShardError, "operands have different dtypes", "matmul", "x @ w.to(x.dtype)", x=x, w=w
     )
-
-
-def _product(schedule: Any, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor) -> Tensor:
-    return Product.apply(schedule, mesh, over, x, w, None)  # type: ignore[return-value]
 
 
 class _Adds(NamedTuple):

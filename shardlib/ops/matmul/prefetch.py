@@ -19,7 +19,7 @@ from torch import Tensor
 from shardlib._compat import after_backward
 from shardlib.collectives import Pending, all_gather, wrap
 from shardlib.mesh import Mesh, bind, drain, scope, within
-from shardlib.ops.matmul.panels import DimMove, post
+from shardlib.ops.matmul.function import DimMove, post
 from shardlib.tensor import ShardedTensor, made_of
 
 __all__ = [

@@ -21,9 +21,8 @@ from shardlib.collectives import axis_size, psum
 from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
 from shardlib.cost import Cost, moving, summing
 from shardlib.ops.matmul.case import MatmulCase
-from shardlib.ops.matmul.function import Axes, Gradients
+from shardlib.ops.matmul.function import Axes, DimMove, Gradients
 from shardlib.ops.matmul.matmul3d import Cube, gradients, movements
-from shardlib.ops.matmul.panels import DimMove
 from shardlib.ops.registry import Match, algorithm
 
 __all__ = ["RingSchedule", "matmul_ring_rs", "ring_ag_matmul"]

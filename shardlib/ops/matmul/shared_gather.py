@@ -8,6 +8,7 @@ The copy is freed after the last product that reads it, where that is known (pre
 the value.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import all_gather, psum_scatter, unwrap, wrap
-from shardlib.mesh import Mesh, bind
-from shardlib.ops.matmul.panels import DimMove, post, rounded
+from shardlib.mesh import Mesh, bind, current_mesh
+from shardlib.ops.matmul.function import DimMove, post, rounded
 from shardlib.tensor import ShardedTensor, Wide, made_of, real_axes, total, vary
 
-__all__ = ["Again", "gathered", "let_go"]
+__all__ = ["Again", "ReadsShared", "gathered", "let_go"]
 
 Axes = tuple[str, ...]
 
@@ -49,6 +50,39 @@ class Again:
         if self.done % self.readers == 0:
             self.wide = None
         return wide
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadsShared:
+    """Part of a schedule whose X was gathered for several products.
+
+    ``again``  the gather of the block ``x`` that backward makes once for all of them.
+    ``wide``   fp32 accumulator of X's gradient, for the node that scatters it for all.
+    """
+
+    again: Again | None = None
+    x: Tensor | None = None
+    wide: Wide | None = None
+
+    def blocks(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the blocks for backward: X's own block, if it will be gathered again."""
+        if self.again is None or self.x is None:
+            return x, w
+        self.again.readers += 1
+        return wrap(self.x, current_mesh()), w
+
+    def whole(self, x: Tensor, needed: bool) -> Tensor:
+        """Return backward's X, gathered again from the block that was saved."""
+        if self.again is None or not needed:
+            return x
+        return wrap(self.again.gather(unwrap(x)), current_mesh())
+
+    def left(self, dx: Tensor | None) -> Tensor | None:
+        """Return X's gradient, unless it is added to those of the other products."""
+        if self.wide is None or dx is None:
+            return dx
+        self.wide.add(unwrap(dx))
+        return None
 
 
 def _gather(x: Tensor, moves: tuple[DimMove, ...]) -> Tensor:

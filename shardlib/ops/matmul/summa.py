@@ -24,9 +24,8 @@ from torch import Tensor
 
 from shardlib.collectives import axis_size, broadcasts, ppermute, reductions
 from shardlib.ops.matmul.case import MatmulCase
-from shardlib.ops.matmul.function import Axes
-from shardlib.ops.matmul.matmul2d import ROLES, Form, sizes_2d
-from shardlib.ops.matmul.panels import (
+from shardlib.ops.matmul.function import (
+    Axes,
     Panels,
     ahead,
     cut,
@@ -37,6 +36,7 @@ from shardlib.ops.matmul.panels import (
     rounded,
     wide,
 )
+from shardlib.ops.matmul.matmul2d import ROLES, Form, sizes_2d
 from shardlib.ops.registry import Match, algorithm
 
 __all__ = [

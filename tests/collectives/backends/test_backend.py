@@ -22,7 +22,7 @@ from shardlib.collectives import (
     wrap,
 )
 from shardlib.collectives.backends import BACKENDS, Backend
-from shardlib.collectives.backends.backend import at_once
+from shardlib.collectives.backends.stacked import at_once
 
 NAMES = [n for n, f in vars(Backend).items() if inspect.isfunction(f) and not n.startswith("_")]
 LOOKS = {"played", "storage", "blocks", "lead"}

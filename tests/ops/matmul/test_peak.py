@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 import shardlib as sl
 from shardlib.mesh import bind
 from shardlib.ops.matmul.cannon import Cannon
-from shardlib.ops.matmul.panels import panels
+from shardlib.ops.matmul.function import panels
 from shardlib.ops.matmul.summa import Summa
 
 

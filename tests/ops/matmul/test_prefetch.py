@@ -11,7 +11,7 @@ import shardlib as sl
 from shardlib.ops import registry
 from shardlib.ops.matmul import op, prefetch
 from shardlib.ops.matmul.case import MatmulCase
-from shardlib.ops.matmul.panels import DimMove
+from shardlib.ops.matmul.function import DimMove
 from tests.ops.matmul.test_matmul2d import relative
 
 RULES = [("*", "x ...")]  # as FSDP: every weight is gathered for its product
