@@ -294,7 +294,8 @@ def _rank_zeros(mesh: Mesh, mine: Sequence[Tensor]) -> bool:
         if bool((found == found[0]).all()):
             return False
         whole = pbroadcast(whole.to(mesh.device), axes, 0).cpu()
-    _set_states(mesh, whole.split([len(state) for state in mine]))
+    # a generator reads the memory of a view from its start
+    _set_states(mesh, [state.clone() for state in whole.split(list(map(len, mine)))])
     return True
 
 
