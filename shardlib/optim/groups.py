@@ -173,6 +173,7 @@ class _Partition:
             check=self.check if self.checks else None,
             groups=self.words,
             sink=_no_sink(each_part),
+            heeds=True,  # each label's transform, or what runs it
         )
 
     def split(self, tree: Tree) -> dict[str, str]:
@@ -310,7 +311,7 @@ def set_to_zero() -> Transform:
     def donate(grads: Tree, state: EmptyState, params: Tree, step: Step) -> EmptyState:
         return state
 
-    return Transform(lambda params: EmptyState(), _zeros, "elementwise", donate)
+    return Transform(lambda params: EmptyState(), _zeros, "elementwise", donate, heeds=True)
 
 
 def _zeros(grads: Tree, state: EmptyState, params: Tree = None) -> tuple[Any, EmptyState]:
