@@ -46,12 +46,11 @@ from shardlib.checkpoint.folder import (
     write_new,
 )
 from shardlib.checkpoint.reading import Names as Renames
-from shardlib.checkpoint.reading import Target, check, renamed, some, storages
+from shardlib.checkpoint.reading import Target, check, fixes, known_choices, renamed, some, storages
 from shardlib.checkpoint.tree import alone
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.collectives import spans_processes
 from shardlib.dtensor_convert import from_dtensor
-from shardlib.errors import BadArgument
 from shardlib.layouts import LayoutLike
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.modules.apply import Apply
@@ -118,13 +117,8 @@ def load_hf(
     >>> sl.typeof(params["weight"]), sl.unshard(apply(params, torch.zeros(1, 4)))
     ('f32[4@x, 4]', tensor([[1., 1., 1., 1.]], grad_fn=<...>))
     """
-    for word, value, other in (("missing", missing, "init"), ("extra", extra, "skip")):
-        if value not in ("error", other):
-            raise BadArgument(
-                f"{word}= is 'error' or {other!r}, not {value!r}",
-                op="load_hf",
-                fix=f"sl.load_hf(directory, module, rules, {word}={other!r})",
-            )
+    given = "directory, module, rules"
+    known_choices("load_hf", given, missing=(missing, "init"), extra=(extra, "skip"))
     mesh = as_mesh(mesh)
     apply, params = placed(
         module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, remat=remat, blank=True
@@ -178,14 +172,7 @@ def _fixes(names: Names, pad: bool, missing: str, extra: str, cast: bool) -> lis
     call = "sl.load_hf(directory, module, rules"
     call += ", names=names" * (names is not None) + ", pad=True" * pad + ", cast=True" * cast
     call += ", missing='init'" * (missing == "init") + ", extra='skip'" * (extra == "skip")
-    return [
-        ("(missing='init' draws them), and", f"{call}, missing='init', extra='skip')"),
-        ("missing='init'", f"{call}, missing='init')"),
-        ("extra='skip'", f"{call}, extra='skip')"),
-        ("cast=True", f"{call}, cast=True)"),
-        ("does not divide", f"{call}, pad=True)"),
-        ("said nothing", f"{call}, timeout=1000.0)"),
-    ]
+    return fixes(call, "missing='init'")
 
 
 def _alike(digests: list[str]) -> None:

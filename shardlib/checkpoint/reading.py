@@ -21,7 +21,7 @@ from shardlib.checkpoint.folder import MANIFEST, opened, steps_pattern
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.pages import new
 from shardlib.checkpoint.steps import newest
-from shardlib.checkpoint.tree import Leaves, alone, built, rank_of, world_of
+from shardlib.checkpoint.tree import Leaves, Value, alone, built, rank_of, world_of
 from shardlib.collectives import blocks, lead, pbroadcast, played, spans_processes
 from shardlib.dtensor_convert import as_dtensor
 from shardlib.errors import BadArgument, UnknownAxis
@@ -31,7 +31,9 @@ from shardlib.modules.rules import Pattern, matches
 from shardlib.placing import padded_size
 from shardlib.tensor import Place, ShardedTensor
 
-__all__ = ["Target", "check", "load", "read_into", "renamed", "some", "storages", "target_of"]
+__all__ = [
+    "Target", "check", "fixes", "known_choices", "load", "renamed", "some", "storages", "target_of",
+]  # fmt: skip
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 
@@ -86,13 +88,7 @@ def load(
     {'model': {'w': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}, 'step': 7}
     """
     path = os.fspath(path)
-    for word, value, other in (("missing", missing, "keep"), ("extra", extra, "skip")):
-        if value not in ("error", other):
-            raise BadArgument(
-                f"{word}= is 'error' or {other!r}, not {value!r}",
-                op="load",
-                fix=f"sl.load(path, like, {word}={other!r})",
-            )
+    known_choices("load", "path, like", missing=(missing, "keep"), extra=(extra, "skip"))
     if like is not None and (layouts is not None or mesh is not None):
         raise BadArgument(
             "like= says where each tensor goes; layouts= and mesh= do so where there is no like=",
@@ -141,18 +137,41 @@ def load(
 load.bytes_read = 0  # type: ignore[attr-defined]
 
 
-def _fixes(path: str, like: Any, layouts: Any) -> list[tuple[str, str]]:
-    """Map the words of a message to its fix."""
-    run = os.path.dirname(path) if re.fullmatch(steps_pattern, os.path.basename(path)) else path
-    call = "sl.load(path" if like is None else "sl.load(path, like"
-    call += ", layouts=layouts" if layouts is not None else ""
+def known_choices(op: str, given: str, **words: tuple[str, str]) -> None:
+    """Refuse an argument that is neither "error" nor the other word that it may be.
+
+    Raises: BadArgument.
+    """
+    for word, (value, other) in words.items():
+        if value not in ("error", other):
+            raise BadArgument(
+                f"{word}= is 'error' or {other!r}, not {value!r}",
+                op=op,
+                fix=f"sl.{op}({given}, {word}={other!r})",
+            )
+
+
+def fixes(call: str, missing: str) -> list[tuple[str, str]]:
+    """Map the words of a message to its fix: the same call with one more argument.
+
+    ``missing``  the argument that takes a tensor which the files lack.
+    """
     return [
-        ("(missing='keep' leaves them), and", f"{call}, missing='keep', extra='skip')"),
-        ("missing='keep'", f"{call}, missing='keep')"),
+        ("them), and the", f"{call}, {missing}, extra='skip')"),
+        (missing, f"{call}, {missing})"),
         ("extra='skip'", f"{call}, extra='skip')"),
         ("cast=True", f"{call}, cast=True)"),
         ("does not divide", f"{call}, pad=True)"),
         ("said nothing", f"{call}, timeout=1000.0)"),
+    ]
+
+
+def _fixes(path: str, like: object, layouts: object) -> list[tuple[str, str]]:
+    run = os.path.dirname(path) if re.fullmatch(steps_pattern, os.path.basename(path)) else path
+    call = "sl.load(path" if like is None else "sl.load(path, like"
+    call += ", layouts=layouts" if layouts is not None else ""
+    return [
+        *fixes(call, "missing='keep'"),
         ("in the tree", "print(sl.checkpoint.describe(path))"),
         ("names=", "print(sl.checkpoint.describe(path))"),
         ("No such file or directory: ", f"sl.checkpoint.steps({os.path.dirname(path) or '.'!r})"),
@@ -247,12 +266,6 @@ def storages(targets: Sequence[Target]) -> list[Tensor]:
     return out
 
 
-def read_into(raw: Tensor, target: Target, read: Callable[[Box, Tensor], None]) -> None:
-    """Fill every block of a storage by ``read(box, block)``."""
-    for box, block in target.blocks(raw):
-        read(box, block)
-
-
 _MANY = 8
 """Holders of one block from which on a single one reads it and broadcasts it to the others."""
 
@@ -298,47 +311,56 @@ class _Readers:
                 bits.copy_(pbroadcast(bits, free, root))
 
 
+def _filled(
+    manifest: Manifest, readers: _Readers, targets: Mapping[str, Target]
+) -> dict[str, Tensor]:
+    """Return a storage for each target, with the values that are read here."""
+    names = sorted(targets)  # the same order on every rank, for _Readers
+    raws = dict(zip(names, storages([targets[n] for n in names]), strict=True))
+    for name, raw in raws.items():
+        if readers.is_read_here(name, raw, targets[name]):
+            for box, block in targets[name].blocks(raw):
+                manifest.read(name, box, block)
+    return raws
+
+
 def _as_wanted(
     manifest: Manifest, readers: _Readers, wanted: Leaves, names: Names,
     missing: str, extra: str, cast: bool,
-) -> Any:  # fmt: skip
+) -> object:  # fmt: skip
     """Return the tree of ``like`` with the saved values."""
     theirs = renamed(wanted.names, names)
     lacking = [n for n in wanted.names if theirs[n] not in manifest.names]
     spare = sorted(manifest.names - set(theirs.values()))
     if (lacking and missing == "error") or (spare and extra == "error"):
         raise ValueError(_differing([theirs[n] for n in lacking], spare))
-    out, tensors = list(wanted.leaves), []
+    out, tensors = list(wanted.leaves), {}
     for i, (name, x) in enumerate(zip(wanted.names, wanted.leaves, strict=True)):
         saved = theirs[name]
-        if saved not in manifest.names:
-            continue
         if saved in manifest.values:
-            if isinstance(x, Tensor):
-                raise ValueError(
-                    f"{saved!r} is a value in the checkpoint, and a tensor in the tree"
-                )
-            out[i] = manifest.values[saved]
-            if _kind(x) != _kind(out[i]) and None not in (x, out[i]):
-                raise ValueError(
-                    f"{saved!r} is {out[i]!r} in the checkpoint, and {type(x).__name__} in the tree"
-                )
-            continue
-        if not isinstance(x, Tensor):
-            raise ValueError(
-                f"{saved!r} is a tensor in the checkpoint, and {type(x).__name__} in the tree"
-            )
-        check(saved, x, manifest.places[saved].shape, manifest.dtypes[saved], cast)
-        tensors.append((i, x, saved))
-    tensors.sort(key=lambda t: t[2])  # the same order on every rank, for _Readers
-    targets = [Target.of(x) for _, x, _ in tensors]
-    made = zip(tensors, targets, storages(targets), strict=True)
-    for (i, x, saved), target, raw in made:
-        if readers.is_read_here(saved, raw, target):
-            read_into(raw, target, lambda box, b, n=saved: manifest.read(n, box, b))
-        raw.requires_grad_(x.requires_grad)
+            out[i] = _value(saved, manifest.values[saved], x)
+        elif saved in manifest.places:
+            check(saved, x, manifest.places[saved].shape, manifest.dtypes[saved], cast)
+            tensors[saved] = i, x
+    raws = _filled(manifest, readers, {n: Target.of(x) for n, (_, x) in tensors.items()})
+    for saved, (i, x) in tensors.items():
+        raw = raws[saved].requires_grad_(x.requires_grad)
         out[i] = ShardedTensor(raw, x.place) if isinstance(x, ShardedTensor) else raw
     return wanted.again(out)
+
+
+def _value(name: str, saved: Value, x: object) -> Value:
+    """Return a saved value that fits a leaf of the tree.
+
+    Raises: ValueError.
+    """
+    if isinstance(x, Tensor):
+        raise ValueError(f"{name!r} is a value in the checkpoint, and a tensor in the tree")
+    if _kind(x) != _kind(saved) and None not in (x, saved):
+        raise ValueError(
+            f"{name!r} is {saved!r} in the checkpoint, and {type(x).__name__} in the tree"
+        )
+    return saved
 
 
 def _kind(x: Any) -> type:
@@ -375,11 +397,15 @@ def some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:6])) + f" and {len(names) - 6} more" * (len(names) > 6)
 
 
-def check(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, cast: bool) -> None:
+def check(name: str, x: object, shape: Sequence[int], dtype: torch.dtype, cast: bool) -> None:
     """Check that a saved tensor fits a leaf of the tree.
 
     Raises: ValueError.
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"{name!r} is a tensor in the checkpoint, and {type(x).__name__} in the tree"
+        )
     if tuple(x.shape) != tuple(shape):
         raise ValueError(
             f"{name!r} has shape {list(shape)} in the checkpoint, {list(x.shape)} in the tree"
@@ -396,17 +422,12 @@ def _as_saved(
     pad: bool,
 ) -> Any:  # fmt: skip
     """Return the tree as it was saved, its tensors on ``mesh``."""
-    found: dict[str, Any] = dict(manifest.values)
-    dtypes = manifest.dtypes
-    targets = [
-        (name, target_of(name, place, dtypes[name], layouts, mesh, pad))
-        for name, place in sorted(manifest.places.items())
-    ]
-    raws = storages([target for _, target in targets])
-    for (name, target), raw in zip(targets, raws, strict=True):
-        if readers.is_read_here(name, raw, target):
-            read_into(raw, target, lambda box, b, n=name: manifest.read(n, box, b))
-        found[name] = target.tensor(raw)
+    targets = {
+        name: target_of(name, place, manifest.dtypes[name], layouts, mesh, pad)
+        for name, place in manifest.places.items()
+    }
+    raws = _filled(manifest, readers, targets)
+    found = manifest.values | {name: t.tensor(raws[name]) for name, t in targets.items()}
     try:
         return built(manifest.skeleton, found)
     except (KeyError, TypeError, AttributeError, ValueError):
