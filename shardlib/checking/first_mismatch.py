@@ -1,9 +1,9 @@
 """The first operator with a wrong value: each is run again as torch's own on whole operands."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import optree
 import torch
@@ -38,10 +38,12 @@ class Places:
         self.found: Found | None = None
         self.inside = False
 
-    def chose(self, match: Any, product: bool = False) -> None:
+    def chose(self, match: object, product: bool = False) -> None:
         """Ignore the algorithm: only the value is checked."""
 
-    def __call__(self, implementation: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    def __call__(
+        self, implementation: Callable[..., object], func: Func, args: Args, kwargs: Kwargs
+    ) -> object:
         name = getattr(func, "__name__", str(func))
         if self.inside or self.found is not None or _draws(name):
             return implementation(func, args, kwargs)
@@ -61,7 +63,7 @@ class Places:
             self.found = Found(f"{name}({', '.join(types)})", line, off, self.gradients)
         return out
 
-    def _gradient(self, func: Any, kept: Any, whole: Any) -> float:
+    def _gradient(self, func: Func, kept: Any, whole: Any) -> float:
         """Return the largest relative error of the operator's gradients, for one cotangent."""
         leaves, tree = optree.tree_flatten(kept)
         dense = optree.tree_leaves(whole)
@@ -86,7 +88,7 @@ class Places:
         return max(difference(m, r) for m, r in zip(mine, right, strict=True))
 
 
-def _weighed(x: Any) -> Tensor:
+def _weighed(x: Tensor) -> Tensor:
     """Compute a scalar with a different weight for each element."""
     places = torch.arange(float(math.prod(x.shape)), device=x.device)
     weights = torch.cos(places).reshape(x.shape).to(x.dtype)
@@ -95,7 +97,7 @@ def _weighed(x: Any) -> Tensor:
     return (x * weights).sum()
 
 
-def _value(func: Any, whole: Any, out: Any) -> float:
+def _value(func: Func, whole: Any, out: Any) -> float:
     args, kwargs = whole
     try:
         with torch.no_grad():
@@ -114,15 +116,15 @@ def _draws(name: str) -> bool:
     return any(w in name for w in words)
 
 
-def _ours(x: Any) -> bool:
+def _ours(x: object) -> TypeGuard[ShardedTensor]:
     return isinstance(x, ShardedTensor)
 
 
-def _floats(x: Any) -> bool:
+def _floats(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _kept(x: Any) -> Any:
+def _kept(x: object) -> object:
     return x.detach().clone() if isinstance(x, Tensor) else x
 
 

@@ -151,7 +151,7 @@ Quantities = dict[str, Tensor]
 
 
 def _doubled(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def cast(x: Any) -> Any:
+    def cast(x: object) -> object:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
     if isinstance(batch, Tensor):
@@ -161,12 +161,12 @@ def _doubled(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(cast(x) for x in batch), {}
 
 
-def _outputs(output: Any, left: list[str]) -> Quantities:
+def _outputs(output: object, left: list[str]) -> Quantities:
     """Map "output", with the path, to each tensor of any object; ``left`` gets the other parts."""
     found: Quantities = {}
     inside: set[int] = set()
 
-    def walk(value: Any, path: str) -> None:
+    def walk(value: object, path: str) -> None:
         if isinstance(value, Tensor):
             found[f"output {path}".rstrip()] = value
             return
@@ -185,7 +185,7 @@ def _outputs(output: Any, left: list[str]) -> Quantities:
     return found
 
 
-def _compared(output: Any, left: list[str]) -> Quantities:
+def _compared(output: object, left: list[str]) -> Quantities:
     """List the tensors of an output to compare.  Raises: ShardError if there is none."""
     found = _outputs(output, left)
     if not found:
@@ -198,7 +198,7 @@ def _compared(output: Any, left: list[str]) -> Quantities:
     return found
 
 
-def _items(value: Any) -> list[tuple[Any, Any]] | None:
+def _items(value: object) -> list[tuple[Any, Any]] | None:
     """List the parts of an object; None if its type is opaque."""
     if value is None or isinstance(value, _PLAIN):
         return []
@@ -217,7 +217,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
 _PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device, torch.layout)
 
 
-def _floats(output: Any) -> list[Tensor]:
+def _floats(output: object) -> list[Tensor]:
     """List the tensors of an output that may have gradients."""
     return [x for x in _outputs(output, []).values() if x.is_floating_point()]
 
@@ -249,7 +249,7 @@ class _Doubles(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _wide(x: Any) -> Any:
+def _wide(x: object) -> object:
     return torch.float64 if isinstance(x, torch.dtype) and x in _LOWER else x
 
 
@@ -265,7 +265,7 @@ def _doubles(case: "_ProofCase") -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _loss(output: Any) -> Tensor:
+def _loss(output: object) -> Tensor:
     found = getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found
@@ -397,7 +397,7 @@ def _sharded(case: _ProofCase, mesh: Mesh, places: Places | None = None) -> Quan
 def _placed(case: _ProofCase, rules: Any, mesh: Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
     tokens = getattr(rules, "tokens", None)
 
-    def place(name: str | int, x: Any) -> Any:
+    def place(name: str | int, x: object) -> object:
         if not isinstance(x, Tensor):
             return x
         layout = case.inputs.get(name)

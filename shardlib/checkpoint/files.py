@@ -294,20 +294,18 @@ def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | Non
     return table, meta, 8 + long
 
 
-def _begin(entry: Any, name: str) -> tuple[int, int]:
+def _begin(entry: object, name: str) -> tuple[int, int]:
     found: Any = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not _is(found, list, int) or len(found) != 2 or found[0] < 0:
         raise ValueError(f"{name}: its header has an entry without a place")
     return found[0], found[1]
 
 
-def _is(value: Any, kind: type, *inner: type) -> bool:
+def _is(value: object, kind: type, *inner: type) -> bool:
     """Return whether a value is a list or dict of exactly these types; bool is not int."""
-    if not isinstance(value, kind):
-        return False
-    if kind is dict:
+    if isinstance(value, dict) and kind is dict:
         return all(isinstance(k, inner[0]) and isinstance(v, inner[1]) for k, v in value.items())
-    return set(map(type, value)) <= {inner[0]}
+    return isinstance(value, list) and kind is list and set(map(type, value)) <= {inner[0]}
 
 
 def is_shape(shape: Sequence[int]) -> bool:

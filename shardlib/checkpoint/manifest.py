@@ -39,7 +39,7 @@ class Manifest:
     places: dict[str, SavedPlace]
     dtypes: dict[str, torch.dtype]
     values: dict[str, Any]
-    skeleton: Any
+    skeleton: object
     files: list[dict[str, Any]]
     headers: dict[str, Header]  # of the files opened so far
 

@@ -363,7 +363,7 @@ def _value(name: str, saved: Value, x: object) -> Value:
     return saved
 
 
-def _kind(x: Any) -> type:
+def _kind(x: object) -> type:
     """Return the type of a value; numbers count as one type, so an int may replace a float."""
     return complex if isinstance(x, bool | int | float | complex) else type(x)
 

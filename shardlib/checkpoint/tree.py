@@ -55,8 +55,8 @@ class Leaves:
 
     names: list[str]
     leaves: list[Any]
-    spec: Any
-    skeleton: Any
+    spec: optree.PyTreeSpec
+    skeleton: object
 
     @staticmethod
     def of(tree: Any, op: str) -> "Leaves":
@@ -98,16 +98,16 @@ class Leaves:
         return optree.tree_unflatten(self.spec, leaves)
 
 
-def _key(entry: Any) -> Any:
+def _key(entry: optree.PyTreeEntry) -> Any:
     """Return a key, an index, or the name of a field."""
     return entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry
 
 
-def _escaped(key: Any) -> str:
+def _escaped(key: object) -> str:
     return str(key).replace("~", "~0").replace("/", "~1")
 
 
-def _check(name: str, x: Any, op: str) -> None:
+def _check(name: str, x: object, op: str) -> None:
     try:
         name.encode()
     except UnicodeError:
@@ -219,7 +219,7 @@ class Content:
 
     tensors: dict[str, Mapping[str, Any]]
     values: dict[str, Any]
-    skeleton: Any
+    skeleton: object
 
     @staticmethod
     def of(leaves: Leaves, world: int) -> "Content":
@@ -262,7 +262,7 @@ def fingerprint(x: Tensor) -> int:
     return int(whole.sum()) ^ int(words[whole.numel() * 4 :].sum()) << 1
 
 
-def spoken(x: Value) -> Any:
+def spoken(x: Value) -> object:
     """Convert a value to JSON without rounding."""
     if isinstance(x, complex):
         return ["complex", x.real.hex(), x.imag.hex()]
@@ -270,7 +270,7 @@ def spoken(x: Value) -> Any:
     return ["float", x.hex()] if isinstance(x, float) else x
 
 
-def unspoken(x: Any) -> Value:
+def unspoken(x: object) -> Value:
     """Parse a value that ``spoken`` wrote.
 
     Raises: ValueError, TypeError.
@@ -286,7 +286,7 @@ def unspoken(x: Any) -> Value:
     return x
 
 
-def _skeleton(spec: Any, names: Iterator[str]) -> Any:
+def _skeleton(spec: optree.PyTreeSpec, names: Iterator[str]) -> object:
     """Convert the tree's containers to JSON: lists, tuples and mappings, with the leaves' names.
 
     Empty containers are kept, and each item has its own key: JSON objects have no order.
@@ -315,7 +315,7 @@ def built(skeleton: Any, found: Mapping[str, Any]) -> Any:
     return (tuple if kind == "tuple" else list)(items[i] for i in range(len(items)))
 
 
-def _hashed(key: Any) -> Any:
+def _hashed(key: object) -> object:
     """Return a hashable key: JSON turns tuples into lists."""
     return tuple(map(_hashed, key)) if isinstance(key, list) else key
 

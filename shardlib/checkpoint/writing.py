@@ -197,7 +197,7 @@ _FIXES = [
 ]
 
 
-def _check(path: str, step: Any, keep: Any) -> None:
+def _check(path: str, step: object, keep: object) -> None:
     if path.endswith(".safetensors"):
         raise BadArgument(
             "a checkpoint is a directory; whole tensors in one file are what save_hf writes",

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 from dataclasses import asdict
-from typing import Any
 
 from shardlib.checkpoint import describe, from_hf, reshard, steps, to_hf, verify
 from shardlib.checkpoint.steps import About
@@ -49,7 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
-def main(given: Any) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command."""
     if not os.path.exists(given.path):
         raise ConfigError(f"{given.path}: no such file or directory")
@@ -75,7 +74,7 @@ def main(given: Any) -> int:
     return 0
 
 
-def _tell(about: About, kept: list[tuple[int, str]], given: Any) -> None:
+def _tell(about: About, kept: list[tuple[int, str]], given: argparse.Namespace) -> None:
     """Print the contents of a checkpoint, and the run's other checkpoints."""
     if given.json:
         print(json.dumps({**asdict(about), "steps": [n for n, _ in kept]}, default=repr))

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from typing import Any
 
 from shardlib.command.keys import listed
 from shardlib.command.main import COMMANDS, parser_of
@@ -64,7 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=["bash"], help="write it into ~/.bash_completion")
 
 
-def main(given: Any) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command."""
     print(json.dumps({"script": script()}) if given.json else script())
     return 0

@@ -63,7 +63,7 @@ class Config:
 
     def table(self, *path: str) -> Mapping[str, Any]:
         """Return the table of this name; empty if the file has none."""
-        found: Any = self.tables
+        found: object = self.tables
         for i, key in enumerate(path):
             found = found.get(key, {})
             if not isinstance(found, Mapping):
@@ -93,7 +93,7 @@ def spelled(path: Sequence[str], tables: Mapping[str, Any]) -> str:
     >>> spelled(("data", "batch"), {"data": {"batch": 4}}), spelled(("data",), {"data": {}})
     ('[data] batch', '[data]')
     """
-    found: Any = tables
+    found: object = tables
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
     names = [k if re.fullmatch(r"[\w-]+", k) else f'"{k}"' for k in path]
@@ -131,7 +131,7 @@ def read(file: str | os.PathLike[str], sets: Sequence[str] = ()) -> Config:
     return Config(tables, places, name)
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     """Parse a TOML value; a word without quotes is text."""
     try:
         return tomllib.loads(f"v = {text}")["v"]
@@ -139,7 +139,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _put(tables: dict[str, Any], path: Keys, value: Any, said: str) -> None:
+def _put(tables: dict[str, Any], path: Keys, value: object, said: str) -> None:
     for key in path[:-1]:
         tables = tables.setdefault(key, {})
         if not isinstance(tables, dict):
@@ -234,7 +234,7 @@ def _raised(e: Exception) -> str:
     return f"{type(e).__name__}: {said}{at}" if said else f"{type(e).__name__}{at}"
 
 
-def called(text: Any, config: Config, path: Sequence[str]) -> Callable[..., Any]:
+def called(text: object, config: Config, path: Sequence[str]) -> Callable[..., Any]:
     """Return the function with the name ``module:function``.
 
     Raises: ConfigError.
@@ -245,7 +245,7 @@ def called(text: Any, config: Config, path: Sequence[str]) -> Callable[..., Any]
         raise config.error(path, str(e)) from None
 
 
-def imported(text: Any) -> Callable[..., Any]:
+def imported(text: object) -> Callable[..., Any]:
     """Import ``module:function``, from the working directory too.
 
     >>> imported("torch.nn:Linear").__name__
@@ -257,7 +257,7 @@ def imported(text: Any) -> Callable[..., Any]:
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module)
+        found: object = importlib.import_module(module)
     except ImportError as e:
         raise ConfigError(f"cannot import {module!r}: {e}") from None
     for part in name.split("."):
@@ -360,7 +360,7 @@ def near(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Format a value as in a file."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -380,7 +380,7 @@ class _Unfit(Exception):
         self.hint = hint
 
 
-def typed(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
+def typed(value: object, hint: object, config: Config, path: Sequence[str]) -> Any:
     """Convert a value of the file to an annotated type.
 
     Numbers, text, lists and tables stay as they are; a dtype is its name, a schedule or a transform
@@ -393,7 +393,7 @@ def typed(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
         raise config.error(path, f"must be {e}, not {shown(value)}{e.hint}") from None
 
 
-def _fit(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
+def _fit(value: object, hint: object, config: Config, path: Sequence[str]) -> object:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _one_of(value, inner, config, path)
@@ -403,7 +403,7 @@ def _fit(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
         fits, text = _PLAIN[hint]
         if not fits(value):
             raise _Unfit(text)
-        return float(value) if hint is float else value
+        return float(value) if hint is float and isinstance(value, int) else value
     if hint is torch.dtype:
         return _dtype(value)
     if hint is type(None):
@@ -419,7 +419,7 @@ def _fit(value: Any, hint: Any, config: Config, path: Sequence[str]) -> Any:
     return value
 
 
-def _choice(value: Any, choices: Sequence[Any]) -> Any:
+def _choice(value: object, choices: Sequence[object]) -> object:
     # True == 1 in Python, but not in a file
     if value in choices and isinstance(value, bool) == isinstance(choices[0], bool):
         return value
@@ -427,7 +427,7 @@ def _choice(value: Any, choices: Sequence[Any]) -> Any:
     raise _Unfit(f"one of {', '.join(map(shown, choices))}", hint)
 
 
-def _dtype(value: Any) -> torch.dtype:
+def _dtype(value: object) -> torch.dtype:
     dtypes = {n: d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
     if isinstance(value, str) and value in dtypes:
         return dtypes[value]
@@ -435,7 +435,7 @@ def _dtype(value: Any) -> torch.dtype:
     raise _Unfit('the name of a dtype, as "bfloat16"', hint)
 
 
-def _function(value: Any, is_schedule: bool, config: Config, path: Sequence[str]) -> Any:
+def _function(value: object, is_schedule: bool, config: Config, path: Sequence[str]) -> object:
     """Return the function of ``"module:function"``, or the schedule of a table."""
     if is_schedule and isinstance(value, Mapping):
         return named("schedule", config, path)
@@ -447,8 +447,8 @@ def _function(value: Any, is_schedule: bool, config: Config, path: Sequence[str]
 
 
 def _container(
-    value: Any, origin: type, inner: Sequence[Any], config: Config, path: Sequence[str]
-) -> Any:
+    value: object, origin: type, inner: Sequence[object], config: Config, path: Sequence[str]
+) -> object:
     if issubclass(origin, collections.abc.Mapping) and not isinstance(value, Mapping):
         raise _Unfit("a table")
     if not issubclass(origin, collections.abc.Sequence | tuple):
@@ -460,7 +460,7 @@ def _container(
     return value
 
 
-def _one_of(value: Any, hints: Sequence[Any], config: Config, path: Sequence[str]) -> Any:
+def _one_of(value: object, hints: Sequence[object], config: Config, path: Sequence[str]) -> object:
     texts, hinted = [], ""
     for hint in hints:
         try:
@@ -471,7 +471,7 @@ def _one_of(value: Any, hints: Sequence[Any], config: Config, path: Sequence[str
     raise _Unfit(" or ".join(dict.fromkeys(texts)), hinted)
 
 
-def _number(v: Any) -> bool:
+def _number(v: object) -> bool:
     return isinstance(v, int | float) and not isinstance(v, bool)
 
 

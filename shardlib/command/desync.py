@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from typing import Any
 
 from shardlib.desync import desync
 
@@ -14,7 +13,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", help="what the error of the job names")
 
 
-def main(given: Any) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command."""
     found = desync(given.folder)
     print(json.dumps({"desync": str(found)}) if given.json else found)

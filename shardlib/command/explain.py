@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from typing import Any
 
 from shardlib.command.config import Config, read
 from shardlib.command.from_config import batches, built, mesh_of, rows_of
@@ -20,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by", default="order", choices=["order", "bytes", "memory"])
 
 
-def main(given: Any) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command."""
     config = read(given.file, given.set)
     check(config)

@@ -43,6 +43,7 @@ from shardlib.mesh import Mesh, launched, make_mesh, record, simulate
 from shardlib.mesh.mesh import check_timeout
 from shardlib.modules import init, parallelize, recipes
 from shardlib.modules.apply import Apply
+from shardlib.modules.rules import Rules as ModuleRules
 from shardlib.optim import Precision, Transform
 from shardlib.planning.plan import loss_of
 from shardlib.tensor import ShardedTensor, layout_of
@@ -72,6 +73,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {  # tables below [optimizer], the inn
 
 
 Table = Mapping[str, Any]
+Params = Mapping[str, Tensor]
 
 
 # ---------------------------------------------------------------- [mesh]
@@ -176,7 +178,7 @@ def hugging_face(
     if not os.path.isfile(os.path.join(directory, "config.json")):
         raise BadArgument(f"directory={directory} holds no config.json", op="model")
     transformers.logging.set_verbosity_error()
-    found: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    found = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.device("cpu" if real else "meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = transformers.AutoModelForCausalLM.from_config(
@@ -214,7 +216,7 @@ def module_of(config: Config, meta: bool = False, real: bool = False) -> Module:
 class Rules:
     """Rules for ``parallelize``, and the layouts of token ids and labels [B, S]."""
 
-    rules: Any
+    rules: ModuleRules
     tokens: str
     labels: str
 
@@ -252,12 +254,7 @@ def _recipe(config: Config, path: tuple[str, ...], module: nn.Module, mesh: Mesh
     table = config.table(*path)
     name = typed(table.get("recipe"), RecipeName, config, (*path, "recipe"))
     function = getattr(recipes, name)
-    texts = {n: p.default for n, p in keys_of(function, 2).items() if isinstance(p.default, str)}
-    axes = {n: table.get(n, text) for n, text in texts.items() if n not in NO_AXES}
-    for key, axis in axes.items():
-        if others := [n for n in axes if n != key and axis and axes[n] == axis and key in table]:
-            text = f"{axis!r} is the axis that {name} takes for {others[0]}"
-            raise config.error((*path, key), text)
+    _check_apart(config, path, function)
     more: dict[str, object] = {}
     if "weights" in table:
         if "weights" not in keys_of(function):
@@ -267,6 +264,18 @@ def _recipe(config: Config, path: tuple[str, ...], module: nn.Module, mesh: Mesh
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # guessed roles are still right
         return call(function, config, path, module, mesh, beside=beside, **more)
+
+
+def _check_apart(config: Config, path: tuple[str, ...], recipe: Callable[..., object]) -> None:
+    """Refuse one axis for two arguments of a recipe."""
+    table, known = config.table(*path), keys_of(recipe, 2).items()
+    texts = {n: p.default for n, p in known if isinstance(p.default, str) and n not in NO_AXES}
+    axes = {n: table.get(n, text) for n, text in texts.items()}
+    for key in [n for n in axes if n in table and axes[n]]:
+        for other in axes:
+            if other != key and axes[other] == axes[key]:
+                text = f"{axes[key]!r} is the axis that {table['recipe']} takes for {other}"
+                raise config.error((*path, key), text)
 
 
 def _axes_in(text: str) -> set[str]:
@@ -323,7 +332,12 @@ def rows_of(config: Config, where: str = "data") -> Any:
 
 
 def batches(
-    config: Config, rows: Any, rules: Rules, mesh: Mesh, state: Any = None, where: str = "data"
+    config: Config,
+    rows: Any,
+    rules: Rules,
+    mesh: Mesh,
+    state: Mapping[str, int] | None = None,
+    where: str = "data",
 ) -> Batches:
     """Make the batches of ``[data]``, in the layouts of the recipe.
 
@@ -354,14 +368,14 @@ def batches(
         raise config.error((where, key), e.__cause__.message) from None
 
 
-def labels_of(batch: Any) -> Any:
+def labels_of(batch: object) -> Any:
     """Return the labels of a batch: the field of that name, or the last of several."""
     if isinstance(batch, Mapping):
         return batch.get("labels")
     return batch[-1] if isinstance(batch, tuple | list) else batch
 
 
-def _lying(row: Any, rules: Rules) -> Any:
+def _lying(row: Any, rules: Rules) -> object:
     """Return a layout per field of a row: the recipe's for labels, its tokens' for others."""
     paths, leaves, tree = optree.tree_flatten_with_path(row)
     last = len(leaves) - 1
@@ -431,7 +445,7 @@ class Built:
     mesh: Mesh
     module: nn.Module
     apply: Apply
-    params: Any
+    params: Params
     rules: Rules
     tx: Transform
     loss: Callable[..., Tensor]
@@ -442,12 +456,12 @@ class Built:
         """Whether each rank keeps complete blocks of parameters: true but at ZeRO's stage 3."""
         return self.config.table("optimizer", "zero").get("stage", 1) < 3
 
-    def start(self) -> Any:
+    def start(self) -> Params:
         """Return the parameters that are trained: at stage 3 this rank's parts."""
         return self.params if self.whole else self.tx.shard(self.params)
 
 
-def state_of(config: Config, made: "Built", params: Any) -> Any:
+def state_of(config: Config, made: "Built", params: Params) -> Any:
     """Make the optimizer's first state.
 
     Raises: ConfigError if it refuses the parameters.
@@ -554,23 +568,16 @@ def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[.
     foreign = hasattr(module, "config") and hasattr(module, "main_input_name")
     fixed = {"use_cache": False} if foreign and "use_cache" in takes else {}
 
-    def loss(params: Any, batch: Any) -> Tensor:
-        fields = dict(batch) if isinstance(batch, Mapping) else None
-        labels = labels_of(batch)
-        if fields is not None:
-            given = {
-                k: v
-                for k, v in fields.items()
-                if k != "labels" or ("labels" in known and not foreign)
-            }
-            if all(k in takes for k in given) or foreign:
-                out = apply(params, **given, **fixed)
-            else:
-                out = apply(params, *list(fields.values())[: len(known)])
+    def loss(params: Params, batch: object) -> Tensor:
+        if isinstance(batch, Mapping):
+            named = foreign or "labels" not in known
+            given = {k: v for k, v in batch.items() if not (named and k == "labels")}
+            if foreign or all(k in takes for k in given):
+                return _scalar(config, apply(params, **given, **fixed), labels_of(batch))
+            every = tuple(batch.values())
         else:
             every = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-            out = apply(params, *every[: len(known)])
-        return _scalar(config, out, labels)
+        return _scalar(config, apply(params, *every[: len(known)]), labels_of(batch))
 
     return loss
 
@@ -589,7 +596,7 @@ def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable
     except ValueError:  # a builtin without a signature
         pass
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params: Params, batch: object) -> Tensor:
         found = own(apply, params, batch)
         if not isinstance(found, Tensor) or found.ndim:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
@@ -601,7 +608,7 @@ def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable
     return loss
 
 
-def _scalar(config: Config, out: Any, labels: Any) -> Tensor:
+def _scalar(config: Config, out: object, labels: object) -> Tensor:
     found = loss_of(out, labels)
     if found is not None:
         return found

@@ -5,7 +5,7 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from shardlib import optim
@@ -79,7 +79,10 @@ def listed() -> Iterator[Key]:
 
 
 def _of(
-    table: str, function: Callable[..., Any], only: Any = None, but: tuple[str, ...] = ()
+    table: str,
+    function: Callable[..., Any],
+    only: Collection[str] | None = None,
+    but: tuple[str, ...] = (),
 ) -> Iterator[Key]:
     doc = inspect.getdoc(function) or ""
     for name, p in parameters(function, taken=but).items():
@@ -88,12 +91,12 @@ def _of(
             yield Key(table, name, _type(p.annotation), default, _said(doc, name))
 
 
-def _default(value: Any) -> str:
+def _default(value: object) -> str:
     text = getattr(value, "__name__", None) or str(value)
     return text.removeprefix("torch.")
 
 
-def _type(annotation: Any) -> str:
+def _type(annotation: object) -> str:
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     text = re.sub(r"typing\.|collections\.abc\.|torch\.(?=dtype)|shardlib\.[\w.]+\.", "", text)
     return "" if "empty" in text else text
@@ -130,7 +133,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("table", nargs="?", default="", help="only this table")
 
 
-def main(given: Any) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command."""
     rows = [k for k in listed() if not given.table or k.table.split(",")[0] == given.table]
     if not rows:

@@ -73,7 +73,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
 
 
-def main(given: Any) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command: return 0, or 4 if nothing fits for one of the numbers of ranks."""
     model, said = _model(given)
     cluster = _cluster(given)
@@ -105,7 +105,7 @@ def main(given: Any) -> int:
     return 0 if all(p.best is not None for p in found.values()) else 4
 
 
-def _cluster(given: Any) -> Cluster:
+def _cluster(given: argparse.Namespace) -> Cluster:
     """Return the cluster, with links from the arguments or measured by this job's ranks."""
     found = CLUSTERS[given.cluster]
     if under_launcher() and not (given.inside and given.between):
@@ -123,7 +123,7 @@ def _cluster(given: Any) -> Cluster:
     return found
 
 
-def _model(given: Any) -> tuple[nn.Module, dict[str, Any]]:
+def _model(given: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """Return the module on the meta device; ranks, batch and sequence.
 
     Raises: ConfigError.

@@ -1,5 +1,6 @@
 """``--print-config``: the file that a run takes, with every ``--set`` and each default in a comment."""
 
+import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -63,7 +64,7 @@ def _name(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     """Format a value as TOML does: text as in JSON, but for the one character that JSON keeps."""
     if isinstance(value, str):
         return json.dumps(value).replace("\x7f", "\\u007f")
@@ -76,7 +77,7 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def main(given: Any) -> int:
+def main(given: argparse.Namespace) -> int:
     """Print the configuration of ``shardlib train``."""
     config = read(given.file, given.set)
     check(config)

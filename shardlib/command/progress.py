@@ -36,14 +36,16 @@ class Log:
         self.flops = flops
         self.file: TextIO | None = None
         self.board: Any = None
-        self.echo = False
+        self.echo = self.lead = False
 
-    def open(self, as_json: bool, first: int) -> None:
-        """Open the files.
+    def open(self, as_json: bool, first: int, lead: bool = True) -> None:
+        """Open the files; unless ``lead``, nothing is written here.
 
         ``first``  the step to continue from: records of later steps are removed.
         """
-        self.echo = as_json
+        self.echo, self.lead = as_json, lead
+        if not lead:
+            return
         if self.jsonl:
             file = Path(self.jsonl)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -61,11 +63,13 @@ class Log:
 
     def say(self, text: str) -> None:
         """Print text for a person; with ``--json``, nothing is printed."""
-        if not self.echo:
+        if self.lead and not self.echo:
             print(clipped(text), flush=True)
 
     def record(self, row: Mapping[str, Any], steps: int) -> None:
         """Write one row of figures to every output."""
+        if not self.lead:
+            return
         line = json.dumps(row)
         if self.echo:
             print(line, flush=True)
@@ -175,7 +179,7 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
     return next((value for key, value in PEAKS.items() if key in name), None)
 
 
-def flops_of(module: nn.Module, row: Any) -> float | None:
+def flops_of(module: nn.Module, row: object) -> float | None:
     """Count operations of a training step for one row: three times forward's, on the meta device.
 
     None if the module does not run on the meta device.
@@ -204,6 +208,6 @@ def seconds() -> float:
     return time.perf_counter()
 
 
-def number(x: Any) -> float | None:
+def number(x: Tensor | float | None) -> float | None:
     """Convert a tensor or number to a float."""
     return None if x is None else float(x.item() if isinstance(x, Tensor) else x)

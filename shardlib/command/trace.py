@@ -4,7 +4,6 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from shardlib import optim
 from shardlib.collectives import trace
@@ -31,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, default=2, help="which step; the first is slower")
 
 
-def main(given: Any) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command: under torchrun on every rank, else on simulated ranks in one process."""
     if given.out and Path(given.out).suffix not in (".json", ".png", ".svg", ".pdf"):
         raise ConfigError(f"--out {given.out}: write step.json, step.png, step.svg or step.pdf")

@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlib import optim
 from shardlib import random as keys
 from shardlib.capacity import most_taken
-from shardlib.checkpoint import latest, load, save, save_hf
+from shardlib.checkpoint import Saving, latest, load, save, save_hf
 from shardlib.checkpoint.folder import occupied
 from shardlib.collectives import trace
 from shardlib.command.config import Config, ConfigError, arguments, call, read, told
@@ -25,6 +25,7 @@ from shardlib.command.from_config import (
     EVAL,
     SOURCES,
     Built,
+    Params,
     Table,
     axes_of,
     batches,
@@ -45,7 +46,7 @@ from shardlib.command.from_config import (
 from shardlib.command.progress import Log, flops_of, log, number, peak_of, seconds
 from shardlib.errors import BadArgument, RankFailed, ShardError
 from shardlib.grad import value_and_grad
-from shardlib.mesh import accelerator, launch, use_mesh
+from shardlib.mesh import Mesh, accelerator, launch, use_mesh
 from shardlib.seeing.summary import size, summary
 
 __all__ = [
@@ -216,8 +217,12 @@ def check(config: Config, whole: bool = True) -> None:
             check_table(config)
         elif whole:
             raise config.error((), f"the table [{name}] is missing")
-    if not whole:
-        return
+    if whole:
+        _check_run(config)
+
+
+def _check_run(config: Config) -> None:
+    """Refuse what a run would need only later: figures, evaluation, checkpoints and an export."""
     init_keys(config)
     _checkpoints(config)
     if "eval" in config.tables:
@@ -261,7 +266,11 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
         rehearse(config)
     if simulated or under_launcher() or total in (1, -1):
         return _ranks(config, "simulate" if simulated else "ranks", as_json)
-    fixed_axes(config)
+    return _launched(config, fixed_axes(config), total, as_json)
+
+
+def _launched(config: Config, axes: Mapping[str, int], total: int, as_json: bool) -> Report:
+    """Run on local processes that are started here, on GPUs where there are enough."""
     if total > MOST:
         raise config.error(
             ("mesh",),
@@ -270,12 +279,12 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
         )
     here = accelerator()
     enough = here is not None and torch.accelerator.device_count() >= total
-    device = config.table("mesh").get("device") or (here.type if here and enough else "cpu")
+    how = how_to_make(config)
+    device = how.pop("device", None) or (here.type if here and enough else "cpu")
     if not as_json:
         print(f"starting {total} local processes", flush=True)
-    timeout = {k: v for k, v in how_to_make(config).items() if k == "timeout"}
     try:
-        return launch(_rank, config, as_json, device=device, **timeout, **axes)[0]
+        return launch(_rank, config, as_json, device=device, **how, **axes)[0]
     except ShardError as e:
         if isinstance(e.__cause__, ConfigError):
             raise e.__cause__ from None
@@ -321,19 +330,17 @@ def _ranks(config: Config, kind: str, as_json: bool) -> Report:
 # ---------------------------------------------------------------- the loop
 
 
-def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
+def run(config: Config, mesh: Mesh, as_json: bool = False) -> Report:
     """Run the training loop, on every rank of the mesh in scope."""
     steps, accumulate = config.tables["steps"], config.tables.get("accumulate", 1)
     saving = _checkpoints(config)
     training = _Training(config, mesh, accumulate)
     made, report = training.made, training.report
     writer: Log = call(log, config, ("log",))
-    lead = not dist.is_initialized() or dist.get_rank() == 0
     if saving is not None and saving.resume and (newest := latest(saving.path)) is not None:
         training.resume(newest)
-    if lead:
-        writer.open(as_json, report.first)
-        writer.say(_opening(made, training.params, training.state, report, steps))
+    writer.open(as_json, report.first, lead=not dist.is_initialized() or dist.get_rank() == 0)
+    writer.say(_opening(made, training.params, training.state, report, steps))
     judge = Evaluator(config, made) if "eval" in config.tables else None
     meter = _Meter(made, training.rows, writer, mesh)
     under_way = None
@@ -350,26 +357,26 @@ def run(config: Config, mesh: Any, as_json: bool = False) -> Report:
             losses = {}
             report.bytes = float(t.bytes)
             row = meter.row(step, report.losses[step], info, t)
-            if not (math.isfinite(report.losses[step]) or _guarded(config)):
-                raise ShardError(f"the loss of step {step} is {report.losses[step]}", op="train")
-            if lead:
-                writer.record(row, steps)
+            _check_finite(config, step, report.losses[step])
+            writer.record(row, steps)
         if judge is not None and _due(step, steps, judge.every):
             report.evaluations[step] = judge(training.params)
-            if lead:
-                writer.record({"step": step, "eval_loss": report.evaluations[step]}, steps)
+            writer.record({"step": step, "eval_loss": report.evaluations[step]}, steps)
         if saving is not None and _due(step, steps, saving.every):
-            under_way = save(
-                saving.path, training.tree(), step=step, keep=saving.keep, wait=saving.wait
-            )
-            report.path = os.path.join(saving.path, f"step_{step:08d}")
+            under_way = training.save(saving)
     if under_way is not None:
         under_way.wait()
     report.export = _exported(config, made, training.params)
-    if lead:
-        writer.close()
+    writer.close()
     report.seconds = meter.total
     return report
+
+
+def _check_finite(config: Config, step: int, loss: float) -> None:
+    """Refuse a loss that is not finite, unless the optimizer skips such steps."""
+    guarded = not {"skip_nonfinite", "loss_scale"}.isdisjoint(config.table("optimizer"))
+    if not (guarded or math.isfinite(loss)):
+        raise ShardError(f"the loss of step {step} is {loss}", op="train")
 
 
 def _due(step: int, steps: int, every: int) -> bool:
@@ -380,7 +387,7 @@ def _due(step: int, steps: int, every: int) -> bool:
 class _Training:
     """The values that a training loop changes: parameters, optimizer state, batches, report."""
 
-    def __init__(self, config: Config, mesh: Any, accumulate: int) -> None:
+    def __init__(self, config: Config, mesh: Mesh, accumulate: int) -> None:
         torch.manual_seed(config.tables.get("seed", 0))
         self.config, self.report = config, Report()
         self.rows = rows_of(config)
@@ -407,6 +414,12 @@ class _Training:
         kept = {"params": named, "state": optim.state_dict(self.state), "step": self.report.step}
         return kept | {"data": self.dealt.state(), "key": keys.get_state()}
 
+    def save(self, saving: Checkpoints) -> Saving:
+        """Write a checkpoint of the present step."""
+        step = self.report.step
+        self.report.path = os.path.join(saving.path, f"step_{step:08d}")
+        return save(saving.path, self.tree(), step=step, keep=saving.keep, wait=saving.wait)
+
     def resume(self, newest: str) -> None:
         """Continue from a checkpoint.
 
@@ -430,7 +443,7 @@ class Evaluator:
         self.made, self.config = made, evaluating(config)
         self.rows = rows_of(config, "eval")
 
-    def __call__(self, params: Any) -> float:
+    def __call__(self, params: Params) -> float:
         made, key = self.made, keys.get_state()
         training = {m: m.training for m in made.module.modules()}
         made.module.eval()
@@ -450,7 +463,7 @@ class Evaluator:
         return total / max(count, 1)
 
 
-def _exported(config: Config, made: Built, params: Any) -> str:
+def _exported(config: Config, made: Built, params: Params) -> str:
     """Export the trained model with its tokenizer; return the directory, or "" without [export]."""
     asked = _export(config)
     if asked is None:
@@ -467,11 +480,6 @@ def _exported(config: Config, made: Built, params: Any) -> str:
         words = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
     save_hf(asked.path, named, module, tokenizer=words, overwrite=True)
     return asked.path
-
-
-def _guarded(config: Config) -> bool:
-    """Return whether the optimizer skips steps whose gradients are not finite."""
-    return not {"skip_nonfinite", "loss_scale"}.isdisjoint(config.table("optimizer"))
 
 
 def _resumed(config: Config, newest: str, like: dict[str, Any]) -> Any:
@@ -509,13 +517,13 @@ def stepper(config: Config, made: Built, accumulate: int) -> Callable[..., tuple
     into = made.tx if made.tx.sink is not None and not several else None
     how: dict[str, Any] = {"into": into} if into is not None else {"pending": zero.get("axis", ())}
 
-    def scaled(params: Any, batch: Any, by: float) -> Tensor:
+    def scaled(params: Params, batch: object, by: float) -> Tensor:
         return made.loss(params, batch) * by
 
     both: Callable[..., Any] = value_and_grad(scaled, **how)
     plain: Callable[..., Any] = value_and_grad(made.loss, **how)
 
-    def step(params: Any, state: Any, taken: list[Any]) -> tuple[Tensor, Any]:
+    def step(params: Params, state: Any, taken: list[Any]) -> tuple[Tensor, Any]:
         scale = getattr(state, "scale", None)
         if scale is None and len(taken) == 1:
             return plain(params, taken[0])
@@ -535,7 +543,7 @@ def _added(total: Tensor, more: Tensor) -> Tensor:
     return total.add_(more)  # in place: two copies of the gradients are held, not three
 
 
-def _opening(made: Built, params: Any, state: Any, report: Report, steps: int) -> str:
+def _opening(made: Built, params: Params, state: Any, report: Report, steps: int) -> str:
     found = summary(made.params if made.params is params else dict(made.params))
     held = f"{size(found.bytes)} of {size(found.whole)} on each rank"
     lines = [f"{type(made.module).__name__}, {found.elements:,} parameters, {held}, {found.mesh}"]
@@ -553,7 +561,7 @@ def _opening(made: Built, params: Any, state: Any, report: Report, steps: int) -
 class _Meter:
     """A meter of time, tokens and operations since the last record."""
 
-    def __init__(self, made: Built, rows: Any, writer: Log, mesh: Any) -> None:
+    def __init__(self, made: Built, rows: Any, writer: Log, mesh: Mesh) -> None:
         self.began = self.last = seconds()
         self.tokens = 0
         dtype = next((p.dtype for p in made.module.parameters()), torch.float32)
@@ -610,7 +618,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
 
 
-def main(given: Any) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the command."""
     config = read(given.file, given.set)
     check(config)

@@ -3,10 +3,11 @@
 No background, text of middle grey, colours of middle lightness; blocks are translucent.
 """
 
+import html
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +16,7 @@ from shardlib.errors import BadArgument, Unsupported
 
 __all__ = [
     "INK", "MARK", "PALETTE", "Picture", "Shown", "canvas", "coloured", "colours",
-    "refuse_foreign", "replacing", "style", "tint",
+    "html_table", "refuse_foreign", "replacing", "style", "text_table", "tint",
 ]  # fmt: skip
 
 INK = "#808080"  # 4 : 1 on white, 5 : 1 on black
@@ -92,6 +93,35 @@ def canvas(
         figure = Figure(figsize=size, layout="constrained")
         figure.suptitle(title, fontsize=8.5)
         return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def text_table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Format rows as lines of aligned columns; those whose numbers are in ``right`` end alike.
+
+    >>> text_table([["a", "bytes"], ["weight", "12"]], right=(1,))
+    ['a       bytes', 'weight     12']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        texts = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in cells]
+        lines.append("  ".join(texts).rstrip())
+    return lines
+
+
+def html_table(rows: Sequence[Sequence[str]], style: str = "text-align:left") -> str:
+    """Format rows, of which the first is the heading, as a table for a notebook.
+
+    >>> html_table([["a"]])
+    "<table><tr><th style='text-align:left'>a</th></tr></table>"
+    """
+    out = []
+    for i, row in enumerate(rows):
+        tag = "td" if i else "th"
+        start = f"<{tag} style='{style}'>"
+        out.append("".join(f"{start}{html.escape(cell)}</{tag}>" for cell in row))
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in out) + "</table>"
 
 
 class Picture:

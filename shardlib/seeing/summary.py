@@ -1,15 +1,15 @@
 """A table with one line per parameter: its type, its layout, and its bytes on a rank."""
 
-import html
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from shardlib.collectives import lead
 from shardlib.optim.buckets import Buckets
 from shardlib.planning.explain import size
+from shardlib.seeing.canvas import html_table, text_table
 from shardlib.tensor import ShardedTensor, named_tensors, typeof
 
 __all__ = ["Summary", "SummaryRow", "summary"]
@@ -70,15 +70,7 @@ class Summary:
         return out
 
     def __str__(self) -> str:
-        table = self.table()
-        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-        lines = []
-        for row in table:
-            cells = [
-                c.ljust(w) if i < 2 else c.rjust(w)
-                for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
+        lines = text_table(self.table(), right=(2, 3, 4))
         rule = "-" * max(map(len, lines))
         lines[1:1] = lines[-1:-1] = [rule]
         return "\n".join([*lines, self.mesh] if self.mesh else lines)
@@ -86,12 +78,7 @@ class Summary:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head, *body = self.table()
-        rows = ["".join(f"<th style='text-align:left'>{html.escape(c)}</th>" for c in head)]
-        rows += [
-            "".join(f"<td style='text-align:left'>{html.escape(c)}</td>" for c in r) for r in body
-        ]
-        return "<table>" + "".join(f"<tr>{r}</tr>" for r in rows) + "</table>"
+        return html_table(self.table())
 
 
 def summary(params: object, state: object = None) -> Summary:
@@ -136,7 +123,7 @@ def _held(x: Tensor) -> int:
     return x.raw.numel() * x.raw.element_size() // ranks
 
 
-def _count(node: Any, of: dict[str, int], path: tuple[str, ...]) -> int:
+def _count(node: object, of: dict[str, int], path: tuple[str, ...]) -> int:
     """Add a state's bytes to the parameters whose names end its paths; return the remainder."""
     other = 0
     if isinstance(node, Buckets):

@@ -29,9 +29,19 @@ from shardlib.collectives import Moment, Trace, lead
 from shardlib.errors import BadArgument, ShardError, user_line
 from shardlib.mesh import Entered, Mesh, enter, leave, scope
 from shardlib.modules.paths import Paths
+from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.planning.explain import size
-from shardlib.seeing.canvas import INK, MARK, Picture, canvas, colours, replacing
+from shardlib.seeing.canvas import (
+    INK,
+    MARK,
+    Picture,
+    canvas,
+    colours,
+    html_table,
+    replacing,
+    text_table,
+)
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["Span", "Timeline", "merged", "timeline"]
@@ -172,16 +182,7 @@ class Timeline:
         limit = shutil.get_terminal_size((100, 24)).columns if columns is None else columns
         short = {"forward": "", "backward": "back", "times": "n"}
         table = [[short.get(c, c) for c in row] for row in self.table(by)]
-        table = _fitted(table, limit)
-        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-        lines = [self._head()]
-        for row in table:
-            cells = [
-                c.rjust(w) if i < 4 else c.ljust(w)
-                for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        return "\n".join([self._head(), *text_table(_fitted(table, limit), right=range(4))])
 
     def __str__(self) -> str:
         return self.text()
@@ -201,25 +202,20 @@ class Timeline:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head, *body = self.table()
-        cell = "text-align:left;white-space:nowrap"
-        rows = ["".join(f"<th style='{cell}'>{html.escape(c)}</th>" for c in head)]
-        rows += ["".join(f"<td style='{cell}'>{html.escape(c)}</td>" for c in r) for r in body]
-        table = "".join(f"<tr>{r}</tr>" for r in rows)
         above = html.escape(self._head()).replace("\n", "<br>")
-        return f"<p>{above}</p>{self._svg()}<table>{table}</table>"
+        table = html_table(self.table(), "text-align:left;white-space:nowrap")
+        return f"<p>{above}</p>{self._svg()}{table}"
 
     def _svg(self, width: float = 900.0, height: int = 18) -> str:
         """Draw the spans as bars, each with its description as a tooltip."""
-        lanes = [(rank, *lane) for rank, some in self._lanes().items() for lane in some]
+        lanes = self._tracks()
         zero, shades = min((s.start for s in self.spans), default=0.0), self._shades()
         scale, left = width / (self.seconds or 1.0), 130
         out = [
             f"<svg width='{left + width + 10:.0f}' height='{height * len(lanes) + 4}' "
             "xmlns='http://www.w3.org/2000/svg' font-size='10' fill='currentColor'>"
         ]
-        for row, (rank, title, spans) in enumerate(lanes):
-            label = f"rank {rank}: {title}" if len(self.ranks) > 1 else title
+        for row, (label, spans) in enumerate(lanes):
             out.append(f"<text x='0' y='{height * row + 13}'>{html.escape(label)}</text>")
             for s in spans:
                 said = f"{_title(s)}, {1e3 * s.seconds:.3f} ms, {s.type} {s.line}"
@@ -267,22 +263,23 @@ class Timeline:
 
     def _lanes(self) -> dict[int, list[tuple[str, list[Span]]]]:
         """Distribute the spans of each rank over tracks, without overlaps other than nesting."""
+        kinds: dict[int, dict[str, list[Span]]] = {}
+        for s in self.spans:
+            kinds.setdefault(s.rank, {}).setdefault(s.kind, []).append(s)
         out: dict[int, list[tuple[str, list[Span]]]] = {}
-        for rank in sorted({*self.ranks, *(s.rank for s in self.spans)}):
-            own = [s for s in self.spans if s.rank == rank]
-            lanes = [(k, [s for s in own if s.kind == k]) for k in ("phase", "operation")]
-            moving: list[list[Span]] = []
-            for s in sorted((s for s in own if s.kind == "collective"), key=lambda s: s.start):
-                free = next((lane for lane in moving if lane[-1].end <= s.start), None)
-                if free is None:
-                    moving.append([s])
-                else:
-                    free.append(s)
+        for rank in sorted({*self.ranks, *kinds}):
+            own = kinds.get(rank, {})
+            lanes = [(f"{k}s", own[k]) for k in ("phase", "operation") if k in own]
+            moving = _apart(own.get("collective", []))
             titles = [f"collectives {i + 1}" if i else "collectives" for i in range(len(moving))]
-            lanes += list(zip(titles, moving, strict=True))
-            names = {"phase": "phases", "operation": "operations"}
-            out[rank] = [(names.get(k, k), spans) for k, spans in lanes if spans]
+            out[rank] = lanes + list(zip(titles, moving, strict=True))
         return out
+
+    def _tracks(self) -> list[tuple[str, list[Span]]]:
+        """Return the tracks of all ranks, with their labels."""
+        of = "rank {}: {}" if len(self.ranks) > 1 else "{1}"
+        lanes = self._lanes().items()
+        return [(of.format(rank, title), spans) for rank, some in lanes for title, spans in some]
 
     def save(self, file: str | Path) -> None:
         """Write the timeline: ``.json`` for ui.perfetto.dev, ``.png``, ``.svg`` or ``.pdf`` else.
@@ -339,15 +336,14 @@ class Timeline:
 
     def picture(self) -> Picture:
         """Draw a bar per operation and collective, a track per kind and rank; needs matplotlib."""
-        lanes = [(rank, *lane) for rank, some in self._lanes().items() for lane in some]
-        shown = lanes or [(0, "nothing ran", [])]
+        shown = self._tracks() or [("nothing ran", [])]
         figure, axes = canvas("timeline", 1, 1, (9.0, 1.1 + 0.42 * len(shown)), self._head())
         panel = axes[0][0]
         zero = min((s.start for s in self.spans), default=0.0)
         gap = 0.0015 * 1e3 * self.seconds  # between bars, to separate those of one colour
         shades = self._shades()
         used: dict[str, str] = {}
-        for row, (_, _, spans) in enumerate(shown):
+        for row, (_, spans) in enumerate(shown):
             for s in spans:
                 key = _shade(s)
                 used[key] = shades[key]
@@ -359,10 +355,7 @@ class Timeline:
                         at + width / 2, row, s.name, ha="center", va="center", fontsize=6.5,
                         color="white", clip_on=True,
                     )  # fmt: skip
-        labels = [
-            f"rank {rank}: {title}" if len(self.ranks) > 1 else title for rank, title, _ in shown
-        ]
-        panel.set_yticks(range(len(shown)), labels, fontsize=7)
+        panel.set_yticks(range(len(shown)), [label for label, _ in shown], fontsize=7)
         panel.invert_yaxis()
         panel.set_xlabel("ms", fontsize=8)
         panel.tick_params(axis="x", labelsize=7)
@@ -376,6 +369,18 @@ class Timeline:
 
 
 _KINDS = ("operation", "collective", "phase")
+
+
+def _apart(spans: Iterable[Span]) -> list[list[Span]]:
+    """Distribute spans over as few tracks as keep them apart."""
+    tracks: list[list[Span]] = []
+    for s in sorted(spans, key=lambda s: s.start):
+        free = next((track for track in tracks if track[-1].end <= s.start), None)
+        if free is None:
+            tracks.append([s])
+        else:
+            free.append(s)
+    return tracks
 
 
 def _patch(colour: str, name: str) -> Any:
@@ -394,7 +399,7 @@ def _order(s: Span) -> tuple[float, int]:
     return s.start, s.rank
 
 
-def _meta(what: str, rank: int, lane: int, **args: Any) -> dict[str, Any]:
+def _meta(what: str, rank: int, lane: int, **args: object) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": rank, "tid": lane, "args": args}
 
 
@@ -522,7 +527,7 @@ class _Open:
     span: Span
     place: int
     event: int
-    named: Any
+    named: record_function | None
     started: float = 0.0
     moment: Moment | None = None
 
@@ -611,7 +616,7 @@ class _Recorder(Trace):
 
     # -------------------------------------------------------- operations
 
-    def chose(self, match: Any, product: bool = False) -> None:
+    def chose(self, match: Match, product: bool = False) -> None:
         """Record the chosen algorithm."""
         if self.inside is not None:
             self.inside.span = replace(self.inside.span, algorithm=match.algorithm)
@@ -620,18 +625,18 @@ class _Recorder(Trace):
 
     def __call__(
         self, implementation: Callable[..., Any], func: Func, args: Args, kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> object:
         return self._heard(self.outer, implementation, func, args, kwargs)
 
     def verb(
         self, implementation: Callable[..., Any], func: Func, args: Args, kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> object:
         """Record a verb of the library."""
         return self._heard(getattr(self.outer, "verb", None), implementation, func, args, kwargs)
 
     def _heard(
         self, outer: Any, implementation: Callable[..., Any], func: Func, args: Args, kwargs: Kwargs
-    ) -> Any:
+    ) -> object:
         run = implementation if outer is None else partial(outer, implementation)
         if self.inside is not None or not self.heard or _runs_backward(func):
             return run(func, args, kwargs)
@@ -641,7 +646,7 @@ class _Recorder(Trace):
         module = self.paths.now()
         span = Span(_name(func), "operation", 0.0, 0.0, 0, backward, module, user_line())
         self.inside = now = self.begin(span)
-        out: Any = None
+        out: object = None
         try:
             out = run(func, args, kwargs)
         finally:
@@ -736,12 +741,12 @@ _UNKNOWN = Span("", "", 0.0, 0.0)
 _STAYING = frozenset(["pslice", "place", "pvary"])  # nothing moves
 
 
-def _runs_backward(func: Any) -> bool:
+def _runs_backward(func: Func) -> bool:
     """Return whether a function runs backward, whose operations have spans of their own."""
     return func is Tensor.backward or getattr(func, "__module__", "") == "torch.autograd"
 
 
-def _sharded(out: Any) -> ShardedTensor | None:
+def _sharded(out: object) -> ShardedTensor | None:
     """Return the first sharded tensor among an operation's results."""
     if isinstance(out, ShardedTensor):
         return out
@@ -750,7 +755,7 @@ def _sharded(out: Any) -> ShardedTensor | None:
     return None
 
 
-def _name(func: Any) -> str:
+def _name(func: Func) -> str:
     """Return torch's name of a function, or the name of a property."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
