@@ -126,12 +126,7 @@ def _is_split(x: ShardedTensor, dim: int | None) -> bool:
         dim = dim_of(dim, ndim, "max")
     tokens = x.sharding.resolve(ndim).dims
     axes = x.sharding.axes if dim is None or not ndim else tokens[dim].axes
-    return (
-        bool(real_axes(x.mesh, axes))
-        and 0 not in x.padded_shape
-        and not x.sharding.partial
-        and not x.sharding.skew
-    )
+    return bool(real_axes(x.mesh, axes)) and 0 not in x.padded_shape and not x.sharding.partial
 
 
 def _block(x: ShardedTensor, dim: int) -> int:

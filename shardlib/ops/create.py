@@ -26,7 +26,7 @@ def new_empty(func: Func, args: Args, kwargs: Kwargs) -> object:
     """
     x = args[0]
     whole = func(x.raw.new_empty(0).to("meta"), *args[1:], **kwargs)
-    if type(x) is not ShardedTensor or x.sharding.skew or whole.ndim != x.ndim:
+    if type(x) is not ShardedTensor or whole.ndim != x.ndim:
         return new(func, args, kwargs)
     dims = x.sharding.resolve(x.ndim).dims
     layout = Layout(

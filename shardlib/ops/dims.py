@@ -185,7 +185,7 @@ def _on_padded(
     sizes = call.shapes([x.shape for x in call.tensors])
     inner = [filled(x, 0 if sums else 1) if has_padding((x,)) else x for x in call.tensors]
     try:
-        out = rows_call(func, *call.filled(inner), labels, sums, free=True)
+        out = rows_call(func, *call.replaced(inner), labels, sums, free=True)
     except RuntimeError as e:
         raise Unfit(f"torch refuses rows of ones: {e}") from None
     if out is None:
@@ -205,7 +205,7 @@ def _on_padded(
 def _check_rows(call: FlatCall, labels: Callable[[Any, Any], Labels]) -> None:
     """Refuse padding in a dimension that is no row, or in one that broadcasts.  Raises: Unfit."""
     stored = [x.padded_shape if isinstance(x, ShardedTensor) else x.shape for x in call.tensors]
-    named = labels(*call.filled(ArgumentSlot(k, tuple(s)) for k, s in enumerate(stored)))
+    named = labels(*call.replaced(ArgumentSlot(k, tuple(s)) for k, s in enumerate(stored)))
     sizes: dict[Any, list[tuple[int, int]]] = {}  # label -> its (true, padded) sizes
     for k, (x, full) in enumerate(zip(call.tensors, stored, strict=True)):
         mine = named.get(k) or (None,) * x.ndim
@@ -300,7 +300,7 @@ def _made(
 ) -> _DimPlan:
     slots = [ArgumentSlot(k, tuple(v.padded_shape)) for k, v in enumerate(values)]
     try:
-        named = labels(*call.filled(slots))
+        named = labels(*call.replaced(slots))
         rows = [named.get(k, (None,) * s.ndim) for k, s in enumerate(slots)]
         return _planned(call, values, rows, sums)
     except (Unfit, BadArgument, UnevenSplit):

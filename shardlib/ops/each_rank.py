@@ -43,7 +43,7 @@ class FlatCall(NamedTuple):
         """The tensors among the arguments."""
         return [self.leaves[i] for i in self.at]
 
-    def filled(self, values: Iterable[object]) -> tuple[Args, Kwargs]:
+    def replaced(self, values: Iterable[object]) -> tuple[Args, Kwargs]:
         """Return the arguments with other values in place of the tensors."""
         leaves = list(self.leaves)
         for i, value in zip(self.at, values, strict=True):
@@ -56,7 +56,7 @@ class FlatCall(NamedTuple):
         An operand without a size stands for itself.
         Raises: Unfit.
         """
-        args, kwargs = self.filled(
+        args, kwargs = self.replaced(
             x if size is None else torch.empty(size, dtype=x.dtype, device="meta")
             for x, size in zip(self.tensors, sizes, strict=True)
         )
@@ -90,7 +90,7 @@ def each(call: FlatCall, mesh: Mesh, blocks: Sequence[Any] | None = None) -> Any
     """
     func, given = call.func, call.tensors if blocks is None else blocks
     if not lead(mesh):
-        return run(func, mesh, *call.filled(given))
+        return run(func, mesh, *call.replaced(given))
     writing = func in WRITERS and isinstance(given[0], Tensor)
     # Simulated ranks share a storage, so autograd would treat rank 0's write as a change of rank
     # 1's saved tensor; write to clones.
@@ -101,7 +101,7 @@ def each(call: FlatCall, mesh: Mesh, blocks: Sequence[Any] | None = None) -> Any
         mine = [block[rank] for block in given]
         if writing:
             mine[0] = copies[rank]
-        args, kwargs = call.filled(mine)
+        args, kwargs = call.replaced(mine)
         with casting(func):
             answer = func(*args, **kwargs)
         out, shape = optree.tree_flatten(answer, none_is_leaf=True)

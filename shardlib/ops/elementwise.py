@@ -109,7 +109,7 @@ def padded_alike(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
         x = x.with_padding if isinstance(x, ShardedTensor) else x
         return _tracked(func, x, mask, first.dtype) if mask is not None and x.requires_grad else x
 
-    a, k = call.filled(map(brought, given))
+    a, k = call.replaced(map(brought, given))
     out = run(func, a, k)
     return padded_to(out, true) if isinstance(out, ShardedTensor) else out
 
@@ -263,7 +263,7 @@ def _general(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     if scaled:
         pairs = zip(values, moved, strict=True)
         moved = [of_pending(raw, mesh, scaled) if v.sharding.partial else raw for v, raw in pairs]
-    raw = local_call(func, mesh, *call.filled(moved))
+    raw = local_call(func, mesh, *call.replaced(moved))
     if len(values) == 1 and raw is values[0].raw:
         return values[0]  # a conversion that changes nothing returns its operand
     raw = to_pending(raw, mesh, scaled) if scaled else raw

@@ -211,7 +211,7 @@ def write_plain(call: FallbackCall) -> object:
     if not holds_values(mesh):
         return call.args[0] if call.args else call.written[0]
     whole = [unshard(x) if isinstance(x, ShardedTensor) else x for x in call.flat.tensors]
-    args, kwargs = call.flat.filled(whole)
+    args, kwargs = call.flat.replaced(whole)
     with casting(call.func):
         return call.func(*args, **kwargs)
 
@@ -380,7 +380,7 @@ def _on_one(call: FallbackCall, whole: _Gathered) -> object:
     """Run the function once, for all ranks that this process simulates."""
     o, mesh, raws = call.operands, call.operands.mesh, whole.raws
     before = [(writes(r), r.grad_fn) for r in raws]
-    out = run(call.func, mesh, *call.flat.filled(raws))
+    out = run(call.func, mesh, *call.flat.replaced(raws))
     # the result is a view: run again on the original blocks so that it shares memory
     if lead(mesh) and _viewing(out, raws, before):
         blocks = [v.raw for v in whole.values]

@@ -253,12 +253,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> ShardedTensor | None:
     Nothing is summed where the indexed dimensions are whole.  None if this does not cover the
     index.
     """
-    if (
-        type(x) is not ShardedTensor
-        or x.sharding.partial
-        or x.sharding.skew
-        or not holds_values(x.mesh)
-    ):
+    if type(x) is not ShardedTensor or x.sharding.partial or not holds_values(x.mesh):
         return None
     whole = _whole_positions(given)
     if whole is None or sum(i is not None and i is not Ellipsis for i in whole) > x.ndim:

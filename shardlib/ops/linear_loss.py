@@ -28,7 +28,7 @@ from shardlib.mesh import Mesh
 from shardlib.ops.loss import rows_given_up
 from shardlib.ops.padding import filled, masked
 from shardlib.placing import reshard, shard
-from shardlib.tensor.gradients import real_axes, total, vary
+from shardlib.tensor.gradients import real_axes, total, vary, wide, wider
 from shardlib.tensor.lifting import promoting, replicated
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, typeof
@@ -214,8 +214,7 @@ class _LinearLoss(Local):
             with torch.enable_grad():
                 each = _rows_loss(leaf, fixed, classes, of_rows, places, how)
             weights = _row_weights(each, scale)
-            wide = torch.float32 if each.dtype.itemsize == 2 else None
-            here = (each.detach() * weights).sum(-1, dtype=wide)
+            here = (each.detach() * weights).sum(-1, dtype=wider(each.dtype))
             loss = here if loss is None else loss + here
             inputs: Any = [(leaf, *fixed)[i] for i in needed]
             found = torch.autograd.grad(each, inputs, weights) if needed else ()
@@ -258,7 +257,7 @@ def _add_gradients(grads: list[Any], out: Tensor, found: dict[int, Tensor]) -> N
         if i == 0:
             out.copy_(g)
         elif grads[i] is None:
-            grads[i] = g.float() if g.dtype.itemsize == 2 else g
+            grads[i] = wide(g)
         else:
             grads[i] += g
 

@@ -32,7 +32,7 @@ from shardlib.ops.padding import last_only
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs, lines
 from shardlib.placing import reshard
-from shardlib.tensor.gradients import is_half, real_axes, total, vary
+from shardlib.tensor.gradients import is_half, real_axes, total, vary, wide, wider
 from shardlib.tensor.lifting import lift
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
@@ -72,8 +72,7 @@ class _RowLoss(Local):
         ctx.set_materialize_grads(False)
         ctx.place = mesh, axes, smooth, classes
         with bind(mesh):
-            x, t = wrap(logits, mesh), wrap(target, mesh)
-            x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+            x, t = wide(wrap(logits, mesh)), wrap(target, mesh)
             padded = classes != x.shape[-1] * (axis_size(axes) if axes else 1)
             x = x.masked_fill(_padding(x, axes, classes), float("-inf")) if padded else x
             ignored = t == ignore
@@ -222,7 +221,7 @@ class _WholeRowLoss(Local):
         here = target.masked_fill(ignored, 0).unsqueeze(-1)
         losses = []
         for part, at in _some_rows(logits, here):
-            log_p = torch.log_softmax(part, -1, dtype=_wide(logits))
+            log_p = torch.log_softmax(part, -1, dtype=wider(logits.dtype))
             row = log_p.gather(-1, at) * (smooth - 1)
             losses.append(row - log_p.mean(-1, keepdim=True) * smooth if smooth else row)
         loss = losses[0] if len(losses) == 1 else torch.cat(losses)
@@ -233,20 +232,20 @@ class _WholeRowLoss(Local):
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, here, ignored = ctx.saved_tensors
-        wide = _wide(logits)
+        dtype = wider(logits.dtype)
         if torch.is_grad_enabled():  # create_graph: torch's operators are differentiable again
-            x = logits.to(wide)
+            x = logits.to(dtype)
             rows = F.cross_entropy(
                 x, here.squeeze(-1), label_smoothing=ctx.smooth, reduction="none"
             )
-            g = grads[0].masked_fill(ignored, 0).to(wide)
+            g = grads[0].masked_fill(ignored, 0).to(dtype)
             return *torch.autograd.grad(rows, logits, g, create_graph=True), None, None, None
         g = grads[0].masked_fill(ignored, 0).unsqueeze(-1)
         # with smoothing s: softmax - (1 - s) onehot - s / classes, times the cotangent
         dx = torch.empty_like(logits)
         for part, into, gs, at in _some_rows(logits, dx, g, here):
-            narrow = part.dtype != wide
-            p = torch.softmax(part, -1, dtype=wide, out=None if narrow else into).mul_(gs)
+            narrow = part.dtype != dtype
+            p = torch.softmax(part, -1, dtype=dtype, out=None if narrow else into).mul_(gs)
             if ctx.smooth:
                 p -= gs * (ctx.smooth / logits.shape[-1])
             p.scatter_add_(-1, at, gs * (ctx.smooth - 1))
@@ -310,7 +309,7 @@ def _split_cross_entropy(
     if reduction == "mean":
         raw = _Mean.apply(raw, target.raw, ignore, mesh, plan.over)
     else:
-        raw = total(raw.sum(-1, dtype=_wide(raw)), mesh, plan.over)
+        raw = total(raw.sum(-1, dtype=wider(raw.dtype)), mesh, plan.over)
     return ShardedTensor(raw.to(x.dtype), scalar)
 
 
@@ -386,11 +385,6 @@ def _planned(logits: ShardedTensor, target: ShardedTensor) -> _LossPlan:
 _SCALAR = Layout()
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    """Return the dtype in which ``x`` is summed."""
-    return torch.float32 if is_half(x) else x.dtype
-
-
 class _Mean(Local):
     """apply(losses, target, ignore, mesh, axes): their mean; sum and count share one psum."""
 
@@ -398,7 +392,7 @@ class _Mean(Local):
     def forward(
         ctx: Ctx, raw: Tensor, target: Tensor, ignore: int, mesh: Mesh, axes: tuple[str, ...]
     ) -> Tensor:
-        part, count = raw.sum(-1, dtype=_wide(raw)), (target != ignore).sum(-1)
+        part, count = raw.sum(-1, dtype=wider(raw.dtype)), (target != ignore).sum(-1)
         if axes:
             part, count = total(torch.stack([part, count.to(part.dtype)], -1), mesh, axes).unbind(
                 -1
@@ -436,10 +430,10 @@ def _widened(given: Bound, how: str) -> tuple[Bound, Callable[[Any], Any]]:
     """Widen half precision operands to fp32 for a reduced loss; return also the final rounding."""
     dtypes = {v.dtype for v in given.values() if isinstance(v, Tensor) and v.is_floating_point()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    if how == "none" or dtype not in (torch.bfloat16, torch.float16):
+    if how == "none" or dtype is None or wider(dtype) == dtype:
         return given, lambda out: out
-    wide = {k: v.float() if getattr(v, "dtype", None) == dtype else v for k, v in given.items()}
-    return wide, lambda out: out.to(dtype)
+    summed = {k: v.float() if getattr(v, "dtype", None) == dtype else v for k, v in given.items()}
+    return summed, lambda out: out.to(dtype)
 
 
 def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:

@@ -175,19 +175,19 @@ def _autograd_backward(func: Func, args: Args, kwargs: Kwargs) -> None:
     names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
     given = dict(zip(names, args, strict=False)) | kwargs
     tensors = _listed(given.pop("tensors"))
-    cotangents = given.pop("grad_tensors", None)
-    cotangents = [None] * len(tensors) if cotangents is None else _listed(cotangents)
-    tensors = [settle(x) if isinstance(x, ShardedTensor) else x for x in tensors]
+    raws = _with_cotangents(tensors, given.pop("grad_tensors", None))
     if given.get("inputs") is not None:
         given["inputs"] = [_raw(x) for x in _listed(given["inputs"])]
-    torch.autograd.backward(
-        [_raw(x) for x in tensors],
-        [
-            _cotangent(x, c) if isinstance(x, ShardedTensor) else c
-            for x, c in zip(tensors, cotangents, strict=True)
-        ],
-        **given,
-    )
+    torch.autograd.backward(*raws, **given)
+
+
+def _with_cotangents(tensors: list[Tensor], cotangents: Any) -> tuple[list[Any], list[Any]]:
+    """Return the blocks of the tensors to differentiate, and those of their cotangents."""
+    given = [None] * len(tensors) if cotangents is None else _listed(cotangents)
+    ended = [settle(x) if isinstance(x, ShardedTensor) else x for x in tensors]
+    pairs = zip(ended, given, strict=True)
+    found = [_cotangent(x, c) if isinstance(x, ShardedTensor) else c for x, c in pairs]
+    return [_raw(x) for x in ended], found
 
 
 @implements(Tensor.register_hook, padded=True)
@@ -266,19 +266,8 @@ def _autograd_grad(func: Func, args: Args, kwargs: Kwargs) -> object:
     outputs, inputs = (_listed(given.pop(n)) for n in names[:2])
     if given.get("is_grads_batched"):
         raise no_transform("vmap", (outputs, inputs), "torch.autograd.functional.jacobian(f, x)")
-    cotangents = given.pop("grad_outputs", None)
-    cotangents = [None] * len(outputs) if cotangents is None else _listed(cotangents)
-    outputs = [settle(x) if isinstance(x, ShardedTensor) else x for x in outputs]
-    raw_grads = torch.autograd.grad(
-        [_raw(x) for x in outputs],
-        [_raw(x) for x in inputs],
-        [
-            _cotangent(x, c) if isinstance(x, ShardedTensor) else c
-            for x, c in zip(outputs, cotangents, strict=True)
-        ],
-        *args[3:],
-        **given,
-    )
+    raws, cotangents = _with_cotangents(outputs, given.pop("grad_outputs", None))
+    raw_grads = torch.autograd.grad(raws, [_raw(x) for x in inputs], cotangents, *args[3:], **given)
     return tuple(
         gradient_of(x, g) if isinstance(x, ShardedTensor) and g is not None else g
         for x, g in zip(inputs, raw_grads, strict=True)

@@ -35,7 +35,7 @@ from shardlib.ops.elementwise import brought
 from shardlib.ops.padding import filled, with_zeros
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor.gradients import is_half, vary, vjp_again, widened
+from shardlib.tensor.gradients import is_half, vary, vjp_again, wide, widened, wider
 from shardlib.tensor.lifting import lift
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
@@ -104,14 +104,14 @@ class _Normalise(Local):
             x, w, mean, scale = (None if t is None else wrap(t, mesh) for t in saved)
             b = None if ctx.like is None else wrap(ctx.like, mesh)
             assert x is not None and scale is not None, "saved above"
-            g, y = _wide(wrap(grads[0], mesh)), _normal(_rows(_wide(x), width), mean, scale)
+            g, y = wide(wrap(grads[0], mesh)), _normal(_rows(wide(x), width), mean, scale)
             db = None if b is None else _settled(g.sum_to_size(b.shape), overs[-1], b.dtype)
             dw = (
                 None
                 if w is None
                 else _settled((g * y.reshape(g.shape)).sum_to_size(w.shape), overs[1], w.dtype)
             )
-            g = _rows(g if w is None else g * _wide(w), width)
+            g = _rows(g if w is None else g * wide(w), width)
             sums = torch.cat([(g * y).sum(-1, keepdim=True), g.sum(-1, keepdim=True)], -1)
             sums = (psum(sums, axes) if axes else sums) / count
             dx = g - y * sums[..., 0:1]
@@ -130,7 +130,7 @@ def _forward(
             return found
     with bind(mesh):
         x = wrap(x_raw, mesh)
-        rows, mean = _rows(_wide(x), width), None
+        rows, mean = _rows(wide(x), width), None
         if centre:
             mean, var = _moments(rows, axes, count)
         else:
@@ -138,8 +138,8 @@ def _forward(
             var = (psum(squares, axes) if axes else squares) / count
         scale = (var + eps).rsqrt()
         out = _normal(rows, mean, scale).reshape(x.shape)
-        out = out if w_raw is None else out * _wide(wrap(w_raw, mesh))
-        out = out if b_raw is None else out + _wide(wrap(b_raw, mesh))
+        out = out if w_raw is None else out * wide(wrap(w_raw, mesh))
+        out = out if b_raw is None else out + wide(wrap(b_raw, mesh))
         return unwrap(out.to(x.dtype)), None if mean is None else unwrap(mean), unwrap(scale)
 
 
@@ -232,11 +232,6 @@ def _normal(rows: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
     return (rows if mean is None else rows - mean) * scale
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Return half precision as fp32."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 def _rows(x: Tensor, width: int) -> Tensor:
     """[..., *width dims] -> [R, H]."""
     return x.reshape(-1, math.prod(x.shape[x.ndim - width :]))
@@ -264,8 +259,7 @@ def _whole(
     if not lead(mesh) and (not is_half(raw) or mixes):
         return F.layer_norm(raw, shape, w, b, eps)
     # under simulate every rank has its own scale; other devices have no kernel of mixed dtypes
-    wide = raw.float() if is_half(raw) else raw
-    out = F.layer_norm(wide, shape, None, None, eps)
+    out = F.layer_norm(wide(raw), shape, None, None, eps)
     for scale, f in ((w, torch.mul), (b, torch.add)):
         if scale is not None:
             ones = [1] * (raw.ndim - len(shape) - lead(mesh))
@@ -332,7 +326,7 @@ def _check(op: str, values: list[ShardedTensor], shape: tuple[int, ...]) -> None
     if not shape or tuple(x.padded_shape[-len(shape) :]) != shape:
         why = f"normalized_shape {list(shape)} is not the tail of the tensor's shape"
         raise call_error(BadArgument, why, op, f"F.{op}(x, {list(x.padded_shape[-1:])})", tensor=x)
-    dtypes = {x.dtype, torch.float32} if is_half(x) else {x.dtype}
+    dtypes = {x.dtype, wider(x.dtype)}
     for k, v in enumerate(values):
         mixed = op == "layer_norm" and v.dtype not in dtypes
         other = k > 0 and tuple(v.padded_shape) != shape
@@ -354,8 +348,8 @@ def _apex_rms(
     if run is None:
         return None
     held = vary(raw, mesh, overs[0]) if overs[0] else raw
-    (wide,) = widened((w,), mesh, (overs[-1],))
-    return run(held, shape, wide, eps)
+    (scale,) = widened((w,), mesh, (overs[-1],))
+    return run(held, shape, scale, eps)
 
 
 _LAYER = binder(
@@ -394,5 +388,5 @@ def rms_norm(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     x, shape, w, eps = _RMS(*args, **kwargs).values()
     x = lift(x, x.mesh if w is None else getattr(x, "mesh", None) or w.mesh, "rms_norm")
     # as torch: the eps of the dtype in which it computes
-    eps = torch.finfo(_wide(x.raw[:0]).dtype).eps if eps is None else eps
+    eps = torch.finfo(wider(x.dtype)).eps if eps is None else eps
     return _normalised((func, args, kwargs), x, tuple(shape), w, None, eps, False)

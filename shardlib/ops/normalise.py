@@ -11,7 +11,7 @@ from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
 from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import ShardedTensor, Unfit, call_error, implements, is_half, typeof
+from shardlib.tensor import ShardedTensor, Unfit, call_error, implements, typeof, wide, wider
 
 
 def _samples(b: Bound) -> Labels:
@@ -62,7 +62,7 @@ def batch_norm(func: Func, args: Args, kwargs: Kwargs) -> object:
     g = _BATCH(*args, **kwargs)
     x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
     _check(x, (w, b), (mean, var), g["training"])
-    dtype, x = x.dtype, x.float() if is_half(x) else x
+    dtype, x = x.dtype, wide(x)
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *[1] * (x.ndim - 2)]
     if g["training"] or mean is None:
@@ -89,7 +89,7 @@ def _check(x: Any, factors: tuple[Any, Any], running: tuple[Any, Any], training:
     if not x.is_floating_point():
         raise BadArgument("only floating point is normalised", op="batch_norm",
                           operands={"tensor": typeof(x)}, fix="x.float()")  # fmt: skip
-    dtypes = {x.dtype, torch.float32} if is_half(x) else {x.dtype}
+    dtypes = {x.dtype, wider(x.dtype)}
     for t in (*factors, *running):
         if t is not None and t.dtype not in dtypes:
             why = "statistics, scale and shift have the tensor's dtype"

@@ -164,7 +164,7 @@ def of_true_sizes(
     mesh = next(x.mesh for x in call.tensors if isinstance(x, ShardedTensor))
     key = (func, call.tree, *map(_fixed, call.leaves))
     sizes = mesh.memo("true sizes", key, lambda: call.shapes(map(_size, call.tensors)))
-    a, k = call.filled(map(whole, call.tensors))
+    a, k = call.replaced(map(whole, call.tensors))
     found, shape = optree.tree_flatten(run(func, a, k))
     if list(map(len, sizes)) != [y.ndim for y in found]:
         raise Unfit("a dimension of one element, and of more with its padding")

@@ -21,7 +21,7 @@ from shardlib.ops.padding import neutral
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
-from shardlib.tensor.gradients import is_half, real_axes, total, vary
+from shardlib.tensor.gradients import real_axes, total, vary, wide, wider
 from shardlib.tensor.tensor import (
     ShardedTensor,
     Unfit,
@@ -118,8 +118,8 @@ def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         raise call_error(
             NoImplementation, "a mean needs floating point", "mean", "x.double().mean()", tensor=x
         )
-    half = asked in (torch.bfloat16, torch.float16)  # rounded once it is summed
-    more = more | {"dtype": torch.float32} if half else more
+    half = wider(asked) != asked  # rounded once it is summed
+    more = more | {"dtype": wider(asked)} if half else more
     if gone:
         raw = local_call(torch.sum, x.mesh, (x.raw, gone), {"keepdim": keepdim} | more)
     else:
@@ -358,21 +358,20 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         raise call_error(NoImplementation, why, "vector_norm", "sl.unshard(x)", tensor=x)
     if not real_axes(x.mesh, x.sharding.axes):
         raise NoImplementation("whole", op="vector_norm", fix="x")
-    half = is_half(x)
+    summed = wide(x)
     if ord_ == 1:  # not by merged norms: with a NaN in a block, other elements keep a gradient
-        out = (x.float() if half else x).abs().sum(dim, keepdim)
-        return out.to(x.dtype) if half else out
-    wide: Any = x.float() if half else x
+        out = summed.abs().sum(dim, keepdim)
+        return out if out.dtype == x.dtype else out.to(x.dtype)
 
     def value(gone: Dims, keep: bool, tracked: bool) -> Any:
         if ord_ != 2 or not tracked:
-            return merged(torch.linalg.vector_norm, wide, gone, keep, {"args": (ord_,)})
+            return merged(torch.linalg.vector_norm, summed, gone, keep, {"args": (ord_,)})
         # a psum of squares sends fewer bytes than a gather of every block's norm
-        squares = (wide * wide.conj()).real if x.is_complex() else wide * wide
+        squares = (summed * summed.conj()).real if x.is_complex() else summed * summed
         return squares.sum(gone, keep).sqrt()
 
-    out = _written(_Norm, wide, dim, keepdim, "vector_norm", value, ord_)
-    return out.to(x.dtype) if half else out
+    out = _written(_Norm, summed, dim, keepdim, "vector_norm", value, ord_)
+    return out.to(x.dtype) if summed is not x else out
 
 
 @implements(Tensor.norm, torch.norm, padded=True)
@@ -413,17 +412,12 @@ def softmax(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
             local_call(run, x.mesh, (x.raw, dim - len(x.padded_shape)), {"dtype": dtype})
         )
     dtype = x.dtype if dtype is None else dtype
-    x = _wide(x, dtype)
+    x = x.to(wider(dtype))
     shifted = x - x.detach().amax(dim, keepdim=True)
     if "log" in func.__name__:
         return (shifted - shifted.exp().sum(dim, keepdim=True).log()).to(dtype)
     weight = shifted.exp()
     return (weight / weight.sum(dim, keepdim=True)).to(dtype)
-
-
-def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert to the dtype in which a result in ``dtype`` is computed: half precision in fp32."""
-    return x.to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
 
 
 @implements(
@@ -435,12 +429,12 @@ def logsumexp(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if not x.dtype.is_floating_point:
         raise Unfit("torch promotes integers, and sums complex numbers")
     _, split, *_ = reduced_layout(x, dim, keepdim, "logsumexp")
-    wide: Any = _wide(x, x.dtype) if real_axes(x.mesh, split) else x
+    summed = wide(x) if real_axes(x.mesh, split) else x
 
     def value(gone: Dims, keep: bool, _: bool) -> ShardedTensor:
-        return merged(torch.logsumexp, wide, gone, keep, {})
+        return merged(torch.logsumexp, summed, gone, keep, {})
 
-    return _written(_LogSum, wide, dim, keepdim, "logsumexp", value).to(x.dtype)
+    return _written(_LogSum, summed, dim, keepdim, "logsumexp", value).to(x.dtype)
 
 
 @implements(torch.var, Tensor.var, torch.std, Tensor.std, padded=True)
@@ -463,7 +457,7 @@ def variance(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
             lambda a, k: {0: tuple(None if d in gone else d for d in range(len(x.padded_shape)))},
         )
     count = math.prod(x.shape[d] for d in gone)
-    dtype, x = x.dtype, _wide(x, x.dtype)
+    dtype, x = x.dtype, wide(x)
     centred = x - x.mean(gone, keepdim=True)
     out = (centred * centred).sum(gone, keepdim=keepdim) / max(0, count - unbiased)  # of NaN 0 too
     if func in (torch.std, Tensor.std):

@@ -432,7 +432,7 @@ def permuted(func: Func, args: Args, kwargs: Kwargs) -> object:
     order = tuple(reversed(range(ndim)))
     if func != Tensor.T.__get__:  # which warns of more than two dimensions
         frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
-        a, k = call.filled([frame])
+        a, k = call.replaced([frame])
         order = func(*a, **k).stride()
     shape = torch.Size([x.padded_shape[d] for d in order])
     place = x.place.becomes(x.sharding.resolve(ndim).transpose(*order), shape)
@@ -559,26 +559,13 @@ _SPLIT = binder("""
 _CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
 
 
-def _bound_pieces(func: Func) -> Func:
-    return _CHUNK if "chunk" in func.__name__ else _SPLIT
-
-
-def _padded_split(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Split a padded operand along a dimension without padding."""
-    return beside(the_dim(_bound_pieces(func)))(run, func, args, kwargs)
-
-
+@implements(Tensor.chunk, torch.chunk, padded=beside(the_dim(_CHUNK)))
 @implements(
-    Tensor.split,
-    torch.split,
-    Tensor.chunk,
-    torch.chunk,
-    Tensor.split_with_sizes,
-    torch.split_with_sizes,
-    padded=_padded_split,
-)
+    Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes,
+    padded=beside(the_dim(_SPLIT)),
+)  # fmt: skip
 def split(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
-    x, pieces, dim = _bound_pieces(func)(*args, **kwargs).values()
+    x, pieces, dim = (_CHUNK if "chunk" in func.__name__ else _SPLIT)(*args, **kwargs).values()
     if not x.padded_shape:
         raise BadArgument("a scalar has no pieces", op=func.__name__)
     dim = dim_of(dim, len(x.padded_shape), func.__name__)
@@ -827,13 +814,8 @@ def repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 _CAT = binder("cat(tensors, dim: int = 0)")
 
 
-def _padded_pieces(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Join padded pieces with equal layouts along a dimension without padding."""
-    along = the_dim(_CAT) if func is not torch.stack else lambda *_, **__: []
-    return beside(along)(run, func, args, kwargs)
-
-
-@implements(torch.cat, torch.concat, torch.concatenate, torch.stack, padded=_padded_pieces)
+@implements(torch.stack, padded=beside(lambda *_, **__: []))
+@implements(torch.cat, torch.concat, torch.concatenate, padded=beside(the_dim(_CAT)))
 def cat(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Join pieces with equal layouts along a whole dimension; dtypes promote as in torch."""
     tensors, dim = _CAT(*args, **kwargs).values()

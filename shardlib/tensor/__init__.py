@@ -16,7 +16,9 @@ from shardlib.tensor.gradients import (
     varied_wide,
     vary,
     vjp_again,
+    wide,
     widened,
+    wider,
 )
 from shardlib.tensor.lifting import (
     _Copies,
@@ -116,5 +118,7 @@ __all__ = [
     "varied_wide",
     "vary",
     "vjp_again",
+    "wide",
     "widened",
+    "wider",
 ]

@@ -17,7 +17,7 @@ Source: arXiv 1909.08053, section 3, for f and g.
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +32,11 @@ from shardlib.tensor.tensor import Facts, ShardedTensor
 
 __all__ = [
     "Wide", "gradient_of", "gradient_place", "is_half", "made_of", "of_pending", "real_axes", "settle", "to_pending",
-    "total", "varied", "varied_wide", "vary", "vjp_again", "widened",
+    "total", "varied", "varied_wide", "vary", "vjp_again", "wide", "widened", "wider",
 ]  # fmt: skip
+
+
+Value = TypeVar("Value", bound=Tensor)
 
 
 class Wide:
@@ -66,8 +69,19 @@ class Wide:
         return mine.add_(g)
 
 
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values are summed: fp32 for half precision, else their own."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def wide(x: Value) -> Value:
+    """Convert a value to the dtype in which it is summed."""
+    dtype = wider(x.dtype)
+    return x if x.dtype == dtype else x.to(dtype)  # type: ignore[return-value]
+
+
 def is_half(x: Tensor) -> bool:
-    return x.dtype in (torch.bfloat16, torch.float16)
+    return wider(x.dtype) != x.dtype
 
 
 class _Vary(Local):
@@ -88,8 +102,8 @@ class _Vary(Local):
         if g is None:
             return None, None, None, None
         # the parts are sent in half precision and summed in fp32
-        half = ctx.dtype in (torch.bfloat16, torch.float16)
-        g, narrow = (g.float(), ctx.dtype) if half else (g, None)
+        narrow = ctx.dtype if wider(ctx.dtype) != ctx.dtype else None
+        g = g if narrow is None else g.float()
         if _handed_over(ctx.leaf, g, ctx.mesh, ctx.axes, narrow, narrow):
             return None, None, None, None
         return _Sum.apply(g, ctx.mesh, ctx.axes, narrow, narrow), None, None, None
