@@ -321,11 +321,9 @@ def _counts(one: Laid, i: int) -> bool:
         return not any(coord[a] for a in one.mesh.names if a not in spread.layout.axes)
     mine = spread.runs[rank_along(one.mesh.names, coord, one.mesh.axes)]
     split = {a: coord[a] for a in spread.layout.axes if a in coord}
-    for c, run in zip(coordinates(one.mesh.axes), spread.runs, strict=True):
-        # the first coordinate with the same run of the same block
-        if run == mine and all(c[a] == at for a, at in split.items()):
-            return c == coord
-    return True
+    rows = zip(coordinates(one.mesh.axes), spread.runs, strict=True)
+    same = [c for c, run in rows if run == mine and split.items() <= c.items()]
+    return coord == same[0]
 
 
 def _directions(

@@ -98,20 +98,14 @@ def adamw(
     def kernel(grads: Tree, state: MomentState, params: Tree, step: Step, rate: float) -> bool:
         g, p, m, v = pieces(grads, params, state.mu, state.nu)
         count = state.count + 1
-        # the own kernels know no step that is not sound
-        if _own(p) and (step.sound is None or step.guarded):
-            hyper = rate, b1, b2, eps, weight_decay, count
-            if _by_kernel(params, (g, p, m, v), step, hyper):
-                return True
+        if _by_kernel(params, (g, p, m, v), step, (rate, b1, b2, eps, weight_decay, count)):
+            return True
         how = {"lr": rate, "beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
         return fused("adamw", (p, g, m, v), step, count, **how, amsgrad=False, maximize=False)
 
     def donate(grads: Tree, state: MomentState, params: Tree, step: Step) -> MomentState:
-        beside = step.beside is not None and step.beside[0] is params
-        if beside and step.sound is not None and not step.guarded:
-            (p,) = pieces(params)
-            if _own(p) and p[0].dtype == torch.bfloat16:
-                return restoring(whole, grads, state, params, step)
+        if _needs_restoring(params, step):
+            return restoring(whole, grads, state, params, step)
         return made.donate(grads, state, params, step)
 
     made: Any = elementwise(
@@ -126,15 +120,22 @@ def _own(params: Pieces) -> bool:
     return bool(params) and (not params[0].is_cpu or active.cpu)
 
 
-def _by_kernel(params: Tree, lists: Sequence[Pieces], step: Step, hyper: Any) -> bool:
+def _needs_restoring(params: Tree, step: Step) -> bool:
+    """Return whether only a kernel that knows no step that is not sound can step these."""
+    if step.beside is None or step.beside[0] is not params or step.sound is None or step.guarded:
+        return False
+    (p,) = pieces(params)
+    return _own(p) and p[0].dtype == torch.bfloat16
+
+
+def _by_kernel(params: Tree, lists: Sequence[Pieces], step: Step, hyper: tuple[Any, ...]) -> bool:
     """Step by a fused kernel, with the half-precision companions; False if no kernel applies."""
     g, p, m, v = lists
+    # these kernels know no step that is not sound
+    if not _own(p) or (step.sound is not None and not step.guarded):
+        return False
     found = p.beside(g, m, v)
-    if found.dtypes == {torch.float32} and (stepped := apex("adam", p[0])) is not None:
-        if step.scale is not None:
-            for t in g:
-                t.div_(step.scale.to(t.device, t.dtype))
-        stepped(g, p, m, v, AdamStep(*hyper))
+    if found.dtypes == {torch.float32} and _by_apex(lists, step, hyper):
         torch.autograd.graph.increment_version(found.roots)
         return True
     scale = None if step.scale is None else step.scale.to(p[0].device, torch.float32)
@@ -150,6 +151,18 @@ def _by_kernel(params: Tree, lists: Sequence[Pieces], step: Step, hyper: Any) ->
         step.beside = None
     # so that backward through an older graph raises; pieces may have versions of their own
     torch.autograd.graph.increment_version(found.roots)
+    return True
+
+
+def _by_apex(lists: Sequence[Pieces], step: Step, hyper: tuple[Any, ...]) -> bool:
+    g, p, m, v = lists
+    stepped = apex("adam", p[0])
+    if stepped is None:
+        return False
+    if step.scale is not None:
+        for t in g:
+            t.div_(step.scale.to(t.device, t.dtype))
+    stepped(g, p, m, v, AdamStep(*hyper))
     return True
 
 
@@ -418,7 +431,7 @@ def lamb(
         mu = moments(params)
         return MomentState(0, mu, zeros_like(mu))
 
-    def direction(count: int) -> Any:
+    def direction(count: int) -> Callable[..., Tensor]:
         size, root = 1 - b1**count, (1 - b2**count) ** 0.5
 
         def of(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
@@ -427,12 +440,6 @@ def lamb(
 
         return of
 
-    def lengths(params: Tree, way: Tree, rate: float) -> list[Tensor | None]:
-        long, wide = norms(params, way)
-        return [
-            None if w is None else _ratio(p, w) * -rate for p, w in zip(long, wide, strict=True)
-        ]
-
     def direct(
         grads: Tree, state: MomentState, params: Tree, way: Tree, rate: float
     ) -> tuple[MomentState, float]:
@@ -440,22 +447,24 @@ def lamb(
         for g, p, m, v, u in spans(*pieces(grads, params, state.mu, state.nu, way)):
             average(g, m, v, b1, b2)
             u.copy_(of(m, v, p))
-        scale_in_place(way, lengths(params, way, rate))
+        rows = zip(*norms(params, way), strict=True)
+        scale_in_place(way, [w if w is None else _ratio(p, w) * -rate for p, w in rows])
         return state._replace(count=state.count + 1), 0.0
 
     def donate(grads: Tree, state: MomentState, params: Tree, step: Step) -> MomentState:
         ready(grads, "lamb", state.mu)
-        lists = pieces(grads, params, state.mu, state.nu)
-        if _own(lists[1]) and _whole(params) and lists[1].beside(*lists).dtypes == {torch.float32}:
-            stepped = apex("lamb", lists[1][0])
-            if stepped is not None:
-                divide(grads, step)
-                step.lr = at_step(lr, state.count)
-                stepped(*lists, AdamStep(step.lr, b1, b2, eps, weight_decay, state.count + 1))
-                roots = [t for row in lists for t in row.roots]
-                torch.autograd.graph.increment_version(roots)
-                return state._replace(count=state.count + 1)
-        return made.donate(grads, state, params, step)
+        first, *others = lists = pieces(grads, params, state.mu, state.nu)
+        found = first.beside(*others)
+        stepped = None
+        if _own(others[0]) and _whole(params) and found.dtypes == {torch.float32}:
+            stepped = apex("lamb", first[0])
+        if stepped is None:
+            return made.donate(grads, state, params, step)
+        divide(grads, step)
+        step.lr = at_step(lr, state.count)
+        stepped(*lists, AdamStep(step.lr, b1, b2, eps, weight_decay, state.count + 1))
+        torch.autograd.graph.increment_version(found.roots)
+        return state._replace(count=state.count + 1)
 
     made: Any = by_directions(
         "lamb", "tensor", init, lr, direct, lambda grads, state: state.mu, moment="mu"

@@ -30,6 +30,7 @@ __all__ = [
     "HALF",
     "State",
     "Tree",
+    "held",
     "Beside",
     "Bucket",
     "BucketSlot",
@@ -230,14 +231,12 @@ def index(
     tied: dict[int, list[int]] = {}
     for i, item in enumerate(items):
         tied.setdefault(item.value, []).append(i)
+    entering: dict[int, Item] = {}
+    for i in range(len(items)) if order is None else order:
+        entering.setdefault(items[i].value, items[i])
     begun: dict[Any, list[BucketSlot]] = {}
     done: list[tuple[Any, list[BucketSlot]]] = []
-    placed: set[int] = set()
-    for i in range(len(items)) if order is None else order:
-        item = items[i]
-        if item.value in placed:
-            continue
-        placed.add(item.value)
+    for item in entering.values():
         key, length = (item.dtype, item.axes, item.group), math.prod(item.shape)
         slots = begun.setdefault(key, [])
         end = _up(slots[-1].offset + slots[-1].length, ALIGN) if slots else 0
@@ -267,15 +266,18 @@ def _bucket(
     left = (tuple(a for a in hop if a not in axes) for hop in hops)
     hops = tuple(hop for hop in left if hop)
     ways = math.prod(n for a, n in sizes if any(a in hop for hop in hops))
-    places = repr([[(items[i].path, s.shape, items[i].place) for i in s.leaves] for s in slots])
-    # in the name, so that a state of other leaves lacks the key
-    digest = hashlib.blake2b(places.encode(), digest_size=8).hexdigest()
     # the number comes first, so that no words of groups can make two names equal
     words = f"{k} {str(dtype).removeprefix('torch.')} {' '.join(axes) or '.'}"
-    name = f"{words} {' '.join(_words(group))} {digest}".replace("  ", " ")
+    name = f"{words} {' '.join(_words(group))} {_digest(items, slots)}".replace("  ", " ")
     used = slots[-1].offset + slots[-1].length
     length = max(_up(used, ALIGN * ways), ALIGN * ways)
     return Bucket(name, dtype, axes, tuple(slots), length, hops, ways)
+
+
+def _digest(items: Sequence[Item], slots: Sequence[BucketSlot]) -> str:
+    """Compute a digest of the leaves' places, so that a state of other leaves lacks the name."""
+    places = repr([[(items[i].path, s.shape, items[i].place) for i in s.leaves] for s in slots])
+    return hashlib.blake2b(places.encode(), digest_size=8).hexdigest()
 
 
 def _words(group: object) -> Iterator[str]:
@@ -479,8 +481,8 @@ class Buckets(dict[str, Any]):
         Buckets that are None, such as frozen parameters' gradients, have no pieces.
         """
         if not self.are_whole:
-            every = held(self.index, self.mesh)
-            return [at for at in every if self[at[0].name] is not None] if self.gone else every
+            kept = [b for b in self.index if self[b.name] is not None]
+            return [at for b in kept for at in held(b, self.mesh)]
         return [
             (bucket, i, SlotPart(slot, slot.offset, 0, slot.length))
             for bucket in self.index.buckets
@@ -503,11 +505,10 @@ class Buckets(dict[str, Any]):
         return type(self), (dict(self), self.index, self.mesh)
 
 
-def held(index: Index, mesh: Mesh) -> list[tuple[Bucket, int, SlotPart]]:
+def held(bucket: Bucket, mesh: Mesh) -> list[tuple[Bucket, int, SlotPart]]:
     """List (bucket, number of the rank in this process, part) of each piece, in order."""
     return [
         (bucket, i, part)
-        for bucket in index.buckets
         for i, c in enumerate(played(mesh))
         for part in parts(bucket, rank_along(bucket.over, c, mesh.axes))
     ]

@@ -26,7 +26,7 @@ from shardlib.collectives import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.optim.buckets import Bucket, Buckets, Hops, Index, SlotPart, parts, wide
+from shardlib.optim.buckets import Bucket, Buckets, Hops, Index, SlotPart, held, wide
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
@@ -229,28 +229,29 @@ def parts_of(
 
     ``grads``  they are gradients: those of tied leaves are added, and half precision is widened.
     """
-    out = {}
-    kept = [leaves[b.slots[0].leaves[0]].raw.dtype for b in index]
-    dtypes = [wide(b.dtype) for b in index] if grads else kept
-    sizes = [b.length // b.ways * d.itemsize for b, d in zip(index, dtypes, strict=True)]
-    refuse_beyond(sum(sizes) * len(played(mesh)), mesh.device, "zero", mesh)
+    dtypes = {b.name: leaves[b.slots[0].leaves[0]].raw.dtype for b in index}
+    if grads:
+        dtypes = {name: wide(dtype) for name, dtype in dtypes.items()}
+    nbytes = sum(b.length // b.ways * dtypes[b.name].itemsize for b in index)
+    refuse_beyond(nbytes * len(played(mesh)), mesh.device, "zero", mesh)
     every = [() if x is None else blocks(x.raw.detach(), mesh) for x in leaves]
-    for bucket, dtype in zip(index, dtypes, strict=True):
-        n, first = bucket.length // bucket.ways, every[bucket.slots[0].leaves[0]]
-        rows = [x.new_zeros(n, dtype=dtype) for x in first]
-        for r, coord in enumerate(played(mesh)):
-            for p in parts(bucket, rank_along(bucket.over, coord, mesh.axes)):
-                mine = [every[i][r] for i in p.slot.leaves]
-                _fill(rows[r][p.start : p.start + p.length], p, mine, grads)
+    out = {}
+    for bucket in index:
+        like = every[bucket.slots[0].leaves[0]]
+        n, dtype = bucket.length // bucket.ways, dtypes[bucket.name]
+        rows = [x.new_zeros(n, dtype=dtype) for x in like]
+        for _, r, p in held(bucket, mesh):
+            mine = [every[i][r] for i in p.slot.leaves]
+            _fill(rows[r][p.start : p.start + p.length], p, mine if grads else mine[:1])
         out[bucket.name] = ShardedTensor(storage(rows, mesh), shard_place(bucket, mesh))
     return Buckets(out, index, mesh)
 
 
-def _fill(to: Tensor, part: SlotPart, blocks: Sequence[Tensor], add: bool) -> None:
-    """Copy a slot's part from the first of its leaves' blocks; ``add`` those of tied ones."""
+def _fill(to: Tensor, part: SlotPart, blocks: Sequence[Tensor]) -> None:
+    """Fill a slot's part with the sum of its leaves' blocks."""
     one, *tied = (x.reshape(-1)[part.at : part.at + part.length] for x in blocks)
     to.copy_(one)
-    for other in tied if add else ():
+    for other in tied:
         to.add_(other)
 
 

@@ -357,7 +357,7 @@ def labels(which: Labels, tree: Tree, op: str) -> dict[str, str]:
     return out
 
 
-def _is_pairs(which: Any) -> bool:
+def _is_pairs(which: object) -> bool:
     return (
         isinstance(which, list | tuple)
         and bool(which)

@@ -51,7 +51,7 @@ class ZeroSettings(NamedTuple):
     keep: bool
 
     @property
-    def axis(self) -> Any:
+    def axis(self) -> str | tuple[str, ...]:
         """The axes as a caller writes them: the name of a single one."""
         return self.axes[0] if len(self.axes) == 1 else self.axes
 

@@ -1,5 +1,6 @@
 """torch's optimizers as transforms, and transforms as one of torch's optimizers."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -106,17 +107,13 @@ class _TorchRun:
         """Return the differences that a step on copies makes."""
         ready(grads, "from_torch")
         need(params, "from_torch")
-        rows, tree = _rows(params)
-        given, _ = _rows(grads)
-        held = [i for i, g in enumerate(given) if isinstance(g, Tensor)]
-        new: list[Any] = [p.detach().clone() if i in held else None for i, p in enumerate(rows)]
-        before = _by_leaf(state, held, len(rows), copy=True)
-        kept = self.stepped([new[i] for i in held], [given[i] for i in held], before, state.count)
-        updates = each(lambda p, n: n - p, params, tree(new))
+        new = each(lambda p: p.detach().clone(), params)
+        after = self._advanced(new, grads, state, copy=True)
+        updates = each(lambda p, n: n - p, params, new)
         updates = optree.tree_map(
             lambda g, u: g if g is None else u, grads, updates, none_is_leaf=True
         )
-        return updates, TorchState(state.count + 1, _by_name(kept, held, rows, tree))
+        return updates, after
 
     def donate(self, grads: Tree, state: TorchState, params: Tree, step: Step) -> TorchState:
         """Step the parameters in place."""
@@ -124,10 +121,16 @@ class _TorchRun:
         divide(grads, step)
         lr = self.how.get("lr")
         step.lr = None if lr is None else at_step(lr, state.count)
+        return self._advanced(params, grads, state)
+
+    def _advanced(
+        self, params: Tree, grads: Tree, state: TorchState, copy: bool = False
+    ) -> TorchState:
+        """Step the parameters in place, and the state too unless it is copied."""
         rows, tree = _rows(params)
         given, _ = _rows(grads)
         held = [i for i, g in enumerate(given) if isinstance(g, Tensor)]
-        before = _by_leaf(state, held, len(rows))
+        before = _by_leaf(state, held, len(rows), copy)
         kept = self.stepped([rows[i] for i in held], [given[i] for i in held], before, state.count)
         return TorchState(state.count + 1, _by_name(kept, held, rows, tree))
 
@@ -150,10 +153,9 @@ class _TorchRun:
             made.state[p] = {n: bare(v) for n, v in state.items()}
         made.step()
         found = [dict(made.state[p]) for p in leaves]
-        if not self.known:
-            return found
-        rows = zip(found, params, strict=True)
-        return [{n: _lying(v, x) for n, v in row.items()} for row, x in rows]
+        return (
+            [_lying(row, x) for row, x in zip(found, params, strict=True)] if self.known else found
+        )
 
 
 def _bare(x: object) -> Any:
@@ -161,11 +163,13 @@ def _bare(x: object) -> Any:
     return x.raw.detach() if isinstance(x, ShardedTensor) else x
 
 
-def _lying(v: object, like: Tensor) -> object:
-    """Give a block of the optimizer's state the layout of its parameter."""
-    if isinstance(like, ShardedTensor) and isinstance(v, Tensor) and v.shape == like.raw.shape:
-        return like.detach().becomes(v)  # type: ignore[attr-defined]
-    return v
+def _lying(state: dict[str, Any], like: Tensor) -> dict[str, Any]:
+    """Give blocks of the optimizer's state the layout of their parameter."""
+    if not isinstance(like, ShardedTensor):
+        return state
+    shape = like.raw.shape
+    blocks = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.shape == shape}
+    return state | {n: like.detach().becomes(v) for n, v in blocks.items()}  # type: ignore[attr-defined]
 
 
 def _rows(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -179,17 +183,13 @@ def _by_name(
 ) -> dict[str, Any]:
     """Convert torch's state to a tree per name; equal counts are stored once."""
     out: dict[str, Any] = {}
-    scalars = all(rows[i].ndim == 0 for i in held)
-    for name in dict.fromkeys(n for row in kept for n in row):
-        values = [row.get(name) for row in kept]
-        shared = all(not isinstance(v, Tensor) or v.ndim == 0 for v in values) and not scalars
-        if shared:
-            out[name] = values[0]
-            continue
-        full: list[Any] = [None] * len(rows)
-        for i, v in zip(held, values, strict=True):
-            full[i] = v
-        out[name] = tree(full)
+    scalars = not any(rows[i].ndim for i in held)
+    for name in dict.fromkeys(itertools.chain(*kept)):
+        values = {i: row.get(name) for i, row in zip(held, kept, strict=True)}
+        if scalars or any(isinstance(v, Tensor) and v.ndim for v in values.values()):
+            out[name] = tree([values.get(i) for i in range(len(rows))])
+        else:
+            out[name] = kept[0].get(name)
     return out
 
 
@@ -323,13 +323,13 @@ def _pairs(params: Tree) -> list[tuple[str, Tensor]]:
         rows = list(params)
         named = all(isinstance(p, tuple) and len(p) == 2 for p in rows)
         pairs = rows if named else [(str(i), p) for i, p in enumerate(rows)]
-    odd = [type(p).__name__ for _, p in pairs if not isinstance(p, Tensor)]
-    if odd:
-        raise BadArgument(
-            f"a parameter is a tensor, not {odd[0]}; rates of groups are partition's",
-            op="as_torch",
-            fix=fix,
-        )
+    for _, p in pairs:
+        if not isinstance(p, Tensor):
+            raise BadArgument(
+                f"a parameter is a tensor, not {type(p).__name__}; rates of groups are partition's",
+                op="as_torch",
+                fix=fix,
+            )
     return pairs
 
 

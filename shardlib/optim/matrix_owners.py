@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -241,16 +242,11 @@ class Deal:
         return tuple(out)
 
 
-Work = Callable[[Spread], int]
-
-
-def _flops(s: Spread) -> int:
-    return s.flops
-
-
 @lru_cache(maxsize=64)
 def deal(
-    spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...], work: Work = _flops
+    spreads: tuple[Spread, ...],
+    sizes: tuple[tuple[str, int], ...],
+    work: Callable[[Spread], int] = attrgetter("flops"),
 ) -> Deal:
     """Deal matrices to ranks, those with most work first, each to the rank with least.
 

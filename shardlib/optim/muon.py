@@ -61,7 +61,6 @@ from shardlib.optim.transform import (
 from shardlib.optim.trees import (
     Tree,
     bucketed_in,
-    fresh,
     moments,
     one_each,
     pieces,
@@ -146,7 +145,7 @@ def muon(
         for g, m, w in spans(*pieces(grads, state.trace, way)):
             m.lerp_(g.to(m.dtype), 1 - momentum)
             w.copy_(g.to(m.dtype).lerp(m, momentum) if nesterov else m)
-        _orthogonal(way, how, into=way)
+        _orthogonal(way, how)
         sizes = _adjusted(way, adjust, how)
         scale_in_place(way, [x if x is None else x * -rate for x in sizes])
         return state._replace(count=state.count + 1), -rate * weight_decay
@@ -268,12 +267,11 @@ class MuonCase:
         if "muon" in dict(scope().policy.pins):
             return []
         out, ways = [], _ways(replace(self, paths=()))
-        if len(set(ways)) > 1:
-            parts = []
-            for way, n in Counter(ways).items():
-                named = [p for p, w in zip(self.paths, ways, strict=True) if w == way]
-                more = f" and {n - 3} more" if n > 3 else ""
-                parts.append(f"{n} by {way} ({', '.join(named[:3])}{more})")
+        named: dict[str, list[str]] = {}
+        for path, way in zip(self.paths, ways, strict=True):
+            named.setdefault(way, []).append(path)
+        if len(named) > 1:
+            parts = [f"{len(some)} by {way} ({_some(some)})" for way, some in named.items()]
             took = 1e3 * _together(self, ways)
             out.append(f"a step computes {', '.join(parts)}: {took:.3g} ms")
         fits = [n for n, price in _PRICES.items() if not isinstance(price(self), str)]
@@ -306,9 +304,14 @@ class MuonCase:
         return f"a matrix has {size} bytes, and a rank may hold {self.most:.0f}"
 
 
+def _some(paths: list[str]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
+
+
 @algorithm("muon", "local", order=0)
 def _local(case: MuonCase) -> Match | str:
-    if not all(_whole_blocks(s, case.sizes) for s in case.spreads):
+    if any(_gathered_layout(s, case.sizes) != s.layout for s in case.spreads):
         return "a matrix is split"
     if any(s.cut for s in case.spreads) and (why := case.too_large()) is not None:
         return why
@@ -467,16 +470,6 @@ def _count(s: Spread, layout: Layout, mesh: Mapping[str, int]) -> int:
     return math.prod(lead) * (rows // m if m else 0) * (cols // n if n else 0)
 
 
-@lru_cache(maxsize=1024)
-def _whole_blocks(s: Spread, sizes: tuple[tuple[str, int], ...]) -> bool:
-    """Return whether every rank's block consists of whole matrices."""
-    if s.layout.skew:
-        return False
-    if s.layout.dims[-2:] == (Dim(), Dim()) and s.padded[-2:] == s.shape[-2:]:
-        return True
-    return s.padded == s.shape and all(_in_matrices(s, d, sizes) for d in (-2, -1))
-
-
 def _in_matrices(s: Spread, d: int, sizes: tuple[tuple[str, int], ...]) -> bool:
     """Return whether every rank's positions in dimension ``d`` are whole matrices."""
     mesh = dict(sizes)
@@ -501,7 +494,7 @@ def _kernel(path: str, x: Tensor) -> bool:
 
 
 @case_of("muon")
-def _case(*operands: Any) -> MuonCase:
+def _case(*operands: Tree) -> MuonCase:
     """Build the case of parameters, of trees of them, or of state in ``zero``'s buckets."""
     found: list[Laid] = []
     for tree in operands:
@@ -538,58 +531,41 @@ def _case_of(
 # ---------------------------------------------------------------- the four algorithms
 
 
-def _orthogonal(tree: Tree, how: _IterationSettings, into: Tree = None) -> Tree:
-    """Orthogonalise every matrix of the tree.
-
-    ``into``  a tree of contiguous blocks for the results; the tree itself if it may be overwritten.
-    """
+def _orthogonal(tree: Tree, how: _IterationSettings) -> None:
+    """Orthogonalise every matrix of the tree, of contiguous blocks, in place."""
     with torch.no_grad():
-        made = fresh(tree) if into is None else into
-        together: dict[Any, list[tuple[Laid, Laid]]] = {}
-        for given, out in zip(
-            *(laid(t, how.sides if how.side else None, how.kernels) for t in (tree, made)),
-            strict=True,
-        ):
-            if given.spread.count and math.prod(given.spread.shape):
-                kind = given.runs[0].dtype
-                together.setdefault((given.mesh, kind), []).append((given, out))
-        for (mesh, kind), pairs in together.items():
+        together: dict[Any, list[Laid]] = {}
+        for one in laid(tree, how.sides if how.side else None, how.kernels):
+            if one.spread.count and math.prod(one.spread.shape):
+                together.setdefault((one.mesh, one.runs[0].dtype), []).append(one)
+        for (mesh, kind), items in together.items():
             dtype = how.dtype or wide(kind)
             if mesh is not None:
-                _placed(mesh, pairs, how, dtype)
+                _placed(mesh, items, how, dtype)
                 continue
-            for given, out in pairs:
-                x = given.runs[0].to(dtype).view(-1, *given.spread.shape[-2:])
-                out.runs[0].copy_(apart(how, x, given.spread.side).reshape(-1))
-        return made
+            for one in items:
+                x = one.runs[0].to(dtype).view(-1, *one.spread.shape[-2:])
+                one.runs[0].copy_(apart(how, x, one.spread.side).reshape(-1))
 
 
-def _placed(
-    mesh: Mesh, pairs: Sequence[tuple[Laid, Laid]], how: _IterationSettings, dtype: torch.dtype
-) -> None:
+def _placed(mesh: Mesh, items: Sequence[Laid], how: _IterationSettings, dtype: torch.dtype) -> None:
     """Orthogonalise matrices of one mesh, each by the algorithm that ``_ways`` chooses."""
-    case = _case_of([given for given, _ in pairs], dtype, how.most, how.steps)
+    case = _case_of(items, dtype, how.most, how.steps)
     ways = mesh.memo("muon", (case, scope().policy), lambda: _ways(case))
-    chosen = list(zip(pairs, ways, strict=True))
-    dealt = [pair for pair, way in chosen if way == "owners"]
+    dealt = [x for x, way in zip(items, ways, strict=True) if way == "owners"]
     if dealt:
-        through_owners(
-            [given.runs for given, _ in dealt],
-            deal(tuple(given.spread for given, _ in dealt), case.sizes),
-            mesh,
-            in_batches(how),
-            [out.runs for _, out in dealt],
-            dtype,
-        )
-    others = [(pair, way) for pair, way in chosen if way != "owners"]
-    cut = [given for (given, _), _ in others if given.spread.cut]
+        runs = [x.runs for x in dealt]
+        plan = deal(tuple(x.spread for x in dealt), case.sizes)
+        through_owners(runs, plan, mesh, in_batches(how), runs, dtype)
+    others = [(x, _WAYS[way]) for x, way in zip(items, ways, strict=True) if way in _WAYS]
+    cut = [x for x, _ in others if x.spread.cut]
     joined = iter(join([x.runs for x in cut], [x.spread for x in cut], mesh, dtype) if cut else ())
-    for (given, out), way in others:
-        s = given.spread
-        whole = next(joined) if s.cut else [run.to(dtype) for run in given.runs]
+    for one, compute in others:
+        s = one.spread
+        whole = next(joined) if s.cut else [run.to(dtype) for run in one.runs]
         shape = s.layout.local_shape(s.padded, mesh.axes)
         x = ShardedTensor(storage([b.view(shape) for b in whole], mesh), s.place(mesh))
-        _write(_WAYS[way](x, s, how), out, mesh)
+        _write(compute(x, s, how), one, mesh)
 
 
 def _write(done: Tensor, out: Laid, mesh: Mesh) -> None:

@@ -7,6 +7,7 @@ only the 16 bits that a bfloat16 lacks of it; the parameters are the rounded mas
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -145,14 +146,6 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         """Return the exact parameters: fp32 for half-precision ones, the others themselves."""
         return each(joined if rest else lambda p, m: m, trainable(params), master)
 
-    def apart(new: Any, params: Tree) -> tuple[Any, Any]:
-        """Return the rounded half-precision parameters, and their masters or remainders."""
-        half = _half(params)
-        if rest:
-            high = each(lambda p, n: halves(n)[0], half, new)
-            return high, each(lambda p, n: halves(n)[1], half, new)
-        return each(lambda p, n: n.to(p.dtype), half, new), each(lambda p, n: n, half, new)
-
     def init(params: Tree) -> MixedState:
         if is_bucketed(params):
             raise _zeros_own()
@@ -174,7 +167,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         before = exact(params, state.master)
         updates, inner = tx.update(_widened(grads), inner, before)
         new = each(lambda p, u: (p + u).to(p.dtype), before, updates)
-        high, master = apart(new, params)
+        high, master = _apart(new, _half(params), rest)
         # in fp64, so that p + u is exactly the rounded value
         steps = each(lambda p, h: h.double() - p.double(), _half(params), high)
         updates = optree.tree_map(
@@ -196,6 +189,14 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         return MixedState(state.master, _to(inner, how.state))
 
     return Transform(init, update, tx.trait, donate, groups=tx.groups, sink=tx.sink)
+
+
+def _apart(new: Tree, half: Tree, rest: bool) -> tuple[Tree, Tree]:
+    """Return the rounded half-precision parameters, and their masters or remainders."""
+    if rest:
+        high = each(lambda p, n: halves(n)[0], half, new)
+        return high, each(lambda p, n: halves(n)[1], half, new)
+    return each(lambda p, n: n.to(p.dtype), half, new), each(lambda p, n: n, half, new)
 
 
 def _zeros_own() -> Unsupported:
@@ -287,51 +288,66 @@ def with_master(
     if master is None:
         return tx
 
-    def init(parts: Tree) -> ZeroState:
-        refuse_copies(parts, lambda _: torch.float32)
-        full = each(lambda x: x.detach().to(torch.float32, copy=True), parts)
-        if master == "fp32":
-            return ZeroState(tx.init(full), full)
-        odd = next((x for x in optree.tree_leaves(parts) if x.dtype != torch.bfloat16), None)
-        if odd is not None:
-            raise ShardError(
-                f"the remainder of {odd.dtype} parameters is not 16 bits",
-                op="zero",
-                operands={"parameters": typeof(odd)},
-                mesh=odd.mesh,
-                fix=f'tx = sl.optim.zero(tx, axis={axis!r}, master="fp32")',
-            )
-        # bfloat16 parameters are exact at first: their remainder is 0
-        rest = each(lambda x: torch.zeros_like(x, dtype=torch.int16), parts)
-        return ZeroState(tx.init(full), rest)
+    donate = partial(_with_fp32, tx)
+    if master == "bf16+rem":
+        donate = partial(_with_remainder, tx, empty, give)
+    begin = partial(_begun, tx, master, axis)
+    return Transform(begin, tx.update, tx.trait, donate, heeds=True)
 
-    def with_fp32(grads: Tree, state: ZeroState, mine: Tree, step: Step) -> ZeroState:
-        step.beside = state.master, mine
-        inner = run_in_place(tx, grads, state.inner, state.master, step)
-        if step.beside is not None:
-            step.beside = None
-            for p, m in zip(*pieces(mine, state.master), strict=True):
-                p.copy_(m)
+
+def _begun(tx: Transform, master: Master, axis: str | Sequence[str], parts: Tree) -> ZeroState:
+    """Initialise the state of parts, and their master."""
+    refuse_copies(parts, lambda _: torch.float32)
+    full = each(lambda x: x.detach().to(torch.float32, copy=True), parts)
+    if master == "fp32":
+        return ZeroState(tx.init(full), full)
+    odd = next((x for x in optree.tree_leaves(parts) if x.dtype != torch.bfloat16), None)
+    if odd is not None:
+        raise ShardError(
+            f"the remainder of {odd.dtype} parameters is not 16 bits",
+            op="zero",
+            operands={"parameters": typeof(odd)},
+            mesh=odd.mesh,
+            fix=f'tx = sl.optim.zero(tx, axis={axis!r}, master="fp32")',
+        )
+    # bfloat16 parameters are exact at first: their remainder is 0
+    rest = each(lambda x: torch.zeros_like(x, dtype=torch.int16), parts)
+    return ZeroState(tx.init(full), rest)
+
+
+def _with_fp32(tx: Transform, grads: Tree, state: ZeroState, mine: Tree, step: Step) -> ZeroState:
+    step.beside = state.master, mine
+    inner = run_in_place(tx, grads, state.inner, state.master, step)
+    if step.beside is not None:
+        step.beside = None
+        for p, m in zip(*pieces(mine, state.master), strict=True):
+            p.copy_(m)
+    return ZeroState(inner, state.master)
+
+
+def _with_remainder(
+    tx: Transform,
+    empty: Callable[[Tensor], Tensor],
+    give: Callable[..., object],
+    grads: Tree,
+    state: ZeroState,
+    mine: Tree,
+    step: Step,
+) -> ZeroState:
+    first = optree.tree_leaves(mine)[0].raw
+    if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
+        step.beside = mine, state.master
+        inner = run_in_place(tx, grads, state.inner, mine, step)
+        step.beside = None  # still set if the step was skipped
         return ZeroState(inner, state.master)
-
-    def with_remainder(grads: Tree, state: ZeroState, mine: Tree, step: Step) -> ZeroState:
-        first = optree.tree_leaves(mine)[0].raw
-        if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
-            step.beside = mine, state.master
-            inner = run_in_place(tx, grads, state.inner, mine, step)
-            step.beside = None  # still set if the step was skipped
-            return ZeroState(inner, state.master)
-        full = each(lambda g: empty(g).zero_(), grads)
-        rows = runs(mine, state.master, full)
-        for p, rest, m in spans(*rows):
-            m.copy_(joined(p, rest))
-        inner = run_in_place(tx, grads, state.inner, full, step)
-        for p, rest, m in spans(*rows):
-            high, low = halves(m)
-            p.copy_(high)
-            rest.copy_(low)
-        give(*(x.raw for x in optree.tree_leaves(full)))
-        return ZeroState(inner, state.master)
-
-    donate = with_fp32 if master == "fp32" else with_remainder
-    return Transform(init, tx.update, tx.trait, donate, heeds=True)
+    full = each(lambda g: empty(g).zero_(), grads)
+    rows = runs(mine, state.master, full)
+    for p, rest, m in spans(*rows):
+        m.copy_(joined(p, rest))
+    inner = run_in_place(tx, grads, state.inner, full, step)
+    for p, rest, m in spans(*rows):
+        high, low = halves(m)
+        p.copy_(high)
+        rest.copy_(low)
+    give(*(x.raw for x in optree.tree_leaves(full)))
+    return ZeroState(inner, state.master)

@@ -105,28 +105,12 @@ def soap(
         kinds: tuple[Kind, ...] = ("mn", "mn", "mm", "nn", "mm", "nn")
         return SoapState(0, *(Owned.zeros(items, plan, k, dtype, most) for k in kinds))
 
-    def directed(way: Tree, state: SoapState) -> None:
-        """Replace gradients by directions, and update the owners' state with them, in place."""
-        items = _live(way, kernels)
-        state.mu.check(items, "soap")
-        ranks = range(len(items[0].runs))
-        kept = [[x.views(i) for x in state[1:]] for i in ranks]
-
-        def compute(i: int, units: Sequence[int], batch: Tensor, side: tuple[int, int]) -> None:
-            for unit, g in zip(units, batch.unbind(), strict=True):
-                mine = _MatrixStatistics(*(x[unit] for x in kept[i]))
-                _step(g, mine, state.count, b1, b2, eps, every)
-
-        plan, dtype = state.mu.held.plan, state.mu.vector.dtype
-        runs = [x.runs for x in items]
-        through_owners(runs, plan, items[0].mesh, compute, runs, dtype)
-
     def direct(
         grads: Tree, state: SoapState, params: Tree, way: Tree, rate: float
     ) -> tuple[SoapState, float]:
         for g, w in spans(*pieces(grads, way)):
             w.copy_(g)
-        directed(way, state)
+        _directed(_live(way, kernels), state, b1, b2, eps, every)
         size = decay = 0.0  # in the first step
         count = state.count
         if count:
@@ -141,6 +125,23 @@ def soap(
         lambda grads, state: each(lambda g: g.to(wide(g.dtype)), grads),
     )  # fmt: skip
     return of_matrices(core, rest, matrices, "soap", 0.003)
+
+
+def _directed(
+    items: list[Laid], state: SoapState, b1: float, b2: float, eps: float, every: int
+) -> None:
+    """Replace gradients by directions, and update the owners' state with them, in place."""
+    state.mu.check(items, "soap")
+    kept = [[x.views(i) for x in state[1:]] for i in range(len(items[0].runs))]
+
+    def compute(i: int, units: Sequence[int], batch: Tensor, side: tuple[int, int]) -> None:
+        for unit, g in zip(units, batch.unbind(), strict=True):
+            mine = _MatrixStatistics(*(x[unit] for x in kept[i]))
+            _step(g, mine, state.count, b1, b2, eps, every)
+
+    plan, dtype = state.mu.held.plan, state.mu.vector.dtype
+    runs = [x.runs for x in items]
+    through_owners(runs, plan, items[0].mesh, compute, runs, dtype)
 
 
 def _live(tree: Tree, kernels: Patterns | None) -> list[Laid]:

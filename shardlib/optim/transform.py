@@ -539,16 +539,15 @@ def ranged(
 
     def around(make: Callable[Hyper, Made]) -> Callable[Hyper, Made]:
         own = inspect.signature(make).parameters
-        names = tuple(own)
+        checked = {name: known[name] for name in own if name in known}
 
         @wraps(make)
         def made(*args: Hyper.args, **kwargs: Hyper.kwargs) -> Made:
-            for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-                range_ = known.get(name) if name in own else None  # else Python refuses the call
-                left = value is None and own[name].default is None if range_ else True
-                if range_ is None or left or (name == "lr" and callable(value)):
-                    continue
-                if not _in(range_, value):
+            given = dict(zip(own, args, strict=False)) | kwargs
+            for name in (n for n in given if n in checked):
+                range_, value = checked[name], given[name]
+                left = value is None and own[name].default is None
+                if not (left or (name == "lr" and callable(value)) or _in(range_, value)):
                     raise BadArgument(
                         f"{name}={value!r} is not {range_.said}",
                         op=make.__name__,
@@ -717,15 +716,17 @@ def chosen(sound: Tensor | None, new: State, old: State) -> State:
         if type(n) in (int, float) and type(o) in (int, float) and n != o:
             posted[:] = posted or [Posted(sound)]
             return Later(posted[0], n, o)
-        if not (isinstance(n, Tensor) and isinstance(o, Tensor)):
-            return n
-        one, two = (x.raw if isinstance(x, ShardedTensor) else x for x in (n, o))
-        if one.data_ptr() == two.data_ptr():
-            return n
-        raw = torch.where(sound, one, two)
-        return n.becomes(raw) if isinstance(n, ShardedTensor) else raw
+        return _where(sound, n, o) if isinstance(n, Tensor) and isinstance(o, Tensor) else n
 
     return mapped(choose, new, old)
+
+
+def _where(sound: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    one, two = (x.raw if isinstance(x, ShardedTensor) else x for x in (new, old))
+    if one.data_ptr() == two.data_ptr():
+        return new
+    raw = torch.where(sound, one, two)
+    return new.becomes(raw) if isinstance(new, ShardedTensor) else raw
 
 
 def mapped(
