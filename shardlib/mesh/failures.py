@@ -419,19 +419,11 @@ class JobProcesses:
         A rank that waits in another transfer waits for the ranks of that one: follow these links
         to a rank that does not wait.
         """
-        answers: dict[int, Any] = {}
-        left = list(ranks) or list(range(self.world))
-        while left:
-            r = left.pop(0)
-            if r in answers:
-                continue
-            answers[r] = self._get(f"at/{r}")
-            if answers[r] and answers[r][0] == "waits":
-                left += answers[r][2]
+        answers = self._answers(ranks)
         silent = [r for r, a in answers.items() if not a]
-        ended = {r: text for r in silent if (text := self.ended(r))}
+        ended = [text for r in silent if (text := self.ended(r))]
         if ended:
-            return min(ended.values(), key=lambda text: " left: " not in text)
+            return min(ended, key=lambda text: " left: " not in text)
         if stopped := [r for r in silent if self._state(r) == "stopped"]:
             return f"rank {stopped[0]} is stopped"
         if silent:
@@ -445,6 +437,18 @@ class JobProcesses:
         usual = max(doing.values(), key=list(doing.values()).count)
         odd = next(r for r, d in doing.items() if d != usual)
         return f"rank {odd} waits in {answers[odd][1]}, and others in {usual}"
+
+    def _answers(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """Return the answers of these ranks, and of those for which some of them wait."""
+        answers: dict[int, Any] = {}
+        left = list(ranks) or list(range(self.world))
+        while left:
+            r = left.pop(0)
+            if r not in answers:
+                answers[r] = self._get(f"at/{r}")
+                if answers[r] and answers[r][0] == "waits":
+                    left += answers[r][2]
+        return answers
 
     def _standing(self, doing: str) -> dict[str, str]:
         """Describe the position of every rank; ranks at one position share an entry."""

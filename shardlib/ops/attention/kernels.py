@@ -379,30 +379,28 @@ def unfit(
         return "dropout, a learned bias and a gradient of lse need the math block"
     if q.shape[-1] != v.shape[-1]:
         return "values must be as wide as keys"
-    half = q.dtype in (torch.float16, torch.bfloat16)
     if name == "cpu" and q.device.type == "meta":
         return _unfused(device, q.dtype)
     if name == "cpu":
         return "" if q.device.type == "cpu" else "it runs on CPUs"
     if q.device.type != "cuda":
         return "it runs on CUDA"
-    if name == "flash":
-        if not half:
-            return "it takes half precision"
-        if q.shape[-1] % 8 or q.shape[-1] > 256:
-            return "it takes heads of a multiple of 8 up to 256"
-        return "it takes no mask" if biased else ""
+    return _unfit_on_cuda(name, q, biased)
+
+
+def _unfit_on_cuda(name: str, q: Tensor, biased: bool) -> str:
+    half, size = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+    if name == "efficient":
+        fits = q.dtype != torch.float64 and size % 8 == 0
+        return "" if fits else "it takes fp32 and less, heads a multiple of 8"
     if name == "cudnn":
-        return (
-            ""
-            if half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-            else "it takes half precision, heads up to 128"
-        )
-    return (
-        ""
-        if q.dtype != torch.float64 and q.shape[-1] % 8 == 0
-        else "it takes fp32 and less, heads a multiple of 8"
-    )
+        fits = half and size % 8 == 0 and size <= 128
+        return "" if fits else "it takes half precision, heads up to 128"
+    if not half:
+        return "it takes half precision"
+    if size % 8 or size > 256:
+        return "it takes heads of a multiple of 8 up to 256"
+    return "it takes no mask" if biased else ""
 
 
 def pick(q: Tensor, v: Tensor, biased: bool, needs_math: bool, device: str = "meta") -> Kernel:

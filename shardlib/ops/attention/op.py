@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -289,59 +289,32 @@ def _dense_rank(
 Q = TypeVar("Q", bound=Tensor)
 
 
+class _Arguments(TypedDict, total=False):
+    """Arguments of ``ring_attention`` on which the type of its result does not depend."""
+
+    layout: LayoutLike | None
+    kv_layout: LayoutLike | None
+    mask: Mask | Callable[..., Tensor] | None
+    bias: Tensor | None
+    sink: Tensor | None
+    dropout: float | None
+    scale: float | None
+    algorithm: str | Engine
+    kernel: str
+    canonical: bool | int
+
+
 @overload
 def ring_attention(
-    q: Q,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: LayoutLike | None = None,
-    kv_layout: LayoutLike | None = None,
-    mask: Mask | Callable[..., Tensor] | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout: float | None = None,
-    scale: float | None = None,
-    return_lse: Literal[False] = False,
-    algorithm: str | Engine = "auto",
-    kernel: str = "auto",
-    canonical: bool | int = False,
+    q: Q, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **how: Unpack[_Arguments]
 ) -> Q: ...
 @overload
 def ring_attention(
-    q: Q,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: LayoutLike | None = None,
-    kv_layout: LayoutLike | None = None,
-    mask: Mask | Callable[..., Tensor] | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout: float | None = None,
-    scale: float | None = None,
-    return_lse: Literal[True],
-    algorithm: str | Engine = "auto",
-    kernel: str = "auto",
-    canonical: bool | int = False,
+    q: Q, k: Tensor, v: Tensor, *, return_lse: Literal[True], **how: Unpack[_Arguments]
 ) -> tuple[Q, Q]: ...
 @overload
 def ring_attention(
-    q: Q,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: LayoutLike | None = None,
-    kv_layout: LayoutLike | None = None,
-    mask: Mask | Callable[..., Tensor] | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout: float | None = None,
-    scale: float | None = None,
-    return_lse: bool,
-    algorithm: str | Engine = "auto",
-    kernel: str = "auto",
-    canonical: bool | int = False,
+    q: Q, k: Tensor, v: Tensor, *, return_lse: bool, **how: Unpack[_Arguments]
 ) -> Q | tuple[Q, Q]: ...
 def ring_attention(
     q: Tensor,

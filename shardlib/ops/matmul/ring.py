@@ -12,6 +12,7 @@ Source: Wang et al., ASPLOS 2023 (decomposed collectives); arXiv 2205.05198 for 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -156,13 +157,6 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     return Match(out, RingSchedule(form, axis, dim, ways), once, backward, note, gathers=True)
 
 
-@algorithm("matmul", name="ring", order=10)
-def ring(case: MatmulCase) -> Match | str:
-    """Match one gather of X's rows, or one scatter of Y's, over one axis."""
-    return _ring(case, (1,))
-
-
-@algorithm("matmul", name="ring2", order=11)
-def ring2(case: MatmulCase) -> Match | str:
-    """Match the same in halves that are sent in opposite directions, for full-duplex links."""
-    return _ring(case, (1, -1))
+# ring2 sends halves in opposite directions, for full-duplex links
+for _order, (_name, _ways) in enumerate({"ring": (1,), "ring2": (1, -1)}.items(), 10):
+    algorithm("matmul", _name, _order)(partial(_ring, ways=_ways))

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from torch import Tensor
 
@@ -236,25 +237,7 @@ def _summa(case: MatmulCase, role: str | None) -> Match | str:
     )
 
 
-@algorithm("matmul", name="summa", order=1)
-def summa(case: MatmulCase) -> Match | str:
-    """Match SUMMA with the stationary matrix for which the fewest words move."""
-    return _summa(case, None)
-
-
-@algorithm("matmul", name="summa_y", order=2)
-def summa_y(case: MatmulCase) -> Match | str:
-    """Match SUMMA, Y-stationary."""
-    return _summa(case, "y")
-
-
-@algorithm("matmul", name="summa_x", order=3)
-def summa_x(case: MatmulCase) -> Match | str:
-    """Match SUMMA, X-stationary."""
-    return _summa(case, "x")
-
-
-@algorithm("matmul", name="summa_w", order=4)
-def summa_w(case: MatmulCase) -> Match | str:
-    """Match SUMMA, W-stationary."""
-    return _summa(case, "w")
+# without a role, the stationary matrix is the one for which the fewest words move
+for _order, _role in enumerate((None, "y", "x", "w"), 1):
+    _name = f"summa_{_role}" if _role else "summa"
+    algorithm("matmul", _name, _order)(partial(_summa, role=_role))

@@ -358,23 +358,17 @@ def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[RowChu
     p = len(q_runs)
     if not rows:  # every rank holds all keys
         return ()
-    hulls = {}
-    for rank, owner in itertools.product(range(p), range(p)):
-        calls = pieces(q_runs[rank], k_runs[owner], mask) if rank != owner else ()
-        if calls:
-            hulls[rank, owner] = min(c.k0 for c in calls), max(c.k1 for c in calls)
+    hulls = _hulls(q_runs, k_runs, mask)
     edges = sorted({0, rows, *(n for hull in hulls.values() for n in hull)})
     if len(edges) > 9:  # more chunks save fewer bytes than their messages cost
         edges = [0, rows]
     chunks = []
     for lo, hi in itertools.pairwise(edges):
-        needed = [
-            [r for r in range(p) if (r, j) in hulls and hulls[r, j][0] < hi and hulls[r, j][1] > lo]
-            for j in range(p)
-        ]
-        reach = [
-            _reach([(r - j) % p for r in need], p, len(edges) > 2) for j, need in enumerate(needed)
-        ]
+        needed: dict[int, list[int]] = {owner: [] for owner in range(p)}
+        for (rank, owner), (first, last) in hulls.items():
+            if first < hi and last > lo:
+                needed[owner].append((rank - owner) % p)
+        reach = [_reach(distances, p, len(edges) > 2) for distances in needed.values()]
         for way, far in ((1, [f for f, _ in reach]), (-1, [b for _, b in reach])):
             at = tuple(
                 tuple((j + way * t) % p if t <= far[j] else None for j in range(p))
@@ -383,6 +377,15 @@ def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[RowChu
             if at:
                 chunks.append(RowChunk(lo, hi, at, tuple(range(len(at)))))
     return _joined(chunks)
+
+
+def _hulls(q_runs: Runs, k_runs: Runs, mask: Mask) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return, for each (rank, owner), the first of the owner's rows that it needs, and the end."""
+    hulls = {}
+    for rank, owner in itertools.permutations(range(len(q_runs)), 2):
+        if calls := pieces(q_runs[rank], k_runs[owner], mask):
+            hulls[rank, owner] = min(c.k0 for c in calls), max(c.k1 for c in calls)
+    return hulls
 
 
 def _reach(distances: list[int], p: int, others: bool) -> tuple[int, int]:
