@@ -576,13 +576,14 @@ def _property(func: Func) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
+def _whole(shape: torch.Size) -> Layout:
+    """Return the layout of a tensor of these sizes that every rank holds whole."""
+    return Layout.parse("...").resolve(len(shape))
+
+
 def _bytes(x: ShardedTensor) -> float:
-    size = tuple(x.padded_shape)
-    return float(
-        (x.sharding >> Layout.parse("...").resolve(len(size))).bytes(
-            size, x.mesh, x.raw.element_size()
-        )
-    )
+    way = x.sharding >> _whole(x.padded_shape)
+    return float(way.bytes(tuple(x.padded_shape), x.mesh, x.raw.element_size()))
 
 
 def _gathered(x: ShardedTensor) -> ShardedTensor:
@@ -618,7 +619,7 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
         new = ShardedTensor(
             full,
             Place(
-                Layout.parse("...").resolve(len(x.padded_shape)),
+                _whole(x.padded_shape),
                 moved.padded_shape,
                 mesh,
                 deferred=moved.deferred,
@@ -666,9 +667,7 @@ def replied(
         shape = full.shape[lead(mesh) :]
         new = ShardedTensor(
             full,
-            Place(
-                Layout.parse("...").resolve(len(shape)), torch.Size(shape), mesh, deferred=deferred
-            ),
+            Place(_whole(shape), torch.Size(shape), mesh, deferred=deferred),
         )
         for raw, v in zip(raws, values, strict=True):
             if alike(t, raw):

@@ -23,37 +23,20 @@ from shardlib.tensor import ShardedTensor, implements, partial_escape, replicate
 __all__ = ["orthogonal_", "sparse_", "trunc_normal_"]
 
 
-@implements(nn.init.uniform_, padded=True)
-def uniform_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Draw as nn.init.uniform_."""
-    return _uniform(*args[len(kwargs) > 0 :], **kwargs)
+_FILLS = {
+    nn.init.uniform_: Tensor.uniform_,
+    nn.init.normal_: Tensor.normal_,
+    nn.init.constant_: Tensor.fill_,
+}
 
 
-def _uniform(
-    tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: torch.Generator | None = None
-) -> Tensor:
+@implements(*_FILLS, padded=True)
+def fill(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """Fill as torch.nn.init does, whose functions hand their arguments over by keyword, in order."""
+    numbers = [v for k, v in kwargs.items() if k not in ("tensor", "generator")]
+    named = {k: v for k, v in kwargs.items() if k == "generator"}
     with torch.no_grad():
-        return tensor.uniform_(a, b, generator=generator)
-
-
-@implements(nn.init.normal_, padded=True)
-def normal_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Draw as nn.init.normal_."""
-    return _normal(*args[len(kwargs) > 0 :], **kwargs)
-
-
-def _normal(
-    tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: torch.Generator | None = None
-) -> Tensor:
-    with torch.no_grad():
-        return tensor.normal_(mean, std, generator=generator)
-
-
-@implements(nn.init.constant_, padded=True)
-def constant_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Fill as nn.init.constant_."""
-    with torch.no_grad():
-        return kwargs["tensor"].fill_(kwargs["val"])
+        return _FILLS[func](kwargs["tensor"], *numbers, **named)
 
 
 @implements(nn.init.kaiming_uniform_, padded=True)

@@ -26,7 +26,7 @@ from shardlib.kernels import active
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.loss import rows_given_up
-from shardlib.ops.padding import filled, masked
+from shardlib.ops.padding import filled
 from shardlib.placing import reshard, shard
 from shardlib.tensor.gradients import real_axes, total, vary, wide, wider
 from shardlib.tensor.lifting import promoting, replicated
@@ -90,7 +90,7 @@ def linear_cross_entropy(
     axes = tuple(a for d in x.dims[:-1] for a in d.axes)
     labels = _labels(x, target)
     labels = filled(labels, ignore_index) if labels.is_padded else labels
-    x = masked(x) if x.is_padded else x
+    x = filled(x, 0) if x.is_padded else x
     x, w, b = _met(x, w, b, axes)
     rows, flat = _flat(x, axes, 1), _flat(labels, axes, 0)
     factors = [None if t is None else _deferring(t, axes) for t in (w, b)]

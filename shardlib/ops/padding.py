@@ -28,18 +28,12 @@ __all__ = [
     "filled",
     "inside",
     "last_only",
-    "masked",
     "neutral",
     "of_true_sizes",
     "padded_to",
     "the_dim",
     "with_zeros",
 ]
-
-
-def masked(x: ShardedTensor) -> ShardedTensor:
-    """Return the value of the padded sizes, with zeros in the padding and no gradient there."""
-    return filled(x, 0)
 
 
 def filled(x: ShardedTensor, value: float | bool) -> ShardedTensor:

@@ -406,7 +406,7 @@ class ShardedTensor(torch.Tensor):
         if name := transform_called():
             raise no_transform(name, (args, kwargs or {}))
         why = f"{func} reached a ShardedTensor below its implementations (C++ code does that)"
-        found = [v for v in _leaves((args, kwargs or {})) if isinstance(v, ShardedTensor)]
+        found = _sharded((args, kwargs or {}))
         raise call_error(NoImplementation, why, str(func), "sl.unshard(x)", found[0])
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -624,7 +624,7 @@ def has_padding(values: Iterable[Any]) -> bool:
 
 def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Refuse a call whose implementation assumes that blocks are placed without skew."""
-    found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+    found = _sharded((args, kwargs))
     x = next(x for x in found if x.sharding.skew)
     why = f"{func.__name__} has no implementation for skewed blocks"
     fix = f"sl.reshard(x, {str(Layout(x.sharding.dims, x.sharding.partial))!r})"
@@ -632,7 +632,7 @@ def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 
 def _refuse_pending(func: Func, args: Args, kwargs: Kwargs) -> object:
-    found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+    found = _sharded((args, kwargs))
     raise partial_escape(func.__name__, next(x for x in found if x.sharding.partial))
 
 
@@ -645,7 +645,7 @@ def _refuse_padding(func: Func, args: Args, kwargs: Kwargs) -> object:
             return FALLBACK[0](func, args, kwargs, None)
         except ShardError:
             pass
-    found = [x for x in _leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+    found = _sharded((args, kwargs))
     x = next(x for x in found if x.is_padded)
     why = (
         f"{func.__name__} has no implementation for padded blocks: it might read the padding, "
@@ -781,7 +781,7 @@ _NOT_OVERWRITTEN = "is a view and is being modified inplace"
 
 def _not_overwritten(func: Func, args: Args) -> Unsupported:
     """Return the error for a write to a block that is a view made by an autograd function."""
-    found = [x for x in _leaves(args) if isinstance(x, ShardedTensor)]
+    found = _sharded(args)
     why = "autograd lets nothing be written to a view of what one of its functions returned"
     return call_error(Unsupported, why, func, "x = x.clone()", *found)
 
@@ -1026,7 +1026,7 @@ _INSTEAD = {
 
 def no_transform(name: str, args: Args = (), fix: str = "") -> Unsupported:
     """Return the error for a sharded value under one of torch.func's transforms."""
-    found = [x for x in _leaves(args) if isinstance(x, ShardedTensor)]
+    found = _sharded(args)
     refusal = Unsupported(
         f"torch.func's {name} does not know sharded values",
         op=f"torch.func.{name}",
@@ -1090,7 +1090,7 @@ def no_implementation(
 ) -> NoImplementation:
     """Return the error for a function that has no implementation."""
     name = getattr(func, "__name__", str(func))
-    found = [a for a in _leaves((args, kwargs)) if isinstance(a, ShardedTensor)]
+    found = _sharded((args, kwargs))
     reason = f"no implementation of {name}" + (f": {why}" if why else "")
     return call_error(NoImplementation, reason, name, "sl.unshard(x)" if found else "", *found)
 
@@ -1133,9 +1133,7 @@ def partial_escape(op: str, x: ShardedTensor) -> PartialEscape:
     return call_error(PartialEscape, why, op, f"sl.reshard(x, {bare!r})", tensor=x)
 
 
-def _leaves(tree: object) -> list[Any]:
-    if isinstance(tree, tuple | list):
-        return [leaf for item in tree for leaf in _leaves(item)]
-    if isinstance(tree, dict):
-        return [leaf for item in tree.values() for leaf in _leaves(item)]
-    return [tree]
+def _sharded(tree: object) -> list[ShardedTensor]:
+    """List the sharded tensors among arguments."""
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)  # type: ignore[arg-type]
+    return [x for x in leaves if isinstance(x, ShardedTensor)]

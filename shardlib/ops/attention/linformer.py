@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.attention.op import ring_attention
-from shardlib.ops.padding import masked
+from shardlib.ops.padding import filled
 from shardlib.placing import reshard
 from shardlib.tensor.gradients import total, vary
 from shardlib.tensor.lifting import replicated
@@ -80,7 +80,7 @@ def _projected(w: Tensor, x: ShardedTensor) -> Tensor:
         raise call_error(ShardError, why, "linformer_attention", fix, projection=w, projected=x)
     token, room = x.sharding.resolve(4).dims[2], x.padded_shape[2]
     if x.is_padded:
-        x = masked(x)
+        x = filled(x, 0)
     w = w if isinstance(w, ShardedTensor) else replicated(F.pad(w, (0, room - t)), x.mesh)
     w = reshard(w, Layout((Dim(), token)))
     met = vary(

@@ -22,7 +22,7 @@ from shardlib.ops.elementwise import elementwise
 from shardlib.ops.matmul.case import MatmulCase, case, cut_for, whole_rows
 from shardlib.ops.matmul.function import Axes, Product, rounded, run_schedule
 from shardlib.ops.matmul.shared_gather import let_go
-from shardlib.ops.padding import masked, padded_to
+from shardlib.ops.padding import filled, padded_to
 from shardlib.ops.registry import Match, decide
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
@@ -69,7 +69,7 @@ def _padded_product(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if x.dtype == torch.bool or x.dtype != w.dtype:
         raise Unfit("torch multiplies no matrices of these dtypes")
     out_layout = w.place.out_layout if isinstance(w, ShardedTensor) else None
-    inner = [masked(t) if isinstance(t, ShardedTensor) else t for t in (x, w)]
+    inner = [filled(t, 0) if isinstance(t, ShardedTensor) else t for t in (x, w)]
     of_x, of_w = (t.padded_shape if isinstance(t, ShardedTensor) else t.shape for t in inner)
     if of_x[-1] != of_w[-2] or (w.ndim > 2 and of_x[:-2] != of_w[:-2]):
         raise Unfit("what is summed over, or the batch, is padded otherwise")
