@@ -28,34 +28,6 @@ from shardlib.errors import BadArgument, Unsupported
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "backend_name",
-    "backward_now",
-    "DispatchMode",
-    "FUSED_ATTENTION",
-    "PRODUCTS",
-    "StorageWeakRef",
-    "after_backward",
-    "all_gather_single",
-    "assert_async",
-    "attention_op",
-    "builtin_homes",
-    "dtensor_handlers",
-    "below_autograd",
-    "copy_all",
-    "fused_step",
-    "group_timeout",
-    "is_dtensor",
-    "is_strided",
-    "no_redistribution",
-    "no_torch_function",
-    "opened",
-    "reduce_scatter_single",
-    "set_timeout",
-    "transform_called",
-    "watched",
-]
-
 # torch 2.13 renames all_gather_into_tensor to all_gather_single and reduce_scatter_tensor to
 # reduce_scatter_single (same arguments) and warns on the old names; 2.11 has the old ones only.
 # When 2.13 is the oldest supported version: call dist's new names directly.

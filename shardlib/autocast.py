@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.memory_tracker import tensors_in
 from shardlib.mesh import Mesh, accelerator, scope, within
 from shardlib.opspec import OPERATORS, Args, Func, Kwargs, homes, names_of
 
@@ -94,12 +95,12 @@ def _dtype(how: str, device: str, args: Args, kwargs: Kwargs) -> torch.dtype | N
         return torch.get_autocast_dtype(device)
     if how == "wide":
         return torch.float32 if kwargs.get("dtype") is None else None
-    found = {x.dtype for x in _tensors((args, kwargs)) if x.is_floating_point()}
+    found = {x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()}
     return torch.float32 if torch.float32 in found and len(found) > 1 else None
 
 
 def _device(tree: Any) -> str:
-    first = next(iter(_tensors(tree)), None)
+    first = next(iter(tensors_in(tree)), None)
     mesh = getattr(first, "mesh", None)
     device = "meta" if first is None else first.device.type
     if isinstance(mesh, Mesh):
@@ -108,14 +109,6 @@ def _device(tree: Any) -> str:
         here = accelerator()
         return "cpu" if here is None or torch.is_autocast_enabled("cpu") else here.type
     return device
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    return [x for item in tree for x in _tensors(item)] if isinstance(tree, tuple | list) else []
 
 
 def _to(tree: Any, dtype: torch.dtype) -> Any:

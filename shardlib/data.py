@@ -229,16 +229,14 @@ class Batches:
 
     def _resume(self, state: Mapping[str, int]) -> None:
         if set(state) != {"epoch", "row", "seed", "shuffle", "length"}:
-            raise BadArgument(
+            raise _bad(
                 f"this is no state of batches: {dict(state)!r}",
-                op="data",
-                fix=f"state = sl.data(dataset, {self.batch}).state()",
+                f"state = sl.data(dataset, {self.batch}).state()",
             )
         if state["length"] != self.length:
-            raise BadArgument(
+            raise _bad(
                 f"the state is of a dataset of {state['length']} rows, this one has {self.length}",
-                op="data",
-                fix=f"sl.data(dataset, {self.batch}, layout, state=None)",
+                f"sl.data(dataset, {self.batch}, layout, state=None)",
             )
         self.epoch, self.row = int(state["epoch"]), int(state["row"])
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
@@ -380,17 +378,19 @@ class _Rows(Dataset[Any]):
 
 def _check_numbers(batch: object, last: object, workers: object) -> None:
     if last not in ("fill", "drop") or not isinstance(batch, int) or batch < 1:
-        raise BadArgument(
+        raise _bad(
             f"batch= is a number of rows and last= 'fill' or 'drop', not {batch!r} and {last!r}",
-            op="data",
-            fix="sl.data(dataset, 32, last='drop')",
+            "sl.data(dataset, 32, last='drop')",
         )
     if not isinstance(workers, int) or workers < 0:
-        raise BadArgument(
+        raise _bad(
             f"workers={workers!r} is no number of processes: 0 reads in this one",
-            op="data",
-            fix="sl.data(dataset, 32, workers=0)",
+            "sl.data(dataset, 32, workers=0)",
         )
+
+
+def _bad(why: str, fix: str) -> BadArgument:
+    return BadArgument(why, op="data", fix=fix)
 
 
 def _length(dataset: Any) -> int:
@@ -399,9 +399,7 @@ def _length(dataset: Any) -> int:
     except TypeError:
         length = 0
     if not length:
-        raise BadArgument(
-            "a dataset has a length and rows", op="data", fix="sl.data(list(dataset), 32)"
-        )
+        raise _bad("a dataset has a length and rows", "sl.data(list(dataset), 32)")
     return length
 
 

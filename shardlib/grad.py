@@ -214,10 +214,9 @@ def _leaves(given: Any, over: tuple[str, ...], inside: bool) -> _Leaves:
 def _sink(into: TakesGradients, params: object, inside: bool) -> Any:
     """Return the buckets that take the gradients.  Raises: ShardError in a differentiated call."""
     if inside:
-        raise ShardError(
+        raise _error(
             "buckets hold gradients of which none is taken, and this call is differentiated",
-            op="value_and_grad",
-            fix="sl.value_and_grad(f)(params)",
+            "sl.value_and_grad(f)(params)",
         )
     return None if into.sink is None else into.sink(params)
 
@@ -227,26 +226,26 @@ def _scalar(loss: object) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return _ready(loss).sum()
     kind = typeof(loss) if isinstance(loss, Tensor) else type(loss).__name__
-    raise ShardError(
-        f"the loss is {kind}, not a scalar",
-        op="value_and_grad",
-        fix="sl.value_and_grad(lambda p: f(p).mean())(params)",
+    raise _error(
+        f"the loss is {kind}, not a scalar", "sl.value_and_grad(lambda p: f(p).mean())(params)"
     )
 
 
 def _check_into(into: TakesGradients, axes: tuple[str, ...], argnums: object) -> None:
     if getattr(into, "sink", None) is None:
-        raise ShardError(
+        raise _error(
             f"{type(into).__name__} has no buckets for gradients",
-            op="value_and_grad",
-            fix='tx = sl.optim.zero(tx, axis="data", stage=2)',
+            'tx = sl.optim.zero(tx, axis="data", stage=2)',
         )
     if axes or argnums != 0:
-        raise ShardError(
+        raise _error(
             "into= says itself what is pending, and takes the gradients of the first argument",
-            op="value_and_grad",
-            fix="sl.value_and_grad(f, into=tx)(params)",
+            "sl.value_and_grad(f, into=tx)(params)",
         )
+
+
+def _error(why: str, fix: str) -> ShardError:
+    return ShardError(why, op="value_and_grad", fix=fix)
 
 
 def _held(x: Any, inside: bool) -> Any:
@@ -255,10 +254,9 @@ def _held(x: Any, inside: bool) -> Any:
 
 def _position(n: int, count: int) -> int:
     if not -count <= n < count:
-        raise ShardError(
+        raise _error(
             f"argnums={n} of a call with {count} positional arguments",
-            op="value_and_grad",
-            fix="sl.value_and_grad(f, argnums=0)",
+            "sl.value_and_grad(f, argnums=0)",
         )
     return n % count
 
@@ -310,10 +308,9 @@ def grad(
 def _leaf(x: object, axes: tuple[str, ...], inside: bool) -> Tensor:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         what = typeof(x) if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
-        raise ShardError(
+        raise _error(
             f"only floating point leaves have gradients, this is {what}",
-            op="value_and_grad",
-            fix="x.float()" if isinstance(x, Tensor) else "torch.tensor(float(x))",
+            "x.float()" if isinstance(x, Tensor) else "torch.tensor(float(x))",
         )
     if not isinstance(x, ShardedTensor):
         return _apart(x, inside)

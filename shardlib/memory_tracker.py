@@ -9,7 +9,7 @@ from torch import Tensor
 from shardlib._compat import DispatchMode
 from shardlib.opspec import Args, Func, Kwargs
 
-__all__ = ["Live"]
+__all__ = ["Live", "tensors_in"]
 
 
 class Live(DispatchMode):  # type: ignore[misc, valid-type]
@@ -38,10 +38,10 @@ class Live(DispatchMode):  # type: ignore[misc, valid-type]
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        for x in _tensors((args, kwargs or {})):
+        for x in tensors_in((args, kwargs or {})):
             self._note(x, new=False)
         out = func(*args, **(kwargs or {}))
-        for x in _tensors(out):
+        for x in tensors_in(out):
             self._note(x, new=True)
         return out
 
@@ -63,9 +63,10 @@ class Live(DispatchMode):  # type: ignore[misc, valid-type]
         self.now -= nbytes
 
 
-def _tensors(tree: object) -> list[Tensor]:
+def tensors_in(tree: object) -> list[Tensor]:
+    """List the tensors in tuples, lists and dicts."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
         tree = tuple(tree.values())
-    return [x for item in tree for x in _tensors(item)] if isinstance(tree, tuple | list) else []
+    return [x for item in tree for x in tensors_in(item)] if isinstance(tree, tuple | list) else []

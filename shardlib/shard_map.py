@@ -159,17 +159,15 @@ class _BodyCall:
         self.known = known
         self.leaves, self.tree = optree.tree_flatten(self.args)
         sharded = [a.mesh for a in self.leaves if isinstance(a, ShardedTensor)]
-        self.mesh = m = sharded[0] if sharded else as_mesh(mesh)
+        self.mesh = sharded[0] if sharded else as_mesh(mesh)
         if isinstance(layouts, Mapping) and len(args) == 1:
             layouts = (layouts,)
         if (flat or _several(layouts)) and len(layouts) != len(args):
-            raise ShardError(
-                f"{len(args)} operands and {len(layouts)} layouts"
-                + (": sl.P(...) is one layout for all" if isinstance(layouts, tuple) else ""),
-                op="shard_map",
-                operands=_operands(args),
-                mesh=m,
-                fix=f"in_layouts = {_text(self.bound([_laid(a) for a in self.leaves]))}",
+            one = ": sl.P(...) is one layout for all" if isinstance(layouts, tuple) else ""
+            raise self.error(
+                f"{len(args)} operands and {len(layouts)} layouts{one}",
+                f"in_layouts = {_text(self.bound([_laid(a) for a in self.leaves]))}",
+                **_operands(args),
             )
         if flat and len(args) == len(self.leaves) and all(map(operator.is_, args, self.leaves)):
             given: list[Any] = list(layouts)
@@ -181,6 +179,10 @@ class _BodyCall:
         for i in self.at:
             self.blocks[i], self.layouts[i] = self._block(i, given[i])
         self.versions = [self._version(i) for i in self.at]
+
+    def error(self, why: str, fix: str, **operands: str) -> ShardError:
+        """Return an error of this call."""
+        return ShardError(why, op="shard_map", operands=operands, mesh=self.mesh, fix=fix)
 
     def _block(self, i: int, given: object) -> tuple[Tensor, Layout]:
         """Return an operand's block; refuse an operand with another layout."""
@@ -196,13 +198,9 @@ class _BodyCall:
                 self.known[given, len(shape)] = want
         if x.sharding != want:
             name = self.name(i)
-            raise ShardError(
-                f"operand {name} is laid out {x.sharding}, not {want}",
-                op="shard_map",
-                operands={name: typeof(x)},
-                mesh=m,
-                fix=f"sl.reshard({name}, {str(want)!r})",
-            )
+            why = f"operand {name} is laid out {x.sharding}, not {want}"
+            fix = f"sl.reshard({name}, {str(want)!r})"
+            raise self.error(why, fix, **{name: typeof(x)})
         used = {*want.axes, *want.partial, *x.deferred}
         block = wrap(vary(x.raw, m, tuple(a for a in m.names if a not in used)), m)
         if type(block) is Stacked:
@@ -227,12 +225,10 @@ class _BodyCall:
         for i, before in zip(self.at, self.versions, strict=True):
             if self._version(i) != before:
                 name = self.name(i)
-                raise ShardError(
+                raise self.error(
                     f"the body wrote into operand {name}, whose values are those now",
-                    op="shard_map",
-                    operands={name: typeof(self.leaves[i])},
-                    mesh=self.mesh,
-                    fix=f"{name} = {name}.clone()  # in the body, before it is written to",
+                    f"{name} = {name}.clone()  # in the body, before it is written to",
+                    **{name: typeof(self.leaves[i])},
                 )
 
     def outs(self, out: Any, leaves: Sequence[Any], tree: Any, given: Any) -> list[Layout]:
@@ -243,13 +239,8 @@ class _BodyCall:
             tensors = tensors and isinstance(leaf, Tensor)
             sharded += [leaf] if isinstance(leaf, ShardedTensor) else []
         if sharded:
-            raise ShardError(
-                "the body returned a sharded value, and is to return this rank's block",
-                op="shard_map",
-                operands={"result": typeof(sharded[0])},
-                mesh=self.mesh,
-                fix="return result.local",
-            )
+            why = "the body returned a sharded value, and is to return this rank's block"
+            raise self.error(why, "return result.local", result=typeof(sharded[0]))
         try:
             found = per_leaf(given, out, "shard_map", "out_layouts = {}") if tensors else []
         except LayoutSyntax:
@@ -261,15 +252,11 @@ class _BodyCall:
         flat = isinstance(given, tuple | list) and all(map(is_layout, given))
         several = [*given] if flat and not is_layout(given) else []
         meant = [*several, *["..."] * len(leaves)][: len(leaves)]
-        raise ShardError(
-            f"the body returned ({kinds}), and out_layouts are {_text(given)}",
-            op="shard_map",
-            operands=_operands(self.args),
-            mesh=self.mesh,
-            fix=self.line(optree.tree_unflatten(tree, meant))
-            if tensors
-            else "return torch.as_tensor(result)",
-        )
+        fix = "return torch.as_tensor(result)"
+        if tensors:
+            fix = self.line(optree.tree_unflatten(tree, meant))
+        why = f"the body returned ({kinds}), and out_layouts are {_text(given)}"
+        raise self.error(why, fix, **_operands(self.args))
 
     def line(self, outs: object) -> str:
         """Write the call with these layouts of its results."""

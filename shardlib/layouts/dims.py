@@ -151,12 +151,10 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
 
     Groups and contiguous dimensions must divide; a sequence in another order may have any length.
     """
-    if not dim.parts:
-        return range(n)
     if dim.order != "contiguous":
         return _dealt_positions(dim, n, sizes, coord)
     # a position has one digit per part (mixed radix): an axis fixes its digit, an integer does not
-    radices = [p if isinstance(p, int) else sizes[p] for p in dim.parts]
+    radices = [_radix(p, sizes) for p in dim.parts]
     stride = n - n % math.prod(radices)
     start, offsets = 0, [0]
     for part, radix in zip(dim.parts, radices, strict=True):
@@ -165,15 +163,19 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
             start += coord[part] * stride
         else:
             offsets = [o + digit * stride for o in offsets for digit in range(radix)]
-    if len(dim.axes) == len(dim.parts):
+    if dim.is_plain:
         return range(start, start + stride)
     return [start + o + k for o in offsets for k in range(stride)]
+
+
+def _radix(part: str | int, sizes: Sizes) -> int:
+    return part if isinstance(part, int) else sizes[part]
 
 
 def _dealt_positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Sequence[int]:
     """List the positions of a rank in another order: those of its ring, in each group."""
     groups, rank = dim.groups, rank_along(dim.ring, coord, sizes)
-    each = n // math.prod(p if isinstance(p, int) else sizes[p] for p in groups.parts)
+    each = n // _groups(dim, sizes)
     held = [i for run in ring_runs(dim, each, sizes, rank) for i in run.positions]
     starts = (
         [s for s in positions(groups, n, sizes, coord) if s % each == 0] if groups.parts else [0]
@@ -309,27 +311,19 @@ def check_sizes(
 ) -> None:
     """Raise UnevenSplit if a dimension does not divide over the axes that split it."""
     for d, (dim, n) in enumerate(zip(dims, shape, strict=True)):
-        ways = _ways(dim, n, sizes)
-        length = declared(dim.order)
+        ways, length = _ways(dim, n, sizes), declared(dim.order)
         held = uncovered(dim.order) if n % ways == 0 and n == length else ""
         if n % ways == 0 and not held:
             continue
+        without = " ".join(map(str, (*dims[:d], WHOLE, *dims[d + 1 :])))
+        fix = f"sl.shard(x, {without!r})"
         if held:
             what = f"does not fit {dim}, which holds position {held}"
-            without = " ".join(map(str, (*dims[:d], WHOLE, *dims[d + 1 :])))
-            fix = f"sl.shard(x, {without!r})"
         elif length is not None:
             rest = "whose shares differ" if n == length else f"written for {length}"
             what = f"does not fit {dim}, {rest}"
-            without = " ".join(map(str, (*dims[:d], WHOLE, *dims[d + 1 :])))
-            fix = f"sl.shard(x, {without!r})"
         else:
-            over = (
-                f"mesh axis {dim.axes[0]!r} (size {sizes[dim.axes[0]]}"
-                if len(dim.parts) == 1
-                else f"{dim} ({ways} parts"
-            )
-            what = f"does not divide over {over}, remainder {n % ways})"
+            what = f"does not divide over {_over(dim, ways, sizes)}, remainder {n % ways})"
             whole = "sl.unshard(x)" if op == "reshard" else "x"
             fix = f"sl.shard({whole}, {text!r}, pad=True)"
         raise UnevenSplit(
@@ -339,6 +333,12 @@ def check_sizes(
             mesh=dict(sizes),
             fix=fix,
         )
+
+
+def _over(dim: Dim, ways: int, sizes: Sizes) -> str:
+    if len(dim.parts) == 1:
+        return f"mesh axis {dim.axes[0]!r} (size {sizes[dim.axes[0]]}"
+    return f"{dim} ({ways} parts"
 
 
 def block_shape(dims: Sequence[Dim], shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
@@ -361,7 +361,7 @@ def block_shape(dims: Sequence[Dim], shape: Sequence[int], sizes: Sizes) -> tupl
 
 
 def _groups(dim: Dim, sizes: Sizes) -> int:
-    return math.prod(p if isinstance(p, int) else sizes[p] for p in dim.groups.parts)
+    return math.prod(_radix(p, sizes) for p in dim.groups.parts)
 
 
 def _ways(dim: Dim, n: int, sizes: Sizes) -> int:

@@ -91,28 +91,29 @@ def _order(ring: Ring) -> str:
             for rank in ring.schedule
         )
         if wrong := uncovered(order):
-            raise LayoutSyntax(
+            raise _wrong(
                 f"the ranges hold position {wrong}",
-                op="Ring",
-                fix="sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))",
+                "sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))",
             )
         return order
     if ring.schedule not in ORDERS[:4]:
-        raise LayoutSyntax(
+        raise _wrong(
             f"unknown schedule {ring.schedule!r}; there are {', '.join(ORDERS[:4])}, or ranges "
             "per rank",
-            op="Ring",
-            fix=f"sl.Ring({ring.axis!r}, schedule='zigzag')",
+            f"sl.Ring({ring.axis!r}, schedule='zigzag')",
         )
     if (ring.schedule == "documents") != (ring.cu_seqlens is not None):
-        raise LayoutSyntax(
+        raise _wrong(
             "documents, and they alone, need their borders",
-            op="Ring",
-            fix=f"sl.Ring({ring.axis!r}, schedule='documents', cu_seqlens=(0, 5, 8))",
+            f"sl.Ring({ring.axis!r}, schedule='documents', cu_seqlens=(0, 5, 8))",
         )
     if ring.cu_seqlens is None:
         return ring.schedule
     return "documents; " + " ".join(map(str, _borders(ring)))
+
+
+def _wrong(why: str, fix: str) -> LayoutSyntax:
+    return LayoutSyntax(why, op="Ring", fix=fix)
 
 
 def _borders(ring: Ring) -> list[int]:
@@ -120,9 +121,8 @@ def _borders(ring: Ring) -> list[int]:
     borders = list(ring.cu_seqlens or ())
     better = tuple(sorted({0, 1, *map(abs, borders)}))
     if borders[:1] != [0] or any(a > b for a, b in itertools.pairwise(borders)) or len(borders) < 2:
-        raise LayoutSyntax(
+        raise _wrong(
             f"borders of documents start at 0 and rise, not {borders}",
-            op="Ring",
-            fix=f"sl.Ring({ring.axis!r}, schedule='documents', cu_seqlens={better})",
+            f"sl.Ring({ring.axis!r}, schedule='documents', cu_seqlens={better})",
         )
     return borders

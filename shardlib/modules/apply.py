@@ -7,7 +7,6 @@ multiplied with are gathered ahead.  The caller's module keeps its own tensors.
 
 import copy
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,6 +22,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, within
 from shardlib.modules.copies import Copies
 from shardlib.modules.experts import standing_in
+from shardlib.modules.rules import stars
 from shardlib.ops.matmul.prefetch import Entry, prefetching
 from shardlib.opspec import Args, Kwargs
 from shardlib.placing import reshard, shard, unshard
@@ -101,7 +101,7 @@ class Calls:
         """
         given = self.arguments
         rest, places = _rest_name(given), len([n for n, kind in given if kind in _POSITIONAL])
-        unsaid = [n for n in self.inputs if n not in {*named, *(n for n, _ in given)}]
+        unsaid = [n for n in self.inputs if n not in {*named, *dict(given)}]
         if rest and rest not in self.inputs and unsaid and count > places:
             raise RuleLint(
                 f"inputs: forward takes positional input {places + 1} in *{rest}, so nothing says "
@@ -109,7 +109,7 @@ class Calls:
                 f"{unsaid[0]!r}; give it by name",
                 op="apply",
                 operands={
-                    "forward": ", ".join(n for n, _ in given),
+                    "forward": ", ".join(dict(given)),
                     "inputs": ", ".join(self.inputs),
                 },
                 mesh=self.mesh,
@@ -273,19 +273,21 @@ class Apply(Calls):
     def _point_at(self, e: ShardError, module: nn.Module) -> None:
         """Add to an error its submodule, the parameters there and a rule that leaves them whole."""
         path = _raised_in(e, module)
-        while path and not any(n.startswith(f"{path}.") for n in self.layouts):
+        while path and not self._inside(path):
             path = path.rpartition(".")[0]
-        inside = f"{path}." if path else ""
-        held = {n: lay for n, lay in self.layouts.items() if n.startswith(inside) and lay.axes}
+        held = [f"{n}: {lay}" for n, lay in self._inside(path).items() if lay.axes]
         if "parameters" in e.operands or not held:
             return
-        some = [f"{n}: {lay}" for n, lay in list(held.items())[:4]]
-        e.operands["parameters"] = ", ".join([*some, "..."] if len(held) > 4 else some)
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path) + ".*" if path else "*"
+        e.operands["parameters"] = ", ".join([*held[:4], "..."] if len(held) > 4 else held)
+        pattern = f"{stars(path)}.*" if path else "*"
         e.operands["or"] = (
             f"rules = [({pattern!r}, '...'), *rules]  # {path or 'the module'} whole on every rank"
         )
         e.args = (e.text(),)
+
+    def _inside(self, path: str) -> dict[str, Layout]:
+        """Return the layouts of the parameters of a submodule."""
+        return {n: lay for n, lay in self.layouts.items() if not path or n.startswith(f"{path}.")}
 
     def check(self, params: Mapping[str, Tensor]) -> None:
         """Check that exactly the module's parameters are given, by name."""

@@ -66,7 +66,7 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
         copies[id(apply.module)],
         Calls(apply.inputs, apply.mesh, apply.arguments, apply.suggested),
     )
-    split = {id(m) for m in apply.stacks}
+    split = set(map(id, apply.stacks))
     names = {id(m): n for n, m in apply.module.named_modules()}
     for at, m in copies.items():
         if at in split:
@@ -319,7 +319,7 @@ def _laid_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: object)
     for n, t in own.items():
         given = state.get(n)
         if isinstance(given, Tensor) and given.shape == t.shape and not given.is_meta:
-            raw = given.raw if isinstance(given, ShardedTensor) else given
+            raw = getattr(given, "raw", given)
             key = raw.data_ptr(), raw.shape, raw.stride(), raw.dtype, t.place
             if key not in once:
                 once[key] = placed_like(given.detach(), t)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -38,6 +38,8 @@ from shardlib.modules.dim_factors import (
 from shardlib.opspec import Args, Func, Kwargs, names_of
 
 __all__ = ["Dimensions", "ParameterUse", "trace_dimensions"]
+
+R = TypeVar("R", bound=Callable[..., None])
 
 
 @dataclass
@@ -80,15 +82,33 @@ class Dimensions:
     numbers: list[Row] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
 
+    @property
+    def lookups(self) -> list[ParameterUse]:
+        """Uses of tables that are looked up."""
+        return [r for r in self.reads if r.kind == "lookup"]
+
 
 # aten's names, without underscores around them, as those of the table of operators are
-_SAME = (
-    "clone detach alias to_copy contiguous lift_fresh lift native_dropout triu tril flip bernoulli"
-)
-_NORMS = {"mean", "var", "var_mean", "std", "sum", "linalg_vector_norm", "norm", "std_mean"}
 _ALONG = {*names_of(kind="along"), "safe_softmax"}
 _POINTWISE = {*names_of(kind="pointwise", ignores=""), "where", "copy"}
 _MADE = ("new_", "empty", "zeros", "ones", "full", "rand")
+
+
+_Origin = tuple[str, tuple[int | None, ...]]
+_STRIDE = 1 << 20  # twice a stride is none of the others
+
+_RULES: dict[str, Callable[[Any, "_OpCall", Any], None]] = {}
+"""Operator -> its rule; others go by their kind in the table of operators."""
+
+
+def _rule(names: str) -> Callable[[R], R]:
+    """Register a method of the tracer as the rule of these operators."""
+
+    def registered(method: R) -> R:
+        _RULES.update(dict.fromkeys(names.split(), method))
+        return method
+
+    return registered
 
 
 class _OpCall:
@@ -121,7 +141,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         self.origin: dict[int, _Origin] = {}
         self.alive: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
 
-    def know(self, x: Tensor, rows: Sequence[Row], origin: "_Origin | None" = None) -> None:
+    def know(self, x: Tensor, rows: Sequence[Row], origin: _Origin | None = None) -> None:
         self.rows[id(x)] = [list(r) for r in rows]
         self.alive.append(x)
         if origin is not None:
@@ -199,6 +219,9 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     # ------------------------------------------------------------ elementwise, and reductions
 
+    @_rule(
+        "clone detach alias to_copy contiguous lift_fresh lift native_dropout triu tril flip bernoulli"
+    )
     def same(self, call: _OpCall, out: object) -> None:
         x = call.operands[0]
         for y in _tensors(out):
@@ -217,6 +240,8 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             if len(only) == 1 and id(only[0]) in self.origin and only[0].shape == y.shape:
                 self.origin[id(y)] = self.origin[id(only[0])]
 
+    @_rule("median")  # its dimensions go as a reduction's do
+    @_rule(" ".join(n.replace(".", "_") for n in names_of(kind="reduce")))
     def reduce(self, call: _OpCall, out: object, what: str = "bound") -> None:
         x, dims = call.operands[0], call["dim"]
         if call["other"] is not None:  # elementwise maximum of two tensors
@@ -233,6 +258,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 self.know(y, [r for d, r in enumerate(rows) if d not in gone])
         return None
 
+    @_rule("mean var var_mean std sum linalg_vector_norm norm std_mean")
     def normed(self, call: _OpCall, out: object) -> None:
         self.reduce(call, out, "normed")
 
@@ -244,6 +270,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         for y in _tensors(out):
             self.know(y, self.of(x))
 
+    @_rule("topk")
     def topk(self, call: _OpCall, out: Sequence[Tensor]) -> None:
         rows, dim = list(self.of(call.operands[0])), call["dim"]
         mark(rows[dim], "bound")
@@ -251,6 +278,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         for y in out:
             self.know(y, rows)
 
+    @_rule("native_layer_norm fused_rms_norm rms_norm")
     def layer_norm(self, call: _OpCall, out: object) -> None:
         x, *affine = call.operands
         rows, over = self.of(x), call["normalized_shape"]
@@ -260,6 +288,10 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             self.align(rows, x.shape, w)
         self.know(_tensors(out)[0], rows)
 
+    @_rule(
+        "native_batch_norm native_batch_norm_legit native_batch_norm_legit_no_training "
+        "batch_norm_with_update batch_norm_no_update cudnn_batch_norm native_group_norm"
+    )
     def channel_norm(self, call: _OpCall, out: object) -> None:
         """Unite the channels of a batch's or groups' norm with those of its vectors."""
         x, *vectors = call.operands
@@ -272,6 +304,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     # ------------------------------------------------------------ views and pieces
 
+    @_rule("view unsafe_view reshape reshape_alias view_copy")
     def views(self, call: _OpCall, out: Tensor) -> None:
         x = call.operands[0]
         flat, rows = [a for row in self.of(x) for a in row], []
@@ -319,6 +352,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         new = zip(order, y.shape, strict=True)
         self.know(y, [fresh(n) if d is None else rows[d] for d, n in new], origin)
 
+    @_rule("repeat")
     def repeat(self, call: _OpCall, out: Tensor) -> None:
         x = call.operands[0]
         rows = [fresh(n) for n in out.shape]
@@ -330,6 +364,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 rows[d] = self.of(x)[d]
         self.know(out, rows)
 
+    @_rule("slice")
     def slice(self, call: _OpCall, out: Tensor) -> None:
         x = call.operands[0]
         dim, rows = call["dim"] % x.ndim, self.of(x)
@@ -348,6 +383,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         mark(row, "bound")
         return fresh(size, "bound")
 
+    @_rule("split split_with_sizes")
     def split(self, call: _OpCall, out: Sequence[Tensor]) -> None:
         x = call.operands[0]
         dim, rows, start = call["dim"] % x.ndim, list(self.of(x)), 0
@@ -369,6 +405,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         mark(heads, "bound")
         return alike
 
+    @_rule("cat")
     def cat(self, call: _OpCall, out: Tensor) -> None:
         xs = [x for x in call.operands if x.ndim == out.ndim and x.numel()]
         dim = call["dim"] % out.ndim
@@ -386,6 +423,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             rows[dim] = [joint]
         self.know(out, rows)
 
+    @_rule("stack")
     def stack(self, call: _OpCall, out: Tensor) -> None:
         first, *others = call.operands
         rows = list(self.of(first))
@@ -394,6 +432,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         rows.insert(call["dim"] % out.ndim, fresh(len(others) + 1))
         self.know(out, rows)
 
+    @_rule("constant_pad_nd")
     def pad(self, call: _OpCall, out: Tensor) -> None:
         x, rows = call.operands[0], []
         for row, before, n in zip(self.of(x), x.shape, out.shape, strict=True):
@@ -404,6 +443,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     # ------------------------------------------------------------ products
 
+    @_rule("mm bmm addmm baddbmm")
     def product(self, call: _OpCall, out: Tensor) -> None:
         """Record out[batch, m, n] = a[batch, m, k] b[batch, k, n], and what is added to it."""
         *bias, a, b = call.operands
@@ -434,12 +474,14 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         ins, outs = (() if dims[d] is None else (dims[d],) for d in (contracted, kept))
         self.found.reads.append(ParameterUse(name, kind, ins, outs, list(rows), groups))  # type: ignore[arg-type]
 
+    @_rule("mv")
     def matrix_vector(self, call: _OpCall, out: Tensor) -> None:
         a, b = map(self.of, call.operands)
         self.join(a[1], b[0])
         mark(a[1], "bound")
         self.know(out, a[:1])
 
+    @_rule("grouped_mm")
     def grouped_product(self, call: _OpCall, out: Tensor) -> None:
         a, b = call.operands[:2]
         if (a.ndim, b.ndim) != (2, 3):
@@ -450,6 +492,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         if id(b) in self.origin:
             self.read("product", b, 1, 2, one[0])
 
+    @_rule("scaled_dot_product_flash_attention_for_cpu")
     def attention(self, call: _OpCall, out: Sequence[Tensor]) -> None:
         q, k, v = map(self.of, call.operands[:3])
         for d in (0, 1):
@@ -475,6 +518,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         self.join(first, fewer)
         mark(fewer, "heads")
 
+    @_rule("convolution")
     def convolution(self, call: _OpCall, out: Tensor) -> None:
         x, w, *bias = call.operands
         rows, mine, groups = self.of(x), self.of(w), call["groups"]
@@ -495,6 +539,10 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         if id(w) in self.origin:
             self.read("conv", w, channels, filters, [], groups)
 
+    @_rule(
+        "max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d upsample_nearest2d "
+        "upsample_bilinear2d upsample_bicubic2d"
+    )
     def pooled(self, call: _OpCall, out: object) -> None:
         """Keep the two leading dimensions; the others are space."""
         x = call.operands[0]
@@ -507,6 +555,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     # ------------------------------------------------------------ indexing
 
+    @_rule("embedding")
     def embedding(self, call: _OpCall, out: Tensor) -> None:
         table, ids = call.operands[:2]
         rows = self.of(table)
@@ -520,6 +569,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             )
             self.found.reads[-1].given = bool(mine & given)
 
+    @_rule("index")
     def index(self, call: _OpCall, out: Tensor) -> None:
         x, index = call.operands[0], call["indices"]
         rows = self.of(x)
@@ -541,6 +591,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         self.reorder(x, out, [*rest[:at], *[None] * len(shape), *rest[at:]])
         self.rows[id(out)][at : at + len(shape)] = together
 
+    @_rule("index_select")
     def index_select(self, call: _OpCall, out: Tensor) -> None:
         x, ids = call.operands
         rows, dim = list(self.of(x)), call["dim"]
@@ -548,6 +599,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         rows[dim] = self.of(ids)[0] if ids.ndim else []
         self.know(out, rows)
 
+    @_rule("gather")
     def gather(self, call: _OpCall, out: Tensor) -> None:
         x, ids = call.operands
         dim = call["dim"] % max(x.ndim, 1) - x.ndim
@@ -556,6 +608,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         self.align(rows, ids.shape, x, dim)
         self.know(out, rows)
 
+    @_rule("scatter scatter_add index_add index_copy scatter_reduce index_fill")
     def scatter(self, call: _OpCall, out: Tensor) -> None:
         x, *others = call.operands
         rows, dim = list(self.of(x)), call["dim"] % max(x.ndim, 1) - x.ndim
@@ -566,6 +619,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         if id(out) not in self.rows:
             self.know(out, rows)
 
+    @_rule("index_put")
     def index_put(self, call: _OpCall, out: Tensor) -> None:
         x, index, values = call.operands[0], call["indices"], call["values"]
         rows = self.of(x)
@@ -575,55 +629,6 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         self.align(rows[len(index) :], x.shape[len(index) :], values)
         if id(out) not in self.rows:
             self.know(out, rows)
-
-
-_Origin = tuple[str, tuple[int | None, ...]]
-_STRIDE = 1 << 20  # twice a stride is none of the others
-
-_RULES: dict[str, Callable[[_DimensionTracer, _OpCall, Any], None]] = {
-    name: rule
-    for names, rule in (
-        (" ".join(n.replace(".", "_") for n in names_of(kind="reduce")), _DimensionTracer.reduce),
-        ("median", _DimensionTracer.reduce),  # its dimensions go as a reduction's do
-        (" ".join(_NORMS), _DimensionTracer.normed),
-        ("view unsafe_view reshape reshape_alias view_copy", _DimensionTracer.views),
-        (_SAME, _DimensionTracer.same),
-        ("topk", _DimensionTracer.topk),
-        ("native_layer_norm fused_rms_norm rms_norm", _DimensionTracer.layer_norm),
-        (
-            "native_batch_norm native_batch_norm_legit native_batch_norm_legit_no_training "
-            "batch_norm_with_update batch_norm_no_update cudnn_batch_norm native_group_norm",
-            _DimensionTracer.channel_norm,
-        ),
-        ("repeat", _DimensionTracer.repeat),
-        ("slice", _DimensionTracer.slice),
-        ("split split_with_sizes", _DimensionTracer.split),
-        ("cat", _DimensionTracer.cat),
-        ("stack", _DimensionTracer.stack),
-        ("constant_pad_nd", _DimensionTracer.pad),
-        ("mm bmm addmm baddbmm", _DimensionTracer.product),
-        ("mv", _DimensionTracer.matrix_vector),
-        ("grouped_mm", _DimensionTracer.grouped_product),
-        ("scaled_dot_product_flash_attention_for_cpu", _DimensionTracer.attention),
-        ("convolution", _DimensionTracer.convolution),
-        (
-            "max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d upsample_nearest2d "
-            "upsample_bilinear2d upsample_bicubic2d",
-            _DimensionTracer.pooled,
-        ),
-        ("embedding", _DimensionTracer.embedding),
-        ("index", _DimensionTracer.index),
-        ("index_select", _DimensionTracer.index_select),
-        ("gather", _DimensionTracer.gather),
-        (
-            "scatter scatter_add index_add index_copy scatter_reduce index_fill",
-            _DimensionTracer.scatter,
-        ),
-        ("index_put", _DimensionTracer.index_put),
-    )
-    for name in names.split()
-}
-"""Operator -> its rule; others go by their kind in the table of operators."""
 
 
 def _keeps_shape(call: _OpCall, out: object) -> bool:

@@ -223,7 +223,7 @@ def _run(
 
     Where it needs a whole dimension that is split, retry with another one split, or none.
     """
-    at, refusal = rewound(mesh), None
+    at, refusals = rewound(mesh), list[ShardError]()
     most = max((len(tensors[n].shape) for n in names), default=0)
     for on in (None, *range(-1, -most - 1, -1), most):
         stand = {n: tensors[n] if on is None else _moved(tensors[n], on) for n in names}
@@ -233,7 +233,7 @@ def _run(
         try:
             swapped(module, state, (), lambda: code(todo, names))
         except ShardError as e:
-            refusal = refusal or e
+            refusals.append(e)
             rewind(mesh, at)
             continue
         for n, t in stand.items():
@@ -241,8 +241,7 @@ def _run(
                 tensors[n].raw.copy_(_back(t, tensors[n]))
                 todo.moved(n, tensors[n])
         return
-    assert refusal is not None, "a loop that does not return was refused"
-    raise refusal
+    raise refusals[0]
 
 
 def _moved(x: ShardedTensor, on: int) -> ShardedTensor:

@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from shardlib._compat import uncompiled
 from shardlib.capacity import refuse_beyond
 from shardlib.collectives import holds_values, lead, verify
-from shardlib.errors import RuleLint, ShardError, similar
+from shardlib.errors import ShardError, similar
 from shardlib.layouts import Layout, LayoutLike
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
 from shardlib.modules.apply import Apply, arguments
@@ -32,6 +32,7 @@ from shardlib.modules.rules import (
     naming,
     read_layout,
     renamed,
+    rule_error,
 )
 from shardlib.placing import padded_size, place_whole
 from shardlib.tensor import Place, ShardedTensor
@@ -171,11 +172,10 @@ def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
     With ``**kwargs``, refuse one that looks like a misspelt argument.
     """
     if not isinstance(inputs, Mapping):
-        raise RuleLint(
+        raise rule_error(
             "inputs is a mapping from the names of forward's arguments to layouts, not "
             f"{type(inputs).__name__}",
-            op="parallelize",
-            fix="sl.parallelize(module, rules, inputs=dict(inputs))",
+            "sl.parallelize(module, rules, inputs=dict(inputs))",
         )
     given = arguments(uncompiled(module).forward)
     names = [n for n, kind in given if kind is not inspect.Parameter.VAR_KEYWORD]
@@ -184,14 +184,13 @@ def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
         near = similar(name, names, 1, 0.8 if loose else 0.0)
         if name in names or (loose and not near):
             continue
-        raise RuleLint(
+        raise rule_error(
             f"inputs: forward has no argument {name!r}"
             + (f"; did you mean {near[0]!r}?" if near else ""),
-            op="parallelize",
-            operands={"forward": ", ".join(names)},
-            fix=f"inputs = {{{near[0]!r}: inputs.pop({name!r}), **inputs}}"
+            f"inputs = {{{near[0]!r}: inputs.pop({name!r}), **inputs}}"
             if near
             else f"inputs.pop({name!r})",
+            operands={"forward": ", ".join(names)},
         )
 
 

@@ -27,7 +27,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import joined, said
 from shardlib.modules.dim_factors import Atom, Row, leaves, length, root
 from shardlib.modules.dim_trace import Dimensions, ParameterUse
-from shardlib.modules.rules import Suggested
+from shardlib.modules.rules import Suggested, stars
 
 __all__ = ["RoleLayouts", "assign", "ids", "kinds", "patterns", "role_names", "widening_names"]
 
@@ -148,7 +148,7 @@ def kinds(dims: Dimensions) -> _Found:
     _classify_outputs(found)
     for r in found.products:
         sides = found.sides(r)
-        if all(found.of(side) == "inner" for side in sides):
+        if [*map(found.of, sides)] == ["inner", "inner"]:
             # the narrower side is an intermediate step
             found.put(min(sides, key=length), "residual", ("inner",))
     for r in found.products:
@@ -191,7 +191,7 @@ def _marked(a: Atom, stream: bool, headed: bool) -> str:
 def _classify_outputs(found: _Found) -> None:
     """Classify what products and convolutions give, in the order of the run."""
     read = _contracted(found, found.products)
-    looked = _contracted(found, [r for r in found.dims.reads if r.kind == "lookup"])
+    looked = _contracted(found, found.dims.lookups)
     for r in found.dims.reads:
         ins, outs = found.sides(r)
         if r.kind == "conv" and r.groups == 1:
@@ -397,7 +397,7 @@ def _copy_layouts(
 ) -> None:
     """Give these parameters the layouts of their equals in other layers."""
     for name in names:
-        like = next((n for n in texts if n not in names and _stars(n) == _stars(name)), None)
+        like = next((n for n in texts if n not in names and stars(n) == stars(name)), None)
         if like is not None and shapes[like] == shapes[name]:
             texts[name] = texts[like]
 
@@ -418,7 +418,7 @@ def _bare(a: Atom) -> bool:
 
 def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
     """List the vocabulary's tables: tied to a matrix, or the first looked up by integer inputs."""
-    lookups = [r for r in dims.reads if r.kind == "lookup"]
+    lookups = dims.lookups
     tied = {r.name for r in lookups} & {r.name for r in dims.reads if r.kind == "product"}
     if tied:
         return tied
@@ -634,10 +634,6 @@ def _by_dimension(found: _Found, rows: Sequence[Row], way: RoleLayouts) -> str:
 
 
 # ---------------------------------------------------------------- patterns
-
-
-def _stars(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def patterns(

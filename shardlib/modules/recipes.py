@@ -368,10 +368,9 @@ def ring(
     line = f"sl.recipes.ring(model, axis={free!r}, weights=weights)"
     as_mesh(mesh).axis_size(axis, "recipe", line)
     if tokens[1].is_split or axis in taken:
-        raise Unsupported(
+        raise _refused(
             f"the other recipe splits the sequence already: {weights.tokens!r}",
-            op="recipe",
-            fix="sl.recipes.ring(model, weights=sl.recipes.optimus2d(model))",
+            "sl.recipes.ring(model, weights=sl.recipes.optimus2d(model))",
         )
     rules = [*_split_stacks(model, mesh, experts), *weights]
     tokens, labels = (f"{dims[0]} {token}" for dims in (tokens, labels))
@@ -514,16 +513,15 @@ def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, 
         for n, value in module.named_parameters(recurse=False):
             full = f"{name}.{n}" if name else n
             if value.shape[0] % p:
-                raise Unsupported(
+                raise _refused(
                     f"the {value.shape[0]} experts of {full!r} do not divide over {p} ranks",
-                    op="recipe",
+                    "sl.recipes.megatron1d(model)",
                     operands={full: list(value.shape)},
-                    fix="sl.recipes.megatron1d(model)",
                 )
             out[full] = (" ".join([_token(*axes), "..."]),)
     if not out:
         held = [n for n, _ in model.named_parameters() if "experts" in n.split(".")]
-        raise Unsupported(
+        raise _refused(
             (
                 f"{held[0]!r} is of one expert or of a module that says nothing of routing"
                 if held
@@ -532,10 +530,13 @@ def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, 
             + ": a stack of experts holds parameters [E, ...], says E as num_experts, "
             "and its forward takes (hidden "
             "[T, D], index [T, k], weights [T, k])",
-            op="recipe",
-            fix="sl.recipes.megatron1d(model)",
+            "sl.recipes.megatron1d(model)",
         )
     return out
+
+
+def _refused(why: str, fix: str, operands: Mapping[str, object] | None = None) -> Unsupported:
+    return Unsupported(why, op="recipe", operands=operands, fix=fix)
 
 
 def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), /, **axes: str) -> str:
@@ -556,8 +557,7 @@ def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, st
     left = [n for n in own if n not in axes.values()]
     lacks = [argument for argument, n in axes.items() if n not in names]
     if len(left) >= len(lacks):
-        pairs = zip(lacks, left, strict=False)
-        return f"sl.recipes.{recipe}(model, {', '.join(f'{a}={n!r}' for a, n in pairs)})"
+        return f"sl.recipes.{recipe}(model, {', '.join(map('{}={!r}'.format, lacks, left))})"
     if not own:
         return f"sl.recipes.ddp(model, data={data!r})"
     wants = f"  # {recipe} wants axes {', '.join(axes.values())}" if len(axes) > 1 else ""
@@ -625,11 +625,16 @@ def beside(rules: Iterable[Sequence[Any]]) -> list[tuple[Any, tuple[int, int]]]:
             layout = layout.resolve(2)
         if len(layout.dims) < 2:
             continue
-        first = [d.parts[0] if d.parts else 1 for d in layout.dims[-2:]]
-        rows, cols = (n if isinstance(n, int) else 1 for n in first)
+        rows, cols = map(_groups, layout.dims[-2:])
         if (rows, cols) != (1, 1):
             out.append((pattern, (rows, cols)))
     return out
+
+
+def _groups(dim: Dim) -> int:
+    """Return the factor with which a token begins: the matrices that its dimension holds."""
+    first = next(iter(dim.parts), 1)
+    return first if isinstance(first, int) else 1
 
 
 def widening(model: nn.Module, inputs: object = None) -> set[str]:

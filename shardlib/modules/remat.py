@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlib.collectives import Away
 from shardlib.errors import RuleLint, similar
 from shardlib.mesh import within
-from shardlib.modules.rules import Pattern, matches
+from shardlib.modules.rules import Pattern, matches, rule_error
 from shardlib.modules.weightless_copy import Around
 from shardlib.recompute import Kept
 from shardlib.tensor import ShardedTensor
@@ -59,33 +59,31 @@ def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
     for pattern, policy in _read(remat):
         found = [n for n, m in names.items() if matches(pattern, n, m)]
         called = [n for n in found if not _is_list(names[n])]
-        outer = [n for n in called if not any(n.startswith(f"{o}.") for o in called)]
-        if not found:
-            raise _no_module(pattern, policy, names)
         if not called:
-            raise RuleLint(
-                f"remat: {found[0]!r} is a {type(names[found[0]]).__name__}, which is never called "
-                "itself",
-                op="parallelize",
-                fix=f"sl.parallelize(module, rules, remat=[({found[0] + '.*'!r}, {policy!r})])",
-            )
+            raise _no_module(pattern, policy, names, found)
+        outer = [n for n in called if not any(n.startswith(f"{o}.") for o in called)]
         for n in outer:
             taken.setdefault(n, policy)
     return taken
 
 
 def _no_module(
-    pattern: Pattern[nn.Module], policy: str, names: Mapping[str, nn.Module]
+    pattern: Pattern[nn.Module], policy: str, names: Mapping[str, nn.Module], lists: Sequence[str]
 ) -> RuleLint:
-    """Return the error for a pattern without a module, with the nearest name."""
+    """Return the error for a pattern that matches lists alone, or nothing; with the nearest name."""
+    if lists:
+        return rule_error(
+            f"remat: {lists[0]!r} is a {type(names[lists[0]]).__name__}, which is never called "
+            "itself",
+            f"sl.parallelize(module, rules, remat=[({lists[0] + '.*'!r}, {policy!r})])",
+        )
     near = similar(str(pattern).strip("*."), names, 1, 0.4)
     told = (near or list(names) or ["*"])[0]
     told += ".*" if told in names and _is_list(names[told]) else ""
-    return RuleLint(
+    return rule_error(
         f"remat: {pattern!r} matches no module" + (f" (nearest: {told!r})" if near else ""),
-        op="parallelize",
+        f"sl.parallelize(module, rules, remat=[({told!r}, {policy!r})])",
         operands={"modules": ", ".join([*list(names)[:6], "..."][: len(names)])},
-        fix=f"sl.parallelize(module, rules, remat=[({told!r}, {policy!r})])",
     )
 
 
@@ -103,17 +101,15 @@ def _read(remat: Remat) -> Iterable[tuple[Pattern[nn.Module], str]]:
     for rule in given:
         well = isinstance(rule, tuple | list) and len(rule) == 2
         if not well or not (isinstance(rule[0], str | re.Pattern) or callable(rule[0])):
-            raise RuleLint(
+            raise rule_error(
                 f"remat is a list of (pattern, policy) over names of modules, not {rule!r}",
-                op="parallelize",
-                fix="sl.parallelize(module, rules, remat=[('*', 'full')])",
+                "sl.parallelize(module, rules, remat=[('*', 'full')])",
             )
         if rule[1] not in POLICIES:
             near = similar(str(rule[1]), POLICIES, 1) or ["full"]
-            raise RuleLint(
+            raise rule_error(
                 f"remat: unknown policy {rule[1]!r}; there are {', '.join(POLICIES)}",
-                op="parallelize",
-                fix=f"sl.parallelize(module, rules, remat=[({rule[0]!r}, {near[0]!r})])",
+                f"sl.parallelize(module, rules, remat=[({rule[0]!r}, {near[0]!r})])",
             )
         yield rule[0], rule[1]
 

@@ -41,6 +41,8 @@ __all__ = [
     "naming",
     "read_layout",
     "renamed",
+    "rule_error",
+    "stars",
 ]
 
 
@@ -87,6 +89,15 @@ class Suggested(tuple[str, ...]):
         made = super().__new__(cls, rule)
         made.padded = tuple(getattr(rule, "padded", made) if padded is None else padded)
         return made
+
+
+def stars(name: str) -> str:
+    """Return a dotted name with ``*`` for every number: the same in every layer.
+
+    >>> stars("h.0.mlp2.w")
+    'h.*.mlp2.w'
+    """
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 # ---------------------------------------------------------------- matching
@@ -136,10 +147,9 @@ def _refuse_unused(
         rules[i][0] for i, rule in enumerate(given) if i not in used and not _spare(rule, named)
     ]
     if unmatched or unused:
-        raise RuleLint(
+        raise rule_error(
             _lint(unmatched, unused, named, rules),
-            op="parallelize",
-            fix=f"rules = [{_kept(unused, rules)}]" if unused else "rules = [*rules, ('*', '...')]",
+            f"rules = [{_kept(unused, rules)}]" if unused else "rules = [*rules, ('*', '...')]",
         )
 
 
@@ -147,18 +157,16 @@ def _check_form(rule: object) -> None:
     """Refuse what is no (pattern, layout) or (pattern, layout, layout of products)."""
     fix = "sl.parallelize(module, [('*', '...')])"
     if not isinstance(rule, tuple | list) or len(rule) not in (2, 3):
-        raise RuleLint(
+        raise rule_error(
             "a rule is (pattern, layout) or (pattern, layout, layout of its products), not "
             f"{rule!r}",
-            op="parallelize",
-            fix=fix,
+            fix,
         )
     if not (isinstance(rule[0], str | re.Pattern) or callable(rule[0])):
-        raise RuleLint(
+        raise rule_error(
             "a pattern is a glob, a compiled regex or a function of (name, tensor), not "
             f"{rule[0]!r}",
-            op="parallelize",
-            fix=fix,
+            fix,
         )
 
 
@@ -204,17 +212,16 @@ def logical(text: str, axes: Mapping[str, Axes]) -> Layout:
     named = {name: _written(axis) for name, axis in axes.items()}
 
     def resolve(token: str) -> str:
-        if not (token.startswith("(") and token.endswith(")")):
+        if not re.fullmatch(r"\(.*\)", token):
             return named.get(token, token)
         parts = [q for p in token[1:-1].split() for q in named.get(p, p).strip("()").split()]
         while parts and parts[-1] == ".":
             parts.pop()
         if "." in parts:
-            raise RuleLint(
+            raise rule_error(
                 f"{token!r}: {'.'!r} may only end a group; give the factor's size as a number",
-                op="parallelize",
+                "sl.parallelize(module, rules, axes=dict(heads='x', hd='.'))",
                 operands={"layout": text},
-                fix="sl.parallelize(module, rules, axes=dict(heads='x', hd='.'))",
             )
         return f"({' '.join(parts)})" if parts else "."
 
@@ -226,6 +233,11 @@ def _written(axis: Axes) -> str:
     if axis is None or isinstance(axis, str):
         return axis or "."
     return f"({' '.join(axis)})" if axis else "."
+
+
+def rule_error(why: str, fix: str, operands: Mapping[str, object] | None = None) -> RuleLint:
+    """Return the error for rules, or arguments like them, that do not fit a module."""
+    return RuleLint(why, op="parallelize", operands=operands, fix=fix)
 
 
 # ---------------------------------------------------------------- lint

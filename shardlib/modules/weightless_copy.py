@@ -13,7 +13,7 @@ buffers, modules that are not registered.
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -187,26 +187,24 @@ class _Exchange:
 def _parts(value: Any) -> list[Any] | None:
     """List the references of a value that can be rebuilt; None for any other."""
     kind = type(value)
-    if kind in (list, tuple):
-        return list(value)
-    if kind in (dict, OrderedDict):
-        return list(value.values())
-    if kind is MethodType:
-        return [value.__self__]
-    if kind is weakref.ref:
-        return [value()]
-    if kind is functools.partial:
-        return [value.func, value.args, value.keywords, value.__dict__]
-    if kind is FunctionType:
-        return [
-            *(value.__closure__ or ()),
-            value.__defaults__,
-            value.__kwdefaults__,
-            value.__dict__,
-        ]
+    if kind in _PARTS:
+        return [*_PARTS[kind](value)]
     if kind is CellType:
         try:
             return [value.cell_contents]
         except ValueError:  # the cell is empty
             return []
     return [value.__dict__] if kind is Around or is_wrapped_hook(value) else None
+
+
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    list: iter,
+    tuple: iter,
+    dict: dict.values,
+    OrderedDict: dict.values,
+    MethodType: lambda method: [method.__self__],
+    weakref.ref: lambda ref: [ref()],
+    functools.partial: lambda f: [f.func, f.args, f.keywords, f.__dict__],
+    FunctionType: lambda f: [*(f.__closure__ or ()), f.__defaults__, f.__kwdefaults__, f.__dict__],
+}
+"""Kind of a value -> the references that it holds."""

@@ -4,7 +4,6 @@ Nothing runs: blocks are on the meta device and the mesh is only a mapping of na
 a plan for 512 ranks takes as long as one for two.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -22,6 +21,7 @@ from shardlib.layouts.dims import axis_sizes
 from shardlib.memory_tracker import Live
 from shardlib.mesh import Mesh, MeshLike, record, within
 from shardlib.modules.paths import Paths
+from shardlib.modules.rules import stars
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
@@ -68,7 +68,7 @@ class Row:
     @property
     def pattern(self) -> str:
         """The operation's module with a ``*`` for every number: the same in every layer."""
-        return re.sub(r"(?<![^.])\d+(?![^.])", "*", self.module)
+        return stars(self.module)
 
     @property
     def same(self) -> tuple[Any, ...]:
@@ -407,25 +407,29 @@ def _on_paper(x: object, mesh: Mesh) -> Any:
     return x.detach().to("meta") if isinstance(x, Tensor) else x
 
 
+@dataclass(eq=False)
 class _CallRecorder:
     """A watcher that adds a row per function called on sharded tensors.
 
     Calls inside such a function belong to its row.
+
+    ``marks``  whether rows get the events of their gradients, up to ``seen``.
+    ``apart``  events of gradients that are summed together.
+    ``nodes``  of the graph, kept alive so that no id is reused.
     """
 
-    def __init__(self, t: Trace, ranks: int, backward: bool, paths: Paths) -> None:
-        self.t = t
-        self.ranks = ranks
-        self.marks = backward
-        self.paths = paths
-        self.rows: list[Row] = []
-        self.inside = False
-        self.match: Match | None = None
-        self.product = False
-        self.seen = 0
-        self.row: Row | None = None
-        self.apart: list[Event] = []
-        self.nodes: set[Any] = set()  # kept alive, so that no id is reused
+    t: Trace
+    ranks: int
+    marks: bool
+    paths: Paths
+    rows: list[Row] = field(default_factory=list)
+    inside: bool = False
+    match: Match | None = None
+    product: bool = False
+    seen: int = 0
+    row: Row | None = None
+    apart: list[Event] = field(default_factory=list)
+    nodes: set[Any] = field(default_factory=set)
 
     def chose(self, match: Match, product: bool = False) -> None:
         self.match, self.product = match, product

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
@@ -307,24 +307,21 @@ def _check(
     for name, n in {"ranks": ranks, **counts}.items():
         top = _RANKS if name == "ranks" else _ROWS
         if not 1 <= n <= top:
-            raise BadArgument(
-                f"{name}={n}: 1 at least and {top:,} at most", op="plan", fix=f"{line})"
-            )
+            raise _bad(f"{name}={n}: 1 at least and {top:,} at most", f"{line})")
     for name, amount in {"state": state, "memory": memory}.items():
         if amount is not None and not (0 < amount < math.inf or (name, amount) == ("state", 0)):
-            raise BadArgument(
-                f"{name}={amount}: a number of bytes",
-                op="plan",
-                fix=f"{line}, state=8.0, memory=80e9)",
-            )
+            raise _bad(f"{name}={amount}: a number of bytes", f"{line}, state=8.0, memory=80e9)")
     if wrong := [name for name in names if name not in RECIPES]:
         near = similar(wrong[0], RECIPES, 1, 0.5) or RECIPES[:1]
-        raise BadArgument(
+        raise _bad(
             f"no recipe {wrong[0]!r} to plan with; there are {', '.join(RECIPES)}",
-            op="plan",
-            fix=f"sl.planning.plan(model, {ranks}, batch={counts['batch']}, "
+            f"sl.planning.plan(model, {ranks}, batch={counts['batch']}, "
             f"sequence={counts['sequence']}, recipe={near[0]!r})",
         )
+
+
+def _bad(why: str, fix: str) -> BadArgument:
+    return BadArgument(why, op="plan", fix=fix)
 
 
 _RANKS, _ROWS = 2**20, 2**40
@@ -364,10 +361,9 @@ def _loss(apply: Any, params: Any, ids: Tensor, labels: Tensor) -> Tensor:
     out = apply(params, ids, **fixed)
     found = loss_of(out, labels)
     if found is None:
-        raise BadArgument(
+        raise _bad(
             f"forward gives {type(out).__name__}, no logits and no loss",
-            op="plan",
-            fix="sl.planning.plan(model, 8, batch=8, sequence=64, "
+            "sl.planning.plan(model, 8, batch=8, sequence=64, "
             "loss=lambda f, p, ids, _: f(p, ids).mean())",
         )
     return found
@@ -376,27 +372,23 @@ def _loss(apply: Any, params: Any, ids: Tensor, labels: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the estimates and runs
 
 
+@dataclass
 class _Study:
-    """A study of one model on one cluster; its traced dimensions and counts serve every way."""
+    """A study of one model on one cluster; its traced dimensions and counts serve every way.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cluster: Cluster,
-        batch: int,
-        sequence: int,
-        state: float,
-        loss: Callable[..., Tensor],
-        room: float,
-        accumulate: int = 1,
-    ) -> None:
-        self.cluster = cluster
-        self.batch = batch
-        self.sequence = sequence
-        self.state = state
-        self.loss = loss
-        self.room = room
-        self.least = accumulate
+    ``least``  the micro-batches that a step has at least.
+    """
+
+    model: InitVar[nn.Module]
+    cluster: Cluster
+    batch: int
+    sequence: int
+    state: float
+    loss: Callable[..., Tensor]
+    room: float
+    least: int = 1
+
+    def __post_init__(self, model: nn.Module) -> None:
         self.ratio = 8.0  # bytes saved without remat / with it: a guess until both were measured
         # rows of a micro-batch and remat of the fastest way so far, where the next search starts
         self.begin: tuple[int, str] | None = None
@@ -407,8 +399,8 @@ class _Study:
         self.layers: list[Layer] = all_products(self.outline, self.dims)
         self.item = max(p.element_size() for p in model.parameters())
         # backward has two products for each of forward's
-        forward = self.outline.total([{"": _flops(m, sequence)} for m in self.models])
-        self.flops = 3 * batch * forward[""]
+        forward = self.outline.total([{"": _flops(m, self.sequence)} for m in self.models])
+        self.flops = 3 * self.batch * forward[""]
         self.heads, self.keys = _heads(model), _keys(model)
 
     def ways(self, ranks: int, names: Sequence[str]) -> Iterator[Strategy]:
@@ -481,10 +473,9 @@ class _Study:
         """
         counts = [n for n in _divisors(self.batch // way.rows) if n >= self.least]
         if not counts:
-            raise BadArgument(
+            raise _bad(
                 f"{self.batch} rows over {way.rows} parts make no {self.least} micro-batches",
-                op="plan",
-                fix=f"sl.planning.plan(model, ranks, batch={way.rows * self.least}, "
+                f"sl.planning.plan(model, ranks, batch={way.rows * self.least}, "
                 f"sequence={self.sequence})",
             )
         # without repeated layers there is nothing that remat could be applied to
