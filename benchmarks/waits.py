@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardlib as sl
-from shardlib.collectives.waits import listed
+from shardlib.collectives.count import listed
 
 __all__ = ["ROWS", "Found", "Row", "main", "measured", "table"]
 

@@ -1,7 +1,7 @@
 """Collectives over named mesh axes, on local blocks: counted and differentiable."""
 
 from shardlib.collectives.backends.streams import Away, Moment
-from shardlib.collectives.checked import check, checking, digest
+from shardlib.collectives.checked import agreed, check, checking, digest, verify
 from shardlib.collectives.count import Event, Trace, expect_comm, trace
 from shardlib.collectives.in_place import (
     gather_into,
@@ -10,7 +10,6 @@ from shardlib.collectives.in_place import (
     scatter_into,
 )
 from shardlib.collectives.posted import Pending, broadcasts, start_ppermutes
-from shardlib.collectives.replica_check import agreed, verify
 from shardlib.collectives.simulate import Stacked, Varies
 from shardlib.collectives.types import (
     blocks,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardlib import optim
 from shardlib.collectives import trace
-from shardlib.collectives.waits import Wait, listed
+from shardlib.collectives.count import Wait, listed
 from shardlib.command.config import Config, ConfigError, read
 from shardlib.command.from_config import batches, built, mesh_of, rows_of, state_of, under_launcher
 from shardlib.command.train import check, stepper
