@@ -63,39 +63,40 @@ _spelled("i,i->", torch.inner, Tensor.inner, need=(1, 1))
 
 def _added(line: str, signature: str, *funcs: Func) -> None:
     """Implement input * beta + alpha * product; with beta zero, input's values are ignored."""
-    bind = binder(signature)
+    implements(*funcs)(partial(_sum_and_product, line, binder(signature)))
+
+
+def _sum_and_product(line: str, bind: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     left, right, result = line.replace("->", ",").split(",")
+    c, a, b, beta, alpha = bind(*args, **kwargs).values()
+    mesh = next(t.mesh for t in (c, a, b) if isinstance(t, ShardedTensor))
+    c, a, b = (lift(t, mesh, func.__name__) for t in (c, a, b))
+    if not (a.dtype == b.dtype == c.dtype) or (a.ndim, b.ndim) != (len(left), len(right)):
+        raise Unfit("dimensions")
+    _check_factors(a.dtype, beta, alpha)
+    if c.ndim == 1 and line == "mk,kn->mn" and alpha == beta == 1:
+        return F.linear(a, b.mT, c)  # rounds once, as torch does
+    dtype = a.dtype
+    if is_half(a):
 
-    def labels(args: Args, kwargs: Kwargs) -> Labels:
-        c, a, b = args
-        return {c.at: tuple(result[len(result) - c.ndim :]), a.at: tuple(left), b.at: tuple(right)}
+        def labels(args: Args, kwargs: Kwargs) -> Labels:
+            c, a, b = args
+            ends = tuple(result[len(result) - c.ndim :])
+            return {c.at: ends, a.at: tuple(left), b.at: tuple(right)}
 
-    def implementation(func: Func, args: Args, kwargs: Kwargs) -> object:
-        c, a, b, beta, alpha = bind(*args, **kwargs).values()
-        mesh = next(t.mesh for t in (c, a, b) if isinstance(t, ShardedTensor))
-        c, a, b = (lift(t, mesh, func.__name__) for t in (c, a, b))
-        if not (a.dtype == b.dtype == c.dtype) or (a.ndim, b.ndim) != (len(left), len(right)):
-            raise Unfit("dimensions")
-        _check_factors(a.dtype, beta, alpha)
-        if c.ndim == 1 and line == "mk,kn->mn" and alpha == beta == 1:
-            return F.linear(a, b.mT, c)  # rounds once, as torch does
-        dtype = a.dtype
-        if is_half(a):
-            own = rows_call(func, (c, a, b), {"beta": beta, "alpha": alpha}, labels, free=True)
-            if own is not None:
-                return own
-            a, b, c = a.float(), b.float(), c.float()  # a sum over ranks, rounded with the summand
-        plain = line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")
-        out = torch.matmul(a, b) if plain else contract(line, a, b)
-        sizes = zip(reversed(c.shape), reversed(out.shape), strict=False)
-        if c.ndim > out.ndim or any(n not in (1, m) for n, m in sizes):
-            raise Unfit("the summand does not have the product's shape")
-        out = out if alpha == 1 else out * alpha
-        if beta != 0:
-            out = out + (c if beta == 1 else c * beta)
-        return out.to(dtype)
-
-    implements(*funcs)(implementation)
+        own = rows_call(func, (c, a, b), {"beta": beta, "alpha": alpha}, labels, free=True)
+        if own is not None:
+            return own
+        a, b, c = a.float(), b.float(), c.float()  # a sum over ranks, rounded with the summand
+    plain = line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")
+    out = torch.matmul(a, b) if plain else contract(line, a, b)
+    sizes = zip(reversed(c.shape), reversed(out.shape), strict=False)
+    if c.ndim > out.ndim or any(n not in (1, m) for n, m in sizes):
+        raise Unfit("the summand does not have the product's shape")
+    out = out if alpha == 1 else out * alpha
+    if beta != 0:
+        out = out + (c if beta == 1 else c * beta)
+    return out.to(dtype)
 
 
 def _check_factors(dtype: torch.dtype, *factors: object) -> None:

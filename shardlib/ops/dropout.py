@@ -98,54 +98,41 @@ def _saturated(x: Tensor, keep: Tensor, p: float) -> Tensor:
     return x * (noise * a) + (noise - 1).mul_(alpha * a).add_(alpha * a * p)
 
 
-def _rule(name: str, off: bool = False, features: bool = False, alpha: bool = False) -> Any:
-    bind = _bind_off if off else _bind
+@implements(
+    F.dropout, torch.dropout, torch.dropout_, F.alpha_dropout, torch.alpha_dropout,
+    torch.alpha_dropout_, F.feature_alpha_dropout, torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_, torch.feature_dropout, torch.feature_dropout_,
+    padded=True, pending=False,
+)  # fmt: skip
+def dropout(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+    """Drop elements, or channels where the name begins with "feature"."""
+    off = func in (F.alpha_dropout, F.feature_alpha_dropout)
+    b = (_bind_off if off else _bind)(*args, **kwargs)
+    x, p = b["input"], b["p"]
+    inplace = b.get("inplace", False) or func.__name__.endswith("_")
+    name = func.__name__.rstrip("_")
+    features, alpha = name.startswith("feature"), "alpha" in name
+    _checked(name, func, x, p)
+    if not b.get("training", b.get("train")) or p == 0 or x.numel() == 0:
+        return x
+    if features and len(x.padded_shape) < 2:
+        raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+    if (not x.raw.is_cpu or active.cpu) and not (features or alpha or inplace):
+        where = places(x) if active.native(x.raw) else None
+        if where is not None:
+            dropped = _KernelDrop.apply(x.raw, where, x.mesh, next_key(x.mesh), p)
+            return x.becomes(dropped)  # type: ignore[arg-type]
+    keep = _keep(x, kept(p), torch.bool, features)
+    raw = _saturated(x.raw, keep, p) if alpha else _Drop.apply(x.raw, keep, _scale(p))
+    if inplace:
+        x.raw.copy_(raw)  # type: ignore[arg-type]
+        return x
+    return x.becomes(raw)  # type: ignore[arg-type]
 
-    def run(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-        b = bind(*args, **kwargs)
-        x, p = b["input"], b["p"]
-        inplace = b.get("inplace", False) or func.__name__.endswith("_")
-        _checked(name, func, x, p)
-        if not b.get("training", b.get("train")) or p == 0 or x.numel() == 0:
-            return x
-        if features and len(x.padded_shape) < 2:
-            raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
-        if (not x.raw.is_cpu or active.cpu) and not (features or alpha or inplace):
-            where = places(x) if active.native(x.raw) else None
-            if where is not None:
-                dropped = _KernelDrop.apply(x.raw, where, x.mesh, next_key(x.mesh), p)
-                return x.becomes(dropped)  # type: ignore[arg-type]
-        keep = _keep(x, kept(p), torch.bool, features)
-        raw = (
-            _saturated(x.raw, keep, p)
-            if alpha
-            else _Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0)
-        )
-        if inplace:
-            x.raw.copy_(raw)  # type: ignore[arg-type]
-            return x
-        return x.becomes(raw)  # type: ignore[arg-type]
 
-    return run
-
-
-dropout = _rule("dropout")
-implements(F.dropout, torch.dropout, torch.dropout_, padded=True, pending=False)(dropout)
-implements(F.alpha_dropout, padded=True, pending=False)(
-    _rule("alpha_dropout", off=True, alpha=True)
-)
-implements(torch.alpha_dropout, torch.alpha_dropout_, padded=True, pending=False)(
-    _rule("alpha_dropout", alpha=True)
-)
-implements(F.feature_alpha_dropout, padded=True, pending=False)(
-    _rule("feature_alpha_dropout", off=True, features=True, alpha=True)
-)
-implements(torch.feature_alpha_dropout, torch.feature_alpha_dropout_, padded=True, pending=False)(
-    _rule("feature_alpha_dropout", features=True, alpha=True)
-)
-implements(torch.feature_dropout, torch.feature_dropout_, padded=True, pending=False)(
-    _rule("feature_dropout", features=True)
-)
+def _scale(p: float) -> float:
+    """Return the factor of what is kept, so that the mean stays."""
+    return 1 / (1 - p) if p < 1 else 0.0
 
 
 @implements(torch.native_dropout, padded=True, pending=False)
@@ -157,7 +144,7 @@ def native_dropout(func: Func, args: Args, kwargs: Kwargs) -> object:
     if b["train"] is False:
         return x.becomes(x.raw * 1), x.becomes(torch.ones_like(x.raw, dtype=torch.bool))
     keep = _keep(x, kept(p), torch.bool, False)
-    return x.becomes(_Drop.apply(x.raw, keep, 1 / (1 - p) if p < 1 else 0.0)), x.becomes(keep)  # type: ignore[arg-type]
+    return x.becomes(_Drop.apply(x.raw, keep, _scale(p))), x.becomes(keep)  # type: ignore[arg-type]
 
 
 _rrelu = binder(

@@ -23,7 +23,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, of_kind, rows
 from shardlib.ops.dims import Labels
 from shardlib.ops.each_rank import FlatCall, each
-from shardlib.ops.padding import agree, inside, padded_to
+from shardlib.ops.padding import agree, inside, padded_to, sizes
 from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import Args, Func, Kwargs, homes, names_of
 from shardlib.placing import reshard
@@ -118,7 +118,7 @@ def _true_shape(func: Func, given: list[Tensor], first: ShardedTensor) -> torch.
     """Broadcast true shapes.  Raises: Unsupported where the blocks do not combine as they are."""
     try:
         true = torch.broadcast_shapes(*(a.shape for a in given))
-        if all(map(agree, zip_longest(*map(_sizes, given), fillvalue=(1, 1)))):
+        if all(map(agree, zip_longest(*(reversed(sizes(a)) for a in given), fillvalue=(1, 1)))):
             return true
     except RuntimeError:
         pass
@@ -150,12 +150,6 @@ def _tracked(func: Func, x: Tensor, mask: ShardedTensor, dtype: torch.dtype) -> 
         like = torch.empty(1, dtype=dtype, device="meta")
         x = x.to(torch.result_type(like, torch.empty((), dtype=x.dtype, device="meta")))
     return elementwise(torch.where, (mask, x, 1), {})
-
-
-def _sizes(x: Tensor) -> list[tuple[int, int]]:
-    """List each dimension's true and padded size, the last first."""
-    stored = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
-    return list(zip(x.shape, stored, strict=True))[::-1]
 
 
 def _alike(y: Tensor, x: ShardedTensor) -> Layout:

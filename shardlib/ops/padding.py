@@ -8,6 +8,7 @@ maximum), and results there have no gradient.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -31,6 +32,7 @@ __all__ = [
     "neutral",
     "of_true_sizes",
     "padded_to",
+    "sizes",
     "the_dim",
     "with_zeros",
 ]
@@ -93,20 +95,26 @@ def beside(along: Callable[..., Iterable[int]]) -> Callable[..., Any]:
     ``along(*args, **kwargs)``  returns those dimensions, of which none may be padded.
     """
 
-    def serve(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
-        leaves: list[Any] = optree.tree_leaves((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
-        given = [v for v in leaves if isinstance(v, Tensor) and v.ndim]
-        padded = [v for v in given if isinstance(v, ShardedTensor) and v.is_padded]
-        chosen = {d % x.ndim for d in along(*args, **kwargs) for x in padded}
-        for x in padded:
-            if any(x.shape[d] != x.padded_shape[d] for d in chosen):
-                raise Unfit("positions of a padded dimension")
-        kept = {_sizes(x, chosen) for x in given if x.ndim == padded[0].ndim}
-        if len(kept) > 1 or len({x.sharding for x in padded}) > 1:
-            raise Unfit("operands that are padded otherwise")
-        return of_true_sizes(run, func, args, kwargs)
+    return partial(_beside, along)
 
-    return serve
+
+def _beside(
+    along: Callable[..., Iterable[int]], run: Func, func: Func, args: Args, kwargs: Kwargs
+) -> object:
+    leaves: list[Any] = optree.tree_leaves((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
+    given = [v for v in leaves if isinstance(v, Tensor) and v.ndim]
+    padded = [v for v in given if isinstance(v, ShardedTensor) and v.is_padded]
+    chosen = {d % x.ndim for d in along(*args, **kwargs) for x in padded}
+    if any(x.shape[d] != x.padded_shape[d] for x in padded for d in chosen):
+        raise Unfit("positions of a padded dimension")
+    kept = {
+        tuple(size for d, size in enumerate(sizes(x)) if d not in chosen)
+        for x in given
+        if x.ndim == padded[0].ndim
+    }
+    if len(kept) > 1 or len({x.sharding for x in padded}) > 1:
+        raise Unfit("operands that are padded otherwise")
+    return of_true_sizes(run, func, args, kwargs)
 
 
 def the_dim(signature: Callable[..., dict[str, Any]]) -> Callable[..., list[int]]:
@@ -121,10 +129,10 @@ def the_dim(signature: Callable[..., dict[str, Any]]) -> Callable[..., list[int]
     return along
 
 
-def _sizes(x: Tensor, but: set[int]) -> tuple[tuple[int, int], ...]:
-    """List the true and the padded sizes of all dimensions but some."""
-    padded = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
-    return tuple((x.shape[d], padded[d]) for d in range(x.ndim) if d not in but)
+def sizes(x: Tensor) -> list[tuple[int, int]]:
+    """List each dimension's true and padded size."""
+    stored = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
+    return list(zip(x.shape, stored, strict=True))
 
 
 def neutral(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
@@ -157,12 +165,12 @@ def of_true_sizes(
     call = FlatCall.of(func, *args, **kwargs)
     mesh = next(x.mesh for x in call.tensors if isinstance(x, ShardedTensor))
     key = (func, call.tree, *map(_fixed, call.leaves))
-    sizes = mesh.memo("true sizes", key, lambda: call.shapes(map(_size, call.tensors)))
+    true = mesh.memo("true sizes", key, lambda: call.shapes(map(_size, call.tensors)))
     a, k = call.replaced(map(whole, call.tensors))
     found, shape = optree.tree_flatten(run(func, a, k))
-    if list(map(len, sizes)) != [y.ndim for y in found]:
+    if list(map(len, true)) != [y.ndim for y in found]:
         raise Unfit("a dimension of one element, and of more with its padding")
-    each = [padded_to(y, size) for y, size in zip(found, sizes, strict=True)]
+    each = [padded_to(y, size) for y, size in zip(found, true, strict=True)]
     return optree.tree_unflatten(shape, each)
 
 

@@ -6,7 +6,7 @@ element.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -543,54 +543,49 @@ _pool = binder(
 )
 
 
-def _fractional(d: int, indices: bool) -> Callable[..., Any]:
-    """Implement fractional_max_pool: windows begin at positions drawn per sample and channel."""
-
-    def implementation(func: Func, args: Args, kwargs: Kwargs) -> object:
-        b = _pool(*args, **kwargs)
-        x, size, ratio, places = (
-            b["input"],
-            b["output_size"],
-            b["output_ratio"],
-            b["_random_samples"],
+@implements(
+    F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d,
+    F.fractional_max_pool3d_with_indices, pending=False,
+)  # fmt: skip
+def fractional_max_pool(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Pool windows that begin at positions drawn per sample and channel."""
+    b = _pool(*args, **kwargs)
+    x, size, places = b["input"], b["output_size"], b["_random_samples"]
+    d = 3 if "3d" in func.__name__ else 2
+    if size is None and b["output_ratio"] is None:
+        raise ValueError(
+            f"fractional_max_pool{d}d requires specifying either an output_size or an output_ratio"
         )
-        if size is None and ratio is None:
-            raise ValueError(
-                f"fractional_max_pool{d}d requires specifying either an output_size or an "
-                "output_ratio"
-            )
-        if size is None:
-            ratio = ratio if isinstance(ratio, tuple | list) else (ratio,) * d
-            size = [int(n * r) for n, r in zip(x.shape[-d:], ratio, strict=True)]
-        tokens = x.sharding.resolve(x.ndim).dims
-        if places is None:
-            rows = (*tokens[: x.ndim - d], Dim())
-            layout = Layout(rows if x.ndim == d + 2 else (Dim(), *rows))
-            shape = torch.Size((*((1,) if x.ndim == d + 1 else ()), *x.shape[: x.ndim - d], d))
-            front = (x.mesh.size,) * lead(x.mesh)
-            block = x.raw.new_empty((*front, *layout.local_shape(shape, x.mesh)))
-            places = torch.rand_like(ShardedTensor(block, Place(layout, shape, x.mesh)))
-        kernel, size = (
-            v if isinstance(v, tuple | list) else (v,) * d for v in (b["kernel_size"], size)
-        )
-        pool = builtin(f"fractional_max_pool{d}d")
+    if size is None:
+        ratios = _each(b["output_ratio"], d)
+        size = [int(n * r) for n, r in zip(x.shape[-d:], ratios, strict=True)]
+    if places is None:
+        places = _starts(x, d)
+    named = ("n", "c") if x.ndim == d + 2 else ("c",)
 
-        def labels(a: Any, k: Any) -> Labels:
-            named = ("n", "c") if x.ndim == d + 2 else ("c",)
-            return {
-                a[0].at: (*named, *[None] * d),
-                a[3].at: (*(None,) * (2 - len(named)), *named, None),
-            }
+    def labels(a: Args, k: Kwargs) -> Labels:
+        return {
+            a[0].at: (*named, *[None] * d),
+            a[3].at: (*(None,) * (2 - len(named)), *named, None),
+        }
 
-        out = rows_call(pool, (x, kernel, size, places), {}, labels)
-        return out if indices or b["return_indices"] else out[0]
-
-    return implementation
+    pool = builtin(f"fractional_max_pool{d}d")
+    given = (x, _each(b["kernel_size"], d), _each(size, d), places)
+    out = rows_call(pool, given, {}, labels)
+    return out if func.__name__.endswith("indices") or b["return_indices"] else out[0]
 
 
-for _d, _with, _without in (
-    (2, F.fractional_max_pool2d_with_indices, F.fractional_max_pool2d),
-    (3, F.fractional_max_pool3d_with_indices, F.fractional_max_pool3d),
-):
-    implements(_with, pending=False)(_fractional(_d, True))
-    implements(_without, pending=False)(_fractional(_d, False))
+def _each(value: Any, d: int) -> Sequence[Any]:
+    """Return a value for each of ``d`` dimensions, where one stands for all."""
+    return value if isinstance(value, tuple | list) else (value,) * d
+
+
+def _starts(x: ShardedTensor, d: int) -> Tensor:
+    """Draw a number in [0, 1) for each sample, channel and dimension."""
+    single = x.ndim == d + 1
+    rows = (*x.sharding.resolve(x.ndim).dims[: x.ndim - d], Dim())
+    layout = Layout((Dim(), *rows) if single else rows)
+    shape = torch.Size(([1] if single else []) + [*x.shape[: x.ndim - d], d])
+    front = (x.mesh.size,) * lead(x.mesh)
+    block = x.raw.new_empty((*front, *layout.local_shape(shape, x.mesh)))
+    return torch.rand_like(ShardedTensor(block, Place(layout, shape, x.mesh)))
