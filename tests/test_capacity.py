@@ -15,7 +15,7 @@ from shardlib.capacity import available
 
 @pytest.mark.parametrize("verb", [sl.parallelize, sl.init])
 def test_a_module_that_does_not_fit_is_refused_before_it_begins(verb: Any) -> None:
-    left = available(torch.device("cpu"))
+    left = available(torch.get_default_device())
     assert left is not None and left > 0
     with torch.device("meta"):
         model = nn.Linear(1 << 20, left >> 21, bias=False)  # twice what is left, on 2 ranks
@@ -27,7 +27,7 @@ def test_a_module_that_does_not_fit_is_refused_before_it_begins(verb: Any) -> No
 
 
 def test_a_tensor_that_does_not_fit_is_refused_before_it_is_copied() -> None:
-    left = available(torch.device("cpu"))
+    left = available(torch.get_default_device())
     assert left is not None
     wide = torch.zeros(1).expand(left // 6)  # four bytes of it, and two ranks
     with sl.simulate(x=2), pytest.raises(sl.ShardError, match="GiB are needed"):
@@ -41,7 +41,7 @@ def test_a_tensor_that_does_not_fit_is_refused_before_it_is_copied() -> None:
 
 @pytest.mark.parametrize("tx", [sl.optim.adamw(0.1), sl.optim.lion(0.1), sl.optim.ema(0.9)])
 def test_moments_that_do_not_fit_are_refused_before_they_are_made(tx: Any) -> None:
-    left = available(torch.device("cpu"))
+    left = available(torch.get_default_device())
     assert left is not None
     n = left // 6  # of four bytes, on two ranks
     with sl.simulate(x=2):

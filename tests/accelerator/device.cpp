@@ -169,6 +169,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // ---- memory: cached for each stream, as CUDA's allocator does ---------------------------------
 
+constexpr size_t ALL = size_t(4) << 30;  // bytes of the device
+
 struct Block {
   size_t bytes;
   c10::StreamId stream;                          // that it was allocated on
@@ -211,8 +213,7 @@ struct Memory final : c10::DeviceAllocator {
     for (auto& s : stats.allocated_bytes) s.reset_peak();
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
-    size_t all = size_t(64) << 30;
-    return {all - stats.allocated_bytes[0].current, all};
+    return {ALL - stats.allocated_bytes[0].current, ALL};
   }
 } memory;
 
@@ -223,6 +224,8 @@ at::DataPtr Memory::allocate(size_t n) {
   if (!n) return {nullptr, nullptr, &c10::detail::deleteNothing, DEVICE};
   Locked l(lock);
   size_t bytes = (n + 63) / 64 * 64;
+  TORCH_CHECK_WITH(OutOfMemoryError, bytes <= ALL - stats.allocated_bytes[0].current,
+                   "pretend out of memory. Tried to allocate ", bytes, " bytes");
   allocations++;
   stats.allocated_bytes[0].increase(bytes);
   void* p = nullptr;
