@@ -166,7 +166,7 @@ class Group:
             self.store.set(f"{where}/{self.rank}", json.dumps(word))
             told = self._hear(f"{where}/all", 0, phase)
         else:
-            words = [word, *(self._hear(f"{where}/{r}", r, phase) for r in self._rest)]
+            words = [word, *(self._hear(f"{where}/{r}", r, phase) for r in range(1, self.world))]
             told = {**word, "answer": None, "error": "", "fix": ""}
             failed = next(((r, w) for r, w in enumerate(words) if w["error"]), None)
             # ranks that are in different calls would wait for each other
@@ -191,10 +191,6 @@ class Group:
         if told["error"]:
             raise self.error(told["error"], error, told["fix"]) from error
         return told["answer"]
-
-    @property
-    def _rest(self) -> range:
-        return range(1, self.world)
 
     def _hear(self, key: str, rank: int, phase: str) -> dict[str, Any]:
         """Wait for the message of ``rank``.

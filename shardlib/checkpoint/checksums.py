@@ -25,7 +25,10 @@ def strips(shape: tuple[int, ...], cuts: Cuts, itemsize: int) -> list[Strip]:
     if not shape:
         return [((), [])]
     d = along(shape, itemsize)
-    fine = [_lengths(n, c) for n, c in zip(shape[d + 1 :], cuts[d + 1 :], strict=True)]
+    fine = [
+        [t.stop - t.start for t in stretches(n, c)]
+        for n, c in zip(shape[d + 1 :], cuts[d + 1 :], strict=True)
+    ]
     row, bands = math.prod(shape[d + 1 :]) * itemsize, [[]]
     for band in stretches(shape[d], cuts[d]):
         if bands[-1] and (band.stop - bands[-1][0].start) * row > STRIP:
@@ -38,10 +41,6 @@ def strips(shape: tuple[int, ...], cuts: Cuts, itemsize: int) -> list[Strip]:
             where = tuple(slice(i, i + 1) for i in before)
             out.append(((*where, slice(some[0].start, some[-1].stop)), lengths))
     return out
-
-
-def _lengths(n: int, cuts: Sequence[int]) -> list[int]:
-    return [c.stop - c.start for c in stretches(n, cuts)]
 
 
 @dataclass(frozen=True)

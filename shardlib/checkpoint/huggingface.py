@@ -353,36 +353,31 @@ def tensors_of(path: str, progress: Callable[[], None]) -> tuple[Folder, dict[st
     if not os.path.isdir(path):
         directory, only = os.path.split(os.path.abspath(path))
     folder = Folder(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), True, progress)
-    try:
-        there = os.listdir(directory)
-        index = None
-        if not only:
-            kinds = [_ONE, _ADAPTER, "diffusion_pytorch_model.safetensors"]
-            known = [n for k in kinds for n in (f"{k}.index.json", k) if n in there]
-            only = known[0] if known else ""
-        if not only:
-            raise ValueError(f"{path} holds no {_ONE}, no index of several and no {_ADAPTER}")
-        files = [only]
-        if only.endswith(".index.json"):
-            index = _index(folder, only)
-            files = sorted(set(index.values()))
+    with contextlib.ExitStack() as on_error:
+        on_error.push(folder)
+        only = only or _main_file(os.listdir(directory), path)
+        index = _index(folder, only) if only.endswith(".index.json") else None
         found: dict[str, FileChunk] = {}
-        for file in files:
+        for file in [only] if index is None else sorted(set(index.values())):
             table, _, begin = layout_of_file(folder.file(file), file)
             for name, t in table.items():
                 if index is not None and index.get(name) != file:
                     said = index.get(name)
                     raise ValueError(f"{file} holds {name!r}, which the index puts in {said!r}")
                 found[name] = _whole(file, t, begin)
-        lost = sorted(set(index or {}) - set(found))
-        if lost:
-            raise ValueError(
-                f"{(index or {})[lost[0]]} lacks {lost[0]!r}, which the index puts there"
-            )
+        if index is not None and (lost := sorted(index.keys() - found.keys())):
+            raise ValueError(f"{index[lost[0]]} lacks {lost[0]!r}, which the index puts there")
+        on_error.pop_all()
         return folder, found
-    except BaseException:
-        folder.__exit__()
-        raise
+
+
+def _main_file(there: Sequence[str], path: str) -> str:
+    """Return the file of a directory that holds its tensors, or the index of several."""
+    for kind in (_ONE, _ADAPTER, "diffusion_pytorch_model.safetensors"):
+        for name in (f"{kind}.index.json", kind):
+            if name in there:
+                return name
+    raise ValueError(f"{path} holds no {_ONE}, no index of several and no {_ADAPTER}")
 
 
 def _index(folder: Folder, name: str) -> dict[str, str]:

@@ -53,15 +53,11 @@ def new(plans: Sequence[Plan]) -> list[Tensor]:
         held = _storage(*room, at, n, taken)
         out.append(
             torch.empty(0, dtype=dtype, device="cpu").set_(
-                held, 0, torch.Size(shape), _strides(shape)
+                held, 0, torch.Size(shape), torch.empty(shape, device="meta").stride()
             )
         )
         at += taken
     return out
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def _room(nbytes: int) -> tuple[mmap.mmap, int]:

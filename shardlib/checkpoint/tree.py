@@ -67,7 +67,7 @@ class Leaves:
         paths, leaves, spec = optree.tree_flatten_with_accessor(
             at_rest(tree), is_leaf=lambda x: isinstance(x, Buckets | Owned), none_is_leaf=True
         )
-        names = ["/".join(_escaped(_key(e)) for e in path) for path in paths]
+        names = ["/".join(map(_part, path)) for path in paths]
         if len(set(names)) < len(names):
             twice = next(n for i, n in enumerate(names) if n in names[:i])
             raise ShardError(
@@ -98,12 +98,9 @@ class Leaves:
         return optree.tree_unflatten(self.spec, leaves)
 
 
-def _key(entry: optree.PyTreeEntry) -> Any:
-    """Return a key, an index, or the name of a field."""
-    return entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry
-
-
-def _escaped(key: object) -> str:
+def _part(entry: optree.PyTreeEntry) -> str:
+    """Return a key, an index, or the name of a field, as a part of a leaf's name."""
+    key = entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry
     return str(key).replace("~", "~0").replace("/", "~1")
 
 

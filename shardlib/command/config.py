@@ -7,7 +7,6 @@ from that function's signature, so a file and a call always accept the same.
 import collections.abc
 import importlib
 import inspect
-import itertools
 import os
 import re
 import sys
@@ -72,19 +71,14 @@ class Config:
 
     def error(self, path: Sequence[str], message: str) -> ConfigError:
         """Build the error of the key at ``path``, with its place in front of a message."""
-        inner = (k for k in self.places if path and k[: len(path)] == tuple(path))
-        around = (k for k in _outwards(path) if k in self.places)
-        exact = (tuple(path) for _ in range(tuple(path) in self.places))
-        place = next((k for k in itertools.chain(exact, inner, around)), None)
-        where = self.file or "config" if place is None else self.places[place]
+        path = tuple(path)
+        inner = (k for k in self.places if path and k[: len(path)] == path)
+        around = (path[:n] for n in range(len(path) - 1, 0, -1))
+        places = (self.places[k] for k in (path, *inner, *around) if k in self.places)
+        where = next(places, self.file or "config")
         name = spelled(path, self.tables) if path else ""
         text = re.sub(r"\s*\n\s*", "; ", message.strip())
         return ConfigError(f"{where}: {name}: {text}" if name else f"{where}: {text}")
-
-
-def _outwards(path: Sequence[str]) -> Iterable[Keys]:
-    """List a path, its table, the table around that, ..."""
-    return (tuple(path[:n]) for n in range(len(path), 0, -1))
 
 
 def spelled(path: Sequence[str], tables: Mapping[str, Any]) -> str:

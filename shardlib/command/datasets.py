@@ -103,15 +103,13 @@ def documents(
     ...     documents(d + "/a.jsonl", context=4)[0]["position_ids"]
     tensor([0, 1, 0, 0])
     """
-    encode = _bytes if tokenizer == "bytes" else _tokenizer(tokenizer, ends=True)
+    encode: Callable[[str], list[int]] = lambda words: [*words.encode()]  # noqa: E731
+    if tokenizer != "bytes":
+        encode = _tokenizer(tokenizer, ends=True)
     rows = pack((encode(words) for f in _files(path) for words in _texts(f, field)), context)
     if not rows:
         raise BadArgument(f"path={path} holds no text", op="data", fix='path = "corpus/*.txt"')
     return rows
-
-
-def _bytes(words: str) -> list[int]:
-    return list(words.encode())
 
 
 def _texts(file: str, field: str) -> Iterator[str]:

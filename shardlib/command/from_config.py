@@ -384,12 +384,10 @@ def _lying(row: Any, rules: Rules) -> object:
         is_labels = path[-1] == "labels" if path and isinstance(path[-1], str) else i == last > 0
         text = rules.labels if is_labels else rules.tokens
         dims = getattr(x, "ndim", 0) + 1
-        out.append(text if text.endswith("...") or dims == 2 else _first(text))
+        out.append(
+            text if text.endswith("...") or dims == 2 else f"{Layout.parse(text).dims[0]} ..."
+        )
     return optree.tree_unflatten(tree, out)
-
-
-def _first(text: str) -> str:
-    return f"{Layout.parse(text).dims[0]} ..."
 
 
 # ---------------------------------------------------------------- [optimizer], [precision]

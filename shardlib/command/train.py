@@ -1,10 +1,11 @@
 """``shardlib train run.toml``: a training run from a file; the same command continues it."""
 
 import argparse
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -344,7 +345,7 @@ def run(config: Config, mesh: Mesh, as_json: bool = False) -> Report:
     judge = Evaluator(config, made) if "eval" in config.tables else None
     meter = _Meter(made, training.rows, writer, mesh)
     under_way = None
-    batch_of = forever(training.dealt)
+    batch_of = itertools.chain.from_iterable(itertools.repeat(training.dealt))
     losses = {}
     for step in range(report.first + 1, steps + 1):
         with trace() as t:
@@ -504,12 +505,6 @@ def _redealt(config: Config, newest: str, rows: Any, made: Built, state: Any) ->
         ) from e
 
 
-def forever(rows: Any) -> Iterator[Any]:
-    """Yield batches, epoch after epoch."""
-    while True:
-        yield from rows
-
-
 def stepper(config: Config, made: Built, accumulate: int) -> Callable[..., tuple[Tensor, Any]]:
     """Make ``(params, state, batches) -> (loss, gradients)``: the means over some batches."""
     zero = config.table("optimizer", "zero")
@@ -532,15 +527,12 @@ def stepper(config: Config, made: Built, accumulate: int) -> Callable[..., tuple
         for batch in taken:
             loss, grads = both(params, batch, by)
             total = loss if total is None else total + loss
-            sum_of = grads if sum_of is None else optree.tree_map(_added, sum_of, grads)
+            # in place: two copies of the gradients are held, not three
+            sum_of = grads if sum_of is None else optree.tree_map(Tensor.add_, sum_of, grads)
         assert total is not None, "a step has a batch"
         return (total if scale is None else total / scale), sum_of
 
     return step
-
-
-def _added(total: Tensor, more: Tensor) -> Tensor:
-    return total.add_(more)  # in place: two copies of the gradients are held, not three
 
 
 def _opening(made: Built, params: Params, state: Any, report: Report, steps: int) -> str:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
@@ -18,7 +18,24 @@ from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours, tint
 from shardlib.seeing.frames import Frames, frames
 from shardlib.tensor import ShardedTensor, layout_of, named_tensors, typeof
 
-__all__ = ["Drawing", "PieceGrid", "draw", "grids", "visualize"]
+__all__ = ["Drawing", "PieceCell", "PieceGrid", "draw", "grids", "visualize"]
+
+
+class PieceCell(NamedTuple):
+    """A piece of a tensor: the ranks that hold it, none if it is padding, and their coordinates."""
+
+    ranks: tuple[int, ...]
+    label: str
+    padding: bool
+
+    @property
+    def colour(self) -> int | None:
+        """The number of its colour: its first rank's."""
+        return None if self.padding or not self.ranks else self.ranks[0]
+
+    def name(self, most: int = 8) -> str:
+        """Return its ranks, or that it is padding."""
+        return "padding" if self.padding else _names(self.ranks, most)
 
 
 @dataclass(frozen=True)
@@ -26,16 +43,14 @@ class PieceGrid:
     """A partition of two dimensions of a tensor into contiguous pieces.
 
     ``rows``, ``columns``  (start, stop) of each; one row (None) of a vector.
-    ``owners``  per row and column, the ranks that hold the piece; empty for padding.
+    ``cells``   per row and column, the piece.
     ``title``   the pieces of the other split dimensions that it belongs to.
     ``cut``     whether more pieces exist than are drawn.
     """
 
     rows: tuple[tuple[int, int] | None, ...]
     columns: tuple[tuple[int, int], ...]
-    owners: tuple[tuple[tuple[int, ...], ...], ...]
-    labels: tuple[tuple[str, ...], ...]
-    padding: tuple[tuple[bool, ...], ...]
+    cells: tuple[tuple[PieceCell, ...], ...]
     title: str = ""
     cut: bool = False
 
@@ -64,10 +79,7 @@ class Drawing(Shown, str):
     def _repr_html_(self) -> str:
         out = []
         for grid in self.grids:
-            rows = []
-            for owners, labels, padding in zip(grid.owners, grid.labels, grid.padding, strict=True):
-                cells = [_cell(*cell) for cell in zip(owners, labels, padding, strict=True)]
-                rows.append(f"<tr>{''.join(cells)}</tr>")
+            rows = [f"<tr>{''.join(map(_cell, row))}</tr>" for row in grid.cells]
             title = f"<caption>{html.escape(grid.title)}</caption>" if grid.title else ""
             out.append(f"<table style='{_TABLE}'>{title}{''.join(rows)}</table>")
         note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
@@ -77,12 +89,11 @@ class Drawing(Shown, str):
 _TABLE = "display:inline-table;margin:4px;border-collapse:collapse"
 
 
-def _cell(owners: tuple[int, ...], label: str, padding: bool) -> str:
-    colour = f"background:{tint(min(owners))};" if owners and not padding else ""
+def _cell(piece: PieceCell) -> str:
+    colour = "" if piece.colour is None else f"background:{tint(piece.colour)};"
     style = f"{colour}border:1px solid {INK};padding:6px 10px;text-align:center;color:inherit"
-    ranks = _names(owners)
-    shown = "padding" if padding else f"<b>{ranks}</b>"
-    return f"<td style='{style}'>{shown}<br><small>{html.escape(label)}</small></td>"
+    shown = piece.name() if piece.padding else f"<b>{piece.name()}</b>"
+    return f"<td style='{style}'>{shown}<br><small>{html.escape(piece.label)}</small></td>"
 
 
 Tensors: TypeAlias = Tensor | Mapping[str, "Tensors"] | Sequence["Tensors"]
@@ -238,28 +249,25 @@ def _grid(
     for d, i in zip(front, chosen, strict=True):
         above &= pieces[d][i].ranks
     if not shown:  # a scalar
-        text = _common(sorted(above), mesh)
-        return PieceGrid((None,), ((0, 1),), ((tuple(sorted(above)),),), ((text,),), ((False,),))
+        ranks = tuple(sorted(above))
+        return PieceGrid((None,), ((0, 1),), ((PieceCell(ranks, _common(ranks, mesh), False),),))
     across = pieces[shown[-1]]
     down: list[_Interval | None] = list(pieces[shown[0]]) if len(shown) == 2 else [None]
-    owners = []
-    labels = []
-    padding = []
-    for row in down:
-        held = [sorted(above & c.ranks & (every if row is None else row.ranks)) for c in across]
-        owners.append(tuple(map(tuple, held)))
-        labels.append(tuple(_common(ranks, mesh) for ranks in held))
+
+    def cell(row: _Interval | None, column: _Interval) -> PieceCell:
+        held = tuple(sorted(above & column.ranks & (every if row is None else row.ranks)))
         below = row is not None and row.start >= true[shown[0]]
-        padding.append(tuple(below or c.start >= true[shown[-1]] for c in across))
+        return PieceCell(held, _common(held, mesh), below or column.start >= true[shown[-1]])
+
     where = [":"] * len(true)
     for d, i in zip(front, chosen, strict=True):
         where[d] = f"{pieces[d][i].start}:{pieces[d][i].stop}"
     return PieceGrid(
         tuple(None if row is None else (row.start, row.stop) for row in down),
         tuple((c.start, c.stop) for c in across),
-        tuple(owners), tuple(labels), tuple(padding),
+        tuple(tuple(cell(row, column) for column in across) for row in down),
         f"[{', '.join(where)}]" if front else "",
-    )  # fmt: skip
+    )
 
 
 def _names(ranks: Sequence[int], most: int = 8) -> str:
@@ -272,7 +280,7 @@ def _names(ranks: Sequence[int], most: int = 8) -> str:
     return ",".join(shown if len(shown) <= most else [*shown[:2], "..", shown[-1]])
 
 
-def _common(ranks: list[int], mesh: Mapping[str, int]) -> str:
+def _common(ranks: Sequence[int], mesh: Mapping[str, int]) -> str:
     """Format the mesh coordinates as ``x0 y1``, without axes along which the block is copied."""
     every = coordinates(mesh)
     places = [every[r] for r in ranks]
@@ -284,23 +292,16 @@ def _pieces(drawn: Sequence[PieceGrid], note: str) -> list[tuple[str, int | None
     """Return the drawing as runs of text, each with its colour's number or None."""
     out: list[tuple[str, int | None]] = []
     for grid in drawn:
-        texts = [
-            [
-                ("padding" if pad else _names(ranks), label)
-                for ranks, label, pad in zip(*row, strict=True)
-            ]
-            for row in zip(grid.owners, grid.labels, grid.padding, strict=True)
-        ]
+        texts = [[(c.name(), c.label) for c in row] for row in grid.cells]
         width = max(len(t) for row in texts for cell in row for t in cell) + 2
         rule = "+" + "+".join("-" * (width + 1) for _ in texts[0]) + "+"
         out += [(f"{grid.title}\n", None)] if grid.title else []
         out.append((rule, None))
-        for row, ranks, pads in zip(texts, grid.owners, grid.padding, strict=True):
+        for row, cells in zip(texts, grid.cells, strict=True):
             for k in range(2):
                 out.append(("\n|", None))
-                for cell, held, pad in zip(row, ranks, pads, strict=True):
-                    out.append((f" {cell[k]:<{width}}", None if pad or not held else held[0]))
-                    out.append(("|", None))
+                for text, piece in zip(row, cells, strict=True):
+                    out += [(f" {text[k]:<{width}}", piece.colour), ("|", None)]
             out.append((f"\n{rule}", None))
         out.append(("\n", None))
     return [*out[:-1], (f"\n{note}", None)] if note else out[:-1]
@@ -343,19 +344,19 @@ def _panel(ax: Any, grid: PieceGrid) -> None:
 
     wide = grid.columns[-1][1] or 1
     tall = (grid.rows[-1] or (0, 1))[1] or 1
-    for row, ranks, labels, pads in zip(
-        grid.rows, grid.owners, grid.labels, grid.padding, strict=True
-    ):
+    for row, cells in zip(grid.rows, grid.cells, strict=True):
         top, bottom = row or (0, 1)
-        for (left, right), held, label, pad in zip(grid.columns, ranks, labels, pads, strict=True):
+        for (left, right), piece in zip(grid.columns, cells, strict=True):
             width, height = (right - left) / wide, (bottom - top) / tall
             x, y = left / wide, top / tall
-            look: dict[str, Any] = {"facecolor": colours(1, held[0])[0] if held else "none"}
-            look = {"facecolor": "none", "hatch": "///"} if pad else look
-            ax.add_patch(Rectangle((x, y), width, height, edgecolor=INK, lw=0.8, **look))
-            text = _names(held, 4)
+            face = "none" if piece.colour is None else colours(1, piece.colour)[0]
+            hatch = "///" if piece.padding else None
+            ax.add_patch(
+                Rectangle((x, y), width, height, edgecolor=INK, lw=0.8, facecolor=face, hatch=hatch)
+            )
+            text, label = piece.name(4), piece.label
             size = min(7.5, 100 * height)  # smaller in a thin band, down to a readable size
-            if not pad and width > 0.03 * len(text) and size > 4:
+            if not piece.padding and width > 0.03 * len(text) and size > 4:
                 more = height > 0.2 and width > 0.03 * len(label) and label
                 ax.text(
                     x + width / 2, y + height / 2, f"{text}\n{label}" if more else text,

@@ -9,8 +9,13 @@ from hypothesis import given
 
 import shardlib as sl
 from shardlib.mesh import coordinates
-from shardlib.seeing.blocks import grids
+from shardlib.seeing.blocks import PieceGrid, grids
 from tests.strategies import placed
+
+
+def owners(grid: PieceGrid) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The ranks of each piece, by row and column."""
+    return tuple(tuple(c.ranks for c in row) for row in grid.cells)
 
 
 def test_pictures_show_every_contiguous_piece_and_its_owners() -> None:
@@ -42,7 +47,7 @@ def test_a_cube_is_a_table_for_each_piece_in_front() -> None:
         cube = sl.shard(torch.zeros(2, 2, 2), "x y z")
         drawn = sl.visualize(cube)
         assert [g.title for g in drawn.grids] == ["[0:1, :, :]", "[1:2, :, :]"]
-        assert [g.owners for g in drawn.grids] == [
+        assert [owners(g) for g in drawn.grids] == [
             (((0,), (1,)), ((2,), (3,))),
             (((4,), (5,)), ((6,), (7,))),
         ]
@@ -58,8 +63,8 @@ def test_padding_is_drawn_as_padding() -> None:
         drawn = sl.visualize(sl.shard(torch.zeros(5), "x", pad=True))
     (grid,) = drawn.grids
     assert grid.columns == ((0, 2), (2, 4), (4, 5), (5, 6), (6, 8))
-    assert grid.owners == (((0,), (1,), (2,), (2,), (3,)),)
-    assert grid.padding == ((False, False, False, True, True),)
+    assert owners(grid) == (((0,), (1,), (2,), (2,), (3,)),)
+    assert [c.padding for c in grid.cells[0]] == [False, False, False, True, True]
     assert str(drawn).count("padding") == 2
 
 
@@ -83,11 +88,11 @@ def test_every_element_is_drawn_with_the_ranks_that_hold_it(case: Any) -> None:
     (grid,) = drawn
     for rank, coord in enumerate(coordinates(mesh)):
         held = [set(i) for i in layout.indices(shape, mesh, coord)]
-        for row, line in zip(grid.rows, grid.owners, strict=True):
-            for column, owners in zip(grid.columns, line, strict=True):
+        for row, line in zip(grid.rows, owners(grid), strict=True):
+            for column, ranks in zip(grid.columns, line, strict=True):
                 ranges = [range(*p) for p in (row, column) if p is not None][-len(shape) :]
                 inside = all(set(r) <= h for r, h in zip(ranges, held, strict=True))
-                assert inside == (rank in owners)
+                assert inside == (rank in ranks)
 
 
 def test_a_notebook_gets_a_table_and_a_terminal_colours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ def test_a_sharded_tensor_is_compared_whole() -> None:
     x = normal(4, 2, seed=0)
     with sl.simulate(x=2):
         close("the law", sl.shard(x, "x ."), x, 0.0)
-        with pytest.raises(AssertionError, match="the law: differs from dense by [0-9.]+e[+]00"):
+        with pytest.raises(AssertionError, match=r"the law: differs from dense by [0-9.]+e[+]00"):
             close("the law", sl.shard(x + 10, "x ."), x, 0.0)
     with pytest.raises(AssertionError, match=r"the law: has the shape \[4, 2\], not \[4\]"):
         close("the law", x, x[:, 0], 0.0)
