@@ -50,8 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=None if as_json else sys.stderr,
         )
         return WRONG
-    from shardlib.command.config import ConfigError
-
     if said.command != "plan":
         gc.enable()
     try:
@@ -66,14 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as e:
         if said.traceback:
             traceback.print_exc()
-        if isinstance(e, ConfigError):
-            return _failed(said, WRONG, str(e))
-        if isinstance(e, ShardError):
-            code = LOST if isinstance(e, RankFailed) else FAILED
-            line = said.command in ("plan", "ckpt", "desync")  # they run no user's code
-            words = " ".join(f"{e.op}: {e.message}".split()) if line else _without_frames(e)
-            return _failed(said, code, _noted(e, words))
-        return _failed(said, FAILED, f"{_in_one_line(e)}; --traceback shows the way there")
+        return _failed(said, *_told(e, said.command))
+
+
+def _told(e: Exception, command: str) -> tuple[int, str]:
+    """Return the exit code of an error, and its text in one line."""
+    from shardlib.command.config import ConfigError
+
+    if isinstance(e, ConfigError):
+        return WRONG, str(e)
+    if isinstance(e, ShardError):
+        code = LOST if isinstance(e, RankFailed) else FAILED
+        line = command in ("plan", "ckpt", "desync")  # they run no user's code
+        words = " ".join(f"{e.op}: {e.message}".split()) if line else _without_frames(e)
+        return code, _noted(e, words)
+    return FAILED, f"{_in_one_line(e)}; --traceback shows the way there"
 
 
 def script() -> None:
