@@ -26,26 +26,9 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along
 
 __all__ = [
-    "ALIGN",
-    "HALF",
-    "State",
-    "Tree",
-    "held",
-    "Beside",
-    "Bucket",
-    "BucketSlot",
-    "Buckets",
-    "Hops",
-    "Index",
-    "Item",
-    "Pieces",
-    "SlotPart",
-    "index",
-    "overlap",
-    "parts",
-    "register",
-    "wide",
-]
+    "ALIGN", "HALF", "Beside", "Bucket", "BucketSlot", "Buckets", "Hops", "Index", "Item", "Pieces",
+    "SlotPart", "State", "Tree", "held", "index", "overlap", "parts", "register", "wide",
+]  # fmt: skip
 
 Tree = Any
 """A nest of dicts, tuples and lists with tensors as leaves, or ``Buckets`` of them."""

@@ -26,11 +26,11 @@ from shardlib.collectives import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.optim.buckets import Bucket, Buckets, Hops, Index, SlotPart, held, wide
+from shardlib.optim.buckets import Bucket, Buckets, Hops, Index, Item, SlotPart, held, wide
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
-    "Memory", "Room", "adopt", "gather", "gather_later", "own", "own_parts", "parts_of",
+    "Memory", "Room", "adopt", "gather", "gather_later", "leaf_place", "own", "own_parts", "parts_of",
     "put_back", "room_of", "scatter", "shard_place", "slot_of", "stack", "whole", "whole_place",
 ]  # fmt: skip
 
@@ -149,6 +149,14 @@ def whole_place(bucket: Bucket, mesh: Mesh, partial: tuple[str, ...]) -> Place:
     size = bucket.length * mesh.axis_size(bucket.axes)
     layout = Layout((Dim(bucket.axes),), tuple(sorted(set(partial) - set(bucket.axes))))
     return Place(layout.resolve(1), torch.Size([size]), mesh)
+
+
+def leaf_place(
+    item: Item, layout: Layout, mesh: Mesh, deferred: frozenset[str] = frozenset()
+) -> Place:
+    """Return the place of a leaf that is whole, in a layout of its true and its tiled sizes."""
+    true = None if item.whole == item.tiled else torch.Size(item.whole)
+    return Place(layout, torch.Size(item.tiled), mesh, true, deferred)
 
 
 def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor]:

@@ -18,12 +18,12 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Item
 from shardlib.optim.combine import AroundZeroState, MultiState
-from shardlib.optim.flat import parts_of, whole
+from shardlib.optim.flat import leaf_place, parts_of, whole
 from shardlib.optim.matrix_owners import Owned
 from shardlib.optim.transform import at_rest
 from shardlib.optim.trees import State, names_of, zeros_like
 from shardlib.placing import reshard, shard, unshard
-from shardlib.tensor import Place, ShardedTensor, typeof
+from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["load_state_dict", "state_dict"]
 
@@ -125,12 +125,10 @@ def _same_blocks(nodes: Nodes, kept: Mapping[str, Any]) -> None:
     for keys, x in nodes:
         name = keys.get("", "")
         if name.rpartition(".")[2] == "made_for" and kept.get(name, x) != x:
-            raise ShardError(
+            raise _refused(
                 "this state's blocks are of neighbours in the layout and world size that it was "
                 "made in; here other elements lie side by side",
-                op="load_state_dict",
-                operands={"state": name},
-                fix="state = tx.init(params)",
+                {"state": name},
             )
 
 
@@ -143,11 +141,7 @@ def _same_names(wanted: set[str], given: set[str]) -> None:
         if names
     ]
     if told:
-        raise ShardError(
-            f"this is the state of another model or transform: it {' and '.join(told)}",
-            op="load_state_dict",
-            fix="state = tx.init(params)",
-        )
+        raise _refused(f"this is the state of another model or transform: it {' and '.join(told)}")
 
 
 def _empty(state: State, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ...]:
@@ -164,11 +158,9 @@ def _empty(state: State, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ..
         if not count:
             out.append(total)
         elif not any(name.startswith(total) for name in every):
-            raise ShardError(
+            raise _refused(
                 f"{count} gradients are accumulated in this state, and around zero they are "
-                "accumulated as they come: keep a state when a cycle ends",
-                op="load_state_dict",
-                fix="state = tx.init(params)",
+                "accumulated as they come: keep a state when a cycle ends"
             )
     return tuple(out)
 
@@ -251,8 +243,7 @@ def _cut(block: Tensor, item: Item, mesh: Mesh, bucket: Bucket) -> ShardedTensor
             dims[d] = Dim((*dim.axes, *bucket.over))
             break
     layout = Layout(tuple(dims), (), item.layout.skew)
-    true = None if item.whole == item.tiled else torch.Size(item.whole)
-    return ShardedTensor(block.clone(), Place(layout, torch.Size(item.tiled), mesh, true))
+    return ShardedTensor(block.clone(), leaf_place(item, layout, mesh))
 
 
 def _filled(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buckets:
@@ -319,9 +310,11 @@ def _check(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype)
 
 def _other(name: str, wanted: str, value: object) -> ShardError:
     kind = typeof(value) if isinstance(value, Tensor) else repr(value)
-    return ShardError(
-        f"{name!r} is of another kind in this state than in the one that was kept",
-        op="load_state_dict",
-        operands={"wanted": wanted, "kept": kind},
-        fix="state = tx.init(params)",
-    )
+    why = f"{name!r} is of another kind in this state than in the one that was kept"
+    return _refused(why, {"wanted": wanted, "kept": kind})
+
+
+def _refused(why: str, operands: dict[str, str] | None = None) -> ShardError:
+    """Build the error for a state that cannot be loaded."""
+    fix = "state = tx.init(params)"
+    return ShardError(why, op="load_state_dict", operands=operands or {}, fix=fix)

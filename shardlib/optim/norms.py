@@ -47,6 +47,7 @@ from shardlib.optim.transform import (
     under,
 )
 from shardlib.optim.trees import (
+    HALF,
     EmptyState,
     State,
     TensorView,
@@ -227,7 +228,7 @@ def _scattered(batch: Sequence[ShardedTensor]) -> ShardedTensor:
         ways = mesh.axis_size(over)
         # zeros at the end count in no norm
         flat = F.pad(flat, (0, -flat.shape[-1] % ways))
-        half = flat.dtype in (torch.bfloat16, torch.float16)
+        half = flat.dtype in HALF
         wide, wire = (flat.float(), flat.dtype) if half else (flat, None)
         part = unwrap(psum_scatter(wrap(wide, mesh), over, 0, wire))
     axes = (*(a for a in mesh.names if a in batch[0].sharding.axes), *over)

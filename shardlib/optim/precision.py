@@ -68,26 +68,16 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("param", "compute", "reduce", "state"):
             dtype = getattr(self, name)
-            if dtype is None and name != "param":
-                continue
-            if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ShardError(
-                    f"{name}={dtype!r} is no floating point dtype",
-                    op="Precision",
-                    fix=f"sl.optim.Precision({name}=torch.bfloat16)",
-                )
+            floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if not floats and (dtype is not None or name == "param"):
+                why = f"{name}={dtype!r} is no floating point dtype"
+                raise _unfit(why, f"{name}=torch.bfloat16")
         if self.master not in (None, "fp32", "bf16+rem"):
-            raise ShardError(
-                f"master={self.master!r} is none of 'fp32', 'bf16+rem', None",
-                op="Precision",
-                fix='sl.optim.Precision(master="fp32")',
-            )
+            why = f"master={self.master!r} is none of 'fp32', 'bf16+rem', None"
+            raise _unfit(why, 'master="fp32"')
         if self.master == "bf16+rem" and self.param != torch.bfloat16:
-            raise ShardError(
-                f"16 bits more make fp32 of bfloat16, not of {self.param}",
-                op="Precision",
-                fix='sl.optim.Precision(param=torch.bfloat16, master="bf16+rem")',
-            )
+            why = f"16 bits more make fp32 of bfloat16, not of {self.param}"
+            raise _unfit(why, 'param=torch.bfloat16, master="bf16+rem"')
 
     def to_param(self, tree: Tree) -> Tree:
         """Cast floating point leaves to the parameters' dtype."""
@@ -103,6 +93,10 @@ class Precision:
     def for_zero(self) -> dict[str, Any]:
         """Return the arguments of ``zero(tx, "data", **policy.for_zero())``, which keeps the master."""
         return {"master": self.master, "reduce_dtype": self.reduce}
+
+
+def _unfit(why: str, arguments: str) -> ShardError:
+    return ShardError(why, op="Precision", fix=f"sl.optim.Precision({arguments})")
 
 
 def _cast(tree: Tree, dtype: torch.dtype) -> Tree:

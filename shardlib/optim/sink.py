@@ -20,7 +20,7 @@ from shardlib._compat import foreach_ops
 from shardlib.collectives import psum, start, unwrap, wrap
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Bucket, Buckets, Index, Tree
+from shardlib.optim.buckets import HALF, Bucket, Buckets, Index, Tree
 from shardlib.optim.flat import Memory, scatter, shard_place, slot_of, stack, whole_place
 from shardlib.optim.index import IndexCache
 from shardlib.tensor import ShardedTensor
@@ -191,7 +191,7 @@ class Sink:
         over = tuple(a for a in self.pending if a not in self.index.buckets[b].axes)
         if not over:
             return lambda: flat
-        dtype, half = flat.dtype, flat.dtype in (torch.bfloat16, torch.float16)
+        dtype, half = flat.dtype, flat.dtype in HALF
         wide, narrow = (flat.float(), {"out": dtype, "wire": dtype}) if half else (flat, {})
         with bind(self.mesh):
             later = start(psum, wrap(wide, self.mesh), over, **narrow)

@@ -27,10 +27,11 @@ from shardlib.collectives import lead, psum_scatter, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind, drain
-from shardlib.optim.buckets import Bucket, Buckets, Index, Item, State, Tree, register
+from shardlib.optim.buckets import Bucket, Buckets, Index, State, Tree, register
 from shardlib.optim.flat import (
     Memory,
     gather_later,
+    leaf_place,
     own_parts,
     parts_of,
     room_of,
@@ -42,10 +43,10 @@ from shardlib.optim.index import IndexCache, ZeroSettings, changed, index_of, sa
 from shardlib.optim.norms import run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.transform import Step
-from shardlib.tensor import Facts, Place, ShardedTensor, together_of, typeof
+from shardlib.tensor import Facts, ShardedTensor, together_of, typeof
 
 __all__ = [
-    "Parts", "Reading", "SplitParameters", "place_of",
+    "Parts", "Reading", "SplitParameters",
 ]  # fmt: skip
 
 
@@ -88,12 +89,6 @@ class Parts(Buckets):
 
 
 register(Parts)
-
-
-def place_of(item: Item, params: Buckets, deferred: frozenset[str]) -> Place:
-    """Return the place of a bucket's parameter after gathering."""
-    true = None if item.whole == item.tiled else torch.Size(item.whole)
-    return Place(item.layout, torch.Size(item.tiled), params.mesh, true, deferred)
 
 
 class Reading:
@@ -150,7 +145,7 @@ class Reading:
         for i, (b, slot) in self.index.where.items():
             item, bucket = self.index.items[i], self.index.buckets[b]
             deferred = frozenset(a for a in bucket.over if self.mesh.axes[a] > 1)
-            place = place_of(item, self.params, deferred)
+            place = leaf_place(item, item.layout, self.mesh, deferred)
             name, leaf = bucket.name, slot.leaves[0]
             facts = self.facts[name].get(leaf)
             if facts is None:

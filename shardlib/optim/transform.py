@@ -544,15 +544,16 @@ def ranged(
         @wraps(make)
         def made(*args: Hyper.args, **kwargs: Hyper.kwargs) -> Made:
             given = dict(zip(own, args, strict=False)) | kwargs
-            for name in (n for n in given if n in checked):
-                range_, value = checked[name], given[name]
-                left = value is None and own[name].default is None
-                if not (left or (name == "lr" and callable(value)) or _in(range_, value)):
-                    raise BadArgument(
-                        f"{name}={value!r} is not {range_.said}",
-                        op=make.__name__,
-                        fix=fix or f"sl.optim.{make.__name__}(1e-3)",
-                    )
+            for name, range_ in checked.items():
+                default = own[name].default
+                value = given.get(name, default)
+                if value is default or (name == "lr" and callable(value)) or _in(range_, value):
+                    continue
+                raise BadArgument(
+                    f"{name}={value!r} is not {range_.said}",
+                    op=make.__name__,
+                    fix=fix or f"sl.optim.{make.__name__}(1e-3)",
+                )
             return make(*args, **kwargs)
 
         return made
