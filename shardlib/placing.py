@@ -140,19 +140,7 @@ def shard(
     if scope().call.body:
         raise _in_body(x, "shard", layout)
     if not isinstance(x, Tensor):
-        given: Any = x
-        leaves, tree = optree.tree_flatten(given)
-        listed = isinstance(x, list | tuple) and leaves
-        if not any(isinstance(leaf, Tensor) for leaf in leaves) and (listed or tree.is_leaf()):
-            raise no_tensor(x, "shard", str(layout) if isinstance(layout, Layout | str) else "...")
-        layouts = per_leaf(layout, x, "shard", "sl.shard(x, {})")
-        return optree.tree_unflatten(
-            tree,
-            [
-                _each(shard, leaf, lay, m, src=src, pad=pad)
-                for leaf, lay in zip(leaves, layouts, strict=True)
-            ],
-        )
+        return _shard_tree(x, layout, m, src, pad)
     _refuse_placed(x, layout, m)
     refuse_trace()
     if name := under_transform():
@@ -163,6 +151,19 @@ def shard(
         fix = f"sl.shard(x, {str(lay)!r}, src=0)"
         verify("shard", m, {f"the {typeof(placed)}": (placed.raw, lay)}, fix)
     return placed
+
+
+def _shard_tree(x: Any, layout: object, m: Mesh, src: int | None, pad: bool) -> object:
+    leaves, tree = optree.tree_flatten(x)
+    listed = isinstance(x, list | tuple) and leaves
+    if not any(isinstance(leaf, Tensor) for leaf in leaves) and (listed or tree.is_leaf()):
+        raise no_tensor(x, "shard", str(layout) if isinstance(layout, Layout | str) else "...")
+    layouts = per_leaf(layout, x, "shard", "sl.shard(x, {})")
+    placed = [
+        _each(shard, leaf, lay, m, src=src, pad=pad)
+        for leaf, lay in zip(leaves, layouts, strict=True)
+    ]
+    return optree.tree_unflatten(tree, placed)
 
 
 def _refuse_placed(x: Tensor, layout: object, m: Mesh) -> None:

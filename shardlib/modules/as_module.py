@@ -269,9 +269,7 @@ def _filled(
 
     With beams it keeps its own copies of rows, so the batch is filled up before it.
     """
-    for n, at in (*calls.inputs.items(), *(("tokens", r) for r in _recipes(calls))):
-        if len(at.dims) > 1 and at.dims[1].is_split:
-            raise _by_token(calls, f"generate: {n} lie split along the sequence")
+    _refuse_sequence(calls)
     named = [*zip(["input_ids"], args, strict=False), *kwargs.items()]
     with torch.no_grad(), within(generating=True):
         rows = _rows(calls, named) if _setting(module, kwargs, "num_beams") > 1 else None
@@ -287,6 +285,13 @@ def _filled(
         out = generate(*map(more, args), **{k: more(v) for k, v in kwargs.items()})
         kept = count * _setting(module, kwargs, "num_return_sequences")
         return out[:kept] if isinstance(out, Tensor) else _mapped(lambda t: t[:kept], out)
+
+
+def _refuse_sequence(calls: Calls) -> None:
+    """Refuse to generate where tokens are split along the sequence."""
+    for n, at in (*calls.inputs.items(), *(("tokens", r) for r in _recipes(calls))):
+        if len(at.dims) > 1 and at.dims[1].is_split:
+            raise _by_token(calls, f"generate: {n} lie split along the sequence")
 
 
 def _saved(

@@ -178,14 +178,17 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             self.pointwise(call, out)
         elif call.func.is_view:
             self.moved(call, out)
-        elif call.operands and not (
-            name.startswith(_MADE) or all(id(y) in self.rows for y in _tensors(out))
-        ):
+        elif call.operands and not name.startswith(_MADE):
+            self.unruled(name, call, out)
+
+    def unruled(self, name: str, call: _OpCall, out: Any) -> None:
+        """Handle an operator without a rule, unless it returns tensors that it was given."""
+        if any(id(y) not in self.rows for y in _tensors(out)):
             self.found.unknown.add(name)
             self.opaque(call, out)
 
     def opaque(self, call: _OpCall, out: object) -> None:
-        """Handle an operator without a rule: its results have fresh atoms.
+        """Give the results of an operator fresh atoms.
 
         Operands must be whole, except for leading dimensions that stay.
         """

@@ -78,9 +78,9 @@ def init(
     if not holds_values(mesh):
         return apply, params
     apply.buffers = {n: _blank(b, mesh) if b.raw.is_meta else b for n, b in apply.buffers.items()}
-    fix = "sl.init(module, rules, fill={{{}}})"
+    tensors: dict[str, ShardedTensor] = {**params, **apply.buffers}
     with seeded(mesh, seed):
-        _write(module, apply, {**params, **apply.buffers}, mesh, "init", fix, fill=fill or {})
+        _write(module, apply, tensors, mesh, "init", "no", _fills, fill=fill)
     return apply, params
 
 
@@ -101,8 +101,13 @@ def restored(
     apply.buffers |= {n: _blank(apply.buffers[n], mesh) for n in names if n in apply.buffers}
     every = {**params, **apply.buffers}
     aside = {n: torch.empty_like(x, device="meta") for n, x in _real(module).items()}
-    fix = "apply.buffers[{!r}] = sl.shard(value, '...')"
-    _write(module, apply, {n: every[n] for n in names}, mesh, "load_hf", fix, aside)
+    tensors = {n: every[n] for n in names}
+    lacks = "no file, and no"
+    _write(module, apply, tensors, mesh, "load_hf", lacks, _assigns, aside)
+
+
+def _assigns(missing: Sequence[str]) -> str:
+    return f"apply.buffers[{missing[0]!r}] = sl.shard(value, '...')"
 
 
 def _real(module: nn.Module) -> dict[str, Tensor]:
@@ -115,7 +120,8 @@ def _write(
     tensors: dict[str, ShardedTensor],
     mesh: Mesh,
     op: str,
-    fix: str,
+    lacks: str,
+    fix: Callable[[Sequence[str]], str],
     aside: Mapping[str, Tensor] | None = None,
     fill: Fill | None = None,
 ) -> None:
@@ -131,22 +137,32 @@ def _write(
             if own or aside is None:
                 _run(module, tensors, own, run, todo, mesh, others)
         _given(tensors, fill or {}, todo)
-        for name in todo.names(tensors):
-            if not real[name].is_meta:  # a constructor's value
-                to = tensors[name]
-                kept = shard(real[name].detach(), to.sharding, mesh, src=0, pad=to.is_padded)
-                to.raw.copy_(kept.raw)
-                todo.done(name)
+        _keep(tensors, real, todo, mesh)
     if missing := todo.names(tensors):
-        why = "no file, and no" if op == "load_hf" else "no"
-        filled = ", ".join(f"{n!r}: torch.nn.init.zeros_" for n in missing)
         raise UnknownParameter(
-            f"nothing gives a value to {', '.join(missing)}: {why} reset_parameters or "
+            f"nothing gives a value to {', '.join(missing)}: {lacks} reset_parameters or "
             "_init_weights writes there",
             op=op,
             mesh=mesh,
-            fix=fix.format(missing[0] if op == "load_hf" else filled),
+            fix=fix(missing),
         )
+
+
+def _keep(
+    tensors: Mapping[str, ShardedTensor], real: Mapping[str, Tensor], todo: "_Unwritten", mesh: Mesh
+) -> None:
+    """Keep a constructor's value of each tensor that the module's initialisation left out."""
+    for name in todo.names(tensors):
+        if not real[name].is_meta:
+            to = tensors[name]
+            kept = shard(real[name].detach(), to.sharding, mesh, src=0, pad=to.is_padded)
+            to.raw.copy_(kept.raw)
+            todo.done(name)
+
+
+def _fills(missing: Sequence[str]) -> str:
+    filled = ", ".join(f"{n!r}: torch.nn.init.zeros_" for n in missing)
+    return f"sl.init(module, rules, fill={{{filled}}})"
 
 
 def _blank(b: ShardedTensor, mesh: Mesh) -> ShardedTensor:

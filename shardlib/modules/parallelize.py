@@ -184,14 +184,12 @@ def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
         near = similar(name, names, 1, 0.8 if loose else 0.0)
         if name in names or (loose and not near):
             continue
-        raise rule_error(
-            f"inputs: forward has no argument {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else ""),
-            f"inputs = {{{near[0]!r}: inputs.pop({name!r}), **inputs}}"
-            if near
-            else f"inputs.pop({name!r})",
-            operands={"forward": ", ".join(names)},
-        )
+        hint, fix = "", f"inputs.pop({name!r})"
+        if near:
+            hint = f"; did you mean {near[0]!r}?"
+            fix = f"inputs = {{{near[0]!r}: inputs.pop({name!r}), **inputs}}"
+        why = f"inputs: forward has no argument {name!r}{hint}"
+        raise rule_error(why, fix, operands={"forward": ", ".join(names)})
 
 
 def _place_parameter(

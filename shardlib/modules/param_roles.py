@@ -329,15 +329,17 @@ def spell(found: _Found, row: Iterable[Atom], kind: str, axes: Sequence[str], p:
     if found.pad and length(row) % p and _is_vocabulary(found, row):
         return _token(axes)
     held = _held(found, row, kind, p)
-    if p > 1:
-        return str(said(axes, held, length(row)))
-    # write an axis of size one where a longer one would be
+    return str(said(axes, held, length(row)) if p > 1 else _as_if_split(found, row, kind, axes))
+
+
+def _as_if_split(found: _Found, row: Row, kind: str, axes: Sequence[str]) -> Dim:
+    """Return the token that has axes of size one where longer ones would be."""
     before, _, cut, _ = _run_of(found, row, kind)
     parts = cut.parts or () if cut is not None else ()
     if len({root(a).size for a in parts}) > 1:
-        return str(Dim(tuple(axes), f"runs; 0:{length(row)}"))
+        return Dim(tuple(axes), f"runs; 0:{length(row)}")
     groups = before * (len(parts) or 1)
-    return str(Dim((groups, *axes) if groups > 1 else tuple(axes)))
+    return Dim((groups, *axes) if groups > 1 else tuple(axes))
 
 
 def _is_vocabulary(found: _Found, row: Row) -> bool:
@@ -346,7 +348,7 @@ def _is_vocabulary(found: _Found, row: Row) -> bool:
 
 
 def _token(axes: Sequence[str]) -> str:
-    return f"({' '.join(axes)})" if len(axes) > 1 else axes[0] if axes else "."
+    return str(Dim(tuple(axes)))
 
 
 # ---------------------------------------------------------------- assignment of layouts
@@ -489,9 +491,7 @@ def _settle_uneven(found: _Found, name: str, d: int, row: Row, kind: str, p: int
     """Mark a dimension as whole that does not divide over ``p`` ranks."""
     if length(row) == 1:
         return
-    atoms = [a for a in leaves(row) if found.of([a]) == kind]
-    heads = kind == "inner" and all("heads" in a.seen and not a.parts for a in atoms)
-    if heads and _shared(found, row, p):
+    if kind == "inner" and _shared(found, row, p):
         return  # fewer heads of keys than ranks: only keys and values stay whole
     why = f"{_text(row)} has no even split over {p}"
     vocabulary = ids(row) if ids(row) & found.vocabulary else set()
@@ -502,7 +502,10 @@ def _settle_uneven(found: _Found, name: str, d: int, row: Row, kind: str, p: int
 
 
 def _shared(found: _Found, row: Row, p: int) -> bool:
-    """Check whether other rows contain these heads and can be split."""
+    """Check whether a row is of heads, which other rows contain that can be split."""
+    atoms = [a for a in leaves(row) if found.of([a]) == "inner"]
+    if any("heads" not in a.seen or a.parts for a in atoms):
+        return False
     for _, _, other in found.rows:
         if _common(row, other) and found.of(other) == "inner":
             try:

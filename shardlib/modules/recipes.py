@@ -309,8 +309,7 @@ def cube3d(
 
 def _token(*axes: str) -> str:
     """Write the token of one dimension over these axes."""
-    names = " ".join(axes).split()
-    return f"({' '.join(names)})" if len(names) > 1 else names[0] if names else "."
+    return str(Dim(tuple(" ".join(axes).split())))
 
 
 def ring(
@@ -547,8 +546,7 @@ def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), /, **a
     m = as_mesh(mesh)
     for axis in axes.values():
         m.axis_size(axis, "recipe", _instead(m.names, data, recipe, axes))
-    split = [a for a in (data, *over) if a in m.names]
-    return f"({' '.join(split)})" if len(split) > 1 else split[0] if split else "."
+    return _token(*(a for a in (data, *over) if a in m.names))
 
 
 def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, str]) -> str:

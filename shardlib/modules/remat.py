@@ -61,10 +61,14 @@ def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
         called = [n for n in found if not _is_list(names[n])]
         if not called:
             raise _no_module(pattern, policy, names, found)
-        outer = [n for n in called if not any(n.startswith(f"{o}.") for o in called)]
-        for n in outer:
+        for n in _outermost(called):
             taken.setdefault(n, policy)
     return taken
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    """List the names of modules that are in no other of them."""
+    return [n for n in names if not any(n.startswith(f"{o}.") for o in names)]
 
 
 def _no_module(
