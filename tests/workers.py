@@ -60,7 +60,6 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection, device: str) ->
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
         try:
             torch.manual_seed(0)
-            sl.random.seed(None)
             with sl.make_mesh(device=device, **axes):
                 answer = pickle.dumps((True, fn(*args)))
                 fixes.run_together()
