@@ -76,7 +76,9 @@ class Pool:
 
     def _start(self) -> None:
         device = torch.get_default_device().type
-        context = mp.get_context("fork" if device == "cpu" else "forkserver")
+        # torch for CUDA has threads after a compiled backward, which no fork survives
+        forks = device == "cpu" and torch.version.cuda is None
+        context = mp.get_context("fork" if forks else "forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
