@@ -201,7 +201,7 @@ def live() -> int:
     held = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in gc.get_objects()
-        if type(t) is Tensor
+        if type(t) is Tensor and not torch._C._functorch.is_batchedtensor(t)  # which has no storage
     }
     return sum(held.values())
 
