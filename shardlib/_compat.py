@@ -783,7 +783,8 @@ def after_backward(run: Callable[[], object], failed: Callable[[], object] | Non
     """Call ``run`` at the end of this thread's backward pass; ``failed`` if the pass raises.
 
     ``Variable._execution_engine.queue_callback`` in 2.11 to 2.15, where torch's FSDP
-    uses it; a pass that raises frees its callbacks before the exception reaches its caller.
+    uses it; a pass that raises frees its callbacks before the exception reaches its caller on the
+    CPU, and a moment after it where a thread of the device runs the pass.
     When it goes: transfers that were prefetched and not used are waited for at the next call.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(run, failed))
