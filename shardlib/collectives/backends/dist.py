@@ -308,26 +308,43 @@ def psum_scatter_into(
 ) -> Finish:
     g = group(mesh, axes)
     parts = x.view(g.size, -1)
-    if g.native and wire is None and out.dtype == x.dtype:
-        sent = parts if g.order is None else parts[_inverse(g.order)]
-        work = reduce_scatter_single(out, sent.view(-1), group=g.handle, async_op=True)
-
-        def arrived() -> Tensor:
-            work.wait()
-            return out
-
-        return arrived
-    half = x.dtype in (torch.bfloat16, torch.float16)
-    alike = wire is None and not half and out.dtype == x.dtype
-    if alike and not (ahead or g.native) and g.size > 2 and parts[0].nbytes >= _LARGE:
-        return _round_sum(parts, g, out, land)
-    if alike and not g.native and g.size == 2 and parts[0].nbytes >= _LARGE:
+    alike = wire is None and out.dtype == x.dtype
+    if g.native and alike:
+        return _native_scatter(parts, g, out)
+    large = alike and not (g.native or _is_half(x)) and parts[0].nbytes >= _LARGE
+    if large and g.size == 2:
         return _sum_of_two(parts[1 - g.index], parts[g.index], out, g)
-    own = parts[g.index]
-    parts = parts if g.order is None else parts[_inverse(g.order)]
-    sent = parts if wire is None else parts.to(wire)
-    fits = land is not None and land.dtype == sent.dtype and land.numel() >= x.numel()
-    came = land[: x.numel()].view_as(sent) if fits and land is not None else torch.empty_like(sent)
+    if large and g.size > 2 and not ahead:
+        return _round_sum(parts, g, out, land)
+    return _exchanged_sum(parts, g, out, wire, land)
+
+
+def _is_half(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _native_scatter(parts: Tensor, g: _Group, out: Tensor) -> Finish:
+    sent = parts if g.order is None else parts[_inverse(g.order)]
+    work = reduce_scatter_single(out, sent.view(-1), group=g.handle, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return out
+
+    return finish
+
+
+def _exchanged_sum(
+    parts: Tensor, g: _Group, out: Tensor, wire: torch.dtype | None, land: Tensor | None
+) -> Finish:
+    """Send each rank its part, and add what comes in the order of ``_round_sum``."""
+    own, half = parts[g.index], _is_half(parts)
+    ordered = parts if g.order is None else parts[_inverse(g.order)]
+    sent = ordered if wire is None else ordered.to(wire)
+    if land is not None and land.dtype == sent.dtype and land.numel() >= sent.numel():
+        came = land[: sent.numel()].view_as(sent)
+    else:
+        came = torch.empty_like(sent)
     works = _exchange(came, sent, g, own=False)
 
     def finish() -> Tensor:
@@ -335,10 +352,9 @@ def psum_scatter_into(
             work.wait()
         blocks = list(came) if g.order is None else [came[i] for i in g.order]
         blocks[g.index] = own
-        # the order of addition in _round_sum, so that both round alike
-        blocks = [*blocks[g.index + 1 :], *blocks[: g.index + 1]]
+        blocks = [*blocks[g.index + 1 :], *blocks[: g.index + 1]]  # so that both round alike
         if half or {b.dtype for b in blocks} != {out.dtype}:
-            wide = torch.float32 if half else x.dtype
+            wide = torch.float32 if half else parts.dtype
             return out.copy_(_summed([b.to(wide) for b in blocks], wide))
         torch.add(blocks[0], blocks[1], out=out)
         for b in blocks[2:]:
