@@ -17,6 +17,7 @@ ORDER = [  # each may import from those before it
     "errors",
     "_compat",
     "opspec",
+    "dtypes",
     "memory_tracker",
     "mesh.tables",
     "mesh.posted",

@@ -37,6 +37,7 @@ from shardlib.command.config import (
 )
 from shardlib.command.config import parameters as keys_of
 from shardlib.data import Batches, data
+from shardlib.dtypes import wide
 from shardlib.errors import BadArgument, LayoutSyntax, ShardError, UnevenSplit
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, launched, make_mesh, record, simulate
@@ -601,7 +602,7 @@ def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable
             raise config.error(
                 ("loss",), f"{name} gives {shape}, not a loss: a tensor without dimensions"
             )
-        return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
+        return wide(found)
 
     return loss
 

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from shardlib.dtypes import HALF
 from shardlib.errors import BadArgument, clipped
 
 __all__ = ["Log", "flops_of", "log", "peak_of"]
@@ -173,7 +174,7 @@ PEAKS = {  # dense bfloat16, operations per second, from the vendors' data sheet
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak operations per second of a device in half precision, if known."""
     named = getattr(torch.get_device_module(device), "get_device_name", None)
-    if named is None or dtype not in (torch.bfloat16, torch.float16):
+    if named is None or dtype not in HALF:
         return None
     name = named(device)
     return next((value for key, value in PEAKS.items() if key in name), None)

@@ -81,7 +81,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a run is saved, and how often: the table ``[checkpoint]``.
+    """Directory and interval of a run's checkpoints: the table ``[checkpoint]``.
 
     ``path``    the directory of the run's checkpoints.
     ``every``   steps between two; 0: only after the last.
@@ -109,7 +109,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How often the loss on separate rows is computed, in evaluation mode: the table ``[eval]``.
+    """Intervals and rows of the loss in evaluation mode: the table ``[eval]``.
 
     ``every``  steps between two; 0: only after the last.
 
@@ -125,7 +125,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Export:
-    """Where the trained model is written, in the form of ``from_pretrained``: ``[export]``.
+    """Directory of the trained model, in the form of ``from_pretrained``: the table ``[export]``.
 
     ``path``       a directory: a new one, or one that an export wrote.
     ``tokenizer``  a directory whose tokenizer is copied; by default that of the rows, or of the

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import any_autocast
+from shardlib.dtypes import is_half
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.einsum import contract as _contract
 from shardlib.ops.matmul.op import matmul, product_of
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import ShardedTensor, Unfit, implements, is_half, lift
+from shardlib.tensor import ShardedTensor, Unfit, implements, lift
 
 __all__ = ["contract", "einsum"]
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import lead
+from shardlib.dtypes import is_half
 from shardlib.errors import BadArgument, ImplicitCommunication, PartialEscape, UnevenSplit
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import WRITERS, alike, link, written
@@ -34,7 +35,7 @@ from shardlib.ops.registry import implicit_budget
 from shardlib.ops.signatures import ArgumentSlot
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
-from shardlib.tensor.gradients import is_half, real_axes, total, vary, widened
+from shardlib.tensor.gradients import real_axes, total, vary, widened
 from shardlib.tensor.lifting import lift
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, Unfit, call_error, has_padding

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from shardlib.autocast import casting
 from shardlib.collectives import holds_values, lead
+from shardlib.dtypes import is_half
 from shardlib.errors import ShardError
 from shardlib.memory_sharing import WRITERS, link, same_memory
 from shardlib.mesh import Mesh
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import Unfit, is_half, on_shapes
+from shardlib.tensor import Unfit, on_shapes
 
 __all__ = ["FlatCall", "each", "run"]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardlib._compat import Ctx, Local
 from shardlib.collectives import holds_values, lead, psum, unwrap, wrap
+from shardlib.dtypes import is_half
 from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported, lettered
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import written
@@ -35,7 +36,6 @@ from shardlib.tensor import (
     call_error,
     has_padding,
     implements,
-    is_half,
     lift,
     local_call,
     of_pending,
@@ -46,7 +46,7 @@ from shardlib.tensor import (
     to_pending,
     total,
     vary,
-)  # fmt: skip
+)
 
 __all__ = ["aligned", "brought", "converted", "elementwise", "onto"]
 

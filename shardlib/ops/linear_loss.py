@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardlib._compat import Ctx, Local
 from shardlib.collectives import lead
+from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.kernels import active
 from shardlib.layouts import Dim, Layout
@@ -28,7 +29,7 @@ from shardlib.mesh import Mesh
 from shardlib.ops.loss import rows_given_up
 from shardlib.ops.padding import filled
 from shardlib.placing import reshard, shard
-from shardlib.tensor.gradients import real_axes, total, vary, wide, wider
+from shardlib.tensor.gradients import real_axes, total, vary
 from shardlib.tensor.lifting import promoting, replicated
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, typeof

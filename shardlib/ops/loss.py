@@ -19,6 +19,7 @@ from torch import Tensor
 from shardlib._compat import Ctx, Local, l1_weight
 from shardlib.collectives.types import blocks, played, storage, unwrap, wrap
 from shardlib.collectives.verbs import all_gather, axis_index, axis_size, pmax, psum
+from shardlib.dtypes import is_half, wide, wider
 from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
 from shardlib.kernels import active
 from shardlib.kernels.loss import ce_back, ce_back_, ce_loss, ce_stats
@@ -32,7 +33,7 @@ from shardlib.ops.padding import last_only
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs, lines
 from shardlib.placing import reshard
-from shardlib.tensor.gradients import is_half, real_axes, total, vary, wide, wider
+from shardlib.tensor.gradients import real_axes, total, vary
 from shardlib.tensor.lifting import lift
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (

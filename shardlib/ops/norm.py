@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardlib._compat import Ctx, Local
 from shardlib.collectives import all_gather, axis_size, blocks, lead, psum, storage, unwrap, wrap
+from shardlib.dtypes import is_half, wide, wider
 from shardlib.errors import BadArgument
 from shardlib.kernels import active
 from shardlib.kernels.apex import apex
@@ -35,7 +36,7 @@ from shardlib.ops.elementwise import brought
 from shardlib.ops.padding import filled, with_zeros
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor.gradients import is_half, vary, vjp_again, wide, widened, wider
+from shardlib.tensor.gradients import vary, vjp_again, widened
 from shardlib.tensor.lifting import lift
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (

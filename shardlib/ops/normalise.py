@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument
 from shardlib.memory_sharing import refuse_overlap
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
 from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import ShardedTensor, Unfit, call_error, implements, typeof, wide, wider
+from shardlib.tensor import ShardedTensor, Unfit, call_error, implements, typeof
 
 
 def _samples(b: Bound) -> Labels:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardlib._compat import Ctx, Local
 from shardlib.collectives import pmax, unwrap, wrap
+from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument, NoImplementation
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
@@ -21,7 +22,7 @@ from shardlib.ops.padding import neutral
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
-from shardlib.tensor.gradients import real_axes, total, vary, wide, wider
+from shardlib.tensor.gradients import real_axes, total, vary
 from shardlib.tensor.tensor import (
     ShardedTensor,
     Unfit,

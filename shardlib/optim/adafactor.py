@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import blocks, played, psum, storage, unwrap, wrap
+from shardlib.dtypes import wider
 from shardlib.mesh import Mesh, bind, coordinates, rank_along
 from shardlib.optim.matrix_owners import Laid, Spread, laid
 from shardlib.optim.norms import norms, scale_in_place
@@ -43,7 +44,6 @@ from shardlib.optim.trees import (
     ready,
     spans,
     trainable,
-    wide,
     zeros_like,
 )
 
@@ -102,7 +102,7 @@ def adafactor(
         for (path, x), view in zip(one_each(live), by_tensor(live), strict=True):
             if view is not None and _is_matrix(x):
                 *lead, m, n = x.shape
-                how: Any = {"dtype": wide(view.like.dtype), "device": view.like.device}
+                how: Any = {"dtype": wider(view.like.dtype), "device": view.like.device}
                 rows[path] = torch.zeros(math.prod(lead), m, **how)
                 cols[path] = torch.zeros(math.prod(lead), n, **how)
         return FactoredState(0, rows, cols, zeros_like(moments(_others(params))))

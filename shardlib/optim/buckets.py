@@ -26,8 +26,8 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along
 
 __all__ = [
-    "ALIGN", "HALF", "Beside", "Bucket", "BucketSlot", "Buckets", "Hops", "Index", "Item", "Pieces",
-    "SlotPart", "State", "Tree", "held", "index", "overlap", "parts", "register", "wide",
+    "ALIGN", "Beside", "Bucket", "BucketSlot", "Buckets", "Hops", "Index", "Item", "Pieces",
+    "SlotPart", "State", "Tree", "held", "index", "overlap", "parts", "register",
 ]  # fmt: skip
 
 Tree = Any
@@ -35,14 +35,6 @@ Tree = Any
 
 State = Any
 """A transform's state: a tree of tensors and numbers."""
-
-HALF = frozenset({torch.bfloat16, torch.float16})
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which such values are accumulated: fp32 for half precision."""
-    return torch.float32 if dtype in HALF else dtype
-
 
 ALIGN = 64
 """Elements: 512 bits of one byte each, the widest vector of any dtype."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from shardlib.dtypes import wider
 from shardlib.errors import BadArgument
 from shardlib.optim.transform import (
     COUNT,
@@ -39,7 +40,6 @@ from shardlib.optim.trees import (
     settled,
     spans,
     trainable,
-    wide,
     zeros_like,
 )
 from shardlib.tensor import ShardedTensor
@@ -242,7 +242,7 @@ def multi_steps(tx: Transform, every: int) -> Transform:
 
     def added(grads: Tree, state: MultiState) -> Tree:
         if not state.mini:
-            return each(lambda g: g.to(wide(g.dtype), copy=True), grads)
+            return each(lambda g: g.to(wider(g.dtype), copy=True), grads)
         return each(lambda t, g: t + g, state.total, grads)
 
     def update(grads: Tree, state: MultiState, params: Tree = None) -> tuple[Any, MultiState]:
@@ -412,7 +412,7 @@ def averaged(tx: Transform, decay: float = 0.999) -> Transform:
     check_transform(tx, "averaged")
 
     def init(params: Tree) -> AveragedState:
-        mean = each(lambda p: p.detach().to(wide(p.dtype), copy=True), trainable(params))
+        mean = each(lambda p: p.detach().to(wider(p.dtype), copy=True), trainable(params))
         return AveragedState(mean, tx.init(params))
 
     def update(grads: Tree, state: AveragedState, params: Tree = None) -> tuple[Any, AveragedState]:

@@ -24,9 +24,10 @@ from shardlib.collectives import (
     unwrap,
     wrap,
 )
+from shardlib.dtypes import wider
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.optim.buckets import Bucket, Buckets, Hops, Index, Item, SlotPart, held, wide
+from shardlib.optim.buckets import Bucket, Buckets, Hops, Index, Item, SlotPart, held
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
@@ -239,7 +240,7 @@ def parts_of(
     """
     dtypes = {b.name: leaves[b.slots[0].leaves[0]].raw.dtype for b in index}
     if grads:
-        dtypes = {name: wide(dtype) for name, dtype in dtypes.items()}
+        dtypes = {name: wider(dtype) for name, dtype in dtypes.items()}
     nbytes = sum(b.length // b.ways * dtypes[b.name].itemsize for b in index)
     refuse_beyond(nbytes * len(played(mesh)), mesh.device, "zero", mesh)
     every = [() if x is None else blocks(x.raw.detach(), mesh) for x in leaves]

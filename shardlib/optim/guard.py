@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardlib.dtypes import wider
 from shardlib.errors import ShardError
 from shardlib.optim.norms import global_norm, norms_known
 from shardlib.optim.transform import (
@@ -23,7 +24,7 @@ from shardlib.optim.transform import (
     run_in_place,
     told,
 )
-from shardlib.optim.trees import State, Tree, each, nothing, wide
+from shardlib.optim.trees import State, Tree, each, nothing
 
 __all__ = ["loss_scale", "skip_nonfinite"]
 
@@ -176,7 +177,7 @@ def loss_scale(
         state = state.at_rest()
         with norms_known():
             # in fp32: fp16 gradients divided by 2**16 would underflow
-            real = each(lambda g: g.to(wide(g.dtype)) / state.scale, grads)
+            real = each(lambda g: g.to(wider(g.dtype)) / state.scale, grads)
             if not _is_number(global_norm(real)):
                 return nothing(real, params), smaller(state)
             updates, inner = tx.update(real, state.inner, params)

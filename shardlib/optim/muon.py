@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardlib.collectives import blocks, played, storage
 from shardlib.collectives.count import Trace
 from shardlib.cost import Cost, moving
+from shardlib.dtypes import wider
 from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, scope, within
@@ -58,15 +59,7 @@ from shardlib.optim.transform import (
     by_directions,
     ranged,
 )
-from shardlib.optim.trees import (
-    Tree,
-    bucketed_in,
-    moments,
-    one_each,
-    pieces,
-    spans,
-    wide,
-)
+from shardlib.optim.trees import Tree, bucketed_in, moments, one_each, pieces, spans
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor
 
@@ -519,7 +512,7 @@ def _case_of(
     return MuonCase(
         tuple(x.spread for x in items),
         tuple(mesh.axes.items()),
-        dtype or wide(like.dtype),
+        dtype or wider(like.dtype),
         mesh.device_type,
         most,
         None,
@@ -539,7 +532,7 @@ def _orthogonal(tree: Tree, how: _IterationSettings) -> None:
             if one.spread.count and math.prod(one.spread.shape):
                 together.setdefault((one.mesh, one.runs[0].dtype), []).append(one)
         for (mesh, kind), items in together.items():
-            dtype = how.dtype or wide(kind)
+            dtype = how.dtype or wider(kind)
             if mesh is not None:
                 _placed(mesh, items, how, dtype)
                 continue

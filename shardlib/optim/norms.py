@@ -28,6 +28,7 @@ from shardlib.collectives import (
     unwrap,
     wrap,
 )
+from shardlib.dtypes import HALF
 from shardlib.errors import ShardError
 from shardlib.kernels import active
 from shardlib.kernels.active import Backend
@@ -47,7 +48,6 @@ from shardlib.optim.transform import (
     under,
 )
 from shardlib.optim.trees import (
-    HALF,
     EmptyState,
     State,
     TensorView,

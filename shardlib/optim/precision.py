@@ -14,11 +14,11 @@ import optree
 import torch
 from torch import Tensor
 
+from shardlib.dtypes import HALF, wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.kernels import active
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
 from shardlib.optim.trees import (
-    HALF,
     State,
     Tree,
     each,
@@ -29,7 +29,6 @@ from shardlib.optim.trees import (
     runs,
     spans,
     trainable,
-    wide,
 )
 from shardlib.tensor import typeof
 
@@ -209,7 +208,7 @@ def _half(params: Tree) -> Tree:
 
 
 def _widened(grads: Tree) -> Tree:
-    return each(lambda g: g.to(wide(g.dtype)), grads)
+    return each(lambda g: g.to(wider(g.dtype)), grads)
 
 
 def _to(state: State, dtype: torch.dtype | None) -> State:
@@ -221,7 +220,7 @@ def _to(state: State, dtype: torch.dtype | None) -> State:
 
 def _back(state: State, dtype: torch.dtype | None) -> State:
     """Cast the state's tensors to the dtype of computation."""
-    return state if dtype is None else _to(state, wide(dtype))
+    return state if dtype is None else _to(state, wider(dtype))
 
 
 # ---------------------------------------------------------------- fp32 in two halves

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from shardlib._compat import foreach_ops
 from shardlib.collectives import psum, start, unwrap, wrap
+from shardlib.dtypes import HALF
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import HALF, Bucket, Buckets, Index, Tree
+from shardlib.optim.buckets import Bucket, Buckets, Index, Tree
 from shardlib.optim.flat import Memory, scatter, shard_place, slot_of, stack, whole_place
 from shardlib.optim.index import IndexCache
 from shardlib.tensor import ShardedTensor

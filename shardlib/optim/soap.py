@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardlib.dtypes import wider
 from shardlib.errors import Unsupported
 from shardlib.optim.groups import Mask, of_matrices
 from shardlib.optim.matrix_owners import (
@@ -39,7 +40,7 @@ from shardlib.optim.transform import (
     by_directions,
     ranged,
 )
-from shardlib.optim.trees import Tree, each, moments, pieces, spans, wide
+from shardlib.optim.trees import Tree, each, moments, pieces, spans
 
 __all__ = ["soap"]
 
@@ -122,7 +123,7 @@ def soap(
 
     core = by_directions(
         "soap", "matrix", init, lr, direct,
-        lambda grads, state: each(lambda g: g.to(wide(g.dtype)), grads),
+        lambda grads, state: each(lambda g: g.to(wider(g.dtype)), grads),
     )  # fmt: skip
     return of_matrices(core, rest, matrices, "soap", 0.003)
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import lead
+from shardlib.dtypes import wider
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Buckets, Index, State, Tree, wide
+from shardlib.optim.buckets import Buckets, Index, State, Tree
 from shardlib.optim.flat import Memory, adopt, gather, own, parts_of, put_back, whole
 from shardlib.optim.index import IndexCache, Indexed, ZeroSettings, same_index
 from shardlib.optim.names import load_state_dict, state_dict
@@ -198,7 +199,7 @@ class SplitState:
         wire = self.how.reduce_dtype
         # a sum sent in half precision is not worth fp32 parts
         exact = wire is None or wire == torch.float32
-        dtypes = [(t.dtype, wide(t.dtype) if exact else t.dtype) for t in like]
+        dtypes = [(t.dtype, wider(t.dtype) if exact else t.dtype) for t in like]
         if {t.dtype for t in like} == {wire}:
             wire = None
         return Sink(where, mesh, memory, dtypes, device=like[0].device, wire=wire, **more)
@@ -208,7 +209,7 @@ class SplitState:
         at = self.cache.find(params)
         like = [at.raws[b.slots[0].leaves[0]] for b in at.where]
         if self.how.stage == 1:
-            dtypes = [(wide(t.dtype), wide(t.dtype)) for t in like]
+            dtypes = [(wider(t.dtype), wider(t.dtype)) for t in like]
             device = like[0].device
             return Sink(at.where, at.mesh, self.memory, dtypes, device=device, to="pending")
         heard = self.cache.on_arrival(at.where, at.mesh)

@@ -19,23 +19,13 @@ from torch import Tensor
 
 from shardlib.capacity import refuse_beyond
 from shardlib.collectives import blocks, played
+from shardlib.dtypes import HALF, wider
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, coordinates, rank_along
 from shardlib.ops.padding import filled
-from shardlib.optim.buckets import (
-    ALIGN,
-    HALF,
-    Bucket,
-    Buckets,
-    Pieces,
-    SlotPart,
-    State,
-    Tree,
-    parts,
-    wide,
-)
+from shardlib.optim.buckets import ALIGN, Bucket, Buckets, Pieces, SlotPart, State, Tree, parts
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
@@ -43,7 +33,7 @@ __all__ = [
     "ALIGN", "SPAN", "EmptyState", "Pieces", "TensorView", "bucketed_in", "by_tensor", "cleared",
     "cuts", "each", "fresh", "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named", "names_of",
     "need", "nothing", "of_others", "one_block", "one_each", "only", "pieces", "ready",
-    "refuse_copies", "runs", "settled", "spans", "trainable", "wide", "writable", "zeros_like",
+    "refuse_copies", "runs", "settled", "spans", "trainable", "writable", "zeros_like",
 ]  # fmt: skip
 
 
@@ -151,8 +141,8 @@ def zeros_like(tree: Tree) -> Tree:
 
     Raises: ShardError where all of them do not fit in the device.
     """
-    refuse_copies(tree, wide)
-    return each(lambda x: torch.zeros_like(x, dtype=wide(x.dtype)), tree)
+    refuse_copies(tree, wider)
+    return each(lambda x: torch.zeros_like(x, dtype=wider(x.dtype)), tree)
 
 
 def settled(tree: Tree) -> Tree:

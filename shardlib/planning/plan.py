@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardlib.dtypes import is_half
 from shardlib.errors import BadArgument, ShardError, similar
 from shardlib.mesh import record
 from shardlib.modules import parallelize, recipes
@@ -346,7 +347,7 @@ def loss_of(out: object, labels: object) -> Tensor | None:
     """
     found = getattr(out, "loss", None)
     out = found if isinstance(found, Tensor) else getattr(out, "logits", out)
-    if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
+    if isinstance(out, Tensor) and is_half(out):
         out = out.float()
     if isinstance(out, Tensor) and out.numel() == 1:
         return out

@@ -6,7 +6,6 @@ from shardlib.tensor.gradients import (
     _ShareGradient,
     gradient_of,
     gradient_place,
-    is_half,
     made_of,
     of_pending,
     real_axes,
@@ -15,8 +14,6 @@ from shardlib.tensor.gradients import (
     total,
     varied_wide,
     vary,
-    wide,
-    wider,
 )
 from shardlib.tensor.lifting import (
     _First,
@@ -79,7 +76,6 @@ __all__ = [
     "heard",
     "implements",
     "is_dense",
-    "is_half",
     "layout_of",
     "lift",
     "local_call",
@@ -105,6 +101,4 @@ __all__ = [
     "typeof",
     "varied_wide",
     "vary",
-    "wide",
-    "wider",
 ]

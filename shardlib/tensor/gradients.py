@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shardlib._compat import Ctx, Local, backward_now
 from shardlib.collectives import lead, psum, unwrap, wrap
+from shardlib.dtypes import is_half, wider
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.tensor.grad_coalescing import together_of
@@ -31,8 +32,8 @@ from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import Facts, ShardedTensor
 
 __all__ = [
-    "Wide", "gradient_of", "gradient_place", "is_half", "made_of", "of_pending", "real_axes", "settle", "to_pending",
-    "total", "varied", "varied_wide", "vary", "vjp_again", "wide", "widened", "wider",
+    "Wide", "gradient_of", "gradient_place", "made_of", "of_pending", "real_axes", "settle", "to_pending",
+    "total", "varied", "varied_wide", "vary", "vjp_again", "widened",
 ]  # fmt: skip
 
 
@@ -67,21 +68,6 @@ class Wide:
         if mine is None or g is None:
             return g if mine is None else mine
         return mine.add_(g)
-
-
-def wider(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values are summed: fp32 for half precision, else their own."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def wide(x: Value) -> Value:
-    """Convert a value to the dtype in which it is summed."""
-    dtype = wider(x.dtype)
-    return x if x.dtype == dtype else x.to(dtype)  # type: ignore[return-value]
-
-
-def is_half(x: Tensor) -> bool:
-    return wider(x.dtype) != x.dtype
 
 
 class _Vary(Local):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardlib._compat import all_gather_single, backend_name, reduce_scatter_single
 from shardlib.collectives.backends.backend import Axes, Finish, Pairs
+from shardlib.dtypes import is_half, wider
 from shardlib.kernels import active
 from shardlib.kernels.pack import dense
 from shardlib.mesh import GROUPS, POSTED, Mesh, current_job, lost, rank_along
@@ -136,7 +137,7 @@ _NEVER = 1 << 20
 
 def _summed(blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Sum in rank order; half precision in fp32."""
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    wide = wider(dtype)
     out = blocks[0].to(wide, copy=True)
     for b in blocks[1:]:
         out += b
@@ -311,16 +312,12 @@ def psum_scatter_into(
     alike = wire is None and out.dtype == x.dtype
     if g.native and alike:
         return _native_scatter(parts, g, out)
-    large = alike and not (g.native or _is_half(x)) and parts[0].nbytes >= _LARGE
+    large = alike and not (g.native or is_half(x)) and parts[0].nbytes >= _LARGE
     if large and g.size == 2:
         return _sum_of_two(parts[1 - g.index], parts[g.index], out, g)
     if large and g.size > 2 and not ahead:
         return _round_sum(parts, g, out, land)
     return _exchanged_sum(parts, g, out, wire, land)
-
-
-def _is_half(x: Tensor) -> bool:
-    return x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _native_scatter(parts: Tensor, g: _Group, out: Tensor) -> Finish:
@@ -338,7 +335,7 @@ def _exchanged_sum(
     parts: Tensor, g: _Group, out: Tensor, wire: torch.dtype | None, land: Tensor | None
 ) -> Finish:
     """Send each rank its part, and add what comes in the order of ``_round_sum``."""
-    own, half = parts[g.index], _is_half(parts)
+    own, half = parts[g.index], is_half(parts)
     ordered = parts if g.order is None else parts[_inverse(g.order)]
     sent = ordered if wire is None else ordered.to(wire)
     if land is not None and land.dtype == sent.dtype and land.numel() >= sent.numel():
@@ -720,7 +717,7 @@ def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) 
     The first part is received from now on, in ``target`` itself where it fits there; each other one
     after the part before it is added.
     """
-    half = target.dtype in (torch.bfloat16, torch.float16)
+    half = is_half(target)
     fits = target.dtype == wire and not half and target.is_contiguous()
     land = target if fits else torch.empty(x.shape, dtype=wire, device=x.device)
     recv, places, me = g.handle.recv, g.places, g.index

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardlib.collectives.backends.backend import Axes, Finish, Pairs
 from shardlib.collectives.backends.stacked import at_once
+from shardlib.dtypes import wider
 from shardlib.mesh import Mesh, rank_along
 
 __all__: list[str] = []
@@ -97,7 +98,7 @@ def psum_scatter(
     parts = _parts(x, mesh, axes, dim)
     sent = parts if wire is None else parts.to(wire)
     came = torch.empty_like(sent)
-    wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    wide = wider(x.dtype)
     return came[0].to(wide, copy=True).to(x.dtype)
 
 

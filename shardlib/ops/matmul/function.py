@@ -18,13 +18,14 @@ from torch import Tensor
 
 from shardlib._compat import Local, owned
 from shardlib.collectives import Pending, axis_size, lead, psum, start, unwrap, wrap
+from shardlib.dtypes import HALF, wider
 from shardlib.mesh import Mesh, bind, scope
 from shardlib.tensor import total, vary
 
 __all__ = [
     "Axes", "DimMove", "Gradients", "NOWHERE", "Product", "Schedule", "accumulator", "add_product",
     "ahead", "cut", "run_schedule", "nothing", "panels", "partial_product", "plus_product", "post", "rounded",
-    "summed_product", "wide",
+    "summed_product",
 ]  # fmt: skip
 
 Axes = tuple[str, ...]
@@ -171,9 +172,6 @@ def _recorded(
     )
 
 
-_HALF = frozenset({torch.bfloat16, torch.float16})
-
-
 class DimMove(NamedTuple):
     """Gather a dimension over mesh axes, or scatter its sum; major axis first."""
 
@@ -215,12 +213,7 @@ def nothing() -> None:
 
 def accumulator(like: Tensor, *shape: int) -> Tensor:
     """Return zeros to add products into: fp32 for half precision operands."""
-    return like.new_zeros(shape, dtype=wide(like.dtype))
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which products are summed: fp32 for half precision."""
-    return torch.float32 if dtype in _HALF else dtype
+    return like.new_zeros(shape, dtype=wider(like.dtype))
 
 
 def add_product(c: Tensor, a: Tensor, b: Tensor) -> None:
@@ -252,7 +245,7 @@ def partial_product(a: Tensor, b: Tensor) -> Tensor:
 
     a [.., M, K], b [.., K, N].
     """
-    if a.dtype not in _HALF:
+    if a.dtype not in HALF:
         return a @ b
     if a.is_cuda and a.ndim == b.ndim == 2:
         # one kernel that reads half precision and writes fp32, without copies of a and b

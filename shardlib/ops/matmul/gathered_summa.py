@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardlib.collectives import axis_size, broadcasts, reductions
 from shardlib.cost import Cost, moving, summing
+from shardlib.dtypes import is_half, wider
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import (
     Axes,
@@ -29,12 +30,11 @@ from shardlib.ops.matmul.function import (
     nothing,
     partial_product,
     rounded,
-    wide,
 )
 from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price_of_gather
 from shardlib.ops.matmul.shared_gather import ReadsShared, gathered
 from shardlib.ops.registry import Match, algorithm
-from shardlib.tensor import ShardedTensor, is_half, made_of
+from shardlib.tensor import ShardedTensor, made_of
 
 __all__ = ["Streamed", "streamed"]
 
@@ -78,7 +78,7 @@ class Streamed(ReadsShared):
         return self.left(dx), dw
 
     def _of_w(self, x: Tensor, dy: Tensor, w: Tensor, over: Axes) -> Tensor:
-        dw = w.new_empty(w.shape, dtype=wide(w.dtype))
+        dw = w.new_empty(w.shape, dtype=wider(w.dtype))
         sum_into = reductions(self.axis, dw, w.dtype)
         added = nothing
         for k, part in enumerate(x.reshape(-1, x.shape[-1]).chunk(axis_size(self.axis), -1)):
@@ -126,8 +126,8 @@ def streamed(case: MatmulCase) -> Match | str:
         """Gather X for all products that read it, and multiply."""
         whole, once = gathered(x, cube.x, over[0])
         made_of(x)["again", cube.x, over[0]] = None
-        wide = once.sum if is_half(whole) else None
-        schedule = Streamed(axis, again=once, x=x.raw, wide=wide)
+        wider = once.sum if is_half(whole) else None
+        schedule = Streamed(axis, again=once, x=x.raw, wide=wider)
         return Product.apply(schedule, x.mesh, ((), over[1]), whole, w.raw, bias)  # type: ignore[return-value]
 
     return Match(

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from shardlib.collectives import Pending, all_gather, psum_scatter
 from shardlib.cost import Cost, moving, summing
+from shardlib.dtypes import is_half
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import current_mesh
@@ -51,7 +52,7 @@ from shardlib.ops.matmul.function import (
 from shardlib.ops.matmul.prefetch import Gather, next_gather
 from shardlib.ops.matmul.shared_gather import ReadsShared, gathered
 from shardlib.ops.registry import Match, algorithm
-from shardlib.tensor import ShardedTensor, is_half, made_of
+from shardlib.tensor import ShardedTensor, made_of
 
 __all__ = [
     "Cube",

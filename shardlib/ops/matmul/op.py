@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardlib._compat import Local, owned
 from shardlib.collectives import lead, unwrap, wrap
+from shardlib.dtypes import HALF, is_half
 from shardlib.errors import BadArgument, NoImplementation, ShardError
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, Scope, bind, scope
@@ -28,7 +29,7 @@ from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.tensor.grad_coalescing import together_of
-from shardlib.tensor.gradients import is_half, made_of, real_axes, total, vary
+from shardlib.tensor.gradients import made_of, real_axes, total, vary
 from shardlib.tensor.lifting import lift
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
@@ -410,7 +411,7 @@ def _adds(bias: Place, of_y: Place, match: Match, dtype: torch.dtype) -> _Adds |
 
     None if it does not add it.
     """
-    mesh, half = of_y.mesh, dtype in (torch.bfloat16, torch.float16)
+    mesh, half = of_y.mesh, dtype in HALF
     torchs = match.adds and not lead(mesh)
     alike = bias.mesh is mesh and len(bias.shape) == 1 and bias.dims == of_y.dims[-1:]
     meets = {*of_y.layout.axes, *of_y.deferred}

@@ -24,6 +24,7 @@ from functools import partial
 from torch import Tensor
 
 from shardlib.collectives import axis_size, broadcasts, ppermute, reductions
+from shardlib.dtypes import wider
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import (
     Axes,
@@ -35,7 +36,6 @@ from shardlib.ops.matmul.function import (
     partial_product,
     plus_product,
     rounded,
-    wide,
 )
 from shardlib.ops.matmul.matmul2d import ROLES, Form, sizes_2d
 from shardlib.ops.registry import Match, algorithm
@@ -109,7 +109,7 @@ def summa_atb(
 
 def _result(like: Tensor, more: bool, *shape: int) -> Tensor:
     """Return a buffer; fp32 for half precision where the result is summed further."""
-    return like.new_empty(shape, dtype=wide(like.dtype)) if more else like.new_empty(shape)
+    return like.new_empty(shape, dtype=wider(like.dtype)) if more else like.new_empty(shape)
 
 
 def swap(x: Tensor, row: str, col: str) -> Tensor:
