@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlib.errors import BadArgument, ShardError, Unsupported
+from shardlib.errors import AxisReused, BadArgument, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout, Ring
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.modules.colossalai import Legacy, legacy
@@ -541,11 +541,20 @@ def _refused(why: str, fix: str, operands: Mapping[str, object] | None = None) -
 def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), /, **axes: str) -> str:
     """Return the token of a batch dimension over ``data``, if the mesh has it, and ``over``.
 
-    ``axes``  the recipe's arguments that name one.  Raises: UnknownAxis.
+    ``axes``  the recipe's arguments that name one.  Raises: UnknownAxis, AxisReused.
     """
     m = as_mesh(mesh)
+    fix = _instead(m.names, data, recipe, axes)
     for axis in axes.values():
-        m.axis_size(axis, "recipe", _instead(m.names, data, recipe, axes))
+        m.axis_size(axis, "recipe", fix)
+    for argument, axis in axes.items():
+        if argument != "data" and axis == data:
+            raise AxisReused(
+                f"axis {axis!r} is used twice, as {argument!r} and as 'data', which splits batches",
+                op="recipe",
+                mesh=m,
+                fix=fix,
+            )
     return _token(*(a for a in (data, *over) if a in m.names))
 
 
@@ -553,11 +562,15 @@ def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, st
     """Write a call that fits this mesh's axes: this recipe with other axes, or another recipe."""
     own = [n for n in names if n != data]
     left = [n for n in own if n not in axes.values()]
-    lacks = [argument for argument, n in axes.items() if n not in names]
+    lacks = [argument for argument, n in axes.items() if n not in own]
     if len(left) >= len(lacks):
-        return f"sl.recipes.{recipe}(model, {', '.join(map('{}={!r}'.format, lacks, left))})"
-    if not own:
-        return f"sl.recipes.ddp(model, data={data!r})"
+        given = dict(zip(lacks, left, strict=False))
+        if data in names and data != "data":
+            given["data"] = data
+        return f"sl.recipes.{recipe}(model, {', '.join(f'{k}={a!r}' for k, a in given.items())})"
+    if not own:  # the batch's axis is the only one: recipes that need no other
+        alone = {"fsdp": "fsdp(model, axis"}.get(recipe, "ddp(model, data")
+        return f"sl.recipes.{alone}={data!r})"
     wants = f"  # {recipe} wants axes {', '.join(axes.values())}" if len(axes) > 1 else ""
     return f"sl.recipes.megatron1d(model, axis={own[0]!r}){wants}"
 

@@ -129,6 +129,34 @@ def test_simulated_and_real_ranks_count_the_same(pool: Any) -> None:
         assert traffic() == pool.run(traffic, x=2, y=2)[0]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "axes", "given", "fix"),
+    [
+        ("megatron1d", "x", {"data": "x"}, "ddp(model, data='x')"),
+        ("megatron1d", "x y", {"data": "x"}, "megatron1d(model, axis='y', data='x')"),
+        ("megatron1d", "data x", {"axis": "data"}, "megatron1d(model, axis='x')"),
+        ("optimus2d", "x y z", {"data": "y"}, "optimus2d(model, cols='z', data='y')"),
+        ("ring", "s", {"data": "s"}, "ddp(model, data='s')"),
+    ],
+)
+def test_an_axis_for_batches_and_for_the_model_is_refused_when_the_recipe_is_made(
+    recipe: str, axes: str, given: dict[str, str], fix: str
+) -> None:
+    model = GPT(GPTConfig(vocab=16, ctx=8, layers=1, heads=2, embed=8))
+    with sl.simulate(**dict.fromkeys(axes.split(), 2)):
+        with pytest.raises(sl.errors.AxisReused, match="is used twice, as") as e:
+            getattr(sl.recipes, recipe)(model, **given)
+        assert e.value.fix == f"sl.recipes.{fix}"
+        exec(e.value.fix, {"sl": sl, "model": model})
+
+
+def test_fsdp_on_a_mesh_of_copies_alone_is_told_to_split_over_them() -> None:
+    with sl.simulate(data=2):
+        with pytest.raises(sl.errors.UnknownAxis) as e:
+            sl.recipes.fsdp(GPT(CONFIG))
+        assert e.value.fix == "sl.recipes.fsdp(model, axis='data')"
+
+
 def traffic() -> tuple[Any, ...]:
     m, where = GPT(CONFIG), "x ."
     with sl.trace() as t:
