@@ -39,55 +39,37 @@ class TakesGradients(Protocol):
 P = ParamSpec("P")
 Params = TypeVar("Params", bound=Any)  # any tree: a lambda's argument has no type
 Second = TypeVar("Second", bound=Any)
-Aux = TypeVar("Aux")
+Value = TypeVar("Value", bound=Any)  # a loss, or with has_aux a pair of it and more
 
 
 @overload
 def value_and_grad(
-    f: Callable[Concatenate[Params, P], Tensor],
+    f: Callable[Concatenate[Params, P], Value],
     argnums: Literal[0] = 0,
     *,
-    has_aux: Literal[False] = False,
+    has_aux: bool = False,
     pending: str | Sequence[str] = (),
-) -> Callable[Concatenate[Params, P], tuple[Tensor, Params]]: ...
+) -> Callable[Concatenate[Params, P], tuple[Value, Params]]: ...
 @overload
 def value_and_grad(
-    f: Callable[Concatenate[Params, P], tuple[Tensor, Aux]],
-    argnums: Literal[0] = 0,
-    *,
-    has_aux: Literal[True],
-    pending: str | Sequence[str] = (),
-) -> Callable[Concatenate[Params, P], tuple[tuple[Tensor, Aux], Params]]: ...
-@overload
-def value_and_grad(
-    f: Callable[Concatenate[Params, Second, P], Tensor],
+    f: Callable[Concatenate[Params, Second, P], Value],
     argnums: tuple[Literal[0], Literal[1]],
     *,
-    has_aux: Literal[False] = False,
+    has_aux: bool = False,
     pending: str | Sequence[str] = (),
-) -> Callable[Concatenate[Params, Second, P], tuple[Tensor, tuple[Params, Second]]]: ...
+) -> Callable[Concatenate[Params, Second, P], tuple[Value, tuple[Params, Second]]]: ...
 @overload
 def value_and_grad(
-    f: Callable[P, Tensor],
+    f: Callable[Concatenate[Params, P], Value], *, has_aux: bool = False, into: TakesGradients
+) -> Callable[Concatenate[Params, P], tuple[Value, dict[str, ShardedTensor]]]: ...
+@overload
+def value_and_grad(
+    f: Callable[P, Value],
     argnums: Sequence[int],
     *,
-    has_aux: Literal[False] = False,
+    has_aux: bool = False,
     pending: str | Sequence[str] = (),
-) -> Callable[P, tuple[Tensor, tuple[object, ...]]]: ...
-@overload
-def value_and_grad(
-    f: Callable[Concatenate[Params, P], Tensor],
-    *,
-    has_aux: Literal[False] = False,
-    into: TakesGradients,
-) -> Callable[Concatenate[Params, P], tuple[Tensor, dict[str, ShardedTensor]]]: ...
-@overload
-def value_and_grad(
-    f: Callable[Concatenate[Params, P], tuple[Tensor, Aux]],
-    *,
-    has_aux: Literal[True],
-    into: TakesGradients,
-) -> Callable[Concatenate[Params, P], tuple[tuple[Tensor, Aux], dict[str, ShardedTensor]]]: ...
+) -> Callable[P, tuple[Value, tuple[object, ...]]]: ...
 @overload
 def value_and_grad(
     f: Callable[P, object],

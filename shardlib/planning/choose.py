@@ -1,11 +1,14 @@
 """Choose: the plan of one family of grids, for the products of a model alone, by their formulas.
 
-``plan`` lets the best ways run on the meta device; here nothing runs.  Every grid of the three-axis
-product (grids.py), with gathered operands saved or not, is priced by ``step_cost``, and the fastest
-that fits is taken.  Attention and norms move little or nothing under these layouts.
+``plan`` lets the best ways run on the meta device; with its search restricted to these grids nothing
+runs.  Every grid of the three-axis product (grids.py), with gathered operands saved or not, is
+priced by ``step_cost``, and the fastest that fits is taken.  Attention and
+norms move little or nothing under these layouts.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +17,7 @@ from shardlib.mesh import Link
 from shardlib.modules.dim_trace import trace_dimensions
 from shardlib.planning.grids import Grid3, candidates, divides, step_cost
 from shardlib.planning.layer_dedup import Layer, all_products, elements, outline
-from shardlib.planning.plan import Plan, Strategy
+from shardlib.planning.plan import Plan, Search, Strategy, plan
 
 __all__ = ["choose"]
 
@@ -58,18 +61,29 @@ def choose(
     """
     layers = _layers(model)
     _check_counts(layers, world=world, batch=batch, sequence=sequence)
-    known = dict.fromkeys("xyz", links) if isinstance(links, Link) else links
     # 2 flops per multiply-add, in three products: forward, dX, dW
     work = 6 * batch * sequence * elements(layers) / world / flops if flops else 0.0
-    grids = {g: divides(layers, *g, batch, heads) for g in candidates(layers, world)}
+    known = dict.fromkeys("xyz", links) if isinstance(links, Link) else links
+    room = math.inf if memory is None else memory
 
-    def priced(m: int, k: int, n: int, mlp: str, save: str) -> Grid3:
-        cost = step_cost(layers, m, k, n, save, batch * sequence, itemsize, state, mlp)
-        return Grid3(m, k, n, save, cost, cost.seconds(known) + work, mlp)
+    def weigh(way: Strategy) -> list[Grid3]:
+        m, n, k = way.mesh.values()
+        if not divides(layers, m, k, n, way.mlp, batch, heads):
+            raise ShardError("it does not divide the sizes", op="choose")
+        found = []
+        for save in _savings(m, k, n, way.mlp):
+            cost = step_cost(layers, m, k, n, save, batch * sequence, itemsize, state, way.mlp)
+            found.append(Grid3(m, k, n, save, cost, cost.seconds(known) + work, way.mlp))
+        return [g for g in found if g.cost.memory <= room]
 
-    tried = [priced(*g, save) for g, even in grids.items() if even for save in _savings(*g)]
-    table = [g for g in tried if memory is None or g.cost.memory <= memory]
-    if not table:
+    ways = [
+        Strategy("cube3d", {"x": m, "y": n, "z": k}, mlp=mlp)
+        for m, k, n, mlp in candidates(layers, world)
+    ]
+    grids = Search(ways, ways, weigh, _order)
+    sizes: Any = model
+    given: Any = plan(sizes, world, batch=batch, sequence=sequence, memory=memory, only=grids)
+    if not given.table:
         raise ShardError(
             f"no grid of {world} ranks divides these sizes"
             + (" within the memory" if memory is not None else ""),
@@ -80,15 +94,12 @@ def choose(
             },
             fix=f"sl.choose(model, 1, batch={batch})",
         )
-    table.sort(
-        key=lambda g: (g.seconds, g.cost.messages, g.cost.memory, len(g.save), g.mlp != "mnk")
-    )
-    rejected = tuple(
-        (Strategy("cube3d", {"x": m, "y": n, "z": k}), "it does not divide the sizes")
-        for (m, k, n, _), even in grids.items()
-        if not even
-    )
-    return Plan(tuple(table), memory, len(grids), rejected, batch)
+    return given
+
+
+def _order(g: Grid3) -> tuple[Any, ...]:
+    """Sort by seconds, then messages; of equal ones the usual form comes first."""
+    return g.seconds, g.cost.messages, g.cost.memory, len(g.save), g.mlp != "mnk"
 
 
 def _check_counts(layers: Sequence[Layer], **counts: int) -> None:
@@ -140,10 +151,10 @@ def _of_module(model: nn.Module) -> list[Layer]:
     sizes = [(p.shape[1], p.shape[0]) for p in model.parameters() if p.ndim == 2]
     if not sizes:
         return []
-    plan = outline(model)
+    found = outline(model)
     try:
-        dims = [trace_dimensions(plan.model(i)) for i in range(1 + len(plan.repeats))]
+        dims = [trace_dimensions(m) for m in found.models]
     except Unsupported as e:
         fix = f"sl.choose({sizes[:4]}, 8, batch=64)  # (inputs, outputs) of each product"
         raise Unsupported(e.message, op="choose", fix=fix) from None
-    return all_products(plan, dims)
+    return all_products(found, dims)

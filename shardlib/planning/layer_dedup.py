@@ -40,6 +40,11 @@ class Outline:
         """Further copies of each repeated layer, the first not counted."""
         return tuple(len(k) - 1 for _, alike in self.stacks for k in alike if len(k) > 1)
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The smaller models whose figures make up the original's, see ``total``."""
+        return [self.model(i) for i in range(1 + len(self.repeats))]
+
     def model(self, more: int = 0) -> nn.Module:
         """Build the smaller model, on the tensors of the original."""
         # deepcopy shares what is in the memo: the copies use the original tensors

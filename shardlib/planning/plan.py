@@ -8,11 +8,12 @@ from the step's own calls, and a model of 80 layers takes as long as one of two.
 
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,7 @@ class Strategy:
     """A way to train: a recipe on a mesh, ZeRO's stage, remat and micro-batches.
 
     ``accumulate``  micro-batches of a step: forward and backward run once for each.
+    ``mlp``         roles of the axes in MLPs, as ``recipes.cube3d`` takes them.
     """
 
     recipe: str
@@ -49,6 +51,7 @@ class Strategy:
     stage: int = 0
     remat: str = ""
     accumulate: int = 1
+    mlp: str = field(default="mnk", repr=False)
 
     @property
     def copies(self) -> tuple[str, ...]:
@@ -228,6 +231,21 @@ def _outcome(plan: Plan[Weighed]) -> list[str]:
     return [f"no recipe splits {plan.batch} rows, and the heads, over so many ranks"]
 
 
+class Search(NamedTuple):
+    """Ways to train a model on some ranks, with the cost of each.
+
+    ``ways``   all that divide; of them those ``tried`` are worth weighing.
+    ``weigh``  finds the cost of each form of a way, or raises ShardError where it is impossible.
+    ``order``  the key that sorts these forms, the best first.
+    """
+
+    ways: Sequence[Strategy]
+    tried: Sequence[Strategy]
+    weigh: Callable[[Strategy], Sequence[Any]]
+    order: Callable[[Any], tuple[Any, ...]]
+    cluster: Cluster | None = None
+
+
 def plan(
     model: nn.Module,
     ranks: int,
@@ -241,6 +259,7 @@ def plan(
     loss: Callable[..., Tensor] | None = None,
     most: int = 4,
     accumulate: int = 1,
+    only: Search | None = None,
 ) -> Plan[Weighed]:
     """Find how to train a language model on ``ranks`` ranks: mesh, recipe, ZeRO, micro-batches.
 
@@ -256,6 +275,7 @@ def plan(
                     logits.
     ``accumulate``  micro-batches of a step at the least; there are more where a whole batch does
                     not fit.
+    ``only``        a search among fewer ways with prices of its own, as ``sl.choose`` makes one.
     ZeRO is used over the axes that copy parameters.  Among its stages from 1 on, numbers of
     micro-batches and ``remat`` of whole layers, the fastest that fits is taken: each micro-batch
     adds messages, stages 2 and 3 reduce gradients once per micro-batch, stage 3 also gathers
@@ -276,24 +296,24 @@ def plan(
     >>> found.best.way.recipe, dict(found.best.way.mesh), found.best.way.stage
     ('ddp', {'data': 4}, 1)
     """
-    counts = {"batch": batch, "sequence": sequence, "accumulate": accumulate, "most": most}
     names = [recipe] if isinstance(recipe, str) else list(recipe)
-    _check(ranks, counts, state, memory, names)
-    where = cluster_of(cluster)
-    room = where.memory if memory is None else memory
-    study = _Study(model, where, batch, sequence, state, loss or _loss, room, accumulate)
-    ways = list(study.ways(ranks, names))
-    # the index breaks ties: a Way has no order
-    ranked = sorted((study.estimate(w), i, w) for i, w in enumerate(ways))
-    table: list[Weighed] = []
+    if only is None:
+        counts = {"batch": batch, "sequence": sequence, "accumulate": accumulate, "most": most}
+        _check(ranks, counts, state, memory, names)
+        where = cluster_of(cluster)
+        memory = where.memory if memory is None else memory
+        study = _Study(model, where, batch, sequence, state, loss or _loss, memory, accumulate)
+        ways = study.ways(ranks, names)
+        only = Search(ways, study.tried(ways, most), study.weigh, _order, where)
+    table: list[Any] = []
     rejected: list[tuple[Strategy, str]] = []
-    for way in _some([(seconds, w) for seconds, _, w in ranked], most):
+    for way in only.tried:
         try:
-            table.append(study.weigh(way))
+            table += only.weigh(way)
         except ShardError as e:
             rejected.append((way, e.message.splitlines()[0]))
-    table.sort(key=lambda w: (not w.fits, w.seconds if w.fits else w.peak, w.peak))
-    return Plan(tuple(table), room, len(ways), tuple(rejected), batch, where)
+    table.sort(key=only.order)
+    return Plan(tuple(table), memory, len(only.ways), tuple(rejected), batch, only.cluster)
 
 
 def _check(
@@ -327,17 +347,6 @@ def _bad(why: str, fix: str) -> BadArgument:
 
 _RANKS, _ROWS = 2**20, 2**40
 """Upper limits: ranks (their divisors are counted one by one), and rows and tokens per row."""
-
-
-def _some(ranked: Sequence[tuple[float, Strategy]], most: int) -> list[Strategy]:
-    """Return the best, and each recipe's best if its estimate is at most twice the best one."""
-    if not ranked:
-        return []
-    bar = 2 * ranked[0][0]
-    near = [(t, w) for t, w in ranked if t <= bar] or [ranked[0]]
-    firsts = list({w.recipe: w for _, w in reversed(near)}.values())
-    kept = [w for i, (_, w) in enumerate(near) if i < max(most - len(firsts), 1) or w in firsts]
-    return kept[:most]
 
 
 def loss_of(out: object, labels: object) -> Tensor | None:
@@ -395,7 +404,7 @@ class _Study:
         self.begin: tuple[int, str] | None = None
         self.fastest = math.inf
         self.outline: Outline = outline(model)
-        self.models = [self.outline.model(i) for i in range(1 + len(self.outline.repeats))]
+        self.models = self.outline.models
         self.dims: list[Dimensions] = [trace_dimensions(m) for m in self.models]
         self.layers: list[Layer] = all_products(self.outline, self.dims)
         self.item = max(p.element_size() for p in model.parameters())
@@ -404,10 +413,19 @@ class _Study:
         self.flops = 3 * self.batch * forward[""]
         self.heads, self.keys = _heads(model), _keys(model)
 
-    def ways(self, ranks: int, names: Sequence[str]) -> Iterator[Strategy]:
+    def ways(self, ranks: int, names: Sequence[str]) -> list[Strategy]:
         """List every recipe on every mesh that divides the sizes."""
-        for data in _divisors(ranks):
-            yield from (w for w in self._on(data, ranks // data) if w.recipe in names)
+        every = (self._on(data, ranks // data) for data in _divisors(ranks))
+        return [way for some in every for way in some if way.recipe in names]
+
+    def tried(self, ways: Sequence[Strategy], most: int) -> list[Strategy]:
+        """Return the best, and each recipe's best if its estimate is at most twice the best one."""
+        estimates = [self.estimate(w) for w in ways]
+        ranked = sorted(zip(estimates, ways, strict=True), key=operator.itemgetter(0))
+        near = [w for t, w in ranked if t <= 2 * ranked[0][0]]
+        firsts = list({w.recipe: w for w in reversed(near)}.values())
+        rest = max(most - len(firsts), 1)
+        return [w for i, w in enumerate(near) if i < rest or w in firsts][:most]
 
     def _on(self, data: int, rest: int) -> Iterator[Strategy]:
         """List the ways with ``data`` copies of the parameters, each over ``rest`` ranks."""
@@ -465,7 +483,7 @@ class _Study:
             seconds += 1e9
         return seconds + self.flops / ranks / self.cluster.flops
 
-    def weigh(self, way: Strategy) -> Weighed:
+    def weigh(self, way: Strategy) -> list[Weighed]:
         """Find the micro-batches, remat and stage that fit and take least time, with their cost.
 
         One number of micro-batches runs on the meta device, with or without remat; the others are
@@ -499,7 +517,7 @@ class _Study:
         if known.fits and known.seconds < self.fastest:
             self.fastest = known.seconds
             self.begin = self.batch // way.rows // known.way.accumulate, known.way.remat
-        return known
+        return [known]
 
     def _learn(self, found: Mapping[tuple[int, str], Mapping[str, float]], count: int) -> None:
         if (count, "") in found and (count, "full") in found:
@@ -633,6 +651,11 @@ class _Study:
             met = [links[a] for a in axis.split()]
             seconds += max(m.alpha for m in met) * messages + max(m.beta for m in met) * nbytes
         return seconds
+
+
+def _order(found: Weighed) -> tuple[bool, float, float]:
+    """Sort those that fit by seconds, then the others by bytes."""
+    return not found.fits, found.seconds if found.fits else found.peak, found.peak
 
 
 def _divisors(n: int) -> list[int]:
