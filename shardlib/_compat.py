@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from datetime import timedelta
 from functools import cache
 from importlib.abc import MetaPathFinder
@@ -765,18 +765,25 @@ def storage_users(x: torch.Tensor) -> int:
 
 
 class _AtEnd:
-    """Callback of a backward pass, which the engine drops uncalled where the pass fails."""
+    """Callback of a backward pass: ``run`` at its end; ``failed``, once, where one of both raises."""
 
     def __init__(self, run: Callable[[], object], failed: Callable[[], object] | None) -> None:
         self.run, self.failed = run, failed
 
     def __call__(self) -> None:
-        self.failed = None
         self.run()
+        self.failed = None
 
-    def __del__(self) -> None:
-        if self.failed is not None:
-            self.failed()
+    def fail(self) -> None:
+        failed, self.failed = self.failed, None
+        if failed is not None:
+            failed()
+
+    __del__ = fail  # the engine drops it uncalled where the pass fails
+
+
+_ENDS: ContextVar[list[_AtEnd] | None] = ContextVar("shardlib.ends", default=None)
+"""Callbacks of the backward pass that this context called."""
 
 
 def after_backward(run: Callable[[], object], failed: Callable[[], object] | None = None) -> None:
@@ -784,10 +791,17 @@ def after_backward(run: Callable[[], object], failed: Callable[[], object] | Non
 
     ``Variable._execution_engine.queue_callback`` in 2.11 to 2.15, where torch's FSDP
     uses it; a pass that raises frees its callbacks before the exception reaches its caller on the
-    CPU, and a moment after it where a thread of the device runs the pass.
+    CPU, and a moment after it where a thread of the device runs the pass.  So ``failed`` is called
+    by ``_keep_callers``, in the caller's thread and before the exception reaches its code.
     When it goes: transfers that were prefetched and not used are waited for at the next call.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(run, failed))
+    end = _AtEnd(run, failed)
+    torch.autograd.Variable._execution_engine.queue_callback(end)
+    ends, caller = _ENDS.get(), backward_context()
+    if ends is None and caller is not None:  # a thread of the device
+        ends = caller.get(_ENDS)
+    if ends is not None:
+        ends.append(end)
 
 
 def backward_now() -> int:
@@ -799,28 +813,37 @@ _CALLERS: dict[int, Context] = {}  # by thread
 
 
 def _keep_callers() -> None:
-    """Record the caller of backward where torch does not pass its context to its own threads.
+    """Record the caller of backward, which ends its callbacks where it raises.
 
-    2.11: ``torch.autograd.backward`` and ``grad`` go through ``_engine_run_backward``.
+    2.11 to 2.15: ``torch.autograd.backward`` and ``grad`` go through ``_engine_run_backward``.  In
+    2.11 it does not pass the caller's context to torch's own threads.
     """
     module: Any = torch.autograd
     run = module._engine_run_backward
 
     def noted(*args: object, **kwargs: object) -> object:
-        if backward_now() != -1:  # backward inside backward: the outer one's caller counts
-            return run(*args, **kwargs)
-        _CALLERS[get_ident()] = copy_context()
+        ends: list[_AtEnd] = []
+        outer, thread = _ENDS.set(ends), get_ident()
+        first = not _PASSED_ON and backward_now() == -1  # inside backward the outer caller counts
+        if first:
+            _CALLERS[thread] = copy_context()
         try:
             return run(*args, **kwargs)
+        except BaseException:
+            for end in ends:
+                end.fail()
+            raise
         finally:
-            del _CALLERS[get_ident()]
+            ends.clear()  # copies of this context keep the list
+            _ENDS.reset(outer)
+            if first:
+                del _CALLERS[thread]
 
     module._engine_run_backward = noted
 
 
-_KEPT = "_stash_obj_in_tls" not in torch.autograd._engine_run_backward.__code__.co_names  # type: ignore[attr-defined]
-if _KEPT:
-    patch("backward", _keep_callers)
+_PASSED_ON = "_stash_obj_in_tls" in torch.autograd._engine_run_backward.__code__.co_names  # type: ignore[attr-defined]
+patch("backward", _keep_callers)
 
 
 def backward_context() -> Context | None:
@@ -833,7 +856,7 @@ def backward_context() -> Context | None:
     threads call backward at once the result is None.  When it goes: operations on a GPU's thread
     are counted by no trace.
     """
-    if _KEPT:
+    if not _PASSED_ON:
         found = list(_CALLERS.values()) if backward_now() != -1 else []
         return found[0] if len(found) == 1 else None
     return _in_thread("context") if _is_in_thread("context") else None

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
+from shardlib import _compat
 from shardlib._compat import PATCHES
 
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -140,7 +141,7 @@ def test_an_import_changes_nothing_of_torch_and_the_first_mesh_what_the_page_lis
     imported, used = changed()
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", page.partition("changed in torch")[2], re.M)
-    assert imported == [] and {name for name, _ in rows} == {*PATCHES, "backward"}
+    assert imported == [] and {name for name, _ in rows} == {*PATCHES}
     listed = {name for _, row in rows for name in re.findall(r"`([\w.]+)`", row)}
     assert {*used} <= listed and len(used) >= 12, {*used} ^ listed
 
@@ -154,3 +155,51 @@ def test_a_switch_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("shardlib._compat._INSTALLED", set[str]())
     with pytest.raises(sl.errors.BadArgument, match="SHARDLIB_UNPATCHED names seed, of seeds, "):
         sl.simulate(x=2)
+
+
+class Held(_compat._AtEnd):
+    """Callbacks that stay alive, as they do for a moment where a thread of the device ran the pass."""
+
+    alive: ClassVar[list["Held"]] = []
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.alive.append(self)
+
+
+def heard(device: torch.device, raises: str) -> list[str]:
+    """What a backward pass calls when it ends, or raises in a node or in a callback."""
+    said: list[str] = []
+
+    def ended() -> None:
+        said.append("ended")
+        if raises == "callback":
+            raise ValueError("mine")
+
+    def hook(_: Any) -> None:
+        _compat.after_backward(ended, lambda: said.append("failed"))
+        if raises == "node":
+            raise ValueError("mine")
+
+    with sl.simulate(x=2, device=device):
+        x = torch.ones(3, device=device, requires_grad=True)
+        y = x * 2
+        y.register_hook(hook)
+        try:
+            y.sum().backward()
+            said.append("no error")
+        except ValueError:
+            said.append("error")
+    while Held.alive:
+        Held.alive.pop()
+    return said
+
+
+def test_a_backward_that_raises_has_ended_its_callbacks_when_its_caller_hears(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_compat, "_AtEnd", Held)
+    device = torch.get_default_device()
+    assert heard(device, "") == ["ended", "no error"]
+    assert heard(device, "node") == ["failed", "error"]
+    assert heard(device, "callback") == ["ended", "failed", "error"]

@@ -232,7 +232,7 @@ def _cotangent(x: ShardedTensor, gradient: Tensor | None) -> Tensor | None:
     if gradient is not None:
         if not isinstance(gradient, ShardedTensor):
             gradient = lift(gradient, x.mesh, "backward")
-        if gradient.place is x.place and not x.sharding.partial:
+        if gradient.place is x.place and not x.place.layout.partial:
             return gradient.raw
         if gradient.sharding != (
             x.sharding if not x.sharding.partial else gradient_of(x, x.raw).sharding

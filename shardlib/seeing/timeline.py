@@ -671,7 +671,7 @@ class _Recorder(Trace):
         self.end(self.back)
         if (now := backward_now()) != self.passes:
             self.passes = now
-            after_backward(self._through)
+            after_backward(self._through, self._through)
         self.back = self.begin(span)
 
     def _through(self) -> None:

@@ -383,7 +383,7 @@ def play(name: str, draws: list[tuple[float, int]]) -> list[str]:
                 step()
                 if not isinstance(PLACES.error, RuntimeError):
                     wrong.append(f"{name}: place {place} of {count} raised nothing")
-                posted.settle()  # a call of the fast path that ran out of memory ran once more
+                posted.drain()  # a call of the fast path that ran out of memory ran once more
             except BaseException as e:
                 if e is not PLACES.error:
                     raise

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -122,6 +123,22 @@ def test_a_call_that_fails_leaves_nothing_open() -> None:
             a.reshape(3)
         _ = a + 1
     assert [s.name for s in line.operations] == ["add"]
+
+
+def test_a_backward_that_fails_leaves_nothing_open() -> None:
+    def hook(_: Any) -> None:
+        raise ValueError("mine")
+
+    with sl.simulate(x=2), timeline() as line:
+        a = sl.shard(torch.ones(4, 4), "x .").requires_grad_()
+        b = a.sin()
+        a.register_hook(hook)
+        with pytest.raises(ValueError, match="mine"):
+            b.sum().backward()
+        time.sleep(0.1)
+        (a.detach().requires_grad_() * 2).sum().backward()
+    assert [s.name for s in line.operations if s.backward] == ["sum", "sin", "sum", "mul"]
+    assert all(s.seconds < 0.1 for s in line.operations)
 
 
 def test_a_file_is_what_perfetto_reads_and_reads_back(tmp_path: Path) -> None:
