@@ -1,8 +1,7 @@
 """Optimizers as composable pure transforms; ZeRO is one of them."""
 
 from shardlib.optim.adafactor import adafactor
-from shardlib.optim.adam8bit import adam8bit
-from shardlib.optim.adaptive import adagrad, adam, adamw, lamb, lion, rmsprop, sgd
+from shardlib.optim.adaptive import adagrad, adam, adam8bit, adamw, lamb, lion, rmsprop, sgd
 from shardlib.optim.combine import (
     averaged,
     chain,

@@ -1,17 +1,29 @@
-"""Optimizers by elements: Adam and its kin, Adagrad, RMSprop, SGD, Lion; and LAMB, by tensor."""
+"""Optimizers by elements: Adam and its kin, Adagrad, RMSprop, SGD, Lion; and LAMB, by tensor.
 
-from collections.abc import Callable, Sequence
+In Adam with 8-bit moments blocks of 64 elements have a scale each.  An element's code is the
+nearest of 256 numbers between -1 and 1 (0 and 1 for the second moment), times the largest of its
+block.  The numbers span seven decades, twice as many in each as in the one below, so that small
+elements keep their digits next to large ones.  Buckets of ``zero`` are cut at multiples of 64
+elements, so no cut splits a block.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.collectives import storage
 from shardlib.errors import BadArgument
 from shardlib.kernels import active
 from shardlib.kernels.active import Backend
 from shardlib.kernels.adamw import adamw_, adamw_halves_, steppable
 from shardlib.kernels.apex import AdamStep, apex
+from shardlib.layouts import Dim, Layout
 from shardlib.optim.groups import Mask, by_mask
 from shardlib.optim.norms import norms, scale_in_place
 from shardlib.optim.transform import (
@@ -22,26 +34,30 @@ from shardlib.optim.transform import (
     by_directions,
     divide,
     elementwise,
-    fused,
     ranged,
     restoring,
     under,
 )
 from shardlib.optim.trees import (
+    ALIGN,
+    SPAN,
     Pieces,
     Tree,
+    blocks_of,
+    cuts,
     each,
     is_bucketed,
     moments,
+    need,
     pieces,
     ready,
     spans,
     zeros_like,
 )
-from shardlib.tensor import ShardedTensor, real_axes
+from shardlib.tensor import Place, ShardedTensor, real_axes
 
 __all__ = [
-    "adagrad", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd",
+    "adagrad", "adam", "adam8bit", "adamw", "lamb", "lion", "rmsprop", "sgd",
 ]  # fmt: skip
 
 
@@ -95,13 +111,8 @@ def adamw(
 
         return step
 
-    def kernel(grads: Tree, state: MomentState, params: Tree, step: Step, rate: float) -> bool:
-        g, p, m, v = pieces(grads, params, state.mu, state.nu)
-        count = state.count + 1
-        if _by_kernel(params, (g, p, m, v), step, (rate, b1, b2, eps, weight_decay, count)):
-            return True
-        how = {"lr": rate, "beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
-        return fused("adamw", (p, g, m, v), step, count, **how, amsgrad=False, maximize=False)
+    def own(params: Tree, lists: Any, step: Step, rate: float, count: int) -> bool:
+        return _by_kernel(params, lists, step, (rate, b1, b2, eps, weight_decay, count))
 
     def donate(grads: Tree, state: MomentState, params: Tree, step: Step) -> MomentState:
         if _needs_restoring(params, step):
@@ -109,8 +120,10 @@ def adamw(
         return made.donate(grads, state, params, step)
 
     made: Any = elementwise(
-        "adamw", init, lr, rule, moments=("mu", "nu"), weights=bool(weight_decay), kernel=kernel
-    )
+        "adamw", init, lr, rule, moments=("mu", "nu"), weights=bool(weight_decay), own=own,
+        kernel="adamw", beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
     whole = made._replace(donate=donate, halves=True, heeds=True)
     return under(backend, whole)
 
@@ -130,7 +143,7 @@ def _needs_restoring(params: Tree, step: Step) -> bool:
 
 def _by_kernel(params: Tree, lists: Sequence[Pieces], step: Step, hyper: tuple[Any, ...]) -> bool:
     """Step by a fused kernel, with the half-precision companions; False if no kernel applies."""
-    g, p, m, v = lists
+    p, g, m, v = lists
     # these kernels know no step that is not sound
     if not _own(p) or (step.sound is not None and not step.guarded):
         return False
@@ -155,7 +168,7 @@ def _by_kernel(params: Tree, lists: Sequence[Pieces], step: Step, hyper: tuple[A
 
 
 def _by_apex(lists: Sequence[Pieces], step: Step, hyper: tuple[Any, ...]) -> bool:
-    g, p, m, v = lists
+    p, g, m, v = lists
     stepped = apex("adam", p[0])
     if stepped is None:
         return False
@@ -238,14 +251,10 @@ def adagrad(
 
         return step
 
-    def kernel(grads: Tree, state: SumState, params: Tree, step: Step, rate: float) -> bool:
-        g, p, t = pieces(grads, params, state.total)
-        how = {"lr": rate, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        return fused("adagrad", (p, g, t), step, state.count + 1, **how, maximize=False)
-
     return elementwise(
-        "adagrad", init, lr, rule, moments=("total",), weights=bool(weight_decay), kernel=kernel
-    )
+        "adagrad", init, lr, rule, moments=("total",), weights=bool(weight_decay),
+        kernel="adagrad", lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=False,
+    )  # fmt: skip
 
 
 class RmsState(NamedTuple):
@@ -344,22 +353,18 @@ def sgd(
             g = g.add(more[-1], alpha=weight_decay) if weight_decay else g
             if not momentum:
                 return g * -rate
-            trace = more[0].mul_(momentum).add_(g)
+            # in the wider dtype of both: the trace of fp64 gradients may be kept in half precision
+            trace = more[0].mul_(momentum) + g
+            more[0].copy_(trace)
             return (g + trace * momentum if nesterov else trace) * -rate
 
         return step
 
-    kept = ["trace"] if momentum else []
-
-    def kernel(grads: Tree, state: TraceState, params: Tree, step: Step, rate: float) -> bool:
-        g, p, *trace = pieces(grads, params, *(getattr(state, name) for name in kept))
-        how = {"lr": rate, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-        more = {"dampening": 0.0, "maximize": False, "is_first_step": False}
-        return fused("sgd", (p, g, *trace), step, state.count + 1, **how, **more)
-
     return elementwise(
-        "sgd", init, lr, rule, moments=kept, weights=bool(weight_decay), kernel=kernel
-    )
+        "sgd", init, lr, rule, moments=("trace",) if momentum else (), weights=bool(weight_decay),
+        kernel="sgd", momentum=momentum, nesterov=nesterov, weight_decay=weight_decay,
+        dampening=0.0, maximize=False, is_first_step=False,
+    )  # fmt: skip
 
 
 @ranged()
@@ -485,3 +490,195 @@ def _ratio(tensor: Tensor | None, way: Tensor) -> Tensor:
     both = (tensor > 0) & (way > 0)
     # the inner where avoids a division by 0
     return torch.where(both, tensor / torch.where(both, way, 1.0), 1.0)
+
+
+# ---------------------------------------------------------------- Adam with 8-bit moments
+
+
+class CodedState(NamedTuple):
+    """Steps taken; codes of the moments, and the largest element of each of their blocks.
+
+    ``made_for``  a digest of layouts and buckets, which decide the elements of each block.
+    """
+
+    count: int
+    mu: Tree
+    nu: Tree
+    mu_scale: Any
+    nu_scale: Any
+    made_for: int
+
+
+@ranged()
+def adam8bit(
+    lr: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> Transform:
+    """Update as AdamW does, with 2.125 bytes of moments per parameter in place of 8.
+
+    Blocks consist of neighbours in a rank's own part, so rounding depends on the layout, and a
+    state is valid only for the layout and world size that it was made in.  ``load_state_dict``
+    refuses it elsewhere: rounding the codes again in other blocks would change the moments.
+    Source: Dettmers et al., arXiv 2110.02861, sections 2.1 and 2.2.
+
+    >>> tx = adam8bit(0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> updates, state = tx.update({"w": torch.tensor([3.0, -3.0])}, tx.init(params), params)
+    >>> updates["w"], state.mu["w"].dtype
+    (tensor([-0.5000,  0.5000]), torch.uint8)
+    """
+
+    def init(params: Tree) -> CodedState:
+        zeros = moments(params)
+        mu, nu = _zero_codes(zeros, True), _zero_codes(zeros, False)
+        return CodedState(0, mu, nu, _zero_scales(zeros), _zero_scales(zeros), _digest(zeros))
+
+    def stepped(
+        grads: Tree, state: CodedState, params: Tree, rate: float, into: Tree
+    ) -> CodedState:
+        """Add the updates to a tree, or write them where there are no parameters."""
+        of = direction(state.count + 1, rate, b1, b2, eps, weight_decay)
+        for g, p, to, mu, nu, mu_scale, nu_scale in _spans(grads, params, into, state):
+            dtype = _kept(g)
+            m = _decode(mu, mu_scale, True, dtype)
+            v = _decode(nu, nu_scale, False, dtype)
+            average(g, m, v, b1, b2)
+            u = of(m, v, *([p] if weight_decay else []))
+            if into is params:
+                to.add_(u)
+            else:
+                to.copy_(u)
+            for codes, scale, x, signed in ((mu, mu_scale, m, True), (nu, nu_scale, v, False)):
+                new, largest = _encode(x, signed)
+                codes.copy_(new)
+                scale.copy_(largest)
+        return state._replace(count=state.count + 1)
+
+    def update(grads: Tree, state: CodedState, params: Tree = None) -> tuple[Any, CodedState]:
+        ready(grads, "adam8bit", state.mu)
+        if weight_decay:
+            need(params, "adam8bit")
+            each(lambda g, p: g, grads, params)  # refuses other layouts
+        out = each(lambda g: torch.zeros_like(g, dtype=_kept(g)), grads)
+        rate = at_step(lr, state.count)
+        with torch.no_grad():
+            given = params if weight_decay else grads
+            return out, stepped(grads, each(torch.clone, state), given, rate, out)
+
+    def donate(grads: Tree, state: CodedState, params: Tree, step: Step) -> CodedState:
+        ready(grads, "adam8bit", state.mu)
+        divide(grads, step)
+        step.lr = at_step(lr, state.count)
+        return stepped(grads, state, params, step.lr, params)
+
+    return Transform(init, update, "elementwise", donate)
+
+
+def _spans(
+    grads: Tree, params: Tree, into: Tree, state: CodedState
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield spans, whole blocks of 64, of every block's gradient, parameter, target, codes, scales.
+
+    A tensor that is not contiguous is copied, and the target written back.
+    """
+    trees = (grads, params, into, state.mu, state.nu, state.mu_scale, state.nu_scale)
+    pieces(*trees[:5])  # refuses other trees before anything is written
+    leaves = (optree.tree_leaves(t, none_is_leaf=True) for t in trees)
+    for row in zip(*leaves, strict=True):
+        if not all(isinstance(x, Tensor) for x in row) or not row[0].numel():
+            continue
+        for parts in zip(*map(blocks_of, row), strict=True):
+            flat = [t.reshape(-1) for t in parts]
+            spans = [t.split(SPAN) for t in flat[:5]]
+            scales = [t.split(SPAN // ALIGN) for t in flat[5:]]
+            yield from zip(*spans, *scales, strict=True)
+            for old, new in zip(parts[2:5], flat[2:5], strict=True):
+                if not old.is_contiguous():
+                    old.copy_(new.view(old.shape))
+
+
+def _kept(like: Tensor) -> torch.dtype:
+    """Return the dtype of decoded moments, for gradients such as ``like``."""
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
+
+
+@lru_cache(maxsize=8)
+def numbers(signed: bool) -> Tensor:
+    """List the 256 numbers that the codes stand for, ascending.
+
+    >>> numbers(True)[[0, 127, 255]], len(numbers(False))
+    (tensor([-0.9930,  0.0000,  1.0000]), 256)
+    """
+    found = [0.0, 1.0]
+    for decade in range(7):
+        # dynamic quantization: 2^k numbers (unsigned 2^(k+1)) in the k-th decade
+        cuts = torch.linspace(
+            0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64, device="cpu"
+        )
+        middle = (cuts[1:] + cuts[:-1]) / 2 * 10.0 ** (decade - 6)
+        found += middle.tolist() + ((-middle).tolist() if signed else [])
+    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
+
+
+@lru_cache(maxsize=32)
+def _table(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the numbers, and the midpoints between neighbours, where rounding changes."""
+    table = numbers(signed).to(device)
+    return table, (table[1:] + table[:-1]) / 2
+
+
+def _blocks(flat: Tensor) -> Tensor:
+    """Reshape [n] to [ceil(n / 64), 64], padded with zeros."""
+    return F.pad(flat, (0, -len(flat) % ALIGN)).view(-1, ALIGN)
+
+
+def _encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Compute the codes [n] of a vector [n], and the scales of its blocks."""
+    rows = _blocks(x)
+    scale = rows.abs().amax(-1)
+    # a block of zeros has the scale 0
+    unit = (rows / scale.clamp(min=torch.finfo(scale.dtype).tiny)[:, None]).float()
+    codes = torch.bucketize(unit, _table(signed, x.device)[1]).to(torch.uint8)
+    return codes.view(-1)[: len(x)], scale.float()
+
+
+def _decode(codes: Tensor, scale: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
+    rows = _table(signed, codes.device)[0][_blocks(codes).long()] * scale[:, None]
+    return rows.view(-1)[: len(codes)].to(dtype)
+
+
+def _digest(tree: Tree) -> int:
+    """Compute a digest that is equal if the elements of all tensors have the same neighbours."""
+    said = cuts(tree)
+    for x in optree.tree_leaves(tree):  # type: ignore[arg-type]
+        where = [x.sharding, x.mesh.axes] if isinstance(x, ShardedTensor) else []
+        said.append(" ".join(map(str, [list(x.shape), *where])))
+    return int.from_bytes(hashlib.sha256("; ".join(said).encode()).digest()[:6], "big")
+
+
+def _zero_codes(tree: Tree, signed: bool) -> Tree:
+    """Make the codes of zeros."""
+    (code,) = _encode(torch.zeros(1, device="cpu"), signed)[0].tolist()
+    how: Any = {"dtype": torch.uint8, "memory_format": torch.contiguous_format}
+    return each(lambda x: torch.full_like(x, code, **how), tree)
+
+
+def _zero_scales(tree: Tree) -> list[Any]:
+    """Make a zero for each block of 64 elements of every leaf's blocks."""
+    out = list(optree.tree_leaves(tree, none_is_leaf=True))
+    for i, x in enumerate(out):
+        if not isinstance(x, Tensor):
+            continue
+        parts = blocks_of(x)
+        count = -(-parts[0].numel() // ALIGN)
+        rows = [part.new_zeros(count, dtype=torch.float32) for part in parts]
+        out[i] = rows[0]
+        if isinstance(x, ShardedTensor):
+            axes = tuple(a for a in x.mesh.names if a in x.sharding.axes)
+            size = torch.Size([count * x.mesh.axis_size(axes)])
+            place = Place(Layout((Dim(axes),)), size, x.mesh)
+            out[i] = ShardedTensor(storage(rows, x.mesh), place)
+    return out

@@ -22,7 +22,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import blocks, checking, verify
+from shardlib.collectives import checking, verify
 from shardlib.errors import ShardError
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim.norms import global_norm
@@ -34,7 +34,16 @@ from shardlib.optim.transform import (
     kept_whole,
     run_in_place,
 )
-from shardlib.optim.trees import State, Tree, each, given_for, is_bucketed
+from shardlib.optim.trees import (
+    State,
+    Tree,
+    blocks_of,
+    each,
+    given_for,
+    is_bucketed,
+    raw_of,
+    with_raw,
+)
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
@@ -141,7 +150,7 @@ def _alike(params: Tree, grads: Tree) -> None:
                 mesh=p.mesh if isinstance(p, ShardedTensor) else None,
                 fix="loss, grads = sl.value_and_grad(f)(params)",
             )
-    ids = [id(p.raw if isinstance(p, ShardedTensor) else p) for p in leaves]
+    ids = [id(raw_of(p)) for p in leaves]
     if len(set(ids)) < len(ids):
         raise _tied(params, ids)
 
@@ -173,7 +182,7 @@ def _tied(params: Tree, ids: list[int]) -> ShardError:
 def _parted(grads: Tree) -> Tree:
     """Copy gradients that share memory: one tensor for two leaves, or a repeated element."""
     leaves, tree = optree.tree_flatten(grads)
-    raws = [g.raw if isinstance(g, ShardedTensor) else g for g in leaves]
+    raws = [raw_of(g) for g in leaves]
     held: dict[int, list[int]] = {}  # gradients that were summed together are views of one vector
     for i, raw in enumerate(raws):
         if isinstance(raw, Tensor) and raw.numel():
@@ -181,7 +190,7 @@ def _parted(grads: Tree) -> Tree:
     for some in held.values():
         for i in _shared(some, leaves):
             raw = raws[i].detach().clone(memory_format=torch.contiguous_format)
-            leaves[i] = leaves[i].becomes(raw) if isinstance(leaves[i], ShardedTensor) else raw
+            leaves[i] = with_raw(leaves[i], raw)
     return optree.tree_unflatten(tree, leaves)
 
 
@@ -192,8 +201,7 @@ def _shared(some: list[int], leaves: list[Any]) -> set[int]:
     """
     rows = []
     for i in some:
-        x = leaves[i]
-        mine = blocks(x.raw, x.mesh) if isinstance(x, ShardedTensor) else [x]
+        mine = blocks_of(leaves[i])
         rows += [(b.storage_offset(), _end(b), i, 0 in b.stride()) for b in mine]
     found, end = set(), 0
     for start, stop, i, repeats in sorted(rows):

@@ -38,12 +38,13 @@ from shardlib.optim.trees import (
     each,
     need,
     pieces,
+    raw_of,
     ready,
     runs,
     spans,
+    with_raw,
     writable,
 )
-from shardlib.tensor import ShardedTensor
 
 __all__ = [
     "AMOUNT", "COUNT", "Later", "NUMBER", "POSITIVE", "Posted", "Range", "SHARE", "STEPS",
@@ -340,7 +341,7 @@ def restoring(tx: Transform, grads: Tree, state: State, params: Tree, step: Step
     assert step.sound is not None
     given: Any = state, params, step.beside
     held = [x for x in optree.tree_leaves(given) if isinstance(x, Tensor)]
-    memory = [(x.raw if isinstance(x, ShardedTensor) else x).detach() for x in held]
+    memory = [raw_of(x).detach() for x in held]
     before = [x.clone() for x in memory]
     step.guarded = True
     after = run_in_place(tx, grads, state, params, step)
@@ -356,17 +357,13 @@ def keep(old: State, new: State) -> State:
     def kept(n: Any, o: Any) -> Any:
         if not (isinstance(n, Tensor) and isinstance(o, Tensor)):
             return n
-        one, two = (x.raw if isinstance(x, ShardedTensor) else x for x in (n, o))
+        one, two = raw_of(n), raw_of(o)
         if one.shape != two.shape or one.dtype != two.dtype or one is two:
             return n
         two.copy_(one)
         return o
 
-    leaves, tree = optree.tree_flatten(new, none_is_leaf=True)
-    before, shape = optree.tree_flatten(old, none_is_leaf=True)
-    if tree != shape:
-        return new
-    return optree.tree_unflatten(tree, [kept(n, o) for n, o in zip(leaves, before, strict=True)])
+    return mapped(kept, new, old)
 
 
 # ---------------------------------------------------------------- transforms of one rule
@@ -380,16 +377,18 @@ def elementwise(
     *,
     moments: Sequence[str] = (),
     weights: bool = False,
-    kernel: Callable[[Any, Any, Any, Step, float], bool] | None = None,
-    **fields: Any,
+    own: Callable[..., bool] = lambda *lists: False,
+    kernel: str = "",
+    **how: Any,
 ) -> Transform:
     """Make a transform in which the update of an element depends on that element alone.
 
     ``rule``     ``rule(count, rate)`` returns the function from a gradient, the moments and, with
                  ``weights``, the parameter, to the update; it overwrites the moments.
     ``moments``  the names of the state's trees.
-    ``kernel``   ``kernel(grads, state, params, step, rate)`` steps in place; False, with nothing
-                 done, if it takes no such tensors.
+    ``kernel``   torch's fused kernel, with its other arguments; "" if it has none.
+    ``own``      ``own(params, lists, step, rate, count)`` steps in place by another kernel, on
+                 lists as ``fused`` takes them; False, with nothing done, if it takes no such tensors.
     """
 
     def kept(grads: Tree, state: State) -> list[Any]:
@@ -422,18 +421,17 @@ def elementwise(
         return chosen(sound, state._replace(count=state.count + 1), state)
 
     plain = Transform(init, update, "elementwise", in_spans, heeds=True)
-    if kernel is None:
-        return plain
 
     def donate(grads: Tree, state: State, params: Tree, step: Step) -> State:
-        kept(grads, state)
-        rate = at_step(lr, state.count)
-        if not kernel(grads, state, params, step, rate):
+        g, p, *trees = pieces(grads, params, *kept(grads, state))
+        rate, count, lists = at_step(lr, state.count), state.count + 1, (p, g, *trees)
+        by_own = own(params, lists, step, rate, count)
+        if not by_own and not fused(kernel, lists, step, count, lr=rate, **how):
             return run_in_place(plain, grads, state, params, step)
         step.lr = rate
-        return chosen(step.sound, state._replace(count=state.count + 1), state)
+        return chosen(step.sound, state._replace(count=count), state)
 
-    return plain._replace(donate=donate, **fields)
+    return plain._replace(donate=donate) if kernel else plain
 
 
 def by_directions(
@@ -723,11 +721,8 @@ def chosen(sound: Tensor | None, new: State, old: State) -> State:
 
 
 def _where(sound: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    one, two = (x.raw if isinstance(x, ShardedTensor) else x for x in (new, old))
-    if one.data_ptr() == two.data_ptr():
-        return new
-    raw = torch.where(sound, one, two)
-    return new.becomes(raw) if isinstance(new, ShardedTensor) else raw
+    one, two = raw_of(new), raw_of(old)
+    return new if one.data_ptr() == two.data_ptr() else with_raw(new, torch.where(sound, one, two))
 
 
 def mapped(

@@ -30,15 +30,31 @@ from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
     "State", "Tree",
-    "ALIGN", "SPAN", "EmptyState", "Pieces", "TensorView", "bucketed_in", "by_tensor", "cleared",
-    "cuts", "each", "fresh", "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named", "names_of",
-    "need", "nothing", "of_others", "one_block", "one_each", "only", "pieces", "ready",
-    "refuse_copies", "runs", "settled", "spans", "trainable", "writable", "zeros_like",
+    "ALIGN", "SPAN", "EmptyState", "Pieces", "TensorView", "blocks_of", "bucketed_in", "by_tensor",
+    "cleared", "cuts", "each", "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named",
+    "names_of", "need", "nothing", "of_others", "one_block", "one_each", "only", "pieces", "raw_of",
+    "ready", "refuse_copies", "runs", "settled", "spans", "trainable", "with_raw", "writable",
+    "zeros_like",
 ]  # fmt: skip
 
 
 class EmptyState(NamedTuple):
     """The state of a transform without memory."""
+
+
+def raw_of(x: Any) -> Any:
+    """Return the block of a sharded value, a plain value itself."""
+    return x.raw if isinstance(x, ShardedTensor) else x
+
+
+def with_raw(x: Tensor, raw: Tensor) -> Tensor:
+    """Return a value like ``x``, plain or in its layout, with another block."""
+    return x.becomes(raw) if isinstance(x, ShardedTensor) else raw
+
+
+def blocks_of(x: Tensor) -> Sequence[Tensor]:
+    """List the blocks of the ranks in this process, of a plain tensor itself: detached views."""
+    return blocks(x.raw.detach(), x.mesh) if isinstance(x, ShardedTensor) else [x.detach()]
 
 
 def each(f: Callable[..., Tensor], first: Tree, *others: Tree, op: str = "update") -> Tree:
@@ -54,11 +70,10 @@ def each(f: Callable[..., Tensor], first: Tree, *others: Tree, op: str = "update
             return x
         for m in more:
             _alike(x, m, op)
-        raws = [m.raw if isinstance(m, ShardedTensor) else m for m in more]
+        out = f(*map(raw_of, (x, *more)))
         if isinstance(x, ShardedTensor):
-            out = f(x.raw, *raws)
             return ShardedTensor(out, x.place._replace(deferred=frozenset()))
-        return f(x, *raws)
+        return out
 
     with torch.no_grad():
         _same_tree(first, others)
@@ -130,7 +145,7 @@ def moments(params: Tree) -> Tree:
 def refuse_copies(tree: Tree, dtype: Callable[[torch.dtype], torch.dtype]) -> None:
     """Refuse copies of the leaves' blocks in other dtypes where they do not fit in the device."""
     found = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
-    raws = [x.raw if isinstance(x, ShardedTensor) else x for x in found]
+    raws = [raw_of(x) for x in found]
     if raws:
         nbytes = sum(x.numel() * dtype(x.dtype).itemsize for x in raws)
         refuse_beyond(nbytes, raws[0].device, "init", getattr(found[0], "mesh", None))
@@ -361,9 +376,8 @@ def by_tensor(tree: Tree) -> list[TensorView | None]:
 def _view(x: Tensor) -> TensorView:
     shape = tuple(x.shape)
     if isinstance(x, ShardedTensor):
-        mine = [*blocks(x.raw.detach(), x.mesh)]
-        return TensorView(x.sharding, tuple(x.padded_shape), shape, x.mesh, mine, x.raw)
-    return TensorView(Layout((Dim(),) * x.ndim), shape, shape, None, [x.detach()], x)
+        return TensorView(x.sharding, tuple(x.padded_shape), shape, x.mesh, blocks_of(x), x.raw)
+    return TensorView(Layout((Dim(),) * x.ndim), shape, shape, None, blocks_of(x), x)
 
 
 def _in_buckets(tree: Buckets) -> list[TensorView | None]:
@@ -380,11 +394,6 @@ def _in_buckets(tree: Buckets) -> list[TensorView | None]:
             sizes = item.tiled, item.whole
             out.append(TensorView(item.layout, *sizes, tree.mesh, views, like, bucket, leaf))
     return out
-
-
-def fresh(tree: Tree) -> Tree:
-    """Make contiguous zeros in the leaves' layouts and dtypes, for a step's directions."""
-    return each(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), tree)
 
 
 def cleared(tree: Tree) -> Tree:
@@ -469,7 +478,7 @@ def pieces(first: Tree, *others: Tree) -> list[Pieces]:
     out: list[list[Tensor]] = [[] for _ in range(1 + len(others))]
     for row in _rows(first, *others):
         for kept, x in zip(out, row, strict=True):
-            kept += blocks(x.raw.detach(), x.mesh) if isinstance(x, ShardedTensor) else [x.detach()]
+            kept += blocks_of(x)
     return [Pieces(row) for row in out]
 
 
@@ -565,18 +574,14 @@ def spans(*rows: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
 
 def lies_flat(x: Tensor) -> bool:
     """Return whether each block is contiguous, so that reshaping it to a vector is a view."""
-    if isinstance(x, ShardedTensor):
-        return all(b.is_contiguous() for b in blocks(x.raw, x.mesh))
-    return x.is_contiguous()
+    return all(b.is_contiguous() for b in blocks_of(x))
 
 
-def writable(grads: Tree, like: Tree, copy: bool = False) -> Tree:
+def writable(grads: Tree, like: Tree) -> Tree:
     """Return memory for a step's directions.
 
     It is the gradients' own, which the step may overwrite, if their dtype is ``like``'s; else new
     memory in that dtype.  A leaf that is None in either tree stays None.
-
-    ``copy``  copy the gradients into new memory.
     """
 
     def one(g: Any, m: Any) -> Any:
@@ -584,10 +589,7 @@ def writable(grads: Tree, like: Tree, copy: bool = False) -> Tree:
             return None
         if g.dtype == m.dtype and lies_flat(g):
             return g
-        raw = g.raw if isinstance(g, ShardedTensor) else g
-        new = torch.empty_like(raw, dtype=m.dtype, memory_format=torch.contiguous_format)
-        if copy:
-            new.copy_(raw)
-        return g.becomes(new) if isinstance(g, ShardedTensor) else new
+        how: Any = {"dtype": m.dtype, "memory_format": torch.contiguous_format}
+        return with_raw(g, torch.empty_like(raw_of(g), **how))
 
     return optree.tree_map(one, grads, like, none_is_leaf=True)

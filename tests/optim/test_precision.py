@@ -129,6 +129,15 @@ def test_moments_may_be_kept_in_half() -> None:
     assert state.inner.nu["w"].dtype == BF16 and state.inner.count == 3
 
 
+def test_moments_in_half_do_not_round_updates_of_fp64_parameters() -> None:
+    tx = o.mixed(o.sgd(0.5, 0.9), o.Precision(master=None, state=BF16))
+    grads, params = {"w": r(4, seed=1).double() / 3}, {"w": torch.zeros(4, dtype=torch.float64)}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert torch.equal(updates["w"], grads["w"] * -0.5)
+    run_in_place(tx, grads, tx.init(params), params, Step())
+    assert torch.equal(params["w"], updates["w"])
+
+
 def test_computing_in_half_gives_gradients_in_the_parameters_dtype() -> None:
     policy = o.Precision(param=torch.float32, compute=BF16)
     with sl.simulate(data=2, x=2):
