@@ -4,10 +4,12 @@
 3, y and a rest; merging dimensions concatenates digits, splitting one distributes them.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, reduce
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,7 @@ from shardlib.errors import (
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import Apart, cut, leading, without_ones
 from shardlib.ops.each_rank import FlatCall
-from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
+from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, sizes, the_dim
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
@@ -73,8 +75,6 @@ def view_layout(
     layout = layout.resolve(len(shape))
     if any(mesh[a] == 1 for a in layout.axes):
         return _with_ones(layout, shape, new, mesh)
-    if layout.skew:
-        return "a skewed tensor has no other view"
     if 0 in shape:
         return layout if not layout.axes else "an empty split tensor has no other view"
     reader = _DigitReader(layout, shape, mesh)
@@ -226,34 +226,17 @@ def _dim(digits: _Digits) -> Dim:
 def _infer(sizes: tuple[int, ...], x: ShardedTensor, count: int, op: str) -> tuple[int, ...]:
     """Return sizes without a -1, with ``count`` as their product."""
     known = math.prod(s for s in sizes if s != -1)
-    holes = sizes.count(-1)
-    fits = (
-        holes <= 1
-        and all(s >= -1 for s in sizes)
-        and (known and count % known == 0 if holes else known == count)
-    )
-    if not fits:
+    missing = count // known if known else -1
+    full = tuple(missing if s == -1 else s for s in sizes)
+    if sizes.count(-1) > 1 or min(full, default=0) < 0 or math.prod(full) != count:
         why = f"shape {list(sizes)} is invalid for {count} elements"
-        raise call_error(
-            BadArgument, why, op, f"x.view({', '.join(map(str, x.padded_shape))})", tensor=x
-        )
-    return tuple(count // known if s == -1 else s for s in sizes) if holes else sizes
+        fix = f"x.view({', '.join(map(str, x.shape))})"
+        raise call_error(BadArgument, why, op, fix, tensor=x)
+    return full
 
 
-class _ViewCall(NamedTuple):
-    """Call of a view function, as it was made."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-
-    def seen(
-        self, x: ShardedTensor, run: Func, how: tuple[Any, ...], place: Place, strided: bool = False
-    ) -> Any:
-        """Return a view of ``x``: ``run`` of its blocks, with place ``place``."""
-        if self.args and self.args[0] is x:
-            return blockwise(*self, place, run, how, strided)
-        return ShardedTensor(local_call(run, x.mesh, (x.raw, *how), {}), place)
+_Call = tuple[Func, Args, Kwargs]
+"""A view function with its arguments, of which the first positional one is the tensor."""
 
 
 @lru_cache(maxsize=4096)
@@ -264,31 +247,31 @@ def _viewed(
     return out if isinstance(out, str) else (out, out.local_shape(new, dict(mesh)))
 
 
-def _view(call: _ViewCall, func: Func, x: ShardedTensor, new: tuple[int, ...]) -> Any:
-    new = _infer(new, x, x.padded_shape.numel(), func.__name__)
+def _view(call: _Call, run: Func, x: ShardedTensor, new: tuple[int, ...]) -> Any:
+    """Return ``x`` with ``new`` sizes; ``run`` views a block."""
+    new = _infer(new, x, x.shape.numel(), run.__name__)
     copied = not is_dense(x) and not _mergeable(x, new)
-    if copied and func is Tensor.view:
+    if copied and run is Tensor.view:
         why = (
             f"a view of {list(new)} is not compatible with the tensor's strides: it spans two of "
             "them"
         )
         raise call_error(BadArgument, why, "view", f"x.reshape{new}", tensor=x)
-    found = _viewed(x.sharding, tuple(x.padded_shape), new, tuple(x.mesh.axes.items()))
+    found = _viewed(x.sharding, x.shape, new, tuple(x.mesh.axes.items()))
     if isinstance(found, str):
         why = f"shape {list(new)} cuts through the blocks: {found}"
-        raise call_error(
-            ImplicitCommunication, why, func, f"sl.reshard(x, '...').view{tuple(new)}", tensor=x
-        )
+        fix = f"sl.reshard(x, '...').view{tuple(new)}"
+        raise call_error(ImplicitCommunication, why, run, fix, tensor=x)
     layout, local = found
     place = Place(layout, torch.Size(new), x.mesh, deferred=x.deferred)
-    if len(new) == 2 < len(x.padded_shape) and new[-1] == x.padded_shape[-1]:
-        place = place._replace(merged_from=tuple(x.padded_shape[:-1]))
+    if len(new) == 2 < len(x.shape) and new[-1] == x.shape[-1]:
+        place = place._replace(merged_from=tuple(x.shape[:-1]))
     if not copied:
-        return call.seen(x, func, (local,), place, strided=True)
-    out = ShardedTensor(local_call(func, x.mesh, (x.raw, local), {}), place)
-    if out.raw.untyped_storage().data_ptr() == x.raw.untyped_storage().data_ptr():
-        out.raw = out.raw.clone()  # torch can view the block, but would copy the whole tensor
-    return out
+        return blockwise(*call, place, run, (local,), strided=True)
+    raw = local_call(run, x.mesh, (x.raw, local), {})
+    if raw.untyped_storage().data_ptr() == x.raw.untyped_storage().data_ptr():
+        raw = raw.clone()  # torch can view the block, but would copy the whole tensor
+    return ShardedTensor(raw, place)
 
 
 def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
@@ -297,37 +280,30 @@ def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
     Its strides are inferred from the block's: in the same order, with a gap wherever the block has
     one.
     """
-    size, block, local = (
-        x.padded_shape,
-        block_strides(x),
-        x.sharding.local_shape(tuple(x.padded_shape), x.mesh),
-    )
-    whole = [0] * len(size)
+    block, local = block_strides(x), x.sharding.local_shape(x.shape, x.mesh)
+    whole = [0] * len(x.shape)
     inner, outer = 1, 1  # next strides without a gap, of the block and of the whole tensor
-    for d in sorted(range(len(size)), key=lambda d: (block[d], local[d] > 1, -d)):
+    for d in sorted(range(len(whole)), key=lambda d: (block[d], local[d] > 1, -d)):
         if block[d]:
             whole[d] = outer if block[d] <= inner else 2 * outer
-            inner, outer = block[d] * local[d], whole[d] * size[d]
-    return _viewable(size, whole, new)
+            inner, outer = block[d] * local[d], whole[d] * x.shape[d]
+    return _viewable(x.shape, whole, new)
 
 
 def _viewable(size: Sequence[int], stride: Sequence[int], new: Sequence[int]) -> bool:
     """Check whether a tensor of these sizes and strides has a view of ``new`` sizes.
 
+    Wherever two dimensions are not contiguous, a dimension of the view must begin too.
     No tensor is made: on a recorded mesh one of the whole size would count as a rank's memory.
     """
     if math.prod(size) == 0:
         return True
-    left = [n for n in new if n != 1]
-    run = 1  # elements after dimension d that are contiguous with it
+    begins = set(itertools.accumulate(reversed(new), operator.mul))  # in elements from the end
     dims = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1]
-    for d in reversed(range(len(dims))):
-        run *= dims[d][0]
-        if d and dims[d - 1][1] == dims[d][0] * dims[d][1]:
-            continue
-        while left and run % left[-1] == 0 and run > 1:
-            run //= left.pop()
-        if run != 1:
+    after = 1
+    for (_, outer), (n, inner) in reversed(list(itertools.pairwise(dims))):
+        after *= n
+        if outer != n * inner and after not in begins:
             return False
     return True
 
@@ -342,14 +318,13 @@ def _padded_view(run: Func, func: Func, args: Args, kwargs: Kwargs) -> ShardedTe
     """View a padded operand: other dimensions merge and split, the padded last one stays."""
     x, wanted = VIEW(*args, **kwargs).values()
     last_only(x, func)
-    known = [n for n in wanted if n != -1]
-    kept = wanted[-1:] == (x.shape[-1],) and wanted.count(-1) <= 1
-    kept = kept or (wanted[-1:] == (-1,) and math.prod(known) * x.shape[-1] == x.shape.numel())
-    if not kept:
+    last, given = x.shape[-1], wanted[-1:]
+    rest = math.prod(n for n in wanted if n != -1) * last
+    if not ((given == (last,) and wanted.count(-1) <= 1) or (given == (-1,) and rest == x.numel())):
         why = f"a view of {list(wanted)} cuts through the padded dimension"
-        raise call_error(Unsupported, why, func, f"x.view(-1, {x.shape[-1]})", tensor=x)
+        raise call_error(Unsupported, why, func, f"x.view(-1, {last})", tensor=x)
     out = run(func, (x.with_padding, *wanted[:-1], x.padded_shape[-1]), {})
-    return padded_to(out, (*out.padded_shape[:-1], x.shape[-1]))
+    return padded_to(out, (*out.shape[:-1], last))
 
 
 @implements(Tensor.view, Tensor.reshape, torch.reshape, padded=_padded_view, repeats=True)
@@ -360,7 +335,7 @@ def view(func: Func, args: Args, kwargs: Kwargs) -> object:
         raise no_implementation(func, args, kwargs, "a view as another dtype")
     x, new = VIEW(*args, **kwargs).values()
     run = Tensor.view if func is Tensor.view else Tensor.reshape
-    return _view(_ViewCall(func, args, kwargs), run, x, new)
+    return _view((func, args or (x,), kwargs), run, x, new)
 
 
 _AS = binder("view_as(input, other: tensor)")
@@ -372,7 +347,7 @@ def view_as(func: Func, args: Args, kwargs: Kwargs) -> object:
     run = Tensor.view if func is Tensor.view_as else Tensor.reshape
     if not isinstance(x, ShardedTensor):
         return run(x, other.shape)
-    return _view(_ViewCall(func, args, kwargs), run, x, tuple(other.shape))
+    return _view((func, args or (x,), kwargs), run, x, tuple(other.shape))
 
 
 _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
@@ -385,32 +360,26 @@ def _merged(*args: object, **kwargs: object) -> range:
 
 @implements(Tensor.flatten, torch.flatten, padded=beside(_merged), repeats=True)
 def flatten(func: Func, args: Args, kwargs: Kwargs) -> object:
-    x, start, end = _FLATTEN(*args, **kwargs).values()
-    start, end = (dim_of(d, len(x.padded_shape), "flatten") for d in (start, end))
+    x, *ends = _FLATTEN(*args, **kwargs).values()
+    start, end = (dim_of(d, len(x.shape), "flatten") for d in ends)
     if start > end:
         raise call_error(BadArgument, "start_dim cannot come after end_dim", "flatten", tensor=x)
-    if x.padded_shape and start == end:
+    if x.shape and start == end:
         return x
-    size = x.padded_shape
-    new = (*size[:start], size[start : end + 1].numel(), *size[end + 1 :])
-    return _view(_ViewCall(func, args, kwargs), Tensor.reshape, x, new)
+    new = (*x.shape[:start], x.shape[start : end + 1].numel(), *x.shape[end + 1 :])
+    return _view((func, args or (x,), kwargs), Tensor.reshape, x, new)
 
 
 _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
 
 
-@implements(
-    Tensor.unflatten,
-    torch.unflatten,
-    padded=beside(the_dim(_UNFLATTEN)),
-    repeats=True,
-)
+@implements(Tensor.unflatten, torch.unflatten, padded=beside(the_dim(_UNFLATTEN)), repeats=True)
 def unflatten(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, dim, sizes = _UNFLATTEN(*args, **kwargs).values()
-    dim = dim_of(dim, len(x.padded_shape), "unflatten")
-    sizes = _infer(tuple(sizes), x, x.padded_shape[dim], "unflatten")
-    new = (*x.padded_shape[:dim], *sizes, *x.padded_shape[dim + 1 :])
-    return _view(_ViewCall(func, args, kwargs), Tensor.reshape, x, new)
+    dim = dim_of(dim, len(x.shape), "unflatten")
+    sizes = _infer(tuple(sizes), x, x.shape[dim], "unflatten")
+    new = (*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
+    return _view((func, args or (x,), kwargs), Tensor.reshape, x, new)
 
 
 # ---------------------------------------------------------------- permutations
@@ -428,20 +397,25 @@ def permuted(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, *others = call.tensors
     if others:
         raise Unfit("a dimension that is a tensor")
-    ndim = len(x.padded_shape)
+    ndim = len(x.shape)
     order = tuple(reversed(range(ndim)))
     if func != Tensor.T.__get__:  # which warns of more than two dimensions
         frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
         a, k = call.replaced([frame])
         order = func(*a, **k).stride()
-    shape = torch.Size([x.padded_shape[d] for d in order])
-    place = x.place.becomes(x.sharding.resolve(ndim).transpose(*order), shape)
+    shape = torch.Size([x.shape[d] for d in order])
+    place = x.place.becomes(x.sharding.transpose(*order), shape)
     if func.__name__ in ("t", "__get__"):
         place = place._replace(out_layout=x.place.out_layout)
-    return _ViewCall(func, args, kwargs).seen(x, Tensor.permute, (order,), place)
+    return blockwise(func, args or (x,), kwargs, place, Tensor.permute, (order,))
 
 
 # ---------------------------------------------------------------- dimensions of size one, expand
+
+
+def _regrouped(x: ShardedTensor, dims: Iterable[Dim], shape: Iterable[int]) -> Place:
+    """Return the place of a view of ``x`` with other tokens and sizes."""
+    return x.place.becomes(Layout(tuple(dims), x.sharding.partial), torch.Size(shape))
 
 
 _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
@@ -450,14 +424,12 @@ _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
 @implements(Tensor.unsqueeze, torch.unsqueeze, padded=of_true_sizes, repeats=True)
 def unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, dim = _UNSQUEEZE(*args, **kwargs).values()
-    ndim = len(x.padded_shape)
-    dim = dim_of(dim, ndim + 1, "unsqueeze")
-    dims = x.sharding.resolve(ndim).dims
-    layout = Layout(dims=(*dims[:dim], Dim(), *dims[dim:]), partial=x.sharding.partial)
-    shape = torch.Size((*x.padded_shape[:dim], 1, *x.padded_shape[dim:]))
-    return _ViewCall(func, args, kwargs).seen(
-        x, Tensor.unsqueeze, (dim,), x.place.becomes(layout, shape)
-    )
+    dim = dim_of(dim, len(x.shape) + 1, "unsqueeze")
+    dims, shape = list(x.dims), list(x.shape)
+    dims.insert(dim, Dim())
+    shape.insert(dim, 1)
+    place = _regrouped(x, dims, shape)
+    return blockwise(func, args or (x,), kwargs, place, Tensor.unsqueeze, (dim,))
 
 
 _SQUEEZE = binder("squeeze(input)\nsqueeze(input, *dim: int)")
@@ -466,72 +438,61 @@ _SQUEEZE = binder("squeeze(input)\nsqueeze(input, *dim: int)")
 @implements(Tensor.squeeze, torch.squeeze, padded=of_true_sizes, repeats=True)
 def squeeze(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, *where = _SQUEEZE(*args, **kwargs).values()
-    ndim = len(x.padded_shape)
+    ndim = len(x.shape)
     chosen = dims_of(where[0], ndim, "squeeze") if where and ndim else range(ndim)
-    gone = {d for d in chosen if x.padded_shape[d] == 1}
+    gone = sorted(d for d in chosen if x.shape[d] == 1)
     keep = [d for d in range(ndim) if d not in gone]
-    layout = Layout(
-        dims=tuple(x.sharding.resolve(ndim).dims[d] for d in keep), partial=x.sharding.partial
-    )
-    new = torch.Size([x.padded_shape[d] for d in keep])
-    at = tuple(d - ndim for d in sorted(gone))  # reshape could give other strides than squeeze
-    return _ViewCall(func, args, kwargs).seen(
-        x, Tensor.squeeze, (at,), x.place.becomes(layout, new)
-    )
+    place = _regrouped(x, [x.dims[d] for d in keep], [x.shape[d] for d in keep])
+    at = tuple(d - ndim for d in gone)  # reshape could give other strides than squeeze
+    return blockwise(func, args or (x,), kwargs, place, Tensor.squeeze, (at,))
 
 
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 
 
+def _expanded(func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, tuple[int, ...]]:
+    """Return the operand of a call of ``expand`` or ``expand_as``, and the sizes it names."""
+    if func is Tensor.expand_as:
+        x, other = _AS(*args, **kwargs).values()
+        return x, tuple(other.shape)
+    x, sizes, _ = _EXPAND(*args, **kwargs).values()
+    return x, tuple(sizes)
+
+
 def _padded_expand(run: Func, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Expand a padded operand whose padded dimensions stay as they are."""
-    x, sizes, *_ = (_AS if func is Tensor.expand_as else _EXPAND)(*args, **kwargs).values()
-    sizes = tuple(sizes.shape) if isinstance(sizes, Tensor) else tuple(sizes)
-    if not isinstance(x, ShardedTensor) or not x.is_padded or len(sizes) < x.ndim:
+    x, wanted = _expanded(func, args, kwargs)
+    front = len(wanted) - x.ndim
+    if not isinstance(x, ShardedTensor) or not x.is_padded or front < 0:
         raise Unfit("a tensor without padding, expanded as a padded one")
-    front = len(sizes) - x.ndim
-    given = list(sizes)
-    for d, (true, padded) in enumerate(zip(x.shape, x.padded_shape, strict=True), front):
-        if true != padded and given[d] not in (-1, true):
-            raise Unfit("a padded dimension that grows")
-        given[d] = padded if true != padded else given[d]
+    kept = {d: n for d, (n, stored) in enumerate(sizes(x), front) if n != stored}
+    if any(wanted[d] not in (-1, n) for d, n in kept.items()):
+        raise Unfit("a padded dimension that grows")
+    given = [-1 if d in kept else n for d, n in enumerate(wanted)]
     out = run(Tensor.expand, (x.with_padding, *given), {})
-    sized = zip(out.padded_shape[front:], x.padded_shape, x.shape, strict=True)
-    kept = [true if true != padded else n for n, padded, true in sized]
-    return padded_to(out, (*out.padded_shape[:front], *kept))
+    return padded_to(out, [kept[d] if d in kept else n for d, n in enumerate(out.shape)])
 
 
 @implements(
-    Tensor.expand,
-    Tensor.broadcast_to,
-    torch.broadcast_to,
-    Tensor.expand_as,
-    padded=_padded_expand,
-    repeats=True,
-)
+    Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as,
+    padded=_padded_expand, repeats=True,
+)  # fmt: skip
 def expand(func: Func, args: Args, kwargs: Kwargs) -> object:
-    if func is Tensor.expand_as:
-        x, other = _AS(*args, **kwargs).values()
-        sizes = tuple(other.shape)
-        if not isinstance(x, ShardedTensor):
-            return x.expand(sizes)
-    else:
-        x, sizes, _ = _EXPAND(*args, **kwargs).values()
-    lead = len(sizes) - len(x.padded_shape)
-    new = tuple(
-        x.padded_shape[d - lead] if s == -1 and d >= lead else s for d, s in enumerate(sizes)
-    )
+    x, wanted = _expanded(func, args, kwargs)
+    if not isinstance(x, ShardedTensor):
+        return x.expand(wanted)
+    front = len(wanted) - len(x.shape)
+    own = (*wanted[: max(0, front)], *x.shape)  # what a -1 stands for; none in front
+    new = tuple(n if s == -1 else s for s, n in zip(wanted, own, strict=False))
     if (
-        lead < 0
+        front < 0
         or min(new, default=0) < 0
-        or any(m not in (1, n) for m, n in zip(x.padded_shape, new[lead:], strict=True))
+        or any(m not in (1, n) for m, n in zip(x.shape, new[front:], strict=True))
     ):
-        raise call_error(BadArgument, f"cannot expand to {list(sizes)}", "expand", tensor=x)
-    layout = Layout(dims=(*[Dim()] * lead, *x.dims), partial=x.sharding.partial)
-    local = layout.local_shape(new, x.mesh)
-    return _ViewCall(func, args, kwargs).seen(
-        x, Tensor.expand, (local,), x.place.becomes(layout, torch.Size(new))
-    )
+        raise call_error(BadArgument, f"cannot expand to {list(wanted)}", "expand", tensor=x)
+    place = _regrouped(x, (*[Dim()] * front, *x.dims), new)
+    local = place.layout.local_shape(new, x.mesh)
+    return blockwise(func, args or (x,), kwargs, place, Tensor.expand, (local,))
 
 
 # ---------------------------------------------------------------- pieces
@@ -565,60 +526,68 @@ _CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
     padded=beside(the_dim(_SPLIT)),
 )  # fmt: skip
 def split(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
-    x, pieces, dim = (_CHUNK if "chunk" in func.__name__ else _SPLIT)(*args, **kwargs).values()
-    if not x.padded_shape:
+    bind = _CHUNK if "chunk" in func.__name__ else _SPLIT
+    x, pieces, dim = bind(*args, **kwargs).values()
+    if not x.shape:
         raise BadArgument("a scalar has no pieces", op=func.__name__)
-    dim = dim_of(dim, len(x.padded_shape), func.__name__)
-    sizes = _split_sizes(func, x.padded_shape[dim], pieces)
+    dim = dim_of(dim, len(x.shape), func.__name__)
+    sizes = _split_sizes(func, x.shape[dim], pieces)
     token = x.dims[dim]
-    local, piece = sizes, token
-    if len(sizes) == 1:
-        local = [x.sharding.local_shape(x.padded_shape, x.mesh)[dim]]
-    elif token.is_split:
-        ways = len(sizes)
-        groups = token.parts[0] if isinstance(token.parts[0], int) else 1
-        if len(set(sizes)) != 1 or groups % ways or token.order != "contiguous":
-            found = _pieces(x, dim, sizes)
-            if found is not None:
-                return found
-            fits = len(set(sizes)) == 1 and sizes[0] % x.mesh.axis_size(token.axes[0]) == 0
-            why = f"pieces of {sizes} along dimension {dim} cut through blocks split {token}"
-            fix = f"sl.reshard(x, {_with(x, dim, f'({ways} {token.axes[0]})' if fits else '.')!r})"
-            raise call_error(ImplicitCommunication, why, func, fix, tensor=x)
-        # each piece has groups / ways of the groups that the token's leading integer counts
-        rest_parts = token.parts[1:] if groups == ways else (groups // ways, *token.parts[1:])
-        piece = Dim(rest_parts)
-        shards = math.prod(x.mesh.axes[a] for a in token.axes)
-        local = [s // shards for s in sizes]
-    raws = local_call(torch.split, x.mesh, (x.raw, local, dim - len(x.padded_shape)), {})
-    dims = x.dims
-    layout = Layout(dims=(*dims[:dim], piece, *dims[dim + 1 :]), partial=x.sharding.partial)
-    return tuple(
-        x.becomes(raw, layout, torch.Size((*x.padded_shape[:dim], n, *x.padded_shape[dim + 1 :])))
-        for raw, n in zip(raws, sizes, strict=True)
-    )
+    ways = 1
+    if token.is_split and len(sizes) > 1:
+        share = _groups_share(token, sizes)
+        if share is None:
+            return _pieces(x, dim, sizes) or _refuse_pieces(func, x, dim, sizes)
+        token = share
+    if token.is_split:
+        ways = x.mesh.axis_size(token.axes)
+    local = [n // ways for n in sizes]
+    raws = local_call(torch.split, x.mesh, (x.raw, local, dim - len(x.shape)), {})
+    return tuple(_resized(x, raw, dim, token, n) for raw, n in zip(raws, sizes, strict=True))
+
+
+def _groups_share(token: Dim, sizes: list[int]) -> Dim | None:
+    """Return the token of equal pieces that each have some of the groups of ``token``, or None."""
+    groups, ways = token.parts[0], len(sizes)
+    if not isinstance(groups, int) or groups % ways or token.order != "contiguous":
+        return None
+    if len(set(sizes)) > 1:
+        return None
+    left = groups // ways
+    return Dim(token.parts[1:] if left == 1 else (left, *token.parts[1:]))
+
+
+def _resized(x: ShardedTensor, raw: Tensor, dim: int, token: Dim, size: int) -> ShardedTensor:
+    """Return a value like ``x``, of which one dimension has another token and size."""
+    dims, shape = list(x.dims), list(x.shape)
+    dims[dim], shape[dim] = token, size
+    return x.becomes(raw, Layout(tuple(dims), x.sharding.partial), shape)
 
 
 def _pieces(x: ShardedTensor, dim: int, sizes: list[int]) -> tuple[ShardedTensor, ...] | None:
     """Return pieces of a split dimension, if each rank holds an equal share of each, in one run."""
-    token, mesh = x.dims[dim], tuple(x.mesh.axes.items())
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    cuts = [
-        cut(token, x.padded_shape[dim], mesh, a, a + n) for a, n in zip(starts, sizes, strict=True)
-    ]
-    if any(c is None for c in cuts):
+    stops = itertools.accumulate(sizes)
+    cuts = [_cut(x, dim, stop - n, stop) for n, stop in zip(sizes, stops, strict=True)]
+    if None in cuts:
         return None
     return tuple(_piece(x, dim, n, *c) for n, c in zip(sizes, cuts, strict=True) if c is not None)
 
 
+def _refuse_pieces(func: Func, x: ShardedTensor, dim: int, sizes: list[int]) -> NoReturn:
+    token, ways = x.dims[dim], len(sizes)
+    fits = len(set(sizes)) == 1 and sizes[0] % x.mesh.axis_size(token.axes[0]) == 0
+    why = f"pieces of {sizes} along dimension {dim} cut through blocks split {token}"
+    fix = f"sl.reshard(x, {_with(x, dim, f'({ways} {token.axes[0]})' if fits else '.')!r})"
+    raise call_error(ImplicitCommunication, why, func, fix, tensor=x)
+
+
+def _cut(x: ShardedTensor, dim: int, start: int, stop: int) -> tuple[slice, Dim] | None:
+    return cut(x.dims[dim], x.shape[dim], tuple(x.mesh.axes.items()), start, stop)
+
+
 def _piece(x: ShardedTensor, dim: int, size: int, here: slice, token: Dim) -> ShardedTensor:
-    ndim, dims = len(x.padded_shape), x.dims
-    raw = local_call(
-        torch.narrow, x.mesh, (x.raw, dim - ndim, here.start, here.stop - here.start), {}
-    )
-    layout = Layout(dims=(*dims[:dim], token, *dims[dim + 1 :]), partial=x.sharding.partial)
-    shape = torch.Size((*x.padded_shape[:dim], size, *x.padded_shape[dim + 1 :]))
-    return x.becomes(raw, layout, shape)
+    how = dim - len(x.shape), here.start, here.stop - here.start
+    return _resized(x, local_call(torch.narrow, x.mesh, (x.raw, *how), {}), dim, token, size)
 
 
 def _with(x: ShardedTensor, dim: int, token: str) -> str:
@@ -633,8 +602,8 @@ _UNBIND = binder("unbind(input, dim: int = 0)")
 @implements(Tensor.unbind, torch.unbind, padded=beside(the_dim(_UNBIND)))
 def unbind(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
     x, dim = _UNBIND(*args, **kwargs).values()
-    dim = dim_of(dim, len(x.padded_shape), "unbind")
-    if x.padded_shape and not x.padded_shape[dim]:
+    dim = dim_of(dim, len(x.shape), "unbind")
+    if x.shape and not x.shape[dim]:
         return ()
     return tuple(
         squeeze(Tensor.squeeze, (p, dim), {}) for p in split(Tensor.split, (x, 1, dim), {})
@@ -642,30 +611,31 @@ def unbind(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
 
 
 _SELECT = binder("select(input, dim: int, index: int)")
+
+
+@implements(Tensor.select, torch.select, padded=beside(the_dim(_SELECT)))
+def select(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+    x, dim, index = _SELECT(*args, **kwargs).values()
+    return _at(x, dim_of(dim, len(x.shape), "select"), index)
+
+
 _NARROW = binder("narrow(input, dim: int, start: int, length: int)")
 
 
-_CUT = binder("""
-    narrow(input, dim: int, start, length)
-    select(input, dim: int, index)
-""")
-
-
-@implements(Tensor.narrow, torch.narrow, Tensor.select, torch.select, padded=beside(the_dim(_CUT)))
+@implements(Tensor.narrow, torch.narrow, padded=beside(the_dim(_NARROW)))
 def narrow(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    if func in (Tensor.select, torch.select):
-        x, dim, where = _SELECT(*args, **kwargs).values()
-        dim = dim_of(dim, len(x.padded_shape), "select")
-    else:
-        x, dim, start, length = _NARROW(*args, **kwargs).values()
-        dim = dim_of(dim, len(x.padded_shape), "narrow")
-        size = x.padded_shape[dim] if x.padded_shape else 0
-        begin = start + size if start < 0 else start
-        if not (0 <= begin <= size and 0 <= length <= size - begin):
-            why = f"start ({start}) + length ({length}) exceeds dimension size ({size})"
-            raise call_error(OutOfRange, why, "narrow", tensor=x)
-        where = slice(begin, begin + length)
-    return piece(Tensor.__getitem__, (x, (*[slice(None)] * dim, where)), {})
+    x, dim, start, length = _NARROW(*args, **kwargs).values()
+    dim = dim_of(dim, len(x.shape), "narrow")
+    size = (*x.shape, 0)[dim]
+    begin = start + size if start < 0 else start
+    if not (0 <= begin <= size and 0 <= length <= size - begin):
+        why = f"start ({start}) + length ({length}) exceeds dimension size ({size})"
+        raise call_error(OutOfRange, why, "narrow", tensor=x)
+    return _at(x, dim, slice(begin, begin + length))
+
+
+def _at(x: ShardedTensor, dim: int, index: int | slice) -> ShardedTensor:
+    return piece(Tensor.__getitem__, (x, (*[slice(None)] * dim, index)), {})
 
 
 def without_ellipsis(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
@@ -684,62 +654,50 @@ def piece(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Index unsplit dimensions by ints, slices, None and Ellipsis; split ones by whole slices."""
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
-    if sum(i is not None and i is not Ellipsis for i in index) > len(x.padded_shape):
+    if sum(i is not None and i is not Ellipsis for i in index) > len(x.shape):
         raise OutOfRange(
-            f"too many indices for a tensor of {len(x.padded_shape)} dimensions", op="getitem"
+            f"too many indices for a tensor of {len(x.shape)} dimensions", op="getitem"
         )
-    x, index = _own_shares(x, without_ellipsis(index, len(x.padded_shape)))
-    dims, sizes, local = [], [], []
-    dimensions = iter(enumerate(zip(x.dims, x.padded_shape, strict=True)))
-    for i in index:
+    dims: list[Dim] = []
+    shape: list[int] = []
+    local: list[Any] = []
+    d = 0
+    for i in without_ellipsis(index, len(x.shape)):
         if i is None:
             dims.append(Dim())
-            sizes.append(1)
-            local.append(i)
-            continue
-        d, (token, size) = next(dimensions)
-        _check_piece(x, d, i)
-        if isinstance(i, slice):
-            dims.append(token)
-            sizes.append(len(range(*i.indices(size))))
-        local.append(slice(None) if isinstance(i, slice) and token.is_split else i)
+            shape.append(1)
+        else:
+            x, i = _own_share(x, d, i)
+            if isinstance(i, slice):
+                dims.append(x.dims[d])
+                shape.append(len(range(*i.indices(x.shape[d]))))
+            d += 1
+        local.append(i)
     raw = local_call(Tensor.__getitem__, x.mesh, (x.raw, tuple(local)), {})
-    return x.becomes(raw, Layout(dims=tuple(dims), partial=x.sharding.partial), torch.Size(sizes))
+    return x.becomes(raw, Layout(tuple(dims), x.sharding.partial), shape)
 
 
-def _check_piece(x: ShardedTensor, d: int, i: object) -> None:
-    """Refuse an index beyond dimension ``d``, and one that cuts its blocks."""
-    token, size = x.dims[d], x.padded_shape[d]
+def _own_share(x: ShardedTensor, d: int, i: Any) -> tuple[ShardedTensor, Any]:
+    """Take a slice of a split dimension of which ranks hold equal shares; return the index left.
+
+    Raises: OutOfRange; ImplicitCommunication for another index of a split dimension.
+    """
+    token, size = x.dims[d], x.shape[d]
     if isinstance(i, int) and not isinstance(i, bool) and not -size <= i < size:
         why = f"index {i} is out of bounds for dimension {d} with size {size}"
         raise call_error(OutOfRange, why, "getitem", tensor=x)
-    whole = isinstance(i, slice) and i.indices(size) == (0, size, 1)
-    if token.is_split and not whole:
-        why = f"index {i!r} cuts through dimension {d}, which is split {token}"
-        raise call_error(
-            ImplicitCommunication, why, "getitem", f"sl.reshard(x, {_with(x, d, '.')!r})", tensor=x
-        )
-
-
-def _own_shares(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[ShardedTensor, tuple[Any, ...]]:
-    """Take slices of split dimensions of which ranks hold equal shares; return the index left."""
-    out, d = list(index), 0
-    for k, i in enumerate(index):
-        if i is None:
-            continue
-        token, size = x.dims[d], x.padded_shape[d]
-        if (
-            token.is_split
-            and isinstance(i, slice)
-            and i.indices(size) != (0, size, 1)
-            and i.indices(size)[2] == 1
-        ):
-            start, stop, _ = i.indices(size)
-            found = cut(token, size, tuple(x.mesh.axes.items()), start, max(start, stop))
-            if found is not None:
-                x, out[k] = _piece(x, d, stop - start, *found), slice(None)
-        d += 1
-    return x, tuple(out)
+    if not token.is_split:
+        return x, i
+    if isinstance(i, slice):
+        start, stop, step = i.indices(size)
+        if (start, stop, step) == (0, size, 1):
+            return x, slice(None)
+        found = _cut(x, d, start, max(start, stop))
+        if step == 1 and found is not None:
+            return _piece(x, d, stop - start, *found), slice(None)
+    why = f"index {i!r} cuts through dimension {d}, which is split {token}"
+    fix = f"sl.reshard(x, {_with(x, d, '.')!r})"
+    raise call_error(ImplicitCommunication, why, "getitem", fix, tensor=x)
 
 
 _PAD = binder("pad(input, pad: ints, mode='constant', value: number = None)")
@@ -753,44 +711,25 @@ def pad(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Pad dimensions that are whole."""
     given = _PAD(*args, **kwargs)
     x, widths = given.pop("input"), list(given.pop("pad"))
-    ndim = len(x.padded_shape)
-    if len(widths) % 2 or len(widths) > 2 * ndim:
+    if len(widths) % 2 or len(widths) > 2 * len(x.shape):
         raise BadArgument(
-            f"{len(widths)} widths for {ndim} dimensions", op="pad", operands={"tensor": typeof(x)}
+            f"{len(widths)} widths for {len(x.shape)} dimensions",
+            op="pad",
+            operands={"tensor": typeof(x)},
         )
-    dims = x.sharding.resolve(ndim).dims
     if x.sharding.partial and given.get("value"):
         raise partial_escape("pad", x)
-    changed = [ndim - 1 - i // 2 for i, w in enumerate(widths) if w]
-    split_at = next((d for d in changed if dims[d].is_split), None)
-    if split_at is not None:
-        why = f"padding dimension {split_at}, which is split {dims[split_at]}, would move blocks"
-        fix = f"sl.reshard(x, {_with(x, split_at, '.')!r})"
-        raise call_error(ImplicitCommunication, why, "pad", fix, tensor=x)
+    size = list(x.shape)
+    for i, w in enumerate(widths):
+        d = len(size) - 1 - i // 2
+        if w and x.dims[d].is_split:
+            why = f"padding dimension {d}, which is split {x.dims[d]}, would move blocks"
+            fix = f"sl.reshard(x, {_with(x, d, '.')!r})"
+            raise call_error(ImplicitCommunication, why, "pad", fix, tensor=x)
+        size[d] += w
     with casting(func):
         raw = local_call(F.pad, x.mesh, (x.raw, widths), given)
-    size = list(x.padded_shape)
-    for i, w in enumerate(widths):
-        size[ndim - 1 - i // 2] += w
-    return x.becomes(raw, Layout(dims, x.sharding.partial), torch.Size(size))
-
-
-def _alike(values: list[ShardedTensor], dim: int) -> list[ShardedTensor]:
-    """Slice whole pieces to the split of the others; nothing moves for that."""
-    ndim = len(values[0].padded_shape)
-    if len({v.sharding for v in values}) == 1 or any(
-        len(v.padded_shape) != ndim or v.sharding.partial for v in values
-    ):
-        return values
-    tokens = [v.sharding.resolve(ndim).dims for v in values]
-    finest = [next((t[d] for t in tokens if t[d].is_split), Dim()) for d in range(ndim)]
-    out = []
-    for v, own in zip(values, tokens, strict=True):
-        want = tuple(finest[d] if d != dim and not own[d].is_split else own[d] for d in range(ndim))
-        axes = [a for t in want for a in t.axes]
-        free = want != own and len(axes) == len(set(axes)) and not v.deferred
-        out.append(reshard(v, Layout(dims=want)) if free else v)
-    return out
+    return x.becomes(raw, shape=size)
 
 
 _REPEAT = binder("repeat_interleave(input, repeats, dim: int = None, *, output_size: int = None)")
@@ -802,13 +741,13 @@ def repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     x, repeats, dim, length = _REPEAT(*args, **kwargs).values()
     if dim is None or not isinstance(repeats, int):
         raise no_implementation(func, args, kwargs, "repeats must be an int and dim given")
-    ndim = len(x.padded_shape)
+    ndim = len(x.shape)
     dim = dim_of(dim, ndim, "repeat_interleave")
-    if repeats < 0 or (length is not None and length != repeats * x.padded_shape[dim]):
+    size = repeats * x.shape[dim]
+    if repeats < 0 or length not in (None, size):
         raise BadArgument(f"{repeats} repeats, output_size {length}", op="repeat_interleave")
     raw = local_call(torch.repeat_interleave, x.mesh, (x.raw, repeats), {"dim": dim - ndim})
-    size = torch.Size([n * repeats if d == dim else n for d, n in enumerate(x.padded_shape)])
-    return x.becomes(raw, x.sharding, size)
+    return _resized(x, raw, dim, x.dims[dim], size)
 
 
 _CAT = binder("cat(tensors, dim: int = 0)")
@@ -825,10 +764,10 @@ def cat(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     empty: list[ShardedTensor] = []
     if func is torch.stack:
         values = [unsqueeze(torch.unsqueeze, (v, dim), {}) for v in values]
-    elif any(v.padded_shape != (0,) for v in values):  # torch joins shape (0,) to any shape
-        empty = [v for v in values if v.padded_shape == (0,)]
-        values = [v for v in values if v.padded_shape != (0,)]
-    dim = dim_of(dim, len(values[0].padded_shape), func.__name__)
+    elif any(v.shape != (0,) for v in values):  # torch joins shape (0,) to any shape
+        empty = [v for v in values if v.shape == (0,)]
+        values = [v for v in values if v.shape != (0,)]
+    dim = dim_of(dim, len(values[0].shape), func.__name__)
     _check_sizes(func, values, dim)
     if len(kinds) > 1:  # promoted by dtype alone, since no operand of cat is 0-dim
         common = reduce(torch.promote_types, kinds)
@@ -836,20 +775,39 @@ def cat(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if len(values) == 1:
         only = values[0]
         return only.becomes(_joined_raw(values, empty, dim)) if empty else only.clone()  # type: ignore[return-value]
-    values = _alike(values, dim)
+    values = _split_alike(values, dim)
     _check_layouts(func, values, dim)
     raw = _joined_raw(values, empty, dim)
-    size = list(values[0].padded_shape)
-    size[dim] = sum(v.padded_shape[dim] for v in values)
+    size = list(values[0].shape)
+    size[dim] = sum(v.shape[dim] for v in values)
     return ShardedTensor(raw, Place(values[0].sharding, torch.Size(size), mesh))
+
+
+def _split_alike(values: list[ShardedTensor], dim: int) -> list[ShardedTensor]:
+    """Slice whole pieces to the split of the others; nothing moves for that."""
+    if len({v.sharding for v in values}) == 1 or any(v.sharding.partial for v in values):
+        return values
+    finest = [
+        next((t for t in tokens if t.is_split), Dim())
+        for tokens in zip(*[v.dims for v in values], strict=True)
+    ]
+    finest[dim] = Dim()
+    out: list[ShardedTensor] = []
+    for v in values:
+        want = tuple(own if own.is_split else t for own, t in zip(v.dims, finest, strict=True))
+        axes = [a for t in want for a in t.axes]
+        if want != v.dims and len(axes) == len(set(axes)) and not v.deferred:
+            v = reshard(v, Layout(want))
+        out.append(v)
+    return out
 
 
 def _check_sizes(func: Func, values: list[ShardedTensor], dim: int) -> None:
     """Refuse pieces whose sizes differ in another dimension, or in any for ``stack``."""
-    sizes = [list(v.padded_shape) for v in values]
+    sizes = [list(v.shape) for v in values]
     if func is not torch.stack:
         sizes = [[*size[:dim], *size[dim + 1 :], len(size)] for size in sizes]
-    if not values[0].padded_shape or any(size != sizes[0] for size in sizes):
+    if not values[0].shape or any(size != sizes[0] for size in sizes):
         raise BadArgument(
             f"sizes of the pieces must match except in dimension {dim}, of which there must be one",
             op=func.__name__,
@@ -878,7 +836,7 @@ def _check_layouts(func: Func, values: list[ShardedTensor], dim: int) -> None:
 def _joined_raw(values: list[ShardedTensor], empty: list[ShardedTensor], dim: int) -> Tensor:
     """Join the blocks; pieces of shape (0,) stay in the graph: their gradients are empty."""
     first = values[0]
-    at = dim - len(first.padded_shape)
+    at = dim - len(first.shape)
     block = [0 if d == at else n for d, n in enumerate(first.raw.shape, -first.raw.ndim)]
     nothing = [v.raw.to(first.dtype).reshape(block) for v in empty]
     return local_call(torch.cat, first.mesh, ([*(v.raw for v in values), *nothing], at), {})
