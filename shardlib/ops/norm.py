@@ -9,8 +9,7 @@ Source: Chan, Golub and LeVeque 1983 for the merge; arXiv 2104.05343, section 3.
 import math
 import operator
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,9 +51,33 @@ __all__ = ["layer_norm", "rms_norm"]
 
 Axes = tuple[str, ...]
 TorchCall = tuple[Func, Args, Kwargs]
+Factor = Tensor | None
+"""Scale or shift, if there is one."""
+_OPS = "rms_norm", "layer_norm"  # without and with the mean subtracted
 
 
-def _moments(x: Tensor, axes: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
+class _RowNorm(NamedTuple):
+    """Normalisation of the trailing dimensions, of ``shape`` and ``count`` elements.
+
+    ``axes``    the axes that split them.
+    ``overs``   the axes over which the gradients of the tensor, the scale and the shift are summed.
+    ``centre``  whether the mean is subtracted, as layer_norm does.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    overs: tuple[Axes, Axes, Axes]
+    shape: tuple[int, ...]
+    count: int
+    eps: float
+    centre: bool
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[..., *trailing dims] -> [R, H]."""
+        return x.reshape(-1, math.prod(x.shape[x.ndim - len(self.shape) :]))
+
+
+def _moments(x: Tensor, axes: Axes, count: int) -> tuple[Tensor, Tensor]:
     """Compute mean and variance over the last dimension and ``axes``: [R, H/axes] -> [R, 1]."""
     mean = x.mean(-1, keepdim=True)
     m2 = (x - mean).square().sum(-1, keepdim=True)
@@ -70,88 +93,90 @@ def _moments(x: Tensor, axes: tuple[str, ...], count: int) -> tuple[Tensor, Tens
 class _Normalise(Local):
     """(x - mean) / sqrt(var + eps) * w + b, or x / sqrt(mean(x^2) + eps) * w.
 
-    It normalises over ``width`` trailing dimensions.
-
-    apply(mesh, axes, overs, width, count, eps, centre, x, w, b) on raw blocks; ``axes`` split the
-    trailing dims, ``overs`` are those over which the gradients of x, w and b are summed.  Half
-    precision is rounded once, at the end.
+    apply(norm, x, w, b) on raw blocks.  Half precision is rounded once, at the end.
     """
 
     @staticmethod
-    def forward(
-        ctx: Ctx, mesh: Mesh, axes: Axes, overs: list[Axes], width: int, count: int, eps: float,
-        centre: bool, x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        ctx.place, ctx.how = (mesh, axes, overs, width, count), (eps, centre)
-        out, mean, scale = _forward(mesh, axes, width, count, eps, centre, x_raw, w_raw, b_raw)
-        ctx.like = b_raw
-        ctx.save_for_backward(x_raw, w_raw, mean, scale)
+    def forward(ctx: Ctx, norm: _RowNorm, x: Tensor, w: Factor, b: Factor) -> Tensor:
+        ctx.norm, ctx.shift = norm, b
+        out, mean, scale = _forward(norm, x, w, b)
+        ctx.save_for_backward(x, w, mean, scale)
         return out
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mesh, axes, overs, width, count = ctx.place
+        norm, b = ctx.norm, ctx.shift
         saved = ctx.saved_tensors  # read once: a checkpoint may recompute them at each access
         if torch.is_grad_enabled():
-            f = partial(_forward, mesh, axes, width, count, *ctx.how)
-            raws = (*saved[:2], ctx.like)
-            over = (overs[0], overs[1 if raws[1] is not None else 0], overs[-1])
-            return *[None] * 7, *vjp_again(lambda *t: f(*t)[0], mesh, raws, over, grads[0])
-        if not saved[0].is_cpu or active.cpu:
-            found = _kernels_back(ctx, saved, grads[0])
-            if found is not None:
-                return *[None] * 7, *found
-        with bind(mesh):
-            x, w, mean, scale = (None if t is None else wrap(t, mesh) for t in saved)
-            b = None if ctx.like is None else wrap(ctx.like, mesh)
-            assert x is not None and scale is not None, "saved above"
-            g, y = wide(wrap(grads[0], mesh)), _normal(_rows(wide(x), width), mean, scale)
-            db = None if b is None else _settled(g.sum_to_size(b.shape), overs[-1], b.dtype)
-            dw = (
-                None
-                if w is None
-                else _settled((g * y.reshape(g.shape)).sum_to_size(w.shape), overs[1], w.dtype)
+            raws = (*saved[:2], b)
+            again = vjp_again(
+                lambda *t: _forward(norm, *t)[0], norm.mesh, raws, norm.overs, grads[0]
             )
-            g = _rows(g if w is None else g * wide(w), width)
-            sums = torch.cat([(g * y).sum(-1, keepdim=True), g.sum(-1, keepdim=True)], -1)
-            sums = (psum(sums, axes) if axes else sums) / count
-            dx = g - y * sums[..., 0:1]
-            dx = (dx if mean is None else dx - sums[..., 1:2]) * scale
-            found = (_settled(dx.reshape(x.shape), overs[0], x.dtype, x.dtype), dw, db)
-            return *[None] * 7, *(None if t is None else unwrap(t) for t in found)
+            return None, *again
+        found = None
+        rounds = norm.overs[0] and is_half(saved[0])  # kernels do so before the sum over ranks
+        if not rounds and (not saved[0].is_cpu or active.cpu):
+            found = _kernels_back(norm, saved, b, grads[0])
+        return None, *(found or _eager_back(norm, saved, b, grads[0]))
 
 
 def _forward(
-    mesh: Mesh, axes: Axes, width: int, count: int, eps: float, centre: bool,
-    x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    norm: _RowNorm, x_raw: Tensor, w_raw: Factor, b_raw: Factor
+) -> tuple[Tensor, Any, Tensor]:
+    """Return the result, the mean if it was subtracted, and 1 / sqrt(var + eps)."""
     if (not x_raw.is_cpu or active.cpu) and not torch.is_grad_enabled():
-        found = _kernels(mesh, axes, width, eps, centre, x_raw, w_raw, b_raw)
+        found = _kernels(norm, x_raw, w_raw, b_raw)
         if found is not None:
             return found
+    mesh, axes, mean = norm.mesh, norm.axes, None
     with bind(mesh):
         x = wrap(x_raw, mesh)
-        rows, mean = _rows(wide(x), width), None
-        if centre:
-            mean, var = _moments(rows, axes, count)
+        rows = norm.rows(wide(x))
+        if norm.centre:
+            mean, var = _moments(rows, axes, norm.count)
         else:
             squares = rows.square().sum(-1, keepdim=True)
-            var = (psum(squares, axes) if axes else squares) / count
-        scale = (var + eps).rsqrt()
+            var = (psum(squares, axes) if axes else squares) / norm.count
+        scale = (var + norm.eps).rsqrt()
         out = _normal(rows, mean, scale).reshape(x.shape)
-        out = out if w_raw is None else out * wide(wrap(w_raw, mesh))
-        out = out if b_raw is None else out + wide(wrap(b_raw, mesh))
-        return unwrap(out.to(x.dtype)), None if mean is None else unwrap(mean), unwrap(scale)
+        if w_raw is not None:
+            out = out * wide(wrap(w_raw, mesh))
+        if b_raw is not None:
+            out = out + wide(wrap(b_raw, mesh))
+        return unwrap(out.to(x.dtype)), mean if mean is None else unwrap(mean), unwrap(scale)
+
+
+def _eager_back(norm: _RowNorm, saved: Any, b_raw: Factor, grad: Tensor) -> list[Any]:
+    """Return the gradients of the tensor, the scale and the shift."""
+    mesh, axes, (over_x, over_w, over_b) = norm.mesh, norm.axes, norm.overs
+    with bind(mesh):
+        x, w, mean, scale, b, g = (
+            None if t is None else wrap(t, mesh) for t in (*saved, b_raw, grad)
+        )
+        assert x is not None and scale is not None and g is not None, "given above"
+        g, y = wide(g), _normal(norm.rows(wide(x)), mean, scale)
+        db = dw = None
+        if b is not None:
+            db = unwrap(_settled(g.sum_to_size(b.shape), over_b, b.dtype))
+        if w is not None:
+            dw = unwrap(_settled((g * y.reshape(g.shape)).sum_to_size(w.shape), over_w, w.dtype))
+            g = g * wide(w)
+        g = norm.rows(g)
+        sums = torch.cat([(g * y).sum(-1, keepdim=True), g.sum(-1, keepdim=True)], -1)
+        sums = (psum(sums, axes) if axes else sums) / norm.count
+        dx = g - y * sums[..., 0:1]
+        dx = (dx if mean is None else dx - sums[..., 1:2]) * scale
+        return [unwrap(_settled(dx.reshape(x.shape), over_x, x.dtype, x.dtype)), dw, db]
 
 
 def _kernels(
-    mesh: Mesh, axes: Axes, width: int, eps: float, centre: bool,
-    x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor] | None:  # fmt: skip
+    norm: _RowNorm, x_raw: Tensor, w_raw: Factor, b_raw: Factor
+) -> tuple[Tensor, Any, Tensor] | None:
     """Run ``_forward`` by kernels, with its collectives; None if kernels refuse these blocks."""
-    every = _flat_blocks(mesh, width, x_raw, w_raw, b_raw)
+    every = _flat_blocks(norm, x_raw, w_raw, b_raw)
     if every is None:
         return None
+    mesh, axes, centre = norm.mesh, norm.axes, norm.centre
     parts = storage([norm_stats(x, centre).unsqueeze(0) for x, *_ in every], mesh)
     each = every[0][0].shape[1]
     if axes:
@@ -160,7 +185,7 @@ def _kernels(
                 parts = unwrap(all_gather(wrap(parts, mesh), axes, 0))
             else:  # sums of squares merge by addition, so psum is enough
                 parts, each = unwrap(psum(wrap(parts, mesh), axes)), each * axis_size(axes)
-    found = [norm_settle(part, centre, each, eps) for part in blocks(parts, mesh)]
+    found = [norm_settle(part, centre, each, norm.eps) for part in blocks(parts, mesh)]
     out = [
         norm_apply(x, w, b, *statistics).view(block.shape)
         for block, (x, w, b), statistics in zip(blocks(x_raw, mesh), every, found, strict=True)
@@ -169,59 +194,60 @@ def _kernels(
     return storage(out, mesh), mean if centre else None, scale
 
 
-def _kernels_back(ctx: Ctx, saved: Any, grad: Tensor) -> list[Tensor | None] | None:
-    """Run ``backward`` by kernels, with its collectives; None if kernels refuse these blocks."""
-    mesh, axes, overs, width, count = ctx.place
+def _kernels_back(norm: _RowNorm, saved: Any, b_raw: Factor, grad: Tensor) -> list[Any] | None:
+    """Run ``_eager_back`` by kernels, with its collectives; None if kernels refuse these blocks."""
+    mesh, (over_x, over_w, over_b) = norm.mesh, norm.overs
     x_raw, w_raw, mean_raw, scale_raw = saved
-    every = _flat_blocks(mesh, width, x_raw, w_raw, ctx.like)
-    if every is None or (overs[0] and is_half(x_raw)):  # kernels round before the sum over ranks
+    every = _flat_blocks(norm, x_raw, w_raw, b_raw)
+    if every is None:
         return None
-    gs = [
-        g.reshape(x.shape).contiguous()
-        for g, (x, *_) in zip(blocks(grad, mesh), every, strict=True)
-    ]
-    empty = scale_raw.new_empty(0, 1)
-    means = [empty] * len(every) if mean_raw is None else blocks(mean_raw, mesh)
-    given = list(zip(every, gs, means, blocks(scale_raw, mesh), strict=True))
-    sums = storage([norm_back_sums(x, g, w, m, s) for (x, w, _), g, m, s in given], mesh)
+    xs, ws, _ = zip(*every, strict=True)
+    gs = [g.reshape(x.shape).contiguous() for g, x in zip(blocks(grad, mesh), xs, strict=True)]
+    means = [scale_raw.new_empty(0, 1)] * len(xs)
+    if mean_raw is not None:
+        means = blocks(mean_raw, mesh)
+    given = list(zip(xs, gs, ws, means, blocks(scale_raw, mesh), strict=True))
+    sums = storage([norm_back_sums(*of_rank) for of_rank in given], mesh)
     with bind(mesh):
-        if axes:
-            sums = unwrap(psum(wrap(sums, mesh), axes))
+        if norm.axes:
+            sums = unwrap(psum(wrap(sums, mesh), norm.axes))
         made = [
-            norm_back(x, g, w, m, s, total, count)
-            for ((x, w, _), g, m, s), total in zip(given, blocks(sums, mesh), strict=True)
+            norm_back(*of_rank, total, norm.count)
+            for of_rank, total in zip(given, blocks(sums, mesh), strict=True)
         ]
-        dx = storage(made, mesh).view(x_raw.shape)
-        if overs[0]:
-            dx = unwrap(_settled(wrap(dx, mesh), overs[0], x_raw.dtype, x_raw.dtype))
-        out: list[Tensor | None] = [dx, None, None]
-        if w_raw is not None or ctx.like is not None:
-            columns = [norm_columns(x, g, m, s) for (x, _, _), g, m, s in given]
-            for at, (like, over) in enumerate([(w_raw, overs[1]), (ctx.like, overs[-1])]):
-                if like is not None:
-                    raw = storage([c[at] for c in columns], mesh).view(like.shape)
-                    out[1 + at] = unwrap(_settled(wrap(raw, mesh), over, like.dtype))
-    return out
+        dx = _gradient(made, mesh, x_raw, over_x, x_raw.dtype)
+        if w_raw is None and b_raw is None:
+            return [dx, None, None]
+        of_w, of_b = zip(*(norm_columns(x, g, m, s) for x, g, _, m, s in given), strict=True)
+        return [dx, _gradient(of_w, mesh, w_raw, over_w), _gradient(of_b, mesh, b_raw, over_b)]
+
+
+def _gradient(
+    made: Sequence[Tensor], mesh: Mesh, like: Factor, over: Axes, wire: torch.dtype | None = None
+) -> Factor:
+    """Return the gradient that the ranks' kernels made, if there is such an operand."""
+    if like is None:
+        return None
+    raw = storage(made, mesh).view(like.shape)
+    return unwrap(_settled(wrap(raw, mesh), over, like.dtype, wire))
 
 
 def _flat_blocks(
-    mesh: Mesh, width: int, x_raw: Tensor, w_raw: Tensor | None, b_raw: Tensor | None
-) -> list[tuple[Tensor, Tensor | None, Tensor | None]] | None:
+    norm: _RowNorm, x_raw: Tensor, *factors: Factor
+) -> list[tuple[Tensor, Factor, Factor]] | None:
     """Return each rank's rows x [R, H] and factors [H]; None if kernels do not support them."""
-    if not active.native(x_raw, w_raw, b_raw):
+    if not active.native(x_raw, *factors):
         return None
-    out = []
-    for i, block in enumerate(blocks(x_raw, mesh)):
-        tail = block.shape[block.ndim - width :]
-        w, b = (None if raw is None else blocks(raw, mesh)[i] for raw in (w_raw, b_raw))
-        if any(f is not None and f.shape != tail for f in (w, b)):
-            return None
-        x = _rows(block, width)
-        w, b = (None if f is None else f.reshape(-1) for f in (w, b))
-        if not serves(x, w, b):
-            return None
-        out.append((x, w, b))
-    return out
+    mesh, tail = norm.mesh, x_raw.shape[x_raw.ndim - len(norm.shape) :]
+    if any(f is not None and f.shape[lead(mesh) :] != tail for f in factors):
+        return None
+    xs = list(map(norm.rows, blocks(x_raw, mesh)))
+    ws, bs = (
+        [None] * len(xs) if f is None else [block.reshape(-1) for block in blocks(f, mesh)]
+        for f in factors
+    )
+    out = list(zip(xs, ws, bs, strict=True))
+    return out if all(serves(*rows) for rows in out) else None
 
 
 def _settled(x: Tensor, over: Axes, dtype: torch.dtype, wire: torch.dtype | None = None) -> Tensor:
@@ -233,91 +259,86 @@ def _normal(rows: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
     return (rows if mean is None else rows - mean) * scale
 
 
-def _rows(x: Tensor, width: int) -> Tensor:
-    """[..., *width dims] -> [R, H]."""
-    return x.reshape(-1, math.prod(x.shape[x.ndim - width :]))
-
-
-def _whole(
-    x: ShardedTensor, raw: Tensor, overs: list[Axes], w: Tensor | None, b: Tensor | None,
-    shape: tuple[int, ...], eps: float,
-) -> Tensor:  # fmt: skip
-    """Normalise rows that each rank holds whole by torch's own kernel.
+def _whole(norm: _RowNorm, x: Tensor, w: Factor, b: Factor) -> Tensor | None:
+    """Normalise rows that each rank holds whole by apex's kernel, or torch's own; None: by neither.
 
     The scale and the shift of half precision values are widened first, so that their gradients are
     summed, over the mesh too, before they are rounded.
     """
-    mesh = x.mesh
-    raw = vary(raw, mesh, overs[0]) if overs[0] else raw
-    w, b = widened((w, b), mesh, (overs[1] if w is not None else (), overs[-1]))
-    if (not raw.is_cpu or active.cpu) and not lead(mesh):
-        run = apex("layer_norm", raw)
-        found = None if run is None else run(raw, shape, w, b, eps)
-        if found is not None:
+    mesh, (over_x, *overs), run = norm.mesh, norm.overs, None
+    if (not x.is_cpu or active.cpu) and not lead(mesh):
+        run = apex(_OPS[norm.centre], x)
+    if run is None and not norm.centre:
+        return None
+    if over_x:
+        x = vary(x, mesh, over_x)
+    w, b = widened((w, b), mesh, overs)
+    if run is not None:
+        found = run(x, norm.shape, *(w, b)[: 1 + norm.centre], norm.eps)
+        if found is not None or not norm.centre:
             return found
+    return _layer_norm(norm, x, w, b)
+
+
+def _layer_norm(norm: _RowNorm, x: Tensor, w: Factor, b: Factor) -> Tensor:
+    """Run torch's own kernel on whole rows; wide factors of half precision rows are applied apart."""
+    shape, ahead = norm.shape, lead(norm.mesh)
     # torch 2.13 has no gradient for a wide shift alone
-    mixes = mesh.device_type in ("cpu", "meta") and (w is not None or b is None)
-    if not lead(mesh) and (not is_half(raw) or mixes):
-        return F.layer_norm(raw, shape, w, b, eps)
+    mixes = norm.mesh.device_type in ("cpu", "meta") and (w is not None or b is None)
+    if not ahead and (not is_half(x) or mixes):
+        return F.layer_norm(x, shape, w, b, norm.eps)
     # under simulate every rank has its own scale; other devices have no kernel of mixed dtypes
-    out = F.layer_norm(wide(raw), shape, None, None, eps)
-    for scale, f in ((w, torch.mul), (b, torch.add)):
-        if scale is not None:
-            ones = [1] * (raw.ndim - len(shape) - lead(mesh))
-            out = f(out, scale.unflatten(0, (-1, *ones)) if lead(mesh) else scale)
-    return out.to(raw.dtype)
+    out = F.layer_norm(wide(x), shape, None, None, norm.eps)
+    ones = [1] * (x.ndim - len(shape) - ahead)
+    for factor, f in ((w, torch.mul), (b, torch.add)):
+        if factor is not None:
+            out = f(out, factor.unflatten(0, (-1, *ones)) if ahead else factor)
+    return out.to(x.dtype)
 
 
-def _is_torchs(
-    call: TorchCall, values: list[ShardedTensor], raws: list[Tensor], overs: Sequence[Axes]
-) -> bool:
+def _is_torchs(norm: _RowNorm, call: TorchCall, values: list[Any], raws: list[Tensor]) -> bool:
     """Check whether torch's own kernel on the blocks is all that whole rows need."""
-    x, args = values[0], call[1]
-    if not args or args[0] is not x or lead(x.mesh) or any(overs):
+    _, args, kwargs = call
+    whole = not (norm.axes or any(norm.overs) or lead(norm.mesh))
+    if not whole or not raws[0].is_cpu or active.cpu or is_half(raws[0]):
         return False
-    given = [v for v in (*args, *call[2].values()) if isinstance(v, Tensor)]
-    same = len(given) == len(values) and all(map(operator.is_, given, values))
-    kept = all(raw is v.raw for raw, v in zip(raws, values, strict=True))
-    plain = all(v.dtype == x.dtype for v in values) and not is_half(x)
-    return same and kept and plain and x.raw.is_cpu and not active.cpu
+    given = filter(torch.is_tensor, (*args, *kwargs.values()))
+    same = bool(args) and all(map(operator.is_, given, values))
+    return same and all(map(operator.is_, [v.raw for v in values], raws))
+
+
+def _lifted(op: str, given: dict[str, Any], shape: tuple[int, ...]) -> dict[str, ShardedTensor]:
+    """Return the operands that there are, on one mesh."""
+    mesh = next(v.mesh for v in given.values() if isinstance(v, ShardedTensor))
+    values = {k: lift(v, mesh, op) for k, v in given.items() if v is not None}
+    _check(op, list(values.values()), shape)
+    return values
 
 
 def _normalised(
-    call: TorchCall,
-    x: ShardedTensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    centre: bool,
+    call: TorchCall, given: dict[str, Any], shape: tuple[int, ...], eps: float, centre: bool
 ) -> ShardedTensor:
     """Normalise the trailing dimensions that ``shape`` counts.
 
-    ``call``  torch's call (func, args, kwargs).
+    ``call``   torch's call (func, args, kwargs).
+    ``given``  its tensor x, its scale w and its shift b; None: there is none.
     """
-    op, width = "layer_norm" if centre else "rms_norm", len(shape)
-    mesh = next(v.mesh for v in (x, weight, bias) if isinstance(v, ShardedTensor))
-    values = [lift(v, mesh, op) for v in (x, weight, bias) if v is not None]
-    x = values[0]
-    _check(op, values, shape)
+    op = _OPS[centre]
+    operands = _lifted(op, given, shape)
+    mesh, values = operands["x"].mesh, list(operands.values())
     raws, overs, out, size, deferred = brought(op, values)
-    rest = iter(raws[1:])
-    w = None if weight is None else next(rest)
-    b = None if bias is None else next(rest)
-    axes = tuple(a for t in out.dims[-width:] for a in t.axes if mesh.axes[a] > 1)
+    over = dict(zip(operands, overs, strict=True))
+    raw = dict(zip(operands, raws, strict=True))
+    axes = tuple([a for t in out.dims[-len(shape) :] for a in t.axes if mesh.axes[a] > 1])
+    summed = over["x"], over.get("w", ()), over.get("b", ())
+    norm = _RowNorm(mesh, axes, summed, shape, math.prod(shape), eps, centre)
     place = Place(out, size, mesh, deferred=deferred)
-    if axes:
-        found = None
-    elif centre and _is_torchs(call, values, raws, overs):
-        func, args, kwargs = call
-        return blockwise(func, args, kwargs, place)
-    elif centre:
-        found = _whole(x, raws[0], overs, w, b, shape, eps)
-    else:
-        found = _apex_rms(mesh, raws[0], overs, w, shape, eps)
+    if centre and _is_torchs(norm, call, values, raws):
+        return blockwise(*call, place)
+    blocks_of = raw["x"], raw.get("w"), raw.get("b")
+    found = None if axes else _whole(norm, *blocks_of)
     if found is None:
-        count = math.prod(shape)
-        found = _Normalise.apply(mesh, axes, overs, width, count, eps, centre, raws[0], w, b)
+        found = _Normalise.apply(norm, *blocks_of)
     return ShardedTensor(found, place)  # type: ignore[arg-type]
 
 
@@ -327,30 +348,17 @@ def _check(op: str, values: list[ShardedTensor], shape: tuple[int, ...]) -> None
     if not shape or tuple(x.padded_shape[-len(shape) :]) != shape:
         why = f"normalized_shape {list(shape)} is not the tail of the tensor's shape"
         raise call_error(BadArgument, why, op, f"F.{op}(x, {list(x.padded_shape[-1:])})", tensor=x)
-    dtypes = {x.dtype, wider(x.dtype)}
+    own = x.dtype
     for k, v in enumerate(values):
-        mixed = op == "layer_norm" and v.dtype not in dtypes
+        dtype = v.dtype
+        mixed = op == "layer_norm" and dtype not in (own, wider(own))
         other = k > 0 and tuple(v.padded_shape) != shape
-        if mixed or other or not v.dtype.is_floating_point:
+        if mixed or other or not dtype.is_floating_point:
             why = (
                 f"scale and shift have the shape {list(shape)} and the dtype of the tensor, which "
                 "is floating point"
             )
             raise call_error(BadArgument, why, op, tensor=x, parameter=v)
-
-
-def _apex_rms(
-    mesh: Mesh, raw: Tensor, overs: list[Axes], w: Tensor | None, shape: tuple[int, ...], eps: float
-) -> Tensor | None:
-    """Normalise whole rows by apex's kernel, if it is there and takes them."""
-    if (raw.is_cpu and not active.cpu) or lead(mesh):
-        return None
-    run = apex("rms_norm", raw)
-    if run is None:
-        return None
-    held = vary(raw, mesh, overs[0]) if overs[0] else raw
-    (scale,) = widened((w,), mesh, (overs[-1],))
-    return run(held, shape, scale, eps)
 
 
 _LAYER = binder(
@@ -380,14 +388,13 @@ def _padded_rows(run: Func, func: Func, args: Args, kwargs: Kwargs) -> ShardedTe
 def layer_norm(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Normalise as F.layer_norm, with the normalised dimensions split or whole."""
     x, shape, w, b, eps, *_ = _LAYER(*args, **kwargs).values()
-    return _normalised((func, args, kwargs), x, tuple(shape), w, b, eps, True)
+    return _normalised((func, args, kwargs), {"x": x, "w": w, "b": b}, tuple(shape), eps, True)
 
 
 @implements(F.rms_norm, torch.rms_norm, padded=_padded_rows, pending=False)
 def rms_norm(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Normalise as F.rms_norm, with the normalised dimensions split or whole."""
     x, shape, w, eps = _RMS(*args, **kwargs).values()
-    x = lift(x, x.mesh if w is None else getattr(x, "mesh", None) or w.mesh, "rms_norm")
     # as torch: the eps of the dtype in which it computes
     eps = torch.finfo(wider(x.dtype)).eps if eps is None else eps
-    return _normalised((func, args, kwargs), x, tuple(shape), w, None, eps, False)
+    return _normalised((func, args, kwargs), {"x": x, "w": w}, tuple(shape), eps, False)
