@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from shardlib.collectives import (
     Stacked,
     holds_values,
-    lead,
     played,
     spans_processes,
     storage,
@@ -129,8 +128,7 @@ def _joined(blocks: list[Any], layout: object, m: Mesh) -> ShardedTensor:
     if not holds_values(m):
         raw = torch.empty(first.shape, dtype=first.dtype, device="meta")
     else:
-        raw = brought(storage([b.detach() for b in blocks], m), m.device)
-        raw = raw if lead(m) else raw.contiguous()
+        raw = brought(storage([b.detach() for b in blocks], m), m.device).contiguous()
     return ShardedTensor(raw, Place(lay, shape, m))
 
 

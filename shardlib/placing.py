@@ -14,10 +14,10 @@ from shardlib.collectives import (
     all_gather,
     all_to_all,
     axis_index,
+    block_shape,
     checking,
     each_rank,
     holds_values,
-    lead,
     pbroadcast,
     played,
     ppermute,
@@ -27,6 +27,7 @@ from shardlib.collectives import (
     spans_processes,
     start_ppermutes,
     storage,
+    storage_shape,
     unwrap,
     verify,
     wrap,
@@ -60,11 +61,11 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import (
     Place,
     ShardedTensor,
-    _First,
     heard,
     implements,
     no_tensor,
     no_transform,
+    one_copy,
     refuse_blocks,
     refuse_trace,
     replicated,
@@ -284,9 +285,8 @@ def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
             "this process is not in the mesh", op="shard", mesh=m, fix="sl.make_mesh(x=-1)"
         )
     if x.nbytes > LARGE and not x.is_meta:
-        sizes = layout.local_shape(shape, m)
-        many = m.size if lead(m) else 1
-        refuse_beyond(math.prod(sizes) * x.element_size() * many, m.device, "shard", m)
+        made = math.prod(storage_shape(m, *layout.local_shape(shape, m)))
+        refuse_beyond(made * x.element_size(), m.device, "shard", m)
     raw = storage([_cut(x, layout, m, c) for c in played(m)], m)
     return raw if raw.is_meta else brought(raw, m.device)
 
@@ -336,8 +336,7 @@ def _masked(x: Tensor, axes: tuple[str, ...]) -> Tensor:
 def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
     """Send all rounds, then copy the part that stays while they run, then what arrives."""
     mesh, raw = current_mesh(), unwrap(x)
-    front = raw.shape[: lead(mesh)]
-    kernels = (not raw.is_cpu or active.cpu) and packable(raw, raw.ndim - lead(mesh))
+    kernels = (not raw.is_cpu or active.cpu) and packable(raw, len(block_shape(raw, mesh)))
 
     def move(to: Tensor, put: _Box, source: Tensor, take: _Box) -> None:
         if kernels:
@@ -345,8 +344,8 @@ def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
         else:
             to[_index(put, raw.device)] = source[_index(take, raw.device)]
 
-    sent = [raw.new_zeros((*front, *r.shape)) for r in plan.rounds]
-    out = raw.new_empty((*front, *plan.shape))
+    sent = [raw.new_zeros(storage_shape(mesh, *r.shape)) for r in plan.rounds]
+    out = raw.new_empty(storage_shape(mesh, *plan.shape))
     ranks = [(rank_along(axes, coord, mesh.axes), view) for coord, view in each_rank(mesh)]
     for buffer, r in zip(sent, plan.rounds, strict=True):
         for rank, view in ranks:
@@ -473,10 +472,10 @@ def _moved(x: ShardedTensor, target: Layout) -> ShardedTensor:
     )
     if still:
         return x.becomes(x.raw, target)
-    many = x.mesh.size if lead(x.mesh) else 1
+    item = x.raw.element_size()
     # an accelerator's allocator refuses by itself; the host's kills the process when it is filled
-    if x.raw.is_cpu and math.prod(size) * x.raw.element_size() * many > LARGE:
-        made = math.prod(target.local_shape(size, x.mesh)) * x.raw.element_size() * many
+    if x.raw.is_cpu and math.prod(storage_shape(x.mesh, *size)) * item > LARGE:
+        made = math.prod(storage_shape(x.mesh, *target.local_shape(size, x.mesh))) * item
         refuse_beyond(made, x.raw.device, "reshard", x.mesh)
     raw: Any = _Reshard.apply(x.raw, x.sharding, target, size, x.mesh)
     return x.becomes(raw, target)
@@ -553,9 +552,8 @@ def unshard(x: object) -> object:
 def _whole(x: ShardedTensor) -> Tensor:
     block = x.raw
     whole = settle(reshard(x, "..."))
-    if lead(x.mesh):
-        return whole_now(_First.apply(whole.raw))
-    return whole_now(whole.raw.clone() if one_storage(whole.raw, block) else whole.raw)
+    raw = one_copy(whole.raw, x.mesh)
+    return whole_now(raw.clone() if one_storage(raw, block) else raw)
 
 
 @implements(Tensor.cpu, Tensor.cuda, padded=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardlib.collectives import (
     Stacked,
     Varies,
+    alike,
     checking,
     differing,
     held,
@@ -103,46 +104,48 @@ def shard_map(
             op="shard_map",
             fix="sl.shard_map(lambda x: x + 1, in_layouts='...', out_layouts='...')",
         )
-    body = f
-    known: _Known = {}
     each: Any = in_layouts
     flat = _several(each) and all(map(is_layout, each))
+    made = partial(_BodyCall, mesh=mesh, layouts=in_layouts, flat=flat, known={})
+    run = partial(_run, f, made, out_layouts)
 
-    @wraps(body)
+    @wraps(f)
     def mapped(*args: object) -> Any:
         return heard(run, shard_map, *args)
-
-    def run(*args: object) -> Any:
-        call = _BodyCall(args, mesh, in_layouts, flat, known)
-        m = call.mesh
-        if not lead(m) and checking() is not None:
-            _rehearse(body, call, out_layouts)
-        under_way = len(POSTED)
-        with within(mesh=m, body=True):
-            out: Any = body(*call.bound(call.blocks))
-        refuse_posted("shard_map", under_way)
-        call.refuse_writes()
-        leaves, tree = optree.tree_flatten(out)
-        outs = call.outs(out, leaves, tree, out_layouts)
-        given = set(map(id, call.blocks))
-        leaves = [x.clone() if id(x) in given else x for x in leaves]  # an operand itself
-
-        def line(i: int, layout: object) -> str:
-            return call.line(optree.tree_unflatten(tree, [*outs[:i], layout, *outs[i + 1 :]]))
-
-        return optree.tree_unflatten(
-            tree,
-            [
-                _result(leaf, o, m, i, partial(line, i))
-                for i, (leaf, o) in enumerate(zip(leaves, outs, strict=True))
-            ],
-        )
 
     return mapped
 
 
+def _run(
+    body: Callable[..., Any], made: Callable[..., "_BodyCall"], out_layouts: object, *args: object
+) -> Any:
+    """Run the body on the blocks of these operands, and make sharded values of its results.
+
+    ``made``  makes the call of its operands.
+    """
+    call = made(args)
+    m = call.mesh
+    if not lead(m) and checking() is not None:
+        _rehearse(body, call, out_layouts)
+    under_way = len(POSTED)
+    with within(mesh=m, body=True):
+        out = body(*call.bound(call.blocks))
+    refuse_posted("shard_map", under_way)
+    call.refuse_writes()
+    results, tree = call.results(out, out_layouts)
+    given = set(map(id, call.blocks))
+    values = [
+        _result(x.clone() if id(x) in given else x, layout, m, i, line)  # an operand is copied
+        for i, (x, layout, line) in enumerate(results)
+    ]
+    return optree.tree_unflatten(tree, values)
+
+
 _Known = dict[tuple[object, int], Layout]
 """A layout as it was given, and a number of dimensions -> the layout that it stands for."""
+
+_Line = Callable[[object], str]
+"""Layout of a result -> the call with this layout in place of its own, for a fix line."""
 
 
 class _BodyCall:
@@ -231,8 +234,12 @@ class _BodyCall:
                     **{name: typeof(self.leaves[i])},
                 )
 
-    def outs(self, out: Any, leaves: Sequence[Any], tree: Any, given: Any) -> list[Layout]:
-        """Parse the layout of each result.  Raises: ShardError for another number of them."""
+    def results(self, out: Any, given: Any) -> tuple[list[tuple[Any, Layout, _Line]], Any]:
+        """Return the results, each with its layout and its ``_Line``, and the tree of all.
+
+        Raises: ShardError for another number of results than layouts.
+        """
+        leaves, tree = optree.tree_flatten(out)
         tensors = True
         sharded: list[ShardedTensor] = []
         for leaf in leaves:
@@ -247,7 +254,13 @@ class _BodyCall:
             found = None
         if tensors and found is not None:
             fix = "out_layouts = {}"
-            return [as_layout(o, "shard_map", fix, mesh=self.mesh) for o in found]
+            outs = [as_layout(o, "shard_map", fix, mesh=self.mesh) for o in found]
+
+            def line(i: int, layout: object) -> str:
+                return self.line(optree.tree_unflatten(tree, [*outs[:i], layout, *outs[i + 1 :]]))
+
+            lines = [partial(line, i) for i in range(len(outs))]
+            return list(zip(leaves, outs, lines, strict=True)), tree
         kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
         flat = isinstance(given, tuple | list) and all(map(is_layout, given))
         several = [*given] if flat and not is_layout(given) else []
@@ -289,13 +302,8 @@ def _operands(args: Sequence[Any]) -> dict[str, str]:
     }
 
 
-def _result(
-    block: Tensor, layout: Layout, mesh: Mesh, i: int, line: Callable[[object], str]
-) -> ShardedTensor:
-    """Make a sharded result of a block.
-
-    ``line``  writes the call with another layout of this result.
-    """
+def _result(block: Tensor, layout: Layout, mesh: Mesh, i: int, line: _Line) -> ShardedTensor:
+    """Make a sharded result of a block."""
     raw = held(block, mesh)  # a plain tensor made in the body is the same on all ranks
     local = list(block.shape)
     try:
@@ -311,19 +319,14 @@ def _result(
     for d, token in enumerate(layout.dims):
         for axis in token.axes:
             local[d] *= mesh.axis_size(axis)
-    copied = [
-        a
-        for a in mesh.names
-        if a not in layout.axes and a not in layout.partial and mesh.axes[a] > 1
-    ]
+    copied = alike(mesh, layout)
     if lead(mesh):
         _check_axes(block, layout, mesh, copied, i, line)
     elif copied and checking() is not None:
         fix = f"return sl.psum(result, {copied[0]!r})  # or name {copied[0]!r} in out_layouts"
         verify("shard_map", mesh, {f"result {i}": (raw, layout)}, fix)
-    copies = math.prod(mesh.axes[a] for a in copied)
-    if copies > 1 and raw.requires_grad:
-        raw = _ShareGradient.apply(raw, copies)
+    if copied and raw.requires_grad:
+        raw = _ShareGradient.apply(raw, math.prod(mesh.axes[a] for a in copied))
     raw = to_pending(raw, mesh, (*layout.partial, *copied))  # type: ignore[arg-type]
     return ShardedTensor(raw, Place(layout, torch.Size(local), mesh))  # type: ignore[arg-type]
 
@@ -344,17 +347,10 @@ def _rehearse(f: Callable[..., Any], call: _BodyCall, out_layouts: object) -> No
     try:
         with within(mesh=stage, body=True, traces=(), watcher=None), torch.no_grad():
             out = f(*call.bound(given))
-        leaves, tree = optree.tree_flatten(out)
-        outs = call.outs(out, leaves, tree, out_layouts)
-        for i, (leaf, layout) in enumerate(zip(leaves, outs, strict=True)):
+        results, _ = call.results(out, out_layouts)
+        for i, (leaf, layout, line) in enumerate(results):
             layout = layout.resolve(leaf.ndim)
-            copied = [a for a in stage.names if a not in layout.axes and a not in layout.partial]
-            _check_axes(
-                leaf, layout, stage, copied, i,
-                lambda right, i=i: call.line(
-                    optree.tree_unflatten(tree, [*outs[:i], right, *outs[i + 1 :]])
-                ),
-            )  # fmt: skip
+            _check_axes(leaf, layout, stage, alike(stage, layout), i, line)
     except WrongAxes:
         raise
     except Exception:
@@ -367,9 +363,9 @@ def _check_axes(
     block: Tensor,
     layout: Layout,
     mesh: Mesh,
-    copied: list[str],
+    copied: Sequence[str],
     i: int,
-    line: Callable[[object], str],
+    line: _Line,
 ) -> None:
     """Refuse a result that varies where its layout is replicated, or that is equal where partial.
 

@@ -22,7 +22,7 @@ from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.pages import new
 from shardlib.checkpoint.steps import newest
 from shardlib.checkpoint.tree import Leaves, Value, alone, built, rank_of, world_of
-from shardlib.collectives import blocks, lead, pbroadcast, played, spans_processes
+from shardlib.collectives import blocks, pbroadcast, played, spans_processes, storage_shape
 from shardlib.dtensor_convert import as_dtensor
 from shardlib.errors import BadArgument, UnknownAxis
 from shardlib.layouts import Layout, LayoutLike, as_layout, is_layout, taken
@@ -228,8 +228,7 @@ class Target:
         """Shape of its storage: the blocks of the ranks in this process."""
         if self.mesh is None or self.layout is None:
             return self.shape
-        block = self.layout.local_shape(self.tiled, self.mesh)
-        return (*(self.mesh.size,) * lead(self.mesh), *block)
+        return storage_shape(self.mesh, *self.layout.local_shape(self.tiled, self.mesh))
 
     def blocks(self, raw: Tensor) -> list[tuple[Box, Tensor]]:
         """List (box, block) for each block of the storage, of the ranks in this process."""

@@ -1,7 +1,7 @@
 """Collectives over named mesh axes, on local blocks: counted and differentiable."""
 
 from shardlib.collectives.backends.streams import Away, Moment
-from shardlib.collectives.checked import agreed, check, checking, digest, verify
+from shardlib.collectives.checked import agreed, alike, check, checking, digest, verify
 from shardlib.collectives.count import Event, Trace, expect_comm, trace
 from shardlib.collectives.in_place import (
     gather_into,
@@ -12,9 +12,12 @@ from shardlib.collectives.in_place import (
 from shardlib.collectives.posted import Pending, broadcasts, start_ppermutes
 from shardlib.collectives.simulate import Stacked, Varies
 from shardlib.collectives.types import (
+    block_shape,
     blocks,
     differing,
     each_rank,
+    first_block,
+    flat_blocks,
     held,
     holds_values,
     lead,
@@ -22,6 +25,7 @@ from shardlib.collectives.types import (
     real,
     spans_processes,
     storage,
+    storage_shape,
     unwrap,
     wrap,
 )

@@ -49,7 +49,7 @@ from shardlib.mesh import (
 )
 from shardlib.opspec import Args, Func, Kwargs
 
-__all__ = ["agreed", "check", "checking", "digest", "line_of_user", "verify"]
+__all__ = ["agreed", "alike", "check", "checking", "digest", "line_of_user", "verify"]
 
 
 class CheckMode(Trace):
@@ -330,9 +330,9 @@ def _groups(
     """Group the names of values, and of what is said, by the axes along which they are copies."""
     groups: dict[tuple[str, ...], list[str]] = {}
     if said:
-        groups[_alike(mesh, Layout(()))] = list(said)
+        groups[alike(mesh, Layout(()))] = list(said)
     for name, (raw, layout) in values.items():
-        copied = _alike(mesh, layout)
+        copied = alike(mesh, layout)
         if copied and not raw.is_meta:
             groups.setdefault(copied, []).append(name)
     return groups
@@ -357,10 +357,10 @@ def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None
     return tuple(json.loads(job.store.compare_set(f"{key}/{n}", "", json.dumps(list(mine)))))
 
 
-def _alike(mesh: Mesh, layout: Layout) -> tuple[str, ...]:
+def alike(mesh: Mesh, layout: Layout) -> tuple[str, ...]:
     """List the axes of more than one rank along which a layout gives every rank the same block."""
     given = (*layout.axes, *layout.partial)
-    return tuple(a for a in mesh.names if mesh.axes[a] > 1 and a not in given)
+    return tuple([a for a in mesh.names if mesh.axes[a] > 1 and a not in given])
 
 
 def _differs(

@@ -26,8 +26,9 @@ from shardlib.errors import WrongAxes
 from shardlib.mesh import Mesh, current_mesh
 
 __all__ = [
-    "Axis", "after_move", "blocks", "differing", "each_rank", "following", "held", "holds_values", "lead",
-    "mesh_of", "played", "public_name", "real", "spans_processes", "storage", "unwrap", "wrap",
+    "Axis", "after_move", "block_shape", "blocks", "differing", "each_rank", "first_block", "flat_blocks", "following",
+    "held", "holds_values", "lead", "mesh_of", "played", "public_name", "real", "spans_processes",
+    "storage", "storage_shape", "unwrap", "wrap",
 ]  # fmt: skip
 
 Axis = str | tuple[str, ...]
@@ -81,6 +82,32 @@ def lead(mesh: Mesh) -> int:
     return BACKENDS[mesh.kind].lead
 
 
+def storage_shape(mesh: Mesh, *block: int) -> tuple[int, ...]:
+    """Return the shape of a storage whose blocks have this shape.
+
+    >>> import shardlib as sl
+    >>> storage_shape(sl.simulate(x=2), 3, 4), storage_shape(sl.record(x=2), 3, 4)
+    ((2, 3, 4), (3, 4))
+    """
+    return (mesh.size,) * BACKENDS[mesh.kind].lead + block
+
+
+def block_shape(raw: Tensor, mesh: Mesh) -> torch.Size:
+    """Return the shape of the blocks of a storage."""
+    return raw.shape[BACKENDS[mesh.kind].lead :]
+
+
+def first_block(raw: Tensor, mesh: Mesh) -> Tensor:
+    """Return the block of a storage's first rank, a view."""
+    return raw[0] if BACKENDS[mesh.kind].lead else raw
+
+
+def flat_blocks(raw: Tensor, mesh: Mesh) -> Tensor:
+    """Flatten each block of a storage to a vector; a block of no dimensions to one of one element."""
+    front = BACKENDS[mesh.kind].lead
+    return raw.flatten(front) if raw.ndim > front else raw.unsqueeze(-1)
+
+
 def holds_values(mesh: Mesh) -> bool:
     """Check whether blocks hold values, not shapes only."""
     return BACKENDS[mesh.kind].holds_values
@@ -97,8 +124,9 @@ def each_rank(mesh: Mesh) -> Iterator[tuple[dict[str, int], Callable[[Tensor], T
     For local code that differs between ranks in more than values; writes to the views go to the
     storage.
     """
+    many = BACKENDS[mesh.kind].lead
     for i, coord in enumerate(played(mesh)):
-        yield coord, lambda raw, i=i: raw[i] if lead(mesh) else raw
+        yield coord, lambda raw, i=i: raw[i] if many else raw
 
 
 def following(raw: Tensor, mesh: Mesh, varies: Varies | None) -> Stacked:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlib.collectives import holds_values, lead, pmax, unwrap, wrap
+from shardlib.collectives import flat_blocks, holds_values, pmax, storage_shape, unwrap, wrap
 from shardlib.errors import ShardError, UnknownParameter, similar
 from shardlib.layouts import Dim, Layout, LayoutLike
 from shardlib.memory_sharing import writes
@@ -273,7 +273,7 @@ def _moved(x: ShardedTensor, on: int) -> ShardedTensor:
 
 def _blocks(x: ShardedTensor, layout: Layout) -> ShardedTensor:
     local = layout.local_shape(tuple(x.shape), x.mesh)
-    raw = x.raw.new_full((*(x.mesh.size,) * lead(x.mesh), *local), float("nan"))
+    raw = x.raw.new_full(storage_shape(x.mesh, *local), float("nan"))
     return ShardedTensor(raw, Place(layout, torch.Size(x.shape), x.mesh))
 
 
@@ -327,9 +327,8 @@ class _Unwritten:
             return True
         if not raw.is_floating_point():
             return False
-        blank = raw.isnan()  # writes through ``weight.data`` do not change this version counter
-        dims = tuple(range(lead(self.mesh), raw.ndim))
-        flag = (blank.any() if not dims else blank.amax(dims)).float()
+        # writes through ``weight.data`` do not change this version counter
+        flag = flat_blocks(raw.isnan(), self.mesh).any(-1).float()
         axes = tuple(a for a in self.mesh.names if self.mesh.axes[a] > 1)
         if axes:
             with bind(self.mesh):

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from shardlib._compat import uncompiled
 from shardlib.capacity import refuse_beyond
-from shardlib.collectives import holds_values, lead, verify
+from shardlib.collectives import holds_values, storage_shape, verify
 from shardlib.errors import ShardError, similar
 from shardlib.layouts import Layout, LayoutLike
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
@@ -163,7 +163,8 @@ def _refuse_too_large(
         math.prod(layouts[n].local_shape(tuple(p.shape), mesh, pad=True)) * p.element_size()
         for n, p in named.items()
     ]
-    refuse_beyond(sum(sizes) * (mesh.size if lead(mesh) else 1), mesh.device, "parallelize", mesh)
+    made = math.prod(storage_shape(mesh, sum(sizes)))
+    refuse_beyond(made, mesh.device, "parallelize", mesh)
 
 
 def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -198,8 +199,7 @@ def _place_parameter(
     if (p.is_meta or blank) and holds_values(mesh):
         size = padded_size(layout, p, mesh) if pad else p.shape
         layout.check(tuple(size), mesh, op="parallelize")
-        block = layout.local_shape(tuple(size), mesh)
-        shape = (*(mesh.size,) * lead(mesh), *block)
+        shape = storage_shape(mesh, *layout.local_shape(tuple(size), mesh))
         raw = torch.full(shape, float("nan"), dtype=p.dtype, device=mesh.device).requires_grad_(
             p.requires_grad
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.collectives import lead
+from shardlib.collectives import flat_blocks
 from shardlib.layouts import Dim, Layout
 from shardlib.ops import counter_rng
 from shardlib.ops.declare import along
@@ -135,7 +135,7 @@ def _block(x: ShardedTensor, dim: int) -> int:
 
 def _positions(x: ShardedTensor) -> list[Tensor]:
     """List, per dimension, the positions of this rank's block: [n] (simulated: [ranks, n])."""
-    return [counter_rng.along(x, d).flatten(lead(x.mesh)) for d in range(len(x.padded_shape))]
+    return [flat_blocks(counter_rng.along(x, d), x.mesh) for d in range(len(x.padded_shape))]
 
 
 def _candidates(best: Any, x: ShardedTensor, d: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shardlib.collectives import lead
+from shardlib.collectives import storage_shape
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.declare import Bound, declare, slots
 from shardlib.ops.dims import Labels
@@ -36,9 +36,11 @@ def new_empty(func: Func, args: Args, kwargs: Kwargs) -> object:
         )
     )
     local = layout.local_shape(tuple(whole.shape), x.mesh)
-    front = (x.mesh.size,) * lead(x.mesh)
     raw = torch.empty(
-        (*front, *local), dtype=whole.dtype, device=x.raw.device, requires_grad=whole.requires_grad
+        storage_shape(x.mesh, *local),
+        dtype=whole.dtype,
+        device=x.raw.device,
+        requires_grad=whole.requires_grad,
     )
     return ShardedTensor(raw, Place(layout, whole.shape, x.mesh))
 

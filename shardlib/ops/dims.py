@@ -21,7 +21,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import lead
+from shardlib.collectives import block_shape, lead
 from shardlib.dtypes import is_half
 from shardlib.errors import BadArgument, ImplicitCommunication, PartialEscape, UnevenSplit
 from shardlib.layouts import Dim, Layout
@@ -240,7 +240,7 @@ def _summed(
     raw: Tensor, mesh: Mesh, plan: _DimPlan, dtype: torch.dtype | None, operands: int
 ) -> Tensor:
     """Sum the ranks' parts; a product of matrices in half precision is sent in half precision."""
-    matrix = operands > 1 and raw.ndim - lead(mesh) > 1
+    matrix = operands > 1 and len(block_shape(raw, mesh)) > 1
     return total(raw, mesh, plan.summed, dtype, dtype if matrix else None)
 
 

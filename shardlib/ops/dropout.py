@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Ctx, Local
-from shardlib.collectives import blocks, lead, storage
+from shardlib.collectives import block_shape, blocks, storage, storage_shape
 from shardlib.errors import ShardError
 from shardlib.kernels import active
 from shardlib.kernels.bits import signed
@@ -81,9 +81,8 @@ def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bo
         return drawn(x, key, make, dtype)
     layout = Layout((*x.dims[:2], *[Dim()] * (len(x.padded_shape) - 2)))
     shape = torch.Size((*x.padded_shape[:2], *[1] * (len(x.padded_shape) - 2)))
-    block = x.raw.new_empty(
-        (*x.raw.shape[: 2 + lead(x.mesh)], *[1] * (len(x.padded_shape) - 2)), dtype=dtype
-    )
+    local = (*block_shape(x.raw, x.mesh)[:2], *shape[2:])
+    block = x.raw.new_empty(storage_shape(x.mesh, *local), dtype=dtype)
     true = torch.Size((*x.shape[:2], *shape[2:])) if x.is_padded else None
     return drawn(ShardedTensor(block, Place(layout, shape, x.mesh, true)), key, make, dtype)
 

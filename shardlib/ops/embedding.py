@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Ctx, Local
-from shardlib.collectives import all_gather, axis_index, lead, psum, psum_scatter, unwrap, wrap
+from shardlib.collectives import all_gather, axis_index, psum, psum_scatter, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
@@ -120,7 +120,7 @@ def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     elif plan.meets:
         raw_table = vary(raw_table, mesh, plan.meets)
     place = Place(out, plan.shape, mesh, deferred=deferred)
-    own = raw_table is table.raw and not (plan.axes or plan.gathered or padded or lead(mesh))
+    own = raw_table is table.raw and not (plan.axes or plan.gathered or padded)
     if own and len(args) == 2 and args[0] is ids and args[1] is table:
         return blockwise(func, args, kwargs, place)
     if plan.gathered:

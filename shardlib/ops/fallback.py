@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardlib._compat import opened
 from shardlib.autocast import casting
-from shardlib.collectives import holds_values, lead
+from shardlib.collectives import block_shape, holds_values, lead
 from shardlib.errors import (
     BadArgument,
     ImplicitCommunication,
@@ -45,7 +45,7 @@ from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import Args, Func, Kwargs, draws, names_of
 from shardlib.placing import reshard, unshard
 from shardlib.tensor.gradients import real_axes, settle, vary
-from shardlib.tensor.lifting import _Copies, _First, check_met, lift, replicated
+from shardlib.tensor.lifting import check_met, copies, lift, one_copy, replicated
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
     FALLBACK,
@@ -364,11 +364,10 @@ def _gather(call: FallbackCall) -> _Gathered:
     raws: list[Any] = []
     for i, v in zip(at, moved, strict=True):
         raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
-        if lead(mesh) and not deferred:
-            raw = _First.apply(raw)
-        elif i in o.moved and among(i, call.written):
-            raw = raw.clone()  # autograd refuses writes to a view made by an autograd function
-        raws.append(raw)
+        one = raw if deferred else one_copy(raw, mesh)
+        if one is raw and i in o.moved and among(i, call.written):
+            one = raw.clone()  # autograd refuses writes to a view made by an autograd function
+        raws.append(one)
     quiet = [
         among(i, call.written if raw.is_inference() else call.statistics)
         for i, raw in zip(at, raws, strict=True)
@@ -390,7 +389,7 @@ def _on_one(call: FallbackCall, whole: _Gathered) -> object:
     for x, moved, raw, (count, graph), quiet in each_written:
         if quiet or writes(raw) != count:  # written to, in place or as out=
             with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not graph):
-                _write(x, moved, raw, call.name, not lead(mesh))
+                _write(x, moved, raw, call.name, False)
     return replied(out, raws, o.values, mesh, whole.deferred, False)
 
 
@@ -606,8 +605,8 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
         return
     refuse_write(x.raw, name, {"tensor": typeof(x)}, mesh)
     refuse_overlap(x.raw, name, {"tensor": typeof(x)}, mesh)
-    front = lead(mesh) if ranks else 0
-    if tuple(raw.shape[front:]) != tuple(moved.padded_shape):
+    full = raw if ranks else copies(raw, mesh)
+    if block_shape(full, mesh) != moved.padded_shape:
         what = {"tensor": typeof(x)}
         raise Unsupported(
             "a tensor changed its shape in place", op=name, operands=what, fix="x = f(x)"
@@ -615,7 +614,6 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
     if raw is moved.raw:
         new = moved
     else:
-        full = raw if front or not lead(mesh) else _Copies.apply(raw, mesh.size)
         new = ShardedTensor(
             full,
             Place(
@@ -663,8 +661,8 @@ def replied(
                 return v
         if t.layout != torch.strided:
             raise Unsupported(f"a {t.layout} result", op="torch", fix="sl.unshard(x)")
-        full: Any = t if per_rank or not lead(mesh) else _Copies.apply(t, mesh.size)
-        shape = full.shape[lead(mesh) :]
+        full: Any = t if per_rank else copies(t, mesh)
+        shape = block_shape(full, mesh)
         new = ShardedTensor(
             full,
             Place(_whole(shape), torch.Size(shape), mesh, deferred=deferred),

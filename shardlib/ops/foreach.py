@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import amp_unscale, foreach_ops, fused_steps
-from shardlib.collectives.types import blocks, lead, played, spans_processes, unwrap, wrap
+from shardlib.collectives import storage
+from shardlib.collectives.types import blocks, played, spans_processes, unwrap, wrap
 from shardlib.collectives.verbs import pmax, psum
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
@@ -145,15 +146,14 @@ def _norms(func: Func, args: Args, kwargs: Kwargs) -> object:
     for i, x in enumerate(xs):
         groups.setdefault(real_axes(mesh, x.sharding.axes), []).append(i)
     for axes, members in groups.items():
-        # [ranks, members]; in fp64, where squares of fp32 norms cannot overflow
-        parts = torch.stack([local[i].double() for i in members], -1)
+        # a vector for each rank; in fp64, where squares of fp32 norms cannot overflow
+        ranks = torch.stack([local[i].double() for i in members], -1)
+        parts = storage(ranks.unbind(), mesh)
         if axes:
             with bind(mesh):
-                parts = _over(parts if lead(mesh) else parts[0], mesh, axes, order)
-            parts = parts if lead(mesh) else parts.unsqueeze(0)
+                parts = _over(parts, mesh, axes, order)
         for k, i in enumerate(members):
-            raw = parts[:, k].to(local[i].dtype)
-            raw = raw if lead(mesh) else raw[0]
+            raw = parts[..., k].to(local[i].dtype)
             out[i] = ShardedTensor(raw, Place(_SCALAR, torch.Size(()), mesh))
     return tuple(out)
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.collectives import blocks, holds_values, lead
+from shardlib.collectives import block_shape, blocks, holds_values, storage_shape
 from shardlib.errors import OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import link
@@ -242,9 +242,7 @@ def _whole(i: ShardedTensor) -> ShardedTensor:
 def _in_block(ids: Tensor, n: int, token: Dim, mesh: Mesh) -> Tensor:
     """Return where positions are in each rank's block; the block's size for other ranks' ones."""
     table = _here(n, token, mesh)
-    if not lead(mesh):
-        return table[ids]
-    return table.gather(1, ids.reshape(mesh.size, -1)).view(ids.shape)
+    return table.gather(-1, ids.reshape(*table.shape[:-1], -1)).view(ids.shape)
 
 
 def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> ShardedTensor | None:
@@ -267,7 +265,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> ShardedTensor | None:
     dims = _picked_dims(x, index)
     size = torch.Size(
         n * x.mesh.axis_size(t.axes) if t.is_split else n
-        for n, t in zip(joined.shape[lead(x.mesh) :], dims, strict=True)
+        for n, t in zip(block_shape(joined, x.mesh), dims, strict=True)
     )
     return ShardedTensor(joined, Place(Layout(dims), size, x.mesh, deferred=x.deferred))
 
@@ -293,7 +291,6 @@ def _own_positions(
     A block gets one more row of zeros, which stands for the positions of other ranks.
     """
     mesh, raw, summed = x.mesh, x.raw, []
-    stacked = lead(mesh)
     tokens = iter(enumerate(x.sharding.resolve(x.ndim).dims))
     local: list[Any] = []
     for i in index:
@@ -313,8 +310,8 @@ def _own_positions(
             in_range(ids, n, "getitem", f"index of dimension {d}", lowest=-n)
             ids = _in_block(ids % n, n, token, mesh)
             edge = list(raw.shape)
-            edge[d + stacked] = 1
-            raw = torch.cat([raw, raw.new_zeros(edge)], d + stacked)
+            edge[d - x.ndim] = 1
+            raw = torch.cat([raw, raw.new_zeros(edge)], d - x.ndim)
             summed += axes
         local.append(ids)
     return raw, tuple(local), summed
@@ -325,7 +322,7 @@ def _picked_dims(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[Dim, ...]:
 
     They come first where a slice stands between them.
     """
-    stacked = lead(x.mesh)
+    shapes = {k: block_shape(i, x.mesh) for k, i in enumerate(index) if isinstance(i, Tensor)}
     tokens = iter(x.sharding.resolve(x.ndim).dims)
     kept: list[Dim] = []  # tokens of the dimensions not indexed by tensors, in order
     before = 0
@@ -334,12 +331,11 @@ def _picked_dims(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[Dim, ...]:
         token = Dim() if i is None else next(tokens)
         if i is None or isinstance(i, slice):
             kept.append(token)
-        elif isinstance(i, Tensor) and i.ndim > stacked:
+        elif shapes.get(k):
             before = before if at else len(kept)
             at.append(k)
     together = not at or at == list(range(at[0], at[0] + len(at)))
-    shapes = [i.shape[stacked:] for i in index if isinstance(i, Tensor)]
-    block = len(torch.broadcast_shapes(*shapes))
+    block = len(torch.broadcast_shapes(*shapes.values()))
     before = before if together else 0
     return (*kept[:before], *[Dim()] * block, *kept[before:])
 
@@ -462,8 +458,8 @@ def index_add(func: Func, args: Args, kwargs: Kwargs) -> object:
     in_range(ids, n, "index_add", f"index of dimension {dim}")
     if real_axes(mesh, tokens[dim].axes):
         ids = _in_block(ids, n, tokens[dim], mesh)
-        out = ids == x.raw.shape[dim + lead(mesh)]
-        shape = [mesh.size] * lead(mesh) + [-1 if d == dim else 1 for d in range(x.ndim)]
+        out = ids == x.raw.shape[dim - x.ndim]
+        shape = storage_shape(mesh, *(-1 if d == dim else 1 for d in range(x.ndim)))
         # positions of other ranks add zeros at position 0
         rows, ids = rows.masked_fill(out.view(shape), 0), ids.masked_fill(out, 0)
     writes = func is Tensor.index_add_

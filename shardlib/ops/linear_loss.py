@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Ctx, Local
-from shardlib.collectives import lead
+from shardlib.collectives import block_shape, storage_shape
 from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.kernels import active
@@ -159,10 +159,9 @@ def _met(
 
 def _flat(x: ShardedTensor, axes: tuple[str, ...], features: int) -> ShardedTensor:
     """Flatten a rank's rows to one dimension; their order does not matter to their sum."""
-    ahead = lead(x.mesh)
-    raw = x.raw.reshape(*x.raw.shape[:ahead], -1, *x.raw.shape[x.raw.ndim - features :])
+    raw = x.raw.reshape(storage_shape(x.mesh, -1, *x.raw.shape[x.raw.ndim - features :]))
     dims = (Dim(axes), *x.dims[len(x.dims) - features :])
-    count = raw.shape[ahead] * x.mesh.axis_size(axes)
+    count = block_shape(raw, x.mesh)[0] * x.mesh.axis_size(axes)
     shape = torch.Size((count, *x.padded_shape[len(x.padded_shape) - features :]))
     return ShardedTensor(raw, Place(Layout(dims), shape, x.mesh, deferred=x.deferred))
 
@@ -179,7 +178,7 @@ def _scale(
     """Return the factor of each row's loss, per rank; None: one."""
     if reduction == "sum":
         return None
-    counted = (labels != ignore).flatten(0 if mesh is None else lead(mesh)).sum(-1)
+    counted = (labels != ignore).sum(-1)
     return (counted if mesh is None else total(counted, mesh, axes)).double().reciprocal()
 
 
@@ -198,8 +197,7 @@ class _LinearLoss(Local):
         how: _LossSettings,
     ) -> Tensor:
         needed = [i for i in range(3) if ctx.needs_input_grad[i]]
-        of_rows, mesh = places[0], None if places[0] is None else places[0].mesh
-        ahead = 0 if mesh is None else lead(mesh)
+        of_rows = places[0]
         fixed = [
             None if t is None else t.detach().requires_grad_(i in needed)
             for i, t in enumerate((w, b), 1)
@@ -207,9 +205,10 @@ class _LinearLoss(Local):
         grads: list[Any] = [torch.empty_like(rows) if 0 in needed else None, None, None]
         outs = rows if grads[0] is None else grads[0]
         loss: Any = None
-        parts = (t.tensor_split(how.chunks, ahead) for t in (rows, labels, outs))
+        # [.., n, features], [.., n], [.., n, features]
+        parts = (t.tensor_split(how.chunks, d) for t, d in ((rows, -2), (labels, -1), (outs, -2)))
         for part, classes, out in zip(*parts, strict=True):
-            if not part.shape[ahead]:
+            if not classes.shape[-1]:
                 continue
             leaf = part.detach().requires_grad_(0 in needed)
             with torch.enable_grad():
@@ -221,7 +220,7 @@ class _LinearLoss(Local):
             found = torch.autograd.grad(each, inputs, weights) if needed else ()
             _add_gradients(grads, out, dict(zip(needed, found, strict=True)))
         if loss is None:  # no rows: torch's mean over nothing is NaN, and its sum is zero
-            loss = rows.new_zeros(rows.shape[:ahead])
+            loss = rows.new_zeros(rows.shape[:-2])
             loss = loss if scale is None else loss * scale.to(rows.dtype)
         loss = loss.to(rows.dtype)
         ctx.dtypes = [None if t is None else t.dtype for t in (rows, w, b)]
@@ -276,7 +275,7 @@ def _rows_loss(
     if of_rows is None:
         return F.cross_entropy(F.linear(rows, *fixed), labels, **more)
     mesh, axes = of_rows.mesh, of_rows.layout.dims[0].axes
-    count = rows.shape[lead(mesh)] * mesh.axis_size(axes)
+    count = rows.shape[-2] * mesh.axis_size(axes)
     x = ShardedTensor(rows, of_rows._replace(shape=torch.Size((count, of_rows.shape[-1]))))
     t = ShardedTensor(labels, Place(Layout((Dim(axes),)), torch.Size([count]), mesh))
     w, b = (

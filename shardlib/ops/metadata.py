@@ -15,7 +15,7 @@ from shardlib._compat import (
     no_torch_function,
     transform_called,
 )
-from shardlib.collectives import holds_values, lead
+from shardlib.collectives import holds_values, lead, storage_shape
 from shardlib.errors import BadArgument, ShardError
 from shardlib.mesh import scope
 from shardlib.ops.registry import implicit_budget
@@ -290,9 +290,8 @@ def _FORM(
 
 def _formatted(x: ShardedTensor, form: torch.memory_format) -> ShardedTensor:
     """Copy to blocks whose strides are those of a memory format."""
-    if not lead(x.mesh) or form is torch.preserve_format:
-        return x.becomes(x.raw.clone(memory_format=form))
-    if form is torch.contiguous_format:
+    alike = form in (torch.preserve_format, torch.contiguous_format)
+    if alike or not lead(x.mesh):
         return x.becomes(x.raw.clone(memory_format=form))
     ndim = len(x.padded_shape)
     if ndim != (4 if form is torch.channels_last else 5):
@@ -421,11 +420,10 @@ def _fill(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         value = settle(lift(value, x.mesh, "fill_"))
         if value.sharding.partial:
             raise partial_escape("fill_", value)
-        ones = [-1, *[1] * len(x.padded_shape)] if lead(x.mesh) else []
         raw = vary(value.raw, x.mesh, {*x.sharding.axes, *x.deferred})
         if x.sharding.partial:
             raise partial_escape("fill_", x)
-        x.raw.copy_(raw.view(ones) if ones else raw)
+        x.raw.copy_(raw.view(storage_shape(x.mesh, *[1] * len(x.padded_shape))))
     elif x.sharding.partial and value != 0:
         raise partial_escape("fill_", x)
     else:

@@ -16,7 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Ctx, Local
-from shardlib.collectives import all_gather, axis_size, blocks, lead, psum, storage, unwrap, wrap
+from shardlib.collectives import (
+    all_gather,
+    axis_size,
+    block_shape,
+    blocks,
+    lead,
+    psum,
+    storage,
+    storage_shape,
+    unwrap,
+    wrap,
+)
 from shardlib.dtypes import is_half, wide, wider
 from shardlib.errors import BadArgument
 from shardlib.kernels import active
@@ -282,17 +293,17 @@ def _whole(norm: _RowNorm, x: Tensor, w: Factor, b: Factor) -> Tensor | None:
 
 def _layer_norm(norm: _RowNorm, x: Tensor, w: Factor, b: Factor) -> Tensor:
     """Run torch's own kernel on whole rows; wide factors of half precision rows are applied apart."""
-    shape, ahead = norm.shape, lead(norm.mesh)
+    shape = norm.shape
     # torch 2.13 has no gradient for a wide shift alone
     mixes = norm.mesh.device_type in ("cpu", "meta") and (w is not None or b is None)
-    if not ahead and (not is_half(x) or mixes):
+    if not lead(norm.mesh) and (not is_half(x) or mixes):
         return F.layer_norm(x, shape, w, b, norm.eps)
     # under simulate every rank has its own scale; other devices have no kernel of mixed dtypes
     out = F.layer_norm(wide(x), shape, None, None, norm.eps)
-    ones = [1] * (x.ndim - len(shape) - ahead)
+    ones = [1] * (len(block_shape(x, norm.mesh)) - len(shape))
     for factor, f in ((w, torch.mul), (b, torch.add)):
         if factor is not None:
-            out = f(out, factor.unflatten(0, (-1, *ones)) if ahead else factor)
+            out = f(out, factor.reshape(storage_shape(norm.mesh, *ones, *shape)))
     return out.to(x.dtype)
 
 

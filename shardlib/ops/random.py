@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Ctx, Local, builtin
-from shardlib.collectives import lead
+from shardlib.collectives import storage_shape
 from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.kernels.bits import signed
 from shardlib.layouts import Dim, Layout
@@ -586,6 +586,5 @@ def _starts(x: ShardedTensor, d: int) -> Tensor:
     rows = (*x.sharding.resolve(x.ndim).dims[: x.ndim - d], Dim())
     layout = Layout((Dim(), *rows) if single else rows)
     shape = torch.Size(([1] if single else []) + [*x.shape[: x.ndim - d], d])
-    front = (x.mesh.size,) * lead(x.mesh)
-    block = x.raw.new_empty((*front, *layout.local_shape(shape, x.mesh)))
+    block = x.raw.new_empty(storage_shape(x.mesh, *layout.local_shape(shape, x.mesh)))
     return torch.rand_like(ShardedTensor(block, Place(layout, shape, x.mesh)))

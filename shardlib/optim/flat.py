@@ -21,6 +21,7 @@ from shardlib.collectives import (
     psum,
     scatter_into,
     storage,
+    storage_shape,
     unwrap,
     wrap,
 )
@@ -32,7 +33,7 @@ from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
     "Memory", "Room", "adopt", "gather", "gather_later", "leaf_place", "own", "own_parts", "parts_of",
-    "put_back", "room_of", "scatter", "shard_place", "slot_of", "stack", "whole", "whole_place",
+    "put_back", "room_of", "scatter", "shard_place", "slot_of", "whole", "whole_place",
 ]  # fmt: skip
 
 
@@ -125,11 +126,6 @@ _ROOM = 2 << 20
 """The most elements of receive buffer of a reduce-scatter that is waited for at once."""
 
 
-def stack(mesh: Mesh) -> tuple[int, ...]:
-    """Return the leading dimensions of a storage, before a block's."""
-    return (mesh.size,) * lead(mesh)
-
-
 def slot_of(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     """Return a slot of a bucket's storage as blocks, a view."""
     part = flat[..., offset : offset + math.prod(shape)]
@@ -172,9 +168,9 @@ def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Ten
     flats = []
     for bucket in index.buckets:
         first = leaves[bucket.slots[0].leaves[0]].raw
-        nbytes = math.prod(stack(mesh)) * bucket.length * first.element_size()
+        nbytes = math.prod(storage_shape(mesh, bucket.length)) * first.element_size()
         refuse_beyond(nbytes, first.device, "zero", mesh)
-        flat = first.detach().new_zeros(*stack(mesh), bucket.length)
+        flat = first.detach().new_zeros(storage_shape(mesh, bucket.length))
         flats.append(flat)
         for s in bucket.slots:
             block = slot_of(flat, s.offset, s.shape)
@@ -185,7 +181,7 @@ def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Ten
 
 
 def _lie_in(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor] | None:
-    front, found = stack(mesh), []
+    front, found = storage_shape(mesh), []
     for bucket in index.buckets:
         first = leaves[bucket.slots[0].leaves[0]].raw
         # the storage must be exactly the bucket's
@@ -226,7 +222,7 @@ def own(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> Buckets:
     values: dict[str, ShardedTensor] = {}
     for bucket, flat in zip(index.buckets, flats, strict=True):
         views = own_parts(flat.detach(), bucket.over, mesh)
-        raw = torch.stack(views) if lead(mesh) else views[0]
+        raw = storage(views, mesh)
         values[bucket.name] = ShardedTensor(raw, shard_place(bucket, mesh))
     return Buckets(values, index, mesh)
 
@@ -280,7 +276,7 @@ def _copy_parts(flats: Sequence[Tensor], mine: Buckets) -> None:
 def whole(mine: Buckets) -> dict[int, Tensor]:
     """Gather parts to whole buckets, in new memory; map each leaf's number to its block."""
     rows = [(b, mine[b.name].raw) for b in mine.index]
-    flats = [raw.new_empty(*stack(mine.mesh), b.length) for b, raw in rows]
+    flats = [raw.new_empty(storage_shape(mine.mesh, b.length)) for b, raw in rows]
     _copy_parts(flats, mine)
     # as bytes: gloo knows no int16
     gather([flat.view(torch.uint8) for flat in flats], mine.index, mine.mesh)
@@ -307,13 +303,13 @@ def gather_later(
         return gather_into(flat, mesh, hops[0], ahead=ahead)
     inner, outer = hops
     views = own_parts(flat, inner, mesh)
-    part = torch.stack(views) if lead(mesh) else views[0]
+    part = storage(views, mesh)
     first = gather_into(part, mesh, outer, ahead=ahead)
 
     def finish() -> None:
         first()
-        if lead(mesh):
-            for view, block in zip(views, blocks(part, mesh), strict=True):
+        for view, block in zip(views, blocks(part, mesh), strict=True):
+            if view is not block:  # a copy, where one process has several ranks
                 view.copy_(block)
         gather_into(flat, mesh, inner)()
 

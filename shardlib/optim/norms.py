@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardlib.collectives import (
     blocks,
+    flat_blocks,
     holds_values,
-    lead,
     played,
     pmax,
     psum,
@@ -221,10 +221,9 @@ def summed(leaves: Sequence[Any]) -> list[Any]:
 
 def _scattered(batch: Sequence[ShardedTensor]) -> ShardedTensor:
     mesh, over = batch[0].mesh, batch[0].sharding.partial
-    front = lead(mesh)
     with torch.no_grad(), bind(mesh):
         rows = [x.raw.detach() if not x.is_padded else filled(x, 0).raw.detach() for x in batch]
-        flat = torch.cat([r.reshape(*r.shape[:front], -1) for r in rows], -1)
+        flat = torch.cat([flat_blocks(r, mesh) for r in rows], -1)
         ways = mesh.axis_size(over)
         # zeros at the end count in no norm
         flat = F.pad(flat, (0, -flat.shape[-1] % ways))

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import foreach_ops
-from shardlib.collectives import psum, start, unwrap, wrap
+from shardlib.collectives import psum, start, storage_shape, unwrap, wrap
 from shardlib.dtypes import HALF
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Index, Tree
-from shardlib.optim.flat import Memory, scatter, shard_place, slot_of, stack, whole_place
+from shardlib.optim.flat import Memory, scatter, shard_place, slot_of, whole_place
 from shardlib.optim.index import IndexCache
 from shardlib.tensor import ShardedTensor
 
@@ -145,7 +145,7 @@ class Sink:
     def _lies(self, b: int) -> Lies:
         """Take memory for a bucket, and zero its gaps."""
         bucket, dtype = self.index.buckets[b], self.dtypes[b][0]
-        flat = self.memory.take((*stack(self.mesh), bucket.length), dtype, self.device)
+        flat = self.memory.take(storage_shape(self.mesh, bucket.length), dtype, self.device)
         lies = self.memory.views.get(flat.data_ptr())
         if lies is None or lies.bucket is not bucket or lies.kind != (flat.shape, dtype):
             lies = self.memory.views[flat.data_ptr()] = Lies(flat, bucket)
@@ -182,7 +182,7 @@ class Sink:
         bucket, dtype, out = self.index.buckets[b], self.dtypes[b][1], flat
         also = tuple(a for a in self.also if a not in bucket.axes)
         if bucket.hops or also or dtype != flat.dtype:
-            shape = (*stack(self.mesh), bucket.length // bucket.ways)
+            shape = storage_shape(self.mesh, bucket.length // bucket.ways)
             out = self.memory.take(shape, dtype, self.device)
         how = {"wire": self.wire, "also": also, "ahead": self.ahead}
         return scatter(flat, out, self.mesh, bucket.hops, self.memory, **how)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Local, after_backward, backward_now
-from shardlib.collectives import lead, psum_scatter, unwrap, wrap
+from shardlib.collectives import blocks, psum_scatter, storage_shape, unwrap, wrap
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind, drain
@@ -37,7 +37,6 @@ from shardlib.optim.flat import (
     room_of,
     scatter,
     slot_of,
-    stack,
 )
 from shardlib.optim.index import IndexCache, ZeroSettings, changed, index_of, same_index
 from shardlib.optim.norms import run_measured
@@ -216,9 +215,9 @@ class Reading:
             if self.block_of[name] is None:
                 self.coming[name] = shard, lambda: None
                 return
-            flat = self.room.buffer((*stack(self.mesh), bucket.length), shard)
+            flat = self.room.buffer(storage_shape(self.mesh, bucket.length), shard)
             parts = own_parts(flat, bucket.over, self.mesh)
-            for part, mine in zip(parts, shard if lead(self.mesh) else [shard], strict=True):
+            for part, mine in zip(parts, blocks(shard, self.mesh), strict=True):
                 part.copy_(mine)
             self.coming[name] = flat, gather_later(flat, self.mesh, bucket.hops)
 
@@ -370,7 +369,7 @@ class Gradient:
 
     def part_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Return the part of these gradients' sum, differentiable again."""
-        rows, at, front = [], 0, stack(self.mesh)
+        rows, at, front = [], 0, storage_shape(self.mesh)
         for slot, g in zip(self.bucket.slots, grads, strict=True):
             rows.append(self.like.new_zeros(*front, slot.offset - at))
             found = self.like.new_zeros(*front, slot.length) if g is None else g
@@ -383,7 +382,7 @@ class Gradient:
 
     def _memory(self, n: int) -> Tensor:
         memory, like = room_of(self.index).memory, self.like
-        return memory.take((*stack(self.mesh), n), like.dtype, like.device)
+        return memory.take(storage_shape(self.mesh, n), like.dtype, like.device)
 
 
 def _pack(flat: Tensor, bucket: Bucket, grads: tuple[Tensor | None, ...], add: bool) -> None:

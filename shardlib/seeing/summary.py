@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardlib.collectives import lead
+from shardlib.collectives import block_shape
 from shardlib.optim.buckets import Buckets
 from shardlib.planning.explain import size
 from shardlib.seeing.canvas import html_table, text_table
@@ -119,8 +119,7 @@ def _held(x: Tensor) -> int:
     """Count the bytes that one rank holds."""
     if not isinstance(x, ShardedTensor):
         return x.numel() * x.element_size()
-    ranks = x.mesh.size if lead(x.mesh) else 1
-    return x.raw.numel() * x.raw.element_size() // ranks
+    return block_shape(x.raw, x.mesh).numel() * x.raw.element_size()
 
 
 def _count(node: object, of: dict[str, int], path: tuple[str, ...]) -> int:

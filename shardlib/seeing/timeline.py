@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from shardlib._compat import after_backward, backward_now
-from shardlib.collectives import Moment, Trace, lead
+from shardlib.collectives import Moment, Trace, first_block, lead
 from shardlib.errors import BadArgument, ShardError, user_line
 from shardlib.mesh import Entered, Mesh, enter, leave, scope
 from shardlib.modules.paths import Paths
@@ -690,7 +690,6 @@ class _Recorder(Trace):
         backward = backward_now() != -1
         of = self.inside or (self.back if backward else None)
         line, module = (of.span.line, of.span.module) if of else (user_line(), self.paths.now())
-        block = raw[0] if lead(mesh) else raw
         now = self.begin(
             Span(
                 name,
@@ -701,7 +700,7 @@ class _Recorder(Trace):
                 backward,
                 module,
                 line,
-                typeof(block),
+                typeof(first_block(raw, mesh)),
                 " ".join(axes),
             )
         )

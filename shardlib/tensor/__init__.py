@@ -16,10 +16,10 @@ from shardlib.tensor.gradients import (
     vary,
 )
 from shardlib.tensor.lifting import (
-    _First,
     constants,
     leaf_block,
     lift,
+    one_copy,
     promoting,
     refuse_blocks,
     replicated,

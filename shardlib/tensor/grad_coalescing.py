@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardlib.collectives import lead, psum, start, unwrap, wrap
+from shardlib.collectives import flat_blocks, psum, start, unwrap, wrap
 from shardlib.mesh import Mesh, bind
 
 __all__ = ["LEAST", "MOST", "Together", "together_of"]
@@ -38,7 +38,7 @@ class Together:
         self.open = False
         self.waiting: dict[_Key, list[tuple[int, Tensor]]] = {}
         self.owed: list[tuple[int, Callable[[], Tensor]]] = []
-        self.flying: list[tuple[list[tuple[int, torch.Size]], int, Callable[[], Tensor]]] = []
+        self.flying: list[tuple[list[tuple[int, torch.Size, int]], Callable[[], Tensor]]] = []
 
     def __enter__(self) -> "Together":
         for i, raw in enumerate(self.raws):
@@ -81,10 +81,9 @@ class Together:
             self._post(key)
         found: dict[int, Tensor] = {}
         # a leaf used in several places has a gradient from each
-        for parts, front, wait in self.flying:
+        for parts, wait in self.flying:
             flat, at = wait(), 0
-            for i, shape in parts:
-                n = shape[front:].numel()
+            for i, shape, n in parts:
                 g = flat[..., at : at + n].view(shape)
                 found[i] = found[i] + g if i in found else g
                 at += n
@@ -96,12 +95,13 @@ class Together:
 
     def _post(self, key: _Key) -> None:
         mesh, axes, _, out, wire = key
-        rows, front = self.waiting.pop(key), lead(key[0])
-        vectors = [g.flatten(front) if g.ndim > front else g.unsqueeze(-1) for _, g in rows]
+        rows = self.waiting.pop(key)
+        vectors = [flat_blocks(g, mesh) for _, g in rows]
         with torch.no_grad(), bind(mesh):
             flat = vectors[0] if len(vectors) == 1 else torch.cat(vectors, -1)
             later = start(psum, wrap(flat, mesh), axes, out=out, wire=wire)
-        self.flying.append(([(i, g.shape) for i, g in rows], front, lambda: unwrap(later.wait())))
+        parts = [(i, g.shape, v.shape[-1]) for (i, g), v in zip(rows, vectors, strict=True)]
+        self.flying.append((parts, lambda: unwrap(later.wait())))
 
 
 def together_of(raw: Tensor) -> tuple[Together, int] | None:

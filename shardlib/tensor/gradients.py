@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Ctx, Local, backward_now
-from shardlib.collectives import lead, psum, unwrap, wrap
+from shardlib.collectives import block_shape, flat_blocks, psum, unwrap, wrap
 from shardlib.dtypes import is_half, wider
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
@@ -262,7 +262,7 @@ def widened(
     together: dict[Any, list[int]] = {}
     for i, (over, raw) in enumerate(zip(met, raws, strict=True)):
         if over and raw is not None:
-            half = matrices and is_half(raw) and raw.ndim - lead(mesh) > 1
+            half = matrices and is_half(raw) and len(block_shape(raw, mesh)) > 1
             together.setdefault((over, raw.dtype, half), []).append(i)
     for (over, dtype, half), alike in together.items():
         found: Any = _VaryAll.apply(mesh, over, dtype if half else None, *[raws[i] for i in alike])
@@ -297,7 +297,7 @@ class _VaryAll(Local):
         if len(came) == 1:
             sums = [_Sum.apply(came[0], mesh, *how)]
         else:
-            flat = [g.flatten(lead(mesh)) for g in came]
+            flat = [flat_blocks(g, mesh) for g in came]
             both: Any = _Sum.apply(torch.cat(flat, -1), mesh, *how)
             parts = both.split([f.shape[-1] for f in flat], -1)
             sums = [part.reshape(g.shape) for part, g in zip(parts, came, strict=True)]

@@ -13,8 +13,8 @@ from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, no_transform, typeof
 
 __all__ = [
-    "check_met", "constants", "leaf_block", "lift", "promoting", "refuse_blocks", "replicated",
-    "whole_now",
+    "check_met", "constants", "copies", "leaf_block", "lift", "one_copy", "promoting",
+    "refuse_blocks", "replicated", "whole_now",
 ]  # fmt: skip
 
 
@@ -110,22 +110,33 @@ class _First(Local):
         return None if grads[0] is None else _Copies.apply(grads[0], ctx.ranks)
 
 
+def copies(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return the storage of a tensor that every rank holds."""
+    return _Copies.apply(x, mesh.size) if lead(mesh) else x  # type: ignore[return-value]
+
+
+def one_copy(raw: Tensor, mesh: Mesh) -> Tensor:
+    """Return the tensor of which a storage holds every rank's copy."""
+    return _First.apply(raw) if lead(mesh) else raw  # type: ignore[return-value]
+
+
 def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
     """Wrap a plain tensor that every rank holds as a replicated value."""
     if name := under_transform(x):
         raise no_transform(name)
     if x.requires_grad:
         refuse_blocks(x)
-    raw: Any = x
-    if lead(mesh):
-        # torch takes a 0-dim operand of the host with those of a device; a stack of them is none
-        raw = _Copies.apply(x if x.ndim or x.is_meta else x.to(mesh.device), mesh.size)
-    elif x.device.type == "meta":
-        pass  # a module without values, whose values a loader will fill in
-    elif not holds_values(mesh):
+    raw = x
+    if not holds_values(mesh):
         raw = x.to("meta")
-    elif x.ndim and not x.is_meta and x.device.type != mesh.device.type and spans_processes(mesh):
-        raw = x.to(mesh.device)
+    elif x.is_meta:
+        raw = copies(x, mesh)  # a module without values, whose values a loader will fill in
+    elif spans_processes(mesh):
+        if x.ndim and x.device.type != mesh.device.type:
+            raw = x.to(mesh.device)
+    else:
+        # torch takes a 0-dim operand of the host with those of a device; a stack of them is none
+        raw = copies(x if x.ndim else x.to(mesh.device), mesh)
     return ShardedTensor(raw, Place(_WHOLE.resolve(x.ndim), x.shape, mesh))
 
 

@@ -29,7 +29,15 @@ from shardlib._compat import (
     under_transform,
 )
 from shardlib.autocast import cast
-from shardlib.collectives import Stacked, holds_values, lead, unwrap, wrap
+from shardlib.collectives import (
+    Stacked,
+    block_shape,
+    first_block,
+    lead,
+    spans_processes,
+    unwrap,
+    wrap,
+)
 from shardlib.errors import (
     BadArgument,
     NoImplementation,
@@ -427,7 +435,7 @@ class ShardedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         if self.mesh.forked:  # an error raised here, in a queue's feeder thread, would be lost
             return _from_a_worker, (typeof(self),)
-        if holds_values(self.mesh) and not lead(self.mesh):
+        if spans_processes(self.mesh):
             why = "a block of a running job cannot be pickled as the whole tensor"
             raise call_error(ShardError, why, "pickle", "sl.unshard(x)", tensor=self)
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -983,7 +991,7 @@ def layout_of(x: object) -> object:
 
 def block_strides(x: ShardedTensor) -> tuple[int, ...]:
     """Return the strides of a block, without the dimension of simulated ranks."""
-    return x.raw.stride()[lead(x.mesh) :]
+    return block_of(x).stride()
 
 
 def is_dense(x: ShardedTensor) -> bool:
@@ -993,7 +1001,7 @@ def is_dense(x: ShardedTensor) -> bool:
     position; here it is still compared, since it shows where the dimension came in that order and
     whether the block was sliced.
     """
-    size = x.raw.shape[lead(x.mesh) :]
+    size = block_shape(x.raw, x.mesh)
     expected = 1
     for n, stride, whole in zip(
         reversed(size), reversed(block_strides(x)), reversed(x.padded_shape), strict=True
@@ -1008,7 +1016,7 @@ def is_dense(x: ShardedTensor) -> bool:
 
 def block_of(x: ShardedTensor) -> Tensor:
     """Return one rank's block; under simulate rank 0's."""
-    return x.raw[0] if lead(x.mesh) else x.raw
+    return first_block(x.raw, x.mesh)
 
 
 _INSTEAD = {

@@ -12,6 +12,7 @@ Source: arXiv 1909.08053, section 3.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -83,19 +84,28 @@ def oned(case: MatmulCase) -> Match | str:
     backward += summing(case.w_bytes, tuple(row_axes - set(case.w.axes)), mesh)
     kind = "row-parallel" if xk.is_split else "column-parallel" if columns.is_split else "local"
 
-    def call(
-        x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None
-    ) -> Tensor:
-        """Multiply as torch does, or sum X's gradient once for all products that read it."""
-        axes, (met, wide) = real_axes(x.mesh, xk.axes), varied_wide(x, over[0])
-        if not (axes or over[1] or wide is not None):
-            if bias is None:
-                return once(lambda: local_call(torch.matmul, x.mesh, (met, w.raw), {}))
-            if not lead(x.mesh):
-                return once(lambda: F.linear(met, w.raw.mT, bias))
-        return Product.apply(Matmul1D(axes, wide), x.mesh, ((), over[1]), met, w.raw, bias)  # type: ignore[return-value]
-
     summed = tuple(a for a in mesh if a in xk.axes and mesh[a] > 1)
     adds = not summed and len(case.w_shape) == 2
     run, local = Matmul1D(summed), not summed
+    call = partial(_called, xk.axes)
     return Match(out, run, forward, backward, kind, adds=adds, local=local, call=call)
+
+
+def _called(
+    split: Axes,
+    x: ShardedTensor,
+    w: ShardedTensor,
+    over: tuple[Axes, Axes],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply as torch does, or sum X's gradient once for all products that read it.
+
+    ``split``  axes over which the contraction is split.
+    """
+    axes, (met, wide) = real_axes(x.mesh, split), varied_wide(x, over[0])
+    if not (axes or over[1] or wide is not None):
+        if bias is None:
+            return once(lambda: local_call(torch.matmul, x.mesh, (met, w.raw), {}))
+        if not lead(x.mesh):
+            return once(lambda: F.linear(met, w.raw.mT, bias))
+    return Product.apply(Matmul1D(axes, wide), x.mesh, ((), over[1]), met, w.raw, bias)  # type: ignore[return-value]

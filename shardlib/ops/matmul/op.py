@@ -450,7 +450,7 @@ class _Biased(Local):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mesh, axes, dtype = ctx.place
         if torch.is_grad_enabled():
-            g = grads[0].flatten(lead(mesh), -2)
+            g = unwrap(wrap(grads[0], mesh).flatten(0, -2))
             g = g.float() if is_half(g) else g
             return grads[0], total(g.sum(-2), mesh, axes, dtype), None, None
         with bind(mesh):
