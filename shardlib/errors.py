@@ -430,11 +430,19 @@ def mesh_text(mesh: object) -> str:
     return str(mesh)
 
 
-def package_line(frame: FrameType | None) -> str:
-    """Find ``file:line`` of the innermost frame of shardlib, from the package's folder on."""
+def package_line(frame: FrameType | None) -> tuple[str, str]:
+    """Find ``file:line`` and the function of the innermost frame of shardlib.
+
+    The file is named from the package's folder on; both are "" where no frame is shardlib's.
+    """
     while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename[len(_HERE) + 1 :]}:{frame.f_lineno}" if frame else ""
+    if frame is None:
+        return "", ""
+    return (
+        f"{frame.f_code.co_filename[len(_HERE) + 1 :]}:{frame.f_lineno}",
+        frame.f_code.co_qualname,
+    )
 
 
 def user_line(frame: FrameType | None = None, *, only: bool = False, line: int = 0) -> str:

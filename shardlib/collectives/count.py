@@ -28,8 +28,13 @@ __all__ = ["Event", "Trace", "Wait", "Waiting", "expect_comm", "listed", "note",
 
 _WAITS = frozenset(names_of(waits=True))
 _INDEXED = frozenset("index index_put index_put_ _unsafe_index _unsafe_index_put".split())
-# on an accelerator these read what is on the host already, or let the device check
-_FREE = "optim/transform.py", "ops/id_bounds.py", "ops/random.py"
+# (file, function or class): on an accelerator these read what is on the host already, or let the
+# device check
+_FREE = {
+    ("optim/transform.py", "Posted"), ("optim/transform.py", "told"),
+    ("ops/id_bounds.py", "in_range"), ("ops/random.py", "_probabilities"),
+    ("ops/random.py", "uniform"),
+}  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -69,8 +74,9 @@ class Waiting(DispatchMode):  # type: ignore[misc, valid-type]
         out = func(*args, **(kwargs or {}))
         for kind in _asked(func._schema.name.partition("::")[2], args, kwargs or {}, out):
             frame = sys._getframe(1)
-            by = package_line(frame)
-            if not (by.startswith(_FREE) and args[0].device.type == "cpu"):
+            by, function = package_line(frame)
+            place = by.partition(":")[0], function.partition(".")[0]
+            if not (place in _FREE and args[0].device.type == "cpu"):
                 self.found.append(Wait(kind, str(func), user_line(frame), by))
         return out
 

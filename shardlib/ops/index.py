@@ -341,8 +341,18 @@ def _picked_dims(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[Dim, ...]:
 
 
 def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
-    """Copy a piece that is a view: positions from tensors may differ between ranks' blocks."""
-    out = raw[index]
+    """Copy a piece that is a view: positions from tensors may differ between ranks' blocks.
+
+    torch would read a position without dimensions on the host, and wait for it.
+    """
+    rest: list[Any] = []
+    for i in index:
+        if isinstance(i, Tensor) and not i.ndim:
+            d = sum(r is not None for r in rest)
+            raw = raw.index_select(d, i.reshape(1)).squeeze(d)
+        else:
+            rest.append(i)
+    out = raw[tuple(rest)]
     return out.clone() if out._is_view() else out
 
 

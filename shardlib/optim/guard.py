@@ -1,6 +1,7 @@
 """Guards against gradients that are not finite: skipped steps, and the loss scale for fp16."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
 
     def update(grads: Tree, state: SkipState, params: Tree = None) -> tuple[Any, SkipState]:
         with norms_known():
-            if not _is_number(global_norm(grads)):
+            if not _is_number(global_norm(grads), Tensor.item):
                 return nothing(grads, params), after(state)
             updates, inner = tx.update(grads, state.inner, params)
             return updates, SkipState(0, state.skipped, inner)
@@ -178,7 +179,7 @@ def loss_scale(
         with norms_known():
             # in fp32: fp16 gradients divided by 2**16 would underflow
             real = each(lambda g: g.to(wider(g.dtype)) / state.scale, grads)
-            if not _is_number(global_norm(real)):
+            if not _is_number(global_norm(real), Tensor.item):
                 return nothing(real, params), smaller(state)
             updates, inner = tx.update(real, state.inner, params)
             return updates, larger(state, inner)
@@ -220,7 +221,7 @@ def _asked(grads: Tree, step: Step) -> Any:
     norm = global_norm(grads)
     step.norm = norm if step.scale is None else norm / step.scale.to(norm.device)
     if on_host(norm):
-        step.skipped = not _is_number(norm)
+        step.skipped = not _is_number(norm, told)
         return not step.skipped
     step.require(torch.isfinite(norm))
     assert step.sound is not None
@@ -228,8 +229,9 @@ def _asked(grads: Tree, step: Step) -> Any:
     return step.sound
 
 
-def _is_number(norm: Tensor) -> bool:
-    return norm.is_meta or math.isfinite(told(norm))
+def _is_number(norm: Tensor, read: Callable[[Tensor], Any]) -> bool:
+    """Check whether a norm is finite; ``read`` gives it to the host."""
+    return norm.is_meta or math.isfinite(read(norm))
 
 
 def _at_least(tx: Transform) -> str | None:

@@ -339,14 +339,14 @@ def clip_by_global_norm(
     def decide(norm: Tensor, grads: Tree, step: Step) -> None:
         """Refuse a norm that is not finite: on the host at once, else step only where it is."""
         if on_host(norm):
-            _number(norm, grads)
+            _number(norm, grads, told)
         else:
             step.require(torch.isfinite(norm))
 
     def update(grads: Tree, state: ClipState, params: Tree = None) -> tuple[Any, ClipState]:
         norm = known(grads, Step())
         if check:
-            _number(norm, grads)
+            _number(norm, grads, Tensor.item)
         by = over(norm)
         return each(lambda g: g / by.to(g.device, g.dtype), grads), state
 
@@ -378,12 +378,12 @@ def _error(norm: float) -> ShardError | None:
     )
 
 
-def _number(norm: Tensor, grads: Tree) -> None:
-    """Refuse a norm that is not finite."""
+def _number(norm: Tensor, grads: Tree, read: Callable[[Tensor], Any]) -> None:
+    """Refuse a norm that is not finite; ``read`` gives it to the host."""
     for x in optree.tree_leaves(grads):
         if isinstance(x, ShardedTensor) and not holds_values(x.mesh):
             return
-    if norm.is_meta or math.isfinite(told(norm)):
+    if norm.is_meta or math.isfinite(read(norm)):
         return
     bad = list(dict.fromkeys(_not_finite(grads)))
     raise ShardError(

@@ -592,7 +592,7 @@ def on_host(x: Tensor) -> bool:
 
 
 def told(x: Tensor) -> Any:
-    """Return a number, for which the host waits."""
+    """Return a number that is ``on_host``; a trace counts no wait."""
     return x.item()
 
 

@@ -128,6 +128,65 @@ def test_a_trace_counts_as_the_device_does() -> None:
         assert all(w.line.startswith("laws.py:") and not w.library for w in t.waits)
 
 
+def stepped(make: Callable[[], Any], at_once: bool = False) -> Callable[[], Callable[[], Any]]:
+    """The second step of an optimizer, or its second ``update``."""
+
+    def ready() -> Callable[[], Any]:
+        tx, x = make(), sl.shard(torch.ones(4), "x")
+        params: Any = {"w": x + 0}
+        state = tx.init(params)
+        if at_once:
+            tx.update({"w": x}, state, params)
+            return lambda: tx.update({"w": x}, state, params)
+        params, state, _ = sl.optim.step(tx, params, {"w": x + 0}, state)
+        return lambda: sl.optim.step(tx, params, {"w": x + 0}, state)
+
+    return ready
+
+
+def sharded(f: Callable[[Any], Any]) -> Callable[[], Callable[[], Any]]:
+    """A function of a sharded value."""
+
+    def ready() -> Callable[[], Any]:
+        x = sl.shard(torch.full((2, 4), 0.5), ". x")
+        f(x)
+        return lambda: f(x)
+
+    return ready
+
+
+SGD = sl.optim.sgd(0.1)
+CLIP = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), SGD)
+WAITING: dict[str, tuple[Callable[[], Callable[[], Any]], int]] = {
+    "dropout": (sharded(lambda x: F.dropout(x, 0.1)), 0),
+    "uniform_": (sharded(lambda x: x.uniform_(0, 2)), 0),
+    "bernoulli": (sharded(torch.bernoulli), 0),
+    "embedding": (sharded(lambda x: F.embedding((x[:, 0] * 2).long(), x)), 0),
+    "x[:, -1]": (sharded(lambda x: x[:, -1]), 0),
+    "multinomial": (sharded(lambda x: torch.multinomial(x, 2)), 2),
+    "poisson": (sharded(lambda x: torch.poisson(x * 0)), 3),
+    "clip": (stepped(lambda: CLIP), 0),
+    "clip at once": (stepped(lambda: CLIP, at_once=True), 1),
+    "skip_nonfinite": (stepped(lambda: sl.optim.skip_nonfinite(SGD)), 0),
+    "skip_nonfinite at once": (stepped(lambda: sl.optim.skip_nonfinite(SGD), at_once=True), 1),
+    "loss_scale": (stepped(lambda: sl.optim.loss_scale(SGD)), 0),
+    "loss_scale at once": (stepped(lambda: sl.optim.loss_scale(SGD), at_once=True), 1),
+}
+"""Calls, and how often the host waits in them on an accelerator."""
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_trace_of_the_host_counts_as_on_the_device(name: str) -> None:
+    make, waits = WAITING[name]
+    for device in (DEVICE, torch.device("cpu")):
+        with torch.device(device), sl.simulate(x=2, device=device):
+            call = make()
+            with pretend.counting() as counts, sl.trace(waits=True) as t:
+                call()
+        assert len(t.waits) == waits, (device, t)
+        assert sum(counts.waits.values()) == waits * (device is DEVICE), (device, counts)
+
+
 def late(body: Callable[[], Any]) -> Any:
     pretend.late(True)
     try:
