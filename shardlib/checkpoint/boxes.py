@@ -30,6 +30,8 @@ __all__ = [
     "held",
     "length",
     "meet",
+    "packed",
+    "shared",
     "shares",
     "size",
     "stretches",
@@ -255,6 +257,28 @@ def meet(a: Box, b: Box) -> list[list[Pair]]:
     [[(slice(1, 4, 2), slice(0, 2, 1))]]
     """
     return [list(_pairs(p, q)) for p, q in zip(a, b, strict=True)]
+
+
+def shared(met: Sequence[Sequence[Pair]]) -> int:
+    """Count the common positions of ``meet``.
+
+    >>> shared([[(slice(1, 4, 2), slice(0, 2, 1))], [(slice(0, 3, 1), slice(0, 3, 1))]])
+    6
+    """
+    return math.prod(sum(len(range(10**18)[s]) for s, _ in pairs) for pairs in met)
+
+
+def packed(box: Box) -> Box:
+    """Return the same positions as a block that holds nothing else.
+
+    >>> packed(((BlockRun(4, 1, 2, 7), BlockRun(9, 1, 1, 0)),))
+    ((BlockRun(start=4, stride=1, length=2, at=0), BlockRun(start=9, stride=1, length=1, at=2)),)
+    """
+    ends = [itertools.accumulate((r.length for r in held), initial=0) for held in box]
+    return tuple(
+        tuple(r._replace(at=at) for r, at in zip(held, places, strict=False))
+        for held, places in zip(box, ends, strict=True)
+    )
 
 
 # ---------------------------------------------------------------- tiles

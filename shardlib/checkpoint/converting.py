@@ -72,7 +72,7 @@ def reshard(
             manifest = Manifest.of(stack.enter_context(_opened(path)))
             dtypes = manifest.dtypes
             places = {
-                name: _place(name, old, dtypes[name], layouts, there, pad)
+                name: target_of(name, old, dtypes[name], layouts, there, pad).place
                 for name, old in manifest.places.items()
             }
         tree = _Tree(places, dtypes, manifest.values, manifest.skeleton, manifest.read)
@@ -175,25 +175,19 @@ def from_hf(
     world = 1 if there is None else there.size
     with contextlib.ExitStack() as stack:
         with group.phase("reading"):
-            folder, table = tensors_of(os.fspath(directory), group.progress)
-            stack.enter_context(folder)
+            table = tensors_of(os.fspath(directory), group.progress, stack)
             chunks = {ours: table[theirs] for theirs, ours in renamed(list(table), names).items()}
-            meta = {
-                n: torch.empty(c.shape, dtype=c.dtype, device="meta") for n, c in chunks.items()
-            }
+            meta = {n: c.empty("meta") for n, c in chunks.items()}
             leaves = Leaves.of({subtree: meta} if subtree else meta, "from_hf")
             full = dict(zip(sorted(meta), leaves.names, strict=True))
             places = {}
             for name, c in chunks.items():
-                plain = SavedPlace.of_plain(c.shape, world)
-                placed = (
-                    plain if there is None else _place(name, plain, c.dtype, layouts, there, pad)
-                )
-                places[full[name]] = placed
+                plain = SavedPlace.of_plain(c.shape, 1)
+                places[full[name]] = target_of(name, plain, c.dtype, layouts, there, pad).place
         sources = {full[n]: c for n, c in chunks.items()}
 
         def read(name: str, box: Box, out: Tensor) -> None:
-            if fill(out, box, sources[name], folder) != size(box):
+            if fill(out, box, sources[name]) != size(box):
                 raise ValueError(f"{sources[name].file} does not have all of {name!r}")
 
         dtypes = {n: c.dtype for n, c in sources.items()}
@@ -231,20 +225,6 @@ class _Tree(NamedTuple):
     values: Mapping[str, Value]
     skeleton: object
     read: Callable[[str, Box, Tensor], None]
-
-
-def _place(
-    name: str, old: SavedPlace, dtype: torch.dtype, layouts: Layouts | None, mesh: Mesh, pad: bool
-) -> SavedPlace:
-    """Return the place of a tensor on the new mesh.
-
-    Raises: ShardError.
-    """
-    target = target_of(name, old, dtype, layouts, mesh, pad)
-    if target.layout is None:
-        return SavedPlace.of_plain(old.shape, mesh.size)
-    axes, ranks = tuple(mesh.axes.items()), tuple(range(mesh.size))
-    return SavedPlace(old.shape, target.layout, target.tiled, axes, ranks)
 
 
 def _within(names: Iterable[str], subtree: str) -> dict[str, str]:
@@ -316,9 +296,6 @@ def _write(
         tree.skeleton,
     )
     job = SaveJob(group, path, step, overwrite)
-    try:
-        name = job.begin(content, {}, None)
-    except BaseException as e:
-        job.leave(e)
-        raise
-    job.write(content, name, files)
+    with job.leaving():
+        job.begin(content, {})
+    job.write(content, files)

@@ -15,7 +15,7 @@ import operator
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -32,6 +32,8 @@ from shardlib.checkpoint.boxes import (
     grid,
     length,
     meet,
+    packed,
+    shared,
     size,
     stretches,
     whole,
@@ -42,13 +44,14 @@ from shardlib.checkpoint.folder import (
     Behind,
     allocate,
     memory,
+    new_file,
     open_file,
     parsed,
     write_all,
 )
 
 __all__ = [
-    "FileChunk", "Folder", "Header", "WrittenPart", "check_chunk", "code_of", "dtype_of", "fill",
+    "FileChunk", "Folder", "Header", "WrittenPart", "check_chunk", "code_of", "dtype_of", "entries", "fill", "framed",
     "is_shape", "layout_of_file", "read_header", "uncollected", "written", "write_file",
 ]  # fmt: skip
 
@@ -78,11 +81,6 @@ def code_of(dtype: torch.dtype) -> str | None:
 def dtype_of(code: object) -> torch.dtype | None:
     """Return the dtype of a name in a file, or None."""
     return _DTYPES.get(code) if isinstance(code, str) else None
-
-
-def _here(x: Tensor) -> Tensor:
-    """Return the tensor contiguous on the CPU, copied only if it was not."""
-    return x.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 # ---------------------------------------------------------------- writing
@@ -142,12 +140,31 @@ def written(part: WrittenPart, write: Callable[[memoryview], None]) -> list[int]
         return of_tiles
     x = part.get()
     for i, (where, _) in enumerate(part.sums.strips):
-        strip = _here(x[where])
+        strip = x[where].detach().resolve_conj().resolve_neg().cpu().contiguous()
         write(memory(strip))
         tiles, own = part.sums.of_strip(strip, i)
         of_tiles += tiles
         of_strips += own
     return of_tiles + of_strips
+
+
+def entries(parts: Mapping[str, WrittenPart]) -> tuple[dict[str, Any], int]:
+    """Return the header's entry of each part, one after the other, and the bytes of all."""
+    table, end = {}, 0
+    for key, p in parts.items():
+        code, _, odd = (code_of(p.dtype) or "").partition(" ")
+        stored = [*p.shape, *[p.dtype.itemsize] * bool(odd)]
+        table[key] = {"dtype": code, "shape": stored, "data_offsets": [end, end + p.nbytes]}
+        end += p.nbytes
+    return table, end
+
+
+def framed(header: str) -> bytes:
+    """Return the bytes of a header, with its length in front."""
+    text = header.encode()
+    # safetensors aligns the data to 8 bytes with spaces
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_file(
@@ -164,28 +181,20 @@ def write_file(
     ``progress``  called after every strip; ``seconds``  the disk may take for one.
     """
     parts = list(parts)
-    table: dict[str, Any] = {}
     index: dict[str, Any] = {}
-    end = count = 0
+    count = 0
     for p in parts:
-        shape = p.shape
-        code, _, odd = (code_of(p.dtype) or "").partition(" ")
-        stored = [*shape, p.dtype.itemsize] if odd else list(shape)
-        table[p.key] = {"dtype": code, "shape": stored, "data_offsets": [end, end + p.nbytes]}
         box = [[[r.start, r.stride, r.length] for r in held] for held in p.box]
         index[p.key] = [box, p.sums.cuts, count, code_of(p.dtype)]
-        end, count = end + p.nbytes, count + p.sums.count
+        count += p.sums.count
     about = {"format": "pt", **about, "shardlib": json.dumps(index), "sums": ""}
+    table, end = entries({p.key: p for p in parts})
     head, tail = json.dumps({"__metadata__": about, **table}).split(_BLANK)
 
     def header(crcs: list[int]) -> bytes:
-        text = f'{head}{_SUMS}{_packed(crcs).hex()}"{tail}'.encode()
-        # safetensors aligns the data to 8 bytes with spaces
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return framed(f'{head}{_SUMS}{_packed(crcs).hex()}"{tail}')
 
-    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
-    try:
+    with new_file(folder, name) as fd:
         # checksums have a fixed width, so this is as long as the final header
         blank = header([0] * count)
         if len(blank) > _HEADER:
@@ -203,9 +212,6 @@ def write_file(
         assert len(final) == len(blank), "checksums have a fixed width"
         # until now the file begins with zeros, which no reader accepts
         write_all(fd, memoryview(final), 0)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
     return {"file": name, "bytes": len(final) + end, "crc": zlib.crc32(final)}
 
 
@@ -219,11 +225,12 @@ _BLANK = '"sums": ""'
 
 @dataclass(frozen=True)
 class FileChunk:
-    """A box of a tensor, in a file from ``offset`` on.
+    """A box of a tensor, in a file of ``folder`` from ``offset`` on.
 
     ``cuts``  between its tiles; ``crcs``  of each tile, and of the strips; None in foreign files.
     """
 
+    folder: "Folder"
     file: str
     box: Box
     dtype: torch.dtype
@@ -241,6 +248,22 @@ class FileChunk:
     def sums(self) -> ChunkChecksums:
         """The checksums of the chunk."""
         return sums_of(self.shape, self.cuts, self.dtype)
+
+    def empty(self, device: str = "cpu") -> Tensor:
+        """Make a tensor of its shape and dtype, uninitialised."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def reader(self) -> Callable[[memoryview], None]:
+        """Return a function that reads the next bytes of the chunk into memory."""
+        at = self.offset
+
+        def read(piece: memoryview) -> None:
+            nonlocal at
+            self.folder.into(piece, self.file, at)
+            self.folder.bytes_read += len(piece)
+            at += len(piece)
+
+        return read
 
 
 @contextlib.contextmanager
@@ -278,9 +301,17 @@ def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | Non
     meta = table.pop("__metadata__", {})
     if not _is(meta, dict, str, str):
         raise ValueError(f"{name}: its metadata is no table of text")
+    says = 8 + long + _end_of(table, name)
+    # nothing may follow the last tensor
+    if says != have:
+        raise ValueError(f"{name} has {have} bytes, its header says {says}")
+    return table, meta, 8 + long
+
+
+def _end_of(table: dict[str, Any], name: str) -> int:
+    """Return the bytes of all tensors, which follow one another without gaps."""
     end = 0
     for key, t in sorted(table.items(), key=lambda i: _begin(i[1], name)):
-        # tensors must follow one another without gaps, as safetensors demands
         a, b = t["data_offsets"]
         shape, dtype = t.get("shape"), dtype_of(t.get("dtype"))
         if not _is(shape, list, int) or not is_shape(shape) or dtype is None:
@@ -288,10 +319,7 @@ def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | Non
         if a != end or b - a != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: {key!r} does not fit its place")
         end = b
-    # nothing may follow the last tensor
-    if 8 + long + end != have:
-        raise ValueError(f"{name} has {have} bytes, its header says {8 + long + end}")
-    return table, meta, 8 + long
+    return end
 
 
 def _begin(entry: object, name: str) -> tuple[int, int]:
@@ -314,12 +342,12 @@ def is_shape(shape: Sequence[int]) -> bool:
 
 
 @uncollected()
-def read_header(fd: int, name: str, nbytes: int, crc: int) -> "Header":
+def read_header(folder: "Folder", name: str, nbytes: int, crc: int) -> "Header":
     """Read the header of one of shardlib's files.
 
-    Raises: ValueError.
+    Raises: ValueError, OSError.
     """
-    table, meta, begin = layout_of_file(fd, name, nbytes, crc)
+    table, meta, begin = layout_of_file(folder.file(name), name, nbytes, crc)
     index = parsed(meta.get("shardlib", "{}"), name)
     if not isinstance(index, dict) or index.keys() != table.keys():
         raise ValueError(f"{name}: what it says of its chunks does not fit them")
@@ -328,7 +356,7 @@ def read_header(fd: int, name: str, nbytes: int, crc: int) -> "Header":
     except ValueError:
         raise ValueError(f"{name}: what it says of its checksums is none") from None
     said = {k.rpartition("@")[0]: (k, table[k], index[k]) for k in table}
-    return Header(name, begin, said, crcs)
+    return Header(folder, name, begin, said, crcs)
 
 
 @dataclass(frozen=True)
@@ -339,6 +367,7 @@ class Header:
     ``crcs``  their checksums, concatenated.
     """
 
+    folder: "Folder"
     file: str
     begin: int
     said: dict[str, tuple[str, Any, Any]]
@@ -353,27 +382,30 @@ class Header:
             return None
         key, entry, described = self.said[name]
         try:
-            box, cuts, first, code = described
-            return _chunk(self, entry, box, cuts, first, code)
+            return self._chunk(entry, *described)
         except (TypeError, ValueError, KeyError, AttributeError):
             raise ValueError(f"{self.file}: {key!r} is not described as a chunk") from None
 
+    def _chunk(self, entry: Any, box: Any, cuts: Any, first: Any, code: Any) -> FileChunk:
+        a, b = entry["data_offsets"]
+        found = packed(tuple(tuple(map(_run, held)) for held in box))
+        shape, dtype = tuple(length(held) for held in found), _DTYPES[code]
+        _fit(isinstance(cuts, list) and type(first) is int and first >= 0)
+        stored, _, odd = code.partition(" ")  # odd: stored as bytes
+        last = [dtype.itemsize] * bool(odd)
+        _fit(entry["dtype"] == stored and entry["shape"] == [*shape, *last])
+        sums = _sums(shape, tuple(map(tuple, cuts)), dtype)
+        crcs = self.crcs[8 * first : 8 * (first + sums.count)]
+        _fit(len(crcs) == 8 * sums.count)
+        return FileChunk(
+            self.folder, self.file, found, dtype, self.begin + a, b - a, sums.cuts, crcs
+        )
 
-def _chunk(header: Header, entry: Any, box: Any, cuts: Any, first: Any, code: Any) -> FileChunk:
-    a, b = entry["data_offsets"]
-    found = tuple(_held(held) for held in box)
-    shape, dtype = tuple(length(held) for held in found), dtype_of(code)
-    stored, _, odd = str(code).partition(" ")  # odd: stored as bytes
-    last = [dtype.itemsize] if odd and dtype is not None else []
-    if entry["dtype"] != stored or entry["shape"] != [*shape, *last]:
+
+def _fit(true: bool) -> None:
+    """Refuse a description of a chunk."""
+    if not true:
         raise ValueError
-    if dtype is None or not isinstance(cuts, list) or type(first) is not int or first < 0:
-        raise ValueError
-    sums = _sums(shape, tuple(map(tuple, cuts)), dtype)
-    crcs = header.crcs[8 * first : 8 * (first + sums.count)]
-    if len(crcs) != 8 * sums.count:
-        raise ValueError
-    return FileChunk(header.file, found, dtype, header.begin + a, b - a, sums.cuts, crcs)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -384,22 +416,17 @@ def _sums(shape: tuple[int, ...], cuts: Cuts, dtype: torch.dtype) -> ChunkChecks
     """
     for n, some in zip(shape, cuts, strict=True):
         places = (0, *some, n)
-        if set(map(type, some)) - {int} or any(map(operator.ge, places, some and places[1:])):
-            raise ValueError
-    d = along(shape, dtype.itemsize) if shape else 0
-    if any(len(some) != n - 1 for some, n in zip(cuts[:d], shape[:d], strict=True)):
-        raise ValueError
+        _fit(set(map(type, some)) <= {int})
+        _fit(not any(map(operator.ge, places, some and places[1:])))
+    d = along(shape, dtype.itemsize)
+    _fit(all(len(some) == n - 1 for some, n in zip(cuts[:d], shape[:d], strict=True)))
     return sums_of(shape, cuts, dtype)
 
 
-def _held(runs: Any) -> tuple[BlockRun, ...]:
-    out, at = [], 0
-    for run in runs:
-        if not _is(run, list, int) or len(run) != 3 or run[0] < 0 or min(run[1:]) < 1:
-            raise ValueError
-        out.append(BlockRun(run[0], run[1], run[2], at))
-        at += run[2]
-    return tuple(out)
+def _run(run: Any) -> BlockRun:
+    _fit(_is(run, list, int) and len(run) == 3 and run[0] >= 0 and min(run[1:]) >= 1)
+    start, stride, n = run
+    return BlockRun(start, stride, n, 0)
 
 
 class Folder:
@@ -462,32 +489,36 @@ class Folder:
         Rows that are close together are read with the gaps between them, others one by one.
         Raises: ValueError, OSError.
         """
-        item, strides = c.dtype.itemsize, torch.empty(c.shape, device="meta").stride()
+        strides = torch.empty(c.shape, device="meta").stride()
         run = 1  # elements that are contiguous in the file
         for n, all_of_it in zip(reversed(out.shape), reversed(c.shape), strict=True):
             run *= n
             if n < all_of_it:
                 break
-
-        def read(out: Tensor, at: int, d: int) -> None:
-            span = 1 + sum((n - 1) * s for n, s in zip(out.shape, strides[d:], strict=True))
-            gaps = (span - out.numel()) * item
-            if not gaps and out.is_contiguous():
-                return self.into(memory(out), c.file, c.offset + at * item)
-            near = gaps <= _NEAR * (out.numel() // run)
-            if near and span * item <= _SPAN:
-                rows = torch.empty(span, dtype=c.dtype, device="cpu")
-                self.into(memory(rows), c.file, c.offset + at * item)
-                out.copy_(rows.as_strided(out.shape, strides[d:]))
-                return None
-            count = _SPAN // (strides[d] * item) if near else 0
-            for i in range(0, out.shape[0], count or 1):
-                part = out[i : i + count] if count else out[i]
-                read(part, at + i * strides[d], d if count else d + 1)
-            return None
-
-        read(out, sum(s.start * n for s, n in zip(where, strides, strict=True)), 0)
+        begin = sum(s.start * n for s, n in zip(where, strides, strict=True))
+        self._rows(c, out, begin, strides, run)
         return out
+
+    def _rows(self, c: FileChunk, out: Tensor, at: int, strides: tuple[int, ...], run: int) -> None:
+        """Read a box of a chunk that begins at element ``at``, with the file's ``strides``."""
+        item = c.dtype.itemsize
+        span = 1 + sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
+        gaps = (span - out.numel()) * item
+        if not gaps and out.is_contiguous():
+            return self.into(memory(out), c.file, c.offset + at * item)
+        near = gaps <= _NEAR * (out.numel() // run)
+        if near and span * item <= _SPAN:
+            rows = torch.empty(span, dtype=c.dtype, device="cpu")
+            self.into(memory(rows), c.file, c.offset + at * item)
+            out.copy_(rows.as_strided(out.shape, strides))
+            return None
+        if near and (count := _SPAN // (strides[0] * item)):
+            for i, part in enumerate(out.split(count)):
+                self._rows(c, part, at + i * count * strides[0], strides, run)
+            return None
+        for i, part in enumerate(out):
+            self._rows(c, part, at + i * strides[0], strides[1:], run)
+        return None
 
 
 _SPAN, _NEAR = 1 << 18, 1 << 13
@@ -497,102 +528,84 @@ _OPEN = 256
 """Files open at a time."""
 
 
-def fill(out: Tensor, wanted: Box, chunk: FileChunk, folder: Folder) -> int:
+def fill(out: Tensor, wanted: Box, chunk: FileChunk) -> int:
     """Copy the part of ``wanted`` that a chunk has into ``out``; return the number of elements.
 
     Only the tiles that contain some are read, and each is checked.
     Raises: ValueError naming the file if a checksum is wrong.
     """
-    shared = meet(chunk.box, wanted)
-    count = math.prod(sum(len(range(10**18)[s]) for s, _ in pairs) for pairs in shared)
+    met = meet(chunk.box, wanted)
+    count = shared(met)
     if not count:
         return 0
+    as_stored = chunk.dtype == out.dtype and out.device.type == "cpu"
     # everything is wanted as it is stored: read it into place
-    if _direct(out, chunk, shared, count):
-        _read(out[tuple(pairs[0][1] for pairs in shared)] if shared else out, chunk, folder)
-        return count
+    if as_stored and count == size(chunk.box) and all(map(_is_run, met)):
+        place = out[tuple(pairs[0][1] for pairs in met)]
+        if place.is_contiguous():
+            _read(place, chunk)
+            return count
     rows = [
         _groups(n, cuts, pairs, chunk.crcs is not None)
-        for n, cuts, pairs in zip(chunk.shape, chunk.cuts, shared, strict=True)
+        for n, cuts, pairs in zip(chunk.shape, chunk.cuts, met, strict=True)
     ]
     for group in itertools.product(*rows):
-        _fill_tiles(out, group, chunk, folder)
+        _fill_tiles(out, group, chunk, as_stored)
     return count
 
 
-def _fill_tiles(out: Tensor, group: "tuple[Group, ...]", chunk: FileChunk, folder: Folder) -> None:
+def _fill_tiles(out: Tensor, group: "tuple[Group, ...]", chunk: FileChunk, as_stored: bool) -> None:
     """Read some adjacent tiles, check them, and copy what is wanted of them."""
     cut = [slice(c[0].start, c[-1].stop) for _, c, _ in group]
     sizes = [s.stop - s.start for s in cut]
+    wanted = [pairs for *_, pairs in group]
     tiles = [(first, c) for first, c, _ in group]
-    folder.bytes_read += math.prod(sizes) * chunk.dtype.itemsize
-    as_stored = chunk.dtype == out.dtype and out.device.type == "cpu"
-    if as_stored and all(_is_all(c, pairs) for _, c, pairs in group):
-        piece = folder.block(chunk, cut, out[tuple(pairs[0][1] for _, _, pairs in group)])
+    chunk.folder.bytes_read += math.prod(sizes) * chunk.dtype.itemsize
+    if as_stored and all(map(_is_run, wanted)) and shared(wanted) == math.prod(sizes):
+        piece = chunk.folder.block(chunk, cut, out[tuple(pairs[0][1] for pairs in wanted)])
         _compare(piece, tiles, chunk)
         return
-    block = folder.block(chunk, cut, torch.empty(sizes, dtype=chunk.dtype, device="cpu"))
-    _compare(block, tiles, chunk)
-    for pairs in itertools.product(*(inside for _, _, inside in group)):
+    block = torch.empty(sizes, dtype=chunk.dtype, device="cpu")
+    _compare(chunk.folder.block(chunk, cut, block), tiles, chunk)
+    for pairs in itertools.product(*wanted):
         piece = block[tuple(s for s, _ in pairs)]
         out[tuple(t for _, t in pairs)] = piece.to(out.device, out.dtype)
 
 
-def _is_all(cuts: list[slice], pairs: list[Pair]) -> bool:
-    """Return whether all of some adjacent tiles is wanted, contiguously."""
-    if len(pairs) != 1:
-        return False
-    source, target = pairs[0]
-    return source == slice(0, cuts[-1].stop - cuts[0].start, 1) and target.step == 1
+def _is_run(pairs: list[Pair]) -> bool:
+    """Return whether the wanted positions of a dimension are contiguous, here and there."""
+    return len(pairs) == 1 and pairs[0][0].step == pairs[0][1].step == 1
 
 
-def _direct(out: Tensor, chunk: FileChunk, shared: list[list[Pair]], count: int) -> bool:
-    """Return whether all of the chunk is wanted, in one contiguous piece of memory."""
-    if out.device.type != "cpu" or out.dtype != chunk.dtype or count != size(chunk.box):
-        return False
-    if any(len(pairs) != 1 or pairs[0][1].step != 1 or pairs[0][0].step != 1 for pairs in shared):
-        return False
-    return out[tuple(pairs[0][1] for pairs in shared)].is_contiguous() if shared else True
-
-
-def _read(out: Tensor, chunk: FileChunk, folder: Folder) -> None:
+def _read(out: Tensor, chunk: FileChunk) -> None:
     """Read a whole chunk, and check each piece as soon as it is read.
 
     Raises: ValueError, OSError.
     """
     found: list[int] = []
-    at, sums, checked = chunk.offset, chunk.sums, chunk.crcs is not None
-
-    def read(piece: memoryview) -> None:
-        nonlocal at
-        folder.into(piece, chunk.file, at)
-        folder.bytes_read += len(piece)
-        at += len(piece)
-
+    sums, read = chunk.sums, chunk.reader()
     for i, (where, _) in enumerate(sums.strips):
         strip = out[where]
-        if checked:
-            found += sums.whole(strip, i, read)
-        else:
+        if chunk.crcs is None:
             read(memory(strip))
+        else:
+            found += sums.whole(strip, i, read)
     _check(found, chunk, 0 if sums.flat else sums.tiles)
 
 
-def check_chunk(chunk: FileChunk, folder: Folder) -> None:
+def check_chunk(chunk: FileChunk) -> None:
     """Read a whole chunk, strip by strip, and check it.
 
     Raises: ValueError, OSError.
     """
     found: list[int] = []
     of_strips: list[int] = []
-    at, sums = chunk.offset, chunk.sums
+    sums, read = chunk.sums, chunk.reader()
     if not chunk.nbytes:
         return
     for i, (_, lengths) in enumerate(sums.strips):
         strip = torch.empty([sum(some) for some in lengths], dtype=chunk.dtype, device="cpu")
-        folder.into(memory(strip), chunk.file, at)
-        folder.bytes_read += strip.nbytes
-        at += strip.nbytes
+        read(memory(strip))
         tiles, own = sums.of_strip(strip, i)
         found += tiles
         of_strips += own

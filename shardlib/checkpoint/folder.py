@@ -37,10 +37,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
-    "FORMAT", "LOCK", "MANIFEST", "SILENT", "Behind", "Work", "allocate", "clean", "exchange",
-    "flushed", "folder_of", "fsync_folder", "memory", "occupied", "open_file", "opened", "parsed",
-    "read_manifest", "remove", "steps_pattern", "strangers", "write_all", "write_manifest",
-    "write_new",
+    "FORMAT", "LOCK", "MANIFEST", "SILENT", "Behind", "Work", "allocate", "clean", "directory",
+    "exchange", "flushed", "folder_of", "fsync_folder", "memory", "new_file", "occupied",
+    "open_file", "opened", "parsed", "read_manifest", "remove", "steps_pattern", "strangers",
+    "write_all", "write_manifest", "write_new",
 ]  # fmt: skip
 
 
@@ -253,13 +253,33 @@ def parsed(text: bytes | str, name: str) -> Any:
         raise ValueError(f"{name}: {e}" if name not in str(e) else str(e)) from None
 
 
-def write_new(folder: int, name: str, text: bytes) -> None:
-    """Write a new file of a directory, and flush it."""
+@contextlib.contextmanager
+def new_file(folder: int, name: str) -> Iterator[int]:
+    """Make a new file of a directory; flush it at the end of the ``with``, and close it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(name, flags, 0o666, dir_fd=folder)
     try:
-        write_all(fd, memoryview(text))
+        yield fd
         os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_new(folder: int, name: str, text: bytes) -> None:
+    """Write a new file of a directory, and flush it."""
+    with new_file(folder, name) as fd:
+        write_all(fd, memoryview(text))
+
+
+@contextlib.contextmanager
+def directory(path: str) -> Iterator[int]:
+    """Open a directory inside the ``with``.
+
+    Raises: OSError.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd
     finally:
         os.close(fd)
 
@@ -379,11 +399,8 @@ def _listed(path: str, found: dict[str, str]) -> set[str] | None:
     if work and not _head(os.path.join(path, LOCK)) and set(found) <= {LOCK}:
         return None  # a save was just making it
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with directory(path) as fd:
             said = read_manifest(fd, (FORMAT, f"{FORMAT} of Hugging Face"))
-        finally:
-            os.close(fd)
         return {MANIFEST, LOCK, *(f["file"] for f in said["files"])}
     return set()
 
@@ -412,11 +429,8 @@ def fsync_folder(path: str) -> None:
     Raises: OSError.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with directory(path) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
     except OSError as e:
         if e.errno not in _NOT_FLUSHED:
             raise
@@ -457,8 +471,7 @@ class Work:
         self.path, self.id = os.path.join(self.parent, name), name[-32:]
         self.fd = self._opened()
         self.lock = os.open(LOCK, os.O_RDWR | os.O_CLOEXEC, dir_fd=self.fd)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self.lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _lock(self.lock, fcntl.LOCK_SH)
 
     def _opened(self) -> int:
         """Open the directory; on network file systems it may appear here a moment later."""
@@ -492,14 +505,12 @@ class Work:
         clean(parent, re.escape(base) + f"|{siblings}" * bool(siblings))
         name = f".{base}.tmp-{uuid.uuid4().hex}"
         path = os.path.join(parent, name)
-        with _locked(
-            parent, fcntl.LOCK_SH, seconds
-        ):  # until it is locked, it looks like a leftover
+        # until it is locked, it looks like a leftover
+        with _locked(parent, fcntl.LOCK_SH, seconds):
             os.mkdir(path)
             lock = os.path.join(path, LOCK)
             hold = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(hold, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _lock(hold, fcntl.LOCK_SH)
             os.write(hold, name[-32:].encode())
         return name, hold
 
@@ -591,8 +602,15 @@ def _id(path: str) -> str:
         return ""
 
 
-def _ours(base: str) -> re.Pattern[str]:
-    return re.compile(rf"\.(?P<base>{base})\.(?P<kind>tmp|gone|old)-(?P<id>[0-9a-f]{{32}})")
+def _leftovers(parent: str, base: str) -> list[tuple[str, str, str]]:
+    """List (kind, path, target) of the work directories of targets that match a pattern."""
+    pattern = re.compile(rf"\.(?P<base>{base})\.(?P<kind>tmp|gone|old)-[0-9a-f]{{32}}")
+    there = sorted(os.listdir(parent)) if os.path.isdir(parent) else ()
+    return [
+        (found["kind"], os.path.join(parent, entry), os.path.join(parent, found["base"]))
+        for entry in there
+        if (found := pattern.fullmatch(entry))
+    ]
 
 
 def clean(parent: str, base: str) -> list[str]:
@@ -603,20 +621,16 @@ def clean(parent: str, base: str) -> list[str]:
     """
     gone = []
     with _locked(parent, fcntl.LOCK_EX) as settled:
-        for entry in sorted(os.listdir(parent)):
-            found = _ours(base).fullmatch(entry)
-            if not found:
-                continue
-            path, target = os.path.join(parent, entry), os.path.join(parent, found["base"])
+        for kind, path, target in _leftovers(parent, base):
             with contextlib.suppress(OSError):
                 if os.path.islink(path):
                     continue
-                if found["kind"] == "old" and not os.path.lexists(target):
+                if kind == "old" and not os.path.lexists(target):
                     if not occupied(path):
                         os.rename(path, target)
-                elif _abandoned(path, settled or found["kind"] != "tmp"):
-                    gone.append(entry)
-    return [entry for entry in gone if remove(os.path.join(parent, entry))]
+                elif _abandoned(path, settled or kind != "tmp"):
+                    gone.append(path)
+    return [os.path.basename(path) for path in gone if remove(path)]
 
 
 @contextlib.contextmanager
@@ -625,17 +639,14 @@ def _locked(path: str, how: int, seconds: float = 0.0) -> Iterator[bool]:
 
     Raises: OSError if others hold it for all of ``seconds``, if ``seconds`` is not 0.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     until = time.monotonic() + seconds
-    try:
+    with directory(path) as fd:
         while (had := _lock(fd, how)) is None and time.monotonic() < until:
             time.sleep(0.02)
         if had is None and seconds:
             said = f"another saver held the lock of the directory for {seconds:g} s"
             raise OSError(errno.ETIMEDOUT, said, path)
         yield bool(had)
-    finally:
-        os.close(fd)
 
 
 def _lock(fd: int, how: int) -> bool | None:
@@ -662,12 +673,9 @@ def _abandoned(path: str, settled: bool) -> bool:
     except FileNotFoundError:
         return True  # half removed
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError:
-        return time.time() - os.fstat(fd).st_mtime > _ABANDONED
+        had = _lock(fd, fcntl.LOCK_EX)
+        old = time.time() - os.fstat(fd).st_mtime > _ABANDONED
+        return had or (had is False and old)
     finally:
         os.close(fd)
 
@@ -682,9 +690,7 @@ def opened(path: str) -> int:
         return os.open(path, flags)
     except FileNotFoundError:
         parent, base = os.path.split(os.path.realpath(path))
-        entries = os.listdir(parent) if os.path.isdir(parent) else []
-        for entry in entries:
-            found = _ours(re.escape(base)).fullmatch(entry)
-            if found and found["kind"] == "old":
-                return os.open(os.path.join(parent, entry), flags)
+        for kind, aside, _ in _leftovers(parent, re.escape(base)):
+            if kind == "old":
+                return os.open(aside, flags)
         raise

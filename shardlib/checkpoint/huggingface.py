@@ -17,21 +17,23 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardlib._compat import is_dtensor
 from shardlib.checkpoint.agree import Group, first_odd
-from shardlib.checkpoint.boxes import BlockRun, Box, grid, meet, size, whole
+from shardlib.checkpoint.boxes import BlockRun, Box, grid, meet, shared, size, whole
 from shardlib.checkpoint.files import (
     FileChunk,
     Folder,
     WrittenPart,
     code_of,
     dtype_of,
+    entries,
     fill,
+    framed,
     layout_of_file,
 )
 from shardlib.checkpoint.folder import (
@@ -40,6 +42,7 @@ from shardlib.checkpoint.folder import (
     Work,
     flushed,
     memory,
+    new_file,
     parsed,
     write_all,
     write_manifest,
@@ -134,27 +137,18 @@ def load_hf(
     read = 0
     with contextlib.ExitStack() as stack:
         try:
-            table: dict[str, tuple[Folder, FileChunk]] = {}
-            for place in places:
-                folder, found = tensors_of(place, group.progress)
-                stack.enter_context(folder)
-                if twice := sorted(set(found) & set(table)):
-                    raise ValueError(f"{twice[0]!r} is in two of the directories")
-                table |= {n: (folder, c) for n, c in found.items()}
-            about = [(n, c.file, c.offset, c.shape, str(c.dtype)) for n, (_, c) in table.items()]
+            table = _tables(places, group.progress, stack)
+            about = [(n, c.file, c.offset, c.shape, str(c.dtype)) for n, c in table.items()]
             digest = hashlib.sha256(repr(sorted(about)).encode()).hexdigest()
             plan, lacking = _plan(module, apply, params, table, names, missing, extra)
-            for name, chunks in plan.items():
-                x = params.get(name, apply.buffers.get(name))
-                assert x is not None, "only what the module has is planned"
-                dtype = (
-                    chunks.dtype(name) if isinstance(chunks, Conversion) else chunks[0].chunk.dtype
-                )
-                check(name, x, x.shape, dtype, cast)
-                new = _filled(name, x, chunks, in_place=name in params)
-                if name not in params:
-                    apply.buffers[name] = new
-            read = sum({id(f): f.bytes_read for f, _ in table.values()}.values())
+            for name, source in plan.items():
+                x = params[name] if name in params else apply.buffers[name]
+                check(name, x, x.shape, source.dtype, cast)
+                if name in params:
+                    _fill(name, x, source, x.raw.detach())
+                else:
+                    apply.buffers[name] = x.becomes(_fill(name, x, source, None))
+            read = sum({id(c.folder): c.folder.bytes_read for c in table.values()}.values())
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e:
             error = e
     group.agree("reading", digest, error, _alike)
@@ -180,8 +174,8 @@ def _alike(digests: list[str]) -> None:
         raise ValueError(f"rank {odd} and rank 0 see different files")
 
 
-Table = Mapping[str, tuple[Folder, FileChunk]]
-"""Name in the files -> the file's chunk, and its directory."""
+Table = Mapping[str, FileChunk]
+"""Name in the files -> the file's chunk."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +187,6 @@ class FilePiece:
     """
 
     name: str
-    folder: Folder
     chunk: FileChunk
     wanted: int
     turn: tuple[int, ...] | None = None
@@ -213,7 +206,7 @@ class FilePiece:
         ``rows``   dimension -> the positions (first, last) of it that are in the parameter.
         ``stack``  a dimension of the parameter that the tensor lacks.
         """
-        folder, chunk = table[name]
+        chunk = table[name]
         shape = list(chunk.shape)
         if stack is not None:
             shape.insert(stack, 1)
@@ -226,7 +219,7 @@ class FilePiece:
             box.append(tuple(run for _, run in held))
         wanted = math.prod(sum(r.length for r in held if r.start >= 0) for held in box)
         cuts = grid(whole(shape), tuple(shape), chunk.dtype.itemsize)
-        return FilePiece(name, folder, replace(chunk, box=tuple(box), cuts=cuts), wanted, turn)
+        return FilePiece(name, replace(chunk, box=tuple(box), cuts=cuts), wanted, turn)
 
     def turned(self, x: Sequence[T]) -> list[T]:
         """Return what belongs to the parameter's dimensions in the order of the file's."""
@@ -235,38 +228,40 @@ class FilePiece:
     def fits(self, shape: Sequence[int]) -> bool:
         """Return whether all that is wanted of it has its place in a parameter of this shape."""
         box = whole(self.turned(shape))
-        if len(box) != len(self.chunk.box):
-            return False
-        met = meet(self.chunk.box, box)
-        return self.wanted == math.prod(sum(len(range(10**18)[s]) for s, _ in d) for d in met)
+        alike = len(box) == len(self.chunk.box)
+        return alike and self.wanted == shared(meet(self.chunk.box, box))
 
     def fill(self, block: Tensor, box: Box) -> int:
         """Copy the piece into its part of the block."""
         if self.turn is not None:
             block = block.permute(self.turned(range(block.ndim)))
-        return fill(block, tuple(self.turned(box)), self.chunk, self.folder)
+        return fill(block, tuple(self.turned(box)), self.chunk)
 
 
-Pieces = list[FilePiece]
+class FilePieces(list[FilePiece]):
+    """A parameter that tensors of the files make up, each in its place."""
 
+    @property
+    def names(self) -> list[str]:
+        return [p.name for p in self]
 
-def _filled(
-    name: str, x: ShardedTensor, pieces: "Pieces | Conversion", in_place: bool
-) -> ShardedTensor:
-    """Return the tensor with values read from files, in its own blocks or in new ones."""
-    target = Target.of(x)
-    raw = x.raw.detach() if in_place else storages([target])[0]
-    if in_place and x.is_padded:
-        raw.zero_()
-    made = pieces.make(name) if isinstance(pieces, Conversion) else None
-    for box, block in target.blocks(raw):
-        if made is not None:
-            for pairs in itertools.product(*meet(whole(made.shape), box)):
-                part = made[tuple(s for s, _ in pairs)]
-                block[tuple(t for _, t in pairs)] = part.to(block.device, block.dtype)
-        elif sum(piece.fill(block, box) for piece in pieces) != size(box):  # type: ignore[union-attr]
-            raise ValueError(f"the files do not have all of {name!r}")
-    return x if in_place else x.becomes(raw)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self[0].chunk.dtype
+
+    def check(self, name: str, x: Tensor, table: Table) -> None:
+        odd = [p for p in self if not p.fits(x.shape) or p.chunk.dtype != self.dtype]
+        if not odd and sum(p.wanted for p in self) == x.numel():
+            return
+        theirs = [*odd, *self][0].name
+        shape = list(table[theirs].shape)
+        text = f"{theirs!r} has shape {shape} in the file, {name!r} {list(x.shape)} in the module"
+        if shape[::-1] == list(x.shape) and x.ndim == 2:
+            text += f"; names={{{name!r}: ({theirs!r}, (1, 0))}} reads it transposed"
+        raise ValueError(text)
+
+    def reader(self) -> Callable[[Tensor, Box], int]:
+        return lambda block, box: sum(piece.fill(block, box) for piece in self)
 
 
 class Conversion:
@@ -299,17 +294,8 @@ class Conversion:
         Raises: ValueError.
         """
         self.table = table
-
-        def blank(name: str) -> Tensor:
-            chunk = table[name][1]
-            return torch.empty(chunk.shape, dtype=chunk.dtype, device="meta")
-
-        self.meta = self._run(blank)
+        self.meta = self._run(lambda name: table[name].empty("meta"))
         return self.meta
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of one of its parameters."""
-        return self.meta[name].dtype
 
     def make(self, name: str) -> Tensor:
         """Compute one of its parameters, whole.
@@ -321,9 +307,9 @@ class Conversion:
         return self.left.pop(name)
 
     def _read(self, name: str) -> Tensor:
-        folder, chunk = self.table[name]
-        out = torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu")
-        fill(out, chunk.box, chunk, folder)
+        chunk = self.table[name]
+        out = chunk.empty("cpu")
+        fill(out, chunk.box, chunk)
         return out
 
     def _run(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -341,34 +327,107 @@ class Conversion:
         return {n: x[0] if isinstance(x, list) else x for n, x in made.items()}
 
 
+class Converted(NamedTuple):
+    """A parameter that a conversion computes."""
+
+    conversion: Conversion
+    target: str
+
+    @property
+    def names(self) -> list[str]:
+        return self.conversion.files
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.conversion.meta[self.target].dtype
+
+    def check(self, name: str, x: Tensor, table: Table) -> None:
+        """Pass: transformers' own code has made it."""
+
+    def reader(self) -> Callable[[Tensor, Box], int]:
+        made = self.conversion.make(self.target)
+
+        def read(block: Tensor, box: Box) -> int:
+            for pairs in itertools.product(*meet(whole(made.shape), box)):
+                part = made[tuple(s for s, _ in pairs)]
+                block[tuple(t for _, t in pairs)] = part.to(block.device, block.dtype)
+            return size(box)
+
+        return read
+
+
+Origin = FilePieces | Converted
+"""The values of a parameter."""
+
+
+def _fill(name: str, x: ShardedTensor, source: Origin, raw: Tensor | None) -> Tensor:
+    """Fill a tensor's blocks with values read from files: ``raw``, or a new storage."""
+    target = Target.of(x)
+    if raw is None:
+        (raw,) = storages([target])
+    elif x.is_padded:
+        raw.zero_()
+    read = source.reader()
+    for box, block in target.blocks(raw):
+        if read(block, box) != size(box):
+            raise ValueError(f"the files do not have all of {name!r}")
+    return raw
+
+
 # ---------------------------------------------------------------- tables of the files
 
 
-def tensors_of(path: str, progress: Callable[[], None]) -> tuple[Folder, dict[str, FileChunk]]:
-    """List every tensor of a directory or a file, as one chunk each.
+def _tables(
+    places: Sequence[str], progress: Callable[[], None], stack: contextlib.ExitStack
+) -> Table:
+    """Join the tables of several directories.
+
+    Raises: ValueError, OSError.
+    """
+    table: dict[str, FileChunk] = {}
+    for place in places:
+        found = tensors_of(place, progress, stack)
+        if twice := sorted(found.keys() & table.keys()):
+            raise ValueError(f"{twice[0]!r} is in two of the directories")
+        table |= found
+    return table
+
+
+def tensors_of(path: str, progress: Callable[[], None], stack: contextlib.ExitStack) -> Table:
+    """List every tensor of a directory or a file, as one chunk each; ``stack`` closes the files.
 
     Raises: ValueError, OSError.
     """
     directory, only = path, ""
     if not os.path.isdir(path):
         directory, only = os.path.split(os.path.abspath(path))
-    folder = Folder(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), True, progress)
-    with contextlib.ExitStack() as on_error:
-        on_error.push(folder)
-        only = only or _main_file(os.listdir(directory), path)
-        index = _index(folder, only) if only.endswith(".index.json") else None
-        found: dict[str, FileChunk] = {}
-        for file in [only] if index is None else sorted(set(index.values())):
-            table, _, begin = layout_of_file(folder.file(file), file)
-            for name, t in table.items():
-                if index is not None and index.get(name) != file:
-                    said = index.get(name)
-                    raise ValueError(f"{file} holds {name!r}, which the index puts in {said!r}")
-                found[name] = _whole(file, t, begin)
-        if index is not None and (lost := sorted(index.keys() - found.keys())):
-            raise ValueError(f"{index[lost[0]]} lacks {lost[0]!r}, which the index puts there")
-        on_error.pop_all()
-        return folder, found
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = stack.enter_context(Folder(fd, True, progress))
+    only = only or _main_file(os.listdir(directory), path)
+    if not only.endswith(".index.json"):
+        return _in_file(folder, only)
+    index, found = _index(folder, only), {}
+    for file in sorted(set(index.values())):
+        for name, chunk in _in_file(folder, file).items():
+            if (said := index.get(name)) != file:
+                raise ValueError(f"{file} holds {name!r}, which the index puts in {said!r}")
+            found[name] = chunk
+    if lost := sorted(index.keys() - found.keys()):
+        raise ValueError(f"{index[lost[0]]} lacks {lost[0]!r}, which the index puts there")
+    return found
+
+
+def _in_file(folder: Folder, file: str) -> dict[str, FileChunk]:
+    """Describe each tensor of a file as a chunk."""
+    table, _, begin = layout_of_file(folder.file(file), file)
+    out = {}
+    for name, entry in table.items():
+        shape, (a, b), dtype = tuple(entry["shape"]), entry["data_offsets"], entry["dtype"]
+        dtype = dtype_of(dtype)
+        assert dtype is not None, "an unknown dtype was refused"
+        cuts = grid(whole(shape), shape, dtype.itemsize)
+        out[name] = FileChunk(folder, file, whole(shape), dtype, begin + a, b - a, cuts, None)
+    return out
 
 
 def _main_file(there: Sequence[str], path: str) -> str:
@@ -389,16 +448,6 @@ def _index(folder: Folder, name: str) -> dict[str, str]:
     return index
 
 
-def _whole(file: str, entry: Any, begin: int) -> FileChunk:
-    """Describe a whole tensor as a chunk."""
-    shape, (a, b) = tuple(entry["shape"]), entry["data_offsets"]
-    dtype = dtype_of(entry["dtype"])
-    assert dtype is not None, "an unknown dtype was refused"
-    box = whole(shape)
-    cuts = grid(box, shape, dtype.itemsize)
-    return FileChunk(file, box, dtype, begin + a, b - a, cuts, None)
-
-
 # ---------------------------------------------------------------- names: ours to the files'
 
 
@@ -410,7 +459,7 @@ def _plan(
     names: Names,
     missing: str,
     extra: str,
-) -> tuple[dict[str, Pieces | Conversion], list[str]]:
+) -> tuple[dict[str, Origin], list[str]]:
     """Map parameter names to their chunks, and list the parameters that no file has.
 
     Raises: ValueError.
@@ -420,16 +469,15 @@ def _plan(
         aliases[name].append(alias)
     ours = {**aliases, **{n: [n] for n in apply.buffers}}
     wanted = {**params, **apply.buffers}
-    sources = _sources(module, ours, table, names)
-    plan = {
-        n: found if isinstance(found, Conversion) else _check_pieces(n, wanted[n], found, table)
-        for n, found in sources.items()
-    }
+    plan = _sources(module, ours, table, names)
+    for name, source in plan.items():
+        source.check(name, wanted[name], table)
     lacking = _lacking(module, apply, [n for n in ours if n not in plan])
     words = []
     if lacking and missing == "error":
         words.append(f"no file has {some(lacking)} (missing='init' draws them)")
-    spare = _spare(module, apply, sources, table)
+    used = {t for source in plan.values() for t in source.names}
+    spare = [t for t in sorted(table) if t not in used and not _known(t, module, apply)]
     if spare and extra == "error":
         words.append(f"the module has no place for {some(spare)} (extra='skip' leaves them out)")
     if words:
@@ -447,16 +495,6 @@ def _lacking(module: nn.Module, apply: Apply, left: Sequence[str]) -> list[str]:
     ]
 
 
-def _spare(
-    module: nn.Module, apply: Apply, sources: Mapping[str, Pieces | Conversion], table: Table
-) -> list[str]:
-    """List the tensors of the files that no parameter is made of."""
-    used: set[str] = set()
-    for found in sources.values():
-        used |= set(found.files if isinstance(found, Conversion) else (p.name for p in found))
-    return [t for t in sorted(table) if t not in used and not _known(t, module, apply)]
-
-
 def _known(theirs: str, module: nn.Module, apply: Apply) -> bool:
     """Return whether a tensor is not needed: an alias of another, or a table of constants."""
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -466,18 +504,19 @@ def _known(theirs: str, module: nn.Module, apply: Apply) -> bool:
     ) or any(re.search(pattern, theirs) for pattern in ignored)
 
 
-def _concatenated(names: Sequence[str], dim: int, table: Table) -> Pieces:
+def _concatenated(names: Sequence[str], dim: int, table: Table) -> FilePieces:
     """Put tensors one after another along a dimension."""
-    ends = itertools.accumulate((table[n][1].shape[dim] for n in names), initial=0)
-    return [FilePiece.of(table, n, at={dim: at}) for n, at in zip(names, ends, strict=False)]
+    ends = itertools.accumulate((table[n].shape[dim] for n in names), initial=0)
+    places = zip(names, ends, strict=False)
+    return FilePieces(FilePiece.of(table, n, at={dim: at}) for n, at in places)
 
 
-def _stacked(lists: Sequence[Sequence[str]], dim: int, along: int, table: Table) -> Pieces:
+def _stacked(lists: Sequence[Sequence[str]], dim: int, along: int, table: Table) -> FilePieces:
     """Stack the tensors of each list along ``dim``, and put the stacks one after another."""
-    out: Pieces = []
+    out = FilePieces()
     for which, names in enumerate(lists):
         for index, name in enumerate(names):
-            shape = list(table[name][1].shape)
+            shape = list(table[name].shape)
             shape.insert(dim, 1)
             at = {dim: index} if along == dim else {dim: index, along: which * shape[along]}
             out.append(FilePiece.of(table, name, at=at, stack=dim))
@@ -486,7 +525,7 @@ def _stacked(lists: Sequence[Sequence[str]], dim: int, along: int, table: Table)
 
 def _sources(
     module: nn.Module, ours: Mapping[str, list[str]], table: Table, names: Names
-) -> dict[str, Pieces | Conversion]:
+) -> dict[str, Origin]:
     """Map parameter names to the tensors of the files that they are made of."""
     if names is not None and not callable(names) and (odd := sorted(set(names) - set(ours))):
         raise ValueError(f"names= has {odd[0]!r}, which the module does not")
@@ -494,7 +533,7 @@ def _sources(
     said = {name: given(name) for name in ours}
     converted = _converted(module, table)
     prefixes = _prefixes(ours, table)
-    out: dict[str, Pieces | Conversion] = {}
+    out: dict[str, Origin] = {}
     for name, called in ours.items():
         source = said[name]
         if source is not None:
@@ -502,7 +541,7 @@ def _sources(
         elif name in converted:
             out[name] = converted[name]
         elif found := _found(called, prefixes, table):
-            out[name] = [FilePiece.of(table, found)]
+            out[name] = FilePieces([FilePiece.of(table, found)])
     return out
 
 
@@ -512,7 +551,7 @@ def _found(called: Sequence[str], prefixes: Sequence[tuple[str, str]], table: Ta
     return next((t for t in tries if t in table), None)
 
 
-def _said(name: str, said: Source, table: Table) -> Pieces:
+def _said(name: str, said: Source, table: Table) -> FilePieces:
     """Return the pieces that ``names=`` gives a parameter."""
     part: object = None
     if isinstance(said, str):
@@ -523,15 +562,15 @@ def _said(name: str, said: Source, table: Table) -> Pieces:
         called = [str(t) for t in said]
     if lost := [t for t in called if t not in table]:
         raise ValueError(f"names= calls {name!r} {lost[0]!r}, which no file has")
-    theirs, shape = called[0], table[called[0]][1].shape
+    theirs, shape = called[0], table[called[0]].shape
     if isinstance(part, slice):
         first, last, _ = part.indices(shape[0] if shape else 0)
-        return [FilePiece.of(table, theirs, rows={0: (first, last)})]
+        return FilePieces([FilePiece.of(table, theirs, rows={0: (first, last)})])
     if isinstance(part, tuple):
         if sorted(part) != list(range(len(shape))):
             raise ValueError(f"{part} is no order of the dimensions of {theirs!r}, {list(shape)}")
-        return [FilePiece.of(table, theirs, turn=part)]
-    return _concatenated(called, 0, table) if len(called) > 1 else [FilePiece.of(table, theirs)]
+        return FilePieces([FilePiece.of(table, theirs, turn=part)])
+    return _concatenated(called, 0, table)
 
 
 def _forms(name: str) -> list[str]:
@@ -553,7 +592,7 @@ def _bare(name: str, way: tuple[str, str]) -> str:
     return way[1] + name.removeprefix(way[0])
 
 
-def _converted(module: nn.Module, table: Table) -> dict[str, Pieces | Conversion]:
+def _converted(module: nn.Module, table: Table) -> dict[str, Origin]:
     """Map parameters to tensors by transformers' renamings and conversions for the model."""
     if not hasattr(module, "base_model_prefix") or not hasattr(module, "config"):
         return {}
@@ -566,7 +605,7 @@ def _converted(module: nn.Module, table: Table) -> dict[str, Pieces | Conversion
     renamings = [m for m in mapping if isinstance(m, loading.WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, loading.WeightConverter)]
     state = module.state_dict(keep_vars=True)
-    out: dict[str, Pieces | Conversion] = {}
+    out: dict[str, Origin] = {}
     parts: dict[str, dict[str, list[str]]] = {}
     for theirs in sorted(table, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(
@@ -575,7 +614,7 @@ def _converted(module: nn.Module, table: Table) -> dict[str, Pieces | Conversion
         if name not in state or theirs in state:
             continue
         if pattern is None:
-            out[name] = [FilePiece.of(table, theirs)]
+            out[name] = FilePieces([FilePiece.of(table, theirs)])
         else:
             parts.setdefault(name, {}).setdefault(pattern, []).append(theirs)
     of = {p: c for c in converters for p in c.source_patterns}
@@ -586,7 +625,7 @@ def _converted(module: nn.Module, table: Table) -> dict[str, Pieces | Conversion
 
 def _run_on(
     converter: Any, name: str, sources: Mapping[str, list[str]], module: nn.Module, table: Table
-) -> dict[str, Pieces | Conversion]:
+) -> dict[str, Origin]:
     """Map the parameters that a converter makes to pieces if it only places tensors."""
     ordered = {p: sources[p] for p in converter.source_patterns if p in sources}
     found = _joined(converter.operations, list(ordered.values()), table)
@@ -594,10 +633,10 @@ def _run_on(
         return {name: found}
     made = Conversion(converter, name, ordered, module)
     plan = made.plan(table).items()
-    return {n: _cut_from(converter.operations, made, n, x) or made for n, x in plan}
+    return {n: _cut_from(converter.operations, made, n, x) or Converted(made, n) for n, x in plan}
 
 
-def _joined(operations: Sequence[Any], lists: list[list[str]], table: Table) -> Pieces | None:
+def _joined(operations: Sequence[Any], lists: list[list[str]], table: Table) -> FilePieces | None:
     """Return pieces if transformers only stacks or concatenates tensors; else None."""
     kinds = [type(op).__name__ for op in operations]
     dims = [getattr(op, "dim", 0) for op in operations]
@@ -610,41 +649,27 @@ def _joined(operations: Sequence[Any], lists: list[list[str]], table: Table) -> 
     return None
 
 
-def _cut_from(operations: Sequence[Any], made: Conversion, target: str, x: Tensor) -> Pieces | None:
+def _cut_from(
+    operations: Sequence[Any], made: Conversion, target: str, x: Tensor
+) -> FilePieces | None:
     """Return the piece if transformers only splits or transposes one tensor; else None."""
     kinds, op = [type(op).__name__ for op in operations], operations[0]
     if len(made.files) != 1:
         return None
     file, names = made.files[0], list(made.meta)
-    there = made.table[file][1].shape
+    there = made.table[file].shape
     if kinds == ["Chunk"]:
         dim, index = op.dim % x.ndim, names.index(target)
         n = x.shape[dim]
         if there[dim] == len(names) * n:
-            return [FilePiece.of(made.table, file, rows={dim: (index * n, (index + 1) * n)})]
+            rows = {dim: (index * n, (index + 1) * n)}
+            return FilePieces([FilePiece.of(made.table, file, rows=rows)])
     if kinds == ["Transpose"] and not op.check_dims:
         order = list(range(x.ndim))
         order[op.dim0], order[op.dim1] = order[op.dim1], order[op.dim0]
         if [there[d] for d in order] == list(x.shape):
-            return [FilePiece.of(made.table, file, turn=tuple(order))]
+            return FilePieces([FilePiece.of(made.table, file, turn=tuple(order))])
     return None
-
-
-def _check_pieces(name: str, x: Tensor, pieces: Pieces, table: Table) -> Pieces:
-    """Return the pieces of a parameter.
-
-    Raises: ValueError if they do not fill its shape.
-    """
-    dtype = pieces[0].chunk.dtype
-    odd = next((p for p in pieces if not p.fits(x.shape) or p.chunk.dtype != dtype), None)
-    if odd is None and sum(p.wanted for p in pieces) == x.numel():
-        return pieces
-    theirs = (odd or pieces[0]).name
-    shape = table[theirs][1].shape
-    text = f"{theirs!r} has shape {list(shape)} in the file, {name!r} {list(x.shape)} in the module"
-    if shape[::-1] == tuple(x.shape) and x.ndim == 2:
-        text += f"; names={{{name!r}: ({theirs!r}, (1, 0))}} reads it transposed"
-    raise ValueError(text)
 
 
 # ---------------------------------------------------------------- writing
@@ -746,12 +771,17 @@ def write_hf(
     titles = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     titles = [one] if count == 1 else titles
 
-    def put(work: Work) -> tuple[list[Any], Exception | None]:
+    def put(work: Work) -> list[Any]:
         error = None
         for i, (title, held) in enumerate(zip(titles, files, strict=True)):
             mine = i % group.world == group.rank and error is None
-            error = _stream(work.fd, title, held, mine, group.progress) or error
-        return [], error
+            try:
+                _stream(work.fd, title, held, mine, group.progress)
+            except (OSError, ValueError) as e:
+                error = e
+        if error is not None:
+            raise error
+        return []
 
     def commit(work: Work, _: object) -> str:
         tensors = [x for held in files for x in held]
@@ -804,48 +834,34 @@ def _split(tensors: Sequence[WrittenPart], most: int) -> list[list[WrittenPart]]
 
 def _stream(
     folder: int, title: str, held: Sequence[WrittenPart], mine: bool, progress: Callable[[], None]
-) -> Exception | None:
+) -> None:
     """Gather the tensors one by one, and write them if this rank's turn is ``mine``.
 
     After an error the gathering goes on, because all ranks take part in it.
+    Raises: OSError, ValueError.
     """
     error, fd = None, -1
-    try:
-        if mine:
-            # sizes are known, so the header comes first and data is streamed
-            table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            at = 0
-            for x in held:
-                table[x.name] = {
-                    "dtype": code_of(x.dtype),
-                    "shape": list(x.shape),
-                    "data_offsets": [at, at + x.nbytes],
-                }
-                at += x.nbytes
-            text = json.dumps(table).encode()
-            # safetensors aligns the data to 8 bytes with spaces
-            text += b" " * (-len(text) % 8)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            fd = os.open(title, flags, 0o666, dir_fd=folder)
-            write_all(fd, memoryview(len(text).to_bytes(8, "little") + text))
-    except OSError as e:
-        error = e
-    for x in held:
+    with contextlib.ExitStack() as stack:
         try:
-            full = x.get()
-            if mine and error is None:
-                write_all(fd, memory(full.cpu().contiguous()))
-            del full
-        except (OSError, ValueError) as e:
-            error = error or e
-        progress()
-    if fd >= 0:
-        try:
-            os.fsync(fd)
+            if mine:
+                # sizes are known, so the header comes first and data is streamed
+                table, _ = entries({x.name: x for x in held})
+                header = framed(json.dumps({"__metadata__": {"format": "pt"}, **table}))
+                fd = stack.enter_context(new_file(folder, title))
+                write_all(fd, memoryview(header))
         except OSError as e:
-            error = error or e
-        os.close(fd)
-    return error
+            error = e
+        for x in held:
+            try:
+                full = x.get()
+                if mine and error is None:
+                    write_all(fd, memory(full.cpu().contiguous()))
+                del full
+            except (OSError, ValueError) as e:
+                error = error or e
+            progress()
+        if error is not None:
+            raise error
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -109,7 +109,7 @@ class Manifest:
                 out.append(f"{file} holds {spare[0]!r}, which {MANIFEST} does not know")
             for name, box in parts:
                 try:
-                    check_chunk(self.chunk_of(name, i, box), self.folder)
+                    check_chunk(self.chunk_of(name, i, box))
                 except (OSError, ValueError) as e:
                     text = _said(e, file)
                     out.append(text if repr(name) in text else f"{text} ({name!r})")
@@ -119,8 +119,7 @@ class Manifest:
         about = self.files[i]
         file = about["file"]
         if file not in self.headers:
-            fd = self.folder.file(file)
-            self.headers[file] = read_header(fd, file, about["bytes"], about["crc"])
+            self.headers[file] = read_header(self.folder, file, about["bytes"], about["crc"])
         return self.headers[file]
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
@@ -135,7 +134,7 @@ class Manifest:
                 continue
             try:
                 found = self.chunk_of(name, place.ranks[rank], part)
-                filled += fill(out, box, found, self.folder)
+                filled += fill(out, box, found)
             except FileNotFoundError:
                 raise
             except OSError as e:

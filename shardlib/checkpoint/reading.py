@@ -5,7 +5,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import optree
@@ -21,11 +21,11 @@ from shardlib.checkpoint.folder import MANIFEST, opened, steps_pattern
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.pages import new
 from shardlib.checkpoint.steps import newest
-from shardlib.checkpoint.tree import Leaves, Value, alone, built, rank_of, world_of
+from shardlib.checkpoint.tree import Leaves, Value, alone, built, place_of, rank_of, world_of
 from shardlib.collectives import blocks, pbroadcast, played, spans_processes, storage_shape
 from shardlib.dtensor_convert import as_dtensor
 from shardlib.errors import BadArgument, UnknownAxis
-from shardlib.layouts import Layout, LayoutLike, as_layout, is_layout, taken
+from shardlib.layouts import LayoutLike, as_layout, is_layout, taken
 from shardlib.mesh import Mesh, MeshLike, as_mesh, rank_along, scope, use_mesh
 from shardlib.modules.rules import Pattern, matches
 from shardlib.placing import padded_size
@@ -201,52 +201,45 @@ def _as_given(like: Any, found: Any) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor's destination: a layout on a mesh, or (None) plain and whole.
+    """A tensor's destination: its place on a mesh, or (None) plain and whole."""
 
-    ``tiled``  the sizes that its blocks tile.
-    """
-
-    shape: tuple[int, ...]
+    place: SavedPlace
     dtype: torch.dtype
     device: torch.device
-    layout: Layout | None = None
     mesh: Mesh | None = None
-    tiled: tuple[int, ...] = ()
 
     @staticmethod
     def of(x: Tensor) -> "Target":
         """Return the target with a tensor's own layout and mesh."""
-        if not isinstance(x, ShardedTensor):
-            device = torch.device("cpu") if x.is_meta else x.device
-            return Target(tuple(x.shape), x.dtype, device)
-        return Target(
-            tuple(x.shape), x.dtype, x.mesh.device, x.sharding, x.mesh, tuple(x.padded_shape)
-        )
+        place = place_of(x, 1)
+        if isinstance(x, ShardedTensor):
+            return Target(place, x.dtype, x.mesh.device, x.mesh)
+        return Target(place, x.dtype, torch.device("cpu") if x.is_meta else x.device)
 
     @property
     def stored(self) -> tuple[int, ...]:
         """Shape of its storage: the blocks of the ranks in this process."""
-        if self.mesh is None or self.layout is None:
-            return self.shape
-        return storage_shape(self.mesh, *self.layout.local_shape(self.tiled, self.mesh))
+        if self.mesh is None:
+            return self.place.shape
+        block = self.place.layout.local_shape(self.place.tiled, self.mesh)
+        return storage_shape(self.mesh, *block)
 
     def blocks(self, raw: Tensor) -> list[tuple[Box, Tensor]]:
         """List (box, block) for each block of the storage, of the ranks in this process."""
-        if self.mesh is None or self.layout is None:
-            return [(whole(self.shape), raw)]
-        axes = tuple(self.mesh.axes.items())
-        place = SavedPlace(self.shape, self.layout, self.tiled, axes, tuple(range(self.mesh.size)))
+        if self.mesh is None:
+            return [(whole(self.place.shape), raw)]
         return [
-            (held(place, rank_of(self.mesh, c)), b)
+            (held(self.place, rank_of(self.mesh, c)), b)
             for c, b in zip(played(self.mesh), blocks(raw, self.mesh), strict=True)
         ]
 
     def tensor(self, raw: Tensor) -> Tensor:
         """Make a tensor of a storage."""
-        if self.mesh is None or self.layout is None:
+        if self.mesh is None:
             return raw
-        true = None if self.tiled == self.shape else torch.Size(self.shape)
-        return ShardedTensor(raw, Place(self.layout, torch.Size(self.tiled), self.mesh, true))
+        shape, layout, tiled, *_ = self.place
+        true = None if tiled == shape else torch.Size(shape)
+        return ShardedTensor(raw, Place(layout, torch.Size(tiled), self.mesh, true))
 
 
 def storages(targets: Sequence[Target]) -> list[Tensor]:
@@ -260,7 +253,7 @@ def storages(targets: Sequence[Target]) -> list[Tensor]:
         refuse_beyond(nbytes, device, "load", here[0].mesh)
     out = new([(t.stored, t.dtype, t.device) for t in targets])
     for target, raw in zip(targets, out, strict=True):
-        if target.tiled not in (target.shape, ()):
+        if target.place.tiled != target.place.shape:
             raw.zero_()
     return out
 
@@ -290,7 +283,7 @@ class _Readers:
             return True
         if target.mesh is None and (mesh.size != world_of(mesh) or raw.device != mesh.device):
             return True
-        split = target.layout.axes if target.layout is not None else ()
+        split = target.place.layout.axes
         free = tuple(a for a in mesh.names if a not in split and mesh.axes[a] > 1)
         copies = math.prod(mesh.axes[a] for a in free)
         if copies < _MANY or raw.nbytes < _WORTH:
@@ -440,39 +433,35 @@ def target_of(
 
     Raises: ShardError.
     """
-    plain = Target(place.shape, dtype, torch.device("cpu"))
+    shape = place.shape
     if mesh is None:
-        return plain
-    given = _given(name, layouts, plain)
-    layout = place.layout if given is None else given
+        return Target(SavedPlace.of_plain(shape, 1), dtype, torch.device("cpu"))
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    given = _given(name, layouts, like)
     if given is None and place.plain:
-        return replace(plain, device=mesh.device)
-    if isinstance(layout, Layout):
-        lay = layout
-    else:
-        lay = as_layout(layout, "load", "sl.load(path, layouts={})", shape=place.shape, mesh=mesh)
-    lay = lay.resolve(len(place.shape))
-    unknown = [a for a in lay.axes if a not in mesh.axes]
-    if unknown:
+        return Target(SavedPlace.of_plain(shape, mesh.size), dtype, mesh.device)
+    # a tensor that was saved with padding may be padded again
+    grown = pad or (given is None and place.tiled != shape)
+    given = place.layout if given is None else given
+    lay = as_layout(given, "load", "sl.load(path, layouts={})", shape=shape, mesh=mesh)
+    lay = lay.resolve(len(shape))
+    if unknown := [a for a in lay.axes if a not in mesh.axes]:
         raise UnknownAxis(
             f"{name!r} lies as {str(lay)!r}, and the mesh has no axis {unknown[0]!r}",
             op="load",
             mesh=mesh,
             fix="sl.load(path, layouts='...')",
         )
-    like = torch.empty(place.shape, device="meta")
-    # a tensor that was saved with padding may be padded again
-    grown = pad or (given is None and place.tiled != place.shape)
-    tiled = tuple(padded_size(lay, like, mesh)) if grown else place.shape
+    tiled = tuple(padded_size(lay, like, mesh)) if grown else shape
     lay.check(tiled, mesh, op="load")
-    return Target(place.shape, dtype, mesh.device, lay, mesh, tiled)
+    there = SavedPlace(shape, lay, tiled, tuple(mesh.axes.items()), tuple(range(mesh.size)))
+    return Target(there, dtype, mesh.device, mesh)
 
 
-def _given(name: str, layouts: Any, plain: Target) -> Any:
+def _given(name: str, layouts: Any, like: Tensor) -> Any:
     """Return the layout that the rules give a tensor, or None."""
     one = is_layout(layouts) or (isinstance(layouts, tuple) and taken(layouts) is not None)
     if layouts is None or one or callable(layouts):  # a tuple of axes is a layout; rules are a list
         return layouts
-    like = torch.empty(plain.shape, dtype=plain.dtype, device="meta")
     rules: Any = layouts.items() if isinstance(layouts, Mapping) else layouts
     return next((layout for pattern, layout, *_ in rules if matches(pattern, name, like)), None)

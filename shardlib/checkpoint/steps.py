@@ -32,16 +32,9 @@ __all__ = [
 
 def _manifest(path: str) -> dict[str, Any] | None:
     """Read the manifest of a directory; None if it is no checkpoint."""
-    try:
-        fd = opened(path)
-    except OSError:
-        return None
-    try:
-        return read_manifest(fd)
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(fd)
+    with contextlib.suppress(OSError, ValueError), Folder(opened(path)) as folder:
+        return read_manifest(folder.fd)
+    return None
 
 
 def steps(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
@@ -120,18 +113,17 @@ def newest(path: str) -> str:
     Raises: OSError, ValueError.
     """
     try:
-        fd = opened(path)
+        with Folder(opened(path)) as folder:
+            os.stat(MANIFEST, dir_fd=folder.fd)
+        return path
     except NotADirectoryError:
         raise ValueError(f"{path} is no directory; sl.load_hf reads safetensors files") from None
-    try:
-        os.stat(MANIFEST, dir_fd=fd)
-        return path
     except FileNotFoundError:
+        if not os.path.isdir(path):
+            raise
         if found := steps(path):
             return found[0][1]
         raise ValueError(f"{path} holds no {MANIFEST}, and no step that does") from None
-    finally:
-        os.close(fd)
 
 
 def remove_old(path: str, keep: int, step: int) -> None:

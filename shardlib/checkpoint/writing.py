@@ -1,13 +1,14 @@
 """Saving: each rank writes the blocks that it owns, all agree, and one rename commits."""
 
 import atexit
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -147,43 +148,31 @@ def save(
         _UNDER_WAY.pop().wait()
     target = folder_of(path, step)
     error = None
-    leaves = None
-    content = None
-    claims = {}
     try:
         leaves = Leaves.of(tree, "save")
     except Exception as e:
-        error = e
-    group = Group("save", timeout, alone(leaves.leaves if leaves else []), _FIXES)
-    if leaves is not None:
-        content = Content.of(leaves, group.world)
-        claims = _claims(group, leaves)
+        leaves, error = Leaves.of({}, "save"), e
+    group = Group("save", timeout, alone(leaves.leaves), _FIXES)
+    content, claims = Content.of(leaves, group.world), _claims(group, leaves)
     job = SaveJob(group, target, step, overwrite)
-    try:
-        name = job.begin(content, claims, error)
-        assert leaves is not None and content is not None, "its error was raised"
+    with job.leaving():
+        job.begin(content, claims, error)
         files = _parts(group, leaves)
-    except BaseException as e:
-        job.leave(e)
-        raise
+        if not wait:
+            # the caller changes its tensors while the copy is written
+            files = {rank: [_copied(p) for p in parts] for rank, parts in files.items()}
 
     def finish() -> None:
-        job.write(content, name, files)
+        job.write(content, files)
         if keep is not None and step is not None and group.rank == 0:
             remove_old(path, keep, step)
 
     saving = Saving(target)
     if wait:
         finish()
-        return saving
-    try:
-        # the caller changes its tensors while the copy is written
-        files = {rank: [_copied(p) for p in parts] for rank, parts in files.items()}
-    except BaseException as e:
-        job.leave(e)
-        raise
-    _UNDER_WAY.append(saving)
-    saving._start(finish, group)
+    else:
+        _UNDER_WAY.append(saving)
+        saving._start(finish, group)
     return saving
 
 
@@ -231,11 +220,9 @@ class SaveJob:
         self.name: str = ""
         self.hold = -1
 
-    def begin(self, content: Content | None, claims: Claims, error: BaseException | None) -> str:
-        """Agree on one tree and path; return the name of the work directory that rank 0 made."""
-        said: dict[str, Any] = {}
-        if content is not None:
-            said = content.tensors | content.values
+    def begin(self, content: Content, claims: Claims, error: Exception | None = None) -> None:
+        """Agree on one tree and path, and on the work directory that rank 0 makes."""
+        said = content.tensors | content.values
         text = json.dumps([self.target, self.step, said], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         sums = {k: hashlib.sha256(json.dumps(c).encode()).hexdigest() for k, c in claims.items()}
@@ -257,7 +244,6 @@ class SaveJob:
                 "differing copies", mine, decide=lambda c: _differ_in(c[one], c[other], one, other)
             )
         self.name = str(found)
-        return self.name
 
     def make(self) -> str:
         """Make the work directory, on rank 0, and return its name."""
@@ -268,35 +254,39 @@ class SaveJob:
         )  # the other ranks wait for it
         return self.name
 
-    def leave(self, error: BaseException) -> None:
-        """Leave before anything was written: notify other ranks, remove the work directory."""
-        if not self.group.given_up and self.name:
-            self.group.give_up(f"rank {self.group.rank}: {type(error).__name__}: {error}")
-        if self.name:
-            remove(os.path.join(os.path.dirname(os.path.realpath(self.target)), self.name))
-        self._let_go()
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Leave if the ``with`` raises: notify other ranks, remove the work directory."""
+        try:
+            yield
+        except BaseException as e:
+            if self.name:
+                self._give_up(e)
+                remove(os.path.join(os.path.dirname(os.path.realpath(self.target)), self.name))
+            self._let_go()
+            raise
+
+    def _give_up(self, e: BaseException) -> None:
+        if not self.group.given_up:
+            said = f": {type(e).__name__}: {e}" if isinstance(e, Exception) else " was interrupted"
+            self.group.give_up(f"rank {self.group.rank}{said}")
 
     def _let_go(self) -> None:
         if self.hold >= 0:
             os.close(self.hold)
             self.hold = -1
 
-    def write(self, content: Content, name: str, files: Mapping[int, list[WrittenPart]]) -> None:
+    def write(self, content: Content, files: Mapping[int, list[WrittenPart]]) -> None:
         """Write these files, by rank; rank 0 then renames the directory to the target."""
         group = self.group
 
-        def put(work: Work) -> tuple[list[Any], Exception | None]:
+        def put(work: Work) -> list[Any]:
             about = {"checkpoint": work.id}
-            done = []
-            try:
-                for r, parts in sorted(files.items()):
-                    said = write_file(
-                        work.fd, file_name(r), parts, about, group.progress, group.timeout
-                    )
-                    done.append(said)
-            except Exception as e:
-                return done, e
-            return done, None
+            how = group.progress, group.timeout
+            return [
+                write_file(work.fd, file_name(rank), parts, about, *how)
+                for rank, parts in sorted(files.items())
+            ]
 
         def commit(work: Work, said: list[list[Any]]) -> str:
             manifest = {
@@ -311,54 +301,46 @@ class SaveJob:
             write_manifest(work.fd, manifest)
             return work.commit(self.overwrite)
 
-        self.name = name
         self.finish(put, commit)
 
     def finish(
         self,
-        put: Callable[[Work], tuple[list[Any], Exception | None]],
+        put: Callable[[Work], list[Any]],
         commit: Callable[[Work, Any], str],
         together: bool = False,
     ) -> None:
         """Fill the work directory, and commit it on rank 0 once all ranks have written.
 
-        ``put``       writes this rank's files: what it says of them, and its error.
+        ``put``       writes this rank's files, and returns what it says of them.
         ``commit``    returns a warning if the disk did not confirm.
         ``together``  ``put`` has collectives, so no rank begins it unless all do.
         Raises: CheckpointError, the same on every rank.
         """
         group = self.group
-        work = None
-        error = None
-        done: list[Any] = []
-        unsure = ""
-        try:
+        error, work = None, None
+        with self.leaving():
             try:
                 work = Work(self.target, self.name)
             except Exception as e:
                 error = e
-            if together:
-                group.agree("opening", None, error)
-            if work is not None:
-                done, error = put(work)
-
-            def last(said: list[list[Any]]) -> str:
-                assert work is not None, "rank 0 has written too"
-                return commit(work, said)
-
-            unsure = group.agree("writing", done, error, last)
+            if together or work is None:
+                group.agree("opening" if together else "writing", [], error)
+        assert work is not None, "its error was raised"
+        unsure, done = "", []
+        try:
+            try:
+                done = put(work)
+            except Exception as e:
+                error = e
+            unsure = group.agree("writing", done, error, lambda said: commit(work, said))
         except BaseException as e:
-            if not isinstance(e, Exception) and not group.given_up:
-                group.give_up(f"rank {group.rank} was interrupted")
-            if work is None:
-                self.leave(e)
-                raise
+            if not isinstance(e, Exception):
+                self._give_up(e)
             if not work.committed():
                 raise
         finally:
             self._let_go()
-            if work is not None:
-                work.close()
+            work.close()
         if unsure:
             raise group.error(unsure)
 
@@ -470,9 +452,6 @@ def _stretches(runs: Held) -> list[tuple[int, int]]:
 def _copied(part: WrittenPart) -> WrittenPart:
     """Copy a part's present values to the CPU."""
     found = part.get()
-    copy = (
-        found.cpu()
-        if found.device.type != "cpu"
-        else found.clone(memory_format=torch.contiguous_format)
-    )
+    blank = torch.empty_like(found, device="cpu", memory_format=torch.contiguous_format)
+    copy = blank.copy_(found)
     return replace(part, get=lambda: copy)

@@ -249,7 +249,8 @@ def test_savers_at_one_path_leave_one_of_theirs(
             content = Content.of(tree, 1)
             job = writing.SaveJob(group, str(tmp_path / "c"), None, True)
             try:
-                job.write(content, job.begin(content, {}, None), writing._parts(group, tree))
+                job.begin(content, {})
+                job.write(content, writing._parts(group, tree))
                 found = sl.load(tmp_path / "c")
             except CheckpointError as e:
                 wrong.append(e.message)
