@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import shardlib as sl
 from shardlib.ops.registry import Match
-from shardlib.optim.muon import _case, _IterationSettings, _orthogonal, _ways
-from shardlib.optim.newton_schulz import COEFFICIENTS, flops
+from shardlib.optim.matrix_owners import flops
+from shardlib.optim.muon import COEFFICIENTS, _case, _IterationSettings, _orthogonal, _ways
 
 __all__: list[str] = []
 

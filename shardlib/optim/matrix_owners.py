@@ -23,20 +23,38 @@ import torch
 from torch import Tensor
 
 from shardlib.capacity import refuse_beyond
-from shardlib.collectives import blocks, played, psum, ragged_all_to_all, storage, unwrap, wrap
+from shardlib.collectives import blocks, played, ragged_all_to_all, storage, unwrap, wrap
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along, uploaded
 from shardlib.modules.rules import Pattern, matches
-from shardlib.optim.newton_schulz import flops
+from shardlib.optim.norms import over_ranks
 from shardlib.optim.trees import TensorView, Tree, by_tensor, named, one_each
 from shardlib.placing import reshard, unshard
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
-    "Deal", "Kind", "Laid", "Owned", "OwnedNumbers", "Patterns", "Spread", "apart", "deal", "in_batches",
-    "join", "laid", "listed", "only_matrices", "through_owners",
+    "Deal", "Kind", "Laid", "Owned", "OwnedNumbers", "Patterns", "Spread", "apart", "deal", "flops",
+    "in_batches", "join", "laid", "listed", "only_matrices", "ranks_of", "through_owners",
 ]  # fmt: skip
+
+
+def flops(m: int, n: int, steps: int = 5) -> int:
+    """Count the flops of Newton-Schulz's iteration for one matrix.
+
+    >>> flops(2, 3)
+    320
+    """
+    m, n = min(m, n), max(m, n)
+    # per step: two products of 2 m m n flops, one of 2 m^3
+    return steps * (4 * m * m * n + 2 * m**3)
+
+
+def ranks_of(mesh: Mesh | None) -> list[int]:
+    """List the ranks in this process, by their numbers; without a mesh there is one."""
+    if mesh is None:
+        return [0]
+    return [rank_along(mesh.names, c, mesh.axes) for c in played(mesh)]
 
 
 @dataclass(frozen=True)
@@ -118,14 +136,14 @@ Side = Callable[[str, Tensor], tuple[int, int]]
 
 
 def laid(tree: Tree, side: Side | None = None, kernels: Sequence[Pattern[Any]] = ()) -> list[Laid]:
-    """List the leaves of two dimensions and more.
+    """List the leaves of two dimensions and more, without empty ones.
 
     ``side``     returns the grid of matrices in a leaf.
     ``kernels``  patterns of leaves [out, in, *window] that are one matrix [out, in x window].
     """
     out = []
     for (path, _), view in zip(one_each(tree), by_tensor(tree), strict=True):
-        if view is not None and len(view.shape) > 1:
+        if view is not None and len(view.shape) > 1 and math.prod(view.shape):
             spread = _spread(path, view, side, kernels)
             runs = [view.like.new_empty(0) if x is None else x.reshape(-1) for x in view.parts]
             out.append(Laid(path, spread, view.mesh, runs))
@@ -370,10 +388,7 @@ def through_owners(
     ``dtype`` in which matrices are sent and computed; None: their own.
     Moves: ``plan.moved / ranks`` elements per rank in two exchanges.
     """
-    ranks = [0]
-    if mesh is not None:
-        ranks = [rank_along(mesh.names, c, mesh.axes) for c in played(mesh)]
-    kind = dtype or runs[0][0].dtype
+    ranks, kind = ranks_of(mesh), dtype or runs[0][0].dtype
 
     def sent(i: int, rank: int) -> list[Tensor]:
         return [runs[h.param][i][h.lo : h.hi].to(kind) for h in plan.sends[rank]]
@@ -400,52 +415,52 @@ def join(
 
     Moves: (N-1)/N of the blocks, for N ranks along those axes, in one exchange.
     """
-    every = coordinates(mesh.axes)
-    # per rank: (other rank, parameter) of the blocks of which both hold different runs
-    shared = [
-        [
-            (j, p)
-            for j, two in enumerate(every)
-            for p, s in enumerate(spreads)
-            if _differ(one, two, s)
-        ]
-        for one in every
-    ]
-    spans = [_runs(s) for s in spreads]
-    counts = [[0] * len(every) for _ in every]
-    for i, row in enumerate(counts):
-        for j, p in shared[i]:
-            lo, hi = spans[p][i]
-            row[j] += hi - lo
-    kind = dtype or runs[0][0].dtype
-    ranks = [rank_along(mesh.names, c, mesh.axes) for c in played(mesh)]
+    found = _shared(tuple(spreads), tuple(mesh.axes.items()))
+    kind, ranks = dtype or runs[0][0].dtype, ranks_of(mesh)
     mine = [[row[i].to(kind) for row in runs] for i in range(len(ranks))]
-    sent = [[part[p] for _, p in shared[i]] for i, part in zip(ranks, mine, strict=True)]
+    sent = [[part[p] for _, p, _ in found.parts[i]] for i, part in zip(ranks, mine, strict=True)]
     like = runs[0][0].new_empty(0, dtype=kind)
-    arrived = exchange(sent, tuple(map(tuple, counts)), mesh, like)
-    out: list[list[Tensor]] = [[] for _ in spreads]
+    arrived = exchange(sent, found.counts, mesh, like)
+    out: list[list[Tensor]] = []
+    for p, spread in enumerate(spreads):
+        size = math.prod(spread.layout.local_shape(spread.padded, mesh.axes))
+        out.append([like.new_empty(size) for _ in ranks])
+        for i, rank in enumerate(ranks):
+            out[p][i][slice(*spread.runs[rank])] = mine[i][p]  # type: ignore[index]
     for i, rank in enumerate(ranks):
-        for p, spread in enumerate(spreads):
-            size = math.prod(spread.layout.local_shape(spread.padded, mesh.axes))
-            lo, hi = spans[p][rank]
-            out[p].append(like.new_empty(size))
-            out[p][i][lo:hi] = mine[i][p]
-        at = 0
-        for j, p in shared[rank]:
-            lo, hi = spans[p][j]
+        for at, p, (lo, hi) in found.parts[rank]:
             out[p][i][lo:hi] = arrived[i][at : at + hi - lo]
-            at += hi - lo
     return out
 
 
-def _differ(one: dict[str, int], two: dict[str, int], spread: Spread) -> bool:
-    """Return whether two ranks differ, and only along the axes of a cut."""
-    return one != two and all(one[a] == two[a] for a in one if a not in spread.cut)
+class _Shared(NamedTuple):
+    """The exchange that joins blocks cut into runs.
+
+    ``counts``  elements sent from each rank to each.
+    ``parts``   per rank, of the runs that it receives, in the order in which they come: its place
+                among them, the parameter, and (start, stop) in the block.  It sends its own run of
+                the same parameter to the same rank.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    parts: list[list[tuple[int, int, tuple[int, int]]]]
 
 
-def _runs(spread: Spread) -> tuple[tuple[int, int], ...]:
-    assert spread.runs is not None, "a block that is cut has runs"
-    return spread.runs
+@lru_cache(maxsize=64)
+def _shared(spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...]) -> _Shared:
+    every = coordinates(dict(sizes))
+    counts = [[0] * len(every) for _ in every]
+    parts: list[list[tuple[int, int, tuple[int, int]]]] = [[] for _ in every]
+    rows = product(enumerate(every), enumerate(every), enumerate(spreads))
+    for (i, one), (j, two), (p, spread) in rows:
+        # both hold runs of one block
+        if i == j or any(one[a] != two[a] for a in one if a not in spread.cut):
+            continue
+        assert spread.runs is not None, "a block that is cut has runs"
+        lo, hi = spread.runs[j]
+        parts[i].append((sum(counts[k][i] for k in range(j + 1)), p, (lo, hi)))
+        counts[j][i] += hi - lo
+    return _Shared(tuple(map(tuple, counts)), parts)
 
 
 def exchange(
@@ -628,12 +643,13 @@ class Owned:
     ) -> "Owned":
         """Make zeros for the numbers of these matrices, on the owners of ``plan``."""
         held, mesh = OwnedNumbers(tuple(x.path for x in items), plan, kind, most), items[0].mesh
-        new, many = items[0].runs[0].new_zeros, 1 if mesh is None else len(played(mesh))
-        device = items[0].runs[0].device
-        refuse_beyond(held.length * dtype.itemsize * many, device, "init", mesh)
+        like, ranks = items[0].runs[0], ranks_of(mesh)
+        nbytes = held.length * dtype.itemsize * len(ranks)
+        refuse_beyond(nbytes, like.device, "init", mesh)
+        rows = [like.new_zeros(held.length, dtype=dtype) for _ in ranks]
         if mesh is None:
-            return Owned(new(held.length, dtype=dtype), held, mesh)
-        raw = storage([new(held.length, dtype=dtype) for _ in played(mesh)], mesh)
+            return Owned(rows[0], held, mesh)
+        raw = storage(rows, mesh)
         size = torch.Size([held.length * mesh.size])
         place = Place(Layout((Dim(tuple(mesh.names)),)), size, mesh)
         return Owned(ShardedTensor(raw, place), held, mesh)
@@ -645,9 +661,7 @@ class Owned:
 
     def views(self, i: int) -> dict[int, Tensor]:
         """Map units to views of their numbers, for the units of the i-th rank in this process."""
-        rank, vector = 0, self.vectors[i]
-        if self.mesh is not None:
-            rank = rank_along(self.mesh.names, played(self.mesh)[i], self.mesh.axes)
+        rank, vector = ranks_of(self.mesh)[i], self.vectors[i]
         units, shapes = self.held.plan.units, self.held.shapes
         return {
             unit: vector[start:stop].view(shapes[units[unit][0]])
@@ -688,8 +702,7 @@ class Owned:
             rows[i].view(-1, *view.shape)[k] = view
         if self.mesh is None:
             return rows[0]
-        with bind(self.mesh):
-            raw = unwrap(psum(wrap(storage(rows, self.mesh), self.mesh), self.mesh.names))
+        raw = storage([over_ranks(rows, self.mesh)] * len(rows), self.mesh)
         value = ShardedTensor(raw, Place(Layout((Dim(),) * len(size)), size, self.mesh))
         at = next((d for d, n in enumerate(size) if n and n % self.mesh.size == 0), None)
         if at is None:

@@ -11,7 +11,12 @@ blocks    Newton-Schulz's products on the blocks themselves, by the matmul famil
 
 ``sl.why("muon", params)`` prints the prices, ``sl.algorithm(muon="gathered")`` pins one.
 
-Source: Jordan et al., Muon (2024), kellerjordan.github.io/posts/muon; torch.optim.Muon.
+Newton-Schulz iteration approaches the nearest orthogonal matrix by matrix products alone:
+X <- a X + (b A + c A A) X with A = X X^T, five times from X = G / |G|: singular values approach 1,
+singular vectors do not change.
+
+Source: Jordan et al., Muon (2024), kellerjordan.github.io/posts/muon; the coefficients are those of
+torch.optim.Muon.
 """
 
 import math
@@ -26,13 +31,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlib.collectives import blocks, played, storage
+from shardlib.collectives import blocks, storage
 from shardlib.collectives.count import Trace
 from shardlib.cost import Cost, moving
 from shardlib.dtypes import wider
 from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Link, Mesh, bind, coordinates, rank_along, record, scope, within
+from shardlib.mesh import Link, Mesh, bind, coordinates, record, scope, within
 from shardlib.modules.rules import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide
 from shardlib.optim.groups import Mask, of_matrices
@@ -42,15 +47,16 @@ from shardlib.optim.matrix_owners import (
     Spread,
     apart,
     deal,
+    flops,
     in_batches,
     join,
     laid,
     listed,
     only_matrices,
+    ranks_of,
     through_owners,
 )
-from shardlib.optim.newton_schulz import COEFFICIENTS, Coefficients, flops, on_blocks, orthogonal
-from shardlib.optim.norms import scale_in_place
+from shardlib.optim.norms import totals
 from shardlib.optim.transform import (
     COUNT,
     POSITIVE,
@@ -59,11 +65,16 @@ from shardlib.optim.transform import (
     by_directions,
     ranged,
 )
-from shardlib.optim.trees import Tree, bucketed_in, moments, one_each, pieces, spans
+from shardlib.optim.trees import Tree, bucketed_in, moments, pieces, spans
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["muon"]
+__all__ = ["muon", "on_blocks", "orthogonal"]
+
+Coefficients = tuple[float, float, float]
+
+# steepest at 0, so that small singular values grow fast; they end near 1, not at 1
+COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
 
 Adjust = Literal["original", "match_rms_adamw"]
 
@@ -138,9 +149,9 @@ def muon(
         for g, m, w in spans(*pieces(grads, state.trace, way)):
             m.lerp_(g.to(m.dtype), 1 - momentum)
             w.copy_(g.to(m.dtype).lerp(m, momentum) if nesterov else m)
-        _orthogonal(way, how)
-        sizes = _adjusted(way, adjust, how)
-        scale_in_place(way, [x if x is None else x * -rate for x in sizes])
+        for one in _orthogonal(way, how):
+            for run in one.runs:
+                run.mul_(-rate * _adjusted(*one.spread.one, adjust))
         return state._replace(count=state.count + 1), -rate * weight_decay
 
     core = by_directions(
@@ -177,24 +188,76 @@ class _IterationSettings(NamedTuple):
         return rows, cols
 
 
-def _adjusted(tree: Tree, adjust: Adjust, how: _IterationSettings) -> list[Tensor | None]:
-    """Compute the factor of each matrix's rate."""
-    out: list[Tensor | None] = []
-    for path, x in one_each(tree):
-        if not isinstance(x, Tensor):
-            out.append(None)
-            continue
-        m, n = x.shape[-2:]
-        if x.ndim > 2 and any(matches(k, path, x) for k in how.kernels):
-            m, n = x.shape[0], math.prod(x.shape[1:])
-        if how.side:
-            rows, cols = how.sides(path, torch.empty(m, n, device="meta"))
-            m, n = m // rows, n // cols
-        # torch.optim.Muon's adjust_lr_fn: "original", and 0.2 sqrt(max(m, n)) to match AdamW's RMS
-        tall = math.sqrt(max(1, m / max(n, 1)))
-        ratio = tall if adjust == "original" else 0.2 * math.sqrt(max(m, n))
-        out.append(torch.tensor(ratio, dtype=torch.float64, device="cpu"))
-    return out
+def _adjusted(m: int, n: int, adjust: Adjust) -> float:
+    """Compute the factor of a matrix's rate, as torch.optim.Muon's adjust_lr_fn."""
+    if adjust == "original":
+        return math.sqrt(max(1, m / max(n, 1)))
+    return 0.2 * math.sqrt(max(m, n))  # to match the RMS of AdamW's updates
+
+
+# ---------------------------------------------------------------- Newton-Schulz iteration
+
+
+def orthogonal(
+    x: Tensor, coefficients: Coefficients = COEFFICIENTS, steps: int = 5, eps: float = 1e-7
+) -> Tensor:
+    """Orthogonalise unsharded matrices, each of a batch on its own.
+
+    Shapes: x [..., m, n] -> [..., m, n].
+
+    >>> orthogonal(torch.diag(torch.tensor([3.0, 2.0]))).diagonal().round(decimals=2)
+    tensor([1.1200, 0.6800])
+    """
+    if not x.numel():
+        return x
+    a, b, c = coefficients
+    # X X^T is smaller with the short side first
+    tall = x.shape[-2] > x.shape[-1]
+    y = (x.mT if tall else x).reshape(-1, min(x.shape[-2:]), max(x.shape[-2:]))
+    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    out = y.reshape(x.mT.shape if tall else x.shape)
+    return out.mT if tall else out
+
+
+def on_blocks(
+    x: ShardedTensor,
+    coefficients: Coefficients = COEFFICIENTS,
+    steps: int = 5,
+    eps: float = 1e-7,
+) -> ShardedTensor:
+    """Orthogonalise a matrix in its layout, with sharded products: no rank holds it whole.
+
+    Shapes: x [m, n], in any layout -> the same.
+    """
+    a, b, c = coefficients
+    place = x.place
+    tall = x.shape[0] > x.shape[1]
+    (found,) = totals([x])
+    assert found[0] is not None, "a matrix has a norm"
+    y = x.with_padding
+    y = y.becomes(y.raw / found[0].sqrt().clamp(min=eps).to(y.raw.device, y.raw.dtype))
+    if tall:
+        y = y.mT
+    for _ in range(steps):
+        gram = _summed(y @ y.mT)
+        mixed = gram * b + _as(_summed(gram @ gram), gram) * c
+        y = y * a + _as(_summed(mixed @ y), y)
+    y = y.mT if tall else y
+    return ShardedTensor(reshard(y, place.layout).raw.contiguous(), place)
+
+
+def _summed(x: Tensor) -> ShardedTensor:
+    """Return the product with its pending sum completed, in its own layout."""
+    assert isinstance(x, ShardedTensor), "a product of sharded matrices is one"
+    return reshard(x, x.sharding.bare) if x.sharding.partial else x
+
+
+def _as(x: ShardedTensor, other: Tensor) -> ShardedTensor:
+    assert isinstance(other, ShardedTensor), "a product of sharded matrices is one"
+    return x if x.sharding == other.sharding else reshard(x, other.sharding)
 
 
 # ---------------------------------------------------------------- choice of the algorithm
@@ -492,7 +555,7 @@ def _case(*operands: Tree) -> MuonCase:
     found: list[Laid] = []
     for tree in operands:
         found += [one for x in bucketed_in(tree) or [tree] for one in laid(x, None, [_kernel])]
-    found = [x for x in found if x.mesh is not None and math.prod(x.spread.shape)]
+    found = [x for x in found if x.mesh is not None]
     if not found:
         raise Unsupported(
             "there is no sharded matrix",
@@ -524,13 +587,13 @@ def _case_of(
 # ---------------------------------------------------------------- the four algorithms
 
 
-def _orthogonal(tree: Tree, how: _IterationSettings) -> None:
-    """Orthogonalise every matrix of the tree, of contiguous blocks, in place."""
+def _orthogonal(tree: Tree, how: _IterationSettings) -> list[Laid]:
+    """Orthogonalise every matrix of the tree, of contiguous blocks, in place; list them."""
+    every = laid(tree, how.sides if how.side else None, how.kernels)
     with torch.no_grad():
         together: dict[Any, list[Laid]] = {}
-        for one in laid(tree, how.sides if how.side else None, how.kernels):
-            if one.spread.count and math.prod(one.spread.shape):
-                together.setdefault((one.mesh, one.runs[0].dtype), []).append(one)
+        for one in every:
+            together.setdefault((one.mesh, one.runs[0].dtype), []).append(one)
         for (mesh, kind), items in together.items():
             dtype = how.dtype or wider(kind)
             if mesh is not None:
@@ -539,6 +602,7 @@ def _orthogonal(tree: Tree, how: _IterationSettings) -> None:
             for one in items:
                 x = one.runs[0].to(dtype).view(-1, *one.spread.shape[-2:])
                 one.runs[0].copy_(apart(how, x, one.spread.side).reshape(-1))
+    return every
 
 
 def _placed(mesh: Mesh, items: Sequence[Laid], how: _IterationSettings, dtype: torch.dtype) -> None:
@@ -564,13 +628,9 @@ def _placed(mesh: Mesh, items: Sequence[Laid], how: _IterationSettings, dtype: t
 def _write(done: Tensor, out: Laid, mesh: Mesh) -> None:
     """Copy blocks to a matrix's runs: under ``zero`` a rank keeps its run of the block."""
     runs = out.spread.runs
-    rows = zip(out.runs, blocks(done, mesh), played(mesh), strict=True)
-    for to, block, coord in rows:
+    for to, block, rank in zip(out.runs, blocks(done, mesh), ranks_of(mesh), strict=True):
         flat = block.reshape(-1)
-        if runs is not None:
-            lo, hi = runs[rank_along(mesh.names, coord, mesh.axes)]
-            flat = flat[lo:hi]
-        to.copy_(flat)
+        to.copy_(flat if runs is None else flat[slice(*runs[rank])])
 
 
 def _ways(case: MuonCase) -> tuple[str, ...]:

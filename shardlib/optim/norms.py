@@ -62,7 +62,7 @@ from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
     "clip_by_global_norm", "clip_by_parameter_norm", "clip_by_value", "global_norm", "is_finite",
-    "norms", "norms_known", "run_measured", "scale_in_place", "scaled", "squares", "summed", "totals",
+    "norms", "norms_known", "over_ranks", "run_measured", "scale_in_place", "scaled", "squares", "summed", "totals",
 ]  # fmt: skip
 
 BLOCK = 1 << 16
@@ -112,27 +112,28 @@ def totals(
     Moves one psum (pmax) per mesh, of 8 bytes per tensor.
     """
     out: list[Numbers] = []
-    shares: dict[Mesh, list[_RankCount]] = {}
+    places: dict[Mesh | None, list[tuple[TensorView, Numbers, int]]] = {}
     for tree in trees:
-        found = [t and _share(t, of) for t in by_tensor(cleared(tree))]
-        out.append([None] * len(found))
-        for i, share in enumerate(found):
-            if isinstance(share, _RankCount):
-                shares.setdefault(share.mesh, []).append(share._replace(to=(out[-1], i)))
-            else:
-                out[-1][i] = share
-    for mesh, mine in shares.items():
-        zero = torch.zeros((), dtype=torch.float64, device=mine[0].device)
-        rows = []
-        for rank in range(len(played(mesh))):
-            values = [s.values[rank] for s in mine]
-            rows.append(torch.stack([zero if v is None else v for v in values]))
-        with bind(mesh):
-            joined = (pmax if most else psum)(wrap(storage(rows, mesh), mesh), mesh.names)
-        all_of = blocks(unwrap(joined), mesh)[0]
-        for share, value in zip(mine, all_of.unbind(), strict=True):
-            share.to[0][share.to[1]] = value
+        views = by_tensor(cleared(tree))
+        out.append([None] * len(views))
+        for i, one in enumerate(views):
+            if one is not None:
+                places.setdefault(one.mesh, []).append((one, out[-1], i))
+    for mesh, mine in places.items():
+        zero = torch.zeros((), dtype=torch.float64, device=mine[0][0].like.device)
+        rows = list(zip(*(_shares(one, of, zero) for one, *_ in mine), strict=True))
+        values = rows[0]
+        if mesh is not None:
+            values = over_ranks(list(map(torch.stack, rows)), mesh, pmax if most else psum).unbind()
+        for (_, numbers, i), value in zip(mine, values, strict=True):
+            numbers[i] = value
     return out
+
+
+def over_ranks(rows: Sequence[Tensor], mesh: Mesh, by: Callable[..., Tensor] = psum) -> Tensor:
+    """Sum a plain tensor of each rank over the whole mesh; return the sum, which all ranks get."""
+    with bind(mesh):
+        return blocks(unwrap(by(wrap(storage(rows, mesh), mesh), mesh.names)), mesh)[0]
 
 
 def norms(*trees: Tree) -> list[Numbers]:
@@ -163,23 +164,11 @@ def _factor(by: Tensor, x: Tensor) -> Tensor:
     return by.to(x.dtype) if by.device.type == "cpu" else by.to(x.device, x.dtype)
 
 
-class _RankCount(NamedTuple):
-    """Partial results for one tensor: a scalar for each rank in this process, or None."""
-
-    mesh: Mesh
-    device: torch.device
-    values: list[Tensor | None]
-    to: tuple[Numbers, int] = ([], 0)
-
-
-def _share(one: TensorView, of: Callable[[Tensor], Tensor]) -> _RankCount | Tensor:
-    if one.mesh is None:
-        x = one.parts[0]
-        return one.like.new_zeros((), dtype=torch.float64) if x is None or not x.numel() else of(x)
-    first = _firsts(one.mesh, one.axes)
+def _shares(one: TensorView, of: Callable[[Tensor], Tensor], zero: Tensor) -> list[Tensor]:
+    """Compute each rank's part of a tensor's number: zero where a rank before has its elements."""
+    first = [True] if one.mesh is None else _firsts(one.mesh, one.axes)
     rows = zip(first, one.parts, strict=True)
-    values = [of(x) if f and x is not None and x.numel() else None for f, x in rows]
-    return _RankCount(one.mesh, one.like.device, values)
+    return [of(x) if f and x is not None and x.numel() else zero for f, x in rows]
 
 
 def _firsts(mesh: Mesh, axes: Sequence[str]) -> list[bool]:

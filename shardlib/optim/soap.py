@@ -10,7 +10,6 @@ lack rank, the basis is completed by vectors that do not depend on rounding.
 Source: Vyas et al., arXiv 2409.11321, algorithm 3; Gupta et al., arXiv 1802.09568 (Shampoo).
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -147,9 +146,7 @@ def _directed(
 
 def _live(tree: Tree, kernels: Patterns | None) -> list[Laid]:
     """List the matrices that have elements; they must share one mesh."""
-    items = [
-        x for x in laid(tree, None, listed(kernels)) if x.spread.count and math.prod(x.spread.shape)
-    ]
+    items = laid(tree, None, listed(kernels))
     if not items:
         raise Unsupported("there is no matrix", op="soap", fix="tx = sl.optim.adamw(3e-4)")
     if any(x.mesh is not items[0].mesh for x in items):

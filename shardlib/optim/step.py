@@ -13,7 +13,7 @@ no replicas, although every rank's share is then updated by another rule.
 
 import operator
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +38,7 @@ from shardlib.optim.trees import (
     State,
     Tree,
     blocks_of,
+    bucketed_in,
     each,
     given_for,
     is_bucketed,
@@ -235,9 +236,22 @@ def hand_over(params: Tree, grads: Tree, state: State, after: Any) -> tuple[Any,
     All memory stays in place.
     """
     made: dict[int, tuple[Any, Any]] = {}
-    news = _over(params, made), _over(after, made)
-    for old in (params, grads, state):
-        _give_up(old)
+
+    def successor(x: Any) -> Any:
+        if id(x) not in made:
+            # the donated object is kept, so that no id is reused
+            made[id(x)] = x, _successor(x, successor)
+        return made[id(x)][1]
+
+    results: Any = params, after
+    donated: Any = params, grads, state
+    news: Any = optree.tree_map(successor, results, is_leaf=_one, none_is_leaf=True)
+    for buckets in filter(is_bucketed, (params, grads, *bucketed_in(state))):
+        buckets.__dict__.pop("pieces", None)
+    for x in optree.tree_leaves(donated):
+        if type(x) is not GivenUp and isinstance(x, Tensor):
+            x.__dict__.clear()
+            x.__class__ = GivenUp
     return news
 
 
@@ -272,42 +286,27 @@ def _left() -> Tensor:
 
 
 _NAMES = operator.attrgetter("__dict__")  # vars() of each takes three times as long
-_NUMBERS = frozenset((int, float, bool, str, type(None)))
 _SHARDED = {ShardedTensor}
 _LEFT = _left()
 _ALONE = max(map(sys.getrefcount, {0: object()}.values()))
 """Reference count of an object that only one dict refers to, measured as in ``_movable``."""
 
 
-def _over(tree: Tree, made: dict[int, tuple[Any, Any]]) -> Any:
-    """Return new values on the same memory.
+def _one(x: object) -> bool:
+    """Return whether an object is handed over as one: buckets, and dicts of which values move."""
+    return is_bucketed(x) or (type(x) is dict and _movable(x))
 
-    ``made``  id of an object -> that object, kept alive so that the id stays valid, and its
-              successor.
-    """
-    kind: Any = type(tree)
-    if kind in _NUMBERS:
-        return tree
-    if id(tree) in made:
-        return made[id(tree)][1]
-    new: Any
-    if kind is dict or is_bucketed(tree):
-        new = _moved(tree) if _movable(tree) else {k: _over(x, made) for k, x in tree.items()}
-        if kind is not dict:
-            new = tree.like(new)
-            if "pieces" in tree.__dict__:  # views of the same memory
-                new.__dict__["pieces"] = tree.pieces
-    elif isinstance(tree, Tensor):
-        new = _again(tree)
-    elif optree.is_namedtuple_class(kind):
-        new = kind(*[_over(x, made) for x in tree])
-    else:
-        below, shape = optree.tree_flatten(tree, is_leaf=lambda x: x is not tree)
-        if len(below) == 1 and below[0] is tree:
-            return tree
-        new = shape.unflatten([_over(x, made) for x in below])
-    made[id(tree)] = tree, new
-    return new
+
+def _successor(x: Any, of: Callable[[Any], Any]) -> Any:
+    """Return a new value on the same memory; ``of`` a value of buckets."""
+    if type(x) is dict:
+        return _moved(x)
+    if is_bucketed(x):
+        new = x.like(_moved(x) if _movable(x) else {name: of(v) for name, v in x.items()})
+        if "pieces" in x.__dict__:  # views of the same memory
+            new.__dict__["pieces"] = x.pieces
+        return new
+    return _again(x) if isinstance(x, Tensor) else x
 
 
 def _movable(tree: dict[Any, Any]) -> bool:
@@ -336,30 +335,6 @@ def _again(x: Tensor) -> Tensor:
         return new
     new = x.detach().requires_grad_(x.requires_grad)
     return torch.nn.Parameter(new, x.requires_grad) if isinstance(x, torch.nn.Parameter) else new
-
-
-def _give_up(tree: Tree) -> None:
-    kind = type(tree)
-    if kind in _NUMBERS:
-        return
-    if kind is dict or is_bucketed(tree):
-        if kind is not dict:
-            tree.__dict__.pop("pieces", None)
-        # else its values have moved to the result
-        if next(iter(tree.values()), None) is not _LEFT:
-            for x in tree.values():
-                _give_up(x)
-    elif isinstance(tree, Tensor):
-        if kind is not GivenUp:
-            tree.__dict__.clear()
-            tree.__class__ = GivenUp
-    elif kind is tuple or kind is list or optree.is_namedtuple_class(kind):
-        for x in tree:
-            _give_up(x)
-    else:
-        below: list[Any] = optree.tree_leaves(tree, is_leaf=lambda x: x is not tree)
-        if not (len(below) == 1 and below[0] is tree):
-            _give_up(below)
 
 
 # ---------------------------------------------------------------- comparison of ranks, in check mode

@@ -65,4 +65,4 @@ def test_directions_are_written_to_gradients_of_their_dtype() -> None:
     found = writable(grads, like)
     assert found["a"] is grads["a"] and found["c"] is None
     assert found["b"].dtype == torch.float32 and found["b"].shape == half.shape
-    assert found["d"].is_contiguous() and found["d"].shape == (3, 2)
+    assert found["d"].is_contiguous() and found["d"].shape == (2, 3)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.newton_schulz import flops, on_blocks, orthogonal
+from shardlib.optim.matrix_owners import flops
+from shardlib.optim.muon import on_blocks, orthogonal
 
 
 def drawn(*shape: int) -> torch.Tensor:
