@@ -102,10 +102,11 @@ def leading(
         if not digits:
             raise Apart
         digit = digits.pop(0)
-        if n % radix(digit) == 0:
+        positions = radix(digit)
+        if positions and n % positions == 0:
             taken.append(digit)
-            n //= radix(digit)
-        elif radix(digit) % n == 0:
+            n //= positions
+        elif positions and positions % n == 0:
             digits[:0] = split(digit, n)
         else:
             raise Apart(digit)

@@ -160,7 +160,7 @@ def join(a: Row, b: Row) -> None:
             _unite(p, q)
             continue
         big, small, rest = (p, q, one) if p.size > q.size else (q, p, two)
-        if big.size % small.size:
+        if not small.size or big.size % small.size:
             raise Apart
         _factor(big, small.size)
         rest[:0] = leaves([big])

@@ -129,6 +129,15 @@ class _OpCall:
                 return self.kwargs.get(name, given)
         return default
 
+    def along(self, x: Tensor) -> int:
+        """Return the dimension of ``x`` that the call is along.
+
+        Raises: Apart if ``x`` has no dimensions.
+        """
+        if not x.ndim:
+            raise Apart
+        return self["dim"] % x.ndim
+
 
 class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     """Dispatch mode that intercepts every operator and keeps the atoms of every tensor."""
@@ -275,7 +284,8 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     @_rule("topk")
     def topk(self, call: _OpCall, out: Sequence[Tensor]) -> None:
-        rows, dim = list(self.of(call.operands[0])), call["dim"]
+        x = call.operands[0]
+        rows, dim = list(self.of(x)), call.along(x)
         mark(rows[dim], "bound")
         rows[dim] = fresh(call["k"], "bound")
         for y in out:
@@ -334,8 +344,11 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         """
         x = call.operands[0]
         strides = [_STRIDE + d for d in range(x.ndim)]
-        frame = torch.empty_strided(x.shape, strides, device="meta")
-        views = _tensors(call.func(frame, *call.args[1:], **call.kwargs))
+        frame = torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta")
+        try:
+            views = _tensors(call.func(frame, *call.args[1:], **call.kwargs))
+        except RuntimeError as e:  # view_as_complex and its kin take only some strides
+            raise Apart from e
         for y, view in zip(_tensors(out), views, strict=True):
             left = {s: d for d, s in enumerate(strides)}
             order = [left.pop(s, None) for s in reversed(view.stride())][::-1]
@@ -370,7 +383,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     @_rule("slice")
     def slice(self, call: _OpCall, out: Tensor) -> None:
         x = call.operands[0]
-        dim, rows = call["dim"] % x.ndim, self.of(x)
+        dim, rows = call.along(x), self.of(x)
         start, stop, step = slice(call["start"], call["end"], call["step"]).indices(x.shape[dim])
         self.know(out, rows, self.origin.get(id(x)))
         if (start, stop, step) != (0, x.shape[dim], 1):
@@ -389,7 +402,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     @_rule("split split_with_sizes")
     def split(self, call: _OpCall, out: Sequence[Tensor]) -> None:
         x = call.operands[0]
-        dim, rows, start = call["dim"] % x.ndim, list(self.of(x)), 0
+        dim, rows, start = call.along(x), list(self.of(x)), 0
         row, sizes = leaves(rows[dim]), [y.shape[dim] for y in out]
         alike = self.shares(row, sizes)
         for y, n in zip(out, sizes, strict=True):
@@ -597,7 +610,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     @_rule("index_select")
     def index_select(self, call: _OpCall, out: Tensor) -> None:
         x, ids = call.operands
-        rows, dim = list(self.of(x)), call["dim"]
+        rows, dim = list(self.of(x)), call.along(x)
         mark(rows[dim], "bound")
         rows[dim] = self.of(ids)[0] if ids.ndim else []
         self.know(out, rows)
@@ -605,7 +618,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     @_rule("gather")
     def gather(self, call: _OpCall, out: Tensor) -> None:
         x, ids = call.operands
-        dim = call["dim"] % max(x.ndim, 1) - x.ndim
+        dim = call.along(x) - x.ndim
         mark(self.of(x)[dim], "bound")
         rows = list(self.of(ids))
         self.align(rows, ids.shape, x, dim)
@@ -614,7 +627,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     @_rule("scatter scatter_add index_add index_copy scatter_reduce index_fill")
     def scatter(self, call: _OpCall, out: Tensor) -> None:
         x, *others = call.operands
-        rows, dim = list(self.of(x)), call["dim"] % max(x.ndim, 1) - x.ndim
+        rows, dim = list(self.of(x)), call.along(x) - x.ndim
         mark(rows[dim], "bound")
         for other in others:
             if other.ndim == x.ndim:

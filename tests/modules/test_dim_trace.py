@@ -1,13 +1,18 @@
 """What one run on meta tensors shows of a module's dimensions."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
 
 import shardlib as sl
 from shardlib.modules.dim_factors import leaves, root
-from shardlib.modules.dim_trace import Dimensions, trace_dimensions
+from shardlib.modules.dim_trace import _RULES, Dimensions, trace_dimensions
 from shardlib.modules.param_roles import kinds
 
 
@@ -176,3 +181,47 @@ def test_a_module_nobody_knows_inputs_of_is_refused_and_the_example_helps() -> N
             ("a", ". x"),
             ("b", "x ."),
         ]
+
+
+class Calls(nn.Module):
+    """A module whose forward is one call of an operator."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> object:
+        return self.call()
+
+
+RULED = [op for op in op_db if op.name in {*_RULES, "unflatten"}]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("op", RULED, ids=lambda op: op.formatted_name)
+def test_no_operand_of_torchs_database_stops_a_trace(op: Any) -> None:
+    """What runs, on tensors of no dimension or without elements too, is traced."""
+    traced = 0
+    for sample in op.sample_inputs("cpu", torch.float32):
+        call = partial(op.op, sample.input, *sample.args, **sample.kwargs)
+        try:
+            call()
+        except Exception:  # some samples are of dtypes that this build lacks
+            continue
+        trace_dimensions(Calls(call), torch.zeros(1))
+        traced += 1
+    assert traced
+
+
+def test_complex_numbers_viewed_as_pairs_are_traced() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(self.w(x).reshape(*x.shape[:-1], 4, 2))
+            return x + torch.view_as_real(pairs * 1j).flatten(-2)
+
+    found = trace_dimensions(Turned(), torch.zeros(2, 8))
+    assert [(r.name, r.inputs, r.outputs) for r in found.reads] == [("w.weight", (1,), (0,))]
