@@ -26,7 +26,7 @@ from shardlib.ops.id_bounds import in_range
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.gradients import real_axes, vary
-from shardlib.tensor.lifting import lift
+from shardlib.tensor.lifting import lifted
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
     ShardedTensor,
@@ -100,29 +100,21 @@ def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     The vocabulary may be padded, since no id refers to the rows beyond it.
     """
     given = _EMBEDDING(*args, **kwargs)
-    ids, table, padding = given["input"], given["weight"], given["padding_idx"]
-    count, padded = table.shape[0], False
-    if has_padding((ids, table)):
-        table, padded = _unpadded(ids, table), True
-    _check(ids, table, count, given)
-    padding = None if padding is None else padding % count
-    mesh = table.mesh if isinstance(table, ShardedTensor) else ids.mesh
-    ids, table = lift(ids, mesh, "embedding"), lift(table, mesh, "embedding")
-    key = ids.sharding, ids.padded_shape, table.sharding, table.padded_shape
+    ids, table = given["input"], given["weight"]
+    count, padded = table.shape[0], has_padding((ids, table))
+    if padded:
+        table = _unpadded(ids, table)
+    padding = _checked(ids, table, count, given)
+    table, ids = lifted("embedding", table, ids)
+    mesh, of_ids, of_table = table.mesh, ids.place, table.place
+    key = of_ids.layout, of_ids.shape, of_table.layout, of_table.shape, of_table.deferred
     plan = mesh.memo("lookup", key, lambda: _planned(ids, table))
     if plan.axes or padded:  # otherwise torch's own kernel checks the ids
         in_range(ids.raw, count, "embedding", "id")
-    out, raw_table, deferred = plan.out, table.raw, _NONE
-    if table.deferred:
-        deferred = table.deferred - set(out.axes)
-        met = {*out.axes, *deferred}.difference(table.sharding.axes, table.deferred)
-        raw_table = vary(raw_table, mesh, met)
-    elif plan.meets:
-        raw_table = vary(raw_table, mesh, plan.meets)
-    place = Place(out, plan.shape, mesh, deferred=deferred)
-    own = raw_table is table.raw and not (plan.axes or plan.gathered or padded)
-    if own and len(args) == 2 and args[0] is ids and args[1] is table:
-        return blockwise(func, args, kwargs, place)
+    raw_table = vary(table.raw, mesh, plan.meets)
+    own = plan.own and not padded and raw_table is table.raw
+    if own and list(map(id, args)) == [id(ids), id(table)]:
+        return blockwise(func, args, kwargs, plan.place)
     if plan.gathered:
         with bind(mesh):
             raw_table = unwrap(all_gather(wrap(raw_table, mesh), plan.gathered, 1))
@@ -130,11 +122,11 @@ def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         raw: Any = _Lookup.apply(raw_table, ids.raw, mesh, plan.axes, plan.at, padding)
     else:
         raw = local_call(F.embedding, mesh, (ids.raw, raw_table, padding), {})
-    return ShardedTensor(raw, place)
+    return ShardedTensor(raw, plan.place)
 
 
-def _check(ids: Tensor, table: Tensor, count: int, given: dict[str, Any]) -> None:
-    """Refuse what torch does not take, and options that no sharded table has."""
+def _checked(ids: Tensor, table: Tensor, count: int, given: dict[str, Any]) -> int | None:
+    """Return padding_idx; refuse what torch does not take, and options that no sharded table has."""
     if ids.dtype not in (torch.int64, torch.int32) or table.ndim != 2:
         why = "ids are int64 or int32, a table has two dimensions"
         raise call_error(
@@ -148,6 +140,7 @@ def _check(ids: Tensor, table: Tensor, count: int, given: dict[str, Any]) -> Non
     if given["max_norm"] is not None or given["scale_grad_by_freq"] or given["sparse"]:
         why = "max_norm, scale_grad_by_freq and sparse are not supported on a sharded table"
         raise call_error(Unsupported, why, "embedding", "F.embedding(ids, table)", table=table)
+    return None if padding is None else padding % count
 
 
 _ROWS = binder(
@@ -184,48 +177,47 @@ def _unpadded(ids: Any, table: Any) -> ShardedTensor:
     raise call_error(Unsupported, why, "embedding", fix, ids=ids, table=table)
 
 
-_NONE: frozenset[str] = frozenset()
-
-
 class _LookupPlan(NamedTuple):
-    """Layout of the result, and the axes of the lookup.
+    """Place of the result, and the axes of the lookup.
 
     ``axes``      that split the vocabulary; ``at``  the dimension of the ids that they split too,
                   or -1.
     ``gathered``  axes over which the table's columns are gathered first.
-    ``meets``     axes over which the table's gradient is summed, unless it is deferred.
+    ``meets``     axes over which the table's gradient is summed.
+    ``own``       whether torch's own lookup in the blocks is all.
     """
 
-    out: Layout
-    shape: torch.Size
+    place: Place
     axes: tuple[str, ...]
     at: int
     gathered: tuple[str, ...]
     meets: tuple[str, ...]
+    own: bool
 
 
 def _planned(ids: ShardedTensor, table: ShardedTensor) -> _LookupPlan:
-    mesh = table.mesh
-    tokens = ids.dims
+    mesh, tokens = table.mesh, ids.dims
+    taken = {*ids.sharding.axes}
     vocab, hidden = table.sharding.resolve(2).dims
-    taken = {a for t in tokens for a in t.axes}
     axes = tuple(a for a in vocab.axes if mesh.axes[a] > 1)
-    at = _split_by(axes, tokens) if axes else -1
+    at = _split_by(axes, tokens)
     gathered = tuple(a for a in hidden.axes if a in taken)
-    kept = tuple(p for p in hidden.parts if p not in gathered)
-    of_hidden = not gathered or (hidden.parts == (*kept, *gathered) and _is_plain(hidden))
-    if not of_hidden or not _is_plain(vocab) or (at < 0 and set(axes) & taken):
-        raise _misfit(ids, table, ". ." if set(hidden.axes) & taken else f". {hidden}")
+    kept = hidden.parts[: len(hidden.parts) - len(gathered)]
+    minor = hidden.parts == (*kept, *gathered) and hidden.is_plain
+    if (gathered and not minor) or not vocab.is_plain or (at < 0 and taken & {*axes}):
+        raise _misfit(ids, table, ". ." if gathered else f". {hidden}")
     out = Layout(dims=(*tokens, Dim(kept) if gathered else hidden))
-    meets = real_axes(mesh, set(out.axes).difference(table.sharding.axes))
-    return _LookupPlan(
-        out, torch.Size((*ids.padded_shape, table.padded_shape[1])), axes, at, gathered, meets
-    )
+    shape = torch.Size((*ids.padded_shape, table.padded_shape[1]))
+    deferred = table.deferred.difference(out.axes)
+    meets = {*out.axes, *deferred}.difference(table.sharding.axes, table.deferred)
+    place = Place(out, shape, mesh, deferred=deferred)
+    own = not (axes or gathered)
+    return _LookupPlan(place, axes, at, gathered, real_axes(mesh, meets), own)
 
 
 def _split_by(axes: tuple[str, ...], tokens: tuple[Dim, ...]) -> int:
     """Return the first dimension whose innermost split is over ``axes``, or -1."""
-    for d, token in enumerate(tokens):
+    for d, token in enumerate(tokens if axes else ()):
         if token.parts[-len(axes) :] == axes and token.order == "contiguous":
             return d
     return -1
@@ -235,8 +227,3 @@ def _misfit(ids: ShardedTensor, table: ShardedTensor, where: str) -> ImplicitCom
     why = f"ids split {ids.sharding} do not fit a table split {table.sharding}"
     fix = f"F.embedding(ids, sl.reshard(table, {where!r}))"
     return call_error(ImplicitCommunication, why, "embedding", fix, ids=ids, table=table)
-
-
-def _is_plain(dim: Dim) -> bool:
-    """Check whether ranks hold one run of positions each, in order."""
-    return dim.order == "contiguous" and len(dim.axes) == len(dim.parts)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import amp_unscale, foreach_ops, fused_steps
-from shardlib.collectives import storage
-from shardlib.collectives.types import blocks, played, spans_processes, unwrap, wrap
+from shardlib.collectives.types import blocks, flat_blocks, spans_processes, unwrap, wrap
 from shardlib.collectives.verbs import pmax, psum
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
+from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.gradients import real_axes
 from shardlib.tensor.place import Place
@@ -26,7 +26,6 @@ from shardlib.tensor.tensor import ShardedTensor, call_error, implements
 
 __all__ = ["unscale"]
 
-_OPERATOR = {"norm": torch.linalg.vector_norm}  # operators that have another name in torch
 _REDUCES = frozenset("norm max mm powsum".split())
 
 
@@ -36,17 +35,13 @@ def _tensors(x: object) -> bool:
 
 def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
     """Return the block of ``x`` with the positions of ``first``'s; None if layouts differ."""
-    if isinstance(x, ShardedTensor):
-        alike = (x.sharding, x.padded_shape, x.shape) == (
-            first.sharding,
-            first.padded_shape,
-            first.shape,
-        ) and x.mesh is first.mesh
-        if alike and not x.sharding.partial:
-            return x.raw
-        whole = x.ndim == 0 and x.mesh is first.mesh and not x.sharding.partial
-        return blocks(x.raw, x.mesh)[0] if whole else None
-    return x if x.ndim == 0 else None
+    if not isinstance(x, ShardedTensor):
+        return None if x.ndim else x
+    if x.mesh is not first.mesh or x.sharding.partial:
+        return None
+    if (x.sharding, x.padded_shape, x.shape) == (first.sharding, first.padded_shape, first.shape):
+        return x.raw
+    return None if x.ndim else blocks(x.raw, x.mesh)[0]
 
 
 def _blocks(args: Sequence[Any]) -> list[Any] | None:
@@ -78,16 +73,13 @@ def _tracked(args: Sequence[Any]) -> bool:
 
 def _on_lists(name: str, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run a foreach function such as ``_foreach_add_(xs, ys, alpha=2)``."""
-    given, named = [*args, *kwargs.values()], list(kwargs)
+    given, raws = [*args, *kwargs.values()], None
     sharded = _tensors(args[0]) and all(isinstance(x, ShardedTensor) for x in args[0])
-    raws = (
-        _blocks(given)
-        if sharded and name.strip("_") not in _REDUCES and not _tracked(given)
-        else None
-    )
+    if sharded and name.strip("_") not in _REDUCES and not _tracked(given):
+        raws = _blocks(given)
     if raws is None:
         return _one_by_one(name, args, kwargs)
-    more: dict[str, Any] = dict(zip(named, raws[len(args) :], strict=True))
+    more: dict[str, Any] = dict(zip(kwargs, raws[len(args) :], strict=True))
     found = func(*raws[: len(args)], **more)
     if name.endswith("_"):
         return list(args[0])
@@ -96,72 +88,70 @@ def _on_lists(name: str, func: Func, args: Args, kwargs: Kwargs) -> object:
 
 def _one_by_one(name: str, args: Args, kwargs: Kwargs) -> object:
     """Run the operator of the same name on each tensor, with its entry of every list."""
-    operator = _OPERATOR.get(name) or getattr(torch if name == "pow" else Tensor, name)
-    count = next(len(a) for a in args if _tensors(a))
-
-    def nth(a: object, i: int) -> object:
-        return a[i] if isinstance(a, tuple | list) else a
-
+    if name.startswith("addc") and len(args) > 3:  # addcmul and addcdiv take value by keyword
+        *rest, number = args
+        args, kwargs = tuple(rest), kwargs | {"value": number}
+    operator = getattr(torch if name == "pow" else Tensor, name)
+    count = len(next(filter(_tensors, args)))
     # clamp and lerp take a list of numbers, the others one number for all
-    def shared(a: object) -> bool:
-        return isinstance(a, tuple | list) and len(a) != count
-
-    if any(map(shared, (*args, *kwargs.values()))):
+    lists = [a if isinstance(a, tuple | list) else [a] * count for a in (*args, *kwargs.values())]
+    if {*map(len, lists)} != {count}:
         raise ShardError(f"the lists differ in length: {count}", op=f"_foreach_{name}")
-    found = []
-    for i in range(count):
-        more = {"value" if k == "scalars" else str(k): nth(v, i) for k, v in kwargs.items()}
-        rest = [nth(a, i) for a in args]
-        if name.startswith("addc") and len(rest) > 3:  # addcmul and addcdiv take value by keyword
-            more["value"] = rest.pop()
-        found.append(operator(*rest, **more))
-    return list(args[0]) if name.endswith("_") else tuple(found)
+    named = [{"scalars": "value"}.get(k, k) for k in kwargs]
+    found = [
+        operator(*row[: len(args)], **dict(zip(named, row[len(args) :], strict=True)))
+        for row in zip(*lists, strict=True)
+    ]
+    return list(lists[0]) if name.endswith("_") else tuple(found)
 
 
 # ---------------------------------------------------------------- norms
 
 
+_NORM = binder("norm(input, ord=2, dtype=None)")
+
+
 def _norms(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run ``_foreach_norm``: norms of each rank's blocks, and one collective for them all."""
-    names = ("self", "ord", "dtype")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    xs, order, dtype = given["self"], float(given.get("ord", 2)), given.get("dtype")
-    plain = any(
-        type(x) is not ShardedTensor
-        or x.is_padded
-        or x.mesh is not xs[0].mesh
-        or not x.is_floating_point()
-        for x in xs
-    )
-    if plain or _tracked([xs]) or not (order > 0) or any(x.raw.numel() == 0 for x in xs):
+    xs, order, dtype = _NORM(*args, **kwargs).values()
+    order = float(order)
+    if not _takes(xs, order):
         return tuple(torch.linalg.vector_norm(x, order, dtype=dtype) for x in xs)
     mesh: Mesh = xs[0].mesh
-    ranks = len(played(mesh))
-    local = [
-        torch.linalg.vector_norm(x.raw.detach().reshape(ranks, -1), order, 1, dtype=dtype)
-        for x in xs
-    ]
+    flat = [flat_blocks(x.raw.detach(), mesh) for x in xs]
+    local = [torch.linalg.vector_norm(x, order, -1, dtype=dtype) for x in flat]
     out: list[Any] = [None] * len(xs)
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, x in enumerate(xs):
         groups.setdefault(real_axes(mesh, x.sharding.axes), []).append(i)
     for axes, members in groups.items():
-        # a vector for each rank; in fp64, where squares of fp32 norms cannot overflow
-        ranks = torch.stack([local[i].double() for i in members], -1)
-        parts = storage(ranks.unbind(), mesh)
+        # [members] of each rank; in fp64, where squares of fp32 norms cannot overflow
+        parts = torch.stack([local[i].double() for i in members], -1)
         if axes:
-            with bind(mesh):
-                parts = _over(parts, mesh, axes, order)
-        for k, i in enumerate(members):
-            raw = parts[..., k].to(local[i].dtype)
-            out[i] = ShardedTensor(raw, Place(_SCALAR, torch.Size(()), mesh))
+            parts = _over(parts, mesh, axes, order)
+        for i, raw in zip(members, parts.unbind(-1), strict=True):
+            place = Place(_SCALAR, torch.Size(()), mesh)
+            out[i] = ShardedTensor(raw.to(local[i].dtype), place)
     return tuple(out)
 
 
+def _takes(xs: Sequence[Any], order: float) -> bool:
+    """Check whether all are untracked values of one mesh without padding, and have such norms."""
+    mesh = getattr(xs[0], "mesh", None)
+    for x in xs:
+        if type(x) is not ShardedTensor or x.is_padded or x.mesh is not mesh:
+            return False
+        if not x.is_floating_point() or not x.raw.numel():
+            return False
+    return order > 0 and not _tracked([xs])
+
+
 def _over(parts: Tensor, mesh: Mesh, axes: tuple[str, ...], order: float) -> Tensor:
-    if order == float("inf"):
-        return unwrap(pmax(wrap(parts, mesh), axes))
-    return unwrap(psum(wrap(parts.pow(order), mesh), axes)).pow(1 / order)
+    """Return the norms of what all ranks along ``axes`` hold, from the norms of their parts."""
+    with bind(mesh):
+        if order == float("inf"):
+            return unwrap(pmax(wrap(parts, mesh), axes))
+        return unwrap(psum(wrap(parts.pow(order), mesh), axes)).pow(1 / order)
 
 
 # ---------------------------------------------------------------- fused steps and the gradient
@@ -175,20 +165,19 @@ def _fused(func: Func, args: Args, kwargs: Kwargs) -> None:
             why = "sharded and plain parameters are stepped together"
             fix = "torch.optim.AdamW([p for p in params if isinstance(p, sl.ShardedTensor)])"
             raise call_error(PlainTensor, why, func, fix, plain=x)
-    for mine in args[1:]:
-        for x, y in zip(args[0], mine, strict=False):
-            if y.ndim > 0 and _block(y, x) is None:
-                why = "a gradient or a moment lies otherwise than its parameter"
-                fix = (
-                    "sl.reshard(y, sl.layout_of(x))"
-                    if isinstance(y, ShardedTensor)
-                    else "sl.shard(y, sl.layout_of(x))"
-                )
-                raise call_error(ShardError, why, func, fix, x=x, y=y)
+
+    def block(y: Tensor, x: ShardedTensor) -> Tensor | None:
+        raw = _block(y, x)
+        if raw is None and y.ndim:
+            why = "a gradient or a moment lies otherwise than its parameter"
+            verb = "reshard" if isinstance(y, ShardedTensor) else "shard"
+            raise call_error(ShardError, why, func, f"sl.{verb}(y, sl.layout_of(x))", x=x, y=y)
+        return raw
+
+    lists = [[block(y, x) for x, y in zip(args[0], mine, strict=False)] for mine in args]
     named = {
-        k: (_block(v, args[0][0]) if isinstance(v, ShardedTensor) else v) for k, v in kwargs.items()
+        k: _block(v, args[0][0]) if isinstance(v, ShardedTensor) else v for k, v in kwargs.items()
     }
-    lists = [[_block(y, x) for x, y in zip(args[0], mine, strict=False)] for mine in args]
     func(*lists, **named)
 
 
@@ -200,7 +189,7 @@ def unscale(func: Func, args: Args, kwargs: Kwargs) -> None:
         if isinstance(g, ShardedTensor):
             per_mesh.setdefault(g.mesh, []).append(g.raw)
     plain = [g for g in grads if not isinstance(g, ShardedTensor)]
-    bare = [x.raw.reshape(-1)[0] if isinstance(x, ShardedTensor) else x for x in (found, inverse)]
+    bare = [_number(found), _number(inverse)]
     if plain:
         func(plain, *bare)
     for mesh, raws in per_mesh.items():
@@ -210,6 +199,10 @@ def unscale(func: Func, args: Args, kwargs: Kwargs) -> None:
                 bare[0].copy_(unwrap(pmax(wrap(bare[0].clone(), mesh), mesh.names)))
     if isinstance(found, ShardedTensor):
         found.raw.copy_(bare[0].expand_as(found.raw))
+
+
+def _number(x: Tensor) -> Tensor:
+    return x.raw.reshape(-1)[0] if isinstance(x, ShardedTensor) else x
 
 
 _SCALAR = Layout.parse("...").resolve(0)

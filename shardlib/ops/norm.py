@@ -47,7 +47,7 @@ from shardlib.ops.padding import filled, with_zeros
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.gradients import vary, vjp_again, widened
-from shardlib.tensor.lifting import lift
+from shardlib.tensor.lifting import lifted
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
     ShardedTensor,
@@ -250,7 +250,7 @@ def _flat_blocks(
     if not active.native(x_raw, *factors):
         return None
     mesh, tail = norm.mesh, x_raw.shape[x_raw.ndim - len(norm.shape) :]
-    if any(f is not None and f.shape[lead(mesh) :] != tail for f in factors):
+    if any(f is not None and block_shape(f, mesh) != tail for f in factors):
         return None
     xs = list(map(norm.rows, blocks(x_raw, mesh)))
     ws, bs = (
@@ -318,14 +318,6 @@ def _is_torchs(norm: _RowNorm, call: TorchCall, values: list[Any], raws: list[Te
     return same and all(map(operator.is_, [v.raw for v in values], raws))
 
 
-def _lifted(op: str, given: dict[str, Any], shape: tuple[int, ...]) -> dict[str, ShardedTensor]:
-    """Return the operands that there are, on one mesh."""
-    mesh = next(v.mesh for v in given.values() if isinstance(v, ShardedTensor))
-    values = {k: lift(v, mesh, op) for k, v in given.items() if v is not None}
-    _check(op, list(values.values()), shape)
-    return values
-
-
 def _normalised(
     call: TorchCall, given: dict[str, Any], shape: tuple[int, ...], eps: float, centre: bool
 ) -> ShardedTensor:
@@ -335,8 +327,10 @@ def _normalised(
     ``given``  its tensor x, its scale w and its shift b; None: there is none.
     """
     op = _OPS[centre]
-    operands = _lifted(op, given, shape)
-    mesh, values = operands["x"].mesh, list(operands.values())
+    operands = {k: v for k, v in given.items() if v is not None}
+    values = lifted(op, *operands.values())
+    _check(op, values, shape)
+    mesh = values[0].mesh
     raws, overs, out, size, deferred = brought(op, values)
     over = dict(zip(operands, overs, strict=True))
     raw = dict(zip(operands, raws, strict=True))

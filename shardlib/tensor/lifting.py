@@ -13,7 +13,7 @@ from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, no_transform, typeof
 
 __all__ = [
-    "check_met", "constants", "copies", "leaf_block", "lift", "one_copy", "promoting",
+    "check_met", "constants", "copies", "leaf_block", "lift", "lifted", "one_copy", "promoting",
     "refuse_blocks", "replicated", "whole_now",
 ]  # fmt: skip
 
@@ -81,6 +81,12 @@ def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
     """Lift ``x`` to ``mesh``: plain tensors only within ``promoting``, scalars always."""
     check_met(x, mesh, op)
     return x if isinstance(x, ShardedTensor) else replicated(x, mesh)
+
+
+def lifted(op: str, *values: Any) -> list[ShardedTensor]:
+    """Lift the operands of a call to the mesh of the first sharded one."""
+    mesh = next(x.mesh for x in values if isinstance(x, ShardedTensor))
+    return [lift(x, mesh, op) for x in values]
 
 
 class _Copies(Local):
