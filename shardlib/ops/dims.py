@@ -40,7 +40,7 @@ from shardlib.tensor.lifting import lift
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, Unfit, call_error, has_padding
 
-__all__ = ["Labels", "rows_call"]
+__all__ = ["Labels", "may_move", "rows_call"]
 
 # operand -> label of each dimension, None where it must be whole
 Labels = dict[int, tuple[Any, ...]]
@@ -93,13 +93,18 @@ def rows_call(
         return None
     if not plan.fits:
         return on_whole(func, args, kwargs, opens=False)
-    budget = -1.0 if quiet else implicit_budget()
-    if plan.moved and (budget is None or max(plan.moved) > budget):
+    if plan.moved and (quiet or not may_move(max(plan.moved))):
         raise _refused(call, values, plan)
     values = written_to(func, args, kwargs, values)
     if known is not None and _repeats(func, values, plan):
         mesh.memo.keep("rows", known, plan)
     return _on_blocks(call, values, plan, sums, pending)
+
+
+def may_move(moved: float) -> bool:
+    """Check whether so many bytes per rank may move unasked, by the budget of ``sl.implicit``."""
+    budget = implicit_budget()
+    return not moved or (budget is not None and moved <= budget)
 
 
 def _on_blocks(

@@ -7,8 +7,9 @@ split in different ways the function is refused with the reshard to write, unles
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,9 @@ from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import written
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, of_kind, rows
-from shardlib.ops.dims import Labels
+from shardlib.ops.dims import Labels, may_move
 from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.padding import agree, inside, padded_to, sizes
-from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import Args, Func, Kwargs, homes, names_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -100,16 +100,15 @@ def padded_alike(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     given = call.tensors
     if func in (torch.where, Tensor.where) and len(given) == 1:
         raise Unfit("positions, which are not in the padding")
-    first = next(a for a in given if has_padding((a,)))
-    true = _true_shape(func, given, first)
-    grad = torch.is_grad_enabled() and any(a.requires_grad for a in given)
-    mask = _common_mask(func, args, kwargs, given) if grad and holds_values(first.mesh) else None
-
-    def brought(x: Tensor) -> Tensor:
-        x = x.with_padding if isinstance(x, ShardedTensor) else x
-        return _tracked(func, x, mask, first.dtype) if mask is not None and x.requires_grad else x
-
-    a, k = call.replaced(map(brought, given))
+    uneven = [x for x in given if has_padding((x,))]
+    true = _true_shape(func, given, uneven[0])
+    values = [x.with_padding if isinstance(x, ShardedTensor) else x for x in given]
+    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    if tracked and holds_values(uneven[0].mesh):
+        mask = _common_mask(func, args, kwargs, uneven)
+        dtype = uneven[0].dtype
+        values = [_tracked(func, x, mask, dtype) if x.requires_grad else x for x in values]
+    a, k = call.replaced(values)
     out = run(func, a, k)
     return padded_to(out, true) if isinstance(out, ShardedTensor) else out
 
@@ -124,26 +123,22 @@ def _true_shape(func: Func, given: list[Tensor], first: ShardedTensor) -> torch.
         pass
     other = next((a for a in given if not has_padding((a,)) or a.shape != first.shape), first)
     why = "a padded tensor combines with tensors padded alike and with numbers"
-    fix = (
-        f"sl.shard({'sl.unshard(y)' if isinstance(other, ShardedTensor) else 'y'}, "
-        f"{str(_alike(other, first))!r}, pad=True)"
-    )
+    name = "sl.unshard(y)" if isinstance(other, ShardedTensor) else "y"
+    fix = f"sl.shard({name}, {str(_alike(other, first))!r}, pad=True)"
     raise call_error(Unsupported, why, func, fix, x=first, y=other)
 
 
-def _common_mask(func: Func, args: Args, kwargs: Kwargs, given: list[Any]) -> ShardedTensor:
-    """Return True for the elements that all padded operands have.  Raises: Unsupported."""
-    padded = [a for a in given if has_padding((a,))]
+def _common_mask(func: Func, args: Args, kwargs: Kwargs, uneven: list[Any]) -> ShardedTensor:
+    """Return True for the elements that all of these operands have.  Raises: Unsupported."""
     if written(func, args, kwargs):
         why = "padded blocks with a gradient are not written in place"
         fix = "sl.shard(sl.unshard(x), '...')"
-        raise call_error(Unsupported, why, func, fix, tensor=padded[0])
-    masks = map(inside, padded)
-    return reduce(lambda a, b: elementwise(Tensor.__and__, (a, b), {}), masks)
+        raise call_error(Unsupported, why, func, fix, tensor=uneven[0])
+    return reduce(lambda a, b: elementwise(Tensor.__and__, (a, b), {}), map(inside, uneven))
 
 
 def _tracked(func: Func, x: Tensor, mask: ShardedTensor, dtype: torch.dtype) -> Tensor:
-    """Put 1 in an operand's padding, so that no gradient of 0 * inf arises there."""
+    """Put 1 beyond an operand's true sizes, so that no gradient of 0 * inf arises there."""
     if not x.ndim:  # torch.where gives it dimensions, which change promotion
         if func.__name__ == "masked_fill":
             raise Unfit("a value with a gradient has no dimension here")
@@ -154,11 +149,9 @@ def _tracked(func: Func, x: Tensor, mask: ShardedTensor, dtype: torch.dtype) -> 
 
 def _alike(y: Tensor, x: ShardedTensor) -> Layout:
     """Return ``x``'s layout for ``y``, which broadcasts with the last dimensions of ``x``."""
-    tokens = [Dim()] * max(0, y.ndim - x.ndim) + list(x.dims[max(0, x.ndim - y.ndim) :])
-    sizes = [1] * max(0, y.ndim - x.ndim) + list(x.shape[max(0, x.ndim - y.ndim) :])
-    return Layout(
-        tuple(t if n == m else Dim() for t, n, m in zip(tokens, y.shape, sizes, strict=True))
-    )
+    pairs = zip_longest(reversed(y.shape), reversed(x.shape), reversed(x.dims))
+    tokens = [t if n == m else Dim() for n, m, t in islice(pairs, y.ndim)]
+    return Layout(tuple(reversed(tokens)))
 
 
 @implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike, skewed=True, repeats=True)
@@ -166,8 +159,6 @@ def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     """Run a function that acts on each element independently."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
-        if kwargs.get("out") is not None:
-            raise Unfit("out")  # ops/fallback.py writes it
     if any(isinstance(v, Tensor) for v in kwargs.values()):
         return _general(func, args, kwargs)
     x, *others = args
@@ -179,8 +170,8 @@ def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     elif len(args) == 2 and _same_place(*args):
         return blockwise(func, args, kwargs, x.place)
     elif len(args) == 2 and not kwargs and _settled_alike(*args):
-        raws, out, shape, deferred = aligned(func.__name__, [*args])
-        place = _place_of(args, out, shape, deferred)
+        raws, place = aligned(func.__name__, args)
+        place = _keeping(place, args)
         if raws[0] is x.raw and raws[1] is args[1].raw:
             return blockwise(func, args, kwargs, place)
         return ShardedTensor(local_call(func, x.mesh, tuple(raws), {}), place)
@@ -194,19 +185,14 @@ def _settled_alike(x: Tensor, y: Tensor) -> bool:
     return not (x.sharding.partial or y.sharding.partial)
 
 
-def _made(x: ShardedTensor, raw: Tensor) -> ShardedTensor:
-    """Give the result x's layout; return x itself if torch returned its operand."""
-    return x if raw is x.raw else x.becomes(raw)
-
-
 @implements(Tensor.to, Tensor.type, Tensor.type_as, padded=padded_alike, skewed=True)
 def converted(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Change dtype or device; a tensor argument gives only its own dtype and device."""
     args, kwargs = _placed(func, args, kwargs)
-    x, *rest = args
+    x, rest = args[0], [_like(a) for a in args[1:]]
+    kwargs = {k: _like(v) for k, v in kwargs.items()}
     if not isinstance(x, ShardedTensor):  # a plain tensor, converted to a sharded one's dtype
-        return func(x, *(_like(a) for a in rest), **{k: _like(v) for k, v in kwargs.items()})
-    rest, kwargs = [_like(a) for a in rest], {k: _like(v) for k, v in kwargs.items()}
+        return func(x, *rest, **kwargs)
     if lead(x.mesh) and any(isinstance(v, torch.memory_format) for v in (*rest, *kwargs.values())):
         # the format is a block's, but stacked blocks have one more dimension
         out = each(FlatCall.of(func, x.raw, *rest, **kwargs)._replace(at=[0]), x.mesh)
@@ -214,21 +200,21 @@ def converted(func: Func, args: Args, kwargs: Kwargs) -> object:
         out = func(x.raw, *rest, **kwargs)
     if not isinstance(out, Tensor):
         return out  # Tensor.type() without arguments: a string
+    if out is x.raw:
+        return x
     if out.is_meta and not x.raw.is_meta and holds_values(x.mesh):
         why = "a meta tensor has no values, and this mesh's ranks do"
         raise call_error(
             BadArgument, why, func, 'torch.empty(x.shape, dtype=x.dtype, device="meta")', tensor=x
         )
-    if (
-        x.sharding.partial
-        and x.is_floating_point()
-        and not (out.is_floating_point() or out.is_complex())
-    ):
+    exact = not (out.is_floating_point() or out.is_complex())
+    if x.sharding.partial and x.is_floating_point() and exact:
         raise partial_escape(func.__name__, x)
-    return _made(x, out)
+    return x.becomes(out)
 
 
 def _like(x: object) -> Any:
+    """Return a plain tensor that stands for a sharded argument: its dtype and device count."""
     return torch.empty(0, dtype=x.dtype, device=x.raw.device) if isinstance(x, ShardedTensor) else x
 
 
@@ -244,15 +230,13 @@ def _same_place(x: object, y: object) -> bool:
 
 def _general(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     name = func.__name__
-    if name == "where" and len(args) == 1:
-        raise Unfit("the places of a condition: their number hangs on the values")
     call = FlatCall.of(func, *args, **kwargs)
     mesh = next(a.mesh for a in call.tensors if isinstance(a, ShardedTensor))
     if len(call.tensors) < len(args):
         refuse_arrays(args, name)
     values = [lift(a, mesh, name) for a in call.tensors]
     partial = _partial(name, values, args)
-    moved, out, shape, deferred = aligned(name, values, partial)
+    moved, place = aligned(name, values, partial)
     scaled = partial if len(values) == 2 and _LINEAR.get(name) == "scale" else ()
     if scaled:
         pairs = zip(values, moved, strict=True)
@@ -260,19 +244,15 @@ def _general(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     raw = local_call(func, mesh, *call.replaced(moved))
     if len(values) == 1 and raw is values[0].raw:
         return values[0]  # a conversion that changes nothing returns its operand
-    raw = to_pending(raw, mesh, scaled) if scaled else raw
-    return ShardedTensor(raw, _place_of(values, out, shape, deferred))
+    return ShardedTensor(to_pending(raw, mesh, scaled), _keeping(place, values))
 
 
-def _place_of(
-    values: Sequence[ShardedTensor], out: Layout, shape: torch.Size, deferred: frozenset[str]
-) -> Place:
-    """Return the result's place; it keeps ``merged_from`` of an operand of its shape."""
-    merged: tuple[int, ...] = ()
+def _keeping(place: Place, values: Sequence[ShardedTensor]) -> Place:
+    """Return a result's place with ``merged_from`` of an operand of its shape."""
     for v in values:
-        if v.place.merged_from and v.place.shape == shape:
-            merged = v.place.merged_from
-    return Place(out, shape, values[0].mesh, None, deferred, None, merged)
+        if v.place.merged_from and v.place.shape == place.shape:
+            place = place._replace(merged_from=v.place.merged_from)
+    return place
 
 
 def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> tuple[str, ...]:
@@ -281,71 +261,63 @@ def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> t
     if not pending:
         return ()
     axes, linear = pending[0].sharding.partial, _LINEAR.get(name)
-    if len(values) == 1:
-        stays = linear == "alone" or (linear == "scale" and args[0] is pending[0])
-    elif linear == "sum":
+    stays = False
+    if linear == "alone":
+        stays = len(values) == 1
+    elif linear == "sum" and len(values) > 1:
         # of two that pend differently, the later one is named
         pending = [v for v in pending if v.sharding.partial != axes] or pending
         stays = len(args) == 2 and all(v.sharding.partial == axes for v in values)
-    else:
-        stays = linear == "scale" and len(values) == 2 and _is_scaled(name, values, pending)
+    elif linear == "scale":
+        stays = _is_scaled(name, values, args)
     if stays:
         return axes
     raise partial_escape(name.strip("_"), pending[0])
 
 
-def _is_scaled(name: str, values: list[ShardedTensor], pending: list[ShardedTensor]) -> bool:
-    """Check whether one of two operands pends, and the other is a factor that lies otherwise."""
-    if len(pending) > 1:
-        return False
-    factor = values[1] if values[0] is pending[0] else values[0]
-    divided = name in ("div", "__truediv__", "true_divide") and factor is values[0]
-    return not divided and not set(pending[0].sharding.partial) & set(factor.sharding.axes)
+def _is_scaled(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> bool:
+    """Check whether one operand pends, and the other is a number or a factor on other axes."""
+    if len(values) == 1:
+        return args[0] is values[0]
+    summed, factor = values
+    if not summed.sharding.partial:
+        if name in ("div", "__truediv__", "true_divide"):
+            return False
+        summed, factor = factor, summed
+    shared = set(summed.sharding.partial).intersection(factor.sharding.axes)
+    return not shared and not factor.sharding.partial
 
 
 def aligned(
-    op: str, values: list[ShardedTensor], partial: tuple[str, ...] = ()
-) -> tuple[list[Tensor], Layout, torch.Size, frozenset[str]]:
-    """Return blocks that broadcast locally, and the result's layout, shape and deferred axes."""
-    raws, overs, out, shape, deferred = brought(op, values, partial)
+    op: str, values: Sequence[ShardedTensor], partial: tuple[str, ...] = ()
+) -> tuple[list[Tensor], Place]:
+    """Return blocks that broadcast locally, and the result's place."""
+    raws, overs, place = brought(op, values, partial)
     same = len({v.dtype for v in values}) == 1
-    return (
-        [
-            _met(v, raw, over, out, shape, same) if over else raw
-            for v, raw, over in zip(values, raws, overs, strict=True)
-        ],
-        out,
-        shape,
-        deferred,
-    )
+    zipped = zip(values, raws, overs, strict=True)
+    return [_met(v, raw, over, place, same) if over else raw for v, raw, over in zipped], place
 
 
-def _met(
-    v: ShardedTensor,
-    raw: Tensor,
-    over: tuple[str, ...],
-    out: Layout,
-    shape: torch.Size,
-    alike: bool,
-) -> Tensor:
+def _met(v: ShardedTensor, raw: Tensor, over: tuple[str, ...], place: Place, alike: bool) -> Tensor:
     """Broadcast over axes where ``v`` is replicated; its gradient is summed over them.
 
     ``alike``  whether all operands have its dtype.
     """
     # a 0-dim operand of another dtype promotes differently once it has dimensions, so keep it
-    if (alike or v.padded_shape) and over and v.padded_shape != shape and is_half(raw):
-        return _Spread.apply(raw, v.mesh, over, out.local_shape(shape, v.mesh))  # type: ignore[call-overload, return-value]
+    if (alike or v.shape) and over and v.shape != place.shape and is_half(raw):
+        local = place.layout.local_shape(place.shape, v.mesh)
+        return _Spread.apply(raw, v.mesh, over, local)  # type: ignore[call-overload, return-value]
     return vary(raw, v.mesh, over)
 
 
 def brought(
-    op: str, values: list[ShardedTensor], partial: tuple[str, ...] = ()
-) -> tuple[list[Tensor], list[tuple[str, ...]], Layout, torch.Size, frozenset[str]]:
+    op: str, values: Sequence[ShardedTensor], partial: tuple[str, ...] = ()
+) -> tuple[list[Tensor], list[tuple[str, ...]], Place]:
     """Do as ``aligned``, but return axes instead of inserting the psum.
 
     They are the axes over which each operand's gradient must be summed.
     """
-    mesh, moving = values[0].mesh, False
+    mesh = values[0].mesh
     key = tuple([(v.place.layout, v.place.shape) for v in values])
     deferred = tuple([v.place.deferred for v in values])
     known = (partial, key, deferred)
@@ -356,28 +328,18 @@ def brought(
                 raise partial_escape(op, v)
         made = _planned(op, key, mesh, partial, deferred)
         plan = mesh.memo.keep("pointwise", known, made)
-    for i, moved in plan.moved:
-        moving = True
-        budget = implicit_budget()
-        if moved and (budget is None or moved > budget):
-            raise _refused(op, i, moved, plan, key, mesh)
+    if plan.moved:
+        for i, moved in plan.moved:
+            if not may_move(float(moved)):
+                raise _refused(op, i, moved, plan, key, mesh)
+        targets = zip(values, plan.targets, strict=True)
+        values = [v if t is None else reshard(v, t) for v, t in targets]
     raws = [v.raw for v in values]
-    if not moving:
-        overs = [
-            over if over and raw.requires_grad else ()
-            for over, raw in zip(plan.overs, raws, strict=True)
-        ]
-        return raws, overs, plan.out, plan.shape, plan.deferred
-    meets, overs = {*plan.out.axes, *plan.out.partial, *plan.deferred}, []
-    for i, (v, target) in enumerate(zip(values, plan.targets, strict=True)):
-        if target is not None:
-            v = reshard(v, target)
-            raws[i] = v.raw
-        met = v.raw.requires_grad and meets.difference(
-            v.sharding.axes, v.sharding.partial, v.deferred
-        )
-        overs.append(real_axes(mesh, met) if met else ())
-    return raws, overs, plan.out, plan.shape, plan.deferred
+    overs = [
+        over if over and raw.requires_grad else ()
+        for over, raw in zip(plan.overs, raws, strict=True)
+    ]
+    return raws, overs, plan.place
 
 
 class _Spread(Local):
@@ -414,17 +376,14 @@ _Key = tuple[tuple[Layout, torch.Size], ...]
 class _PointwisePlan(NamedTuple):
     """Place of the result, and for each operand the layout it is resharded to (None: its own).
 
-    ``overs``     the axes over which its gradient is summed, if nothing moves.
-    ``moved``     (operand, bytes) of those that are resharded.
-    ``deferred``  the axes over which the result's gradient is left unsummed.
+    ``overs``  the axes over which each operand's gradient is summed.
+    ``moved``  (operand, bytes) of those that are resharded.
     """
 
-    out: Layout
-    shape: torch.Size
+    place: Place
     targets: tuple[Layout | None, ...]
     overs: tuple[tuple[str, ...], ...]
     moved: tuple[tuple[int, Any], ...]
-    deferred: frozenset[str]
 
 
 def _planned(
@@ -439,39 +398,38 @@ def _planned(
             operands={f"operand {i}": f"{list(s)} {lay}" for i, (lay, s) in enumerate(key)},
             mesh=mesh,
         ) from None
-    ndim = len(shape)
-    dims: list[Dim] = []
-    for d in range(ndim):
-        found = {
-            lay.resolve(len(s)).dims[d - ndim + len(s)]
-            for lay, s in key
-            if d - ndim + len(s) >= 0 and s[d - ndim + len(s)] == shape[d]
-        }
-        split = sorted((f for f in found if f.is_split), key=str)
-        if len(split) > 1:
-            split = [max(split, key=lambda f: _rank(f, d, ndim, key))]
-        dims.append(split[0] if split else Dim())
-    out = _once(dims, partial)
-    targets: list[Layout | None] = []
-    moved: list[tuple[int, Any]] = []
-    for i, (lay, s) in enumerate(key):
-        lay = lay.resolve(len(s))
-        want = [
-            Dim() if s[k] == 1 and shape[k + ndim - len(s)] != 1 else out.dims[k + ndim - len(s)]
-            for k in range(len(s))
-        ]
-        target = Layout(dims=tuple(want), partial=lay.partial, skew=lay.skew)
-        targets.append(None if target == lay else target)
-        if target != lay:
-            moved.append((i, (lay >> target).bytes(tuple(s), mesh)))
+    if any(layout.skew for layout, _ in key):
+        raise Unfit("skewed operands whose places differ")
+    out = _once([_token(d, n, key) for d, n in enumerate(shape, -len(shape))], partial)
     deferred = frozenset().union(*defer).difference(out.axes)
     # the factor of a pending sum has a part of its gradient on each rank
     meets = {*out.axes, *out.partial, *deferred}
-    overs = tuple(
-        real_axes(mesh, meets.difference(lay.axes, lay.partial, own))
-        for (lay, _), own in zip(key, defer, strict=True)
-    )
-    return _PointwisePlan(out, torch.Size(shape), tuple(targets), overs, tuple(moved), deferred)
+    targets: list[Layout | None] = []
+    moved: list[tuple[int, Any]] = []
+    overs: list[tuple[str, ...]] = []
+    for i, ((layout, s), own) in enumerate(zip(key, defer, strict=True)):
+        front = len(shape) - len(s)
+        pairs = zip(s, shape[front:], out.dims[front:], strict=True)
+        target = Layout(tuple(Dim() if n == 1 != m else t for n, m, t in pairs), layout.partial)
+        targets.append(None if target == layout else target)
+        if target != layout:
+            moved.append((i, (layout >> target).bytes(tuple(s), mesh)))
+            if own.intersection(layout.axes, target.axes, layout.partial):
+                own = frozenset()  # a reshard ends a deferral over its axes
+        overs.append(real_axes(mesh, meets.difference(target.axes, target.partial, own)))
+    place = Place(out, torch.Size(shape), mesh, deferred=deferred)
+    return _PointwisePlan(place, tuple(targets), tuple(overs), tuple(moved))
+
+
+def _token(d: int, n: int, key: _Key) -> Dim:
+    """Return the split of a dimension: that of the largest operand that splits it.
+
+    ``d``  counts from the last; ``n`` is the result's size.
+    """
+    dims = [(layout.dims[d], s) for layout, s in key if -d <= len(s)]
+    found = {token for token, s in dims if s[d] == n and token.is_split}
+    largest = {t: max(s.numel() for token, s in dims if token == t) for t in sorted(found, key=str)}
+    return max(largest, key=largest.__getitem__, default=Dim())
 
 
 def _refused(
@@ -483,18 +441,9 @@ def _refused(
         "move unasked",
         op=op,
         operands={f"{n} {list(z)}": str(y) for n, (y, z) in lettered(key).items()}
-        | {"result": str(plan.out)},
+        | {"result": str(plan.place.layout)},
         mesh=mesh,
         fix=f"sl.reshard({names[i]}, {str(plan.targets[i])!r})",
-    )
-
-
-def _rank(dim: Dim, d: int, ndim: int, key: tuple[tuple[Layout, torch.Size], ...]) -> int:
-    """Return the size of the largest operand with this split; its split is kept."""
-    return max(
-        s.numel()
-        for lay, s in key
-        if d - ndim + len(s) >= 0 and lay.resolve(len(s)).dims[d - ndim + len(s)] == dim
     )
 
 
@@ -520,9 +469,9 @@ def _padded_in_place(run: Func, func: Func, args: Args, kwargs: Kwargs) -> objec
     """Write to a padded tensor; the other operands are padded alike, or numbers."""
     x = args[0]
     given = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
-    if not isinstance(x, ShardedTensor) or not x.is_padded:
+    if not x.is_padded:
         raise Unfit("a tensor without padding, to which what is padded is written")
-    if any(len(a.shape) > len(x.shape) for a in given):
+    if any(a.ndim > x.ndim for a in given):
         raise Unfit("operands of more dimensions than what they are written to")
     padded_alike(run, func, args, kwargs)
     return x
@@ -533,66 +482,54 @@ def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     """Change the block in place; the result must have the tensor's own layout."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
-    x = args[0]
-    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    if not isinstance(x, ShardedTensor):
-        why = "a plain tensor cannot take a sharded value in place"
-        raise call_error(ImplicitCommunication, why, func, "x = x + y", tensor=x)
-    values = [lift(a, x.mesh, func.__name__) for a in given]
-    partial = _partial(func.__name__.strip("_").removeprefix("i"), values, args)
+    x, op = args[0], func.__name__
+    call = FlatCall.of(func, *args, **kwargs)
+    values = [lift(a, x.mesh, op) for a in call.tensors]
+    variant = op.strip("_").removeprefix("i")
+    partial = _partial(variant, values, args)
     if partial != x.sharding.partial:
-        raise partial_escape(func.__name__, next(v for v in values if v.sharding.partial))
-    out_of_place = func.__name__.strip("_").removeprefix("i")
-    scaled = len(values) == 2 and _LINEAR.get(out_of_place) == "scale"
-    if partial and scaled and torch.is_grad_enabled():
+        raise partial_escape(op, next(v for v in values if v.sharding.partial))
+    scaled = partial and len(values) == 2 and _LINEAR.get(variant) == "scale"
+    if scaled and torch.is_grad_enabled():
         # the gradient of a scaled pending sum needs of_pending, which elementwise inserts
         old = x.becomes(x.raw.clone())
-        new = elementwise(getattr(Tensor, out_of_place), (old, *args[1:]), kwargs)
+        new = elementwise(getattr(Tensor, variant), (old, *args[1:]), kwargs)
         if not torch.can_cast(new.dtype, x.dtype):
             why = f"a result of {new.dtype} cannot be written to {x.dtype}"
             raise call_error(BadArgument, why, func, tensor=x, result=new)
         x.raw.copy_(new.raw)
         return x
-    rest = iter([onto(v, x, func.__name__) for v in values[1:]])
-    new_args = (x.raw, *(next(rest) if isinstance(a, Tensor) else a for a in args[1:]))
-    new_kwargs = {k: next(rest) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    local_call(func, x.mesh, new_args, new_kwargs)
+    a, k = call.replaced([x.raw, *(onto(v, x, op) for v in values[1:])])
+    local_call(func, x.mesh, a, k)
     return x
 
 
 def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
     """Return an operand's block, resharded to broadcast with ``x``, whose layout stays."""
-    lead = len(x.padded_shape) - len(v.padded_shape)
-    if lead < 0 or any(
-        m not in (1, n) for m, n in zip(v.padded_shape, x.padded_shape[lead:], strict=True)
-    ):
+    front = len(x.shape) - len(v.shape)
+    pairs = list(zip(v.shape, x.shape[max(front, 0) :], x.dims[max(front, 0) :], strict=False))
+    if front < 0 or any(m not in (1, n) for m, n, _ in pairs):
         why = "the result's shape is not that of the tensor it is written to"
         raise call_error(BadArgument, why, op, tensor=x, operand=v)
-    mine = x.dims[lead:]
-    dims = tuple(
-        Dim() if m == 1 and n != 1 else d
-        for m, n, d in zip(v.padded_shape, x.padded_shape[lead:], mine, strict=True)
-    )
-    want = Layout(dims, v.sharding.partial, x.sharding.skew if not lead else v.sharding.skew)
+    dims = tuple(Dim() if m == 1 != n else d for m, n, d in pairs)
+    like = v.sharding if front else x.sharding
+    want = replace(like, dims=dims, partial=v.sharding.partial)
     if want != v.sharding:
-        moved = (v.sharding >> want).bytes(tuple(v.padded_shape), x.mesh, v.raw.element_size())
-        budget = implicit_budget()
-        if moved and (budget is None or moved > budget):
+        moved = (v.sharding >> want).bytes(v.shape, x.mesh, v.raw.element_size())
+        if not may_move(float(moved)):
             why = (
                 f"the operand lies otherwise than the tensor it changes, and {float(moved):.0f} "
-                "bytes per rank would "
-                "move unasked"
+                "bytes per rank would move unasked"
             )
-            raise call_error(
-                ImplicitCommunication, why, op, f"y = sl.reshard(y, {str(want)!r})", x=x, y=v
-            )
+            fix = f"y = sl.reshard(y, {str(want)!r})"
+            raise call_error(ImplicitCommunication, why, op, fix, x=x, y=v)
         v = reshard(v, want)
     if not v.deferred <= x.deferred:
         v = settle(v)
     meets = {*x.sharding.axes, *x.sharding.partial, *x.deferred}  # as in _planned
     over = meets.difference(v.sharding.axes, v.sharding.partial, v.deferred)
     axes = real_axes(x.mesh, over) if v.raw.requires_grad else ()
-    return _met(v, v.raw, axes, x.sharding, x.padded_shape, v.dtype == x.dtype)
+    return _met(v, v.raw, axes, x.place, v.dtype == x.dtype)
 
 
 # ---------------------------------------------------------------- declared: any number of results,

@@ -48,7 +48,6 @@ from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.gradients import vary, vjp_again, widened
 from shardlib.tensor.lifting import lifted
-from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
     ShardedTensor,
     Unfit,
@@ -331,13 +330,12 @@ def _normalised(
     values = lifted(op, *operands.values())
     _check(op, values, shape)
     mesh = values[0].mesh
-    raws, overs, out, size, deferred = brought(op, values)
+    raws, overs, place = brought(op, values)
     over = dict(zip(operands, overs, strict=True))
     raw = dict(zip(operands, raws, strict=True))
-    axes = tuple([a for t in out.dims[-len(shape) :] for a in t.axes if mesh.axes[a] > 1])
+    axes = tuple([a for t in place.dims[-len(shape) :] for a in t.axes if mesh.axes[a] > 1])
     summed = over["x"], over.get("w", ()), over.get("b", ())
     norm = _RowNorm(mesh, axes, summed, shape, math.prod(shape), eps, centre)
-    place = Place(out, size, mesh, deferred=deferred)
     if centre and _is_torchs(norm, call, values, raws):
         return blockwise(*call, place)
     blocks_of = raw["x"], raw.get("w"), raw.get("b")

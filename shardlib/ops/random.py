@@ -282,8 +282,8 @@ def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     p = lift(p, x.mesh, "bernoulli_")
     _probabilities("bernoulli_", p.raw)
     frame = x.with_padding
-    raws, out, shape, _ = aligned("bernoulli_", [frame, p.with_padding])
-    if out != x.sharding or shape != x.padded_shape:
+    raws, place = aligned("bernoulli_", [frame, p.with_padding])
+    if (place.layout, place.shape) != (x.sharding, x.padded_shape):
         why = "the probabilities lie otherwise than the tensor they are drawn for"
         raise call_error(
             ImplicitCommunication, why, "bernoulli_", "torch.bernoulli(p)", tensor=x, p=p

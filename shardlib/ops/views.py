@@ -470,7 +470,10 @@ def _padded_expand(run: Func, func: Func, args: Args, kwargs: Kwargs) -> Sharded
         raise Unfit("a padded dimension that grows")
     given = [-1 if d in kept else n for d, n in enumerate(wanted)]
     out = run(Tensor.expand, (x.with_padding, *given), {})
-    return padded_to(out, [kept.get(d, n) for d, n in enumerate(out.shape)])
+    true: list[int] = list(out.shape)
+    for d, n in kept.items():
+        true[d] = n
+    return padded_to(out, true)
 
 
 @implements(

@@ -23,6 +23,33 @@ def test_pending_sums_do_not_take_a_scalar() -> None:
         assert sl.unshard(p * 3 + p - (-p)).tolist() == [5.0] * 4
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda a, b: a + b,
+        lambda a, b: b - a,
+        lambda a, b: a * b[0],
+        lambda a, b: a * torch.tensor(2.0),
+        lambda a, b: torch.lerp(a, a, b),
+        lambda a, b: a + a,
+        lambda a, b: a.clone().add_(b),
+    ],
+)
+@pytest.mark.parametrize("other", ["x y", "x y skew b", ". ."])
+def test_skewed_operands_are_combined_as_they_lie_or_refused(f: Any, other: str) -> None:
+    """Blocks of a skewed and of a plain operand were combined position by position."""
+    a, b = r(4, 4), r(4, 4, seed=1)
+    with sl.simulate(x=2, y=2):
+        ours = sl.shard(a, "x y skew a"), sl.shard(b, other)
+        with sl.implicit():
+            close(sl.unshard(f(*ours)), f(a, b))
+        try:
+            found = f(*ours)
+        except sl.ShardError:
+            return
+        close(sl.unshard(found), f(a, b))
+
+
 @pytest.mark.parametrize("mesh", [{"x": 2, "y": 2}, {"x": 1, "y": 1}])
 def test_a_scalar_does_not_promote(mesh: dict[str, int]) -> None:
     kinds = (torch.float16, torch.float32, torch.float64, torch.int64)
