@@ -846,6 +846,32 @@ _PASSED_ON = "_stash_obj_in_tls" in torch.autograd._engine_run_backward.__code__
 patch("backward", _keep_callers)
 
 
+def backward_of(
+    out: torch.Tensor, gradient: torch.Tensor | None, retain: bool | None, create: bool, inputs: Any
+) -> None:
+    """Call ``torch.autograd.backward``, without its checks where the gradient is as the value is.
+
+    They take as long as two small products, and the first of them imports sympy (0.4 s).
+
+    ``torch.autograd._engine_run_backward`` in 2.11 to 2.15.  When it goes:
+    ``torch.autograd.backward``, whose checks are these and more.
+    """
+    if (
+        inputs is None
+        and type(out) is type(gradient) is torch.Tensor
+        and out.shape == gradient.shape
+        and out.dtype == gradient.dtype
+        and not torch._C._are_functorch_transforms_active()
+    ):
+        pass_of: Any = torch.autograd
+        retain = create if retain is None else retain
+        pass_of._engine_run_backward(
+            (out,), (gradient,), retain, create, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        torch.autograd.backward(out, gradient, retain, create, inputs=inputs)
+
+
 def backward_context() -> Context | None:
     """Return the context variables of the caller of the backward pass that runs.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import (
+    backward_of,
     begins_forward_ad,
     begins_vmap,
     describes_memory,
@@ -162,12 +163,20 @@ def _del_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
 
 @implements(Tensor.backward, padded=True)
 def _backward(func: Func, args: Args, kwargs: Kwargs) -> None:
-    x, gradient = args[0], (args[1] if len(args) > 1 else kwargs.pop("gradient", None))
-    inputs = kwargs.pop("inputs", None)
+    _differentiate(*args, **kwargs)
+
+
+def _differentiate(
+    x: ShardedTensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
     if inputs is not None:
-        kwargs["inputs"] = [i.raw for i in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+        inputs = [i.raw for i in ([inputs] if isinstance(inputs, Tensor) else inputs)]
     x = settle(x)
-    torch.autograd.backward(x.raw, _cotangent(x, gradient), *args[2:], **kwargs)
+    backward_of(x.raw, _cotangent(x, gradient), retain_graph, create_graph, inputs)
 
 
 @implements(torch.autograd.backward, padded=True)

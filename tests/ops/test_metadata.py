@@ -1,5 +1,7 @@
 """Properties, copies and gradients of a sharded tensor, read and set as torch's."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -68,6 +70,26 @@ def test_a_complex_number_has_no_implicit_cotangent() -> None:
             with pytest.raises(sl.ShardError, match="complex"):
                 backward()
         assert x.grad is None
+
+
+def test_backward_checks_only_gradients_that_differ_from_their_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's own checks of gradients import sympy, which takes longer than most first steps."""
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+    with sl.simulate(data=2, x=2):
+        x = sl.shard(X, "data x").requires_grad_()
+        (x * x).sum().backward()
+        (x * x).backward(sl.shard(C, "data x"), retain_graph=True)
+        assert torch.equal(sl.unshard(x.grad), 2 * X + 2 * X * C)
+        with pytest.raises(ImportError):
+            (x * x).backward(sl.shard(C.float(), "data x"))
+        monkeypatch.undo()
+        x.grad = None
+        (x * x).backward(sl.shard(C.float(), "data x"))
+        assert x.grad.dtype == X.dtype
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            x.detach().backward(sl.shard(C, "data x"))
 
 
 ASKED = {

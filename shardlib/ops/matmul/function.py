@@ -9,8 +9,7 @@ fp32, and K panels.
 import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import chain
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +29,7 @@ __all__ = [
 
 Axes = tuple[str, ...]
 Gradients = tuple[Tensor | None, Tensor | None]
+Step = TypeVar("Step")
 
 NOWHERE: tuple[Axes, Axes] = ((), ())
 
@@ -194,17 +194,17 @@ def post(f: Any, x: Tensor, moves: tuple[DimMove, ...], **how: Any) -> Pending:
     return Pending(lambda: x)
 
 
-def ahead(posted: Iterable[tuple[Pending, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the operands of step 0, 1, ...; those of step k+1 are sent while step k is computed.
+def ahead(posted: Iterable[Step]) -> Iterator[Step]:
+    """Yield the transfers of step 0, 1, ...; those of step k+1 are sent while step k is computed.
 
-    ``posted`` starts the transfers of a step, one or two, when it is asked for them.
+    ``posted`` starts the transfers of a step when it is asked for them.
     """
-    now: tuple[Pending, ...] = ()
-    for coming in chain(posted, ((),)):
-        # without a loop: for one or two transfers a comprehension costs more than the wait
-        if now:
-            yield (now[0].wait(),) if len(now) == 1 else (now[0].wait(), now[1].wait())
+    steps = iter(posted)
+    now = next(steps)
+    for coming in steps:
+        yield now
         now = coming
+    yield now
 
 
 def nothing() -> None:

@@ -41,7 +41,7 @@ __all__ = ["Streamed", "streamed"]
 
 def _panels(w: Tensor, axis: str) -> Iterator[Tensor]:
     send = broadcasts(axis, w)
-    return (panel for (panel,) in ahead((send(w, k),) for k in range(axis_size(axis))))
+    return (panel.wait() for panel in ahead(send(w, k) for k in range(axis_size(axis))))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def summa_ab(
     c: Tensor | None = None
     sent = ((send_a(a_cut[i], owns_a), send_b(b_cut[j], owns_b)) for owns_a, i, owns_b, j in steps)
     for a_k, b_k in ahead(sent):  # [M/row, K/n], [K/n, N/col]
-        c = plus_product(c, a_k, b_k)
+        c = plus_product(c, a_k.wait(), b_k.wait())
     assert c is not None, "there is a panel"
     return rounded(c, a.dtype, over, bias=bias)
 
@@ -78,10 +78,10 @@ def summa_abt(
     a = _result(c, more, *c.shape[:-1], b.shape[-2] // of_b * of_a)
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # a_cut: views into a
     send_b, sum_into = broadcasts(row, b_cut[0]), reductions(col, a_cut[0], c.dtype)
-    arriving = ahead((send_b(b_cut[j], owner),) for _, _, owner, j in steps)
+    arriving = ahead(send_b(b_cut[j], owner) for _, _, owner, j in steps)
     added = nothing
-    for (owner, i, _, _), (b_k,) in zip(steps, arriving, strict=True):
-        part = partial_product(c, b_k.mT)  # [M/row, N/col] [K/n, N/col]^T
+    for (owner, i, _, _), b_k in zip(steps, arriving, strict=True):
+        part = partial_product(c, b_k.wait().mT)  # [M/row, N/col] [K/n, N/col]^T
         added()  # the part before this one was sent meanwhile
         added = sum_into(a_cut[i], part, owner)
     added()
@@ -97,10 +97,10 @@ def summa_atb(
     b = _result(c, more, *a.shape[:-2], a.shape[-1] // of_a * of_b, c.shape[-1])
     a_cut, b_cut = cut(a, -1, of_a), cut(b, -2, of_b)  # b_cut: views into b
     send_a, sum_into = broadcasts(col, a_cut[0]), reductions(row, b_cut[0], c.dtype)
-    arriving = ahead((send_a(a_cut[i], owner),) for owner, i, _, _ in steps)
+    arriving = ahead(send_a(a_cut[i], owner) for owner, i, _, _ in steps)
     added = nothing
-    for (_, _, owner, j), (a_k,) in zip(steps, arriving, strict=True):
-        part = partial_product(a_k.mT, c)  # [M/row, K/n]^T [M/row, N/col]
+    for (_, _, owner, j), a_k in zip(steps, arriving, strict=True):
+        part = partial_product(a_k.wait().mT, c)  # [M/row, K/n]^T [M/row, N/col]
         added()
         added = sum_into(b_cut[j], part, owner)
     added()
