@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +9,10 @@ import optree
 import torch
 
 from shardlib.checking.proof import Proof, check_model
+from shardlib.command import datasets
 from shardlib.command.config import Config, ConfigError, imported, read
 from shardlib.command.from_config import axes_of, module_of, rows_of, rules_of
+from shardlib.command.main import answer
 from shardlib.command.train import check, rehearse
 from shardlib.mesh import simulate
 
@@ -37,8 +38,7 @@ def main(given: argparse.Namespace) -> int:
     else:
         made = imported(given.case)()
         proof = check_model(**made) if isinstance(made, dict) else check_model(*made)
-    print(json.dumps({"errors": proof.errors}) if given.json else proof)
-    return 0
+    return answer(given, {"errors": proof.errors}, proof)
 
 
 def check_run(config: Config, steps: int = 3) -> Proof:
@@ -58,9 +58,9 @@ def check_run(config: Config, steps: int = 3) -> Proof:
         batch = {k: v for k, v in batch.items() if k in takes and k != "labels"}
         inputs = dict.fromkeys(batch, rules.tokens)
     else:
-        batch = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-        batch = dict(zip(takes, batch, strict=False))
-        last = list(batch)[-1]
-        inputs = {k: rules.labels if k == last and len(batch) > 1 else rules.tokens for k in batch}
+        batch = dict(zip(takes, datasets.fields(batch), strict=False))
+        inputs = dict.fromkeys(batch, rules.tokens)
+        if len(batch) > 1:
+            inputs[list(batch)[-1]] = rules.labels
     pad = bool(config.table("layout").get("pad", False))
     return check_model(made.module, rules.rules, axes, batch, inputs=inputs, steps=steps, pad=pad)

@@ -1,13 +1,12 @@
 """``shardlib ckpt ls|verify|reshard|to-hf|from-hf``: checkpoints at a prompt."""
 
 import argparse
-import json
 import os
 from dataclasses import asdict
 
 from shardlib.checkpoint import describe, from_hf, reshard, steps, to_hf, verify
-from shardlib.checkpoint.steps import About
 from shardlib.command.config import ConfigError
+from shardlib.command.main import answer
 from shardlib.errors import CheckpointError, ShardError
 
 __all__: list[str] = []
@@ -53,9 +52,13 @@ def main(given: argparse.Namespace) -> int:
     if not os.path.exists(given.path):
         raise ConfigError(f"{given.path}: no such file or directory")
     if given.action in ("ls", "verify"):
-        about = describe(given.path) if given.action == "ls" else verify(given.path)
-        _tell(about, steps(given.path), given)
-        return 0
+        about = {"ls": describe, "verify": verify}[given.action](given.path)
+        kept = steps(given.path)
+        lines = ["every byte is as it was written"]
+        if given.action == "ls":
+            lines = [f"step {step:>8}  {path}" for step, path in kept]
+        data = {**asdict(about), "steps": [n for n, _ in kept]}
+        return answer(given, data, "\n".join([*lines, str(about)]))
     more = {"overwrite": given.overwrite}
     if given.action == "reshard":
         rules = [_rule(r) for r in given.rule]
@@ -70,21 +73,7 @@ def main(given: argparse.Namespace) -> int:
         to_hf(given.path, given.target, subtree=given.subtree, config=given.config, **more)
     else:
         from_hf(given.path, given.target, subtree=given.subtree, **more)
-    print(json.dumps({"wrote": given.target}) if given.json else f"wrote {given.target}")
-    return 0
-
-
-def _tell(about: About, kept: list[tuple[int, str]], given: argparse.Namespace) -> None:
-    """Print the contents of a checkpoint, and the run's other checkpoints."""
-    if given.json:
-        print(json.dumps({**asdict(about), "steps": [n for n, _ in kept]}, default=repr))
-        return
-    if given.action == "ls":
-        for step, path in kept:
-            print(f"step {step:>8}  {path}")
-    else:
-        print("every byte is as it was written")
-    print(about)
+    return answer(given, {"wrote": given.target}, f"wrote {given.target}")
 
 
 def _axes(text: str) -> dict[str, int]:

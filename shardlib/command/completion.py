@@ -1,10 +1,9 @@
 """``shardlib completion bash``: a script that completes commands, options and keys of ``--set``."""
 
 import argparse
-import json
 
 from shardlib.command.keys import listed
-from shardlib.command.main import COMMANDS, parser_of
+from shardlib.command.main import COMMANDS, answer, parser_of
 
 __all__ = ["script"]
 
@@ -65,5 +64,4 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the command."""
-    print(json.dumps({"script": script()}) if given.json else script())
-    return 0
+    return answer(given, {"script": script()}, script())

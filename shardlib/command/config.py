@@ -5,6 +5,7 @@ from that function's signature, so a file and a call always accept the same.
 """
 
 import collections.abc
+import contextlib
 import importlib
 import inspect
 import os
@@ -36,6 +37,8 @@ __all__ = [
     "missing",
     "named",
     "near",
+    "one_line",
+    "optional",
     "read",
     "schedules",
     "told",
@@ -76,9 +79,8 @@ class Config:
         around = (path[:n] for n in range(len(path) - 1, 0, -1))
         places = (self.places[k] for k in (path, *inner, *around) if k in self.places)
         where = next(places, self.file or "config")
-        name = spelled(path, self.tables) if path else ""
         text = re.sub(r"\s*\n\s*", "; ", message.strip())
-        return ConfigError(f"{where}: {name}: {text}" if name else f"{where}: {text}")
+        return ConfigError(": ".join([where, *[spelled(path, self.tables)] * bool(path), text]))
 
 
 def spelled(path: Sequence[str], tables: Mapping[str, Any]) -> str:
@@ -114,31 +116,26 @@ def read(file: str | os.PathLike[str], sets: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{name}: this is no TOML: {e}") from None
     places = {k: f"{name}:{n}" for k, n in _lines(text).items()}
     for one in sets:
-        key, equals, value = one.partition("=")
-        path = _keys(key)
-        if not equals or path is None:
-            raise ConfigError(f"--set {one}: write --set table.key=value, as --set data.batch=8")
-        _put(tables, path, _value(value), one)
-        for inner in [k for k in places if k[: len(path)] == path]:
-            del places[inner]
+        path = _set(tables, one)
+        places = {k: place for k, place in places.items() if k[: len(path)] != path}
         places[path] = f"--set {one}"
     return Config(tables, places, name)
 
 
-def _value(text: str) -> object:
-    """Parse a TOML value; a word without quotes is text."""
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _put(tables: dict[str, Any], path: Keys, value: object, said: str) -> None:
+def _set(tables: dict[str, Any], said: str) -> Keys:
+    """Put the value of ``table.key=value`` into the tables; return the path of its key."""
+    key, equals, text = said.partition("=")
+    path = _keys(key)
+    if not equals or path is None:
+        raise ConfigError(f"--set {said}: write --set table.key=value, as --set data.batch=8")
     for key in path[:-1]:
         tables = tables.setdefault(key, {})
         if not isinstance(tables, dict):
             raise ConfigError(f"--set {said}: {key} is a value, not a table")
-    tables[path[-1]] = value
+    tables[path[-1]] = text
+    with contextlib.suppress(tomllib.TOMLDecodeError):  # a word without quotes is text
+        tables[path[-1]] = tomllib.loads(f"v = {text}")["v"]
+    return path
 
 
 def _keys(text: str) -> Keys | None:
@@ -207,6 +204,11 @@ def call(
         raise config.error(path, f"{_name(function)} refuses it: {_raised(e)}") from e
 
 
+def optional(function: Callable[..., Any], config: Config, table: str) -> Any:
+    """Call ``function`` with the keys of a table; None without the table."""
+    return call(function, config, (table,)) if table in config.tables else None
+
+
 def make(config: Config, path: Sequence[str]) -> Any:
     """Call the function that the table's ``make`` names with its other keys.
 
@@ -223,9 +225,13 @@ def _raised(e: Exception) -> str:
     said = " ".join(str(e).split())
     if isinstance(e, (ValueError, OSError)) and said:
         return said
-    frames = traceback.extract_tb(e.__traceback__)
-    at = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(e).__name__}: {said}{at}" if said else f"{type(e).__name__}{at}"
+    return one_line(e, traceback.extract_tb(e.__traceback__))
+
+
+def one_line(e: Exception, frames: Sequence[traceback.FrameSummary]) -> str:
+    """Format an error in one line: its type, message, and the last of these frames."""
+    words = ": ".join([type(e).__name__, *[" ".join(str(e).split())] * bool(str(e).strip())])
+    return words + "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in frames[-1:])
 
 
 def called(text: object, config: Config, path: Sequence[str]) -> Callable[..., Any]:
@@ -298,7 +304,7 @@ def arguments(
 def unknown(config: Config, path: Sequence[str], key: str, known: Iterable[str]) -> ConfigError:
     """Build the error for a key that no function takes."""
     names = list(known)
-    listed = ", ".join(names) if names else "no keys"
+    listed = ", ".join(names) or "no keys"
     return config.error((*path, key), f"unknown key{near(key, names)} (it may have {listed})")
 
 
@@ -334,24 +340,25 @@ def _name(function: Callable[..., Any]) -> str:
 def _blamed(e: ShardError, path: Sequence[str], table: Mapping[str, Any]) -> Sequence[str]:
     """Return the path of the key that an error names, else that of the table."""
     found = [k for k in table if re.search(rf"(?<!\w){re.escape(k)}\s*=", e.message)]
-    return (*path, found[0]) if found else path
+    return *path, *found[:1]
 
 
 def told(e: ShardError) -> str:
     """Return the first line of an error, with the keys that its fix suggests, or its remark."""
     code, _, remark = e.fix.partition("  # ")
-    more = f"; write {e.fix}" if code.startswith(("x=", "y=")) else f"; {remark}" if remark else ""
-    return e.message.split("\n")[0] + more
+    if code.startswith(("x=", "y=")):
+        remark = f"write {e.fix}"
+    return "; ".join(filter(None, (e.message.split("\n")[0], remark)))
 
 
-def near(word: str, words: Iterable[str]) -> str:
+def near(word: object, words: Iterable[str]) -> str:
     """Format a hint at the nearest of ``words``.
 
     >>> near("bacth", ["batch", "seed"])
     "; did you mean 'batch'?"
     """
-    found = similar(word, list(words), 1, 0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    found = similar(word, words, 1, 0.5) if isinstance(word, str) else ()
+    return "".join(f"; did you mean {one!r}?" for one in found)
 
 
 def shown(value: object) -> str:
@@ -393,40 +400,39 @@ def _fit(value: object, hint: object, config: Config, path: Sequence[str]) -> ob
         return _one_of(value, inner, config, path)
     if origin is typing.Literal:
         return _choice(value, inner)
-    if hint in _PLAIN:
-        fits, text = _PLAIN[hint]
-        if not fits(value):
-            raise _Unfit(text)
-        return float(value) if hint is float and isinstance(value, int) else value
-    if hint is torch.dtype:
-        return _dtype(value)
-    if hint is type(None):
-        raise _Unfit("not given")
-    if getattr(hint, "__name__", "") == "Transform" and isinstance(value, Mapping):
-        return named("optimizer", config, path)
+    if isinstance(hint, type):
+        return _plain(value, hint, config, path)
     if origin is collections.abc.Callable:
         return _function(value, inner == ([int], float), config, path)
     if isinstance(origin, type):
         return _container(value, origin, inner, config, path)
-    if isinstance(hint, type) and hint.__module__ in ("os", "pathlib") and type(value) is not str:
-        raise _Unfit("text")
     return value
+
+
+def _plain(value: Any, hint: type, config: Config, path: Sequence[str]) -> object:
+    """Convert a value to a class."""
+    if hint in _PLAIN:
+        fits, text, convert = _PLAIN[hint]
+        if not fits(value):
+            raise _Unfit(text)
+        return convert(value)
+    if hint is torch.dtype:
+        if isinstance(value, str) and value in _DTYPES:
+            return _DTYPES[value]
+        raise _Unfit('the name of a dtype, as "bfloat16"', near(value, sorted(_DTYPES)))
+    if hint is Transform and isinstance(value, Mapping):
+        return named("optimizer", config, path)
+    return value
+
+
+_DTYPES = {n: d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
 
 
 def _choice(value: object, choices: Sequence[object]) -> object:
     # True == 1 in Python, but not in a file
     if value in choices and isinstance(value, bool) == isinstance(choices[0], bool):
         return value
-    hint = near(value, map(str, choices)) if isinstance(value, str) else ""
-    raise _Unfit(f"one of {', '.join(map(shown, choices))}", hint)
-
-
-def _dtype(value: object) -> torch.dtype:
-    dtypes = {n: d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
-    if isinstance(value, str) and value in dtypes:
-        return dtypes[value]
-    hint = near(value, sorted(dtypes)) if isinstance(value, str) else ""
-    raise _Unfit('the name of a dtype, as "bfloat16"', hint)
+    raise _Unfit(f"one of {', '.join(map(shown, choices))}", near(value, map(str, choices)))
 
 
 def _function(value: object, is_schedule: bool, config: Config, path: Sequence[str]) -> object:
@@ -457,10 +463,12 @@ def _container(
 def _one_of(value: object, hints: Sequence[object], config: Config, path: Sequence[str]) -> object:
     texts, hinted = [], ""
     for hint in hints:
+        if hint is type(None):  # TOML has none
+            continue
         try:
             return _fit(value, hint, config, path)
         except _Unfit as e:
-            texts += [str(e)] if hint is not type(None) else []
+            texts.append(str(e))
             hinted = hinted or e.hint
     raise _Unfit(" or ".join(dict.fromkeys(texts)), hinted)
 
@@ -469,13 +477,18 @@ def _number(v: object) -> bool:
     return isinstance(v, int | float) and not isinstance(v, bool)
 
 
-_PLAIN: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    bool: (lambda v: isinstance(v, bool), "true or false"),
-    int: (lambda v: isinstance(v, int) and not isinstance(v, bool), "a whole number"),
-    float: (_number, "a number"),
-    str: (lambda v: isinstance(v, str), "text"),
-    dict: (lambda v: isinstance(v, Mapping), "a table"),
-    list: (lambda v: isinstance(v, list), "a list"),
+def _same(v: object) -> object:
+    return v
+
+
+_PLAIN: dict[Any, tuple[Callable[[Any], bool], str, Callable[[Any], object]]] = {
+    bool: (lambda v: isinstance(v, bool), "true or false", _same),
+    int: (lambda v: isinstance(v, int) and not isinstance(v, bool), "a whole number", _same),
+    float: (_number, "a number", float),
+    **dict.fromkeys((str, os.PathLike, Path), (lambda v: isinstance(v, str), "text", _same)),
+    dict: (lambda v: isinstance(v, Mapping), "a table", _same),
+    list: (lambda v: isinstance(v, list), "a list", _same),
+    type(None): (lambda v: False, "not given", _same),
 }
 
 
@@ -490,7 +503,9 @@ def named(
     ``kind``  "optimizer" or "schedule".
     Raises: ConfigError.
     """
-    known = schedules() if kind == "schedule" else transforms()
+    known: Mapping[str, Callable[..., Any]] = {"schedule": schedules, "optimizer": transforms}[
+        kind
+    ]()
     name = config.table(*path).get("name")
     if name is None:
         text = f'name must be given, as name = "{next(iter(known))}"'
@@ -498,8 +513,7 @@ def named(
     if isinstance(name, str) and name.startswith("torch.optim.") and kind == "optimizer":
         return _torchs(name, config, path, ("name", *beside))
     if name not in known:
-        hint = near(str(name), known)
-        text = f"no {kind} {shown(name)}{hint} (there are {', '.join(known)})"
+        text = f"no {kind} {shown(name)}{near(name, known)} (there are {', '.join(known)})"
         raise config.error((*path, "name"), text)
     return call(known[name], config, path, beside=("name", *beside), **more)
 

@@ -3,7 +3,7 @@
 import glob
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from shardlib.errors import BadArgument
 from shardlib.sequence import pack
 
-__all__ = ["Windows", "documents", "text", "tokens"]
+__all__ = ["Windows", "documents", "fields", "text", "tokens"]
 
 Width = Literal["uint8", "uint16", "int32", "int64"]
 
@@ -43,6 +43,17 @@ class Windows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         row = self.numbers[i * self.context : (i + 1) * self.context + 1].long()
         return {"input_ids": row[:-1], "labels": row[1:]}
+
+
+def fields(row: object) -> tuple[Any, ...]:
+    """List the fields of a row, or of a batch.
+
+    >>> fields({"a": 1, "b": 2}), fields([1, 2]), fields(3)
+    ((1, 2), (1, 2), (3,))
+    """
+    if isinstance(row, Mapping):
+        return tuple(row.values())
+    return tuple(row) if isinstance(row, tuple | list) else (row,)
 
 
 def text(path: str | Sequence[str], context: int, tokenizer: str = "bytes") -> Windows:
@@ -84,7 +95,9 @@ def tokens(path: str | Sequence[str], context: int, dtype: Width = "uint16") -> 
     {'input_ids': tensor([1, 2]), 'labels': tensor([2, 3])}
     """
     parts = [_numbers(f, dtype) for f in _files(path)]
-    return Windows(parts[0] if len(parts) == 1 else torch.cat(parts), context)
+    if len(parts) == 1:  # stays mapped into memory
+        return Windows(parts[0], context)
+    return Windows(torch.cat(parts), context)
 
 
 def documents(
@@ -145,7 +158,7 @@ def _files(path: str | Sequence[str]) -> list[str]:
 
     Raises: BadArgument.
     """
-    patterns = [path] if isinstance(path, str) else list(path)
+    patterns = fields(path)
     found = [f for p in patterns for f in ([p] if os.path.isfile(p) else sorted(glob.glob(p)))]
     files = [f for f in found if os.path.isfile(f)]
     if not files:

@@ -1,8 +1,8 @@
 """``shardlib desync FOLDER``: the first collective at which a failed job's ranks differ."""
 
 import argparse
-import json
 
+from shardlib.command.main import answer
 from shardlib.desync import desync
 
 __all__: list[str] = []
@@ -16,5 +16,4 @@ def add(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> int:
     """Run the command."""
     found = desync(given.folder)
-    print(json.dumps({"desync": str(found)}) if given.json else found)
-    return 0
+    return answer(given, {"desync": str(found)}, found)

@@ -1,10 +1,10 @@
 """``shardlib explain run.toml``: each operation of a step, on the meta device."""
 
 import argparse
-import json
 
 from shardlib.command.config import Config, read
 from shardlib.command.from_config import batches, built, mesh_of, rows_of
+from shardlib.command.main import answer
 from shardlib.command.train import check
 from shardlib.mesh import use_mesh
 from shardlib.planning.explain import Explanation, explain
@@ -24,8 +24,7 @@ def main(given: argparse.Namespace) -> int:
     config = read(given.file, given.set)
     check(config)
     found = explain_run(config)
-    print(json.dumps(found.json()) if given.json else found.text(given.by))
-    return 0
+    return answer(given, found.json(), found.text(given.by))
 
 
 def explain_run(config: Config) -> Explanation:

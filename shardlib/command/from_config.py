@@ -4,11 +4,12 @@ Every function here passes a table to one public function as its arguments, see 
 """
 
 import inspect
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import optree
@@ -28,6 +29,7 @@ from shardlib.command.config import (
     missing,
     named,
     near,
+    optional,
     schedules,
     shown,
     told,
@@ -53,7 +55,7 @@ __all__ = [
     "Built", "axes_of", "batches", "built", "check_data", "evaluating", "fixed_axes",
     "how_to_make", "hugging_face", "init_keys", "labels_of", "loss_function", "mesh_of",
     "module_of", "optimizer", "placing", "precision", "rows_of", "rules_of", "schedules",
-    "state_of", "transforms", "under_launcher",
+    "source_of", "state_of", "transforms", "under_launcher",
 ]  # fmt: skip
 
 RecipeName = Literal["megatron1d", "optimus2d", "tesseract", "cube3d", "ring", "ddp", "fsdp"]
@@ -136,8 +138,10 @@ def mesh_of(config: Config, kind: str = "ranks") -> Mesh:
 
     Raises: ConfigError.
     """
-    if kind != "ranks":
-        return (simulate if kind == "simulate" else record)(**fixed_axes(config))
+    if kind == "simulate":
+        return simulate(**fixed_axes(config))
+    if kind == "record":
+        return record(**fixed_axes(config))
     how: dict[str, Any] = {**how_to_make(config), **axes_of(config)}
     try:
         return make_mesh(**how)
@@ -154,7 +158,7 @@ class Module:
 
     module: nn.Module
     directory: str = ""
-    load: Mapping[str, Any] | None = None
+    load: Mapping[str, Any] = field(default_factory=dict)
 
 
 def hugging_face(
@@ -269,14 +273,18 @@ def _recipe(config: Config, path: tuple[str, ...], module: nn.Module, mesh: Mesh
 
 def _check_apart(config: Config, path: tuple[str, ...], recipe: Callable[..., object]) -> None:
     """Refuse one axis for two arguments of a recipe."""
-    table, known = config.table(*path), keys_of(recipe, 2).items()
-    texts = {n: p.default for n, p in known if isinstance(p.default, str) and n not in NO_AXES}
-    axes = {n: table.get(n, text) for n, text in texts.items()}
-    for key in [n for n in axes if n in table and axes[n]]:
-        for other in axes:
-            if other != key and axes[other] == axes[key]:
-                text = f"{axes[key]!r} is the axis that {table['recipe']} takes for {other}"
-                raise config.error((*path, key), text)
+    table = config.table(*path)
+    axes = {n: table.get(n, text) for n, text in _axes_of_recipe(recipe).items()}
+    for key, other in itertools.permutations(axes, 2):
+        if key in table and axes[key] and axes[other] == axes[key]:
+            text = f"{axes[key]!r} is the axis that {table['recipe']} takes for {other}"
+            raise config.error((*path, key), text)
+
+
+def _axes_of_recipe(recipe: Callable[..., object]) -> dict[str, str]:
+    """Map a recipe's arguments that are axes to their defaults."""
+    found = {n: p.default for n, p in keys_of(recipe, 2).items() if n not in NO_AXES}
+    return {n: default for n, default in found.items() if isinstance(default, str)}
 
 
 def _axes_in(text: str) -> set[str]:
@@ -298,11 +306,11 @@ def evaluating(config: Config) -> Config:
 
 def check_data(config: Config, where: str = "data", beside: Iterable[str] = ()) -> None:
     """Check ``[data]``, or ``[eval]``, without reading rows."""
-    others = keys_of(data, 1).keys() - (DATA if where == "data" else EVAL)
+    others = keys_of(data, 1).keys() - {"data": DATA, "eval": EVAL}[where]
     own = arguments(data, config, (where,), 1, others, (*SOURCES, *beside))
     if own.get("workers", 0) > 1024:
         raise config.error((where, "workers"), f"1,024 at most, not {own['workers']}")
-    name = _source(config, where)
+    name = source_of(config, where)
     if name != "dataset":
         given = arguments(getattr(datasets, name), config, (where, name))
         words = given.get("tokenizer", "bytes")
@@ -311,7 +319,7 @@ def check_data(config: Config, where: str = "data", beside: Iterable[str] = ()) 
             raise config.error((where, name, "tokenizer"), text)
 
 
-def _source(config: Config, where: str) -> str:
+def source_of(config: Config, where: str) -> str:
     """Return the name of the table of ``[data]`` with the source of its rows."""
     given = [k for k in SOURCES if k in config.table(where)]
     if len(given) != 1:
@@ -326,7 +334,7 @@ def rows_of(config: Config, where: str = "data") -> Any:
 
     Raises: ConfigError.
     """
-    name = _source(config, where)
+    name = source_of(config, where)
     if name == "dataset":
         return make(config, (where, name))
     return call(getattr(datasets, name), config, (where, name))
@@ -373,7 +381,7 @@ def labels_of(batch: object) -> Any:
     """Return the labels of a batch: the field of that name, or the last of several."""
     if isinstance(batch, Mapping):
         return batch.get("labels")
-    return batch[-1] if isinstance(batch, tuple | list) else batch
+    return datasets.fields(batch)[-1]
 
 
 def _lying(row: Any, rules: Rules) -> object:
@@ -384,10 +392,9 @@ def _lying(row: Any, rules: Rules) -> object:
     for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
         is_labels = path[-1] == "labels" if path and isinstance(path[-1], str) else i == last > 0
         text = rules.labels if is_labels else rules.tokens
-        dims = getattr(x, "ndim", 0) + 1
-        out.append(
-            text if text.endswith("...") or dims == 2 else f"{Layout.parse(text).dims[0]} ..."
-        )
+        if not text.endswith("...") and getattr(x, "ndim", 0) != 1:
+            text = f"{Layout.parse(text).dims[0]} ..."
+        out.append(text)
     return optree.tree_unflatten(tree, out)
 
 
@@ -399,7 +406,7 @@ def precision(config: Config) -> Precision | None:
 
     Raises: ConfigError.
     """
-    return call(Precision, config, ("precision",)) if "precision" in config.tables else None
+    return optional(Precision, config, "precision")
 
 
 def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
@@ -418,19 +425,23 @@ def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
     tx: Any = named("optimizer", config, ("optimizer",), beside=WRAPPERS, **more)
     policy = precision(config)
     for name, wrapper in WRAPPERS.items():
-        path, more = ("optimizer", name), {}
-        if name not in table:
-            plain = name == "zero" and policy is not None
-            tx = optim.mixed(tx, policy) if plain else tx
-            continue
-        if name == "clip":
+        path = ("optimizer", name)
+        if name == "clip" and name in table:
             tx = optim.chain(call(wrapper, config, path), tx)
-            continue
-        if name == "zero" and policy is not None:
-            own = config.table(*path)
-            more = {k: v for k, v in policy.for_zero().items() if k not in own and v is not None}
-        tx = call(wrapper, config, path, tx, **more)
+        elif name == "zero" and policy is not None:
+            tx = _in_halves(config, policy, tx)
+        elif name in table:
+            tx = call(wrapper, config, path, tx)
     return tx
+
+
+def _in_halves(config: Config, policy: Precision, tx: Transform) -> Transform:
+    """Give the dtypes of ``[precision]`` to ``[optimizer.zero]``, or to a transform of their own."""
+    if "zero" not in config.table("optimizer"):
+        return optim.mixed(tx, policy)
+    own = config.table("optimizer", "zero")
+    more = {k: v for k, v in policy.for_zero().items() if k not in own and v is not None}
+    return call(optim.zero, config, ("optimizer", "zero"), tx, **more)
 
 
 # ---------------------------------------------------------------- all of it
@@ -459,6 +470,10 @@ class Built:
         """Return the parameters that are trained: at stage 3 this rank's parts."""
         return self.params if self.whole else self.tx.shard(self.params)
 
+    def named(self, params: Params) -> Any:
+        """Return parameters by their names, for a checkpoint or an export."""
+        return params if self.whole else optim.state_dict(params)
+
 
 def state_of(config: Config, made: "Built", params: Params) -> Any:
     """Make the optimizer's first state.
@@ -469,7 +484,7 @@ def state_of(config: Config, made: "Built", params: Params) -> Any:
         return made.tx.init(params)
     except ShardError as e:
         zero = e.op == "zero" and "axis" in config.table("optimizer", "zero")
-        raise config.error(("optimizer", *(("zero", "axis") if zero else ())), told(e)) from e
+        raise config.error(("optimizer", *("zero", "axis") * zero), told(e)) from e
 
 
 def built(config: Config, mesh: Mesh, values: bool = True) -> Built:
@@ -510,10 +525,8 @@ def _placed(
         if values and made.directory:
             how["remat"] = remat
             known = keys_of(load_hf)
-            return load_hf(
-                made.directory, made.module, rules.rules, **(made.load or {}),
-                **{k: v for k, v in how.items() if k in known},
-            )  # fmt: skip
+            how = {k: v for k, v in how.items() if k in known}
+            return load_hf(made.directory, made.module, rules.rules, **made.load, **how)
         meta = any(p.is_meta for p in made.module.parameters())
         if values and (meta or "init" in config.tables):
             return init(made.module, rules.rules, remat=remat, **init_keys(config), **how)
@@ -538,18 +551,16 @@ def _check_axes(
 ) -> None:
     """Refuse an axis of several ranks over which nothing is split: they would do equal work."""
     texts = [rules.tokens, rules.labels, str(config.table("data").get("layout", ""))]
-    zero = config.table("optimizer", "zero").get("axis", ())
-    used = {a for text in texts for a in _axes_in(text)}
-    used |= {a for p in params.values() for a in (*layout_of(p).axes, *layout_of(p).partial)}
-    used |= {zero} if isinstance(zero, str) else set(zero)
-    own = inspect.signature(
-        getattr(recipes, config.table("layout").get("recipe", "ddp"))
-    ).parameters
+    used: set[str] = set().union(*map(_axes_in, texts))
+    for layout in map(layout_of, params.values()):
+        used.update(layout.axes, layout.partial)
+    used.update(datasets.fields(config.table("optimizer", "zero").get("axis", ())))
+    own = keys_of(getattr(recipes, config.table("layout").get("recipe", "ddp")))
     names = used | {p.default for p in own.values() if isinstance(p.default, str)} - {*mesh.axes}
     for axis, n in mesh.axes.items():
         if n > 1 and axis not in used:
             left = getattr(rules.rules, "left", {})
-            why = next((f": {name}: {text}" for name, text in left.items()), "")
+            why = "".join([f": {name}: {text}" for name, text in left.items()][:1])
             text = f"nothing is split over these {n} ranks{near(axis, names)}{why}"
             raise config.error(("mesh", axis), text)
 
@@ -567,18 +578,16 @@ def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[.
     foreign = hasattr(module, "config") and hasattr(module, "main_input_name")
     fixed = {"use_cache": False} if foreign and "use_cache" in takes else {}
 
-    def loss(params: Params, batch: object) -> Tensor:
+    def output(params: Params, batch: object) -> object:
         if isinstance(batch, Mapping):
-            named = foreign or "labels" not in known
-            given = {k: v for k, v in batch.items() if not (named and k == "labels")}
-            if foreign or all(k in takes for k in given):
-                return _scalar(config, apply(params, **given, **fixed), labels_of(batch))
-            every = tuple(batch.values())
-        else:
-            every = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-        return _scalar(config, apply(params, *every[: len(known)]), labels_of(batch))
+            given = dict(batch)
+            if foreign or "labels" not in known:
+                given.pop("labels", None)
+            if foreign or given.keys() <= takes.keys():
+                return apply(params, **given, **fixed)
+        return apply(params, *datasets.fields(batch)[: len(known)])
 
-    return loss
+    return lambda params, batch: _scalar(config, output(params, batch), labels_of(batch))
 
 
 def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable[..., Tensor]:
@@ -598,10 +607,8 @@ def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable
     def loss(params: Params, batch: object) -> Tensor:
         found = own(apply, params, batch)
         if not isinstance(found, Tensor) or found.ndim:
-            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise config.error(
-                ("loss",), f"{name} gives {shape}, not a loss: a tensor without dimensions"
-            )
+            text = f"{name} gives {_shape(found, list)}, not a loss: a tensor without dimensions"
+            raise config.error(("loss",), text)
         return wide(found)
 
     return loss
@@ -612,9 +619,13 @@ def _scalar(config: Config, out: object, labels: object) -> Tensor:
     if found is not None:
         return found
     out = getattr(out, "logits", out)
-    shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-    raise config.error(
-        ("loss",),
-        f"forward gives {shape}, no loss and no logits: write loss = "
-        '"module:function", a function of (apply, params, batch)',
+    text = (
+        f"forward gives {_shape(out, tuple)}, no loss and no logits: write loss = "
+        '"module:function", a function of (apply, params, batch)'
     )
+    raise config.error(("loss",), text)
+
+
+def _shape(x: object, form: Callable[..., object]) -> object:
+    """Return the shape of a tensor, or the name of another type."""
+    return form(x.shape) if isinstance(x, Tensor) else type(x).__name__

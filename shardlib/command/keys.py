@@ -1,24 +1,28 @@
-"""``shardlib keys``: every key that a TOML file may have, read from the functions' signatures."""
+"""``shardlib keys``: every key that a TOML file may have, read from the functions' signatures.
+
+``--print-config`` prints a file with every ``--set``, and each default in a comment.
+"""
 
 import argparse
 import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shardlib import optim
 from shardlib.checkpoint import load_hf
 from shardlib.command import datasets, from_config
-from shardlib.command.config import ConfigError, near, parameters
+from shardlib.command.config import Config, ConfigError, near, parameters, read
+from shardlib.command.main import answer
 from shardlib.command.progress import log
-from shardlib.command.train import Checkpoints, Evaluation, Export, train
+from shardlib.command.train import Checkpoints, Evaluation, Export, check, train
 from shardlib.data import data
 from shardlib.mesh import make_mesh
 from shardlib.modules import init, parallelize, recipes
 
-__all__ = ["Key", "listed"]
+__all__ = ["Key", "listed", "printed"]
 
 
 class Key(NamedTuple):
@@ -41,7 +45,7 @@ def listed() -> Iterator[Key]:
     yield from _of("", train, only=plain)
     yield Key("mesh", "NAME", "int", "", "an axis and its size; -1: as many as torchrun started")
     yield from _of("mesh", make_mesh)
-    yield Key("model", "make", "str", "", '"module:function"; the other keys are its arguments')
+    yield from _made("model")
     yield from _of("model", from_config.hugging_face, but=("real",))
     yield from _of("model", load_hf, only=from_config.LOADING)
     yield from _of("init", init, only=("seed",))
@@ -49,9 +53,7 @@ def listed() -> Iterator[Key]:
     yield from _of("data.text", datasets.text)
     yield from _of("data.documents", datasets.documents)
     yield from _of("data.tokens", datasets.tokens)
-    yield Key(
-        "data.dataset", "make", "str", "", '"module:function"; the other keys are its arguments'
-    )
+    yield from _made("data.dataset")
     yield Key("layout", "rules", "list", "", "pairs of a pattern and a layout")
     yield Key("layout", "recipe", "str", "", ", ".join(from_config.RECIPES))
     for name in from_config.RECIPES:
@@ -64,18 +66,17 @@ def listed() -> Iterator[Key]:
     for name, function in from_config.WRAPPERS.items():
         yield from _of(f"optimizer.{name}", function, but=("tx",))
     yield from _of("precision", optim.Precision)
-    yield Key(
-        "remat",
-        "PATTERN",
-        '"full", "products", "host", "all"',
-        "",
-        "what modules of this name keep",
-    )
+    policies = '"full", "products", "host", "all"'
+    yield Key("remat", "PATTERN", policies, "", "what modules of this name keep")
     yield from _of("checkpoint", Checkpoints)
     yield from _of("eval", Evaluation)
     yield from _of("eval", data, only=from_config.EVAL)
     yield from _of("export", Export)
     yield from _of("log", log)
+
+
+def _made(table: str) -> Iterator[Key]:
+    yield Key(table, "make", "str", "", '"module:function"; the other keys are its arguments')
 
 
 def _of(
@@ -87,19 +88,21 @@ def _of(
     doc = inspect.getdoc(function) or ""
     for name, p in parameters(function, taken=but).items():
         if only is None or name in only:
-            default = "" if p.default is p.empty else _default(p.default)
-            yield Key(table, name, _type(p.annotation), default, _said(doc, name))
+            yield Key(table, name, _type(p.annotation), _default(p.default), _said(doc, name))
 
 
 def _default(value: object) -> str:
+    if value is inspect.Parameter.empty:
+        return ""
     text = getattr(value, "__name__", None) or str(value)
     return text.removeprefix("torch.")
 
 
 def _type(annotation: object) -> str:
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    text = re.sub(r"typing\.|collections\.abc\.|torch\.(?=dtype)|shardlib\.[\w.]+\.", "", text)
-    return "" if "empty" in text else text
+    if annotation is inspect.Parameter.empty:
+        return ""
+    text = inspect.formatannotation(annotation)
+    return re.sub(r"typing\.|collections\.abc\.|torch\.(?=dtype)|shardlib\.[\w.]+\.", "", text)
 
 
 def _said(doc: str, name: str) -> str:
@@ -128,6 +131,85 @@ def _sentences(text: str) -> list[str]:
     return [s.removesuffix(".") for s in re.split(r"(?<=\.) (?=[A-Z`])", whole)]
 
 
+# ---------------------------------------------------------------- --print-config
+
+
+def printed(config: Config) -> str:
+    """Format a configuration as TOML, and the keys that it does not have as comments.
+
+    >>> print(printed(Config({"steps": 2, "checkpoint": {"path": "out"}})))
+    steps = 2
+    # seed = 0
+    # accumulate = 1
+    <BLANKLINE>
+    [checkpoint]
+    path = "out"
+    # every = 0
+    # keep =
+    # resume = true
+    # wait = false
+    """
+    known = list(listed())
+    return "\n\n".join("\n".join(lines) for lines in _tables(config.tables, (), known))
+
+
+def _tables(
+    table: Mapping[str, Any], path: tuple[str, ...], known: list[Key]
+) -> Iterator[list[str]]:
+    """Yield the lines of a table and of each table in it."""
+    lines = [f"[{'.'.join(map(_bare, path))}]"] * bool(path)
+    lines += [f"{_bare(k)} = {_value(v)}" for k, v in table.items() if not isinstance(v, Mapping)]
+    variant = table.get("name", table.get("recipe"))
+    for key in known:
+        base, _, which = key.table.partition(", ")
+        mine = base == ".".join(path) and which in ("", variant, f'name = "{variant}"')
+        if mine and key.default and key.name not in table:
+            lines.append(f"# {key.name} = {_as_toml(key.default)}".rstrip())
+    if lines:
+        yield lines
+    for name, inner in table.items():
+        if isinstance(inner, Mapping):
+            yield from _tables(inner, (*path, name), known)
+
+
+def _as_toml(text: str) -> str:
+    """Format a default of Python: text in quotes, and nothing for None, which TOML lacks."""
+    if text in ("None", "True", "False"):
+        return {"None": ""}.get(text, text.lower())
+    if re.match(r"[-+\d(\[{]", text):
+        return text
+    return _value(text)
+
+
+def _bare(key: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9_-]+", key):
+        return key
+    return json.dumps(key)
+
+
+def _value(value: object) -> str:
+    """Format a value as TOML does: text as in JSON, but for the one character that JSON keeps."""
+    if isinstance(value, str):
+        return json.dumps(value).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_bare(k)} = {_value(v)}' for k, v in value.items())}}}"
+    return str(value)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def print_config(given: argparse.Namespace) -> int:
+    """Print the configuration of ``shardlib train``."""
+    config = read(given.file, given.set)
+    check(config)
+    return answer(given, {"config": config.tables}, printed(config))
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("table", nargs="?", default="", help="only this table")
@@ -141,14 +223,10 @@ def main(given: argparse.Namespace) -> int:
         raise ConfigError(
             f"no table [{given.table}]{near(given.table, names)} (there are {', '.join(names)})"
         )
-    if given.json:
-        print(json.dumps([k._asdict() for k in rows]))
-        return 0
-    table = None
-    for key in rows:
-        if key.table != table:
-            table = key.table
-            print(f"\n[{table}]" if table else "at the top")
-        value = f"{key.name} = {key.default}" if key.default else key.name
-        print(f"  {value:<28} {key.type:<24} {key.text}".rstrip())
-    return 0
+    lines = []
+    for table, keys in itertools.groupby(rows, key=lambda k: k.table):
+        lines.append(f"\n[{table}]" * bool(table) or "at the top")
+        for key in keys:
+            value = " = ".join(filter(None, (key.name, key.default)))
+            lines.append(f"  {value:<28} {key.type:<24} {key.text}".rstrip())
+    return answer(given, [k._asdict() for k in rows], "\n".join(lines))

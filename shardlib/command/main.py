@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from shardlib.errors import RankFailed, ShardError, clipped, similar
 
-__all__ = ["COMMANDS", "main", "parser_of"]
+__all__ = ["COMMANDS", "answer", "main", "parser_of"]
 
 COMMANDS = {  # name -> help; each is the module of that name in this folder
     "train": "train as a TOML file says, and go on where a run was killed",
@@ -35,26 +35,21 @@ COMMANDS = {  # name -> help; each is the module of that name in this folder
 DONE, FAILED, WRONG, LOST, UNFIT, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run one command, and return its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser(given[0] if given else "")
+    parser = _parser(*arguments[:1])
     try:
-        said = parser.parse_args(given)
+        said = parser.parse_args(arguments)
     except SystemExit:  # argparse has printed the help
         return DONE
     except _Wrong as e:
-        as_json = "--json" in given
-        print(
-            json.dumps({"error": clipped(str(e)), "code": WRONG}) if as_json else clipped(str(e)),
-            file=None if as_json else sys.stderr,
-        )
-        return WRONG
+        return _report(clipped(str(e)), "", WRONG, "--json" in arguments)
     if said.command != "plan":
         gc.enable()
     try:
-        name = "print_config" if getattr(said, "print_config", False) else said.command
-        return _module(name).main(said)
+        if getattr(said, "print_config", False):
+            return _module("keys").print_config(said)
+        return _module(said.command).main(said)
     except BrokenPipeError:  # the reader closed its end, as `| head` does
         # Python flushes stdout at exit, which would raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -69,22 +64,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _told(e: Exception, command: str) -> tuple[int, str]:
     """Return the exit code of an error, and its text in one line."""
-    from shardlib.command.config import ConfigError
+    from shardlib.command.config import ConfigError, one_line
 
     if isinstance(e, ConfigError):
         return WRONG, str(e)
-    if isinstance(e, ShardError):
-        code = LOST if isinstance(e, RankFailed) else FAILED
-        line = command in ("plan", "ckpt", "desync")  # they run no user's code
-        words = " ".join(f"{e.op}: {e.message}".split()) if line else _without_frames(e)
-        return code, _noted(e, words)
-    return FAILED, f"{_in_one_line(e)}; --traceback shows the way there"
+    if not isinstance(e, ShardError):
+        own = [f for f in traceback.extract_tb(e.__traceback__) if not _foreign(f.filename)]
+        return FAILED, f"{one_line(e, own)}; --traceback shows the way there"
+    words = _without_frames(e)
+    if command in ("plan", "ckpt", "desync"):  # they run no user's code
+        words = " ".join(f"{e.op}: {e.message}".split())
+    return (FAILED, LOST)[isinstance(e, RankFailed)], _noted(e, words)
 
 
 def script() -> None:
     """Run the entry point of the console's ``shardlib`` and of ``python -m shardlib``."""
     gc.disable()  # with it on, importing torch and transformers, and planning, take a fifth longer
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))
 
 
 def _noted(e: BaseException, text: str) -> str:
@@ -103,11 +99,11 @@ class _Parser(argparse.ArgumentParser):
         if wrong:
             choices = [c.strip(" '") for c in wrong[2].split(",")]
             found = similar(wrong[1], choices, 1, 0.5)
-            message += f"; did you mean {found[0]!r}?" if found else ""
+            message += "".join(f"; did you mean {one!r}?" for one in found)
         raise _Wrong(f"{self.prog}: {message}")
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
+def _parser(name: str = "") -> argparse.ArgumentParser:
     parser = _Parser(
         prog="shardlib",
         description="Sharded PyTorch at a prompt.",
@@ -150,17 +146,9 @@ def _without_frames(e: Exception) -> str:
     frames = re.findall(r'^  File "(.+)", line (\d+)', rest, re.M)
     last = re.findall(r"^(?! |Traceback)\S.*", rest, re.M)
     own = [(file, line) for file, line in frames if not _foreign(file)]
-    at = f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""
+    at = "".join(f" ({Path(file).name}:{line})" for file, line in own[-1:])
     words = next((line for line in last if re.match(r"[\w.]+(:|$)", line)), "")
     return f"{head.strip()} {words}{at}; --traceback shows the way there"
-
-
-def _in_one_line(e: Exception) -> str:
-    """Format an error of user code: type, message, and its line outside torch and shardlib."""
-    own = [f for f in traceback.extract_tb(e.__traceback__) if not _foreign(f.filename)]
-    at = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    words = " ".join(str(e).split())
-    return f"{type(e).__name__}: {words}{at}" if words else f"{type(e).__name__}{at}"
 
 
 def _foreign(file: str) -> bool:
@@ -172,10 +160,24 @@ def _foreign(file: str) -> bool:
 
 def _failed(said: argparse.Namespace, code: int, text: str) -> int:
     """Print an error, on rank 0 alone if every rank has the same one."""
-    text = text if said.traceback else clipped(text)
-    if os.environ.get("RANK") in (None, "", "0") or code not in (WRONG,):
-        if said.json:
-            print(json.dumps({"error": text, "code": code}))
-        else:
-            print(f"shardlib {said.command}: {text}", file=sys.stderr)
+    if not said.traceback:
+        text = clipped(text)
+    if os.environ.get("RANK") in (None, "", "0") or code != WRONG:
+        _report(text, f"shardlib {said.command}: ", code, said.json)
     return code
+
+
+def _report(error: str, head: str, code: int, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"error": error, "code": code}))
+    else:
+        print(f"{head}{error}", file=sys.stderr)
+    return code
+
+
+def answer(given: argparse.Namespace, data: object, text: object) -> int:
+    """Print a command's answer, as JSON if that is asked for."""
+    if given.json:
+        text = json.dumps(data, default=repr)
+    print(text)
+    return DONE

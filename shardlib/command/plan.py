@@ -1,7 +1,6 @@
 """``shardlib plan MODEL --ranks 8,64``: meshes for a model, with time and memory."""
 
 import argparse
-import json
 import math
 import os
 import re
@@ -21,6 +20,7 @@ from shardlib.command.from_config import (
     rows_of,
     under_launcher,
 )
+from shardlib.command.main import UNFIT, answer
 from shardlib.command.train import check
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link
@@ -90,19 +90,17 @@ def main(given: argparse.Namespace) -> int:
         }  # fmt: skip
     except BadArgument as e:
         raise ConfigError(f"--{e.message}" if re.match(r"\w+=", e.message) else told(e)) from e
-    if given.json:
-        print(json.dumps([{"ranks": n, **_plain(p)} for n, p in found.items()]))
-    else:
-        count = sum(p.numel() for p in model.parameters())
-        print(
-            f"{type(model).__name__}, {count:,} parameters, "
-            f"{said['batch']} x {said['sequence']} tokens a step"
-        )
-        for n, p in found.items():
-            print(f"\n{n} ranks: {p}")
-            if p.best is not None:
-                print(_tables(p.best, p.batch))
-    return 0 if all(p.best is not None for p in found.values()) else 4
+    count = sum(p.numel() for p in model.parameters())
+    lines = [
+        f"{type(model).__name__}, {count:,} parameters, "
+        f"{said['batch']} x {said['sequence']} tokens a step"
+    ]
+    for n, p in found.items():
+        lines.append(f"\n{n} ranks: {p}")
+        if p.best is not None:
+            lines.append(_tables(p.best, p.batch))
+    answer(given, [{"ranks": n, **_plain(p)} for n, p in found.items()], "\n".join(lines))
+    return UNFIT * any(p.best is None for p in found.values())
 
 
 def _cluster(given: argparse.Namespace) -> Cluster:
@@ -118,7 +116,7 @@ def _cluster(given: argparse.Namespace) -> Cluster:
     if len(said) == 2:
         return replace(found, **said, source="as given")
     for name, link in said.items():
-        other = "between" if name == "inside" else "inside"
+        (other,) = {"inside", "between"} - {name}
         found = replace(found, **{name: link}, source=f"{name} as given, {other} {found.source}")
     return found
 
@@ -161,21 +159,22 @@ def _model(given: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
 def _of_file(config: Config, said: Mapping[str, int]) -> dict[str, Any]:
     """Return batch and sequence of a file, where the command line has none."""
     data = config.table("data")
-    rows = next(
-        (data[n] for n in ("text", "documents", "tokens") if isinstance(data.get(n), Mapping)), {}
-    )
-    length = said["sequence"] or int(rows.get("context", 0))
     own = int(config.tables.get("accumulate", 1))  # each of [data]'s batch
     return {
         "batch": said["batch"] or own * int(data.get("batch", 0)),
-        "sequence": length or (_length(rows_of(config)) if "dataset" in data else 0),
+        "sequence": said["sequence"] or _length(config, data),
         "accumulate": said["accumulate"] or own,
     }
 
 
-def _length(rows: Any) -> int:
-    """Count the tokens in a row of a dataset; 0 if its first field is not a sequence."""
-    first = optree.tree_leaves(rows[0])[0]  # type: ignore[arg-type]
+def _length(config: Config, data: Mapping[str, Any]) -> int:
+    """Count the tokens in a row of the data; 0 if its first field is not a sequence."""
+    for name in ("text", "documents", "tokens"):
+        if isinstance(data.get(name), Mapping):
+            return int(data[name].get("context", 0))
+    if "dataset" not in data:
+        return 0
+    first = optree.tree_leaves(rows_of(config)[0])[0]  # type: ignore[arg-type]
     return len(first) if getattr(first, "ndim", 0) == 1 else 0
 
 
@@ -248,25 +247,10 @@ def _links(cluster: Cluster | None) -> dict[str, Any]:
 
 
 def _row(w: Weighed) -> dict[str, Any]:
-    names = (
-        "parameters",
-        "gradients",
-        "state",
-        "saved",
-        "temporary",
-        "peak",
-        "bytes",
-        "messages",
-        "seconds",
-    )
-    way = {
-        "recipe": w.way.recipe,
-        "mesh": dict(w.way.mesh),
-        "stage": w.way.stage,
-        "remat": w.way.remat,
-        "accumulate": w.way.accumulate,
-    }
-    return {**way, "fits": w.fits, **{n: float(getattr(w, n)) for n in names}}
+    way = {n: getattr(w.way, n) for n in ("recipe", "mesh", "stage", "remat", "accumulate")}
+    held = "parameters gradients state saved temporary peak bytes messages seconds".split()
+    figures = {n: float(getattr(w, n)) for n in held}
+    return {**way, "mesh": dict(w.way.mesh), "fits": w.fits, **figures}
 
 
 def _tables(w: Weighed, batch: int) -> str:
@@ -277,8 +261,9 @@ def _tables(w: Weighed, batch: int) -> str:
     lines += ["[layout]", f'recipe = "{w.way.recipe}"', "pad = true"]
     lines += ["[data]", f"batch = {batch // count}"]
     if w.way.stage:
-        over = [f'"{a}"' for a in w.way.copies]
-        axis = over[0] if len(over) == 1 else f"[{', '.join(over)}]"
+        axis = ", ".join(f'"{a}"' for a in w.way.copies)
+        if len(w.way.copies) > 1:
+            axis = f"[{axis}]"
         lines += ["[optimizer.zero]", f"axis = {axis}", f"stage = {w.way.stage}"]
     if w.way.remat:
         lines += ["[remat]", *(f'"{p}.*" = "{w.way.remat}"' for p in w.layers)]

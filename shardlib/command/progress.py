@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from shardlib.command.datasets import fields
 from shardlib.dtypes import HALF
 from shardlib.errors import BadArgument, clipped
 
@@ -50,7 +51,8 @@ class Log:
         if self.jsonl:
             file = Path(self.jsonl)
             file.parent.mkdir(parents=True, exist_ok=True)
-            old = file.read_text().splitlines() if file.exists() else []
+            file.touch()
+            old = file.read_text().splitlines()
             foreign = [line for line in old if _step_of(line) is None]
             # the last record may be cut off, with nothing after it
             if foreign and (foreign != old[-1:] or not re.fullmatch(r'\{"[^}]*', foreign[0])):
@@ -72,10 +74,10 @@ class Log:
         if not self.lead:
             return
         line = json.dumps(row)
-        if self.echo:
-            print(line, flush=True)
-        else:
-            print(_line(row, steps), flush=True)
+        shown = line
+        if not self.echo:
+            shown = _line(row, steps)
+        print(shown, flush=True)
         if self.file is not None:
             self.file.write(f"{line}\n")
             self.file.flush()
@@ -146,17 +148,20 @@ def _line(row: Mapping[str, Any], steps: int) -> str:
     if "eval_loss" in row:
         return "  ".join([*parts, f"eval loss {row['eval_loss']:.4f}"])
     parts.append(f"loss {row['loss']:.4f}")
-    if row.get("norm") is not None:
-        parts.append(f"norm {row['norm']:.3g}")
-    if row.get("lr") is not None:
-        parts.append(f"lr {row['lr']:.2e}")
-    parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
-    parts.append(f"{row['bytes'] / 2**20:.2f} MiB/step/rank")
-    if row.get("mfu") is not None:
-        parts.append(f"MFU {100 * row['mfu']:.1f} %")
-    if row.get("memory"):
-        parts.append(f"{row['memory'] / 2**30:.2f} GiB")
+    for key, scale, form in _FIGURES:
+        if row.get(key) is not None:
+            parts.append(form.format(row[key] * scale))
     return "  ".join(parts)
+
+
+_FIGURES = (  # key of a record, factor, and its text in a line
+    ("norm", 1, "norm {:.3g}"),
+    ("lr", 1, "lr {:.2e}"),
+    ("tokens_per_second", 1, "{:,.0f} tokens/s"),
+    ("bytes", 2**-20, "{:.2f} MiB/step/rank"),
+    ("mfu", 100, "MFU {:.1f} %"),
+    ("memory", 2**-30, "{:.2f} GiB"),
+)
 
 
 # ---------------------------------------------------------------- operations of a step
@@ -191,9 +196,7 @@ def flops_of(module: nn.Module, row: object) -> float | None:
     from torch.utils.flop_counter import FlopCounterMode
 
     state = {n: x.detach().to("meta") for n, x in module.state_dict(keep_vars=True).items()}
-    fields = list(row.values()) if isinstance(row, Mapping) else row
-    fields = list(fields) if isinstance(fields, tuple | list) else [fields]
-    first = torch.as_tensor(fields[0])
+    first = torch.as_tensor(fields(row)[0])
     given = torch.empty((1, *first.shape), dtype=first.dtype, device="meta")
     try:
         with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as count:

@@ -1,7 +1,6 @@
 """``shardlib trace run.toml``: the timeline of a step, and what the host waits for."""
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from shardlib.collectives import trace
 from shardlib.collectives.count import Wait, listed
 from shardlib.command.config import Config, ConfigError, read
 from shardlib.command.from_config import batches, built, mesh_of, rows_of, state_of, under_launcher
+from shardlib.command.main import answer
 from shardlib.command.train import check, stepper
 from shardlib.errors import BadArgument
 from shardlib.mesh import use_mesh
@@ -32,33 +32,32 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the command: under torchrun on every rank, else on simulated ranks in one process."""
-    if given.out and Path(given.out).suffix not in (".json", ".png", ".svg", ".pdf"):
-        raise ConfigError(f"--out {given.out}: write step.json, step.png, step.svg or step.pdf")
     if given.out:
-        try:
-            refuse_foreign(given.out, "trace", "shardlib trace run.toml --out {}")
-        except BadArgument as e:
-            raise ConfigError(f"--out {e.message}") from None
+        _check_out(given.out)
     if given.step < 1:
         raise ConfigError(f"--step {given.step}: 1 at least")
     config = read(given.file, given.set)
     check(config)
     found, waits = trace_run(config, given.step)
-    if not (0 in found.ranks or not under_launcher()):
+    if under_launcher() and 0 not in found.ranks:
         return 0
+    lines = [found.text(given.by), f"waits and uploads of the next step: {len(waits)}"]
+    if waits:
+        lines.append(listed(waits))
     if given.out:
         found.save(given.out)
-    if given.json:
-        told = {"rows": found.rows(given.by), "waits": [asdict(w) for w in waits]}
-        print(json.dumps(told | {"out": given.out}))
-    else:
-        print(found.text(given.by))
-        print(f"waits and uploads of the next step: {len(waits)}")
-        if waits:
-            print(listed(waits))
-        if given.out:
-            print(f"wrote {given.out}")
-    return 0
+        lines.append(f"wrote {given.out}")
+    told = {"rows": found.rows(given.by), "waits": [asdict(w) for w in waits]}
+    return answer(given, told | {"out": given.out}, "\n".join(lines))
+
+
+def _check_out(file: str) -> None:
+    if Path(file).suffix not in (".json", ".png", ".svg", ".pdf"):
+        raise ConfigError(f"--out {file}: write step.json, step.png, step.svg or step.pdf")
+    try:
+        refuse_foreign(file, "trace", "shardlib trace run.toml --out {}")
+    except BadArgument as e:
+        raise ConfigError(f"--out {e.message}") from None
 
 
 def trace_run(config: Config, step: int = 2) -> tuple[Timeline, list[Wait]]:
@@ -66,7 +65,7 @@ def trace_run(config: Config, step: int = 2) -> tuple[Timeline, list[Wait]]:
 
     One more is run for the waits of this rank's host, whose list makes a step slower.
     """
-    mesh = mesh_of(config, "ranks" if under_launcher() else "simulate")
+    mesh = mesh_of(config, ("simulate", "ranks")[under_launcher()])
     with use_mesh(mesh):
         made = built(config, mesh)
         params, accumulate = made.start(), config.tables.get("accumulate", 1)

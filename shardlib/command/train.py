@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from shardlib.capacity import most_taken
 from shardlib.checkpoint import Saving, latest, load, save, save_hf
 from shardlib.checkpoint.folder import occupied
 from shardlib.collectives import trace
-from shardlib.command.config import Config, ConfigError, arguments, call, read, told
+from shardlib.command.config import Config, ConfigError, arguments, call, optional, read, told
 from shardlib.command.config import parameters as keys_of
 from shardlib.command.from_config import (
     EVAL,
@@ -41,9 +40,11 @@ from shardlib.command.from_config import (
     optimizer,
     placing,
     rows_of,
+    source_of,
     state_of,
     under_launcher,
 )
+from shardlib.command.main import answer
 from shardlib.command.progress import Log, flops_of, log, number, peak_of, seconds
 from shardlib.errors import BadArgument, RankFailed, ShardError
 from shardlib.grad import value_and_grad
@@ -203,7 +204,8 @@ def check(config: Config, whole: bool = True) -> None:
     ``whole``  whether all tables of a run must be there.
     Raises: ConfigError.
     """
-    arguments(train, config, (), beside=() if whole or "steps" in config.tables else ("steps",))
+    lacks = not whole and "steps" not in config.tables
+    arguments(train, config, (), beside=("steps",) * lacks)
     for key in ("steps", "accumulate"):
         if config.tables.get(key, 1) < 1:
             raise config.error((key,), f"1 at least, not {config.tables[key]}")
@@ -211,9 +213,10 @@ def check(config: Config, whole: bool = True) -> None:
         seed = config.table(*path[:-1]).get("seed", 0)
         if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
             raise config.error(path, f"a number of 64 bits, not {seed}")
-    there = {"data": check_data, "layout": placing, "optimizer": optimizer}
-    needed = {"mesh": how_to_make, "model": lambda config: None, **there}
-    for name, check_table in (needed if whole else there).items():
+    tables = {"data": check_data, "layout": placing, "optimizer": optimizer}
+    if whole:
+        tables = {"mesh": how_to_make, "model": lambda config: None, **tables}
+    for name, check_table in tables.items():
         if name in config.tables:
             check_table(config)
         elif whole:
@@ -243,9 +246,7 @@ def _lies_in(path: str, folder: str) -> bool:
 
 
 def _checkpoints(config: Config) -> Checkpoints | None:
-    if "checkpoint" not in config.tables:
-        return None
-    return call(Checkpoints, config, ("checkpoint",))
+    return optional(Checkpoints, config, "checkpoint")
 
 
 def _evaluation(config: Config) -> Evaluation:
@@ -253,9 +254,7 @@ def _evaluation(config: Config) -> Evaluation:
 
 
 def _export(config: Config) -> Export | None:
-    if "export" not in config.tables:
-        return None
-    return call(Export, config, ("export",))
+    return optional(Export, config, "export")
 
 
 def start(config: Config, simulated: bool = False, as_json: bool = False) -> Report:
@@ -265,8 +264,10 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
     # here, so that an error is raised once, before ranks start
     if -1 not in axes.values() and total <= MOST:
         rehearse(config)
-    if simulated or under_launcher() or total in (1, -1):
-        return _ranks(config, "simulate" if simulated else "ranks", as_json)
+    if simulated:
+        return _ranks(config, "simulate", as_json)
+    if under_launcher() or total in (1, -1):
+        return _ranks(config, "ranks", as_json)
     return _launched(config, fixed_axes(config), total, as_json)
 
 
@@ -278,10 +279,12 @@ def _launched(config: Config, axes: Mapping[str, int], total: int, as_json: bool
             f"{total} ranks are more than one machine is given ({MOST}): start them by torchrun, "
             "or look with shardlib plan",
         )
-    here = accelerator()
-    enough = here is not None and torch.accelerator.device_count() >= total
     how = how_to_make(config)
-    device = how.pop("device", None) or (here.type if here and enough else "cpu")
+    device = how.pop("device", None)
+    if device is None:
+        here, device = accelerator(), "cpu"
+        if here is not None and torch.accelerator.device_count() >= total:
+            device = here.type
     if not as_json:
         print(f"starting {total} local processes", flush=True)
     try:
@@ -307,7 +310,7 @@ def rehearse(config: Config) -> None:
             try:
                 next(iter(dealt))
             except ShardError as e:
-                key = ("layout",) if "layout" in config.table("data") else ()
+                key = ("layout",) * ("layout" in config.table("data"))
                 raise config.error(("data", *key), told(e)) from e
 
 
@@ -334,39 +337,34 @@ def _ranks(config: Config, kind: str, as_json: bool) -> Report:
 def run(config: Config, mesh: Mesh, as_json: bool = False) -> Report:
     """Run the training loop, on every rank of the mesh in scope."""
     steps, accumulate = config.tables["steps"], config.tables.get("accumulate", 1)
-    saving = _checkpoints(config)
     training = _Training(config, mesh, accumulate)
-    made, report = training.made, training.report
+    made, report, saving = training.made, training.report, training.saving
     writer: Log = call(log, config, ("log",))
-    if saving is not None and saving.resume and (newest := latest(saving.path)) is not None:
-        training.resume(newest)
+    training.resume()
     writer.open(as_json, report.first, lead=not dist.is_initialized() or dist.get_rank() == 0)
-    writer.say(_opening(made, training.params, training.state, report, steps))
-    judge = Evaluator(config, made) if "eval" in config.tables else None
+    writer.say(_opening(training, steps))
+    judges = [Evaluator(config, made) for name in config.tables if name == "eval"]
     meter = _Meter(made, training.rows, writer, mesh)
-    under_way = None
+    under_way = Saving("")
     batch_of = itertools.chain.from_iterable(itertools.repeat(training.dealt))
-    losses = {}
     for step in range(report.first + 1, steps + 1):
         with trace() as t:
             taken = [next(batch_of) for _ in range(accumulate)]
-            losses[step], info = training.step(taken)
+            info = training.step(taken)
         meter.count(taken)
-        report.step = step
         if _due(step, steps, writer.every) or step == report.first + 1:
-            report.losses |= {s: x.item() for s, x in losses.items()}
-            losses = {}
+            loss = training.settle()
             report.bytes = float(t.bytes)
-            row = meter.row(step, report.losses[step], info, t)
-            _check_finite(config, step, report.losses[step])
+            row = meter.row(step, loss, info, t)
+            _check_finite(config, step, loss)
             writer.record(row, steps)
-        if judge is not None and _due(step, steps, judge.every):
-            report.evaluations[step] = judge(training.params)
-            writer.record({"step": step, "eval_loss": report.evaluations[step]}, steps)
+        for judge in judges:
+            if _due(step, steps, judge.every):
+                report.evaluations[step] = judge(training.params)
+                writer.record({"step": step, "eval_loss": report.evaluations[step]}, steps)
         if saving is not None and _due(step, steps, saving.every):
             under_way = training.save(saving)
-    if under_way is not None:
-        under_way.wait()
+    under_way.wait()
     report.export = _exported(config, made, training.params)
     writer.close()
     report.seconds = meter.total
@@ -386,11 +384,16 @@ def _due(step: int, steps: int, every: int) -> bool:
 
 
 class _Training:
-    """The values that a training loop changes: parameters, optimizer state, batches, report."""
+    """The values that a training loop changes: parameters, optimizer state, batches, report.
+
+    ``losses``  of the steps since the last record, not yet read from the device.
+    """
 
     def __init__(self, config: Config, mesh: Mesh, accumulate: int) -> None:
+        self.saving = _checkpoints(config)
         torch.manual_seed(config.tables.get("seed", 0))
         self.config, self.report = config, Report()
+        self.losses: dict[int, Tensor] = {}
         self.rows = rows_of(config)
         self.made = built(config, mesh)
         self.params = self.made.start()
@@ -403,15 +406,23 @@ class _Training:
         torch.manual_seed(config.tables.get("seed", 0))
         self.gradients = stepper(config, self.made, accumulate)
 
-    def step(self, taken: list[Any]) -> tuple[Tensor, Any]:
-        """Update the parameters; return the loss before, and what the optimizer says."""
+    def step(self, taken: list[Any]) -> Any:
+        """Update the parameters; return what the optimizer says."""
         loss, grads = self.gradients(self.params, self.state, taken)
         self.params, self.state, info = optim.step(self.made.tx, self.params, grads, self.state)
-        return loss, info
+        self.report.step += 1
+        self.losses[self.report.step] = loss
+        return info
+
+    def settle(self) -> float:
+        """Read the losses since the last record; return that of the last step."""
+        self.report.losses |= {step: loss.item() for step, loss in self.losses.items()}
+        self.losses = {}
+        return self.report.losses[self.report.step]
 
     def tree(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        named = self.params if self.made.whole else optim.state_dict(self.params)
+        named = self.made.named(self.params)
         kept = {"params": named, "state": optim.state_dict(self.state), "step": self.report.step}
         return kept | {"data": self.dealt.state(), "key": keys.get_state()}
 
@@ -421,11 +432,14 @@ class _Training:
         self.report.path = os.path.join(saving.path, f"step_{step:08d}")
         return save(saving.path, self.tree(), step=step, keep=saving.keep, wait=saving.wait)
 
-    def resume(self, newest: str) -> None:
-        """Continue from a checkpoint.
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, if there is one.
 
         Raises: ConfigError if it does not fit.
         """
+        newest = _newest(self.saving)
+        if newest is None:
+            return
         found = _resumed(self.config, newest, self.tree())
         params = found["params"]
         self.params = params if self.made.whole else optim.load_state_dict(self.params, params)
@@ -434,6 +448,11 @@ class _Training:
         keys.set_state(found["key"])
         self.report.step = self.report.first = int(found["step"])
         self.report.path = newest
+
+
+def _newest(saving: Checkpoints | None) -> str | None:
+    """Return the checkpoint from which a run goes on."""
+    return latest(saving.path) if saving is not None and saving.resume else None
 
 
 class Evaluator:
@@ -469,17 +488,17 @@ def _exported(config: Config, made: Built, params: Params) -> str:
     asked = _export(config)
     if asked is None:
         return ""
-    rows = next((config.table("data", n) for n in SOURCES if n in config.table("data")), {})
+    rows = config.table("data", source_of(config, "data"))
     given = (asked.tokenizer, rows.get("tokenizer", ""), config.table("model").get("directory", ""))
     tokenizer = next((t for t in given if t and _has_tokenizer(t)), None)
-    named: Any = params if made.whole else optim.state_dict(params)
-    module = made.module if hasattr(made.module, "save_pretrained") else None
-    words = None
+    more: dict[str, Any] = {}
+    if hasattr(made.module, "save_pretrained"):
+        more["module"] = made.module
     if tokenizer is not None:
         from transformers import AutoTokenizer
 
-        words = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-    save_hf(asked.path, named, module, tokenizer=words, overwrite=True)
+        more["tokenizer"] = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    save_hf(asked.path, made.named(params), overwrite=True, **more)
     return asked.path
 
 
@@ -508,9 +527,9 @@ def _redealt(config: Config, newest: str, rows: Any, made: Built, state: Any) ->
 def stepper(config: Config, made: Built, accumulate: int) -> Callable[..., tuple[Tensor, Any]]:
     """Make ``(params, state, batches) -> (loss, gradients)``: the means over some batches."""
     zero = config.table("optimizer", "zero")
-    several = accumulate > 1 and zero.get("stage", 1) < 2
-    into = made.tx if made.tx.sink is not None and not several else None
-    how: dict[str, Any] = {"into": into} if into is not None else {"pending": zero.get("axis", ())}
+    how: dict[str, Any] = {"pending": zero.get("axis", ())}
+    if made.tx.sink is not None and (accumulate == 1 or zero.get("stage", 1) >= 2):
+        how = {"into": made.tx}
 
     def scaled(params: Params, batch: object, by: float) -> Tensor:
         return made.loss(params, batch) * by
@@ -522,28 +541,30 @@ def stepper(config: Config, made: Built, accumulate: int) -> Callable[..., tuple
         scale = getattr(state, "scale", None)
         if scale is None and len(taken) == 1:
             return plain(params, taken[0])
-        by = (1.0 if scale is None else scale) / len(taken)
-        total, sum_of = None, None
-        for batch in taken:
+        scale = 1.0 if scale is None else scale
+        by = scale / len(taken)
+        total, sum_of = both(params, taken[0], by)
+        for batch in taken[1:]:
             loss, grads = both(params, batch, by)
-            total = loss if total is None else total + loss
+            total = total + loss
             # in place: two copies of the gradients are held, not three
-            sum_of = grads if sum_of is None else optree.tree_map(Tensor.add_, sum_of, grads)
-        assert total is not None, "a step has a batch"
-        return (total if scale is None else total / scale), sum_of
+            sum_of = optree.tree_map(Tensor.add_, sum_of, grads)
+        return total / scale, sum_of
 
     return step
 
 
-def _opening(made: Built, params: Params, state: Any, report: Report, steps: int) -> str:
-    found = summary(made.params if made.params is params else dict(made.params))
+def _opening(training: _Training, steps: int) -> str:
+    made, report, saving = training.made, training.report, training.saving
+    found = summary(dict(made.params))
     held = f"{size(found.bytes)} of {size(found.whole)} on each rank"
     lines = [f"{type(made.module).__name__}, {found.elements:,} parameters, {held}, {found.mesh}"]
     if report.first:
         lines.append(f"goes on from step {report.first}: {report.path}")
-    saving = _checkpoints(made.config)
     if saving is not None and saving.resume and report.first < steps:
-        when = f"every {saving.every} steps" if saving.every else "after the last step"
+        when = "after the last step"
+        if saving.every:
+            when = f"every {saving.every} steps"
         lines.append(f"saved {when} in {saving.path}, from where the same command goes on")
     if report.first >= steps:
         lines.append(f"step {steps} was reached: nothing is left to do")
@@ -560,9 +581,10 @@ class _Meter:
         if made.policy is not None:
             dtype = made.policy.compute or made.policy.param
         peak = writer.flops or peak_of(mesh.device, dtype)
-        self.device, self.ranks = mesh.device, mesh.size
-        self.peak = None if peak is None else peak * mesh.size
-        self.each = flops_of(made.module, rows[0]) if peak is not None else None
+        self.device = mesh.device
+        self.peak = self.each = None
+        if peak is not None:
+            self.peak, self.each = peak * mesh.size, flops_of(made.module, rows[0])
         self.rows = 0
 
     @property
@@ -573,7 +595,7 @@ class _Meter:
         for batch in taken:
             leaves: list[Any] = optree.tree_leaves(batch)
             first = leaves[0]
-            self.tokens += first.numel() if first.ndim == 2 else first.shape[0]
+            self.tokens += math.prod(first.shape[: 1 + (first.ndim == 2)])
             self.rows += first.shape[0]
 
     def row(self, step: int, loss: float, info: Any, t: Any) -> dict[str, Any]:
@@ -619,17 +641,15 @@ def main(given: argparse.Namespace) -> int:
     except (KeyboardInterrupt, RankFailed) as e:
         e.add_note(_again(config))
         raise
-    lead = not under_launcher() or int(os.environ["RANK"]) == 0
-    if lead and given.json:
-        pairs = {n: list(getattr(report, n).items()) for n in ("losses", "evaluations")}
-        print(json.dumps({"done": vars(report) | pairs}))
-    elif lead:
-        print(
-            f"done: {report.step} steps in {report.seconds:.1f} s"
-            + (f", saved in {report.path}" if report.path else "")
-            + (f", exported to {report.export}" if report.export else "")
-        )
-    return 0
+    if under_launcher() and int(os.environ["RANK"]):
+        return 0
+    pairs = {n: list(getattr(report, n).items()) for n in ("losses", "evaluations")}
+    text = (
+        f"done: {report.step} steps in {report.seconds:.1f} s"
+        + f", saved in {report.path}" * bool(report.path)
+        + f", exported to {report.export}" * bool(report.export)
+    )
+    return answer(given, {"done": vars(report) | pairs}, text)
 
 
 def _again(config: Config) -> str:
@@ -637,7 +657,6 @@ def _again(config: Config) -> str:
     saving = _checkpoints(config)
     if saving is None or not saving.resume:
         return "the same command begins anew: a [checkpoint] that resumes would go on"
-    newest = latest(saving.path)
-    if newest is None:
+    if (newest := latest(saving.path)) is None:
         return "the same command begins anew: nothing was saved yet"
     return f"the same command goes on from {newest}"

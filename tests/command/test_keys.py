@@ -1,13 +1,18 @@
-"""The keys that are listed are those that are taken."""
+"""The keys that are listed are those that are taken; a file with all of them says the same."""
 
 import inspect
+import json
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from shardlib.command import datasets, from_config, progress, train
-from shardlib.command.keys import listed
+from shardlib.command.config import Config, read
+from shardlib.command.keys import listed, printed
 from shardlib.command.main import main
 from shardlib.data import data
+from tests.command.test_train import DEMO
 
 SOURCES = {
     "data": data,
@@ -59,3 +64,41 @@ def test_one_table_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "checkpoint"]) == 0
     said = capsys.readouterr().out
     assert "[checkpoint]" in said and "path" in said and "[log]" not in said
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        "steps=3",
+        'loss="a \\" b\\u007f"',
+        'remat={"h.*" = "full"}',
+        "a.b=[1, [inf], {c = true}]",
+        "x={}",
+    ],
+)
+def test_what_is_printed_is_read_again_as_the_same(one: str, tmp_path: Path) -> None:
+    config = read(DEMO, [one])
+    again = tmp_path / "again.toml"
+    again.write_text(printed(config))
+    assert read(again).tables == config.tables
+
+
+def test_a_default_is_a_comment_and_is_valid_in_its_table() -> None:
+    """Without the mark it is a key that the file may have, unless it is given by leaving it out."""
+    text = printed(read(DEMO))
+    bare = [s.removeprefix("# ") for s in text.splitlines() if not s.endswith(" =")]
+    found = tomllib.loads("\n".join(bare))
+    assert found["optimizer"]["weight_decay"] == 0.01 and found["log"]["every"] == 10
+    assert found["data"]["shuffle"] is True and found["optimizer"]["zero"]["stage"] == 1
+    assert "sequence" not in found["layout"], "of another recipe"
+
+
+def test_nothing_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sets = ["--set", f"checkpoint.path={tmp_path / 'run'}", "--print-config"]
+    assert main(["train", str(DEMO), *sets]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["checkpoint"]["path"] == str(tmp_path / "run")
+    assert main(["train", str(DEMO), *sets, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["steps"] == 50
+    assert main(["train", str(DEMO), *sets, "--set", "steps=many"]) == 2
+    assert "must be a whole number" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists() and printed(Config({})).startswith("# seed")
