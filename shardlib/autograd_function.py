@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from shardlib._compat import (
@@ -57,9 +58,8 @@ _Raws = tuple[Tensor | None, ...]
 class _Form:
     """Metadata to rebuild one argument from its local block and to place its gradient."""
 
-    def __init__(self, x: Tensor, mesh: Mesh) -> None:
+    def __init__(self, x: Tensor | None, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.shape, self.dtype = x.shape, x.dtype
 
     @staticmethod
     def raw(x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class _Form:
     def value(self, raw: Tensor) -> Tensor:
         return raw
 
-    given = cotangent = value
+    given = output = cotangent = value
 
     def gradient(self, g: Tensor, op: str) -> Tensor:
         """Return the raw gradient of a plain tensor, which is the same on every rank."""
@@ -83,6 +83,7 @@ class _Whole(_Form):
 
     def __init__(self, x: ShardedTensor, mesh: Mesh) -> None:
         super().__init__(x, mesh)
+        self.shape, self.dtype = x.shape, x.dtype
         self.place = x.place  # not x itself: hooks of autograd may move its saved block
 
     @staticmethod
@@ -134,9 +135,18 @@ class _Block(_Form):
         return g.ranks if type(g) is Stacked else g.unsqueeze(0).expand(self.mesh.size, *g.shape)
 
 
-def _form(x: Tensor, mesh: Mesh) -> "_Form":
+def _form(x: Tensor | None, mesh: Mesh) -> "_Form":
+    """Return the form of a tensor, or of None, which stays None."""
     kind = _Whole if isinstance(x, ShardedTensor) else _Block if type(x) is Stacked else _Form
     return kind(x, mesh)  # type: ignore[arg-type]
+
+
+def _each(method: str, forms: Sequence[_Form], given: Sequence[Any], *more: str) -> _Raws:
+    """Call a method of each form with its value; None stays None."""
+    return tuple(
+        None if x is None else getattr(form, method)(x, *more)
+        for form, x in zip(forms, given, strict=True)
+    )
 
 
 # ---------------------------------------------------------------- ctx of the user's Function
@@ -231,23 +241,18 @@ class _FunctionCall:
     def _save(self, ctx: Ctx, values: Sequence[Any]) -> None:
         """Save the blocks of what the user's forward saved."""
         given = {id(values[i]): form for i, form in zip(self.at, self.forms, strict=True)}
-        blocks: list[Tensor | None] = []
-        self.saved: list[Any] = []
-        for t in self.user._saved:
-            form = None if t is None else given.get(id(t)) or _form(t, self.mesh)
-            self.saved.append(form)
-            blocks.append(None if t is None or form is None else form.raw(t))
-        ctx.save_for_backward(*blocks)
+        saved = self.user._saved
+        self.saved = [given.get(id(t)) or _form(t, self.mesh) for t in saved]
+        ctx.save_for_backward(*[f.raw(t) for f, t in zip(self.saved, saved, strict=True)])
 
     def backward(self, ctx: Ctx, raws: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the user's backward on sharded cotangents; return the blocks of its gradients."""
         values: list[Any] = [None] * len(self.rest)
-        for i, form, g in zip(self.put, self.outs, raws, strict=True):
-            values[i] = None if g is None else form.cotangent(g)
+        for i, g in zip(self.put, _each("cotangent", self.outs, raws), strict=True):
+            values[i] = g
         user, cls = self.user, self.cls
         user._read = lambda: tuple(
-            None if f is None else f.value(t)
-            for f, t in zip(self.saved, ctx.saved_tensors, strict=True)
+            f.value(t) for f, t in zip(self.saved, ctx.saved_tensors, strict=True)
         )
         run = cls.backward if cls.backward is not torch.autograd.Function.backward else cls.vjp
         once = getattr(run, "__code__", None) is _ONCE
@@ -278,10 +283,7 @@ class _FunctionCall:
             )
         found += (None,) * (self.count - len(found))
         needed = [found[i] if self.user.needs_input_grad[i] else None for i in self.at]
-        return [
-            None if g is None else form.gradient(g, name)
-            for form, g in zip(self.forms, needed, strict=True)
-        ]
+        return [*_each("gradient", self.forms, needed, name)]
 
 
 _ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
@@ -339,7 +341,7 @@ def _apply(cls: type, args: tuple[Any, ...]) -> object:
             if isinstance(x, ShardedTensor):
                 x.place = x.place._replace(deferred=frozenset())
         else:
-            out[i] = form.output(raw) if type(form) is not _Form else raw
+            out[i] = form.output(raw)
     call.rest = [None] * len(out)
     return out[0] if call.single else tuple(out)
 
@@ -351,13 +353,11 @@ def _mixed(name: str, args: tuple[Any, ...], mesh: Mesh) -> ShardError:
     layouts = tuple(
         str(a.sharding) if isinstance(a, ShardedTensor) else "..." for a in given.values()
     )
-    return ShardError(
-        "a block and a sharded value meet",
-        op=name,
-        mesh=mesh,
-        fix=f"sl.shard_map(lambda {names}: {name}.apply({names}), "
-        f"in_layouts={layouts!r}, out_layouts='...')",
+    fix = (
+        f"sl.shard_map(lambda {names}: {name}.apply({names}), "
+        f"in_layouts={layouts!r}, out_layouts='...')"
     )
+    return ShardError("a block and a sharded value meet", op=name, mesh=mesh, fix=fix)
 
 
 def _hid(cls: type, args: tuple[Any, ...], out: object) -> object:
@@ -387,30 +387,23 @@ class Node:
     def name(self) -> str:
         return self.node.name()
 
-    def _values(self, forms: list[Any], raws: _Raws) -> tuple[Any, ...]:
-        return tuple(
-            None if g is None else f.cotangent(g) for f, g in zip(forms, raws, strict=True)
-        )
-
-    def _raws(self, forms: list[Any], given: object, before: object) -> _Raws | None:
+    def _raws(self, forms: list[Any], given: object) -> _Raws | None:
+        """Return the blocks of what a hook returned, in place of a node's gradients."""
         if given is None:
             return None
         given = given if isinstance(given, tuple) else (given,)
-        return tuple(
-            None if g is None else f.gradient(g, "backward hook")
-            for f, g in zip(forms, given, strict=True)
-        )
+        return _each("gradient", forms, given, "backward hook")
 
     def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
         def run(grad_outputs: _Raws) -> _Raws | None:
-            return self._raws(self.outs, hook(self._values(self.outs, grad_outputs)), grad_outputs)
+            return self._raws(self.outs, hook(_each("cotangent", self.outs, grad_outputs)))
 
         return self.node.register_prehook(run)
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         def run(grad_inputs: _Raws, grad_outputs: _Raws) -> _Raws | None:
-            out = hook(self._values(self.ins, grad_inputs), self._values(self.outs, grad_outputs))
-            return self._raws(self.ins, out, grad_inputs)
+            ins = _each("cotangent", self.ins, grad_inputs)
+            return self._raws(self.ins, hook(ins, _each("cotangent", self.outs, grad_outputs)))
 
         return self.node.register_hook(run)
 
@@ -421,17 +414,11 @@ def _hooked(*tensors: Tensor) -> tuple[Tensor, ...]:
     forms = [_form(t, mesh) for t in tensors]
     cls = HookFunction
     raws = cls.apply(*[f.raw(t) for f, t in zip(forms, tensors, strict=True)])
-    node = next(
-        (
-            r.grad_fn
-            for r in raws
-            if r.grad_fn is not None and r.grad_fn.name() == cls.__name__ + "Backward"
-        ),
-        None,
-    )
+    nodes = [r.grad_fn for r in raws if r.grad_fn is not None]
+    node = next((n for n in nodes if n.name() == cls.__name__ + "Backward"), None)
     outs = []
     for f, r in zip(forms, raws, strict=True):
-        out = r if type(f) is _Form else f.output(r)
+        out = f.output(r)
         if node is not None and r.grad_fn is node and out is not r:
             out.facts = Facts(node=Node(node, forms, forms))
         outs.append(out)
@@ -443,16 +430,7 @@ def _checkpointed(function: object, preserve: bool, *args: object) -> object:
 
     The reentrant kind calls backward inside backward and refuses ``inputs=``.
     """
-    from torch.utils.checkpoint import checkpoint
-
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-
-
-def _standins() -> None:
-    from torch.utils.checkpoint import CheckpointFunction
-
-    STANDINS[CheckpointFunction] = _checkpointed
-    STANDINS[HookFunction] = _hooked
 
 
 def _opened(x: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -460,6 +438,6 @@ def _opened(x: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
     return form.raw(x), form.output
 
 
-_standins()
+STANDINS |= {CheckpointFunction: _checkpointed, HookFunction: _hooked}
 patch("inputs", lambda: STANDINS.update(intercept_inputs(_WRAPPERS, _opened)))
 patch("functions", lambda: intercept_functions(_WRAPPERS, _apply, _hid))

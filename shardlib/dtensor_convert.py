@@ -23,12 +23,9 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
     Raises: NotExpressible (zigzag, skew, axes out of mesh order), Unsupported under simulate.
     """
     if not isinstance(x, ShardedTensor):
-        raise PlainTensor(
-            "only sharded tensors become DTensors",
-            op="to_dtensor",
-            operands={"tensor": typeof(x)},
-            fix="sl.dtensor.to_dtensor(sl.shard(x, '...'))",
-        )
+        why = "only sharded tensors become DTensors"
+        fix = "sl.dtensor.to_dtensor(sl.shard(x, '...'))"
+        raise PlainTensor(why, op="to_dtensor", operands={"tensor": typeof(x)}, fix=fix)
     if not spans_processes(x.mesh):
         raise Unsupported(
             "simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)"
@@ -58,12 +55,9 @@ def from_dtensor(t: "DTensor") -> ShardedTensor:
     >>> torch.distributed.destroy_process_group()
     """
     if not is_dtensor(t):
-        raise PlainTensor(
-            "not a DTensor",
-            op="from_dtensor",
-            operands={"tensor": typeof(t)},
-            fix="sl.shard(t, '...')",
-        )
+        why = "not a DTensor"
+        given = {"tensor": typeof(t)}
+        raise PlainTensor(why, op="from_dtensor", operands=given, fix="sl.shard(t, '...')")
     layout, mesh = Layout.from_dtensor(t), as_mesh(t.device_mesh)
     layout.check(tuple(t.shape), mesh, op="from_dtensor")
     from torch.distributed.tensor import Partial, Replicate

@@ -141,9 +141,8 @@ def _run(
         inner[i] = one
     with ExitStack() as stack:
         stack.enter_context(within())  # if backward raises, no transfer stays posted
-        together = None
-        if sink is None and not inside:
-            together = stack.enter_context(Together(leaves.wanted))
+        alone = sink is not None or inside  # nothing is left to be summed with others
+        together = stack.enter_context(Together([] if alone else leaves.wanted))
         with torch.enable_grad(), within(differentiated=True):
             out: Any = f(*inner, **kwargs)
             loss, aux = out if has_aux else (out, None)
@@ -151,16 +150,13 @@ def _run(
         if sink is not None:
             hooks = [w.register_hook(partial(sink.take, i)) for i, w in enumerate(leaves.wanted)]
             stack.callback(lambda: [hook.remove() for hook in hooks])
-        if together is not None:
-            together.open = True
+        together.open = True
         found: Sequence[Tensor | None] = [None] * len(leaves.wanted)
         if raw.requires_grad:
             found = torch.autograd.grad(raw, leaves.wanted, allow_unused=True, create_graph=inside)
-        if together is not None:
-            found = _with_sums(found, together.finish())
-        buckets = None if sink is None else sink.finish()
+        found = _with_sums(found, together.finish())
+        grads = leaves.gradients(found) if sink is None else [sink.finish()]
     value = loss if inside else loss.detach()
-    grads = leaves.gradients(found) if sink is None else [buckets]
     return ((value, aux) if has_aux else value), grads
 
 
@@ -319,13 +315,10 @@ def _ready(loss: Tensor) -> Tensor:
         refuse_blocks(loss)
         return loss
     if loss.sharding.partial or loss.sharding.axes:
-        raise ShardError(
-            "the loss must be the same on every rank",
-            op="value_and_grad",
-            operands={"loss": typeof(loss)},
-            mesh=loss.mesh,
-            fix="sl.reshard(loss, '...')",
-        )
+        why = "the loss must be the same on every rank"
+        given = {"loss": typeof(loss)}
+        fix = "sl.reshard(loss, '...')"
+        raise ShardError(why, op="value_and_grad", operands=given, mesh=loss.mesh, fix=fix)
     return settle(loss).raw
 
 

@@ -61,6 +61,7 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    call_error,
     heard,
     implements,
     no_tensor,
@@ -170,11 +171,8 @@ def _shard_tree(x: Any, layout: object, m: Mesh, src: int | None, pad: bool) -> 
 def _refuse_placed(x: Tensor, layout: object, m: Mesh) -> None:
     """Refuse a tensor that is sparse, has no size yet or is sharded already."""
     if x.layout != torch.strided or isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
-        raise Unsupported(
-            "only dense, initialised tensors are placed",
-            op="shard",
-            fix="sl.shard(x.to_dense(), layout)",
-        )
+        why = "only dense, initialised tensors are placed"
+        raise Unsupported(why, op="shard", fix="sl.shard(x.to_dense(), layout)")
     if isinstance(x, ShardedTensor):
         raise ShardError(
             "the tensor is sharded already",
@@ -207,16 +205,19 @@ def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) 
     lay.check(tuple(size), m, op="shard")
     if src is not None:
         x = _from_rank(x, m, src)
-    if size != x.shape:
-        widths = [
-            w for n, s in zip(reversed(x.shape), reversed(size), strict=True) for w in (0, s - n)
-        ]
-        raw = _placed(torch.nn.functional.pad(x, widths), lay, m)
-    else:
-        raw = _placed(x, lay, m)
+    true = x.shape
+    if size != true:
+        x = lengthened(x, true, size)
+    raw = _placed(x, lay, m)
     if (mode := checking()) is not None:
         mode.tag(raw)
-    return ShardedTensor(raw, Place(lay, size, m, x.shape if size != x.shape else None))
+    return ShardedTensor(raw, Place(lay, size, m, true if size != true else None))
+
+
+def lengthened(x: Tensor, shape: Sequence[int], size: Sequence[int]) -> Tensor:
+    """Pad a tensor, or a block of one of this shape, at the end of each dimension."""
+    sizes = zip(reversed(shape), reversed(size), strict=True)
+    return torch.nn.functional.pad(x, [w for n, s in sizes for w in (0, s - n)])
 
 
 def placed_like(x: Tensor, like: ShardedTensor) -> ShardedTensor:
@@ -293,12 +294,11 @@ def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
 
 def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
     first = set(layout.partial) and any(coord[a] for a in layout.partial)
-    for d, index in enumerate(layout.slices(tuple(x.shape), m, coord)):
-        if isinstance(index, slice) and index.step == 1:
-            x = x.narrow(d, index.start, index.stop - index.start)
+    for d, held in enumerate(layout.indices(tuple(x.shape), m, coord)):
+        if isinstance(held, range):
+            x = x.narrow(d, held.start, len(held))
         else:
-            where = range(*index.indices(x.shape[d])) if isinstance(index, slice) else tuple(index)
-            x = x.index_select(d, uploaded(where, x.device))
+            x = x.index_select(d, uploaded(tuple(held), x.device))
     return torch.zeros_like(x) if first else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -441,13 +441,11 @@ def reshard(x: object, layout: LayoutTree) -> object:
     if not isinstance(x, ShardedTensor):
         if scope().call.body:
             raise _in_body(x, "reshard", layout)
-        raise PlainTensor(
-            "a plain tensor has no layout to leave",
-            op="reshard",
-            operands={"tensor": typeof(x)},
-            fix="sl.shard(x, "
-            f"{str(as_layout(layout, 'reshard', 'sl.shard(x, {})', shape=x.shape))!r})",
+        why = "a plain tensor has no layout to leave"
+        fix = (
+            f"sl.shard(x, {str(as_layout(layout, 'reshard', 'sl.shard(x, {})', shape=x.shape))!r})"
         )
+        raise call_error(PlainTensor, why, "reshard", fix, tensor=x)
     if type(layout) is not Layout:
         layout = as_layout(
             layout, "reshard", "sl.reshard(x, {})", shape=x.padded_shape, mesh=x.mesh
@@ -541,9 +539,7 @@ def unshard(x: object) -> object:
     if not isinstance(x, ShardedTensor):
         if scope().call.body:
             raise _in_body(x, "unshard", "...")
-        raise PlainTensor(
-            "a plain tensor is whole already", op="unshard", operands={"tensor": typeof(x)}, fix="x"
-        )
+        raise call_error(PlainTensor, "a plain tensor is whole already", "unshard", "x", tensor=x)
     if x.is_padded:
         return unshard(x.with_padding)[tuple(slice(n) for n in x.shape)]
     return heard(_whole, unshard, x)
@@ -564,10 +560,6 @@ def _leaving(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return x
     if func is Tensor.cpu and not (x.sharding.axes or x.sharding.partial):
         return x.becomes(func(x.raw, *args[1:], **kwargs))
-    raise ShardError(
-        f"the blocks lie on {x.raw.device}, where the mesh computes",
-        op=func.__name__,
-        operands={"tensor": typeof(x)},
-        mesh=x.mesh,
-        fix=f"sl.unshard(x).{func.__name__}()",
-    )
+    why = f"the blocks lie on {x.raw.device}, where the mesh computes"
+    fix = f"sl.unshard(x).{func.__name__}()"
+    raise call_error(ShardError, why, func, fix, tensor=x)

@@ -212,8 +212,9 @@ def said(axes: Sequence[str], held: Sequence[Sequence[tuple[int, int]]], n: int)
     p, want = len(held), [joined(ranges) for ranges in held]
     for groups in sorted({1, len(want[0])}):
         each, left = divmod(n, groups * p)
-        starts = [[g * each * p + r * each for g in range(groups)] for r in range(p)]
-        if not left and want == [joined((a, a + each) for a in mine) for mine in starts]:
+        blocks = [[g * p + r for g in range(groups)] for r in range(p)]
+        even = [joined((b * each, (b + 1) * each) for b in mine) for mine in blocks]
+        if not left and want == even:
             return Dim((groups, *axes) if groups > 1 else tuple(axes))
     return Dim(
         tuple(axes), "runs; " + " | ".join(" ".join(f"{a}:{b}" for a, b in mine) for mine in want)
@@ -266,13 +267,10 @@ def skewed(
     axes = [a for d in dims for a in d.axes]
     if not ok or sizes[axes[0]] != sizes[axes[1]]:
         text = " ".join(map(str, dims))
-        raise MeshError(
-            "a skew needs a matrix split over two axes of equal size",
-            op="layout",
-            operands={"layout": f"{text} skew {skew}"},
-            mesh=dict(sizes),
-            fix=f"sl.Layout.parse({text!r})",
-        )
+        why = "a skew needs a matrix split over two axes of equal size"
+        given = {"layout": f"{text} skew {skew}"}
+        fix = f"sl.Layout.parse({text!r})"
+        raise MeshError(why, op="layout", operands=given, mesh=dict(sizes), fix=fix)
     row, col = axes
     moved = (coord[row] + coord[col]) % sizes[row]
     return {**coord, (col if skew == "a" else row): moved}
@@ -298,13 +296,9 @@ def check_axes(axes: Sequence[str], sizes: Sizes, text: str, op: str) -> None:
         near = similar(axis, sizes.keys() - set(axes), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         better = re.sub(rf"\b{re.escape(axis)}\b", near[0], text) if near else "..."
-        raise UnknownAxis(
-            f"unknown axis {axis!r}; this mesh has {', '.join(sizes)}{hint}",
-            op=op,
-            operands={"layout": text},
-            mesh=dict(sizes),
-            fix=f"sl.Layout.parse({better!r})",
-        )
+        why = f"unknown axis {axis!r}; this mesh has {', '.join(sizes)}{hint}"
+        fix = f"sl.Layout.parse({better!r})"
+        raise UnknownAxis(why, op=op, operands={"layout": text}, mesh=dict(sizes), fix=fix)
 
 
 def check_sizes(
@@ -327,13 +321,9 @@ def check_sizes(
             what = f"does not divide over {_over(dim, ways, sizes)}, remainder {n % ways})"
             whole = "sl.unshard(x)" if op == "reshard" else "x"
             fix = f"sl.shard({whole}, {text!r}, pad=True)"
-        raise UnevenSplit(
-            f"dimension {d} of size {n} {what}",
-            op=op,
-            operands={"tensor": list(shape), "layout": text},
-            mesh=dict(sizes),
-            fix=fix,
-        )
+        why = f"dimension {d} of size {n} {what}"
+        given = {"tensor": list(shape), "layout": text}
+        raise UnevenSplit(why, op=op, operands=given, mesh=dict(sizes), fix=fix)
 
 
 def _over(dim: Dim, ways: int, sizes: Sizes) -> str:

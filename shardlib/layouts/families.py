@@ -57,11 +57,8 @@ def P(*dims: str | tuple[str, ...] | None) -> Layout:
     """
     found = taken(dims) if all(isinstance(d, str | tuple | None) for d in dims) else None
     if found is None:
-        raise LayoutSyntax(
-            f"{dims!r}: each dimension has a mesh axis, a tuple of them, or None",
-            op="P",
-            fix="sl.P('x', None)",
-        )
+        why = f"{dims!r}: each dimension has a mesh axis, a tuple of them, or None"
+        raise LayoutSyntax(why, op="P", fix="sl.P('x', None)")
     return found
 
 

@@ -148,11 +148,8 @@ class Layout:
         """Return the layout of the tensor permuted: its dimension i is the old ``perm[i]``."""
         me = self.resolve(len(perm))
         if sorted(p + len(perm) * (p < 0) for p in perm) != list(range(len(perm))):
-            raise ShardError(
-                f"{perm} is no permutation",
-                op="transpose",
-                fix=f"layout.transpose{tuple(range(len(perm)))}",
-            )
+            why = f"{perm} is no permutation"
+            raise ShardError(why, op="transpose", fix=f"layout.transpose{tuple(range(len(perm)))}")
         skew = me.skew
         if skew and [p % len(perm) for p in perm] != list(range(len(perm))):
             skew = _SKEW_T[skew]
@@ -338,12 +335,9 @@ def _reused(layout: Layout) -> AxisReused:
     for d in layout.dims:
         tokens.append("." if seen & set(d.axes) or len(set(d.axes)) < len(d.axes) else str(d))
         seen |= set(d.axes)
-    return AxisReused(
-        f"axis {axis!r} is used twice, in {first!r} and in {second!r}",
-        op="layout",
-        operands={"layout": str(layout)},
-        fix=f"sl.Layout.parse({' '.join(tokens)!r})",
-    )
+    why = f"axis {axis!r} is used twice, in {first!r} and in {second!r}"
+    fix = f"sl.Layout.parse({' '.join(tokens)!r})"
+    return AxisReused(why, op="layout", operands={"layout": str(layout)}, fix=fix)
 
 
 @lru_cache(maxsize=4096)
@@ -356,12 +350,9 @@ def _resolve(layout: Layout, ndim: int) -> Layout:
     given = len(layout.dims)
     if (layout.ellipsis is None and given != ndim) or given > ndim:
         kept = [str(d) for d in layout.dims[:ndim]] + ["."] * max(0, ndim - given)
-        raise RankMismatch(
-            f"layout {str(layout)!r} has {given} dimensions, the tensor {ndim}",
-            op="layout",
-            operands={"layout": str(layout)},
-            fix=f"sl.Layout.parse({' '.join(kept)!r})",
-        )
+        why = f"layout {str(layout)!r} has {given} dimensions, the tensor {ndim}"
+        fix = f"sl.Layout.parse({' '.join(kept)!r})"
+        raise RankMismatch(why, op="layout", operands={"layout": str(layout)}, fix=fix)
     at = layout.ellipsis or 0
     dims = (*layout.dims[:at], *[WHOLE] * (ndim - given), *layout.dims[at:])
     if layout.skew and ndim != 2:
@@ -487,12 +478,8 @@ def _product_layout(a: Layout, b: Layout) -> Layout:
         if ka != kb:
             why = f"contraction split {ka} in a and {kb} in b"
         second = " ".join([*map(str, batch), str(ka), "."])
-        raise ImplicitCommunication(
-            why,
-            op="@",
-            operands={"a": str(a), "b": str(b)},
-            fix=f"sl.Layout.parse({str(Layout(a.dims))!r}) @ sl.Layout.parse({second!r})",
-        )
+        fix = f"sl.Layout.parse({str(Layout(a.dims))!r}) @ sl.Layout.parse({second!r})"
+        raise ImplicitCommunication(why, op="@", operands={"a": str(a), "b": str(b)}, fix=fix)
     return Layout((*a.dims[:-1], columns), ka.axes)
 
 
@@ -655,12 +642,9 @@ def _spread(given: Any, node: Any, path: tuple[Any, ...], op: str, fix: str) -> 
             and taken(given)
         ):
             return [given] * count  # one PartitionSpec for all tensors of a dictionary
-        raise LayoutSyntax(
-            f"{given!r} is no layout, and no tree of layouts like {_outline(node, keys)}"
-            + (f" at {'.'.join(map(str, path))}" if path else ""),
-            op=op,
-            fix=fix.format("'...'"),
-        )
+        where = f" at {'.'.join(map(str, path))}" if path else ""
+        why = f"{given!r} is no layout, and no tree of layouts like {_outline(node, keys)}{where}"
+        raise LayoutSyntax(why, op=op, fix=fix.format("'...'"))
     return [
         layout
         for key, one, child in zip(keys, below, children, strict=True)
@@ -673,9 +657,7 @@ def _children(given: Any, node: Any, keys: list[Any]) -> list[Any] | None:
     if isinstance(node, Mapping):
         same = isinstance(given, Mapping) and set(given) == set(keys)
         return [given[k] for k in keys] if same else None
-    if not keys:
-        return [] if isinstance(given, tuple | list) and not given else None
-    if isinstance(node, tuple | list):
+    if not keys or isinstance(node, tuple | list):
         same = isinstance(given, tuple | list) and len(given) == len(keys)
         return list(given) if same else None
     return _below(given) if type(given) is type(node) else None

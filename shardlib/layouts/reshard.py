@@ -40,6 +40,10 @@ from shardlib.mesh import coordinates
 __all__ = ["Exchange", "ReshardPlan", "ReshardStep", "Round", "exchange", "lacking"]
 
 
+_OF_BLOCKS = ("psum", "mask", "ppermute", "exchange")
+"""Kinds of steps that are of no one dimension."""
+
+
 @dataclass(frozen=True)
 class ReshardStep:
     """One move; ``words`` received per rank on average, ``elements`` of the block afterwards."""
@@ -54,15 +58,8 @@ class ReshardStep:
     elements: int = 0
 
     def __str__(self) -> str:
-        where = " ".join(self.axes)
-        detail = {
-            "all_to_all": f"{where}, {self.dim} -> {self.to}",
-            "psum": where,
-            "mask": where,
-            "ppermute": where,
-            "exchange": where,
-        }.get(self.kind, f"{where}, dim {self.dim}")
-        return f"{self.kind}({detail})"
+        detail = {"all_to_all": f", {self.dim} -> {self.to}"} | dict.fromkeys(_OF_BLOCKS, "")
+        return f"{self.kind}({' '.join(self.axes)}{detail.get(self.kind, f', dim {self.dim}')})"
 
 
 @dataclass(frozen=True)

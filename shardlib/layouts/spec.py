@@ -30,14 +30,11 @@ def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:
     dims, partial, skew, ellipsis = fields
     names = list(sizes)
     if ellipsis is not None:
-        raise RankMismatch(
-            "placements need a definite rank",
-            op="placements",
-            operands={"layout": written(fields)},
-            fix="layout.resolve(x.ndim).placements(mesh)",
-        )
+        why = "placements need a definite rank"
+        fix = "layout.resolve(x.ndim).placements(mesh)"
+        raise RankMismatch(why, op="placements", operands={"layout": written(fields)}, fix=fix)
     for d in dims:
-        natural = sorted(d.axes, key=names.index) if all(a in names for a in d.axes) else []
+        natural = [a for a in names if a in d.axes]
         if d.order != "contiguous" or list(d.parts) != natural:
             raise NotExpressible(
                 f"DTensor cannot say {d}: it nests axes in mesh order, contiguously",
@@ -53,10 +50,9 @@ def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:
             operands={"layout": written(fields)},
             fix="sl.dtensor.to_dtensor(x, normalize=True)",
         )
-    where = {a: i for i, d in enumerate(dims) for a in d.axes}
-    return tuple(
-        Shard(where[n]) if n in where else Partial() if n in partial else Replicate() for n in names
-    )
+    found: dict[str, Any] = dict.fromkeys(names, Replicate()) | dict.fromkeys(partial, Partial())
+    found |= {a: Shard(i) for i, d in enumerate(dims) for a in d.axes}
+    return tuple(map(found.get, names))
 
 
 def from_placements(
@@ -104,11 +100,9 @@ def _check_sum(p: Any, name: str, given: Sequence[Any], op: str, fix: str) -> No
     if type(p) is Partial and p.reduce_op == "sum":
         return
     what = p.reduce_op if type(p) is Partial else type(p).__name__.strip("_")
+    why = f"a pending {what} over axis {name!r} has no layout here"
     raise NotExpressible(
-        f"a pending {what} over axis {name!r} has no layout here",
-        op=op,
-        operands={"placements": str(tuple(given))},
-        fix=fix.format("'...'"),
+        why, op=op, operands={"placements": str(tuple(given))}, fix=fix.format("'...'")
     )
 
 
@@ -191,11 +185,9 @@ def _placed(given: Sequence[Any], sizes: Sizes | None, op: str, fix: str) -> Fie
         meant = "..."
         if len(names) == len(given):
             meant = written(from_placements(given, None, dict.fromkeys(names, 1), op, fix))
-        raise LayoutSyntax(
+        why = (
             f"DTensor's placements are one for each axis of the mesh, in order: {len(given)} given, "
-            + ("and no mesh is in scope" if sizes is None else f"the mesh has {', '.join(sizes)}"),
-            op=op,
-            mesh=sizes,
-            fix=fix.format(repr(meant)),
+            + ("and no mesh is in scope" if sizes is None else f"the mesh has {', '.join(sizes)}")
         )
+        raise LayoutSyntax(why, op=op, mesh=sizes, fix=fix.format(repr(meant)))
     return from_placements(given, None, sizes, op, fix)

@@ -39,11 +39,8 @@ def read(text: str) -> Fields:
     (['x'], ('z',), '', 1)
     """
     if len(text) > _MOST:
-        raise LayoutSyntax(
-            f"a text of {len(text):,} characters is no layout: {text[:40]!r}...",
-            op="layout",
-            fix="sl.Layout.parse('x ... y')",
-        )
+        why = f"a text of {len(text):,} characters is no layout: {text[:40]!r}..."
+        raise LayoutSyntax(why, op="layout", fix="sl.Layout.parse('x ... y')")
     body, _, skew = f" {text}".partition(" skew ")
     body, plus, tail = body.partition("+")
     partial: tuple[str, ...] = ()

@@ -294,13 +294,10 @@ class Apply(Calls):
         for name in params:
             if name not in self.layouts:
                 near = similar(name, self.layouts, 1)
-                raise UnknownParameter(
-                    f"no parameter {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
-                    op="apply",
-                    operands={"parameters": ", ".join(self.layouts)},
-                    mesh=self.mesh,
-                    fix=f"params[{(near or list(self.layouts))[0]!r}] = params.pop({name!r})",
-                )
+                why = f"no parameter {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+                given = {"parameters": ", ".join(self.layouts)}
+                fix = f"params[{(near or list(self.layouts))[0]!r}] = params.pop({name!r})"
+                raise UnknownParameter(why, op="apply", operands=given, mesh=self.mesh, fix=fix)
         missing = [n for n in self.layouts if n not in params]
         if missing:
             raise UnknownParameter(

@@ -137,8 +137,7 @@ def _layout(calls: Calls, name: str, x: Tensor) -> Layout | None:
     layout = calls.inputs.get(name)
     everywhere = "mask" in name or "position" in name
     if layout is None and scope().call.generating and x.ndim > 1 and not everywhere:
-        layout = next(iter(_recipes(calls)), None)
-        layout = None if layout is None else Layout(layout.dims[:1], ellipsis=1)
+        layout = next((Layout(lay.dims[:1], ellipsis=1) for lay in _recipes(calls)), None)
     return None if layout is None else layout.resolve(x.ndim)
 
 
@@ -158,12 +157,14 @@ def _rows(calls: Calls, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
     count, ranks = value.shape[0], calls.mesh.axis_size(layout.dims[0].axes)
     if torch.is_grad_enabled():
         if count > 1 and count % ranks:
-            why = (
+            raise UnevenSplit(
                 f"a batch of {count} rows does not divide over {ranks} ranks, "
-                "and filling it up would "
+                "and filling it up would change what it trains",
+                op="forward",
+                operands={name: f"{list(value.shape)} laid out {calls.inputs.get(name)}"},
+                mesh=calls.mesh,
+                fix="DataLoader(data, batch_size, drop_last=True)",
             )
-            loader = "DataLoader(data, batch_size, drop_last=True)"
-            raise _uneven(calls, name, value, f"{why}change what it trains", loader)
         return None
     split = [lay.dims[0].axes for lay in _recipes(calls)]  # logits have the labels' layout
     ranks = math.lcm(ranks, *(calls.mesh.axis_size(axes) for axes in split))
@@ -214,12 +215,6 @@ def _by_token(calls: Calls, why: str) -> UnevenSplit:
         mesh=calls.mesh,
         fix=f"other, _ = sl.parallelize(module, {recipe}); model = sl.as_module(other, {moved})",
     )
-
-
-def _uneven(calls: Calls, name: str, x: Tensor, why: str, fix: str) -> UnevenSplit:
-    """Return the error for an input that does not divide by its layout in ``inputs=``."""
-    laid = {name: f"{list(x.shape)} laid out {calls.inputs.get(name)}"}
-    return UnevenSplit(why, op="forward", operands=laid, mesh=calls.mesh, fix=fix)
 
 
 def filled(x: Tensor, rows: int, name: str = "") -> Tensor:

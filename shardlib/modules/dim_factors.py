@@ -104,22 +104,11 @@ def _factor(atom: Atom, major: int) -> None:
     else:
         pieces = []
         for part in atom.parts:
-            if length([part]) % minor:
+            count, rest = divmod(length([part]), minor)
+            if rest:
                 raise Apart
-            count = length([part]) // minor
-            row = leaves([part])
-            if len(row) != 1 or row[0].size != count * minor:
-                heads, tail = parted(row, count)
-                join(tail, [low])
-            else:
-                heads = row
-                if minor > 1:
-                    if count > 1:
-                        _factor(row[0], count)
-                        heads, tail = row[0].factors[:1], row[0].factors[1:]  # type: ignore[index]
-                    else:
-                        heads, tail = [], row
-                    join(tail, [low])
+            heads, tail = parted([part], count)
+            join(tail, [low])
             pieces.append(whole(heads))
         high = Atom(major, pieces)
     for factor in (high, low):
@@ -186,10 +175,8 @@ def _unite(p: Atom, q: Atom) -> None:
 
 
 def _borders(atom: Atom) -> list[int]:
-    out = [0]
-    for part in atom.parts or [atom]:
-        out.append(out[-1] + root(part).size)
-    return out
+    sizes = (root(part).size for part in atom.parts or [atom])
+    return [*itertools.accumulate(sizes, initial=0)]
 
 
 def _cut(atom: Atom, borders: Sequence[int]) -> None:
@@ -198,25 +185,21 @@ def _cut(atom: Atom, borders: Sequence[int]) -> None:
     if set(borders) <= set(have):
         return
     pieces: Row = []
-    for part, start in zip(atom.parts or [None], have, strict=False):
-        size = root(part).size if part is not None else atom.size
+    for part, start in zip(atom.parts or [Atom(atom.size)], have, strict=False):
+        size = root(part).size
         inner = [b - start for b in borders if start < b < start + size]
-        if not inner and part is not None:
+        if not inner:
             pieces.append(part)
-            continue
-        ends = [0, *inner, size]
-        if part is not None and root(part).factors is not None:
+        elif root(part).factors is None:
+            for a, b in itertools.pairwise([0, *inner, size]):
+                pieces += fresh(b - a, *atom.seen) or [Atom(1)]
+        else:
             row = leaves([part])
             minor = length(row[1:])
             if any(b % minor for b in inner):
                 raise Apart
-            _cut(row[0], [b // minor for b in ends])
+            _cut(row[0], [b // minor for b in inner])
             pieces += [whole([p, *row[1:]]) for p in row[0].parts or ()]
-            continue
-        new = [Atom(b - a) for a, b in itertools.pairwise(ends)]
-        for part in new:
-            part.seen |= atom.seen
-        pieces += new
     atom.parts = pieces
 
 
@@ -228,17 +211,15 @@ def piece(row: Row, start: int, stop: int) -> Row:
     if not row or start == stop:
         return fresh(stop - start)
     minor = length(row[1:])
-    if start % minor or stop % minor:
-        head = start // minor
-        if (stop - 1) // minor == head:  # within one index of the leading atom
-            mark(row[:1], "bound")
-            return piece(row[1:], start - head * minor, stop - head * minor)
+    first, begin = divmod(start, minor)
+    last, rest = divmod(stop, minor)
+    apart = bool(begin or rest)
+    if (stop - 1) // minor == first and (apart or row[0].parts is None):
+        mark(row[:1], "bound")  # one index of the leading atom leaves the others
+        return piece(row[1:], begin, begin + stop - start)
+    if apart:
         raise Apart
-    first, last = start // minor, stop // minor
-    if last - first == 1 and row[0].parts is None:
-        mark(row[:1], "bound")
-        return row[1:]  # one index of the leading atom leaves the others
-    _cut(row[0], [0, first, last, row[0].size] if first else [0, last, row[0].size])
+    _cut(row[0], [first, last])
     at = _borders(row[0])
     taken = [p for p, a in zip(row[0].parts or (), at, strict=False) if first <= a < last]
     return leaves([taken[0] if len(taken) == 1 else Atom(last - first, taken)]) + row[1:]

@@ -9,8 +9,9 @@ size) by the slicing of its output, whatever its name is.
 """
 
 import inspect
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -117,17 +118,19 @@ class _OpCall:
     def __init__(self, func: Func, args: Args, kwargs: Kwargs) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.operands = _tensors((args, kwargs))
+        takes = {a.name: a.default_value for a in func._schema.arguments}
+        self.named = takes | dict(zip(takes, args, strict=False)) | kwargs
 
     def __getitem__(self, name: str) -> Any:
-        return self.get(name, None)
+        """Return an operand; None if the operator has none of this name."""
+        return self.named.get(name)
 
-    def get(self, name: str, default: object) -> Any:
-        """Return an operand; ``default`` if the operator has none of this name."""
-        for i, argument in enumerate(self.func._schema.arguments):
-            if argument.name == name:
-                given = self.args[i] if i < len(self.args) else argument.default_value
-                return self.kwargs.get(name, given)
-        return default
+    def dims(self, default: object = None) -> list[int]:
+        """List the dimensions of the first operand that the call names; None stands for all."""
+        ndim = self.operands[0].ndim
+        given = self.named.get("dim", self.named.get("dims", default))
+        listed = [given] if isinstance(given, int) else given or range(ndim)
+        return [d % ndim for d in listed] if ndim else []
 
     def along(self, x: Tensor) -> int:
         """Return the dimension of ``x`` that the call is along.
@@ -160,6 +163,14 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         if id(x) not in self.rows:
             self.know(x, [fresh(n) for n in x.shape])
         return self.rows[id(x)]
+
+    def inputs(self, given: Sequence[Tensor]) -> None:
+        """Record the features and the integers among a call's inputs."""
+        for x in given:
+            if x.is_floating_point() and x.ndim > 1:
+                self.found.sources.append(self.of(x)[-1])
+            elif not x.is_floating_point() and not x.is_complex():
+                self.found.numbers += self.of(x)
 
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -255,41 +266,40 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     @_rule("median")  # its dimensions go as a reduction's do
     @_rule(" ".join(n.replace(".", "_") for n in names_of(kind="reduce")))
     def reduce(self, call: _OpCall, out: object, what: str = "bound") -> None:
-        x, dims = call.operands[0], call["dim"]
         if call["other"] is not None:  # elementwise maximum of two tensors
             return self.pointwise(call, out)
-        listed = [dims] if isinstance(dims, int) else dims or range(x.ndim)
-        gone = {d % max(1, x.ndim) for d in listed}
-        rows = self.of(x)
-        for d in gone if x.ndim else ():
+        rows, gone = dict(enumerate(self.of(call.operands[0]))), call.dims()
+        for d in gone:
             mark(rows[d], what)
+        kept = {d: r for d, r in rows.items() if d not in gone}
         for y in _tensors(out):
-            if y.ndim == x.ndim:
-                self.know(y, [[] if d in gone else r for d, r in enumerate(rows)])
-            elif y.ndim == x.ndim - len(gone):
-                self.know(y, [r for d, r in enumerate(rows) if d not in gone])
+            if y.ndim == len(rows):
+                self.know(y, [kept.get(d, []) for d in rows])
+            elif y.ndim == len(kept):
+                self.know(y, list(kept.values()))
         return None
 
     @_rule("mean var var_mean std sum linalg_vector_norm norm std_mean")
     def normed(self, call: _OpCall, out: object) -> None:
         self.reduce(call, out, "normed")
 
-    def along(self, call: _OpCall, out: object) -> None:
-        x, dims = call.operands[0], call.get("dim", call.get("dims", -1))
-        for d in [dims] if isinstance(dims, int) else dims or range(x.ndim):
-            if x.ndim:
-                mark(self.of(x)[d], "bound")
-        for y in _tensors(out):
-            self.know(y, self.of(x))
-
     @_rule("topk")
-    def topk(self, call: _OpCall, out: Sequence[Tensor]) -> None:
+    def along(self, call: _OpCall, out: object) -> None:
+        self.mixed(call.operands[0], out, call.dims(-1))
+
+    @_rule("constant_pad_nd")
+    def pad(self, call: _OpCall, out: Tensor) -> None:
         x = call.operands[0]
-        rows, dim = list(self.of(x)), call.along(x)
-        mark(rows[dim], "bound")
-        rows[dim] = fresh(call["k"], "bound")
-        for y in out:
-            self.know(y, rows)
+        self.mixed(x, out, [d for d in range(x.ndim) if x.shape[d] != out.shape[d]])
+
+    def mixed(self, x: Tensor, out: object, dims: Sequence[int]) -> None:
+        """Give the results the dimensions of ``x``; positions of ``dims`` depend on each other."""
+        rows = self.of(x)
+        for d in dims:
+            mark(rows[d], "bound")
+        for y in _tensors(out):
+            sizes = zip(rows, x.shape, y.shape, strict=True)
+            self.know(y, [r if n == m else fresh(m, "bound") for r, n, m in sizes])
 
     @_rule("native_layer_norm fused_rms_norm rms_norm")
     def layer_norm(self, call: _OpCall, out: object) -> None:
@@ -329,13 +339,17 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             mark([a for row in self.of(x) for a in row], "bound")
             rows = [fresh(n, "bound") for n in out.shape]
         self.know(out, rows)
-        if id(x) in self.origin:  # a view that only adds or drops dimensions of one position
-            name, dims = self.origin[id(x)]
-            wide = [(n, d) for n, d in zip(x.shape, dims, strict=True) if n != 1]
-            if [n for n, _ in wide] == [n for n in out.shape if n != 1]:
-                left = iter(wide)
-                at = tuple(None if n == 1 else next(left)[1] for n in out.shape)
-                self.origin[id(out)] = (name, at)
+        if id(x) in self.origin:
+            self.viewed(x, out)
+
+    def viewed(self, x: Tensor, out: Tensor) -> None:
+        """Record that a view which only adds or drops dimensions of size 1 is of a parameter."""
+        name, dims = self.origin[id(x)]
+        wide = [(n, d) for n, d in zip(x.shape, dims, strict=True) if n != 1]
+        if [n for n, _ in wide] == [n for n in out.shape if n != 1]:
+            left = iter(wide)
+            at = tuple(None if n == 1 else next(left)[1] for n in out.shape)
+            self.origin[id(out)] = (name, at)
 
     def moved(self, call: _OpCall, out: object) -> None:
         """Follow a view that permutes, adds and drops dimensions, by strides that all differ.
@@ -373,11 +387,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         x = call.operands[0]
         rows = [fresh(n) for n in out.shape]
         for d in range(-1, -x.ndim - 1, -1):
-            if x.shape[d] != out.shape[d]:
-                rows[d] = fresh(out.shape[d] // max(1, x.shape[d]))
-                rows[d] += self.of(x)[d]
-            else:
-                rows[d] = self.of(x)[d]
+            rows[d] = fresh(out.shape[d] // max(1, x.shape[d])) + self.of(x)[d]
         self.know(out, rows)
 
     @_rule("slice")
@@ -448,15 +458,6 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         rows.insert(call["dim"] % out.ndim, fresh(len(others) + 1))
         self.know(out, rows)
 
-    @_rule("constant_pad_nd")
-    def pad(self, call: _OpCall, out: Tensor) -> None:
-        x, rows = call.operands[0], []
-        for row, before, n in zip(self.of(x), x.shape, out.shape, strict=True):
-            if before != n:
-                mark(row, "bound")
-            rows.append(row if before == n else fresh(n, "bound"))
-        self.know(out, rows)
-
     # ------------------------------------------------------------ products
 
     @_rule("mm bmm addmm baddbmm")
@@ -471,9 +472,9 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         self.know(out, rows)
         if id(a) in self.origin and id(b) not in self.origin:
             beside = [*two[:batch], two[batch + 1]]
-            self.read("product", a, batch + 1, batch, [atom for r in beside for atom in r])
+            self.read("product", a, batch + 1, batch, itertools.chain(*beside))
         elif id(b) in self.origin and id(a) not in self.origin:
-            self.read("product", b, batch, batch + 1, [atom for r in one[:-1] for atom in r])
+            self.read("product", b, batch, batch + 1, itertools.chain(*one[:-1]))
         elif id(a) not in self.origin:
             mark(one[batch + 1], "bound")
             mark([*one[batch], *two[batch + 1]], "across")
@@ -483,7 +484,13 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             self.align(rows, out.shape, x)
 
     def read(
-        self, kind: str, t: Tensor, contracted: int, kept: int, rows: Row, groups: int = 1
+        self,
+        kind: str,
+        t: Tensor,
+        contracted: int,
+        kept: int,
+        rows: Iterable[Atom],
+        groups: int = 1,
     ) -> None:
         """Record a use of the parameter that ``t`` is, by the dimensions of ``t``."""
         name, dims = self.origin[id(t)]
@@ -589,21 +596,21 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     def index(self, call: _OpCall, out: Tensor) -> None:
         x, index = call.operands[0], call["indices"]
         rows = self.of(x)
-        picked = [d for d, i in enumerate(index) if i is not None]
-        for d in picked:
+        given = {d: i for d, i in enumerate(index) if i is not None}
+        for d in given:
             mark(rows[d], "bound")
-        given = [index[d] for d in picked]
-        if any(i.dtype in (torch.bool, torch.uint8) for i in given):
+        if {i.dtype for i in given.values()} & {torch.bool, torch.uint8}:
             # how many elements booleans take depends on values
-            tail = rows[sum(i.ndim if i is not None else 1 for i in index) :]
-            self.know(out, [*(fresh(n) for n in out.shape[: out.ndim - len(tail)]), *tail])
+            tail = rows[len(index) + sum(i.ndim - 1 for i in given.values()) :]
+            self.know(out, [*map(fresh, out.shape[: out.ndim - len(tail)]), *tail])
             return
-        shape = torch.broadcast_shapes(*(i.shape for i in given))
-        together = [fresh(n) for n in shape]
-        for i in given:
+        shape = torch.broadcast_shapes(*(i.shape for i in given.values()))
+        together = [*map(fresh, shape)]
+        for i in given.values():
             self.align(together, shape, i)
-        at = picked[0] if picked == list(range(picked[0], picked[-1] + 1)) else 0
-        rest: list[int | None] = [d for d in range(x.ndim) if d not in picked]
+        first, last = min(given), max(given)
+        at = first if last - first + 1 == len(given) else 0
+        rest: list[int | None] = [d for d in range(x.ndim) if d not in given]
         self.reorder(x, out, [*rest[:at], *[None] * len(shape), *rest[at:]])
         self.rows[id(out)][at : at + len(shape)] = together
 
@@ -688,11 +695,9 @@ def trace_dimensions(model: nn.Module, inputs: object = None) -> Dimensions:
             except Exception as e:  # the module's own code may raise anything
                 what = str(e).splitlines()[0] if str(e) else type(e).__name__
                 failed = f"it does not run on example inputs: {what}"
-    raise Unsupported(
-        f"what feeds what in {type(model).__name__} is not known: {failed}",
-        op="roles",
-        fix=f"sl.recipes.megatron1d(model, inputs={_suggested(model)})",
-    )
+    why = f"what feeds what in {type(model).__name__} is not known: {failed}"
+    fix = f"sl.recipes.megatron1d(model, inputs={_suggested(model)})"
+    raise Unsupported(why, op="roles", fix=fix)
 
 
 def _suggested(model: nn.Module) -> str:
@@ -711,20 +716,23 @@ def _suggested(model: nn.Module) -> str:
     return f"dict({', '.join(f'{n}=torch.zeros(...)' for n in names)})"
 
 
+def _state(model: nn.Module, device: str | None) -> dict[str, Tensor]:
+    """Make the tensors of a run: shapes on a device, or without one the module's own values."""
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    written = {id(b) for b in model.buffers()}
+
+    def held(x: Tensor) -> Tensor:
+        if device:
+            return torch.empty_like(x.detach(), device=device)
+        return x.detach().clone() if id(x) in written else x.detach()
+
+    made = {id(x): held(x) for x in named.values()}
+    return {n: made[id(x)] for n, x in named.items()}
+
+
 def _run(model: nn.Module, args: Args, kwargs: Kwargs, device: str | None) -> Dimensions:
     """Trace a call on shapes, or without a device on the module's own values."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    named |= dict(model.named_buffers())
-    written = {id(b) for b in model.buffers()}
-    held: dict[int, Tensor] = {}
-    for x in named.values():
-        y = x.detach()
-        if device:
-            y = torch.empty_like(y, device=device)
-        elif id(x) in written:
-            y = y.clone()
-        held.setdefault(id(x), y)
-    state = {n: held[id(x)] for n, x in named.items()}
+    state = _state(model, device)
     own = next((x.device for x in state.values()), None)
 
     def moved_to(x: object) -> object:
@@ -736,11 +744,7 @@ def _run(model: nn.Module, args: Args, kwargs: Kwargs, device: str | None) -> Di
     for name, p in model.named_parameters():
         found.params[name] = [fresh(n) for n in p.shape]
         watch.know(state[name], found.params[name], (name, tuple(range(p.ndim))))
-    for x in _tensors(given):
-        if x.is_floating_point() and x.ndim > 1:
-            found.sources.append(watch.of(x)[-1])
-        elif not x.is_floating_point() and not x.is_complex():
-            found.numbers += watch.of(x)
+    watch.inputs(_tensors(given))
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     where = torch.device(device) if device else nullcontext()

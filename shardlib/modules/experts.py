@@ -45,13 +45,10 @@ def is_stack(module: nn.Module) -> bool:
     """
     count = getattr(module, "num_experts", None)
     held = list(module.parameters(recurse=False))
-    if (
-        not isinstance(count, int)
-        or not held
-        or any(True for c in module.children() for _ in c.parameters())
-    ):
+    inside = any(True for c in module.children() for _ in c.parameters())
+    if not isinstance(count, int) or inside or max((p.ndim for p in held), default=0) < 3:
         return False
-    if any(p.ndim < 2 or p.shape[0] != count for p in held) or all(p.ndim < 3 for p in held):
+    if any(p.shape[:1] != (count,) or p.ndim < 2 for p in held):
         return False
     takes = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return len(takes) == 3 and all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in takes)
@@ -75,26 +72,30 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
     for name, stack in stacks(model).items():
         held = {f"{name}.{n}".lstrip("."): p for n, p in stack.named_parameters(recurse=False)}
         mine = {n: layouts[n].resolve(p.ndim) for n, p in held.items() if n in layouts}
-        token = next((lay.dims[0] for lay in mine.values() if lay.dims[0].is_split), None)
         if len(mine) < len(held):
             continue
-        if token is None:
-            if hasattr(stack, "_is_expert_parallel") and not any(lay.axes for lay in mine.values()):
-                found.append(stack)
-            continue
-        for n, lay in mine.items():
-            if lay.dims[0] != token or any(d.is_split for d in lay.dims[1:]):
-                raise ShardError(
-                    f"the experts of {name!r} are split {token}, and {n!r} is laid out {lay}: all "
-                    "parameters of a "
-                    "stack are split alike, along their first dimension alone",
-                    op="parallelize",
-                    operands={k: str(v) for k, v in mine.items()},
-                    fix=f"sl.parallelize(module, [({f'{name}.*'.lstrip('.')!r}, '{token} ...'), "
-                    f"*(r for r in rules if not str(r[0]).startswith({f'{name}.'.lstrip('.')!r}))])",
-                )
-        found.append(stack)
+        token = next((lay.dims[0] for lay in mine.values() if lay.dims[0].is_split), None)
+        whole = not any(lay.axes for lay in mine.values())
+        if token is not None:
+            _refuse_unlike(name, mine, token)
+        if token is not None or (whole and hasattr(stack, "_is_expert_parallel")):
+            found.append(stack)
     return found
+
+
+def _refuse_unlike(name: str, layouts: Mapping[str, Layout], token: Dim) -> None:
+    """Refuse parameters of a stack that are not split alike, or in other dimensions too."""
+    for n, lay in layouts.items():
+        if (lay.dims[0], lay.axes) != (token, token.axes):
+            below = f"{name}.".lstrip(".")
+            raise ShardError(
+                f"the experts of {name!r} are split {token}, and {n!r} is laid out {lay}: all "
+                "parameters of a stack are split alike, along their first dimension alone",
+                op="parallelize",
+                operands=layouts,
+                fix=f"sl.parallelize(module, [({f'{below}*'!r}, '{token} ...'), "
+                f"*(r for r in rules if not str(r[0]).startswith({below!r}))])",
+            )
 
 
 @contextmanager

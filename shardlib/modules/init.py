@@ -24,7 +24,7 @@ from shardlib.modules.copies import swapped
 from shardlib.modules.parallelize import placed
 from shardlib.modules.remat import Remat
 from shardlib.modules.rules import Axes, Rules, matches
-from shardlib.placing import reshard, shard
+from shardlib.placing import lengthened, reshard, shard
 from shardlib.random import next_key, rewind, rewound, seeded
 from shardlib.tensor import Place, ShardedTensor, promoting, real_axes, replicated
 
@@ -139,13 +139,11 @@ def _write(
         _given(tensors, fill or {}, todo)
         _keep(tensors, real, todo, mesh)
     if missing := todo.names(tensors):
-        raise UnknownParameter(
+        why = (
             f"nothing gives a value to {', '.join(missing)}: {lacks} reset_parameters or "
-            "_init_weights writes there",
-            op=op,
-            mesh=mesh,
-            fix=fix(missing),
+            "_init_weights writes there"
         )
+        raise UnknownParameter(why, op=op, mesh=mesh, fix=fix(missing))
 
 
 def _keep(
@@ -189,13 +187,7 @@ def _code(module: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[Code, li
                 seen.add(child)
                 yield from walk(child, f"{path}{name}.", owner)
         own = [
-            n
-            for n, _ in sub.named_parameters(
-                prefix=path[:-1], recurse=False, remove_duplicate=False
-            )
-        ]
-        own += [
-            n for n, _ in sub.named_buffers(prefix=path[:-1], recurse=False, remove_duplicate=False)
+            f"{path}{n}" for n, x in {**sub._parameters, **sub._buffers}.items() if x is not None
         ]
         yield _filling(sub, owner), [tied.get(n, n) for n in own]
 
@@ -265,13 +257,10 @@ def _moved(x: ShardedTensor, on: int) -> ShardedTensor:
     axes = real_axes(x.mesh, x.sharding.axes)
     if not axes:
         return x
-    fits = -x.ndim <= on < 0 and x.shape[on] % x.mesh.axis_size(axes) == 0
-    return _blocks(
-        x, Layout(tuple(Dim(axes) if fits and d - x.ndim == on else Dim() for d in range(x.ndim)))
-    )
-
-
-def _blocks(x: ShardedTensor, layout: Layout) -> ShardedTensor:
+    dims = [Dim()] * x.ndim
+    if -x.ndim <= on < 0 and x.shape[on] % x.mesh.axis_size(axes) == 0:
+        dims[on] = Dim(axes)
+    layout = Layout(tuple(dims))
     local = layout.local_shape(tuple(x.shape), x.mesh)
     raw = x.raw.new_full(storage_shape(x.mesh, *local), float("nan"))
     return ShardedTensor(raw, Place(layout, torch.Size(x.shape), x.mesh))
@@ -280,19 +269,11 @@ def _blocks(x: ShardedTensor, layout: Layout) -> ShardedTensor:
 def _back(x: ShardedTensor, like: ShardedTensor) -> Tensor:
     """Reshard a filled tensor to the parameter's own layout."""
     if like.is_padded:
-        cut = [
-            d for d, (n, t) in enumerate(zip(like.padded_shape, like.shape, strict=True)) if n != t
-        ]
-        if any(real_axes(x.mesh, x.dims[d].axes) for d in cut):
+        sizes = zip(x.dims, like.shape, like.padded_shape, strict=True)
+        if any(real_axes(x.mesh, dim.axes) for dim, n, s in sizes if n != s):
             x = reshard(x, "...")
-        widths = [
-            w
-            for n, s in zip(reversed(like.shape), reversed(like.padded_shape), strict=True)
-            for w in (0, s - n)
-        ]
-        x = ShardedTensor(
-            nn.functional.pad(x.raw, widths), Place(x.sharding, like.padded_shape, x.mesh)
-        )
+        raw = lengthened(x.raw, like.shape, like.padded_shape)
+        x = ShardedTensor(raw, Place(x.sharding, like.padded_shape, x.mesh))
     return reshard(x, like.sharding).raw
 
 
@@ -344,12 +325,10 @@ def _given(tensors: Mapping[str, ShardedTensor], fill: Fill, todo: _Unwritten) -
         names = [n for n, t in tensors.items() if matches(pattern, n, t)]
         if not names:
             near = similar(str(pattern), list(tensors), 1, 0.0)
-            raise UnknownParameter(
-                f"fill: {pattern!r} matches no parameter or buffer",
-                op="init",
-                operands={"tensors": ", ".join(tensors)},
-                fix=f"fill = {{{(near or ['*'])[0]!r}: fill.pop(list(fill)[{i}]), **fill}}",
-            )
+            why = f"fill: {pattern!r} matches no parameter or buffer"
+            given = {"tensors": ", ".join(tensors)}
+            fix = f"fill = {{{(near or ['*'])[0]!r}: fill.pop(list(fill)[{i}]), **fill}}"
+            raise UnknownParameter(why, op="init", operands=given, fix=fix)
         for name in names:
             with promoting():
                 tensors[name].copy_(value) if isinstance(value, Tensor) else value(tensors[name])

@@ -133,13 +133,10 @@ def _refuse_unsized(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
     """Refuse the tensors of Lazy modules, which have no size yet."""
     for n, t in tensors.items():
         if isinstance(t, UninitializedTensorMixin):
-            raise ShardError(
-                f"{n!r} has no size before the module's first call",
-                op="parallelize",
-                operands={n: type(t).__name__},
-                mesh=mesh,
-                fix="module(*inputs)  # a call gives every Lazy module its sizes",
-            )
+            why = f"{n!r} has no size before the module's first call"
+            given = {n: type(t).__name__}
+            fix = "module(*inputs)  # a call gives every Lazy module its sizes"
+            raise ShardError(why, op="parallelize", operands=given, mesh=mesh, fix=fix)
 
 
 def _input_layout(

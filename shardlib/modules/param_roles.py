@@ -14,12 +14,14 @@ If no layout can express a split for one parameter, its atoms become whole for a
 at a cost that prices include.
 """
 
+import fnmatch
 import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from torch import nn
 
@@ -141,7 +143,7 @@ def kinds(dims: Dimensions) -> _Found:
     ['inner', 'residual']
     """
     found = _Found(dims)
-    headed = {i for _, _, row in found.rows if _headed(row) for i in ids(row)}
+    headed = _headed(found)
     _classify_marked(found, headed)
     for row in dims.sources:
         found.put(row, "residual")
@@ -156,6 +158,12 @@ def kinds(dims: Dimensions) -> _Found:
         if (found.of(ins), found.of(outs)) == ("inner", "residual") and length(ins) > length(outs):
             found.mlp |= ids(ins) - headed
     return found
+
+
+def _headed(found: _Found) -> set[int]:
+    """Return the atoms of dimensions of heads."""
+    rows = [row for _, _, row in found.rows if any("heads" in a.seen for a in deep(row))]
+    return ids(itertools.chain(*rows))
 
 
 def _classify_marked(found: _Found, headed: set[int]) -> None:
@@ -250,10 +258,6 @@ def widening_names(dims: Dimensions) -> list[str]:
     found = kinds(dims)
     products = [r for r in dims.reads if r.kind == "product"]
     return [r.name for r in products if found.mlp & ids(itertools.chain(*found.sides(r)))]
-
-
-def _headed(row: Row) -> bool:
-    return any("heads" in a.seen for a in deep(row))
 
 
 # ---------------------------------------------------------------- positions
@@ -378,30 +382,19 @@ def assign(
             texts[name] = (_table(found, name, way, name in tokens),)
         else:
             texts[name] = _matrix(found, r, way, shapes[name])
-    _copy_layouts(texts, _unreached(dims, uses), shapes)
+    texts |= {n: texts[like] for n, like in _equals(dims, uses) if shapes[like] == shapes[n]}
     left = {}
     for (name, d), why in found.left.items():
         left.setdefault(name, f"dimension {d} of {list(shapes[name])}: {why}")
     return texts, left
 
 
-def _unreached(dims: Dimensions, uses: Mapping[str, ParameterUse]) -> set[str]:
-    """List the parameters that the run did not read."""
-    return {
-        n
-        for n, rows in dims.params.items()
-        if n not in uses and all(_bare(a) for row in rows for a in row)
-    }
-
-
-def _copy_layouts(
-    texts: dict[str, tuple[str, ...]], names: set[str], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Give these parameters the layouts of their equals in other layers."""
-    for name in names:
-        like = next((n for n in texts if n not in names and stars(n) == stars(name)), None)
-        if like is not None and shapes[like] == shapes[name]:
-            texts[name] = texts[like]
+def _equals(dims: Dimensions, uses: Mapping[str, ParameterUse]) -> list[tuple[str, str]]:
+    """List the parameters that the run did not read, each with its equal in another layer."""
+    atoms = {n: [*itertools.chain(*rows)] for n, rows in dims.params.items() if n not in uses}
+    unread = {n for n, row in atoms.items() if all(map(_bare, row))}
+    read = {stars(n): n for n in reversed(dims.params) if n not in unread}
+    return [(n, read[stars(n)]) for n in unread if stars(n) in read]
 
 
 def _recurrent(model: nn.Module) -> set[str]:
@@ -449,12 +442,15 @@ def _settle(found: _Found, uses: Mapping[str, ParameterUse], way: RoleLayouts) -
         for name, d, row in found.rows:
             for kind in ("inner", "residual"):
                 if any(found.of(some) == kind for some in (row, *([a] for a in deep(row)))):
-                    _settle_row(found, name, d, row, kind, way, uses.get(name))
+                    _settle_row(found, name, d, row, kind, way, uses.get(name, _UNUSED))
         for r in found.products:
             ends = [found.of(side) for side in found.sides(r)]
             _settle_crossing(found, r, ends, way)
             if way.apart:
                 _settle_apart(found, r, ends)
+
+
+_UNUSED = ParameterUse("", "", (), ())
 
 
 def _settle_row(
@@ -464,15 +460,15 @@ def _settle_row(
     row: Row,
     kind: str,
     way: RoleLayouts,
-    use: ParameterUse | None,
+    use: ParameterUse,
 ) -> None:
     """Mark a dimension as whole if it cannot be split, or not as its use needs it."""
-    of = use.kind if use is not None else ""
-    inputs, outputs = (use.inputs, use.outputs) if use is not None else ((), ())
-    if of == "product" and d not in inputs + outputs:
-        return  # the expert dimension of a stack
-    if of == "lookup" and d in inputs:
-        return  # a vocabulary, whose split affects its table alone
+    free = {
+        "product": d not in use.inputs + use.outputs,  # the expert dimension of a stack
+        "lookup": d in use.inputs,  # a vocabulary, whose split affects its table alone
+    }
+    if free.get(use.kind):
+        return
     axes = _axes(found, row, kind, way)
     p = way.ways(axes)
     try:
@@ -482,8 +478,8 @@ def _settle_row(
         return
     if p == 1 or token == _token(axes):
         return
-    contracted = of == "product" and d in inputs
-    if contracted or (kind == "residual" and d not in outputs):
+    contracted = use.kind == "product" and d in use.inputs
+    if contracted or (kind == "residual" and d not in use.outputs):
         found.leave(name, d, f"{_text(row)} is cut where it is split", row, (kind,))
 
 
@@ -655,36 +651,26 @@ def patterns(
     def shortened(given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         return {n: (_short(text[0], ndim.get(n, 0)), *text[1:]) for n, text in given.items()}
 
-    plain, otherwise = shortened(texts), shortened(padded or {})
-    said = {n: (text, otherwise.get(n, text)) for n, text in plain.items()}
+    plain = shortened(texts)
+    said = {n: (text, text) for n, text in plain.items()}
+    said |= {n: (plain[n], text) for n, text in shortened(padded or {}).items()}
     rules: list[Suggested] = []
-    compiled: dict[str, list[str]] = {}
-
-    def matching(pattern: str) -> list[str]:
-        if pattern not in compiled:
-            glob = re.compile(".*".join(map(re.escape, pattern.split("*"))) + r"\Z", re.S)
-            compiled[pattern] = [n for n in said if glob.match(n)]
-        return compiled[pattern]
-
+    matching = cache(lambda pattern: fnmatch.filter(said, pattern))
     done: set[str] = set()
-    for name in said:
+    for name, layouts in said.items():
         if name in done:
             continue
-        for pattern in _candidates(name):
-            hits = matching(pattern)
-            if all(said[n] == said[name] for n in hits):
-                rules.append(Suggested((pattern, *plain[name]), (pattern, *said[name][1])))
-                done.update(hits)
-                break
+        alike = (p for p in _candidates(name) if {said[n] for n in matching(p)} == {layouts})
+        pattern = next(alike)
+        rules.append(Suggested(*((pattern, *text) for text in layouts)))
+        done.update(matching(pattern))
     return rules
 
 
 def _candidates(name: str) -> Iterable[str]:
     """List a name's forms with stars for all its numbers, then for fewer, the last kept first."""
     words = name.split(".")
-    numbers = [i for i, w in enumerate(words) if w.isdigit()]
-    if len(numbers) > 6:
-        numbers = numbers[:6]
+    numbers = [i for i, w in enumerate(words) if w.isdigit()][:6]
     for count in range(len(numbers), -1, -1):
         for chosen in itertools.combinations(numbers, count):
             yield ".".join(

@@ -279,12 +279,9 @@ def cube3d(
     (('0.weight', '(y z) x'), [('2.weight', '. (y z x)', '(x y) ... z'), ('2.bias', 'z')])
     """
     if mlp not in MLP_ROLES:
-        raise ShardError(
-            f"no such roles in an MLP: {mlp!r}; there are {', '.join(MLP_ROLES)}",
-            op="recipe",
-            mesh=as_mesh(mesh),
-            fix='sl.recipes.cube3d(model, mlp="mnk")',
-        )
+        why = f"no such roles in an MLP: {mlp!r}; there are {', '.join(MLP_ROLES)}"
+        fix = 'sl.recipes.cube3d(model, mlp="mnk")'
+        raise ShardError(why, op="recipe", mesh=as_mesh(mesh), fix=fix)
     rows, wide = (_batch(mesh, data, "cube3d", over, x=x, y=y, z=z) for over in ((x, y), (x, z)))
     own = {
         "expand": (f"{y} ({z} {x})",),
@@ -351,11 +348,9 @@ def ring(
     if documents is not None:
         documents = Ring(axis, 0, "documents", cu_seqlens=tuple(documents)).cu_seqlens
         if "position_ids" not in inspect.signature(model.forward).parameters:
-            raise Unsupported(
-                f"{type(model).__name__} takes no position_ids by which it could know documents",
-                op="ring",
-                fix="sl.attention(q, k, v, mask=sl.masks.Causal() & sl.masks.Documents((0, 5, 9)))",
-            )
+            why = f"{type(model).__name__} takes no position_ids by which it could know documents"
+            fix = "sl.attention(q, k, v, mask=sl.masks.Causal() & sl.masks.Documents((0, 5, 9)))"
+            raise Unsupported(why, op="ring", fix=fix)
     if weights is None:
         where = f"{_batch(mesh, data, 'ring', axis=axis)} {token}"
         rules = [*_split_stacks(model, mesh, experts), ("*", "...")]
@@ -549,12 +544,10 @@ def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), /, **a
         m.axis_size(axis, "recipe", fix)
     for argument, axis in axes.items():
         if argument != "data" and axis == data:
-            raise AxisReused(
-                f"axis {axis!r} is used twice, as {argument!r} and as 'data', which splits batches",
-                op="recipe",
-                mesh=m,
-                fix=fix,
+            why = (
+                f"axis {axis!r} is used twice, as {argument!r} and as 'data', which splits batches"
             )
+            raise AxisReused(why, op="recipe", mesh=m, fix=fix)
     return _token(*(a for a in (data, *over) if a in m.names))
 
 

@@ -143,9 +143,8 @@ def _refuse_unused(
     """Refuse parameters without a rule, and rules of the user's that no parameter takes."""
     unmatched = [name for name in named if name not in taken]
     used = set(taken.values())
-    unused = [
-        rules[i][0] for i, rule in enumerate(given) if i not in used and not _spare(rule, named)
-    ]
+    left = [i for i, rule in enumerate(given) if i not in used and not _spare(rule, named)]
+    unused = [rules[i][0] for i in left]
     if unmatched or unused:
         raise rule_error(
             _lint(unmatched, unused, named, rules),

@@ -85,11 +85,8 @@ def cluster_of(given: str | Cluster) -> Cluster:
     if isinstance(given, Cluster):
         return given
     if given not in CLUSTERS:
-        raise BadArgument(
-            f"no cluster {given!r}; there are {', '.join(CLUSTERS)}",
-            op="plan",
-            fix="sl.planning.Cluster(memory=80e9, flops=4e14)",
-        )
+        why = f"no cluster {given!r}; there are {', '.join(CLUSTERS)}"
+        raise BadArgument(why, op="plan", fix="sl.planning.Cluster(memory=80e9, flops=4e14)")
     return CLUSTERS[given]
 
 
@@ -114,11 +111,8 @@ def measured(cluster: str | Cluster = "h100", ranks: int | None = None) -> Clust
         world = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
     node = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % node:
-        raise BadArgument(
-            f"{world} ranks are no whole nodes of {node}",
-            op="measured",
-            fix=f"sl.planning.measured(ranks={world})",
-        )
+        why = f"{world} ranks are no whole nodes of {node}"
+        raise BadArgument(why, op="measured", fix=f"sl.planning.measured(ranks={world})")
     if world == 1:
         return found
     links = probe(make_mesh(node=world // node, rank=node))

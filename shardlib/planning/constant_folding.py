@@ -57,19 +57,22 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         if name == "_local_scalar_dense" and id(args[0]) in self.values:  # item()
             return self.values[id(args[0])].item()
         out = on_shapes(func, args, kwargs)
-        if not isinstance(out, Tensor) or not out.is_meta or out.is_floating_point():
-            return out
-        if name in ("fill_", "zero_"):  # its old values do not matter
-            if out.numel() <= MOST and not isinstance(args[1] if len(args) > 1 else 0, Tensor):
-                blank = torch.empty(out.shape, dtype=out.dtype, device="cpu")
-                self._keep(out, func(blank, *args[1:]))
-        elif out.numel() <= MOST and self._has_values(func, args, kwargs):
+        if isinstance(out, Tensor) and out.is_meta and not out.is_floating_point():
+            self._learn(out, func, args, kwargs)
+        return out
+
+    def _learn(self, out: Tensor, func: Func, args: Args, kwargs: Kwargs) -> None:
+        """Keep the values of a result, if they are known, else forget what it held before."""
+        small = out.numel() <= MOST
+        if small and func.overloadpacket.__name__ in ("fill_", "zero_"):
+            # the values that it held before do not matter
+            args = (torch.empty(out.shape, dtype=out.dtype, device="cpu"), *args[1:])
+        if small and self._has_values(func, args, kwargs):
             host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
             beside: Any = optree.tree_map(self._twin, (args, host))  # type: ignore[arg-type]
             self._keep(out, _computed(func, *beside))
         else:
             self.values.pop(id(out), None)  # written in place with unknown values
-        return out
 
     def _has_values(self, func: Func, args: Args, kwargs: Kwargs) -> bool:
         """Return whether the values of all operands are known, and so those of the result."""
@@ -92,14 +95,8 @@ def _computed(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     The positions of a batch are one row, expanded a thousand times in a large batch.
     """
-    rows = args[0] if args and isinstance(args[0], list | tuple) else args
-    given = [x for x in rows if isinstance(x, Tensor)]
-    most = max((x.ndim for x in given), default=0)
-    widest = [x for x in given if x.ndim == most > 1]
-    count = max((x.shape[0] for x in widest), default=0)
-    # rows of stride 0 are the same memory: one of them gives all
-    one = all(x.stride(0) == 0 or x.shape[0] == 1 for x in widest)
-    if count <= 1 or not one or not _by_row(func, args, most) or func._schema.is_mutable:
+    count, most = _equal_rows(args)
+    if count <= 1 or not _by_row(func, args, most) or func._schema.is_mutable:
         return func(*args, **kwargs)
     tree: Any = args
     first: Any = optree.tree_map(
@@ -107,6 +104,17 @@ def _computed(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     out = func(*first, **kwargs)
     return out.expand(count, *out.shape[1:])
+
+
+def _equal_rows(args: tuple[Any, ...]) -> tuple[int, int]:
+    """Count the rows of the operands, 0 unless they are one expanded row; and their dimensions."""
+    rows = args[0] if args and isinstance(args[0], list | tuple) else args
+    given = [x for x in rows if isinstance(x, Tensor)]
+    most = max((x.ndim for x in given), default=0)
+    widest = [x for x in given if x.ndim == most > 1]
+    # rows of stride 0 are the same memory: one of them gives all
+    one = all(x.stride(0) == 0 or x.shape[0] == 1 for x in widest)
+    return max((x.shape[0] for x in widest if one), default=0), most
 
 
 def _by_row(func: object, args: tuple[Any, ...], ndim: int) -> bool:

@@ -267,11 +267,8 @@ def explain(
     """
     leaves = _of(ShardedTensor, params)
     if not leaves:
-        raise ShardError(
-            "no parameter is sharded",
-            op="explain",
-            fix="sl.explain(apply, sl.shard(params, '...'), inputs)",
-        )
+        fix = "sl.explain(apply, sl.shard(params, '...'), inputs)"
+        raise ShardError("no parameter is sharded", op="explain", fix=fix)
     own = leaves[0].mesh
     sizes = dict(axis_sizes(own if mesh is None else mesh))
     device = getattr(mesh, "device_type", own.device_type)
@@ -337,12 +334,9 @@ def _papers(tree: Any, paper: Mesh, known: Known) -> Any:
         if not isinstance(x, Buckets):
             return on_paper(x)
         if dict(x.mesh.axes) != dict(paper.axes):
-            raise Unsupported(
-                "parts of buckets are cut for one mesh",
-                op="explain",
-                mesh=x.mesh,
-                fix="sl.explain(apply, params, inputs, tx=tx)",
-            )
+            why = "parts of buckets are cut for one mesh"
+            fix = "sl.explain(apply, params, inputs, tx=tx)"
+            raise Unsupported(why, op="explain", mesh=x.mesh, fix=fix)
         # an index of its own has no memory yet, as that of a first step
         return type(x)({n: on_paper(v) for n, v in x.items()}, replace(x.index), paper)
 

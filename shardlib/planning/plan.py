@@ -502,18 +502,18 @@ class _Study:
         rows, remat = self.begin or (self.batch // counts[0], "")
         # the number whose micro-batches are nearest to those of the fastest way
         count = min(counts, key=lambda n: abs(math.log(self.batch / way.rows / n / rows)))
+        every = list(itertools.product(counts, remats))
         found: dict[tuple[int, str], dict[str, float]] = {}
         for _ in range(4):
             found[count, remat] = self._measured(replace(way, accumulate=count), remat)
             self._learn(found, count)
-            known = self._best(way, found, counts, remats, known=True)
-            best = self._best(way, found, counts, remats)
+            known, best = (self._best(way, found, keys) for keys in (list(found), every))
             if known.fits and best.seconds > 0.95 * known.seconds:
                 break  # no estimate is more than 5 % better
             count, remat = best.way.accumulate, best.way.remat
             if (count, remat) in found:
                 break
-        known = self._best(way, found, counts, remats, known=True)
+        known = self._best(way, found, list(found))
         if known.fits and known.seconds < self.fastest:
             self.fastest = known.seconds
             self.begin = self.batch // way.rows // known.way.accumulate, known.way.remat
@@ -528,13 +528,10 @@ class _Study:
         self,
         way: Strategy,
         found: Mapping[tuple[int, str], Mapping[str, float]],
-        counts: Sequence[int],
-        remats: Sequence[str],
-        known: bool = False,
+        keys: Sequence[tuple[int, str]],
     ) -> Weighed:
-        """Return the fastest that fits, else the smallest; ``known``: among those that ran."""
+        """Return the fastest that fits, else the smallest, with these micro-batches and remats."""
         stages = range(1, 4) if way.copies else range(1)
-        keys = list(found) if known else list(itertools.product(counts, remats))
         tried = [
             self._staged(replace(way, stage=s, remat=r, accumulate=n), self._thought(found, n, r))
             for n, r in keys

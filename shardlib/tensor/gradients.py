@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardlib._compat import Ctx, Local, backward_now
 from shardlib.collectives import block_shape, flat_blocks, psum, unwrap, wrap
-from shardlib.dtypes import is_half, wider
+from shardlib.dtypes import is_half, wide, wider
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.tensor.grad_coalescing import together_of
@@ -251,21 +251,20 @@ def widened(
 
     ``matrices``  those of two dimensions and more are sent in half precision, as a product's are.
     """
-    met = [
-        real_axes(mesh, over) if over and t is not None and t.requires_grad else ()
-        for t, over in zip(raws, overs, strict=True)
-    ]
-    out = [
-        t.float() if t is not None and not over and is_half(t) else t
-        for t, over in zip(raws, met, strict=True)
-    ]
+    out = list(raws)
     together: dict[Any, list[int]] = {}
-    for i, (over, raw) in enumerate(zip(met, raws, strict=True)):
-        if over and raw is not None:
-            half = matrices and is_half(raw) and len(block_shape(raw, mesh)) > 1
-            together.setdefault((over, raw.dtype, half), []).append(i)
-    for (over, dtype, half), alike in together.items():
-        found: Any = _VaryAll.apply(mesh, over, dtype if half else None, *[raws[i] for i in alike])
+    for i, (raw, over) in enumerate(zip(raws, overs, strict=True)):
+        if raw is None:
+            continue
+        axes = real_axes(mesh, over) if raw.requires_grad else ()
+        if axes:
+            narrow = matrices and is_half(raw) and len(block_shape(raw, mesh)) > 1
+            wire = raw.dtype if narrow else None
+            together.setdefault((axes, raw.dtype, wire), []).append(i)
+        else:
+            out[i] = wide(raw)
+    for (axes, _, wire), alike in together.items():
+        found: Any = _VaryAll.apply(mesh, axes, wire, *[raws[i] for i in alike])
         for i, t in zip(alike, found, strict=True):
             out[i] = t
     return out

@@ -829,12 +829,8 @@ def _guarded(implementation: Implementation) -> Implementation:
     def run(func: Func, args: Args, kwargs: Kwargs) -> object:
         try:
             return implementation(func, args, kwargs)
-        except _MENDED as e:
-            return _otherwise(e, func, args, kwargs)
-        except ShardError:
-            raise
-        except _MISTAKES as e:
-            raise torch_refuses(func, args, kwargs) or e from None
+        except (Unfit, *_MISTAKES) as e:
+            return _recovered(e, func, args, kwargs)
 
     return run
 
@@ -1048,11 +1044,8 @@ def no_transform(name: str, args: Args = (), fix: str = "") -> Unsupported:
 
 def no_trace(name: str) -> Unsupported:
     """Return the error for a sharded value in a trace that would keep its blocks as constants."""
-    return Unsupported(
-        f"{name} records calls on plain tensors, and would keep this value's blocks as constants",
-        op=name,
-        fix="f(sl.unshard(x))",
-    )
+    why = f"{name} records calls on plain tensors, and would keep this value's blocks as constants"
+    return Unsupported(why, op=name, fix="f(sl.unshard(x))")
 
 
 def refuse_trace() -> None:
@@ -1106,12 +1099,9 @@ def no_implementation(
 def on_shapes(func: Func, mesh: Mesh) -> Unsupported:
     """Return the error for a result that depends on values, on a recorded mesh without values."""
     name = getattr(func, "__name__", str(func))
-    return Unsupported(
-        f"what {name} answers hangs on values, and a recorded mesh has shapes alone",
-        op=name,
-        mesh=mesh,
-        fix=f"sl.simulate({', '.join(f'{n}={s}' for n, s in mesh.axes.items())})",
-    )
+    why = f"what {name} answers hangs on values, and a recorded mesh has shapes alone"
+    fix = f"sl.simulate({', '.join(f'{n}={s}' for n, s in mesh.axes.items())})"
+    return Unsupported(why, op=name, mesh=mesh, fix=fix)
 
 
 Error = TypeVar("Error", bound=ShardError)
