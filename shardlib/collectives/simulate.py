@@ -299,6 +299,14 @@ def _pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return args[0] if out is raws[0] else Stacked(out, args[0].mesh)
 
 
+@_enter(torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
+def _masked_fill(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Fill with a value of each rank in a loop: torch takes a value without dimensions alone."""
+    given = (args[0], kwargs.get("value", args[-1]))
+    per_rank = all(type(x) is Stacked for x in given)
+    return _each(func, args, kwargs) if per_rank else _pointwise(func, args, kwargs)
+
+
 @_enter(
     torch.matmul,
     Tensor.matmul,

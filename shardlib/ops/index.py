@@ -349,7 +349,8 @@ def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
     for i in index:
         if isinstance(i, Tensor) and not i.ndim:
             d = sum(r is not None for r in rest)
-            raw = raw.index_select(d, i.reshape(1)).squeeze(d)
+            at = torch.where(i < 0, i + raw.shape[d], i)  # index_select counts from the front alone
+            raw = raw.index_select(d, at.reshape(1)).squeeze(d)
         else:
             rest.append(i)
     out = raw[tuple(rest)]

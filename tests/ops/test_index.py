@@ -107,6 +107,15 @@ def test_a_number_picks_from_the_rank_that_has_it(index: tuple[Any, ...]) -> Non
                 z[index].zero_()
 
 
+@pytest.mark.parametrize("layout", [". x .", "x . .", ". . x", "... "])
+def test_a_position_in_a_tensor_without_dimensions_counts_from_the_end_too(layout: str) -> None:
+    dense, at = torch.randn(4, 6, 8), torch.tensor([-1, 2])
+    with sl.simulate(x=2), sl.implicit():
+        x, i = sl.shard(dense, layout), sl.shard(at, ".")
+        assert torch.equal(sl.unshard(x[i[0], i[0], 3:]), dense[-1, -1, 3:])
+        assert torch.equal(sl.unshard(x[i[0], :, i[1]]), dense[-1, :, 2])
+
+
 @pytest.mark.parametrize("number", [True, False])
 def test_one_number_has_its_position_in_a_list_of_one(number: bool) -> None:
     t = torch.tensor(number)
