@@ -13,13 +13,14 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.collectives import blocks, played, psum, storage, unwrap, wrap
+from shardlib.collectives import played
 from shardlib.dtypes import wider
-from shardlib.mesh import Mesh, bind, coordinates, rank_along
+from shardlib.mesh import Mesh, rank_along
 from shardlib.optim.matrix_owners import Laid, Spread, laid
-from shardlib.optim.norms import norms, scale_in_place
+from shardlib.optim.norms import firsts, norms, over_ranks, scale_in_place
 from shardlib.optim.transform import (
     AMOUNT,
     Range,
@@ -203,24 +204,19 @@ def _slab(spread: Spread, mesh: Mesh | None, i: int, device: torch.device) -> _S
     coord = {} if mesh is None else played(mesh)[i]
     *lead, rows, cols = spread.layout.indices(spread.padded, sizes, coord)
     width = max(len(cols), 1)
-    count = math.prod(map(len, lead)) * len(rows)
-    lo, hi = 0, count * width
+    # padding along the stack is summed into an extra matrix
+    numbers = [spread.number(at) for at in product(*lead)]
+    lo, hi = 0, len(numbers) * len(rows) * width
     if spread.runs is not None and mesh is not None:
         lo, hi = spread.runs[rank_along(mesh.names, coord, mesh.axes)]
     # the rows that the run touches, its cut first and last row included
     top, bottom = lo // width, -(-hi // width) if hi > lo else lo // width
-    numbers = []
-    for at in product(*lead):
-        number, outside = 0, False
-        for k, n in zip(at, spread.shape, strict=False):
-            number, outside = number * n + k, outside or k >= n
-        # padding along the stack is summed into the extra matrix
-        numbers.append(math.prod(spread.shape[:-2]) if outside else number)
-    stack = torch.tensor(numbers, dtype=torch.int64, device="cpu").repeat_interleave(len(rows))[
-        top:bottom
-    ]
-    row = torch.tensor(list(rows), dtype=torch.int64, device="cpu").repeat(len(numbers))[top:bottom]
-    col = torch.tensor(list(cols), dtype=torch.int64, device="cpu")
+    stack, row, col = (
+        torch.tensor(places, dtype=torch.int64, device="cpu")
+        for places in (numbers, list(rows), list(cols))
+    )
+    stack = stack.repeat_interleave(len(rows))[top:bottom]
+    row = row.repeat(len(numbers))[top:bottom]
     return _Slab(stack.to(device), row.to(device), col.to(device), lo - top * width, bottom - top)
 
 
@@ -233,26 +229,21 @@ def _slabs(one: Laid) -> list[_Slab]:
     return make() if mesh is None else mesh.memo("slabs", (spread, device), make)
 
 
-def _bands(run: Tensor, slab: _Slab) -> Iterator[tuple[Tensor, _Slab]]:
-    """Cut the run into bands of about ``SPAN`` elements, of whole rows but for the run's ends."""
+def _bands(run: Tensor, slab: _Slab) -> Iterator[tuple[Tensor, _Slab, slice]]:
+    """Cut the run into bands of about ``SPAN`` elements, as rows, with their places in the run.
+
+    The first and the last row of the run have zeros where it lacks an end.
+    """
     width = max(len(slab.cols), 1)
     by = max(SPAN // width, 1)
     for top in range(0, slab.count, by):
-        n = min(by, slab.count - top)
-        lo, hi = max(top * width - slab.first, 0), (top + n) * width - slab.first
+        n, first = min(by, slab.count - top), 0 if top else slab.first
+        part = slice(max(top * width - slab.first, 0), (top + n) * width - slab.first)
+        rows = run[part]
+        if len(rows) != n * width:
+            rows = F.pad(rows, (first, n * width - len(rows) - first))
         at = slice(top, top + n)
-        band = _Slab(slab.stack[at], slab.rows[at], slab.cols, 0 if top else slab.first, n)
-        yield run[lo:hi], band
-
-
-def _filled(run: Tensor, slab: _Slab) -> Tensor:
-    """Return the run as rows, with zeros in the missing ends of the first and last row."""
-    width = max(len(slab.cols), 1)
-    if len(run) == slab.count * width:
-        return run.view(slab.count, width)
-    out = run.new_zeros(slab.count * width)
-    out[slab.first : slab.first + len(run)] = run
-    return out.view(slab.count, width)
+        yield rows.view(n, width), _Slab(slab.stack[at], slab.rows[at], slab.cols, first, n), part
 
 
 def _means(
@@ -264,66 +255,38 @@ def _means(
     for one in matrices:
         meshes.setdefault(one.mesh, []).append(one)
     for mesh, group in meshes.items():
-        vectors = []
-        for i in range(len(group[0].runs)):
-            vectors.append(torch.cat([_sums(one, i) for one in group]))
-        if mesh is None:
-            total = vectors[0]
-        else:
-            with bind(mesh):
-                whole = psum(wrap(storage(vectors, mesh), mesh), mesh.names)
-            total = blocks(unwrap(whole), mesh)[0]
-        at = 0
+        ranks = range(len(group[0].runs))
+        shares = [[x for one in group for x in _sums(one, i)] for i in ranks]
+        total = over_ranks(list(map(torch.cat, shares)), mesh)
+        sums = iter(total.split(list(map(len, shares[0]))))
         for one in group:
-            k, m, n = _padded(one.spread)
-            by_row, by_col = total[at : at + k * m], total[at + k * m : at + k * (m + n)]
-            at += k * (m + n)
-            stack, rows_true, cols_true = _true(one.spread)
-            row = by_row.view(k, m)[:stack, :rows_true] / max(cols_true, 1)
-            col = by_col.view(k, n)[:stack, :cols_true] / max(rows_true, 1)
+            stack, (m, n) = one.spread.count, one.spread.shape[-2:]
+            row = next(sums).view(stack + 1, -1)[:stack, :m] / max(n, 1)
+            col = next(sums).view(stack + 1, -1)[:stack, :n] / max(m, 1)
             rows[one.path] = rows[one.path].lerp(row.to(rows[one.path].dtype), share)
             cols[one.path] = cols[one.path].lerp(col.to(cols[one.path].dtype), share)
     return rows, cols
 
 
-def _padded(s: Spread) -> tuple[int, int, int]:
-    """Return the number of matrices plus one for padding, and rows and columns with padding."""
-    return math.prod(s.shape[:-2]) + 1, s.padded[-2], s.padded[-1]
+def _sums(one: Laid, i: int) -> tuple[Tensor, Tensor]:
+    """Sum the squares of one rank's part by row and by column, in fp64; zeros if it is a copy.
 
-
-def _true(s: Spread) -> tuple[int, int, int]:
-    return math.prod(s.shape[:-2]), s.shape[-2], s.shape[-1]
-
-
-def _sums(one: Laid, i: int) -> Tensor:
-    """Sum the squares of one rank's part by row and by column, in fp64; zeros if it is a copy."""
-    k, m, n = _padded(one.spread)
-    out = torch.zeros(k * (m + n), dtype=torch.float64, device=one.runs[i].device)
-    if not len(one.runs[i]) or not _counts(one, i):
-        return out
+    There is one matrix more, for padding, and rows and columns have their padding.
+    """
+    k, (m, n) = one.spread.count + 1, one.spread.padded[-2:]
+    how: Any = {"dtype": torch.float64, "device": one.runs[i].device}
+    by_row, by_col = torch.zeros(k * m, **how), torch.zeros(k * n, **how)
+    split = (*one.spread.layout.axes, *one.spread.cut)
+    if not len(one.runs[i]) or not firsts(one.mesh, split)[i]:
+        return by_row, by_col
     slab = _slabs(one)[i]
-    by_col = torch.zeros(k, len(slab.cols), dtype=torch.float64, device=out.device)
-    for part, band in _bands(one.runs[i], slab):
-        squares = _filled(part, band).square()
-        by_row = squares.sum(1, dtype=torch.float64)
-        out[: k * m].index_add_(0, band.stack * m + band.rows, by_row)
-        by_col.index_add_(0, band.stack, squares.double())
-    out[k * m :].view(k, n).index_add_(1, slab.cols, by_col)
-    return out
-
-
-def _counts(one: Laid, i: int) -> bool:
-    """Return whether this rank is the first of those that hold the same part."""
-    if one.mesh is None:
-        return True
-    coord, spread = played(one.mesh)[i], one.spread
-    if spread.runs is None:
-        return not any(coord[a] for a in one.mesh.names if a not in spread.layout.axes)
-    mine = spread.runs[rank_along(one.mesh.names, coord, one.mesh.axes)]
-    split = {a: coord[a] for a in spread.layout.axes if a in coord}
-    rows = zip(coordinates(one.mesh.axes), spread.runs, strict=True)
-    same = [c for c, run in rows if run == mine and split.items() <= c.items()]
-    return coord == same[0]
+    held = torch.zeros(k, len(slab.cols), **how)
+    for part, band, _ in _bands(one.runs[i], slab):
+        squares = part.square()
+        by_row.index_add_(0, band.stack * m + band.rows, squares.sum(1, dtype=torch.float64))
+        held.index_add_(0, band.stack, squares.double())
+    by_col.view(k, n).index_add_(1, slab.cols, held)
+    return by_row, by_col
 
 
 def _directions(
@@ -338,16 +301,11 @@ def _directions(
         row, col = rows[given.path], cols[given.path]
         least = torch.finfo(given.runs[0].dtype).eps if eps1 is None else eps1
         mean = row.mean(1, keepdim=True).clamp(min=least)
-        stack, m, n = _true(given.spread)
+        most = given.spread.count, *given.spread.shape[-2:]
         for i, (run, to) in enumerate(zip(given.runs, out.runs, strict=True)):
-            at = 0
-            for part, slab in _bands(run, _slabs(given)[i]) if len(run) else ():
-                k, r, c = (
-                    x.clamp(max=most - 1) for x, most in zip(slab[:3], (stack, m, n), strict=True)
-                )
+            for part, band, at in _bands(run, _slabs(given)[i]) if len(run) else ():
+                k, r, c = (x.clamp(max=end - 1) for x, end in zip(band[:3], most, strict=True))
                 # algorithm 4: V = R C / mean(R), of this band alone
                 estimate = (row[k, r] / mean[k, 0])[:, None] * col[k][:, c]
                 unit = estimate.clamp_(min=least * least).rsqrt_().to(run.dtype)
-                unit = unit.mul_(_filled(part, slab)).reshape(-1)
-                to[at : at + len(part)] = unit[slab.first : slab.first + len(part)]
-                at += len(part)
+                to[at] = unit.mul_(part).view(-1)[band.first :][: len(to[at])]

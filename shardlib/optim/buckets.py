@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import blocks, played
-from shardlib.layouts import Layout
+from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, rank_along
 
 __all__ = [
@@ -96,10 +96,23 @@ class Bucket:
     hops: Hops
     ways: int
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # of its leaves' places: many slots are hashed slowly
+
     @cached_property
     def over(self) -> tuple[str, ...]:
         """The axes over which it is cut, major first."""
         return tuple(a for hop in self.hops for a in hop)
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether it has tied leaves, which give several gradients per slot."""
+        return any(len(s.leaves) > 1 for s in self.slots)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of its parts: split over its parameters' axes and its own."""
+        return Layout((Dim((*self.axes, *self.over)),))
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -132,17 +145,7 @@ class Index:
         return iter(self.buckets)
 
     @cached_property
-    def where(self) -> dict[int, tuple[int, BucketSlot]]:
-        """Leaf number -> (bucket number, slot)."""
-        return {
-            i: (b, slot)
-            for b, bucket in enumerate(self.buckets)
-            for slot in bucket.slots
-            for i in slot.leaves
-        }
-
-    @cached_property
-    def number(self) -> dict[int, tuple[int, int]]:
+    def where(self) -> dict[int, tuple[int, int]]:
         """Leaf number -> (bucket number, number of its slot there)."""
         return {
             i: (b, n)
@@ -150,15 +153,6 @@ class Index:
             for n, slot in enumerate(bucket.slots)
             for i in slot.leaves
         }
-
-    @cached_property
-    def tied(self) -> frozenset[int]:
-        """Numbers of the buckets with tied leaves, which receive several gradients per slot."""
-        return frozenset(
-            b
-            for b, bucket in enumerate(self.buckets)
-            if any(len(s.leaves) > 1 for s in bucket.slots)
-        )
 
     def subset(self, names: tuple[str, ...]) -> "Index":
         """Return the index of some buckets; the same object for the same names."""

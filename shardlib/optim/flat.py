@@ -32,7 +32,7 @@ from shardlib.optim.buckets import Bucket, Buckets, Hops, Index, Item, SlotPart,
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
-    "Memory", "Room", "adopt", "gather", "gather_later", "leaf_place", "own", "own_parts", "parts_of",
+    "Memory", "Room", "adopt", "blocks_in", "gather", "gather_later", "leaf_place", "own", "own_parts", "parts_of",
     "put_back", "room_of", "scatter", "shard_place", "slot_of", "whole", "whole_place",
 ]  # fmt: skip
 
@@ -135,7 +135,7 @@ def slot_of(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
 def shard_place(bucket: Bucket, mesh: Mesh) -> Place:
     """Return the place of a bucket's parts, split over its parameters' axes and its own."""
     size = bucket.length * mesh.axis_size(bucket.axes)
-    return Place(Layout((Dim((*bucket.axes, *bucket.over)),)), torch.Size([size]), mesh)
+    return Place(bucket.layout, torch.Size([size]), mesh)
 
 
 def whole_place(bucket: Bucket, mesh: Mesh, partial: tuple[str, ...]) -> Place:
@@ -280,8 +280,13 @@ def whole(mine: Buckets) -> dict[int, Tensor]:
     _copy_parts(flats, mine)
     # as bytes: gloo knows no int16
     gather([flat.view(torch.uint8) for flat in flats], mine.index, mine.mesh)
-    where = mine.index.where.items()
-    return {i: slot_of(flats[b], slot.offset, slot.shape) for i, (b, slot) in where}
+    return blocks_in(flats, mine.index)
+
+
+def blocks_in(flats: Sequence[Tensor], index: Index) -> dict[int, Tensor]:
+    """Map each leaf's number to its block in whole buckets, a view."""
+    rows = [(i, flats[b], index.buckets[b].slots[n]) for i, (b, n) in index.where.items()]
+    return {i: slot_of(flat, slot.offset, slot.shape) for i, flat, slot in rows}
 
 
 def gather(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> None:

@@ -24,7 +24,7 @@ from shardlib.optim.trees import bucketed_in, given_for, names_of
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
-    "MOST", "IndexCache", "Indexed", "ZeroSettings", "changed", "flat", "index_of", "same_index",
+    "MOST", "IndexCache", "Indexed", "ZeroSettings", "changed", "index_of", "same_index",
 ]  # fmt: skip
 
 MOST = 25 << 20
@@ -35,6 +35,7 @@ _WORTH = 0.05
 
 # called for every leaf at every step
 _RAW, _PLACE, _ASKS = map(operator.attrgetter, ("raw", "place", "requires_grad"))
+_SHARDED = {ShardedTensor}
 
 
 class ZeroSettings(NamedTuple):
@@ -131,31 +132,45 @@ class IndexCache:
 
         Raises: ShardError if the state was made for other parameters.
         """
-        return self.index(params, *self._flat(params), index_of(state))
+        every, tree = self._flat(params)
+        theirs = index_of(state)
+        found = self._known(every, tree, theirs)
+        if found is None:
+            held = frozen(every)
+            leaves = [x for x, f in zip(every, held, strict=True) if not f]
+            found = self.index(params, leaves, held, tree, theirs)
+            if set(map(type, every)) == _SHARDED:
+                key = [x.place for x in every], [x.raw.requires_grad for x in every]
+                # without the leaves, whose memory a step replaces
+                self.last["tree"] = key, found._replace(leaves=[], raws=[])
+        return found
 
-    def _flat(self, params: Tree) -> tuple[list[Any], list[bool], Any, list[Tensor] | None]:
-        """Return the result of ``flat``, and the leaves' blocks if they were read.
-
-        A dict with last time's names is not flattened again.
-        """
-        names, known = self.last.get("names", ([], None))
-        if type(params) is dict and known is not None and list(params) == names:
-            chosen, tree = known
+    def _flat(self, params: Tree) -> tuple[list[Any], Any]:
+        """Flatten a tree; a dict with last time's names is not flattened again."""
+        names = list(params) if type(params) is dict else ()
+        before, (chosen, tree) = self.last.get("names", (None, (None, None)))
+        if names == before:
             every = list(chosen(params))
-            try:
-                raws = list(map(_RAW, every))
-            except AttributeError:  # it has nested trees now, or plain tensors
-                return *flat(params), None
-            asks = list(map(_ASKS, raws))
-            if all(asks) or True not in asks:
-                return every, [False] * len(asks), tree, raws
-            some, kept = (list(itertools.compress(x, asks)) for x in (every, raws))
-            return some, [not a for a in asks], tree, kept
-        leaves, held, tree = flat(params)
-        if type(params) is dict and len(held) == len(params) > 1:
-            chosen = operator.itemgetter(*tree.entries())
-            self.last["names"] = list(params), (chosen, tree)
-        return leaves, held, tree, None
+            if set(map(type, every)) == _SHARDED:  # else it may have nested trees now
+                return every, tree
+        every, tree = optree.tree_flatten(params)  # type: ignore[arg-type]
+        if len(every) == len(names) > 1:
+            self.last["names"] = names, (operator.itemgetter(*tree.entries()), tree)
+        return every, tree
+
+    def _known(self, every: list[Any], tree: Any, theirs: Index | None) -> Indexed | None:
+        """Return the last tree's result if this one has its structure, places and frozen leaves."""
+        (places, asks), known = self.last.get("tree", (((), ()), None))
+        other = known is None or theirs not in (None, known.where) or tree != known.tree
+        if other or set(map(type, every)) != _SHARDED:
+            return None
+        raws = list(map(_RAW, every))
+        if list(map(_ASKS, raws)) != asks or not all(map(operator.is_, map(_PLACE, every), places)):
+            return None
+        if True in known.held:
+            trained = [not f for f in known.held]
+            every, raws = (list(itertools.compress(row, trained)) for row in (every, raws))
+        return known._replace(leaves=every, raws=raws)
 
     def index(
         self,
@@ -163,52 +178,22 @@ class IndexCache:
         leaves: list[Any],
         held: list[bool],
         tree: Tree,
-        raws: list[Tensor] | None = None,
         theirs: Index | None = None,
     ) -> Indexed:
         """Return leaves with their index, which is ``theirs``, after a check, if it is given.
 
         If ``leaves`` are all, also frozen ones, the frozen ones get buckets of their own.
         """
-        known = self._known(leaves, held, tree, theirs)
-        if known is not None:
-            raws = list(map(_RAW, leaves)) if raws is None else raws
-            return Indexed(leaves, held, tree, raws, known.where, known.mesh)
         mesh, items, arrive = self._items(params, leaves, held)
-        if theirs is None:
-            where = self._of(items, mesh, arrive)
-        else:
-            where = theirs
-            if theirs.items != items:
-                raise changed(theirs.items, items, mesh)
-            self.found.setdefault(items, theirs)
-        found = Indexed(leaves, held, tree, [p.raw for p in leaves], where, mesh)
-        # without the leaves, whose memory a step replaces
-        self.last["tree"] = [p.place for p in leaves], found._replace(leaves=[], raws=[])
-        return found
-
-    def _of(self, items: tuple[Item, ...], mesh: Mesh, arrive: tuple[int, ...]) -> Index:
-        """Return the index in use for these items."""
-        if items not in self.found:
-            made = index(items, self.hops, tuple(mesh.axes.items()), self.most_bytes, arrive)
+        where = theirs or self.found.get(items)
+        if where is None:
+            where = index(items, self.hops, tuple(mesh.axes.items()), self.most_bytes, arrive)
             # gathered parameters need an index, and so memory, of their own
-            self.found[items] = replace(made, keep=self.keep) if self.apart else made
-        return self.found[items]
-
-    def _known(
-        self, leaves: list[Any], held: list[bool], tree: Tree, theirs: Index | None
-    ) -> Indexed | None:
-        """Return the last tree's result if this one has its structure and places."""
-        places, known = self.last.get("tree", ((), None))
-        other = known is None or (theirs is not None and theirs is not known.where)
-        if other or len(leaves) != len(places):
-            return None
-        try:
-            same = list(map(_PLACE, leaves))
-        except AttributeError:  # a plain tensor, which is refused
-            return None
-        alike = (held, tree) == (known.held, known.tree)
-        return known if alike and all(map(operator.is_, same, places)) else None
+            where = replace(where, keep=self.keep) if self.apart else where
+        if where.items != items:
+            raise changed(where.items, items, mesh)
+        self.found.setdefault(items, where)
+        return Indexed(leaves, held, tree, [p.raw for p in leaves], where, mesh)
 
     def _items(
         self, params: Tree, leaves: list[Any], held: list[bool]
@@ -265,15 +250,6 @@ class IndexCache:
         """Use this index for its items from now on."""
         self.found[where.items] = where
         self.last.pop("tree", None)
-
-
-def flat(params: Tree) -> tuple[list[Any], list[bool], Any]:
-    """Return the trained leaves, a frozen flag per leaf, and the tree's structure."""
-    every, tree = optree.tree_flatten(params)
-    held = frozen(every)
-    if True in held:
-        return [x for x, f in zip(every, held, strict=True) if not f], held, tree
-    return every, held, tree
 
 
 def _named(params: Tree, groups: Any) -> tuple[list[str], tuple[int, ...], list[Any]]:

@@ -92,6 +92,18 @@ class Spread:
         rows, cols = self.side
         return self.shape[-2] // rows, self.shape[-1] // cols
 
+    def number(self, at: Sequence[int]) -> int:
+        """Return the number of the matrix at a position of the leading dimensions.
+
+        At a position in the padding it is ``count``.
+        """
+        found = 0
+        for i, n in zip(at, self.shape, strict=False):
+            if i >= n:
+                return self.count
+            found = found * n + i
+        return found
+
     def folded(self) -> "Spread":
         """Return the same as one matrix: the first dimension times all others.
 
@@ -348,11 +360,8 @@ def _held(
     out = []
     for k, at in enumerate(product(*lead)):
         lo, hi = max(first, k * size), min(last, (k + 1) * size)
-        if lo < hi and all(i < n for i, n in zip(at, spread.shape, strict=False)):
-            matrix = 0
-            for i, n in zip(at, spread.shape, strict=False):
-                matrix = matrix * n + i
-            unit = number[p, matrix]
+        unit = number.get((p, spread.number(at)))
+        if lo < hi and unit is not None:
             out.append(MatrixRun(p, unit, lo - first, hi - first, lo - k * size, box))
     return out
 
@@ -700,9 +709,10 @@ class Owned:
         rows = [vector.new_zeros(size) for vector in self.vectors]
         for i, k, view in self._of(path):
             rows[i].view(-1, *view.shape)[k] = view
+        whole = over_ranks(rows, self.mesh)
         if self.mesh is None:
-            return rows[0]
-        raw = storage([over_ranks(rows, self.mesh)] * len(rows), self.mesh)
+            return whole
+        raw = storage([whole] * len(rows), self.mesh)
         value = ShardedTensor(raw, Place(Layout((Dim(),) * len(size)), size, self.mesh))
         at = next((d for d, n in enumerate(size) if n and n % self.mesh.size == 0), None)
         if at is None:

@@ -61,8 +61,9 @@ from shardlib.optim.trees import (
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
-    "clip_by_global_norm", "clip_by_parameter_norm", "clip_by_value", "global_norm", "is_finite",
-    "norms", "norms_known", "over_ranks", "run_measured", "scale_in_place", "scaled", "squares", "summed", "totals",
+    "clip_by_global_norm", "clip_by_parameter_norm", "clip_by_value", "firsts", "global_norm",
+    "is_finite", "norms", "norms_known", "over_ranks", "run_measured", "scale_in_place", "scaled",
+    "squares", "summed", "totals",
 ]  # fmt: skip
 
 BLOCK = 1 << 16
@@ -130,8 +131,12 @@ def totals(
     return out
 
 
-def over_ranks(rows: Sequence[Tensor], mesh: Mesh, by: Callable[..., Tensor] = psum) -> Tensor:
+def over_ranks(
+    rows: Sequence[Tensor], mesh: Mesh | None, by: Callable[..., Tensor] = psum
+) -> Tensor:
     """Sum a plain tensor of each rank over the whole mesh; return the sum, which all ranks get."""
+    if mesh is None:
+        return rows[0]
     with bind(mesh):
         return blocks(unwrap(by(wrap(storage(rows, mesh), mesh), mesh.names)), mesh)[0]
 
@@ -166,13 +171,17 @@ def _factor(by: Tensor, x: Tensor) -> Tensor:
 
 def _shares(one: TensorView, of: Callable[[Tensor], Tensor], zero: Tensor) -> list[Tensor]:
     """Compute each rank's part of a tensor's number: zero where a rank before has its elements."""
-    first = [True] if one.mesh is None else _firsts(one.mesh, one.axes)
-    rows = zip(first, one.parts, strict=True)
+    rows = zip(firsts(one.mesh, one.axes), one.parts, strict=True)
     return [of(x) if f and x is not None and x.numel() else zero for f, x in rows]
 
 
-def _firsts(mesh: Mesh, axes: Sequence[str]) -> list[bool]:
-    """Return, per rank in this process, whether it is the first of those with the same block."""
+def firsts(mesh: Mesh | None, axes: Sequence[str]) -> list[bool]:
+    """Return, per rank in this process, whether it is the first of those with the same block.
+
+    ``axes``  those that split it.
+    """
+    if mesh is None:
+        return [True]
     others = [a for a in mesh.names if a not in axes]
     return [not any(c[a] for a in others) for c in played(mesh)]
 

@@ -22,7 +22,7 @@ from shardlib.dtypes import HALF
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Index, Tree
-from shardlib.optim.flat import Memory, scatter, shard_place, slot_of, whole_place
+from shardlib.optim.flat import Memory, blocks_in, scatter, shard_place, slot_of, whole_place
 from shardlib.optim.index import IndexCache
 from shardlib.tensor import ShardedTensor
 
@@ -80,6 +80,7 @@ class Sink:
         heard: Callable[[list[int]], object] | None = None,
     ) -> None:
         self.index = index
+        self.where = index.where
         self.mesh = mesh
         self.memory = memory
         self.dtypes = dtypes
@@ -91,7 +92,6 @@ class Sink:
         self.heard = heard
         self.ahead = ahead and len(index.buckets) > 1  # a single bucket is full only at the end
         self.pending = (*(a for hop in index.hops for a in hop), *also)
-        self.number = index.number
         self.left = [set(range(len(b.slots))) for b in index.buckets]
         self.order: list[int] = []
         self.begun: list[Tensor | None] = [None] * len(self.left)
@@ -108,7 +108,7 @@ class Sink:
 
     def take(self, leaf: int, g: Tensor) -> Tensor:
         """Copy a gradient into its bucket; return an expanded element that replaces it."""
-        b, n = self.number[leaf]
+        b, n = self.where[leaf]
         g = g.detach() if g.requires_grad else g
         lies, left = self.lies[b] or self._lies(b), self.left[b]
         if n in left:
@@ -155,9 +155,10 @@ class Sink:
         return lies
 
     def _post_full(self) -> None:
-        tied = self.index.tied
         # a tied slot may receive another gradient: its bucket waits for ``finish``
-        while self.next < len(self.left) and not self.left[self.next] and self.next not in tied:
+        for bucket in self.index.buckets[self.next :]:
+            if self.left[self.next] or bucket.tied:
+                return
             self._post()
 
     def _post(self) -> None:
@@ -215,11 +216,8 @@ class Summed(Sink):
 
     def finish(self) -> Tree:
         """Wait for all sums and return the gradients, views of the buckets."""
-        found, index = super().finish(), self.index
-        blocks: list[Any] = [None] * len(index.items)
-        for i, (b, at) in index.where.items():
-            blocks[i] = slot_of(found[index.buckets[b].name].raw, at.offset, at.shape)
-        return self.tree(blocks)
+        found = blocks_in([x.raw for x in super().finish().values()], self.index)
+        return self.tree([found[i] for i in range(len(found))])
 
 
 def summing(params: Tree, cache: IndexCache) -> Summed:

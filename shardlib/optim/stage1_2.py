@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlib.collectives import lead
 from shardlib.dtypes import wider
-from shardlib.errors import PartialEscape, ShardError
+from shardlib.errors import PartialEscape
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Buckets, Index, State, Tree
 from shardlib.optim.flat import Memory, adopt, gather, own, parts_of, put_back, whole
@@ -27,6 +27,7 @@ from shardlib.optim.norms import run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Step, mapped
+from shardlib.optim.trees import check_gradient
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["SplitState"]
@@ -160,7 +161,7 @@ class SplitState:
             return grads
         given = at.given(grads)
         for p, g in zip(at.leaves, given, strict=True):
-            _check_layout(p, g)
+            check_gradient(p, g, "zero")
         return given
 
     def _reduced(self, given: Tree, where: Index, mesh: Mesh, memory: Memory) -> Buckets:
@@ -233,27 +234,6 @@ def _moves(state: State) -> bool:
         if isinstance(x, Buckets)
         else not isinstance(x, Tensor) or x.numel() == 1
         for x in every
-    )
-
-
-def _check_layout(p: Any, g: Any) -> None:
-    """Refuse a gradient split otherwise than its parameter: blocks are combined by position."""
-    sharded = isinstance(p, ShardedTensor)
-    if sharded and isinstance(g, ShardedTensor) and g.mesh is p.mesh:
-        mine, theirs = ((x.dims, x.sharding.skew, x.shape) for x in (p, g))
-        if mine == theirs:
-            return
-    raise ShardError(
-        "a parameter has no gradient"
-        if g is None
-        else "a gradient lies otherwise than its parameter",
-        op="zero",
-        operands={
-            "parameter": typeof(p),
-            "gradient": typeof(g) if isinstance(g, Tensor) else str(g),
-        },
-        mesh=p.mesh if sharded else None,
-        fix="sl.value_and_grad(loss)(params)",
     )
 
 

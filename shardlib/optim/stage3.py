@@ -141,11 +141,11 @@ class Reading:
         """Map each path to a value without a block; reading it gathers."""
         self.seen = []
         out = {}
-        for i, (b, slot) in self.index.where.items():
+        for i, (b, n) in self.index.where.items():
             item, bucket = self.index.items[i], self.index.buckets[b]
             deferred = frozenset(a for a in bucket.over if self.mesh.axes[a] > 1)
             place = leaf_place(item, item.layout, self.mesh, deferred)
-            name, leaf = bucket.name, slot.leaves[0]
+            name, leaf = bucket.name, bucket.slots[n].leaves[0]
             facts = self.facts[name].get(leaf)
             if facts is None:
                 facts = self.facts[name][leaf] = Facts(read=partial(self.read, name, leaf))

@@ -39,13 +39,14 @@ from shardlib.optim.trees import (
     Tree,
     blocks_of,
     bucketed_in,
+    check_gradient,
     each,
     given_for,
     is_bucketed,
     raw_of,
     with_raw,
 )
-from shardlib.tensor import ShardedTensor, typeof
+from shardlib.tensor import ShardedTensor
 
 __all__ = [
     "GivenUp", "Info", "compare", "hand_over", "step", "apply_updates",
@@ -143,28 +144,11 @@ def _alike(params: Tree, grads: Tree) -> None:
     """
     leaves, tree = optree.tree_flatten(params)
     for p, g in zip(leaves, given_for(tree, grads, "optim.step"), strict=True):
-        if g is not None and isinstance(p, Tensor) and not _same_part(p, g):
-            raise ShardError(
-                "a gradient lies otherwise than its parameter",
-                op="optim.step",
-                operands={"parameter": typeof(p), "gradient": _kind(g)},
-                mesh=p.mesh if isinstance(p, ShardedTensor) else None,
-                fix="loss, grads = sl.value_and_grad(f)(params)",
-            )
+        if g is not None and isinstance(p, Tensor):
+            check_gradient(p, g, "optim.step")
     ids = [id(raw_of(p)) for p in leaves]
     if len(set(ids)) < len(ids):
         raise _tied(params, ids)
-
-
-def _same_part(p: Tensor, g: Any) -> bool:
-    """Return whether a gradient's blocks are those parts of it that the parameter's are."""
-    if not isinstance(g, Tensor) or p.shape != g.shape:
-        return False
-    if not isinstance(p, ShardedTensor):
-        return True
-    # tx refuses a pending sum
-    same = isinstance(g, ShardedTensor) and g.mesh is p.mesh
-    return same and g.sharding.bare == p.sharding.bare  # type: ignore[union-attr]
 
 
 def _tied(params: Tree, ids: list[int]) -> ShardError:
@@ -217,10 +201,6 @@ def _end(x: Tensor) -> int:
     """Return the offset in its storage after its last element."""
     reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return int(x.storage_offset() + reach + 1)
-
-
-def _kind(g: object) -> str:
-    return typeof(g) if isinstance(g, Tensor) else type(g).__name__
 
 
 # ---------------------------------------------------------------- donation

@@ -31,7 +31,7 @@ from shardlib.tensor import Place, ShardedTensor, typeof
 __all__ = [
     "State", "Tree",
     "ALIGN", "SPAN", "EmptyState", "Pieces", "TensorView", "blocks_of", "bucketed_in", "by_tensor",
-    "cleared", "cuts", "each", "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named",
+    "check_gradient", "cleared", "cuts", "each", "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named",
     "names_of", "need", "nothing", "of_others", "one_block", "one_each", "only", "pieces", "raw_of",
     "ready", "refuse_copies", "runs", "settled", "spans", "trainable", "with_raw", "writable",
     "zeros_like",
@@ -235,6 +235,30 @@ def given_for(tree: Tree, grads: Tree, op: str) -> list[Any]:
             op=op,
             fix="loss, grads = sl.value_and_grad(f)(params)",
         ) from None
+
+
+def check_gradient(p: Tensor, g: Any, op: str) -> None:
+    """Refuse a gradient whose blocks are other parts of it than the parameter's are of that.
+
+    Raises: ShardError.
+    """
+    sharded = isinstance(p, ShardedTensor)
+    if isinstance(g, ShardedTensor) and sharded:
+        if _same_block(p.place, g.place):
+            return
+    elif isinstance(g, Tensor) and not sharded and p.shape == g.shape:
+        return
+    why = "a gradient lies otherwise than its parameter"
+    raise ShardError(
+        "a parameter has no gradient" if g is None else why,
+        op=op,
+        operands={
+            "parameter": typeof(p),
+            "gradient": typeof(g) if isinstance(g, Tensor) else type(g).__name__,
+        },
+        mesh=getattr(p, "mesh", None),
+        fix="loss, grads = sl.value_and_grad(f)(params)",
+    )
 
 
 def need(params: Tree, op: str) -> None:

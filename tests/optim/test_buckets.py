@@ -40,7 +40,7 @@ def test_slots_cover_are_disjoint_and_round_trip(
     hops = (("x",), ("data",)) if inner else (("data",),)
     made = index(items, hops, (("data", data), ("x", 2)), most, tuple(order))
     assert len({b.name for b in made.buckets}) == len(made.buckets)
-    for bucket in made.buckets:
+    for b, bucket in enumerate(made.buckets):
         # what splits its leaves does not cut it
         over = ("x", "data") if inner and not bucket.axes else ("data",)
         assert bucket.over == over and bucket.ways == math.prod(
@@ -65,9 +65,9 @@ def test_slots_cover_are_disjoint_and_round_trip(
         flat = torch.zeros(bucket.length, dtype=bucket.dtype)
         for slot in bucket.slots:
             flat[slot.offset : slot.offset + slot.length] = firsts[slot.leaves[0]].reshape(-1)
-        for slot in bucket.slots:
+        for n, slot in enumerate(bucket.slots):
             for leaf in slot.leaves:
-                assert leaf not in seen and made.where[leaf][1] is slot
+                assert leaf not in seen and made.where[leaf] == (b, n)
                 seen[leaf] = flat[slot.offset : slot.offset + slot.length].view(slot.shape)
     assert sorted(seen) == list(range(len(items)))
     assert all(torch.equal(seen[i], firsts[i]) for i in seen)

@@ -77,7 +77,8 @@ def back(parts: Any, grads: dict[str, sl.ShardedTensor]) -> Any:
     mine = {n: x.raw.detach().requires_grad_() for n, x in parts.items()}
     reading = Reading(parts.like({n: parts[n].becomes(raw) for n, raw in mine.items()}))
     read, given = [], []
-    for i, (b, slot) in parts.index.where.items():
+    for i, (b, n) in parts.index.where.items():
+        slot = parts.index.buckets[b].slots[n]
         read.append(reading.read(parts.index.buckets[b].name, slot.leaves[0]))
         given.append(grads[parts.paths[i]].raw)
     found = torch.autograd.grad(read, list(mine.values()), given)
