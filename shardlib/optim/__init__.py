@@ -13,7 +13,6 @@ from shardlib.optim.combine import (
     scale_by_schedule,
 )
 from shardlib.optim.groups import masked, partition, set_to_zero
-from shardlib.optim.guard import loss_scale, skip_nonfinite
 from shardlib.optim.interop import as_torch, from_torch
 from shardlib.optim.muon import muon
 from shardlib.optim.names import load_state_dict, state_dict
@@ -23,6 +22,8 @@ from shardlib.optim.norms import (
     clip_by_value,
     global_norm,
     is_finite,
+    loss_scale,
+    skip_nonfinite,
 )
 from shardlib.optim.precision import Precision, ZeroState, mixed
 from shardlib.optim.schedules import constant, cosine, joined, linear, warmup_cosine, wsd

@@ -8,19 +8,20 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from shardlib.collectives import agreed
-from shardlib.errors import PlainTensor, ShardError
+from shardlib.errors import PlainTensor, ShardError, Unsupported
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Hops, Index, Item, State, Tree, index, overlap
+from shardlib.optim.precision import Master, ZeroState
 from shardlib.optim.transform import Transform
-from shardlib.optim.trees import bucketed_in, given_for, names_of
+from shardlib.optim.trees import bucketed_in, given_for, names_of, need
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
@@ -45,7 +46,7 @@ class ZeroSettings(NamedTuple):
     axes: tuple[str, ...]
     stage: int
     bucket_mb: float | None
-    master: Literal["fp32", "bf16+rem"] | None
+    master: Master | None
     reduce_dtype: torch.dtype | None
     gather_dtype: torch.dtype | None
     inner: str | None
@@ -65,6 +66,26 @@ class ZeroSettings(NamedTuple):
     def hops(self) -> Hops:
         """The axes of each collective between a bucket and its parts."""
         return (self.cut,) if self.inner is None else ((self.inner,), self.axes)
+
+    def check_update(self, params: Tree) -> None:
+        """Refuse an update without parameters, or beside a master."""
+        need(params, "zero")
+        if self.master is not None:
+            raise Unsupported(
+                "an update added to half precision parameters would round the master away",
+                op="zero",
+                fix="params, state, info = sl.optim.step(tx, params, grads, state)",
+            )
+
+    def check_state(self, state: State) -> None:
+        """Refuse a state that was made with another master."""
+        if (self.master is None) == isinstance(state, ZeroState):
+            kept = "one" if self.master is None else "none"
+            raise ShardError(
+                f"master={self.master!r}, and the state was made with {kept}",
+                op="zero",
+                fix="state = tx.init(params)",
+            )
 
 
 class Indexed(NamedTuple):

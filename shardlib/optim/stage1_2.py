@@ -55,8 +55,9 @@ class SplitState:
         self._adopted(at, at.where)
         return self.inner.init(parts_of(at.leaves, at.where, at.mesh))
 
-    def update(self, grads: Tree, state: State, params: Tree) -> tuple[Any, Any]:
+    def update(self, grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
         """Return updates in the parameters' layouts, and the new state."""
+        self.how.check_update(params)
         at = self.cache.find(params, state)
         given = self._given(grads, at)
         with torch.no_grad():
@@ -70,6 +71,7 @@ class SplitState:
 
     def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
         """Step in place: reduce gradients, step this rank's parts, gather parameters."""
+        self.how.check_state(state)
         at = self.cache.find(params, state)
         given = self._given(grads, at)
         state, where = self._followed(given, state, at)

@@ -446,6 +446,7 @@ class SplitParameters:
     """A transform on each rank's parts of buckets: parameters, gradients and state."""
 
     def __init__(self, how: ZeroSettings) -> None:
+        self.how = how
         self.cache = IndexCache(how)
         memory = Memory()
         self.inner = with_master(how.tx, how.master, how.axis, memory.wide, memory.give)
@@ -470,14 +471,16 @@ class SplitParameters:
         """Initialise the state of the trained parts."""
         return self.inner.init(_trained(_parted(params)))
 
-    def update(self, grads: Tree, state: State, params: Tree) -> tuple[Any, Any]:
+    def update(self, grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
         """Return updates of the parts, None for frozen ones, and the new state."""
+        self.how.check_update(params)
         mine, given = _matched(params, grads, state)
         updates, state = self.inner.update(given, state, mine)
         return params.like({n: updates.get(n) for n in params}), state
 
     def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
         """Step the parts in place; nothing is gathered before they are read."""
+        self.how.check_state(state)
         mine, given = _matched(params, grads, state)
         self.cache.view(given)
         state = run_measured(self.inner, given, state, mine, step)

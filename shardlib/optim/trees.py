@@ -312,16 +312,21 @@ def _same_place(x: ShardedTensor, other: ShardedTensor, op: str) -> None:
 
 
 def _same_tree(first: Tree, others: Sequence[Any]) -> None:
-    paths, _, tree = optree.tree_flatten_with_path(first, none_is_leaf=True)
+    tree: Any = optree.tree_structure(first, none_is_leaf=True)
     for other in others:
-        theirs, _, structure = optree.tree_flatten_with_path(other, none_is_leaf=True)
-        if structure != tree:
-            names = names_of(list(set(paths) ^ set(theirs)))
+        theirs: Any = optree.tree_structure(other, none_is_leaf=True)
+        if theirs != tree:
             raise ShardError(
-                f"the trees differ at {', '.join(sorted(names)[:4]) or 'their root'}",
+                _differing(tree, theirs),
                 op="update",
                 fix="tx.update({k: grads.get(k) for k in params}, state, params)",
             )
+
+
+def _differing(tree: Any, other: Any) -> str:
+    """Say where two structures differ."""
+    names = sorted(names_of(list(set(tree.paths()) ^ set(other.paths()))))
+    return f"the trees differ at {', '.join(names[:4]) or 'their root'}"
 
 
 # ---------------------------------------------------------------- tensors of either kind of tree
@@ -521,17 +526,12 @@ def _rows(*trees: Tree) -> Iterator[tuple[Tensor, ...]]:
     )
     for other in structures[1:]:
         if other != structures[0]:
-            raise _other_tree(structures[0], other)
+            raise of_others(_differing(structures[0], other))
     for row in zip(*leaves, strict=True):
         if all(isinstance(x, Tensor) for x in row):
             one_block(*row)
             if row[0].numel():
                 yield row
-
-
-def _other_tree(mine: Tree, theirs: Any) -> ShardError:
-    names = sorted(".".join(map(str, p)) for p in set(mine.paths()) ^ set(theirs.paths()))
-    return of_others(f"the trees differ at {', '.join(names[:4]) or 'their root'}")
 
 
 def runs(first: Tree, *others: Tree) -> list[list[Tensor]]:

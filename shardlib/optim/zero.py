@@ -19,12 +19,11 @@ import torch
 
 from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.optim.index import IndexCache, ZeroSettings
-from shardlib.optim.precision import Master, ZeroState
+from shardlib.optim.precision import Master
 from shardlib.optim.sink import summing
 from shardlib.optim.stage1_2 import SplitState
 from shardlib.optim.stage3 import SplitParameters
-from shardlib.optim.transform import Step, Transform, check_transform
-from shardlib.optim.trees import State, Tree, need
+from shardlib.optim.transform import Transform, check_transform
 
 __all__ = ["zero"]
 
@@ -99,34 +98,9 @@ def zero(
             raise kind(message, op="zero", fix=fix)
     if stage == 0:
         return tx._replace(sink=partial(summing, cache=IndexCache(how)))
-    return _stepping(how, SplitParameters(how) if stage == 3 else SplitState(how))
-
-
-def _stepping(how: ZeroSettings, stage: SplitState | SplitParameters) -> Transform:
-    """Return a stage as a transform, which refuses a step that its master or state do not fit."""
-
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
-        need(params, "zero")
-        if how.master is not None:
-            raise Unsupported(
-                "an update added to half precision parameters would round the master away",
-                op="zero",
-                fix="params, state, info = sl.optim.step(tx, params, grads, state)",
-            )
-        return stage.update(grads, state, params)
-
-    def donate(grads: Tree, state: State, params: Tree, step: Step) -> State:
-        if (how.master is None) == isinstance(state, ZeroState):
-            kept = "one" if how.master is None else "none"
-            raise ShardError(
-                f"master={how.master!r}, and the state was made with {kept}",
-                op="zero",
-                fix="state = tx.init(params)",
-            )
-        return stage.donate(grads, state, params, step)
-
-    how_given: Any = {"sink": stage.sink, "shard": stage.shard, "heeds": True}
-    return Transform(stage.init, update, how.tx.trait, donate, **how_given)
+    made = SplitParameters(how) if stage == 3 else SplitState(how)
+    how_given: Any = {"sink": made.sink, "shard": made.shard, "heeds": True}
+    return Transform(made.init, made.update, tx.trait, made.donate, **how_given)
 
 
 _Refusal = tuple[type[ShardError], object, str, str]

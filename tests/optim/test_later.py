@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.optim.guard import ScaleState
-from shardlib.optim.norms import ClipState
+from shardlib.optim.norms import ClipState, ScaleState
 from shardlib.optim.transform import Later, Posted, at_rest, begun, chosen
 
 YES, NO = (Posted(torch.tensor(x)) for x in (True, False))
