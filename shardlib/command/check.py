@@ -10,9 +10,8 @@ import torch
 
 from shardlib.checking.proof import Proof, check_model
 from shardlib.command import datasets
-from shardlib.command.config import Config, ConfigError, imported, read
+from shardlib.command.config import Config, ConfigError, answer, imported, read
 from shardlib.command.from_config import axes_of, module_of, rows_of, rules_of
-from shardlib.command.main import answer
 from shardlib.command.train import check, rehearse
 from shardlib.mesh import simulate
 

@@ -5,8 +5,7 @@ import os
 from dataclasses import asdict
 
 from shardlib.checkpoint import describe, from_hf, reshard, steps, to_hf, verify
-from shardlib.command.config import ConfigError
-from shardlib.command.main import answer
+from shardlib.command.config import ConfigError, answer
 from shardlib.errors import CheckpointError, ShardError
 
 __all__: list[str] = []

@@ -2,8 +2,9 @@
 
 import argparse
 
+from shardlib.command.config import answer
 from shardlib.command.keys import listed
-from shardlib.command.main import COMMANDS, answer, parser_of
+from shardlib.command.main import COMMANDS, parser_of
 
 __all__ = ["script"]
 

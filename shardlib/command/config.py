@@ -4,10 +4,12 @@ A table holds the arguments of a function.  Its possible keys, their types and d
 from that function's signature, so a file and a call always accept the same.
 """
 
+import argparse
 import collections.abc
 import contextlib
 import importlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -30,6 +32,7 @@ from shardlib.optim.schedules import Schedule
 __all__ = [
     "Config",
     "ConfigError",
+    "answer",
     "call",
     "called",
     "imported",
@@ -368,6 +371,14 @@ def shown(value: object) -> str:
     if isinstance(value, Mapping):
         return "a table"
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def answer(given: argparse.Namespace, data: object, text: object) -> int:
+    """Print a command's answer, as JSON if that is asked for."""
+    if given.json:
+        text = json.dumps(data, default=repr)
+    print(text)
+    return 0
 
 
 # ---------------------------------------------------------------- types

@@ -2,7 +2,7 @@
 
 import argparse
 
-from shardlib.command.main import answer
+from shardlib.command.config import answer
 from shardlib.desync import desync
 
 __all__: list[str] = []

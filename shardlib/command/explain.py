@@ -2,9 +2,8 @@
 
 import argparse
 
-from shardlib.command.config import Config, read
+from shardlib.command.config import Config, answer, read
 from shardlib.command.from_config import batches, built, mesh_of, rows_of
-from shardlib.command.main import answer
 from shardlib.command.train import check
 from shardlib.mesh import use_mesh
 from shardlib.planning.explain import Explanation, explain

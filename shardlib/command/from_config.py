@@ -133,15 +133,16 @@ def under_launcher() -> bool:
     return launched("shardlib")
 
 
+_PLAYED = {"simulate": simulate, "record": record}
+
+
 def mesh_of(config: Config, kind: str = "ranks") -> Mesh:
     """Make the mesh: of these processes, or by ``simulate`` or ``record``.
 
     Raises: ConfigError.
     """
-    if kind == "simulate":
-        return simulate(**fixed_axes(config))
-    if kind == "record":
-        return record(**fixed_axes(config))
+    if kind in _PLAYED:
+        return _PLAYED[kind](**fixed_axes(config))
     how: dict[str, Any] = {**how_to_make(config), **axes_of(config)}
     try:
         return make_mesh(**how)

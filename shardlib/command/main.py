@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from shardlib.errors import RankFailed, ShardError, clipped, similar
 
-__all__ = ["COMMANDS", "answer", "main", "parser_of"]
+__all__ = ["COMMANDS", "main", "parser_of"]
 
 COMMANDS = {  # name -> help; each is the module of that name in this folder
     "train": "train as a TOML file says, and go on where a run was killed",
@@ -173,11 +173,3 @@ def _report(error: str, head: str, code: int, as_json: bool) -> int:
     else:
         print(f"{head}{error}", file=sys.stderr)
     return code
-
-
-def answer(given: argparse.Namespace, data: object, text: object) -> int:
-    """Print a command's answer, as JSON if that is asked for."""
-    if given.json:
-        text = json.dumps(data, default=repr)
-    print(text)
-    return DONE

@@ -12,7 +12,14 @@ import optree
 import torch.distributed as dist
 from torch import nn
 
-from shardlib.command.config import Config, ConfigError, near, read, told
+from shardlib.command.config import (
+    Config,
+    ConfigError,
+    answer,
+    near,
+    read,
+    told,
+)
 from shardlib.command.from_config import (
     axes_of,
     hugging_face,
@@ -20,7 +27,6 @@ from shardlib.command.from_config import (
     rows_of,
     under_launcher,
 )
-from shardlib.command.main import UNFIT, answer
 from shardlib.command.train import check
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link
@@ -100,7 +106,7 @@ def main(given: argparse.Namespace) -> int:
         if p.best is not None:
             lines.append(_tables(p.best, p.batch))
     answer(given, [{"ranks": n, **_plain(p)} for n, p in found.items()], "\n".join(lines))
-    return UNFIT * any(p.best is None for p in found.values())
+    return 4 * any(p.best is None for p in found.values())
 
 
 def _cluster(given: argparse.Namespace) -> Cluster:

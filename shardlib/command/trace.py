@@ -7,9 +7,8 @@ from pathlib import Path
 from shardlib import optim
 from shardlib.collectives import trace
 from shardlib.collectives.count import Wait, listed
-from shardlib.command.config import Config, ConfigError, read
+from shardlib.command.config import Config, ConfigError, answer, read
 from shardlib.command.from_config import batches, built, mesh_of, rows_of, state_of, under_launcher
-from shardlib.command.main import answer
 from shardlib.command.train import check, stepper
 from shardlib.errors import BadArgument
 from shardlib.mesh import use_mesh

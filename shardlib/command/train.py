@@ -19,7 +19,16 @@ from shardlib.capacity import most_taken
 from shardlib.checkpoint import Saving, latest, load, save, save_hf
 from shardlib.checkpoint.folder import occupied
 from shardlib.collectives import trace
-from shardlib.command.config import Config, ConfigError, arguments, call, optional, read, told
+from shardlib.command.config import (
+    Config,
+    ConfigError,
+    answer,
+    arguments,
+    call,
+    optional,
+    read,
+    told,
+)
 from shardlib.command.config import parameters as keys_of
 from shardlib.command.from_config import (
     EVAL,
@@ -44,7 +53,6 @@ from shardlib.command.from_config import (
     state_of,
     under_launcher,
 )
-from shardlib.command.main import answer
 from shardlib.command.progress import Log, flops_of, log, number, peak_of, seconds
 from shardlib.errors import BadArgument, RankFailed, ShardError
 from shardlib.grad import value_and_grad
