@@ -43,7 +43,7 @@ def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> "DTensor":
 def _natural(x: ShardedTensor) -> Layout:
     names = x.mesh.names
     dims = [Dim(tuple(sorted(d.axes, key=names.index))) for d in x.dims]
-    return Layout(tuple(dims), x.sharding.partial)
+    return x.sharding.onto(dims)
 
 
 # ---------------------------------------------------------------- shardlib's matmul for DTensors

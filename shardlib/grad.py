@@ -3,7 +3,18 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
+from typing import (
+    Any,
+    Concatenate,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import optree
 import torch
@@ -32,7 +43,7 @@ class TakesGradients(Protocol):
 
     @property
     def sink(self) -> Callable[[Any], Any] | None:
-        """Parameters -> an object with ``pending`` axes, ``take(leaf, gradient)``, ``finish()``."""
+        """Parameters -> an object with the axes ``over`` which it sums, ``take(leaf, gradient)``, ``finish()``."""
         ...
 
 
@@ -42,21 +53,27 @@ Second = TypeVar("Second", bound=Any)
 Value = TypeVar("Value", bound=Any)  # a loss, or with has_aux a pair of it and more
 
 
+class _Options(TypedDict, total=False):
+    """Arguments on which the type of a result does not depend."""
+
+    pending: str | Sequence[str]
+
+
+class _AuxOptions(_Options, total=False):
+    has_aux: bool
+
+
 @overload
 def value_and_grad(
     f: Callable[Concatenate[Params, P], Value],
     argnums: Literal[0] = 0,
-    *,
-    has_aux: bool = False,
-    pending: str | Sequence[str] = (),
+    **how: Unpack[_AuxOptions],
 ) -> Callable[Concatenate[Params, P], tuple[Value, Params]]: ...
 @overload
 def value_and_grad(
     f: Callable[Concatenate[Params, Second, P], Value],
     argnums: tuple[Literal[0], Literal[1]],
-    *,
-    has_aux: bool = False,
-    pending: str | Sequence[str] = (),
+    **how: Unpack[_AuxOptions],
 ) -> Callable[Concatenate[Params, Second, P], tuple[Value, tuple[Params, Second]]]: ...
 @overload
 def value_and_grad(
@@ -66,17 +83,13 @@ def value_and_grad(
 def value_and_grad(
     f: Callable[P, Value],
     argnums: Sequence[int],
-    *,
-    has_aux: bool = False,
-    pending: str | Sequence[str] = (),
+    **how: Unpack[_AuxOptions],
 ) -> Callable[P, tuple[Value, tuple[object, ...]]]: ...
 @overload
 def value_and_grad(
     f: Callable[P, object],
     argnums: int | Sequence[int] = 0,
-    *,
-    has_aux: bool = False,
-    pending: str | Sequence[str] = (),
+    **how: Unpack[_AuxOptions],
 ) -> Callable[P, tuple[object, object]]: ...
 def value_and_grad(
     f: Callable[..., object],
@@ -135,7 +148,7 @@ def _run(
     given = [args[i] for i in at]
     inside = scope().call.differentiated and torch.is_grad_enabled()
     sink = None if into is None else _sink(into, given[0], inside)
-    leaves = _leaves(given, over if sink is None else sink.pending, inside)
+    leaves = _leaves(given, over if sink is None else sink.over, inside)
     inner = list(args)
     for i, one in zip(at, leaves.arguments, strict=True):
         inner[i] = one
@@ -249,23 +262,21 @@ def frozen(leaves: Sequence[Any]) -> list[bool]:
 def grad(
     f: Callable[Concatenate[Params, P], Tensor],
     argnums: Literal[0] = 0,
-    *,
-    pending: str | Sequence[str] = (),
+    **how: Unpack[_Options],
 ) -> Callable[Concatenate[Params, P], Params]: ...
 @overload
 def grad(
     f: Callable[Concatenate[Params, Second, P], Tensor],
     argnums: tuple[Literal[0], Literal[1]],
-    *,
-    pending: str | Sequence[str] = (),
+    **how: Unpack[_Options],
 ) -> Callable[Concatenate[Params, Second, P], tuple[Params, Second]]: ...
 @overload
 def grad(
-    f: Callable[P, Tensor], argnums: Sequence[int], *, pending: str | Sequence[str] = ()
+    f: Callable[P, Tensor], argnums: Sequence[int], **how: Unpack[_Options]
 ) -> Callable[P, tuple[object, ...]]: ...
 @overload
 def grad(
-    f: Callable[P, Tensor], argnums: int = 0, *, pending: str | Sequence[str] = ()
+    f: Callable[P, Tensor], argnums: int = 0, **how: Unpack[_Options]
 ) -> Callable[P, object]: ...
 def grad(
     f: Callable[..., Tensor], argnums: int | Sequence[int] = 0, *, pending: str | Sequence[str] = ()
@@ -314,7 +325,7 @@ def _ready(loss: Tensor) -> Tensor:
     if not isinstance(loss, ShardedTensor):
         refuse_blocks(loss)
         return loss
-    if loss.sharding.partial or loss.sharding.axes:
+    if loss.sharding.named:
         why = "the loss must be the same on every rank"
         given = {"loss": typeof(loss)}
         fix = "sl.reshard(loss, '...')"

@@ -293,13 +293,16 @@ def _blocks(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
 
 
 def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
-    first = set(layout.partial) and any(coord[a] for a in layout.partial)
     for d, held in enumerate(layout.indices(tuple(x.shape), m, coord)):
         if isinstance(held, range):
             x = x.narrow(d, held.start, len(held))
         else:
             x = x.index_select(d, uploaded(tuple(held), x.device))
-    return torch.zeros_like(x) if first else x.clone(memory_format=torch.contiguous_format)
+    return (
+        torch.zeros_like(x)
+        if layout.is_zero(coord)
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 # ---------------------------------------------------------------- moving
@@ -356,8 +359,8 @@ def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
         if rank in plan.kept:
             take, put = plan.kept[rank]
             move(view(out), put, view(raw), take)
-    for pending, r in zip(coming, plan.rounds, strict=True):
-        arrived = unwrap(pending.wait())
+    for transfer, r in zip(coming, plan.rounds, strict=True):
+        arrived = unwrap(transfer.wait())
         for rank, view in ranks:
             if rank in r.puts:
                 move(view(out), r.puts[rank], view(arrived), _everywhere(r.shape))
@@ -461,7 +464,7 @@ def reshard(x: object, layout: LayoutTree) -> object:
 
 
 def _moved(x: ShardedTensor, target: Layout) -> ShardedTensor:
-    if x.deferred & {*x.sharding.axes, *x.sharding.partial, *target.axes, *target.partial}:
+    if x.deferred & {*x.sharding.named, *target.named}:
         x = settle(x)
     size = tuple(x.padded_shape)
     still = not any(
@@ -558,7 +561,7 @@ def _leaving(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     if x.raw.device.type == func.__name__:
         return x
-    if func is Tensor.cpu and not (x.sharding.axes or x.sharding.partial):
+    if func is Tensor.cpu and not x.sharding.named:
         return x.becomes(func(x.raw, *args[1:], **kwargs))
     why = f"the blocks lie on {x.raw.device}, where the mesh computes"
     fix = f"sl.unshard(x).{func.__name__}()"

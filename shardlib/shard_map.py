@@ -204,10 +204,10 @@ class _BodyCall:
             why = f"operand {name} is laid out {x.sharding}, not {want}"
             fix = f"sl.reshard({name}, {str(want)!r})"
             raise self.error(why, fix, **{name: typeof(x)})
-        used = {*want.axes, *want.partial, *x.deferred}
+        used = {*want.named, *x.deferred}
         block = wrap(vary(x.raw, m, tuple(a for a in m.names if a not in used)), m)
         if type(block) is Stacked:
-            block.varies = Varies(real(m, (*want.axes, *want.partial)))
+            block.varies = Varies(real(m, want.named))
         return block, want
 
     def bound(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -343,7 +343,7 @@ def _rehearse(f: Callable[..., Any], call: _BodyCall, out_layouts: object) -> No
         block, layout = call.blocks[i], call.layouts[i]
         raw = torch.empty((stage.size, *block.shape), dtype=block.dtype, device="meta")
         given[i] = seen = wrap(raw, stage)
-        seen.varies = Varies(real(stage, (*layout.axes, *layout.partial)))  # type: ignore[attr-defined]
+        seen.varies = Varies(real(stage, layout.named))  # type: ignore[attr-defined]
     try:
         with within(mesh=stage, body=True, traces=(), watcher=None), torch.no_grad():
             out = f(*call.bound(given))
@@ -372,26 +372,24 @@ def _check_axes(
     Simulated blocks are compared without a transfer; ``_rehearse`` runs this for real ones.
     """
     raw, text = held(block, mesh), str(layout)
+
+    def refused(why: str, fix: str) -> WrongAxes:
+        types = {f"result {i}": f"{raw.dtype} {list(raw.shape[1:])} on each rank"}
+        return WrongAxes(f"result {i} {why}", op="shard_map", operands=types, mesh=mesh, fix=fix)
+
     known = frozenset() if type(block) is not Stacked else block.varies and block.varies.axes
     wrong = [a for a in copied if known and a in known]
     wrong = wrong or [a for a in [differing(raw, mesh, copied)] if a]
     if wrong:
         axis = wrong[0]
-        raise WrongAxes(
-            f"result {i} varies along axis {axis!r}, and its layout {text!r} says that it is the "
-            "same there",
-            op="shard_map",
-            operands={f"result {i}": f"{raw.dtype} {list(raw.shape[1:])} on each rank"},
-            mesh=mesh,
-            fix=f"return sl.psum(result, {axis!r})  # or name {axis!r} in out_layouts",
+        raise refused(
+            f"varies along axis {axis!r}, and its layout {text!r} says that it is the same there",
+            f"return sl.psum(result, {axis!r})  # or name {axis!r} in out_layouts",
         )
-    pending = real(mesh, layout.partial)
-    if known is not None and (whole := sorted(pending - known, key=mesh.names.index)):
-        raise WrongAxes(
-            f"result {i} is the same along axis {whole[0]!r}, and its layout {text!r} would add "
-            f"it up {mesh.axes[whole[0]]} times",
-            op="shard_map",
-            operands={f"result {i}": f"{raw.dtype} {list(raw.shape[1:])} on each rank"},
-            mesh=mesh,
-            fix=line(Layout(layout.dims, tuple(a for a in layout.partial if a not in whole))),
+    sums = real(mesh, layout.partial)
+    if known is not None and (whole := sorted(sums - known, key=mesh.names.index)):
+        raise refused(
+            f"is the same along axis {whole[0]!r}, and its layout {text!r} would add it up "
+            f"{mesh.axes[whole[0]]} times",
+            line(Layout(layout.dims, tuple(a for a in layout.partial if a not in whole))),
         )

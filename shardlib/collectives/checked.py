@@ -359,8 +359,7 @@ def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None
 
 def alike(mesh: Mesh, layout: Layout) -> tuple[str, ...]:
     """List the axes of more than one rank along which a layout gives every rank the same block."""
-    given = (*layout.axes, *layout.partial)
-    return tuple([a for a in mesh.names if mesh.axes[a] > 1 and a not in given])
+    return tuple([a for a in mesh.names if mesh.axes[a] > 1 and a not in layout.named])
 
 
 def _differs(

@@ -411,9 +411,9 @@ class Pending:
 
 def keep_posted(finish: Finish) -> Pending:
     """Return a transfer that is kept until it is waited for, see mesh/posted.py."""
-    pending = Pending(finish)
-    POSTED[pending] = pending._arrive
-    return pending
+    transfer = Pending(finish)
+    POSTED[transfer] = transfer._arrive
+    return transfer
 
 
 def post(op: Collective, x: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Pending:

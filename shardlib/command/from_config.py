@@ -293,7 +293,7 @@ def _axes_in(text: str) -> set[str]:
         found = Layout.parse(text)
     except ShardError:
         return set()  # the error is raised where the rules are read
-    return {*found.axes, *found.partial}
+    return {*found.named}
 
 
 # ---------------------------------------------------------------- [data]
@@ -554,7 +554,7 @@ def _check_axes(
     texts = [rules.tokens, rules.labels, str(config.table("data").get("layout", ""))]
     used: set[str] = set().union(*map(_axes_in, texts))
     for layout in map(layout_of, params.values()):
-        used.update(layout.axes, layout.partial)
+        used.update(layout.named)
     used.update(datasets.fields(config.table("optimizer", "zero").get("axis", ())))
     own = keys_of(getattr(recipes, config.table("layout").get("recipe", "ddp")))
     names = used | {p.default for p in own.values() if isinstance(p.default, str)} - {*mesh.axes}

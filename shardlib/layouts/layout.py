@@ -13,7 +13,7 @@ divisibility, spec.py reads the notations of JAX and DTensor.
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
@@ -73,18 +73,24 @@ class Layout:
     ellipsis: int | None = None
     # mesh axes that split a dimension, in order
     axes: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
+    # those, then the axes of the pending sum
+    named: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "partial", tuple(sorted(self.partial)))
         object.__setattr__(self, "axes", tuple(a for d in self.dims for a in d.axes))
-        every = self.axes + self.partial
-        if len(set(every)) < len(every):
+        object.__setattr__(self, "named", self.axes + self.partial)
+        if len(set(self.named)) < len(self.named):
             raise _reused(self)
         object.__setattr__(self, "_hash", hash((self.dims, self.partial, self.skew, self.ellipsis)))
 
     def __hash__(self) -> int:
         return self._hash
+
+    def onto(self, dims: Iterable[Dim], skew: str = "", ellipsis: int | None = None) -> "Layout":
+        """Return the layout of a value with other dimensions and the same sum."""
+        return Layout(tuple(dims), self.partial, skew, ellipsis)
 
     # ------------------------------------------------------------ text
 
@@ -127,6 +133,10 @@ class Layout:
         me.check(shape, sizes)
         return indices(me.dims, me.skew, shape, sizes, coord)
 
+    def is_zero(self, coord: Mapping[str, int]) -> bool:
+        """Check whether the rank at ``coord`` holds zeros, as all parts of a sum but the first do."""
+        return any(coord[a] for a in self.partial)
+
     def slices(
         self, shape: Sequence[int], mesh: object, coord: Mapping[str, int]
     ) -> tuple[Any, ...]:
@@ -140,9 +150,7 @@ class Layout:
         """The layout of the tensor with its dimensions reversed."""
         if self.ellipsis is None:
             return self.transpose(*reversed(range(len(self.dims))))
-        return Layout(
-            self.dims[::-1], self.partial, _SKEW_T[self.skew], len(self.dims) - self.ellipsis
-        )
+        return self.onto(self.dims[::-1], _SKEW_T[self.skew], len(self.dims) - self.ellipsis)
 
     def transpose(self, *perm: int) -> "Layout":
         """Return the layout of the tensor permuted: its dimension i is the old ``perm[i]``."""
@@ -153,7 +161,7 @@ class Layout:
         skew = me.skew
         if skew and [p % len(perm) for p in perm] != list(range(len(perm))):
             skew = _SKEW_T[skew]
-        return Layout(tuple(me.dims[p] for p in perm), me.partial, skew)
+        return me.onto([me.dims[p] for p in perm], skew)
 
     def __mul__(self, other: "LayoutLike") -> "Layout":
         """Return the product over disjoint axes: each dimension split by both layouts.
@@ -362,7 +370,7 @@ def _resolve(layout: Layout, ndim: int) -> Layout:
             operands={"layout": str(layout)},
             fix=f"sl.Layout.parse('x y skew {layout.skew}')",
         )
-    return the_one(Layout(dims, layout.partial, layout.skew))
+    return the_one(layout.onto(dims, layout.skew))
 
 
 @lru_cache(maxsize=8192)
@@ -376,7 +384,7 @@ def _check(
     layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], op: str
 ) -> None:
     sizes = dict(mesh)
-    check_axes(layout.axes + layout.partial, sizes, str(layout), op)
+    check_axes(layout.named, sizes, str(layout), op)
     me = layout.resolve(len(shape))
     check_sizes(me.dims, shape, sizes, str(layout), op)
     if me.skew:
@@ -420,13 +428,13 @@ def _aligned(a: Layout, b: Layout, op: str) -> tuple[Layout, Layout]:
             *[WHOLE] * (tail - len(me.dims) + at),
             *me.dims[at:],
         )
-        return Layout(dims, me.partial, me.skew, head)
+        return me.onto(dims, me.skew, head)
 
     return widen(a), widen(b)
 
 
 def _combined(a: Layout, b: Layout, join: Callable[[Dim, Dim], Dim], op: str) -> Layout:
-    shared = sorted({*a.axes, *a.partial} & {*b.axes, *b.partial})
+    shared = sorted({*a.named} & {*b.named})
     if shared:
         raise _pair_error(AxisReused, f"axis {shared[0]!r} is in both layouts", op, a, b)
     dims = []

@@ -108,6 +108,11 @@ class _State(NamedTuple):
         """The axes that split a dimension."""
         return {a for d in self.dims for a in d.axes}
 
+    @property
+    def named(self) -> set[str]:
+        """Those, and the axes of pending sums."""
+        return self.axes.union(self.partial)
+
 
 _Moves = Iterator[tuple[ReshardStep, _State]]
 
@@ -254,7 +259,7 @@ def _gather_order(at: _SearchNode, d: int) -> tuple[ReshardStep, _State]:
 
 def _slices(at: _SearchNode) -> _Moves:
     """Yield slices over the axes of the target that nothing uses yet."""
-    used, goal = at.state.axes.union(at.state.partial), at.last.axes.union(at.last.partial)
+    used, goal = at.state.named, at.last.named
     for axis, p in at.sizes.items():  # in mesh order, so that every rank finds the same plan
         if axis in used or axis not in goal:
             continue
@@ -276,7 +281,7 @@ def _scatters(at: _SearchNode) -> _Moves:
 
 def _order_slices(at: _SearchNode) -> _Moves:
     """Yield moves to tokens with factors or another order: reorder an unsplit dimension, slice."""
-    used = at.state.axes.union(at.state.partial)
+    used = at.state.named
     for d, want in enumerate(at.last.dims):
         now = at.state.dims[d]
         inner = Dim(want.parts[len(now.parts) :], want.order)

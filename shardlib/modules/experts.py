@@ -181,7 +181,7 @@ def _divided_experts(func: Func, args: Args, kwargs: Kwargs) -> Any:
     moved = [reshard(v, rows) for v in (hidden, index, weights)]
     own = shard(torch.arange(params[0].shape[0], device=mesh.device), Layout((token,)), mesh)
     out = rows_call(
-        own_experts, (module, names, *moved, own, *params), {}, _labels, sums=True, pending=True
+        own_experts, (module, names, *moved, own, *params), {}, _labels, sums=True, unsummed=True
     )
     return reshard(out, place)
 

@@ -190,7 +190,7 @@ def read_layout(
     if not isinstance(layout, str):
         layout = as_layout(layout, "parallelize", "{}", shape=shape, mesh=mesh, weight=weight)
     found = logical(str(layout), axes or {})
-    for axis in (*found.axes, *found.partial) if mesh is not None else ():
+    for axis in found.named if mesh is not None else ():
         if mesh is not None and axis not in mesh.axes:
             raise unknown_axis(axis, mesh.axes, "parallelize", "")  # ``renamed`` adds the fix
     return found

@@ -83,7 +83,7 @@ def arg_extreme(func: Func, args: Args, kwargs: Kwargs) -> object:
     if dim is not None and _is_split(x, dim):
         run = torch.max if func.__name__ == "argmax" else torch.min
         return run(x.detach(), dim, keepdim).indices
-    if dim is not None or not _is_split(x, None) or x.sharding.partial:
+    if dim is not None or not _is_split(x, None):
         return rows_call(func, args, kwargs, lambda a, k: along(_ARG(*a, **k)))
     out = _first_of(func.__name__[3:], *_one_each(func, x.detach()), 0)[1]
     return out.reshape([1] * x.ndim if keepdim else ())

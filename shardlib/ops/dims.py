@@ -68,7 +68,7 @@ class _DimPlan(NamedTuple):
 
 def rows_call(
     func: Func, args: Args, kwargs: Kwargs, labels: Callable[[Any, Any], Labels],
-    sums: bool = False, quiet: bool = False, free: bool = False, pending: bool = False,
+    sums: bool = False, quiet: bool = False, free: bool = False, unsummed: bool = False,
 ) -> Any:  # fmt: skip
     """Run a call whose operands have the labels that ``labels(args, kwargs)`` returns.
 
@@ -76,7 +76,7 @@ def rows_call(
     ``sums``   the function is linear in every operand, so a label that no result has is contracted.
     ``quiet``  nothing may move, not even within ``implicit``.
     ``free``   return None if something would have to move, or the labels do not cover the call.
-    ``pending``  keep a contracted result as a pending sum.
+    ``unsummed`` keep a contracted result as the ranks' parts of a sum.
     """
     if has_padding(args) or (kwargs and has_padding(kwargs.values())):
         return _on_padded(func, args, kwargs, labels, sums)
@@ -98,7 +98,7 @@ def rows_call(
     values = written_to(func, args, kwargs, values)
     if known is not None and _repeats(func, values, plan):
         mesh.memo.keep("rows", known, plan)
-    return _on_blocks(call, values, plan, sums, pending)
+    return _on_blocks(call, values, plan, sums, unsummed)
 
 
 def may_move(moved: float) -> bool:
@@ -108,7 +108,7 @@ def may_move(moved: float) -> bool:
 
 
 def _on_blocks(
-    call: FlatCall, values: list[ShardedTensor], plan: _DimPlan, sums: bool, pending: bool
+    call: FlatCall, values: list[ShardedTensor], plan: _DimPlan, sums: bool, unsummed: bool
 ) -> Any:
     """Run a planned call on the blocks; a label that is contracted is summed over the ranks."""
     mesh = values[0].mesh
@@ -122,11 +122,11 @@ def _on_blocks(
             values[0].raw.copy_(reshard(result, values[0].sharding).raw)
         return values[0]
     for k, (raw, (layout, size)) in enumerate(zip(found, plan.results, strict=True)):
-        if plan.summed and not pending:
+        if plan.summed and not unsummed:
             raw = _summed(raw, mesh, plan, dtype, len(values))
         elif dtype is not None and raw.dtype == torch.float32:
             raw = raw.to(dtype)
-        if plan.summed and pending:
+        if plan.summed and unsummed:
             layout = Layout(layout.dims, plan.summed)
         found[k] = ShardedTensor(raw, Place(layout, size, mesh, deferred=deferred))
     return optree.tree_unflatten(shape, found)

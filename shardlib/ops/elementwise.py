@@ -7,7 +7,6 @@ split in different ways the function is refused with the reshard to write, unles
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import reduce
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from shardlib.tensor import (
     partial_escape,
     real_axes,
     refuse_arrays,
+    refuse_sums,
     settle,
     to_pending,
     total,
@@ -207,9 +207,8 @@ def converted(func: Func, args: Args, kwargs: Kwargs) -> object:
         raise call_error(
             BadArgument, why, func, 'torch.empty(x.shape, dtype=x.dtype, device="meta")', tensor=x
         )
-    exact = not (out.is_floating_point() or out.is_complex())
-    if x.sharding.partial and x.is_floating_point() and exact:
-        raise partial_escape(func.__name__, x)
+    if x.is_floating_point() and not (out.is_floating_point() or out.is_complex()):
+        refuse_sums(func.__name__, x)
     return x.becomes(out)
 
 
@@ -225,7 +224,7 @@ def _same_place(x: object, y: object) -> bool:
     p, q = x.place, y.place
     if p is not q and (p.mesh is not q.mesh or p.layout != q.layout or p.shape != q.shape):
         return False
-    return not (p.layout.partial or p.deferred or q.deferred)
+    return p.settled and q.settled
 
 
 def _general(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -289,10 +288,13 @@ def _is_scaled(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) ->
 
 
 def aligned(
-    op: str, values: Sequence[ShardedTensor], partial: tuple[str, ...] = ()
+    op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...] = ()
 ) -> tuple[list[Tensor], Place]:
-    """Return blocks that broadcast locally, and the result's place."""
-    raws, overs, place = brought(op, values, partial)
+    """Return blocks that broadcast locally, and the result's place.
+
+    ``sums``  axes over which the result is left unsummed.
+    """
+    raws, overs, place = brought(op, values, sums)
     same = len({v.dtype for v in values}) == 1
     zipped = zip(values, raws, overs, strict=True)
     return [_met(v, raw, over, place, same) if over else raw for v, raw, over in zipped], place
@@ -311,7 +313,7 @@ def _met(v: ShardedTensor, raw: Tensor, over: tuple[str, ...], place: Place, ali
 
 
 def brought(
-    op: str, values: Sequence[ShardedTensor], partial: tuple[str, ...] = ()
+    op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...] = ()
 ) -> tuple[list[Tensor], list[tuple[str, ...]], Place]:
     """Do as ``aligned``, but return axes instead of inserting the psum.
 
@@ -320,13 +322,13 @@ def brought(
     mesh = values[0].mesh
     key = tuple([(v.place.layout, v.place.shape) for v in values])
     deferred = tuple([v.place.deferred for v in values])
-    known = (partial, key, deferred)
+    known = (sums, key, deferred)
     plan = mesh.memo["pointwise"].get(known)
     if plan is None:
         for v in values:
-            if v.sharding.partial not in ((), partial):
+            if v.sharding.partial not in ((), sums):
                 raise partial_escape(op, v)
-        made = _planned(op, key, mesh, partial, deferred)
+        made = _planned(op, key, mesh, sums, deferred)
         plan = mesh.memo.keep("pointwise", known, made)
     if plan.moved:
         for i, moved in plan.moved:
@@ -387,7 +389,7 @@ class _PointwisePlan(NamedTuple):
 
 
 def _planned(
-    op: str, key: _Key, mesh: Mesh, partial: tuple[str, ...], defer: tuple[frozenset[str], ...]
+    op: str, key: _Key, mesh: Mesh, sums: tuple[str, ...], defer: tuple[frozenset[str], ...]
 ) -> _PointwisePlan:
     try:
         shape = torch.broadcast_shapes(*(s for _, s in key))
@@ -400,23 +402,23 @@ def _planned(
         ) from None
     if any(layout.skew for layout, _ in key):
         raise Unfit("skewed operands whose places differ")
-    out = _once([_token(d, n, key) for d, n in enumerate(shape, -len(shape))], partial)
+    out = _once([_token(d, n, key) for d, n in enumerate(shape, -len(shape))], sums)
     deferred = frozenset().union(*defer).difference(out.axes)
-    # the factor of a pending sum has a part of its gradient on each rank
-    meets = {*out.axes, *out.partial, *deferred}
+    # the factor of a value that is left unsummed has a part of its gradient on each rank
+    meets = {*out.named, *deferred}
     targets: list[Layout | None] = []
     moved: list[tuple[int, Any]] = []
     overs: list[tuple[str, ...]] = []
     for i, ((layout, s), own) in enumerate(zip(key, defer, strict=True)):
         front = len(shape) - len(s)
         pairs = zip(s, shape[front:], out.dims[front:], strict=True)
-        target = Layout(tuple(Dim() if n == 1 != m else t for n, m, t in pairs), layout.partial)
+        target = layout.onto(Dim() if n == 1 != m else t for n, m, t in pairs)
         targets.append(None if target == layout else target)
         if target != layout:
             moved.append((i, (layout >> target).bytes(tuple(s), mesh)))
-            if own.intersection(layout.axes, target.axes, layout.partial):
+            if own.intersection(layout.named, target.axes):
                 own = frozenset()  # a reshard ends a deferral over its axes
-        overs.append(real_axes(mesh, meets.difference(target.axes, target.partial, own)))
+        overs.append(real_axes(mesh, meets.difference(target.named, own)))
     place = Place(out, torch.Size(shape), mesh, deferred=deferred)
     return _PointwisePlan(place, tuple(targets), tuple(overs), tuple(moved))
 
@@ -447,14 +449,14 @@ def _refused(
     )
 
 
-def _once(dims: list[Dim], partial: tuple[str, ...]) -> Layout:
+def _once(dims: list[Dim], sums: tuple[str, ...]) -> Layout:
     """Return a layout with no axis twice: a later dimension loses an axis to an earlier one."""
-    seen: set[str] = set(partial)
+    seen: set[str] = set(sums)
     kept = []
     for d in dims:
         kept.append(Dim() if seen & set(d.axes) else d)
         seen |= set(kept[-1].axes)
-    return Layout(dims=tuple(kept), partial=partial)
+    return Layout(tuple(kept), sums)
 
 
 _WRITES = [n.removesuffix("__").removeprefix("__") for n in _NAMES if n.startswith("__")]
@@ -512,8 +514,7 @@ def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
         why = "the result's shape is not that of the tensor it is written to"
         raise call_error(BadArgument, why, op, tensor=x, operand=v)
     dims = tuple(Dim() if m == 1 != n else d for m, n, d in pairs)
-    like = v.sharding if front else x.sharding
-    want = replace(like, dims=dims, partial=v.sharding.partial)
+    want = v.sharding.onto(dims, v.sharding.skew if front else x.sharding.skew)
     if want != v.sharding:
         moved = (v.sharding >> want).bytes(v.shape, x.mesh, v.raw.element_size())
         if not may_move(float(moved)):
@@ -526,8 +527,8 @@ def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
         v = reshard(v, want)
     if not v.deferred <= x.deferred:
         v = settle(v)
-    meets = {*x.sharding.axes, *x.sharding.partial, *x.deferred}  # as in _planned
-    over = meets.difference(v.sharding.axes, v.sharding.partial, v.deferred)
+    meets = {*x.sharding.named, *x.deferred}  # as in _planned
+    over = meets.difference(v.sharding.named, v.deferred)
     axes = real_axes(x.mesh, over) if v.raw.requires_grad else ()
     return _met(v, v.raw, axes, x.place, v.dtype == x.dtype)
 

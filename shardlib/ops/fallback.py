@@ -65,7 +65,7 @@ _RESHAPING = frozenset("t_ squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_".s
 
 
 def is_whole(x: ShardedTensor) -> bool:
-    return not (real_axes(x.mesh, x.sharding.axes) or real_axes(x.mesh, x.sharding.partial))
+    return not real_axes(x.mesh, x.sharding.named)
 
 
 @dataclass

@@ -491,7 +491,7 @@ def _adds_in_place(x: ShardedTensor, dim: int, index: ShardedTensor, source: Sha
     if not x.ndim or not holds_values(x.mesh) or index.ndim != 1 or source.ndim != x.ndim:
         return False
     for v in (x, index, source):
-        if type(v) is not ShardedTensor or v.sharding.partial or v.deferred:
+        if type(v) is not ShardedTensor or not v.place.settled:
             return False
     if source.padded_shape[dim] != index.padded_shape[0]:
         return False

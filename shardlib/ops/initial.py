@@ -18,7 +18,7 @@ from shardlib.ops.random import draw_into
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key
-from shardlib.tensor import ShardedTensor, implements, partial_escape, replicated
+from shardlib.tensor import ShardedTensor, implements, refuse_sums, replicated
 
 __all__ = ["orthogonal_", "sparse_", "trunc_normal_"]
 
@@ -82,7 +82,7 @@ def trunc_normal_(
 
     Unlike rejection, this draws each number once.
     """
-    _settled("trunc_normal_", x)
+    refuse_sums("trunc_normal_", x)
     low, high = (
         torch.special.ndtr(torch.tensor((v - mean) / std, dtype=torch.float64, device="cpu")).item()
         for v in (a, b)
@@ -108,7 +108,7 @@ def orthogonal_(
     x: ShardedTensor, gain: float = 1.0, generator: torch.Generator | None = None
 ) -> ShardedTensor:
     """Factor the same whole matrix on every rank, and keep its block; it needs memory for all."""
-    _settled("orthogonal_", x)
+    refuse_sums("orthogonal_", x)
     if x.ndim < 2:
         raise ValueError("Only tensors with 2 or more dimensions are supported")
     if x.numel() == 0 or x.raw.is_meta:
@@ -144,7 +144,7 @@ def _put(x: ShardedTensor, whole: Tensor) -> None:
 
 def dirac_(x: ShardedTensor, groups: int = 1) -> ShardedTensor:
     """Set ones where a group's output channel is its input channel, at the kernel's centre."""
-    _settled("dirac_", x)
+    refuse_sums("dirac_", x)
     if x.ndim not in (3, 4, 5):
         raise ValueError("Only tensors with 3, 4, or 5 dimensions are supported")
     if x.shape[0] % groups:
@@ -162,7 +162,7 @@ def dirac_(x: ShardedTensor, groups: int = 1) -> ShardedTensor:
 
 def eye_(x: ShardedTensor) -> ShardedTensor:
     """Set ones on the diagonal of the global matrix."""
-    _settled("eye_", x)
+    refuse_sums("eye_", x)
     if x.ndim != 2:
         raise ValueError("Only tensors with 2 dimensions are supported")
     if not x.raw.is_meta:
@@ -180,7 +180,7 @@ def sparse_(
 
     Each rank computes the numbers of its columns as a whole, so nothing moves.
     """
-    _settled("sparse_", x)
+    refuse_sums("sparse_", x)
     if x.ndim != 2:
         raise ValueError("Only tensors with 2 dimensions are supported")
     with torch.no_grad():
@@ -202,11 +202,6 @@ def sparse_(
             gone = bits(rows * x.shape[1] + some, key) <= most
             x.raw[..., at : at + 1024].masked_fill_(gone, 0.0)
     return x
-
-
-def _settled(name: str, x: ShardedTensor) -> None:
-    if x.sharding.partial:
-        raise partial_escape(name, x)
 
 
 _OURS = {

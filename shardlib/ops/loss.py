@@ -33,6 +33,7 @@ from shardlib.ops.padding import last_only
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs, lines
 from shardlib.placing import reshard
+from shardlib.tensor import refuse_sums
 from shardlib.tensor.gradients import real_axes, total, vary
 from shardlib.tensor.lifting import lift
 from shardlib.tensor.place import Place
@@ -42,7 +43,6 @@ from shardlib.tensor.tensor import (
     call_error,
     has_padding,
     implements,
-    partial_escape,
 )
 
 __all__ = ["cross_entropy"]
@@ -352,9 +352,7 @@ def _planned(logits: ShardedTensor, target: ShardedTensor) -> _LossPlan:
     mesh = logits.mesh
     if len(logits.padded_shape) != 2:
         raise _unsupported(logits, target)
-    for x in (logits, target):
-        if x.sharding.partial:
-            raise partial_escape("cross_entropy", x)
+    refuse_sums("cross_entropy", logits, target)
     row, col = logits.sharding.resolve(2).dims
     if target.padded_shape != logits.padded_shape[:1]:
         few = min(target.shape.numel(), logits.shape[0])

@@ -22,6 +22,7 @@ from shardlib.mesh import scope
 from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
+from shardlib.tensor import refuse_sums
 from shardlib.tensor.gradients import gradient_of, gradient_place, settle, vary
 from shardlib.tensor.lifting import lift
 from shardlib.tensor.tensor import (
@@ -35,7 +36,6 @@ from shardlib.tensor.tensor import (
     no_trace,
     no_transform,
     on_shapes,
-    partial_escape,
     typeof,
 )
 
@@ -419,7 +419,7 @@ def _FILL(input: ShardedTensor, value: Tensor | float) -> tuple[ShardedTensor, T
 
 @implements(Tensor.fill_, padded=True)
 def _fill(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Set every position to the same value; a pending sum, each part to its share."""
+    """Set every position to the same value; the parts of a sum only to zero."""
     x, value = _FILL(*args, **kwargs)
     if isinstance(value, Tensor):
         if value.ndim:
@@ -427,16 +427,13 @@ def _fill(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
                 BadArgument, "fill_ takes a value of no dimensions", "fill_", value=value
             )
         value = settle(lift(value, x.mesh, "fill_"))
-        if value.sharding.partial:
-            raise partial_escape("fill_", value)
+        refuse_sums("fill_", value, x)
         raw = vary(value.raw, x.mesh, {*x.sharding.axes, *x.deferred})
-        if x.sharding.partial:
-            raise partial_escape("fill_", x)
         x.raw.copy_(raw.view(storage_shape(x.mesh, *[1] * len(x.padded_shape))))
-    elif x.sharding.partial and value != 0:
-        raise partial_escape("fill_", x)
-    else:
-        x.raw.fill_(value)
+        return x
+    if value != 0:
+        refuse_sums("fill_", x)
+    x.raw.fill_(value)
     return x
 
 
@@ -466,7 +463,7 @@ def _array(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 
 def _whole_here(x: ShardedTensor, func: Func, verb: str) -> None:
-    if x.sharding.axes or x.sharding.partial:
+    if x.sharding.named:
         why = "a Python value needs the whole tensor"
         raise call_error(
             ShardError, why, func.__name__.strip("_"), f"sl.unshard(x).{verb}()", tensor=x

@@ -346,7 +346,7 @@ def _normalised(
 
 
 def _check(op: str, values: list[ShardedTensor], shape: tuple[int, ...]) -> None:
-    """Refuse shapes and dtypes that torch does not take, and pending sums."""
+    """Refuse shapes and dtypes that torch does not take."""
     x = values[0]
     if not shape or tuple(x.padded_shape[-len(shape) :]) != shape:
         why = f"normalized_shape {list(shape)} is not the tail of the tensor's shape"

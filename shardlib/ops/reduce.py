@@ -22,6 +22,7 @@ from shardlib.ops.padding import neutral
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
+from shardlib.tensor import refuse_sums
 from shardlib.tensor.gradients import real_axes, total, vary
 from shardlib.tensor.tensor import (
     ShardedTensor,
@@ -29,7 +30,6 @@ from shardlib.tensor.tensor import (
     call_error,
     implements,
     local_call,
-    partial_escape,
 )
 
 __all__ = ["SUM", "reduced_layout"]
@@ -63,7 +63,7 @@ def _reduced_layout(
     shape = torch.Size(
         [1 if d in gone else n for d, n in enumerate(size) if keepdim or d not in gone]
     )
-    return gone, axes, Layout(dims=tuple(kept), partial=layout.partial), shape
+    return gone, axes, layout.onto(kept), shape
 
 
 _ANY = binder("""
@@ -166,8 +166,7 @@ def extreme(
     ``nans``  the gradient of a NaN is shared by all NaNs, as in torch's max() and norms; otherwise
               it is NaN for the whole row.
     """
-    if x.sharding.partial:
-        raise partial_escape(func.__name__, x)
+    refuse_sums(func.__name__, x)
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     axes = real_axes(x.mesh, axes)
     tracked = x.raw.requires_grad and torch.is_grad_enabled()
@@ -517,8 +516,7 @@ def _nansum(input: Tensor, dim: Dims, keepdim: bool, dtype: torch.dtype | None) 
     if input.is_complex() or (dtype is not None and dtype.is_complex):
         raise Unfit("torch sums no complex numbers here on every device")
     known: Any = input
-    if known.sharding.partial:  # a NaN part makes the sum NaN, which parts alone cannot show
-        raise partial_escape("nansum", known)
+    refuse_sums("nansum", known)  # a NaN part makes the sum NaN, which parts alone cannot show
     if input.dtype.is_floating_point:
         nan: Any = input.isnan()
         known = known.becomes(_Cleared.apply(known.raw, nan.raw))

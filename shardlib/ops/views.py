@@ -83,7 +83,7 @@ def view_layout(
         reader.end()
     except _DigitCut as e:
         return str(e)
-    return Layout(dims=dims, partial=layout.partial)
+    return layout.onto(dims)
 
 
 class _DigitCut(Exception):
@@ -172,7 +172,7 @@ def _with_ones(
 ) -> Layout | str:
     """Find a view's layout; axes of size one go to the dimension that starts where theirs did."""
     bare = [without_ones(d, mesh) for d in layout.dims]
-    out = view_layout(Layout(tuple(bare), layout.partial), shape, new, mesh)
+    out = view_layout(layout.onto(bare), shape, new, mesh)
     if isinstance(out, str):
         return out
     dims = list(out.resolve(len(new)).dims)
@@ -188,7 +188,7 @@ def _with_ones(
             ahead = [p for p in d.parts[:first] if isinstance(p, str)]
             behind = [p for p in d.parts[first:] if isinstance(p, str) and mesh[p] == 1]
             dims[j] = Dim((*ahead, *dims[j].parts, *behind))
-    return Layout(tuple(dims), layout.partial)
+    return layout.onto(dims)
 
 
 def _same_start(i: int, shape: tuple[int, ...], new: tuple[int, ...]) -> int | None:
@@ -415,7 +415,7 @@ def permuted(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 def _regrouped(x: ShardedTensor, dims: Iterable[Dim], shape: Iterable[int]) -> Place:
     """Return the place of a view of ``x`` with other tokens and sizes."""
-    return x.place.becomes(Layout(tuple(dims), x.sharding.partial), torch.Size(shape))
+    return x.place.becomes(x.sharding.onto(dims), torch.Size(shape))
 
 
 _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
@@ -564,7 +564,7 @@ def _resized(x: ShardedTensor, raw: Tensor, dim: int, token: Dim, size: int) -> 
     """Return a value like ``x``, of which one dimension has another token and size."""
     dims, shape = list(x.dims), list(x.shape)
     dims[dim], shape[dim] = token, size
-    return x.becomes(raw, Layout(tuple(dims), x.sharding.partial), shape)
+    return x.becomes(raw, x.sharding.onto(dims), shape)
 
 
 def _pieces(x: ShardedTensor, dim: int, sizes: list[int]) -> tuple[ShardedTensor, ...] | None:
@@ -677,7 +677,7 @@ def piece(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
             d += 1
         local.append(i)
     raw = local_call(Tensor.__getitem__, x.mesh, (x.raw, tuple(local)), {})
-    return x.becomes(raw, Layout(tuple(dims), x.sharding.partial), shape)
+    return x.becomes(raw, x.sharding.onto(dims), shape)
 
 
 def _own_share(x: ShardedTensor, d: int, i: Any) -> tuple[ShardedTensor, Any]:

@@ -138,13 +138,10 @@ def shard_place(bucket: Bucket, mesh: Mesh) -> Place:
     return Place(bucket.layout, torch.Size([size]), mesh)
 
 
-def whole_place(bucket: Bucket, mesh: Mesh, partial: tuple[str, ...]) -> Place:
-    """Return the place of whole buckets with a pending sum.
-
-    It is pending over those axes of ``partial`` that do not split them.
-    """
+def whole_place(bucket: Bucket, mesh: Mesh, over: tuple[str, ...]) -> Place:
+    """Return the place of whole buckets, unsummed over those of these axes that do not split them."""
     size = bucket.length * mesh.axis_size(bucket.axes)
-    layout = Layout((Dim(bucket.axes),), tuple(sorted(set(partial) - set(bucket.axes))))
+    layout = Layout((Dim(bucket.axes),), tuple(sorted(set(over) - set(bucket.axes))))
     return Place(layout.resolve(1), torch.Size([size]), mesh)
 
 

@@ -287,7 +287,7 @@ def _no_sink(
         pending: tuple[str, ...] = ()
         for tx, part in transforms:
             mine = tx.sink(part(params)) if tx.sink is not None else None
-            pending = pending or (() if mine is None else mine.pending)
+            pending = pending or (() if mine is None else mine.over)
         names = pending[0] if len(pending) == 1 else pending
         split = any(tx.shard is not kept_whole for tx, _ in transforms)
         how = f", pending={names!r}" if split else ""

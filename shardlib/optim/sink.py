@@ -54,10 +54,10 @@ class Lies:
 class Sink:
     """A sink for one backward's gradients: ``take(leaf, gradient)``, then ``finish()``.
 
-    ``pending``   the axes over which gradients are unsummed, without those that split their leaf:
+    ``over``      the axes over which gradients are unsummed, without those that split their leaf:
                   those of the index, and ``also``.
     ``to``        the fate of a full bucket: "part", reduce-scattered; "sum", summed on every rank;
-                  "pending", kept whole and unsummed.
+                  "whole", kept whole and unsummed.
     ``dtypes``    of each bucket's gradients, and of its parts.
     ``most``      the most buckets in transit at once.
     ``ahead``     whether gradients come from a running backward.
@@ -72,7 +72,7 @@ class Sink:
         dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
         *,
         device: torch.device,
-        to: Literal["part", "sum", "pending"] = "part",
+        to: Literal["part", "sum", "whole"] = "part",
         wire: torch.dtype | None = None,
         also: tuple[str, ...] = (),
         most: int = 2,
@@ -91,7 +91,7 @@ class Sink:
         self.most = most
         self.heard = heard
         self.ahead = ahead and len(index.buckets) > 1  # a single bucket is full only at the end
-        self.pending = (*(a for hop in index.hops for a in hop), *also)
+        self.over = (*(a for hop in index.hops for a in hop), *also)
         self.left = [set(range(len(b.slots))) for b in index.buckets]
         self.order: list[int] = []
         self.begun: list[Tensor | None] = [None] * len(self.left)
@@ -137,7 +137,7 @@ class Sink:
             place = (
                 shard_place(bucket, mesh)
                 if self.to == "part"
-                else whole_place(bucket, mesh, self.pending if self.to == "pending" else ())
+                else whole_place(bucket, mesh, self.over if self.to == "whole" else ())
             )
             values[bucket.name] = ShardedTensor(raw, place)  # type: ignore[arg-type]
         return Buckets(values, index, mesh)
@@ -169,7 +169,7 @@ class Sink:
             _zero([lies.slots[n] for n in self.left[b]])
             flat = lies.flat
         assert flat is not None  # allocated when its first slot was filled or zeroed
-        if self.to == "pending":
+        if self.to == "whole":
             self.out[b] = flat
             return
         # bounds the memory of buckets in transit
@@ -189,8 +189,8 @@ class Sink:
         return scatter(flat, out, self.mesh, bucket.hops, self.memory, **how)
 
     def _summed(self, flat: Tensor, b: int) -> Callable[[], Tensor]:
-        """Post the sum of a bucket over its pending axes; half precision is summed in fp32."""
-        over = tuple(a for a in self.pending if a not in self.index.buckets[b].axes)
+        """Post the sum of a bucket over ``over``; half precision is summed in fp32."""
+        over = tuple(a for a in self.over if a not in self.index.buckets[b].axes)
         if not over:
             return lambda: flat
         dtype, half = flat.dtype, flat.dtype in HALF

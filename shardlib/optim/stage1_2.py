@@ -171,11 +171,11 @@ class SplitState:
         if isinstance(given, Buckets):
             same_index(given.index, where, mesh)
             return self._scattered(given, where, memory)
-        pending = _pending(given, self.how.cut)
-        if pending is None:
+        over = _pending(given, self.how.cut)
+        if over is None:
             return parts_of(given, where, mesh, grads=True)
         firsts = [given[b.slots[0].leaves[0]].raw for b in where]
-        sink = self._sink(where, mesh, firsts, memory, also=self._not_cut(pending))
+        sink = self._sink(where, mesh, firsts, memory, also=self._not_cut(over))
         for i in (i for b in where for slot in b.slots for i in slot.leaves):
             sink.take(i, given[i].raw)
         return sink.finish()
@@ -191,9 +191,9 @@ class SplitState:
         sink.begin(flats)
         return sink.finish()
 
-    def _not_cut(self, pending: set[str]) -> tuple[str, ...]:
-        """List pending axes over which nothing is cut."""
-        return tuple(sorted(pending - set(self.how.cut)))
+    def _not_cut(self, over: set[str]) -> tuple[str, ...]:
+        """List those of these axes over which nothing is cut."""
+        return tuple(sorted(over - set(self.how.cut)))
 
     def _sink(
         self, where: Index, mesh: Mesh, like: Sequence[Tensor], memory: Memory, **more: Any
@@ -214,7 +214,7 @@ class SplitState:
         if self.how.stage == 1:
             dtypes = [(wider(t.dtype), wider(t.dtype)) for t in like]
             device = like[0].device
-            return Sink(at.where, at.mesh, self.memory, dtypes, device=device, to="pending")
+            return Sink(at.where, at.mesh, self.memory, dtypes, device=device, to="whole")
         heard = self.cache.on_arrival(at.where, at.mesh)
         # four in transit: on slow links backward must not wait for them
         more: dict[str, Any] = {"heard": heard, "most": 4, "ahead": True}

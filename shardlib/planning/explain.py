@@ -363,7 +363,7 @@ def _explained(
         raws = [x.raw for x in trained]
         if sink is not None:
             for x in trained:
-                x.place = deferring(x, sink.pending)
+                x.place = deferring(x, sink.over)
         together = _Together(raws, t) if sink is None else _Into(sink, raws, t)
         with known, together, Live(paper=True) as live:
             with within(watcher=watch):

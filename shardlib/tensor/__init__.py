@@ -48,6 +48,7 @@ from shardlib.tensor.tensor import (
     on_shapes,
     partial_escape,
     refuse_arrays,
+    refuse_sums,
     refuse_trace,
     torch_refuses,
     typeof,

@@ -362,7 +362,7 @@ def settle(x: ShardedTensor) -> ShardedTensor:
 
 
 def gradient_place(place: Place) -> Place:
-    """Return the place of a value's gradient: same layout, pending over the deferred axes."""
+    """Return the place of a value's gradient: same layout, unsummed over the deferred axes."""
     layout = place.layout
     if place.deferred or layout.partial:
         layout = Layout(layout.dims, tuple(sorted(place.deferred)), layout.skew)
@@ -371,5 +371,5 @@ def gradient_place(place: Place) -> Place:
 
 
 def gradient_of(x: ShardedTensor, raw_grad: Tensor) -> ShardedTensor:
-    """Wrap a gradient block: ``x``'s layout, pending over the axes that ``x`` defers."""
+    """Wrap a gradient block: ``x``'s layout, unsummed over the axes that ``x`` defers."""
     return ShardedTensor(raw_grad, gradient_place(x.place))

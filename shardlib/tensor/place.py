@@ -52,6 +52,11 @@ class Place(NamedTuple):
         """The mesh axes over which a sum is pending."""
         return self.layout.partial
 
+    @property
+    def settled(self) -> bool:
+        """Whether no sum is left open: of the value's parts, or of its gradient's."""
+        return not (self.layout.partial or self.deferred)
+
     def becomes(self, layout: Layout, shape: torch.Size) -> "Place":
         """Return the place with another layout and other sizes, without padding.
 

@@ -635,7 +635,7 @@ def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> object:
     found = _sharded((args, kwargs))
     x = next(x for x in found if x.sharding.skew)
     why = f"{func.__name__} has no implementation for skewed blocks"
-    fix = f"sl.reshard(x, {str(Layout(x.sharding.dims, x.sharding.partial))!r})"
+    fix = f"sl.reshard(x, {str(x.sharding.onto(x.dims))!r})"
     raise call_error(Unsupported, why, func, fix, tensor=x)
 
 
@@ -1122,6 +1122,13 @@ def call_error(
         mesh=next((x.mesh for x in given.values() if isinstance(x, ShardedTensor)), None),
         fix=fix,
     )
+
+
+def refuse_sums(op: str, *values: ShardedTensor) -> None:
+    """Raise PartialEscape for the first value that is a pending sum."""
+    for x in values:
+        if x.sharding.partial:
+            raise partial_escape(op, x)
 
 
 def partial_escape(op: str, x: ShardedTensor) -> PartialEscape:

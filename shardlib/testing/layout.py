@@ -96,7 +96,7 @@ def _value(given: LayoutLike, mesh: Mesh | Mapping[str, int] | None) -> Layout:
 
 def _meshes(lay: Layout, draw: random.Random) -> list[dict[str, int]]:
     """Draw meshes for the layout's axes and one axis that it does not name."""
-    named = (*lay.axes, *lay.partial)
+    named = lay.named
     spare = next(a for a in ("r", "r2", "r3", "r4", "r5") if a not in named)
     found = [dict.fromkeys(named, 2), {**dict.fromkeys(named, 1), spare: 2}]
     for _ in range(2):
@@ -187,7 +187,7 @@ def _check_blocks(
             block = block.index_select(
                 d, torch.tensor(list(index), dtype=torch.int64, device="cpu")
             )
-        return torch.zeros_like(block) if any(coord[a] for a in me.partial) else block
+        return torch.zeros_like(block) if me.is_zero(coord) else block
 
     a = shard(x, given)
     alike(f"{text}: where it lies", layout_of(a), me)

@@ -33,7 +33,7 @@ from shardlib.ops.attention.kernels import acc_dtype
 from shardlib.ops.attention.masks import Full, Mask, as_mask
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.registry import case_of
-from shardlib.tensor import Place, ShardedTensor, call_error, partial_escape, replicated, typeof
+from shardlib.tensor import Place, ShardedTensor, call_error, refuse_sums, replicated, typeof
 
 __all__ = [
     "AttentionCase", "Operands", "Runs", "Sizes", "attention_case", "bias_and_sink",
@@ -289,8 +289,7 @@ def _check_kinds(q: Any, k: Any, v: Any) -> None:
                 **_about(q, k, v),
                 fix=f"{name}[(None,) * {max(0, 4 - len(t.padded_shape))}]",
             )
-        if t.sharding.partial:
-            raise partial_escape("ring_attention", t)
+        refuse_sums("ring_attention", t)
     if not q.raw.dtype == k.raw.dtype == v.raw.dtype:
         fix = "sl.ring_attention(q, k.to(q.dtype), v.to(q.dtype))"
         raise ShardError("q, k and v have different dtypes", **_about(q, k, v), fix=fix)

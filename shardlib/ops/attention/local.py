@@ -6,7 +6,7 @@ Accumulators, and the gradients that are sent, are fp32 (fp64 for fp64).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -412,19 +412,15 @@ def send(job: AttentionJob, leaving: Sequence[Leaving]) -> Coming:
     Those without pairs are left out.
     """
     moving = [item for item in leaving if item.pairs]
+    if not moving:
+        return {}
     with bind(job.mesh):
         blocks = [wrap(item.raw, job.mesh) for item in moving]
-        pending = (
-            start_ppermutes(blocks, job.axes, [item.pairs for item in moving]) if moving else []
-        )
-    return {item.key: _BlockTransfer(p, item.raw) for item, p in zip(moving, pending, strict=True)}
+        transfers = start_ppermutes(blocks, job.axes, [item.pairs for item in moving])
+    pairs = zip(moving, transfers, strict=True)
+    return {item.key: partial(_arrived, transfer, item.raw) for item, transfer in pairs}
 
 
-class _BlockTransfer:
-    """Transfer under way; keeps the sent block alive until the wait, since the network reads it."""
-
-    def __init__(self, pending: Pending, sent: Tensor) -> None:
-        self.pending, self.sent = pending, sent
-
-    def __call__(self) -> Tensor:
-        return unwrap(self.pending.wait())
+def _arrived(transfer: Pending, sent: Tensor) -> Tensor:
+    """Wait for a transfer; the network reads the sent block, which is kept alive until then."""
+    return unwrap(transfer.wait())

@@ -276,7 +276,7 @@ class Movements(NamedTuple):
 
     cube: Cube
     out: Layout
-    pending: Layout
+    unsummed: Layout
     summed: tuple[str, ...]
 
 
@@ -420,9 +420,9 @@ def _price(
     mesh, over = case.axes, case.over(found.out)
     x, w, y = gatherings
     held, again = shared
-    pending = case.bytes_of(found.pending, case.y_shape)
-    pending //= math.prod(mesh[a] for move in found.cube.y for a in move.axes)
-    sum_y = summing(pending, found.summed, mesh, case.width if found.cube.y else 1)
+    part = case.bytes_of(found.unsummed, case.y_shape)
+    part //= math.prod(mesh[a] for move in found.cube.y for a in move.axes)
+    sum_y = summing(part, found.summed, mesh, case.width if found.cube.y else 1)
     sum_x = summing(x.block, over[0], mesh, case.width if found.cube.x else 1)
     sum_w = summing(w.block, over[1], mesh, case.width if found.cube.w else 1)
     forward = (Cost() if held else x.cost) + w.cost + y.cost + sum_y

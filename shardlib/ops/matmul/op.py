@@ -374,7 +374,7 @@ def _may_move(x: Place, w: Place, out: Layout | str | None) -> bool:
     if out or w.out_layout:
         return True
     sizes = x.mesh.axes
-    axes = (*w.layout.axes, *x.dims[-1].axes, *x.layout.partial, *w.layout.partial)
+    axes = (*w.layout.named, *x.dims[-1].axes, *x.layout.partial)
     return any(sizes[a] > 1 for a in axes)
 
 

@@ -41,7 +41,7 @@ class Gather:
     ``started``  the gathers of the same call that are under way, to find those never taken.
     """
 
-    __slots__ = ("after", "before", "mesh", "moves", "pending", "started", "w")
+    __slots__ = ("after", "before", "mesh", "moves", "started", "transfer", "w")
 
     def __init__(
         self, w: Tensor, moves: tuple[DimMove, ...], mesh: Mesh, started: "list[Gather]"
@@ -49,22 +49,22 @@ class Gather:
         self.w, self.moves, self.mesh, self.started = w, moves, mesh, started
         self.before: Gather | None = None
         self.after: Gather | None = None
-        self.pending: Pending | None = None
+        self.transfer: Pending | None = None
 
     def start(self) -> None:
         """Start the gather, once."""
-        if self.pending is None:
+        if self.transfer is None:
             with bind(self.mesh):
-                self.pending = post(all_gather, wrap(self.w, self.mesh), self.moves)
+                self.transfer = post(all_gather, wrap(self.w, self.mesh), self.moves)
             self.started.append(self)
 
     def take(self) -> Pending | None:
         """Return the gather under way, for the product that waits for it."""
-        pending = self.pending
-        if pending is not None:
-            self.pending = None
+        transfer = self.transfer
+        if transfer is not None:
+            self.transfer = None
             self.started.remove(self)
-        return pending
+        return transfer
 
     def start_next(self) -> None:
         """Start the gather that follows this one."""
@@ -73,15 +73,15 @@ class Gather:
 
     def start_previous(self) -> None:
         """Start the gather before this one; backward waits at its end for gathers not taken."""
-        if self.before is not None and self.before.pending is None:
+        if self.before is not None and self.before.transfer is None:
             self.before.start()
             after_backward(self.before.drop, drain)
 
     def drop(self) -> None:
         """Wait for a gather that no product took: it must complete before its buffers are freed."""
-        pending = self.take()
-        if pending is not None:
-            pending.wait()
+        transfer = self.take()
+        if transfer is not None:
+            transfer.wait()
 
 
 class Entry(NamedTuple):
