@@ -416,8 +416,8 @@ def _planned(
         targets.append(None if target == layout else target)
         if target != layout:
             moved.append((i, (layout >> target).bytes(tuple(s), mesh)))
-            if own.intersection(layout.named, target.axes):
-                own = frozenset()  # a reshard ends a deferral over its axes
+            if not own.isdisjoint((*layout.named, *target.axes)):
+                own = frozenset()  # a reshard over one of its axes ends a deferral
         overs.append(real_axes(mesh, meets.difference(target.named, own)))
     place = Place(out, torch.Size(shape), mesh, deferred=deferred)
     return _PointwisePlan(place, tuple(targets), tuple(overs), tuple(moved))

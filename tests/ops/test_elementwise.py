@@ -50,6 +50,22 @@ def test_skewed_operands_are_combined_as_they_lie_or_refused(f: Any, other: str)
         close(sl.unshard(found), f(a, b))
 
 
+@pytest.mark.parametrize("late", ["x", "y", "xy"])
+@pytest.mark.parametrize("layout", ["x .", ". y", "x y", "(x y) .", ". ."])
+def test_a_deferred_operand_s_gradient_is_dense_s_also_where_it_is_resharded(
+    late: str, layout: str
+) -> None:
+    """A reshard over one axis ends the deferral over all of them."""
+    a, w, c = r(4, 4), r(4, 4, seed=1), r(4, 4, seed=2)
+    with sl.simulate(x=2, y=2), sl.implicit():
+        x, p = sl.shard(a, layout), sl.shard(w, ". .").requires_grad_()
+        late_p = sl.ShardedTensor(p.raw, p.place._replace(deferred=frozenset(late)))
+        for f in (torch.mul, lambda x, p: torch.addcmul(x, x, p)):
+            p.grad = None
+            (f(x, late_p) * sl.shard(c, ". .")).sum().backward()
+            close(sl.unshard(late_p.grad), a * c)
+
+
 @pytest.mark.parametrize("mesh", [{"x": 2, "y": 2}, {"x": 1, "y": 1}])
 def test_a_scalar_does_not_promote(mesh: dict[str, int]) -> None:
     kinds = (torch.float16, torch.float32, torch.float64, torch.int64)
