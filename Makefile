@@ -56,6 +56,7 @@ copies: $(VENV)/test.stamp
 
 operators: $(VENV)/test.stamp
 	$(PY) -m tests.database $(ARGS)
+	$(PY) -m tests.collectives.block_database
 	$(PY) -m tests.namespace
 
 # Tensors against pages that may not be touched; wants gcc.  tests/memcheck.py says what it catches.

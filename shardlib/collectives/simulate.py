@@ -11,6 +11,7 @@ raises.
 """
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from shardlib._compat import (
     vmap_join,
     vmap_split,
 )
-from shardlib.errors import PlainTensor, ShardError
+from shardlib.errors import PlainTensor, ShardError, Unsupported
 from shardlib.mesh import Mesh, coordinates
 from shardlib.opspec import Args, Func, Kwargs, names_of, writes
 
@@ -185,7 +186,7 @@ def _mesh_of(tree: Any) -> Mesh:
 
 
 def _by_vmap(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run any function under vmap over the ranks."""
+    """Run any function under vmap over the ranks; once per rank where vmap has no rule for it."""
     given: Any = (args, kwargs)
     leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -204,8 +205,12 @@ def _by_vmap(func: Func, args: Args, kwargs: Kwargs) -> Any:
         if in_place and out is a[0] and out.shape == args[0].shape:
             return args[0]
         return _joined(out, mesh, level)
+    except RuntimeError as e:
+        if not re.search("vmap|atching", str(e)):
+            raise
     finally:
         vmap_end()
+    return _each(func, args, kwargs)
 
 
 def _joined(out: Any, mesh: Mesh, level: int) -> Any:
@@ -250,7 +255,36 @@ def _each(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if in_place:
         args[0].ranks.copy_(torch.stack(found))
         return args[0]
-    return Stacked(torch.stack(found), mesh)
+    return cast(Any, optree.tree_map(lambda *blocks: _stacked(func, blocks, mesh), *found))
+
+
+def _stacked(func: Func, blocks: tuple[Any, ...], mesh: Mesh) -> Any:
+    """Return the results of all ranks as one simulated block.  Raises: Unsupported."""
+    if not isinstance(blocks[0], Tensor):
+        return blocks[0]
+    if len({x.shape for x in blocks}) > 1:
+        shapes = ", ".join(str(list(x.shape)) for x in blocks)
+        raise Unsupported(
+            f"its result has other shapes on other ranks, {shapes}, and a simulated block has one for all",
+            op=func.__name__,
+            fix="torch.where(mask, block, 0.0)  # keeps the shape; ranks of sl.launch may differ",
+        )
+    return Stacked(torch.stack(blocks), mesh)
+
+
+@_enter(
+    Tensor.as_strided_,
+    Tensor.as_strided_scatter,
+    Tensor.resize_,
+    Tensor.resize_as_,
+    torch.as_strided_scatter,
+)
+def _by_memory(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    raise Unsupported(
+        "the memory of a simulated block is a part of the memory of all ranks",
+        op=func.__name__,
+        fix="block = block.reshape(shape)  # a new tensor",
+    )
 
 
 def _functions(names: str, *owners: Any) -> list[Any]:

@@ -137,6 +137,9 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "data": (lambda a: a * 2 + a.data, [r(4, 5)]),
     "deepcopy": (lambda a: copy.deepcopy(a.detach()) + a, [r(4, 5)]),
     "empty": (lambda a: (a @ a.mT).sum(0), [r(0, 5)]),
+    "no rule of vmap": (lambda a: a.cov(), [r(4, 5)]),
+    "no rule of vmap, a tuple": (lambda a: a.tensor_split(torch.tensor([1, 3]))[1], [r(4, 5)]),
+    "as many on each rank": (lambda a: a[torch.nonzero(a == a.amax())[:, 0]], [r(4)]),
 }  # fmt: skip
 
 
@@ -226,6 +229,15 @@ def test_a_plain_tensor_cannot_take_each_ranks_value(name: str) -> None:
         scope: dict[str, Any] = {"block": block, "torch": torch}
         exec(caught.value.fix, scope)
         INTO_PLAIN[name](scope["target"], block)
+
+
+def test_results_of_other_shapes_on_other_ranks_are_refused_with_them() -> None:
+    with sl.simulate(x=2) as m:
+        block = wrap(torch.tensor([[0.0, 1.0], [1.0, 2.0]]), m)
+        with pytest.raises(sl.errors.Unsupported, match=r"nonzero.*\[1, 1\], \[2, 1\]"):
+            torch.nonzero(block)
+        with pytest.raises(sl.errors.Unsupported, match="as_strided_: the memory of a simulated"):
+            block.as_strided_((2,), (1,))
 
 
 def test_metadata_is_the_blocks() -> None:
