@@ -184,12 +184,12 @@ def extreme(
             share = ties / total(
                 local_call(torch.sum, x.mesh, (ties, gone, True), {}), x.mesh, axes
             )
-        raw = _Shared.apply(x.raw, raw, share, x.mesh, axes)
+        raw = _TieShares.apply(x.raw, raw, share, x.mesh, axes)
     raw = raw if keepdim else local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
     return x.becomes(raw, layout, shape)  # type: ignore[arg-type]
 
 
-class _Shared(Local):
+class _TieShares(Local):
     """apply(x, value, share, mesh, axes): ``value``, a reduction of x over ``axes``.
 
     Each element gets its ``share`` of the gradient.
