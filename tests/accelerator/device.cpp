@@ -653,6 +653,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_stream);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  // torch has formulas of several operators for these, and CUDA kernels as the CPU does
+  for (auto name : {"native_layer_norm", "native_group_norm", "addr"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
 }
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 

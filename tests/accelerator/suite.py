@@ -49,19 +49,15 @@ EXCUSED: dict[str, str] = {
     "processes of its own, on the CPU",
     r"test_gradients_that_are_no_numbers_are_refused_or_skipped|test_a_gradient_that_is_refused_in_one_group_changes_no_other": "a clip raises a step "
     "later there; laws.py asks the same of it",
-    r"test_flattened_axes_that_are_not_the_whole_mesh|test_every_copy_on_real_ranks": "launch's ranks are on the CPU by default",
     r"test_collectives_on_flat_vectors_are_those_that_allocate": "asks for the order of sums round "
     "our ring, and the device's group has a reduce-scatter of its own, as NCCL does",
     r"written_as_dense_ones\[.*-cpu\]": "blocks stay where the mesh computes, and leave by unshard",
-    r"test_factors_and_summands_that_torch_refuses": "the CPU's kernel refuses it, reached directly",
     r"test_in_place_is_in_place_and_torchs_refusals|test_positions_out_of_range_are_refused": "values "
     "are looked at by the device, so that the host does not wait",
-    r"layer_norm of two dtypes|test_values.py::test_real_ranks_refuse_alike": "the device's formula "
-    "takes a weight of another dtype, as its kernels do",
     r"test_as_module.py::test_(trainer|accelerate)": "transformers' Trainer and accelerate do not know "
     "the device, and leave batches on the CPU",
-    r"test_tensor.py::test_what_needs_its_blocks_alone.*layer_norm": "the device's formula is several "
-    "operators",
+    r"test_tensor.py::test_what_needs_its_blocks_alone.*layer_norm": "kernels of cuda/ are asked at "
+    "every call on a device, where the CPU's call of torch's is kept",
     r"test_an_array_that_meets_a_sharded_tensor|test_errors.py.*(an array|numpy of)": "numpy takes tensors of the host alone",
     r"optim/test_(composed|exact)\.py|test_five_more_steps_elsewhere_are_the_same_bit_for_bit": _ROUNDING,
     r"test_the_global_norm_of_many_fp32_elements_keeps_its_digits|test_squares_keep_their_digits": "the "
@@ -70,12 +66,10 @@ EXCUSED: dict[str, str] = {
     "and torch's opcheck knows CPU, CUDA and XPU; alike.py launches the host's on the device",
     r"tests/checkpoint/test_checksums\.py": "sums of the host's bytes, asked of tensors of the host",
     r"tests/checkpoint/test_dcp\.py": "torch's checkpoints do not know the device",
-    r"tests/mesh/test_(mesh|scope)\.py.*(plain_device_meshes|made_again|two_meshes|own_context_manager)": "meshes of "
-    "the CPU, in processes whose group is the device's alone",
     r"test_threads_that_call_one_apply|test_what_one_thread_is_inside": "threads of their own, and "
     "the default device is one thread's",
     r"test_a_tensor_that_does_not_fit_is_refused_before|whoever_makes_them\[gradients\]": "an "
-    "accelerator's allocator refuses by itself, so the library does not ask it first",
+    "accelerator's allocator refuses by itself: the test's own tensor, and buckets of a step",
     r"test_equal_ranks_print_as_one_block": "asks for the text of a tensor of the host",
     r"test_python_takes_a_value_only_where": "numpy takes tensors of the host alone",
     r"test_operators.py.*(sparse|test_real_ranks_answer)": "torch has no sparse tensors there",

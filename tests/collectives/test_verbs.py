@@ -38,7 +38,7 @@ def test_flattened_axes_that_are_not_the_whole_mesh() -> None:
         for rank, answer in enumerate(answers):
             said = f"{name} over {axis} on rank {rank}"
             torch.testing.assert_close(
-                answer[name, axis][0], want[rank], rtol=1e-12, atol=0, msg=said
+                answer[name, axis][0].cpu(), want[rank].cpu(), rtol=1e-12, atol=0, msg=said
             )
 
 

@@ -57,13 +57,14 @@ def test_plain_device_meshes_are_accepted_everywhere(pool: Any) -> None:
 
 
 def _plain_mesh() -> list[bool]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    kind = torch.get_default_device().type
+    mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("x", "y"))
     a = sl.shard(torch.eye(4), "x y", mesh=mesh)
     _, params = sl.parallelize(torch.nn.Linear(4, 4), [("*", "...")], mesh=mesh)
     with sl.use_mesh(mesh):
         b = sl.shard(torch.eye(4), "x y")
-    inferred = sl.make_mesh(device="cpu", x=2, y=-1)
-    nameless = init_device_mesh("cpu", (4,))
+    inferred = sl.make_mesh(device=kind, x=2, y=-1)
+    nameless = init_device_mesh(kind, (4,))
     try:
         sl.shard(torch.eye(4), "x .", mesh=nameless)
         refused = False
@@ -244,10 +245,10 @@ def test_a_named_device_mesh_has_one_view(pool: Any) -> None:
 
 def _made_over() -> list[Any]:
     """Make one mesh again and again; each rank's garbage collector comes at its own time."""
-    groups, sums = set(), []
+    groups, sums, kind = set(), [], torch.get_default_device().type
     for turn in range(4):
-        grid = None if turn % 2 else init_device_mesh("cpu", (2, 2), mesh_dim_names=("over", "x"))
-        mesh = sl.make_mesh(device="cpu", over=2, x=2) if grid is None else as_mesh(grid)
+        grid = None if turn % 2 else init_device_mesh(kind, (2, 2), mesh_dim_names=("over", "x"))
+        mesh = sl.make_mesh(device=kind, over=2, x=2) if grid is None else as_mesh(grid)
         with mesh:
             whole = sl.shard(torch.ones(4), "(over x)").sum()
             sums.append(float(sl.unshard(whole)))
@@ -264,8 +265,9 @@ def test_a_mesh_made_again_meets_in_the_same_groups(pool: Any) -> None:
 
 def _crossed() -> list[float]:
     """Two meshes whose axes are one process group, a transfer of each on its way."""
-    mesh = sl.make_mesh(device="cpu", a=4)
-    other = sl.make_mesh(device="cpu", b=2, c=2)
+    kind = torch.get_default_device().type
+    mesh = sl.make_mesh(device=kind, a=4)
+    other = sl.make_mesh(device=kind, b=2, c=2)
     size = 4 << 16
     one, two = torch.full((size,), 1.0), torch.full((size,), 10.0)
     sums = torch.empty(2, size // 4)

@@ -187,7 +187,7 @@ def test_a_mesh_of_processes_is_its_own_context_manager(pool: Any) -> None:
 
 def _made() -> bool:
     outer = here()
-    with sl.make_mesh(device="cpu", x=2, y=2) as mesh:
+    with sl.make_mesh(device=torch.get_default_device().type, x=2, y=2) as mesh:
         inside = type(mesh) is sl.Mesh and sl.current_mesh() is mesh
         value = (
             sl.unshard(sl.shard(torch.ones(2), "x") @ sl.shard(torch.ones(2, 2), "x y"))
