@@ -80,9 +80,11 @@ def importable(call: db.Call) -> bool:
 
 def test_real_ranks_answer_as_simulated_ones(pool: Pool) -> None:
     """Call by call the same outcome and the same counted bytes."""
+    host = torch.get_default_device().type == "cpu"  # sparse tensors are nowhere else
     calls = [
         c
         for name in sample(80, SEED + 1)
+        if host or "sparse" not in name
         for c in db.calls(name, 1, SEED, [{"x": 2, "y": 2}])
         if importable(c)
     ]
