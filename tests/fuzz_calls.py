@@ -1503,6 +1503,7 @@ _LIMITS = (
     "Autograd not support dtype",
     "view size is not compatible with input tensor's size and stride",  # of a whole, in its memory
     "output with shape [] doesn't match the broadcast shape",  # logsumexp of no dimension
+    "not implemented for 'BFloat16'",  # a loss that has no kernel for it is computed in fp32
 )
 """What torch says where it fails, though nothing is wrong with the call."""
 
@@ -1590,6 +1591,8 @@ def _checked(case: Case) -> tuple[str, Outcome]:
     if "prod" in case.name and any(not o.value.isfinite().all() for o in given):
         # with a zero anywhere torch multiplies the others, else it divides by what may be infinite
         return ("" if wrong.startswith("grads") else wrong), got
+    if "slogdet" in case.name and any("expand" in o.prep for o in given):
+        return "", got  # the sign of a matrix whose rows are equal is rounding alone
     if "batch_norm" in case.name and any(o.prep != "v" for o in given):
         # torch 2.13 reads channels that do not lie in one run by wrong strides on its way back
         return ("" if wrong.startswith("grads") else wrong), got
