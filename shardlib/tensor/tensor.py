@@ -554,22 +554,16 @@ def _repeated(func: Func, args: Args, kwargs: Kwargs) -> object:
         facts = args[0].facts
         if (facts is not None and facts.derived is not None) or now.call.prefetch is not None:
             return None
-        return _moved(repeat, func, args, kwargs)
     try:
         return _run(repeat, args, kwargs)
     except RuntimeError as e:
+        if repeat.moves:
+            if (told := _explained(e, func, args, kwargs)) is not None:
+                raise told from e
+            raise
         if type(e) not in (RuntimeError, NotImplementedError) or _out_of_memory(e):
             raise  # of the device or a transport: another run would meet it again
         return None  # the implementation's error names what torch refuses
-
-
-def _moved(repeat: _Repeat, func: Func, args: Args, kwargs: Kwargs) -> object:
-    try:
-        return _run(repeat, args, kwargs)
-    except RuntimeError as e:
-        if (told := _explained(e, func, args, kwargs)) is not None:
-            raise told from e
-        raise
 
 
 def _run(repeat: _Repeat, args: Args, kwargs: dict[str, Any]) -> Any:
@@ -604,25 +598,22 @@ def _call_key(now: Scope, func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, 
     listened = now.listeners.watcher is not None or now.call.region is not None
     if listened or policy.budget is not None or policy.backend != "auto":
         return None
-    key = [func, policy, Memo.version]
+    key: tuple[Any, ...] = (func, policy, Memo.version)
     for a in (*args, *kwargs, *kwargs.values()) if kwargs else args:
         kind = type(a)
         if kind is ShardedTensor:
-            if a.facts is None or a.facts.read is None:
-                raw = a.raw
-                key += (a.place, raw.dtype, raw.requires_grad)
-            else:
-                key += (a.place, a.dtype, True)
+            of = a.raw if a.facts is None or a.facts.read is None else a
+            key += (a.place, of.dtype, of.requires_grad)
         elif kind in _NUMBERS:
             key += (kind, a)
         elif kind is tuple or kind is torch.Size:
             for n in a:  # 2.0 and True hash and compare equal to ints but behave differently
                 if type(n) is not int:
                     return None
-            key.append(a)
+            key += (a,)
         else:
             return None
-    return tuple(key)
+    return key
 
 
 def has_padding(values: Iterable[Any]) -> bool:

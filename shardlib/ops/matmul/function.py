@@ -23,7 +23,7 @@ from shardlib.tensor import total, vary
 
 __all__ = [
     "Axes", "DimMove", "Gradients", "NOWHERE", "Product", "Schedule", "accumulator", "add_product",
-    "ahead", "cut", "run_schedule", "nothing", "panels", "partial_product", "plus_product", "post", "rounded",
+    "ahead", "cut", "nothing", "panels", "partial_product", "plus_product", "post", "rounded",
     "summed_product",
 ]  # fmt: skip
 
@@ -95,7 +95,7 @@ class Product(Local):
         over: tuple[Axes, Axes],
         x: Tensor,
         w: Tensor,
-        bias: Tensor | None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         ctx.call = schedule, mesh, over
         with bind(mesh):
@@ -138,13 +138,6 @@ class Product(Local):
             )
         dx = None if dx is None else unwrap(dx)
         return None, None, None, dx, None if dw is None else unwrap(dw), None
-
-
-def run_schedule(
-    schedule: Schedule, mesh: Mesh, over: tuple[Axes, Axes], x: Tensor, w: Tensor
-) -> Tensor:
-    """Run a schedule on storages, recorded for backward."""
-    return Product.apply(schedule, mesh, over, x, w, None)  # type: ignore[return-value]
 
 
 def _without_product(schedule: Schedule, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,7 +271,7 @@ def summed_product(
 ) -> Tensor:
     """Compute a @ b + bias, summed over mesh axes.
 
-    Half precision is run_schedule in fp32, and rounded to be sent and after the sum.
+    Half precision is multiplied in fp32, and rounded to be sent and after the sum.
     """
     if over or (bias is not None and type(bias) is not Tensor):
         return rounded(partial_product(a, b), a.dtype, over, bias=bias)

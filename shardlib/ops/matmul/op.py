@@ -21,7 +21,7 @@ from shardlib.mesh import Mesh, Scope, bind, scope
 from shardlib.ops.einsum import contract, product_line
 from shardlib.ops.elementwise import elementwise
 from shardlib.ops.matmul.case import MatmulCase, case, cut_for, whole_rows
-from shardlib.ops.matmul.function import Axes, Product, rounded, run_schedule
+from shardlib.ops.matmul.function import Axes, Product, rounded
 from shardlib.ops.matmul.shared_gather import let_go
 from shardlib.ops.padding import filled, padded_to
 from shardlib.ops.registry import Match, decide
@@ -249,7 +249,7 @@ def _kept(
     if plan.own and now.call.region is None:
         return blockwise(*call, plan.place, None if call[0] is F.linear else torch.matmul)
     if fresh and plan.fixed and call[0] is not F.linear:
-        run = partial(run_schedule, plan.match.run, plan.place.mesh, plan.over)
+        run = partial(Product.apply, plan.match.run, plan.place.mesh, plan.over)
         return blockwise(*call, plan.place, run, moves=True)
     return None
 
@@ -265,7 +265,7 @@ def _multiplied(
         return _biased(match, over, adds, x, w, bias)
     if match.call is not None:
         return match.call(x, w, over, None)
-    return run_schedule(match.run, x.mesh, over, x.raw, w.raw)
+    return Product.apply(match.run, x.mesh, over, x.raw, w.raw)  # type: ignore[return-value]
 
 
 def _plan_of(
