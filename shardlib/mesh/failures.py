@@ -361,6 +361,8 @@ class JobProcesses:
     ) -> RankFailed:
         """Return the error for a failed transfer among ranks, or for a wait without answer."""
         self.failed = True
+        # the watching thread may answer the roll at the same time, and its answer is the same
+        self._waits[threading.get_ident()] = doing, lambda: ranks
         self._set(f"at/{self.rank}", ["waits", doing, list(ranks)])
         self._set("roll", "called")
         until = time.monotonic() + _GRACE

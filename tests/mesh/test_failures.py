@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,26 @@ def test_without_the_store_the_first_rank_that_looks_says_why(
         assert len(set(told)) == 1
         assert (name == "closed" and order[0] == 2) or told[0].startswith(said)
         assert len(list(tmp_path.glob(f"shardlib-{name}{order}/*"))) == 1
+
+
+def test_a_rank_whose_transfer_failed_is_not_said_to_be_elsewhere() -> None:
+    """The watching thread answered the roll while the main thread reported its own transfer."""
+    answers: list[Any] = []
+
+    def put(key: str, value: Any) -> None:
+        if key == "at/0":
+            if not answers:
+                answers.append(None)
+                failures.JobProcesses._answer(job)
+            answers.append(value)
+
+    job: Any = SimpleNamespace(
+        rank=0, calls=[], members={}, _waits={}, _main=threading.main_thread(), first="a cause",
+        _set=put, _has=lambda key: False, _first=lambda: "a cause", write=lambda: None,
+        _error=lambda *_: None,
+    )  # fmt: skip
+    failures.JobProcesses.lost(job, None, "psum over 'x'", [0, 1])
+    assert answers == [None, *[["waits", "psum over 'x'", [0, 1]]] * 2]
 
 
 def test_a_rank_that_gloo_aborts_is_not_blamed() -> None:
