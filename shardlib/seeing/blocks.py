@@ -4,6 +4,7 @@ import html
 import itertools
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
@@ -16,7 +17,7 @@ from shardlib.mesh import coordinates
 from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours, tint
 from shardlib.seeing.frames import Frames, frames
-from shardlib.tensor import ShardedTensor, layout_of, named_tensors, typeof
+from shardlib.tensor import layout_of, named_tensors, typeof
 
 __all__ = ["Drawing", "PieceCell", "PieceGrid", "draw", "grids", "visualize"]
 
@@ -42,13 +43,13 @@ class PieceCell(NamedTuple):
 class PieceGrid:
     """A partition of two dimensions of a tensor into contiguous pieces.
 
-    ``rows``, ``columns``  (start, stop) of each; one row (None) of a vector.
+    ``rows``, ``columns``  (start, stop) of each; one row (0, 1) of a vector.
     ``cells``   per row and column, the piece.
     ``title``   the pieces of the other split dimensions that it belongs to.
     ``cut``     whether more pieces exist than are drawn.
     """
 
-    rows: tuple[tuple[int, int] | None, ...]
+    rows: tuple[tuple[int, int], ...]
     columns: tuple[tuple[int, int], ...]
     cells: tuple[tuple[PieceCell, ...], ...]
     title: str = ""
@@ -80,19 +81,26 @@ class Drawing(Shown, str):
         out = []
         for grid in self.grids:
             rows = [f"<tr>{''.join(map(_cell, row))}</tr>" for row in grid.cells]
-            title = f"<caption>{html.escape(grid.title)}</caption>" if grid.title else ""
+            title = _tagged("caption", grid.title)
             out.append(f"<table style='{_TABLE}'>{title}{''.join(rows)}</table>")
-        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
-        return f"<div>{''.join(out)}{note}</div>"
+        return f"<div>{''.join(out)}{_tagged('p', self.note)}</div>"
+
+
+def _tagged(tag: str, text: str) -> str:
+    """Put text into an HTML element; nothing without text."""
+    return f"<{tag}>{html.escape(text)}</{tag}>" * bool(text)
 
 
 _TABLE = "display:inline-table;margin:4px;border-collapse:collapse"
 
 
 def _cell(piece: PieceCell) -> str:
-    colour = "" if piece.colour is None else f"background:{tint(piece.colour)};"
-    style = f"{colour}border:1px solid {INK};padding:6px 10px;text-align:center;color:inherit"
-    shown = piece.name() if piece.padding else f"<b>{piece.name()}</b>"
+    style = f"border:1px solid {INK};padding:6px 10px;text-align:center;color:inherit"
+    if piece.colour is not None:
+        style = f"background:{tint(piece.colour)};{style}"
+    shown = piece.name()
+    if not piece.padding:
+        shown = f"<b>{shown}</b>"
     return f"<td style='{style}'>{shown}<br><small>{html.escape(piece.label)}</small></td>"
 
 
@@ -142,13 +150,10 @@ def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) ->
     drawn, notes = [], {}
     for name, one in named_tensors(x, "visualize").items():
         if pending := layout_of(one).partial:
-            of = f"of {name} " if name else ""
+            of = f"of {name} " * bool(name)
             notes[f"every block {of}is one part of a sum over {' '.join(pending)}"] = True
-        title = f"{name}  {typeof(one)}" if name else ""
-        drawn += [
-            replace(g, title=f"{title} {g.title}".strip() if title else g.title)
-            for g in grids(one, dims)
-        ]
+        title = f"{name}  {typeof(one)} " * bool(name)
+        drawn += [replace(g, title=f"{title}{g.title}".rstrip()) for g in grids(one, dims)]
     if any(g.cut for g in drawn):
         notes[f"of more than {_MOST} pieces along a dimension the first {_MOST} are shown"] = True
     return Drawing(drawn, "; ".join(notes))
@@ -156,23 +161,19 @@ def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) ->
 
 def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[PieceGrid]:
     """Cut a tensor into its contiguous pieces; see ``visualize``."""
-    mesh = axis_sizes(x.mesh) if isinstance(x, ShardedTensor) else axis_sizes(x.device_mesh)  # type: ignore[attr-defined]
-    stored = tuple(x.padded_shape) if isinstance(x, ShardedTensor) else tuple(x.shape)
+    mesh = axis_sizes(getattr(x, "mesh", None) or x.device_mesh)  # type: ignore[attr-defined]
+    stored = tuple(getattr(x, "padded_shape", x.shape))
     layout, true = layout_of(x).resolve(len(stored)), tuple(x.shape)
-    if any(not -len(true) <= d < len(true) for d in dims or ()):
-        raise OutOfRange(
-            f"dimensions {dims} of a tensor that has {len(true)}",
-            op="visualize",
-            operands={"tensor": typeof(x)},
-            fix="sl.visualize(x)",
-        )
-    split = [d for d, token in enumerate(layout.dims) if token.is_split]
+    front, shown = _shown(layout)
     if dims is not None:
+        if min(dims, default=0) < -len(true) or max(dims, default=-1) >= len(true):
+            raise OutOfRange(
+                f"dimensions {dims} of a tensor that has {len(true)}",
+                op="visualize",
+                operands={"tensor": typeof(x)},
+                fix="sl.visualize(x)",
+            )
         front, shown = [], [d % len(true) for d in dims]
-    else:
-        front = split[:-2] if len(split) > 2 else []
-        rest = [d for d in range(len(true)) if d not in split]
-        shown = sorted((split[len(front) :] + rest[::-1])[:2])
     whole = _cut(layout, stored, true, mesh)
     pieces = [some[:_MOST] for some in whole]
     cut = any(len(whole[d]) > _MOST for d in (*front, *shown))
@@ -180,6 +181,13 @@ def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[PieceGrid]:
         replace(_grid(chosen, front, shown, pieces, true, mesh), cut=cut)
         for chosen in itertools.product(*(range(len(pieces[d])) for d in front))
     ]
+
+
+def _shown(layout: Layout) -> tuple[list[int], list[int]]:
+    """Return the dimensions with a grid for each piece, and the two that a grid shows."""
+    split = [d for d, token in enumerate(layout.dims) if token.is_split]
+    rest = [d for d, token in enumerate(layout.dims) if not token.is_split]
+    return split[:-2], sorted((split[-2:] + rest[::-1])[:2])
 
 
 _MOST = 64  # the most pieces of a dimension that are drawn
@@ -201,15 +209,13 @@ def _cut(
     held = [layout.indices(stored, mesh, c) for c in coordinates(mesh)]
     out = []
     for d, n in enumerate(stored):
-        runs = [list(_runs(h[d])) for h in held]
-        ends = {p for rank in runs for run in rank for p in run} | {0, n, true[d]}
+        runs = [(rank, *run) for rank, h in enumerate(held) for run in _runs(h[d])]
         # between two borders a piece has the same owners everywhere
-        borders = sorted(ends)
-        owners: dict[int, set[int]] = {p: set() for p in borders}
-        for rank, some in enumerate(runs):
-            for start, stop in some:
-                for p in borders[bisect_left(borders, start) : bisect_left(borders, stop)]:
-                    owners[p].add(rank)
+        borders = sorted({0, n, true[d], *(p for _, *run in runs for p in run)})
+        owners = defaultdict(set)
+        for rank, start, stop in runs:
+            for p in borders[bisect_left(borders, start) : bisect_left(borders, stop)]:
+                owners[p].add(rank)
         out.append(
             [_Interval(a, b, frozenset(owners[a])) for a, b in itertools.pairwise(borders)]
             or [_Interval(0, n, frozenset(range(len(held))))]
@@ -223,17 +229,10 @@ def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
         if len(positions):
             yield positions.start, positions.stop
         return
-    start = last = None
-    for p in sorted(positions):
-        if start is None or last is None:
-            start = last = p
-        elif p == last + 1:
-            last = p
-        else:
-            yield start, last + 1
-            start = last = p
-    if start is not None and last is not None:
-        yield start, last + 1
+    # in a run, a position minus its number stays the same
+    for _, some in itertools.groupby(enumerate(sorted(positions)), lambda pair: pair[1] - pair[0]):
+        run = [p for _, p in some]
+        yield run[0], run[-1] + 1
 
 
 def _grid(
@@ -245,28 +244,28 @@ def _grid(
     mesh: Mapping[str, int],
 ) -> PieceGrid:
     every = frozenset(range(math.prod(mesh.values())))
-    above = every
-    for d, i in zip(front, chosen, strict=True):
-        above &= pieces[d][i].ranks
-    if not shown:  # a scalar
-        ranks = tuple(sorted(above))
-        return PieceGrid((None,), ((0, 1),), ((PieceCell(ranks, _common(ranks, mesh), False),),))
-    across = pieces[shown[-1]]
-    down: list[_Interval | None] = list(pieces[shown[0]]) if len(shown) == 2 else [None]
+    above = every.intersection(*(pieces[d][i].ranks for d, i in zip(front, chosen, strict=True)))
+    one = _Interval(0, 1, every)
+    across, down = [one], [one]
+    if shown:  # no scalar
+        across = pieces[shown[-1]]
+    if len(shown) == 2:
+        down = pieces[shown[0]]
+    # where the padding begins; a scalar has none
+    rows, columns = [*(true[d] for d in shown[:1] + shown[-1:]), 1, 1][:2]
 
-    def cell(row: _Interval | None, column: _Interval) -> PieceCell:
-        held = tuple(sorted(above & column.ranks & (every if row is None else row.ranks)))
-        below = row is not None and row.start >= true[shown[0]]
-        return PieceCell(held, _common(held, mesh), below or column.start >= true[shown[-1]])
+    def cell(row: _Interval, column: _Interval) -> PieceCell:
+        held = tuple(sorted(above & column.ranks & row.ranks))
+        return PieceCell(held, _common(held, mesh), row.start >= rows or column.start >= columns)
 
     where = [":"] * len(true)
     for d, i in zip(front, chosen, strict=True):
         where[d] = f"{pieces[d][i].start}:{pieces[d][i].stop}"
     return PieceGrid(
-        tuple(None if row is None else (row.start, row.stop) for row in down),
-        tuple((c.start, c.stop) for c in across),
+        tuple((row.start, row.stop) for row in down),
+        tuple((column.start, column.stop) for column in across),
         tuple(tuple(cell(row, column) for column in across) for row in down),
-        f"[{', '.join(where)}]" if front else "",
+        f"[{', '.join(where)}]" * bool(front),
     )
 
 
@@ -277,7 +276,9 @@ def _names(ranks: Sequence[int], most: int = 8) -> str:
     ('0,2', '0,1,..,63')
     """
     shown = [*map(str, ranks)]
-    return ",".join(shown if len(shown) <= most else [*shown[:2], "..", shown[-1]])
+    if len(shown) > most:
+        shown[2:-1] = [".."]
+    return ",".join(shown)
 
 
 def _common(ranks: Sequence[int], mesh: Mapping[str, int]) -> str:
@@ -292,19 +293,23 @@ def _pieces(drawn: Sequence[PieceGrid], note: str) -> list[tuple[str, int | None
     """Return the drawing as runs of text, each with its colour's number or None."""
     out: list[tuple[str, int | None]] = []
     for grid in drawn:
-        texts = [[(c.name(), c.label) for c in row] for row in grid.cells]
-        width = max(len(t) for row in texts for cell in row for t in cell) + 2
-        rule = "+" + "+".join("-" * (width + 1) for _ in texts[0]) + "+"
-        out += [(f"{grid.title}\n", None)] if grid.title else []
-        out.append((rule, None))
-        for row, cells in zip(texts, grid.cells, strict=True):
-            for k in range(2):
-                out.append(("\n|", None))
-                for text, piece in zip(row, cells, strict=True):
-                    out += [(f" {text[k]:<{width}}", piece.colour), ("|", None)]
-            out.append((f"\n{rule}", None))
-        out.append(("\n", None))
-    return [*out[:-1], (f"\n{note}", None)] if note else out[:-1]
+        out += [(f"{grid.title}\n", None)] * bool(grid.title)
+        out += [*_table(grid), ("\n", None)]
+    return [*out[:-1], *[(f"\n{note}", None)] * bool(note)]
+
+
+def _table(grid: PieceGrid) -> Iterator[tuple[str, int | None]]:
+    """Yield a grid as runs of text: two lines per row of pieces, between rules."""
+    width = max(len(t) for row in grid.cells for c in row for t in (c.name(), c.label)) + 2
+    rule = "+" + "+".join("-" * (width + 1) for _ in grid.columns) + "+"
+    yield rule, None
+    for row in grid.cells:
+        for line in ([c.name() for c in row], [c.label for c in row]):
+            yield "\n|", None
+            for text, piece in zip(line, row, strict=True):
+                yield f" {text:<{width}}", piece.colour
+                yield "|", None
+        yield f"\n{rule}", None
 
 
 def draw(tensors: Mapping[str, Tensor], file: str | None = None) -> Picture:
@@ -342,25 +347,31 @@ def draw(tensors: Mapping[str, Tensor], file: str | None = None) -> Picture:
 def _panel(ax: Any, grid: PieceGrid) -> None:
     from matplotlib.patches import Rectangle
 
-    wide = grid.columns[-1][1] or 1
-    tall = (grid.rows[-1] or (0, 1))[1] or 1
-    for row, cells in zip(grid.rows, grid.cells, strict=True):
-        top, bottom = row or (0, 1)
+    wide, tall = grid.columns[-1][1] or 1, grid.rows[-1][1] or 1
+    for (top, bottom), cells in zip(grid.rows, grid.cells, strict=True):
         for (left, right), piece in zip(grid.columns, cells, strict=True):
             width, height = (right - left) / wide, (bottom - top) / tall
             x, y = left / wide, top / tall
-            face = "none" if piece.colour is None else colours(1, piece.colour)[0]
-            hatch = "///" if piece.padding else None
-            ax.add_patch(
-                Rectangle((x, y), width, height, edgecolor=INK, lw=0.8, facecolor=face, hatch=hatch)
-            )
-            text, label = piece.name(4), piece.label
-            size = min(7.5, 100 * height)  # smaller in a thin band, down to a readable size
-            if not piece.padding and width > 0.03 * len(text) and size > 4:
-                more = height > 0.2 and width > 0.03 * len(label) and label
-                ax.text(
-                    x + width / 2, y + height / 2, f"{text}\n{label}" if more else text,
-                    ha="center", va="center", fontsize=size, color="white",
-                )  # fmt: skip
+            look: dict[str, Any] = {"facecolor": "none"}
+            if piece.colour is not None:
+                look = {"facecolor": colours(1, piece.colour)[0]}
+            if piece.padding:
+                look["hatch"] = "///"
+            ax.add_patch(Rectangle((x, y), width, height, edgecolor=INK, lw=0.8, **look))
+            if not piece.padding:
+                _write(ax, piece, (x + width / 2, y + height / 2), width, height)
     ax.set_xlim(-0.01, 1.01)
     ax.set_ylim(1.02, -0.02)
+
+
+def _write(
+    ax: Any, piece: PieceCell, middle: tuple[float, float], width: float, height: float
+) -> None:
+    """Write a piece's ranks and coordinates where they fit."""
+    text = piece.name(4)
+    size = min(7.5, 100 * height)  # smaller in a thin band, down to a readable size
+    if width <= 0.03 * len(text) or size <= 4:
+        return
+    if piece.label and height > 0.2 and width > 0.03 * len(piece.label):
+        text = f"{text}\n{piece.label}"
+    ax.text(*middle, text, ha="center", va="center", fontsize=size, color="white")

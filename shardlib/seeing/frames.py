@@ -8,7 +8,7 @@ sums or results.
 import html
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -108,16 +108,15 @@ class Frames(Shown):
                 before, block, after = row.partition(f" {sent.block} ")
                 kind = frame.kinds.index(_kind(sent))
                 out += [(f"\n{before}", None), (block, kind), (after, None)]
-        return out if self.frames else [*out, ("\nnothing moves", None)]
+        return out + [("\nnothing moves", None)] * (not self.frames)
 
     def _repr_html_(self) -> str:
         at = _positions(self.mesh)
         parts = []
         for i, frame in enumerate(self.frames, 1):
             head = f"{i}. {', '.join(frame.what)}<br>{float(frame.bytes):,.0f} B per rank"
-            parts.append(
-                f"<div style='margin:6px'><small>{head}</small><br>{_svg(frame, at)}</div>"
-            )
+            film = f"<small>{head}</small><br>{_svg(frame, at)}"
+            parts.append(f"<div style='margin:6px'>{film}</div>")
         title = html.escape(f"{self.title}   on {self.mesh}")
         body = "".join(parts) or "nothing moves"
         return f"<div>{title}<div style='display:flex;flex-wrap:wrap'>{body}</div></div>"
@@ -196,16 +195,7 @@ def frames(f: Callable[..., Any] | str | AttentionPlan, *operands: Any, **kwargs
         return _of_plan(f)
     sharded = [x for x in operands if isinstance(x, ShardedTensor)]
     if not sharded or not lead(sharded[0].mesh):
-        named = lettered(x for x in operands if isinstance(x, Tensor))
-        placed = ", ".join(_placed(n, x) for n, x in named.items())
-        raise ShardError(
-            "frames are taken of simulated ranks",
-            op="frames",
-            operands={n: typeof(x) for n, x in named.items()},
-            fix=f"with sl.simulate(x=2, y=2): print(sl.seeing.frames(f, {placed}))"
-            if named
-            else "sl.seeing.frames('summa', x=2, y=2)",
-        )
+        raise _not_simulated(operands)
     mesh = sharded[0].mesh
     camera = _Camera(mesh)
     given = [camera.marked(x) if isinstance(x, ShardedTensor) else x for x in operands]
@@ -215,6 +205,17 @@ def frames(f: Callable[..., Any] | str | AttentionPlan, *operands: Any, **kwargs
     finally:
         leave(camera)
     return Frames(getattr(f, "__name__", "f"), mesh, camera.developed())
+
+
+def _not_simulated(operands: Sequence[Any]) -> ShardError:
+    """Build the error for operands that are not on simulated ranks."""
+    named = lettered(x for x in operands if isinstance(x, Tensor))
+    fix = "sl.seeing.frames('summa', x=2, y=2)"
+    if named:
+        placed = ", ".join(_placed(n, x) for n, x in named.items())
+        fix = f"with sl.simulate(x=2, y=2): print(sl.seeing.frames(f, {placed}))"
+    types = {n: typeof(x) for n, x in named.items()}
+    return ShardError("frames are taken of simulated ranks", op="frames", operands=types, fix=fix)
 
 
 class _Camera(Trace):
@@ -234,11 +235,8 @@ class _Camera(Trace):
         name, first = next(self.names), len(self.known) + 1
         count = x.raw.numel()
         # small: of large ones a softmax is one-hot, and its output a copy of an element
-        values = (
-            torch.arange(first, first + count, dtype=torch.float64, device="cpu")
-            .add(0.5)
-            .mul(2.0**-10)
-        )
+        numbers = torch.arange(first, first + count, dtype=torch.float64, device="cpu")
+        values = (numbers + 0.5) * 2.0**-10
         raw = values.reshape(x.raw.shape).clone()
         holders = _holders(x)
         for rank, owner in enumerate(holders):
@@ -247,7 +245,7 @@ class _Camera(Trace):
                 self.known.setdefault(value, f"{name}{owner}")
         for value in values.tolist():
             self.known.setdefault(value, name)
-        wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
+        wide = torch.promote_types(x.dtype, torch.float32)
         return x.becomes(raw.to(x.raw.device, wide))
 
     def before(
@@ -293,9 +291,8 @@ def _holders(x: ShardedTensor) -> list[int]:
     """Map each rank to the first rank that holds the same block."""
     split = x.sharding.axes
     first: dict[tuple[int, ...], int] = {}
-    return [
-        first.setdefault(tuple(c[a] for a in split), rank) for rank, c in enumerate(played(x.mesh))
-    ]
+    places = [tuple(c[a] for a in split) for c in played(x.mesh)]
+    return [first.setdefault(place, rank) for rank, place in enumerate(places)]
 
 
 def _groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
@@ -310,18 +307,21 @@ def _groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
 
 def _routes(name: str, p: int, params: tuple) -> list[tuple[int, tuple[int, ...]]]:
     """List (sender, receivers) of a collective within a group of p ranks."""
-    others = [tuple(j for j in range(p) if j != i) for i in range(p)]
+    others = [(*range(i), *range(i + 1, p)) for i in range(p)]
     if name == "pbroadcast":
         return [(params[0], others[params[0]])]
     if name == "preduce":
         return [(i, (params[0],)) for i in others[params[0]]]
     if name == "ppermute":
-        pairs = params[0]
-        pairs = (
-            pairs if pairs and isinstance(pairs[0][0], int) else [q for some in pairs for q in some]
-        )
-        return [(s, (d,)) for s, d in pairs if s != d]
-    return [(i, others[i]) for i in range(p)]
+        return _pairs(params[0])
+    return list(enumerate(others))
+
+
+def _pairs(given: Any) -> list[tuple[int, tuple[int, ...]]]:
+    """List (sender, receiver) of a permutation, or of several together."""
+    if given and not isinstance(given[0][0], int):
+        given = itertools.chain.from_iterable(given)
+    return [(sender, (to,)) for sender, to in given if sender != to]
 
 
 def _positions(mesh: Mesh) -> list[Spot]:
@@ -332,19 +332,20 @@ def _positions(mesh: Mesh) -> list[Spot]:
     """
     names = [a for a in mesh.names if mesh.axes[a] > 1] or list(mesh.names)
     if len(names) == 1 and mesh.size > 2:
-        radius = 0.5 / math.sin(math.pi / mesh.size)
-        turns = [2 * math.pi * i / mesh.size for i in range(mesh.size)]
-        return [(radius * (1 + math.sin(t)), radius * (math.cos(t) - 1)) for t in turns]
-    right, down = names[-1], names[-2] if len(names) > 1 else None
+        return _circle(mesh.size)
+    *planes, down, right = ["", *names][-max(2, len(names)) :]
     out = []
     for c in played(mesh):
-        depth, k = 0, 1
-        for a in reversed(names[:-2]):
-            depth += c[a] * k
-            k *= mesh.axes[a]
+        depth = rank_along(planes, c, mesh.axes)
         step = mesh.axes[right] + 0.7
-        out.append((c[right] + depth * step, -float(c[down]) - 0.3 * depth if down else 0.0))
+        out.append((c[right] + depth * step, -float(c.get(down, 0)) - 0.3 * depth))
     return out
+
+
+def _circle(count: int) -> list[Spot]:
+    radius = 0.5 / math.sin(math.pi / count)
+    turns = [2 * math.pi * i / count for i in range(count)]
+    return [(radius * (1 + math.sin(t)), radius * (math.cos(t) - 1)) for t in turns]
 
 
 def _of_name(name: str, axes: dict[str, int]) -> Frames:

@@ -60,7 +60,7 @@ class Summary:
 
     def table(self) -> list[list[str]]:
         """Return rows of text with their heading, with a column for the state if there is one."""
-        wide = 5 if self.state else 4
+        wide = 4 + bool(self.state)
         out = [["parameter", "type", "per rank", "whole", "state per rank"][:wide]]
         for r in self.rows:
             out.append([r.name, r.type, size(r.bytes), size(r.whole), size(r.state)][:wide])
@@ -73,7 +73,7 @@ class Summary:
         lines = text_table(self.table(), right=(2, 3, 4))
         rule = "-" * max(map(len, lines))
         lines[1:1] = lines[-1:-1] = [rule]
-        return "\n".join([*lines, self.mesh] if self.mesh else lines)
+        return "\n".join([*lines, *[self.mesh] * bool(self.mesh)])
 
     __repr__ = __str__
 
@@ -111,7 +111,7 @@ def summary(params: object, state: object = None) -> Summary:
         for n, x in found.items()
     )
     meshes = {str(x.mesh) for x in found.values() if isinstance(x, ShardedTensor)}
-    on = f"on {', '.join(sorted(meshes))}" if meshes else ""
+    on = f"on {', '.join(sorted(meshes))}" * bool(meshes)
     return Summary(rows, sum(x.numel() for x in found.values()), other, on)
 
 
@@ -124,28 +124,31 @@ def _held(x: Tensor) -> int:
 
 def _count(node: object, of: dict[str, int], path: tuple[str, ...]) -> int:
     """Add a state's bytes to the parameters whose names end its paths; return the remainder."""
-    other = 0
     if isinstance(node, Buckets):
-        for bucket in node.index:
-            item, spare = node[bucket.name].element_size(), bucket.length
-            for slot in bucket.slots:
-                name = node.paths[slot.leaves[0]]
-                if name in of:
-                    of[name] += slot.length * item // bucket.ways
-                    spare -= slot.length
-            other += spare * item // bucket.ways
-        return other
+        return _count_buckets(node, of)
     if isinstance(node, Tensor):
         # a state repeats the parameter's path at the end of its own
-        ends = (".".join(path[i:]) for i in range(len(path)))
-        name = next((n for n in ends if n in of), None)
-        if name is None:
-            return _held(node)
-        of[name] += _held(node)
-        return 0
+        for end in (".".join(path[i:]) for i in range(len(path))):
+            if end in of:
+                of[end] += _held(node)
+                return 0
+        return _held(node)
+    if isinstance(node, tuple | list):
+        node = dict(zip(getattr(node, "_fields", range(len(node))), node, strict=True))
     if isinstance(node, Mapping):
         return sum(_count(v, of, (*path, str(k))) for k, v in node.items())
-    if isinstance(node, tuple | list):
-        names = getattr(node, "_fields", range(len(node)))
-        return sum(_count(v, of, (*path, str(k))) for k, v in zip(names, node, strict=True))
     return 0
+
+
+def _count_buckets(node: Buckets, of: dict[str, int]) -> int:
+    """Add the bytes of buckets to the parameters in them; return those of gaps."""
+    other = 0
+    for bucket in node.index:
+        item, spare = node[bucket.name].element_size(), bucket.length
+        for slot in bucket.slots:
+            name = node.paths[slot.leaves[0]]
+            if name in of:
+                of[name] += slot.length * item // bucket.ways
+                spare -= slot.length
+        other += spare * item // bucket.ways
+    return other

@@ -76,6 +76,11 @@ class Span:
     algorithm: str = ""
 
     @property
+    def way(self) -> str:
+        """The pass that it belongs to: "forward" or "backward"."""
+        return ("forward", "backward")[self.backward]
+
+    @property
     def end(self) -> float:
         """The second at which it ended, since the timeline began."""
         return self.start + self.seconds
@@ -161,12 +166,12 @@ class Timeline:
         out = [["share", "ms", "times", "bytes", "", "what", "module", "type", "line"]]
         rows = [r for r in self.rows(by) if r["kind"] != "phase"]
         for r in rows[:most]:
-            what = f"{r['name']} over {r['axis']}" if r["axis"] else r["name"]
-            what += f" ({r['algorithm']})" if r["algorithm"] else ""
-            times = f"{r['count']:.0f}" if r["count"] == int(r["count"]) else f"{r['count']:.1f}"
-            way = "backward" if r["backward"] else "forward"
-            share = f"{100 * r['share']:.0f} %" if r["kind"] == "operation" else ""
-            moved = size(r["bytes"]) if r["bytes"] else ""
+            what = r["name"] + f" over {r['axis']}" * bool(r["axis"])
+            what += f" ({r['algorithm']})" * bool(r["algorithm"])
+            times = f"{r['count']:.{int(r['count'] % 1 > 0)}f}"
+            way = ("forward", "backward")[r["backward"]]
+            share = f"{100 * r['share']:.0f} %" * (r["kind"] == "operation")
+            moved = size(r["bytes"]) * bool(r["bytes"])
             ms = f"{1e3 * r['seconds']:.3f}"
             out.append([share, ms, times, moved, way, what, r["module"], r["type"], r["line"]])
         if rows[most:]:
@@ -219,7 +224,7 @@ class Timeline:
             out.append(f"<text x='0' y='{height * row + 13}'>{html.escape(label)}</text>")
             for s in spans:
                 said = f"{_title(s)}, {1e3 * s.seconds:.3f} ms, {s.type} {s.line}"
-                said += f", {size(s.bytes)}" if s.bytes else ""
+                said += f", {size(s.bytes)}" * bool(s.bytes)
                 out.append(
                     f"<rect x='{left + (s.start - zero) * scale:.1f}' y='{height * row + 1}' "
                     f"width='{max(0.4, s.seconds * scale):.1f}' height='{height - 3}' "
@@ -246,10 +251,9 @@ class Timeline:
                 events.append(_meta("thread_name", rank, lane, name=title))
                 events.append(_meta("thread_sort_index", rank, lane, sort_index=lane))
                 for s in spans:
-                    way = "backward" if s.backward else "forward"
                     events.append(
                         {
-                            "name": _title(s), "cat": f"{s.kind},{way}", "ph": "X", "pid": rank,
+                            "name": _title(s), "cat": f"{s.kind},{s.way}", "ph": "X", "pid": rank,
                             "tid": lane, "ts": 1e6 * s.start, "dur": 1e6 * s.seconds,
                             "args": asdict(s),
                         }
@@ -271,15 +275,18 @@ class Timeline:
             own = kinds.get(rank, {})
             lanes = [(f"{k}s", own[k]) for k in ("phase", "operation") if k in own]
             moving = _apart(own.get("collective", []))
-            titles = [f"collectives {i + 1}" if i else "collectives" for i in range(len(moving))]
-            out[rank] = lanes + list(zip(titles, moving, strict=True))
+            titles = ["collectives", *(f"collectives {i + 1}" for i in range(1, len(moving)))]
+            out[rank] = lanes + list(zip(titles, moving, strict=False))
         return out
 
     def _tracks(self) -> list[tuple[str, list[Span]]]:
         """Return the tracks of all ranks, with their labels."""
-        of = "rank {}: {}" if len(self.ranks) > 1 else "{1}"
-        lanes = self._lanes().items()
-        return [(of.format(rank, title), spans) for rank, some in lanes for title, spans in some]
+        several = len(self.ranks) > 1
+        return [
+            (f"rank {rank}: " * several + title, spans)
+            for rank, lanes in self._lanes().items()
+            for title, spans in lanes
+        ]
 
     def save(self, file: str | Path) -> None:
         """Write the timeline: ``.json`` for ui.perfetto.dev, ``.png``, ``.svg`` or ``.pdf`` else.
@@ -375,11 +382,10 @@ def _apart(spans: Iterable[Span]) -> list[list[Span]]:
     """Distribute spans over as few tracks as keep them apart."""
     tracks: list[list[Span]] = []
     for s in sorted(spans, key=lambda s: s.start):
-        free = next((track for track in tracks if track[-1].end <= s.start), None)
-        if free is None:
-            tracks.append([s])
-        else:
-            free.append(s)
+        free = [track for track in tracks if track[-1].end <= s.start]
+        if not free:
+            tracks.append([])
+        (free or tracks[-1:])[0].append(s)
     return tracks
 
 
@@ -390,9 +396,7 @@ def _patch(colour: str, name: str) -> Any:
 
 
 def _shade(s: Span) -> str:
-    if s.kind == "operation":
-        return "backward" if s.backward else "forward"
-    return s.name if s.kind == "collective" else "phase"
+    return {"operation": s.way, "collective": s.name}.get(s.kind, "phase")
 
 
 def _order(s: Span) -> tuple[float, int]:
@@ -407,8 +411,8 @@ def _title(s: Span) -> str:
     """Format a span as the title in torch.profiler and Perfetto."""
     if s.kind == "collective":
         return f"{s.name} over {s.axis}"
-    where = f" [{s.module}]" if s.module else ""
-    return f"{s.name}{where}{' backward' if s.backward else ''}"
+    where = f" [{s.module}]" * bool(s.module)
+    return f"{s.name}{where}{' backward' * s.backward}"
 
 
 def _once(given: Sequence[Timeline | str | Path], read: Sequence[Timeline]) -> str:
@@ -450,7 +454,7 @@ def merged(timelines: Iterable[Timeline | str | Path]) -> Timeline:
             )
         ranks |= t.ranks
         late = t.began - began
-        spans += [replace(s, start=s.start + late) for s in t.spans] if late else t.spans
+        spans += [replace(s, start=s.start + late) for s in t.spans]
     return Timeline(sorted(spans, key=_order), dict(sorted(ranks.items())), began)
 
 
@@ -570,8 +574,9 @@ class _Recorder(Trace):
         seconds = time.perf_counter() - now.started
         now.named.__exit__(None, None, None)
         now.named = None
-        last = now.event + 1 if now.span.kind == "collective" else None
-        moved = [] if now.span.kind == "phase" else self.events[now.event : last]
+        moved = self.events[now.event :]
+        if now.span.kind != "operation":  # a phase counts no transfers, a collective its own
+            moved = moved[: now.span.kind == "collective"]
         if keep or moved:
             self.found.spans[now.place] = replace(
                 now.span, start=now.started - self.zero, seconds=seconds, rank=self.rank,
@@ -637,7 +642,7 @@ class _Recorder(Trace):
     def _heard(
         self, outer: Any, implementation: Callable[..., Any], func: Func, args: Args, kwargs: Kwargs
     ) -> object:
-        run = implementation if outer is None else partial(outer, implementation)
+        run = partial(outer, implementation) if outer is not None else implementation
         if self.inside is not None or not self.heard or _runs_backward(func):
             return run(func, args, kwargs)
         backward = backward_now() != -1
@@ -690,20 +695,8 @@ class _Recorder(Trace):
         backward = backward_now() != -1
         of = self.inside or (self.back if backward else None)
         line, module = (of.span.line, of.span.module) if of else (user_line(), self.paths.now())
-        now = self.begin(
-            Span(
-                name,
-                "collective",
-                0.0,
-                0.0,
-                0,
-                backward,
-                module,
-                line,
-                typeof(first_block(raw, mesh)),
-                " ".join(axes),
-            )
-        )
+        about = module, line, typeof(first_block(raw, mesh)), " ".join(axes)
+        now = self.begin(Span(name, "collective", 0.0, 0.0, 0, backward, *about))
         return lambda: self.end(now)
 
 
