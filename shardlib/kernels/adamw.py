@@ -24,13 +24,20 @@ def steppable(g: Row, p: Row, m: Row, v: Row, out: Row = ()) -> bool:
 
     Gradients and the rounded copies ``out`` are fp32 or half; if both are half, of one dtype.
     """
-    kinds = {t.dtype for t in (*p, *m, *v)}
-    grads, beside = {t.dtype for t in g}, {t.dtype for t in out}
-    if kinds != {torch.float32} or len(grads) != 1 or len(beside) > 1 or torch.float32 in beside:
+    grads, halves = _dtypes(g), _dtypes(out)
+    if _dtypes(p, m, v) != {torch.float32} or len(grads) != 1 or torch.float32 in halves:
         return False
-    if beside and torch.float32 not in grads and grads != beside:
+    if len(grads | halves) - (torch.float32 in grads) > 1:
         return False
-    return all(t.is_contiguous() for t in (*g, *p, *m, *v, *out)) and native(g[0], *out[:1])
+    return _contiguous(g, p, m, v, out) and native(g[0], *out[:1])
+
+
+def _dtypes(*rows: Row) -> set[torch.dtype]:
+    return {t.dtype for row in rows for t in row}
+
+
+def _contiguous(*rows: Row) -> bool:
+    return all(t.is_contiguous() for row in rows for t in row)
 
 
 def _flat(*rows: Row) -> list[Tensor | None]:
@@ -109,12 +116,10 @@ def adamw_halves_(
 ) -> None:
     """Step bfloat16 parameters p in place; ``low``, int16, holds the bits that p lacks of fp32."""
     h = _rounded(lr, b1, b2, eps, decay, count)
-    every = [*g, *p, *low, *m, *v]
-    fits = {t.dtype for t in (*m, *v)} == {torch.float32} and {t.dtype for t in p} == {
-        torch.bfloat16
-    }
-    fits = fits and {t.dtype for t in g} in ({torch.float32}, {torch.bfloat16})
-    if fits and all(t.is_contiguous() for t in every) and native(g[0]):
+    kinds = _dtypes(m, v), _dtypes(p)
+    fits = kinds == ({torch.float32}, {torch.bfloat16})
+    fits = fits and _dtypes(g) in ({torch.float32}, {torch.bfloat16})
+    if fits and _contiguous(g, p, low, m, v) and native(g[0]):
         rows = _flat(g, p, low, m, v)
         call("adamw_halves", code(g[0]), len(g), [t.numel() for t in g], rows, *h, scale)
         return

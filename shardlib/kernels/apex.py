@@ -194,32 +194,32 @@ def _l2norm(tensors: Row) -> Tensor:
     return _multi("multi_tensor_l2norm", (tensors,), True)[1]
 
 
+def _norm(
+    kind: str, x: Tensor, shape: tuple[int, ...], factors: Sequence[Tensor], eps: float
+) -> Tensor | None:
+    """Normalise rows by apex; None where apex has no function for these dtypes."""
+    norms = importlib.import_module("apex.normalization.fused_layer_norm")
+    if not factors:
+        return getattr(norms, f"fused_{kind}_norm")(x, shape, eps)
+    dtypes = {t.dtype for t in factors}
+    if dtypes == {x.dtype}:
+        return getattr(norms, f"fused_{kind}_norm_affine")(x, *factors, shape, eps)
+    if dtypes != {torch.float32}:
+        return None
+    run = getattr(norms, f"mixed_dtype_fused_{kind}_norm_affine")
+    # its result has the parameters' dtype
+    return run(x, *factors, shape, eps).to(x.dtype)
+
+
 def _layer_norm(
     x: Tensor, shape: tuple[int, ...], w: Tensor | None, b: Tensor | None, eps: float
 ) -> Tensor | None:
-    """Normalise rows by apex; None where apex has no function for these."""
-    norms = importlib.import_module("apex.normalization.fused_layer_norm")
-    if w is None and b is None:
-        return norms.fused_layer_norm(x, shape, eps)
-    if w is None or b is None or w.dtype != b.dtype:
-        return None
-    if w.dtype == x.dtype:
-        return norms.fused_layer_norm_affine(x, w, b, shape, eps)
-    if w.dtype != torch.float32:
-        return None
-    # its result has the parameters' dtype
-    return norms.mixed_dtype_fused_layer_norm_affine(x, w, b, shape, eps).to(x.dtype)
+    factors = [t for t in (w, b) if t is not None]
+    return None if len(factors) == 1 else _norm("layer", x, shape, factors, eps)
 
 
 def _rms_norm(x: Tensor, shape: tuple[int, ...], w: Tensor | None, eps: float) -> Tensor | None:
-    norms = importlib.import_module("apex.normalization.fused_layer_norm")
-    if w is None:
-        return norms.fused_rms_norm(x, shape, eps)
-    if w.dtype == x.dtype:
-        return norms.fused_rms_norm_affine(x, w, shape, eps)
-    if w.dtype != torch.float32:
-        return None
-    return norms.mixed_dtype_fused_rms_norm_affine(x, w, shape, eps).to(x.dtype)
+    return _norm("rms", x, shape, [t for t in (w,) if t is not None], eps)
 
 
 # ---------------------------------------------------------------- torch's formulas of the same

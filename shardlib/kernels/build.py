@@ -109,46 +109,50 @@ def compiled(kind: str, arch: Sequence[int]) -> Path:
             fix="sl.kernels.build('host')",
         )
     compiler = shutil.which(_COMPILER[kind])
-    if compiler is None or not sources():
-        missing = f"{_COMPILER[kind]} is not on the path" if sources() else "there are no sources"
-        raise Unsupported(missing, op="kernels.build", fix="print(sl.kernels.info())")
-    names = "".join(f"-{a}" for a in sorted(arch)) if kind == "cuda" else ""
+    if not sources():
+        raise _unbuilt("there are no sources")
+    if compiler is None:
+        raise _unbuilt(f"{_COMPILER[kind]} is not on the path")
+    archs = sorted(arch) * (kind == "cuda")
+    names = "".join(f"-{a}" for a in archs)
     path = _folder() / f"kernels-{kind}-{_digest(kind)}{names}.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = [*_FLAGS[kind]]
-    if kind == "cuda":
-        flags += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in sorted(arch)]
-        flags += [f"-gencode=arch=compute_{max(arch)},code=compute_{max(arch)}"]
+    codes = [(a, f"sm_{a}") for a in archs] + [(a, f"compute_{a}") for a in archs[-1:]]
+    flags = [*_FLAGS[kind], *(f"-gencode=arch=compute_{a},code={code}" for a, code in codes)]
     files = [str(p) for p in sources() if p.suffix == ".cu"]
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         made = Path(work) / path.name
-        command = [compiler, *flags, *files, "-o", str(made)]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=_COMPILES
-            )
-        except subprocess.TimeoutExpired as e:
-            raise Unsupported(
-                f"{_COMPILER[kind]} did not end within {_COMPILES:g} s",
-                op="kernels.build",
-                fix="print(sl.kernels.info())",
-            ) from e
-        if done.returncode:
-            lines = (done.stdout + done.stderr).splitlines()
-            told = [line for line in lines if re.search("error|fatal", line)]
-            raise Unsupported(
-                "\n".join([f"{_COMPILER[kind]} refused the sources:", *told[:8]]),
-                op="kernels.build",
-                fix="print(sl.kernels.info())",
-            )
+        said = _ran(_COMPILER[kind], [compiler, *flags, *files, "-o", str(made)])
         if kind == "cuda":
             table = made.with_suffix(".json")
-            table.write_text(written(resources(done.stdout + done.stderr)))
+            table.write_text(written(resources(said)))
             table.replace(path.with_suffix(".json"))
         made.replace(path)
     return path
+
+
+def _ran(name: str, command: list[str]) -> str:
+    """Run a compiler; return its output.
+
+    Raises: Unsupported.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_COMPILES
+        )
+    except subprocess.TimeoutExpired as e:
+        raise _unbuilt(f"{name} did not end within {_COMPILES:g} s") from e
+    said = done.stdout + done.stderr
+    if done.returncode:
+        told = [line for line in said.splitlines() if re.search("error|fatal", line)]
+        raise _unbuilt("\n".join([f"{name} refused the sources:", *told[:8]]))
+    return said
+
+
+def _unbuilt(text: str) -> Unsupported:
+    return Unsupported(text, op="kernels.build", fix="print(sl.kernels.info())")
 
 
 # ---------------------------------------------------------------- the output of ptxas

@@ -19,7 +19,7 @@ def info() -> dict[str, str]:
     """
     out = {}
     path, reason = why(torch.device("cpu"))
-    asked = f"{path}, {reason}, inside sl.kernels.use('native')" if path else reason
+    asked = f"{path}, {reason}, inside sl.kernels.use('native')" * bool(path) or reason
     out["cpu"] = f"eager; compiled kernels: {asked}"
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     for i in devices:
@@ -29,9 +29,8 @@ def info() -> dict[str, str]:
         out[name] = f"{torch.cuda.get_device_name(i)}: {told}"
     if not devices:
         out["cuda"] = f"eager: {why(torch.device('cuda'))[1]}"
-    out["apex"] = (
-        f"{probe().why}; inside sl.kernels.use('apex')" if probe().kind == "nvidia" else probe().why
-    )
-    found = sources()
-    out["sources"] = str(found[0].parent) if found else "none: nothing can be built here"
+    out["apex"] = probe().why + "; inside sl.kernels.use('apex')" * (probe().kind == "nvidia")
+    out["sources"] = "none: nothing can be built here"
+    for file in sources()[:1]:
+        out["sources"] = str(file.parent)
     return out

@@ -184,8 +184,7 @@ def _given(a: Any) -> Any:
 
 def _array(values: Sequence[Any]) -> Any:
     if any(isinstance(v, Tensor) or v is None for v in values):
-        pointers = [None if v is None else v.data_ptr() for v in values]
-        return (c_void_p * len(values))(*pointers)
+        return (c_void_p * len(values))(*map(_given, values))
     return (c_int64 * len(values))(*values)
 
 

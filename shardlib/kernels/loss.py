@@ -11,16 +11,13 @@ Backward needs the logits and 8 bytes per row more.  Sums are fp32 (fp64 for fp6
 import torch
 from torch import Tensor
 
+from shardlib.dtypes import wider
 from shardlib.kernels.active import native
 from shardlib.kernels.library import call, code
 
 __all__ = ["ce_back", "ce_back_", "ce_loss", "ce_stats", "row_loss"]
 
 INF = float("inf")
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _dense(x: Tensor) -> bool:
@@ -42,7 +39,7 @@ def ce_stats(logits: Tensor, target: Tensor, cols: int, first: int) -> Tensor:
     ``first``  the block's first class; a target outside the block counts as 0.
     """
     rows, stride = logits.shape[0], logits.stride(0)
-    out = logits.new_empty(rows, 4, dtype=_wide(logits))
+    out = logits.new_empty(rows, 4, dtype=wider(logits.dtype))
     if _dense(logits) and _labels(target) and native(logits):
         call("ce_stats", code(logits), logits, target, out, rows, cols, stride, first)
         return out
@@ -61,7 +58,7 @@ def ce_stats(logits: Tensor, target: Tensor, cols: int, first: int) -> Tensor:
 
 @ce_stats.register_fake
 def _(logits: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(logits.shape[0], 4, dtype=_wide(logits))
+    return logits.new_empty(logits.shape[0], 4, dtype=wider(logits.dtype))
 
 
 @torch.library.custom_op("shardlib::ce_loss", mutates_args=())
@@ -118,7 +115,7 @@ def _back_into(
             logits.stride(0), dx.stride(0), first, ignore, smooth, classes,
         )  # fmt: skip
         return
-    x = logits[:, :cols].to(_wide(logits))
+    x = logits[:, :cols].to(wider(logits.dtype))
     hot = torch.arange(cols, device=x.device) == (target - first).unsqueeze(-1)
     soft = (x - kept[:, :1]).exp().masked_fill(x == -INF, 0) * kept[:, 1:]
     found = (soft - smooth / classes - hot * (1 - smooth)) * grad.reshape(-1, 1)
@@ -180,7 +177,7 @@ def row_loss(
 
 @row_loss.register_fake
 def _(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    n, dtype = logits.shape[0], _wide(logits)
+    n, dtype = logits.shape[0], wider(logits.dtype)
     return logits.new_empty(n, dtype=dtype), logits.new_empty(n, 2, dtype=dtype)
 
 

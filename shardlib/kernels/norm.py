@@ -14,6 +14,7 @@ Statistics are fp32 (fp64 of fp64); halves are rounded once, at the end.
 import torch
 from torch import Tensor
 
+from shardlib.dtypes import wide, wider
 from shardlib.kernels.active import native
 from shardlib.kernels.library import call, code
 
@@ -23,14 +24,6 @@ __all__ = [
 ]  # fmt: skip
 
 _LANES = 132 * 4 * 256  # threads that fill an H100: 132 SMs, 4 blocks of 256 each
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def serves(x: Tensor, w: Tensor | None, b: Tensor | None) -> bool:
@@ -45,8 +38,14 @@ def serves(x: Tensor, w: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _factor(x: Tensor, w: Tensor | None, b: Tensor | None = None) -> int:
-    found = w if w is not None else b
-    return code(x if found is None else found)
+    """Return the number of the factors' dtype; that of x without factors."""
+    (found, *_) = (t for t in (w, b, x) if t is not None)
+    return code(found)
+
+
+def _weighted(x: Tensor, w: Tensor | None) -> Tensor:
+    """Return x times its factors, in the dtype of sums."""
+    return wide(x) if w is None else wide(x) * wide(w)
 
 
 @torch.library.custom_op("shardlib::norm_stats", mutates_args=())
@@ -57,10 +56,10 @@ def norm_stats(x: Tensor, centre: bool) -> Tensor:
     """
     rows, cols = x.shape
     if serves(x, None, None):
-        out = x.new_empty(rows, 2 if centre else 1, dtype=torch.float32)
+        out = x.new_empty(rows, 1 + centre, dtype=torch.float32)
         call("norm_stats", code(x), centre, x, out, rows, cols, x.stride(0))
         return out
-    x = _wide(x)
+    x = wide(x)
     if not centre:
         return x.square().sum(-1, keepdim=True)
     mean = x.mean(-1, keepdim=True)
@@ -69,7 +68,7 @@ def norm_stats(x: Tensor, centre: bool) -> Tensor:
 
 @norm_stats.register_fake
 def _(x: Tensor, centre: bool) -> Tensor:
-    return x.new_empty(x.shape[0], 2 if centre else 1, dtype=_dtype(x))
+    return x.new_empty(x.shape[0], 1 + centre, dtype=wider(x.dtype))
 
 
 @torch.library.custom_op("shardlib::norm_settle", mutates_args=())
@@ -82,8 +81,8 @@ def norm_settle(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Ten
     """
     p, rows, _ = parts.shape
     if parts.is_contiguous() and native(parts):
-        mean, scale = parts.new_empty(rows if centre else 0, 1), parts.new_empty(rows, 1)
-        call("norm_settle", parts, p, mean if centre else None, scale, rows, each, eps)
+        mean, scale = parts.new_empty(rows * centre, 1), parts.new_empty(rows, 1)
+        call("norm_settle", parts, p, _mean(mean), scale, rows, each, eps)
         return mean, scale
     if not centre:
         return parts.new_empty(0, 1), (parts.sum(0) / (p * each) + eps).rsqrt()
@@ -95,7 +94,7 @@ def norm_settle(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Ten
 @norm_settle.register_fake
 def _(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Tensor, Tensor]:
     rows = parts.shape[1]
-    return parts.new_empty(rows if centre else 0, 1), parts.new_empty(rows, 1)
+    return parts.new_empty(rows * centre, 1), parts.new_empty(rows, 1)
 
 
 def _mean(mean: Tensor) -> Tensor | None:
@@ -103,7 +102,7 @@ def _mean(mean: Tensor) -> Tensor | None:
 
 
 def _normal(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    return (_wide(x) - mean if mean.numel() else _wide(x)) * scale
+    return (wide(x) - mean if mean.numel() else wide(x)) * scale
 
 
 @torch.library.custom_op("shardlib::norm_apply", mutates_args=())
@@ -117,9 +116,10 @@ def norm_apply(
         kinds = code(x), _factor(x, w, b)
         call("norm_apply", *kinds, x, y, w, b, _mean(mean), scale, rows, cols, x.stride(0))
         return y
-    y = _normal(x, mean, scale)
-    y = y if w is None else y * _wide(w)
-    return (y if b is None else y + _wide(b)).to(x.dtype).contiguous()
+    y = _weighted(_normal(x, mean, scale), w)
+    if b is not None:
+        y = y + wide(b)
+    return y.to(x.dtype).contiguous()
 
 
 @norm_apply.register_fake
@@ -136,14 +136,14 @@ def norm_back_sums(x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: 
         kinds = code(x), _factor(x, w)
         call("norm_back_sums", *kinds, x, g, w, _mean(mean), scale, out, rows, cols, x.stride(0))
         return out
-    g = _wide(g) if w is None else _wide(g) * _wide(w)
+    g = _weighted(g, w)
     both = (g * _normal(x, mean, scale)).sum(-1, keepdim=True), g.sum(-1, keepdim=True)
     return torch.cat(both, -1)
 
 
 @norm_back_sums.register_fake
 def _(x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], 2, dtype=_dtype(x))
+    return x.new_empty(x.shape[0], 2, dtype=wider(x.dtype))
 
 
 @torch.library.custom_op("shardlib::norm_back", mutates_args=())
@@ -157,11 +157,11 @@ def norm_back(
     rows, cols = x.shape
     if serves(x, w, None) and g.is_contiguous() and g.dtype == x.dtype:
         dx = torch.empty_like(g)
-        kinds, wide = (code(x), _factor(x, w)), x.stride(0)
+        kinds, stride = (code(x), _factor(x, w)), x.stride(0)
         given = (x, g, dx, w, _mean(mean), scale, sums.contiguous())
-        call("norm_back", *kinds, *given, count, rows, cols, wide)
+        call("norm_back", *kinds, *given, count, rows, cols, stride)
         return dx
-    g = _wide(g) if w is None else _wide(g) * _wide(w)
+    g = _weighted(g, w)
     dx = g - _normal(x, mean, scale) * (sums[:, :1] / count)
     dx = (dx - sums[:, 1:] / count if mean.numel() else dx) * scale
     return dx.to(x.dtype).contiguous()
@@ -188,13 +188,13 @@ def norm_columns(x: Tensor, g: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         given = (x, g, _mean(mean), scale, work, out)
         call("norm_columns", code(x), *given, rows, cols, x.stride(0), chunk)
         return out
-    g = _wide(g)
+    g = wide(g)
     return torch.stack([(g * _normal(x, mean, scale)).sum(0), g.sum(0)])
 
 
 @norm_columns.register_fake
 def _(x: Tensor, g: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    return x.new_empty(2, x.shape[1], dtype=_dtype(x))
+    return x.new_empty(2, x.shape[1], dtype=wider(x.dtype))
 
 
 # ---------------------------------------------------------------- unsplit rows, differentiable
@@ -216,8 +216,8 @@ def row_norm(
 def _(
     x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, centre: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, dtype = x.shape[0], _dtype(x)
-    mean = x.new_empty(rows if centre else 0, 1, dtype=dtype)
+    rows, dtype = x.shape[0], wider(x.dtype)
+    mean = x.new_empty(rows * centre, 1, dtype=dtype)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return y, mean, x.new_empty(rows, 1, dtype=dtype)
 
@@ -233,12 +233,11 @@ def _back(ctx, g, *_):  # type: ignore[no-untyped-def]
     g = g.contiguous()
     sums = norm_back_sums(x, g, w, mean, scale)
     dx = norm_back(x, g, w, mean, scale, sums, x.shape[1])
-    dw = db = None
-    if w is not None or b is not None:
-        found = norm_columns(x, g, mean, scale)
-        dw = None if w is None else found[0].to(w.dtype)
-        db = None if b is None else found[1].to(b.dtype)
-    return dx, dw, db, None, None
+    if w is None and b is None:
+        return dx, None, None, None, None
+    found = zip((w, b), norm_columns(x, g, mean, scale), strict=True)
+    factors = [None if t is None else its.to(t.dtype) for t, its in found]
+    return dx, *factors, None, None
 
 
 row_norm.register_autograd(_back, setup_context=_keep)
