@@ -167,22 +167,9 @@ class Group:
             told = self._hear(f"{where}/all", 0, phase)
         else:
             words = [word, *(self._hear(f"{where}/{r}", r, phase) for r in range(1, self.world))]
-            told = {**word, "answer": None, "error": "", "fix": ""}
-            failed = next(((r, w) for r, w in enumerate(words) if w["error"]), None)
-            # ranks that are in different calls would wait for each other
-            odd = next(
-                ((r, *w["doing"]) for r, w in enumerate(words) if w["doing"] != word["doing"]), None
-            )
-            if odd is not None:
-                told["error"] = (
-                    f"rank {odd[0]} is in {odd[1]} ({odd[2]!r}), rank 0 in {self.op} ({phase!r})"
-                )
-            elif failed is not None:
-                told |= {
-                    "error": f"rank {failed[0]}: {failed[1]['error']}",
-                    "fix": failed[1]["fix"],
-                }
-            else:
+            wrong, fix = self._failure(words, phase)
+            told = {**word, "answer": None, "error": wrong, "fix": fix}
+            if not wrong:
                 try:
                     told["answer"] = decide([w["value"] for w in words])
                 except Exception as e:
@@ -191,6 +178,18 @@ class Group:
         if told["error"]:
             raise self.error(told["error"], error, told["fix"]) from error
         return told["answer"]
+
+    def _failure(self, words: list[dict[str, Any]], phase: str) -> tuple[str, str]:
+        """Return the error that the messages of all ranks make, and its fix; empty without one."""
+        # ranks that are in different calls would wait for each other
+        odd = first_odd([w["doing"] for w in words])
+        if odd is not None:
+            op, other = words[odd]["doing"]
+            return f"rank {odd} is in {op} ({other!r}), rank 0 in {self.op} ({phase!r})", ""
+        for rank, word in enumerate(words):
+            if word["error"]:
+                return f"rank {rank}: {word['error']}", word["fix"]
+        return "", ""
 
     def _hear(self, key: str, rank: int, phase: str) -> dict[str, Any]:
         """Wait for the message of ``rank``.

@@ -26,6 +26,7 @@ from torch import Tensor
 from shardlib.checkpoint.boxes import (
     BlockRun,
     Box,
+    ChunkChecksums,
     Cuts,
     Pair,
     along,
@@ -36,9 +37,9 @@ from shardlib.checkpoint.boxes import (
     shared,
     size,
     stretches,
+    sums_of,
     whole,
 )
-from shardlib.checkpoint.checksums import ChunkChecksums, sums_of
 from shardlib.checkpoint.folder import (
     SILENT,
     Behind,

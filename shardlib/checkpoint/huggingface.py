@@ -126,8 +126,9 @@ def load_hf(
     apply, params = placed(
         module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, remat=remat, blank=True
     )
-    several = not isinstance(directory, str | os.PathLike)
-    places = [os.fspath(p) for p in directory] if several else [os.fspath(directory)]  # type: ignore[union-attr,arg-type]
+    if isinstance(directory, str | os.PathLike):
+        directory = [directory]
+    places = [os.fspath(p) for p in directory]
     group = Group(
         "load_hf", timeout, not spans_processes(mesh), _fixes(names, pad, missing, extra, cast)
     )
@@ -476,13 +477,18 @@ def _plan(
     words = []
     if lacking and missing == "error":
         words.append(f"no file has {some(lacking)} (missing='init' draws them)")
-    used = {t for source in plan.values() for t in source.names}
-    spare = [t for t in sorted(table) if t not in used and not _known(t, module, apply)]
+    spare = _spare(module, apply, plan, table)
     if spare and extra == "error":
         words.append(f"the module has no place for {some(spare)} (extra='skip' leaves them out)")
     if words:
         raise ValueError(f"{', and '.join(words)}; there are {some(sorted(table))}")
     return plan, [n for n in lacking if n in params]
+
+
+def _spare(module: nn.Module, apply: Apply, plan: Mapping[str, Origin], table: Table) -> list[str]:
+    """List the tensors of the files that no parameter is made of."""
+    used = {t for source in plan.values() for t in source.names}
+    return [t for t in sorted(table) if t not in used and not _known(t, module, apply)]
 
 
 def _lacking(module: nn.Module, apply: Apply, left: Sequence[str]) -> list[str]:
@@ -594,14 +600,10 @@ def _bare(name: str, way: tuple[str, str]) -> str:
 
 def _converted(module: nn.Module, table: Table) -> dict[str, Origin]:
     """Map parameters to tensors by transformers' renamings and conversions for the model."""
-    if not hasattr(module, "base_model_prefix") or not hasattr(module, "config"):
+    mapping = _conversions(module)
+    if not mapping:
         return {}
-    try:
-        known = importlib.import_module("transformers.conversion_mapping")
-        loading = importlib.import_module("transformers.core_model_loading")
-        mapping = known.get_model_conversion_mapping(module)
-    except (ImportError, AttributeError):  # transformers before 5 has no conversions
-        return {}
+    loading = importlib.import_module("transformers.core_model_loading")
     renamings = [m for m in mapping if isinstance(m, loading.WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, loading.WeightConverter)]
     state = module.state_dict(keep_vars=True)
@@ -621,6 +623,18 @@ def _converted(module: nn.Module, table: Table) -> dict[str, Origin]:
     for name, sources in parts.items():
         out |= _run_on(of[next(iter(sources))], name, sources, module, table)
     return out
+
+
+def _conversions(module: nn.Module) -> Sequence[Any]:
+    """List transformers' renamings and conversions for a model."""
+    if not hasattr(module, "base_model_prefix") or not hasattr(module, "config"):
+        return ()
+    try:
+        importlib.import_module("transformers.core_model_loading")
+        known = importlib.import_module("transformers.conversion_mapping")
+        return known.get_model_conversion_mapping(module)
+    except (ImportError, AttributeError):  # transformers before 5 has no conversions
+        return ()
 
 
 def _run_on(
@@ -768,8 +782,9 @@ def write_hf(
     job.name = group.agree("the tree", digest, error, begin)
     stem = one.removesuffix(".safetensors")
     count = len(files)
-    titles = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    titles = [one] if count == 1 else titles
+    titles = [one]
+    if count > 1:
+        titles = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
     def put(work: Work) -> list[Any]:
         error = None
@@ -784,16 +799,11 @@ def write_hf(
         return []
 
     def commit(work: Work, _: object) -> str:
-        tensors = [x for held in files for x in held]
         if count > 1:
-            index = {
-                "metadata": {"total_size": sum(x.nbytes for x in tensors)},
-                "weight_map": {x.name: t for t, h in zip(titles, files, strict=True) for x in h},
-            }
-            text = json.dumps(index, indent=1).encode()
-            write_new(work.fd, f"{stem}.safetensors.index.json", text)
+            index = _weight_map(titles, files)
+            write_new(work.fd, f"{stem}.safetensors.index.json", index)
         configure(work.path)
-        _say_dtype(work.path, tensors)
+        _say_dtype(work.path, itertools.chain.from_iterable(files))
         found = [{"file": name} for name in flushed(work.path)]
         about = {"format": f"{FORMAT} of Hugging Face", "id": work.id, "files": found}
         write_manifest(work.fd, about)
@@ -802,6 +812,14 @@ def write_hf(
         return said
 
     job.finish(put, commit, together=True)
+
+
+def _weight_map(titles: Sequence[str], files: Sequence[Sequence[WrittenPart]]) -> bytes:
+    """Return the index of several files."""
+    places = {x.name: title for title, held in zip(titles, files, strict=True) for x in held}
+    total = sum(x.nbytes for held in files for x in held)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    return json.dumps(index, indent=1).encode()
 
 
 def _called(tensors: Mapping[str, Tensor], module: object, names: Renames) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -56,14 +56,11 @@ class Manifest:
             places = {n: read_place(a, len(files)) for n, a in said["tensors"].items()}
             dtypes: dict[str, Any] = {n: dtype_of(a["dtype"]) for n, a in said["tensors"].items()}
             values = {n: unspoken(v) for n, v in said["values"].items()}
-            sound = all(
-                type(f["file"]) is str and type(f["bytes"]) is int and type(f["crc"]) is int
-                for f in files
-            )
+            kinds = {tuple(type(f[key]) for key in ("file", "bytes", "crc")) for f in files}
             step = said.get("step")
-            if not sound or None in dtypes.values() or set(places) & set(values):
+            if kinds - {(str, int, int)} or None in dtypes.values() or set(places) & set(values):
                 raise ValueError
-            if not (step is None or type(step) is int):
+            if type(step) not in (int, type(None)):
                 raise ValueError
             return Manifest(
                 folder, said["id"], step, places, dtypes, values, said["tree"], files, {}
@@ -97,23 +94,23 @@ class Manifest:
                 box = chunk(name, place, rank) if file in wanted else None
                 if box is not None:
                     wanted[file].append((name, box))
-        out = []
-        for i, parts in wanted.items():
-            file = self.files[i]["file"]
+        return [said for i, parts in wanted.items() for said in self._damage(i, parts)]
+
+    def _damage(self, i: int, parts: list[tuple[str, Box]]) -> Iterator[str]:
+        """Yield the damage of a file, which should hold these boxes of tensors."""
+        file = self.files[i]["file"]
+        try:
+            header = self._header(i)
+        except (OSError, ValueError) as e:
+            yield _said(e, file)
+            return
+        if spare := sorted(set(header.said) - {name for name, _ in parts}):
+            yield f"{file} holds {spare[0]!r}, which {MANIFEST} does not know"
+        for name, box in parts:
             try:
-                header = self._header(i)
+                check_chunk(self.chunk_of(name, i, box))
             except (OSError, ValueError) as e:
-                out.append(_said(e, file))
-                continue
-            if spare := sorted(set(header.said) - {name for name, _ in parts}):
-                out.append(f"{file} holds {spare[0]!r}, which {MANIFEST} does not know")
-            for name, box in parts:
-                try:
-                    check_chunk(self.chunk_of(name, i, box))
-                except (OSError, ValueError) as e:
-                    text = _said(e, file)
-                    out.append(text if repr(name) in text else f"{text} ({name!r})")
-        return out
+                yield _naming(_said(e, file), f" ({name!r})")
 
     def _header(self, i: int) -> Header:
         about = self.files[i]
@@ -141,14 +138,19 @@ class Manifest:
                 file = self.files[place.ranks[rank]]["file"]
                 raise ValueError(f"{file}: {e.strerror} ({name!r})") from e
             except ValueError as e:
-                raise ValueError(f"{e} ({name!r})" if repr(name) not in str(e) else str(e)) from e
+                raise ValueError(_naming(str(e), f" ({name!r})")) from e
         if filled != size(box):
             raise ValueError(f"{filled} of {size(box)} elements of {name!r} are in the files")
 
 
 def _said(error: OSError | ValueError, file: str) -> str:
-    text = error.strerror if isinstance(error, OSError) else str(error)
+    text = getattr(error, "strerror", str(error))
     return text if text and file in text else f"{file}: {text}"
+
+
+def _naming(text: str, name: str) -> str:
+    """Add a name in brackets to a message that lacks it."""
+    return text + name * (name.strip(" ()") not in text)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import optree
@@ -95,9 +96,13 @@ def load(
             op="load",
             fix="sl.load(path, layouts='...')",
         )
-    wanted = None if like is None else Leaves.of(like, "load")
-    here = None if wanted is not None else as_mesh(mesh) if mesh is not None else scope().mesh
-    only = alone(wanted.leaves) if wanted is not None else world_of(here) == 1
+    if like is None:
+        here = scope().mesh if mesh is None else as_mesh(mesh)
+        only, read = world_of(here) == 1, partial(_as_saved, layouts=layouts, mesh=here, pad=pad)
+    else:
+        wanted = Leaves.of(like, "load")
+        how = {"names": names, "missing": missing, "extra": extra, "cast": cast}
+        only, read = alone(wanted.leaves), partial(_as_wanted, wanted=wanted, **how)
     group = Group("load", timeout, only, _fixes(path, like, layouts))
     found = None
     error = None
@@ -110,10 +115,7 @@ def load(
             with Folder(opened(newest(path)), progress=group.progress) as folder:
                 manifest = Manifest.of(folder)
                 identity = manifest.id
-                if wanted is None:
-                    found = _as_saved(manifest, readers, layouts, here, pad)
-                else:
-                    found = _as_wanted(manifest, readers, wanted, names, missing, extra, cast)
+                found = read(manifest, readers)
                 load.bytes_read = folder.bytes_read  # type: ignore[attr-defined]
             error = None
             break
@@ -129,9 +131,9 @@ def load(
     group.agree("reading", [identity, readers.digest], error, lambda said: _one(said, path))
     # collectives come only after all have agreed that reading succeeded
     readers.spread()
-    if wanted is not None:
-        return _as_given(like, found)
-    return found
+    if like is None:
+        return found
+    return _as_given(like, found)
 
 
 load.bytes_read = 0  # type: ignore[attr-defined]
@@ -283,8 +285,7 @@ class _Readers:
             return True
         if target.mesh is None and (mesh.size != world_of(mesh) or raw.device != mesh.device):
             return True
-        split = target.place.layout.axes
-        free = tuple(a for a in mesh.names if a not in split and mesh.axes[a] > 1)
+        free = tuple(a for a in _wide_axes(mesh) if a not in target.place.layout.axes)
         copies = math.prod(mesh.axes[a] for a in free)
         if copies < _MANY or raw.nbytes < _WORTH:
             return True
@@ -301,6 +302,11 @@ class _Readers:
             bits = raw.detach().view(-1).view(torch.uint8)
             with use_mesh(mesh):
                 bits.copy_(pbroadcast(bits, free, root))
+
+
+def _wide_axes(mesh: Mesh) -> list[str]:
+    """List the axes of several ranks."""
+    return [a for a, n in mesh.axes.items() if n > 1]
 
 
 def _filled(

@@ -204,33 +204,30 @@ class About:
 
     def __str__(self) -> str:
         meshes = ", ".join(mesh_text(m) for m in self.meshes) or "no mesh"
-        head = [
-            f"{self.path}: "
-            + (f"step {self.step}, " if self.step is not None else "")
-            + f"{len(self.tensors)} tensors, {_size(self.nbytes)} in {len(self.files)} files, "
-            + meshes
-        ]
-        kinds: dict[
-            tuple[str, ...], list[str]
-        ] = {}  # equal tensors of different layers are one line
+        head = f"{self.path}: " + f"step {self.step}, " * (self.step is not None)
+        head += f"{len(self.tensors)} tensors, {_size(self.nbytes)} in {len(self.files)} files, "
+        rows = self._rows()
+        wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+        lines = ["  ".join([*map(str.ljust, row, wide), row[3]]).rstrip() for row in rows]
+        return "\n  ".join([head + meshes, *lines])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """List name, dtype, shape and layout; equal tensors of different layers are one row."""
+        kinds: dict[tuple[str, ...], list[str]] = {}
         for n, t in self.tensors.items():
             kind = t.dtype.lower(), str(list(t.shape)), t.layout or "plain"
             kinds.setdefault((re.sub(r"\.\d+(?=\.)", ".*", n), *kind), []).append(n)
-        rows = [
-            (f"{len(names)} x {alike}" if len(names) > 1 else names[0], *kind)
-            for (alike, *kind), names in kinds.items()
-        ]
-        rows += [(n, type(v).__name__, repr(v), "") for n, v in self.values.items()]
-        wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-        return "\n".join(
-            head + ["  " + "  ".join([*map(str.ljust, row, wide), row[3]]).rstrip() for row in rows]
-        )
+        for (alike, *_), names in kinds.items():
+            if len(names) > 1:
+                names[:] = [f"{len(names)} x {alike}"]
+        rows = [(name, *kind) for (_, *kind), (name,) in kinds.items()]
+        return rows + [(n, type(v).__name__, repr(v), "") for n, v in self.values.items()]
 
 
 def _size(nbytes: float) -> str:
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+            return f"{nbytes:.{int(unit != 'bytes')}f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlib._compat import is_dtensor
-from shardlib.checkpoint.boxes import SavedPlace
-from shardlib.checkpoint.checksums import outline
+from shardlib.checkpoint.boxes import SavedPlace, outline
 from shardlib.checkpoint.files import code_of, is_shape
 from shardlib.checkpoint.folder import memory
 from shardlib.collectives import blocks as blocks_of
@@ -240,9 +239,9 @@ def read_place(about: Any, files: int) -> SavedPlace:
         raise ValueError("sizes are those of tensors")
     if not all(type(a) is str for a, _ in mesh):
         raise ValueError("axes have names")
-    ranks = about.get("ranks")
-    ranks = range(math.prod(n for _, n in mesh)) if ranks is None else ranks
-    if len(ranks) != math.prod(n for _, n in mesh) or not all(0 <= r < files for r in ranks):
+    count = math.prod(sizes)
+    ranks = about.get("ranks", range(count))
+    if len(ranks) != count or not all(0 <= r < files for r in ranks):
         raise ValueError("a mesh has ranks")
     layout = Layout.parse(about["layout"]).resolve(len(shape))
     layout.check(tiled, dict(map(tuple, mesh)), op="load")

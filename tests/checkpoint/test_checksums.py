@@ -10,8 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.checkpoint.boxes import grid, stretches, whole
-from shardlib.checkpoint.checksums import ChunkChecksums, checksum, outline, sums_of
+from shardlib.checkpoint.boxes import (
+    ChunkChecksums,
+    checksum,
+    grid,
+    outline,
+    stretches,
+    sums_of,
+    whole,
+)
 from shardlib.checkpoint.folder import memory
 from tests.checkpoint.cases import DTYPES, value
 
