@@ -421,7 +421,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   if (waits) report("wait", name);
 
   // What the results look like is known from shapes alone, or the kernels before it must have run.
-  Stack shapes;
+  Stack shapes, given;  // given: 2.11 drops what several out= refer to before it returns them
   bool later = late && !waits && op.hasKernelForDispatchKey(DispatchKey::Meta);
   for (auto& a : schema.arguments())
     later &= a.type()->str().find("Generator") == std::string::npos;
@@ -431,6 +431,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
         shapes.push_back(v.isDevice() ? c10::IValue(Device(at::kMeta)) : mapped(v, [](const Tensor& t) {
           return t.defined() ? at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)) : t;
         }));
+      given = shapes;
       op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &shapes);
     } catch (const c10::Error&) {
       later = false;
@@ -452,6 +453,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
 
   Stack results;
   if (!later) {
+    given = inner;
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &inner);
     after();
     shapes = inner;
@@ -464,10 +466,10 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
         if (writes(schema.arguments()[a]) && schema.arguments()[a].alias_info()->beforeSets() ==
                                                  schema.returns()[i].alias_info()->beforeSets()) {
           if (schema.arguments()[a].is_out() && args[a].isTensor() && ours(args[a].toTensor())) {
-            Tensor out = args[a].toTensor();
-            if (out.sizes() != shapes[i].toTensor().sizes()) out.resize_(shapes[i].toTensor().sizes());
+            Tensor out = args[a].toTensor(), found = given[a].toTensor();
+            if (out.sizes() != found.sizes()) out.resize_(found.sizes());
             if (later) outs.emplace_back(a, host(out));
-            else host(out).copy_(shapes[i].toTensor());
+            else host(out).copy_(found);
           }
           results.push_back(args[a]);
           break;
