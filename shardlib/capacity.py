@@ -30,6 +30,10 @@ def available(device: torch.device) -> int | None:
         kept = [_asked(device, n, n) for n in ("memory_reserved", "memory_allocated")]
         # what the allocator keeps for reuse is taken, in the device's own count
         return int(found[0]) + (max(kept[0] - kept[1], 0) if None not in kept else 0)
+    return _host_memory()
+
+
+def _host_memory() -> int | None:
     found = []
     for line in _text("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):

@@ -439,16 +439,8 @@ def reshard(x: object, layout: LayoutTree) -> object:
         )
     if is_dtensor(x):
         return as_dtensor(reshard(from_dtensor(x), layout))
-    if not isinstance(x, ShardedTensor) and scope().call.promoting and scope().mesh is not None:
-        x = replicated(x, scope().mesh)  # as operators do with plain operands
     if not isinstance(x, ShardedTensor):
-        if scope().call.body:
-            raise _in_body(x, "reshard", layout)
-        why = "a plain tensor has no layout to leave"
-        fix = (
-            f"sl.shard(x, {str(as_layout(layout, 'reshard', 'sl.shard(x, {})', shape=x.shape))!r})"
-        )
-        raise call_error(PlainTensor, why, "reshard", fix, tensor=x)
+        x = _promoted(x, layout)
     if type(layout) is not Layout:
         layout = as_layout(
             layout, "reshard", "sl.reshard(x, {})", shape=x.padded_shape, mesh=x.mesh
@@ -461,6 +453,17 @@ def reshard(x: object, layout: LayoutTree) -> object:
         return ShardedTensor(moved.raw, moved.place._replace(true_shape=x.shape))
     target.check(tuple(x.padded_shape), x.mesh, op="reshard")
     return heard(_moved, reshard, x, target)
+
+
+def _promoted(x: Tensor, layout: Any) -> ShardedTensor:
+    """Take a plain tensor as a replicated one where operators do so; else refuse it."""
+    if scope().call.promoting and scope().mesh is not None:
+        return replicated(x, scope().mesh)
+    if scope().call.body:
+        raise _in_body(x, "reshard", layout)
+    lay = as_layout(layout, "reshard", "sl.shard(x, {})", shape=x.shape)
+    why = "a plain tensor has no layout to leave"
+    raise call_error(PlainTensor, why, "reshard", f"sl.shard(x, {str(lay)!r})", tensor=x)
 
 
 def _moved(x: ShardedTensor, target: Layout) -> ShardedTensor:

@@ -63,7 +63,7 @@ class Calls:
         inputs: Mapping[str, Layout],
         mesh: Mesh,
         arguments: Arguments,
-        suggested: object = (),
+        suggested: object,
     ) -> None:
         self.inputs, self.mesh, self.arguments = inputs, mesh, arguments
         self.suggested = suggested
@@ -171,18 +171,18 @@ class Apply(Calls):
         tied: dict[str, str],
         inputs: Mapping[str, Layout],
         mesh: Mesh,
-        out_layouts: Mapping[str, Layout] | None = None,
-        remat: Mapping[str, str] | None = None,
+        out_layouts: Mapping[str, Layout],
+        remat: Mapping[str, str],
+        suggested: object,
     ) -> None:
-        super().__init__(inputs, mesh, arguments(uncompiled(module).forward))
+        super().__init__(inputs, mesh, arguments(uncompiled(module).forward), suggested)
         own = {n: b.detach().clone() for n, b in module.named_buffers()}
         here = holds_values(mesh)
         plain = {n: b.to(mesh.device) if here and not b.is_meta else b for n, b in own.items()}
-        self.copies = Copies(module, plain, layouts, remat or {})
+        self.copies = Copies(module, plain, layouts, remat)
         self.module = self.copies.module
-        self.remat = remat or {}
+        self.remat, self.out_layouts = remat, out_layouts
         self.layouts, self.tied = layouts, tied
-        self.out_layouts = out_layouts or {}
         self.plain = Plain()
         self.buffers = {n: replicated(b, mesh) for n, b in plain.items()}
 

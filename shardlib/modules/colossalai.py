@@ -91,13 +91,15 @@ class Legacy:
             if v not in (1, None)
         ]
         lines += ["[mesh]", *(f"{a} = {n}" for a, n in self.mesh.items())]
-        lines += ["", "[layout]", f'recipe = "{self.recipe}"']
-        if self.clip is not None:
-            lines += ["", "[optimizer.clip]", f"max_norm = {self.clip}"]
-        if self.zero:
-            lines += ["", "[optimizer.zero]", *(f"{k} = {_text(v)}" for k, v in self.zero.items())]
-        if self.precision:
-            lines += ["", "[precision]", *(f'{k} = "{v}"' for k, v in self.precision.items())]
+        tables = {
+            "layout": {"recipe": self.recipe},
+            "optimizer.clip": {} if self.clip is None else {"max_norm": self.clip},
+            "optimizer.zero": self.zero,
+            "precision": self.precision,
+        }
+        for name, table in tables.items():
+            if table:
+                lines += ["", f"[{name}]", *(f"{k} = {_text(v)}" for k, v in table.items())]
         return "\n".join([*lines, *(f"# {n}" for n in self.notes), ""])
 
 
@@ -129,10 +131,7 @@ def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
     if "gradient_handler" in config:
         notes.append("gradient_handler: gradients are summed where they are needed")
     zero, said = _zero(config.get("zero"))
-    clip = config.get("clip_grad_norm")
-    if clip is not None and not _is_number(clip):
-        raise _bad(f"clip_grad_norm={clip!r} is no number")
-    clip = clip if clip is not None and clip > 0 else None
+    clip = _clip(config.get("clip_grad_norm"))
     accumulate = _size(config.get("gradient_accumulation", 1), "gradient_accumulation")
     precision, more = _precision(config.get("fp16"))
     axes = {"data": data, **mesh} if data != 1 or zero or not mesh else mesh
@@ -145,20 +144,13 @@ def _tensor(given: object) -> tuple[dict[str, int], str, int]:
     if isinstance(given, int) and not isinstance(given, bool):
         given = {"size": given}
     table = _table(given, "parallel.tensor")
-    size, mode = _size(table.get("size", 1), "parallel.tensor.size"), table.get("mode")
-    if mode is not None and str(mode).lower() not in MODES:
-        near = similar(str(mode), MODES, 1, 0.3)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise _bad(f"parallel.tensor.mode={mode!r} is none of {', '.join(MODES)}{hint}")
-    mode = str(mode).lower() if mode else None
+    size, mode = _size(table.get("size", 1), "parallel.tensor.size"), _mode(table.get("mode"))
     if "depth" in table and mode != "2.5d":
         raise _bad(f"parallel.tensor.depth is of mode '2.5d', not {mode!r}")
     if size == 1 and mode is None:
         return {}, "ddp", 1
-    planes: dict[str, int] = {}
-    if mode == "2.5d":
-        planes["d"] = _size(table.get("depth", 1), "parallel.tensor.depth")
-    depth = planes.get("d", 1)
+    depth = _size(table.get("depth", 1), "parallel.tensor.depth")  # known to be of mode 2.5d
+    planes = {"d": depth} if mode == "2.5d" else {}
     if size % depth:
         raise _bad(f"parallel.tensor: {size} ranks are no whole planes of depth={depth}")
     recipe, axes = MODES[mode or "1d"]
@@ -170,6 +162,16 @@ def _tensor(given: object) -> tuple[dict[str, int], str, int]:
             "here a mesh need be none"
         )
     return planes | dict.fromkeys(axes, side), recipe, size
+
+
+def _mode(given: object) -> str | None:
+    if given is None:
+        return None
+    if str(given).lower() not in MODES:
+        near = similar(str(given), MODES, 1, 0.3)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise _bad(f"parallel.tensor.mode={given!r} is none of {', '.join(MODES)}{hint}")
+    return str(given).lower()
 
 
 def _data(given: object, tensor: int, world: int | None) -> int:
@@ -260,8 +262,13 @@ def _size(given: object, name: str) -> int:
     return given
 
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+def _clip(given: Any) -> float | None:
+    """Return the bound of the norm; there is none below a number above 0."""
+    if given is None:
+        return None
+    if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
+        raise _bad(f"clip_grad_norm={given!r} is no number")
+    return given if given > 0 else None
 
 
 def _bad(message: str) -> BadArgument:

@@ -258,10 +258,13 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 self.align(rows, y.shape, x)
             if id(y) in self.rows:
                 continue
-            self.know(y, [r or fresh(n) for r, n in zip(rows, y.shape, strict=True)])
-            only = [x for x in call.operands if x.ndim]
-            if len(only) == 1 and id(only[0]) in self.origin and only[0].shape == y.shape:
-                self.origin[id(y)] = self.origin[id(only[0])]
+            filled = [r or fresh(n) for r, n in zip(rows, y.shape, strict=True)]
+            self.know(y, filled, self.scaled(call.operands, y))
+
+    def scaled(self, operands: Sequence[Tensor], y: Tensor) -> _Origin | None:
+        """Return the parameter that ``y`` is made of, elementwise and with numbers alone."""
+        only = [x for x in operands if x.ndim]
+        return self.origin.get(id(only[0])) if [x.shape for x in only] == [y.shape] else None
 
     @_rule("median")  # its dimensions go as a reduction's do
     @_rule(" ".join(n.replace(".", "_") for n in names_of(kind="reduce")))
@@ -769,16 +772,12 @@ def _zeros(model: nn.Module, *size: int) -> Tensor:
 
 def _examples(model: nn.Module) -> Iterator[Any]:
     """List arguments that the module's forward may accept."""
-    inner = model
-    while not hasattr(inner, "main_input_name") and isinstance(
-        below := getattr(inner, "model", None), nn.Module
-    ):
-        inner = below
+    inner: Any = model
+    while isinstance(inner, nn.Module) and not hasattr(inner, "main_input_name"):
+        inner = getattr(inner, "model", None)
     config = getattr(inner, "config", None)
-    if config is not None and hasattr(inner, "main_input_name"):
-        given = _from_config(inner, config)
-        if given:
-            yield given
+    if config is not None:
+        yield from filter(None, [_from_config(inner, config)])
         return
     takes = inspect.signature(model.forward).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -823,10 +822,7 @@ def _from_config(model: nn.Module, config: object) -> dict[str, Tensor]:
     main: Any = getattr(model, "main_input_name", "input_ids")
     out: dict[str, Tensor] = {}
     if "pixel_values" in takes and (main == "pixel_values" or hasattr(config, "vision_config")):
-        vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", 32) or 32
-        space = tuple(size) if isinstance(size, list | tuple) else (size, size)
-        out["pixel_values"] = _zeros(model, 2, getattr(vision, "num_channels", 3), *space)
+        out["pixel_values"] = _images(model, getattr(config, "vision_config", config))
     if main == "input_features":
         # Whisper's second convolution has stride 2, hence two frames per position
         frames = 2 * getattr(config, "max_source_positions", 1500)
@@ -839,6 +835,13 @@ def _from_config(model: nn.Module, config: object) -> dict[str, Tensor]:
     if "decoder_input_ids" in takes:
         out["decoder_input_ids"] = _ids(config)
     return out
+
+
+def _images(model: nn.Module, vision: object) -> Tensor:
+    """Make images of the size that a configuration names."""
+    size = getattr(vision, "image_size", 32) or 32
+    space = size if isinstance(size, list | tuple) else (size, size)
+    return _zeros(model, 2, getattr(vision, "num_channels", 3), *space)
 
 
 def _ids(config: object) -> Tensor:

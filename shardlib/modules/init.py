@@ -80,7 +80,8 @@ def init(
     apply.buffers = {n: _blank(b, mesh) if b.raw.is_meta else b for n, b in apply.buffers.items()}
     tensors: dict[str, ShardedTensor] = {**params, **apply.buffers}
     with seeded(mesh, seed):
-        _write(module, apply, tensors, mesh, "init", "no", _fills, fill=fill)
+        todo = _Unwritten(module, tensors, mesh, {})
+        _write(apply, todo, "init", "no", _fills, fill or {})
     return apply, params
 
 
@@ -101,9 +102,8 @@ def restored(
     apply.buffers |= {n: _blank(apply.buffers[n], mesh) for n in names if n in apply.buffers}
     every = {**params, **apply.buffers}
     aside = {n: torch.empty_like(x, device="meta") for n, x in _real(module).items()}
-    tensors = {n: every[n] for n in names}
-    lacks = "no file, and no"
-    _write(module, apply, tensors, mesh, "load_hf", lacks, _assigns, aside)
+    todo = _Unwritten(module, {n: every[n] for n in names}, mesh, aside)
+    _write(apply, todo, "load_hf", "no file, and no", _assigns, {})
 
 
 def _assigns(missing: Sequence[str]) -> str:
@@ -115,47 +115,27 @@ def _real(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _write(
-    module: nn.Module,
     apply: Apply,
-    tensors: dict[str, ShardedTensor],
-    mesh: Mesh,
+    todo: "_Unwritten",
     op: str,
     lacks: str,
     fix: Callable[[Sequence[str]], str],
-    aside: Mapping[str, Tensor] | None = None,
-    fill: Fill | None = None,
+    fill: Fill,
 ) -> None:
-    """Give these tensors the values of ``fill``, of the module's code or of its constructor.
-
-    ``aside``  temporaries for all other tensors, which that code may write to.
-    """
-    todo, real = _Unwritten(tensors, mesh), _real(module)
-    others = {n: x for n, x in (aside or {}).items() if n not in tensors}
-    with torch.no_grad(), _alike(mesh):
-        for run, owned in _code(module, apply.tied):
-            own = [n for n in owned if n in tensors]
-            if own or aside is None:
-                _run(module, tensors, own, run, todo, mesh, others)
-        _given(tensors, fill or {}, todo)
-        _keep(tensors, real, todo, mesh)
-    if missing := todo.names(tensors):
+    """Give tensors the values of ``fill``, of the module's code or of its constructor."""
+    with torch.no_grad(), _alike(todo.mesh):
+        for code, owned in _code(todo.module, apply.tied):
+            own = [n for n in owned if n in todo.tensors]
+            if own or not todo.aside:
+                todo.run(own, code)
+        todo.fill(fill)
+        todo.keep()
+    if missing := todo.names(todo.tensors):
         why = (
             f"nothing gives a value to {', '.join(missing)}: {lacks} reset_parameters or "
             "_init_weights writes there"
         )
-        raise UnknownParameter(why, op=op, mesh=mesh, fix=fix(missing))
-
-
-def _keep(
-    tensors: Mapping[str, ShardedTensor], real: Mapping[str, Tensor], todo: "_Unwritten", mesh: Mesh
-) -> None:
-    """Keep a constructor's value of each tensor that the module's initialisation left out."""
-    for name in todo.names(tensors):
-        if not real[name].is_meta:
-            to = tensors[name]
-            kept = shard(real[name].detach(), to.sharding, mesh, src=0, pad=to.is_padded)
-            to.raw.copy_(kept.raw)
-            todo.done(name)
+        raise UnknownParameter(why, op=op, mesh=todo.mesh, fix=fix(missing))
 
 
 def _fills(missing: Sequence[str]) -> str:
@@ -218,40 +198,6 @@ def _filling(sub: nn.Module, owner: nn.Module | None) -> Code:
     return run
 
 
-def _run(
-    module: nn.Module,
-    tensors: dict[str, ShardedTensor],
-    names: list[str],
-    code: Code,
-    todo: "_Unwritten",
-    mesh: Mesh,
-    aside: Mapping[str, Tensor],
-) -> None:
-    """Run one submodule's code.
-
-    Where it needs a whole dimension that is split, retry with another one split, or none.
-    """
-    at, refusals = rewound(mesh), list[ShardError]()
-    most = max((len(tensors[n].shape) for n in names), default=0)
-    for on in (None, *range(-1, -most - 1, -1), most):
-        stand = {n: tensors[n] if on is None else _moved(tensors[n], on) for n in names}
-        state = {**aside, **tensors, **stand}
-        for n, t in stand.items():
-            todo.stands(n, t)
-        try:
-            swapped(module, state, (), lambda: code(todo, names))
-        except ShardError as e:
-            refusals.append(e)
-            rewind(mesh, at)
-            continue
-        for n, t in stand.items():
-            if t is not tensors[n]:
-                tensors[n].raw.copy_(_back(t, tensors[n]))
-                todo.moved(n, tensors[n])
-        return
-    raise refusals[0]
-
-
 def _moved(x: ShardedTensor, on: int) -> ShardedTensor:
     """Make blank blocks of the same tensor, split along dimension ``on`` alone or not at all."""
     axes = real_axes(x.mesh, x.sharding.axes)
@@ -278,13 +224,74 @@ def _back(x: ShardedTensor, like: ShardedTensor) -> Tensor:
 
 
 class _Unwritten:
-    """Tensors not written yet.  Every rank gets the same answer."""
+    """Tensors of a module without values, and the ways to give them one; alike on every rank.
 
-    def __init__(self, tensors: Mapping[str, ShardedTensor], mesh: Mesh) -> None:
-        self.mesh, self.written = mesh, set()
+    ``aside``  temporaries for the module's other tensors, to which its code may write.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tensors: Mapping[str, ShardedTensor],
+        mesh: Mesh,
+        aside: Mapping[str, Tensor],
+    ) -> None:
+        self.module, self.tensors, self.mesh, self.aside = module, tensors, mesh, aside
+        self.written = set[str]()
         self.at: dict[str, tuple[Tensor, int]] = {
             n: (t.raw, writes(t.raw)) for n, t in tensors.items()
         }
+
+    def run(self, names: list[str], code: Code) -> None:
+        """Run one submodule's code.
+
+        Where it needs a whole dimension that is split, retry with another one split, or none.
+        """
+        tensors, at, refusals = self.tensors, rewound(self.mesh), list[ShardError]()
+        most = max((len(tensors[n].shape) for n in names), default=0)
+        for on in (None, *range(-1, -most - 1, -1), most):
+            stand = {n: tensors[n] if on is None else _moved(tensors[n], on) for n in names}
+            state = {**self.aside, **tensors, **stand}
+            for n, t in stand.items():
+                self.stands(n, t)
+            try:
+                swapped(self.module, state, (), lambda: code(self, names))
+            except ShardError as e:
+                refusals.append(e)
+                rewind(self.mesh, at)
+                continue
+            for n, t in stand.items():
+                if t is not tensors[n]:
+                    tensors[n].raw.copy_(_back(t, tensors[n]))
+                    self.moved(n, tensors[n])
+            return
+        raise refusals[0]
+
+    def fill(self, fill: Fill) -> None:
+        """Give the values that the caller names by patterns."""
+        for i, (pattern, value) in enumerate(fill.items()):
+            names = [n for n, t in self.tensors.items() if matches(pattern, n, t)]
+            if not names:
+                near = similar(str(pattern), list(self.tensors), 1, 0.0)
+                why = f"fill: {pattern!r} matches no parameter or buffer"
+                given = {"tensors": ", ".join(self.tensors)}
+                fix = f"fill = {{{(near or ['*'])[0]!r}: fill.pop(list(fill)[{i}]), **fill}}"
+                raise UnknownParameter(why, op="init", operands=given, fix=fix)
+            for name in names:
+                to = self.tensors[name]
+                with promoting():
+                    to.copy_(value) if isinstance(value, Tensor) else value(to)
+                self.written.add(name)
+
+    def keep(self) -> None:
+        """Keep a constructor's value of each tensor that the module's initialisation left out."""
+        real = _real(self.module)
+        for name in self.names(self.tensors):
+            if not real[name].is_meta:
+                to = self.tensors[name]
+                kept = shard(real[name].detach(), to.sharding, self.mesh, src=0, pad=to.is_padded)
+                to.raw.copy_(kept.raw)
+                self.written.add(name)
 
     def stands(self, name: str, x: ShardedTensor) -> None:
         """Track ``x``, which is written to in the tensor's place."""
@@ -295,9 +302,6 @@ class _Unwritten:
         if not self.names([name]):
             self.written.add(name)
         self.at[name] = x.raw, writes(x.raw)
-
-    def done(self, name: str) -> None:
-        self.written.add(name)
 
     def names(self, among: Any) -> list[str]:
         return [n for n in among if n in self.at and not self._is_written(n)]
@@ -315,24 +319,6 @@ class _Unwritten:
             with bind(self.mesh):
                 flag = unwrap(pmax(wrap(flag, self.mesh), axes))
         return not bool(flag.any())
-
-
-# ---------------------------------------------------------------- values from ``fill``, randomness
-
-
-def _given(tensors: Mapping[str, ShardedTensor], fill: Fill, todo: _Unwritten) -> None:
-    for i, (pattern, value) in enumerate(fill.items()):
-        names = [n for n, t in tensors.items() if matches(pattern, n, t)]
-        if not names:
-            near = similar(str(pattern), list(tensors), 1, 0.0)
-            why = f"fill: {pattern!r} matches no parameter or buffer"
-            given = {"tensors": ", ".join(tensors)}
-            fix = f"fill = {{{(near or ['*'])[0]!r}: fill.pop(list(fill)[{i}]), **fill}}"
-            raise UnknownParameter(why, op="init", operands=given, fix=fix)
-        for name in names:
-            with promoting():
-                tensors[name].copy_(value) if isinstance(value, Tensor) else value(tensors[name])
-            todo.done(name)
 
 
 @contextmanager

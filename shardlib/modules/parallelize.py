@@ -102,19 +102,18 @@ def placed(
     src: int | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Implement ``parallelize``; with ``blank`` no value is read, and blocks hold NaN."""
+    inputs = inputs or {}
     named = dict(module.named_parameters())
     _refuse_unsized({**named, **dict(module.named_buffers())}, mesh)
     with bind(mesh):  # DTensor placements in a rule refer to the axes of this mesh
         layouts, out_layouts = match_rules(named, rules, axes, pad)
-    held = {id(p): n for n, p in named.items()}
-    everything = module.named_parameters(remove_duplicate=False)
-    tied = {n: held[id(p)] for n, p in everything if held[id(p)] != n}
-    _check_inputs(module, inputs or {})
+    tied = _tied(module)
+    _check_inputs(module, inputs)
     policies = regions(module, remat)
     for n, lay in out_layouts.items():
         with naming(n, rules, named):
             read_layout(lay, None, mesh)
-    given = {n: _input_layout(n, lay, axes, mesh) for n, lay in (inputs or {}).items()}
+    given = {n: _input_layout(n, lay, axes, mesh) for n, lay in inputs.items()}
     unfit = misfits(named, layouts, mesh, pad)
     _refuse_too_large({n: p for n, p in named.items() if n not in unfit}, layouts, mesh)
     params = {}
@@ -124,9 +123,14 @@ def placed(
     if src is None and not blank:
         filled = {n: (p.raw, p.sharding) for n, p in params.items() if not named[n].is_meta}
         verify("parallelize", mesh, filled, "sl.parallelize(module, rules, src=0)")
-    apply = Apply(module, layouts, tied, given, mesh, out_layouts, policies)
-    apply.suggested = rules
-    return apply, params
+    return Apply(module, layouts, tied, given, mesh, out_layouts, policies, rules), params
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    """Map further names of parameters to their first."""
+    first = {id(p): n for n, p in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {n: first[id(p)] for n, p in every if first[id(p)] != n}
 
 
 def _refuse_unsized(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:

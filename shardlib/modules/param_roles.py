@@ -75,13 +75,13 @@ class RoleLayouts:
 
 @dataclass
 class _Found:
-    """Kinds of atoms, and parameters that were left whole."""
+    """Kinds of atoms, and parameters that were left whole for the layouts of ``way``."""
 
     dims: Dimensions
     kind: dict[int, str] = field(default_factory=dict)
     mlp: set[int] = field(default_factory=set)
     vocabulary: set[int] = field(default_factory=set)
-    pad: bool = False
+    way: RoleLayouts = RoleLayouts({}, {})
     # (parameter, dimension) left whole -> why
     left: dict[tuple[str, int], str] = field(default_factory=dict)
 
@@ -322,15 +322,13 @@ def _held_of_parts(found: _Found, cut: Atom, kind: str, p: int) -> list[list[tup
     return inside
 
 
-def spell(found: _Found, row: Iterable[Atom], kind: str, axes: Sequence[str], p: int) -> str:
-    """Write the token that splits a dimension's atoms of one kind over axes.
-
-    Raises: _Unsaid.
-    """
+def _split(found: _Found, row: Row, kind: str) -> str:
+    """Write the token of a dimension split in its atoms of a kind.  Raises: _Unsaid."""
+    axes = _axes(found, row, kind)
     if not axes:
         return "."
-    row = list(row)
-    if found.pad and length(row) % p and _is_vocabulary(found, row):
+    p = found.way.ways(axes)
+    if found.way.pad and length(row) % p and _is_vocabulary(found, row):
         return _token(axes)
     held = _held(found, row, kind, p)
     return str(said(axes, held, length(row)) if p > 1 else _as_if_split(found, row, kind, axes))
@@ -366,9 +364,9 @@ def assign(
     Layouts of products are included where several are valid.
     """
     found = kinds(dims)
-    found.pad = way.pad
+    found.way = way
     uses = _uses(dims)
-    _settle(found, uses, way)
+    _settle(found, uses)
     tokens, recurrent = _tokens(dims, model), _recurrent(model)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     texts: dict[str, tuple[str, ...]] = {}
@@ -377,11 +375,11 @@ def assign(
         if name in recurrent:
             texts[name] = ("...",)
         elif r is None or r.kind == "conv":
-            texts[name] = (_by_dimension(found, rows, way),)
+            texts[name] = (_by_dimension(found, rows),)
         elif r.kind == "lookup":
-            texts[name] = (_table(found, name, way, name in tokens),)
+            texts[name] = (_table(found, name, name in tokens),)
         else:
-            texts[name] = _matrix(found, r, way, shapes[name])
+            texts[name] = _matrix(found, r, shapes[name])
     texts |= {n: texts[like] for n, like in _equals(dims, uses) if shapes[like] == shapes[n]}
     left = {}
     for (name, d), why in found.left.items():
@@ -421,20 +419,14 @@ def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
     return set((given or [r.name for r in lookups if dims.numbers])[:1])
 
 
-def _axes(found: _Found, row: Row, kind: str, way: RoleLayouts) -> tuple[str, ...]:
+def _axes(found: _Found, row: Row, kind: str) -> tuple[str, ...]:
     """List the axes that split the atoms of a kind in a row."""
-    if kind == "inner" and way.wide is not None and found.mlp & ids(row):
-        return way.wide
-    return {"inner": way.inner, "residual": way.residual}.get(kind, ())
+    if kind == "inner" and found.way.wide is not None and found.mlp & ids(row):
+        return found.way.wide
+    return {"inner": found.way.inner, "residual": found.way.residual}.get(kind, ())
 
 
-def _split(found: _Found, row: Row, kind: str, way: RoleLayouts) -> str:
-    """Write the token of a dimension split in its atoms of a kind.  Raises: _Unsaid."""
-    axes = _axes(found, row, kind, way)
-    return spell(found, row, kind, axes, way.ways(axes))
-
-
-def _settle(found: _Found, uses: Mapping[str, ParameterUse], way: RoleLayouts) -> None:
+def _settle(found: _Found, uses: Mapping[str, ParameterUse]) -> None:
     """Mark as whole what no layout can express, until nothing changes."""
     before: dict[int, str] | None = None
     while found.kind != before:
@@ -442,26 +434,18 @@ def _settle(found: _Found, uses: Mapping[str, ParameterUse], way: RoleLayouts) -
         for name, d, row in found.rows:
             for kind in ("inner", "residual"):
                 if any(found.of(some) == kind for some in (row, *([a] for a in deep(row)))):
-                    _settle_row(found, name, d, row, kind, way, uses.get(name, _UNUSED))
+                    _settle_row(found, name, d, row, kind, uses.get(name, _UNUSED))
         for r in found.products:
             ends = [found.of(side) for side in found.sides(r)]
-            _settle_crossing(found, r, ends, way)
-            if way.apart:
+            _settle_crossing(found, r, ends)
+            if found.way.apart:
                 _settle_apart(found, r, ends)
 
 
 _UNUSED = ParameterUse("", "", (), ())
 
 
-def _settle_row(
-    found: _Found,
-    name: str,
-    d: int,
-    row: Row,
-    kind: str,
-    way: RoleLayouts,
-    use: ParameterUse,
-) -> None:
+def _settle_row(found: _Found, name: str, d: int, row: Row, kind: str, use: ParameterUse) -> None:
     """Mark a dimension as whole if it cannot be split, or not as its use needs it."""
     free = {
         "product": d not in use.inputs + use.outputs,  # the expert dimension of a stack
@@ -469,10 +453,10 @@ def _settle_row(
     }
     if free.get(use.kind):
         return
-    axes = _axes(found, row, kind, way)
-    p = way.ways(axes)
+    axes = _axes(found, row, kind)
+    p = found.way.ways(axes)
     try:
-        token = spell(found, row, kind, axes, p)
+        token = _split(found, row, kind)
     except _Unsaid:
         _settle_uneven(found, name, d, row, kind, p)
         return
@@ -521,8 +505,9 @@ def _text(row: Row) -> str:
     return "(" + " ".join(map(repr, leaves(row))) + ")"
 
 
-def _settle_crossing(found: _Found, r: ParameterUse, ends: Sequence[str], way: RoleLayouts) -> None:
+def _settle_crossing(found: _Found, r: ParameterUse, ends: Sequence[str]) -> None:
     """Mark a product as whole where an axis would split its own dimensions and its rows' too."""
+    way = found.way
     split = {"residual": way.ways(way.residual), "inner": way.ways(way.inner), "whole": 1, "": 1}
     crossing = [a for a in r.rows if split[found.of([a])] > 1]
     if crossing and any(split[end] > 1 for end in ends):
@@ -550,50 +535,48 @@ def _dropped(found: _Found, row: Row) -> bool:
     return bool(read) and all(found.of(ins) == "inner" for ins in read)
 
 
-def _side(found: _Found, row: Row, way: RoleLayouts) -> str:
+def _side(found: _Found, row: Row) -> str:
     """Return the kind of a dimension, "whole" if no layout can express its split."""
     kind = found.of(row) or "whole"
     try:
-        _split(found, row, kind, way)
+        _split(found, row, kind)
     except _Unsaid:
         return "whole"
     return kind
 
 
-def _role(found: _Found, ins: Row, outs: Row, kinds: tuple[str, str], way: RoleLayouts) -> str:
+def _role(found: _Found, ins: Row, outs: Row, kinds: tuple[str, str]) -> str:
     """Return the role of a matrix whose (output, input) have these kinds, as recipes name it."""
     role = MATRIX[kinds]
     wide = {"expand": outs, "contract": ins}.get(role)
-    if wide is not None and way.wide is not None and found.mlp & ids(wide):
+    if wide is not None and found.way.wide is not None and found.mlp & ids(wide):
         return "up" if role == "expand" else "down"
     if role != "contract":
         return role
-    if way.widest and length(ins) <= length(outs):
+    if found.way.widest and length(ins) <= length(outs):
         return "expand"
-    even = (_token(way.residual), ".")
-    return role if _split(found, outs, "residual", way) in even else "plain"
+    even = (_token(found.way.residual), ".")
+    return role if _split(found, outs, "residual") in even else "plain"
 
 
-def _matrix(
-    found: _Found, r: ParameterUse, way: RoleLayouts, shape: tuple[int, ...]
-) -> tuple[str, ...]:
+def _matrix(found: _Found, r: ParameterUse, shape: tuple[int, ...]) -> tuple[str, ...]:
     ins, outs = found.sides(r)
-    into, out = _side(found, ins, way), _side(found, outs, way)
+    into, out = _side(found, ins), _side(found, outs)
     if into == out == "inner":
         into = "whole"
-    text, *more = way.layouts[_role(found, ins, outs, (out, into), way)]
+    text, *more = found.way.layouts[_role(found, ins, outs, (out, into))]
     out_axes, in_axes = (d.axes for d in Layout.parse(text).resolve(2).dims)
     texts = ["."] * len(shape)
     (o,), (i,) = r.outputs[:1], r.inputs[:1]
-    if out_axes and tuple(out_axes) == tuple(_axes(found, outs, out, way)):
-        texts[o] = _split(found, outs, out, way)
+    if out_axes and tuple(out_axes) == tuple(_axes(found, outs, out)):
+        texts[o] = _split(found, outs, out)
     else:
-        texts[o] = _fitting(out_axes, shape[o], way)
-    texts[i] = _fitting(in_axes, shape[i], way)
+        texts[o] = _fitting(found.way, out_axes, shape[o])
+    texts[i] = _fitting(found.way, in_axes, shape[i])
     return (" ".join(texts), *more)
 
 
-def _fitting(axes: Sequence[str], n: int, way: RoleLayouts) -> str:
+def _fitting(way: RoleLayouts, axes: Sequence[str], n: int) -> str:
     """Return as many of the axes, from the major one on, as divide ``n``."""
     axes = list(axes)
     while axes and n % way.ways(axes):
@@ -601,33 +584,34 @@ def _fitting(axes: Sequence[str], n: int, way: RoleLayouts) -> str:
     return _token(axes)
 
 
-def _table(found: _Found, name: str, way: RoleLayouts, tokens: bool) -> str:
+def _table(found: _Found, name: str, tokens: bool) -> str:
     vocabulary, features = found.dims.params[name]
     n, width = length(vocabulary), length(features)
-    kind = _side(found, features, way)
+    kind = _side(found, features)
     if kind == "inner":
-        return f". {_split(found, features, kind, way)}"
-    rows, cols = Layout.parse(way.layouts["tokens" if tokens else "positions"][0]).resolve(2).dims
-    if kind == "whole" and way.residual:
+        return f". {_split(found, features, kind)}"
+    (text,) = found.way.layouts["tokens" if tokens else "positions"]
+    rows, cols = Layout.parse(text).resolve(2).dims
+    if kind == "whole" and found.way.residual:
         return ". ."
-    split = _token(rows.axes) if way.pad and tokens else _fitting(rows.axes, n, way)
+    split = _token(rows.axes) if found.way.pad and tokens else _fitting(found.way, rows.axes, n)
     if tokens and split != _token(rows.axes):
         why = (
-            f"{n} rows have no even split over {way.ways(rows.axes)}; "
+            f"{n} rows have no even split over {found.way.ways(rows.axes)}; "
             "sl.parallelize(..., pad=True) pads them"
         )
         found.left.setdefault((name, 0), why)
-    return f"{split} {_fitting(cols.axes, width, way)}"
+    return f"{split} {_fitting(found.way, cols.axes, width)}"
 
 
-def _by_dimension(found: _Found, rows: Sequence[Row], way: RoleLayouts) -> str:
+def _by_dimension(found: _Found, rows: Sequence[Row]) -> str:
     """Write the layout of a vector or of a convolution's weight, dimension by dimension."""
     texts = []
     taken: set[str] = set()
     for row in rows:
-        kind = _side(found, row, way)
-        axes = set(_axes(found, row, kind, way))
-        texts.append("." if taken & axes else _split(found, row, kind, way))
+        kind = _side(found, row)
+        axes = set(_axes(found, row, kind))
+        texts.append("." if taken & axes else _split(found, row, kind))
         taken |= axes
     return " ".join(texts)
 
