@@ -4,7 +4,7 @@ Nothing runs: blocks are on the meta device and the mesh is only a mapping of na
 a plan for 512 ranks takes as long as one for two.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -205,18 +205,7 @@ class Explanation:
         """
         lines = [f"on {' '.join(f'{a}={n}' for a, n in self.mesh.items())}, per rank"]
         for rows in self.kinds(by):
-            row, times = rows[0], f"{len(rows)} x " if len(rows) > 1 else ""
-            chosen = row.algorithm + (f": {row.note}" if row.note else "")
-            parts = (f"{times}{row.op}", row.pattern, row.at, chosen if row.algorithm else "")
-            lines.append("   ".join(p for p in parts if p))
-            if row.out:
-                lines.append(f"    {', '.join(row.operands)} -> {row.out}")
-            there, back = Trace(row.forward), Trace(row.backward)
-            moved = f"    forward {size(there.bytes)}, backward {size(back.bytes)}"
-            if row.bytes:
-                moved += f" ({100 * float(row.bytes * len(rows) / self.bytes):.0f} % of all)"
-            moved += f", temporaries {size(row.memory)}" if row.memory else ""
-            lines.append(moved)
+            lines += self._of_kind(rows[0], len(rows))
         lines.append(f"parameters  {size(self.parameters)}")
         if self.state:
             lines.append(f"state       {size(self.state)} of the optimizer")
@@ -231,6 +220,21 @@ class Explanation:
                 "each alone"
             )
         return "\n".join(lines)
+
+    def _of_kind(self, row: Row, count: int) -> Iterator[str]:
+        """Format one kind of operation, of which there are so many."""
+        times = f"{count} x " * (count > 1)
+        chosen = [": ".join(filter(None, [row.algorithm, row.note]))] * bool(row.algorithm)
+        yield "   ".join(filter(None, [f"{times}{row.op}", row.pattern, row.at, *chosen]))
+        if row.out:
+            yield f"    {', '.join(row.operands)} -> {row.out}"
+        there, back = Trace(row.forward), Trace(row.backward)
+        moved = f"    forward {size(there.bytes)}, backward {size(back.bytes)}"
+        if row.bytes:
+            moved += f" ({100 * float(row.bytes * count / self.bytes):.0f} % of all)"
+        if row.memory:
+            moved += f", temporaries {size(row.memory)}"
+        yield moved
 
     __repr__ = __str__
 

@@ -60,12 +60,20 @@ class Grid3:
     @property
     def name(self) -> str:
         """The name of this grid in the literature."""
-        sizes = [s for s in (self.m, self.k, self.n) if s > 1]
-        if not sizes:
-            return "one device"
-        if self.k == 1:
-            return "FSDP" if self.n == 1 else "TP" if self.m == 1 else "TP x FSDP"
-        return "TP of the residual" if len(sizes) == 1 else "2D" if len(sizes) == 2 else "3D"
+        sizes = {"m": self.m, "k": self.k, "n": self.n}
+        return _NAMES["".join(axis for axis, size in sizes.items() if size > 1)]
+
+
+_NAMES = {
+    "": "one device",
+    "m": "FSDP",
+    "n": "TP",
+    "mn": "TP x FSDP",
+    "k": "TP of the residual",
+    **dict.fromkeys(("mk", "kn"), "2D"),
+    "mkn": "3D",
+}
+"""Axes of more than one rank -> the name of the grid."""
 
 
 def grids_text(table: Sequence[Grid3], rejected: int) -> str:

@@ -7,6 +7,7 @@ block ``raw``, so nothing is dispatched again on the way back (gradients.py).
 
 import copy
 import operator
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -724,6 +725,10 @@ def _otherwise(refusal: Exception, func: Func, args: Args, kwargs: Kwargs) -> ob
         raise torch_refuses(func, args, kwargs) or e from None
 
 
+_OF_META = re.compile("meta|data-dependent|data_ptr|fake impl", re.IGNORECASE)
+"""Words of torch's refusal of a tensor without values, whatever the call."""
+
+
 def torch_refuses(func: Func, args: Args, kwargs: Kwargs) -> BadArgument | None:
     """Return the error for a call that torch refuses on whole tensors too, so no layout helps.
 
@@ -737,8 +742,7 @@ def torch_refuses(func: Func, args: Args, kwargs: Kwargs) -> BadArgument | None:
     def bare(x: object) -> Any:
         return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
-    leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
-    a, k = optree.tree_unflatten(tree, [bare(x) for x in leaves])
+    a, k = optree.tree_map(bare, (args, kwargs), none_is_leaf=True)  # type: ignore[arg-type, misc]
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -747,11 +751,9 @@ def torch_refuses(func: Func, args: Args, kwargs: Kwargs) -> BadArgument | None:
         return None
     except (*_MISTAKES, ValueError, RuntimeError) as e:
         text = str(e).partition("\n")[0]
-        if any(
-            word in text.lower() for word in ("meta", "data-dependent", "data_ptr", "fake impl")
-        ):
+        if _OF_META.search(text):
             return None
-        found = [x for x in leaves if isinstance(x, ShardedTensor)]
+        found = _sharded((args, kwargs))
         kind = OutOfRange if isinstance(e, IndexError) else BadArgument
         return kind(
             f"torch refuses this call: {text}",
