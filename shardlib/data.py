@@ -95,10 +95,10 @@ def _read(local: Callable[[], Any], m: Mesh, coord: Mapping[str, int]) -> Any:
 def _one_given(local: Any, m: Mesh) -> list[Any]:
     """Return one part per rank of this process from a block that was passed as a value."""
     count = len(played(m))
-    if count == 1:
-        return [local]
     leaves, spec = optree.tree_flatten(local)
-    if not all(isinstance(x, Stacked) for x in leaves):
+    if all(isinstance(x, Stacked) for x in leaves):
+        return [optree.tree_unflatten(spec, [x.ranks[r] for x in leaves]) for r in range(count)]
+    if count > 1:
         raise MeshError(
             "one block is given, and this process plays several ranks",
             op="from_local",
@@ -106,7 +106,7 @@ def _one_given(local: Any, m: Mesh) -> list[Any]:
             fix="sl.from_local(lambda: local, layout)  "
             "# called for each rank; mesh.coord says which",
         )
-    return [optree.tree_unflatten(spec, [x.ranks[r] for x in leaves]) for r in range(count)]
+    return [local]
 
 
 def _joined(blocks: list[Any], layout: object, m: Mesh) -> ShardedTensor:
