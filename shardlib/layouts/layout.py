@@ -439,11 +439,13 @@ def _combined(a: Layout, b: Layout, join: Callable[[Dim, Dim], Dim], op: str) ->
         raise _pair_error(AxisReused, f"axis {shared[0]!r} is in both layouts", op, a, b)
     dims = []
     for p, q in zip(a.dims, b.dims, strict=True):
-        both = p.is_split and q.is_split
-        if both and not (p.is_plain and q.is_plain):
+        if not (p.is_split and q.is_split):
+            dims.append(p if p.is_split else q)
+        elif p.is_plain and q.is_plain:
+            dims.append(join(p, q))
+        else:
             why = f"{p} and {q} on one dimension do not combine"
             raise _pair_error(ShardError, why, op, a, b)
-        dims.append(join(p, q) if both else p if p.is_split else q)
     if a.skew or b.skew:
         raise _pair_error(ShardError, "a skewed layout does not combine", op, a, b, "x y")
     return Layout(tuple(dims), a.partial + b.partial, "", a.ellipsis)
@@ -479,9 +481,10 @@ def _product_layout(a: Layout, b: Layout) -> Layout:
         raise _pair_error(RankMismatch, "a product takes matrices", "@", a, b, "x y")
     ka, kb, columns = a.dims[-1], b.dims[-2], b.dims[-1]
     lead = len(a.dims) - len(b.dims)
-    batch = a.dims[max(0, lead) : -2] if len(b.dims) > 2 else ()
+    batch = a.dims[max(0, lead) : -2]
     clash = set(columns.axes) & set(Layout(a.dims[:-1]).axes)
-    if ka != kb or clash or a.partial or b.partial or a.skew or b.skew or batch != b.dims[:-2]:
+    odd = any(x.partial or x.skew for x in (a, b))
+    if ka != kb or clash or odd or batch != b.dims[:-2]:
         why = "the operands do not multiply in place"
         if ka != kb:
             why = f"contraction split {ka} in a and {kb} in b"

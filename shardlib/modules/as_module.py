@@ -11,7 +11,7 @@ results of these rows are dropped.  ``generate`` shards its batches by the recip
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -147,13 +147,25 @@ def _recipes(calls: Calls) -> list[Layout]:
     return [Layout.parse(text) for text in texts if text is not None]
 
 
-def _rows(calls: Calls, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
+_EVEN = (-1, -1)
+"""Rows of a batch that is not filled up."""
+
+
+def _batches(calls: Calls, named: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor, Layout]]:
+    """List the plain inputs whose rows are split, with their layouts."""
+    for name, x in named:
+        if isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and x.ndim:
+            layout = _layout(calls, name, x)
+            if layout is not None:
+                yield name, x, layout
+
+
+def _rows(calls: Calls, named: list[tuple[str, Any]]) -> tuple[int, int]:
     """Count the rows of a batch that does not divide, and the rows to which it is filled up."""
-    plain = [(n, v) for n, v in named if isinstance(v, Tensor) and not isinstance(v, ShardedTensor)]
-    found = [(n, v, at) for n, v in plain if v.ndim and (at := _layout(calls, n, v)) is not None]
+    found = sorted(_batches(calls, named), key=lambda batch: batch[1].shape[0] <= 1)
     if not found:
-        return None
-    name, value, layout = next((f for f in found if f[1].shape[0] > 1), found[0])
+        return _EVEN
+    name, value, layout = found[0]
     count, ranks = value.shape[0], calls.mesh.axis_size(layout.dims[0].axes)
     if torch.is_grad_enabled():
         if count > 1 and count % ranks:
@@ -165,13 +177,13 @@ def _rows(calls: Calls, named: list[tuple[str, Any]]) -> tuple[int, int] | None:
                 mesh=calls.mesh,
                 fix="DataLoader(data, batch_size, drop_last=True)",
             )
-        return None
+        return _EVEN
     split = [lay.dims[0].axes for lay in _recipes(calls)]  # logits have the labels' layout
     ranks = math.lcm(ranks, *(calls.mesh.axis_size(axes) for axes in split))
-    return (count, -(-count // ranks) * ranks) if count % ranks else None
+    return (count, -(-count // ranks) * ranks) if count % ranks else _EVEN
 
 
-def _placed(calls: Calls, name: str, value: object, rows: tuple[int, int] | None) -> Any:
+def _placed(calls: Calls, name: str, value: object, rows: tuple[int, int]) -> Any:
     if not isinstance(value, Tensor | nn.Module | Mapping):
         for cache in (
             value,
@@ -181,19 +193,19 @@ def _placed(calls: Calls, name: str, value: object, rows: tuple[int, int] | None
     return _mapped(lambda x: _placed_tensor(calls, name, x, rows), value)
 
 
-def _placed_tensor(calls: Calls, name: str, x: Tensor, rows: tuple[int, int] | None) -> Tensor:
+def _placed_tensor(calls: Calls, name: str, x: Tensor, rows: tuple[int, int]) -> Tensor:
     """Shard a tensor among an argument's, its batch filled up to rows that divide."""
     if isinstance(x, ShardedTensor):
         return x
     # a vector of positions has no batch dimension, even if it is as long as the batch
-    is_batch = x.ndim > 1 or name == "labels" or name in calls.inputs
-    if rows is not None and is_batch and x.ndim and x.shape[0] == rows[0]:
+    is_batch = x.ndim > 1 or name in ("labels", *calls.inputs)
+    if is_batch and x.shape[:1] == rows[:1]:
         x = filled(x, rows[1], name)
     own = name in getattr(calls.suggested, "inputs", {})
     layout = None if own else _layout(calls, name, x)
     if layout is None:
         return calls.place(name, x)
-    if x.ndim and x.shape[0] == 1 and layout.dims[0].is_split:
+    if x.shape[:1] == (1,) and layout.dims[0].is_split:
         layout = Layout((Dim(), *layout.dims[1:]))
     try:
         return shard(x, layout, calls.mesh)
@@ -225,9 +237,9 @@ def filled(x: Tensor, rows: int, name: str = "") -> Tensor:
     )
 
 
-def _plain(x: Tensor, rows: tuple[int, int] | None) -> Tensor:
+def _plain(x: Tensor, rows: tuple[int, int]) -> Tensor:
     out = unshard(x) if isinstance(x, ShardedTensor) else x
-    return out[: rows[0]] if rows is not None and out.ndim and out.shape[0] == rows[1] else out
+    return out[: rows[0]] if out.shape[:1] == rows[1:] else out
 
 
 def _laid_with_keys(cache: Any) -> None:
@@ -267,10 +279,9 @@ def _filled(
     _refuse_sequence(calls)
     named = [*zip(["input_ids"], args, strict=False), *kwargs.items()]
     with torch.no_grad(), within(generating=True):
-        rows = _rows(calls, named) if _setting(module, kwargs, "num_beams") > 1 else None
-        if rows is None:
+        count, full = _rows(calls, named) if _setting(module, kwargs, "num_beams") > 1 else _EVEN
+        if count < 0:
             return generate(*args, **kwargs)
-        count, full = rows
 
         def more(x: object) -> object:
             return (
