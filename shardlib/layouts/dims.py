@@ -236,8 +236,6 @@ def cut(
     ((slice(0, 4, None), Dim(parts=('x',), order='contiguous')), None)
     """
     sizes = dict(mesh)
-    if start == stop:
-        return None
     taken, held = set(), []
     for coord in coordinates({a: sizes[a] for a in dim.axes}):
         mine = positions(dim, n, sizes, coord)
@@ -251,7 +249,7 @@ def cut(
     (a, b), length = taken.pop(), stop - start
     if (b - a) * len(held) != length:
         return None
-    return slice(a, b), Dim(dim.axes) if len(held) == 1 else said(dim.axes, held, length)
+    return slice(a, b), said(dim.axes, held, length)
 
 
 def skewed(

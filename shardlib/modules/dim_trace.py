@@ -84,6 +84,11 @@ class Dimensions:
     unknown: set[str] = field(default_factory=set)
 
     @property
+    def products(self) -> list[ParameterUse]:
+        """Products with a parameter that contract some of its dimensions and keep others."""
+        return [r for r in self.reads if r.multiplies]
+
+    @property
     def lookups(self) -> list[ParameterUse]:
         """Uses of tables that are looked up."""
         return [r for r in self.reads if r.kind == "lookup"]

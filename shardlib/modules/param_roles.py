@@ -114,11 +114,6 @@ class _Found:
         """All dimensions of parameters: (name, dimension, atoms)."""
         return [(n, d, row) for n, rows in self.dims.params.items() for d, row in enumerate(rows)]
 
-    @property
-    def products(self) -> list[ParameterUse]:
-        """Products with a parameter that contract some of its dimensions and keep others."""
-        return [r for r in self.dims.reads if r.multiplies]
-
 
 def deep(row: Iterable[Atom]) -> list[Atom]:
     """List every atom of a row; an atom that was sliced is replaced by its parts."""
@@ -148,12 +143,12 @@ def kinds(dims: Dimensions) -> _Found:
     for row in dims.sources:
         found.put(row, "residual")
     _classify_outputs(found)
-    for r in found.products:
+    for r in found.dims.products:
         sides = found.sides(r)
         if [*map(found.of, sides)] == ["inner", "inner"]:
             # the narrower side is an intermediate step
             found.put(min(sides, key=length), "residual", ("inner",))
-    for r in found.products:
+    for r in found.dims.products:
         ins, outs = found.sides(r)
         if (found.of(ins), found.of(outs)) == ("inner", "residual") and length(ins) > length(outs):
             found.mlp |= ids(ins) - headed
@@ -169,7 +164,7 @@ def _headed(found: _Found) -> set[int]:
 def _classify_marked(found: _Found, headed: set[int]) -> None:
     """Classify atoms by what operators other than products did with them."""
     into, outof = Counter[int](), Counter[int]()  # numbers of products
-    for r in found.products:
+    for r in found.dims.products:
         ins, outs = found.sides(r)
         into.update(ids(ins))
         outof.update(ids(outs))
@@ -198,7 +193,7 @@ def _marked(a: Atom, stream: bool, headed: bool) -> str:
 
 def _classify_outputs(found: _Found) -> None:
     """Classify what products and convolutions give, in the order of the run."""
-    read = _contracted(found, found.products)
+    read = _contracted(found, found.dims.products)
     looked = _contracted(found, found.dims.lookups)
     for r in found.dims.reads:
         ins, outs = found.sides(r)
@@ -435,7 +430,7 @@ def _settle(found: _Found, uses: Mapping[str, ParameterUse]) -> None:
             for kind in ("inner", "residual"):
                 if any(found.of(some) == kind for some in (row, *([a] for a in deep(row)))):
                     _settle_row(found, name, d, row, kind, uses.get(name, _UNUSED))
-        for r in found.products:
+        for r in found.dims.products:
             ends = [found.of(side) for side in found.sides(r)]
             _settle_crossing(found, r, ends)
             if found.way.apart:
@@ -530,7 +525,7 @@ def _settle_apart(found: _Found, r: ParameterUse, ends: Sequence[str]) -> None:
 
 def _dropped(found: _Found, row: Row) -> bool:
     """Check whether all products with this output contract inner features."""
-    sides = [found.sides(r) for r in found.products]
+    sides = [found.sides(r) for r in found.dims.products]
     read = [ins for ins, outs in sides if ids(row) & ids(outs)]
     return bool(read) and all(found.of(ins) == "inner" for ins in read)
 

@@ -598,15 +598,14 @@ def matrices(model: nn.Module, inputs: object = None) -> list[str]:
     """
     found = trace_dimensions(model, inputs)
     by_name = dict(model.named_parameters())
-    products = [r for r in found.reads if r.multiplies]
 
     def atoms(name: str, dims: Sequence[int]) -> set[int]:
         return {id(a) for d in dims for a in leaves(found.params[name][d])}
 
-    read = set[int]().union(*(atoms(r.name, r.inputs) for r in products))
-    apart = {r.name for r in found.reads if r.kind == "lookup"}
-    apart |= {r.name for r in products if not atoms(r.name, r.outputs) & read}
-    names = dict.fromkeys(r.name for r in products)
+    read = set[int]().union(*(atoms(r.name, r.inputs) for r in found.products))
+    apart = {r.name for r in found.lookups}
+    apart |= {r.name for r in found.products if not atoms(r.name, r.outputs) & read}
+    names = dict.fromkeys(r.name for r in found.products)
     return [n for n in names if n not in apart and by_name[n].ndim > 1]
 
 

@@ -149,7 +149,7 @@ def products(dims: Dimensions) -> Counter[Layer]:
     2
     """
     found, known = Counter[Layer](), kinds(dims)
-    for r in known.products:
+    for r in dims.products:
         ins, outs = known.sides(r)
         back = known.of(ins) == "inner" and known.of(outs) != "inner"
         wide = ins if back else outs
