@@ -13,6 +13,7 @@ raises.
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import optree
@@ -187,20 +188,17 @@ def _mesh_of(tree: Any) -> Mesh:
 
 def _by_vmap(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run any function under vmap over the ranks; once per rank where vmap has no rule for it."""
-    given: Any = (args, kwargs)
-    leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    mesh = next(x.mesh for x in tensors if type(x) is Stacked)
+    leaves, tree = _flat(args, kwargs)
     in_place = writes(getattr(func, "__name__", ""))
     if in_place and type(args[0]) is not Stacked:
         raise _plain_target(func)
-    if "memory_format" in kwargs or _promotes(tensors):
+    if "memory_format" in kwargs or _promotes([x for x in leaves if isinstance(x, Tensor)]):
         return _each(func, args, kwargs)
+    mesh = next(x.mesh for x in leaves if type(x) is Stacked)
     load_vmap()
     level = vmap_begin(mesh.size, "same")
     try:
-        blocks = [vmap_split(x.ranks, 0, level) if type(x) is Stacked else x for x in leaves]
-        a, k = cast(tuple[Args, Kwargs], optree.tree_unflatten(tree, blocks))
+        a, k = tree([vmap_split(x.ranks, 0, level) if type(x) is Stacked else x for x in leaves])
         out = func(*a, **k)
         if in_place and out is a[0] and out.shape == args[0].shape:
             return args[0]
@@ -211,6 +209,13 @@ def _by_vmap(func: Func, args: Args, kwargs: Kwargs) -> Any:
     finally:
         vmap_end()
     return _each(func, args, kwargs)
+
+
+def _flat(args: Args, kwargs: Kwargs) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the arguments of a call as a list, and what makes arguments of such a list."""
+    given: Any = (args, kwargs)
+    leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
+    return leaves, partial(optree.tree_unflatten, tree)
 
 
 def _joined(out: Any, mesh: Mesh, level: int) -> Any:
@@ -231,29 +236,28 @@ def _promotes(tensors: list[Tensor]) -> bool:
     if len(tensors) < 2:
         return False
     raws = [(x.ranks, 1) if type(x) is Stacked else (x, 0) for x in tensors]
-    apart = len({x.dtype for x, _ in raws}) > 1
-    return apart and len({x.ndim > more for x, more in raws}) > 1
+    kinds = {(x.dtype, x.ndim > more) for x, more in raws}
+    return len(kinds) > 1 and all(len(set(facts)) > 1 for facts in zip(*kinds, strict=True))
 
 
 def _each(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run the function once per rank, in a loop."""
-    given: Any = (args, kwargs)
-    leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
-    mesh, found, in_place = _mesh_of(given), [], writes(func.__name__)
+    leaves, tree = _flat(args, kwargs)
+    mesh = _mesh_of((args, kwargs))
+    found: list[Any] = []
+    in_place = writes(func.__name__)
     itself = type(args[0]) is Stacked if args else False  # whether all results are the operands
     for rank in range(mesh.size):
-        blocks = [x.ranks[rank] if type(x) is Stacked else x for x in leaves]
-        a, k = cast(tuple[Args, Kwargs], optree.tree_unflatten(tree, blocks))
+        a, k = tree([x.ranks[rank] if type(x) is Stacked else x for x in leaves])
         # Ranks share one storage and so one autograd version counter: rank 1's write would look
         # like a change of rank 0's saved tensor.  So each rank writes to a clone.
         if in_place:
             a = (a[0].clone(), *a[1:])
         found.append(func(*a, **k))
         itself = itself and found[-1] is a[0]
-    if itself and not in_place:
-        return args[0]
     if in_place:
         args[0].ranks.copy_(torch.stack(found))
+    if in_place or itself:
         return args[0]
     return cast(Any, optree.tree_map(lambda *blocks: _stacked(func, blocks, mesh), *found))
 
@@ -341,16 +345,7 @@ def _masked_fill(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return _each(func, args, kwargs) if per_rank else _pointwise(func, args, kwargs)
 
 
-@_enter(
-    torch.matmul,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    Tensor.__rmatmul__,
-    torch.mm,
-    Tensor.mm,
-    torch.bmm,
-    Tensor.bmm,
-)
+@_enter(*_functions("matmul mm bmm __matmul__ __rmatmul__", torch, Tensor))
 def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
     a, b = args if func is not Tensor.__rmatmul__ else (args[1], args[0])
     strict = {"mm": 2, "bmm": 3}.get(func.__name__, 0)
@@ -481,9 +476,14 @@ _enter(
 )(_plain)  # fmt: skip
 
 
-@_enter(*(getattr(Tensor, n).__get__ for n in "requires_grad is_leaf grad_fn retains_grad".split()))
+@_enter(
+    *(getattr(Tensor, n).__get__ for n in "requires_grad is_leaf grad_fn retains_grad".split()),
+    Tensor.requires_grad.__set__,
+    Tensor.grad.__delete__,
+    Tensor.retain_grad,
+)
 def _from_ranks(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return func(args[0].ranks)
+    return func(args[0].ranks, *args[1:])
 
 
 @_enter(
@@ -508,11 +508,6 @@ def _deepcopy(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return memo.setdefault(id(x), Stacked(copy.deepcopy(x.ranks, memo), x.mesh))
 
 
-@_enter(Tensor.requires_grad.__set__)
-def _set_requires_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
-    args[0].ranks.requires_grad = args[1]
-
-
 @_enter(Tensor.requires_grad_)
 def _requires_grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
     args[0].ranks.requires_grad_(*args[1:], **kwargs)
@@ -528,19 +523,9 @@ def _grad(func: Func, args: Args, kwargs: Kwargs) -> Any:
 @_enter(Tensor.grad.__set__)
 def _set_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
     x, grad = args
-    x.ranks.grad = (
-        grad.ranks if type(grad) is Stacked else None if grad is None else of(grad, x.mesh).clone()
-    )
-
-
-@_enter(Tensor.grad.__delete__)
-def _delete_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
-    args[0].ranks.grad = None
-
-
-@_enter(Tensor.retain_grad)
-def _retain_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
-    args[0].ranks.retain_grad()
+    if isinstance(grad, Tensor) and type(grad) is not Stacked:
+        grad = Stacked(of(grad, x.mesh).clone(), x.mesh)
+    x.ranks.grad = None if grad is None else grad.ranks
 
 
 @_enter(Tensor.register_hook)

@@ -485,8 +485,7 @@ def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
     x, op = args[0], func.__name__
-    call = FlatCall.of(func, *args, **kwargs)
-    values = [lift(a, x.mesh, op) for a in call.tensors]
+    values = [lift(a, x.mesh, op) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     variant = op.strip("_").removeprefix("i")
     partial = _partial(variant, values, args)
     if partial != x.sharding.partial:
@@ -501,8 +500,10 @@ def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
             raise call_error(BadArgument, why, func, tensor=x, result=new)
         x.raw.copy_(new.raw)
         return x
-    a, k = call.replaced([x.raw, *(onto(v, x, op) for v in values[1:])])
-    local_call(func, x.mesh, a, k)
+    raws = iter([x.raw, *[onto(v, x, op) for v in values[1:]]])
+    blocks = [next(raws) if isinstance(a, Tensor) else a for a in args]
+    named = {k: next(raws) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    local_call(func, x.mesh, tuple(blocks), named)
     return x
 
 

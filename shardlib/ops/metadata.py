@@ -19,7 +19,7 @@ from shardlib._compat import (
 from shardlib.collectives import holds_values, lead, storage_shape
 from shardlib.errors import BadArgument, ShardError
 from shardlib.mesh import scope
-from shardlib.ops.registry import implicit_budget
+from shardlib.ops.dims import may_move
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.tensor import refuse_sums
@@ -36,7 +36,6 @@ from shardlib.tensor.tensor import (
     no_trace,
     no_transform,
     on_shapes,
-    typeof,
 )
 
 if begins_vmap is not None:
@@ -78,9 +77,11 @@ implements(
 
 @implements(
     Tensor.is_conj, torch.is_conj, Tensor.is_neg, torch.is_neg,
-    Tensor.is_inference, torch.is_inference, Tensor.is_pinned, padded=True,
+    Tensor.is_inference, torch.is_inference, Tensor.is_pinned,
+    Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.retains_grad.__get__,
+    Tensor.requires_grad.__set__, Tensor.grad.__delete__, Tensor.retain_grad, padded=True,
 )  # fmt: skip
-def _of_blocks(func: Func, args: Args, kwargs: Kwargs) -> bool:
+def _of_blocks(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, *rest = (*args, *kwargs.values())
     return func(x.raw, *rest)
 
@@ -107,28 +108,16 @@ def _is_contiguous(func: Func, args: Args, kwargs: Kwargs) -> bool:
     )
 
 
-@implements(
-    Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.retains_grad.__get__, padded=True
-)
-def _from_raw(func: Func, args: Args, kwargs: Kwargs) -> object:
-    return func(args[0].raw)
-
-
 @implements(Tensor.grad_fn.__get__, padded=True)
 def _grad_fn(func: Func, args: Args, kwargs: Kwargs) -> object:
     facts = args[0].facts
     return func(args[0].raw) if facts is None or facts.node is None else facts.node
 
 
-@implements(Tensor.requires_grad.__set__, padded=True)
-def _set_requires_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
-    args[0].raw.requires_grad = args[1]
-
-
-@implements(Tensor.requires_grad_, Tensor.retain_grad, padded=True)
-def _requires_grad(func: Func, args: Args, kwargs: Kwargs) -> object:
+@implements(Tensor.requires_grad_, Tensor.detach_, Tensor.zero_, padded=True)
+def _in_place(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     func(args[0].raw, *args[1:], **kwargs)
-    return args[0] if func is Tensor.requires_grad_ else None
+    return args[0]
 
 
 @implements(Tensor.grad.__get__, padded=True)
@@ -140,25 +129,23 @@ def _grad(func: Func, args: Args, kwargs: Kwargs) -> object:
 @implements(Tensor.grad.__set__, padded=True)
 def _set_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
     x, grad = args
-    if grad is not None:
-        want = gradient_of(x, x.raw)
-        alike = isinstance(grad, ShardedTensor) and (
-            (grad.sharding, grad.padded_shape, grad.mesh)
-            == (want.sharding, want.padded_shape, want.mesh)
-        )
-        if not alike:
-            why = "a gradient lies as its tensor does"
-            fix = (
-                f"x.grad = sl.{'reshard' if isinstance(grad, ShardedTensor) else 'shard'}"
-                f"(gradient, {str(want.sharding)!r})"
-            )
-            raise call_error(ShardError, why, "grad", fix, tensor=x, gradient=grad)
-    x.raw.grad = None if grad is None else grad.raw
+    if grad is None:
+        x.raw.grad = None
+        return
+    want = gradient_of(x, x.raw)
+    if not _lies_as(want, grad):
+        why = "a gradient lies as its tensor does"
+        verb = "reshard" if isinstance(grad, ShardedTensor) else "shard"
+        fix = f"x.grad = sl.{verb}(gradient, {str(want.sharding)!r})"
+        raise call_error(ShardError, why, "grad", fix, tensor=x, gradient=grad)
+    x.raw.grad = grad.raw
 
 
-@implements(Tensor.grad.__delete__, padded=True)
-def _del_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
-    args[0].raw.grad = None
+def _lies_as(x: ShardedTensor, y: object) -> bool:
+    """Check whether ``y`` has blocks as ``x`` has."""
+    return isinstance(y, ShardedTensor) and (
+        (x.sharding, x.padded_shape, x.mesh) == (y.sharding, y.padded_shape, y.mesh)
+    )
 
 
 @implements(Tensor.backward, padded=True)
@@ -174,7 +161,7 @@ def _differentiate(
     inputs: Any = None,
 ) -> None:
     if inputs is not None:
-        inputs = [i.raw for i in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+        inputs = [i.raw for i in _listed(inputs)]
     x = settle(x)
     backward_of(x.raw, _cotangent(x, gradient), retain_graph, create_graph, inputs)
 
@@ -212,12 +199,8 @@ def _register_hook(func: Func, args: Args, kwargs: Kwargs) -> object:
     return x.raw.register_hook(run)
 
 
-def _hooked(given: ShardedTensor, found: object) -> Tensor:
-    if (
-        not isinstance(found, ShardedTensor)
-        or found.sharding != given.sharding
-        or found.padded_shape != given.padded_shape
-    ):
+def _hooked(given: ShardedTensor, found: Any) -> Tensor:
+    if not _lies_as(given, found):
         why = "a hook's gradient lies otherwise than the one it was given"
         fix = f"return sl.reshard(grad, {str(given.sharding)!r})"
         raise call_error(ShardError, why, "register_hook", fix, given=given, grad=found)
@@ -237,28 +220,34 @@ def _register_post_hook(func: Func, args: Args, kwargs: Kwargs) -> object:
     return x.raw.register_post_accumulate_grad_hook(run)
 
 
-def _cotangent(x: ShardedTensor, gradient: Tensor | None) -> Tensor | None:
-    if gradient is not None:
-        if not isinstance(gradient, ShardedTensor):
-            gradient = lift(gradient, x.mesh, "backward")
-        if gradient.place is x.place and not x.place.layout.partial:
-            return gradient.raw
-        if gradient.sharding != (
-            x.sharding if not x.sharding.partial else gradient_of(x, x.raw).sharding
-        ):
-            why = "the cotangent has another layout than the value"
-            fix = f"sl.reshard(gradient, {str(x.sharding)!r})"
-            raise call_error(ShardError, why, "backward", fix, value=x, cotangent=gradient)
-        more: list[int] = []  # for dimensions that x stores padded but does not split
-        for n, m, token in zip(gradient.padded_shape, x.padded_shape, x.dims, strict=True):
-            if n != m and (n > m or token.is_split):
-                why = (
-                    f"the cotangent is padded to {list(gradient.padded_shape)}, the value to "
-                    f"{list(x.padded_shape)}"
-                )
-                raise call_error(ShardError, why, "backward", value=x, cotangent=gradient)
-            more = [0, m - n, *more]
-        return torch.nn.functional.pad(gradient.raw, more) if any(more) else gradient.raw
+def _cotangent(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
+    """Return the blocks of a cotangent of ``x``; ones for a number that has none."""
+    if gradient is None:
+        return _one(x)
+    if not isinstance(gradient, ShardedTensor):
+        gradient = lift(gradient, x.mesh, "backward")
+    if gradient.place is x.place and not x.place.layout.partial:
+        return gradient.raw
+    if gradient.sharding != gradient_place(x.place).layout:
+        why = "the cotangent has another layout than the value"
+        fix = f"sl.reshard(gradient, {str(x.sharding)!r})"
+        raise call_error(ShardError, why, "backward", fix, value=x, cotangent=gradient)
+    if gradient.padded_shape == x.padded_shape:
+        return gradient.raw
+    more: list[int] = []  # for dimensions that x stores larger but does not split
+    for n, m, token in zip(gradient.padded_shape, x.padded_shape, x.dims, strict=True):
+        if n > m or (n < m and token.is_split):
+            why = (
+                f"the cotangent is padded to {list(gradient.padded_shape)}, the value to "
+                f"{list(x.padded_shape)}"
+            )
+            raise call_error(ShardError, why, "backward", value=x, cotangent=gradient)
+        more = [0, m - n, *more]
+    return torch.nn.functional.pad(gradient.raw, more)
+
+
+def _one(x: ShardedTensor) -> Tensor:
+    """Return the cotangent of a number.  Raises: ShardError for another tensor."""
     if x.padded_shape.numel() != 1:
         why = "backward of a tensor that is no scalar needs its cotangent"
         raise call_error(ShardError, why, "backward", "x.sum().backward()", tensor=x)
@@ -333,13 +322,9 @@ def _clone(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return _formatted(*_CLONE(*args, **kwargs))
 
 
-def _ONE(input: ShardedTensor) -> ShardedTensor:
-    return input
-
-
 @implements(Tensor.detach, torch.detach, Tensor.data.__get__, padded=True)
 def _detached(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    x = _ONE(*args, **kwargs)
+    (x,) = (*args, *kwargs.values())
     return x.becomes(func(x.raw))
 
 
@@ -364,30 +349,18 @@ def _as_data(x: ShardedTensor, new: Any) -> ShardedTensor:
     if not isinstance(new, ShardedTensor) and scope().call.promoting:
         new = lift(new, x.mesh, "data")
     near = isinstance(new, ShardedTensor) and new.mesh is x.mesh
-    if near and not new.is_padded and new.shape == x.padded_shape:
+    if near and new.shape == new.padded_shape == x.padded_shape:
         way, size = new.sharding >> x.sharding, new.raw.element_size()
-        if way.bytes(tuple(new.shape), x.mesh, size) <= (implicit_budget() or 0):
+        if may_move(float(way.bytes(tuple(new.shape), x.mesh, size))):
             new = reshard(new.detach(), x.sharding)
-    alike = near and (new.sharding, new.padded_shape, new.shape) == (
-        x.sharding,
-        x.padded_shape,
-        x.shape,
-    )
-    if not alike:
-        fit = isinstance(new, Tensor) and new.shape == x.shape
-        why = "data is replaced by data of the same size and layout"
-        fix = (
-            f"x.data = sl.{'reshard' if near else 'shard'}(y, sl.layout_of(x))" if fit else "x = y"
-        )
-        raise call_error(
-            ShardError,
-            why,
-            "data",
-            fix,
-            x=x,
-            y=typeof(new) if isinstance(new, Tensor) else type(new).__name__,
-        )
-    return new
+    if near and new.shape == x.shape and _lies_as(x, new):
+        return new
+    why, fix, given = "data is replaced by data of the same size and layout", "x = y", new
+    if not isinstance(new, Tensor):
+        given = type(new).__name__
+    elif new.shape == x.shape:
+        fix = f"x.data = sl.{'reshard' if near else 'shard'}(y, sl.layout_of(x))"
+    raise call_error(ShardError, why, "data", fix, x=x, y=given)
 
 
 if may_swap_data is not None:
@@ -395,32 +368,15 @@ if may_swap_data is not None:
     @implements(may_swap_data, padded=True)
     def _may_swap_data(func: Func, args: Args, kwargs: Kwargs) -> bool:
         x, new = args
-        if not isinstance(x, ShardedTensor) or not isinstance(new, ShardedTensor):
+        if not isinstance(x, ShardedTensor) or not _lies_as(x, new) or new.shape != x.shape:
             return False
-        same = (new.sharding, new.padded_shape, new.shape, new.mesh) == (
-            x.sharding,
-            x.padded_shape,
-            x.shape,
-            x.mesh,
-        )
-        return same and bool(func(x.raw, new.raw))
-
-
-@implements(Tensor.detach_, Tensor.zero_, padded=True)
-def _in_place(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    x = _ONE(*args, **kwargs)
-    func(x.raw)
-    return x
-
-
-def _FILL(input: ShardedTensor, value: Tensor | float) -> tuple[ShardedTensor, Tensor | float]:
-    return input, value
+        return bool(func(x.raw, new.raw))
 
 
 @implements(Tensor.fill_, padded=True)
 def _fill(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Set every position to the same value; the parts of a sum only to zero."""
-    x, value = _FILL(*args, **kwargs)
+    x, value = (*args, *kwargs.values())
     if isinstance(value, Tensor):
         if value.ndim:
             raise call_error(
@@ -440,7 +396,7 @@ def _fill(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 @implements(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__,
             Tensor.__index__, Tensor.__complex__, padded=True)  # fmt: skip
 def _item(func: Func, args: Args, kwargs: Kwargs) -> object:
-    x = _ONE(*args, **kwargs)
+    (x,) = (*args, *kwargs.values())
     _whole_here(x, func, "item" if x.padded_shape.numel() == 1 else "tolist")
     return func(block_of(x))
 
@@ -472,10 +428,6 @@ def _whole_here(x: ShardedTensor, func: Func, verb: str) -> None:
         raise on_shapes(func, x.mesh)
 
 
-_UNCAST.update(
-    f
-    for f, implementation in TABLE.items()
-    if implementation
-    in (_plain, _is_contiguous, _from_raw, _set_requires_grad, _set_data, _item, _format, _array)
-)
+_READERS = (_plain, _of_blocks, _is_contiguous, _set_data, _item, _format, _array)
+_UNCAST.update(f for f, implementation in TABLE.items() if implementation in _READERS)
 _UNCAST.add(Tensor.data.__get__)

@@ -750,7 +750,7 @@ def repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if repeats < 0 or length not in (None, size):
         raise BadArgument(f"{repeats} repeats, output_size {length}", op="repeat_interleave")
     raw = local_call(torch.repeat_interleave, x.mesh, (x.raw, repeats), {"dim": dim - ndim})
-    return _resized(x, raw, dim, x.dims[dim], size)
+    return x.becomes(raw, shape=[*x.shape[:dim], size, *x.shape[dim + 1 :]])
 
 
 _CAT = binder("cat(tensors, dim: int = 0)")
