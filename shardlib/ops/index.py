@@ -19,7 +19,7 @@ from shardlib.ops.fallback import is_whole, on_whole
 from shardlib.ops.id_bounds import in_range
 from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
 from shardlib.ops.signatures import ArgumentSlot, binder
-from shardlib.ops.views import indexed_dims, piece, without_ellipsis
+from shardlib.ops.views import entries, indexed_dims, named, piece, without_ellipsis
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard, shard
 from shardlib.tensor.gradients import real_axes, settle, total, vary
@@ -80,11 +80,8 @@ declare(
 def _indexed(b: Bound) -> Labels:
     """Label x[...]: dimensions taken whole are rows, and so are those of the indices."""
     x, index = b["input"], b["index"]
-    index = index if isinstance(index, tuple) else (index,)
-    named = sum(i is not None and i is not Ellipsis for i in index)
-    if any(isinstance(i, list) for i in index) or index.count(None) + named != len(index) - (
-        Ellipsis in index
-    ):
+    index = entries(index)
+    if any(isinstance(i, list) for i in index) or index.count(Ellipsis) > 1:
         raise Unfit("lists")
     mine: list[Any] = []
     out: Labels = {}
@@ -109,23 +106,27 @@ def _padded_getitem(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object
     x, index = args
     if not isinstance(x, ShardedTensor) or not x.is_padded:
         raise Unfit("a padded index")
-    index = index if isinstance(index, tuple) else (index,)
+    index = entries(index)
     touched = _touched(index, x.ndim)
     if touched is not None and all(x.shape[d] == x.padded_shape[d] for d in touched):
         return of_true_sizes(run, func, (x, index), {})
-    if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in index):
+    if any(map(_is_mask, index)):
         raise Unfit("a mask has the true sizes")
     last_only(x, func)
-    named = [i for i in index if i is not None and i is not Ellipsis]
-    dotted = any(i is Ellipsis for i in index)
-    reaches = len(named) == x.ndim or (dotted and index[-1] is not Ellipsis)
-    if reaches and not (isinstance(index[-1], slice) and index[-1] == slice(None)):
+    last = without_ellipsis(index, x.ndim)[-1]
+    if not isinstance(last, slice) or last != _ALL:
         why = "an index into the padded dimension"
-        raise call_error(
-            Unsupported, why, "getitem", f"sl.unshard(x)[{', '.join(map(_text, index))}]", tensor=x
-        )
+        fix = f"sl.unshard(x)[{', '.join(map(_text, index))}]"
+        raise call_error(Unsupported, why, "getitem", fix, tensor=x)
     out = run(func, (x.with_padding, index), {})
-    return padded_to(out, (*out.padded_shape[:-1], x.shape[-1]))
+    return padded_to(out, (*out.shape[:-1], x.shape[-1]))
+
+
+_ALL = slice(None)
+
+
+def _is_mask(i: object) -> bool:
+    return isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)
 
 
 def _touched(index: tuple[Any, ...], ndim: int) -> list[int] | None:
@@ -139,7 +140,7 @@ def _touched(index: tuple[Any, ...], ndim: int) -> list[int] | None:
 def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Index by numbers, slices, tensors of positions, or masks."""
     x, index = args
-    given = index if isinstance(index, tuple) else (index,)
+    given = entries(index)
     if not any(isinstance(i, Tensor | list) for i in given):
         return _at(x, given) if _numbered(x, given) else piece(func, args, kwargs)
     if not isinstance(x, ShardedTensor):
@@ -147,12 +148,13 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
     given = tuple(_everywhere(i, x) for i in given)
     picks = [i for i in given if isinstance(i, Tensor)]
     for i in picks:
-        if i.dtype not in (torch.int64, torch.int32, torch.uint8, torch.bool):
+        if i.dtype not in (torch.int64, torch.int32) and not _is_mask(i):
             why = f"tensors used as indices are int64, int32, uint8 or bool, not {i.dtype}"
             raise call_error(OutOfRange, why, "getitem", tensor=x, index=i)
     index = given if isinstance(index, tuple) else given[0]
     _sized(x, given)
-    if len(picks) == 1 and picks[0].dtype not in (torch.bool, torch.uint8):
+    masked = any(map(_is_mask, picks))
+    if len(picks) == 1 and not masked:
         found = rows_call(
             func, (x, index), {}, lambda a, k: _indexed({"input": a[0], "index": a[1]}), free=True
         )
@@ -161,25 +163,17 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
     out = _picked(x, given)
     if out is None:
         return on_whole(func, (x, index), {}, None)
-    if all(not i.ndim and i.dtype in (torch.int64, torch.int32) for i in picks):
+    if not masked and not any(i.ndim for i in picks):
         link(x.raw, out.raw)  # torch treats 0-dim indices as numbers, so its result is a view
     return out
 
 
 def _sized(x: ShardedTensor, given: tuple[Any, ...]) -> None:
     """Refuse masks whose sizes are not those of the dimensions they index."""
-
-    def masks(i: object) -> bool:
-        return isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and i.ndim > 0
-
-    taken = [
-        i.ndim if masks(i) else int(i is not None and i is not Ellipsis and not isinstance(i, bool))
-        for i in given
-    ]
-    d = 0
-    for i, n in zip(given, taken, strict=True):
-        d += x.ndim - sum(taken) if i is Ellipsis else 0
-        if masks(i) and tuple(i.shape) != tuple(x.shape[d : d + n]):
+    left, d = x.ndim - sum(map(_width, given)), 0
+    for i in given:
+        n = left if i is Ellipsis else _width(i)
+        if _is_mask(i) and i.shape != x.shape[d : d + n]:
             why = (
                 f"the shape of the mask {list(i.shape)} does not match the shape of the indexed "
                 f"tensor {list(x.shape)} at dimension {d}"
@@ -188,32 +182,27 @@ def _sized(x: ShardedTensor, given: tuple[Any, ...]) -> None:
         d += n
 
 
+def _width(i: Any) -> int:
+    """Count the dimensions that an entry of an index takes; for an Ellipsis 0."""
+    if _is_mask(i):
+        return i.ndim
+    return named([i]) if not isinstance(i, bool) else 0
+
+
 def _numbered(x: ShardedTensor, given: tuple[Any, ...]) -> bool:
     """Check whether a number indexes a split dimension, and no other index cuts one."""
-    named = sum(i is not None and i is not Ellipsis for i in given)
-    if any(isinstance(i, bool) for i in given) or named > x.ndim or type(x) is not ShardedTensor:
+    if type(x) is not ShardedTensor or named(given) > x.ndim:
         return False
-    tokens = x.sharding.resolve(x.ndim).dims
-    cut = [
-        (i, n)
-        for i, t, n in zip(indexed_dims(given, x.ndim), tokens, x.padded_shape, strict=True)
-        if real_axes(x.mesh, t.axes) and i != _ALL
-    ]
-    return bool(cut) and all(isinstance(i, int) and -n <= i < n for i, n in cut)
-
-
-_ALL = slice(None)
+    found = zip(indexed_dims(given, x.ndim), x.dims, x.shape, strict=True)
+    cut = [(i, n) for i, t, n in found if real_axes(x.mesh, t.axes) and i != _ALL]
+    numbers = all(isinstance(i, int) and -n <= i < n for i, n in cut)
+    return bool(cut) and numbers and not any(isinstance(i, bool) for i in given)
 
 
 def _at(x: ShardedTensor, given: tuple[Any, ...]) -> ShardedTensor:
     """Return x[..., -1] of a split dimension: its rank sends it to the others, a copy."""
-    out = _picked(
-        x,
-        tuple(
-            replicated(torch.full((), i, device=x.mesh.device), x.mesh) if isinstance(i, int) else i
-            for i in given
-        ),
-    )
+    numbers = [torch.full((), i, device=x.mesh.device) if isinstance(i, int) else i for i in given]
+    out = _picked(x, tuple(_everywhere(i, x) for i in numbers))
     if out is None:
         return piece(Tensor.__getitem__, (x, given), {})
     link(x.raw, out.raw)
@@ -254,7 +243,7 @@ def _picked(x: ShardedTensor, given: tuple[Any, ...]) -> ShardedTensor | None:
     if type(x) is not ShardedTensor or x.sharding.partial or not holds_values(x.mesh):
         return None
     whole = _whole_positions(given)
-    if whole is None or sum(i is not None and i is not Ellipsis for i in whole) > x.ndim:
+    if whole is None or named(whole) > x.ndim:
         return None
     found = _own_positions(x, without_ellipsis(whole, x.ndim))
     if found is None:
@@ -274,7 +263,7 @@ def _whole_positions(given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return the index with its tensors gathered, masks as positions; None for other values."""
     index: list[Any] = []
     for i in given:
-        if isinstance(i, ShardedTensor) and i.dtype in (torch.bool, torch.uint8):
+        if _is_mask(i):
             if type(i) is not ShardedTensor or not i.ndim:
                 return None
             index += _whole(i.bool()).nonzero().unbind(1)  # type: ignore[arg-type]
@@ -291,7 +280,7 @@ def _own_positions(
     A block gets one more row of zeros, which stands for the positions of other ranks.
     """
     mesh, raw, summed = x.mesh, x.raw, []
-    tokens = iter(enumerate(x.sharding.resolve(x.ndim).dims))
+    tokens = iter(enumerate(x.dims))
     local: list[Any] = []
     for i in index:
         if i is None:
@@ -306,7 +295,7 @@ def _own_positions(
             continue
         ids = i.raw.long()
         if axes:
-            n = x.padded_shape[d]
+            n = x.shape[d]
             in_range(ids, n, "getitem", f"index of dimension {d}", lowest=-n)
             ids = _in_block(ids % n, n, token, mesh)
             edge = list(raw.shape)
@@ -323,7 +312,7 @@ def _picked_dims(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[Dim, ...]:
     They come first where a slice stands between them.
     """
     shapes = {k: block_shape(i, x.mesh) for k, i in enumerate(index) if isinstance(i, Tensor)}
-    tokens = iter(x.sharding.resolve(x.ndim).dims)
+    tokens = iter(x.dims)
     kept: list[Dim] = []  # tokens of the dimensions not indexed by tensors, in order
     before = 0
     at: list[int] = []  # of the indices with dimensions
@@ -380,23 +369,14 @@ def choice(func: Func, args: Args, kwargs: Kwargs) -> object:
 _SELECTED = binder("index_select(input, dim: int, index: tensor)")
 
 
-@implements(
-    torch.index_select,
-    Tensor.index_select,
-    padded=beside(the_dim(_SELECTED)),
-)
+@implements(torch.index_select, Tensor.index_select, padded=beside(the_dim(_SELECTED)))
 def index_select(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Select as x[..., index] does; the result has x's layout, where it divides.
 
     A plain index counts as the same on every rank.
     """
     x, dim, index = _SELECTED(*args, **kwargs).values()
-    if (
-        not isinstance(x, ShardedTensor)
-        or not x.ndim
-        or not -x.ndim <= dim < x.ndim
-        or index.ndim > 1
-    ):
+    if not isinstance(x, ShardedTensor) or not -x.ndim <= dim < x.ndim or index.ndim > 1:
         return on_whole(func, args, kwargs, None)
     dim = dim % x.ndim
     if index.dtype not in (torch.int32, torch.int64):
@@ -404,21 +384,12 @@ def index_select(func: Func, args: Args, kwargs: Kwargs) -> object:
         raise call_error(OutOfRange, why, "index_select", tensor=x, index=index)
     raw = index.raw if isinstance(index, ShardedTensor) else index
     # index_select refuses negative positions, but x[...] would wrap them
-    in_range(raw, x.padded_shape[dim], "index_select", f"index of dimension {dim}")
-    out, token = (
-        x[(slice(None),) * dim + (index.reshape(-1),)],
-        x.sharding.resolve(x.ndim).dims[dim],
-    )
-    dims = out.sharding.resolve(x.ndim).dims
-    if (
-        not token.is_split
-        or dims[dim].is_split
-        or out.padded_shape[dim] % x.mesh.axis_size(token.axes)
-    ):
+    in_range(raw, x.shape[dim], "index_select", f"index of dimension {dim}")
+    out, token = x[(slice(None),) * dim + (index.reshape(-1),)], x.dims[dim]
+    kept = out.dims[dim].is_split or not token.is_split or not token.is_plain
+    if kept or out.shape[dim] % x.mesh.axis_size(token.axes):
         return out
-    if token.order != "contiguous" or any(isinstance(p, int) for p in token.parts):
-        return out
-    cut = reshard(out, Layout((*dims[:dim], token, *dims[dim + 1 :])))
+    cut = reshard(out, Layout((*out.dims[:dim], token, *out.dims[dim + 1 :])))
     return cut.becomes(cut.raw.clone()) if cut.raw._is_view() else cut  # the caller may write to it
 
 
@@ -432,14 +403,9 @@ def index_copy_(func: Func, args: Args, kwargs: Kwargs) -> object:
     if type(x) is not ShardedTensor or not x.ndim or source.ndim != x.ndim:
         return on_whole(func, args, kwargs, None)
     index, source = _everywhere(index, x), lift(source, x.mesh, "index_copy_")
-    dims = x.sharding.resolve(x.ndim).dims
-    cut = dims[dim].is_split or x.sharding.partial or source.sharding.partial
-    cut = cut or x.raw.requires_grad or source.raw.requires_grad
-    if (
-        cut
-        or not is_whole(index)
-        or (source.sharding >> x.sharding).bytes(tuple(source.padded_shape), x.mesh)
-    ):
+    cut = x.dims[dim].is_split or x.sharding.partial or source.sharding.partial
+    cut = cut or x.raw.requires_grad or source.raw.requires_grad or not is_whole(index)
+    if cut or (source.sharding >> x.sharding).bytes(source.shape, x.mesh):
         return on_whole(func, args, kwargs, None)
     raws = x.raw, reshard(source, x.sharding).raw, index.raw
     for block, part, at in zip(*[blocks(raw, x.mesh) for raw in raws], strict=True):
@@ -455,20 +421,19 @@ def index_add(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Add into a split dimension: each rank adds the positions of its block, and nothing moves."""
     x, dim, index, source, alpha = _ADDED(*args, **kwargs).values()
     mesh = next(v.mesh for v in (x, index, source) if isinstance(v, ShardedTensor))
-    index = replicated(index, mesh) if not isinstance(index, ShardedTensor) else index
+    if not isinstance(index, ShardedTensor):
+        index = replicated(index, mesh)
     x, index, source = (lift(v, mesh, "index_add") for v in (x, index, source))
     dim = dim % max(1, x.ndim)
     if not _adds_in_place(x, dim, index, source):
         return on_whole(func, args, kwargs, None)
-    tokens = x.sharding.resolve(x.ndim).dims
-    lies = _unsplit(tokens, dim)
+    lies, axes = _unsplit(x, dim), real_axes(mesh, x.dims[dim].axes)
     index, source = _whole(index), reshard(source, lies)
     ids = index.raw.long()
     rows = vary(source.raw, mesh, set(real_axes(mesh, x.sharding.axes)) - set(lies.axes))
-    n = x.padded_shape[dim]
-    in_range(ids, n, "index_add", f"index of dimension {dim}")
-    if real_axes(mesh, tokens[dim].axes):
-        ids = _in_block(ids, n, tokens[dim], mesh)
+    in_range(ids, x.shape[dim], "index_add", f"index of dimension {dim}")
+    if axes:
+        ids = _in_block(ids, x.shape[dim], x.dims[dim], mesh)
         out = ids == x.raw.shape[dim - x.ndim]
         shape = storage_shape(mesh, *(-1 if d == dim else 1 for d in range(x.ndim)))
         # positions of other ranks add zeros at position 0
@@ -482,8 +447,8 @@ def index_add(func: Func, args: Args, kwargs: Kwargs) -> object:
     return x
 
 
-def _unsplit(tokens: tuple[Dim, ...], dim: int) -> Layout:
-    return Layout(tuple(Dim() if d == dim else t for d, t in enumerate(tokens)))
+def _unsplit(x: ShardedTensor, dim: int) -> Layout:
+    return Layout((*x.dims[:dim], Dim(), *x.dims[dim + 1 :]))
 
 
 def _adds_in_place(x: ShardedTensor, dim: int, index: ShardedTensor, source: ShardedTensor) -> bool:
@@ -491,21 +456,20 @@ def _adds_in_place(x: ShardedTensor, dim: int, index: ShardedTensor, source: Sha
     if not x.ndim or not holds_values(x.mesh) or index.ndim != 1 or source.ndim != x.ndim:
         return False
     for v in (x, index, source):
-        if type(v) is not ShardedTensor or not v.place.settled:
+        if type(v) is not ShardedTensor or v.sharding.partial or v.deferred:
             return False
-    if source.padded_shape[dim] != index.padded_shape[0]:
+    if source.shape[dim] != index.shape[0]:
         return False
-    theirs = source.sharding.resolve(x.ndim)
-    lies = _unsplit(x.sharding.resolve(x.ndim).dims, dim)
-    return not (theirs >> lies).bytes(tuple(source.padded_shape), x.mesh)
+    return not (source.sharding >> _unsplit(x, dim)).bytes(source.shape, x.mesh)
 
 
 def _everywhere(i: Any, x: ShardedTensor) -> Any:
     """Wrap a plain index as one that is the same on every rank."""
-    i = torch.as_tensor(i, device=x.raw.device) if isinstance(i, list) else i
-    return (
-        replicated(i, x.mesh) if isinstance(i, Tensor) and not isinstance(i, ShardedTensor) else i
-    )
+    if isinstance(i, list):
+        i = torch.as_tensor(i, device=x.raw.device)
+    if isinstance(i, Tensor) and not isinstance(i, ShardedTensor):
+        return replicated(i, x.mesh)
+    return i
 
 
 declare("one_hot(tensor, num_classes: int)", rows)

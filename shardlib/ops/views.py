@@ -641,11 +641,20 @@ def _at(x: ShardedTensor, dim: int, index: int | slice) -> ShardedTensor:
     return piece(Tensor.__getitem__, (x, (*[slice(None)] * dim, index)), {})
 
 
+def entries(index: object) -> tuple[Any, ...]:
+    """Return an index as the tuple of what stands between its commas."""
+    return index if isinstance(index, tuple) else (index,)
+
+
+def named(index: Iterable[object]) -> int:
+    """Count the entries of an index that are neither None nor Ellipsis."""
+    return sum(i is not None and i is not Ellipsis for i in index)
+
+
 def without_ellipsis(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
     """Return an index with whole slices for its Ellipsis and for the dimensions left out."""
-    named = sum(i is not None and i is not Ellipsis for i in index)
     at = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
-    return (*index[:at], *[slice(None)] * (ndim - named), *index[at + 1 :])
+    return (*index[:at], *[slice(None)] * (ndim - named(index)), *index[at + 1 :])
 
 
 def indexed_dims(index: tuple[Any, ...], ndim: int) -> list[Any]:
@@ -656,8 +665,8 @@ def indexed_dims(index: tuple[Any, ...], ndim: int) -> list[Any]:
 def piece(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Index unsplit dimensions by ints, slices, None and Ellipsis; split ones by whole slices."""
     x, index = args
-    index = index if isinstance(index, tuple) else (index,)
-    if sum(i is not None and i is not Ellipsis for i in index) > len(x.shape):
+    index = entries(index)
+    if named(index) > len(x.shape):
         raise OutOfRange(
             f"too many indices for a tensor of {len(x.shape)} dimensions", op="getitem"
         )
