@@ -31,21 +31,13 @@ def _parsed(equation: str, ndims: list[int]) -> tuple[list[str], str]:
     terms = left.split(",")
     if len(terms) != len(ndims):
         raise Unfit("operands")
-    free = [c for c in string.ascii_letters if c not in equation]
-    width = 0
-    for term, n in zip(terms, ndims, strict=True):
-        if "..." in term:
-            width = max(width, n - len(term) + 3)
-    dots = "".join(free[:width])
-    terms = [
-        t.replace("...", dots[width - (n - len(t) + 3) :] if "..." in t else "")
-        for t, n in zip(terms, ndims, strict=True)
-    ]
+    widths = [n - len(t.replace("...", "")) for t, n in zip(terms, ndims, strict=True)]
+    width = max(widths)  # 0 where no term has dots, if the operands have the terms' dimensions
+    dots = "".join([c for c in string.ascii_letters if c not in equation][:width])
+    letters = "".join(terms).replace(".", "")
     if not arrow:
-        once = sorted(
-            c for c in set("".join(terms)) if "".join(terms).count(c) == 1 and c not in dots
-        )
-        right = ("..." if dots else "") + "".join(once)
+        right = "..." + "".join(c for c in sorted(letters) if letters.count(c) == 1)
+    terms = [t.replace("...", dots[width - n :]) for t, n in zip(terms, widths, strict=True)]
     return terms, right.replace("...", dots)
 
 
@@ -68,12 +60,9 @@ def contract(product: Callable[..., Any], equation: str, *operands: Any, exact: 
     ``exact``  a letter has one size, as in products; torch.einsum's may be 1 in some operands.
     """
     terms, right = _parsed(equation, [t.ndim for t in operands])
+    pairs = zip(terms, operands, strict=True)
     sizes: dict[str, int] = {}
-    for c, n in [
-        (c, n)
-        for term, t in zip(terms, operands, strict=True)
-        for c, n in zip(term, t.shape, strict=True)
-    ]:
+    for c, n in [pair for term, t in pairs for pair in zip(term, t.shape, strict=True)]:
         if exact and c in equation and sizes.setdefault(c, n) != n:
             raise BadArgument(
                 f"a size of {n} meets one of {sizes[c]}",

@@ -152,8 +152,9 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
             why = f"tensors used as indices are int64, int32, uint8 or bool, not {i.dtype}"
             raise call_error(OutOfRange, why, "getitem", tensor=x, index=i)
     index = given if isinstance(index, tuple) else given[0]
-    _sized(x, given)
     masked = any(map(_is_mask, picks))
+    if masked:
+        _sized(x, given)
     if len(picks) == 1 and not masked:
         found = rows_call(
             func, (x, index), {}, lambda a, k: _indexed({"input": a[0], "index": a[1]}), free=True
@@ -201,8 +202,11 @@ def _numbered(x: ShardedTensor, given: tuple[Any, ...]) -> bool:
 
 def _at(x: ShardedTensor, given: tuple[Any, ...]) -> ShardedTensor:
     """Return x[..., -1] of a split dimension: its rank sends it to the others, a copy."""
-    numbers = [torch.full((), i, device=x.mesh.device) if isinstance(i, int) else i for i in given]
-    out = _picked(x, tuple(_everywhere(i, x) for i in numbers))
+    numbers = list(given)
+    for k, i in enumerate(given):
+        if isinstance(i, int):
+            numbers[k] = replicated(torch.full((), i, device=x.mesh.device), x.mesh)
+    out = _picked(x, tuple(numbers))
     if out is None:
         return piece(Tensor.__getitem__, (x, given), {})
     link(x.raw, out.raw)

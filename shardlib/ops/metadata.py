@@ -248,10 +248,10 @@ def _cotangent(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
 
 def _one(x: ShardedTensor) -> Tensor:
     """Return the cotangent of a number.  Raises: ShardError for another tensor."""
-    if x.padded_shape.numel() != 1:
+    if x.place.shape.numel() != 1:
         why = "backward of a tensor that is no scalar needs its cotangent"
         raise call_error(ShardError, why, "backward", "x.sum().backward()", tensor=x)
-    if x.is_complex() and x.raw.requires_grad:
+    if x.raw.is_complex() and x.raw.requires_grad:
         why = "backward of a complex number needs its cotangent"
         raise call_error(ShardError, why, "backward", "x.abs().backward()", tensor=x)
     return torch.ones_like(x.raw)

@@ -21,7 +21,7 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.each_rank import FlatCall
 from shardlib.opspec import Args, Func, Kwargs, records
-from shardlib.tensor import ShardedTensor, Unfit, call_error
+from shardlib.tensor import ShardedTensor, Unfit, call_error, has_padding
 
 __all__ = [
     "agree",
@@ -101,18 +101,14 @@ def beside(along: Callable[..., Iterable[int]]) -> Callable[..., Any]:
 def _beside(
     along: Callable[..., Iterable[int]], run: Func, func: Func, args: Args, kwargs: Kwargs
 ) -> object:
-    leaves: list[Any] = optree.tree_leaves((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
-    given = [v for v in leaves if isinstance(v, Tensor) and v.ndim]
-    padded = [v for v in given if isinstance(v, ShardedTensor) and v.is_padded]
-    chosen = {d % x.ndim for d in along(*args, **kwargs) for x in padded}
-    if any(x.shape[d] != x.padded_shape[d] for x in padded for d in chosen):
+    given = [x for x in FlatCall.of(func, *args, **kwargs).tensors if x.ndim]
+    uneven = [x for x in given if has_padding((x,))]
+    chosen = {d % x.ndim for d in along(*args, **kwargs) for x in uneven}
+    if any(sizes(x)[d][0] != sizes(x)[d][1] for x in uneven for d in chosen):
         raise Unfit("positions of a padded dimension")
-    kept = {
-        tuple(size for d, size in enumerate(sizes(x)) if d not in chosen)
-        for x in given
-        if x.ndim == padded[0].ndim
-    }
-    if len(kept) > 1 or len({x.sharding for x in padded}) > 1:
+    alike = [dict(enumerate(sizes(x))) for x in given if x.ndim == uneven[0].ndim]
+    kept = {tuple(size for d, size in found.items() if d not in chosen) for found in alike}
+    if len(kept) > 1 or len({x.sharding for x in uneven}) > 1:
         raise Unfit("operands that are padded otherwise")
     return of_true_sizes(run, func, args, kwargs)
 

@@ -55,15 +55,14 @@ def _reduced_layout(
     layout: Layout, size: torch.Size, dim: Dims, keepdim: bool, op: str
 ) -> tuple[tuple[int, ...], tuple[str, ...], Layout, torch.Size]:
     ndim = len(size)
-    named = () if dim is None else dims_of(dim, ndim, op)
-    gone = tuple(sorted(named)) if named and ndim else tuple(range(ndim))
-    tokens = layout.resolve(ndim).dims
-    axes = tuple(a for d in gone for a in tokens[d].axes)
-    kept = [Dim() if d in gone else t for d, t in enumerate(tokens) if keepdim or d not in gone]
-    shape = torch.Size(
-        [1 if d in gone else n for d, n in enumerate(size) if keepdim or d not in gone]
-    )
-    return gone, axes, layout.onto(kept), shape
+    named = dims_of(() if dim is None else dim, ndim, op)
+    gone = tuple(sorted(named if named and ndim else range(ndim)))
+    axes = tuple(a for d in gone for a in layout.dims[d].axes)
+    dims, shape = list(layout.dims), list(size)
+    for d in reversed(gone):
+        dims[d : d + 1] = [Dim()] * keepdim
+        shape[d : d + 1] = [1] * keepdim
+    return gone, axes, layout.onto(dims), torch.Size(shape)
 
 
 _ANY = binder("""
@@ -119,8 +118,9 @@ def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         raise call_error(
             NoImplementation, "a mean needs floating point", "mean", "x.double().mean()", tensor=x
         )
-    half = wider(asked) != asked  # rounded once it is summed
-    more = more | {"dtype": wider(asked)} if half else more
+    half = wider(asked) != asked
+    if half:
+        more = more | {"dtype": wider(asked)}  # rounded once it is summed
     if gone:
         raw = local_call(torch.sum, x.mesh, (x.raw, gone), {"keepdim": keepdim} | more)
     else:
@@ -130,7 +130,7 @@ def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     # a part that is a single half precision element is sent as such, without loss
     wire = x.dtype if half and x.dtype == asked and raw.numel() == x.raw.numel() else None
     if func in (torch.mean, Tensor.mean):
-        raw, wire = raw / (x.padded_shape.numel() // max(1, shape.numel())), None
+        raw, wire = raw / (x.shape.numel() // max(1, shape.numel())), None
     raw = total(raw, x.mesh, axes, asked if half else None, wire)
     return x.becomes(raw, layout, shape)
 
@@ -181,11 +181,11 @@ def extreme(
         with torch.no_grad():
             same = (x.raw == raw) | (x.raw.isnan() & raw.isnan()) if nans else x.raw == raw
             ties = same.to(x.dtype)
-            share = ties / total(
-                local_call(torch.sum, x.mesh, (ties, gone, True), {}), x.mesh, axes
-            )
+            count = local_call(torch.sum, x.mesh, (ties, gone, True), {})
+            share = ties / total(count, x.mesh, axes)
         raw = _TieShares.apply(x.raw, raw, share, x.mesh, axes)
-    raw = raw if keepdim else local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
+    if not keepdim:
+        raw = local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
     return x.becomes(raw, layout, shape)  # type: ignore[arg-type]
 
 
@@ -240,13 +240,12 @@ def merged(
 
     if not real_axes(x.mesh, axes):
         return x.becomes(run(x, keepdim), layout, shape)
-    tokens = x.dims
-    kept = Layout(tuple(Dim(t.axes) if d in gone else t for d, t in enumerate(tokens)))
-    size = [
-        x.mesh.axis_size(tokens[d].axes) if d in gone else n for d, n in enumerate(x.padded_shape)
-    ]
-    parts = x.becomes(run(x, True), kept, torch.Size(size))
-    whole = reshard(parts, Layout(tuple(Dim() if d in gone else t for d, t in enumerate(tokens))))
+    _, _, one, _ = reduced_layout(x, dim, True, func.__name__)
+    dims, size = list(x.dims), list(x.shape)
+    for d in gone:  # one result of each rank
+        dims[d] = Dim(x.dims[d].axes)
+        size[d] = x.mesh.axis_size(dims[d].axes)
+    whole = reshard(x.becomes(run(x, True), Layout(tuple(dims)), size), one)
     return x.becomes(run(whole, keepdim), layout, shape)
 
 
@@ -272,7 +271,8 @@ def _written(
     with torch.no_grad():
         out = value(gone, True, True)
     raw: Any = node.apply(x.raw, out.raw, x.mesh, axes, *how)
-    raw = raw if keepdim else local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
+    if not keepdim:
+        raw = local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
     return x.becomes(raw, layout, shape)
 
 
@@ -398,20 +398,18 @@ _FRO = binder("norm(input, p='fro', dim: ints = None, keepdim: bool = False, dty
 def softmax(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute softmax, locally over a whole dimension, over a split one by a pmax and a psum."""
     given = _SOFTMAX(*args, **kwargs)
-    x, dim, dtype = given["input"], given["dim"], given["dtype"]
-    if not x.padded_shape:
+    x, dim, dtype = given["input"], given["dim"], given["dtype"] or given["input"].dtype
+    if not x.shape:
         raise Unfit("torch's own softmax of a scalar")
-    dim = dim_of(dim, len(x.padded_shape), func.__name__)
-    if not (x.dtype if dtype is None else dtype).is_floating_point:
+    dim = dim_of(dim, len(x.shape), func.__name__)
+    if not dtype.is_floating_point:
         raise call_error(
             BadArgument, f"not implemented for {x.dtype}", func, "x.double().softmax(-1)", tensor=x
         )
-    if not x.dims[dim].is_split or 0 in x.padded_shape:
+    if not x.dims[dim].is_split or 0 in x.shape:
         run = torch.log_softmax if "log" in func.__name__ else torch.softmax
-        return x.becomes(
-            local_call(run, x.mesh, (x.raw, dim - len(x.padded_shape)), {"dtype": dtype})
-        )
-    dtype = x.dtype if dtype is None else dtype
+        how = x.raw, dim - len(x.shape)
+        return x.becomes(local_call(run, x.mesh, how, {"dtype": given["dtype"]}))
     x = x.to(wider(dtype))
     shifted = x - x.detach().amax(dim, keepdim=True)
     if "log" in func.__name__:
@@ -443,19 +441,15 @@ def variance(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     x, dim, keepdim, more = _arguments(_VAR, args, kwargs)
     if _VAR(*args, **kwargs).get("dim") in ([], ()):
         raise Unfit("torch reduces all dimensions here, and its gradient is not finite")
-    unbiased = more.get("correction", more.get("unbiased", True))
-    unbiased = 1 if unbiased is None else unbiased
+    given = more.get("correction", more.get("unbiased"))
+    unbiased = 1 if given is None else given
     if not x.dtype.is_floating_point or 0 in x.padded_shape:
         why = "no real floating point"
         raise call_error(NoImplementation, why, func, f"sl.unshard(x).{func.__name__}()", tensor=x)
     gone, axes, *_ = reduced_layout(x, dim, keepdim, func.__name__)
     if not real_axes(x.mesh, axes) and not x.is_padded:
-        return rows_call(
-            func,
-            args,
-            kwargs,
-            lambda a, k: {0: tuple(None if d in gone else d for d in range(len(x.padded_shape)))},
-        )
+        labels = tuple(None if d in gone else d for d in range(len(x.shape)))
+        return rows_call(func, args, kwargs, lambda a, k: {0: labels})
     count = math.prod(x.shape[d] for d in gone)
     dtype, x = x.dtype, wide(x)
     centred = x - x.mean(gone, keepdim=True)

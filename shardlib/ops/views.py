@@ -648,7 +648,7 @@ def entries(index: object) -> tuple[Any, ...]:
 
 def named(index: Iterable[object]) -> int:
     """Count the entries of an index that are neither None nor Ellipsis."""
-    return sum(i is not None and i is not Ellipsis for i in index)
+    return sum([i is not None and i is not Ellipsis for i in index])
 
 
 def without_ellipsis(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
