@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "deepcopy": (lambda a: copy.deepcopy(a.detach()) + a, [r(4, 5)]),
     "empty": (lambda a: (a @ a.mT).sum(0), [r(0, 5)]),
     "no rule of vmap": (lambda a: a.cov(), [r(4, 5)]),
-    "no rule of vmap, a tuple": (lambda a: a.tensor_split(torch.tensor([1, 3]))[1], [r(4, 5)]),
+    "no rule of vmap, a tuple": (lambda a: a.tensor_split(torch.tensor([1, 3], device="cpu"))[1], [r(4, 5)]),
     "as many on each rank": (lambda a: a[torch.nonzero(a == a.amax())[:, 0]], [r(4)]),
 }  # fmt: skip
 
