@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import overload
+from typing import TypedDict, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -18,27 +18,23 @@ from shardlib.tensor import ShardedTensor, typeof
 __all__ = ["pack", "shard_sequence"]
 
 
+class _SequenceOptions(TypedDict, total=False):
+    """Arguments on which the type of the result does not depend."""
+
+    mesh: MeshLike | None
+    labels: str
+    documents: Sequence[int] | None
+    fill: int
+    ignore_index: int
+
+
 @overload
 def shard_sequence(
-    batch: Tensor,
-    layout: LayoutLike,
-    *,
-    mesh: MeshLike | None = None,
-    labels: str = "labels",
-    documents: Sequence[int] | None = None,
-    fill: int = 0,
-    ignore_index: int = -100,
+    batch: Tensor, layout: LayoutLike, **how: Unpack[_SequenceOptions]
 ) -> tuple[ShardedTensor, ShardedTensor]: ...
 @overload
 def shard_sequence(
-    batch: Mapping[str, Tensor],
-    layout: LayoutLike,
-    *,
-    mesh: MeshLike | None = None,
-    labels: str = "labels",
-    documents: Sequence[int] | None = None,
-    fill: int = 0,
-    ignore_index: int = -100,
+    batch: Mapping[str, Tensor], layout: LayoutLike, **how: Unpack[_SequenceOptions]
 ) -> dict[str, ShardedTensor]: ...
 def shard_sequence(
     batch: Tensor | Mapping[str, Tensor],
@@ -74,11 +70,27 @@ def shard_sequence(
     s=1: tensor([[3, 4, 5, 6]]))
     tensor([[   2,    3,    4,    5,    6,    7, -100, -100]])
     """
-    if isinstance(batch, Tensor):
-        named = {"ids": batch, labels: batch}
-        out = _split(named, layout, mesh, labels, documents, fill, ignore_index)
-        return out["ids"], out[labels]
-    return _split(batch, layout, mesh, labels, documents, fill, ignore_index)
+    named = {"ids": batch, labels: batch} if isinstance(batch, Tensor) else batch
+    m = as_mesh(mesh)
+    length = _length(named, documents, m)
+    lay = as_layout(layout, "shard_sequence", "layout = {}", shape=(1, length), mesh=m)
+    check_axes(lay.axes, axis_sizes(m), str(lay), "shard_sequence")
+    rows = lay.resolve(2)
+    token = rows.dims[1]
+    block = Layout((token,)).local_shape((length,), axis_sizes(m), pad=True)[0]
+    room = block * m.axis_size(token.axes or ())
+    out = {}
+    for name, x in named.items():
+        filler = fill
+        if name == labels:
+            filler = ignore_index
+            x = F.pad(x[:, 1:], (0, 1), value=ignore_index)
+            # the last token of a document must not predict the first of the next
+            for border in list(documents or ())[1:]:
+                x[:, border - 1] = ignore_index
+        x = torch.cat([x, x.new_full((x.shape[0], room - length, *x.shape[2:]), filler)], 1)
+        out[name] = shard(x, Layout(rows.dims, ellipsis=2) if x.ndim > 2 else rows, m)
+    return (out["ids"], out[labels]) if isinstance(batch, Tensor) else out
 
 
 def pack(
@@ -130,37 +142,6 @@ def _row(pieces: Sequence[Tensor], left: int, fill: int, ignore_index: int) -> d
         "labels": torch.cat(labels),
         "position_ids": torch.cat([torch.arange(len(x), device="cpu") for x in (*pieces, filler)]),
     }
-
-
-def _split(
-    batch: Mapping[str, Tensor],
-    layout: LayoutLike,
-    mesh: MeshLike | None,
-    labels: str,
-    documents: Sequence[int] | None,
-    fill: int,
-    ignore_index: int,
-) -> dict[str, ShardedTensor]:
-    m = as_mesh(mesh)
-    length = _length(batch, documents, m)
-    lay = as_layout(layout, "shard_sequence", "layout = {}", shape=(1, length), mesh=m)
-    check_axes(lay.axes, axis_sizes(m), str(lay), "shard_sequence")
-    rows = lay.resolve(2)
-    token = rows.dims[1]
-    block = Layout((token,)).local_shape((length,), axis_sizes(m), pad=True)[0]
-    room = block * m.axis_size(token.axes or ())
-    out = {}
-    for name, x in batch.items():
-        filler = fill
-        if name == labels:
-            filler = ignore_index
-            x = F.pad(x[:, 1:], (0, 1), value=ignore_index)
-            # the last token of a document must not predict the first of the next
-            for border in list(documents or ())[1:]:
-                x[:, border - 1] = ignore_index
-        x = torch.cat([x, x.new_full((x.shape[0], room - length, *x.shape[2:]), filler)], 1)
-        out[name] = shard(x, Layout(rows.dims, ellipsis=2) if x.ndim > 2 else rows, m)
-    return out
 
 
 def _length(batch: Mapping[str, Tensor], documents: Sequence[int] | None, m: Mesh) -> int:

@@ -102,7 +102,6 @@ ORDER = [  # each may import from those before it
     "optim.sink",
     "optim.stage3",
     "optim",
-    "checking.first_mismatch",
     "checking",
     "checkpoint",
     "planning.cluster",

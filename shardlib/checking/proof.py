@@ -10,18 +10,19 @@ its gradient, to find the first wrong one.
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardlib.checking.first_mismatch import Found, Places
-from shardlib.errors import ModelDiffers, ShardError, mesh_text
-from shardlib.grad import value_and_grad
+from shardlib.errors import ModelDiffers, ShardError, mesh_text, user_line
+from shardlib.grad import grad, value_and_grad
 from shardlib.layouts import Layout, LayoutLike
 from shardlib.mesh import Mesh, as_mesh, simulate, use_mesh, within
 from shardlib.modules.parallelize import parallelize
@@ -29,6 +30,7 @@ from shardlib.modules.rules import Rules
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim import adamw, apply_updates, global_norm
 from shardlib.placing import shard
+from shardlib.tensor import ShardedTensor, typeof
 from shardlib.testing.compare import difference, whole
 
 __all__ = ["Proof", "check_model"]
@@ -354,7 +356,7 @@ def _dense(case: _ProofCase) -> Quantities:
     return _steps(case, named, forward, norm, update)
 
 
-def _sharded(case: _ProofCase, mesh: Mesh, places: Places | None = None) -> Quantities:
+def _sharded(case: _ProofCase, mesh: Mesh, places: "Places | None" = None) -> Quantities:
     """Run the same on a mesh; ``places`` watches every operator of a single forward."""
     with use_mesh(mesh):
         rules: Any = case.rules(case.model, mesh) if callable(case.rules) else case.rules
@@ -482,3 +484,119 @@ def _shown(x: Tensor) -> str:
     more = ", ..." if x.numel() > 4 else ""
     values = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in flat)
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} [{values}{more}]"
+
+
+# ---------------------------------------------------------------- the first wrong operator
+
+
+@dataclass(frozen=True)
+class Found:
+    """The first operator whose value, or gradient, differs from torch's."""
+
+    call: str
+    line: str
+    off: float
+    gradient: bool
+
+
+class Places:
+    """A watcher of every function called on sharded tensors; it records the first wrong one."""
+
+    def __init__(self, gradients: bool) -> None:
+        self.gradients = gradients
+        self.found: Found | None = None
+        self.inside = False
+
+    def chose(self, match: object, product: bool = False) -> None:
+        """Ignore the algorithm: only the value is checked."""
+
+    def __call__(
+        self, implementation: Callable[..., object], func: Func, args: Args, kwargs: Kwargs
+    ) -> object:
+        name = getattr(func, "__name__", str(func))
+        if self.inside or self.found is not None or _draws(name):
+            return implementation(func, args, kwargs)
+        line = user_line()
+        given: Any = (args, kwargs)
+        self.inside = True
+        try:
+            before = _whole(given)
+            kept = optree.tree_map(_kept, given) if self.gradients else None
+            out = implementation(func, args, kwargs)
+            off = self._gradient(func, kept, before) if kept else _error_of(func, before, out)
+        finally:
+            self.inside = False
+        # in fp64, rounding of one operator is far below this
+        if off > 1e-9:
+            types = [typeof(x) for x in optree.tree_leaves(given) if _ours(x)]
+            self.found = Found(f"{name}({', '.join(types)})", line, off, self.gradients)
+        return out
+
+    def _gradient(self, func: Func, kept: Any, whole: Any) -> float:
+        """Return the largest relative error of the operator's gradients, for one cotangent."""
+        leaves, tree = optree.tree_flatten(kept)
+        dense = optree.tree_leaves(whole)
+        at = [i for i, x in enumerate(leaves) if _ours(x) and x.is_floating_point()]
+        if not at:
+            return 0.0
+
+        def loss(over: Sequence[Any], given: Sequence[Any]) -> Tensor:
+            filled = list(given)
+            for i, x in zip(at, over, strict=True):
+                filled[i] = x
+            args, kwargs = optree.tree_unflatten(tree, filled)
+            outs = [x for x in optree.tree_leaves(func(*args, **kwargs)) if _is_float(x)]
+            return sum((_weighed(x) for x in outs), start=torch.zeros((), device="cpu"))  # type: ignore[return-value]
+
+        try:
+            with torch.enable_grad(), within(watcher=None):
+                mine: Any = grad(lambda o: loss(o, leaves))([leaves[i] for i in at])
+                right: Any = grad(lambda o: loss(o, dense))([dense[i] for i in at])
+        except (ShardError, RuntimeError, TypeError):
+            return 0.0  # it is not differentiable, or cannot be run alone
+        return max(difference(m, r) for m, r in zip(mine, right, strict=True))
+
+
+def _weighed(x: Tensor) -> Tensor:
+    """Compute a scalar with a different weight for each element."""
+    places = torch.arange(float(math.prod(x.shape)), device=x.device)
+    weights = torch.cos(places).reshape(x.shape).to(x.dtype)
+    if isinstance(x, ShardedTensor):
+        weights = shard(weights, str(x.sharding.bare), x.mesh)
+    return (x * weights).sum()
+
+
+def _error_of(func: Func, whole: Any, out: Any) -> float:
+    args, kwargs = whole
+    try:
+        with torch.no_grad():
+            right = func(*args, **kwargs)
+    except (ShardError, RuntimeError, TypeError, ValueError, IndexError):
+        return 0.0
+    pairs = list(zip(optree.tree_leaves(out), optree.tree_leaves(right), strict=False))
+    return max(
+        [difference(m, r) for m, r in pairs if isinstance(m, ShardedTensor) and _is_float(r)],
+        default=0.0,
+    )
+
+
+def _draws(name: str) -> bool:
+    words = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "exponential")
+    return any(w in name for w in words)
+
+
+def _ours(x: object) -> TypeGuard[ShardedTensor]:
+    return isinstance(x, ShardedTensor)
+
+
+def _is_float(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _kept(x: object) -> object:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def _whole(tree: Any) -> Any:
+    with torch.no_grad():
+        return optree.tree_map(lambda x: _value(x) if isinstance(x, Tensor) else x, tree)

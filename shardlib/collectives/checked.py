@@ -141,8 +141,7 @@ class CheckMode(Trace):
     def _compare(self, job: JobProcesses, group: str, mine: str) -> None:
         """Compare what this rank is at with the first rank of a group to come here."""
         g, state = self.groups[group], f"{self.crc:08x}"
-        n = job.turns[group] = job.turns.get(group, 0) + 1
-        said = job.store.compare_set(f"check/{group}/{n}", "", f"{job.rank}|{state}|{mine}")
+        n, said = job.first_word(f"check/{group}", f"{job.rank}|{state}|{mine}")
         if n > _KEEP and n % g.size == g.index:
             job.store.delete(f"check/{group}/{n - _KEEP}")
         first, their_state, theirs = said.split("|", 2)
@@ -281,13 +280,16 @@ def checking() -> CheckMode | None:
     return next((t for t in traces if type(t) is CheckMode), None) if traces else None
 
 
+_NOTHING: Mapping[str, object] = {}
+
+
 def verify(
     op: str,
     mesh: Mesh,
     values: Mapping[str, tuple[Tensor, Layout]],
     fix: str,
     *,
-    said: Mapping[str, object] | None = None,
+    said: Mapping[str, object] = _NOTHING,
 ) -> None:
     """Compare blocks with those of the ranks to which a layout gives the same ones.
 
@@ -300,18 +302,20 @@ def verify(
     if job is None or mesh.coord is None:
         return
     always, line = checking() is not None, line_of_user()
-    for copied, names in _groups(mesh, values, said or {}).items():
-        held = [(n, *values[n]) for n in names if n in values]
-        kinds = [(n, str(layout), raw.shape, raw.dtype) for n, raw, layout in held]
-        site = f"{op} {line} {zlib.crc32(repr(kinds).encode()):08x}"
+    for copied, names in _groups(mesh, values, said).items():
         apart = {a: mesh.coord[a] for a in mesh.names if a not in copied}
-        key = f"alike/{mesh}/{apart}/{site}"
+        kinds = [
+            (n, str(layout), raw.shape, raw.dtype)
+            for n, (raw, layout) in values.items()
+            if n in names
+        ]
+        key = f"alike/{mesh}/{apart}/{op} {line} {zlib.crc32(repr(kinds).encode()):08x}"
         n = job.turns[key] = job.turns.get(key, 0) + 1
         if n > 1 and not always:
             continue
         if n > _KEEP_COPIES:
             job.store.delete(f"{key}/{n - _KEEP_COPIES}")
-        mine = [digest(values[n][0]) if n in values else repr((said or {})[n]) for n in names]
+        mine = [digest(values[n][0]) if n in values else repr(said[n]) for n in names]
         first = job.store.compare_set(f"{key}/{n}", "", json.dumps([job.rank, mine]))
         other, theirs = json.loads(first)
         if mine != theirs:
@@ -352,9 +356,8 @@ def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None
     job = current_job()
     if job is None:
         return None
-    key = f"agreed/{mesh}/{what}"
-    n = job.turns[key] = job.turns.get(key, 0) + 1
-    return tuple(json.loads(job.store.compare_set(f"{key}/{n}", "", json.dumps(list(mine)))))
+    _, said = job.first_word(f"agreed/{mesh}/{what}", json.dumps(list(mine)))
+    return tuple(json.loads(said))
 
 
 def alike(mesh: Mesh, layout: Layout) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ exact transpose of the map that all ranks compute together.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -75,18 +76,18 @@ def _unlinear(*_: object) -> tuple[Collective, tuple]:
 
 PSUM = Collective(
     "psum",
-    lambda b: b.psum,
+    attrgetter("psum"),
     lambda *_: (PSUM, ()),
     lambda n, p, _: (2 * (p - 1) * n, p, 2 * (p - 1)),
 )
 
 
-PMAX = Collective("pmax", lambda b: b.pmax, _unlinear, PSUM.moved)
+PMAX = Collective("pmax", attrgetter("pmax"), _unlinear, PSUM.moved)
 
 
 ALL_GATHER = Collective(
     "all_gather",
-    lambda b: b.all_gather,
+    attrgetter("all_gather"),
     lambda dim: (PSUM_SCATTER, (dim,)),
     lambda n, p, _: ((p - 1) * n, 1, p - 1),
 )
@@ -94,16 +95,16 @@ ALL_GATHER = Collective(
 
 PSUM_SCATTER = Collective(
     "psum_scatter",
-    lambda b: b.psum_scatter,
+    attrgetter("psum_scatter"),
     lambda dim, wire=None: (ALL_GATHER, (dim,)),
     lambda n, p, _: ((p - 1) * n, p, p - 1),
 )
 
 
-PSLICE = Collective("pslice", lambda b: b.pslice, lambda dim: (_PLACE, (dim,)))
+PSLICE = Collective("pslice", attrgetter("pslice"), lambda dim: (_PLACE, (dim,)))
 
 
-_PLACE = Collective("place", lambda b: b.place, lambda dim: (PSLICE, (dim,)))
+_PLACE = Collective("place", attrgetter("place"), lambda dim: (PSLICE, (dim,)))
 
 
 PPERMUTE = Collective(
@@ -116,7 +117,7 @@ PPERMUTE = Collective(
 
 ALL_TO_ALL = Collective(
     "all_to_all",
-    lambda b: b.all_to_all,
+    attrgetter("all_to_all"),
     lambda split, concat: (ALL_TO_ALL, (concat, split)),
     lambda n, p, _: ((p - 1) * n, p, p - 1),
 )
@@ -132,7 +133,7 @@ RAGGED = Collective(
 
 PBROADCAST = Collective(
     "pbroadcast",
-    lambda b: b.pbroadcast,
+    attrgetter("pbroadcast"),
     lambda root: (PREDUCE, (root,)),
     lambda n, p, _: ((p - 1) * n, p, 1),
 )
@@ -140,7 +141,7 @@ PBROADCAST = Collective(
 
 PREDUCE = Collective(
     "preduce",
-    lambda b: b.preduce,
+    attrgetter("preduce"),
     lambda root: (PBROADCAST, (root,)),
     lambda n, p, _: ((p - 1) * n, p, 1),
 )

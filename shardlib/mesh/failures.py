@@ -266,6 +266,11 @@ class JobProcesses:
 
     # -------------------------------------------------------- waiting for other ranks
 
+    def first_word(self, key: str, word: str) -> tuple[int, str]:
+        """Return this call's number under ``key``, and the word of the first rank to make it."""
+        n = self.turns[key] = self.turns.get(key, 0) + 1
+        return n, self.store.compare_set(f"{key}/{n}", "", word)
+
     def meet(
         self, what: str, ranks: Sequence[int], word: Any, op: str, doing: str, fix: str = ""
     ) -> list[Any]:

@@ -192,6 +192,13 @@ def psum(
     return finish
 
 
+def _waited(works: Sequence[Any], out: Tensor) -> Tensor:
+    """Wait for all works, and return what they write."""
+    for work in works:
+        work.wait()
+    return out
+
+
 def _sum_of_two(sent: Tensor, mine: Tensor, out: Tensor, g: _Group) -> Finish:
     """Send to the other of two ranks, and write its data plus ``mine`` to ``out``.
 
@@ -212,12 +219,7 @@ def _all_reduce(x: Tensor, mesh: Mesh, axes: Axes, op: Any) -> Finish:
     g = group(mesh, axes)
     out = x.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(out, op, group=g.handle, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return out
-
-    return finish
+    return partial(_waited, [work], out)
 
 
 def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Finish:
@@ -244,6 +246,21 @@ def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Finish:
     return finish
 
 
+def _parts(x: Tensor, g: _Group, dim: int) -> Tensor:
+    """Cut a block into one part per rank along a dimension, in the order of the process group."""
+    parts = x.unflatten(dim, (g.size, x.shape[dim] // g.size)).movedim(dim, 0)
+    parts = parts if g.order is None else parts[_inverse(g.order)]
+    return dense(parts) if not x.is_cpu or active.cpu else parts.contiguous()
+
+
+def _joined(works: Sequence[Any], parts: Tensor, g: _Group, dim: int) -> Tensor:
+    """Wait for parts in the order of the process group, and join them along a dimension."""
+    for work in works:
+        work.wait()
+    parts = (parts if g.order is None else parts[list(g.order)]).movedim(0, dim)
+    return (dense(parts) if not parts.is_cpu or active.cpu else parts).flatten(dim, dim + 1)
+
+
 def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
     g = group(mesh, axes)
     x = x.contiguous()
@@ -255,27 +272,16 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
         works = [
             all_gather_single(out, x if x.ndim else x.reshape(1), group=g.handle, async_op=True)
         ]
-
-    def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        if dim == 0 and g.order is None:
-            return out
-        parts = out.unflatten(0, (g.size, x.shape[0]))
-        parts = parts if g.order is None else parts[list(g.order)]
-        parts = parts.movedim(0, dim)
-        return (dense(parts) if not x.is_cpu or active.cpu else parts).flatten(dim, dim + 1)
-
-    return finish
+    if dim == 0 and g.order is None:
+        return partial(_waited, works, out)
+    return partial(_joined, works, out.unflatten(0, (g.size, x.shape[0])), g, dim)
 
 
 def psum_scatter(
     x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None
 ) -> Finish:
     g = group(mesh, axes)
-    parts = x.unflatten(dim, (g.size, x.shape[dim] // g.size)).movedim(dim, 0)
-    parts = parts if g.order is None else parts[_inverse(g.order)]
-    parts = dense(parts) if not x.is_cpu or active.cpu else parts.contiguous()
+    parts = _parts(x, g, dim)
     own = parts[g.places[g.index]]
     if g.native and wire is None:
         out = torch.empty_like(parts[0])
@@ -323,12 +329,7 @@ def psum_scatter_into(
 def _native_scatter(parts: Tensor, g: _Group, out: Tensor) -> Finish:
     sent = parts if g.order is None else parts[_inverse(g.order)]
     work = reduce_scatter_single(out, sent.view(-1), group=g.handle, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return out
-
-    return finish
+    return partial(_waited, [work], out)
 
 
 def _exchanged_sum(
@@ -455,13 +456,7 @@ def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -
             g.handle.recv([parts[at[(me - i) % g.size]]], (me - i) % g.size, tag) for i in others
         ]
         works += [g.handle.send([parts[g.index]], (me + i) % g.size, tag) for i in others]
-
-    def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        return flat
-
-    return finish
+    return partial(_waited, works, flat)
 
 
 def _round_gather(flat: Tensor, parts: Tensor, g: _Group) -> Finish:
@@ -549,21 +544,9 @@ _SEND_OR_RECV = {dist.isend: dist.ProcessGroup.send, dist.irecv: dist.ProcessGro
 
 def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: int) -> Finish:
     g = group(mesh, axes)
-    parts = x.unflatten(split_dim, (g.size, x.shape[split_dim] // g.size)).movedim(split_dim, 0)
-    parts = parts if g.order is None else parts[_inverse(g.order)]
-    kernels = not x.is_cpu or active.cpu
-    parts = dense(parts) if kernels else parts.contiguous()
+    parts = _parts(x, g, split_dim)
     out = torch.empty_like(parts)
-    works = _exchange(out, parts, g)
-
-    def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        got = out if g.order is None else out[list(g.order)]
-        got = got.movedim(0, concat_dim)
-        return (dense(got) if kernels else got).flatten(concat_dim, concat_dim + 1)
-
-    return finish
+    return partial(_joined, _exchange(out, parts, g), out, g, concat_dim)
 
 
 def ragged_all_to_all(x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequence[int]]) -> Finish:
@@ -587,13 +570,7 @@ def ragged_all_to_all(x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequen
         works = [g.handle.recv([got[i]], g.places[i], tag) for i in reversed(others) if came[i]]
         works += [g.handle.send([sent[i]], g.places[i], tag) for i in others if len(sent[i])]
         got[me].copy_(sent[me])
-
-    def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        return out
-
-    return finish
+    return partial(_waited, works, out)
 
 
 class _PostedTransfer(tuple[Any, Tensor]):

@@ -188,32 +188,28 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
-_CPU = attention_op("_scaled_dot_product_flash_attention_for_cpu")
-_CPU_BACK = attention_op("_scaled_dot_product_flash_attention_for_cpu_backward")
-_FLASH = attention_op("_scaled_dot_product_flash_attention")
-_FLASH_BACK = attention_op("_scaled_dot_product_flash_attention_backward")
-_EFFICIENT = attention_op("_scaled_dot_product_efficient_attention")
-_EFFICIENT_BACK = attention_op("_scaled_dot_product_efficient_attention_backward")
-_CUDNN = attention_op("_scaled_dot_product_cudnn_attention")
-_CUDNN_BACK = attention_op("_scaled_dot_product_cudnn_attention_backward")
+_ATEN: dict[str, tuple[Any, Any]] = {
+    name: (attention_op(op), attention_op(f"{op}_backward"))
+    for name, op in (
+        ("cpu", "_scaled_dot_product_flash_attention_for_cpu"),
+        ("flash", "_scaled_dot_product_flash_attention"),
+        ("efficient", "_scaled_dot_product_efficient_attention"),
+        ("cudnn", "_scaled_dot_product_cudnn_attention"),
+    )
+}
+"""Kernel -> aten's attention and its gradient; None for one whose arguments this torch changed."""
 
 
 def _cpu_forward(b: Block) -> tuple[Tensor, Tensor]:
-    assert _CPU is not None
-    out, lse = _CPU(b.q, b.k, b.v, 0.0, b.causal, attn_mask=_four(b.bias), scale=b.scale)
+    out, lse = _ATEN["cpu"][0](b.q, b.k, b.v, 0.0, b.causal, attn_mask=_four(b.bias), scale=b.scale)
     return _settled(out, lse, _empty(b.bias))
 
 
 def _cpu_backward(
     b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False
 ) -> Grads:
-    assert _CPU_BACK is not None
-    bias = _four(b.bias)
-    return Grads(
-        *_CPU_BACK(
-            dout, b.q, b.k, b.v, out, _finite(lse), 0.0, b.causal, attn_mask=bias, scale=b.scale
-        )
-    )
+    given = dout, b.q, b.k, b.v, out, _finite(lse), 0.0, b.causal
+    return Grads(*_ATEN["cpu"][1](*given, attn_mask=_four(b.bias), scale=b.scale))
 
 
 def on_paper(device: str, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
@@ -231,8 +227,7 @@ def on_paper(device: str, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor
         return F.scaled_dot_product_attention(q, k, v, **how)
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros_like(bias, dtype=q.dtype)
-    assert _CPU is not None
-    return _CPU(
+    return _ATEN["cpu"][0](
         q, k, v, 0.0, how.get("is_causal", False), attn_mask=_four(bias), scale=how.get("scale")
     )[0]
 
@@ -243,35 +238,16 @@ def _four(bias: Tensor | None) -> Tensor | None:
 
 
 def _flash_forward(b: Block) -> tuple[Tensor, Tensor]:
-    assert _FLASH is not None
-    return _FLASH(b.q, b.k, b.v, 0.0, b.causal, scale=b.scale)[:2]
+    return _ATEN["flash"][0](b.q, b.k, b.v, 0.0, b.causal, scale=b.scale)[:2]
 
 
 def _flash_backward(
     b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False
 ) -> Grads:
-    assert _FLASH_BACK is not None
     seed = torch.zeros(2, dtype=torch.int64, device=b.q.device)
     m, n = b.q.shape[2], b.k.shape[2]
-    return Grads(
-        *_FLASH_BACK(
-            dout,
-            b.q,
-            b.k,
-            b.v,
-            out,
-            _finite(lse),
-            None,
-            None,
-            m,
-            n,
-            0.0,
-            b.causal,
-            seed,
-            seed,
-            scale=b.scale,
-        )
-    )
+    given = dout, b.q, b.k, b.v, out, _finite(lse), None, None, m, n, 0.0, b.causal, seed, seed
+    return Grads(*_ATEN["flash"][1](*given, scale=b.scale))
 
 
 def _shared(b: Block) -> tuple[Tensor, Tensor, int]:
@@ -296,41 +272,41 @@ def _expanded(b: Block) -> Tensor | None:
 
 
 def _efficient_forward(b: Block) -> tuple[Tensor, Tensor]:
-    assert _EFFICIENT is not None
     k, v, _ = _shared(b)
-    out, lse, *_ = _EFFICIENT(b.q, k, v, _expanded(b), True, 0.0, b.causal, scale=b.scale)
+    out, lse, *_ = _ATEN["efficient"][0](
+        b.q, k, v, _expanded(b), True, 0.0, b.causal, scale=b.scale
+    )
     return _settled(out, lse[..., : b.q.shape[2]], _empty(b.bias))
 
 
 def _efficient_backward(
     b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False
 ) -> Grads:
-    assert _EFFICIENT_BACK is not None
     k, v, r = _shared(b)
     lse = F.pad(_finite(lse), (0, -lse.shape[-1] % 32))  # the kernel reads lse in rows of 32
     seed = torch.zeros((), dtype=torch.int64, device=b.q.device)
     asked = [True, True, True, False]
-    dq, dk, dv, _ = _EFFICIENT_BACK(
+    dq, dk, dv, _ = _ATEN["efficient"][1](
         dout, b.q, k, v, _expanded(b), out, lse, seed, seed, 0.0, asked, b.causal, scale=b.scale
     )
     return Grads(dq, _folded(dk, r), _folded(dv, r))
 
 
 def _cudnn_forward(b: Block) -> tuple[Tensor, Tensor]:
-    assert _CUDNN is not None
     k, v, _ = _shared(b)
-    out, lse, *_ = _CUDNN(b.q, k, v, _expanded(b), True, 0.0, b.causal, False, scale=b.scale)
+    out, lse, *_ = _ATEN["cudnn"][0](
+        b.q, k, v, _expanded(b), True, 0.0, b.causal, False, scale=b.scale
+    )
     return _settled(out, lse.squeeze(-1) if lse.ndim == 4 else lse, _empty(b.bias))
 
 
 def _cudnn_backward(
     b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False
 ) -> Grads:
-    assert _CUDNN_BACK is not None
     k, v, r = _shared(b)
     seed = torch.zeros((), dtype=torch.int64, device=b.q.device)
     m, n = b.q.shape[2], b.k.shape[2]
-    dq, dk, dv = _CUDNN_BACK(
+    dq, dk, dv = _ATEN["cudnn"][1](
         dout, b.q, k, v, out, _finite(lse).unsqueeze(-1), seed, seed, _expanded(b), None, None, m,
         n, 0.0, b.causal,
         scale=b.scale,
@@ -345,18 +321,12 @@ KERNELS = {
     "efficient": Kernel("efficient", _efficient_forward, _efficient_backward),
     "cudnn": Kernel("cudnn", _cudnn_forward, _cudnn_backward),
 }
-_PRESENT = {
-    "math": True,
-    "cpu": None not in (_CPU, _CPU_BACK),
-    "flash": None not in (_FLASH, _FLASH_BACK),
-    "efficient": None not in (_EFFICIENT, _EFFICIENT_BACK),
-    "cudnn": None not in (_CUDNN, _CUDNN_BACK),
-}
+_PRESENT = {name: None not in ops for name, ops in _ATEN.items()}
 
 
 def _unfused(device: str, dtype: torch.dtype) -> str:
     """Return why the CPU's kernel does not stand for one of a device on paper; "" if it does."""
-    if _CPU is None:
+    if _ATEN["cpu"][0] is None:
         return "this torch has other arguments for it"
     fused = dtype != torch.float64 if device == "cuda" else device in ("cpu", "meta")
     return "" if fused else f"{device} has no such kernel"

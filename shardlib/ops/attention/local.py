@@ -153,9 +153,9 @@ class LocalQueries:
         if allowed is not None:
             allowed = _booleans(mask, allowed, len(q_at), len(k_at)).to(self.q.device)
             out = (
-                _additive(allowed, dtype)
-                if out is None
-                else out.masked_fill(~allowed, float("-inf"))
+                out.masked_fill(~allowed, float("-inf"))
+                if out is not None
+                else _additive(allowed, dtype)
             )
         return out
 
@@ -198,21 +198,15 @@ class LocalQueries:
             block = self.block(piece, k, v, k_at)
             g = self.job.kernel.backward(block, dout, dlse, out, lse, dbias is not None)
             fused = (not self.q.is_cpu or active.cpu) and active.serving(self.q)
-            if fused:
-                accumulate_(dq[:, :, q0:q1], g.q)
-            else:
-                dq[:, :, q0:q1] += g.q
+            add = accumulate_ if fused else Tensor.add_
+            add(dq[:, :, q0:q1], g.q)
             if dbias is not None and g.bias is not None:
                 self.add_bias(dbias, slice(q0, q1), k_at[k0:k1], g.bias)
             new_dk, new_dv = g.k, g.v
             del g  # dq and dbias are added: free them before keys() receives more
             dk, dv = keys()
-            if fused:
-                accumulate_(dk[:, :, k0:k1], new_dk)
-                accumulate_(dv[:, :, k0:k1], new_dv)
-            else:
-                dk[:, :, k0:k1] += new_dk
-                dv[:, :, k0:k1] += new_dv
+            add(dk[:, :, k0:k1], new_dk)
+            add(dv[:, :, k0:k1], new_dv)
 
     def add_bias(self, dbias: Tensor, rows: slice, k_at: Tensor, grad: Tensor) -> None:
         """Add the gradient of some rows' scores with the keys at ``k_at``."""

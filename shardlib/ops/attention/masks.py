@@ -179,8 +179,18 @@ def _parts(mask: Mask) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, _All) else (mask,)
 
 
+class _Unbounded(Mask):
+    """Base of masks that allow every pair."""
+
+    def relation(self, q: Run, k: Run) -> Relation:
+        return EVERYTHING
+
+    def allowed(self, q: Tensor, k: Tensor, at: At) -> None:
+        return None
+
+
 @dataclass(frozen=True)
-class Full(Mask):
+class Full(_Unbounded):
     """No mask: every query attends to every key.
 
     >>> import shardlib as sl
@@ -191,12 +201,6 @@ class Full(Mask):
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(x, x, x), atol=1e-6)
     True
     """
-
-    def relation(self, q: Run, k: Run) -> Relation:
-        return EVERYTHING
-
-    def allowed(self, q: Tensor, k: Tensor, at: At) -> None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -309,11 +313,8 @@ class Padding(Mask):
 
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
         if len(self.lengths) not in (1, batch):
-            raise _misfit(
-                self,
-                f"{len(self.lengths)} lengths for a batch of {batch}",
-                "sl.masks.Padding(lengths=7)",
-            )
+            why = f"{len(self.lengths)} lengths for a batch of {batch}"
+            raise _misfit(self, why, "sl.masks.Padding(lengths=7)")
 
 
 @dataclass(frozen=True)
@@ -367,11 +368,9 @@ class Documents(Mask):
         for numbers, n in ((self._q, q), (self._k, k)):
             rows, length = numbers.numbers.shape
             if length != n or rows not in (1, batch):
-                raise _misfit(
-                    self,
-                    f"documents of {rows} x {length} positions for {batch} x {n}",
-                    f"sl.masks.Documents(torch.zeros({batch}, {n}, dtype=torch.int64))",
-                )
+                why = f"documents of {rows} x {length} positions for {batch} x {n}"
+                fix = f"sl.masks.Documents(torch.zeros({batch}, {n}, dtype=torch.int64))"
+                raise _misfit(self, why, fix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -448,15 +447,12 @@ class MaskMod(Mask):
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-    def relation(self, q: Run, k: Run) -> Relation:
-        return SOMETHING
-
     def allowed(self, q: Tensor, k: Tensor, at: At) -> Tensor:
         return self.function(at.batch[:, None, None, None], at.heads[:, None, None], q[:, None], k)
 
 
 @dataclass(frozen=True)
-class ALiBi(Mask):
+class ALiBi(_Unbounded):
     """ALiBi: a penalty -slope |q - k| added to the scores of each head (arXiv 2108.12409).
 
     >>> at = At(torch.arange(1), torch.arange(2))
@@ -471,27 +467,18 @@ class ALiBi(Mask):
         given = self.slopes.tolist() if isinstance(self.slopes, Tensor) else self.slopes
         object.__setattr__(self, "slopes", tuple(map(float, given)))
 
-    def relation(self, q: Run, k: Run) -> Relation:
-        return EVERYTHING
-
-    def allowed(self, q: Tensor, k: Tensor, at: At) -> None:
-        return None
-
     def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor:
         slopes = uploaded(self.slopes, q.device, torch.float64)[at.heads]
         return -slopes[:, None, None] * (q[:, None] - k).abs()
 
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
         if len(self.slopes) != heads:
-            raise _misfit(
-                self,
-                f"{len(self.slopes)} slopes for {heads} heads",
-                f"sl.masks.ALiBi([0.5] * {heads})",
-            )
+            why = f"{len(self.slopes)} slopes for {heads} heads"
+            raise _misfit(self, why, f"sl.masks.ALiBi([0.5] * {heads})")
 
 
 @dataclass(frozen=True, eq=False)
-class Bias(Mask):
+class Bias(_Unbounded):
     """Constant bias [.., s, t] added to the scores, broadcast over batch and heads.
 
     For a learned one use ``ring_attention(bias=)``.
@@ -509,12 +496,6 @@ class Bias(Mask):
                 ShardError, why, "Bias", "sl.ring_attention(q, k, v, bias=bias)", bias=self.values
             )
 
-    def relation(self, q: Run, k: Run) -> Relation:
-        return EVERYTHING
-
-    def allowed(self, q: Tensor, k: Tensor, at: At) -> None:
-        return None
-
     def scores(self, q: Tensor, k: Tensor, at: At) -> Tensor:
         out = self.values
         if out.ndim > 3 and out.shape[-4] > 1:
@@ -526,16 +507,10 @@ class Bias(Mask):
     def check(self, batch: int, heads: int, q: int, k: int) -> None:
         shape = self.values.shape
         lead = zip(reversed(shape[:-2]), (heads, batch), strict=False)
-        if (
-            not 2 <= len(shape) <= 4
-            or shape[-2:] != (q, k)
-            or any(n not in (1, want) for n, want in lead)
-        ):
-            raise _misfit(
-                self,
-                f"a bias {list(shape)} for scores {[batch, heads, q, k]}",
-                f"sl.masks.Bias(torch.zeros({q}, {k}))",
-            )
+        fits = 2 <= len(shape) <= 4 and shape[-2:] == (q, k)
+        if not fits or any(n not in (1, want) for n, want in lead):
+            why = f"a bias {list(shape)} for scores {[batch, heads, q, k]}"
+            raise _misfit(self, why, f"sl.masks.Bias(torch.zeros({q}, {k}))")
 
 
 @dataclass(frozen=True)
