@@ -10,7 +10,7 @@ import torch
 
 from shardlib.errors import lettered
 from shardlib.ops.each_rank import FlatCall
-from shardlib.opspec import Func
+from shardlib.opspec import Func, writes
 
 __all__ = ["fix_line"]
 
@@ -21,23 +21,21 @@ def fix_line(call: FlatCall, to: Mapping[int, str] = {}, most: float = 0) -> str
     ``to``    layouts of the arguments that are resharded first, by position.
     ``most``  bytes that may move, where the call writes to an operand.
     """
-    names = {i: name for name, i in lettered(call.at).items()}
+    names = {i: letter for letter, i in lettered(call.at).items()}
     title = _title(call.func)
-    writes = (
-        (title.endswith("_") and not title.endswith("__")) or ".__i" in title or "setitem" in title
-    )
-
-    def part(i: int, x: object) -> str:
-        if i not in names:
-            return _written(x)
-        return names[i] if writes or i not in to else f"sl.reshard({names[i]}, {to[i]!r})"
-
-    parts = [_Text(part(i, x)) for i, x in enumerate(call.leaves)]
+    name = title.rpartition(".")[2]
+    in_place = writes(name)
+    parts: list[_Text] = []
+    for i, x in enumerate(call.leaves):
+        text = names.get(i) or _written(x)
+        if i in to and not in_place:
+            text = f"sl.reshard({text}, {to[i]!r})"
+        parts.append(_Text(text))
     a, k = optree.tree_unflatten(call.tree, parts)
-    if title.rpartition(".")[2] in _SPREAD and len(a) == 1 and isinstance(a[0], tuple | list):
+    if name in _SPREAD and len(a) == 1 and isinstance(a[0], tuple | list):
         a = a[0]  # torch's Python wrapper passes its tensors on as one sequence
     line = f"{title}({', '.join([*map(_text, a), *(f'{n}={_text(v)}' for n, v in k.items())])})"
-    return f"with sl.implicit({math.ceil(most)}): {line}" if writes or "out" in k else line
+    return f"with sl.implicit({math.ceil(most)}): {line}" if in_place or "out" in k else line
 
 
 _SPREAD = frozenset("block_diag broadcast_tensors cartesian_prod meshgrid".split())
