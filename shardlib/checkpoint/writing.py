@@ -27,14 +27,7 @@ from shardlib.checkpoint.folder import (
     write_manifest,
 )
 from shardlib.checkpoint.steps import remove_old
-from shardlib.checkpoint.tree import (
-    Content,
-    Leaves,
-    alone,
-    blocks,
-    fingerprint,
-    place_of,
-)
+from shardlib.checkpoint.tree import Content, Leaves, alone, blocks, fingerprint, place_of
 from shardlib.errors import BadArgument
 
 __all__ = ["SaveJob", "Saving", "file_name", "save"]

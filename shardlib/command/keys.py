@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 from shardlib import optim
 from shardlib.checkpoint import load_hf
 from shardlib.command import datasets, from_config
-from shardlib.command.config import (
-    Config,
-    ConfigError,
-    answer,
-    near,
-    parameters,
-    read,
-)
+from shardlib.command.config import Config, ConfigError, answer, near, parameters, read
 from shardlib.command.progress import log
 from shardlib.command.train import Checkpoints, Evaluation, Export, check, train
 from shardlib.data import data

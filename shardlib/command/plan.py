@@ -12,21 +12,8 @@ import optree
 import torch.distributed as dist
 from torch import nn
 
-from shardlib.command.config import (
-    Config,
-    ConfigError,
-    answer,
-    near,
-    read,
-    told,
-)
-from shardlib.command.from_config import (
-    axes_of,
-    hugging_face,
-    module_of,
-    rows_of,
-    under_launcher,
-)
+from shardlib.command.config import Config, ConfigError, answer, near, read, told
+from shardlib.command.from_config import axes_of, hugging_face, module_of, rows_of, under_launcher
 from shardlib.command.train import check
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link

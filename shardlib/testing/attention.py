@@ -119,16 +119,12 @@ def check_engine(engine: Engine, *, masks: Sequence[Mask] | None = None) -> None
     >>> check_engine(sl.attention.OneWay())
     """
     assert hash(engine) == hash(engine) and engine == engine, f"{engine} is no value"
-    masks = (
-        (Full(), Causal(), Causal() & Window(4), Documents((0, 4, 5, 13)))
-        if masks is None
-        else masks
-    )
-    refusals = [
-        refused for case in _cases(masks, (13, 13)) if (refused := _check_attention(engine, case))
-    ]
+    if masks is None:
+        masks = Full(), Causal(), Causal() & Window(4), Documents((0, 4, 5, 13))
+    cases = _cases(masks, (13, 13))
+    refusals = [refused for case in cases if (refused := _check_attention(engine, case))]
     # an engine that refuses every case would pass all checks
-    assert len(refusals) < len(_cases(masks, (13, 13))), f"{engine} fits nothing: {refusals[0]}"
+    assert len(refusals) < len(cases), f"{engine} fits nothing: {refusals[0]}"
     _check_second_derivative(engine)
 
 
@@ -180,15 +176,12 @@ def _check_attention(engine: Engine, case: _AttentionCase) -> str:
         if isinstance(plan, str):
             return plan
         assert plan == engine.plan(planned_case), f"{engine} plans one case in two ways: {case}"
-        options: Any = {
-            "bias": extra[0],
-            "sink": extra[1],
-            "dropout": case.dropout,
-            "return_lse": True,
-        }
+        options: Any = {"bias": extra[0], "sink": extra[1], "dropout": case.dropout}
         torch.manual_seed(0)
         with trace() as forward:
-            out, lse = ring_attention(*xs, mask=case.mask, algorithm=engine, **options)
+            out, lse = ring_attention(
+                *xs, mask=case.mask, algorithm=engine, return_lse=True, **options
+            )
         dout, dlse = (shard(c, layout, pad=True) for c in wanted.cotangents)
         total = (out * dout).sum()
         if case.with_lse:
@@ -283,33 +276,39 @@ def check_mask(
     k = q if k is None else k
     assert hash(mask) == hash(mask) and mask == mask, f"{mask} is no value"
     at = At(torch.arange(2, device="cpu"), torch.arange(3, device="cpu"))
-    whole = _allowed(mask, torch.arange(q, device="cpu"), torch.arange(k, device="cpu"), at)
-    added = _scores(mask, torch.arange(q, device="cpu"), torch.arange(k, device="cpu"), at)
+    full = torch.arange(q, device="cpu"), torch.arange(k, device="cpu")
+    whole, added = _allowed(mask, *full, at), _scores(mask, *full, at)
     for p, order, key_order in itertools.product((1, 2, 3), _ORDERS, _ORDERS):
-        for q_runs, k_runs in itertools.product(dealt(order, q, p), dealt(key_order, k, p)):
-            rows, cols = (
-                torch.tensor(
-                    [i for run in runs for i in run.positions], dtype=torch.int64, device="cpu"
-                )
-                for runs in (q_runs, k_runs)
-            )
-            block = _allowed(mask, rows, cols, at)
-            assert torch.equal(block, whole[:, :, rows][..., cols]), (
-                f"{mask} answers otherwise for a block"
-            )
-            same = torch.equal(_scores(mask, rows, cols, at), added[:, :, rows][..., cols])
-            assert same, f"{mask} scores a block otherwise"
-            covered = torch.zeros(block.shape, dtype=torch.int64, device="cpu")
-            for c in pieces(q_runs, k_runs, mask):
-                inside = torch.ones(c.q1 - c.q0, c.k1 - c.k0, dtype=torch.bool, device="cpu")
-                inside = inside.tril() if c.kind == "causal" else inside
-                inside = block[..., c.q0 : c.q1, c.k0 : c.k1] if c.kind == "masked" else inside
-                covered[..., c.q0 : c.q1, c.k0 : c.k1] += inside.long()
-            assert torch.equal(covered, block.long()), (
-                f"relation and allowed of {mask} differ: {q_runs}, {k_runs}"
-            )
+        for runs in itertools.product(dealt(order, q, p), dealt(key_order, k, p)):
+            _check_block(mask, *runs, at, whole, added)
     for engine, mesh in itertools.product(engines, _MESHES[1:]):
         _check_masked(mask, engine, mesh, (q, k))
+
+
+def _check_block(
+    mask: Mask, q_runs: Any, k_runs: Any, at: At, whole: Tensor, added: Tensor
+) -> None:
+    """Check a block against the whole mask, and the kernel calls derived from it."""
+    rows, cols = (
+        torch.tensor([i for run in runs for i in run.positions], device="cpu").long()
+        for runs in (q_runs, k_runs)
+    )
+    block = _allowed(mask, rows, cols, at)
+    same = torch.equal(block, whole[:, :, rows][..., cols])
+    assert same, f"{mask} answers otherwise for a block"
+    same = torch.equal(_scores(mask, rows, cols, at), added[:, :, rows][..., cols])
+    assert same, f"{mask} scores a block otherwise"
+    covered = torch.zeros_like(block, dtype=torch.int64)
+    for c in pieces(q_runs, k_runs, mask):
+        part = ..., slice(c.q0, c.q1), slice(c.k0, c.k1)
+        inside = torch.ones_like(block[part])
+        if c.kind == "causal":
+            inside = inside.tril()
+        elif c.kind == "masked":
+            inside = block[part]
+        covered[part] += inside.long()
+    said = f"relation and allowed of {mask} differ: {q_runs}, {k_runs}"
+    assert torch.equal(covered, block.long()), said
 
 
 def _check_masked(

@@ -71,12 +71,9 @@ def check_layout(
             )
         found = list(_on(inside, layout, lay, draw))
     else:
-        drawn = _meshes(lay, draw) if meshes is None else [dict(m) for m in meshes]
-        found = [
-            case
-            for mesh in drawn
-            for case in _on(simulate(device="cpu", **mesh), layout, lay, draw)
-        ]
+        sizes = _meshes(lay, draw) if meshes is None else meshes
+        each = (_on(simulate(device="cpu", **m), layout, lay, draw) for m in sizes)
+        found = list(itertools.chain.from_iterable(each))
     checked = [case for case in found if not isinstance(case, ShardError)]
     if not checked:
         raise AssertionError(f"{lay} fits no mesh: {found[0] if found else 'none is given'}")
@@ -157,21 +154,21 @@ def _check_blocks(
     text: str, given: LayoutLike, me: Layout, shape: tuple[int, ...], mesh: Mesh
 ) -> None:
     """Check that blocks tile the tensor, have the layout's shape, and are on the right rank."""
+    x = normal(*shape, seed=1).requires_grad_()
+
+    def places(coord: Mapping[str, int]) -> tuple[Tensor, ...]:
+        """Return the position of each element of a rank's block, per dimension."""
+        at = [torch.tensor(list(i), device="cpu").long() for i in me.indices(shape, mesh, coord)]
+        return torch.meshgrid(*at, indexing="ij") if at else ()
+
     owners = torch.zeros(shape, dtype=torch.int64, device="cpu")
     for coord in coordinates(mesh.axes):
-        at = me.indices(shape, mesh, coord)
-        alike(
-            f"{text}: the shape of the block at {coord}",
-            me.local_shape(shape, mesh),
-            tuple(len(i) for i in at),
-        )
-        ones = torch.ones([len(i) for i in at], dtype=torch.int64, device="cpu")
-        where = [
-            torch.tensor(list(i), device="cpu").view([-1 if d == e else 1 for e in range(len(at))])
-            for d, i in enumerate(at)
-        ]
+        at = places(coord)
+        ones = torch.ones_like(x.detach()[at], dtype=torch.int64)
+        law = f"{text}: the shape of the block at {coord}"
+        alike(law, me.local_shape(shape, mesh), tuple(ones.shape))
         # counts the ranks that hold each element
-        owners.index_put_(tuple(where), ones, accumulate=True)
+        owners.index_put_(at, ones, accumulate=True)
     copies = math.prod(n for axis, n in mesh.axes.items() if axis not in me.axes)
     if bool((owners != copies).any()):
         wrong = (owners != copies).nonzero()[0].tolist()
@@ -179,14 +176,9 @@ def _check_blocks(
             f"{text}: the blocks do not tile the tensor: {int(owners[tuple(wrong)])} ranks hold "
             f"element {wrong}, not {copies}"
         )
-    x = normal(*shape, seed=1).requires_grad_()
 
     def mine(coord: Mapping[str, int]) -> Tensor:
-        block = x.detach()
-        for d, index in enumerate(me.indices(shape, mesh, coord)):
-            block = block.index_select(
-                d, torch.tensor(list(index), dtype=torch.int64, device="cpu")
-            )
+        block = x.detach()[places(coord)]
         return torch.zeros_like(block) if me.is_zero(coord) else block
 
     a = shard(x, given)
