@@ -148,7 +148,7 @@ def _by_kernel(params: Tree, lists: Sequence[Pieces], step: Step, hyper: tuple[A
     if not _own(p) or (step.sound is not None and not step.guarded):
         return False
     found = p.beside(g, m, v)
-    if found.dtypes == {torch.float32} and _by_apex(lists, step, hyper):
+    if found.dtype == torch.float32 and _by_apex(lists, step, hyper):
         torch.autograd.graph.increment_version(found.roots)
         return True
     scale = None if step.scale is None else step.scale.to(p[0].device, torch.float32)
@@ -461,7 +461,7 @@ def lamb(
         first, *others = lists = pieces(grads, params, state.mu, state.nu)
         found = first.beside(*others)
         stepped = None
-        if _own(others[0]) and _whole(params) and found.dtypes == {torch.float32}:
+        if _own(others[0]) and _whole(params) and found.dtype == torch.float32:
             stepped = apex("lamb", first[0])
         if stepped is None:
             return made.donate(grads, state, params, step)

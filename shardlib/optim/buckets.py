@@ -11,7 +11,6 @@ already split its leaves.
 
 import hashlib
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -333,34 +332,11 @@ class Pieces(list[Tensor]):
         self.roots = list(self if roots is None else roots)
         self.runs = None if runs is None else tuple(runs)
 
-    @cached_property
-    def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes of the pieces."""
-        return frozenset(t.dtype for t in self)
-
-    @cached_property
-    def contiguous(self) -> bool:
-        """Whether every piece is contiguous."""
-        return all(t.is_contiguous() for t in self)
-
     def beside(self, *others: "Pieces") -> "Beside":
         """Return the joint properties of these lists and others, cached from the last step."""
         found: Beside | None = self.__dict__.get("_beside")
-        known = found is not None and len(found.others) == len(others)
-        if found is not None and known and all(map(operator.is_, found.others, others)):
-            return found
-        rows = (self, *others)
-        kinds = frozenset().union(*(row.dtypes for row in rows))
-        roots = [t for row in rows for t in row.roots]
-        dense = all(row.contiguous for row in rows)
-        alike = dense and self.runs is not None and all(row.runs == self.runs for row in others)
-        runs = [row.joined() for row in rows] if alike else None
-        device = self[0].device if self else None
-        # torch's fused kernels take a step count per tensor: here all share one
-        one = torch.zeros((), dtype=torch.float32, device=device)
-        count = [one] * len(self if runs is None else runs[0])
-        found = Beside(others, kinds, roots, dense, runs, count)
-        self.__dict__["_beside"] = found
+        if found is None or list(map(id, found.others)) != list(map(id, others)):
+            found = self.__dict__["_beside"] = _beside(self, *others)
         return found
 
     def joined(self) -> list[Tensor]:
@@ -376,22 +352,32 @@ class Pieces(list[Tensor]):
 class Beside(NamedTuple):
     """The joint properties of lists of pieces for one kernel call, computed once.
 
+    ``dtype``  their one floating point dtype, if they have one.
     ``runs``   the lists with each run as one vector; None if not known.
     ``count``  the step counter for each vector, the same tensor for all.
     """
 
     others: tuple[Pieces, ...]
-    dtypes: frozenset[torch.dtype]
+    dtype: torch.dtype | None
     roots: list[Tensor]
     contiguous: bool
     runs: list[list[Tensor]] | None
     count: list[Tensor]
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Their one floating point dtype, if they have one."""
-        kind = next(iter(self.dtypes), torch.float32)
-        return kind if len(self.dtypes) <= 1 and kind.is_floating_point else None
+
+def _beside(*rows: Pieces) -> Beside:
+    first, every = rows[0], [t for row in rows for t in row]
+    dtype, *more = {t.dtype for t in every} or {torch.float32}
+    one_float = not more and dtype.is_floating_point
+    dense = all(t.is_contiguous() for t in every)
+    alike = dense and first.runs is not None and all(row.runs == first.runs for row in rows)
+    runs = [row.joined() for row in rows] if alike else None
+    device = first[0].device if first else None
+    # torch's fused kernels take a step count per tensor: here all share one
+    one = torch.zeros((), dtype=torch.float32, device=device)
+    count = [one] * len(first if runs is None else runs[0])
+    roots = [t for row in rows for t in row.roots]
+    return Beside(rows[1:], dtype if one_float else None, roots, dense, runs, count)
 
 
 class Buckets(dict[str, Any]):

@@ -178,30 +178,25 @@ def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Ten
 
 
 def _lie_in(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor] | None:
-    front, found = storage_shape(mesh), []
+    found = []
     for bucket in index.buckets:
         first = leaves[bucket.slots[0].leaves[0]].raw
+        shape = storage_shape(mesh, bucket.length)
         # the storage must be exactly the bucket's
-        nbytes = math.prod(front) * bucket.length * first.element_size()
-        if first.untyped_storage().nbytes() != nbytes:
+        if first.untyped_storage().nbytes() != math.prod(shape) * first.element_size():
             return None
-        views = [(leaves[i].raw, slot.offset) for slot in bucket.slots for i in slot.leaves]
-        if not all(_is_slot(raw, first, offset, bucket, front) for raw, offset in views):
-            return None
-        strides = (bucket.length, 1) if front else (1,)
-        found.append(first.detach().as_strided((*front, bucket.length), strides, 0))
+        flat = first.detach().as_strided(shape, (bucket.length, 1)[-len(shape) :], 0)
+        for slot in bucket.slots:
+            lies = _where(slot_of(flat, slot.offset, slot.shape))
+            if any(_where(leaves[i].raw) != lies for i in slot.leaves):
+                return None
+        found.append(flat)
     return found
 
 
-def _is_slot(
-    raw: Tensor, first: Tensor, offset: int, bucket: Bucket, front: tuple[int, ...]
-) -> bool:
-    """Return whether a block is the slot at ``offset`` of the storage of ``first``."""
-    if raw.storage_offset() != offset or not raw[(0,) * len(front)].is_contiguous():
-        return False
-    if front and raw.numel() and raw.stride(0) != bucket.length:
-        return False
-    return raw.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+def _where(x: Tensor) -> tuple[object, ...]:
+    """Return where a tensor lies: its storage, offset and strides."""
+    return x.untyped_storage().data_ptr(), x.storage_offset(), x.stride()
 
 
 def own_parts(flat: Tensor, over: tuple[str, ...], mesh: Mesh) -> list[Tensor]:
@@ -218,8 +213,7 @@ def own(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> Buckets:
     """
     values: dict[str, ShardedTensor] = {}
     for bucket, flat in zip(index.buckets, flats, strict=True):
-        views = own_parts(flat.detach(), bucket.over, mesh)
-        raw = storage(views, mesh)
+        raw = storage(own_parts(flat.detach(), bucket.over, mesh), mesh)
         values[bucket.name] = ShardedTensor(raw, shard_place(bucket, mesh))
     return Buckets(values, index, mesh)
 

@@ -21,7 +21,7 @@ from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Hops, Index, Item, State, Tree, index, overlap
 from shardlib.optim.precision import Master, ZeroState
 from shardlib.optim.transform import Transform
-from shardlib.optim.trees import bucketed_in, given_for, names_of, need
+from shardlib.optim.trees import bucketed_in, first_of, given_for, names_of, need
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = [
@@ -161,9 +161,9 @@ class IndexCache:
             leaves = [x for x, f in zip(every, held, strict=True) if not f]
             found = self.index(params, leaves, held, tree, theirs)
             if set(map(type, every)) == _SHARDED:
-                key = [x.place for x in every], [x.raw.requires_grad for x in every]
+                places, asks = [x.place for x in every], [x.raw.requires_grad for x in every]
                 # without the leaves, whose memory a step replaces
-                self.last["tree"] = key, found._replace(leaves=[], raws=[])
+                self.last["tree"] = (places, asks), found._replace(leaves=[], raws=[])
         return found
 
     def _flat(self, params: Tree) -> tuple[list[Any], Any]:
@@ -182,16 +182,16 @@ class IndexCache:
     def _known(self, every: list[Any], tree: Any, theirs: Index | None) -> Indexed | None:
         """Return the last tree's result if this one has its structure, places and frozen leaves."""
         (places, asks), known = self.last.get("tree", (((), ()), None))
-        other = known is None or theirs not in (None, known.where) or tree != known.tree
-        if other or set(map(type, every)) != _SHARDED:
+        if known is None or (theirs or known.where) is not known.where or tree != known.tree:
+            return None
+        if set(map(type, every)) != _SHARDED:
             return None
         raws = list(map(_RAW, every))
         if list(map(_ASKS, raws)) != asks or not all(map(operator.is_, map(_PLACE, every), places)):
             return None
-        if True in known.held:
-            trained = [not f for f in known.held]
-            every, raws = (list(itertools.compress(row, trained)) for row in (every, raws))
-        return known._replace(leaves=every, raws=raws)
+        trained = list(map(operator.not_, known.held))
+        leaves, raws = (list(itertools.compress(row, trained)) for row in (every, raws))
+        return known._replace(leaves=leaves, raws=raws)
 
     def index(
         self,
@@ -373,35 +373,26 @@ def _items(
 
 def changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError:
     """Build the error for a state that was made for other parameters."""
-    before, now = {i.path: i for i in old}, {i.path: i for i in new}
-    gone = [p for p in before if p not in now]
-    come = [p for p in now if p not in before]
-    other = [
-        p for p in now if p in before and replace(now[p], value=0) != replace(before[p], value=0)
-    ]
-    kept = not (gone or come) and all(
-        (now[p].whole, now[p].dtype) == (before[p].whole, before[p].dtype) for p in other
-    )
-    told = [
-        f"{what} {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-        for what, names in (("without", gone), ("with", come), ("and otherwise", other))
-        if names
-    ]
-    operands = {}
-    if other:
-        one, two = before[other[0]], now[other[0]]
-        operands = {
-            "when made": f"{other[0]} {list(one.shape)} {one.dtype} {one.place}",
-            "now": f"{other[0]} {list(two.shape)} {two.dtype} {two.place}",
-        }
+    before, now = ({i.path: replace(i, value=0) for i in items} for items in (old, new))
+    differences = {
+        "without": [p for p in before if p not in now],
+        "with": [p for p in now if p not in before],
+        "and otherwise": [p for p in now if before.get(p, now[p]) != now[p]],
+    }
+    told = [f"{what} {first_of(names, 3)}" for what, names in differences.items() if names]
+    operands, fix = {}, "state = tx.init(params)"
+    for p in differences["and otherwise"][:1]:
+        for when, item in (("when made", before[p]), ("now", now[p])):
+            operands[when] = f"{p} {list(item.shape)} {item.dtype} {item.place}"
+    kinds = [{p: (i.whole, i.dtype) for p, i in items.items()} for items in (before, now)]
+    if kinds[0] == kinds[1]:
+        fix = "state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))"
     return ShardError(
         f"the state was made for other parameters: they are {'; '.join(told)}",
         op="zero",
         operands=operands,
         mesh=mesh,
-        fix="state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))"
-        if kept
-        else "state = tx.init(params)",
+        fix=fix,
     )
 
 

@@ -20,7 +20,7 @@ from shardlib.optim.transform import (
     divide,
     run_in_place,
 )
-from shardlib.optim.trees import State, Tree, each, need, pieces, ready, trainable
+from shardlib.optim.trees import State, Tree, each, need, pieces, raw_of, ready, trainable
 from shardlib.tensor import ShardedTensor
 
 __all__ = ["as_torch", "from_torch"]
@@ -100,7 +100,9 @@ class _TorchRun:
         rows, tree = _rows(trainable(params))
         held = [i for i, p in enumerate(rows) if isinstance(p, Tensor)]
         copies = [rows[i].detach().clone() for i in held]
-        kept = self.stepped(copies, [torch.zeros_like(p) for p in copies], None, 0) if held else []
+        zeros, kept = [torch.zeros_like(p) for p in copies], [{} for _ in held]
+        if held:
+            kept = self.stepped(copies, zeros, kept, 0)
         return TorchState(0, _by_name(kept, held, rows, tree))
 
     def update(self, grads: Tree, state: TorchState, params: Tree = None) -> tuple[Any, TorchState]:
@@ -109,19 +111,19 @@ class _TorchRun:
         need(params, "from_torch")
         new = each(lambda p: p.detach().clone(), params)
         after = self._advanced(new, grads, state, copy=True)
-        updates = each(lambda p, n: n - p, params, new)
-        updates = optree.tree_map(
-            lambda g, u: g if g is None else u, grads, updates, none_is_leaf=True
-        )
-        return updates, after
+        return each(lambda g, p, n: n - p, grads, params, new), after
 
     def donate(self, grads: Tree, state: TorchState, params: Tree, step: Step) -> TorchState:
         """Step the parameters in place."""
         ready(grads, "from_torch")
         divide(grads, step)
-        lr = self.how.get("lr")
-        step.lr = None if lr is None else at_step(lr, state.count)
+        step.lr = self.at(state.count).get("lr")
         return self._advanced(params, grads, state)
+
+    def at(self, count: int) -> dict[str, Any]:
+        """Return the optimizer's arguments at a step."""
+        lr = self.how.get("lr")
+        return self.how if lr is None else self.how | {"lr": at_step(lr, count)}
 
     def _advanced(
         self, params: Tree, grads: Tree, state: TorchState, copy: bool = False
@@ -138,29 +140,19 @@ class _TorchRun:
         self,
         params: list[Tensor],
         grads: list[Tensor],
-        kept: list[dict[str, Any]] | None,
+        kept: list[dict[str, Any]],
         count: int,
     ) -> list[dict[str, Any]]:
         """Run one step on these tensors, in place; return the optimizer's state of each."""
-        lr = self.how.get("lr")
-        rate = {"lr": at_step(lr, count)} if lr is not None else {}
-        bare = _bare if self.known else lambda x: x
+        bare = raw_of if self.known else lambda x: x
         leaves = [bare(p.detach()).requires_grad_() for p in params]
-        for p, g in zip(leaves, grads, strict=True):
+        made = self.optimizer(leaves, **self.at(count))
+        for p, g, state in zip(leaves, grads, kept, strict=True):
             p.grad = bare(g.detach())
-        made = self.optimizer(leaves, **(self.how | rate))
-        for p, state in zip(leaves, kept or [], strict=False):
             made.state[p] = {n: bare(v) for n, v in state.items()}
         made.step()
         found = [dict(made.state[p]) for p in leaves]
-        return (
-            [_lying(row, x) for row, x in zip(found, params, strict=True)] if self.known else found
-        )
-
-
-def _bare(x: object) -> Any:
-    """Return a value's block."""
-    return x.raw.detach() if isinstance(x, ShardedTensor) else x
+        return list(map(_lying, found, params)) if self.known else found
 
 
 def _lying(state: dict[str, Any], like: Tensor) -> dict[str, Any]:
@@ -195,12 +187,10 @@ def _by_name(
 
 def _by_leaf(
     state: TorchState, held: list[int], count: int, copy: bool = False
-) -> list[dict[str, Any]] | None:
-    """Convert it back to torch's state per parameter; None before the first step."""
-    if not state.count:
-        return None
+) -> list[dict[str, Any]]:
+    """Convert it back to torch's state per parameter, which is empty before the first step."""
     out: list[dict[str, Any]] = [{} for _ in held]
-    for name, value in state.kept.items():
+    for name, value in state.kept.items() if state.count else ():
         rows = optree.tree_leaves(value, none_is_leaf=True)
         shared = len(rows) == 1 and count > 1
         for row, i in zip(out, held, strict=True):

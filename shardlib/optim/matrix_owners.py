@@ -426,8 +426,7 @@ def join(
     """
     found = _shared(tuple(spreads), tuple(mesh.axes.items()))
     kind, ranks = dtype or runs[0][0].dtype, ranks_of(mesh)
-    mine = [[row[i].to(kind) for row in runs] for i in range(len(ranks))]
-    sent = [[part[p] for _, p, _ in found.parts[i]] for i, part in zip(ranks, mine, strict=True)]
+    sent = [[runs[p][i].to(kind) for _, p, _ in found.parts[r]] for i, r in enumerate(ranks)]
     like = runs[0][0].new_empty(0, dtype=kind)
     arrived = exchange(sent, found.counts, mesh, like)
     out: list[list[Tensor]] = []
@@ -435,7 +434,7 @@ def join(
         size = math.prod(spread.layout.local_shape(spread.padded, mesh.axes))
         out.append([like.new_empty(size) for _ in ranks])
         for i, rank in enumerate(ranks):
-            out[p][i][slice(*spread.runs[rank])] = mine[i][p]  # type: ignore[index]
+            out[p][i][slice(*spread.runs[rank])] = runs[p][i]  # type: ignore[index]
     for i, rank in enumerate(ranks):
         for at, p, (lo, hi) in found.parts[rank]:
             out[p][i][lo:hi] = arrived[i][at : at + hi - lo]

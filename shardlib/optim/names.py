@@ -21,7 +21,7 @@ from shardlib.optim.combine import AroundZeroState, MultiState
 from shardlib.optim.flat import leaf_place, parts_of, whole
 from shardlib.optim.matrix_owners import Owned
 from shardlib.optim.transform import at_rest
-from shardlib.optim.trees import State, names_of, zeros_like
+from shardlib.optim.trees import State, first_of, names_of, zeros_like
 from shardlib.placing import reshard, shard, unshard
 from shardlib.tensor import ShardedTensor, typeof
 
@@ -135,11 +135,7 @@ def _same_blocks(nodes: Nodes, kept: Mapping[str, Any]) -> None:
 def _same_names(wanted: set[str], given: set[str]) -> None:
     """Refuse a state with other names."""
     differences = {"lacks": sorted(wanted - given), "has": sorted(given - wanted)}
-    told = [
-        f"{what} {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-        for what, names in differences.items()
-        if names
-    ]
+    told = [f"{what} {first_of(names)}" for what, names in differences.items() if names]
     if told:
         raise _refused(f"this is the state of another model or transform: it {' and '.join(told)}")
 

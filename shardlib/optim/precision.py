@@ -5,7 +5,7 @@ its weight: added in half precision it changes nothing.  So an fp32 copy is kept
 only the 16 bits that a bfloat16 lacks of it; the parameters are the rounded master.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor
 from shardlib.dtypes import HALF, wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.kernels import active
+from shardlib.optim.flat import Memory
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
 from shardlib.optim.trees import (
     State,
@@ -271,19 +272,15 @@ def with_master(
     tx: Transform,
     master: Master | None,
     axis: str | Sequence[str],
-    empty: Callable[[Tensor], Tensor],
-    give: Callable[..., object],
+    memory: Memory,
 ) -> Transform:
-    """Run ``tx`` on a master of parts of parameters, which are the rounded master; in place only.
-
-    ``empty``, ``give``  take and return fp32 memory of the shape of a tensor.
-    """
+    """Run ``tx`` on a master of parts of parameters, which are the rounded master; in place only."""
     if master is None:
         return tx
 
     donate = partial(_with_fp32, tx)
     if master == "bf16+rem":
-        donate = partial(_with_remainder, tx, empty, give)
+        donate = partial(_with_remainder, tx, memory)
     begin = partial(_begun, tx, master, axis)
     return Transform(begin, tx.update, tx.trait, donate, heeds=True)
 
@@ -319,13 +316,7 @@ def _with_fp32(tx: Transform, grads: Tree, state: ZeroState, mine: Tree, step: S
 
 
 def _with_remainder(
-    tx: Transform,
-    empty: Callable[[Tensor], Tensor],
-    give: Callable[..., object],
-    grads: Tree,
-    state: ZeroState,
-    mine: Tree,
-    step: Step,
+    tx: Transform, memory: Memory, grads: Tree, state: ZeroState, mine: Tree, step: Step
 ) -> ZeroState:
     first = optree.tree_leaves(mine)[0].raw
     if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
@@ -333,7 +324,7 @@ def _with_remainder(
         inner = run_in_place(tx, grads, state.inner, mine, step)
         step.beside = None  # still set if the step was skipped
         return ZeroState(inner, state.master)
-    full = each(lambda g: empty(g).zero_(), grads)
+    full = each(lambda g: memory.wide(g).zero_(), grads)
     rows = runs(mine, state.master, full)
     for p, rest, m in spans(*rows):
         m.copy_(joined(p, rest))
@@ -342,5 +333,5 @@ def _with_remainder(
         high, low = halves(m)
         p.copy_(high)
         rest.copy_(low)
-    give(*(x.raw for x in optree.tree_leaves(full)))
+    memory.give(*(x.raw for x in optree.tree_leaves(full)))
     return ZeroState(inner, state.master)

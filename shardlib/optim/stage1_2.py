@@ -40,7 +40,7 @@ class SplitState:
         self.how = how
         self.cache = IndexCache(how)
         self.memory = Memory()
-        self.inner = with_master(how.tx, how.master, how.axis, self.memory.wide, self.memory.give)
+        self.inner = with_master(how.tx, how.master, how.axis, self.memory)
 
     def shard(self, params: Tree) -> Tree:
         """Return the parameters, which stay whole."""

@@ -240,7 +240,7 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
         return True
     used: list[Any] = found.runs or rows
     if not found.contiguous:
-        used = [r if r.contiguous else [t.contiguous() for t in r] for r in rows]
+        used = [[t.contiguous() for t in row] for row in rows]
     how |= _scale_and_sound(step, found.dtype, used[1], rows[0][0].device)
     cut = _in_vectors(used) if found.runs is None and rows[0][0].is_cpu else None
     lists = used if cut is None else cut.lists
@@ -250,8 +250,7 @@ def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, 
     if cut is not None:
         cut.give_back()
     for row, made in zip(rows, used, strict=True) if not found.contiguous else ():
-        if made is not row:
-            copy_all(row, made)
+        copy_all(row, made)
     # the kernel does not bump versions: backward through an older graph must raise
     torch.autograd.graph.increment_version(found.roots)
     return True

@@ -29,12 +29,11 @@ from shardlib.optim.buckets import ALIGN, Bucket, Buckets, Pieces, SlotPart, Sta
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
-    "State", "Tree",
-    "ALIGN", "SPAN", "EmptyState", "Pieces", "TensorView", "blocks_of", "bucketed_in", "by_tensor",
-    "check_gradient", "cleared", "cuts", "each", "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named",
-    "names_of", "need", "nothing", "of_others", "one_block", "one_each", "only", "pieces", "raw_of",
-    "ready", "refuse_copies", "runs", "settled", "spans", "trainable", "with_raw", "writable",
-    "zeros_like",
+    "ALIGN", "SPAN", "EmptyState", "Pieces", "State", "TensorView", "Tree", "blocks_of",
+    "bucketed_in", "by_tensor", "check_gradient", "cleared", "cuts", "each", "first_of",
+    "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named", "names_of", "need",
+    "nothing", "of_others", "one_block", "one_each", "only", "pieces", "raw_of", "ready",
+    "refuse_copies", "runs", "settled", "spans", "trainable", "with_raw", "writable", "zeros_like",
 ]  # fmt: skip
 
 
@@ -323,6 +322,15 @@ def _same_tree(first: Tree, others: Sequence[Any]) -> None:
             )
 
 
+def first_of(names: Sequence[str], most: int = 4) -> str:
+    """List the first names.
+
+    >>> first_of("abc", 2), first_of("abc")
+    ('a, b, ...', 'a, b, c')
+    """
+    return ", ".join([*names[:most], *(["..."] if len(names) > most else [])])
+
+
 def _differing(tree: Any, other: Any) -> str:
     """Say where two structures differ."""
     names = sorted(names_of(list(set(tree.paths()) ^ set(other.paths()))))
@@ -557,7 +565,8 @@ def one_block(first: Tensor, *others: Tensor) -> None:
 
 def _same_block(p: Place, q: Place) -> bool:
     """Return whether two places are equal but for pending sums."""
-    return p[1:4] == q[1:4] and (p.dims, p.layout.skew) == (q.dims, q.layout.skew)
+    one, two = p.layout, q.layout
+    return p[1:4] == q[1:4] and (one.dims, one.skew) == (two.dims, two.skew)
 
 
 def of_others(
