@@ -10,6 +10,7 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5.2 (stage 2, P_os+g).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import optree
@@ -51,6 +52,7 @@ class Lies:
         return found
 
 
+@dataclass(eq=False)
 class Sink:
     """A sink for one backward's gradients: ``take(leaf, gradient)``, then ``finish()``.
 
@@ -64,40 +66,30 @@ class Sink:
     ``heard``     called at the end with the order of the leaves' gradients.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        mesh: Mesh,
-        memory: Memory,
-        dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
-        *,
-        device: torch.device,
-        to: Literal["part", "sum", "whole"] = "part",
-        wire: torch.dtype | None = None,
-        also: tuple[str, ...] = (),
-        most: int = 2,
-        ahead: bool = False,
-        heard: Callable[[list[int]], object] | None = None,
-    ) -> None:
-        self.index = index
-        self.where = index.where
-        self.mesh = mesh
-        self.memory = memory
-        self.dtypes = dtypes
-        self.device = device
-        self.to = to
-        self.wire = wire
-        self.also = also
-        self.most = most
-        self.heard = heard
-        self.ahead = ahead and len(index.buckets) > 1  # a single bucket is full only at the end
-        self.over = (*(a for hop in index.hops for a in hop), *also)
-        self.left = [set(range(len(b.slots))) for b in index.buckets]
+    index: Index
+    mesh: Mesh
+    memory: Memory
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]]
+    _: KW_ONLY
+    device: torch.device
+    to: Literal["part", "sum", "whole"] = "part"
+    wire: torch.dtype | None = None
+    also: tuple[str, ...] = ()
+    most: int = 2
+    ahead: bool = False
+    heard: Callable[[list[int]], object] | None = None
+
+    def __post_init__(self) -> None:
+        buckets = self.index.buckets
+        self.where = self.index.where
+        self.ahead &= len(buckets) > 1  # a single bucket is full only at the end
+        self.over = (*(a for hop in self.index.hops for a in hop), *self.also)
+        self.left = [set(range(len(b.slots))) for b in buckets]
         self.order: list[int] = []
-        self.begun: list[Tensor | None] = [None] * len(self.left)
-        self.lies: list[Lies | None] = [None] * len(self.left)
+        self.begun: list[Tensor | None] = [None] * len(buckets)
+        self.lies: list[Lies | None] = [None] * len(buckets)
         self.flying: list[tuple[int, Tensor, Callable[[], Tensor]]] = []
-        self.out: list[Tensor | None] = [None] * len(self.left)
+        self.out: list[Tensor | None] = [None] * len(buckets)
         self.next = 0
 
     def begin(self, flats: Sequence[Tensor]) -> None:
@@ -132,13 +124,12 @@ class Sink:
         if self.heard is not None:
             self.heard(self.order)
         index, mesh = self.index, self.mesh
+        axes = self.over if self.to == "whole" else ()
         values = {}
         for bucket, raw in zip(index.buckets, self.out, strict=True):
-            place = (
-                shard_place(bucket, mesh)
-                if self.to == "part"
-                else whole_place(bucket, mesh, self.over if self.to == "whole" else ())
-            )
+            place = whole_place(bucket, mesh, axes)
+            if self.to == "part":
+                place = shard_place(bucket, mesh)
             values[bucket.name] = ShardedTensor(raw, place)  # type: ignore[arg-type]
         return Buckets(values, index, mesh)
 
@@ -207,12 +198,13 @@ class Sink:
         self.begun[b] = self.lies[b] = None
 
 
+@dataclass(eq=False)
 class Summed(Sink):
     """A sink that returns gradients in the tree and layouts of the parameters."""
 
-    def __init__(self, *args: Any, tree: Callable[[list[Tensor]], Any], **how: Any) -> None:
-        super().__init__(*args, to="sum", **how)
-        self.tree = tree
+    _: KW_ONLY
+    to: Literal["part", "sum", "whole"] = "sum"
+    tree: Callable[[list[Tensor]], Any]
 
     def finish(self) -> Tree:
         """Wait for all sums and return the gradients, views of the buckets."""

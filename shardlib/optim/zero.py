@@ -11,7 +11,7 @@ reduce-scattered, (N-1)/N P, and parameters gathered, (N-1)/N P.
 Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5.2 (stage 2, P_g).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -93,9 +93,8 @@ def zero(
         )
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     how = ZeroSettings(tx, axes, stage, bucket_mb, master, reduce_dtype, gather_dtype, inner, keep)
-    for kind, wrong, message, fix in (*_in_stage(how), *_in_dtypes(how)):
-        if wrong:
-            raise kind(message, op="zero", fix=fix)
+    _check_stage(how)
+    _check_dtypes(how)
     if stage == 0:
         return tx._replace(sink=partial(summing, cache=IndexCache(how)))
     made = SplitParameters(how) if stage == 3 else SplitState(how)
@@ -103,81 +102,66 @@ def zero(
     return Transform(made.init, made.update, tx.trait, made.donate, **how_given)
 
 
-_Refusal = tuple[type[ShardError], object, str, str]
-"""The class of an error, whether it is raised, its message and its fix."""
+def _refuse(wrong: object, message: str, fix: str, kind: type[ShardError] = ShardError) -> None:
+    if wrong:
+        raise kind(message, op="zero", fix=fix)
 
 
-def _in_stage(how: ZeroSettings) -> Iterator[_Refusal]:
-    """List refusals of axes, stage and transform."""
-    yield (
-        ShardError,
-        not how.axes,
-        "there is no axis to split over",
-        'sl.optim.zero(tx, axis="data")',
-    )
-    name, stage = repr(how.axis), how.stage
-    yield (
-        ShardError,
+def _check_stage(how: ZeroSettings) -> None:
+    """Refuse axes, stages and transforms."""
+    _refuse(not how.axes, "there is no axis to split over", 'sl.optim.zero(tx, axis="data")')
+    stage, call = how.stage, f"sl.optim.zero(tx, axis={how.axis!r}"
+    _refuse(
         type(stage) is not int or not 0 <= stage <= 3,
         f"there is no stage {stage}; 1 splits state, 2 gradients too, 3 parameters too",
-        f"sl.optim.zero(tx, axis={name}, stage=2)",
+        f"{call}, stage=2)",
     )
-    yield (
-        ShardError,
-        not stage and bool(how.master or how.gather_dtype or how.reduce_dtype),
+    _refuse(
+        not stage and (how.master or how.gather_dtype or how.reduce_dtype),
         "stage 0 splits nothing, so it has no master and no dtypes of its own",
-        f"sl.optim.zero(tx, axis={name}, stage=0)",
+        f"{call}, stage=0)",
     )
-    yield (
-        Unsupported,
+    why = "this transform looks at the tree"
+    if how.tx.trait is None:
+        why = "nobody said what this transform's update of one element depends on"
+    _refuse(
         stage and how.tx.trait in (None, "tree"),
-        "nobody said what this transform's update of one element depends on, and zero shows it "
-        "flat vectors of many parameters"
-        if how.tx.trait is None
-        else "this transform looks at the tree, and zero shows it flat vectors of many parameters",
-        f'tx = sl.optim.zero(tx._replace(trait="elementwise"), axis={name})  # if that alone',
+        f"{why}, and zero shows it flat vectors of many parameters",
+        f'tx = sl.optim.zero(tx._replace(trait="elementwise"), axis={how.axis!r})  # if that alone',
+        Unsupported,
     )
-    yield (
-        ShardError,
-        how.inner is not None and how.inner in how.axes,
-        f"inner={how.inner!r} is in axis= already",
-        f"sl.optim.zero(tx, axis={name})",
-    )
+    _refuse(how.inner in how.axes, f"inner={how.inner!r} is in axis= already", f"{call})")
     most = how.bucket_mb
-    yield (
-        ShardError,
+    _refuse(
         most is not None and not (isinstance(most, int | float) and 0 < most < 2**40),
         f"bucket_mb={most!r}: a bucket has more than 0 MiB",
         'sl.optim.zero(tx, axis="data", bucket_mb=4.0)',
     )
 
 
-def _in_dtypes(how: ZeroSettings) -> Iterator[_Refusal]:
-    """List refusals of the master, and of the dtypes in which values are sent."""
-    name, narrow = repr(how.axis), how.gather_dtype
-    yield (
-        ShardError,
+def _check_dtypes(how: ZeroSettings) -> None:
+    """Refuse masters, and dtypes in which values are sent."""
+    call, narrow = f"sl.optim.zero(tx, axis={how.axis!r}", how.gather_dtype
+    _refuse(
         how.master not in (None, "fp32", "bf16+rem"),
         f"master={how.master!r} is none of 'fp32', 'bf16+rem', None",
-        f'sl.optim.zero(tx, axis={name}, master="fp32")',
+        f'{call}, master="fp32")',
     )
     for what, dtype in (("reduce_dtype", how.reduce_dtype), ("gather_dtype", narrow)):
         floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        yield (
-            ShardError,
+        _refuse(
             dtype is not None and not floats,
             f"{what}={dtype!r} is no floating point dtype",
-            f"sl.optim.zero(tx, axis={name}, {what}=torch.bfloat16)",
+            f"{call}, {what}=torch.bfloat16)",
         )
-    yield (
-        ShardError,
+    _refuse(
         narrow is not None and how.master != "fp32",
         "parameters gathered in another dtype than their own lose what no master keeps",
-        f'sl.optim.zero(tx, axis={name}, master="fp32", gather_dtype={narrow})',
+        f'{call}, master="fp32", gather_dtype={narrow})',
     )
-    yield (
-        Unsupported,
+    _refuse(
         narrow is not None and how.stage == 3,
         "the parts of stage 3 are gathered in their own dtype",
-        f'sl.optim.zero(tx, axis={name}, stage=3, master="fp32")  # of bfloat16 parameters',
+        f'{call}, stage=3, master="fp32")  # of bfloat16 parameters',
+        Unsupported,
     )
