@@ -33,6 +33,7 @@ from shardlib.optim.transform import (
     at_step,
     by_directions,
     divide,
+    divided,
     elementwise,
     ranged,
     restoring,
@@ -173,8 +174,7 @@ def _by_apex(lists: Sequence[Pieces], step: Step, hyper: tuple[Any, ...]) -> boo
     if stepped is None:
         return False
     if step.scale is not None:
-        for t in g:
-            t.div_(step.scale.to(t.device, t.dtype))
+        divided(g, step.scale)
     stepped(g, p, m, v, AdamStep(*hyper))
     return True
 

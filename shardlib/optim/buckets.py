@@ -10,6 +10,7 @@ already split its leaves.
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -213,7 +214,7 @@ def index(
             slots = begun[key] = []
             end = 0
         slots.append(BucketSlot(tuple(tied[item.value]), end, length, item.shape))
-    done += [(key, slots) for key, slots in begun.items() if slots]
+    done += begun.items()
     return Index(
         items,
         tuple(_bucket(items, k, key, slots, hops, sizes) for k, (key, slots) in enumerate(done)),
@@ -366,17 +367,18 @@ class Beside(NamedTuple):
 
 
 def _beside(*rows: Pieces) -> Beside:
-    first, every = rows[0], [t for row in rows for t in row]
+    first, every = rows[0], list(itertools.chain(*rows))
     dtype, *more = {t.dtype for t in every} or {torch.float32}
     one_float = not more and dtype.is_floating_point
-    dense = all(t.is_contiguous() for t in every)
-    alike = dense and first.runs is not None and all(row.runs == first.runs for row in rows)
-    runs = [row.joined() for row in rows] if alike else None
+    dense = all(map(Tensor.is_contiguous, every))
+    runs = None
+    if dense and first.runs is not None and {row.runs for row in rows} == {first.runs}:
+        runs = [row.joined() for row in rows]
     device = first[0].device if first else None
     # torch's fused kernels take a step count per tensor: here all share one
     one = torch.zeros((), dtype=torch.float32, device=device)
     count = [one] * len(first if runs is None else runs[0])
-    roots = [t for row in rows for t in row.roots]
+    roots = list(itertools.chain(*(row.roots for row in rows)))
     return Beside(rows[1:], dtype if one_float else None, roots, dense, runs, count)
 
 

@@ -374,16 +374,14 @@ def _items(
 def changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError:
     """Build the error for a state that was made for other parameters."""
     before, now = ({i.path: replace(i, value=0) for i in items} for items in (old, new))
-    differences = {
-        "without": [p for p in before if p not in now],
-        "with": [p for p in now if p not in before],
-        "and otherwise": [p for p in now if before.get(p, now[p]) != now[p]],
-    }
+    gone, come = ([p for p in one if p not in two] for one, two in ((before, now), (now, before)))
+    other = [p for p in now if before.get(p, now[p]) != now[p]]
+    differences = {"without": gone, "with": come, "and otherwise": other}
     told = [f"{what} {first_of(names, 3)}" for what, names in differences.items() if names]
     operands, fix = {}, "state = tx.init(params)"
-    for p in differences["and otherwise"][:1]:
-        for when, item in (("when made", before[p]), ("now", now[p])):
-            operands[when] = f"{p} {list(item.shape)} {item.dtype} {item.place}"
+    if other:
+        p = other[0]
+        operands = {"when made": _lies(before[p]), "now": _lies(now[p])}
     kinds = [{p: (i.whole, i.dtype) for p, i in items.items()} for items in (before, now)]
     if kinds[0] == kinds[1]:
         fix = "state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))"
@@ -394,6 +392,10 @@ def changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError:
         mesh=mesh,
         fix=fix,
     )
+
+
+def _lies(item: Item) -> str:
+    return f"{item.path} {list(item.shape)} {item.dtype} {item.place}"
 
 
 def same_index(theirs: Index, ours: Index, mesh: Mesh) -> None:

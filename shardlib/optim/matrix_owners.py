@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -218,6 +218,11 @@ class MatrixRun(NamedTuple):
     at: int
     box: int
 
+    @property
+    def elements(self) -> tuple[int, int, int, int]:
+        """Its elements of the matrix; equal for copies."""
+        return self.unit, self.box, self.at, self.hi - self.lo
+
 
 @dataclass(frozen=True)
 class Deal:
@@ -301,19 +306,19 @@ def deal(
         for rank, coord in enumerate(ranks):
             for h in _held(p, spread, coord, mesh, rank, number, boxes):
                 holds[rank].append(h)
-                copies[h.unit, h.box, h.at, h.hi - h.lo].append(rank)
+                copies[h.elements].append(rank)
     owner = _dealt([work(spreads[p]) for p, _ in units], holds)
-    # of several copies the owner's own is taken, which moves nothing; else a hash spreads senders
-    source = {
-        key: owner[key[0]] if owner[key[0]] in who else who[sum(key) % len(who)]
-        for key, who in copies.items()
-    }
+
+    def sends_it(rank: int, h: MatrixRun) -> bool:
+        """Of several copies the owner's own is taken, which moves nothing; else a hash spreads."""
+        who, own = copies[h.elements], owner[h.unit]
+        return rank == (own if own in who else who[sum(h.elements) % len(who)])
+
     ordered = [tuple(sorted(mine, key=lambda h: (owner[h.unit], h))) for mine in holds]
-    sends = [
-        tuple(h for h in mine if source[h.unit, h.box, h.at, h.hi - h.lo] == rank)
-        for rank, mine in enumerate(ordered)
-    ]
-    return Deal(spreads, units, tuple(owner), tuple(ordered), tuple(sends), tuple(boxes))
+    sends = [filter(partial(sends_it, rank), mine) for rank, mine in enumerate(ordered)]
+    return Deal(
+        spreads, units, tuple(owner), tuple(ordered), tuple(map(tuple, sends)), tuple(boxes)
+    )
 
 
 def _dealt(work: Sequence[int], holds: Sequence[Sequence[MatrixRun]]) -> list[int]:
@@ -387,22 +392,20 @@ def through_owners(
     plan: Deal,
     mesh: Mesh | None,
     f: Compute,
-    into: Sequence[Sequence[Tensor]],
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
 ) -> None:
-    """Send matrices to their owners, compute there, and send the results back.
+    """Send matrices to their owners, compute there, and write the results over the matrices.
 
     ``runs``  per parameter, a vector of the held elements for each rank in this process.
-    ``into``  vectors for the results, like ``runs``; ``runs`` itself, if it may be overwritten.
-    ``dtype`` in which matrices are sent and computed; None: their own.
+    ``dtype`` in which matrices are sent and computed.
     Moves: ``plan.moved / ranks`` elements per rank in two exchanges.
     """
-    ranks, kind = ranks_of(mesh), dtype or runs[0][0].dtype
+    ranks = ranks_of(mesh)
 
     def sent(i: int, rank: int) -> list[Tensor]:
-        return [runs[h.param][i][h.lo : h.hi].to(kind) for h in plan.sends[rank]]
+        return [runs[h.param][i][h.lo : h.hi].to(dtype) for h in plan.sends[rank]]
 
-    like = runs[0][0].new_empty(0, dtype=kind)
+    like = runs[0][0].new_empty(0, dtype=dtype)
     arrived = exchange([sent(i, r) for i, r in enumerate(ranks)], plan.there, mesh, like)
     results = [_owned(arrived.pop(0), plan, rank, i, f) for i, rank in enumerate(ranks)]
     returned = exchange(results, plan.back, mesh, like)
@@ -410,7 +413,7 @@ def through_owners(
         at = 0
         for h in plan.holds[rank]:
             n = h.hi - h.lo
-            into[h.param][i][h.lo : h.hi] = returned[i][at : at + n]
+            runs[h.param][i][h.lo : h.hi] = returned[i][at : at + n]
             at += n
 
 
@@ -418,16 +421,16 @@ def join(
     runs: Sequence[Sequence[Tensor]],
     spreads: Sequence[Spread],
     mesh: Mesh,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
 ) -> list[list[Tensor]]:
     """Join whole blocks from their runs, as vectors, each along the axes of its cut.
 
     Moves: (N-1)/N of the blocks, for N ranks along those axes, in one exchange.
     """
     found = _shared(tuple(spreads), tuple(mesh.axes.items()))
-    kind, ranks = dtype or runs[0][0].dtype, ranks_of(mesh)
-    sent = [[runs[p][i].to(kind) for _, p, _ in found.parts[r]] for i, r in enumerate(ranks)]
-    like = runs[0][0].new_empty(0, dtype=kind)
+    ranks = ranks_of(mesh)
+    sent = [[runs[p][i].to(dtype) for _, p, _ in found.parts[r]] for i, r in enumerate(ranks)]
+    like = runs[0][0].new_empty(0, dtype=dtype)
     arrived = exchange(sent, found.counts, mesh, like)
     out: list[list[Tensor]] = []
     for p, spread in enumerate(spreads):

@@ -613,16 +613,22 @@ def _placed(mesh: Mesh, items: Sequence[Laid], how: _IterationSettings, dtype: t
     if dealt:
         runs = [x.runs for x in dealt]
         plan = deal(tuple(x.spread for x in dealt), case.sizes)
-        through_owners(runs, plan, mesh, in_batches(how), runs, dtype)
-    others = [(x, _WAYS[way]) for x, way in zip(items, ways, strict=True) if way in _WAYS]
-    cut = [x for x, _ in others if x.spread.cut]
+        through_owners(runs, plan, mesh, in_batches(how), dtype)
+    _in_place(mesh, [(x, w) for x, w in zip(items, ways, strict=True) if w in _WAYS], how, dtype)
+
+
+def _in_place(
+    mesh: Mesh, ways: Sequence[tuple[Laid, str]], how: _IterationSettings, dtype: torch.dtype
+) -> None:
+    """Orthogonalise matrices on the ranks that hold them."""
+    cut = [x for x, _ in ways if x.spread.cut]
     joined = iter(join([x.runs for x in cut], [x.spread for x in cut], mesh, dtype) if cut else ())
-    for one, compute in others:
+    for one, way in ways:
         s = one.spread
         whole = next(joined) if s.cut else [run.to(dtype) for run in one.runs]
         shape = s.layout.local_shape(s.padded, mesh.axes)
         x = ShardedTensor(storage([b.view(shape) for b in whole], mesh), s.place(mesh))
-        _write(compute(x, s, how), one, mesh)
+        _write(_WAYS[way](x, s, how), one, mesh)
 
 
 def _write(done: Tensor, out: Laid, mesh: Mesh) -> None:

@@ -141,7 +141,7 @@ def _directed(
 
     plan, dtype = state.mu.held.plan, state.mu.vector.dtype
     runs = [x.runs for x in items]
-    through_owners(runs, plan, items[0].mesh, compute, runs, dtype)
+    through_owners(runs, plan, items[0].mesh, compute, dtype)
 
 
 def _live(tree: Tree, kernels: Patterns | None) -> list[Laid]:

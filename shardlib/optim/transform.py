@@ -17,7 +17,7 @@ more than a step behind.
 import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from numbers import Integral, Real
@@ -49,7 +49,7 @@ from shardlib.optim.trees import (
 __all__ = [
     "AMOUNT", "COUNT", "Later", "NUMBER", "POSITIVE", "Posted", "Range", "SHARE", "STEPS",
     "Schedule", "Step", "TRAITS", "Transform", "at_rest", "at_step", "begun", "by_directions", "check_inner",
-    "check_transform", "chosen", "divide", "elementwise", "fused", "handed_on", "kept_whole", "mapped",
+    "check_transform", "chosen", "divide", "divided", "elementwise", "fused", "handed_on", "kept_whole", "mapped",
     "on_host", "ranged", "restoring", "run_in_place", "told", "trait_of",
 ]  # fmt: skip
 
@@ -219,38 +219,43 @@ def under(backend: str, tx: Transform) -> Transform:
 def divide(grads: Tree, step: Step) -> None:
     """Divide the gradients by the scale, in place, for transforms that cannot do it themselves."""
     if step.scale is not None:
-        for g in runs(grads)[0]:
-            g.div_(step.scale.to(g.device, g.dtype))
+        divided(runs(grads)[0], step.scale)
         step.scale = None
 
 
-def fused(name: str, lists: Sequence[Sequence[Tensor]], step: Step, count: int, **how: Any) -> bool:
-    """Run torch's fused kernel ``name`` on ``lists``: parameters, gradients, moments; in place.
+def divided(tensors: Iterable[Tensor], by: Tensor) -> None:
+    """Divide plain tensors by a scalar, in place."""
+    for t in tensors:
+        t.div_(by.to(t.device, t.dtype))
+
+
+def fused(name: str, rows: Sequence[Pieces], step: Step, count: int, **how: Any) -> bool:
+    """Run torch's fused kernel ``name`` on parameters, gradients and moments, in place.
 
     ``count``  steps taken, this one included.
     Returns False, with nothing done, if torch has no such kernel for these dtypes: it takes one
     dtype.
     """
     kernel = fused_step(name)
-    rows = [row if isinstance(row, Pieces) else Pieces(row) for row in lists]
     found = rows[0].beside(*rows[1:])
     if kernel is None or found.dtype is None:
         return False
     if not rows[0]:
         return True
-    used: list[Any] = found.runs or rows
+    used: Any = found.runs or rows
+    back: list[tuple[Any, Any]] = []  # (memory, what is copied to it after the step)
     if not found.contiguous:
         used = [[t.contiguous() for t in row] for row in rows]
+        back = list(zip(rows, used, strict=True))
     how |= _scale_and_sound(step, found.dtype, used[1], rows[0][0].device)
-    cut = _in_vectors(used) if found.runs is None and rows[0][0].is_cpu else None
-    lists = used if cut is None else cut.lists
+    if found.runs is None and rows[0][0].is_cpu:
+        used, ends = _in_vectors(used)
+        back = ends + back
     found.count[0].fill_(count)
     with below_autograd():
-        kernel(lists, found.count[:1] * len(lists[0]), **how)
-    if cut is not None:
-        cut.give_back()
-    for row, made in zip(rows, used, strict=True) if not found.contiguous else ():
-        copy_all(row, made)
+        kernel(used, found.count[:1] * len(used[0]), **how)
+    for memory, made in back:
+        copy_all(memory, made)
     # the kernel does not bump versions: backward through an older graph must raise
     torch.autograd.graph.increment_version(found.roots)
     return True
@@ -270,38 +275,21 @@ def _scale_and_sound(
         return how
     if dtype == torch.float32:
         return how | {"grad_scale": step.scale.to(device, torch.float32)}
-    for g in grads:
-        g.div_(step.scale.to(g.device, g.dtype))
+    divided(grads, step.scale)
     return how
 
 
-class _Cut(NamedTuple):
-    """Tensors cut to whole vectors, per list; the rest of each is collected in one more vector.
-
-    ``ends``    per list the ends of its tensors; ``copies``  their copies in that vector.
-    """
-
-    lists: list[list[Tensor]]
-    ends: list[list[Tensor]]
-    copies: list[list[Tensor]]
-
-    def give_back(self) -> None:
-        """Copy the results back; gradients have none."""
-        for i, (ends, copies) in enumerate(zip(self.ends, self.copies, strict=True)):
-            if i != 1:
-                copy_all(ends, copies)
-
-
-def _in_vectors(lists: Sequence[Sequence[Tensor]]) -> _Cut | None:
-    """Cut tensors so that a kernel rounds all elements alike; None if all are whole vectors.
+def _in_vectors(lists: Sequence[Sequence[Tensor]]) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Cut tensors so that a kernel rounds all elements alike: the rest of each fills one more vector.
 
     A CPU kernel rounds the last elements, which fill no vector, differently from the others.
     Without this, the layout's cuts would decide which elements these are.
+    Returns the lists, and the ends of tensors with their copies in that vector, without gradients.
     """
     odd = [i for i, t in enumerate(lists[0]) if t.numel() % ALIGN]
     if not odd:
-        return None
-    cut = _Cut([], [], [])
+        return lists, []
+    cut, back = [], []
     sizes = [lists[0][i].numel() % ALIGN for i in odd]
     # fills the last vector
     room = lists[0][0].new_zeros(-sum(sizes) % ALIGN)
@@ -310,10 +298,10 @@ def _in_vectors(lists: Sequence[Sequence[Tensor]]) -> _Cut | None:
         ends = [flat[i][-n:] for i, n in zip(odd, sizes, strict=True)]
         together = torch.cat([*ends, room])
         bodies = [t[: t.numel() // ALIGN * ALIGN] for t in flat if t.numel() >= ALIGN]
-        cut.lists.append([*bodies, together])
-        cut.ends.append(ends)
-        cut.copies.append(list(together.split([*sizes, room.numel()])[:-1]))
-    return cut
+        cut.append([*bodies, together])
+        back.append((ends, list(together.split([*sizes, room.numel()])[:-1])))
+    del back[1]
+    return cut, back
 
 
 def run_in_place(tx: Transform, grads: Tree, state: State, params: Tree, step: Step) -> State:
