@@ -329,7 +329,8 @@ def flags(mask: Mask, tree: Tree, op: str) -> dict[str, bool]:
     known = named(tree)
     patterns = _patterns(mask)
     if patterns is None:
-        return {n: bool(v) for n, v in _by_tree(mask, tree, known, op).items()}
+        fix = "mask = optree.tree_map(lambda p: p.ndim > 1, params)"
+        return {n: bool(v) for n, v in _by_tree(mask, tree, known, op, fix).items()}
     _all_match(patterns, known, tree, op, lambda p: "")
     return {n: any(matches(p, n, v) for p in patterns) for n, v in known.items()}
 
@@ -384,9 +385,7 @@ def _without(pattern: Any, pairs: Any) -> str:
     return f"which = [r for i, r in enumerate(which) if i != {at}]"
 
 
-def _by_tree(
-    which: Any, tree: Tree, known: Mapping[str, Any], op: str, fix: str = ""
-) -> dict[str, Any]:
+def _by_tree(which: Any, tree: Tree, known: Mapping[str, Any], op: str, fix: str) -> dict[str, Any]:
     """Return a tree of values, or the result of a function of the tree, path by path."""
     given = named(which(dict(known) if is_bucketed(tree) else tree) if callable(which) else which)
     missing = [n for n, v in known.items() if n not in given and isinstance(v, Tensor)]
@@ -394,8 +393,7 @@ def _by_tree(
         raise RuleLint(
             f"nothing is said of {', '.join(map(repr, missing[:4]))}",
             op=op,
-            fix=fix.format(next((v for v in given.values() if v is not None), "rest"))
-            or "mask = optree.tree_map(lambda p: p.ndim > 1, params)",
+            fix=fix.format(next((v for v in given.values() if v is not None), "rest")),
         )
     return {n: given.get(n) for n in known}
 

@@ -125,7 +125,7 @@ class IndexCache:
 
     def __init__(self, how: ZeroSettings) -> None:
         self.hops = how.hops
-        self.groups = how.tx.groups
+        self.groups = how.tx.groups or _no_words
         self.keep = how.keep
         self.apart = how.stage == 3
         self.most_bytes = MOST if how.bucket_mb is None else int(how.bucket_mb * 2**20)
@@ -273,6 +273,11 @@ class IndexCache:
         self.last.pop("tree", None)
 
 
+def _no_words(params: Tree) -> list[Any]:
+    """Return an empty word for every parameter, frozen ones included."""
+    return [""] * len(optree.tree_leaves(params, none_is_leaf=True))
+
+
 def _named(params: Tree, groups: Any) -> tuple[list[str], tuple[int, ...], list[Any]]:
     """Return the trained leaves' paths, their numbers in insertion order, and their groups.
 
@@ -283,8 +288,7 @@ def _named(params: Tree, groups: Any) -> tuple[list[str], tuple[int, ...], list[
     kept = [i for i, f in enumerate(frozen(leaves)) if not f]
     number = {at: i for i, at in enumerate(kept)}
     made = _as_made(params, optree.tree_unflatten(tree, range(len(leaves))))
-    said = [""] * len(every) if groups is None else groups(params)
-    rows = zip(every, names_of(paths), said, strict=True)
+    rows = zip(every, names_of(paths), groups(params), strict=True)
     found = [(name, word) for x, name, word in rows if x is not None]
     order = tuple(number[at] for at in made if at in number)
     return [found[i][0] for i in kept], order, [found[i][1] for i in kept]

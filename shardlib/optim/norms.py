@@ -8,7 +8,7 @@ cut.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import filterfalse, groupby
 from typing import Any, NamedTuple
 
 import optree
@@ -205,14 +205,13 @@ def summed(leaves: Sequence[Any]) -> list[Any]:
     Half precision is summed in fp32.  Moves (N-1)/N of the pending bytes, one psum_scatter per
     25 MiB.
     """
-    pending = [x for x in leaves if isinstance(x, ShardedTensor) and x.sharding.partial]
-    out = [x for x in leaves if not (isinstance(x, ShardedTensor) and x.sharding.partial)]
+    out = list(filterfalse(_is_unsummed, leaves))
 
     def kind(x: ShardedTensor) -> Any:
         split = [a in x.sharding.axes for a in x.mesh.names]
         return id(x.mesh), x.sharding.partial, split, str(x.dtype)
 
-    for _, alike in groupby(sorted(pending, key=kind), key=kind):
+    for _, alike in groupby(sorted(filter(_is_unsummed, leaves), key=kind), key=kind):
         batch: list[ShardedTensor] = []
         for x in alike:
             if batch and sum(b.raw.nbytes for b in (*batch, x)) > MOST_BYTES:
@@ -222,6 +221,10 @@ def summed(leaves: Sequence[Any]) -> list[Any]:
             batch.append(x)
         out.append(_scattered(batch))
     return out
+
+
+def _is_unsummed(x: object) -> bool:
+    return isinstance(x, ShardedTensor) and bool(x.sharding.partial)
 
 
 def _scattered(batch: Sequence[ShardedTensor]) -> ShardedTensor:
