@@ -310,7 +310,7 @@ def deal(
     owner = _dealt([work(spreads[p]) for p, _ in units], holds)
 
     def sends_it(rank: int, h: MatrixRun) -> bool:
-        """Of several copies the owner's own is taken, which moves nothing; else a hash spreads."""
+        # of several copies the owner's own is taken, which moves nothing; else a hash spreads senders
         who, own = copies[h.elements], owner[h.unit]
         return rank == (own if own in who else who[sum(h.elements) % len(who)])
 

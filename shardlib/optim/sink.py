@@ -25,7 +25,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Index, Tree
 from shardlib.optim.flat import Memory, blocks_in, scatter, shard_place, slot_of, whole_place
 from shardlib.optim.index import IndexCache
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import Place, ShardedTensor
 
 __all__ = ["Sink", "summing"]
 
@@ -123,15 +123,15 @@ class Sink:
                 self._land()
         if self.heard is not None:
             self.heard(self.order)
-        index, mesh = self.index, self.mesh
-        axes = self.over if self.to == "whole" else ()
-        values = {}
-        for bucket, raw in zip(index.buckets, self.out, strict=True):
-            place = whole_place(bucket, mesh, axes)
-            if self.to == "part":
-                place = shard_place(bucket, mesh)
-            values[bucket.name] = ShardedTensor(raw, place)  # type: ignore[arg-type]
-        return Buckets(values, index, mesh)
+        rows = zip(self.index, self.out, strict=True)
+        values = {b.name: ShardedTensor(raw, self._place(b)) for b, raw in rows}  # type: ignore[arg-type]
+        return Buckets(values, self.index, self.mesh)
+
+    def _place(self, bucket: Bucket) -> Place:
+        """Return the place of a bucket's gradients."""
+        if self.to == "part":
+            return shard_place(bucket, self.mesh)
+        return whole_place(bucket, self.mesh, self.over if self.to == "whole" else ())
 
     def _lies(self, b: int) -> Lies:
         """Take memory for a bucket, and zero its gaps."""
