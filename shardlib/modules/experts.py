@@ -45,7 +45,7 @@ def is_stack(module: nn.Module) -> bool:
     """
     count = getattr(module, "num_experts", None)
     held = list(module.parameters(recurse=False))
-    inside = any(True for c in module.children() for _ in c.parameters())
+    inside = len(list(module.parameters())) > len(held)
     if not isinstance(count, int) or inside or max((p.ndim for p in held), default=0) < 3:
         return False
     if any(p.shape[:1] != (count,) or p.ndim < 2 for p in held):

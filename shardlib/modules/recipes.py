@@ -600,7 +600,8 @@ def matrices(model: nn.Module, inputs: object = None) -> list[str]:
     by_name = dict(model.named_parameters())
 
     def atoms(name: str, dims: Sequence[int]) -> set[int]:
-        return {id(a) for d in dims for a in leaves(found.params[name][d])}
+        rows = map(found.params[name].__getitem__, dims)
+        return {id(a) for a in leaves(itertools.chain(*rows))}
 
     read = set[int]().union(*(atoms(r.name, r.inputs) for r in found.products))
     apart = {r.name for r in found.lookups}

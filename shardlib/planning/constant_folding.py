@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import DispatchMode, watched
+from shardlib.memory_tracker import tensors_in
 from shardlib.mesh import Memo
 from shardlib.opspec import Args, Func, Kwargs
 
@@ -81,7 +82,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             return False
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False
-        given = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]  # type: ignore[arg-type]
+        given = tensors_in((args, kwargs))
         if not given:
             return "device" in kwargs
         return all(id(x) in self.values or not x.is_meta for x in given)
@@ -108,8 +109,7 @@ def _computed(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _equal_rows(args: tuple[Any, ...]) -> tuple[int, int]:
     """Count the rows of the operands, 0 unless they are one expanded row; and their dimensions."""
-    rows = args[0] if args and isinstance(args[0], list | tuple) else args
-    given = [x for x in rows if isinstance(x, Tensor)]
+    given = tensors_in(args)
     most = max((x.ndim for x in given), default=0)
     widest = [x for x in given if x.ndim == most > 1]
     # rows of stride 0 are the same memory: one of them gives all
@@ -203,8 +203,7 @@ def _made(out: object, args: tuple[Any, ...]) -> _NewTensor | None:
     if type(out) is not Tensor or not out.is_meta or out.storage_offset():
         return None
     again = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-    given = [x for x in optree.tree_leaves(args) if isinstance(x, Tensor)]  # type: ignore[arg-type]
     own = out.untyped_storage()._cdata
-    alone = all(x.untyped_storage()._cdata != own for x in given)
+    alone = all(x.untyped_storage()._cdata != own for x in tensors_in(args))
     same = again.untyped_storage().nbytes() == out.untyped_storage().nbytes()
     return _NewTensor(out.shape, out.stride(), out.dtype) if alone and same else None

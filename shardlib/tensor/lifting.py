@@ -52,29 +52,24 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
             raise call_error(
                 ShardError, why, op, fix, mesh=str(mesh), x=x, of=f"another mesh, {x.mesh}"
             )
-    elif x.ndim > 0 and scope().call.body and not scope().call.promoting:
-        raise PlainTensor(
-            "a block of the body of shard_map met a sharded value from outside",
-            op=op,
-            mesh=mesh,
-            fix="sl.shard_map(f, in_layouts=sl.layout_of((x, w)), out_layouts=sl.layout_of(x))(x, w)",
-        )
-    elif x.ndim > 0 and not (counts := scope().call.promoting):
-        raise PlainTensor(
-            "a plain tensor met a sharded one, and nothing says where its data sits",
-            op=op,
-            operands={"t": typeof(x)},
-            mesh=mesh,
-            fix='sl.shard(t, "...")  # or, of constants: with sl.constants():',
-        )
-    elif x.ndim > 0 and counts == "verified" and spans_processes(mesh):
-        raw = x.detach()
-        verify(
-            op,
-            mesh,
-            {f"the plain {typeof(x)}": (raw, _WHOLE.resolve(x.ndim))},
-            "sl.shard(t, '...', src=0)",
-        )
+    elif x.ndim > 0:
+        _check_plain(x, mesh, op)
+
+
+def _check_plain(x: Tensor, mesh: Mesh, op: str) -> None:
+    """Refuse a plain operand outside ``promoting``; compare the ranks' copies of a constant."""
+    counts = scope().call.promoting
+    if scope().call.body and not counts:
+        fix = "sl.shard_map(f, in_layouts=sl.layout_of((x, w)), out_layouts=sl.layout_of(x))(x, w)"
+        why = "a block of the body of shard_map met a sharded value from outside"
+        raise PlainTensor(why, op=op, mesh=mesh, fix=fix)
+    if not counts:
+        why = "a plain tensor met a sharded one, and nothing says where its data sits"
+        fix = 'sl.shard(t, "...")  # or, of constants: with sl.constants():'
+        raise PlainTensor(why, op=op, operands={"t": typeof(x)}, mesh=mesh, fix=fix)
+    if counts == "verified" and spans_processes(mesh):
+        blocks = {f"the plain {typeof(x)}": (x.detach(), _WHOLE.resolve(x.ndim))}
+        verify(op, mesh, blocks, "sl.shard(t, '...', src=0)")
 
 
 def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
