@@ -13,7 +13,10 @@ Source: the gradient in forward is Hsu et al., arXiv 2410.10989 (Liger), section
 are arXiv 1909.08053, section 3.
 """
 
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +28,6 @@ from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.kernels import active
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh
 from shardlib.ops.loss import rows_given_up
 from shardlib.ops.padding import filled
 from shardlib.placing import reshard, shard
@@ -35,12 +37,6 @@ from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, typeof
 
 __all__ = ["linear_cross_entropy"]
-
-
-class _LossSettings(NamedTuple):
-    ignore: int
-    smooth: float
-    chunks: int
 
 
 def linear_cross_entropy(
@@ -75,38 +71,30 @@ def linear_cross_entropy(
     >>> torch.allclose(sl.unshard(loss), F.cross_entropy(x @ w.T, t))
     True
     """
-    given = [t for t in (input, weight, bias, target) if isinstance(t, ShardedTensor)]
-    how = _LossSettings(ignore_index, label_smoothing, chunks)
     _check(input, weight, target, reduction, chunks)
+    factors = [weight] if bias is None else [weight, bias]
+    given = [t for t in (input, *factors, target) if isinstance(t, ShardedTensor)]
+    how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
     if not given:
         rows, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
-        scale = _scale(labels, ignore_index, reduction, None, ())
-        return _LinearLoss.apply(rows, weight, bias, labels, scale, (None, None, None), how)  # type: ignore[return-value]
+        scale = _scale(labels, ignore_index, reduction)
+        losses = partial(_plain_losses, how)
+        return _LinearLoss.apply(rows, labels, scale, chunks, losses, *factors)  # type: ignore[return-value]
     mesh = given[0].mesh
-    x, w, b = (
-        t if t is None or isinstance(t, ShardedTensor) else replicated(t, mesh)
-        for t in (input, weight, bias)
+    x, *sharded = (
+        t if isinstance(t, ShardedTensor) else replicated(t, mesh) for t in (input, *factors)
     )
-    assert x is not None and w is not None, "both are tensors"
-    axes = tuple(a for d in x.dims[:-1] for a in d.axes)
-    labels = _labels(x, target)
-    labels = filled(labels, ignore_index) if labels.is_padded else labels
-    x = filled(x, 0) if x.is_padded else x
-    x, w, b = _met(x, w, b, axes)
+    axes = Layout(x.dims[:-1]).axes
+    labels = filled(_labels(x, target), ignore_index)
+    x, *sharded = _met(filled(x, 0), sharded, axes)
     rows, flat = _flat(x, axes, 1), _flat(labels, axes, 0)
-    factors = [None if t is None else _deferring(t, axes) for t in (w, b)]
-    raws = (
-        None if t is None else vary(t.raw, mesh, {*axes}.difference(t.sharding.axes, t.deferred))
-        for t in (w, b)
-    )
-    scale = _scale(flat.raw, ignore_index, reduction, mesh, axes)
-    places = rows.place, *factors
-    summed: Any = _LinearLoss.apply(rows.raw, *raws, flat.raw, scale, places, how)
-    deferred = frozenset().union(*(t.deferred for t in (x, w, b) if t is not None))
-    out = total(summed, mesh, axes)
-    return ShardedTensor(
-        out, Place(Layout(), torch.Size(), mesh, deferred=deferred - {*axes, *w.sharding.axes})
-    )
+    raws = [vary(t.raw, mesh, {*axes}.difference(t.sharding.axes, t.deferred)) for t in sharded]
+    scale = _scale(flat.raw, ignore_index, reduction, lambda n: total(n, mesh, axes))
+    losses = partial(_losses, how, rows.place, [_deferring(t, axes) for t in sharded])
+    summed: Any = _LinearLoss.apply(rows.raw, flat.raw, scale, chunks, losses, *raws)
+    deferred = frozenset().union(*(t.deferred for t in (x, *sharded)))
+    out, left = total(summed, mesh, axes), deferred - {*axes, *sharded[0].sharding.axes}
+    return ShardedTensor(out, Place(Layout(), torch.Size(), mesh, deferred=left))
 
 
 def _labels(x: ShardedTensor, target: Tensor) -> ShardedTensor:
@@ -142,19 +130,19 @@ def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str, chunks: int) ->
 
 
 def _met(
-    x: ShardedTensor, w: ShardedTensor, b: ShardedTensor | None, axes: tuple[str, ...]
-) -> tuple[ShardedTensor, ShardedTensor, ShardedTensor | None]:
+    x: ShardedTensor, factors: list[ShardedTensor], axes: tuple[str, ...]
+) -> list[ShardedTensor]:
     """Return the operands, gathered so that no chunk's product moves a block of them again.
 
     Where the weight is split over axes that split the tokens (as FSDP's and 2D blocks are), or the
     features over axes that split the classes, both are gathered here, once for all chunks.
     """
+    w = factors[0]
     classes = Dim(tuple(p for p in w.dims[0].parts if p not in axes), w.dims[0].order)
     if not ({*axes} & {*w.sharding.axes} or {*x.dims[-1].axes} & {*classes.axes}):
-        return x, w, b
-    x = reshard(x, Layout((*x.dims[:-1], Dim())))  # type: ignore[assignment]
-    w = reshard(w, Layout((classes, Dim())))  # type: ignore[assignment]
-    return x, w, None if b is None else reshard(b, Layout((classes,)))  # type: ignore[return-value]
+        return [x, *factors]
+    wanted = (*x.dims[:-1], Dim()), (classes, Dim()), (classes,)
+    return [reshard(t, Layout(dims)) for t, dims in zip((x, *factors), wanted, strict=False)]  # type: ignore[misc]
 
 
 def _flat(x: ShardedTensor, axes: tuple[str, ...], features: int) -> ShardedTensor:
@@ -173,59 +161,56 @@ def _deferring(t: ShardedTensor, axes: tuple[str, ...]) -> Place:
 
 
 def _scale(
-    labels: Tensor, ignore: int, reduction: str, mesh: Mesh | None, axes: tuple[str, ...]
-) -> Tensor | None:
-    """Return the factor of each row's loss, per rank; None: one."""
+    labels: Tensor, ignore: int, reduction: str, over: Callable[[Tensor], Tensor] = lambda n: n
+) -> Tensor:
+    """Return the factor of each row's loss, per rank; ``over`` sums the ranks' counts of rows."""
     if reduction == "sum":
-        return None
-    counted = (labels != ignore).sum(-1)
-    return (counted if mesh is None else total(counted, mesh, axes)).double().reciprocal()
+        return labels.new_ones((), dtype=torch.float64)
+    return over((labels != ignore).sum(-1)).double().reciprocal()
 
 
 class _LinearLoss(Local):
-    """Sum of the rows' losses times ``scale``: apply(rows, w, b, labels, scale, places, how)."""
+    """Sum of the rows' losses times ``scale``.
+
+    apply(rows, labels, scale, chunks, losses, weight[, bias]); ``losses`` computes each row's loss
+    of rows and labels, by the weight and the bias.
+    """
 
     @staticmethod
     def forward(
         ctx: Ctx,
         rows: Tensor,
-        w: Tensor,
-        b: Tensor | None,
         labels: Tensor,
-        scale: Tensor | None,
-        places: tuple[Place | None, ...],
-        how: _LossSettings,
+        scale: Tensor,
+        chunks: int,
+        losses: Callable[..., Tensor],
+        *factors: Tensor,
     ) -> Tensor:
-        needed = [i for i in range(3) if ctx.needs_input_grad[i]]
-        of_rows = places[0]
-        fixed = [
-            None if t is None else t.detach().requires_grad_(i in needed)
-            for i, t in enumerate((w, b), 1)
-        ]
-        grads: list[Any] = [torch.empty_like(rows) if 0 in needed else None, None, None]
-        outs = rows if grads[0] is None else grads[0]
-        loss: Any = None
+        wants = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
+        needed = list(itertools.compress(itertools.count(), wants))
+        fixed = [t.detach().requires_grad_(n) for t, n in zip(factors, wants[1:], strict=True)]
+        grads: list[Any] = [torch.empty_like(rows) if wants[0] else None, *[None] * len(fixed)]
+        outs = grads[0] if wants[0] else rows
         # [.., n, features], [.., n], [.., n, features]
-        parts = (t.tensor_split(how.chunks, d) for t, d in ((rows, -2), (labels, -1), (outs, -2)))
+        parts = (t.tensor_split(chunks, d) for t, d in ((rows, -2), (labels, -1), (outs, -2)))
+        found = [rows.new_zeros(rows.shape[:-2])]
         for part, classes, out in zip(*parts, strict=True):
             if not classes.shape[-1]:
                 continue
-            leaf = part.detach().requires_grad_(0 in needed)
+            operands = part.detach().requires_grad_(wants[0]), *fixed
             with torch.enable_grad():
-                each = _rows_loss(leaf, fixed, classes, of_rows, places, how)
-            weights = _row_weights(each, scale)
-            here = (each.detach() * weights).sum(-1, dtype=wider(each.dtype))
-            loss = here if loss is None else loss + here
-            inputs: Any = [(leaf, *fixed)[i] for i in needed]
-            found = torch.autograd.grad(each, inputs, weights) if needed else ()
-            _add_gradients(grads, out, dict(zip(needed, found, strict=True)))
-        if loss is None:  # no rows: torch's mean over nothing is NaN, and its sum is zero
-            loss = rows.new_zeros(rows.shape[:-2])
-            loss = loss if scale is None else loss * scale.to(rows.dtype)
-        loss = loss.to(rows.dtype)
-        ctx.dtypes = [None if t is None else t.dtype for t in (rows, w, b)]
+                each = losses(operands[0], classes, *fixed)
+            weights = scale.to(each.dtype).unsqueeze(-1).expand_as(each)
+            found.append((each.detach() * weights).sum(-1, dtype=wider(each.dtype)))
+            if needed:
+                asked = list(itertools.compress(operands, wants))
+                made = torch.autograd.grad(each, asked, weights)
+                _add_gradients(grads, out, dict(zip(needed, made, strict=True)))
+        if len(found) == 1:  # no rows: torch's mean over nothing is NaN, and its sum is zero
+            found.append(found[0] * scale.to(rows.dtype))
+        ctx.dtypes = [t.dtype for t in (rows, *factors)]
         ctx.save_for_backward(*grads)
-        return loss
+        return reduce(torch.add, found[1:]).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Ctx, *g: Tensor) -> tuple[Tensor | None, ...]:
@@ -236,19 +221,12 @@ class _LinearLoss(Local):
                 op="linear_cross_entropy",
                 fix="sl.value_and_grad(loss)(params)",
             )
-        out = []
-        for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            factor = (
-                None if grad is None else g[0].reshape(*g[0].shape, *[1] * (grad.ndim - g[0].ndim))
-            )
-            out.append(None if grad is None else (grad * factor).to(dtype))
-        return *out, None, None, None, None
-
-
-def _row_weights(losses: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the factor of each row's loss."""
-    ones = torch.ones_like(losses)
-    return ones if scale is None else ones.mul_(scale.to(losses.dtype).unsqueeze(-1))
+        out: list[Any] = [None] * len(ctx.dtypes)
+        for i, (grad, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes, strict=True)):
+            if grad is not None:
+                factor = g[0].reshape(*g[0].shape, *[1] * (grad.ndim - g[0].ndim))
+                out[i] = (grad * factor).to(dtype)
+        return out[0], None, None, None, None, *out[1:]
 
 
 def _add_gradients(grads: list[Any], out: Tensor, found: dict[int, Tensor]) -> None:
@@ -262,30 +240,29 @@ def _add_gradients(grads: list[Any], out: Tensor, found: dict[int, Tensor]) -> N
             grads[i] += g
 
 
-def _rows_loss(
+def _plain_losses(how: dict[str, Any], rows: Tensor, labels: Tensor, *fixed: Tensor) -> Tensor:
+    """Compute the loss of each row of a chunk of plain tensors."""
+    return F.cross_entropy(F.linear(rows, *fixed), labels, **how)
+
+
+def _losses(
+    how: dict[str, Any],
+    of_rows: Place,
+    places: list[Place],
     rows: Tensor,
-    fixed: list[Any],
     labels: Tensor,
-    of_rows: Place | None,
-    places: Any,
-    how: _LossSettings,
+    *fixed: Tensor,
 ) -> Tensor:
     """Compute the loss of each row of a chunk, on raw blocks."""
-    more: Any = dict(ignore_index=how.ignore, label_smoothing=how.smooth, reduction="none")
-    if of_rows is None:
-        return F.cross_entropy(F.linear(rows, *fixed), labels, **more)
     mesh, axes = of_rows.mesh, of_rows.layout.dims[0].axes
     count = rows.shape[-2] * mesh.axis_size(axes)
     x = ShardedTensor(rows, of_rows._replace(shape=torch.Size((count, of_rows.shape[-1]))))
     t = ShardedTensor(labels, Place(Layout((Dim(axes),)), torch.Size([count]), mesh))
-    w, b = (
-        None if raw is None else ShardedTensor(raw, place)
-        for raw, place in zip(fixed, places[1:], strict=True)
-    )
+    w, b, *_ = (*map(ShardedTensor, fixed, places), None)
     with promoting():
         logits: Any = F.linear(x, w, b)  # type: ignore[arg-type]
         if (not rows.is_cpu or active.cpu) and active.native(logits.raw):
-            each = rows_given_up(logits, t, how.ignore, how.smooth)
+            each = rows_given_up(logits, t, how["ignore_index"], how["label_smoothing"])
         else:
-            each = F.cross_entropy(logits, t, **more)
+            each = F.cross_entropy(logits, t, **how)
     return each.raw  # type: ignore[attr-defined]

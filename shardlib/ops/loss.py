@@ -10,6 +10,7 @@ Source: arXiv 1909.08053, section 3 (vocabulary-parallel loss).
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +20,12 @@ from torch import Tensor
 from shardlib._compat import Ctx, Local, l1_weight
 from shardlib.collectives.types import blocks, played, storage, unwrap, wrap
 from shardlib.collectives.verbs import all_gather, axis_index, axis_size, pmax, psum
-from shardlib.dtypes import is_half, wide, wider
+from shardlib.dtypes import HALF, is_half, wide, wider
 from shardlib.errors import BadArgument, ImplicitCommunication, ShardError, Unsupported
 from shardlib.kernels import active
 from shardlib.kernels.loss import ce_back, ce_back_, ce_loss, ce_stats
 from shardlib.layouts import Layout
+from shardlib.layouts.dims import without_ones
 from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.ops.declare import Bound, last, rows, slots
 from shardlib.ops.dims import Labels, rows_call
@@ -35,7 +37,7 @@ from shardlib.opspec import Args, Func, Kwargs, lines
 from shardlib.placing import reshard
 from shardlib.tensor import refuse_sums
 from shardlib.tensor.gradients import real_axes, total, vary
-from shardlib.tensor.lifting import lift
+from shardlib.tensor.lifting import lifted
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
     ShardedTensor,
@@ -48,10 +50,30 @@ from shardlib.tensor.tensor import (
 __all__ = ["cross_entropy"]
 
 
+class _Classes(NamedTuple):
+    """Cross entropy of rows whose ``count`` true classes ``axes`` split, by F.cross_entropy's names.
+
+    The columns beyond the true classes are padding.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    count: int
+    ignore: int
+    smooth: float
+
+    def fill(self, x: Tensor, value: float) -> Tensor:
+        """Fill this rank's columns beyond the true classes.  x [R, C/axes]."""
+        if self.count == x.shape[-1] * axis_size(self.axes):
+            return x
+        place = torch.arange(x.shape[-1], device=x.device) + axis_index(self.axes) * x.shape[-1]
+        return x.masked_fill(place >= self.count, value)
+
+
 class _RowLoss(Local):
     """Loss of each row, and softmax: logits [R, C/axes], target [R] -> [R], [R, C/axes].
 
-    The loss is zero where ignored.
+    apply(logits, target, classes).  The loss is zero where ignored.
 
     Softmax is saved for backward; it is an output, so that it has a graph and backward can be
     differentiated again.
@@ -61,63 +83,50 @@ class _RowLoss(Local):
 
     @staticmethod
     def forward(
-        ctx: Ctx,
-        logits: Tensor,
-        target: Tensor,
-        mesh: Mesh,
-        axes: tuple[str, ...],
-        ignore: int,
-        smooth: float,
-        classes: int,
+        ctx: Ctx, logits: Tensor, target: Tensor, classes: _Classes
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.place = mesh, axes, smooth, classes
+        ctx.classes, ctx.dtype = classes, logits.dtype
+        mesh, axes, count, ignore, smooth = classes
         with bind(mesh):
-            x, t = wide(wrap(logits, mesh)), wrap(target, mesh)
-            padded = classes != x.shape[-1] * (axis_size(axes) if axes else 1)
-            x = x.masked_fill(_padding(x, axes, classes), float("-inf")) if padded else x
+            x, t = classes.fill(wide(wrap(logits, mesh)), float("-inf")), wrap(target, mesh)
             ignored = t == ignore
-            here = t - (axis_index(axes) * x.shape[-1] if axes else 0)
+            here = t - axis_index(axes) * x.shape[-1]
             outside = (here < 0) | (here >= x.shape[-1]) | ignored
             here = here.masked_fill(outside, 0)
-            top = x.amax(-1)
-            top = pmax(top, axes) if axes else top
+            top = pmax(x.amax(-1), axes)
             shifted = x - top.unsqueeze(-1)
             picked = shifted.gather(-1, here.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
             flat = torch.zeros_like(top)
             if smooth:
-                flat = (
-                    shifted.masked_fill(_padding(x, axes, classes), 0) if padded else shifted
-                ).sum(-1)
+                flat = classes.fill(shifted, 0).sum(-1)
             exp = shifted.exp_()  # in place: logits are the largest tensors of all
-            sums = torch.stack([exp.sum(-1), picked, flat], -1)
-            sums = psum(sums, axes) if axes else sums
+            sums = psum(torch.stack([exp.sum(-1), picked, flat], -1), axes)
             lse = sums[..., 0].log()
-            loss = lse - (1 - smooth) * sums[..., 1] - smooth / classes * sums[..., 2]
+            loss = lse - (1 - smooth) * sums[..., 1] - smooth / count * sums[..., 2]
             exp /= sums[..., 0:1]
             ctx.save_for_backward(*(unwrap(t) for t in (exp, here, outside, ignored)))
-            ctx.dtype = logits.dtype
             return unwrap(loss.masked_fill(ignored, 0)), unwrap(exp)
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Any) -> tuple[Tensor | None, ...]:
-        mesh, axes, smooth, classes = ctx.place
+        mesh, _, count, _, smooth = classes = ctx.classes
         if torch.is_grad_enabled() or grads[0] is None or grads[1] is not None:
-            return _row_gradient(ctx, *grads), None, None, None, None, None, None
+            return _row_gradient(ctx, *grads), None, None
         with bind(mesh):
             softmax, here, outside, ignored = (wrap(t, mesh) for t in ctx.saved_tensors)
             g = wrap(grads[0], mesh).masked_fill(ignored, 0).unsqueeze(-1)
             hot = (~outside).unsqueeze(-1).to(softmax.dtype) * (smooth - 1) * g
             dx = softmax * g
             if smooth:
-                dx -= (g * (smooth / classes)).masked_fill(_padding(softmax, axes, classes), 0)
+                dx -= classes.fill((g * (smooth / count)).expand_as(dx), 0)
             unwrap(dx).scatter_add_(-1, unwrap(here).unsqueeze(-1), unwrap(hot))
-            return unwrap(dx.to(ctx.dtype)), None, None, None, None, None, None
+            return unwrap(dx.to(ctx.dtype)), None, None
 
 
 def _row_gradient(ctx: Ctx, g: Tensor | None, g_softmax: Tensor | None) -> Tensor:
     """Return the logits' gradient on raw blocks, by operations that can be differentiated again."""
-    mesh, axes, smooth, classes = ctx.place
+    mesh, axes, count, _, smooth = classes = ctx.classes
     p, here, outside, ignored = ctx.saved_tensors
     dx: Any = 0
     if g is not None:
@@ -125,12 +134,8 @@ def _row_gradient(ctx: Ctx, g: Tensor | None, g_softmax: Tensor | None) -> Tenso
         hot = torch.zeros_like(p).scatter_(
             -1, here.unsqueeze(-1), (~outside).unsqueeze(-1).to(p.dtype)
         )
-        even = torch.full_like(p, smooth / classes)
-        if smooth:
-            with bind(mesh):
-                even = unwrap(
-                    wrap(even, mesh).masked_fill(_padding(wrap(p, mesh), axes, classes), 0)
-                )
+        with bind(mesh):
+            even = unwrap(classes.fill(wrap(torch.full_like(p, smooth / count), mesh), 0))
         dx = (p - (1 - smooth) * hot - even) * g
     if g_softmax is not None:
         mean = total((p * g_softmax).sum(-1, keepdim=True), mesh, axes)
@@ -141,7 +146,7 @@ def _row_gradient(ctx: Ctx, g: Tensor | None, g_softmax: Tensor | None) -> Tenso
 class _KernelLoss(Local):
     """Loss by kernels around one all-gather of four numbers per row; its result is [R] in fp32.
 
-    apply(logits, target, mesh, axes, ignore, smooth, classes, given_up).
+    apply(logits, target, classes, given_up).
 
     The logits are saved, and no softmax; if they are ``given_up``, they are overwritten by their
     gradient.
@@ -149,63 +154,53 @@ class _KernelLoss(Local):
 
     @staticmethod
     def forward(
-        ctx: Ctx,
-        logits: Tensor,
-        target: Tensor,
-        mesh: Mesh,
-        axes: tuple[str, ...],
-        ignore: int,
-        smooth: float,
-        classes: int,
-        given_up: bool,
+        ctx: Ctx, logits: Tensor, target: Tensor, classes: _Classes, given_up: bool
     ) -> Tensor:
-        every = _class_blocks(logits, target, mesh, axes, classes)
+        mesh, axes, count, ignore, smooth = classes
+        every = _class_blocks(logits, target, classes)
         raw = storage([ce_stats(*block).unsqueeze(0) for block in every], mesh)
-        if axes:
-            with bind(mesh):
-                raw = unwrap(all_gather(wrap(raw, mesh), axes, 0))
+        with bind(mesh):
+            raw = unwrap(all_gather(wrap(raw, mesh), axes, 0))
         found = [
-            ce_loss(parts, t, ignore, smooth, classes)
+            ce_loss(parts, t, ignore, smooth, count)
             for parts, (_, t, *_) in zip(blocks(raw, mesh), every, strict=True)
         ]
         loss, kept = (storage(list(row), mesh) for row in zip(*found, strict=True))
         ctx.save_for_backward(logits, target, kept)
-        ctx.place, ctx.given_up = (mesh, axes, ignore, smooth, classes), given_up
+        ctx.classes, ctx.given_up = classes, given_up
         return loss
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mesh, axes, ignore, smooth, classes = ctx.place
+        mesh, _, count, ignore, smooth = classes = ctx.classes
         logits, target, kept = ctx.saved_tensors
-        nothing = [None] * 7
         if torch.is_grad_enabled():  # create_graph: the eager form is differentiable again
-            rows, _ = _RowLoss.apply(logits, target, mesh, axes, ignore, smooth, classes)
+            rows, _ = _RowLoss.apply(logits, target, classes)
             g = grads[0].to(rows.dtype)
-            return *torch.autograd.grad(rows, logits, g, create_graph=True), *nothing
+            return *torch.autograd.grad(rows, logits, g, create_graph=True), None, None, None
         every = zip(
-            _class_blocks(logits, target, mesh, axes, classes),
+            _class_blocks(logits, target, classes),
             blocks(kept, mesh),
             blocks(grads[0], mesh),
             strict=True,
         )
-        made = []
-        for (x, t, cols, first), k, g in every:
-            if ctx.given_up:
-                ce_back_(x, t, k, g, cols, first, ignore, smooth, classes)
-            else:
-                made.append(ce_back(x, t, k, g, cols, first, ignore, smooth, classes))
-        return logits if ctx.given_up else storage(made, mesh), *nothing
+        run = ce_back_ if ctx.given_up else ce_back
+        made = [
+            run(x, t, k, g, cols, first, ignore, smooth, count)
+            for (x, t, cols, first), k, g in every
+        ]
+        return logits if ctx.given_up else storage(made, mesh), None, None, None
 
 
 def _class_blocks(
-    logits: Tensor, target: Tensor, mesh: Mesh, axes: tuple[str, ...], classes: int
+    logits: Tensor, target: Tensor, classes: _Classes
 ) -> list[tuple[Tensor, Tensor, int, int]]:
     """List, per rank here: logits, target, the number of its true classes, its first class."""
-    size = logits.shape[-1]
+    mesh, size = classes.mesh, logits.shape[-1]
     out = []
     for x, t, c in zip(blocks(logits, mesh), blocks(target, mesh), played(mesh), strict=True):
-        first = rank_along(axes, c, mesh.axes) * size
-        out.append((x, t.long().contiguous(), max(0, min(classes - first, size)), first))
+        first = rank_along(classes.axes, c, mesh.axes) * size
+        out.append((x, t.long().contiguous(), max(0, min(classes.count - first, size)), first))
     return out
 
 
@@ -263,49 +258,37 @@ def _some_rows(x: Tensor, *more: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(t.split(part) for t in (x, *more)), strict=True)
 
 
-def _padding(x: Tensor, axes: tuple[str, ...], classes: int) -> Tensor:
-    """Return a mask of this rank's columns beyond the true classes.  x [R, C/axes] -> [C/axes]."""
-    place = torch.arange(x.shape[-1], device=x.device)
-    return (place + axis_index(axes) * x.shape[-1] if axes else place) >= classes
-
-
 def _split_cross_entropy(
-    given: dict[str, Any], classes: int | None = None, given_up: bool = False
+    given: dict[str, Any], classes: int, given_up: bool = False
 ) -> ShardedTensor:
     """Compute F.cross_entropy(logits [N, C], target [N]) where N, C or both are split.
 
     ``given``    its arguments by name, weight and deprecated ones apart.
     ``classes``  number of true classes; the columns beyond are padding.
     """
-    logits, target = given["input"], given["target"]
-    mesh = logits.mesh if isinstance(logits, ShardedTensor) else target.mesh
-    logits, target = lift(logits, mesh, "cross_entropy"), lift(target, mesh, "cross_entropy")
-    reduction, ignore = given["reduction"], given["ignore_index"]
-    key = logits.sharding, logits.padded_shape, target.sharding, target.padded_shape
+    logits, target = lifted("cross_entropy", given["input"], given["target"])
+    reduction, of_logits, of_target = given["reduction"], logits.place, target.place
+    mesh, shape = of_logits.mesh, of_logits.shape
+    key = of_logits.layout, shape, of_target.layout, of_target.shape
     plan = mesh.memo("loss", key, lambda: _planned(logits, target))
     known = given["weight"] is None and reduction in ("mean", "sum", "none")
     if not known or target.is_floating_point():
         raise _unsupported(logits, target)
     if plan.brought:
         target = reshard(target, plan.rows)  # a slice: nothing moves
-    smooth, every = float(given["label_smoothing"]), logits.padded_shape[1]
-    classes = classes or every
+    ignore, smooth = given["ignore_index"], float(given["label_smoothing"])
     x: Any = logits.raw
-    scalar = Place(_SCALAR, torch.Size(()), mesh, deferred=logits.deferred)
-    raw: Any
-    if (not x.is_cpu or active.cpu) and active.native(x):
-        raw = _KernelLoss.apply(x, target.raw, mesh, plan.axes, ignore, smooth, classes, given_up)
-    elif plan.axes or classes != every:
-        raw, _ = _RowLoss.apply(x, target.raw, mesh, plan.axes, ignore, smooth, classes)
-    elif x.ndim == 2 and reduction != "none" and not plan.over and not _is_large(x):
-        raw = F.cross_entropy(
+    scalar = Place(_SCALAR, torch.Size(()), mesh, deferred=of_logits.deferred)
+    local = reduction != "none" and not (plan.over or plan.axes)
+    if local and _is_torchs(x, classes):
+        raw: Any = F.cross_entropy(
             x, target.raw, ignore_index=ignore, label_smoothing=smooth, reduction=reduction
         )
         return ShardedTensor(raw, scalar)
-    else:
-        raw = _whole_rows(x, target.raw, ignore, smooth)
+    of_rows = _Classes(mesh, plan.axes, classes, ignore, smooth)
+    raw = _row_losses(x, target.raw, of_rows, given_up)
     if reduction == "none":
-        rows = Place(plan.rows, logits.padded_shape[:1], mesh, deferred=logits.deferred)
+        rows = Place(plan.rows, shape[:1], mesh, deferred=of_logits.deferred)
         return ShardedTensor(raw.to(x.dtype), rows)
     if reduction == "mean":
         raw = _Mean.apply(raw, target.raw, ignore, mesh, plan.over)
@@ -314,19 +297,31 @@ def _split_cross_entropy(
     return ShardedTensor(raw.to(x.dtype), scalar)
 
 
-def _is_large(x: Tensor) -> bool:
-    """Check whether logits are taken in chunks; of smaller ones chunks would only cost time."""
-    return x.numel() > (1 << 22 if is_half(x) else 1 << 16)
+def _is_torchs(x: Tensor, classes: int) -> bool:
+    """Check whether torch's own kernel takes whole rows of logits and reduces their losses."""
+    if x.ndim != 2 or classes != x.shape[-1] or _is_large(x):
+        return False
+    return not ((not x.is_cpu or active.cpu) and active.native(x))
 
 
-def _whole_rows(x: Tensor, target: Tensor, ignore: int, smooth: float) -> Tensor:
-    """Compute the losses of rows of whole logits; under simulate of all ranks' rows at once."""
-    flat = (x, target) if x.ndim == 2 else (x.flatten(0, -2), target.flatten())
+def _row_losses(x: Tensor, target: Tensor, classes: _Classes, given_up: bool) -> Tensor:
+    """Compute the loss of each row; under simulate of all ranks' rows at once."""
+    if (not x.is_cpu or active.cpu) and active.native(x):
+        return _KernelLoss.apply(x, target, classes, given_up)  # type: ignore[return-value]
+    if classes.axes or classes.count != x.shape[-1]:
+        return _RowLoss.apply(x, target, classes)[0]
+    ignore, smooth = classes.ignore, classes.smooth
+    flat = x.flatten(0, -2), target.flatten()
     if _is_large(x):
         raw: Any = _WholeRowLoss.apply(*flat, ignore, smooth)
     else:
         raw = F.cross_entropy(*flat, ignore_index=ignore, label_smoothing=smooth, reduction="none")
-    return raw if x.ndim == 2 else raw.view(target.shape)
+    return raw if raw.ndim == target.ndim else raw.view(target.shape)
+
+
+def _is_large(x: Tensor) -> bool:
+    """Check whether logits are taken in chunks; of smaller ones chunks would only cost time."""
+    return x.numel() > (1 << 22 if is_half(x) else 1 << 16)
 
 
 class _LossPlan(NamedTuple):
@@ -353,32 +348,32 @@ def _planned(logits: ShardedTensor, target: ShardedTensor) -> _LossPlan:
     if len(logits.padded_shape) != 2:
         raise _unsupported(logits, target)
     refuse_sums("cross_entropy", logits, target)
-    row, col = logits.sharding.resolve(2).dims
     if target.padded_shape != logits.padded_shape[:1]:
-        few = min(target.shape.numel(), logits.shape[0])
-        why = (
-            f"{target.padded_shape[0] if target.padded_shape else 'no'} targets for "
-            f"{logits.padded_shape[0]} rows"
-        )
-        fix = (
-            "F.cross_entropy(logits, target.view(-1))"
-            if target.shape.numel() == logits.shape[0]
-            else f"F.cross_entropy(logits[:{few}], target.view(-1)[:{few}])"
-        )
-        raise call_error(ShardError, why, "cross_entropy", fix, logits=logits, target=target)
+        raise _miscounted(logits, target)
+    row, col = logits.sharding.resolve(2).dims
     rows = Layout(dims=(row,))
-    brought = target.sharding != rows and not (target.sharding >> rows).bytes(
-        tuple(target.padded_shape), mesh
-    )
-    grouped = any(isinstance(p, int) for p in col.parts) or col.order != "contiguous"
-    if (not brought and target.sharding.resolve(1).dims[0] != row) or grouped:
+    mine, size = target.sharding.resolve(1), tuple(target.padded_shape)
+    brought = mine != rows and not (mine >> rows).bytes(size, mesh)
+    if not (brought or mine.dims[0] == row) or not col.is_plain:
         why = "logits and target are not split the same way along the rows"
         fix = f"F.cross_entropy(logits, sl.reshard(target, {str(row)!r}))"
         raise call_error(
             ImplicitCommunication, why, "cross_entropy", fix, logits=logits, target=target
         )
-    axes = tuple(a for a in col.axes if mesh.axes[a] > 1)  # major first
+    axes = without_ones(col, mesh.axes).axes  # major first
     return _LossPlan(axes, real_axes(mesh, row.axes), rows, brought)
+
+
+def _miscounted(logits: ShardedTensor, target: ShardedTensor) -> ShardError:
+    """Return the error for more or fewer targets than rows."""
+    count, rows = target.shape.numel(), logits.shape[0]
+    given = target.padded_shape[0] if target.padded_shape else "no"
+    why = f"{given} targets for {logits.padded_shape[0]} rows"
+    few = min(count, rows)
+    fix = f"F.cross_entropy(logits[:{few}], target.view(-1)[:{few}])"
+    if count == rows:
+        fix = "F.cross_entropy(logits, target.view(-1))"
+    return call_error(ShardError, why, "cross_entropy", fix, logits=logits, target=target)
 
 
 _SCALAR = Layout()
@@ -412,27 +407,26 @@ class _Mean(Local):
 
 def _how(given: dict[str, Any]) -> str:
     """Return the reduction; torch's older two flags take precedence."""
-    average, reduce = given.pop("size_average", None), given.pop("reduce", None)
+    flags = given.pop("size_average", None), given.pop("reduce", None)
     reduction = given.pop("reduction")
-    if average is not None or reduce is not None:
-        return (
-            ("mean" if average is None or average else "sum")
-            if reduce is None or reduce
-            else "none"
-        )
+    if flags != (None, None):
+        average, reduce = (flag is None or flag for flag in flags)
+        return ("mean" if average else "sum") if reduce else "none"
     if reduction not in ("none", "mean", "sum", "batchmean"):
         raise BadArgument(f"{reduction} is not a valid value for reduction", op="loss")
     return reduction
 
 
-def _widened(given: Bound, how: str) -> tuple[Bound, Callable[[Any], Any]]:
-    """Widen half precision operands to fp32 for a reduced loss; return also the final rounding."""
+def _of_rows(
+    given: Bound, how: str, losses: Callable[[Bound], Any], reduced: Callable[..., Any]
+) -> Any:
+    """Compute the losses of rows and reduce them: those of half precision in fp32, rounded once."""
     dtypes = {v.dtype for v in given.values() if isinstance(v, Tensor) and v.is_floating_point()}
-    dtype = dtypes.pop() if len(dtypes) == 1 else None
-    if how == "none" or dtype is None or wider(dtype) == dtype:
-        return given, lambda out: out
-    summed = {k: v.float() if getattr(v, "dtype", None) == dtype else v for k, v in given.items()}
-    return summed, lambda out: out.to(dtype)
+    dtype = dtypes.pop() if len(dtypes) == 1 and how != "none" else None
+    if dtype in HALF:
+        given = {k: v.float() if getattr(v, "dtype", 0) == dtype else v for k, v in given.items()}
+    out = reduced(losses(given | {"reduction": "none"}), how, given)
+    return out.to(dtype) if dtype in HALF else out
 
 
 def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:
@@ -476,9 +470,8 @@ class _RowLosses:
         if how == "mean" and isinstance(weight, Tensor) and self.of in (F.mse_loss, F.l1_loss):
             # these two divide by the weights' sum, the others by the number of elements
             how = "weighed"
-        given, rounded = _widened(given, how)
-        out = rows_call(self.of, (), given | {"reduction": "none"}, lambda a, k: self.labels(k))
-        return rounded(_reduced(out, how, given))
+        run = partial(rows_call, self.of, (), labels=lambda a, k: self.labels(k))
+        return _of_rows(given, how, run, _reduced)
 
     def padded(self, run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
         """Compute the losses of operands that are padded alike; padding adds nothing."""
@@ -491,9 +484,7 @@ class _RowLosses:
             raise Unfit("weights, or the mean of a batch")
         if any(v.shape != tensors[0].shape for v in tensors):
             raise Unfit("operands that broadcast")
-        given, rounded = _widened(given, how)
-        out = padded_alike(run, func, (), given | {"reduction": "none"})
-        return rounded(_reduced(out, how, given))
+        return _of_rows(given, how, partial(padded_alike, run, func, ()), _reduced)
 
 
 _losses(
@@ -557,47 +548,36 @@ _CROSS_ENTROPY = binder(
 )
 
 
-def _classes(k: Bound) -> Labels:
+def _classes(args: Args, k: Kwargs) -> Labels:
     """Label input (N, C, d...) and target (N, d...) or like input; the classes are whole."""
     x, t, w = k["input"], k["target"], k.get("weight")
     lead = 1 if x.ndim > 1 else 0
     mine = tuple(None if d == lead else ("r", d) for d in range(x.ndim))
-    out = {x.at: mine, t.at: mine if t.ndim == x.ndim else tuple(m for m in mine if m is not None)}
+    out = {x.at: mine, t.at: mine if t.ndim == x.ndim else tuple(filter(None, mine))}
     if hasattr(w, "at"):
         out[w.at] = (None,)
     return out
 
 
-def _of_classes(a: Args, k: Kwargs) -> Labels:
-    return _classes(k)
+def _by_class(func: Func, given: dict[str, Any], how: str) -> object:
+    """Compute nll_loss or cross_entropy by torch's own on the rows, whose classes are whole."""
+    return _of_rows(given, how, partial(rows_call, func, (), labels=_classes), _class_mean)
 
 
-def _weighed(func: Func, given: dict[str, Any], how: str) -> object:
-    given, rounded = _widened(given, how)
-    out = rows_call(func, (), given | {"reduction": "none"}, _of_classes)
+def _class_mean(out: Any, how: str, given: dict[str, Any]) -> Any:
+    """Reduce the losses; a mean is over the weights of the targets that are not ignored."""
     if how != "mean":
-        return rounded(_reduced(out, how, given))
-    x, t = given["input"], given["target"]
+        return _reduced(out, how, given)
+    x, t, weight = given["input"], given["target"], given["weight"]
     if t.is_floating_point():
-        return rounded(out.sum() / (x.numel() // x.shape[1 if x.ndim > 1 else 0]))
-    weight = given["weight"]
-    kept = t != given["ignore_index"]
+        return out.sum() / (x.numel() // x.shape[1 if x.ndim > 1 else 0])
+    ignore = given["ignore_index"]
     if weight is None:
-        return rounded(out.sum() / kept.sum())
+        return out.sum() / (t != ignore).sum()
     ones = torch.full_like(x.detach(), -1.0)
-    count = rows_call(
-        F.nll_loss,
-        (),
-        {
-            "input": ones,
-            "target": t,
-            "weight": weight.detach(),
-            "ignore_index": given["ignore_index"],
-            "reduction": "none",
-        },
-        _of_classes,
-    )
-    return rounded(out.sum() / count.sum())
+    counted = {"input": ones, "target": t, "weight": weight.detach(), "ignore_index": ignore}
+    count = rows_call(F.nll_loss, (), counted | {"reduction": "none"}, _classes)
+    return out.sum() / count.sum()
 
 
 def _checked(given: Bound, classes: int | None = None) -> str:
@@ -615,13 +595,17 @@ def _checked(given: Bound, classes: int | None = None) -> str:
         raise BadArgument(
             f"label_smoothing must be between 0.0 and 1.0. Got: {smooth}", op="cross_entropy"
         )
-    split = (
-        isinstance(x, ShardedTensor) and x.ndim > 1 and x.sharding.resolve(x.ndim).dims[1].is_split
-    )
-    if whole_numbers and (split or classes is not None):  # otherwise torch's kernel checks targets
-        raw = t.raw if isinstance(t, ShardedTensor) else t
-        in_range(raw, classes or x.shape[1], "cross_entropy", "target", given["ignore_index"])
+    if whole_numbers:
+        _check_targets(x, t, classes, given["ignore_index"])
     return _how(given)
+
+
+def _check_targets(x: Tensor, t: Tensor, classes: int | None, ignore: int) -> None:
+    """Refuse targets that are no class, where torch's own kernel would not."""
+    split = isinstance(x, ShardedTensor) and x.ndim > 1 and x.dims[1].is_split
+    if split or classes is not None:
+        raw = t.raw if isinstance(t, ShardedTensor) else t
+        in_range(raw, classes or x.shape[1], "cross_entropy", "target", ignore)
 
 
 def rows_given_up(logits: ShardedTensor, target: Tensor, ignore: int, smooth: float) -> Tensor:
@@ -633,13 +617,14 @@ def rows_given_up(logits: ShardedTensor, target: Tensor, ignore: int, smooth: fl
     classes = logits.shape[-1] if logits.is_padded else None
     _checked(given, classes)
     x = logits.with_padding if logits.is_padded else logits
-    return _split_cross_entropy(given | {"input": x, "reduction": "none"}, classes, given_up=True)
+    whole = given | {"input": x, "reduction": "none"}
+    return _split_cross_entropy(whole, logits.shape[-1], given_up=True)
 
 
 @implements(F.nll_loss)
 def nll_loss(func: Func, args: Args, kwargs: Kwargs) -> object:
     given = _NLL(*args, **kwargs)
-    return _weighed(F.nll_loss, given, _how(given))
+    return _by_class(F.nll_loss, given, _how(given))
 
 
 def _padded_classes(run: Func, func: Func, args: Args, kwargs: Kwargs) -> Tensor:
@@ -666,7 +651,7 @@ def cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> object:
         and not t.is_floating_point()
     ):
         try:
-            return _split_cross_entropy(given | {"reduction": how})
+            return _split_cross_entropy(given | {"reduction": how}, x.shape[-1])
         except Unsupported:
             pass
-    return _weighed(F.cross_entropy, given, how)
+    return _by_class(F.cross_entropy, given, how)

@@ -80,7 +80,8 @@ def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
 
 def lifted(op: str, *values: Any) -> list[ShardedTensor]:
     """Lift the operands of a call to the mesh of the first sharded one."""
-    mesh = next(x.mesh for x in values if isinstance(x, ShardedTensor))
+    ours = [x for x in values if isinstance(x, ShardedTensor)]
+    mesh = ours[0].place.mesh
     return [lift(x, mesh, op) for x in values]
 
 
