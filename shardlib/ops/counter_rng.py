@@ -155,29 +155,23 @@ def drawn(
     out = x.raw.new_empty(x.raw.shape, dtype=dtype) if out is None else out
     if out.is_meta or not out.numel():
         return out
-    whole = tuple(x.shape)
-    axes = tuple(x.mesh.axes.items())
-    for block, coord in zip(blocks(out, x.mesh), played(x.mesh), strict=True):
-        place = (
-            x.sharding,
-            tuple(x.padded_shape),
-            axes,
-            tuple(coord.values()),
-            whole,
-            isinstance(make, Pairs),
-        )
+    place = x.place
+    axes = tuple(place.mesh.axes.items())
+    held = place.layout, tuple(place.shape), axes
+    for block, coord in zip(blocks(out, place.mesh), played(place.mesh), strict=True):
+        of_rank = (*held, tuple(coord.values()), tuple(x.shape), isinstance(make, Pairs))
         flat = block.view(-1)
         if out.device.type == "cpu" and len(flat) <= _STEP:
-            index, paired = _only(*place)
+            index, paired = _only(*of_rank)
             flat.copy_(_numbers(index, key, make, paired)[: len(flat)])
             continue
-        tables, paired = _tables(*place, out.device)
+        tables, paired = _tables(*of_rank, out.device)
+        each = 1 + paired
         for at, index in _chunks(tables, out.device):
-            n = index.numel()
-            if out.device.type == "cpu" and n % 64:
-                index = F.pad(index, (0, -n % 64))
-            at, n = (2 * at, 2 * n) if paired else (at, n)
-            flat[at : at + n] = _numbers(index, key, make, paired)[:n]
+            n = index.numel() * each
+            if out.device.type == "cpu" and index.numel() % 64:
+                index = F.pad(index, (0, -index.numel() % 64))
+            flat[at * each : at * each + n] = _numbers(index, key, make, paired)[:n]
     return out
 
 

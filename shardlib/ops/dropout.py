@@ -116,17 +116,30 @@ def dropout(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         return x
     if features and len(x.padded_shape) < 2:
         raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
-    if (not x.raw.is_cpu or active.cpu) and not (features or alpha or inplace):
-        where = places(x) if active.native(x.raw) else None
-        if where is not None:
-            dropped = _KernelDrop.apply(x.raw, where, x.mesh, next_key(x.mesh), p)
-            return x.becomes(dropped)  # type: ignore[arg-type]
+    dropped = None if features or alpha or inplace else _by_kernel(x, p)
+    if dropped is not None:
+        return x.becomes(dropped)
     keep = _keep(x, kept(p), torch.bool, features)
-    raw = _saturated(x.raw, keep, p) if alpha else _Drop.apply(x.raw, keep, _scale(p))
-    if inplace:
-        x.raw.copy_(raw)  # type: ignore[arg-type]
-        return x
-    return x.becomes(raw)  # type: ignore[arg-type]
+    raw: Any = _saturated(x.raw, keep, p) if alpha else _Drop.apply(x.raw, keep, _scale(p))
+    return _returned(x, raw, inplace)
+
+
+def _by_kernel(x: ShardedTensor, p: float) -> Tensor | None:
+    """Drop elements by a kernel, if there is one for this block."""
+    if (x.raw.is_cpu and not active.cpu) or not active.native(x.raw):
+        return None
+    where = places(x)
+    if where is None:
+        return None
+    return _KernelDrop.apply(x.raw, where, x.mesh, next_key(x.mesh), p)  # type: ignore[return-value]
+
+
+def _returned(x: ShardedTensor, raw: Tensor, inplace: bool) -> ShardedTensor:
+    """Return the result, written to the tensor if it is changed in place."""
+    if not inplace:
+        return x.becomes(raw)
+    x.raw.copy_(raw)
+    return x
 
 
 def _scale(p: float) -> float:
@@ -170,7 +183,4 @@ def rrelu(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     else:
         slope = (low + high) / 2
     raw = torch.where(x.raw > 0, x.raw, x.raw * slope)
-    if b.get("inplace") or func is torch.rrelu_:
-        x.raw.copy_(raw)
-        return x
-    return x.becomes(raw)
+    return _returned(x, raw, b.get("inplace") or func is torch.rrelu_)

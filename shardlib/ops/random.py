@@ -471,23 +471,8 @@ def multinomial(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """
     b = _multinomial(*args, **kwargs)
     x, count, again = b["input"], b["num_samples"], bool(b["replacement"])
-    if x.ndim not in (1, 2):
-        raise RuntimeError("prob_dist must be 1 or 2 dim")
-    n = x.shape[-1]
-    if count <= 0 or (count > n and not again):
-        text = (
-            "sample n_sample > prob_dist.size(-1) samples without replacement"
-            if count > 0
-            else "0 samples"
-        )
-        raise RuntimeError(f"multinomial: cannot draw {count} samples: {text}")
-    if not x.is_floating_point():
-        raise RuntimeError(
-            f"multinomial only supports floating-point dtypes for input, got: {x.dtype}"
-        )
+    _check_weights(x, count, again)
     raw = x.raw.detach()
-    if not raw.is_meta and not bool(((raw >= 0) & raw.isfinite()).all()):
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
     key = next_key(x.mesh, b["generator"])
     weight = raw.double().log()
 
@@ -511,6 +496,26 @@ def multinomial(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         )
     layout = Layout((*x.sharding.resolve(x.ndim).dims[:-1], Dim()))
     return ShardedTensor(found, Place(layout, torch.Size((*x.padded_shape[:-1], count)), x.mesh))
+
+
+def _check_weights(x: ShardedTensor, count: int, again: bool) -> None:
+    """Raise torch's own errors."""
+    if x.ndim not in (1, 2):
+        raise RuntimeError("prob_dist must be 1 or 2 dim")
+    why = ""
+    if count <= 0:
+        why = "0 samples"
+    elif count > x.shape[-1] and not again:
+        why = "sample n_sample > prob_dist.size(-1) samples without replacement"
+    if why:
+        raise RuntimeError(f"multinomial: cannot draw {count} samples: {why}")
+    if not x.is_floating_point():
+        raise RuntimeError(
+            f"multinomial only supports floating-point dtypes for input, got: {x.dtype}"
+        )
+    raw = x.raw
+    if not raw.is_meta and not bool(((raw >= 0) & raw.isfinite()).all()):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
 
 def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

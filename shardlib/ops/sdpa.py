@@ -26,7 +26,7 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.recompute import once
 from shardlib.tensor.gradients import vary
-from shardlib.tensor.lifting import lift
+from shardlib.tensor.lifting import lift, lifted
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, blockwise, implements, local_call, typeof
 
@@ -49,8 +49,8 @@ def scaled_dot_product_attention(func: Func, args: Args, kwargs: Kwargs) -> Shar
     """
     given = _SDPA(*args, **kwargs)
     q, k, v = given.pop("query"), given.pop("key"), given.pop("value")
-    mesh = next(t.mesh for t in (q, k, v) if isinstance(t, ShardedTensor))
-    q, k, v = (lift(t, mesh, "scaled_dot_product_attention") for t in (q, k, v))
+    q, k, v = lifted("scaled_dot_product_attention", q, k, v)
+    mesh = q.mesh
     _check(q, k, v, given["dropout_p"], given["enable_gqa"])
     k, v = (_heads_of(q, t, given["enable_gqa"]) for t in (k, v))
     if len(q.dims) == 4 and (q.dims[2].is_split or given["dropout_p"]):
@@ -105,6 +105,11 @@ def _check(
     if not 0.0 <= dropout <= 1.0:
         why = f"dropout probability has to be between 0 and 1, but got {dropout}"
         raise _refused(BadArgument, why, given)
+    _check_heads(given, sizes, grouped)
+
+
+def _check_heads(given: Operands, sizes: list[torch.Size], grouped: bool) -> None:
+    """Refuse heads of keys and values that the queries' heads do not share evenly."""
     heads, *others = (size[-3] if len(size) > 2 else 1 for size in sizes)
     shares = all(n and heads % n == 0 for n in others)
     if shares if grouped else len({heads, *others} - {1}) < 2:  # a single head is broadcast

@@ -15,8 +15,11 @@ block is received during the product, B's after it.
 Source: Cannon 1969.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
+from itertools import product
 
 from torch import Tensor
 
@@ -40,8 +43,8 @@ def cannon_ab(
 ) -> Tensor:
     """Compute C = A B.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
     q = axis_size(row)
-    a = a if skewed[0] else _skew_a(a, row, col, q)
-    b = b if skewed[1] else _skew_b(b, row, col, q)
+    a = a if skewed[0] else ppermute(a, (row, col), _pairs("skew a", q))
+    b = b if skewed[1] else ppermute(b, (row, col), _pairs("skew b", q))
     c = accumulator(a, *a.shape[:-1], b.shape[-1])
     for t in range(q):  # rank (i, j) holds A(i, i+j+t), B(i+j+t, j)
         coming = start(shift, a, col, -1) if t < q - 1 else None
@@ -57,14 +60,14 @@ def cannon_abt(
 ) -> Tensor:
     """Compute A = C B^T.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
     q = axis_size(row)
-    b = b if skewed[1] else _skew_b(b, row, col, q)
+    b = b if skewed[1] else ppermute(b, (row, col), _pairs("skew b", q))
     a = accumulator(c, *c.shape[:-1], b.shape[-2])
     for t in range(q):  # rank (i, j) adds to A(i, i+j+t)
         add_product(a, c, b.mT)
         if t < q - 1:
             a, b = shift(a, col, -1), shift(b, row, -1)
     a = rounded(a, c.dtype, over)
-    return shift(a, col, -1) if skewed[0] else _home_a(a, row, col, q)
+    return shift(a, col, -1) if skewed[0] else ppermute(a, (row, col), _pairs("home a", q))
 
 
 def cannon_atb(
@@ -72,42 +75,36 @@ def cannon_atb(
 ) -> Tensor:
     """Compute B = A^T C.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
     q = axis_size(row)
-    a = a if skewed[0] else _skew_a(a, row, col, q)
+    a = a if skewed[0] else ppermute(a, (row, col), _pairs("skew a", q))
     b = accumulator(c, *a.shape[:-2], a.shape[-1], c.shape[-1])
     for t in range(q):  # rank (i, j) adds to B(i+j+t, j)
         add_product(b, a.mT, c)
         if t < q - 1:
             b, a = shift(b, row, -1), shift(a, col, -1)
     b = rounded(b, c.dtype, over)
-    return shift(b, row, -1) if skewed[1] else _home_b(b, row, col, q)
+    return shift(b, row, -1) if skewed[1] else ppermute(b, (row, col), _pairs("home b", q))
 
 
-def _skew_a(a: Tensor, row: str, col: str, q: int) -> Tensor:
-    """(i, k) -> (i, k-i): rank (i, j) receives A(i, i+j)."""
-    return ppermute(
-        a, (row, col), [(i * q + k, i * q + (k - i) % q) for i in range(q) for k in range(q)]
-    )
+@cache
+def _pairs(way: str, q: int) -> list[tuple[int, int]]:
+    """List the source and the destination of each block (i, j) of a q x q grid.
+
+    Skewed, rank (i, j) holds A(i, i+j) and B(i+j, j).  After the last step a rank holds A(i, i+j-1)
+    or B(i+j-1, j), which goes to (i, i+j-1) or to (i+j-1, j).
+    """
+    return [
+        (i * q + j, rows % q * q + columns % q)
+        for i, j in product(range(q), repeat=2)
+        for rows, columns in [_WAYS[way](i, j)]
+    ]
 
 
-def _skew_b(b: Tensor, row: str, col: str, q: int) -> Tensor:
-    """(k, j) -> (k-j, j): rank (i, j) receives B(i+j, j)."""
-    return ppermute(
-        b, (row, col), [(k * q + j, (k - j) % q * q + j) for k in range(q) for j in range(q)]
-    )
-
-
-def _home_a(a: Tensor, row: str, col: str, q: int) -> Tensor:
-    """Send A home: after the last step rank (i, j) holds A(i, i+j-1), which goes to (i, i+j-1)."""
-    return ppermute(
-        a, (row, col), [(i * q + j, i * q + (i + j - 1) % q) for i in range(q) for j in range(q)]
-    )
-
-
-def _home_b(b: Tensor, row: str, col: str, q: int) -> Tensor:
-    """Send B home: after the last step rank (i, j) holds B(i+j-1, j), which goes to (i+j-1, j)."""
-    return ppermute(
-        b, (row, col), [(i * q + j, (i + j - 1) % q * q + j) for i in range(q) for j in range(q)]
-    )
+_WAYS: dict[str, Callable[[int, int], tuple[int, int]]] = {
+    "skew a": lambda i, j: (i, j - i),
+    "skew b": lambda i, j: (i - j, j),
+    "home a": lambda i, j: (i, i + j - 1),
+    "home b": lambda i, j: (i + j - 1, j),
+}
 
 
 def cannon_words(
@@ -118,9 +115,8 @@ def cannon_words(
     A skew or a way home moves (q-1)/q of the blocks; a skewed result's last step moves all.
     ``width``  words per word of a shifted sum: 2 where half precision is summed in fp32.
     """
-    made = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}[form]
     words = Fraction(0)
-    for size, pre, is_result in zip((m * k, k * n), skewed, made, strict=True):
+    for size, pre, is_result in zip((m * k, k * n), skewed, _MADE[form], strict=True):
         last = Fraction(q > 1) if pre and is_result else Fraction(0) if pre else Fraction(q - 1, q)
         words += Fraction(size, q * q) * ((q - 1) * (width if is_result else 1) + last)
     return words
@@ -128,13 +124,12 @@ def cannon_words(
 
 def cannon_messages(form: str, q: int, skewed: tuple[bool, bool]) -> int:
     """Count 2(q-1) shifts, and one more for each skew, way home or last shift."""
-    made = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}[form]
-    return (
-        0
-        if q == 1
-        else 2 * (q - 1)
-        + sum(not pre or is_result for pre, is_result in zip(skewed, made, strict=True))
-    )
+    moved = sum(not pre or is_result for pre, is_result in zip(skewed, _MADE[form], strict=True))
+    return 2 * (q - 1) + moved if q > 1 else 0
+
+
+_MADE = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}
+"""Whether a form computes A, and B."""
 
 
 # ---------------------------------------------------------------- the schedule and its registration

@@ -72,12 +72,9 @@ class Product2D:
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute Y [.., M, N] of x [.., M, K] and w [K, N]; x and w are saved for backward."""
         rows = x if x.ndim == 2 else self._rows(x)
-        if self.form == "ab":
-            y = self.grid.multiply("ab", rows, w, (), bias)
-        elif self.form == "abt":
-            y = self.grid.multiply("abt", rows, w.mT, (), bias)
-        else:
-            y = self.grid.multiply("atb", rows.mT, w, (), bias)
+        left = rows.mT if self.form == "atb" else rows
+        right = w.mT if self.form == "abt" else w
+        y = self.grid.multiply(self.form, left, right, (), bias)
         return (y if rows is x else y.reshape(*x.shape[:-1], y.shape[-1])), x, w
 
     def gradients(
