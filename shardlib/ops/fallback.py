@@ -128,7 +128,13 @@ class FallbackCall:
     @cached_property
     def statistics(self) -> list[Any]:
         """The running statistics that the call writes to without changing their version."""
-        return _statistics(self.func, self.args, self.kwargs)
+        at, args, given = _STATISTICS.get(self.func), self.args, self.kwargs
+        if at is None:
+            return []
+        flag = "use_input_stats" if "instance" in self.name else "training"
+        if not (args[5] if len(args) > 5 else given.get(flag, self.func is not F.batch_norm)):
+            return []
+        return [*args[at : at + 2], given.get("running_mean"), given.get("running_var")]
 
 
 class _Operands(NamedTuple):
@@ -400,17 +406,12 @@ def _in_turn(call: FallbackCall, whole: _Gathered) -> object:
     """
     o, mesh = call.operands, call.operands.mesh
     copies = [[r[rank].clone() for rank in range(mesh.size)] for r in whole.raws]
-
-    def marked(t: object) -> object:
-        for k, mine in enumerate(copies):
-            if any(t is x for x in mine):
-                return _SameAsOperand(k)
-        return t
+    marks = {id(c): _SameAsOperand(k) for k, mine in enumerate(copies) for c in mine}
 
     def one(*blocks: object, **more: object) -> object:
         with casting(call.func):
             out = call.func(*blocks, **more)
-        return optree.tree_map(marked, out, none_is_leaf=True)
+        return optree.tree_map(lambda t: marks.get(id(t), t), out, none_is_leaf=True)
 
     before = [[writes(c) for c in mine] for mine in copies]
     out = each(call.flat._replace(func=one), mesh, copies)
@@ -429,18 +430,15 @@ def _in_turn(call: FallbackCall, whole: _Gathered) -> object:
 
 def _refuse_target(call: FallbackCall, rest: Kwargs, target: Tensor, value: Tensor) -> None:
     """Refuse a target of ``out=`` with a gradient, or of a dtype to which torch may not cast."""
-    given = [
-        t
-        for t in (*FlatCall.of(call.func, *call.args, **rest).tensors, target)
-        if isinstance(t, Tensor)
-    ]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+    plain = FlatCall.of(call.func, *call.args, **rest)
+    given = [*plain.tensors, target]
+    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in given):
         raise BadArgument(
             "arguments given as out= have no gradient, and an operand asks for one", op=call.name
         )
     if target.dtype != value.dtype and torch.can_cast(value.dtype, target.dtype):
         why = "some functions cast what they write to out=, and some do not"
-        fix = f"out.copy_({fix_line(FlatCall.of(call.func, *call.args, **rest))})"
+        fix = f"out.copy_({fix_line(plain)})"
         raise call_error(Unsupported, why, call.name, fix, out=target, result=value)
 
 
@@ -524,16 +522,11 @@ def _viewing(out: object, raws: list[Tensor], before: list[Any]) -> bool:
     return views and all(writes(r) == old[0] for r, old in zip(raws, before, strict=True))
 
 
+@dataclass(frozen=True)
 class _SameAsOperand:
     """Marker of a result that is an operand."""
 
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameAsOperand) and other.at == self.at
-
-    __hash__ = None  # type: ignore[assignment]
+    at: int
 
 
 # position of the flag in torch.embedding_bag and F.embedding
@@ -550,18 +543,6 @@ _STATISTICS: dict[Any, int] = {
 """Position of the running statistics of functions that write
 to them without changing their version.
 """
-
-
-def _statistics(func: Func, args: Args, kwargs: Kwargs) -> list[Any]:
-    """List the running statistics that a call writes to."""
-    at = _STATISTICS.get(func)
-    if at is None:
-        return []
-    flag = "use_input_stats" if "instance" in func.__name__ else "training"
-    default = func is not F.batch_norm
-    if not (args[5] if len(args) > 5 else kwargs.get(flag, default)):
-        return []
-    return [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
 
 
 # not opened: their bodies draw plain tensors from each rank's own generator
@@ -590,9 +571,9 @@ def _gathered(x: ShardedTensor) -> ShardedTensor:
         whole = reshard(x.with_padding, "...")[tuple(slice(n) for n in x.shape)]
         return whole.becomes(whole.raw.contiguous())
     whole = reshard(x, "...")
-    return (
-        whole if whole is x or whole.raw.is_contiguous() else whole.becomes(whole.raw.contiguous())
-    )
+    if whole is x or whole.raw.is_contiguous():
+        return whole
+    return whole.becomes(whole.raw.contiguous())
 
 
 def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks: bool) -> None:
@@ -600,29 +581,19 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
 
     ``ranks``  the copy holds every rank's.
     """
-    mesh = x.mesh
+    mesh, what = x.mesh, {"tensor": typeof(x)}
     if raw is moved.raw and moved is x:
         return
-    refuse_write(x.raw, name, {"tensor": typeof(x)}, mesh)
-    refuse_overlap(x.raw, name, {"tensor": typeof(x)}, mesh)
+    refuse_write(x.raw, name, what, mesh)
+    refuse_overlap(x.raw, name, what, mesh)
     full = raw if ranks else copies(raw, mesh)
     if block_shape(full, mesh) != moved.padded_shape:
-        what = {"tensor": typeof(x)}
-        raise Unsupported(
-            "a tensor changed its shape in place", op=name, operands=what, fix="x = f(x)"
-        )
-    if raw is moved.raw:
-        new = moved
-    else:
-        new = ShardedTensor(
-            full,
-            Place(
-                _whole(x.padded_shape),
-                moved.padded_shape,
-                mesh,
-                deferred=moved.deferred,
-            ),
-        )  # type: ignore[arg-type]
+        why = "a tensor changed its shape in place"
+        raise Unsupported(why, op=name, operands=what, fix="x = f(x)")
+    new = moved
+    if raw is not moved.raw:
+        place = Place(_whole(x.padded_shape), moved.padded_shape, mesh, deferred=moved.deferred)
+        new = ShardedTensor(full, place)
     if x.is_padded:
         pairs = zip(reversed(x.padded_shape), reversed(x.shape), strict=True)
         filled = F.pad(new.raw, [k for n, m in pairs for k in (0, n - m)])
@@ -663,10 +634,8 @@ def replied(
             raise Unsupported(f"a {t.layout} result", op="torch", fix="sl.unshard(x)")
         full: Any = t if per_rank else copies(t, mesh)
         shape = block_shape(full, mesh)
-        new = ShardedTensor(
-            full,
-            Place(_whole(shape), torch.Size(shape), mesh, deferred=deferred),
-        )
+        place = Place(_whole(shape), torch.Size(shape), mesh, deferred=deferred)
+        new = ShardedTensor(full, place)
         for raw, v in zip(raws, values, strict=True):
             if alike(t, raw):
                 link(full, v.raw)

@@ -161,24 +161,21 @@ def remove(op: str, name: str) -> None:
 
 
 def _check_known(op: str, name: str, by: str) -> None:
-    known = [a.name for a in _ALGORITHMS.get(op, [])]
-    if name not in known:
-        what = (
-            f"{op} has {', '.join(known)}"
-            if known
-            else f"operations with a choice: {', '.join(_ALGORITHMS)}"
-        )
-        if known:
-            some, names = op, known
-        else:
-            some, names = next((o, [a.name for a in found]) for o, found in _ALGORITHMS.items())
-        (near,) = similar(name, names, 1, 0.0)
-        raise ShardError(
-            f"unknown algorithm {name!r}; {what}",
-            op=by,
-            # `without(unknown)` has no useful correction, so only `algorithm` gets the nearest name
-            fix=f"sl.algorithm({some}={near!r})" if by == "algorithm" else "",
-        )
+    names, some = [a.name for a in _ALGORITHMS.get(op, [])], op
+    if name in names:
+        return
+    what = f"{op} has {', '.join(names)}"
+    if not names:
+        what = f"operations with a choice: {', '.join(_ALGORITHMS)}"
+        some, found = next(iter(_ALGORITHMS.items()))
+        names = [a.name for a in found]
+    (near,) = similar(name, names, 1, 0.0)
+    raise ShardError(
+        f"unknown algorithm {name!r}; {what}",
+        op=by,
+        # `without(unknown)` has no useful correction, so only `algorithm` gets the nearest name
+        fix=f"sl.algorithm({some}={near!r})" if by == "algorithm" else "",
+    )
 
 
 class pinned(Entered):
