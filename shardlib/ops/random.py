@@ -45,19 +45,15 @@ __all__ = ["draw_into"]
 
 def _asked(func: Func, x: ShardedTensor, args: Args, kwargs: Kwargs) -> None:
     """Raise torch's own error for bad arguments."""
+    # without elements torch accepts any dtype, so integers are checked on one element
+    few = 0 if x.dtype.is_floating_point or x.dtype.is_complex else 1
+    device = "cpu" if x.raw.is_meta else x.raw.device
     try:
-        # without elements torch accepts any dtype, so integers are checked on one element
-        few = 0 if x.dtype.is_floating_point or x.dtype.is_complex else 1
-        func(
-            torch.zeros(few, dtype=x.dtype, device="cpu" if x.raw.is_meta else x.raw.device),
-            *args,
-            **kwargs,
-        )
+        func(torch.zeros(few, dtype=x.dtype, device=device), *args, **kwargs)
     except TypeError as e:
         name = func.__name__
-        raise call_error(
-            ShardError, str(e), name, f"x.{name}({'0.5' if name == 'geometric_' else ''})", x=x
-        ) from None
+        fix = f"x.{name}({'0.5' if name == 'geometric_' else ''})"
+        raise call_error(ShardError, str(e), name, fix, x=x) from None
 
 
 # ---------------------------------------------------------------- distributions
@@ -167,10 +163,13 @@ def _in_place(
     def implementation(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         x = args[0]
         _asked(func, x, args[1:], kwargs)
-        b = bind(*args, **kwargs)
+        b = bind(*args, **{_ENDS.get(k, k): v for k, v in kwargs.items()})
         return draw_into(x, make(b, x), b["generator"])
 
     implements(func, padded=True, pending=False)(implementation)
+
+
+_ENDS = {"from": "low", "to": "high"}  # torch's names, of which one is reserved in Python
 
 
 def _halved(x: ShardedTensor, std: float) -> float:
@@ -191,35 +190,27 @@ _in_place(Tensor.log_normal_, "log_normal_(input, mean=1.0, std=2.0, *, generato
           lambda b, x: log_normal(b["mean"], b["std"], x.dtype))  # fmt: skip
 
 
-@implements(Tensor.uniform_, padded=True, pending=False)
-def uniform_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Draw uniform numbers in place; bound by hand, since the keyword ``from`` is reserved."""
-    x = args[0]
-    _asked(func, x, args[1:], kwargs)
-    low, high = (
-        *args[1:],
-        *(kwargs.get(n, d) for n, d in (("from", 0.0), ("to", 1.0))[len(args) - 1 :]),
-    )
-    return draw_into(
-        x,
-        uniform(low, high, x.raw.real.dtype if x.is_complex() else x.dtype),
-        kwargs.get("generator"),
-    )
+def _between(b: dict[str, Any], x: ShardedTensor) -> Make:
+    """Make integers for random_(), random_(to), random_(from, to); to=None: to the last one."""
+    top = _largest(x.dtype)
+    high = b.get("high", top)
+    return integers(b.get("low", 0), top + (x.dtype == torch.int64) if high is None else high)
 
 
-@implements(Tensor.random_, padded=True, pending=False)
-def random_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Draw in place: random_(), random_(to), random_(from, to)."""
-    x = args[0]
-    _asked(func, x, args[1:], kwargs)
-    ends = list(args[1:])
-    low = ends[0] if len(ends) == 2 else kwargs.get("from", 0)
-    high = ends[-1] if ends and "to" not in kwargs else kwargs.get("to", _largest(x.dtype))
-    if len(ends) == 1 and "to" in kwargs:
-        low = ends[0]
-    if high is None:
-        high = _largest(x.dtype) + (x.dtype == torch.int64)
-    return draw_into(x, integers(low, high), kwargs.get("generator"))
+_in_place(
+    Tensor.uniform_,
+    "uniform_(input, low=0.0, high=1.0, *, generator=None)",
+    lambda b, x: uniform(b["low"], b["high"], _real(x.dtype)),
+)
+_in_place(
+    Tensor.random_,
+    """
+    random_(input, *, generator=None)
+    random_(input, high, *, generator=None)
+    random_(input, low, high, *, generator=None)
+    """,
+    _between,
+)
 
 
 # ---------------------------------------------------------------- with probabilities of their own
@@ -236,6 +227,12 @@ class _Sampled(Local):
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(grads[0].new_zeros(s, dtype=d) for s, d in ctx.operands)
+
+
+def _sampled(x: ShardedTensor, sample: Tensor) -> ShardedTensor:
+    """Return a sample from the distributions whose parameters are ``x``, in its dtype."""
+    raw: Any = sample.to(x.dtype)
+    return x.becomes(_Sampled.apply(raw, x.raw) if x.raw.requires_grad else raw)
 
 
 def _probabilities(name: str, p: Tensor) -> None:
@@ -262,8 +259,9 @@ def bernoulli_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if p is None:
         _probabilities("bernoulli", x.raw)
     u = _uniforms(x, next_key(x.mesh, b["generator"]))
-    sample = (u < (x.raw.detach() if p is None else p)).to(x.dtype)
-    return x.becomes(_Sampled.apply(sample, x.raw) if x.raw.requires_grad and p is None else sample)  # type: ignore[arg-type]
+    if p is None:
+        return _sampled(x, u < x.raw.detach())
+    return x.becomes((u < p).to(x.dtype))
 
 
 @implements(Tensor.bernoulli_, padded=True, pending=False)
@@ -330,9 +328,7 @@ def poisson(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     key = next_key(x.mesh, b["generator"])
     rate = x.raw.detach().double()
     sample = torch.zeros_like(rate) if rate.is_meta else _counts(x, rate, key)
-    return x.becomes(
-        _Sampled.apply(sample.to(x.dtype), x.raw) if x.raw.requires_grad else sample.to(x.dtype)
-    )  # type: ignore[arg-type]
+    return _sampled(x, sample)
 
 
 def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:

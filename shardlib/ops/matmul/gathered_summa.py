@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlib.collectives import axis_size, broadcasts, reductions
 from shardlib.cost import Cost, moving, summing
-from shardlib.dtypes import is_half, wider
+from shardlib.dtypes import wider
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import (
     Axes,
@@ -34,7 +34,7 @@ from shardlib.ops.matmul.function import (
 from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price_of_gather
 from shardlib.ops.matmul.shared_gather import ReadsShared, gathered
 from shardlib.ops.registry import Match, algorithm
-from shardlib.tensor import ShardedTensor, made_of
+from shardlib.tensor import ShardedTensor
 
 __all__ = ["Streamed", "streamed"]
 
@@ -124,10 +124,8 @@ def streamed(case: MatmulCase) -> Match | str:
         x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None
     ) -> Tensor:
         """Gather X for all products that read it, and multiply."""
-        whole, once = gathered(x, cube.x, over[0])
-        made_of(x)["again", cube.x, over[0]] = None
-        wider = once.sum if is_half(whole) else None
-        schedule = Streamed(axis, again=once, x=x.raw, wide=wider)
+        whole, shared = gathered(x, cube.x, over[0])
+        schedule = Streamed(axis, **shared)
         return Product.apply(schedule, x.mesh, ((), over[1]), whole, w.raw, bias)  # type: ignore[return-value]
 
     return Match(

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from shardlib.collectives import Pending, all_gather, psum_scatter
 from shardlib.cost import Cost, moving, summing
-from shardlib.dtypes import is_half
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import current_mesh
@@ -52,7 +51,7 @@ from shardlib.ops.matmul.function import (
 from shardlib.ops.matmul.prefetch import Gather, next_gather
 from shardlib.ops.matmul.shared_gather import ReadsShared, gathered
 from shardlib.ops.registry import Match, algorithm
-from shardlib.tensor import ShardedTensor, made_of
+from shardlib.tensor import ShardedTensor
 
 __all__ = [
     "Cube",
@@ -457,14 +456,9 @@ def _call(
     gather = next_gather(w.raw, cube.w, x.mesh, again)
     if not shared:
         return Product.apply(Matmul3D(cube, gather), x.mesh, over, x.raw, w.raw, bias)  # type: ignore[return-value]
-    whole, once = gathered(x, cube.x, over[0])
+    whole, fields = gathered(x, cube.x, over[0], again="x" not in cube.save)
     rest = replace(cube, x=(), save=cube.save.replace("x", ""))
-    wide = once.sum if is_half(whole) else None
-    if "x" in cube.save:
-        schedule = Matmul3D(rest, gather, wide=wide)
-    else:
-        made_of(x)["again", cube.x, over[0]] = None
-        schedule = Matmul3D(rest, gather, again=once, x=x.raw, wide=wide)
+    schedule = Matmul3D(rest, gather, **fields)
     return Product.apply(schedule, x.mesh, ((), over[1]), whole, w.raw, bias)  # type: ignore[return-value]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardlib._compat import Local
 from shardlib.collectives import all_gather, psum_scatter, unwrap, wrap
+from shardlib.dtypes import is_half
 from shardlib.mesh import Mesh, bind, current_mesh
 from shardlib.ops.matmul.function import DimMove, post, rounded
 from shardlib.tensor import ShardedTensor, Wide, made_of, real_axes, total, vary
@@ -119,13 +120,24 @@ class _SharedGather(Local):
             )
 
 
-def gathered(x: ShardedTensor, moves: tuple[DimMove, ...], over: Axes) -> tuple[Tensor, Again]:
-    """Gather X by ``moves``, once; its gradient is also summed over ``over``."""
+def gathered(
+    x: ShardedTensor, moves: tuple[DimMove, ...], over: Axes, again: bool = True
+) -> tuple[Tensor, dict[str, Any]]:
+    """Gather X by ``moves``, once; its gradient is also summed over ``over``.
+
+    Return also the fields of ReadsShared for a product that reads it.
+    ``again``  whether its backward gathers X once more, with the other products'.
+    """
     found, key = made_of(x), ("gather", moves, over)
     if key not in found:
-        again = Again(moves, real_axes(x.mesh, over), x.mesh)
-        found[key] = _SharedGather.apply(again, x.raw), again
-    return found[key]
+        once = Again(moves, real_axes(x.mesh, over), x.mesh)
+        found[key] = _SharedGather.apply(once, x.raw), once
+    whole, once = found[key]
+    shared: dict[str, Any] = {"wide": once.sum if is_half(whole) else None}
+    if again:
+        found["again", moves, over] = None
+        shared |= {"again": once, "x": x.raw}
+    return whole, shared
 
 
 def let_go(x: ShardedTensor) -> None:
