@@ -261,15 +261,19 @@ class _BodyCall:
 
             lines = [partial(line, i) for i in range(len(outs))]
             return list(zip(leaves, outs, lines, strict=True)), tree
+        raise self._misfit(leaves, tree if tensors else None, given)
+
+    def _misfit(self, leaves: Sequence[Any], tree: Any, given: Any) -> ShardError:
+        """Return the error for results that do not fit the layouts; without a tree, for no tensors."""
         kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
         flat = isinstance(given, tuple | list) and all(map(is_layout, given))
         several = [*given] if flat and not is_layout(given) else []
         meant = [*several, *["..."] * len(leaves)][: len(leaves)]
         fix = "return torch.as_tensor(result)"
-        if tensors:
+        if tree is not None:
             fix = self.line(optree.tree_unflatten(tree, meant))
         why = f"the body returned ({kinds}), and out_layouts are {_text(given)}"
-        raise self.error(why, fix, **_operands(self.args))
+        return self.error(why, fix, **_operands(self.args))
 
     def line(self, outs: object) -> str:
         """Write the call with these layouts of its results."""

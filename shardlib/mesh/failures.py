@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -47,6 +47,7 @@ __all__ = [
     "join_job",
     "lost",
     "number",
+    "position",
     "spelled",
 ]
 
@@ -81,6 +82,22 @@ def spelled(entry: Sequence[Any]) -> str:
         f"{name} over {over!r} of {str(dtype).removeprefix('torch.')}{list(shape)}, operation {n}"
     )
     return f"{text}, at {line[0]}" if line and line[0] else text
+
+
+def _last() -> str:
+    """Return what this rank did last."""
+    return f"after {spelled(RECENT[-1])}" if RECENT else "before any operation"
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    return sys._current_frames().get(thread.ident or 0)
+
+
+def position(thread: threading.Thread) -> str:
+    """Return the user's line at which a thread is, and what this rank did last."""
+    frame = _frame_of(thread)
+    line = "" if frame is None else user_line(frame)
+    return f"at {line or 'its end'}, {_last()}"
 
 
 @dataclass(frozen=True)
@@ -253,9 +270,8 @@ class JobProcesses:
         if threading.current_thread() is not self._watcher:
             # a thread that is in the store while the interpreter ends would abort the process
             self._watcher.join(2.0)
-        last = f"after {spelled(RECENT[-1])}" if RECENT else "before any operation"
         with suppress(RankFailed):
-            self._set(f"left/{self.rank}", last)
+            self._set(f"left/{self.rank}", _last())
             self.store.add("ends", 1)
         until = time.monotonic() + _GRACE
         while self.failed and not self.rank and not self.store.gone and time.monotonic() < until:
@@ -427,14 +443,8 @@ class JobProcesses:
         to a rank that does not wait.
         """
         answers = self._answers(ranks)
-        silent = [r for r, a in answers.items() if not a]
-        ended = [text for r in silent if (text := self.ended(r))]
-        if ended:
-            return min(ended, key=lambda text: " left: " not in text)
-        if stopped := [r for r in silent if self._state(r) == "stopped"]:
-            return f"rank {stopped[0]} is stopped"
-        if silent:
-            return f"rank {silent[0]} does not answer"
+        if silent := [r for r, a in answers.items() if not a]:
+            return self._of_silent(silent)
         if away := [r for r, a in answers.items() if a[0] != "waits"]:
             return f"rank {away[0]} did not come: it is {answers[away[0]][1]}"
         doing = {r: _without_line(a[1]) for r, a in answers.items()}
@@ -444,6 +454,14 @@ class JobProcesses:
         usual = max(doing.values(), key=list(doing.values()).count)
         odd = next(r for r, d in doing.items() if d != usual)
         return f"rank {odd} waits in {answers[odd][1]}, and others in {usual}"
+
+    def _of_silent(self, silent: list[int]) -> str:
+        """Return the cause that ranks without an answer are: ended, stopped, or silent."""
+        if ended := [text for r in silent if (text := self.ended(r))]:
+            return min(ended, key=lambda text: " left: " not in text)
+        if stopped := [r for r in silent if self._state(r) == "stopped"]:
+            return f"rank {stopped[0]} is stopped"
+        return f"rank {silent[0]} does not answer"
 
     def _answers(self, ranks: Sequence[int]) -> dict[int, Any]:
         """Return the answers of these ranks, and of those for which some of them wait."""
@@ -513,17 +531,15 @@ class JobProcesses:
         self._set(f"calls/{self.rank}", list(self.calls))
         if self._has(f"at/{self.rank}"):
             return
-        frame = sys._current_frames().get(self._main.ident or 0)
-        line = user_line(frame) if frame is not None else ""
+        frame = _frame_of(self._main)
         if waits := self._waits.get(self._main.ident or 0):
             answer = ["waits", waits[0], list(waits[1]())]
         elif RECENT and frame is not None and _TRANSFERS in frame.f_code.co_filename:
             doing = spelled(RECENT[-1])
-            doing = doing if ", at " in doing else f"{doing}, at {line}"
+            doing = doing if ", at " in doing else f"{doing}, at {user_line(frame)}"
             answer = ["waits", doing, list(self.members.get(RECENT[-1][2], ()))]
         else:
-            last = f"after {spelled(RECENT[-1])}" if RECENT else "before any operation"
-            answer = ["elsewhere", f"at {line or 'its end'}, {last}"]
+            answer = ["elsewhere", position(self._main)]
         self._set(f"at/{self.rank}", answer)
         self.write()
 

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import torch.multiprocessing as mp
 
 from shardlib.errors import RankFailed, ShardError, user_line
 from shardlib.mesh.devices import backend_of, take_device
-from shardlib.mesh.failures import ABORTED, CHECK_IT, RECENT, current_job, lost, spelled
+from shardlib.mesh.failures import ABORTED, CHECK_IT, RECENT, current_job, lost, position
 from shardlib.mesh.mesh import TIMEOUT, check_device, check_timeout, make_mesh, sizes_of
 
 __all__ = ["launch"]
@@ -151,49 +152,51 @@ def _failure(
     if (folder / "unguarded").exists():
         return _unguarded(None)
     errors = sorted(folder.glob("error*"), key=lambda f: f.stat().st_mtime_ns)
-    said = [(int(f.name[5:]), *pickle.loads(f.read_bytes())) for f in errors]
+    said: list[Any] = [(int(f.name[5:]), *pickle.loads(f.read_bytes())) for f in errors]
+    failed = partial(RankFailed, op="launch", mesh=sizes)
     killed = [(r, code) for r, code in enumerate(ends) if code is not None and code < 0]
     if killed:
-        rank, code = min(killed, key=lambda end: -end[1] == signal.SIGABRT)  # often a consequence
-        if -code == signal.SIGABRT:
-            return RankFailed(ABORTED.format(rank), op="launch", mesh=sizes, fix=CHECK_IT)
-        return RankFailed(
-            f"rank {rank} was ended by {signal.Signals(-code).name}", op="launch", mesh=sizes
-        )
-    for rank, cause, text in said:
-        if not isinstance(cause, RankFailed):
-            error = ShardError(f"rank {rank} failed:\n{text}", op="launch", mesh=sizes)
-            error.__cause__ = cause
-            return error
+        return _killed(killed, failed)
+    raised = [told for told in said if not isinstance(told[1], RankFailed)]
+    if raised:
+        rank, cause, text = raised[0]
+        return _caused(cause, ShardError(f"rank {rank} failed:\n{text}", op="launch", mesh=sizes))
     left = [r for r, code in enumerate(ends) if code == 0 and not _ended_well(folder, r)]
     if left:
-        return RankFailed(
-            f"rank {left[0]} left with exit code 0 before {_FN} returned", op="launch", mesh=sizes
-        )
-    for _rank, cause, _ in said:
-        error = RankFailed(
-            cause.message, op="launch", operands=cause.operands, mesh=sizes, fix=cause.fix
-        )
-        error.__cause__ = cause
-        return error
+        return failed(f"rank {left[0]} left with exit code 0 before its function returned")
+    if said:
+        cause = said[0][1]
+        return _caused(cause, failed(cause.message, operands=cause.operands, fix=cause.fix))
+    return _unreported(ends, sizes, silent, failed)
+
+
+def _unreported(
+    ends: list[int | None],
+    sizes: Mapping[str, int],
+    silent: dict[str, str] | None,
+    failed: Callable[..., RankFailed],
+) -> RankFailed | None:
+    """Return the error for ranks that are idle, or that ended without a report."""
     if silent is not None:
-        return RankFailed(
-            "no rank did anything for longer than its timeout",
-            op="launch",
-            operands=silent,
-            mesh=sizes,
-            fix=f"sl.launch(fn, *args, {', '.join(f'{n}={s}' for n, s in sizes.items())}, "
-            "timeout=1000.0)",
-        )
+        axes = ", ".join(f"{n}={s}" for n, s in sizes.items())
+        fix = f"sl.launch(fn, *args, {axes}, timeout=1000.0)"
+        why = "no rank did anything for longer than its timeout"
+        return failed(why, operands=silent, fix=fix)
     bad = [(r, code) for r, code in enumerate(ends) if code]
-    if bad:
-        return RankFailed(
-            f"rank {bad[0][0]} ended with exit code {bad[0][1]}", op="launch", mesh=sizes
-        )
-    return None
+    return failed("rank {} ended with exit code {}".format(*bad[0])) if bad else None
 
 
-_FN = "its function"
+def _killed(ends: list[tuple[int, int]], failed: Callable[..., RankFailed]) -> RankFailed:
+    """Return the error for ranks that signals ended: SIGABRT is often a consequence."""
+    rank, code = min(ends, key=lambda end: -end[1] == signal.SIGABRT)
+    if -code == signal.SIGABRT:
+        return failed(ABORTED.format(rank), fix=CHECK_IT)
+    return failed(f"rank {rank} was ended by {signal.Signals(-code).name}")
+
+
+def _caused(cause: BaseException | None, error: ShardError) -> ShardError:
+    error.__cause__ = cause
+    return error
 
 
 def _ended_well(folder: Path, rank: int) -> bool:
@@ -322,10 +325,7 @@ def _beat(folder: Path, rank: int) -> None:
                 beat.touch()
             used = cpu
             if (folder / "roll").exists() and not place.exists():
-                frame = sys._current_frames().get(threading.main_thread().ident or 0)
-                line = user_line(frame) if frame is not None else ""
-                last = f"after {spelled(RECENT[-1])}" if RECENT else "before any operation"
-                place.write_text(f"at {line or 'its end'}, {last}")
+                place.write_text(position(threading.main_thread()))
         except OSError:  # the folder is gone
             return
         time.sleep(0.5)

@@ -472,30 +472,13 @@ def make_mesh(
     if timeout is not None:
         check_timeout(timeout, "make_mesh", "sl.make_mesh(x=-1, timeout=100.0)")
     device = check_device(device, "make_mesh", axes)
-    free = _inferred(axes, "make_mesh")
+    _inferred(axes, "make_mesh")
     sizes_of("make_mesh", {n: s for n, s in axes.items() if s != -1} or {"x": 1})
     if not axes:
         raise MeshError("a mesh needs an axis", op="make_mesh", fix="sl.make_mesh(x=2, y=2)")
     device = device or (accelerator() or torch.device("cpu")).type
     started = not dist.is_initialized()
-    world = world_size("make_mesh")
-    known = math.prod(s for s in axes.values() if s != -1)
-    if free and world % known == 0:
-        axes = axes | {free[0]: world // known}
-    total = math.prod(axes.values())
-    if total != world:
-        text = " ".join(f"{n}={s}" for n, s in axes.items())
-        running = "1 process is" if world == 1 else f"{world} processes are"
-        fix = (
-            f"torchrun --nproc-per-node {abs(total)} script.py   # or, in one process: "
-            f"sl.simulate({', '.join(f'{n}={abs(s)}' for n, s in axes.items())})"
-        )
-        raise MeshError(
-            f"{text} needs {abs(total)} ranks, {running} running",
-            op="make_mesh",
-            mesh=dict(axes),
-            fix=fix,
-        )
+    axes = _filled(axes, world_size("make_mesh"))
     if started:
         _start(device)
     mesh = _made_before(device, axes)
@@ -504,6 +487,24 @@ def make_mesh(
         grid = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
         mesh = as_mesh(grid)
     return with_timeout(mesh, timeout or (TIMEOUT if started else None))
+
+
+def _filled(axes: dict[str, int], world: int) -> dict[str, int]:
+    """Return the axes with the size that is inferred; all ranks are in them.  Raises: MeshError."""
+    known = math.prod(s for s in axes.values() if s != -1)
+    if world % known == 0:
+        axes = {n: world // known if s == -1 else s for n, s in axes.items()}
+    total = math.prod(axes.values())
+    if total == world:
+        return axes
+    text = " ".join(f"{n}={s}" for n, s in axes.items())
+    running = "1 process is" if world == 1 else f"{world} processes are"
+    why = f"{text} needs {abs(total)} ranks, {running} running"
+    fix = (
+        f"torchrun --nproc-per-node {abs(total)} script.py   # or, in one process: "
+        f"sl.simulate({', '.join(f'{n}={abs(s)}' for n, s in axes.items())})"
+    )
+    raise MeshError(why, op="make_mesh", mesh=dict(axes), fix=fix)
 
 
 def _gather(timeout: float | None) -> None:

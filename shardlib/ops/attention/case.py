@@ -308,7 +308,6 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
 
 
 def _check_layouts(q: Any, k: Any, v: Any) -> None:
-    mesh = q.mesh
     (qb, qh, qs, qd), (kb, kh, ks, kd), (vb, vh, vs, ve) = (
         t.sharding.resolve(4).dims for t in (q, k, v)
     )
@@ -328,7 +327,13 @@ def _check_layouts(q: Any, k: Any, v: Any) -> None:
             **_about(q, k, v),
             fix=f"sl.reshard(q, {want!r})",
         )
-    n = math.prod(mesh.axes[a] for a in qh.axes)
+    _check_heads(q, k, v)
+
+
+def _check_heads(q: Any, k: Any, v: Any) -> None:
+    """Refuse heads that are split so that a rank has queries without their keys."""
+    qb, qh, qs, _ = q.sharding.resolve(4).dims
+    n = math.prod(q.mesh.axes[a] for a in qh.axes)
     if (q.padded_shape[1] // n) % max(1, k.padded_shape[1] // n):
         raise ImplicitCommunication(
             "each rank's heads of queries must share its heads of keys",

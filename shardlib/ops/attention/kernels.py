@@ -413,11 +413,9 @@ def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[ScorePie
     """
     if not q or not k:
         return ()
-    if q == k and len(q) > 1 and all(a.last < b.start for a, b in itertools.pairwise(q)):
-        hull = Run(q[0].start, 1, q[-1].last - q[0].start + 1)
-        if mask.relation(hull, hull) == (0, math.inf, True):
-            n = sum(run.length for run in q)
-            return (ScorePiece(0, n, 0, n, "causal"),)
+    if q == k and _is_causal(q, mask):
+        n = sum(run.length for run in q)
+        return (ScorePiece(0, n, 0, n, "causal"),)
     cut_q, cut_k = mask.cuts()
     found: list[ScorePiece] = []
     for q0, q_run in _cut(q, cut_q):
@@ -426,8 +424,19 @@ def pieces(q: tuple[Run, ...], k: tuple[Run, ...], mask: Mask) -> tuple[ScorePie
                 ScorePiece(a + q0, b + q0, c + k0, d + k0, kind)
                 for a, b, c, d, kind in _cell(q_run, k_run, mask)
             ]
-    found = _merged(found)
-    # many small calls can cost more than one masked call over their box
+    return _boxed(_merged(found))
+
+
+def _is_causal(runs: tuple[Run, ...], mask: Mask) -> bool:
+    """Check whether several rising runs attend to themselves as one causal block."""
+    if len(runs) < 2 or any(a.last >= b.start for a, b in itertools.pairwise(runs)):
+        return False
+    hull = Run(runs[0].start, 1, runs[-1].last - runs[0].start + 1)
+    return mask.relation(hull, hull) == (0, math.inf, True)
+
+
+def _boxed(found: list[ScorePiece]) -> tuple[ScorePiece, ...]:
+    """Replace many small calls, which can cost more, by one masked call over their box."""
     if len(found) > 8:
         box = ScorePiece(min(p.q0 for p in found), max(p.q1 for p in found), min(p.k0 for p in found),
                     max(p.k1 for p in found), "masked")  # fmt: skip

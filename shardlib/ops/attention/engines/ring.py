@@ -10,7 +10,7 @@ section 4.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -364,19 +364,24 @@ def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[RowChu
         edges = [0, rows]
     chunks = []
     for lo, hi in itertools.pairwise(edges):
-        needed: dict[int, list[int]] = {owner: [] for owner in range(p)}
+        needed: list[list[int]] = [[] for _ in range(p)]
         for (rank, owner), (first, last) in hulls.items():
             if first < hi and last > lo:
                 needed[owner].append((rank - owner) % p)
-        reach = [_reach(distances, p, len(edges) > 2) for distances in needed.values()]
-        for way, far in ((1, [f for f, _ in reach]), (-1, [b for _, b in reach])):
-            at = tuple(
-                tuple((j + way * t) % p if t <= far[j] else None for j in range(p))
-                for t in range(1, max(far) + 1)
-            )
+        forward, backward = zip(*(_reach(d, p, len(edges) > 2) for d in needed), strict=True)
+        for at in (_stops_one_way(1, forward), _stops_one_way(-1, backward)):
             if at:
                 chunks.append(RowChunk(lo, hi, at, tuple(range(len(at)))))
     return _joined(chunks)
+
+
+def _stops_one_way(way: int, far: Sequence[int]) -> tuple[tuple[int | None, ...], ...]:
+    """List the ranks at which each owner's rows stop, step by step, ``far`` hops in a direction."""
+    p = len(far)
+    return tuple(
+        tuple((j + way * t) % p if t <= far[j] else None for j in range(p))
+        for t in range(1, max(far) + 1)
+    )
 
 
 def _hulls(q_runs: Runs, k_runs: Runs, mask: Mask) -> dict[tuple[int, int], tuple[int, int]]:
