@@ -66,7 +66,19 @@ struct Event {
 };
 
 std::recursive_mutex lock;
-using Locked = std::lock_guard<std::recursive_mutex>;
+// Whoever has the lock may drop a tensor, for which it needs Python's own lock: nobody who has that
+// one waits for this one with it.
+struct Locked {
+  std::recursive_mutex& held;
+  explicit Locked(std::recursive_mutex& m) : held(m) {
+    if (held.try_lock()) return;
+    std::optional<py::gil_scoped_release> meanwhile;
+    if (Py_IsInitialized() && PyGILState_Check()) meanwhile.emplace();
+    held.lock();
+  }
+  ~Locked() { held.unlock(); }
+  Locked(const Locked&) = delete;
+};
 std::vector<Stream> streams(1);
 thread_local c10::StreamId current = 0;
 bool late = false, hasty = false;
