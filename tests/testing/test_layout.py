@@ -153,10 +153,10 @@ class Accepting(Sly):
 
 
 class Swapped(Sly):
-    """It says that ranks hold each other's rows once what is placed is joined."""
+    """It says that ranks hold each other's rows."""
 
-    def slices(self, shape: Any, mesh: Any, coord: Mapping[str, int]) -> Any:
-        return super().slices(shape, mesh, {a: 1 - k for a, k in coord.items()})
+    def indices(self, shape: Any, mesh: Any, coord: Mapping[str, int]) -> Any:
+        return super().indices(shape, mesh, {a: 1 - k for a, k in coord.items()})
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _of(kind: type[Layout]) -> Given:
         (_of(Overlapping), r"do not tile the tensor: 2 ranks hold element \[0, 0\], not 1"),
         (_of(Lying), "the shape of the block"),
         (_of(Accepting), "a size that does not divide is accepted|the shape of the block"),
-        (_of(Swapped), "the block at .* differs from dense"),
+        (_of(Swapped), "what unshard gives back: differs from dense"),
         (Fickle(), "has one layout"),
         ("x y z w", "fits no mesh"),
     ],
