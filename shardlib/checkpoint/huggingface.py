@@ -536,7 +536,7 @@ def _sources(
     if names is not None and not callable(names) and (odd := sorted(set(names) - set(ours))):
         raise ValueError(f"names= has {odd[0]!r}, which the module does not")
     given = names if callable(names) else (names or {}).get
-    said = {name: given(name) for name in ours}
+    said = dict(zip(ours, map(given, ours), strict=True))
     converted = _converted(module, table)
     prefixes = _prefixes(ours, table)
     out: dict[str, Origin] = {}

@@ -157,6 +157,13 @@ _BEGINS = frozenset(["pslice", "place", "preduce", "psum_scatter", "all_to_all",
 _SUMS = frozenset(["psum", "psum_scatter", "preduce"])
 
 
+def _varies_over(x: Tensor, axes: Sequence[str]) -> frozenset[str] | None:
+    """Return the axes over which an operand varies, at most ``axes`` for a plain tensor."""
+    if type(x) is not Stacked:
+        return frozenset(axes)
+    return x.varies and x.varies.axes
+
+
 def after_move(op: str, x: Tensor, mesh: Mesh, axes: Sequence[str], params: tuple) -> Varies | None:
     """Return the axes over which the result of a collective varies; None if ``x`` is untracked.
 
@@ -164,11 +171,9 @@ def after_move(op: str, x: Tensor, mesh: Mesh, axes: Sequence[str], params: tupl
     of the collective, since its sum counts ranks.
     Raises: WrongAxes for a sum over an axis along which every rank holds the same.
     """
-    now = frozenset(axes)
-    if type(x) is Stacked:
-        if x.varies is None or x.varies.axes is None:
-            return None
-        now = x.varies.axes
+    now = _varies_over(x, axes)
+    if now is None:
+        return None
     over = real(mesh, axes)
     if op in _SUMS and (whole := over - now):
         raise _whole(op, x, mesh, axes, sorted(whole, key=mesh.names.index), now)

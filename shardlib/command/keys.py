@@ -218,7 +218,7 @@ def main(given: argparse.Namespace) -> int:
     """Run the command."""
     rows = [k for k in listed() if not given.table or k.table.split(",")[0] == given.table]
     if not rows:
-        names = list(dict.fromkeys(k.table.split(",")[0] for k in listed() if k.table))
+        names = list(dict.fromkeys(filter(None, (k.table.split(",")[0] for k in listed()))))
         raise ConfigError(
             f"no table [{given.table}]{near(given.table, names)} (there are {', '.join(names)})"
         )

@@ -144,26 +144,27 @@ def _differs(
     x, y, m, v = (
         torch.rand(8, 128, generator=drawn, device="cpu").to(device, dtype) for _ in range(4)
     )
-    results = []
-    for f in (run, wanted):
-        given = [t.clone() for t in (x, y, m, v)]
-        if feature in ("adam", "lamb"):
-            f(*([t] for t in given), AdamStep(1e-2, 0.9, 0.99, 1e-6, 0.1, 3))
-            results.append(given[1:])
-        elif feature == "l2norm":
-            results.append([f(given)])
-        else:
-            given = [given[0].requires_grad_(), *(t[0].requires_grad_() for t in given[1:3])]
-            given = given[: 3 if feature == "layer_norm" else 2]
-            out = f(given[0], (128,), *given[1:], 1e-5)
-            results.append([out, *torch.autograd.grad(out.float().pow(2).sum(), given)])
+    mine, theirs = (_results(feature, f, [t.clone() for t in (x, y, m, v)]) for f in (run, wanted))
     room = max(1e-4, 4 * torch.finfo(dtype).eps)
-    for a, b in zip(*results, strict=True):
+    for a, b in zip(mine, theirs, strict=True):
         one, two = a.detach().double(), b.detach().double()
         off = (one - two).abs().max() / two.abs().max().clamp(min=1e-12)
         if not bool(off <= room):
             return f"it is off by {float(off):.1e} of torch's"
     return ""
+
+
+def _results(feature: str, run: Callable[..., Any], given: list[Tensor]) -> list[Tensor]:
+    """Run one implementation; return all that it computes, the gradients of a norm too."""
+    if feature in ("adam", "lamb"):
+        run(*([t] for t in given), AdamStep(1e-2, 0.9, 0.99, 1e-6, 0.1, 3))
+        return given[1:]
+    if feature == "l2norm":
+        return [run(given)]
+    x, *affine = (given[0].requires_grad_(), *(t[0].requires_grad_() for t in given[1:3]))
+    affine = affine[: 2 if feature == "layer_norm" else 1]
+    out = run(x, (128,), *affine, 1e-5)
+    return [out, *torch.autograd.grad(out.float().pow(2).sum(), [x, *affine])]
 
 
 # ---------------------------------------------------------------- apex's functions

@@ -375,18 +375,18 @@ def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
 def _by_name(op: str, given: tuple[Any, ...]) -> None:
     """Refuse sizes without names, or in a mapping; the fix line has them as keywords."""
     if given:
-        first = given[0]
-        names = given[1] if len(given) > 1 and isinstance(given[1], tuple | list) else "xyzuvw"
-        sizes = dict(first) if isinstance(first, Mapping) else None
-        if sizes is None:
-            many = (
-                first
-                if isinstance(first, tuple | list)
-                else [s for s in given if isinstance(s, int)]
-            )
-            sizes = dict(zip(names, many, strict=False))
-        text = ", ".join(f"{n}={s}" for n, s in sizes.items()) or "x=2, y=2"
+        text = ", ".join(f"{n}={s}" for n, s in _named_sizes(*given).items()) or "x=2, y=2"
         raise MeshError("axes are named: one keyword each", op=op, fix=f"sl.{op}({text})")
+
+
+def _named_sizes(sizes: object, *more: object) -> dict[Any, Any]:
+    """Name sizes given as a mapping, as a list with a list of names, or one by one."""
+    if isinstance(sizes, Mapping):
+        return dict(sizes)
+    names = more[0] if more and isinstance(more[0], tuple | list) else "xyzuvw"
+    if not isinstance(sizes, tuple | list):
+        sizes = [s for s in (sizes, *more) if isinstance(s, int)]
+    return dict(zip(names, sizes, strict=False))
 
 
 @overload

@@ -372,8 +372,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         except RuntimeError as e:  # view_as_complex and its kin take only some strides
             raise Apart from e
         for y, view in zip(_tensors(out), views, strict=True):
-            left = {s: d for d, s in enumerate(strides)}
-            order = [left.pop(s, None) for s in reversed(view.stride())][::-1]
+            order = _in_order(strides, view)
             for n, s, d in zip(y.shape, view.stride(), order, strict=True):
                 if n != 1 and s and (d is None or x.shape[d] != n):
                     raise Apart
@@ -662,6 +661,12 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             self.know(out, rows)
 
 
+def _in_order(strides: list[int], view: Tensor) -> list[int | None]:
+    """Return for each dimension of a view the one that has its stride, the last ones first."""
+    left = {s: d for d, s in enumerate(strides)}
+    return [left.pop(s, None) for s in reversed(view.stride())][::-1]
+
+
 def _keeps_shape(call: _OpCall, out: object) -> bool:
     """Check whether a call has one operand, and results of its shape alone."""
     found = call.operands
@@ -784,17 +789,22 @@ def _examples(model: nn.Module) -> Iterator[Any]:
     if config is not None:
         yield from filter(None, [_from_config(inner, config)])
         return
-    takes = inspect.signature(model.forward).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = sum(p.kind in positional and p.default is inspect.Parameter.empty for p in takes)
+    needed = max(1, _needed(model.forward))
     seen = set()
     for m in model.modules():
         x = _for_layer(m, model)
         if x is not None and (key := (tuple(x.shape), x.dtype)) not in seen:
             seen.add(key)
-            yield tuple(x.clone() for _ in range(max(1, needed)))
+            yield tuple(x.clone() for _ in range(needed))
         if len(seen) > 3:
             return
+
+
+def _needed(forward: Callable[..., object]) -> int:
+    """Count the positional arguments that have no default."""
+    takes = inspect.signature(forward).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in takes)
 
 
 _WIDTHS = {

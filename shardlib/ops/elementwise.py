@@ -507,6 +507,21 @@ def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     return x
 
 
+def _moved(v: ShardedTensor, want: Layout, x: ShardedTensor, op: str) -> ShardedTensor:
+    """Reshard what is written to ``x``.  Raises: ImplicitCommunication where that is not allowed."""
+    if want == v.sharding:
+        return v
+    moved = (v.sharding >> want).bytes(v.shape, x.mesh, v.raw.element_size())
+    if not may_move(float(moved)):
+        why = (
+            f"the operand lies otherwise than the tensor it changes, and {float(moved):.0f} "
+            "bytes per rank would move unasked"
+        )
+        fix = f"y = sl.reshard(y, {str(want)!r})"
+        raise call_error(ImplicitCommunication, why, op, fix, x=x, y=v)
+    return reshard(v, want)
+
+
 def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
     """Return an operand's block, resharded to broadcast with ``x``, whose layout stays."""
     front = len(x.shape) - len(v.shape)
@@ -515,17 +530,7 @@ def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
         why = "the result's shape is not that of the tensor it is written to"
         raise call_error(BadArgument, why, op, tensor=x, operand=v)
     dims = tuple(Dim() if m == 1 != n else d for m, n, d in pairs)
-    want = v.sharding.onto(dims, v.sharding.skew if front else x.sharding.skew)
-    if want != v.sharding:
-        moved = (v.sharding >> want).bytes(v.shape, x.mesh, v.raw.element_size())
-        if not may_move(float(moved)):
-            why = (
-                f"the operand lies otherwise than the tensor it changes, and {float(moved):.0f} "
-                "bytes per rank would move unasked"
-            )
-            fix = f"y = sl.reshard(y, {str(want)!r})"
-            raise call_error(ImplicitCommunication, why, op, fix, x=x, y=v)
-        v = reshard(v, want)
+    v = _moved(v, v.sharding.onto(dims, v.sharding.skew if front else x.sharding.skew), x, op)
     if not v.deferred <= x.deferred:
         v = settle(v)
     meets = {*x.sharding.named, *x.deferred}  # as in _planned

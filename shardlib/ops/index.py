@@ -39,8 +39,9 @@ def _at_positions(b: Bound) -> Labels:
     found = slots(b)
     if any(s.ndim != x.ndim for s in found) or b.get("sparse_grad"):
         raise Unfit("dimensions, or a sparse gradient")
-    alike = [d for d in range(x.ndim) if d != dim and all(s.shape[d] == x.shape[d] for s in found)]
-    return {s.at: tuple(d if d in alike else None for d in range(s.ndim)) for s in found}
+    same = [d for d in range(x.ndim) if d != dim and all(s.shape[d] == x.shape[d] for s in found)]
+    label = dict(zip(same, same, strict=True)).get
+    return {s.at: tuple(map(label, range(s.ndim))) for s in found}
 
 
 declare(
@@ -197,7 +198,7 @@ def _numbered(x: ShardedTensor, given: tuple[Any, ...]) -> bool:
     found = zip(indexed_dims(given, x.ndim), x.dims, x.shape, strict=True)
     cut = [(i, n) for i, t, n in found if real_axes(x.mesh, t.axes) and i != _ALL]
     numbers = all(isinstance(i, int) and -n <= i < n for i, n in cut)
-    return bool(cut) and numbers and not any(isinstance(i, bool) for i in given)
+    return bool(cut) and numbers and bool not in map(type, given)
 
 
 def _at(x: ShardedTensor, given: tuple[Any, ...]) -> ShardedTensor:
@@ -318,19 +319,19 @@ def _picked_dims(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[Dim, ...]:
     shapes = {k: block_shape(i, x.mesh) for k, i in enumerate(index) if isinstance(i, Tensor)}
     tokens = iter(x.dims)
     kept: list[Dim] = []  # tokens of the dimensions not indexed by tensors, in order
-    before = 0
     at: list[int] = []  # of the indices with dimensions
+    before: list[int] = []  # the kept dimensions before each of them, counted
     for k, i in enumerate(index):
         token = Dim() if i is None else next(tokens)
         if i is None or isinstance(i, slice):
             kept.append(token)
         elif shapes.get(k):
-            before = before if at else len(kept)
             at.append(k)
-    together = not at or at == list(range(at[0], at[0] + len(at)))
+            before.append(len(kept))
     block = len(torch.broadcast_shapes(*shapes.values()))
-    before = before if together else 0
-    return (*kept[:before], *[Dim()] * block, *kept[before:])
+    together = at == list(range(min(at, default=0), max(at, default=-1) + 1))
+    front = next(iter(before), 0) if together else 0
+    return (*kept[:front], *[Dim()] * block, *kept[front:])
 
 
 def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
@@ -460,7 +461,7 @@ def _adds_in_place(x: ShardedTensor, dim: int, index: ShardedTensor, source: Sha
     if not x.ndim or not holds_values(x.mesh) or index.ndim != 1 or source.ndim != x.ndim:
         return False
     for v in (x, index, source):
-        if type(v) is not ShardedTensor or v.sharding.partial or v.deferred:
+        if type(v) is not ShardedTensor or not v.place.settled:
             return False
     if source.shape[dim] != index.shape[0]:
         return False

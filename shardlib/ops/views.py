@@ -441,7 +441,7 @@ def squeeze(func: Func, args: Args, kwargs: Kwargs) -> object:
     ndim = len(x.shape)
     chosen = dims_of(where[0], ndim, "squeeze") if where and ndim else range(ndim)
     gone = sorted(d for d in chosen if x.shape[d] == 1)
-    keep = [d for d in range(ndim) if d not in gone]
+    keep = sorted(set(range(ndim)).difference(gone))
     place = _regrouped(x, [x.dims[d] for d in keep], [x.shape[d] for d in keep])
     at = tuple(d - ndim for d in gone)  # reshape could give other strides than squeeze
     return blockwise(func, args or (x,), kwargs, place, Tensor.squeeze, (at,))

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -196,7 +197,7 @@ def _between(case: AttentionCase, outer: tuple[str, ...]) -> AttentionPlan:
 
 def _union(shares: Runs) -> tuple[Run, ...]:
     """Return the positions of several ranks as few runs, in rising order if they are contiguous."""
-    runs = sorted(run for share in shares for run in share)
+    runs = sorted(chain.from_iterable(shares))
     if not runs:
         return ()
     first, last = min(r.start for r in runs), max(r.last for r in runs)
