@@ -176,8 +176,8 @@ WAYS = [Base, Listed, Unregistered, Parent, Patched, Accelerated, Hooked, Tied, 
 def storages(tensors: Any) -> dict[int, int]:
     return {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in tensors
-        if t.device.type != "meta"
+        for t in tensors  # one under vmap has no storage
+        if t.device.type != "meta" and not torch._C._functorch.is_batchedtensor(t)
     }
 
 
