@@ -8,7 +8,7 @@ multiplied with are gathered ahead.  The caller's module keeps its own tensors.
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from shardlib.errors import RuleLint, ShardError, UnknownParameter, similar
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, within
 from shardlib.modules.copies import Copies
-from shardlib.modules.experts import standing_in
 from shardlib.modules.rules import stars
 from shardlib.ops.matmul.prefetch import Entry, prefetching
 from shardlib.opspec import Args, Kwargs
@@ -186,11 +185,6 @@ class Apply(Calls):
         self.plain = Plain()
         self.buffers = {n: replicated(b, mesh) for n, b in plain.items()}
 
-    @property
-    def stacks(self) -> list[nn.Module]:
-        """Modules of experts that are split, see experts.py."""
-        return self.copies.made[0].stacks
-
     def __copy__(self) -> "Apply":
         """Share the tree and the buffers."""
         new = object.__new__(Apply)
@@ -247,8 +241,7 @@ class Apply(Calls):
         def run() -> Any:
             with self.copies.taken() as copy:
                 again = partial(copy.swapped, state, written)
-                inside = standing_in(copy.stacks) if copy.stacks else nullcontext()
-                with self.calling(params), within(again=again), inside:
+                with self.calling(params), within(again=again):
                     try:
                         return copy.run(state, buffers, written, args, kwargs)
                     except ShardError as e:

@@ -29,7 +29,6 @@ from shardlib.modules.apply import (
     giving,
     positional,
 )
-from shardlib.modules.experts import forward_of
 from shardlib.modules.weightless_copy import Around, copied
 from shardlib.placing import placed_like, shard, unshard
 from shardlib.tensor import ShardedTensor, no_trace
@@ -66,11 +65,8 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
         copies[id(apply.module)],
         Calls(apply.inputs, apply.mesh, apply.arguments, apply.suggested),
     )
-    split = set(map(id, apply.stacks))
     names = {id(m): n for n, m in apply.module.named_modules()}
     for at, m in copies.items():
-        if at in split:
-            m.forward = forward_of(m)
         m.register_load_state_dict_pre_hook(_laid_out)
         vars(m)["__prepare_scriptable__"] = _unscripted
         Around(m, "forward", _entered, calls, names[at], arguments(m.forward), whole)

@@ -10,7 +10,7 @@ A pure function would lose attributes that forward sets: ``reported`` warns of t
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardlib.collectives import checking
 from shardlib.layouts import Layout
-from shardlib.modules.experts import divided, standing_in
+from shardlib.modules.experts import divide
 from shardlib.modules.remat import remembering, version_of
 from shardlib.modules.weightless_copy import skeleton
 from shardlib.ops.matmul.prefetch import not_prefetching
@@ -57,7 +57,7 @@ class Copies:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.made = [Copy(self.module, self.layouts, {})]  # its regions of remat are in the tree
+        self.made = [Copy(self.module, {}, {})]  # the tree has its experts and regions of remat
 
     def _follow(self) -> None:
         for mode in self.modes:
@@ -84,16 +84,16 @@ class Copies:
 class Copy:
     """Tree of modules without weights, for one thread at a time.
 
-    ``stacks``  its modules of experts that are split.
-    ``state``   the tensors of the call that runs.
+    ``state``  the tensors of the call that runs.
     """
 
     def __init__(
         self, module: nn.Module, layouts: dict[str, Layout], remat: Mapping[str, str]
     ) -> None:
-        self.module, self.stacks = module, divided(module, layouts)
+        self.module = module
         self.lock = threading.RLock()
         self.state: Any = None
+        divide(module, layouts)
         remembering(module, remat)
 
     def run(
@@ -131,9 +131,9 @@ class Copy:
         """
         tensors = {**state, **{n: b.clone() for n, b in written.items()}}
         if self.state is state:
-            return swapped(self.module, tensors, self.stacks, run)
+            return swapped(self.module, tensors, run)
         with self.lock:
-            return swapped(self.module, tensors, self.stacks, run)
+            return swapped(self.module, tensors, run)
 
 
 class TrainingMode:
@@ -151,14 +151,9 @@ class TrainingMode:
             self.copy.training = self.known = module.training
 
 
-def swapped(
-    module: nn.Module,
-    state: Mapping[str, Tensor],
-    stacks: Sequence[nn.Module],
-    run: Callable[[], Any],
-) -> Any:
+def swapped(module: nn.Module, state: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
     """Call ``run()`` again on the tensors, ``state``, of an earlier call."""
-    with promoting(), not_prefetching(), standing_in(stacks), exchanged(module, dict(state)):
+    with promoting(), not_prefetching(), exchanged(module, dict(state)):
         return run()
 
 

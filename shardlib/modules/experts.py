@@ -16,11 +16,9 @@ none is computed by another expert than without the split.  Rows are gathered by
 to their experts only.  A stack's output for a row must not depend on other rows.
 """
 
-import functools
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +27,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardlib.errors import BadArgument, ShardError
 from shardlib.layouts import Dim, Layout
+from shardlib.modules.weightless_copy import Around
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard, shard
 from shardlib.tensor import ShardedTensor, implements, lift, typeof
 
-__all__ = ["divided", "experts", "stacks", "standing_in"]
+__all__ = ["divide", "experts", "stacks"]
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -59,8 +58,8 @@ def stacks(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in model.named_modules() if is_stack(m)}
 
 
-def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
-    """List the stacks whose experts these layouts split.
+def divide(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """Wrap the forwards of the stacks whose experts these layouts split: ranks run their own.
 
     Stacks of transformers that are left whole are included.
 
@@ -68,7 +67,6 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
     rows are independent.
     Raises: ShardError where the parameters of one are not split alike, or in other dimensions too.
     """
-    found = []
     for name, stack in stacks(model).items():
         held = {f"{name}.{n}".lstrip("."): p for n, p in stack.named_parameters(recurse=False)}
         mine = {n: layouts[n].resolve(p.ndim) for n, p in held.items() if n in layouts}
@@ -79,8 +77,7 @@ def divided(model: nn.Module, layouts: Mapping[str, Layout]) -> list[nn.Module]:
         if token is not None:
             _refuse_unlike(name, mine, token)
         if token is not None or (whole and hasattr(stack, "_is_expert_parallel")):
-            found.append(stack)
-    return found
+            Around(stack, "forward", _forward)
 
 
 def _refuse_unlike(name: str, layouts: Mapping[str, Layout], token: Dim) -> None:
@@ -98,33 +95,15 @@ def _refuse_unlike(name: str, layouts: Mapping[str, Layout], token: Dim) -> None
             )
 
 
-@contextmanager
-def standing_in(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace the forwards of these stacks inside the ``with``: each rank runs its own experts."""
-    before = [m.__dict__.get("forward") for m in modules]
-    for m in modules:
-        m.__dict__["forward"] = forward_of(m)
-    try:
-        yield
-    finally:
-        for m, forward in zip(modules, before, strict=True):
-            if forward is None:
-                del m.__dict__["forward"]
-            else:
-                m.__dict__["forward"] = forward
-
-
-def forward_of(module: nn.Module) -> Any:
-    """Return the forward of a stack whose parameters are split along E."""
-    return functools.partial(_forward, module)
-
-
-def _forward(self: nn.Module, *args: object, **kwargs: object) -> Tensor:
-    given = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
+def _forward(
+    self: nn.Module, forward: Callable[..., Any], /, *args: object, **kwargs: object
+) -> Tensor:
+    """Run the forward of a stack whose parameters are split along E."""
+    given = inspect.signature(forward).bind(*args, **kwargs).arguments
     held = {n: p for n, p in self._parameters.items() if p is not None}
-    operands: Any = list(given.values())[1:]
+    operands: Any = list(given.values())
     if not all(isinstance(v, Tensor) for v in operands) or _elsewhere(operands[0], held.values()):
-        return type(self).forward(self, *args, **kwargs)
+        return forward(*args, **kwargs)
     return experts(weakref.ref(self), tuple(held), *operands, *held.values())
 
 

@@ -255,7 +255,7 @@ class _Unwritten:
             for n, t in stand.items():
                 self.stands(n, t)
             try:
-                swapped(self.module, state, (), lambda: code(self, names))
+                swapped(self.module, state, lambda: code(self, names))
             except ShardError as e:
                 refusals.append(e)
                 rewind(self.mesh, at)

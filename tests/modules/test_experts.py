@@ -124,6 +124,15 @@ def test_each_rank_computes_the_rows_of_its_own_experts_alone() -> None:
     assert module.experts.num_experts == E and "forward" not in vars(module.experts)
 
 
+def test_a_stack_that_is_split_may_be_a_region_of_remat() -> None:
+    module = Mixture()
+    rules: list[Any] = [("experts.*", "x ..."), ("*", "...")]
+    with sl.simulate(x=2):
+        apply, params = sl.parallelize(module, rules, remat=[("experts", "full")])
+        sl.value_and_grad(lambda p: apply(p, HIDDEN).square().sum())(params)
+    assert sum(module.experts.seen) == 2 * 2 * T  # each row twice in backward too
+
+
 def test_recomputed_experts_equal_dense() -> None:
     class Again(Mixture):
         def forward(self, hidden: Tensor) -> Tensor:
@@ -282,7 +291,7 @@ def test_mixtures_under_recipes_with_split_experts_equal_dense(
         with sl.simulate(**mesh):
             rules = getattr(sl.recipes, recipe)(want.module, experts=axes)
             apply, params = sl.parallelize(want.module, rules, inputs={"input_ids": rules.tokens})
-            assert len(apply.stacks) == 2
+            assert sum("forward" in vars(m) for m in apply.module.modules()) == 2
             assert all(str(p.dims[0]) == axes for n, p in params.items() if ".experts." in n)
 
             def loss(p: Any, apply: Any = apply) -> tuple[Tensor, Tensor]:
