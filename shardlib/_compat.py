@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from contextvars import Context, ContextVar, copy_context
 from datetime import timedelta
 from functools import cache
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from shardlib.errors import BadArgument, Unsupported
+from shardlib.errors import BadArgument
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -73,7 +73,6 @@ FUSED_ATTENTION: frozenset[Any] = frozenset(
         "cudnn_attention",
         "fused_attention_overrideable",
     )
-    if hasattr(torch.ops.aten, f"_scaled_dot_product_{name}")
 )
 
 # The ops that torch's products run below autograd.  In 2.11 to 2.15; as above.
@@ -97,32 +96,11 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
 
     In 2.11 to 2.15 as ``DTensor._op_dispatcher._custom_op_handlers``; torch's context
     parallel replaces the dict, so it is looked up at each use.  When it goes:
-    ``sl.dtensor.rules`` raises Unsupported, and ``sl.dtensor.from_dtensor`` remains.
+    ``sl.dtensor.rules`` goes too, and ``sl.dtensor.from_dtensor`` remains.
     """
     from torch.distributed.tensor import DTensor
 
-    dispatcher = getattr(DTensor, "_op_dispatcher", None)
-    handlers = getattr(dispatcher, "_custom_op_handlers", None)
-    if handlers is None:
-        raise Unsupported(
-            "this torch has no handler table for DTensor",
-            op="dtensor.rules",
-            fix="sl.dtensor.from_dtensor(a) @ sl.dtensor.from_dtensor(b)",
-        )
-    return handlers
-
-
-def no_redistribution() -> AbstractContextManager[Any] | None:
-    """Return a context in which DTensor refuses to redistribute implicitly; None without one.
-
-    In 2.11 to 2.15 as ``torch.distributed.tensor._utils.ExplicitRedistributionContext``.
-    When it goes: the DTensor fallback is off and the operation raises NoImplementation.
-    """
-    try:
-        from torch.distributed.tensor._utils import ExplicitRedistributionContext
-    except ImportError:
-        return None
-    return ExplicitRedistributionContext(strict=True)
+    return DTensor._op_dispatcher._custom_op_handlers
 
 
 def is_strided(placement: object) -> bool:
@@ -179,9 +157,7 @@ assert_async: Callable[[Any], None] = torch._assert_async
 # The namespaces of torch.nn.functional's and torch.linalg's builtins; their functions reach
 # __torch_function__ under these objects.  In 2.11 to 2.15.  When it goes: those run on whole
 # operands.
-builtin_homes: tuple[Any, ...] = tuple(
-    h for n in ("_nn", "_linalg") if (h := getattr(torch._C, n, None)) is not None
-)
+builtin_homes: tuple[Any, ...] = (torch._C._nn, torch._C._linalg)
 
 
 def builtin(name: str) -> Callable[..., Any]:
@@ -377,8 +353,7 @@ def fused_steps() -> list[Callable[..., Any]]:
 
     In 2.11 to 2.15.
     """
-    names = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
-    return [getattr(torch, n) for n in names if hasattr(torch, n)]
+    return [getattr(torch, f"_fused_{n}_") for n in ("adam", "adamw", "sgd", "adagrad")]
 
 
 def fused_step(name: str) -> Callable[..., None] | None:
@@ -406,32 +381,28 @@ def fused_step(name: str) -> Callable[..., None] | None:
 copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
 
 # The context that skips autograd's dispatch: for an operator without a formula autograd looks
-# through all operands, 6 % of a fused step over 200 small tensors.  In 2.13.  Where it is
-# missing the calls take that much longer.
-below_autograd: Callable[[], AbstractContextManager[Any]] = getattr(
-    torch._C, "_AutoDispatchBelowAutograd", nullcontext
-)
+# through all operands, 6 % of a fused step over 200 small tensors.  In 2.11 to 2.15.  When it
+# goes: ``contextlib.nullcontext``, and the calls take that much longer.
+below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
 # The op that torch.amp.GradScaler.unscale_ calls: (grads, found_inf, inv_scale), in place.  In 2.11
 # to 2.15.  When it goes: its successor needs the same rule, or a rank would not receive another's
 # overflow.
-amp_unscale: Callable[..., Any] | None = getattr(
-    torch, "_amp_foreach_non_finite_check_and_unscale_", None
-)
+amp_unscale: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
 
 # Whether ``param.data = new`` may replace a tensor's storage by another's; nn.Module.to calls it.
 # In 2.11 to 2.15.
-may_swap_data: Callable[..., Any] | None = getattr(torch, "_has_compatible_shallow_copy_type", None)
+may_swap_data: Callable[..., Any] = torch._has_compatible_shallow_copy_type
 
 # The first method that torch.export and fake tensors call on a tensor that they describe.
 # In 2.11 to 2.15.  When it goes: the method that they then call first.
 describes_memory: Callable[..., Any] = torch.Tensor._is_view
 
 # The first call of torch.func.jvp, jacfwd and torch.autograd.forward_ad.  In 2.11 to 2.15.
-begins_forward_ad: Callable[..., Any] | None = getattr(torch, "_make_dual", None)
+begins_forward_ad: Callable[..., Any] = torch._make_dual
 
 # The first call of the older vmap, of torch.autograd.functional's ``vectorize``.  In 2.11 to 2.15.
-begins_vmap: Callable[..., Any] | None = getattr(torch, "_add_batch_dim", None)
+begins_vmap: Callable[..., Any] = torch._add_batch_dim
 
 
 def transform_called() -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardlib.checkpoint.agree import Group
-from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, length, size, whole
+from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, length, packed, size, whole
 from shardlib.checkpoint.files import Folder, WrittenPart, fill
 from shardlib.checkpoint.folder import MANIFEST, folder_of, opened
 from shardlib.checkpoint.huggingface import tensors_of, write_hf
@@ -257,22 +257,9 @@ def _block(
     read: Callable[[str, Box, Tensor], None], name: str, box: Box, dtype: torch.dtype
 ) -> Tensor:
     """Read a box of a tensor into a block that holds nothing else."""
-    packed = _packed(box)
-    out = torch.empty([length(held) for held in packed], dtype=dtype, device="cpu")
-    read(name, packed, out)
+    out = torch.empty([length(held) for held in box], dtype=dtype, device="cpu")
+    read(name, packed(box), out)
     return out
-
-
-def _packed(box: Box) -> Box:
-    """Return the same positions as a block that holds nothing else."""
-    out = []
-    for held in box:
-        runs, at = [], 0
-        for run in held:
-            runs.append(run._replace(at=at))
-            at += run.length
-        out.append(tuple(runs))
-    return tuple(out)
 
 
 def _write(

@@ -213,5 +213,4 @@ for _name, _func in foreach_ops().items():
     elif _name != "powsum":
         implements(_func, padded=_name not in _REDUCES)(partial(_on_lists, _name))
 implements(*fused_steps(), padded=True, pending=False)(_fused)
-if amp_unscale is not None:
-    implements(amp_unscale)(unscale)
+implements(amp_unscale)(unscale)

@@ -38,19 +38,16 @@ from shardlib.tensor.tensor import (
     on_shapes,
 )
 
-if begins_vmap is not None:
 
-    @implements(begins_vmap, padded=True)
-    def _batched(func: Func, args: Args, kwargs: Kwargs) -> object:
-        """Refuse the older vmap, by which torch.autograd.functional vectorizes."""
-        raise no_transform("vmap", args, "torch.autograd.functional.jacobian(f, x)")
+@implements(begins_vmap, padded=True)
+def _batched(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Refuse the older vmap, by which torch.autograd.functional vectorizes."""
+    raise no_transform("vmap", args, "torch.autograd.functional.jacobian(f, x)")
 
 
-if begins_forward_ad is not None:
-
-    @implements(begins_forward_ad, padded=True)
-    def _dual(func: Func, args: Args, kwargs: Kwargs) -> object:
-        raise no_transform(transform_called() or "jvp", args)
+@implements(begins_forward_ad, padded=True)
+def _dual(func: Func, args: Args, kwargs: Kwargs) -> object:
+    raise no_transform(transform_called() or "jvp", args)
 
 
 def _plain(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -366,14 +363,12 @@ def _as_data(x: ShardedTensor, new: Any) -> ShardedTensor:
     raise call_error(ShardError, why, "data", fix, x=x, y=given)
 
 
-if may_swap_data is not None:
-
-    @implements(may_swap_data, padded=True)
-    def _may_swap_data(func: Func, args: Args, kwargs: Kwargs) -> bool:
-        x, new = args
-        if not isinstance(x, ShardedTensor) or not _lies_as(x, new) or new.shape != x.shape:
-            return False
-        return bool(func(x.raw, new.raw))
+@implements(may_swap_data, padded=True)
+def _may_swap_data(func: Func, args: Args, kwargs: Kwargs) -> bool:
+    x, new = args
+    if not isinstance(x, ShardedTensor) or not _lies_as(x, new) or new.shape != x.shape:
+        return False
+    return bool(func(x.raw, new.raw))
 
 
 @implements(Tensor.fill_, padded=True)
