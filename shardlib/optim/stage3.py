@@ -76,14 +76,16 @@ class Parts(Buckets):
             reading.end_forward()
 
     def _reading(self) -> "Reading":
-        """Return the reading of these parts: one per graph, so that they are gathered once."""
+        """Return the reading of these parts: one until a backward ends, so that they are gathered once.
+
+        Its end may not depend on the life of a graph: one rank may keep a loss that others drop,
+        and an accelerator's thread frees nodes after backward has returned.
+        """
         if not torch.is_grad_enabled():
             return Reading(self)
-        known = self.__dict__.get("last")
-        reading = None if known is None else known()  # alive as long as its graph
+        reading: Reading | None = self.__dict__.get("last")
         if reading is None or not reading.is_of(self):
-            reading = Reading(self)
-            self.__dict__["last"] = weakref.ref(reading)
+            reading = self.__dict__["last"] = Reading(self)
         return reading
 
 
@@ -91,7 +93,7 @@ register(Parts)
 
 
 class Reading:
-    """The parameters gathered by the forwards of one graph, and by its backward.
+    """The parameters gathered by forwards until a backward ends, and by backwards of their graph.
 
     ``now``      bucket name -> the parts that are read.
     ``parts``    the same as nodes of the graph: see ``_BucketPart``.
@@ -104,7 +106,6 @@ class Reading:
     """
 
     def __init__(self, params: Parts) -> None:
-        self.params = params
         self.index = params.index
         self.mesh = params.mesh
         self.room = room_of(params.index)
@@ -129,12 +130,17 @@ class Reading:
         self.done: set[str] = set()
         self.thread = get_ident()
         self.asked = -1
+        self.ended = False
 
     def is_of(self, params: Parts) -> bool:
-        """Return whether these are the parts that it read, unchanged, in the same thread."""
-        return self.thread == get_ident() and all(
-            x.raw is self.now[name] and x.raw._version == self.versions[name]
-            for name, x in params.items()
+        """Return whether forward may go on with it: the same parts and thread, and no backward yet."""
+        return (
+            not self.ended
+            and self.thread == get_ident()
+            and all(
+                x.raw is self.now[name] and x.raw._version == self.versions[name]
+                for name, x in params.items()
+            )
         )
 
     def values(self) -> dict[str, ShardedTensor]:
@@ -193,7 +199,7 @@ class Reading:
             at = self.seen.index(name)
             if at and self.seen[at - 1] not in self.done:
                 self._start(self.seen[at - 1])
-                self._at_the_end()
+        self._at_the_end()
         return flat
 
     def _note(self, name: str) -> None:
@@ -315,6 +321,7 @@ class Reading:
         while self.room.flying:
             self.room.flying.pop(0)()
         self.asked = -1
+        self.ended = True
         self.done.clear()
         for name in list(self.flat):
             self._drop(name)

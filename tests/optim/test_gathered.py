@@ -1,11 +1,13 @@
 """Stage 3: parameters as parts, gathered while they are read; the module's own values and gradients."""
 
+from collections import deque
 from contextlib import nullcontext
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -431,6 +433,46 @@ def test_gradients_that_autograd_adds_up_itself_have_come() -> None:
 
 def test_gradients_that_autograd_adds_up_itself_have_come_on_real_ranks(pool: Any) -> None:
     assert max(max(row) for row in pool.run(hand_made, data=4)) < 1e-12
+
+
+def kept_on_one_rank(keep: bool, rank: int) -> float:
+    """Gradients where a rank alone keeps each loss, with its graph, of training and of evaluation."""
+    m, apply, _, parts, (a, b, _) = plain(3, keep=keep)
+    m(a).square().mean().backward()
+    for x in parts.values():
+        x.requires_grad_()
+    logged: Any = [] if dist.get_rank() == rank else deque(maxlen=0)
+    for each in (b, a, b):
+        logged.append(apply(parts, each).square().mean())
+        loss = apply(parts, a).square().mean()
+        loss.backward()
+        logged.append(loss)
+        del loss
+    return apart(m, parts.like({n: x.grad / 3 for n, x in parts.items()}))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_loss_that_one_rank_keeps_changes_no_transfer(keep: bool, pool: Any) -> None:
+    assert max(pool.run(kept_on_one_rank, keep, 1, data=4)) < 1e-12
+
+
+def moved(keep: bool, held: bool) -> list[str]:
+    """The transfers of two evaluations with gradients on, whose losses are kept or not."""
+    with sl.simulate(data=2):
+        _, apply, _, parts, (a, b, _) = plain(3, keep=keep)
+        kept = []
+        with sl.trace() as t:
+            for each in (a, b, a):
+                kept.append(apply(parts, each).square().mean())
+                if not held:
+                    kept.clear()
+            apply(parts, a).square().mean().backward()
+        return [f"{e.kind} {e.bytes}" for e in t.events]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_transfers_do_not_depend_on_the_life_of_a_graph(keep: bool) -> None:
+    assert moved(keep, True) == moved(keep, False)
 
 
 def second() -> float:
