@@ -409,6 +409,15 @@ def similar(word: str, options: Iterable[str], most: int = 1, cutoff: float = 0.
     return [whole[f] for f in found]
 
 
+def meant(found: Iterable[str]) -> str:
+    """Write the end of a message that asks whether one of these was meant; empty without any.
+
+    >>> meant(similar("rnig", ["ring"])), meant([])
+    ("; did you mean 'ring'?", '')
+    """
+    return "".join(f"; did you mean {one!r}?" for one in found)
+
+
 def lettered(values: Iterable[T]) -> dict[str, T]:
     """Name operands as an error and its fix line do: x, y, z, u, v, w, a, ..., h, x1, x2, ...
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shardlib import optim
-from shardlib.errors import ShardError, similar
+from shardlib.errors import ShardError, meant, similar
 from shardlib.optim import Transform
 from shardlib.optim.schedules import Schedule
 
@@ -361,7 +361,7 @@ def near(word: object, words: Iterable[str]) -> str:
     "; did you mean 'batch'?"
     """
     found = similar(word, words, 1, 0.5) if isinstance(word, str) else ()
-    return "".join(f"; did you mean {one!r}?" for one in found)
+    return meant(found)
 
 
 def shown(value: object) -> str:

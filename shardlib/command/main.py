@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shardlib.errors import RankFailed, ShardError, clipped, similar
+from shardlib.errors import RankFailed, ShardError, clipped, meant, similar
 
 __all__ = ["COMMANDS", "main", "parser_of"]
 
@@ -99,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
         if wrong:
             choices = [c.strip(" '") for c in wrong[2].split(",")]
             found = similar(wrong[1], choices, 1, 0.5)
-            message += "".join(f"; did you mean {one!r}?" for one in found)
+            message += meant(found)
         raise _Wrong(f"{self.prog}: {message}")
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
-from shardlib.errors import MeshError, UnevenSplit, UnknownAxis, similar
+from shardlib.errors import MeshError, UnevenSplit, UnknownAxis, meant, similar
 from shardlib.layouts.orders import Run, block, dealt, declared, uncovered
 from shardlib.mesh import coordinates, rank_along
 
@@ -292,9 +292,8 @@ def check_axes(axes: Sequence[str], sizes: Sizes, text: str, op: str) -> None:
         if axis in sizes:
             continue
         near = similar(axis, sizes.keys() - set(axes), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         better = re.sub(rf"\b{re.escape(axis)}\b", near[0], text) if near else "..."
-        why = f"unknown axis {axis!r}; this mesh has {', '.join(sizes)}{hint}"
+        why = f"unknown axis {axis!r}; this mesh has {', '.join(sizes)}{meant(near)}"
         fix = f"sl.Layout.parse({better!r})"
         raise UnknownAxis(why, op=op, operands={"layout": text}, mesh=dict(sizes), fix=fix)
 

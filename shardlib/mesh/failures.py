@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -76,12 +77,15 @@ def spelled(entry: Sequence[Any]) -> str:
     >>> spelled((12, "psum", ("x",), torch.Size([4, 2]), torch.float32))
     "psum over 'x' of float32[4, 2], operation 12"
     """
-    n, name, axes, shape, dtype, *line = entry
+    n, name, axes, shape, dtype, line = (*entry, "")[:6]
     over = axes[0] if len(axes) == 1 else tuple(axes)
-    text = (
-        f"{name} over {over!r} of {str(dtype).removeprefix('torch.')}{list(shape)}, operation {n}"
-    )
-    return f"{text}, at {line[0]}" if line and line[0] else text
+    block = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return _located(f"{name} over {over!r} of {block}, operation {n}", line)
+
+
+def _located(text: str, line: str) -> str:
+    """Add the user's line to a text that names none; without a line return the text."""
+    return text if ", at " in text or not line else f"{text}, at {line}"
 
 
 def _last() -> str:
@@ -195,7 +199,9 @@ class JobProcesses:
         self.members: dict[tuple[str, ...], tuple[int, ...]] = {}  # ranks of each group of axes
         self.first = ""  # the first cause, once this rank has read it
         self.wrote = False
-        self._failed = False
+        self.failed = (
+            False  # whether a cause is known; calls to the store then have a short timeout
+        )
         self._known: dict[int, _Process] = {}
         self._waits: dict[int, tuple[str, Callable[[], Sequence[int]]]] = {}  # by thread
         self._ended = threading.Event()
@@ -212,26 +218,17 @@ class JobProcesses:
         given = os.environ.get("SHARDLIB_TRACES")
         return Path(given or Path(tempfile.gettempdir()) / f"shardlib-{self.name}")
 
-    @property
-    def failed(self) -> bool:
-        """Whether a cause is known; calls to the store then have a short timeout."""
-        return self._failed
-
-    @failed.setter
-    def failed(self, value: bool) -> None:
-        self._failed = value
+    def fail(self) -> None:
+        """Record that the job has failed."""
+        self.failed = True
         self.allow(self.seconds)
 
     # -------------------------------------------------------- reports of this rank
 
-    def report(self, what: str) -> str:
-        """Report this rank as the first cause; return the cause that was reported first."""
-        return self.report_cause(f"rank {self.rank} {what}")
-
     def report_cause(self, cause: str) -> str:
         """Report a cause; return the one that was reported first, which holds."""
         self._set(f"calls/{self.rank}", list(self.calls))
-        self.failed = True
+        self.fail()
         try:
             self.first = self.first or self.store.compare_set("first", "", cause)
             self.store.set("roll", "called")
@@ -243,10 +240,6 @@ class JobProcesses:
     def call_roll(self) -> None:
         """Request the answers of all ranks: their current operation and their last calls."""
         self._set("roll", "called")
-
-    def said(self, key: str) -> Any:
-        """Return the value a rank stored under ``key``; None if there is none."""
-        return self._get(key)
 
     def raised(self, error: BaseException) -> None:
         """Report the error that ended this rank, unless another rank's end caused it."""
@@ -260,7 +253,7 @@ class JobProcesses:
         name = type(error).__name__
         ended = isinstance(error, SystemExit)
         what = f"left by {name}({error.code!r})" if ended else f"raised {name}: {text}"
-        self.report(f"{what}, at {line}" if line else what)
+        self.report_cause(f"rank {self.rank} {what}" + f", at {line}" * bool(line))
 
     def leave(self) -> None:
         """Report that this rank's program ended, so that ranks waiting for it can stop."""
@@ -364,11 +357,11 @@ class JobProcesses:
     def allow(self, seconds: float) -> None:
         """Set the timeout of a wait for another rank."""
         self.seconds = seconds
-        self.store.seconds = min(_GRACE, seconds) if self._failed else seconds
+        self.store.seconds = min(_GRACE, seconds) if self.failed else seconds
 
     def ended(self, rank: int) -> str:
         """Describe how a rank ended; empty while it is not known to have ended."""
-        if said := self._get(f"left/{rank}"):
+        if said := self.said(f"left/{rank}"):
             return f"rank {rank} left: its program ended {said}"
         if self._state(rank) != "gone":
             return ""
@@ -381,11 +374,11 @@ class JobProcesses:
         self, error: BaseException | None, doing: str, ranks: Sequence[int], fix: str = ""
     ) -> RankFailed:
         """Return the error for a failed transfer among ranks, or for a wait without answer."""
-        self.failed = True
+        self.fail()
         # the watching thread may answer the roll at the same time, and its answer is the same
         self._waits[threading.get_ident()] = doing, lambda: ranks
         self._set(f"at/{self.rank}", ["waits", doing, list(ranks)])
-        self._set("roll", "called")
+        self.call_roll()
         until = time.monotonic() + _GRACE
         while not (first := self._first()) and time.monotonic() < until and not self.store.gone:
             missing = [r for r in range(self.world) if not self._has(f"at/{r}")]
@@ -413,7 +406,7 @@ class JobProcesses:
         except RankFailed as e:
             self.first = self.first or e.message
         if self.first:
-            self.failed = True
+            self.fail()
         return self.first
 
     def _without_store(self) -> str:
@@ -470,7 +463,7 @@ class JobProcesses:
         while left:
             r = left.pop(0)
             if r not in answers:
-                answers[r] = self._get(f"at/{r}")
+                answers[r] = self.said(f"at/{r}")
                 if answers[r] and answers[r][0] == "waits":
                     left += answers[r][2]
         return answers
@@ -479,7 +472,7 @@ class JobProcesses:
         """Describe the position of every rank; ranks at one position share an entry."""
         places: dict[str, list[int]] = {}
         for r in range(self.world):
-            answer = self._get(f"at/{r}") or ["", "no answer"]
+            answer = self.said(f"at/{r}") or ["", "no answer"]
             text = f"waits in {answer[1]}" if answer[0] == "waits" else answer[1]
             text = f"waits in {doing}" if r == self.rank else text
             places.setdefault(text, []).append(r)
@@ -489,7 +482,7 @@ class JobProcesses:
 
     def _state(self, rank: int) -> str:
         """Return ``gone``, ``stopped`` or ``runs``; on another host, the state reported there."""
-        if rank not in self._known and (found := self._get(f"process/{rank}")):
+        if rank not in self._known and (found := self.said(f"process/{rank}")):
             self._known[rank] = _Process(*found)
         state = self._known[rank].state() if rank in self._known else ""
         return state or ("gone" if self._has(f"gone/{rank}") else "")
@@ -535,8 +528,7 @@ class JobProcesses:
         if waits := self._waits.get(self._main.ident or 0):
             answer = ["waits", waits[0], list(waits[1]())]
         elif RECENT and frame is not None and _TRANSFERS in frame.f_code.co_filename:
-            doing = spelled(RECENT[-1])
-            doing = doing if ", at " in doing else f"{doing}, at {user_line(frame)}"
+            doing = _located(spelled(RECENT[-1]), user_line(frame))
             answer = ["waits", doing, list(self.members.get(RECENT[-1][2], ()))]
         else:
             answer = ["elsewhere", position(self._main)]
@@ -568,7 +560,7 @@ class JobProcesses:
         try:
             self.store.set(key, json.dumps(value))
         except RankFailed:  # the host of the store is gone
-            self.failed = True
+            self.fail()
 
     def _has(self, key: str) -> bool:
         try:
@@ -576,7 +568,8 @@ class JobProcesses:
         except RankFailed:
             return False
 
-    def _get(self, key: str) -> Any:
+    def said(self, key: str) -> Any:
+        """Return the value a rank stored under ``key``; None if there is none."""
         try:
             text = self.store.get(key)
         except RankFailed:
@@ -590,13 +583,10 @@ def _without_line(doing: str) -> str:
 
 def _ranges(ranks: Sequence[int]) -> str:
     """Write 0, 1, 2, 5 as ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for r in ranks:
-        if runs and runs[-1][-1] == r - 1:
-            runs[-1].append(r)
-        else:
-            runs.append([r])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    # in a run, a rank minus its number stays the same
+    runs = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    held = [[r for _, r in run] for _, run in runs]
+    return ", ".join("-".join(map(str, dict.fromkeys((run[0], run[-1])))) for run in held)
 
 
 def _from_transport(error: BaseException) -> bool:
@@ -612,11 +602,8 @@ _OF_GLOO = ("gloo", "Application timeout caused pair closure", "Connection ", "B
 
 def _line_of(trace: TracebackType | None) -> str:
     """Find the innermost line of the user's code in a traceback."""
-    found = ""
-    while trace is not None:
-        found = user_line(trace.tb_frame, only=True, line=trace.tb_lineno) or found
-        trace = trace.tb_next
-    return found
+    lines = [user_line(frame, only=True, line=n) for frame, n in walk_tb(trace)]
+    return next(filter(None, reversed(lines)), "")
 
 
 # ---------------------------------------------------------------- the job of this process
@@ -672,8 +659,7 @@ def lost(
     if not _from_transport(error):
         return
     doing = spelled(entry or RECENT[-1]) if entry or RECENT else "a transfer"
-    line = "" if ", at " in doing else user_line()
-    doing = f"{doing}, at {line}" if line else doing
+    doing = _located(doing, user_line())
     job = current_job()
     if job is None:
         raise RankFailed(f"the transfer failed: {error}", op=doing.split(" ")[0]) from error

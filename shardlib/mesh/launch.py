@@ -294,7 +294,8 @@ def _tell(folder: Path, rank: int, error: BaseException) -> None:
         job.raised(error)
     text = traceback.format_exc()
     if isinstance(error, SystemExit):
-        text = f"it left by {error!r}, at {user_line(_innermost(error))}\n{text}"
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        text = f"it left by {error!r}, at {user_line(frame)}\n{text}"
     try:
         blob = pickle.dumps((error, text))
         pickle.loads(blob)
@@ -303,13 +304,6 @@ def _tell(folder: Path, rank: int, error: BaseException) -> None:
     part = folder / f"part{rank}"
     part.write_bytes(blob)
     part.rename(folder / f"error{rank}")
-
-
-def _innermost(error: BaseException) -> Any:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return None if trace is None else trace.tb_frame
 
 
 def _beat(folder: Path, rank: int) -> None:

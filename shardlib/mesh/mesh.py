@@ -15,14 +15,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Any, Literal, Never
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlib._compat import patch_torch, set_timeout
-from shardlib.errors import AxisReused, MeshError, NoMesh, UnknownAxis, lettered, similar
+from shardlib.errors import (
+    AxisReused,
+    MeshError,
+    NoMesh,
+    UnknownAxis,
+    lettered,
+    meant,
+    mesh_text,
+    similar,
+)
 from shardlib.mesh import posted
 from shardlib.mesh.devices import accelerator, backend_of, placed, take_device
 from shardlib.mesh.failures import current_job, join_job
@@ -142,7 +151,7 @@ class Mesh(Mapping[str, int]):
             axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
             for a in axes:
                 if a not in self.axes:
-                    near = next(iter([*_near(a, self.axes), *self.axes]), "")
+                    near = next(iter([*similar(str(a), self.axes), *self.axes]), "")
                     right = dict.fromkeys(near if b == a else b for b in axes)
                     raise unknown_axis(a, self.axes, op, fix.format(_text(right)))
             if len(set(axes)) < len(axes):
@@ -168,7 +177,7 @@ class Mesh(Mapping[str, int]):
     __eq__ = object.__eq__
 
     def __str__(self) -> str:
-        return " ".join(f"{n}={s}" for n, s in self.axes.items())
+        return mesh_text(self.axes)
 
     def __repr__(self) -> str:
         return f"Mesh({self}, {self.kind})"
@@ -223,14 +232,9 @@ def _text(axes: Iterable[str]) -> str:
     return repr(given[0] if len(given) == 1 else given)
 
 
-def _near(axis: str, axes: Mapping[str, int]) -> list[str]:
-    return similar(str(axis), list(axes), 1)
-
-
 def unknown_axis(axis: str, axes: Mapping[str, int], op: str, fix: str) -> UnknownAxis:
     """Build the error for an axis that is not in the mesh, with similar names."""
-    near = _near(axis, axes)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = meant(similar(str(axis), axes))
     return UnknownAxis(
         f"unknown axis {axis!r}; this mesh has {', '.join(axes)}{hint}",
         op=op,
@@ -389,11 +393,7 @@ def _named_sizes(sizes: object, *more: object) -> dict[Any, Any]:
     return dict(zip(names, sizes, strict=False))
 
 
-@overload
-def simulate(**axes: int) -> Mesh: ...
-@overload
-def simulate(*, device: str | torch.device | None, **axes: int) -> Mesh: ...
-def simulate(*given: Any, device: Any = None, **axes: int) -> Mesh:
+def simulate(*given: Never, device: str | torch.device | None = None, **axes: int) -> Mesh:
     """Simulate every rank of a mesh in this one process.
 
     ``device``  for the blocks: torch's default device (the CPU, if not changed) unless given.
@@ -410,11 +410,7 @@ def simulate(*given: Any, device: Any = None, **axes: int) -> Mesh:
     )
 
 
-@overload
-def record(**axes: int) -> Mesh: ...
-@overload
-def record(*, device: str | torch.device | None, **axes: int) -> Mesh: ...
-def record(*given: Any, device: Any = None, **axes: int) -> Mesh:
+def record(*given: Never, device: str | torch.device | None = None, **axes: int) -> Mesh:
     """Record shapes on the meta device and count bytes, without values, for meshes of any size.
 
     ``device``  type of the device that the ranks would compute on, which this machine need not
@@ -447,7 +443,7 @@ def record(*given: Any, device: Any = None, **axes: int) -> Mesh:
 
 
 def make_mesh(
-    *given: Any, device: str | None = None, timeout: float | None = None, **axes: int
+    *given: Never, device: str | None = None, timeout: float | None = None, **axes: int
 ) -> Mesh:
     """Make a mesh over all running processes: ``sl.make_mesh(x=2, y=-1)``, where -1 is inferred.
 
@@ -468,15 +464,8 @@ def make_mesh(
     Mesh(x=1, dist)
     >>> dist.destroy_process_group()
     """
-    _by_name("make_mesh", given)
-    if timeout is not None:
-        check_timeout(timeout, "make_mesh", "sl.make_mesh(x=-1, timeout=100.0)")
-    device = check_device(device, "make_mesh", axes)
-    _inferred(axes, "make_mesh")
-    sizes_of("make_mesh", {n: s for n, s in axes.items() if s != -1} or {"x": 1})
-    if not axes:
-        raise MeshError("a mesh needs an axis", op="make_mesh", fix="sl.make_mesh(x=2, y=2)")
-    device = device or (accelerator() or torch.device("cpu")).type
+    _sizes(given, timeout, axes, "make_mesh")
+    device = check_device(device, "make_mesh", axes) or (accelerator() or torch.device("cpu")).type
     started = not dist.is_initialized()
     axes = _filled(axes, world_size("make_mesh"))
     if started:
@@ -497,9 +486,8 @@ def _filled(axes: dict[str, int], world: int) -> dict[str, int]:
     total = math.prod(axes.values())
     if total == world:
         return axes
-    text = " ".join(f"{n}={s}" for n, s in axes.items())
     running = "1 process is" if world == 1 else f"{world} processes are"
-    why = f"{text} needs {abs(total)} ranks, {running} running"
+    why = f"{mesh_text(axes)} needs {abs(total)} ranks, {running} running"
     fix = (
         f"torchrun --nproc-per-node {abs(total)} script.py   # or, in one process: "
         f"sl.simulate({', '.join(f'{n}={abs(s)}' for n, s in axes.items())})"
@@ -515,7 +503,7 @@ def _gather(timeout: float | None) -> None:
 
 
 def auto_mesh(
-    *given: Any, device: str | None = None, timeout: float | None = None, **axes: int
+    *given: Never, device: str | None = None, timeout: float | None = None, **axes: int
 ) -> Mesh:
     """Make a mesh over the processes that a launcher started; simulate it where none did.
 
@@ -543,21 +531,23 @@ def auto_mesh(
                 fix=f"{name} torchrun --nnodes {os.environ[count]} --rdzv-endpoint $HOST:29500 "
                 "--rdzv-backend c10d --nproc-per-node 4 script.py",
             )
-    _by_name("auto_mesh", given)
     check_device(device, "auto_mesh", axes)
-    if timeout is not None:
-        check_timeout(timeout, "auto_mesh", "sl.auto_mesh(x=2, timeout=100.0)")
-    free = _inferred(axes, "auto_mesh")
-    sizes = sizes_of("auto_mesh", {n: 1 if n in free else s for n, s in axes.items()})
-    return simulate(device=device, **sizes)
+    return simulate(device=device, **_sizes(given, timeout, axes, "auto_mesh"))
 
 
 _STEPS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
 """Launchers that set no RANK -> their variable for the number of processes."""
 
 
-def _inferred(axes: Mapping[str, int], op: str) -> list[str]:
-    """List the axis whose size is to be inferred, if one is.  Raises: MeshError for several."""
+def _sizes(
+    given: tuple[Any, ...], timeout: float | None, axes: Mapping[str, int], op: str
+) -> dict[str, int]:
+    """Check a call's arguments; return the sizes, 1 for one that is to be inferred.
+
+    Raises: MeshError.
+    """
+    _by_name(op, given)
+    check_timeout(timeout, op, f"sl.{op}(x=-1, timeout=100.0)")
     free = [n for n, s in axes.items() if s == -1]
     if len(free) > 1:
         raise MeshError(
@@ -565,7 +555,7 @@ def _inferred(axes: Mapping[str, int], op: str) -> list[str]:
             op=op,
             fix=f"sl.{op}(x=-1, y=2)",
         )
-    return free
+    return sizes_of(op, {**axes, **dict.fromkeys(free, 1)})
 
 
 def check_device(device: Any, op: str, axes: Mapping[str, int]) -> str | None:
@@ -598,9 +588,9 @@ _COMING = timedelta(seconds=300)
 """Timeout of the first ranks for the last to start."""
 
 
-def check_timeout(seconds: float, op: str, fix: str) -> None:
+def check_timeout(seconds: float | None, op: str, fix: str) -> None:
     """Refuse a timeout that is not positive, or too long for the clock.  Raises: MeshError."""
-    if not 0 < seconds < 1e9:
+    if seconds is not None and not 0 < seconds < 1e9:
         raise MeshError(f"timeout={seconds!r} is no time", op=op, fix=fix)
 
 

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import optree
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from shardlib._compat import uncompiled
 from shardlib.collectives import holds_values
-from shardlib.errors import RuleLint, ShardError, UnknownParameter, similar
+from shardlib.errors import RuleLint, ShardError, UnknownParameter, meant, similar
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, within
 from shardlib.modules.copies import Copies
@@ -287,7 +288,7 @@ class Apply(Calls):
         for name in params:
             if name not in self.layouts:
                 near = similar(name, self.layouts, 1)
-                why = f"no parameter {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+                why = f"no parameter {name!r}{meant(near)}"
                 given = {"parameters": ", ".join(self.layouts)}
                 fix = f"params[{(near or list(self.layouts))[0]!r}] = params.pop({name!r})"
                 raise UnknownParameter(why, op="apply", operands=given, mesh=self.mesh, fix=fix)
@@ -306,10 +307,9 @@ class Apply(Calls):
 def _raised_in(e: ShardError, module: nn.Module) -> str:
     """Return the path of the innermost submodule whose forward raised."""
     paths = {id(m): n for n, m in module.named_modules()}
-    frames, path = e.__traceback__, ""
-    while frames is not None:
-        path = paths.get(id(frames.tb_frame.f_locals.get("self")), path)
-        frames = frames.tb_next
+    path = ""
+    for frame, _ in walk_tb(e.__traceback__):
+        path = paths.get(id(frame.f_locals.get("self")), path)
     return path
 
 

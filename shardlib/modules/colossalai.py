@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardlib.errors import BadArgument, Unsupported, similar
+from shardlib.errors import BadArgument, Unsupported, meant, similar
 
 __all__ = ["Legacy", "legacy"]
 
@@ -168,8 +168,7 @@ def _mode(given: object) -> str | None:
     if given is None:
         return None
     if str(given).lower() not in MODES:
-        near = similar(str(given), MODES, 1, 0.3)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = meant(similar(str(given), MODES, 1, 0.3))
         raise _bad(f"parallel.tensor.mode={given!r} is none of {', '.join(MODES)}{hint}")
     return str(given).lower()
 
@@ -245,8 +244,7 @@ def _table(given: object, name: str) -> Mapping[str, Any]:
     known = KNOWN.get(name, ("size",))
     for key in given:
         if known is not None and key not in known:
-            near = similar(str(key), known, 1, 0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else f" (there are {', '.join(known)})"
+            hint = meant(similar(str(key), known, 1, 0.5)) or f" (there are {', '.join(known)})"
             where = f"{name}.{key}" if name else key
             raise Unsupported(
                 f"{where} has no counterpart{hint}", op="from_colossalai_config", fix=FIX

@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from shardlib._compat import uncompiled
 from shardlib.capacity import refuse_beyond
 from shardlib.collectives import holds_values, storage_shape, verify
-from shardlib.errors import ShardError, similar
+from shardlib.errors import ShardError, meant, similar
 from shardlib.layouts import Layout, LayoutLike
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
 from shardlib.modules.apply import Apply, arguments
@@ -186,11 +186,10 @@ def _check_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> None:
         near = similar(name, names, 1, 0.8 if loose else 0.0)
         if name in names or (loose and not near):
             continue
-        hint, fix = "", f"inputs.pop({name!r})"
+        fix = f"inputs.pop({name!r})"
         if near:
-            hint = f"; did you mean {near[0]!r}?"
             fix = f"inputs = {{{near[0]!r}: inputs.pop({name!r}), **inputs}}"
-        why = f"inputs: forward has no argument {name!r}{hint}"
+        why = f"inputs: forward has no argument {name!r}{meant(near)}"
         raise rule_error(why, fix, operands={"forward": ", ".join(names)})
 
 

@@ -90,7 +90,7 @@ def test_a_rank_whose_transfer_failed_is_not_said_to_be_elsewhere() -> None:
     job: Any = SimpleNamespace(
         rank=0, calls=[], members={}, _waits={}, _main=threading.main_thread(), first="a cause",
         _set=put, _has=lambda key: False, _first=lambda: "a cause", write=lambda: None,
-        _error=lambda *_: None,
+        _error=lambda *_: None, fail=lambda: None, call_roll=lambda: None,
     )  # fmt: skip
     failures.JobProcesses.lost(job, None, "psum over 'x'", [0, 1])
     assert answers == [None, *[["waits", "psum over 'x'", [0, 1]]] * 2]
