@@ -45,7 +45,6 @@ from shardlib.optim.trees import (
     ready,
     spans,
     trainable,
-    zeros_like,
 )
 
 __all__ = ["adafactor"]
@@ -106,7 +105,7 @@ def adafactor(
                 how: Any = {"dtype": wider(view.like.dtype), "device": view.like.device}
                 rows[path] = torch.zeros(math.prod(lead), m, **how)
                 cols[path] = torch.zeros(math.prod(lead), n, **how)
-        return FactoredState(0, rows, cols, zeros_like(moments(_others(params))))
+        return FactoredState(0, rows, cols, **moments(_others(params), "full"))
 
     def direct(
         grads: Tree, state: FactoredState, params: Tree, way: Tree, rate: float

@@ -53,7 +53,6 @@ from shardlib.optim.trees import (
     pieces,
     ready,
     spans,
-    zeros_like,
 )
 from shardlib.tensor import Place, ShardedTensor, real_axes
 
@@ -99,10 +98,6 @@ def adamw(
         )
         return by_mask(mask, decaying, others, "adamw")
 
-    def init(params: Tree) -> MomentState:
-        mu = moments(params)
-        return MomentState(0, mu, zeros_like(mu))
-
     def rule(count: int, rate: float) -> Callable[..., Tensor]:
         of = direction(count, rate, b1, b2, eps, weight_decay)
 
@@ -121,7 +116,7 @@ def adamw(
         return made.donate(grads, state, params, step)
 
     made: Any = elementwise(
-        "adamw", init, lr, rule, moments=("mu", "nu"), weights=bool(weight_decay), own=own,
+        "adamw", MomentState, lr, rule, kept=("mu", "nu"), weights=bool(weight_decay), own=own,
         kernel="adamw", beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps,
         amsgrad=False, maximize=False,
     )  # fmt: skip
@@ -237,22 +232,17 @@ def adagrad(
     {'w': tensor([-0.5000,  0.5000])}
     """
 
-    def init(params: Tree) -> SumState:
-        total = moments(params)
-        return SumState(0, each(lambda t: t + start, total) if start else total)
-
     def rule(count: int, rate: float) -> Callable[..., Tensor]:
         size = rate / (1 + (count - 1) * lr_decay)
 
-        def step(g: Tensor, t: Tensor, *p: Tensor) -> Tensor:
-            g = g.add(p[0], alpha=weight_decay) if p else g
+        def step(g: Tensor, t: Tensor) -> Tensor:
             root = t.addcmul_(g, g).sqrt().add_(eps)
             return g / root * -size
 
         return step
 
     return elementwise(
-        "adagrad", init, lr, rule, moments=("total",), weights=bool(weight_decay),
+        "adagrad", SumState, lr, rule, kept=("total",), start=start, decay=weight_decay,
         kernel="adagrad", lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=False,
     )  # fmt: skip
 
@@ -262,8 +252,8 @@ class RmsState(NamedTuple):
 
     count: int
     nu: Tree
-    mean: Tree
-    trace: Tree
+    mean: Tree = ()
+    trace: Tree = ()
 
 
 @ranged()
@@ -288,28 +278,21 @@ def rmsprop(
     {'w': tensor([-0.5000,  0.5000])}
     """
 
-    def init(params: Tree) -> RmsState:
-        nu = moments(params)
-        return RmsState(
-            0, nu, zeros_like(nu) if centered else (), zeros_like(nu) if momentum else ()
-        )
-
     def rule(count: int, rate: float) -> Callable[..., Tensor]:
         def step(g: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-            g = g.add(more[-1], alpha=weight_decay) if weight_decay else g
             root = v.mul_(decay).addcmul_(g, g, value=1 - decay)
             if centered:
                 mean = more[0].lerp_(g.to(more[0].dtype), 1 - decay)
                 root = v.addcmul(mean, mean, value=-1)
             way = g / root.sqrt().add_(eps)
             if momentum:
-                way = more[1 if centered else 0].mul_(momentum).add_(way)
+                way = more[-1].mul_(momentum).add_(way)
             return way * -rate
 
         return step
 
-    kept = ["nu", *(["mean"] if centered else []), *(["trace"] if momentum else [])]
-    return elementwise("rmsprop", init, lr, rule, moments=kept, weights=bool(weight_decay))
+    kept = [n for n, on in (("nu", True), ("mean", centered), ("trace", momentum)) if on]
+    return elementwise("rmsprop", RmsState, lr, rule, kept=kept, decay=weight_decay)
 
 
 # ---------------------------------------------------------------- one running trace: SGD and Lion
@@ -319,7 +302,7 @@ class TraceState(NamedTuple):
     """Steps taken and a running trace of gradients."""
 
     count: int
-    trace: Tree
+    trace: Tree = ()
 
 
 @ranged()
@@ -345,23 +328,19 @@ def sgd(
             fix="sl.optim.sgd(0.1, momentum=0.9, nesterov=True)",
         )
 
-    def init(params: Tree) -> TraceState:
-        return TraceState(0, moments(params) if momentum else ())
-
     def rule(count: int, rate: float) -> Callable[..., Tensor]:
-        def step(g: Tensor, *more: Tensor) -> Tensor:
-            g = g.add(more[-1], alpha=weight_decay) if weight_decay else g
-            if not momentum:
+        def step(g: Tensor, *kept: Tensor) -> Tensor:
+            if not kept:
                 return g * -rate
             # in the wider dtype of both: the trace of fp64 gradients may be kept in half precision
-            trace = more[0].mul_(momentum) + g
-            more[0].copy_(trace)
+            trace = kept[0].mul_(momentum) + g
+            kept[0].copy_(trace)
             return (g + trace * momentum if nesterov else trace) * -rate
 
         return step
 
     return elementwise(
-        "sgd", init, lr, rule, moments=("trace",) if momentum else (), weights=bool(weight_decay),
+        "sgd", TraceState, lr, rule, kept=("trace",) if momentum else (), decay=weight_decay,
         kernel="sgd", momentum=momentum, nesterov=nesterov, weight_decay=weight_decay,
         dampening=0.0, maximize=False, is_first_step=False,
     )  # fmt: skip
@@ -392,9 +371,6 @@ def lion(
         decaying, others = (lion(lr, b1, b2, by) for by in (weight_decay, 0.0))
         return by_mask(mask, decaying, others, "lion")
 
-    def init(params: Tree) -> TraceState:
-        return TraceState(0, moments(params))
-
     def rule(count: int, rate: float) -> Callable[..., Tensor]:
         def step(g: Tensor, m: Tensor, *p: Tensor) -> Tensor:
             sign = m.lerp(g.to(m.dtype), 1 - b1).sign_()
@@ -403,7 +379,7 @@ def lion(
 
         return step
 
-    return elementwise("lion", init, lr, rule, moments=("trace",), weights=bool(weight_decay))
+    return elementwise("lion", TraceState, lr, rule, kept=("trace",), weights=bool(weight_decay))
 
 
 # ---------------------------------------------------------------- LAMB
@@ -433,28 +409,21 @@ def lamb(
     """
 
     def init(params: Tree) -> MomentState:
-        mu = moments(params)
-        return MomentState(0, mu, zeros_like(mu))
-
-    def direction(count: int) -> Callable[..., Tensor]:
-        size, root = 1 - b1**count, (1 - b2**count) ** 0.5
-
-        def of(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
-            u = (m / size).div_((v.sqrt() / root).add_(eps))
-            return u.add_(p, alpha=weight_decay) if weight_decay else u
-
-        return of
+        return MomentState(0, **moments(params, "mu", "nu"))
 
     def direct(
         grads: Tree, state: MomentState, params: Tree, way: Tree, rate: float
     ) -> tuple[MomentState, float]:
-        of = direction(state.count + 1)
+        count = state.count + 1
+        size, root = 1 - b1**count, (1 - b2**count) ** 0.5
         for g, p, m, v, u in spans(*pieces(grads, params, state.mu, state.nu, way)):
             average(g, m, v, b1, b2)
-            u.copy_(of(m, v, p))
+            u.copy_((m / size).div_((v.sqrt() / root).add_(eps)))
+            if weight_decay:
+                u.add_(p, alpha=weight_decay)
         rows = zip(*norms(params, way), strict=True)
         scale_in_place(way, [w if w is None else _ratio(p, w) * -rate for p, w in rows])
-        return state._replace(count=state.count + 1), 0.0
+        return state._replace(count=count), 0.0
 
     def donate(grads: Tree, state: MomentState, params: Tree, step: Step) -> MomentState:
         ready(grads, "lamb", state.mu)
@@ -532,7 +501,7 @@ def adam8bit(
     """
 
     def init(params: Tree) -> CodedState:
-        zeros = moments(params)
+        (zeros,) = moments(params, "mu").values()
         mu, nu = _zero_codes(zeros, True), _zero_codes(zeros, False)
         return CodedState(0, mu, nu, _zero_scales(zeros), _zero_scales(zeros), _digest(zeros))
 

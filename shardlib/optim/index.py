@@ -287,21 +287,13 @@ def _named(params: Tree, groups: Any) -> tuple[list[str], tuple[int, ...], list[
     leaves, tree = optree.tree_flatten(params)
     kept = [i for i, f in enumerate(frozen(leaves)) if not f]
     number = {at: i for i, at in enumerate(kept)}
-    made = _as_made(params, optree.tree_unflatten(tree, range(len(leaves))))
+    numbers: Any = optree.tree_unflatten(tree, range(len(leaves)))
+    with optree.dict_insertion_ordered(True, namespace="shardlib"):
+        made = optree.tree_leaves(numbers, namespace="shardlib")
     rows = zip(every, names_of(paths), groups(params), strict=True)
     found = [(name, word) for x, name, word in rows if x is not None]
     order = tuple(number[at] for at in made if at in number)
     return [found[i][0] for i in kept], order, [found[i][1] for i in kept]
-
-
-def _as_made(tree: Tree, numbers: Any) -> list[int]:
-    """List the leaves' numbers, with dicts in insertion order."""
-    if type(tree) is dict:
-        return [n for key in tree for n in _as_made(tree[key], numbers[key])]
-    if type(tree) in (list, tuple):
-        pairs = zip(tree, numbers, strict=True)
-        return [n for one, number in pairs for n in _as_made(one, number)]
-    return optree.tree_leaves(numbers)  # type: ignore[return-value]
 
 
 def index_of(state: State) -> Index | None:

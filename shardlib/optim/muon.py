@@ -141,7 +141,7 @@ def muon(
 
     def init(params: Tree) -> MuonState:
         only_matrices(params, "muon", kernels)
-        return MuonState(0, moments(params))
+        return MuonState(0, **moments(params, "trace"))
 
     def direct(
         grads: Tree, state: MuonState, params: Tree, way: Tree, rate: float

@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
-import optree
 import torch
 from torch import Tensor
 
 from shardlib._compat import foreach_ops
 from shardlib.collectives import psum, start, storage_shape, unwrap, wrap
 from shardlib.dtypes import HALF
-from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Index, Tree
 from shardlib.optim.flat import Memory, blocks_in, scatter, shard_place, slot_of, whole_place
@@ -64,6 +62,7 @@ class Sink:
     ``most``      the most buckets in transit at once.
     ``ahead``     whether gradients come from a running backward.
     ``heard``     called at the end with the order of the leaves' gradients.
+    ``give``      from all buckets to the result of ``finish``.
     """
 
     index: Index
@@ -78,6 +77,7 @@ class Sink:
     most: int = 2
     ahead: bool = False
     heard: Callable[[list[int]], object] | None = None
+    give: Callable[[Buckets], Any] = lambda found: found
 
     def __post_init__(self) -> None:
         buckets = self.index.buckets
@@ -114,7 +114,7 @@ class Sink:
                 self._post_full()
         return lies.stands_for(n, g)
 
-    def finish(self) -> Buckets:
+    def finish(self) -> Any:
         """Post the remaining buckets, wait for all, and return the gradients."""
         with torch.no_grad():
             while self.next < len(self.left):
@@ -125,7 +125,7 @@ class Sink:
             self.heard(self.order)
         rows = zip(self.index, self.out, strict=True)
         values = {b.name: ShardedTensor(raw, self._place(b)) for b, raw in rows}  # type: ignore[arg-type]
-        return Buckets(values, self.index, self.mesh)
+        return self.give(Buckets(values, self.index, self.mesh))
 
     def _place(self, bucket: Bucket) -> Place:
         """Return the place of a bucket's gradients."""
@@ -198,45 +198,23 @@ class Sink:
         self.begun[b] = self.lies[b] = None
 
 
-@dataclass(eq=False)
-class Summed(Sink):
-    """A sink that returns gradients in the tree and layouts of the parameters."""
-
-    _: KW_ONLY
-    to: Literal["part", "sum", "whole"] = "sum"
-    tree: Callable[[list[Tensor]], Any]
-
-    def finish(self) -> Tree:
-        """Wait for all sums and return the gradients, views of the buckets."""
-        found = blocks_in([x.raw for x in super().finish().values()], self.index)
-        return self.tree([found[i] for i in range(len(found))])
-
-
-def summing(params: Tree, cache: IndexCache) -> Summed:
+def summing(params: Tree, cache: IndexCache) -> Sink:
     """Make a sink of sums on every rank, in the parameters' tree and layouts: stage 0 of ``zero``."""
     at = cache.find(params)
     like = [at.raws[b.slots[0].leaves[0]] for b in at.where]
-    return Summed(
+    places = [p.place._replace(deferred=frozenset(), out_layout=None) for p in at.leaves]
+
+    def as_params(found: Buckets) -> Tree:
+        views = blocks_in([x.raw for x in found.values()], at.where)
+        return at.filled(ShardedTensor(views[i], place) for i, place in enumerate(places))
+
+    return Sink(
         at.where,
         at.mesh,
         Memory(),
         [(t.dtype, t.dtype) for t in like],
         device=like[0].device,
+        to="sum",
         heard=cache.on_arrival(at.where, at.mesh, at_once=True),
-        tree=_tree_of(params, at.leaves),
+        give=as_params,
     )
-
-
-def _tree_of(params: Tree, leaves: list[Any]) -> Callable[[list[Tensor]], Any]:
-    """Return a function that builds the tree of gradients from the trained leaves' blocks."""
-    every, tree = optree.tree_flatten(params)
-    held = frozen(every)
-
-    def made(blocks: list[Tensor]) -> Tree:
-        found = iter(
-            ShardedTensor(raw, p.place._replace(deferred=frozenset(), out_layout=None))
-            for raw, p in zip(blocks, leaves, strict=True)
-        )
-        return optree.tree_unflatten(tree, [None if f else next(found) for f in held])
-
-    return made

@@ -97,7 +97,7 @@ def soap(
 
     def init(params: Tree) -> SoapState:
         only_matrices(params, "soap", kernels)
-        items = _live(moments(params), kernels)
+        items = _live(moments(params, "mu")["mu"], kernels)
         plan = deal(tuple(x.spread for x in items), _sizes(items), _work)
         dtype = items[0].runs[0].dtype
         for x in items:

@@ -36,6 +36,7 @@ from shardlib.optim.trees import (
     State,
     Tree,
     each,
+    moments,
     need,
     pieces,
     raw_of,
@@ -356,45 +357,61 @@ def keep(old: State, new: State) -> State:
 # ---------------------------------------------------------------- transforms of one rule
 
 
+Rule = Callable[[int, float], Callable[..., Tensor]]
+
+
 def elementwise(
     op: str,
-    init: Callable[[Any], Any],
+    state_of: Callable[..., Any],
     lr: float | Schedule,
-    rule: Callable[[int, float], Callable[..., Tensor]],
+    rule: Rule,
     *,
-    moments: Sequence[str] = (),
+    kept: Sequence[str] = (),
+    start: float = 0.0,
     weights: bool = False,
+    decay: float = 0.0,
     own: Callable[..., bool] = lambda *lists: False,
     kernel: str = "",
     **how: Any,
 ) -> Transform:
     """Make a transform in which the update of an element depends on that element alone.
 
+    ``state_of`` makes the state of the count of steps, and of the trees ``kept`` by name.
     ``rule``     ``rule(count, rate)`` returns the function from a gradient, the moments and, with
                  ``weights``, the parameter, to the update; it overwrites the moments.
-    ``moments``  the names of the state's trees.
+    ``kept``     the names of the moments, which are ``start`` at first.
+    ``decay``    the multiple of the parameter that is added to its gradient.
     ``kernel``   torch's fused kernel, with its other arguments; "" if it has none.
     ``own``      ``own(params, lists, step, rate, count)`` steps in place by another kernel, on
                  lists as ``fused`` takes them; False, with nothing done, if it takes no such tensors.
     """
 
-    def kept(grads: Tree, state: State) -> list[Any]:
-        trees = [getattr(state, name) for name in moments]
-        ready(grads, op, trees[0] if trees else None)
+    if decay:
+        rule, weights = _decayed(rule, decay), True
+
+    def init(params: Tree) -> State:
+        zeros = moments(params, *kept)
+        if start:
+            zeros = {n: each(lambda t: t + start, tree) for n, tree in zeros.items()}
+        return state_of(0, **zeros)
+
+    def known(grads: Tree, state: State) -> list[Any]:
+        trees = [getattr(state, name) for name in kept]
+        ready(grads, op, *trees[:1])
         return trees
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
-        trees = kept(grads, state)
+        trees = known(grads, state)
         if weights:
             need(params, op)
         count, rate = state.count + 1, at_step(lr, state.count)
         trees = [each(lambda m, g: m.clone(), tree, grads) for tree in trees]
         given = [params] if weights else []
         updates = each(rule(count, rate), grads, *trees, *given)
-        return updates, state._replace(count=count, **dict(zip(moments, trees, strict=True)))
+        return updates, state._replace(count=count, **dict(zip(kept, trees, strict=True)))
 
     def in_spans(grads: Tree, state: State, params: Tree, step: Step) -> State:
-        trees = kept(grads, state)
+        trees = known(grads, state)
         divide(grads, step)
         step.lr = at_step(lr, state.count)
         f = rule(state.count + 1, step.lr)
@@ -407,18 +424,26 @@ def elementwise(
                 x.copy_(torch.where(sound, x, b))  # type: ignore[arg-type]
         return chosen(sound, state._replace(count=state.count + 1), state)
 
-    plain = Transform(init, update, "elementwise", in_spans, heeds=True)
-
     def donate(grads: Tree, state: State, params: Tree, step: Step) -> State:
-        g, p, *trees = pieces(grads, params, *kept(grads, state))
+        g, p, *trees = pieces(grads, params, *known(grads, state))
         rate, count, lists = at_step(lr, state.count), state.count + 1, (p, g, *trees)
         by_own = own(params, lists, step, rate, count)
         if not by_own and not fused(kernel, lists, step, count, lr=rate, **how):
-            return run_in_place(plain, grads, state, params, step)
+            return in_spans(grads, state, params, step)
         step.lr = rate
         return chosen(step.sound, state._replace(count=count), state)
 
-    return plain._replace(donate=donate) if kernel else plain
+    return Transform(init, update, "elementwise", donate if kernel else in_spans, heeds=True)
+
+
+def _decayed(rule: Rule, by: float) -> Rule:
+    """Return a rule of the gradient and the parameter, of which a multiple is added to it."""
+
+    def decayed(count: int, rate: float) -> Callable[..., Tensor]:
+        f = rule(count, rate)
+        return lambda g, *more: f(g.add(more[-1], alpha=by), *more[:-1])
+
+    return decayed
 
 
 def by_directions(

@@ -124,21 +124,21 @@ def trainable(params: Tree) -> Tree:
     )
 
 
-def moments(params: Tree) -> Tree:
-    """Make zeros for every trained leaf, in fp32 for half precision.
+def moments(params: Tree, *names: str) -> dict[str, Tree]:
+    """Make zeros for every trained leaf, a tree under each name, in fp32 for half precision.
 
     A moment in half precision would not change at all by less than 1/256 of itself.
     """
     tree = trainable(params)
     half = {x.dtype for x in optree.tree_leaves(tree) if isinstance(x, Tensor)} & HALF
-    if half:
+    if half and names:
         warnings.warn(
             f"parameters in {' and '.join(sorted(str(d) for d in half))} are updated without a "
             "master copy: changes of less than 1/256 of a weight are lost (their moments are "
             'fp32); keep one: sl.optim.mixed(tx), or sl.optim.zero(tx, axis, master="fp32")',
             stacklevel=_users(),
         )
-    return zeros_like(tree)
+    return {name: zeros_like(tree) for name in names}
 
 
 def refuse_copies(tree: Tree, dtype: Callable[[torch.dtype], torch.dtype]) -> None:
