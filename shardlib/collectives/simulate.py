@@ -265,6 +265,8 @@ def _each(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _stacked(func: Func, blocks: tuple[Any, ...], mesh: Mesh) -> Any:
     """Return the results of all ranks as one simulated block.  Raises: Unsupported."""
     if not isinstance(blocks[0], Tensor):
+        if any(x != blocks[0] for x in blocks):
+            raise _two_sides(func, mesh)
         return blocks[0]
     if len({x.shape for x in blocks}) > 1:
         shapes = ", ".join(str(list(x.shape)) for x in blocks)

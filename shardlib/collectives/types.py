@@ -89,22 +89,22 @@ def storage_shape(mesh: Mesh, *block: int) -> tuple[int, ...]:
     >>> storage_shape(sl.simulate(x=2), 3, 4), storage_shape(sl.record(x=2), 3, 4)
     ((2, 3, 4), (3, 4))
     """
-    return (mesh.size,) * BACKENDS[mesh.kind].lead + block
+    return (mesh.size,) * lead(mesh) + block
 
 
 def block_shape(raw: Tensor, mesh: Mesh) -> torch.Size:
     """Return the shape of the blocks of a storage."""
-    return raw.shape[BACKENDS[mesh.kind].lead :]
+    return raw.shape[lead(mesh) :]
 
 
 def first_block(raw: Tensor, mesh: Mesh) -> Tensor:
     """Return the block of a storage's first rank, a view."""
-    return raw[0] if BACKENDS[mesh.kind].lead else raw
+    return raw[0] if lead(mesh) else raw
 
 
 def flat_blocks(raw: Tensor, mesh: Mesh) -> Tensor:
     """Flatten each block of a storage to a vector; a block of no dimensions to one of one element."""
-    front = BACKENDS[mesh.kind].lead
+    front = lead(mesh)
     return raw.flatten(front) if raw.ndim > front else raw.unsqueeze(-1)
 
 
@@ -124,7 +124,7 @@ def each_rank(mesh: Mesh) -> Iterator[tuple[dict[str, int], Callable[[Tensor], T
     For local code that differs between ranks in more than values; writes to the views go to the
     storage.
     """
-    many = BACKENDS[mesh.kind].lead
+    many = lead(mesh)
     for i, coord in enumerate(played(mesh)):
         yield coord, lambda raw, i=i: raw[i] if many else raw
 

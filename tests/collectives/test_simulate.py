@@ -317,3 +317,18 @@ def test_a_padding_row_has_no_gradient_on_any_rank() -> None:
         and bool((table.grad[0] == 0).all())
         and bool((table.grad[1:] != 0).all())
     )
+
+
+@pytest.mark.parametrize("ask", [lambda b: 3.0 in b, lambda b: torch.is_nonzero(b[:1])])
+def test_an_answer_that_differs_between_ranks_is_refused(ask: Any) -> None:
+    with sl.simulate(x=2):
+        x = sl.shard(torch.tensor([0.0, 1.0, 2.0, 3.0]), "x")
+        same = sl.shard(torch.tensor([3.0, 1.0, 3.0, 2.0]), "x")
+
+        def body(b: Any) -> Any:
+            return b + 1 if ask(b) else b
+
+        run = sl.shard_map(body, in_layouts="x", out_layouts="x")
+        assert sl.unshard(run(same)).tolist() == [4.0, 2.0, 4.0, 3.0]
+        with pytest.raises(sl.ShardError, match="one side of a branch"):
+            run(x)

@@ -208,9 +208,7 @@ def _sum_of_two(sent: Tensor, mine: Tensor, out: Tensor, g: _Group) -> Finish:
     works = [g.handle.recv([out], other, tag), g.handle.send([sent], other, tag)]
 
     def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        return out.add_(mine)
+        return _waited(works, out).add_(mine)
 
     return finish
 
@@ -235,10 +233,8 @@ def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Finish:
     works = _exchange(out, parts, g)
 
     def finish() -> Tensor:
-        for work in works:
-            work.wait()
+        mine = _waited(works, out).amax(0)
         whole = x.new_empty(parts.numel())
-        mine = out.amax(0)
         # parts were sent by index within the process group, so they are gathered in that order
         all_gather_single(whole, mine, group=g.handle, async_op=True).wait()
         return whole[: x.numel()].view(x.shape)
@@ -255,8 +251,7 @@ def _parts(x: Tensor, g: _Group, dim: int) -> Tensor:
 
 def _joined(works: Sequence[Any], parts: Tensor, g: _Group, dim: int) -> Tensor:
     """Wait for parts in the order of the process group, and join them along a dimension."""
-    for work in works:
-        work.wait()
+    _waited(works, parts)
     parts = (parts if g.order is None else parts[list(g.order)]).movedim(0, dim)
     return (dense(parts) if not parts.is_cpu or active.cpu else parts).flatten(dim, dim + 1)
 
@@ -292,8 +287,7 @@ def psum_scatter(
         works = _exchange(out, sent, g)
 
     def finish() -> Tensor:
-        for work in works:
-            work.wait()
+        _waited(works, out)
         if g.native and wire is None:
             return out
         blocks = list(out) if g.order is None else [out[i] for i in g.order]
@@ -346,8 +340,7 @@ def _exchanged_sum(
     works = _exchange(came, sent, g, own=False)
 
     def finish() -> Tensor:
-        for work in works:
-            work.wait()
+        _waited(works, came)
         blocks = list(came) if g.order is None else [came[i] for i in g.order]
         blocks[g.index] = own
         blocks = [*blocks[g.index + 1 :], *blocks[: g.index + 1]]  # so that both round alike
