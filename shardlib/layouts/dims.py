@@ -338,13 +338,9 @@ def block_shape(dims: Sequence[Dim], shape: Sequence[int], sizes: Sizes) -> tupl
     """
     out = []
     for dim, n in zip(dims, shape, strict=True):
+        groups, ring = _groups(dim, sizes), math.prod(sizes[a] for a in dim.ring)
         ranks = math.prod(sizes[a] for a in dim.axes)
-        if declared(dim.order) is None:
-            ways = _ways(dim, n, sizes)
-            out.append(-(-n // ways) * ways // ranks)
-        else:
-            groups, ring = _groups(dim, sizes), math.prod(sizes[a] for a in dim.ring)
-            out.append(block(dim.order, n // groups, ring) * groups * ring // ranks)
+        out.append(block(dim.order, -(-n // groups), ring) * groups * ring // ranks)
     return tuple(out)
 
 

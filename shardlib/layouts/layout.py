@@ -169,19 +169,19 @@ class Layout:
         It commutes and associates: where both split one dimension, the axes nest in alphabetical
         order.  Choose another nesting with ``refine``.
         """
-        a, b = _aligned(self, _operand(other), "product")
+        a, b = _aligned(self, _operand(other))
         return _combined(
             a, b, lambda p, q: Dim(tuple(sorted(p.parts + q.parts, key=str))), "product"
         )
 
     def refine(self, other: "LayoutLike") -> "Layout":
         """Split every block further: this layout's axes major, ``other``'s minor."""
-        a, b = _aligned(self, _operand(other), "refine")
+        a, b = _aligned(self, _operand(other))
         return _combined(a, b, lambda p, q: Dim(p.parts + q.parts), "refine")
 
     def __and__(self, other: "LayoutLike") -> "Layout":
         """Return the finest layout that both refine: their common leading parts."""
-        a, b = _aligned(self, _operand(other), "&")
+        a, b = _aligned(self, _operand(other))
         dims = [_common(p, q) for p, q in zip(a.dims, b.dims, strict=True)]
         skew = a.skew if a.skew == b.skew and tuple(dims) == a.dims else ""
         if (a.skew or b.skew) and not skew:
@@ -192,7 +192,7 @@ class Layout:
         """Check whether this is at least as split: its blocks are inside blocks of ``other``."""
         other = _operand(other)
         try:
-            return (self & other) == _aligned(other, self, "<=")[0]
+            return (self & other) == _aligned(other, self)[0]
         except RankMismatch:
             return False
 
@@ -316,12 +316,7 @@ def taken(
 
 def _operand(given: object, mesh: object = None) -> Layout:
     """Read the other operand of the algebra.  Raises: LayoutSyntax."""
-    found = given if isinstance(given, Layout) else taken(given, mesh)
-    if found is None:
-        raise LayoutSyntax(
-            f"{given!r} is no layout: {NEITHER}", op="layout", fix="sl.Layout.parse('...')"
-        )
-    return found
+    return as_layout(given, "layout", "sl.Layout.parse({})", mesh=mesh)
 
 
 NEITHER = (
@@ -407,27 +402,17 @@ def _slice(index: Sequence[int]) -> Any:
     return list(index)
 
 
-def _aligned(a: Layout, b: Layout, op: str) -> tuple[Layout, Layout]:
+def _aligned(a: Layout, b: Layout) -> tuple[Layout, Layout]:
     """Return both layouts with the same number of written dimensions."""
-    if a.ellipsis is None and b.ellipsis is None:
-        return a.resolve(len(b.dims)) if len(a.dims) != len(b.dims) else a, b
-    if a.ellipsis is None:
-        return a, b.resolve(len(a.dims))
-    if b.ellipsis is None:
-        return a.resolve(len(b.dims)), b
-    head, tail = (
-        max(a.ellipsis, b.ellipsis),
-        max(len(a.dims) - a.ellipsis, len(b.dims) - b.ellipsis),
-    )
+    if a.ellipsis is None or b.ellipsis is None:
+        ndim = len((b if b.ellipsis is None else a).dims)
+        return a.resolve(ndim), b.resolve(ndim)
+    head = max(a.ellipsis, b.ellipsis)
+    count = head + max(len(a.dims) - a.ellipsis, len(b.dims) - b.ellipsis)
 
     def widen(me: Layout) -> Layout:
         at = me.ellipsis or 0
-        dims = (
-            *me.dims[:at],
-            *[WHOLE] * (head - at),
-            *[WHOLE] * (tail - len(me.dims) + at),
-            *me.dims[at:],
-        )
+        dims = (*me.dims[:at], *[WHOLE] * (count - len(me.dims)), *me.dims[at:])
         return me.onto(dims, me.skew, head)
 
     return widen(a), widen(b)
@@ -579,12 +564,12 @@ def _is_uncalled(given: object) -> bool:
 def _meant(given: object, called: bool, shape: tuple[int, ...], mesh: object) -> str:
     """Write the layout that was probably meant, or the unsplit one if that does not fit."""
     names = list(axis_sizes(mesh)) if mesh is not None else list("xyzuvw")
-    code, found = _made(given, names) if called else _joined(given)
     try:
+        code, found = _made(given, names) if called else _joined(given)
         lay = as_layout(found, "", "").resolve(len(shape))
         if mesh is not None:
             lay.check(shape, mesh)
-    except ShardError:
+    except Exception:  # also of a user's own family, whose constructor takes more than axes
         return "'...'"
     return code
 
@@ -592,15 +577,8 @@ def _meant(given: object, called: bool, shape: tuple[int, ...], mesh: object) ->
 def _made(family: Any, names: Sequence[str]) -> tuple[str, LayoutLike]:
     """Call a family with the first axes of the mesh; return the code and the value."""
     asked = [p for p in inspect.signature(family).parameters.values() if p.default is p.empty]
-    if len(asked) > len(names):
-        return "'...'", "..."
     axes = names[: len(asked)]
-    try:
-        made = family(*axes)
-        as_layout(made, "", "")
-    except Exception:  # a user's own family, whose constructor takes more than axes
-        return "'...'", "..."
-    return f"{_ours(family)}{family.__name__}({', '.join(map(repr, axes))})", made
+    return f"{_ours(family)}{family.__name__}({', '.join(map(repr, axes))})", family(*axes)
 
 
 def _ours(family: object) -> str:

@@ -16,7 +16,9 @@ import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["ORDERS", "Run", "block", "dealt", "declared", "parse_runs", "uncovered"]
+__all__ = [
+    "ORDERS", "Run", "block", "dealt", "declared", "joined_runs", "parse_runs", "uncovered",
+]  # fmt: skip
 
 ORDERS = ("contiguous", "zigzag", "striped", "documents", "runs")
 
@@ -59,17 +61,13 @@ def uncovered(order: str) -> str:
     ('1 twice', '2 by nobody', '')
     """
     name, _, given = order.partition("; ")
-    held = (
-        sorted(i for rank in parse_runs(given) for run in rank for i in run.positions)
-        if name == "runs"
-        else []
-    )
-    wrong = next((i for i, at in enumerate(held) if i != at), None)
-    if wrong is None:
+    if name != "runs":
         return ""
-    return (
-        f"{held[wrong]} twice" if wrong and held[wrong] == held[wrong - 1] else f"{wrong} by nobody"
-    )
+    held = sorted(i for rank in parse_runs(given) for run in rank for i in run.positions)
+    for i, at in enumerate(held):
+        if i != at:  # sorted, so a position that is held twice is below its index
+            return f"{at} twice" if at < i else f"{i} by nobody"
+    return ""
 
 
 def block(order: str, n: int, p: int) -> int:
@@ -95,19 +93,19 @@ def dealt(order: str, n: int, p: int) -> tuple[tuple[Run, ...], ...]:
     (Run(start=1, stride=2, length=2),)
     """
     if order == "striped":
-        return tuple(_joined([Run(r, p, len(range(r, n, p)))]) for r in range(p))
+        return tuple(joined_runs([Run(r, p, len(range(r, n, p)))]) for r in range(p))
     if order == "contiguous":
         c = block(order, n, p)
-        return tuple(_joined([_clipped(r * c, (r + 1) * c, n)]) for r in range(p))
+        return tuple(joined_runs([_clipped(r * c, (r + 1) * c, n)]) for r in range(p))
     if order == "zigzag":
         c = block(order, n, p) // 2
         chunks = [_clipped(i * c, (i + 1) * c, n) for i in range(2 * p)]
-        return tuple(_joined([chunks[r], chunks[2 * p - 1 - r]]) for r in range(p))
+        return tuple(joined_runs([chunks[r], chunks[2 * p - 1 - r]]) for r in range(p))
     shares, room, filled = _shares(order, p), block(order, n, p), declared(order) or 0
     out = []
     for runs in shares:
         spare = min(room - sum(r.length for r in runs), max(0, n - filled))
-        out.append(_joined([*runs, Run(filled, 1, spare)]))
+        out.append(joined_runs([*runs, Run(filled, 1, spare)]))
         filled += spare
     return tuple(out)
 
@@ -116,8 +114,12 @@ def _clipped(start: int, stop: int, n: int) -> Run:
     return Run(min(start, n), 1, max(0, min(stop, n) - min(start, n)))
 
 
-def _joined(runs: list[Run]) -> tuple[Run, ...]:
-    """Drop empty runs, and join a run to the one before where it continues it."""
+def joined_runs(runs: list[Run]) -> tuple[Run, ...]:
+    """Drop empty runs, and join a run to the one before where it continues it.
+
+    >>> joined_runs([Run(0, 1, 2), Run(2, 1, 3), Run(9, 1, 0)])
+    (Run(start=0, stride=1, length=5),)
+    """
     out: list[Run] = []
     for run in runs:
         if not run.length:
@@ -149,7 +151,7 @@ def _shares(order: str, p: int) -> tuple[tuple[Run, ...], ...]:
             held[owner].append(Run(start, 1, length))
             load[owner] += length
             start += length
-    return tuple(_joined(runs) for runs in held)
+    return tuple(joined_runs(runs) for runs in held)
 
 
 @lru_cache(maxsize=256)
@@ -161,5 +163,5 @@ def parse_runs(text: str) -> tuple[tuple[Run, ...], ...]:
     out = []
     for rank in text.split("|"):
         ranges = [range(*map(int, word.split(":"))) for word in rank.split()]
-        out.append(_joined([Run(r.start, r.step, len(r)) for r in ranges]))
+        out.append(joined_runs([Run(r.start, r.step, len(r)) for r in ranges]))
     return tuple(out)

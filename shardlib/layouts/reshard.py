@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, indices, positions
 from shardlib.mesh import coordinates
 
-__all__ = ["Exchange", "ReshardPlan", "ReshardStep", "Round", "exchange", "lacking"]
+__all__ = ["Exchange", "ReshardPlan", "ReshardStep", "Round", "exchange"]
 
 
 _OF_BLOCKS = ("psum", "mask", "ppermute", "exchange")
@@ -115,6 +115,7 @@ class _State(NamedTuple):
 
 
 _Moves = Iterator[tuple[ReshardStep, _State]]
+Box = tuple[Sequence[int], ...]  # positions per dimension: of a rank in the tensor, or of a block
 
 
 @lru_cache(maxsize=4096)
@@ -136,7 +137,7 @@ def _search(
     while queue:
         words, exchanges, messages, _, state, path = heapq.heappop(queue)
         if state == last:
-            return _settled(path, last, shape, sizes)
+            return _settled(path, last, shape, mesh)
         if state in done:
             continue
         done.add(state)
@@ -179,6 +180,10 @@ class _SearchNode(NamedTuple):
 
     def ranks(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)
+
+    def held(self, state: _State, axes: tuple[str, ...]) -> tuple[Box, ...]:
+        """Return the positions that every rank along ``axes`` holds in a state."""
+        return _held(state, self.shape, tuple(self.sizes.items()), axes)
 
     def splits(self, axis: str) -> list[int]:
         """List the dimensions that can be split over one more axis."""
@@ -298,10 +303,8 @@ def _order_slices(at: _SearchNode) -> _Moves:
 
 def _table(dim: Dim, n: int, sizes: Mapping[str, int]) -> list[int]:
     """List the global positions, rank after rank along the token's axes."""
-    out: list[int] = []
-    for digits in itertools.product(*(range(sizes[a]) for a in dim.axes)):
-        out += positions(dim, n, sizes, dict(zip(dim.axes, digits, strict=True)))
-    return out
+    ranks = coordinates({a: sizes[a] for a in dim.axes})
+    return [i for coord in ranks for i in positions(dim, n, sizes, coord)]
 
 
 def _permutations(at: _SearchNode) -> _Moves:
@@ -323,14 +326,13 @@ _WORLD = 64
 
 def _exchanges(at: _SearchNode) -> _Moves:
     """Yield an exchange to the target if the same sums are pending; ``_settled`` plans it later."""
-    state, last, shape, sizes, _ = at
-    axes = _between(state, last, sizes)
+    state, last = at.state, at.last
+    axes = _between(state, last, at.sizes)
     if state.partial == last.partial and axes and at.ranks(axes) <= _WORLD:
-        words = lacking((state.dims, state.skew), (last.dims, last.skew), shape, sizes, axes)
-        if words or last.skew:  # without words to receive, every rank can slice its own block
-            block = math.prod(
-                map(len, indices(last.dims, last.skew, shape, sizes, dict.fromkeys(sizes, 0)))
-            )
+        old, new = at.held(state, axes), at.held(last, axes)
+        lacking = sum(map(_lacking, old, new))
+        if lacking or last.skew:  # without words to receive, every rank can slice its own block
+            words, block = Fraction(lacking, len(new)), math.prod(map(len, new[0]))
             yield ReshardStep("exchange", axes, table=(state,), words=words, elements=block), last
 
 
@@ -339,56 +341,37 @@ def _between(a: _State, b: _State, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _settled(
-    path: tuple[ReshardStep, ...], last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]
+    path: tuple[ReshardStep, ...],
+    last: _State,
+    shape: tuple[int, ...],
+    mesh: tuple[tuple[str, int], ...],
 ) -> tuple[ReshardStep, ...]:
     """Return the path; an exchange at its end gets its rounds."""
     if not path or path[-1].kind != "exchange":
         return path
-    dims, _, skew = path[-1].table[0]
-    table = exchange((dims, skew), (last.dims, last.skew), shape, sizes, path[-1].axes)
-    return (*path[:-1], replace(path[-1], table=(table,), messages=len(table.rounds)))
+    step = path[-1]
+    table = exchange(*(_held(x, shape, mesh, step.axes) for x in (step.table[0], last)))
+    return (*path[:-1], replace(step, table=(table,), messages=len(table.rounds)))
 
 
 def _permute_to(at: _SearchNode, b: _State) -> _Moves:
-    a, _, shape, sizes, here = at
-    axes = _between(a, b, sizes)
-    full = dict.fromkeys(sizes, 0)
-    coords = coordinates({n: sizes[n] for n in axes})
-
-    def held(state: _State, coord: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(i) for i in indices(state.dims, state.skew, shape, sizes, full | coord))
-
-    if not here:  # empty blocks: a block is in the right place if it has the right shape
-        if [*map(len, held(a, full))] == [*map(len, held(b, full))]:
-            yield ReshardStep("ppermute", axes, table=tuple((i, i) for i in range(len(coords)))), b
-        return
-    holders = {held(a, c): i for i, c in enumerate(coords)}
-    if len(holders) < len(coords):
-        return
-    pairs = []
-    for target, c in enumerate(coords):
-        source = holders.get(held(b, c))
-        if source is None:
-            return
-        pairs.append((source, target))
-    moving = Fraction(sum(s != t for s, t in pairs), len(pairs))
-    step = ReshardStep(
-        "ppermute",
-        axes,
-        table=tuple(pairs),
-        words=moving * here,
-        messages=int(moving > 0),
-        elements=here,
-    )
-    yield step, b
+    axes = _between(at.state, b, at.sizes)
+    old, new = at.held(at.state, axes), at.held(b, axes)
+    if at.block:
+        holders = {held: rank for rank, held in enumerate(old)}
+        pairs = tuple((holders.get(held, -1), rank) for rank, held in enumerate(new))
+        fits = len(holders) == len(old) and all(source >= 0 for source, _ in pairs)
+    else:  # empty blocks: a block is in the right place if it has the right shape
+        pairs = tuple((rank, rank) for rank in range(len(old)))
+        fits = [*map(len, old[0])] == [*map(len, new[0])]
+    if fits:
+        moved = sum(source != rank for source, rank in pairs)
+        words = Fraction(moved * at.block, len(pairs))
+        step = ReshardStep("ppermute", axes, 0, 0, pairs, words, int(moved > 0), at.block)
+        yield step, b
 
 
 # ---------------------------------------------------------------- exchange
-
-
-Held = tuple[Sequence[int], ...]  # per dimension the positions that a rank holds, in its order
-Box = tuple[Sequence[int], ...]  # per dimension positions within a block
-Side = tuple[tuple[Dim, ...], str]  # dimensions and skew
 
 
 @dataclass(frozen=True)
@@ -414,27 +397,11 @@ class Exchange:
     rounds: tuple[Round, ...]
 
 
-def lacking(
-    a: Side, b: Side, shape: Sequence[int], sizes: Mapping[str, int], axes: Sequence[str]
-) -> Fraction:
-    """Count the words a rank must receive, on average, to hold box ``b`` where it holds ``a``."""
-    total, count = 0, 0
-    for old, new in zip(
-        *(_held(side, tuple(shape), tuple(sizes.items()), tuple(axes)) for side in (a, b)),
-        strict=True,
-    ):
-        total += math.prod(map(len, new)) - math.prod(
-            _common(o, n) for o, n in zip(old, new, strict=True)
-        )
-        count += 1
-    return Fraction(total, count)
+def exchange(old: Sequence[Box], new: Sequence[Box]) -> Exchange:
+    """Plan the sends from the positions that ranks hold to those that they shall hold.
 
-
-def exchange(
-    a: Side, b: Side, shape: Sequence[int], sizes: Mapping[str, int], axes: Sequence[str]
-) -> Exchange:
-    """Plan the sends; of several ranks that hold the same box the least busy one sends."""
-    old, new = (_held(side, tuple(shape), tuple(sizes.items()), tuple(axes)) for side in (a, b))
+    Of several ranks that hold the same box the least busy one sends.
+    """
     p, holders = len(old), {}
     for rank, held in enumerate(old):
         holders.setdefault(held, []).append(rank)
@@ -471,15 +438,19 @@ def exchange(
 
 @lru_cache(maxsize=256)
 def _held(
-    side: Side, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]
-) -> tuple[Held, ...]:
+    state: _State, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]
+) -> tuple[Box, ...]:
     """Return the positions that every rank along ``axes`` holds, in rank order."""
     sizes = dict(mesh)
-    every = [
-        indices(*side, shape, sizes, dict.fromkeys(sizes, 0) | coord)
-        for coord in coordinates({a: sizes[a] for a in axes})
-    ]
-    return tuple(tuple(h if isinstance(h, range) else tuple(h) for h in held) for held in every)
+    return tuple(
+        tuple(map(_run, indices(state.dims, state.skew, shape, sizes, dict.fromkeys(sizes, 0) | c)))
+        for c in coordinates({a: sizes[a] for a in axes})
+    )
+
+
+def _lacking(old: Box, new: Box) -> int:
+    """Count the elements of a box that are not in another one."""
+    return math.prod(map(len, new)) - math.prod(map(_common, old, new))
 
 
 @lru_cache(maxsize=8192)
@@ -491,22 +462,20 @@ def _common(old: Sequence[int], new: Sequence[int]) -> int:
 
 
 @lru_cache(maxsize=8192)
-def _places(old: Sequence[int], new: Sequence[int]) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Return where shared positions are in each, in ``new``'s order; None if there are none."""
+def _places(old: Sequence[int], new: Sequence[int]) -> Box:
+    """Return where shared positions are in each, in ``new``'s order; () if there are none."""
     if isinstance(old, range) and isinstance(new, range):
-        start, stop = max(old.start, new.start), min(old.stop, new.stop)
-        if start >= stop:
-            return None
-        return range(start - old.start, stop - old.start), range(
-            start - new.start, stop - new.start
-        )
+        shared = range(max(old.start, new.start), min(old.stop, new.stop))
+        moved = [range(shared.start - x.start, shared.stop - x.start) for x in (old, new)]
+        return tuple(moved) if shared else ()
     at = {position: i for i, position in enumerate(old)}
     both = [(at[position], i) for i, position in enumerate(new) if position in at]
-    take, put = (_run(side) for side in zip(*both, strict=True)) if both else ((), ())
-    return (take, put) if both else None
+    return tuple(map(_run, zip(*both, strict=True)))
 
 
 def _run(places: Sequence[int]) -> Sequence[int]:
     """Write positions as a range if they are consecutive."""
-    follow = all(b == a + 1 for a, b in itertools.pairwise(places))
+    if isinstance(places, range):
+        return places
+    follow = places and all(b == a + 1 for a, b in itertools.pairwise(places))
     return range(places[0], places[-1] + 1) if follow else tuple(places)

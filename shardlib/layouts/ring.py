@@ -50,12 +50,27 @@ class Ring:
             object.__setattr__(self, "cu_seqlens", tuple(int(n) for n in self.cu_seqlens))
         if not isinstance(self.schedule, str):
             object.__setattr__(self, "schedule", tuple(tuple(rank) for rank in self.schedule))
-        _order(self)
+        _ = self.order  # raises LayoutSyntax
 
     @property
     def order(self) -> str:
-        """The order as written in a layout's text."""
-        return _order(self)
+        """The order as written in a layout's text.  Raises: LayoutSyntax."""
+        if not isinstance(self.schedule, str):
+            return _runs_order(self.schedule)
+        if self.schedule not in ORDERS[:4]:
+            raise _wrong(
+                f"unknown schedule {self.schedule!r}; there are {', '.join(ORDERS[:4])}, or ranges "
+                "per rank",
+                f"sl.Ring({self.axis!r}, schedule='zigzag')",
+            )
+        if (self.schedule == "documents") != (self.cu_seqlens is not None):
+            raise _wrong(
+                "documents, and they alone, need their borders",
+                f"sl.Ring({self.axis!r}, schedule='documents', cu_seqlens=(0, 5, 8))",
+            )
+        if self.cu_seqlens is None:
+            return self.schedule
+        return "documents; " + " ".join(map(str, _borders(self)))
 
     @property
     def layout(self) -> Layout:
@@ -82,34 +97,18 @@ class Ring:
         return block(self.order, length, size)
 
 
-def _order(ring: Ring) -> str:
-    """Write the order as in a layout's text.  Raises: LayoutSyntax."""
-    if not isinstance(ring.schedule, str):
-        order = "runs; " + " | ".join(
-            " ".join(f"{r.start}:{r.stop}" + (f":{r.step}" if r.step != 1 else "") for r in rank)
-            or "0:0"
-            for rank in ring.schedule
-        )
-        if wrong := uncovered(order):
-            raise _wrong(
-                f"the ranges hold position {wrong}",
-                "sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))",
-            )
-        return order
-    if ring.schedule not in ORDERS[:4]:
+def _runs_order(schedule: Sequence[Sequence[range]]) -> str:
+    """Write the order that gives each rank these ranges.  Raises: LayoutSyntax."""
+    order = "runs; " + " | ".join(
+        " ".join(f"{r.start}:{r.stop}" + f":{r.step}" * (r.step != 1) for r in rank) or "0:0"
+        for rank in schedule
+    )
+    if wrong := uncovered(order):
         raise _wrong(
-            f"unknown schedule {ring.schedule!r}; there are {', '.join(ORDERS[:4])}, or ranges "
-            "per rank",
-            f"sl.Ring({ring.axis!r}, schedule='zigzag')",
+            f"the ranges hold position {wrong}",
+            "sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))",
         )
-    if (ring.schedule == "documents") != (ring.cu_seqlens is not None):
-        raise _wrong(
-            "documents, and they alone, need their borders",
-            f"sl.Ring({ring.axis!r}, schedule='documents', cu_seqlens=(0, 5, 8))",
-        )
-    if ring.cu_seqlens is None:
-        return ring.schedule
-    return "documents; " + " ".join(map(str, _borders(ring)))
+    return order
 
 
 def _wrong(why: str, fix: str) -> LayoutSyntax:

@@ -33,21 +33,18 @@ def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:
         why = "placements need a definite rank"
         fix = "layout.resolve(x.ndim).placements(mesh)"
         raise RankMismatch(why, op="placements", operands={"layout": written(fields)}, fix=fix)
-    for d in dims:
-        natural = [a for a in names if a in d.axes]
-        if d.order != "contiguous" or list(d.parts) != natural:
-            raise NotExpressible(
-                f"DTensor cannot say {d}: it nests axes in mesh order, contiguously",
-                op="to_dtensor",
-                operands={"layout": written(fields)},
-                mesh=dict(sizes),
-                fix="sl.dtensor.to_dtensor(x, normalize=True)",
-            )
-    if skew:
+    unsaid = [
+        f"{d}: it nests axes in mesh order, contiguously"
+        for d in dims
+        if d != Dim(tuple(a for a in names if a in d.axes))
+    ]
+    unsaid += ["a skew"] * bool(skew)
+    if unsaid:
         raise NotExpressible(
-            "DTensor cannot say a skew",
+            f"DTensor cannot say {unsaid[0]}",
             op="to_dtensor",
             operands={"layout": written(fields)},
+            mesh=dict(sizes),
             fix="sl.dtensor.to_dtensor(x, normalize=True)",
         )
     found: dict[str, Any] = dict.fromkeys(names, Replicate()) | dict.fromkeys(partial, Partial())

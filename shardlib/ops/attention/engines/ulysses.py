@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives import all_to_all, each_rank, storage, unwrap, wrap
-from shardlib.layouts.orders import Run
+from shardlib.layouts.orders import Run, joined_runs
 from shardlib.mesh import bind, uploaded
 from shardlib.ops.attention.case import AttentionCase, Runs, Sizes, length
 from shardlib.ops.attention.engine import (
@@ -203,13 +203,7 @@ def _union(shares: Runs) -> tuple[Run, ...]:
     first, last = min(r.start for r in runs), max(r.last for r in runs)
     if last - first + 1 == length(tuple(runs)):
         return (Run(first, 1, last - first + 1),)
-    out: list[Run] = []
-    for run in runs:
-        if out and out[-1].stride == run.stride == 1 and out[-1].last + 1 == run.start:
-            out[-1] = Run(out[-1].start, 1, out[-1].length + run.length)
-        else:
-            out.append(run)
-    return tuple(out)
+    return joined_runs(runs)
 
 
 class _Swapped(NamedTuple):
