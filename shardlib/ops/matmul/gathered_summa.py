@@ -9,14 +9,14 @@ each W is still sent in panels, so that no weight is gathered whole:
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from shardlib.collectives import axis_size, broadcasts, reductions
-from shardlib.cost import Cost, moving, summing
+from shardlib.cost import Cost, moving
 from shardlib.dtypes import wider
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import (
@@ -31,7 +31,14 @@ from shardlib.ops.matmul.function import (
     partial_product,
     rounded,
 )
-from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price_of_gather
+from shardlib.ops.matmul.matmul3d import (
+    Cube,
+    gradients,
+    movements,
+    price,
+    price_of_gather,
+    shared_gather,
+)
 from shardlib.ops.matmul.shared_gather import ReadsShared, gathered
 from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor
@@ -103,22 +110,16 @@ def streamed(case: MatmulCase) -> Match | str:
         or [(len(m.axes), m.dim) for m in (*cube.x, *cube.w)] != [(1, last), (1, 0)]
     ):
         return "X's and W's contraction are not split over one axis each"
-    over, mesh = case.over(out), case.axes
-    held = ("gather", cube.x, over[0]) in case.held
-    again = ("again", cube.x, over[0]) in case.held
+    held, _ = shared_gather(case, found)
     if not held and not case.more:
         return "no other product is known to read this X"
-    x, w = case.x_bytes, case.w_bytes
+    w = case.w_bytes
     (axis,) = cube.w[0].axes
-    p = mesh[axis]
-    move_x, wide_x = price_of_gather(x, cube.x, mesh)
+    p = case.axes[axis]
+    gather, wide_x = price_of_gather(case.x_bytes, cube.x, case.axes)
     panels = moving((axis,), (p - 1) * w, p * (p > 1))
-    forward = (Cost() if held else move_x) + panels
-    backward = panels + panels + summing(w, over[1], mesh, case.width)
-    backward += Cost() if held else move_x + summing(x, over[0], mesh, case.width)
-    backward += Cost() if again else move_x
-    temporary = 0 if held else wide_x - x
-    forward, backward = (replace(c, memory=temporary + 2 * w) for c in (forward, backward))
+    temporary = (wide_x - case.x_bytes) * (not held)
+    forward, backward = price(case, found, [gather, panels, Cost()], temporary + 2 * w)
 
     def call(
         x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None

@@ -23,7 +23,7 @@ Source: Agarwal et al. 1995; arXiv 2105.14450, which saves the gathered operands
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -39,6 +39,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import current_mesh
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import (
+    NOWHERE,
     Axes,
     DimMove,
     Gradients,
@@ -48,7 +49,7 @@ from shardlib.ops.matmul.function import (
     rounded,
     summed_product,
 )
-from shardlib.ops.matmul.prefetch import Gather, next_gather
+from shardlib.ops.matmul.prefetch import ALONE, Gather, next_gather
 from shardlib.ops.matmul.shared_gather import ReadsShared, gathered
 from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor
@@ -60,7 +61,9 @@ __all__ = [
     "cube_words",
     "gradients",
     "movements",
+    "price",
     "price_of_gather",
+    "shared_gather",
 ]
 
 
@@ -83,49 +86,41 @@ class Cube:
 
 
 def product(
-    x: Tensor,
-    w: Tensor | Pending,
-    cube: Cube,
-    onward: Callable[[], None] = lambda: None,
-    bias: Tensor | None = None,
+    x: Tensor, w: Tensor, cube: Cube, gather: Gather = ALONE, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute Y (plus a bias); return it and the gathered X and W.
 
     x [M/(m n), K/k], w [K/(k m), N/n] -> [M/(m k), N/n].
 
-    ``w``       a block, or its gather under way.
-    ``onward``  starts transfers that can run during the product.
+    ``gather``  that of W, which may be under way; the next one runs during the product.
     """
-    coming = post(all_gather, w, cube.w) if isinstance(w, Tensor) else w
+    coming = gather.take() or post(all_gather, w, cube.w)
     x = post(all_gather, x, cube.x).wait()  # [M/m, K/k]
     w = coming.wait()  # [K/k, N/n]
-    onward()
+    gather.start_next()
     return _scatter(x, w, cube.y, cube.summed, bias).wait(), x, w
 
 
 def gradients(
     dy: Tensor,
     x: Tensor,
-    w: Tensor | Pending,
+    w: Tensor,
     cube: Cube,
     need: tuple[bool, bool],
-    over: tuple[Axes, Axes] = ((), ()),
-    onward: Callable[[], None] = lambda: None,
+    over: tuple[Axes, Axes] = NOWHERE,
+    gather: Gather = ALONE,
     wide: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Gradients:
     """Compute dX and dW: the first one's scatter runs during the second's product.
 
     The gather that the second needs runs during the first's product.
 
     ``over``    further axes over which each of them is summed.
-    ``onward``  starts transfers that can run during the second product as well.
+    ``gather``  that of W, which may be under way; the one before runs during the second product.
     ``wide``    dX is left in fp32, for the sum of several.
     """
-    coming_w = (
-        post(all_gather, w, () if "w" in cube.save or not need[0] else cube.w)
-        if isinstance(w, Tensor)
-        else w
-    )
+    needed = need[0] and "w" not in cube.save
+    coming_w = gather.take() or post(all_gather, w, cube.w if needed else ())
     dy = post(all_gather, dy, cube.y).wait()  # [M/m, N/n]
     coming_x = post(all_gather, x, () if "x" in cube.save or not need[1] else cube.x)
 
@@ -142,7 +137,7 @@ def gradients(
     sums: dict[int, Pending] = {}
     for turn, (which, of) in enumerate(both):
         if turn == 1:
-            onward()
+            gather.start_previous()
         if need[which]:
             sums[which] = of()
     found = {which: coming.wait() for which, coming in sums.items()}
@@ -175,7 +170,7 @@ class Matmul3D(ReadsShared):
     """
 
     cube: Cube
-    gather: Gather | None = None
+    gather: Gather = ALONE
 
     @property
     def summed(self) -> Axes:
@@ -184,12 +179,9 @@ class Matmul3D(ReadsShared):
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute Y, and return backward's X and W: their blocks, or the gathered ones."""
-        save, gather = self.cube.save, self.gather
-        if gather is None:
-            y, wide_x, wide_w = product(x, w, self.cube, bias=bias)
-        else:
-            y, wide_x, wide_w = product(x, gather.take() or w, self.cube, gather.start_next, bias)
+        y, wide_x, wide_w = product(x, w, self.cube, self.gather, bias)
         x, w = self.blocks(x, w)
+        save = self.cube.save
         return y, wide_x if "x" in save else x, wide_w if "w" in save else w
 
     @property
@@ -210,14 +202,8 @@ class Matmul3D(ReadsShared):
                     fix="sl.algorithm(matmul='mm3')",
                 )
             return gradients(dy, x, w, self.cube, need)
-        gather = self.gather
-        if gather is None:
-            dx, dw = gradients(dy, x, w, self.cube, need, over, wide=self.wide is not None)
-        else:
-            coming = gather.take() or w
-            dx, dw = gradients(
-                dy, x, coming, self.cube, need, over, gather.start_previous, self.wide is not None
-            )
+        wide = self.wide is not None
+        dx, dw = gradients(dy, x, w, self.cube, need, over, self.gather, wide)
         return self.left(dx), dw
 
 
@@ -351,84 +337,83 @@ def _divides(dim: Dim, more: list[str], n: int, mesh: dict[str, int]) -> bool:
     return n % (parts * math.prod(mesh[a] for a in more)) == 0
 
 
-class _Gathering(NamedTuple):
-    """Bytes of a matrix's block, the price of gathering it, and its bytes afterwards."""
-
-    block: int
-    cost: Cost
-    whole: int
-
-    @property
-    def extra(self) -> int:
-        return self.whole - self.block
-
-
 def _match(case: MatmulCase, save: str) -> Match | str:
     found = movements(case)
     if isinstance(found, str):
         return found
     cube, out, _, psummed = found
-    over = case.over(out)
-    held = bool(cube.x) and ("gather", cube.x, over[0]) in case.held
-    # other products also gather it again in backward, so that gather is shared too
-    again = held and ("again", cube.x, over[0]) in case.held
-    x, w, y = (
-        _Gathering(nbytes, *price_of_gather(nbytes, moves, case.axes))
-        for nbytes, moves in (
-            (case.x_bytes, cube.x),
-            (case.w_bytes, cube.w),
-            (case.bytes_of(out, case.y_shape), cube.y),
-        )
-    )
+    held, again = shared_gather(case, found)
+    blocks = case.x_bytes, case.w_bytes, case.bytes_of(out, case.y_shape)
+    moved = cube.x, cube.w, cube.y
+    priced = [price_of_gather(n, moves, case.axes) for n, moves in zip(blocks, moved, strict=True)]
+    x, w, y = (whole - block for (_, whole), block in zip(priced, blocks, strict=True))
     cube = replace(
         cube,
         save=save,
         summed=tuple(a for a in case.axes if a in psummed),
-        w_first=w.extra * (1 + ("w" not in save)) > x.extra * (1 + ("x" not in save)),
+        w_first=w * (1 + ("w" not in save)) > x * (1 + ("x" not in save)),
     )
-    temporary = x.extra * (not held) + w.extra + y.extra
-    forward, backward = _price(case, found, save, (x, w, y), (held, again))
+    temporary = x * (not held) + w + y
+    forward, backward = price(case, found, [cost for cost, _ in priced], temporary, save)
     shared = bool(cube.x) and (held or bool(case.more) or (case.more is None and "x" in save))
     keeps_x = "x" in save and (not held or again)
     return Match(
         out,
         Matmul3D(cube),
-        replace(forward, memory=temporary),
-        replace(backward, memory=temporary),
+        forward,
+        backward,
         _moved(cube),
         gathers=True,
         gathered=temporary,
-        shared=x.extra if case.more and not held else 0,  # kept for other products as well
-        saved=x.extra * keeps_x + w.extra * ("w" in save),
+        shared=x if case.more and not held else 0,  # kept for other products as well
+        saved=x * keeps_x + w * ("w" in save),
         call=partial(_call, cube, shared),
     )
 
 
-def _price(
+def shared_gather(case: MatmulCase, found: Movements) -> tuple[bool, bool]:
+    """Return whether X was gathered for another product, and is again in backward for all."""
+    moves, over = found.cube.x, case.over(found.out)[0]
+    held = bool(moves) and ("gather", moves, over) in case.held
+    return held, held and ("again", moves, over) in case.held
+
+
+def price(
     case: MatmulCase,
     found: Movements,
-    save: str,
-    gatherings: tuple[_Gathering, _Gathering, _Gathering],
-    shared: tuple[bool, bool],
+    moved: Sequence[Cost],
+    memory: int,
+    save: str = "",
+    shares: bool = True,
 ) -> tuple[Cost, Cost]:
-    """Price forward and backward.
+    """Price forward and backward of an algorithm that moves what these movements do.
 
-    ``shared``  whether X was gathered for another product, so that its gradient is scattered with
-                that one's too; and whether backward gathers it again for all of them.
+    ``moved``   the cost of gathering X, of gathering W and of scattering Y, however it is done.
+    ``memory``  bytes of temporaries.
+    ``shares``  whether it reads an X that was gathered for another product, whose gradient is
+                scattered with that one's too.
     """
-    mesh, over = case.axes, case.over(found.out)
-    x, w, y = gatherings
-    held, again = shared
+    cube, mesh, over = found.cube, case.axes, case.over(found.out)
+    x, w, y = moved
     part = case.bytes_of(found.unsummed, case.y_shape)
-    part //= math.prod(mesh[a] for move in found.cube.y for a in move.axes)
-    sum_y = summing(part, found.summed, mesh, case.width if found.cube.y else 1)
-    sum_x = summing(x.block, over[0], mesh, case.width if found.cube.x else 1)
-    sum_w = summing(w.block, over[1], mesh, case.width if found.cube.w else 1)
-    forward = (Cost() if held else x.cost) + w.cost + y.cost + sum_y
-    backward = y.cost + (Cost() if held else x.cost) + w.cost
-    backward += sum_w if held else sum_x + sum_w
-    backward += Cost() if "x" in save or again else x.cost
-    backward += Cost() if "w" in save else w.cost
+    part //= math.prod(mesh[a] for move in cube.y for a in move.axes)
+    sums = [
+        summing(block, axes, mesh, case.width if moves else 1)
+        for block, axes, moves in (
+            (part, found.summed, cube.y),
+            (case.x_bytes, over[0], cube.x),
+            (case.w_bytes, over[1], cube.w),
+        )
+    ]
+    forward, backward = Cost(memory=memory) + w + y + sums[0], Cost(memory=memory) + w + y + sums[2]
+    held, again = shared_gather(case, found) if shares else (False, False)
+    if not held:
+        forward += x
+        backward += x + sums[1]
+    if not (again or "x" in save):
+        backward += x
+    if "w" not in save:
+        backward += w
     return forward, backward
 
 

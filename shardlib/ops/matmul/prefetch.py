@@ -23,6 +23,7 @@ from shardlib.ops.matmul.function import DimMove, post
 from shardlib.tensor import ShardedTensor, made_of
 
 __all__ = [
+    "ALONE",
     "Entry",
     "Gather",
     "next_gather",
@@ -82,6 +83,10 @@ class Gather:
         transfer = self.take()
         if transfer is not None:
             transfer.wait()
+
+
+ALONE = Gather(None, (), None, [])  # type: ignore[arg-type]
+"""The gather of a product that has no neighbours, and starts its own."""
 
 
 class Entry(NamedTuple):

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from shardlib.collectives import axis_size, psum
 from shardlib.collectives.ring import cut, joined, rotate, rotate_sum
-from shardlib.cost import Cost, moving, summing
+from shardlib.cost import Cost, moving
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, DimMove, Gradients
-from shardlib.ops.matmul.matmul3d import Cube, gradients, movements
+from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price
 from shardlib.ops.registry import Match, algorithm
 
 __all__ = ["RingSchedule", "matmul_ring_rs", "ring_ag_matmul"]
@@ -144,17 +144,13 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     passing, shape = (case.x, case.x_shape) if cube.x else (out, case.y_shape)
     if passing.local_shape(shape, mesh)[dim] % len(ways):
         return f"{passing.local_shape(shape, mesh)[dim]} rows do not make {len(ways)} halves"
-    x, w = case.x_bytes, case.w_bytes
     nbytes = case.bytes_of(passing, shape)
-    once = moving((axis,), (p - 1) * nbytes, (p - 1) * len(ways), nbytes)
-    over = case.over(out)
-    backward = (
-        once + (once if cube.x else Cost()) + summing(x, over[0], mesh) + summing(w, over[1], mesh)
-    )
+    once = moving((axis,), (p - 1) * nbytes, (p - 1) * len(ways))
+    moved = [once if cube.x else Cost(), Cost(), once if cube.y else Cost()]
+    forward, backward = price(case, found, moved, nbytes, shares=False)
     note = f"X passes over {axis}" if cube.x else f"Y's sum passes over {axis}"
-
-    note += " both ways" if len(ways) > 1 else ""
-    return Match(out, RingSchedule(form, axis, dim, ways), once, backward, note, gathers=True)
+    note += " both ways" * (len(ways) > 1)
+    return Match(out, RingSchedule(form, axis, dim, ways), forward, backward, note, gathers=True)
 
 
 # ring2 sends halves in opposite directions, for full-duplex links
