@@ -7,7 +7,7 @@ norms move little or nothing under these layouts.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -113,16 +113,10 @@ def _check_counts(layers: Sequence[Layer], **counts: int) -> None:
         raise ShardError(f"nothing to choose for: {what}", op="choose", fix=_FIX)
 
 
-def _savings(m: int, k: int, n: int, mlp: str) -> Iterator[str]:
+def _savings(m: int, k: int, n: int, mlp: str) -> Iterable[str]:
     """List the operands that may be kept gathered: none, x, w, or both, of those that are."""
-    x, w = max(k, n) > 1, m > 1 or "m" in mlp[1:]
-    yield ""
-    if x:
-        yield "x"
-    if w:
-        yield "w"
-    if x and w:
-        yield "xw"
+    gathered = ["x"] * (max(k, n) > 1) + ["w"] * (m > 1 or "m" in mlp[1:])
+    return dict.fromkeys(["", *gathered, "".join(gathered)])
 
 
 def _layers(model: nn.Module | Sequence[tuple[int, int]]) -> list[Layer]:

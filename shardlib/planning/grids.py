@@ -10,11 +10,13 @@ Source: arXiv 2305.13525 (choosing a grid by its cost).
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from shardlib.cost import Cost, moving
+from shardlib.cost import Cost
 from shardlib.modules.recipes import MLP_ROLES
+from shardlib.ops.matmul.function import DimMove
+from shardlib.ops.matmul.matmul3d import price_of_gather
 from shardlib.planning.layer_dedup import Layer
 
 __all__ = [
@@ -170,13 +172,13 @@ def step_cost(
         x, w, y = (
             Fraction(s * itemsize, p) for s in (tokens * inputs, inputs * outputs, tokens * outputs)
         )
+        playing = {a: plays[a] for a, size in axes.items() if size > 1}
         # axes that split the narrow side: gathered before, scattered after
-        narrow = [_playing(plays, "xy", "n"), _playing(plays, "z", "n")]
-        wide = [_playing(plays, "z", "k")]
+        narrow, wide = _gathers(playing, "n", "xy", "z"), _gathers(playing, "k", "z")
         before, after = (wide, narrow) if back else (narrow, wide)
-        moves_x, wide_x = _moved(x, before, axes)
-        moves_w, wide_w = _moved(w, [_playing(plays, "xy", "m")], axes)
-        moves_y, wide_y = _moved(y, after, axes)
+        moves_x, wide_x = price_of_gather(x, before, axes)
+        moves_w, wide_w = price_of_gather(w, _gathers(playing, "m", "xy"), axes)
+        moves_y, wide_y = price_of_gather(y, after, axes)
         moved = moves_x + moves_w + moves_y  # forward
         moved += moves_x + moves_w + moves_y  # dX, dW, dY
         held = x
@@ -193,32 +195,19 @@ def step_cost(
         activations += count * held
         widest = max(widest, wide_x + wide_w + wide_y)
     held = Fraction(weights * (2 * itemsize + state), p) + activations + widest
-    return Cost(total.bytes, total.messages, held, total.along)
+    return replace(total, memory=held)
 
 
-def _playing(plays: Mapping[str, str], axes: str, role: str) -> tuple[str, ...]:
-    """List those of the axes that have this role."""
-    return tuple(a for a in axes if plays[a] == role)
+def _gathers(playing: Mapping[str, str], role: str, *dims: str) -> tuple[DimMove, ...]:
+    """List the gathers over the axes of each dimension that have this role."""
+    found = (tuple(a for a in axes if playing.get(a) == role) for axes in dims)
+    return tuple(DimMove(axes, dim) for dim, axes in enumerate(found) if axes)
 
 
 def _times(cost: Cost, count: int) -> Cost:
     """Return the cost of ``count`` equal products."""
     along = tuple((axes, count * nbytes, count * n) for axes, nbytes, n in cost.along)
     return Cost(count * cost.bytes, count * cost.messages, cost.memory, along)
-
-
-def _moved(
-    nbytes: Fraction, moves: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
-) -> tuple[Cost, Fraction]:
-    """Price gathering a block, dimension by dimension; return the cost and the gathered bytes."""
-    cost = Cost()
-    for names in moves:
-        axes = tuple(a for a in names if sizes[a] > 1)
-        if axes:
-            p = math.prod(sizes[a] for a in axes)
-            cost += moving(axes, (p - 1) * nbytes, p - 1)
-            nbytes *= p
-    return cost, nbytes
 
 
 # ---------------------------------------------------------------- a lower bound

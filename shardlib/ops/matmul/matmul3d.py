@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -447,9 +447,10 @@ def _call(
     return Product.apply(schedule, x.mesh, ((), over[1]), whole, w.raw, bias)  # type: ignore[return-value]
 
 
-def price_of_gather(
-    nbytes: int, moves: tuple[DimMove, ...], mesh: dict[str, int]
-) -> tuple[Cost, int]:
+N = TypeVar("N", int, Fraction)
+
+
+def price_of_gather(nbytes: N, moves: tuple[DimMove, ...], mesh: dict[str, int]) -> tuple[Cost, N]:
     """Price gathering a block (or scattering back to it); return also its gathered bytes."""
     cost = Cost()
     for move in moves:
