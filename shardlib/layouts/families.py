@@ -1,12 +1,24 @@
 """Named layouts: rows, columns, blocks of a plane, 2.5D and 3D; each is a spelling of ``Layout``."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardlib.errors import LayoutSyntax
 from shardlib.layouts.dims import Dim
 from shardlib.layouts.layout import Layout, taken
 
-__all__ = ["Col", "Layout25D", "Layout2D", "Layout3D", "P", "Partial", "Replicated", "Row"]
+__all__ = [
+    "Col",
+    "Layout25D",
+    "Layout2D",
+    "Layout3D",
+    "P",
+    "Partial",
+    "Replicated",
+    "Row",
+    "split_ways",
+]
 
 
 def Replicated() -> Layout:
@@ -160,3 +172,16 @@ class Layout3D:
     @property
     def out(self) -> Layout:
         return Layout3D(self.x, self.z, self.y).act
+
+
+def split_ways(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """List every way to split two dimensions, each over none, one or two axes.
+
+    >>> list(split_ways(("x",)))
+    [('x', '.'), ('.', 'x'), ('.', '.')]
+    """
+    pairs = [f"({a} {b})" for a, b in itertools.permutations(names, 2)]
+    tokens = [*names, *pairs, "."]
+    for p, q in itertools.product(tokens, repeat=2):
+        if not set(p.strip("()").split()) & set(q.strip("()").split()) - {"."}:
+            yield p, q

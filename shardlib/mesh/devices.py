@@ -18,7 +18,7 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator(check_available=True)
 
 
-def placed(device: torch.device | str) -> torch.device:
+def placed(device: torch.device | str | int) -> torch.device:
     """Return a device with its index: an accelerator without one is this process's own.
 
     >>> placed("cpu"), placed("meta")

@@ -20,6 +20,7 @@ from typing import Any, Literal, Never
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.types import Device
 
 from shardlib._compat import patch_torch, set_timeout
 from shardlib.errors import (
@@ -78,7 +79,7 @@ class Mesh(Mapping[str, int]):
         axes: Mapping[str, int],
         *,
         kind: Kind = "stacked",
-        device: torch.device | str = "cpu",
+        device: torch.device | str | int = "cpu",
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         patch_torch()
@@ -393,7 +394,7 @@ def _named_sizes(sizes: object, *more: object) -> dict[Any, Any]:
     return dict(zip(names, sizes, strict=False))
 
 
-def simulate(*given: Never, device: str | torch.device | None = None, **axes: int) -> Mesh:
+def simulate(*given: Never, device: Device = None, **axes: int) -> Mesh:
     """Simulate every rank of a mesh in this one process.
 
     ``device``  for the blocks: torch's default device (the CPU, if not changed) unless given.
@@ -410,7 +411,7 @@ def simulate(*given: Never, device: str | torch.device | None = None, **axes: in
     )
 
 
-def record(*given: Never, device: str | torch.device | None = None, **axes: int) -> Mesh:
+def record(*given: Never, device: Device = None, **axes: int) -> Mesh:
     """Record shapes on the meta device and count bytes, without values, for meshes of any size.
 
     ``device``  type of the device that the ranks would compute on, which this machine need not

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardlib.collectives import Trace, lead, played
 from shardlib.errors import NoImplementation, ShardError, Unsupported, lettered
 from shardlib.layouts import Layout3D, Layout25D, Ring
+from shardlib.layouts.families import split_ways
 from shardlib.mesh import Mesh, enter, leave, rank_along, scope, simulate
 from shardlib.ops.attention import ring_attention
 from shardlib.ops.attention.engine import AttentionPlan
@@ -428,19 +429,6 @@ def _of_plan(plan: AttentionPlan) -> Frames:
 _LONGEST = 4096
 
 
-def split_ways(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """List every way to split two dimensions, each over none, one or two axes.
-
-    >>> list(split_ways(("x",)))
-    [('x', '.'), ('.', 'x'), ('.', '.')]
-    """
-    pairs = [f"({a} {b})" for a, b in itertools.permutations(names, 2)]
-    tokens = [*names, *pairs, "."]
-    for p, q in itertools.product(tokens, repeat=2):
-        if not set(p.strip("()").split()) & set(q.strip("()").split()) - {"."}:
-            yield p, q
-
-
 def _kind(sent: Sent) -> str:
     return "+".join(sorted(_operands(sent)))
 
@@ -477,9 +465,8 @@ def _draw(panel: Any, frame: Frame, at: list[Spot]) -> None:
             x, y, str(rank), ha="center", va="center", fontsize=8, zorder=3, color="white",
             bbox={"boxstyle": "circle,pad=0.35", "fc": "#6b6b6b", "ec": INK, "lw": 0.8},
         )  # fmt: skip
-    arrows = _arrows(frame)
-    spots = _labels(arrows, at)
-    for (sender, receivers, label, colour), spot in zip(arrows, spots, strict=True):
+    arrows, sides = _laid(frame, at)
+    for (sender, receivers, label, colour), spot in arrows:
         for to in receivers:
             panel.annotate(
                 "", at[to], at[sender], zorder=2,
@@ -491,22 +478,24 @@ def _draw(panel: Any, frame: Frame, at: list[Spot]) -> None:
             va="center", zorder=4, bbox={"boxstyle": "round,pad=0.12", "fc": colour, "ec": "none"},
         )  # fmt: skip
     ys = [y for _, y in at]
-    panel.set_xlim(*_sides(arrows, spots, at))
+    panel.set_xlim(*sides)
     panel.set_ylim(min(ys) - _ABOVE, max(ys) + _ABOVE)
     panel.set_aspect("equal")
 
 
-def _labels(arrows: list[_Arrows], at: list[Spot]) -> list[Spot]:
+def _laid(frame: Frame, at: list[Spot]) -> tuple[list[tuple[_Arrows, Spot]], tuple[float, float]]:
     """Place each label at the first position on its arrow that no rank or other label covers.
 
-    Labels of short arrows, which have few such positions, are placed first.
+    Labels of short arrows, which have few such positions, are placed first.  Return each arrow with
+    its label's place, and the left and right limits of a panel that cuts no label off.
     """
+    arrows = _arrows(frame)
     out: dict[int, Spot] = {}
     taken = [(x, y, 0.13, 0.13) for x, y in at]  # middle, half a width, half a height
     for i in sorted(range(len(arrows)), key=lambda i: _length(arrows[i], at)):
-        sender, receivers, label, _ = arrows[i]
-        half = _half(label)
-        spots = _beside(sender, receivers, at, half)
+        arrow = arrows[i]
+        half = 0.035 * len(arrow.label) + 0.03
+        spots = _beside(arrow, at, half)
         free = [
             (x, y)
             for x, y in spots
@@ -514,34 +503,24 @@ def _labels(arrows: list[_Arrows], at: list[Spot]) -> list[Spot]:
         ]
         out[i] = (free or spots)[0]
         taken.append((*out[i], half, 0.08))
-    return [out[i] for i in range(len(arrows))]
-
-
-def _sides(arrows: list[_Arrows], spots: list[Spot], at: list[Spot]) -> tuple[float, float]:
-    """Return the left and right limits of a panel, so that no label is cut off."""
-    halves = [(x, 1.2 * _half(a.label)) for (x, _), a in zip(spots, arrows, strict=True)]
-    xs = [x for x, _ in at]
-    left, right = [x - w for x, w in halves], [x + w for x, w in halves]
-    return min([min(xs) - 0.7, *left]), max([max(xs) + 0.7, *right])
-
-
-def _half(label: str) -> float:
-    """Return half the width of a label."""
-    return 0.035 * len(label) + 0.03
+    labels = taken[len(at) :]
+    left = min([min(x for x, _ in at) - 0.7, *(x - 1.2 * w for x, _, w, _ in labels)])
+    right = max([max(x for x, _ in at) + 0.7, *(x + 1.2 * w for x, _, w, _ in labels)])
+    return [(arrow, out[i]) for i, arrow in enumerate(arrows)], (left, right)
 
 
 def _length(arrow: _Arrows, at: list[Spot]) -> float:
     return round(math.dist(at[arrow.sender], at[arrow.receivers[0]]), 6)
 
 
-def _beside(sender: int, receivers: tuple[int, ...], at: list[Spot], half: float) -> list[Spot]:
+def _beside(arrow: _Arrows, at: list[Spot], half: float) -> list[Spot]:
     """List positions for a label, the best first.
 
     These are on the first arrow, which bends to the right of its direction; if there are many
     receivers, next to the sending rank and away from the others.
     """
-    (x0, y0), (x1, y1) = at[sender], at[receivers[0]]
-    if len(receivers) > 2:
+    (x0, y0), (x1, y1) = at[arrow.sender], at[arrow.receivers[0]]
+    if len(arrow.receivers) > 2:
         away = x0 - sum(x for x, _ in at) / len(at), y0 - sum(y for _, y in at) / len(at)
         length = math.hypot(*away) or 1.0
         return [(x0 + max(0.42, 0.15 + half) * away[0] / length, y0 + 0.34 * away[1] / length)]
@@ -555,9 +534,8 @@ def _beside(sender: int, receivers: tuple[int, ...], at: list[Spot], half: float
 
 def _svg(frame: Frame, at: list[Spot], scale: float = 84.0) -> str:
     """Draw one step as SVG for an HTML page."""
-    arrows = _arrows(frame)
-    places = _labels(arrows, at)
-    (left, right), low = _sides(arrows, places, at), max(y for _, y in at) + _ABOVE
+    arrows, (left, right) = _laid(frame, at)
+    low = max(y for _, y in at) + _ABOVE
     width = (right - left) * scale
     height = (low - min(y for _, y in at) + _ABOVE) * scale
 
@@ -566,7 +544,7 @@ def _svg(frame: Frame, at: list[Spot], scale: float = 84.0) -> str:
 
     out = [f"<svg width='{width:.0f}' height='{height:.0f}' xmlns='http://www.w3.org/2000/svg'>"]
     labels = []
-    for (sender, receivers, label, colour), place in zip(arrows, places, strict=True):
+    for (sender, receivers, label, colour), place in arrows:
         for to in receivers:
             (ax, ay), (bx, by) = at[sender], at[to]
             middle = ((ax + bx) / 2 + _BEND * (by - ay), (ay + by) / 2 - _BEND * (bx - ax))

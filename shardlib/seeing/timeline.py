@@ -10,10 +10,10 @@ Source of the format: "Trace Event Format", which chrome://tracing and ui.perfet
 
 import html
 import json
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from shardlib.collectives import Moment, Trace, first_block, lead
 from shardlib.errors import BadArgument, ShardError, user_line
 from shardlib.mesh import Entered, Mesh, enter, leave, scope
 from shardlib.modules.paths import Paths
+from shardlib.modules.rules import stars
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.planning.explain import size
@@ -122,9 +123,11 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """Seconds from the first begin to the last end."""
-        return max((s.end for s in self.spans), default=0.0) - min(
-            (s.start for s in self.spans), default=0.0
-        )
+        return max((s.end for s in self.spans), default=0.0) - self._first
+
+    @property
+    def _first(self) -> float:
+        return min((s.start for s in self.spans), default=0.0)
 
     @property
     def bytes(self) -> float:
@@ -147,12 +150,9 @@ class Timeline:
         ranks = max(1, len(self.ranks))
         found: dict[tuple[Any, ...], dict[str, Any]] = {}
         for s in self.spans:
-            module = re.sub(r"(?<![^.])\d+(?![^.])", "*", s.module)
-            same = (s.name, s.kind, s.backward, module, s.line, s.type, s.axis, s.algorithm)
-            names = ("name", "kind", "backward", "module", "line", "type", "axis", "algorithm")
-            row = found.setdefault(
-                same, dict(zip(names, same, strict=True)) | {"count": 0, "seconds": 0.0, "bytes": 0}
-            )
+            about = {n: getattr(s, n) for n in _ABOUT} | {"module": stars(s.module)}
+            blank = about | {"count": 0, "seconds": 0.0, "bytes": 0}
+            row = found.setdefault(tuple(about.values()), blank)
             row["count"] += 1 / ranks
             row["seconds"] += s.seconds / ranks
             row["bytes"] += s.bytes / ranks
@@ -213,8 +213,7 @@ class Timeline:
 
     def _svg(self, width: float = 900.0, height: int = 18) -> str:
         """Draw the spans as bars, each with its description as a tooltip."""
-        lanes = self._tracks()
-        zero, shades = min((s.start for s in self.spans), default=0.0), self._shades()
+        lanes, shades = self._tracks(), self._shades()
         scale, left = width / (self.seconds or 1.0), 130
         out = [
             f"<svg width='{left + width + 10:.0f}' height='{height * len(lanes) + 4}' "
@@ -226,7 +225,7 @@ class Timeline:
                 said = f"{_title(s)}, {1e3 * s.seconds:.3f} ms, {s.type} {s.line}"
                 said += f", {size(s.bytes)}" * bool(s.bytes)
                 out.append(
-                    f"<rect x='{left + (s.start - zero) * scale:.1f}' y='{height * row + 1}' "
+                    f"<rect x='{left + (s.start - self._first) * scale:.1f}' y='{height * row + 1}' "
                     f"width='{max(0.4, s.seconds * scale):.1f}' height='{height - 3}' "
                     f"fill='{shades[_shade(s)]}'><title>{html.escape(said)}</title></rect>"
                 )
@@ -345,8 +344,9 @@ class Timeline:
         """Draw a bar per operation and collective, a track per kind and rank; needs matplotlib."""
         shown = self._tracks() or [("nothing ran", [])]
         figure, axes = canvas("timeline", 1, 1, (9.0, 1.1 + 0.42 * len(shown)), self._head())
+        from matplotlib.patches import Patch
+
         panel = axes[0][0]
-        zero = min((s.start for s in self.spans), default=0.0)
         gap = 0.0015 * 1e3 * self.seconds  # between bars, to separate those of one colour
         shades = self._shades()
         used: dict[str, str] = {}
@@ -354,7 +354,7 @@ class Timeline:
             for s in spans:
                 key = _shade(s)
                 used[key] = shades[key]
-                at, width = 1e3 * (s.start - zero), 1e3 * s.seconds
+                at, width = 1e3 * (s.start - self._first), 1e3 * s.seconds
                 shown_width = max(width - gap, 0.5 * width)
                 panel.barh(row, shown_width, left=at, height=0.8, color=shades[key], lw=0)
                 if s.seconds > 0.012 * len(s.name) * self.seconds:
@@ -367,7 +367,7 @@ class Timeline:
         panel.set_xlabel("ms", fontsize=8)
         panel.tick_params(axis="x", labelsize=7)
         panel.spines["left"].set_visible(False)
-        handles = [_patch(colour, name) for name, colour in used.items()]
+        handles = [Patch(color=colour, label=name) for name, colour in used.items()]
         panel.legend(
             handles=handles, fontsize=7, ncols=8, labelcolor=INK, frameon=False,
             loc="lower left", bbox_to_anchor=(0, 1.0),
@@ -376,6 +376,8 @@ class Timeline:
 
 
 _KINDS = ("operation", "collective", "phase")
+_ABOUT = ("name", "kind", "backward", "module", "line", "type", "axis", "algorithm")
+"""Fields of spans that are summed."""
 
 
 def _apart(spans: Iterable[Span]) -> list[list[Span]]:
@@ -387,12 +389,6 @@ def _apart(spans: Iterable[Span]) -> list[list[Span]]:
             tracks.append([])
         (free or tracks[-1:])[0].append(s)
     return tracks
-
-
-def _patch(colour: str, name: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour, label=name)
 
 
 def _shade(s: Span) -> str:
@@ -479,14 +475,11 @@ class timeline(Entered):
     """
 
     def __enter__(self) -> "Recording":
-        self.found = Recording()
-        now = scope()
-        recorder = _Recorder(self.found, now.listeners.watcher)
-        self.recorder = recorder
-        self.found.recorder = recorder
+        found, now = Recording(), scope()
+        self.recorder = found.recorder = recorder = _Recorder(found, now.listeners.watcher)
         recorder.paths.__enter__()
         enter(self, traces=(*now.listeners.traces, recorder), watcher=recorder)
-        return self.found
+        return found
 
     def __exit__(self, *error: object) -> None:
         leave(self)
@@ -500,23 +493,17 @@ class Recording(Timeline):
 
     recorder: Any = field(default=None, repr=False, compare=False)
 
-    def phase(self, name: str) -> "_Phase":
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Name a part of the step: ``with line.phase("update"): ...``."""
-        return _Phase(self.recorder, name)
+        now = self.recorder.begin(Span(name, "phase", 0.0, 0.0, line=user_line()))
+        try:
+            yield
+        finally:
+            self.recorder.end(now)
 
     def __reduce__(self) -> Any:
         return Timeline, (self.spans, self.ranks, self.began)
-
-
-class _Phase:
-    def __init__(self, recorder: "_Recorder", name: str) -> None:
-        self.recorder, self.name = recorder, name
-
-    def __enter__(self) -> None:
-        self.open = self.recorder.begin(Span(self.name, "phase", 0.0, 0.0, line=user_line()))
-
-    def __exit__(self, *_: object) -> None:
-        self.recorder.end(self.open)
 
 
 @dataclass

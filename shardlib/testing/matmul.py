@@ -15,6 +15,7 @@ from torch import Tensor
 from shardlib.collectives import trace
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Layout
+from shardlib.layouts.families import split_ways
 from shardlib.mesh import record, simulate
 from shardlib.ops.matmul.op import product
 from shardlib.ops.registry import Match, pinned, saving, why
@@ -59,18 +60,9 @@ def check_algorithm(op: str, name: str, meshes: Sequence[dict[str, int]] = _MESH
     return taken
 
 
-def _layouts(mesh: dict[str, int]) -> list[tuple[str, str]]:
-    """List every way to split two dimensions over none, one or two axes each."""
-    tokens = [".", *mesh, *(f"({a} {b})" for a, b in itertools.permutations(mesh, 2))]
-    axes = {token: [a for a in token.strip("()").split() if a != "."] for token in tokens}
-    return [
-        (p, q) for p, q in itertools.product(tokens, repeat=2) if not set(axes[p]) & set(axes[q])
-    ]
-
-
 def _check_matmul(name: str, mesh: dict[str, int]) -> Iterator[str]:
     m, k, n = 12, 24, 36
-    for (rows, inner), w_tokens in itertools.product(_layouts(mesh), _layouts(mesh)):
+    for (rows, inner), w_tokens in itertools.product(split_ways(tuple(mesh)), repeat=2):
         x_text, w_text = f"{rows} {inner}", " ".join(w_tokens)
         with simulate(device="cpu", **mesh), saving(), pinned(matmul=name):
             x, w = (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.seeing.frames import _arrows, _labels, _positions
+from shardlib.seeing.frames import _laid, _positions
 
 
 def routes(frame: Any) -> set[tuple[int, str, tuple[int, ...]]]:
@@ -172,11 +172,7 @@ def test_no_label_lies_on_another_or_on_a_rank(name: str, axes: dict[str, int]) 
         film = sl.seeing.frames(name, **axes)
     at = _positions(film.mesh)
     for frame in film.frames:
-        arrows = _arrows(frame)
-        boxes = [
-            (x, y, 0.035 * len(a.label) + 0.03, 0.08)
-            for a, (x, y) in zip(arrows, _labels(arrows, at), strict=True)
-        ]
+        boxes = [(x, y, 0.035 * len(a.label) + 0.03, 0.08) for a, (x, y) in _laid(frame, at)[0]]
         boxes += [(x, y, 0.13, 0.13) for x, y in at]
         for (x, y, w, h), (u, v, r, g) in itertools.combinations(boxes, 2):
             assert abs(x - u) >= w + r or abs(y - v) >= h + g, (film.title, frame.what)
