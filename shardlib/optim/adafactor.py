@@ -9,7 +9,6 @@ Source: Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5.
 
 import math
 from collections.abc import Iterator
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +38,6 @@ from shardlib.optim.trees import (
     moments,
     named,
     of_others,
-    one_each,
     only,
     pieces,
     ready,
@@ -99,7 +97,7 @@ def adafactor(
     def init(params: Tree) -> FactoredState:
         live = trainable(params)
         rows, cols = {}, {}
-        for (path, x), view in zip(one_each(live), by_tensor(live), strict=True):
+        for (path, x), view in zip(named(live, once=True).items(), by_tensor(live), strict=True):
             if view is not None and _is_matrix(x):
                 *lead, m, n = x.shape
                 how: Any = {"dtype": wider(view.like.dtype), "device": view.like.device}
@@ -138,7 +136,7 @@ def _check_state(grads: Tree, flat: Tree, state: FactoredState) -> None:
     Raises: ShardError.
     """
     ready(flat, "adafactor", state.full)
-    sizes = {path: x.shape for path, x in one_each(grads) if _is_matrix(x)}
+    sizes = {path: x.shape for path, x in named(grads).items() if _is_matrix(x)}
     kept = {path: (rows.shape[1], state.cols[path].shape[1]) for path, rows in state.rows.items()}
     other = [path for path, size in sizes.items() if size[-2:] != kept.get(path)]
     if other:
@@ -171,7 +169,7 @@ def _lengths(params: Tree, way: Tree, rho: float, eps2: float, clip: float) -> l
     """Compute the factor of each tensor's direction."""
     out: list[Tensor | None] = []
     long, step = norms(params, way)
-    for (_, x), p, u in zip(one_each(way), long, step, strict=True):
+    for x, p, u in zip(named(way, once=True).values(), long, step, strict=True):
         if p is None or u is None:
             out.append(None)
             continue
@@ -201,13 +199,11 @@ def _slab(spread: Spread, mesh: Mesh | None, i: int, device: torch.device) -> _S
     """Compute the slab of the i-th rank in this process."""
     sizes = {} if mesh is None else mesh.axes
     coord = {} if mesh is None else played(mesh)[i]
-    *lead, rows, cols = spread.layout.indices(spread.padded, sizes, coord)
-    width = max(len(cols), 1)
     # padding along the stack is summed into an extra matrix
-    numbers = [spread.number(at) for at in product(*lead)]
-    lo, hi = 0, len(numbers) * len(rows) * width
-    if spread.runs is not None and mesh is not None:
-        lo, hi = spread.runs[rank_along(mesh.names, coord, mesh.axes)]
+    numbers, rows, cols = spread.block(coord, sizes)
+    width = max(len(cols), 1)
+    run = spread.run(rank_along(sizes, coord, sizes))
+    lo, hi, _ = run.indices(len(numbers) * len(rows) * width)
     # the rows that the run touches, its cut first and last row included
     top, bottom = lo // width, -(-hi // width) if hi > lo else lo // width
     stack, row, col = (

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -27,7 +27,7 @@ from shardlib.mesh import Mesh, rank_along
 
 __all__ = [
     "ALIGN", "Beside", "Bucket", "BucketSlot", "Buckets", "Hops", "Index", "Item", "Pieces",
-    "SlotPart", "State", "Tree", "held", "index", "overlap", "parts", "register",
+    "SlotPart", "State", "Tree", "held", "index", "overlap", "parts", "pytree_node",
 ]  # fmt: skip
 
 Tree = Any
@@ -382,6 +382,18 @@ def _beside(*rows: Pieces) -> Beside:
     return Beside(rows[1:], dtype if one_float else None, roots, dense, runs, count)
 
 
+Node = TypeVar("Node", bound=type[Any])
+
+
+def pytree_node(kind: Node) -> Node:
+    """Register a class as a pytree node, by its ``tree_flatten`` and ``tree_unflatten``."""
+    everywhere = optree.registry.__GLOBAL_NAMESPACE  # type: ignore[attr-defined]
+    made = kind.tree_flatten, kind.tree_unflatten
+    optree.register_pytree_node(kind, *made, namespace=everywhere)
+    return kind
+
+
+@pytree_node
 class Buckets(dict[str, Any]):
     """A mapping from bucket name to this rank's part, a vector; a pytree node with its index.
 
@@ -394,6 +406,17 @@ class Buckets(dict[str, Any]):
     ) -> None:
         super().__init__(values)
         self.index, self.mesh = index, mesh
+
+    def tree_flatten(self) -> tuple[list[Any], Any, list[str]]:
+        """Return the values, what they are of, and their names."""
+        names = [b.name for b in self.index.buckets]
+        return [self[n] for n in names], (self.index, self.mesh), names
+
+    @classmethod
+    def tree_unflatten(cls, where: tuple[Index, Mesh], children: Iterable[Any]) -> "Buckets":
+        """Build buckets of other values."""
+        names = [b.name for b in where[0].buckets]
+        return cls(zip(names, children, strict=True), *where)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -487,26 +510,3 @@ def _runs(held: Sequence[tuple[Bucket, int, SlotPart]]) -> list[tuple[int, int]]
                 continue
         out.append((k, k + 1))
     return out
-
-
-def _flat(tree: Buckets) -> tuple[list[Any], Any, list[str]]:
-    names = [b.name for b in tree.index.buckets]
-    return [tree[n] for n in names], (tree.index, tree.mesh), names
-
-
-def register(kind: type[Buckets]) -> None:
-    """Register a class of buckets as a pytree node."""
-
-    def unflat(where: tuple[Index, Mesh], children: Iterable[Any]) -> Buckets:
-        names = [b.name for b in where[0].buckets]
-        return kind(zip(names, children, strict=True), *where)
-
-    optree.register_pytree_node(
-        kind,
-        _flat,  # type: ignore[arg-type]
-        unflat,  # type: ignore[arg-type]
-        namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
-    )
-
-
-register(Buckets)

@@ -18,7 +18,6 @@ from itertools import product
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along, uploaded
 from shardlib.modules.rules import Pattern, matches
 from shardlib.optim.norms import over_ranks
-from shardlib.optim.trees import TensorView, Tree, by_tensor, named, one_each
+from shardlib.optim.trees import TensorView, Tree, by_tensor, named, pytree_node
 from shardlib.placing import reshard, unshard
 from shardlib.tensor import Place, ShardedTensor, typeof
 
@@ -92,7 +91,18 @@ class Spread:
         rows, cols = self.side
         return self.shape[-2] // rows, self.shape[-1] // cols
 
-    def number(self, at: Sequence[int]) -> int:
+    def run(self, rank: int) -> slice:
+        """Return the elements of its block that a rank holds."""
+        return slice(None) if self.runs is None else slice(*self.runs[rank])
+
+    def block(
+        self, coord: Mapping[str, int], mesh: Mapping[str, int]
+    ) -> tuple[list[int], Sequence[int], Sequence[int]]:
+        """Return the numbers of the matrices in a rank's block, a stack, and its rows and columns."""
+        *lead, rows, cols = self.layout.indices(self.padded, mesh, coord)
+        return list(map(self._number, product(*lead))), rows, cols
+
+    def _number(self, at: Sequence[int]) -> int:
         """Return the number of the matrix at a position of the leading dimensions.
 
         At a position in the padding it is ``count``.
@@ -154,7 +164,7 @@ def laid(tree: Tree, side: Side | None = None, kernels: Sequence[Pattern[Any]] =
     ``kernels``  patterns of leaves [out, in, *window] that are one matrix [out, in x window].
     """
     out = []
-    for (path, _), view in zip(one_each(tree), by_tensor(tree), strict=True):
+    for path, view in zip(named(tree, once=True), by_tensor(tree), strict=True):
         if view is not None and len(view.shape) > 1 and math.prod(view.shape):
             spread = _spread(path, view, side, kernels)
             runs = [view.like.new_empty(0) if x is None else x.reshape(-1) for x in view.parts]
@@ -356,16 +366,15 @@ def _held(
     number: dict[tuple[int, int], int],
     boxes: dict[Any, int],
 ) -> list[MatrixRun]:
-    *lead, rows, cols = spread.layout.indices(spread.padded, mesh, coord)
+    matrices, rows, cols = spread.block(coord, mesh)
     size = len(rows) * len(cols)
     box = boxes.setdefault((tuple(rows), tuple(cols)), len(boxes))
     # a block is a stack of matrices' parts, one after the other
-    whole = len(list(product(*lead))) * size
-    first, last = (0, whole) if spread.runs is None else spread.runs[rank]
+    first, last, _ = spread.run(rank).indices(len(matrices) * size)
     out = []
-    for k, at in enumerate(product(*lead)):
+    for k, matrix in enumerate(matrices):
         lo, hi = max(first, k * size), min(last, (k + 1) * size)
-        unit = number.get((p, spread.number(at)))
+        unit = number.get((p, matrix))
         if lo < hi and unit is not None:
             out.append(MatrixRun(p, unit, lo - first, hi - first, lo - k * size, box))
     return out
@@ -387,19 +396,13 @@ def in_batches(f: Callable[[Tensor], Tensor]) -> Compute:
     return run
 
 
-def through_owners(
-    runs: Sequence[Sequence[Tensor]],
-    plan: Deal,
-    mesh: Mesh | None,
-    f: Compute,
-    dtype: torch.dtype,
-) -> None:
+def through_owners(items: Sequence[Laid], plan: Deal, f: Compute, dtype: torch.dtype) -> None:
     """Send matrices to their owners, compute there, and write the results over the matrices.
 
-    ``runs``  per parameter, a vector of the held elements for each rank in this process.
     ``dtype`` in which matrices are sent and computed.
     Moves: ``plan.moved / ranks`` elements per rank in two exchanges.
     """
+    mesh, runs = items[0].mesh, [x.runs for x in items]
     ranks = ranks_of(mesh)
 
     def sent(i: int, rank: int) -> list[Tensor]:
@@ -417,16 +420,12 @@ def through_owners(
             at += n
 
 
-def join(
-    runs: Sequence[Sequence[Tensor]],
-    spreads: Sequence[Spread],
-    mesh: Mesh,
-    dtype: torch.dtype,
-) -> list[list[Tensor]]:
+def join(items: Sequence[Laid], mesh: Mesh, dtype: torch.dtype) -> list[list[Tensor]]:
     """Join whole blocks from their runs, as vectors, each along the axes of its cut.
 
     Moves: (N-1)/N of the blocks, for N ranks along those axes, in one exchange.
     """
+    spreads, runs = [x.spread for x in items], [x.runs for x in items]
     found = _shared(tuple(spreads), tuple(mesh.axes.items()))
     ranks = ranks_of(mesh)
     sent = [[runs[p][i].to(dtype) for _, p, _ in found.parts[r]] for i, r in enumerate(ranks)]
@@ -437,7 +436,7 @@ def join(
         size = math.prod(spread.layout.local_shape(spread.padded, mesh.axes))
         out.append([like.new_empty(size) for _ in ranks])
         for i, rank in enumerate(ranks):
-            out[p][i][slice(*spread.runs[rank])] = runs[p][i]  # type: ignore[index]
+            out[p][i][spread.run(rank)] = runs[p][i]
     for i, rank in enumerate(ranks):
         for at, p, (lo, hi) in found.parts[rank]:
             out[p][i][lo:hi] = arrived[i][at : at + hi - lo]
@@ -633,6 +632,7 @@ class OwnedNumbers:
         return max((mine[-1][2] for mine in self.places if mine), default=0)
 
 
+@pytree_node
 class Owned:
     """Numbers of matrices on their owners; a pytree node with one vector in it.
 
@@ -647,6 +647,15 @@ class Owned:
         self.vector = vector
         self.held = held
         self.mesh = mesh
+
+    def tree_flatten(self) -> tuple[list[Any], Any, list[str]]:
+        """Return the vector, and what it is of."""
+        return [self.vector], (self.held, self.mesh), ["vector"]
+
+    @staticmethod
+    def tree_unflatten(where: tuple[OwnedNumbers, Mesh | None], children: Iterable[Any]) -> "Owned":
+        """Build the same of another vector."""
+        return Owned(next(iter(children)), *where)
 
     @staticmethod
     def zeros(
@@ -750,19 +759,3 @@ class Owned:
             if others
             else "state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))",
         )
-
-
-def _flat(x: Owned) -> tuple[list[Any], Any, list[str]]:
-    return [x.vector], (x.held, x.mesh), ["vector"]
-
-
-def _unflat(where: tuple[OwnedNumbers, Mesh | None], children: Iterable[Any]) -> Owned:
-    return Owned(next(iter(children)), *where)
-
-
-optree.register_pytree_node(
-    Owned,  # type: ignore[arg-type]
-    _flat,  # type: ignore[arg-type]
-    _unflat,  # type: ignore[arg-type]
-    namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
-)

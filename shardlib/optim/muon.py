@@ -482,7 +482,8 @@ def _on_paper(
     A product that ranks cannot divide, such as one whose summed result all of them need, counts
     whole.
     """
-    mesh = record(**dict(sizes))
+    axes: Any = dict(sizes)
+    mesh = record(**axes)
     mesh.links.update(links)
     local = torch.empty(s.layout.local_shape(s.padded, mesh), dtype=dtype, device="meta")
     counted, work = Trace(), FlopCounterMode(display=False, custom_mapping=_IN_PLACE)
@@ -611,9 +612,8 @@ def _placed(mesh: Mesh, items: Sequence[Laid], how: _IterationSettings, dtype: t
     ways = mesh.memo("muon", (case, scope().policy), lambda: _ways(case))
     dealt = [x for x, way in zip(items, ways, strict=True) if way == "owners"]
     if dealt:
-        runs = [x.runs for x in dealt]
         plan = deal(tuple(x.spread for x in dealt), case.sizes)
-        through_owners(runs, plan, mesh, in_batches(how), dtype)
+        through_owners(dealt, plan, in_batches(how), dtype)
     _in_place(mesh, [(x, w) for x, w in zip(items, ways, strict=True) if w in _WAYS], how, dtype)
 
 
@@ -622,7 +622,7 @@ def _in_place(
 ) -> None:
     """Orthogonalise matrices on the ranks that hold them."""
     cut = [x for x, _ in ways if x.spread.cut]
-    joined = iter(join([x.runs for x in cut], [x.spread for x in cut], mesh, dtype) if cut else ())
+    joined = iter(join(cut, mesh, dtype) if cut else ())
     for one, way in ways:
         s = one.spread
         whole = next(joined) if s.cut else [run.to(dtype) for run in one.runs]
@@ -633,10 +633,8 @@ def _in_place(
 
 def _write(done: Tensor, out: Laid, mesh: Mesh) -> None:
     """Copy blocks to a matrix's runs: under ``zero`` a rank keeps its run of the block."""
-    runs = out.spread.runs
     for to, block, rank in zip(out.runs, blocks(done, mesh), ranks_of(mesh), strict=True):
-        flat = block.reshape(-1)
-        to.copy_(flat if runs is None else flat[slice(*runs[rank])])
+        to.copy_(block.reshape(-1)[out.spread.run(rank)])
 
 
 def _ways(case: MuonCase) -> tuple[str, ...]:

@@ -61,8 +61,8 @@ from shardlib.optim.trees import (
     by_tensor,
     cleared,
     each,
+    named,
     nothing,
-    one_each,
     ready,
 )
 from shardlib.tensor import Place, ShardedTensor
@@ -404,7 +404,7 @@ def _number(norm: Tensor, grads: Tree, read: Callable[[Tensor], Any]) -> None:
 
 def _not_finite(grads: Tree) -> Iterator[str]:
     """List the paths of gradients that are not finite on the ranks in this process."""
-    for (name, _), view in zip(one_each(grads), by_tensor(grads), strict=True):
+    for name, view in zip(named(grads, once=True), by_tensor(grads), strict=True):
         parts = () if view is None else [x for x in view.parts if x is not None]
         if not all(bool(torch.isfinite(x).all()) for x in parts):
             yield name

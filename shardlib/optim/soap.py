@@ -139,9 +139,7 @@ def _directed(
             mine = _MatrixStatistics(*(x[unit] for x in kept[i]))
             _step(g, mine, state.count, b1, b2, eps, every)
 
-    plan, dtype = state.mu.held.plan, state.mu.vector.dtype
-    runs = [x.runs for x in items]
-    through_owners(runs, plan, items[0].mesh, compute, dtype)
+    through_owners(items, state.mu.held.plan, compute, state.mu.vector.dtype)
 
 
 def _live(tree: Tree, kernels: Patterns | None) -> list[Laid]:

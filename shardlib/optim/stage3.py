@@ -27,7 +27,7 @@ from shardlib.collectives import blocks, psum_scatter, storage_shape, unwrap, wr
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind, drain
-from shardlib.optim.buckets import Bucket, Buckets, Index, State, Tree, register
+from shardlib.optim.buckets import Bucket, Buckets, Index, State, Tree, pytree_node
 from shardlib.optim.flat import (
     Memory,
     gather_later,
@@ -49,6 +49,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@pytree_node
 class Parts(Buckets):
     """Parameters of which each rank holds its part; the parameters of ``zero(..., stage=3)``."""
 
@@ -87,9 +88,6 @@ class Parts(Buckets):
         if reading is None or not reading.is_of(self):
             reading = self.__dict__["last"] = Reading(self)
         return reading
-
-
-register(Parts)
 
 
 class Reading:

@@ -25,14 +25,24 @@ from shardlib.grad import frozen
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, coordinates, rank_along
 from shardlib.ops.padding import filled
-from shardlib.optim.buckets import ALIGN, Bucket, Buckets, Pieces, SlotPart, State, Tree, parts
+from shardlib.optim.buckets import (
+    ALIGN,
+    Bucket,
+    Buckets,
+    Pieces,
+    SlotPart,
+    State,
+    Tree,
+    parts,
+    pytree_node,
+)
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
     "ALIGN", "SPAN", "EmptyState", "Pieces", "State", "TensorView", "Tree", "blocks_of",
     "bucketed_in", "by_tensor", "check_gradient", "cleared", "cuts", "each", "first_of",
     "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named", "names_of", "need",
-    "nothing", "of_others", "one_block", "one_each", "only", "pieces", "raw_of", "ready",
+    "nothing", "of_others", "one_block", "only", "pieces", "pytree_node", "raw_of", "ready",
     "refuse_copies", "runs", "settled", "spans", "trainable", "with_raw", "writable", "zeros_like",
 ]  # fmt: skip
 
@@ -403,7 +413,7 @@ def _slots(bucket: Bucket, rank: int) -> dict[int, SlotPart]:
 
 
 def by_tensor(tree: Tree) -> list[TensorView | None]:
-    """List the tensors of a tree, tied ones once, in the order of ``one_each``; None stays None."""
+    """List the tensors of a tree, tied ones once, in the order of ``named``; None stays None."""
     if isinstance(tree, Buckets):
         return _in_buckets(tree)
     leaves = optree.tree_leaves(tree, none_is_leaf=True)
@@ -443,26 +453,21 @@ def cleared(tree: Tree) -> Tree:
     return tree if is_bucketed(tree) else optree.tree_map(one, tree)
 
 
-def named(tree: Tree) -> dict[str, Any]:
+def named(tree: Tree, once: bool = False) -> dict[str, Any]:
     """Map each path to its leaf, None for a frozen one; for ``Buckets``, to tensors on meta.
+
+    ``once``  tied tensors of buckets have their first path only, as in ``by_tensor``.
 
     >>> sorted(named({"a": {"b": 1, "c": None}, "d": [2]}))
     ['a.b', 'a.c', 'd.0']
     """
     if is_bucketed(tree):
-        items = [tree.index.items[i] for b in tree.index for s in b.slots for i in s.leaves]
+        most = 1 if once else None
+        leaves = (s.leaves[:most] for b in tree.index for s in b.slots)
+        items = [tree.index.items[i] for some in leaves for i in some]
         return {item.path: torch.empty(item.whole, device="meta") for item in items}
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     return dict(zip(names_of(paths), leaves, strict=True))
-
-
-def one_each(tree: Tree) -> list[tuple[str, Any]]:
-    """List (path, leaf), tied tensors once, in the order of ``totals``."""
-    if not is_bucketed(tree):
-        return list(named(tree).items())
-    known = named(tree)
-    paths = [tree.index.items[s.leaves[0]].path for b in tree.index for s in b.slots]
-    return [(path, known[path]) for path in paths]
 
 
 def only(tree: Tree, values: Mapping[str, Any], value: Any) -> Tree:
