@@ -5,8 +5,9 @@ sizes and axes, no tensors) is the input of the engines' plans.  A bias and a si
 like the scores of this rank's queries.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -250,13 +251,9 @@ def _check_layout(name: str, x: Any, asked: Any) -> None:
     dims, want = x.sharding.resolve(4).dims, _token(asked, x.mesh)
     if want != dims[2]:
         b, h, s, d = map(str, dims)
-        raise ImplicitCommunication(
-            f"{name}'s sequence is split {s}, not {want}",
-            op="ring_attention",
-            operands={name: typeof(x)},
-            mesh=x.mesh,
-            fix=f"sl.reshard({name}, {' '.join([b, h, str(want), d])!r})",
-        )
+        why = f"{name}'s sequence is split {s}, not {want}"
+        fix = f"sl.reshard({name}, {' '.join([b, h, str(want), d])!r})"
+        raise call_error(ImplicitCommunication, why, "ring_attention", fix, **{name: x})
 
 
 # ---------------------------------------------------------------- checks
@@ -264,82 +261,62 @@ def _check_layout(name: str, x: Any, asked: Any) -> None:
 
 def check(q: Any, k: Any, v: Any) -> None:
     """Raise the first error of the operands' kinds, sizes or layouts."""
-    _check_kinds(q, k, v)
-    _check_sizes(q, k, v)
-    _check_layouts(q, k, v)
+    wrong = itertools.chain(_kinds(q, k, v), _sizes(q, k, v), _layouts(q, k, v), _heads(q, k))
+    for kind, why, fix in itertools.islice(wrong, 1):
+        raise call_error(kind, why, "ring_attention", fix, q=q, k=k, v=v)
 
 
-def _about(q: Any, k: Any, v: Any) -> dict[str, Any]:
-    """Return the fields that all these errors share."""
-    operands = {n: typeof(t) for n, t in (("q", q), ("k", k), ("v", v))}
-    return {"op": "ring_attention", "operands": operands, "mesh": q.mesh}
+_Wrong = Iterator[tuple[type[ShardError], str, str]]
 
 
-def _check_kinds(q: Any, k: Any, v: Any) -> None:
+def _kinds(q: Any, k: Any, v: Any) -> _Wrong:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, ShardedTensor):
             fix = f"sl.shard({name}, {str(q.sharding)!r})"
-            raise PlainTensor(
-                f"{name} is a plain tensor and q is sharded", **_about(q, k, v), fix=fix
-            )
-        if len(t.padded_shape) != 4:
-            raise RankMismatch(
-                f"{name} has {len(t.padded_shape)} dimensions; attention takes [batch, heads, "
-                "sequence, size]",
-                **_about(q, k, v),
-                fix=f"{name}[(None,) * {max(0, 4 - len(t.padded_shape))}]",
-            )
+            yield PlainTensor, f"{name} is a plain tensor and q is sharded", fix
+        n = len(t.padded_shape)
+        if n != 4:
+            why = f"{name} has {n} dimensions; attention takes [batch, heads, sequence, size]"
+            yield RankMismatch, why, f"{name}[(None,) * {max(0, 4 - n)}]"
         refuse_sums("ring_attention", t)
     if not q.raw.dtype == k.raw.dtype == v.raw.dtype:
         fix = "sl.ring_attention(q, k.to(q.dtype), v.to(q.dtype))"
-        raise ShardError("q, k and v have different dtypes", **_about(q, k, v), fix=fix)
+        yield ShardError, "q, k and v have different dtypes", fix
 
 
-def _check_sizes(q: Any, k: Any, v: Any) -> None:
+def _sizes(q: Any, k: Any, v: Any) -> _Wrong:
     (b, h, _, d), (kb, g, t, kd), (vb, vg, vt, _) = (x.shape for x in (q, k, v))
     alike = b == kb == vb and (g, t) == (vg, vt) and d == kd
     if not alike or g == 0 or h % g:
-        raise ShardError(
-            "sizes do not fit: q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] with g a divisor of "
-            "h",
-            **_about(q, k, v),
-            fix="sl.ring_attention(q, q, q)",
-        )
+        why = "q [b, h, s, d], k [b, g, t, d], v [b, g, t, e] with g a divisor of h"
+        yield ShardError, f"sizes do not fit: {why}", "sl.ring_attention(q, q, q)"
 
 
-def _check_layouts(q: Any, k: Any, v: Any) -> None:
+def _layouts(q: Any, k: Any, v: Any) -> _Wrong:
     (qb, qh, qs, qd), (kb, kh, ks, kd), (vb, vh, vs, ve) = (
         t.sharding.resolve(4).dims for t in (q, k, v)
     )
     want = " ".join([str(qb), str(qh), str(ks), "."])
     whole = not (qd.is_split or kd.is_split or ve.is_split)
     if not whole or not (qb == kb == vb and qh == kh == vh and ks == vs):
-        raise ImplicitCommunication(
-            "batch and heads must be split alike, keys and values too, and the head size be whole",
-            **_about(q, k, v),
-            fix=f"sl.ring_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
-        )
+        why = "batch and heads must be split alike, keys and values too, and the head size be whole"
+        fix = f"sl.ring_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))"
+        yield ImplicitCommunication, why, fix
     grouped = qs.groups.parts or ks.groups.parts
     if grouped or (ks.is_split and ks.axes != qs.axes):
-        raise ImplicitCommunication(
-            f"the sequence of q is split {qs} and that of k {ks}: they must be split over the same "
-            "axes",
-            **_about(q, k, v),
-            fix=f"sl.reshard(q, {want!r})",
-        )
-    _check_heads(q, k, v)
+        split = f"the sequence of q is split {qs} and that of k {ks}"
+        why = f"{split}: they must be split over the same axes"
+        yield ImplicitCommunication, why, f"sl.reshard(q, {want!r})"
 
 
-def _check_heads(q: Any, k: Any, v: Any) -> None:
+def _heads(q: Any, k: Any) -> _Wrong:
     """Refuse heads that are split so that a rank has queries without their keys."""
     qb, qh, qs, _ = q.sharding.resolve(4).dims
     n = math.prod(q.mesh.axes[a] for a in qh.axes)
     if (q.padded_shape[1] // n) % max(1, k.padded_shape[1] // n):
-        raise ImplicitCommunication(
-            "each rank's heads of queries must share its heads of keys",
-            **_about(q, k, v),
-            fix=f"sl.ring_attention(*(sl.reshard(t, '{qb} . {qs} .') for t in (q, k, v)))",
-        )
+        why = "each rank's heads of queries must share its heads of keys"
+        fix = f"sl.ring_attention(*(sl.reshard(t, '{qb} . {qs} .') for t in (q, k, v)))"
+        yield ImplicitCommunication, why, fix
 
 
 def bias_and_sink(
