@@ -364,7 +364,7 @@ class AttentionJob:
     ``whole``  (heads, length of q, length of k) of the global tensors, for the keys of dropout.
 
     >>> import torch, shardlib as sl
-    >>> from shardlib.ops.attention.engines.pass_q import PassQ
+    >>> from shardlib.ops.attention.engines.ring import PassQ
     >>> class Told(PassQ):
     ...     def forward(self, job, q, k, v, bias, sink):
     ...         print(job.plan, job.axes, job.scale, list(q.shape))  # q [ranks, b, h, s/2, d]

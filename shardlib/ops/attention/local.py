@@ -65,7 +65,7 @@ class LocalQueries:
     ``only``   range of the rank's heads of queries, if not all.
 
     >>> import shardlib as sl
-    >>> from shardlib.ops.attention.engines.pass_q import PassQ
+    >>> from shardlib.ops.attention.engines.ring import PassQ
     >>> class Told(PassQ):
     ...     def forward(self, job, q, k, v, bias, sink):
     ...         first = local_queries(job, q, bias)[0]
@@ -243,7 +243,7 @@ def local_queries(job: AttentionJob, q: Tensor, bias: Tensor | None = None) -> l
     """List the queries of every rank that runs in this process.
 
     >>> import shardlib as sl
-    >>> from shardlib.ops.attention.engines.pass_q import PassQ
+    >>> from shardlib.ops.attention.engines.ring import PassQ
     >>> class Told(PassQ):
     ...     def forward(self, job, q, k, v, bias, sink):
     ...         print([(rank.place, rank.q_at.tolist()) for rank in local_queries(job, q, bias)])
@@ -333,7 +333,7 @@ def gathered(job: AttentionJob, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
     Differentiable.
 
     >>> import shardlib as sl
-    >>> from shardlib.ops.attention.engines.pass_q import PassQ
+    >>> from shardlib.ops.attention.engines.ring import PassQ
     >>> class Told(PassQ):
     ...     def forward(self, job, q, k, v, bias, sink):
     ...         every = gathered(job, k, job.plan.k_runs)
@@ -354,7 +354,7 @@ def scattered(job: AttentionJob, x: Tensor, runs: Runs, rows: int, dim: int = 2)
     """Sum ``gathered`` blocks over the ring; each rank keeps its block of ``rows`` rows.
 
     >>> import shardlib as sl
-    >>> from shardlib.ops.attention.engines.pass_q import PassQ
+    >>> from shardlib.ops.attention.engines.ring import PassQ
     >>> class Told(PassQ):
     ...     def forward(self, job, q, k, v, bias, sink):
     ...         every = gathered(job, k, job.plan.k_runs)  # the same on both ranks

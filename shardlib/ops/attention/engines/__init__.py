@@ -1,9 +1,7 @@
 """Attention engines: each file ends with its engine's registration; import order has no effect."""
 
-from shardlib.ops.attention.engines.allgather import AllGather
-from shardlib.ops.attention.engines.canonical import Canonical
-from shardlib.ops.attention.engines.pass_q import PassQ
-from shardlib.ops.attention.engines.ring import BothWays, DoubleRing, Halo, OneWay
+from shardlib.ops.attention.engines.allgather import AllGather, Canonical
+from shardlib.ops.attention.engines.ring import BothWays, DoubleRing, Halo, OneWay, PassQ
 from shardlib.ops.attention.engines.rsa import RSA
 from shardlib.ops.attention.engines.ulysses import Ulysses
 

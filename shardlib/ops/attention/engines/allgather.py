@@ -1,5 +1,10 @@
 """All-gather attention: keys and values are gathered over the ring, a few heads at a time.
 
+``Canonical`` gathers the queries too and computes tiles in global order, with the same bits on any
+number of ranks: every rank computes whole tiles of rows, and the gradients of its keys from
+gathered queries, which are the same kernel calls on the same numbers for every ring and layout, at
+twice the work.
+
 Source: Llama 3, arXiv 2407.21783, section 3.3.2 (all-gather context parallelism).
 """
 
@@ -12,9 +17,11 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import all_gather, psum_scatter, start, unwrap, wrap
+from shardlib.layouts.orders import Run
 from shardlib.mesh import bind
 from shardlib.ops.attention.case import AttentionCase
 from shardlib.ops.attention.engine import (
+    Areas,
     AttentionJob,
     AttentionMove,
     AttentionPlan,
@@ -27,9 +34,11 @@ from shardlib.ops.attention.engine import (
     Saved,
     register_engine,
 )
+from shardlib.ops.attention.kernels import ScorePiece, pieces
 from shardlib.ops.attention.local import (
     LocalQueries,
     add_sink,
+    gathered,
     local_queries,
     parted,
     positions,
@@ -38,7 +47,7 @@ from shardlib.ops.attention.local import (
     viewed,
 )
 
-__all__ = ["AllGather"]
+__all__ = ["AllGather", "Canonical"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ class AllGather(Engine):
         d, shared = k.shape[-1], q.shape[-3] // k.shape[-3]
         out, lse = started(q, v.shape[-1])
         ranks = local_queries(job, q, bias)
-        for heads, kv in _gathered(job, k, v, self._groups(k.shape[-3])):
+        for heads, kv in _gathered_heads(job, k, v, self._groups(k.shape[-3])):
             lo, hi = heads[0] * shared, heads[1] * shared
             for rank in ranks:
                 part, view = rank.heads(lo, hi), rank.view
@@ -108,7 +117,7 @@ class AllGather(Engine):
         d, shared = k.shape[-1], q.shape[-3] // k.shape[-3]
         dq, dbias = sums_like(q), sums_like(bias) if wants_bias and bias is not None else None
         ranks, grads = local_queries(job, q, bias), []
-        for heads, kv in _gathered(job, k, v, self._groups(k.shape[-3])):
+        for heads, kv in _gathered_heads(job, k, v, self._groups(k.shape[-3])):
             dkv = sums_like(kv)
             lo, hi = heads[0] * shared, heads[1] * shared
             for rank in ranks:
@@ -153,7 +162,7 @@ def _attend_back(
         )
 
 
-def _gathered(
+def _gathered_heads(
     job: AttentionJob, k: Tensor, v: Tensor, groups: list[tuple[int, int]]
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Yield groups of heads with the keys and values of every rank; the next group is in transit.
@@ -179,3 +188,145 @@ def _gathered(
 
 
 register_engine(AllGather(), order=4)
+
+
+# ---------------------------------------------------------------- the same bits on any number of ranks
+
+
+@dataclass(frozen=True)
+class Canonical(Engine):
+    """Engine that gathers all rows and computes whole tiles of ``tile`` rows.
+
+    >>> import torch, shardlib as sl
+    >>> with sl.simulate(s=4), sl.trace() as t:
+    ...     x = sl.shard(torch.randn(1, 4, 16, 8), sl.Ring("s", dim=2))
+    ...     _ = sl.ring_attention(x, x, x, algorithm=sl.attention.Canonical(tile=16))
+    >>> t.by_kind(), t.messages
+    ({'all_gather': 4608}, 9)
+    """
+
+    tile: int = 64
+
+    name = "canonical"
+
+    def plan(self, case: AttentionCase) -> AttentionPlan | str:
+        if case.biased:
+            return (
+                "a bias is held by the rows of its ring, and here all rows are gathered; "
+                "ALiBi is a mask"
+            )
+        return case.unsplit() or AttentionPlan(self, case)
+
+    def moves(self, plan: AttentionPlan) -> Moves:
+        if plan.p == 1:
+            return Moves([], [])
+        z, n = plan.case.sizes, plan.p - 1
+        q, k = n * z.b * z.h * z.lq, n * z.b * z.g * z.lk
+        out = [AttentionMove(words * z.itemsize, n) for words in (q * z.d, k * z.d, k * z.e)]
+        rows = [AttentionMove(q * z.e * z.itemsize, n)] * 2  # dout and out
+        return Moves(out, [*out, *rows, AttentionMove(q * z.acc_itemsize, n)])
+
+    def areas(self, plan: AttentionPlan) -> Areas:
+        """Count the scores that the mask needs twice: for rows of queries and for rows of keys."""
+        return tuple(tuple(2 * area for area in step) for step in super().areas(plan))
+
+    def forward(
+        self, job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, bias: Opt, sink: Opt
+    ) -> Outputs:
+        """Attend with whole tiles of queries to all tiles of keys, in order."""
+        plan = job.plan
+        qs = gathered(job, q, plan.q_runs)
+        ks, vs = gathered(job, k, plan.k_runs), gathered(job, v, plan.k_runs)
+        s, t = qs.shape[-2], ks.shape[-2]
+        out, lse = started(q, v.shape[-1])
+        for rank in local_queries(job, q):
+            view, every = rank.view, rank.of(rank.view(qs), (Run(0, 1, s),))
+            all_out, all_lse = started(view(qs), v.shape[-1])
+            k_at = positions((Run(0, 1, t),), q.device)
+            for calls in self._calls(every, plan.q_runs[rank.place], s, (Run(0, 1, t),), t):
+                every.attend(calls, view(ks), view(vs), k_at, all_out, all_lse)
+            at = positions(plan.q_runs[rank.place], q.device)
+            view(out)[:, :, : len(at)] = all_out[:, :, at]
+            view(lse)[:, :, : len(at)] = all_lse[:, :, at]
+        return out, add_sink(out, lse, sink), (q, k, v)
+
+    def backward(
+        self, job: AttentionJob, saved: Saved, bias: Opt, sink: Opt, given: Given, wants_bias: bool
+    ) -> Gradients:
+        """Compute dq from all tiles of keys, dk and dv from all tiles of queries.
+
+        Each sum is in global order, on its owner.
+        """
+        q, k, v = saved
+        plan, (dout, dlse, out, lse) = job.plan, given
+        dlses = None if dlse is None else gathered(job, dlse, plan.q_runs)
+        rows = (
+            gathered(job, dout, plan.q_runs),
+            dlses,
+            gathered(job, out, plan.q_runs),
+            gathered(job, lse, plan.q_runs),
+        )
+        whole = (
+            gathered(job, q, plan.q_runs),
+            gathered(job, k, plan.k_runs),
+            gathered(job, v, plan.k_runs),
+        )
+        all_q, all_k = ((Run(0, 1, x.shape[-2]),) for x in whole[:2])
+        dq, dk, dv = sums_like(q), sums_like(k), sums_like(v)
+        for rank in local_queries(job, q):
+            view = rank.view
+            q_runs, k_runs = plan.q_runs[rank.place], plan.k_runs[rank.place]
+            at = positions(q_runs, q.device)
+            view(dq)[:, :, : len(at)] = self._sums(rank, whole, rows, q_runs, all_k)[0][:, :, at]
+            at = positions(k_runs, q.device)
+            _, dks, dvs = self._sums(rank, whole, rows, all_q, k_runs)
+            view(dk)[:, :, : len(at)] = dks[:, :, at]
+            view(dv)[:, :, : len(at)] = dvs[:, :, at]
+            del dks, dvs
+        return dq, dk, dv, None
+
+    def _sums(
+        self,
+        rank: LocalQueries,
+        whole: Saved,
+        rows: Given,
+        q_runs: tuple[Run, ...],
+        k_runs: tuple[Run, ...],
+    ) -> list[Tensor]:
+        """Sum dq, dk and dv over the tiles that hold some of the positions in these runs."""
+        q, k, v = map(rank.view, whole)
+        s, t = q.shape[-2], k.shape[-2]
+        every, mine = rank.of(q, (Run(0, 1, s),)), viewed(rows, rank.view)
+        dq, dk, dv = sums = [sums_like(x) for x in (q, k, v)]
+        for calls in self._calls(every, q_runs, s, k_runs, t):
+            every.attend_back(
+                calls, k, v, positions((Run(0, 1, t),), q.device), mine, dq, lambda: (dk, dv)
+            )
+        return sums
+
+    def _calls(
+        self, every: LocalQueries, q_runs: tuple[Run, ...], s: int, k_runs: tuple[Run, ...], t: int
+    ) -> list[tuple[ScorePiece, ...]]:
+        """List the kernel calls of each pair of tiles, rows counted from position 0."""
+        tiles = _tiles(k_runs, t, self.tile)
+        return [
+            _from_zero(pieces((a,), (b,), every.job.mask), a, b)
+            for a in _tiles(q_runs, s, self.tile)
+            for b in tiles
+        ]
+
+
+def _tiles(runs: tuple[Run, ...], n: int, size: int) -> list[Run]:
+    """List the tiles of 0..n that hold some of these positions."""
+    wanted = sorted({i // size for run in runs for i in run.positions})
+    return [Run(t * size, 1, min(size, n - t * size)) for t in wanted]
+
+
+def _from_zero(calls: tuple[ScorePiece, ...], a: Run, b: Run) -> tuple[ScorePiece, ...]:
+    return tuple(
+        c._replace(q0=c.q0 + a.start, q1=c.q1 + a.start, k0=c.k0 + b.start, k1=c.k1 + b.start)
+        for c in calls
+    )
+
+
+register_engine(Canonical(), order=9)
