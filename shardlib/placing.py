@@ -201,7 +201,7 @@ def _in_body(x: object, op: str, layout: object) -> ShardError:
 
 def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) -> ShardedTensor:
     """Shard one tensor without comparing the ranks' blocks."""
-    size = padded_size(lay, x, m) if pad else x.shape
+    size = padded_size(lay, x, m, pad)
     lay.check(tuple(size), m, op="shard")
     if src is not None:
         x = _from_rank(x, m, src)
@@ -259,8 +259,10 @@ def _placed(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
     return _blocks(x.detach(), layout, m)
 
 
-def padded_size(layout: Layout, x: Tensor, m: Mesh) -> torch.Size:
-    """Return the smallest sizes that divide."""
+def padded_size(layout: Layout, x: Tensor, m: Mesh, pad: bool = True) -> torch.Size:
+    """Return the smallest sizes that divide; without ``pad`` those of the tensor."""
+    if not pad:
+        return x.shape
     local = layout.local_shape(tuple(x.shape), m, pad=True)
     return torch.Size([n * m.axis_size(d.axes) for n, d in zip(local, layout.dims, strict=True)])
 

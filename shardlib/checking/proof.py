@@ -25,9 +25,10 @@ from shardlib.errors import ModelDiffers, ShardError, mesh_text, user_line
 from shardlib.grad import grad, value_and_grad
 from shardlib.layouts import Layout, LayoutLike
 from shardlib.mesh import Mesh, as_mesh, simulate, use_mesh, within
+from shardlib.modules.dim_trace import called_with
 from shardlib.modules.parallelize import parallelize
 from shardlib.modules.rules import Rules
-from shardlib.opspec import Args, Func, Kwargs
+from shardlib.opspec import Args, Func, Kwargs, draws
 from shardlib.optim import adamw, apply_updates, global_norm
 from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, typeof
@@ -154,13 +155,10 @@ Quantities = dict[str, Tensor]
 
 def _doubled(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def cast(x: object) -> object:
-        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        return x.double() if _is_float(x) else x
 
-    if isinstance(batch, Tensor):
-        return (cast(batch),), {}
-    if isinstance(batch, Mapping):
-        return (), {k: cast(v) for k, v in batch.items()}
-    return tuple(cast(x) for x in batch), {}
+    args, kwargs = called_with(batch)
+    return tuple(map(cast, args)), {k: cast(v) for k, v in kwargs.items()}
 
 
 def _outputs(output: object, left: list[str]) -> Quantities:
@@ -514,7 +512,7 @@ class Places:
         self, implementation: Callable[..., object], func: Func, args: Args, kwargs: Kwargs
     ) -> object:
         name = getattr(func, "__name__", str(func))
-        if self.inside or self.found is not None or _draws(name):
+        if self.inside or self.found is not None or draws(func, args, kwargs):
             return implementation(func, args, kwargs)
         line = user_line()
         given: Any = (args, kwargs)
@@ -578,11 +576,6 @@ def _error_of(func: Func, whole: Any, out: Any) -> float:
         [difference(m, r) for m, r in pairs if isinstance(m, ShardedTensor) and _is_float(r)],
         default=0.0,
     )
-
-
-def _draws(name: str) -> bool:
-    words = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "exponential")
-    return any(w in name for w in words)
 
 
 def _ours(x: object) -> TypeGuard[ShardedTensor]:

@@ -29,7 +29,9 @@ from shardlib.placing import reshard, shard, unshard
 from shardlib.random import Plain
 from shardlib.tensor import ShardedTensor, promoting, refuse_trace, replicated
 
-__all__ = ["Apply", "Arguments", "Calls", "arguments", "giving", "positional"]
+__all__ = [
+    "Apply", "Arguments", "Calls", "arguments", "giving", "needed", "of_batch", "positional",
+]  # fmt: skip
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -44,6 +46,12 @@ def arguments(forward: Callable[..., Any]) -> Arguments:
 def positional(given: Arguments, count: int) -> list[str]:
     """List the names of the first ``count`` arguments of a forward; ``*args`` all share a name."""
     return ([n for n, kind in given if kind in _POSITIONAL] + [_rest_name(given)] * count)[:count]
+
+
+def needed(forward: Callable[..., object]) -> int:
+    """Count the positional arguments that have no default."""
+    takes = inspect.signature(forward).parameters.values()
+    return sum(p.kind in _POSITIONAL and p.default is p.empty for p in takes)
 
 
 def _rest_name(given: Arguments) -> str:
@@ -68,12 +76,11 @@ class Calls:
         self.inputs, self.mesh, self.arguments = inputs, mesh, arguments
         self.suggested = suggested
         # (submodule, mesh) -> the products of its last call there, and which of them share an X
-        self.orders: dict[Any, list[Entry]] = {}
-        self.reads: dict[Any, list[int]] = {}
+        self.orders: dict[Any, tuple[list[Entry], list[int]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the recorded orders in a copy: its first call records them."""
-        return {**self.__dict__, "orders": {}, "reads": {}}
+        return {**self.__dict__, "orders": {}}
 
     @contextmanager
     def calling(self, params: Mapping[str, Tensor], of: str = "") -> Iterator[None]:
@@ -88,7 +95,7 @@ class Calls:
             if isinstance(p, ShardedTensor) and p.ndim == 2 and p.is_stored
         }
         where = of, tuple(self.mesh.axes.items())
-        order, reads = self.orders.setdefault(where, []), self.reads.setdefault(where, [])
+        order, reads = self.orders.setdefault(where, ([], []))
         refuse_trace()
         with promoting(), prefetching(order, weights, reads):
             yield
@@ -133,7 +140,7 @@ class Calls:
 
         def place(x: object) -> Any:
             if own is not None and isinstance(x, Tensor) and x.ndim == len(own.dims):
-                layout = Layout((Dim(), *own.dims[1:])) if x.shape[0] == 1 else own
+                layout = of_batch(own, x)
                 if isinstance(x, ShardedTensor):
                     return reshard(x, layout)
                 return shard(x, layout, self.mesh)
@@ -230,8 +237,7 @@ class Apply(Calls):
         kwargs: Kwargs,
     ) -> Any:
         self._refuse_blank(buffers)
-        wanted = {n: giving(params[n], layout) for n, layout in self.out_layouts.items()}
-        params = {**params, **wanted}
+        params = giving(params, self.out_layouts)
         state = {**params, **{n: b.clone() for n, b in buffers.items()}}
         written: dict[str, Tensor] = {}
         names = self.named(len(args), kwargs)
@@ -313,8 +319,16 @@ def _raised_in(e: ShardError, module: nn.Module) -> str:
     return path
 
 
-def giving(weight: Tensor, layout: Layout) -> Tensor:
-    """Return the same weight with ``out_layout``, the layout required of its products."""
-    if not isinstance(weight, ShardedTensor):
-        return weight
-    return weight.at(weight.place._replace(out_layout=layout))
+def giving(params: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
+    """Return the same parameters, some with ``out_layout``, the layout required of products."""
+    found = dict(params)
+    for name, layout in layouts.items():
+        weight = params[name]
+        if isinstance(weight, ShardedTensor):
+            found[name] = weight.at(weight.place._replace(out_layout=layout))
+    return found
+
+
+def of_batch(layout: Layout, x: Tensor) -> Layout:
+    """Return the layout of an input with a batch: a single row is not split."""
+    return Layout((Dim(), *layout.dims[1:])) if x.shape[:1] == (1,) else layout

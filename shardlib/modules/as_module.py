@@ -27,6 +27,7 @@ from shardlib.modules.apply import (
     Calls,
     arguments,
     giving,
+    of_batch,
     positional,
 )
 from shardlib.modules.weightless_copy import Around, copied
@@ -53,7 +54,10 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
     ('Linear', 'f32[6@x, 4]', 'f32[6@x, 4]')
     """
     apply.check(params)
-    leaves = {n: _parameter(p, apply.out_layouts.get(n)) for n, p in params.items()}
+    leaves = {
+        n: nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+        for n, p in giving(params, apply.out_layouts).items()
+    }
     swap: dict[int, Tensor] = {id(p): leaves[n] for n, p in apply.module.named_parameters()}
     swap |= {
         id(b): apply.buffers[n].clone()
@@ -75,11 +79,6 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
     if hasattr(top, "save_pretrained"):
         Around(top, "save_pretrained", _saved)
     return top
-
-
-def _parameter(p: Tensor, out_layout: Layout | None) -> nn.Parameter:
-    value = p if out_layout is None else giving(p, out_layout)
-    return nn.Parameter(value.detach(), requires_grad=p.requires_grad)
 
 
 def _entered(
@@ -201,10 +200,8 @@ def _placed_tensor(calls: Calls, name: str, x: Tensor, rows: tuple[int, int]) ->
     layout = None if own else _layout(calls, name, x)
     if layout is None:
         return calls.place(name, x)
-    if x.shape[:1] == (1,) and layout.dims[0].is_split:
-        layout = Layout((Dim(), *layout.dims[1:]))
     try:
-        return shard(x, layout, calls.mesh)
+        return shard(x, of_batch(layout, x), calls.mesh)
     except UnevenSplit as e:
         raise _by_token(calls, f"{name}: {e.message}") from None
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardlib.collectives import checking
@@ -44,7 +43,7 @@ class Copies:
         self.module = skeleton(module, buffers)
         self.bare = skeleton(self.module)  # never run: the template of further copies
         self.layouts, self.remat = layouts, remat
-        self.made = [Copy(self.module, layouts, remat)]
+        self.made = [self._copy(self.module)]
         self.modes = [
             TrainingMode(m, own)
             for m, own in zip(module.modules(), self.module.modules(), strict=True)
@@ -57,7 +56,12 @@ class Copies:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.made = [Copy(self.module, {}, {})]  # the tree has its experts and regions of remat
+        self.made = [Copy(self.module)]  # the tree has its experts and regions of remat
+
+    def _copy(self, tree: nn.Module) -> "Copy":
+        divide(tree, self.layouts)
+        remembering(tree, self.remat)
+        return Copy(tree)
 
     def _follow(self) -> None:
         for mode in self.modes:
@@ -69,7 +73,7 @@ class Copies:
         self._follow()
         copy = next((c for c in self.made if c.lock.acquire(blocking=False)), None)
         if copy is None:
-            copy = Copy(skeleton(self.bare), self.layouts, self.remat)
+            copy = self._copy(skeleton(self.bare))
             copy.lock.acquire(blocking=False)  # before it is shared, so this cannot fail
             self.made.append(copy)
         try:
@@ -87,14 +91,10 @@ class Copy:
     ``state``  the tensors of the call that runs.
     """
 
-    def __init__(
-        self, module: nn.Module, layouts: dict[str, Layout], remat: Mapping[str, str]
-    ) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.lock = threading.RLock()
         self.state: Any = None
-        divide(module, layouts)
-        remembering(module, remat)
 
     def run(
         self,
@@ -168,7 +168,7 @@ def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
         for held in (m._parameters, m._buffers):
             for key, tensor in held.items():
                 if tensor is not None:
-                    name = first.setdefault(id(tensor), f"{path}.{key}" if path else key)
+                    name = first.setdefault(id(tensor), f"{path}.{key}".lstrip("."))
                     found.append((held, key, name))
     return found
 
@@ -243,7 +243,7 @@ def _attributes(module: nn.Module) -> dict[tuple[str, str], tuple[Any, Any]]:
 
 def _content(value: object) -> Any:
     if isinstance(value, Tensor):
-        return None if torch.is_inference(value) else getattr(value, "raw", value)._version
+        return version_of(value)
     if isinstance(value, list | dict | set):
         return len(value)
     return None

@@ -24,6 +24,7 @@ from torch.func import functional_call
 from shardlib._compat import DispatchMode
 from shardlib.errors import Unsupported
 from shardlib.layouts.dims import Apart
+from shardlib.modules.apply import needed
 from shardlib.modules.dim_factors import (
     Atom,
     Row,
@@ -38,7 +39,7 @@ from shardlib.modules.dim_factors import (
 )
 from shardlib.opspec import Args, Func, Kwargs, names_of
 
-__all__ = ["Dimensions", "ParameterUse", "trace_dimensions"]
+__all__ = ["Dimensions", "ParameterUse", "called_with", "trace_dimensions"]
 
 R = TypeVar("R", bound=Callable[..., None])
 
@@ -250,12 +251,6 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     @_rule(
         "clone detach alias to_copy contiguous lift_fresh lift native_dropout triu tril flip bernoulli"
     )
-    def same(self, call: _OpCall, out: object) -> None:
-        x = call.operands[0]
-        for y in _tensors(out):
-            if y.shape == x.shape:
-                self.know(y, self.of(x), self.origin.get(id(x)))
-
     def pointwise(self, call: _OpCall, out: object) -> None:
         for y in _tensors(out)[:1]:
             rows: list[Row] = [[] for _ in y.shape]
@@ -697,11 +692,7 @@ def trace_dimensions(model: nn.Module, inputs: object = None) -> Dimensions:
     failed = "no example inputs are known"
     real = not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
     for given in candidates:
-        args, kwargs = (), {}
-        if isinstance(given, Mapping):
-            kwargs = dict(given)
-        else:
-            args = tuple(given) if isinstance(given, tuple | list) else (given,)
+        args, kwargs = called_with(given)
         for device in ("meta", None) if real else ("meta",):
             try:
                 return _run(model, args, kwargs, device)
@@ -711,6 +702,17 @@ def trace_dimensions(model: nn.Module, inputs: object = None) -> Dimensions:
     why = f"what feeds what in {type(model).__name__} is not known: {failed}"
     fix = f"sl.recipes.megatron1d(model, inputs={_suggested(model)})"
     raise Unsupported(why, op="roles", fix=fix)
+
+
+def called_with(given: object) -> tuple[Args, Kwargs]:
+    """Return a call's arguments: from a mapping by name, a sequence by position, or one alone.
+
+    >>> called_with({"x": 1}), called_with([1, 2]), called_with(3)
+    (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
+    """
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return tuple(given) if isinstance(given, Sequence) else (given,), {}
 
 
 def _suggested(model: nn.Module) -> str:
@@ -789,22 +791,15 @@ def _examples(model: nn.Module) -> Iterator[Any]:
     if config is not None:
         yield from filter(None, [_from_config(inner, config)])
         return
-    needed = max(1, _needed(model.forward))
+    count = max(1, needed(model.forward))
     seen = set()
     for m in model.modules():
         x = _for_layer(m, model)
         if x is not None and (key := (tuple(x.shape), x.dtype)) not in seen:
             seen.add(key)
-            yield tuple(x.clone() for _ in range(needed))
+            yield tuple(x.clone() for _ in range(count))
         if len(seen) > 3:
             return
-
-
-def _needed(forward: Callable[..., object]) -> int:
-    """Count the positional arguments that have no default."""
-    takes = inspect.signature(forward).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in takes)
 
 
 _WIDTHS = {

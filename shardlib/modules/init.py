@@ -6,7 +6,6 @@ under every layout and mesh, and no rank holds a whole tensor, except in ``ortho
 temporaries of that code itself.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from shardlib.errors import ShardError, UnknownParameter, similar
 from shardlib.layouts import Dim, Layout, LayoutLike
 from shardlib.memory_sharing import writes
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
-from shardlib.modules.apply import Apply
+from shardlib.modules.apply import Apply, needed
 from shardlib.modules.copies import swapped
 from shardlib.modules.parallelize import placed
 from shardlib.modules.remat import Remat
@@ -178,10 +177,7 @@ def _code(module: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[Code, li
 def _initialises(module: nn.Module) -> bool:
     """Check whether a module has an ``_init_weights(submodule)``."""
     found = getattr(type(module), "_init_weights", None)
-    if found is None:
-        return False
-    needed = [p for p in inspect.signature(found).parameters.values() if p.default is p.empty]
-    return len([p for p in needed if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]) == 2
+    return found is not None and needed(found) == 2
 
 
 def _filling(sub: nn.Module, owner: nn.Module | None) -> Code:
@@ -238,9 +234,9 @@ class _Unwritten:
     ) -> None:
         self.module, self.tensors, self.mesh, self.aside = module, tensors, mesh, aside
         self.written = set[str]()
-        self.at: dict[str, tuple[Tensor, int]] = {
-            n: (t.raw, writes(t.raw)) for n, t in tensors.items()
-        }
+        self.at: dict[str, tuple[Tensor, int]] = {}
+        for n, t in tensors.items():
+            self._track(n, t)
 
     def run(self, names: list[str], code: Code) -> None:
         """Run one submodule's code.
@@ -253,7 +249,8 @@ class _Unwritten:
             stand = {n: tensors[n] if on is None else _moved(tensors[n], on) for n in names}
             state = {**self.aside, **tensors, **stand}
             for n, t in stand.items():
-                self.stands(n, t)
+                if t.raw is not self.at[n][0]:
+                    self._track(n, t)
             try:
                 swapped(self.module, state, lambda: code(self, names))
             except ShardError as e:
@@ -263,7 +260,9 @@ class _Unwritten:
             for n, t in stand.items():
                 if t is not tensors[n]:
                     tensors[n].raw.copy_(_back(t, tensors[n]))
-                    self.moved(n, tensors[n])
+                    if self._is_written(n):
+                        self.written.add(n)
+                    self._track(n, tensors[n])
             return
         raise refusals[0]
 
@@ -293,14 +292,8 @@ class _Unwritten:
                 to.raw.copy_(kept.raw)
                 self.written.add(name)
 
-    def stands(self, name: str, x: ShardedTensor) -> None:
-        """Track ``x``, which is written to in the tensor's place."""
-        if x.raw is not self.at[name][0]:
-            self.at[name] = x.raw, writes(x.raw)
-
-    def moved(self, name: str, x: ShardedTensor) -> None:
-        if not self.names([name]):
-            self.written.add(name)
+    def _track(self, name: str, x: ShardedTensor) -> None:
+        """Watch writes to ``x``, which is the tensor or stands in its place."""
         self.at[name] = x.raw, writes(x.raw)
 
     def names(self, among: Any) -> list[str]:

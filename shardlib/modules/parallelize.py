@@ -197,7 +197,7 @@ def _place_parameter(
     p: Tensor, layout: Layout, mesh: Mesh, pad: bool, blank: bool, src: int | None = None
 ) -> ShardedTensor:
     if (p.is_meta or blank) and holds_values(mesh):
-        size = padded_size(layout, p, mesh) if pad else p.shape
+        size = padded_size(layout, p, mesh, pad)
         layout.check(tuple(size), mesh, op="parallelize")
         shape = storage_shape(mesh, *layout.local_shape(tuple(size), mesh))
         raw = torch.full(shape, float("nan"), dtype=p.dtype, device=mesh.device).requires_grad_(

@@ -505,7 +505,7 @@ def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, 
     out: dict[str, tuple[str, ...]] = {}
     for name, module in stacks(model).items():
         for n, value in module.named_parameters(recurse=False):
-            full = f"{name}.{n}" if name else n
+            full = f"{name}.{n}".lstrip(".")
             if value.shape[0] % p:
                 raise _refused(
                     f"the {value.shape[0]} experts of {full!r} do not divide over {p} ranks",

@@ -24,7 +24,7 @@ from shardlib.errors import (
     UnknownAxis,
     similar,
 )
-from shardlib.layouts import Layout, LayoutLike, as_layout
+from shardlib.layouts import Dim, Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, unknown_axis
 from shardlib.placing import padded_size
 
@@ -231,7 +231,7 @@ def _written(axis: Axes) -> str:
     """Write the mesh axes of a logical dimension: one, several as a tuple, or None, as in JAX."""
     if axis is None or isinstance(axis, str):
         return axis or "."
-    return f"({' '.join(axis)})" if axis else "."
+    return str(Dim(tuple(axis)))
 
 
 def rule_error(why: str, fix: str, operands: Mapping[str, object] | None = None) -> RuleLint:
@@ -313,7 +313,7 @@ def misfits(
     found = []
     for n, p in named.items():
         try:
-            size = padded_size(layouts[n], p, mesh) if pad else p.shape
+            size = padded_size(layouts[n], p, mesh, pad)
             layouts[n].check(tuple(size), mesh)
         except UNFIT:
             found.append(n)
