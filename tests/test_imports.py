@@ -90,7 +90,6 @@ ORDER = [  # each may import from those before it
     "modules.recipes",
     "modules",
     "optim.buckets",
-    "optim.flat",
     "optim.trees",
     "optim.transform",
     "optim.schedules",

@@ -7,12 +7,15 @@ of its parts, so that no cut falls inside a kernel's vector: torch's fused kerne
 elements after the last whole vector of a call differently, and here run on whole vectors alone,
 including the padding after a slot.  A bucket is cut over those of the given axes that do not
 already split its leaves.
+
+Memory is pooled, since fresh pages cost as much as a sum over them.  A storage of a bucket is
+``[*lead, length]``, where lead is the dimension of simulated ranks.
 """
 
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -21,13 +24,29 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import blocks, played
+from shardlib._compat import storage_users
+from shardlib.capacity import refuse_beyond
+from shardlib.collectives import (
+    blocks,
+    gather_into,
+    lead,
+    played,
+    psum,
+    scatter_into,
+    storage,
+    storage_shape,
+    unwrap,
+    wrap,
+)
+from shardlib.dtypes import wider
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, rank_along
+from shardlib.mesh import Mesh, bind, rank_along
+from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
-    "ALIGN", "Beside", "Bucket", "BucketSlot", "Buckets", "Hops", "Index", "Item", "Pieces",
-    "SlotPart", "State", "Tree", "held", "index", "overlap", "parts", "pytree_node",
+    "ALIGN", "Beside", "Bucket", "BucketSlot", "Buckets", "Hops", "Index", "Item", "Memory", "Pieces", "Room",
+    "SlotPart", "State", "Tree", "adopt", "gather", "held", "index", "overlap", "own", "own_parts", "parts",
+    "parts_of", "pytree_node",
 ]  # fmt: skip
 
 Tree = Any
@@ -69,6 +88,11 @@ class Item:
     layout: Layout = _SCALAR
     tiled: tuple[int, ...] = ()
 
+    def place_in(self, layout: Layout, mesh: Mesh, deferred: frozenset[str] = frozenset()) -> Place:
+        """Return the place of the leaf in a layout, of its true and its tiled sizes."""
+        true = None if self.whole == self.tiled else torch.Size(self.whole)
+        return Place(layout, torch.Size(self.tiled), mesh, true, deferred)
+
 
 @dataclass(frozen=True)
 class BucketSlot:
@@ -78,6 +102,11 @@ class BucketSlot:
     offset: int
     length: int
     shape: tuple[int, ...]
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the slot of a bucket's storage as blocks, a view."""
+        part = flat[..., self.offset : self.offset + self.length]
+        return part.view((*part.shape[:-1], *self.shape))
 
 
 @dataclass(frozen=True)
@@ -98,6 +127,11 @@ class Bucket:
 
     def __hash__(self) -> int:
         return hash(self.name)  # of its leaves' places: many slots are hashed slowly
+
+    @property
+    def part_length(self) -> int:
+        """The elements of a part."""
+        return self.length // self.ways
 
     @cached_property
     def over(self) -> tuple[str, ...]:
@@ -120,6 +154,79 @@ class Bucket:
         starts = [*(s.offset for s in self.slots[1:]), self.length]
         ends = [s.offset + s.length for s in self.slots]
         return tuple((a, b) for a, b in zip(ends, starts, strict=True) if a < b)
+
+    def place(self, mesh: Mesh) -> Place:
+        """Return the place of its parts, split over its parameters' axes and its own."""
+        size = self.length * mesh.axis_size(self.axes)
+        return Place(self.layout, torch.Size([size]), mesh)
+
+    def whole_place(self, mesh: Mesh, over: tuple[str, ...]) -> Place:
+        """Return the place of the whole, unsummed over those of these axes that do not split it."""
+        size = self.length * mesh.axis_size(self.axes)
+        layout = Layout((Dim(self.axes),), tuple(sorted(set(over) - set(self.axes))))
+        return Place(layout.resolve(1), torch.Size([size]), mesh)
+
+    def gather_later(self, flat: Tensor, mesh: Mesh, *, ahead: bool = True) -> Callable[[], object]:
+        """Post the all-gather of the whole bucket in place; a second hop follows in ``finish``.
+
+        ``ahead``  the caller does other work before it calls the returned function.
+        """
+        if len(self.hops) == 1:
+            return gather_into(flat, mesh, self.hops[0], ahead=ahead)
+        inner, outer = self.hops
+        views = own_parts(flat, inner, mesh)
+        part = storage(views, mesh)
+        first = gather_into(part, mesh, outer, ahead=ahead)
+
+        def finish() -> None:
+            first()
+            for view, block in zip(views, blocks(part, mesh), strict=True):
+                if view is not block:  # a copy, where one process has several ranks
+                    view.copy_(block)
+            gather_into(flat, mesh, inner)()
+
+        return finish
+
+    def scatter(
+        self,
+        flat: Tensor,
+        out: Tensor,
+        mesh: Mesh,
+        memory: "Memory",
+        *,
+        wire: torch.dtype | None = None,
+        also: tuple[str, ...] = (),
+        ahead: bool = True,
+    ) -> Callable[[], Tensor]:
+        """Post the reduce-scatter of the bucket into ``out``, which ``finish`` returns.
+
+        Without hops the bucket is its own part, and ``out`` may be its memory.
+        ``also``   axes over which the parts are summed too, without being cut.
+        ``ahead``  the caller does other work before it calls the returned function; else at most
+                   ``_ROOM`` elements of memory are needed.
+        """
+        if not self.hops:
+            return lambda: _summed_over(out if out is flat else out.copy_(flat), mesh, also)
+        first, *rest = self.hops
+        inner = mesh.axis_size(first)
+        mid = out
+        if rest:
+            mid = memory.take((*flat.shape[:-1], flat.shape[-1] // inner), out.dtype, out.device)
+        room = flat.shape if ahead or wire is not None else (min(flat.numel(), _ROOM),)
+        pair = inner == 2 and wire is None and mid.dtype == flat.dtype  # received in ``mid``
+        land = None if pair else memory.take(room, wire or flat.dtype, flat.device)
+        finish_first = scatter_into(flat, mid, mesh, first, wire=wire, land=land, ahead=ahead)
+
+        def finish() -> Tensor:
+            finish_first()
+            if land is not None:
+                memory.give(land)
+            if rest:
+                scatter_into(mid, out, mesh, rest[0], wire=wire)()
+                memory.give(mid)
+            return _summed_over(out, mesh, also)
+
+        return finish
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,8 +265,27 @@ class Index:
         """Return the index of some buckets; the same object for the same names."""
         if names not in self._subsets:
             chosen = tuple(b for b in self.buckets if b.name in names)
-            self._subsets[names] = replace(self, buckets=chosen, whole=self.whole or self)
+            self._subsets[names] = replace(self, buckets=chosen, whole=self.all)
         return self._subsets[names]
+
+    @property
+    def all(self) -> "Index":
+        """The index of all buckets."""
+        return self.whole or self
+
+    @cached_property
+    def room(self) -> "Room":
+        """Memory shared by all readings of its buckets."""
+        return self.whole.room if self.whole else Room()
+
+    def firsts(self, row: Sequence[Any]) -> list[Any]:
+        """List the entry of each bucket's first leaf in a list of entries by leaf."""
+        return [row[b.slots[0].leaves[0]] for b in self.buckets]
+
+    def blocks(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Map each leaf's number to its block in whole buckets, a view."""
+        rows = [(i, flats[b], self.buckets[b].slots[n]) for i, (b, n) in self.where.items()]
+        return {i: slot.of(flat) for i, flat, slot in rows}
 
     @cached_property
     def _subsets(self) -> dict[tuple[str, ...], "Index"]:
@@ -306,7 +432,7 @@ def parts(bucket: Bucket, rank: int) -> tuple[SlotPart, ...]:
     >>> [(p.slot.offset, p.start, p.at, p.length) for p in parts(bucket, 1)]
     [(128, 0, 0, 3)]
     """
-    n, out = bucket.length // bucket.ways, []
+    n, out = bucket.part_length, []
     lo = rank * n
     for slot in bucket.slots:
         a, b = max(lo, slot.offset), min(lo + n, slot.offset + slot.length)
@@ -481,6 +607,26 @@ class Buckets(dict[str, Any]):
         )
         return Pieces(views, raws.values(), _runs(self.held))
 
+    def whole(self) -> dict[int, Tensor]:
+        """Gather parts to whole buckets, in new memory; map each leaf's number to its block."""
+        rows = [(b, self[b.name].raw) for b in self.index]
+        flats = [raw.new_empty(storage_shape(self.mesh, b.length)) for b, raw in rows]
+        self._copy_to(flats)
+        # as bytes: gloo knows no int16
+        gather([flat.view(torch.uint8) for flat in flats], self.index, self.mesh)
+        return self.index.blocks(flats)
+
+    def put_back(self, flats: Sequence[Tensor]) -> None:
+        """Copy the parts back into the buckets of ``own``, if they are copies."""
+        if lead(self.mesh):
+            self._copy_to(flats)
+
+    def _copy_to(self, flats: Sequence[Tensor]) -> None:
+        for flat, bucket, part in zip(flats, self.index, self.values(), strict=True):
+            views = own_parts(flat, bucket.over, self.mesh)
+            for view, block in zip(views, blocks(part.raw, self.mesh), strict=True):
+                view.copy_(block)
+
     def __reduce__(self) -> Any:
         return type(self), (dict(self), self.index, self.mesh)
 
@@ -510,3 +656,193 @@ def _runs(held: Sequence[tuple[Bucket, int, SlotPart]]) -> list[tuple[int, int]]
                 continue
         out.append((k, k + 1))
     return out
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Memory:
+    """A pool of vectors that are reused, since fresh pages cost as much as a sum over them."""
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self.lent: set[int] = set()
+        self.views: dict[int, Any] = {}  # address -> the views last made of the memory there
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised contiguous tensor; pass it to ``give`` after the last read."""
+        n = math.prod(shape)
+        rows = self.free.setdefault((dtype, device), [])
+        # a small request must not take a large vector away
+        fits = [i for i, t in enumerate(rows) if n <= t.numel() <= 2 * n]
+        base = rows.pop(min(fits, key=lambda i: rows[i].numel())) if fits else None
+        if base is None:
+            base = _empty(n, dtype, device)
+        self.lent.add(_storage(base))
+        return base[:n].view(shape)
+
+    def give(self, *taken: Tensor) -> None:
+        """Take tensors of ``take`` back into the pool; other tensors are ignored."""
+        for t in taken:
+            base = t if t._base is None else t._base
+            if _storage(base) not in self.lent or base.ndim != 1:
+                continue
+            self.lent.remove(_storage(base))
+            self.free.setdefault((base.dtype, base.device), []).append(base)
+
+
+class Room:
+    """Memory shared by all readings of one index.
+
+    ``order``   the buckets in the order in which the last forward read them.
+    ``flying``  callbacks that wait for gradient sums in transit.
+    """
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.order: list[str] = []
+        self.buffers: list[Tensor] = []
+        self.flying: list[Callable[[], object]] = []
+
+    def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return a gather buffer that no tensor uses any more, or a new one."""
+        n = math.prod(shape)
+        for t in self.buffers:
+            fits = n <= t.numel() <= 2 * n and (t.dtype, t.device) == (like.dtype, like.device)
+            # 1: only this list refers to the storage
+            if fits and storage_users(t) == 1:
+                return t[:n].view(shape)
+        self.buffers = [t for t in self.buffers if storage_users(t) > 1 or t.numel() >= n]
+        self.buffers.append(_empty(n, like.dtype, like.device))
+        return self.buffers[-1][:n].view(shape)
+
+
+def _storage(x: Tensor) -> int:
+    """Return the number of a storage: on the meta device all addresses are 0."""
+    return x.untyped_storage()._cdata
+
+
+def _empty(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate memory that later calls may write to, also if this one is in inference mode."""
+    if device.type == "cpu":  # the allocator of an accelerator refuses by itself, at no cost
+        refuse_beyond(n * dtype.itemsize, device, "zero")
+    with torch.inference_mode(False):
+        return torch.empty(n, dtype=dtype, device=device)
+
+
+# ---------------------------------------------------------------- storages of buckets
+
+
+_ROOM = 2 << 20
+"""The most elements of receive buffer of a reduce-scatter that is waited for at once."""
+
+
+def adopt(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor]:
+    """Return the buckets' storages of which these leaves are views, each in its slot.
+
+    Leaves stored elsewhere are moved.  Their blocks stay the same tensors, with other memory:
+    graphs that use them, hooks and gradients stay theirs.
+    """
+    found = _lie_in(leaves, index, mesh)
+    if found is not None:
+        return found
+    flats = []
+    for bucket in index.buckets:
+        first = leaves[bucket.slots[0].leaves[0]].raw
+        nbytes = math.prod(storage_shape(mesh, bucket.length)) * first.element_size()
+        refuse_beyond(nbytes, first.device, "zero", mesh)
+        flat = first.detach().new_zeros(storage_shape(mesh, bucket.length))
+        flats.append(flat)
+        for s in bucket.slots:
+            block = s.of(flat)
+            block.copy_(leaves[s.leaves[0]].raw.detach())
+            for i in s.leaves:
+                leaves[i].raw.data = block
+    return flats
+
+
+def _lie_in(leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh) -> list[Tensor] | None:
+    found = []
+    for bucket in index.buckets:
+        first = leaves[bucket.slots[0].leaves[0]].raw
+        shape = storage_shape(mesh, bucket.length)
+        # the storage must be exactly the bucket's
+        if first.untyped_storage().nbytes() != math.prod(shape) * first.element_size():
+            return None
+        flat = first.detach().as_strided(shape, (bucket.length, 1)[-len(shape) :], 0)
+        for slot in bucket.slots:
+            lies = _where(slot.of(flat))
+            if any(_where(leaves[i].raw) != lies for i in slot.leaves):
+                return None
+        found.append(flat)
+    return found
+
+
+def _where(x: Tensor) -> tuple[object, ...]:
+    """Return where a tensor lies: its storage, offset and strides."""
+    return x.untyped_storage().data_ptr(), x.storage_offset(), x.stride()
+
+
+def own_parts(flat: Tensor, over: tuple[str, ...], mesh: Mesh) -> list[Tensor]:
+    """List, for each rank in this process, its part of a bucket cut over these axes, as views."""
+    n = flat.shape[-1] // mesh.axis_size(over)
+    places = [rank_along(over, c, mesh.axes) for c in played(mesh)]
+    return [b[i * n : (i + 1) * n] for b, i in zip(blocks(flat, mesh), places, strict=True)]
+
+
+def own(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> Buckets:
+    """Return each rank's own part of whole buckets: views, or copies under simulate.
+
+    See ``Buckets.put_back``.
+    """
+    values: dict[str, ShardedTensor] = {}
+    for bucket, flat in zip(index.buckets, flats, strict=True):
+        raw = storage(own_parts(flat.detach(), bucket.over, mesh), mesh)
+        values[bucket.name] = ShardedTensor(raw, bucket.place(mesh))
+    return Buckets(values, index, mesh)
+
+
+def parts_of(
+    leaves: Sequence[ShardedTensor], index: Index, mesh: Mesh, *, grads: bool = False
+) -> Buckets:
+    """Return this rank's part of every bucket of summed values, without making a whole bucket.
+
+    ``grads``  they are gradients: those of tied leaves are added, and half precision is widened.
+    """
+    dtypes = [x.raw.dtype for x in index.firsts(leaves)]
+    most: int | None = 1
+    if grads:
+        dtypes = list(map(wider, dtypes))
+        most = None
+    rows = list(zip(index, dtypes, strict=True))
+    nbytes = sum(b.part_length * dtype.itemsize for b, dtype in rows)
+    refuse_beyond(nbytes * len(played(mesh)), mesh.device, "zero", mesh)
+    every = [() if x is None else blocks(x.raw.detach(), mesh) for x in leaves]
+    out = {}
+    for bucket, dtype in rows:
+        like = every[bucket.slots[0].leaves[0]]
+        mine = [x.new_zeros(bucket.part_length, dtype=dtype) for x in like]
+        for _, r, p in held(bucket, mesh):
+            to = mine[r][p.start : p.start + p.length]
+            flat = (every[i][r].reshape(-1) for i in p.slot.leaves[:most])
+            one, *tied = (x[p.at : p.at + p.length] for x in flat)
+            to.copy_(one)
+            for other in tied:
+                to.add_(other)
+        out[bucket.name] = ShardedTensor(storage(mine, mesh), bucket.place(mesh))
+    return Buckets(out, index, mesh)
+
+
+def gather(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> None:
+    """All-gather whole buckets in place, all posted at once."""
+    with bind(mesh):
+        rows = zip(flats, index, strict=True)
+        for finish in [b.gather_later(flat, mesh, ahead=False) for flat, b in rows if b.hops]:
+            finish()
+
+
+def _summed_over(part: Tensor, mesh: Mesh, also: tuple[str, ...]) -> Tensor:
+    if also:
+        with bind(mesh):
+            part.copy_(unwrap(psum(wrap(part, mesh), also)))
+    return part

@@ -299,7 +299,7 @@ def _named(params: Tree, groups: Any) -> tuple[list[str], tuple[int, ...], list[
 def index_of(state: State) -> Index | None:
     """Return the index of a state's buckets, or None."""
     found = _first(state)
-    return None if found is None else found.index.whole or found.index
+    return None if found is None else found.index.all
 
 
 def _first(state: State) -> Buckets | None:

@@ -16,9 +16,8 @@ from shardlib.collectives import pslice, unwrap, wrap
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Bucket, Buckets, Item
+from shardlib.optim.buckets import Bucket, Buckets, Item, parts_of
 from shardlib.optim.combine import AroundZeroState, MultiState
-from shardlib.optim.flat import leaf_place, parts_of, whole
 from shardlib.optim.matrix_owners import Owned
 from shardlib.optim.transform import at_rest
 from shardlib.optim.trees import State, first_of, names_of, zeros_like
@@ -218,7 +217,7 @@ def _by_parameter(x: Buckets) -> list[tuple[str, ShardedTensor]]:
     for name in x:  # one at a time, for the memory
         one = x.subset((name,))
         with torch.no_grad():
-            blocks = whole(one)
+            blocks = one.whole()
         (bucket,) = one.index.buckets
         for slot in bucket.slots:
             first = slot.leaves[0]
@@ -239,7 +238,7 @@ def _cut(block: Tensor, item: Item, mesh: Mesh, bucket: Bucket) -> ShardedTensor
             dims[d] = Dim((*dim.axes, *bucket.over))
             break
     layout = Layout(tuple(dims), (), item.layout.skew)
-    return ShardedTensor(block.clone(), leaf_place(item, layout, mesh))
+    return ShardedTensor(block.clone(), item.place_in(layout, mesh))
 
 
 def _filled(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buckets:

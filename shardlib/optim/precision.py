@@ -17,7 +17,7 @@ from torch import Tensor
 from shardlib.dtypes import HALF, wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.kernels import active
-from shardlib.optim.flat import Memory
+from shardlib.optim.buckets import Memory
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
 from shardlib.optim.trees import (
     State,
@@ -324,7 +324,7 @@ def _with_remainder(
         inner = run_in_place(tx, grads, state.inner, mine, step)
         step.beside = None  # still set if the step was skipped
         return ZeroState(inner, state.master)
-    full = each(lambda g: memory.wide(g).zero_(), grads)
+    full = each(lambda g: memory.take(g.shape, torch.float32, g.device).zero_(), grads)
     rows = runs(mine, state.master, full)
     for p, rest, m in spans(*rows):
         m.copy_(joined(p, rest))

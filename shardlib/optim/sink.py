@@ -20,8 +20,7 @@ from shardlib._compat import foreach_ops
 from shardlib.collectives import psum, start, storage_shape, unwrap, wrap
 from shardlib.dtypes import HALF
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Bucket, Buckets, Index, Tree
-from shardlib.optim.flat import Memory, blocks_in, scatter, shard_place, slot_of, whole_place
+from shardlib.optim.buckets import Bucket, Buckets, Index, Memory, Tree
 from shardlib.optim.index import IndexCache
 from shardlib.tensor import Place, ShardedTensor
 
@@ -38,7 +37,7 @@ class Lies:
         self.flat = flat
         self.bucket = bucket
         self.kind = (flat.shape, flat.dtype)
-        self.slots = [slot_of(flat, s.offset, s.shape) for s in bucket.slots]
+        self.slots = [s.of(flat) for s in bucket.slots]
         self.gaps = [flat[..., start:stop] for start, stop in bucket.gaps]
         self.stand: list[Tensor | None] = [None] * len(self.slots)
 
@@ -130,8 +129,8 @@ class Sink:
     def _place(self, bucket: Bucket) -> Place:
         """Return the place of a bucket's gradients."""
         if self.to == "part":
-            return shard_place(bucket, self.mesh)
-        return whole_place(bucket, self.mesh, self.over if self.to == "whole" else ())
+            return bucket.place(self.mesh)
+        return bucket.whole_place(self.mesh, self.over if self.to == "whole" else ())
 
     def _lies(self, b: int) -> Lies:
         """Take memory for a bucket, and zero its gaps."""
@@ -174,10 +173,10 @@ class Sink:
         bucket, dtype, out = self.index.buckets[b], self.dtypes[b][1], flat
         also = tuple(a for a in self.also if a not in bucket.axes)
         if bucket.hops or also or dtype != flat.dtype:
-            shape = storage_shape(self.mesh, bucket.length // bucket.ways)
+            shape = storage_shape(self.mesh, bucket.part_length)
             out = self.memory.take(shape, dtype, self.device)
         how = {"wire": self.wire, "also": also, "ahead": self.ahead}
-        return scatter(flat, out, self.mesh, bucket.hops, self.memory, **how)
+        return bucket.scatter(flat, out, self.mesh, self.memory, **how)
 
     def _summed(self, flat: Tensor, b: int) -> Callable[[], Tensor]:
         """Post the sum of a bucket over ``over``; half precision is summed in fp32."""
@@ -201,11 +200,11 @@ class Sink:
 def summing(params: Tree, cache: IndexCache) -> Sink:
     """Make a sink of sums on every rank, in the parameters' tree and layouts: stage 0 of ``zero``."""
     at = cache.find(params)
-    like = [at.raws[b.slots[0].leaves[0]] for b in at.where]
+    like = at.where.firsts(at.raws)
     places = [p.place._replace(deferred=frozenset(), out_layout=None) for p in at.leaves]
 
     def as_params(found: Buckets) -> Tree:
-        views = blocks_in([x.raw for x in found.values()], at.where)
+        views = at.where.blocks([x.raw for x in found.values()])
         return at.filled(ShardedTensor(views[i], place) for i, place in enumerate(places))
 
     return Sink(

@@ -19,8 +19,7 @@ from shardlib.collectives import lead
 from shardlib.dtypes import wider
 from shardlib.errors import PartialEscape
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Buckets, Index, State, Tree
-from shardlib.optim.flat import Memory, adopt, gather, own, parts_of, put_back, whole
+from shardlib.optim.buckets import Buckets, Index, Memory, State, Tree, adopt, gather, own, parts_of
 from shardlib.optim.index import IndexCache, Indexed, ZeroSettings, same_index
 from shardlib.optim.names import load_state_dict, state_dict
 from shardlib.optim.norms import run_measured
@@ -66,7 +65,7 @@ class SplitState:
                 parts = self._reduced(given, where, at.mesh, Memory())
             mine = parts_of(at.leaves, where, at.mesh)
             updates, state = self.how.tx.update(parts, state, mine)
-            blocks = whole(updates)
+            blocks = updates.whole()
         return at.filled(p.becomes(blocks[i]) for i, p in enumerate(at.leaves)), state
 
     def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
@@ -81,7 +80,7 @@ class SplitState:
         mine = self._own(flats, where, at.mesh)
         self.cache.view(parts)
         state = run_measured(self.inner, parts, state, mine, step)
-        put_back(flats, mine)
+        mine.put_back(flats)
         # a skipped step changed no parameter
         if not step.skipped:
             self._gather(flats, mine, where, at.mesh)
@@ -149,7 +148,7 @@ class SplitState:
         part = own(narrow, where, mesh)
         for small, p in zip(part.pieces, mine.pieces, strict=True):
             small.copy_(p)
-        put_back(narrow, part)
+        part.put_back(narrow)
         gather(narrow, where, mesh)
         for flat, small in zip(flats, narrow, strict=True):
             flat.copy_(small)
@@ -174,7 +173,7 @@ class SplitState:
         over = _pending(given, self.how.cut)
         if over is None:
             return parts_of(given, where, mesh, grads=True)
-        firsts = [given[b.slots[0].leaves[0]].raw for b in where]
+        firsts = [g.raw for g in where.firsts(given)]
         sink = self._sink(where, mesh, firsts, memory, also=self._not_cut(over))
         for i in (i for b in where for slot in b.slots for i in slot.leaves):
             sink.take(i, given[i].raw)
@@ -210,7 +209,7 @@ class SplitState:
     def sink(self, params: Tree) -> Sink:
         """Make a sink: stage 1 keeps gradients whole, in fp32; stage 2 reduces them to parts."""
         at = self.cache.find(params)
-        like = [at.raws[b.slots[0].leaves[0]] for b in at.where]
+        like = at.where.firsts(at.raws)
         if self.how.stage == 1:
             dtypes = [(wider(t.dtype), wider(t.dtype)) for t in like]
             device = like[0].device

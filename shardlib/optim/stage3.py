@@ -27,16 +27,16 @@ from shardlib.collectives import blocks, psum_scatter, storage_shape, unwrap, wr
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.mesh import Mesh, bind, drain
-from shardlib.optim.buckets import Bucket, Buckets, Index, State, Tree, pytree_node
-from shardlib.optim.flat import (
+from shardlib.optim.buckets import (
+    Bucket,
+    Buckets,
+    Index,
     Memory,
-    gather_later,
-    leaf_place,
+    State,
+    Tree,
     own_parts,
     parts_of,
-    room_of,
-    scatter,
-    slot_of,
+    pytree_node,
 )
 from shardlib.optim.index import IndexCache, ZeroSettings, changed, index_of, same_index
 from shardlib.optim.norms import run_measured
@@ -106,7 +106,7 @@ class Reading:
     def __init__(self, params: Parts) -> None:
         self.index = params.index
         self.mesh = params.mesh
-        self.room = room_of(params.index)
+        self.room = params.index.room
         self.now = {name: x.raw for name, x in params.items()}
         self.versions = {name: x.raw._version for name, x in params.items()}
         self.buckets = {b.name: b for b in self.index.buckets}
@@ -148,7 +148,7 @@ class Reading:
         for i, (b, n) in self.index.where.items():
             item, bucket = self.index.items[i], self.index.buckets[b]
             deferred = frozenset(a for a in bucket.over if self.mesh.axes[a] > 1)
-            place = leaf_place(item, item.layout, self.mesh, deferred)
+            place = item.place_in(item.layout, self.mesh, deferred)
             name, leaf = bucket.name, bucket.slots[n].leaves[0]
             facts = self.facts[name].get(leaf)
             if facts is None:
@@ -223,7 +223,7 @@ class Reading:
             parts = own_parts(flat, bucket.over, self.mesh)
             for part, mine in zip(parts, blocks(shard, self.mesh), strict=True):
                 part.copy_(mine)
-            self.coming[name] = flat, gather_later(flat, self.mesh, bucket.hops)
+            self.coming[name] = flat, bucket.gather_later(flat, self.mesh)
 
     def _whole(self, name: str) -> Tensor:
         """Return a gathered bucket; keep those of its block and one other, or all with ``keep``."""
@@ -350,14 +350,14 @@ class Gradient:
 
     def post(self) -> Callable[[], Tensor] | None:
         """Post the reduction if this backward added gradients; at most two are in transit."""
-        flat, room = self.flat, room_of(self.index)
+        flat, room = self.flat, self.index.room
         if flat is None or self.task != backward_now():
             return None
         self.flat, self.task = None, -1
         with torch.no_grad():
             hops, n = self.bucket.hops, self.bucket.length // self.bucket.ways
             out = self._memory(n) if hops else flat
-            later = scatter(flat, out, self.mesh, hops, room.memory)
+            later = self.bucket.scatter(flat, out, self.mesh, room.memory)
 
             @cache
             def finish() -> Tensor:
@@ -386,13 +386,13 @@ class Gradient:
             return unwrap(psum_scatter(wrap(whole, self.mesh), over, 0)) if over else whole
 
     def _memory(self, n: int) -> Tensor:
-        memory, like = room_of(self.index).memory, self.like
+        memory, like = self.index.room.memory, self.like
         return memory.take(storage_shape(self.mesh, n), like.dtype, like.device)
 
 
 def _pack(flat: Tensor, bucket: Bucket, grads: tuple[Tensor | None, ...], add: bool) -> None:
     for slot, g in zip(bucket.slots, grads, strict=True):
-        place = slot_of(flat, slot.offset, slot.shape)
+        place = slot.of(flat)
         if g is None:
             if not add:
                 place.zero_()
@@ -437,7 +437,7 @@ class _GatherBucket(Local):
         ctx.reading, ctx.name = reading, name
         ctx.set_materialize_grads(False)
         slots = reading.buckets[name].slots
-        return tuple(slot_of(flat, s.offset, s.shape) for s in slots)
+        return tuple(s.of(flat) for s in slots)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -489,7 +489,7 @@ class SplitParameters:
         mine, given = _matched(params, grads, state)
         self.cache.view(given)
         state = run_measured(self.inner, given, state, mine, step)
-        room_of(params.index).memory.give(*(g.raw for g in given.values()))
+        params.index.room.memory.give(*(g.raw for g in given.values()))
         return state
 
     def sink(self, params: Tree) -> None:
@@ -520,7 +520,7 @@ def _matched(params: Tree, grads: Tree, state: State) -> tuple[Buckets, Buckets]
     """Return parameters and gradients of the trained buckets, checked to match."""
     mine = _trained(_parted(params))
     theirs = index_of(state)
-    ours = mine.index.whole or mine.index
+    ours = mine.index.all
     if theirs is not None and theirs is not ours and theirs.items != ours.items:
         raise changed(theirs.items, ours.items, mine.mesh)
     if not isinstance(grads, Buckets) or not grads.keys() >= mine.keys():
@@ -532,7 +532,7 @@ def _matched(params: Tree, grads: Tree, state: State) -> tuple[Buckets, Buckets]
     if grads.index is mine.index:
         given = grads
     else:
-        same_index(grads.index.whole or grads.index, ours, mine.mesh)
+        same_index(grads.index.all, ours, mine.mesh)
         given = mine.like({n: grads[n] for n in mine})
     _refuse_pending(given)
     return mine, given

@@ -25,8 +25,7 @@ from shardlib.modules.rules import stars
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.optim.buckets import Buckets
-from shardlib.optim.flat import Memory
+from shardlib.optim.buckets import Buckets, Memory
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size

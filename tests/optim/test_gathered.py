@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib._compat import storage_users
-from shardlib.optim.flat import room_of
 from shardlib.optim.stage3 import Parts
 
 o = sl.optim
@@ -515,7 +514,7 @@ def test_what_is_derived_from_a_gathered_weight_is_freed_with_it(remat: str) -> 
     """At most the bucket that is read, the one before it and the one that comes next are alive."""
     with sl.simulate(data=2, x=2):
         _, apply, tx, parts, (a, b, _) = plain(8, remat)
-        room, most = room_of(parts.index), [0]
+        room, most = parts.index.room, [0]
 
         def count(*_: Any) -> None:
             alive = sum(storage_users(t) > 1 for t in room.buffers)

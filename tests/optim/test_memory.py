@@ -1,6 +1,6 @@
 import torch
 
-from shardlib.optim.flat import Memory, Room
+from shardlib.optim.buckets import Memory, Room
 
 
 def test_memory_is_used_again_once_it_is_given_back() -> None:

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 
 import shardlib as sl
-from shardlib.optim.buckets import Item, index
-from shardlib.optim.flat import parts_of
+from shardlib.optim.buckets import Item, index, parts_of
 from shardlib.optim.norms import norms, powers, scaled, squares, summed, totals
 from shardlib.tensor import Place, ShardedTensor
 from tests.ops.cases import r
