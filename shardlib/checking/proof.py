@@ -237,19 +237,19 @@ class _Doubles(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = dict(kwargs or {})
-        asked = [x for x in (*args[1:], *kwargs.values()) if _wide(x) is not x]
+        asked = [x for x in (*args[1:], *kwargs.values()) if _fp64_for(x) is not x]
         if name in ("float", "half", "bfloat16"):
             asked, func = [getattr(torch, "float16" if name == "half" else name)], Tensor.double
             args = args[:1]
         if asked and name != "view":  # view reads the same bits as another dtype
             text = f"{name} to {str(asked[0]).removeprefix('torch.')}"
             self.raised += [text] if text not in self.raised else []
-            args = tuple(_wide(x) for x in args)
-            kwargs = {k: _wide(x) for k, x in kwargs.items()}
+            args = tuple(_fp64_for(x) for x in args)
+            kwargs = {k: _fp64_for(x) for k, x in kwargs.items()}
         return func(*args, **kwargs)
 
 
-def _wide(x: object) -> object:
+def _fp64_for(x: object) -> object:
     return torch.float64 if isinstance(x, torch.dtype) and x in _LOWER else x
 
 

@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.dtypes import HALF, wider
+from shardlib.dtypes import HALF, wide, wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.kernels import active
 from shardlib.optim.buckets import Memory
@@ -159,7 +159,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
             updates, inner = tx.update(grads, inner, params)
             return updates, MixedState((), _to(inner, how.state))
         before = exact(params, state.master)
-        updates, inner = tx.update(_widened(grads), inner, before)
+        updates, inner = tx.update(each(wide, grads), inner, before)
         new = each(lambda p, u: (p + u).to(p.dtype), before, updates)
         high, master = _apart(new, _half(params), rest)
         # in fp64, so that p + u is exactly the rounded value
@@ -174,7 +174,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         if how.master is None:
             return MixedState((), _to(run_in_place(tx, grads, inner, params, step), how.state))
         before = exact(params, state.master)
-        inner = run_in_place(tx, _widened(grads), inner, before, step)
+        inner = run_in_place(tx, each(wide, grads), inner, before, step)
         for p, kept, exactly in spans(*pieces(_half(params), state.master, before)):
             high, low = halves(exactly) if rest else (exactly, exactly)
             p.copy_(high)
@@ -206,10 +206,6 @@ def _half(params: Tree) -> Tree:
     return optree.tree_map(
         lambda p: p if isinstance(p, Tensor) and p.dtype in HALF else None, trainable(params)
     )
-
-
-def _widened(grads: Tree) -> Tree:
-    return each(lambda g: g.to(wider(g.dtype)), grads)
 
 
 def _to(state: State, dtype: torch.dtype | None) -> State:

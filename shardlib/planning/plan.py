@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardlib.dtypes import is_half
+from shardlib.dtypes import wide
 from shardlib.errors import BadArgument, ShardError, similar
 from shardlib.mesh import record
 from shardlib.modules import parallelize, recipes
@@ -356,11 +356,12 @@ def loss_of(out: object, labels: object) -> Tensor | None:
     """
     found = getattr(out, "loss", None)
     out = found if isinstance(found, Tensor) else getattr(out, "logits", out)
-    if isinstance(out, Tensor) and is_half(out):
-        out = out.float()
-    if isinstance(out, Tensor) and out.numel() == 1:
+    if not isinstance(out, Tensor):
+        return None
+    out = wide(out)
+    if out.numel() == 1:
         return out
-    if isinstance(out, Tensor) and isinstance(labels, Tensor) and out.ndim == labels.ndim + 1:
+    if isinstance(labels, Tensor) and out.ndim == labels.ndim + 1:
         return F.cross_entropy(out.view(-1, out.shape[-1]), labels.view(-1))
     return None
 

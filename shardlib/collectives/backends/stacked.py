@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives.backends.backend import Axes, Finish, Pairs
-from shardlib.dtypes import is_half
+from shardlib.dtypes import wide
 from shardlib.mesh import Mesh, coordinates, rank_along, uploaded
 
 __all__ = ["at_once"]
@@ -119,8 +119,7 @@ def psum_scatter_into(
     land: Tensor | None = None,
     ahead: bool = False,
 ) -> Tensor:
-    half = is_half(x)
-    y, order = _split(x.float() if half else x, mesh, axes)  # [groups, p, n]
+    y, order = _split(wide(x), mesh, axes)  # [groups, p, n]
     p = y.shape[1]
     parts = y.unflatten(-1, (p, -1))  # [groups, rank, part, n / p]
     owner = torch.arange(p, device=x.device)
