@@ -217,11 +217,6 @@ def _items(value: object) -> list[tuple[Any, Any]] | None:
 _PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device, torch.layout)
 
 
-def _floats(output: object) -> list[Tensor]:
-    """List the tensors of an output that may have gradients."""
-    return [x for x in _outputs(output, []).values() if x.is_floating_point()]
-
-
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -269,7 +264,7 @@ def _loss(output: object) -> Tensor:
     found = getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found
-    leaves = _floats(output)
+    leaves = [x for x in _outputs(output, []).values() if x.is_floating_point()]
     if not leaves:
         raise ShardError(
             "the module returns no floating point tensor, so it has no loss",
@@ -431,7 +426,9 @@ def _compare(
         )
     for name, right in want.items():
         mine = got[name]
-        off = _off(mine, right)
+        off = float("inf")
+        if mine.dtype == right.dtype:
+            off = difference(mine, right)
         kind = mode + name.split(" ")[0 if name.split(" ")[0] in _KINDS else -2]
         row[kind] = max(row.get(kind, 0.0), off)
         if not off <= tolerance:
@@ -441,15 +438,11 @@ def _compare(
 _KINDS = ("output", "loss", "gradient", "norm")
 
 
-def _off(mine: Tensor, right: Tensor) -> float:
-    return difference(mine, right) if mine.dtype == right.dtype else float("inf")
-
-
 def _differs(
     case: _ProofCase, mesh: Mesh, mode: str, name: str, mine: Tensor, right: Tensor, off: float
 ) -> ModelDiffers:
     rows: dict[str, object] = {"on one device": _shown(right), "on the mesh": _shown(mine)}
-    found: Found | None = None
+    found = ""
     for gradients in (False, True):
         places = Places(gradients)
         try:
@@ -458,13 +451,9 @@ def _differs(
             rows["looking for it"] = e.message
             break
         found = places.found
-        if found is not None:
+        if found:
             break
-    if found is None:
-        rows["made by"] = "no single operator: each equals torch's on the same operands"
-    else:
-        what = f"the gradient of {found.call}" if found.gradient else found.call
-        rows["made by"] = f"{what}, at {found.line}: off by {found.off:.1e}"
+    rows["made by"] = found or "no single operator: each equals torch's on the same operands"
     return ModelDiffers(
         f"{mode}{name} differs by {off:.1e} relative to its largest value",
         op="check_model",
@@ -487,22 +476,14 @@ def _shown(x: Tensor) -> str:
 # ---------------------------------------------------------------- the first wrong operator
 
 
-@dataclass(frozen=True)
-class Found:
-    """The first operator whose value, or gradient, differs from torch's."""
-
-    call: str
-    line: str
-    off: float
-    gradient: bool
-
-
 class Places:
-    """A watcher of every function called on sharded tensors; it records the first wrong one."""
+    """A watcher of every function called on sharded tensors; it records the first wrong one.
+
+    ``found``  the operator whose value, or gradient, differs from torch's; "" if there is none.
+    """
 
     def __init__(self, gradients: bool) -> None:
-        self.gradients = gradients
-        self.found: Found | None = None
+        self.gradients, self.found = gradients, ""
         self.inside = False
 
     def chose(self, match: object, product: bool = False) -> None:
@@ -512,14 +493,14 @@ class Places:
         self, implementation: Callable[..., object], func: Func, args: Args, kwargs: Kwargs
     ) -> object:
         name = getattr(func, "__name__", str(func))
-        if self.inside or self.found is not None or draws(func, args, kwargs):
+        if self.inside or self.found or draws(func, args, kwargs):
             return implementation(func, args, kwargs)
         line = user_line()
         given: Any = (args, kwargs)
         self.inside = True
         try:
-            before = _whole(given)
-            kept = optree.tree_map(_kept, given) if self.gradients else None
+            before = _each(_value, given)
+            kept = _each(lambda x: x.detach().clone(), given) if self.gradients else None
             out = implementation(func, args, kwargs)
             off = self._gradient(func, kept, before) if kept else _error_of(func, before, out)
         finally:
@@ -527,7 +508,8 @@ class Places:
         # in fp64, rounding of one operator is far below this
         if off > 1e-9:
             types = [typeof(x) for x in optree.tree_leaves(given) if _ours(x)]
-            self.found = Found(f"{name}({', '.join(types)})", line, off, self.gradients)
+            what = "the gradient of " * self.gradients + f"{name}({', '.join(types)})"
+            self.found = f"{what}, at {line}: off by {off:.1e}"
         return out
 
     def _gradient(self, func: Func, kept: Any, whole: Any) -> float:
@@ -586,10 +568,7 @@ def _is_float(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _kept(x: object) -> object:
-    return x.detach().clone() if isinstance(x, Tensor) else x
-
-
-def _whole(tree: Any) -> Any:
+def _each(f: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply a function to every tensor of a tree, outside the graph."""
     with torch.no_grad():
-        return optree.tree_map(lambda x: _value(x) if isinstance(x, Tensor) else x, tree)
+        return optree.tree_map(lambda x: f(x) if isinstance(x, Tensor) else x, tree)

@@ -440,7 +440,7 @@ class JobProcesses:
             return self._of_silent(silent)
         if away := [r for r, a in answers.items() if a[0] != "waits"]:
             return f"rank {away[0]} did not come: it is {answers[away[0]][1]}"
-        doing = {r: _without_line(a[1]) for r, a in answers.items()}
+        doing = {r: a[1].partition(", at ")[0] for r, a in answers.items()}
         if len(set(doing.values())) < 2:
             text = str(error).splitlines()[0] if error else "it lasted too long"
             return f"the transfer failed on every rank: {text}"
@@ -575,10 +575,6 @@ class JobProcesses:
         except RankFailed:
             return None
         return None if text is None else json.loads(text)
-
-
-def _without_line(doing: str) -> str:
-    return doing.partition(", at ")[0]
 
 
 def _ranges(ranks: Sequence[int]) -> str:

@@ -367,7 +367,8 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         except RuntimeError as e:  # view_as_complex and its kin take only some strides
             raise Apart from e
         for y, view in zip(_tensors(out), views, strict=True):
-            order = _in_order(strides, view)
+            left = {s: d for d, s in enumerate(strides)}
+            order = [left.pop(s, None) for s in reversed(view.stride())][::-1]  # the last first
             for n, s, d in zip(y.shape, view.stride(), order, strict=True):
                 if n != 1 and s and (d is None or x.shape[d] != n):
                     raise Apart
@@ -654,12 +655,6 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         self.align(rows[len(index) :], x.shape[len(index) :], values)
         if id(out) not in self.rows:
             self.know(out, rows)
-
-
-def _in_order(strides: list[int], view: Tensor) -> list[int | None]:
-    """Return for each dimension of a view the one that has its stride, the last ones first."""
-    left = {s: d for d, s in enumerate(strides)}
-    return [left.pop(s, None) for s in reversed(view.stride())][::-1]
 
 
 def _keeps_shape(call: _OpCall, out: object) -> bool:

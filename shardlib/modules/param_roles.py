@@ -138,7 +138,8 @@ def kinds(dims: Dimensions) -> _Found:
     ['inner', 'residual']
     """
     found = _Found(dims)
-    headed = _headed(found)
+    heads = [row for _, _, row in found.rows if any("heads" in a.seen for a in deep(row))]
+    headed = ids(itertools.chain(*heads))
     _classify_marked(found, headed)
     for row in dims.sources:
         found.put(row, "residual")
@@ -153,12 +154,6 @@ def kinds(dims: Dimensions) -> _Found:
         if (found.of(ins), found.of(outs)) == ("inner", "residual") and length(ins) > length(outs):
             found.mlp |= ids(ins) - headed
     return found
-
-
-def _headed(found: _Found) -> set[int]:
-    """Return the atoms of dimensions of heads."""
-    rows = [row for _, _, row in found.rows if any("heads" in a.seen for a in deep(row))]
-    return ids(itertools.chain(*rows))
 
 
 def _classify_marked(found: _Found, headed: set[int]) -> None:
@@ -323,7 +318,8 @@ def _split(found: _Found, row: Row, kind: str) -> str:
     if not axes:
         return "."
     p = found.way.ways(axes)
-    if found.way.pad and length(row) % p and _is_vocabulary(found, row):
+    # a vocabulary is one atom
+    if found.way.pad and length(row) % p and ids(row) <= found.vocabulary and len(deep(row)) == 1:
         return _token(axes)
     held = _held(found, row, kind, p)
     return str(said(axes, held, length(row)) if p > 1 else _as_if_split(found, row, kind, axes))
@@ -337,11 +333,6 @@ def _as_if_split(found: _Found, row: Row, kind: str, axes: Sequence[str]) -> Dim
         return Dim(tuple(axes), f"runs; 0:{length(row)}")
     groups = before * (len(parts) or 1)
     return Dim((groups, *axes) if groups > 1 else tuple(axes))
-
-
-def _is_vocabulary(found: _Found, row: Row) -> bool:
-    atoms = deep(row)
-    return len(atoms) == 1 and id(atoms[0]) in found.vocabulary
 
 
 def _token(axes: Sequence[str]) -> str:

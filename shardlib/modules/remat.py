@@ -61,14 +61,10 @@ def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
         called = [n for n in found if not _is_list(names[n])]
         if not called:
             raise _no_module(pattern, policy, names, found)
-        for n in _outermost(called):
-            taken.setdefault(n, policy)
+        for n in called:
+            if not any(n.startswith(f"{o}.") for o in called):  # the outermost alone
+                taken.setdefault(n, policy)
     return taken
-
-
-def _outermost(names: Sequence[str]) -> list[str]:
-    """List the names of modules that are in no other of them."""
-    return [n for n in names if not any(n.startswith(f"{o}.") for o in names)]
 
 
 def _no_module(
@@ -177,15 +173,15 @@ def version_of(x: Tensor) -> int:
     return 0 if raw.is_inference() else raw._version
 
 
-_FIXED = (Tensor, nn.Module, int, float, complex, str, bytes, enum.Enum, type, FunctionType)
-_FIXED_TOO = (torch.dtype, torch.device, torch.Size, range, slice, type(None), type(...))
+_FIXED = (
+    Tensor, nn.Module, int, float, complex, str, bytes, enum.Enum, type, FunctionType,
+    torch.dtype, torch.device, torch.Size, range, slice, type(None), type(...),
+)  # fmt: skip
 
 
 def _may_change(x: Any) -> bool:
     """Check whether an argument holds an object that a call may change (no tensor, number, ...)."""
-    return not all(
-        isinstance(leaf, _FIXED + _FIXED_TOO) for leaf in optree.tree_leaves(x, none_is_leaf=True)
-    )
+    return not all(isinstance(leaf, _FIXED) for leaf in optree.tree_leaves(x, none_is_leaf=True))
 
 
 class _Twin:

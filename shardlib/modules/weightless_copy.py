@@ -77,15 +77,12 @@ def skeleton(module: nn.Module, buffers: Mapping[str, Tensor] | None = None) -> 
     ), device(type='meta'), torch.Size([3, 2]))
     """
     given = buffers or {}
-    swap: dict[int, Tensor] = {id(p): _stand_in(p) for p in module.parameters()}
+    swap: dict[int, Tensor] = {}
+    for p in module.parameters():
+        blank = torch.empty(p.shape, dtype=p.dtype, device="meta")
+        swap[id(p)] = nn.Parameter(blank, requires_grad=p.requires_grad)
     swap |= {id(b): given[n] for n, b in module.named_buffers() if n in given}
     return copied(module, swap)[id(module)]
-
-
-def _stand_in(p: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(
-        torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad
-    )
 
 
 def copied(module: nn.Module, swap: Mapping[int, Tensor]) -> dict[int, nn.Module]:
