@@ -560,7 +560,7 @@ def _whole(x: ShardedTensor) -> Tensor:
     return whole_now(raw.clone() if one_storage(raw, block) else raw)
 
 
-@implements(Tensor.cpu, Tensor.cuda, padded=True)
+@implements(Tensor.cpu, Tensor.cuda, takes="all")
 def _leaving(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return x if it is on the device already, or a replicated x's copy on the CPU; else refuse."""
     x = args[0]

@@ -43,7 +43,7 @@ def _padded_extreme(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object
     return beside(the_dim(_MAX))(run, func, args, kwargs)
 
 
-@implements(torch.max, Tensor.max, torch.min, Tensor.min, padded=_padded_extreme)
+@implements(torch.max, Tensor.max, torch.min, Tensor.min, padding=_padded_extreme)
 def max_or_min(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Take the extreme of all elements, or along a dimension with its positions.
 
@@ -76,7 +76,7 @@ def max_or_min(func: Func, args: Args, kwargs: Kwargs) -> object:
 _ARG = binder("argmax(input, dim: int = None, keepdim: bool = False)")
 
 
-@implements(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, padded=beside(the_dim(_ARG)))
+@implements(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, padding=beside(the_dim(_ARG)))
 def arg_extreme(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return the position of the first extreme; without ``dim``, in the flattened tensor."""
     x, dim, keepdim = _ARG(*args, **kwargs).values()
@@ -93,7 +93,7 @@ _TOPK = binder("topk(input, k: int, dim: int = -1, largest: bool = True, sorted:
 _KTH = binder("kthvalue(input, k: int, dim: int = -1, keepdim: bool = False)")
 
 
-@implements(torch.topk, Tensor.topk, padded=beside(the_dim(_TOPK)))
+@implements(torch.topk, Tensor.topk, padding=beside(the_dim(_TOPK)))
 def topk(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Find the best k along a dimension among the best k of each block.
 
@@ -107,7 +107,7 @@ def topk(func: Func, args: Args, kwargs: Kwargs) -> object:
     return torch.return_types.topk((values, where.gather(dim, at)))
 
 
-@implements(torch.kthvalue, Tensor.kthvalue, padded=beside(the_dim(_KTH)))
+@implements(torch.kthvalue, Tensor.kthvalue, padding=beside(the_dim(_KTH)))
 def kthvalue(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Find the k-th smallest along a dimension among the k smallest of each block."""
     x, k, dim, keepdim = _KTH(*args, **kwargs).values()

@@ -11,7 +11,7 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import Place, ShardedTensor, implements, replicated
 
 
-@implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, padded=True)
+@implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, takes="all")
 def new(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return the same value on every rank."""
     x = args[0]

@@ -116,7 +116,7 @@ def _enter(spec: OpSpec, labels: Callable[[Bound], Labels]) -> None:
 
         functions = homes(name)
         if functions:
-            implements(*functions, padded=True)(implementation)
+            implements(*functions, takes="all")(implementation)
             autocast.DECLARED.update(functions)
             DECLARED[name] = Declared(tuple(functions), bind, labels)
 
@@ -132,7 +132,7 @@ def spelled(text: str, body: Callable[..., Any]) -> None:
     ``body`` may accept calls that torch refuses, so torch is tried first on meta tensors.
     """
     for name, signature in lines(text).items():
-        implements(*homes(name), padded=True)(partial(_taken, binder(signature), body))
+        implements(*homes(name), takes="all")(partial(_taken, binder(signature), body))
 
 
 def _taken(

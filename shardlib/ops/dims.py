@@ -30,7 +30,7 @@ from shardlib.mesh import Mesh
 from shardlib.ops.each_rank import FlatCall, each, run
 from shardlib.ops.fallback import is_whole, on_whole, written_to
 from shardlib.ops.fix_line import fix_line
-from shardlib.ops.padding import agree, filled, padded_to, with_zeros
+from shardlib.ops.padding import agree, of_true_sizes
 from shardlib.ops.registry import implicit_budget
 from shardlib.ops.signatures import ArgumentSlot
 from shardlib.opspec import Args, Func, Kwargs
@@ -186,26 +186,18 @@ def _on_padded(
     """
     if written(func, args, kwargs):
         raise Unfit("written in place")
-    call = FlatCall.of(func, *args, **kwargs)
-    _check_rows(call, labels)
-    sizes = call.shapes([x.shape for x in call.tensors])
-    inner = [filled(x, 0 if sums else 1) if has_padding((x,)) else x for x in call.tensors]
-    try:
-        out = rows_call(func, *call.replaced(inner), labels, sums, free=True)
-    except RuntimeError as e:
-        raise Unfit(f"torch refuses rows of ones: {e}") from None
-    if out is None:
-        raise Unfit("the operands lie apart")
-    found, shape = optree.tree_flatten(out, none_is_leaf=True)
-    for j, (y, size) in enumerate(zip(found, sizes, strict=True)):
-        if len(size) != y.ndim:
-            raise Unfit("the result's dimensions hang on its sizes")
-        found[j] = with_zeros(y, size) if y.raw.requires_grad else padded_to(y, size)
-        for given, x in zip(inner, call.tensors, strict=True):
-            # a view of a filled copy counts as a view of the operand, as in torch
-            if isinstance(given, ShardedTensor) and alike(y.raw, given.raw):
-                link(found[j].raw, x.raw)
-    return optree.tree_unflatten(shape, found)
+    _check_rows(FlatCall.of(func, *args, **kwargs), labels)
+
+    def run(func: Func, args: Args, kwargs: Kwargs) -> Any:
+        try:
+            out = rows_call(func, args, kwargs, labels, sums, free=True)
+        except RuntimeError as e:
+            raise Unfit(f"torch refuses rows of ones: {e}") from None
+        if out is None:
+            raise Unfit("the operands lie apart")
+        return out
+
+    return of_true_sizes(run, func, args, kwargs, 0 if sums else 1, zeros=True)
 
 
 def _check_rows(call: FlatCall, labels: Callable[[Any, Any], Labels]) -> None:

@@ -101,7 +101,7 @@ def _saturated(x: Tensor, keep: Tensor, p: float) -> Tensor:
     F.dropout, torch.dropout, torch.dropout_, F.alpha_dropout, torch.alpha_dropout,
     torch.alpha_dropout_, F.feature_alpha_dropout, torch.feature_alpha_dropout,
     torch.feature_alpha_dropout_, torch.feature_dropout, torch.feature_dropout_,
-    padded=True, pending=False,
+    takes="padding skew",
 )  # fmt: skip
 def dropout(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Drop elements, or channels where the name begins with "feature"."""
@@ -147,7 +147,7 @@ def _scale(p: float) -> float:
     return 1 / (1 - p) if p < 1 else 0.0
 
 
-@implements(torch.native_dropout, padded=True, pending=False)
+@implements(torch.native_dropout, takes="padding skew")
 def native_dropout(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return (output, mask)."""
     b = binder("native_dropout(input, p, train)")(*args, **kwargs)
@@ -166,7 +166,7 @@ _rrelu = binder(
 )
 
 
-@implements(F.rrelu, torch.rrelu, torch.rrelu_, padded=True, pending=False)
+@implements(F.rrelu, torch.rrelu, torch.rrelu_, takes="padding skew")
 def rrelu(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw a leaky slope between lower and upper: one per element in training, else their mean."""
     b = _rrelu(*args, **kwargs)

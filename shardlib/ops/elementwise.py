@@ -154,7 +154,9 @@ def _alike(y: Tensor, x: ShardedTensor) -> Layout:
     return Layout(tuple(reversed(tokens)))
 
 
-@implements(*[f for n in _NAMES for f in homes(n)], padded=padded_alike, skewed=True, repeats=True)
+@implements(
+    *[f for n in _NAMES for f in homes(n)], padding=padded_alike, takes="skew sums", repeats=True
+)
 def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Run a function that acts on each element independently."""
     if kwargs:
@@ -185,7 +187,7 @@ def _settled_alike(x: Tensor, y: Tensor) -> bool:
     return not (x.sharding.partial or y.sharding.partial)
 
 
-@implements(Tensor.to, Tensor.type, Tensor.type_as, padded=padded_alike, skewed=True)
+@implements(Tensor.to, Tensor.type, Tensor.type_as, padding=padded_alike, takes="skew sums")
 def converted(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Change dtype or device; a tensor argument gives only its own dtype and device."""
     args, kwargs = _placed(func, args, kwargs)
@@ -479,7 +481,7 @@ def _padded_in_place(run: Func, func: Func, args: Args, kwargs: Kwargs) -> objec
     return x
 
 
-@implements(*_IN_PLACE, padded=_padded_in_place, skewed=True)
+@implements(*_IN_PLACE, padding=_padded_in_place, takes="skew sums")
 def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """Change the block in place; the result must have the tensor's own layout."""
     if kwargs:

@@ -93,7 +93,7 @@ _EMBEDDING = binder(
 )
 
 
-@implements(F.embedding, padded=True, pending=False, repeats=True)
+@implements(F.embedding, takes="padding skew", repeats=True)
 def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Look up ids, split or not, in a table whose rows and columns may be split over any axes.
 
@@ -149,7 +149,7 @@ _ROWS = binder(
 )
 
 
-@implements(torch.embedding, padded=True, pending=False)
+@implements(torch.embedding, takes="padding skew")
 def embedding_of_rows(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Look up ids by aten's signature, in which a padding_idx of -1 means none."""
     given = _ROWS(*args, **kwargs)

@@ -209,8 +209,9 @@ _SCALAR = Layout.parse("...").resolve(0)
 
 for _name, _func in foreach_ops().items():
     if _name == "norm":
-        implements(_func, padded=True, pending=False)(_norms)
+        implements(_func, takes="padding skew")(_norms)
     elif _name != "powsum":
-        implements(_func, padded=_name not in _REDUCES)(partial(_on_lists, _name))
-implements(*fused_steps(), padded=True, pending=False)(_fused)
+        takes = "sums" if _name in _REDUCES else "all"
+        implements(_func, takes=takes)(partial(_on_lists, _name))
+implements(*fused_steps(), takes="padding skew")(_fused)
 implements(amp_unscale)(unscale)

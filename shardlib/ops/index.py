@@ -17,7 +17,7 @@ from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.elementwise import elementwise, padded_alike
 from shardlib.ops.fallback import is_whole, on_whole
 from shardlib.ops.id_bounds import in_range
-from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, the_dim
+from shardlib.ops.padding import beside, of_true_sizes, sizes, the_dim
 from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.ops.views import entries, indexed_dims, named, piece, without_ellipsis
 from shardlib.opspec import Args, Func, Kwargs
@@ -25,7 +25,7 @@ from shardlib.placing import reshard, shard
 from shardlib.tensor.gradients import real_axes, settle, total, vary
 from shardlib.tensor.lifting import lift, replicated
 from shardlib.tensor.place import Place
-from shardlib.tensor.tensor import ShardedTensor, Unfit, call_error, implements
+from shardlib.tensor.tensor import ShardedTensor, Unfit, call_error, has_padding, implements
 
 
 def _dim(b: Bound) -> int:
@@ -99,28 +99,21 @@ def _text(i: object) -> str:
     if isinstance(i, slice):
         start, stop = ("" if n is None else repr(n) for n in (i.start, i.stop))
         return f"{start}:{stop}" + ("" if i.step is None else f":{i.step!r}")
-    return "..." if i is Ellipsis else "i" if isinstance(i, Tensor) else repr(i)
+    return "..." if i is Ellipsis else repr(i)
 
 
 def _padded_getitem(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Index a padded operand along the dimensions that are not padded."""
-    x, index = args
-    if not isinstance(x, ShardedTensor) or not x.is_padded:
-        raise Unfit("a padded index")
-    index = entries(index)
-    touched = _touched(index, x.ndim)
-    if touched is not None and all(x.shape[d] == x.padded_shape[d] for d in touched):
+    x, index = args[0], entries(args[1])
+    if has_padding(index) or any(_is_mask(i) or isinstance(i, bool) for i in index):
+        raise Unfit("a padded index, or a mask, which has the true sizes")
+    given = zip(indexed_dims(index, x.ndim), sizes(x), strict=True)
+    if all(n == m or (isinstance(i, slice) and i == _ALL) for i, (n, m) in given):
         return of_true_sizes(run, func, (x, index), {})
-    if any(map(_is_mask, index)):
-        raise Unfit("a mask has the true sizes")
-    last_only(x, func)
-    last = without_ellipsis(index, x.ndim)[-1]
-    if not isinstance(last, slice) or last != _ALL:
-        why = "an index into the padded dimension"
+    fix = "sl.shard(sl.unshard(x), '...')"
+    if not any(isinstance(i, Tensor) for i in index):
         fix = f"sl.unshard(x)[{', '.join(map(_text, index))}]"
-        raise call_error(Unsupported, why, "getitem", fix, tensor=x)
-    out = run(func, (x.with_padding, index), {})
-    return padded_to(out, (*out.shape[:-1], x.shape[-1]))
+    raise call_error(Unsupported, "an index into the padded dimension", "getitem", fix, tensor=x)
 
 
 _ALL = slice(None)
@@ -130,14 +123,7 @@ def _is_mask(i: object) -> bool:
     return isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)
 
 
-def _touched(index: tuple[Any, ...], ndim: int) -> list[int] | None:
-    """List the dimensions that numbers and slices cut; None if there are other indices."""
-    if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
-        return None
-    return [d for d, i in enumerate(indexed_dims(index, ndim)) if i != slice(None)]
-
-
-@implements(Tensor.__getitem__, padded=_padded_getitem)
+@implements(Tensor.__getitem__, padding=_padded_getitem)
 def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Index by numbers, slices, tensors of positions, or masks."""
     x, index = args
@@ -361,7 +347,7 @@ def nonzero(func: Func, args: Args, kwargs: Kwargs) -> object:
     return func(reshard(x != 0, "..."), *rest, **kwargs)
 
 
-@implements(torch.where, Tensor.where, padded=padded_alike)
+@implements(torch.where, Tensor.where, padding=padded_alike)
 def choice(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return the positions where a condition is true; with three arguments, torch.where."""
     if len(args) + len(kwargs) == 1:
@@ -374,7 +360,7 @@ def choice(func: Func, args: Args, kwargs: Kwargs) -> object:
 _SELECTED = binder("index_select(input, dim: int, index: tensor)")
 
 
-@implements(torch.index_select, Tensor.index_select, padded=beside(the_dim(_SELECTED)))
+@implements(torch.index_select, Tensor.index_select, padding=beside(the_dim(_SELECTED)))
 def index_select(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Select as x[..., index] does; the result has x's layout, where it divides.
 

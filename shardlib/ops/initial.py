@@ -30,7 +30,7 @@ _FILLS = {
 }
 
 
-@implements(*_FILLS, padded=True)
+@implements(*_FILLS, takes="all")
 def fill(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Fill as torch.nn.init does, whose functions hand their arguments over by keyword, in order."""
     numbers = [v for k, v in kwargs.items() if k not in ("tensor", "generator")]
@@ -39,7 +39,7 @@ def fill(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return _FILLS[func](kwargs["tensor"], *numbers, **named)
 
 
-@implements(nn.init.kaiming_uniform_, padded=True)
+@implements(nn.init.kaiming_uniform_, takes="all")
 def kaiming_uniform_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Draw as nn.init.kaiming_uniform_."""
     return _kaiming(*args[len(kwargs) > 0 :], **kwargs)

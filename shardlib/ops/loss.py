@@ -31,7 +31,7 @@ from shardlib.ops.declare import Bound, last, rows, slots
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import padded_alike
 from shardlib.ops.id_bounds import in_range
-from shardlib.ops.padding import last_only
+from shardlib.ops.padding import cuts_padding
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs, lines
 from shardlib.placing import reshard
@@ -448,8 +448,8 @@ def _losses(text: str, labels: Callable[[Bound], Labels]) -> None:
     """Implement the losses of a table: torch's own on the rows, reduced by ours."""
     for name, signature in lines(text).items():
         loss = _RowLosses(getattr(F, name), binder(signature), labels)
-        padded = loss.padded if labels is rows else False
-        implements(getattr(F, name), padded=padded)(loss)
+        padding = loss.without_padding if labels is rows else None
+        implements(getattr(F, name), padding=padding)(loss)
 
 
 @dataclass(frozen=True)
@@ -473,7 +473,7 @@ class _RowLosses:
         run = partial(rows_call, self.of, (), labels=lambda a, k: self.labels(k))
         return _of_rows(given, how, run, _reduced)
 
-    def padded(self, run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
+    def without_padding(self, run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
         """Compute the losses of operands that are padded alike; padding adds nothing."""
         given = self.bind(*args, **kwargs)
         how = _how(given)
@@ -633,12 +633,13 @@ def _padded_classes(run: Func, func: Func, args: Args, kwargs: Kwargs) -> Tensor
     x = given["input"]
     if not has_padding((x,)) or has_padding((given["target"],)):
         raise Unfit("a padded target")
-    last_only(x, func)
+    if x.shape[:-1] != x.padded_shape[:-1]:
+        raise cuts_padding("cross_entropy of padded rows", func, x)
     how, classes = _checked(given, x.shape[-1]), x.shape[-1]
     return _split_cross_entropy(given | {"input": x.with_padding, "reduction": how}, classes)
 
 
-@implements(F.cross_entropy, padded=_padded_classes)
+@implements(F.cross_entropy, padding=_padded_classes)
 def cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Compute the loss of integer targets by the algorithm above, others by torch's on the rows."""
     given = _CROSS_ENTROPY(*args, **kwargs)

@@ -39,13 +39,13 @@ from shardlib.tensor.tensor import (
 )
 
 
-@implements(begins_vmap, padded=True)
+@implements(begins_vmap, takes="all")
 def _batched(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Refuse the older vmap, by which torch.autograd.functional vectorizes."""
     raise no_transform("vmap", args, "torch.autograd.functional.jacobian(f, x)")
 
 
-@implements(begins_forward_ad, padded=True)
+@implements(begins_forward_ad, takes="all")
 def _dual(func: Func, args: Args, kwargs: Kwargs) -> object:
     raise no_transform(transform_called() or "jvp", args)
 
@@ -68,7 +68,7 @@ implements(
     torch.is_signed, torch.result_type,
     torch.get_device, Tensor.get_device, Tensor.ndimension, Tensor.dense_dim, Tensor.sparse_dim,
     Tensor.is_distributed, torch.is_distributed, Tensor.dim_order,
-    Tensor.is_signed, Tensor.stride, Tensor.storage_offset, Tensor.__hash__, padded=True,
+    Tensor.is_signed, Tensor.stride, Tensor.storage_offset, Tensor.__hash__, takes="all",
 )(_plain)  # fmt: skip
 
 
@@ -76,26 +76,26 @@ implements(
     Tensor.is_conj, torch.is_conj, Tensor.is_neg, torch.is_neg,
     Tensor.is_inference, torch.is_inference, Tensor.is_pinned,
     Tensor.requires_grad.__get__, Tensor.is_leaf.__get__, Tensor.retains_grad.__get__,
-    Tensor.requires_grad.__set__, Tensor.grad.__delete__, Tensor.retain_grad, padded=True,
+    Tensor.requires_grad.__set__, Tensor.grad.__delete__, Tensor.retain_grad, takes="all",
 )  # fmt: skip
 def _of_blocks(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, *rest = (*args, *kwargs.values())
     return func(x.raw, *rest)
 
 
-@implements(torch.is_same_size, Tensor.is_same_size, padded=True)
+@implements(torch.is_same_size, Tensor.is_same_size, takes="all")
 def _is_same_size(func: Func, args: Args, kwargs: Kwargs) -> bool:
     x, other = (*args, *kwargs.values())
     return x.shape == other.shape
 
 
-@implements(describes_memory, padded=True)
+@implements(describes_memory, takes="all")
 def _described(func: Func, args: Args, kwargs: Kwargs) -> bool:
     """Refuse the call by which torch.export and fake tensors begin to read a tensor's memory."""
     raise no_trace("torch.export")
 
 
-@implements(Tensor.is_contiguous, padded=True)
+@implements(Tensor.is_contiguous, takes="all")
 def _is_contiguous(func: Func, args: Args, kwargs: Kwargs) -> bool:
     x, form = _FORM(*args, **kwargs)
     return (
@@ -105,25 +105,25 @@ def _is_contiguous(func: Func, args: Args, kwargs: Kwargs) -> bool:
     )
 
 
-@implements(Tensor.grad_fn.__get__, padded=True)
+@implements(Tensor.grad_fn.__get__, takes="all")
 def _grad_fn(func: Func, args: Args, kwargs: Kwargs) -> object:
     facts = args[0].facts
     return func(args[0].raw) if facts is None or facts.node is None else facts.node
 
 
-@implements(Tensor.requires_grad_, Tensor.detach_, Tensor.zero_, padded=True)
+@implements(Tensor.requires_grad_, Tensor.detach_, Tensor.zero_, takes="all")
 def _in_place(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     func(args[0].raw, *args[1:], **kwargs)
     return args[0]
 
 
-@implements(Tensor.grad.__get__, padded=True)
+@implements(Tensor.grad.__get__, takes="all")
 def _grad(func: Func, args: Args, kwargs: Kwargs) -> object:
     x = args[0]
     return None if x.raw.grad is None else gradient_of(x, x.raw.grad)
 
 
-@implements(Tensor.grad.__set__, padded=True)
+@implements(Tensor.grad.__set__, takes="all")
 def _set_grad(func: Func, args: Args, kwargs: Kwargs) -> None:
     x, grad = args
     if grad is None:
@@ -145,7 +145,7 @@ def _lies_as(x: ShardedTensor, y: object) -> bool:
     )
 
 
-@implements(Tensor.backward, padded=True)
+@implements(Tensor.backward, takes="all")
 def _backward(func: Func, args: Args, kwargs: Kwargs) -> None:
     _differentiate(*args, **kwargs)
 
@@ -163,7 +163,7 @@ def _differentiate(
     backward_of(x.raw, _cotangent(x, gradient), retain_graph, create_graph, inputs)
 
 
-@implements(torch.autograd.backward, padded=True)
+@implements(torch.autograd.backward, takes="all")
 def _autograd_backward(func: Func, args: Args, kwargs: Kwargs) -> None:
     names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -183,7 +183,7 @@ def _with_cotangents(tensors: list[Tensor], cotangents: Any) -> tuple[list[Any],
     return [_raw(x) for x in ended], found
 
 
-@implements(Tensor.register_hook, padded=True)
+@implements(Tensor.register_hook, takes="all")
 def _register_hook(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, hook = args
     place = gradient_place(x.place)  # not x: the hook would keep x and its memory alive
@@ -204,7 +204,7 @@ def _hooked(given: ShardedTensor, found: Any) -> Tensor:
     return found.raw
 
 
-@implements(Tensor.register_post_accumulate_grad_hook, padded=True)
+@implements(Tensor.register_post_accumulate_grad_hook, takes="all")
 def _register_post_hook(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, hook = args
     held = weakref.ref(x)
@@ -257,7 +257,7 @@ def _one(x: ShardedTensor) -> Tensor:
     return torch.ones_like(x.raw)
 
 
-@implements(torch.autograd.grad, padded=True)
+@implements(torch.autograd.grad, takes="all")
 def _autograd_grad(func: Func, args: Args, kwargs: Kwargs) -> object:
     names = ("outputs", "inputs", "grad_outputs")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -299,7 +299,7 @@ def _formatted(x: ShardedTensor, form: torch.memory_format) -> ShardedTensor:
     return x.becomes(x.raw.permute(last).clone(memory_format=torch.contiguous_format).permute(back))
 
 
-@implements(Tensor.contiguous, padded=True)
+@implements(Tensor.contiguous, takes="all")
 def _contiguous(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Return the tensor itself where torch would return its operand, else a copy."""
     x, form = _FORM(*args, **kwargs)
@@ -317,18 +317,18 @@ def _CLONE(
     return input, torch.preserve_format if memory_format is None else memory_format
 
 
-@implements(Tensor.clone, torch.clone, padded=True)
+@implements(Tensor.clone, torch.clone, takes="all")
 def _clone(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return _formatted(*_CLONE(*args, **kwargs))
 
 
-@implements(Tensor.detach, torch.detach, Tensor.data.__get__, padded=True)
+@implements(Tensor.detach, torch.detach, Tensor.data.__get__, takes="all")
 def _detached(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     (x,) = (*args, *kwargs.values())
     return x.becomes(func(x.raw))
 
 
-@implements(Tensor.data.__set__, padded=True)
+@implements(Tensor.data.__set__, takes="all")
 def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
     """Assign ``x.data = y``: x holds y's blocks; its dtype may change, and no graph records it."""
     x = args[0]
@@ -337,7 +337,7 @@ def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
         func(x, x.becomes(x.raw.detach()))
 
 
-@implements(torch.ops.aten.set_.source_Tensor, padded=True)
+@implements(torch.ops.aten.set_.source_Tensor, takes="all")
 def _set(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Run ``x.set_(y)``, with which torch's parametrizations replace a parameter."""
     func(args[0].raw, _as_data(*args).raw)
@@ -363,7 +363,7 @@ def _as_data(x: ShardedTensor, new: Any) -> ShardedTensor:
     raise call_error(ShardError, why, "data", fix, x=x, y=given)
 
 
-@implements(may_swap_data, padded=True)
+@implements(may_swap_data, takes="all")
 def _may_swap_data(func: Func, args: Args, kwargs: Kwargs) -> bool:
     x, new = args
     if not isinstance(x, ShardedTensor) or not _lies_as(x, new) or new.shape != x.shape:
@@ -371,7 +371,7 @@ def _may_swap_data(func: Func, args: Args, kwargs: Kwargs) -> bool:
     return bool(func(x.raw, new.raw))
 
 
-@implements(Tensor.fill_, padded=True)
+@implements(Tensor.fill_, takes="all")
 def _fill(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Set every position to the same value; the parts of a sum only to zero."""
     x, value = (*args, *kwargs.values())
@@ -392,14 +392,14 @@ def _fill(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 
 
 @implements(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__,
-            Tensor.__index__, Tensor.__complex__, padded=True)  # fmt: skip
+            Tensor.__index__, Tensor.__complex__, takes="all")  # fmt: skip
 def _item(func: Func, args: Args, kwargs: Kwargs) -> object:
     (x,) = (*args, *kwargs.values())
     _whole_here(x, func, "item" if x.padded_shape.numel() == 1 else "tolist")
     return func(block_of(x))
 
 
-@implements(Tensor.__format__, padded=True)
+@implements(Tensor.__format__, takes="all")
 def _format(func: Func, args: Args, kwargs: Kwargs) -> str:
     """Format a scalar as its number, anything else as its repr, as torch does."""
     x, spec = args
@@ -409,7 +409,7 @@ def _format(func: Func, args: Args, kwargs: Kwargs) -> str:
     return func(block_of(x).detach(), spec)
 
 
-@implements(Tensor.__array__, Tensor.__dlpack__, Tensor.numpy, padded=True)
+@implements(Tensor.__array__, Tensor.__dlpack__, Tensor.numpy, takes="all")
 def _array(func: Func, args: Args, kwargs: Kwargs) -> object:
     x = args[0] if args else kwargs["self"]
     _whole_here(x, func, "numpy")

@@ -9,6 +9,7 @@ Source: Chan, Golub and LeVeque 1983 for the merge; arXiv 2104.05343, section 3.
 import math
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ from shardlib.kernels.norm import (
 )
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.elementwise import brought
-from shardlib.ops.padding import filled, with_zeros
+from shardlib.ops.padding import beside
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.gradients import vary, vjp_again, widened
@@ -53,7 +54,6 @@ from shardlib.tensor.tensor import (
     Unfit,
     blockwise,
     call_error,
-    has_padding,
     implements,
 )
 
@@ -374,27 +374,24 @@ _RMS = binder(
 )
 
 
-def _padded_rows(run: Func, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Normalise an operand padded in its rows only, filled with ones to keep them finite."""
-    given = (_LAYER if "layer" in func.__name__ else _RMS)(*args, **kwargs)
-    x, width = given["input"], len(given["normalized_shape"])
-    others = (given["weight"], given.get("bias"))
-    if not x.is_padded or has_padding(others) or x.shape[-width:] != x.padded_shape[-width:]:
-        raise Unfit("the padding would be normalised")
+def _tail(bind: Func, *args: Any, **kwargs: Any) -> range:
+    """Return the normalised dimensions; rows of ones must be finite with this eps."""
+    given = bind(*args, **kwargs)
     eps = given["eps"]
     if eps is not None and eps <= (0 if "bias" in given else -1):
         raise Unfit("what is made of the padding would not be finite")
-    return with_zeros(run(func, (), given | {"input": filled(x, 1)}), x.shape)
+    return range(-len(given["normalized_shape"]), 0)
 
 
-@implements(F.layer_norm, torch.layer_norm, padded=_padded_rows, pending=False, repeats=True)
+@implements(F.layer_norm, torch.layer_norm, padding=beside(partial(_tail, _LAYER), 1), takes="plain",
+            repeats=True)  # fmt: skip
 def layer_norm(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Normalise as F.layer_norm, with the normalised dimensions split or whole."""
     x, shape, w, b, eps, *_ = _LAYER(*args, **kwargs).values()
     return _normalised((func, args, kwargs), {"x": x, "w": w, "b": b}, tuple(shape), eps, True)
 
 
-@implements(F.rms_norm, torch.rms_norm, padded=_padded_rows, pending=False)
+@implements(F.rms_norm, torch.rms_norm, padding=beside(partial(_tail, _RMS), 1), takes="plain")
 def rms_norm(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Normalise as F.rms_norm, with the normalised dimensions split or whole."""
     x, shape, w, eps = _RMS(*args, **kwargs).values()

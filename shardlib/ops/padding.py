@@ -6,6 +6,7 @@ fills the padding first with a neutral value (zero before a sum, the lowest numb
 maximum), and results there have no gradient.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import holds_values, played, storage
-from shardlib.errors import Unsupported
+from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Layout
+from shardlib.memory_sharing import alike, link
 from shardlib.mesh import Mesh
 from shardlib.ops.each_rank import FlatCall
 from shardlib.opspec import Args, Func, Kwargs, records
@@ -26,9 +28,9 @@ from shardlib.tensor import ShardedTensor, Unfit, call_error, has_padding
 __all__ = [
     "agree",
     "beside",
+    "cuts_padding",
     "filled",
     "inside",
-    "last_only",
     "neutral",
     "of_true_sizes",
     "padded_to",
@@ -40,8 +42,10 @@ __all__ = [
 
 def filled(x: ShardedTensor, value: float | bool) -> ShardedTensor:
     """Return the value of the padded sizes, with ``value`` in the padding and no gradient there."""
+    if not x.is_padded:
+        return x
     whole = x.with_padding
-    if not x.is_padded or not holds_values(x.mesh):
+    if not holds_values(x.mesh):
         return whole
     value = bool(value) if x.raw.dtype == torch.bool else value  # a number would promote the dtype
     return whole.becomes(torch.where(inside(x).raw, x.raw, value))
@@ -88,19 +92,21 @@ def with_zeros(value: ShardedTensor, true: Sequence[int]) -> ShardedTensor:
     return padded_to(filled(out, 0), true) if out.is_padded else out
 
 
-def beside(along: Callable[..., Iterable[int]]) -> Callable[..., Any]:
+def beside(along: Callable[..., Iterable[int]], fill: float | None = None) -> Callable[..., Any]:
     """Return a handler of padded operands for a function that works along some dimensions and
     treats the positions of all others independently.
 
     ``along(*args, **kwargs)``  returns those dimensions, of which none may be padded.
+    ``fill``  number for which positions of padding are finite; None where nothing is computed.
     """
 
-    return partial(_beside, along)
+    return partial(_beside, along, fill)
 
 
 def _beside(
-    along: Callable[..., Iterable[int]], run: Func, func: Func, args: Args, kwargs: Kwargs
-) -> object:
+    along: Callable[..., Iterable[int]], fill: float | None,
+    run: Func, func: Func, args: Args, kwargs: Kwargs,
+) -> object:  # fmt: skip
     given = [x for x in FlatCall.of(func, *args, **kwargs).tensors if x.ndim]
     uneven = [x for x in given if has_padding((x,))]
     chosen = {d % x.ndim for d in along(*args, **kwargs) for x in uneven}
@@ -110,7 +116,7 @@ def _beside(
     kept = {tuple(size for d, size in found.items() if d not in chosen) for found in alike}
     if len(kept) > 1 or len({x.sharding for x in uneven}) > 1:
         raise Unfit("operands that are padded otherwise")
-    return of_true_sizes(run, func, args, kwargs)
+    return of_true_sizes(run, func, args, kwargs, fill, zeros=fill is not None)
 
 
 def the_dim(signature: Callable[..., dict[str, Any]]) -> Callable[..., list[int]]:
@@ -141,33 +147,56 @@ def neutral(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTensor))
     if math.isinf(spec.fill) and not x.dtype.is_floating_point:
         raise Unfit("integers have no infinity")
-    out = of_true_sizes(run, func, args, kwargs, spec.fill)
-    return out if spec.kind == "reduce" else with_zeros(out.with_padding, out.shape)
+    return of_true_sizes(run, func, args, kwargs, spec.fill, zeros=spec.kind != "reduce")
 
 
 def of_true_sizes(
-    run: Func, func: Func, args: Args, kwargs: Kwargs, fill: float | None = None
+    run: Func,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
+    fill: float | None = None,
+    zeros: bool = False,
 ) -> object:
     """Run an implementation on the padded sizes; results get the sizes for the true ones.
 
-    ``fill``  the content of the padding; None leaves it as it is.
+    ``fill``   the content of the operands' padding; None leaves it as it is.
+    ``zeros``  results with a gradient have zeros in their padding, and no gradient there.
     """
-
-    def whole(x: Tensor) -> Tensor:
-        if not isinstance(x, ShardedTensor):
-            return x
-        return x.with_padding if fill is None else filled(x, fill)
-
     call = FlatCall.of(func, *args, **kwargs)
     mesh = next(x.mesh for x in call.tensors if isinstance(x, ShardedTensor))
     key = (func, call.tree, *map(_fixed, call.leaves))
     true = mesh.memo("true sizes", key, lambda: call.shapes(map(_size, call.tensors)))
-    a, k = call.replaced(map(whole, call.tensors))
-    found, shape = optree.tree_flatten(run(func, a, k))
+    given = [_stored(x, fill) for x in call.tensors]
+    a, k = call.replaced(given)
+    found, shape = optree.tree_flatten(run(func, a, k), none_is_leaf=True)
     if list(map(len, true)) != [y.ndim for y in found]:
         raise Unfit("a dimension of one element, and of more with its padding")
-    each = [padded_to(y, size) for y, size in zip(found, true, strict=True)]
+    each = [
+        with_zeros(y, size) if zeros and y.raw.requires_grad else padded_to(y, size)
+        for y, size in zip(found, true, strict=True)
+    ]
+    if fill is not None:
+        _link_views(zip(found, each, strict=True), zip(given, call.tensors, strict=True))
     return optree.tree_unflatten(shape, each)
+
+
+def _link_views(results: Iterable[tuple[Any, Any]], operands: Iterable[tuple[Any, Any]]) -> None:
+    """Link results that are views of a filled copy to the operand, as torch's would be.
+
+    ``results``   each as it was computed, and as it is returned.
+    ``operands``  each as it was computed with, and as it was given.
+    """
+    for (y, new), (v, x) in itertools.product(results, operands):
+        if v is not x and alike(y.raw, v.raw):
+            link(new.raw, x.raw)
+
+
+def _stored(x: Tensor, fill: float | None) -> Tensor:
+    """Return an operand of the padded sizes, with ``fill`` in its padding if it is a number."""
+    if not isinstance(x, ShardedTensor):
+        return x
+    return x.with_padding if fill is None else filled(x, fill)
 
 
 def _size(x: Tensor) -> torch.Size | None:
@@ -182,8 +211,7 @@ def _fixed(x: object) -> object:
     return (slice, x.start, x.stop, x.step) if isinstance(x, slice) else (type(x), x)
 
 
-def last_only(x: ShardedTensor, func: Func) -> None:
-    """Refuse padding in any dimension but the last."""
-    if tuple(x.shape[:-1]) != tuple(x.padded_shape[:-1]):
-        why = f"{func.__name__} takes padding in the last dimension alone"
-        raise call_error(Unsupported, why, func, "sl.shard(sl.unshard(x), '...')", tensor=x)
+def cuts_padding(what: str, op: Func | str, x: ShardedTensor) -> ShardError:
+    """Return the error for a call that would take a padded dimension apart."""
+    why = f"{what} cuts through the padded dimension"
+    return call_error(Unsupported, why, op, "sl.shard(sl.unshard(x), '...')", tensor=x)

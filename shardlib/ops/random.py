@@ -166,7 +166,7 @@ def _in_place(
         b = bind(*args, **{_ENDS.get(k, k): v for k, v in kwargs.items()})
         return draw_into(x, make(b, x), b["generator"])
 
-    implements(func, padded=True, pending=False)(implementation)
+    implements(func, takes="padding skew")(implementation)
 
 
 _ENDS = {"from": "low", "to": "high"}  # torch's names, of which one is reserved in Python
@@ -248,7 +248,7 @@ _bernoulli = binder("bernoulli(input, p=None, *, generator=None)")
 _bernoulli_ = binder("bernoulli_(input, p=0.5, *, generator=None)")
 
 
-@implements(torch.bernoulli, Tensor.bernoulli, pending=False)
+@implements(torch.bernoulli, Tensor.bernoulli, takes="plain")
 def bernoulli_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw 1 with each element as probability, or with ``p`` everywhere."""
     b = _bernoulli(*args, **kwargs)
@@ -264,7 +264,7 @@ def bernoulli_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return x.becomes((u < p).to(x.dtype))
 
 
-@implements(Tensor.bernoulli_, padded=True, pending=False)
+@implements(Tensor.bernoulli_, takes="padding skew")
 def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw in place: bernoulli_(p), p a number or a tensor that broadcasts."""
     b = _bernoulli_(*args, **kwargs)
@@ -294,7 +294,7 @@ def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 _normal = binder("normal(mean, std=1.0, *, generator=None)")
 
 
-@implements(torch.normal, padded=True, pending=False)
+@implements(torch.normal, takes="padding skew")
 def normal_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw mean + std z, for tensors that broadcast."""
     b = _normal(*args, **kwargs)
@@ -317,7 +317,7 @@ def normal_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return out  # type: ignore[return-value]
 
 
-@implements(torch.poisson, pending=False)
+@implements(torch.poisson, takes="plain")
 def poisson(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw Poisson counts with the elements as rates."""
     b = binder("poisson(input, generator=None)")(*args, **kwargs)
@@ -420,13 +420,13 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-@implements(torch.rand_like, padded=True)
+@implements(torch.rand_like, takes="all")
 def rand_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw uniform numbers in [0, 1), in the tensor's layout."""
     return _like(func, _rand(*args, **kwargs), lambda t: uniform(0.0, 1.0, _real(t)))
 
 
-@implements(torch.randn_like, padded=True)
+@implements(torch.randn_like, takes="all")
 def randn_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw numbers of mean 0 and variance 1, in the tensor's layout."""
     return _like(
@@ -436,7 +436,7 @@ def randn_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     )
 
 
-@implements(torch.randint_like, padded=True)
+@implements(torch.randint_like, takes="all")
 def randint_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw integers in [low, high), in the tensor's layout."""
     b = _randint(*args, **kwargs)
@@ -454,7 +454,7 @@ def randint_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 _multinomial = binder("multinomial(input, num_samples: int, replacement=False, *, generator=None)")
 
 
-@implements(torch.multinomial, Tensor.multinomial, pending=False)
+@implements(torch.multinomial, Tensor.multinomial, takes="plain")
 def multinomial(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw indices with the row's weights: the largest of log(weight) + Gumbel noise.
 
@@ -546,7 +546,7 @@ _pool = binder(
 
 @implements(
     F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d,
-    F.fractional_max_pool3d_with_indices, pending=False,
+    F.fractional_max_pool3d_with_indices, takes="plain",
 )  # fmt: skip
 def fractional_max_pool(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Pool windows that begin at positions drawn per sample and channel."""

@@ -107,8 +107,8 @@ def _mean_padded(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     return neutral(mean, torch.sum, (x, gone, keepdim), {"dtype": more["dtype"]})
 
 
-@implements(torch.sum, Tensor.sum, padded=neutral, skewed=True)
-@implements(torch.mean, Tensor.mean, padded=_mean_padded, skewed=True)
+@implements(torch.sum, Tensor.sum, padding=neutral, takes="skew sums")
+@implements(torch.mean, Tensor.mean, padding=_mean_padded, takes="skew sums")
 def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Sum locally, then by one psum over the axes that split the reduced dimensions."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
@@ -135,7 +135,7 @@ def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return x.becomes(raw, layout, shape)
 
 
-@implements(Tensor.any, torch.any, Tensor.all, torch.all, padded=True, pending=False)
+@implements(Tensor.any, torch.any, Tensor.all, torch.all, takes="padding skew")
 def claims(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Implement any and all by counting zeros or nonzeros, so that one psum is enough."""
     given = _ANY(*args, **kwargs)
@@ -149,7 +149,7 @@ def claims(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return out.to(torch.uint8) if x.dtype == torch.uint8 else out
 
 
-@implements(torch.amax, Tensor.amax, torch.amin, Tensor.amin, padded=neutral, skewed=True)
+@implements(torch.amax, Tensor.amax, torch.amin, Tensor.amin, padding=neutral, takes="skew sums")
 def extremes(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Take the local extreme, and over split dimensions a pmax as well.
 
@@ -344,7 +344,7 @@ def _padded_norm(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     return neutral(lambda _, args, kwargs: func(*args, **kwargs), func, args, kwargs)
 
 
-@implements(torch.linalg.vector_norm, padded=_padded_norm, skewed=True, pending=False)
+@implements(torch.linalg.vector_norm, padding=_padded_norm, takes="skew")
 def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the norm of the blocks' norms."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
@@ -374,7 +374,7 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return out.to(x.dtype) if summed is not x else out
 
 
-@implements(Tensor.norm, torch.norm, padded=True)
+@implements(Tensor.norm, torch.norm, takes="all")
 def norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Take a vector's norm over one dimension or all; "fro" as in torch."""
     x, p, dim, keepdim, dtype = _FRO(*args, **kwargs).values()
@@ -393,7 +393,7 @@ _FRO = binder("norm(input, p='fro', dim: ints = None, keepdim: bool = False, dty
 @implements(
     F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax,
     F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax,
-    padded=neutral, pending=False,
+    padding=neutral, takes="plain",
 )  # fmt: skip
 def softmax(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute softmax, locally over a whole dimension, over a split one by a pmax and a psum."""
@@ -419,7 +419,7 @@ def softmax(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 @implements(
-    torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp, padded=neutral, pending=False
+    torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp, padding=neutral, takes="plain"
 )
 def logsumexp(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute logsumexp; over a split dimension, logsumexp of the blocks' results."""
@@ -435,7 +435,7 @@ def logsumexp(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return _written(_LogSum, summed, dim, keepdim, "logsumexp", value).to(x.dtype)
 
 
-@implements(torch.var, Tensor.var, torch.std, Tensor.std, padded=True)
+@implements(torch.var, Tensor.var, torch.std, Tensor.std, takes="all")
 def variance(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute the variance in two passes: squares around the global mean are summed."""
     x, dim, keepdim, more = _arguments(_VAR, args, kwargs)
@@ -481,7 +481,7 @@ _PROD = binder("""
 """)
 
 
-@implements(torch.prod, Tensor.prod, padded=neutral, skewed=True, pending=False)
+@implements(torch.prod, Tensor.prod, padding=neutral, takes="skew")
 def prod(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the product of the blocks' products."""
     x, dim, keepdim, more = _arguments(_PROD, args, kwargs)

@@ -104,7 +104,7 @@ def _depthwise(k: int) -> None:
         return rows_call(apart, (x, w, bias, stride, padding, dilation, groups), {}, labels)
 
     apart.__name__ = name
-    implements(*homes(name), padded=True)(implementation)
+    implements(*homes(name), takes="all")(implementation)
 
 
 for _k in (1, 2, 3):

@@ -7,7 +7,7 @@
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, reduce
 from typing import Any, NoReturn
 
@@ -21,13 +21,12 @@ from shardlib.errors import (
     ImplicitCommunication,
     NoImplementation,
     OutOfRange,
-    Unsupported,
     lettered,
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import Apart, cut, leading, without_ones
 from shardlib.ops.each_rank import FlatCall
-from shardlib.ops.padding import beside, last_only, of_true_sizes, padded_to, sizes, the_dim
+from shardlib.ops.padding import beside, cuts_padding, of_true_sizes, sizes, the_dim
 from shardlib.ops.signatures import binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
@@ -250,22 +249,24 @@ def _viewed(
 def _view(call: _Call, run: Func, x: ShardedTensor, new: tuple[int, ...]) -> Any:
     """Return ``x`` with ``new`` sizes; ``run`` views a block."""
     new = _infer(new, x, x.shape.numel(), run.__name__)
-    copied = not is_dense(x) and not _mergeable(x, new)
+    stored = _stored(call[0], x, new, lambda d, j: math.prod(x.shape[:d]) == math.prod(new[:j]))
+    copied = not is_dense(x) and not _mergeable(x, stored)
     if copied and run is Tensor.view:
         why = (
             f"a view of {list(new)} is not compatible with the tensor's strides: it spans two of "
             "them"
         )
         raise call_error(BadArgument, why, "view", f"x.reshape{new}", tensor=x)
-    found = _viewed(x.sharding, x.shape, new, tuple(x.mesh.axes.items()))
+    size = x.padded_shape
+    found = _viewed(x.sharding, size, stored, tuple(x.mesh.axes.items()))
     if isinstance(found, str):
         why = f"shape {list(new)} cuts through the blocks: {found}"
         fix = f"sl.reshard(x, '...').view{tuple(new)}"
         raise call_error(ImplicitCommunication, why, run, fix, tensor=x)
     layout, local = found
-    place = Place(layout, torch.Size(new), x.mesh, deferred=x.deferred)
-    if len(new) == 2 < len(x.shape) and new[-1] == x.shape[-1]:
-        place = place._replace(merged_from=tuple(x.shape[:-1]))
+    place = x.place.becomes(layout, torch.Size(stored), torch.Size(new))
+    if len(new) == 2 < len(size) and stored[-1] == size[-1]:
+        place = place._replace(merged_from=tuple(size[:-1]))
     if not copied:
         return blockwise(*call, place, run, (local,), strided=True)
     raw = local_call(run, x.mesh, (x.raw, local), {})
@@ -274,20 +275,38 @@ def _view(call: _Call, run: Func, x: ShardedTensor, new: tuple[int, ...]) -> Any
     return ShardedTensor(raw, place)
 
 
+def _stored(
+    op: Func, x: ShardedTensor, new: tuple[int, ...], same: Callable[[int, int], bool]
+) -> tuple[int, ...]:
+    """Return the stored sizes of a view of ``x``: a dimension with padding stays as it is.
+
+    ``same``  whether a dimension of ``x`` and one of the view may be the same one.
+    """
+    out = list(new)
+    for d, (n, m) in enumerate(sizes(x)):
+        if n != m:
+            found = [j for j, k in enumerate(new) if k == n and same(d, j)]
+            if not found:
+                raise cuts_padding(f"a view of {list(new)}", op, x)
+            out[min(found, key=lambda j: abs(j - d))] = m
+    return tuple(out)
+
+
 def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
     """Check whether torch could view the whole tensor with ``new`` sizes without a copy.
 
     Its strides are inferred from the block's: in the same order, with a gap wherever the block has
     one.
     """
-    block, local = block_strides(x), x.sharding.local_shape(x.shape, x.mesh)
-    whole = [0] * len(x.shape)
+    size = x.padded_shape
+    block, local = block_strides(x), x.sharding.local_shape(size, x.mesh)
+    whole = [0] * len(size)
     inner, outer = 1, 1  # next strides without a gap, of the block and of the whole tensor
     for d in sorted(range(len(whole)), key=lambda d: (block[d], local[d] > 1, -d)):
         if block[d]:
             whole[d] = outer if block[d] <= inner else 2 * outer
-            inner, outer = block[d] * local[d], whole[d] * x.shape[d]
-    return _viewable(x.shape, whole, new)
+            inner, outer = block[d] * local[d], whole[d] * size[d]
+    return _viewable(size, whole, new)
 
 
 def _viewable(size: Sequence[int], stride: Sequence[int], new: Sequence[int]) -> bool:
@@ -314,20 +333,7 @@ VIEW = binder("""
 """)
 
 
-def _padded_view(run: Func, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """View a padded operand: other dimensions merge and split, the padded last one stays."""
-    x, wanted = VIEW(*args, **kwargs).values()
-    last_only(x, func)
-    last, given = x.shape[-1], wanted[-1:]
-    rest = math.prod(n for n in wanted if n != -1) * last
-    if not ((given == (last,) and wanted.count(-1) <= 1) or (given == (-1,) and rest == x.numel())):
-        why = f"a view of {list(wanted)} cuts through the padded dimension"
-        raise call_error(Unsupported, why, func, f"x.view(-1, {last})", tensor=x)
-    out = run(func, (x.with_padding, *wanted[:-1], x.padded_shape[-1]), {})
-    return padded_to(out, (*out.shape[:-1], last))
-
-
-@implements(Tensor.view, Tensor.reshape, torch.reshape, padded=_padded_view, repeats=True)
+@implements(Tensor.view, Tensor.reshape, torch.reshape, takes="padding sums", repeats=True)
 def view(func: Func, args: Args, kwargs: Kwargs) -> object:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         if {args[0].dtype} == {*args[1:], *kwargs.values()}:
@@ -341,7 +347,7 @@ def view(func: Func, args: Args, kwargs: Kwargs) -> object:
 _AS = binder("view_as(input, other: tensor)")
 
 
-@implements(Tensor.view_as, Tensor.reshape_as, repeats=True)
+@implements(Tensor.view_as, Tensor.reshape_as, takes="padding sums", repeats=True)
 def view_as(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, other = _AS(*args, **kwargs).values()
     run = Tensor.view if func is Tensor.view_as else Tensor.reshape
@@ -353,12 +359,7 @@ def view_as(func: Func, args: Args, kwargs: Kwargs) -> object:
 _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
 
 
-def _merged(*args: object, **kwargs: object) -> range:
-    x, start, end = _FLATTEN(*args, **kwargs).values()
-    return range(*slice(start % max(x.ndim, 1), end % max(x.ndim, 1) + 1).indices(x.ndim))
-
-
-@implements(Tensor.flatten, torch.flatten, padded=beside(_merged), repeats=True)
+@implements(Tensor.flatten, torch.flatten, takes="padding sums", repeats=True)
 def flatten(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, *ends = _FLATTEN(*args, **kwargs).values()
     start, end = (dim_of(d, len(x.shape), "flatten") for d in ends)
@@ -373,7 +374,7 @@ def flatten(func: Func, args: Args, kwargs: Kwargs) -> object:
 _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
 
 
-@implements(Tensor.unflatten, torch.unflatten, padded=beside(the_dim(_UNFLATTEN)), repeats=True)
+@implements(Tensor.unflatten, torch.unflatten, takes="padding sums", repeats=True)
 def unflatten(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, dim, sizes = _UNFLATTEN(*args, **kwargs).values()
     dim = dim_of(dim, len(x.shape), "unflatten")
@@ -389,7 +390,7 @@ def unflatten(func: Func, args: Args, kwargs: Kwargs) -> object:
     Tensor.permute, torch.permute, Tensor.transpose, torch.transpose,
     Tensor.swapaxes, torch.swapaxes, Tensor.swapdims, Tensor.movedim, torch.movedim,
     Tensor.moveaxis, torch.moveaxis, Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__,
-    padded=of_true_sizes, skewed=True, repeats=True,
+    padding=of_true_sizes, takes="skew sums", repeats=True,
 )  # fmt: skip
 def permuted(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Reorder dimensions as torch reorders those of a stand-in, whose strides are their numbers."""
@@ -421,7 +422,7 @@ def _regrouped(x: ShardedTensor, dims: Iterable[Dim], shape: Iterable[int]) -> P
 _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
 
 
-@implements(Tensor.unsqueeze, torch.unsqueeze, padded=of_true_sizes, repeats=True)
+@implements(Tensor.unsqueeze, torch.unsqueeze, padding=of_true_sizes, repeats=True)
 def unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, dim = _UNSQUEEZE(*args, **kwargs).values()
     dim = dim_of(dim, len(x.shape) + 1, "unsqueeze")
@@ -435,7 +436,7 @@ def unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> object:
 _SQUEEZE = binder("squeeze(input)\nsqueeze(input, *dim: int)")
 
 
-@implements(Tensor.squeeze, torch.squeeze, padded=of_true_sizes, repeats=True)
+@implements(Tensor.squeeze, torch.squeeze, padding=of_true_sizes, repeats=True)
 def squeeze(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, *where = _SQUEEZE(*args, **kwargs).values()
     ndim = len(x.shape)
@@ -459,26 +460,9 @@ def _expanded(func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, tuple[int, .
     return x, tuple(sizes)
 
 
-def _padded_expand(run: Func, func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Expand a padded operand whose padded dimensions stay as they are."""
-    x, wanted = _expanded(func, args, kwargs)
-    front = len(wanted) - x.ndim
-    if not isinstance(x, ShardedTensor) or not x.is_padded or front < 0:
-        raise Unfit("a tensor without padding, expanded as a padded one")
-    kept = {d: n for d, (n, stored) in enumerate(sizes(x), front) if n != stored}
-    if any(wanted[d] not in (-1, n) for d, n in kept.items()):
-        raise Unfit("a padded dimension that grows")
-    given = [-1 if d in kept else n for d, n in enumerate(wanted)]
-    out = run(Tensor.expand, (x.with_padding, *given), {})
-    true: list[int] = list(out.shape)
-    for d, n in kept.items():
-        true[d] = n
-    return padded_to(out, true)
-
-
 @implements(
     Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as,
-    padded=_padded_expand, repeats=True,
+    takes="padding sums", repeats=True,
 )  # fmt: skip
 def expand(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, wanted = _expanded(func, args, kwargs)
@@ -493,8 +477,10 @@ def expand(func: Func, args: Args, kwargs: Kwargs) -> object:
         or any(m not in (1, n) for m, n in zip(x.shape, new[front:], strict=True))
     ):
         raise call_error(BadArgument, f"cannot expand to {list(wanted)}", "expand", tensor=x)
-    place = _regrouped(x, (*[Dim()] * front, *x.dims), new)
-    local = place.layout.local_shape(new, x.mesh)
+    stored = _stored(func, x, new, lambda d, j: d + front == j)
+    layout = x.sharding.onto((*[Dim()] * front, *x.dims))
+    place = x.place.becomes(layout, torch.Size(stored), torch.Size(new))
+    local = layout.local_shape(stored, x.mesh)
     return blockwise(func, args or (x,), kwargs, place, Tensor.expand, (local,))
 
 
@@ -523,10 +509,10 @@ _SPLIT = binder("""
 _CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
 
 
-@implements(Tensor.chunk, torch.chunk, padded=beside(the_dim(_CHUNK)))
+@implements(Tensor.chunk, torch.chunk, padding=beside(the_dim(_CHUNK)))
 @implements(
     Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes,
-    padded=beside(the_dim(_SPLIT)),
+    padding=beside(the_dim(_SPLIT)),
 )  # fmt: skip
 def split(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
     bind = _CHUNK if "chunk" in func.__name__ else _SPLIT
@@ -602,7 +588,7 @@ def _with(x: ShardedTensor, dim: int, token: str) -> str:
 _UNBIND = binder("unbind(input, dim: int = 0)")
 
 
-@implements(Tensor.unbind, torch.unbind, padded=beside(the_dim(_UNBIND)))
+@implements(Tensor.unbind, torch.unbind, padding=beside(the_dim(_UNBIND)))
 def unbind(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
     x, dim = _UNBIND(*args, **kwargs).values()
     dim = dim_of(dim, len(x.shape), "unbind")
@@ -616,7 +602,7 @@ def unbind(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
 _SELECT = binder("select(input, dim: int, index: int)")
 
 
-@implements(Tensor.select, torch.select, padded=beside(the_dim(_SELECT)))
+@implements(Tensor.select, torch.select, padding=beside(the_dim(_SELECT)))
 def select(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     x, dim, index = _SELECT(*args, **kwargs).values()
     return _at(x, dim_of(dim, len(x.shape), "select"), index)
@@ -625,7 +611,7 @@ def select(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 _NARROW = binder("narrow(input, dim: int, start: int, length: int)")
 
 
-@implements(Tensor.narrow, torch.narrow, padded=beside(the_dim(_NARROW)))
+@implements(Tensor.narrow, torch.narrow, padding=beside(the_dim(_NARROW)))
 def narrow(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     x, dim, start, length = _NARROW(*args, **kwargs).values()
     dim = dim_of(dim, len(x.shape), "narrow")
@@ -765,8 +751,8 @@ def repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 _CAT = binder("cat(tensors, dim: int = 0)")
 
 
-@implements(torch.stack, padded=beside(lambda *_, **__: []))
-@implements(torch.cat, torch.concat, torch.concatenate, padded=beside(the_dim(_CAT)))
+@implements(torch.stack, padding=beside(lambda *_, **__: []))
+@implements(torch.cat, torch.concat, torch.concatenate, padding=beside(the_dim(_CAT)))
 def cat(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Join pieces with equal layouts along a whole dimension; dtypes promote as in torch."""
     tensors, dim = _CAT(*args, **kwargs).values()

@@ -57,9 +57,9 @@ class Place(NamedTuple):
         """Whether no sum is left open: of the value's parts, or of its gradient's."""
         return not (self.layout.partial or self.deferred)
 
-    def becomes(self, layout: Layout, shape: torch.Size) -> "Place":
-        """Return the place with another layout and other sizes, without padding.
+    def becomes(self, layout: Layout, shape: torch.Size, true: torch.Size | None = None) -> "Place":
+        """Return the place with another layout and other sizes; ``true`` ones without padding.
 
         ``out_layout`` and ``merged_from`` are dropped: they hold only for the value as it was.
         """
-        return Place(layout, shape, self.mesh, None, self.deferred)
+        return Place(layout, shape, self.mesh, None if true == shape else true, self.deferred)

@@ -65,7 +65,7 @@ __all__ = [
 
 Tree = TypeVar("Tree")
 Implementation = Callable[..., Any]
-Padded = Callable[[Implementation, Any, Any, Any], Any]
+Padding = Callable[[Implementation, Any, Any, Any], Any]
 
 TABLE: dict[Any, Implementation] = {}
 """torch function -> implementation(func, args, kwargs).
@@ -91,37 +91,30 @@ class Unfit(Exception):
     """
 
 
-class _Takes(NamedTuple):
-    """Operands that the implementation of a function takes, see ``implements``."""
-
-    padded: bool | Padded = False
-    skewed: bool = False
-    pending: bool = True
-
-
-_TAKES: dict[Any, _Takes] = {}
-_PLAIN = _Takes()
+_TAKES: dict[Any, tuple[int, Padding | None]] = {}
 _ANY: set[Any] = set()  # functions that take all operands: the dispatcher need not look at theirs
+_PADDING, _SKEW, _SUMS = 1, 2, 4
+_KINDS = {"plain": 0, "padding": _PADDING, "skew": _SKEW, "sums": _SUMS, "all": 7}
 
 
 def implements(
     *funcs: Func,
-    padded: bool | Padded = False,
-    skewed: bool = False,
-    pending: bool = True,
+    takes: str = "sums",
+    padding: Padding | None = None,
     repeats: bool = False,
 ) -> Callable[[Implementation], Implementation]:
     """Register the implementation of torch functions; two for one function raise ValueError.
 
     The dispatcher decides by it which implementation an operand that is no plain block reaches.
 
-    ``padded``  handling of padded operands.  True: the implementation reads their place itself.
-                A function: called as ``padded(implementation, func, args, kwargs)``.  False: they
-                are refused, or gathered within ``sl.implicit``.
-    ``skewed``  whether the implementation takes skewed operands, though it is not ``padded=True``.
-    ``pending`` whether it takes pending sums, or refuses some itself.
+    ``takes``   the operands that the implementation takes besides plain blocks, as words: "padding"
+                (it reads their place itself), "skew", pending "sums"; "all" of them, or "plain".
+                Others are refused, or gathered within ``sl.implicit``.
+    ``padding`` handler of operands with padding, called as ``padding(implementation, func, args,
+                kwargs)``.
     ``repeats`` whether the implementation ends some calls with ``blockwise``.
     """
+    kinds = sum(_KINDS[word] for word in takes.split())
 
     def enter(implementation: Implementation) -> Implementation:
         for func in dict.fromkeys(funcs):
@@ -130,17 +123,14 @@ def implements(
                     f"{func} has two implementations: {TABLE[func]} and {implementation}"
                 )
             TABLE[func] = implementation
-            _TAKES[func] = _Takes(padded, skewed or padded is True, pending)
-            if padded is True and pending:
+            _TAKES[func] = kinds, padding
+            if kinds == _KINDS["all"]:
                 _ANY.add(func)
             if repeats:
                 REPEATS.add(func)
         return implementation
 
     return enter
-
-
-_PADDED, _SKEWED, _PENDING = 1, 2, 4
 
 
 def _odd(values: Iterable[Any]) -> int:
@@ -150,11 +140,11 @@ def _odd(values: Iterable[Any]) -> int:
         if type(x) is ShardedTensor:
             place = x.place
             if place.true_shape is not None:
-                found |= _PADDED
+                found |= _PADDING
             if place.layout.skew:
-                found |= _SKEWED
+                found |= _SKEW
             if place.layout.partial:
-                found |= _PENDING
+                found |= _SUMS
         elif type(x) in (list, tuple):
             found |= _odd(x)
     return found
@@ -162,16 +152,15 @@ def _odd(values: Iterable[Any]) -> int:
 
 def _for_odd(odd: int, func: Func, implementation: Implementation) -> Implementation:
     """Return the implementation for such operands, or what refuses or gathers them."""
-    takes = _TAKES.get(func, _PLAIN)
-    if odd & _SKEWED and not takes.skewed:
+    takes, padding = _TAKES.get(func, (_SUMS, None))
+    refused = odd & ~takes
+    if refused & _SKEW:
         return _refuse_skew
-    if odd & _PADDED and not takes.padded:
+    if refused & _PADDING and padding is None:
         return _refuse_padding
-    if odd & _PENDING and not takes.pending:
+    if refused & _SUMS:
         return _refuse_pending
-    if odd & _PADDED and not isinstance(takes.padded, bool):
-        return partial(takes.padded, implementation)
-    return implementation
+    return partial(padding, implementation) if odd & _PADDING and padding else implementation
 
 
 class Facts:
@@ -619,7 +608,7 @@ def _call_key(now: Scope, func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, 
 
 def has_padding(values: Iterable[Any]) -> bool:
     """Check whether one of the values, or of the values in a list among them, is padded."""
-    return bool(_odd(values) & _PADDED)
+    return bool(_odd(values) & _PADDING)
 
 
 def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> object:

@@ -96,6 +96,10 @@ FUNCTIONS = {
     "a column": lambda x: x[:, 2],
     "index_select of rows": lambda x: x.index_select(1, torch.tensor([3, 0])),
     "rows in two dimensions": lambda x: x.unflatten(1, (2, 3)).flatten(1) + x,
+    "a view that splits rows": lambda x: x.view(5, 2, -1) * x.reshape(-1, 2, 3),
+    "view_as": lambda x: x.view_as(x.detach().clone()),
+    "flattened rows": lambda x: x.unflatten(1, (2, 3)).flatten(-2),
+    "positions of rows": lambda x: x[:, torch.tensor([3, 0])],
     "expand": lambda x: x.expand(3, -1, 6),
     "expand_as": lambda x: x[None].expand_as(torch.stack([x, x])),
     "mse_loss": lambda x: F.mse_loss(x, x.square()),
@@ -266,12 +270,12 @@ def test_what_would_reach_the_padding_is_refused() -> None:
         assert (
             x[1:, :].shape == (3, 5) and x[..., None, :].shape == (4, 1, 5) and x[0].shape == (5,)
         )
+        assert x.view(2, 2, -1, 1).shape == (2, 2, 5, 1)
         for f in (
             lambda: x[:, 0],
             lambda: x[..., 1:],
             lambda: x.view(20),
             lambda: x.view(5, 4),
-            lambda: x.view(2, 2, -1, 1),
         ):
             with pytest.raises(sl.errors.Unsupported):
                 f()

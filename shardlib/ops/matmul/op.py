@@ -23,7 +23,7 @@ from shardlib.ops.elementwise import elementwise
 from shardlib.ops.matmul.case import MatmulCase, case, cut_for, whole_rows
 from shardlib.ops.matmul.function import Axes, Product, rounded
 from shardlib.ops.matmul.shared_gather import let_go
-from shardlib.ops.padding import filled, padded_to
+from shardlib.ops.padding import of_true_sizes, sizes
 from shardlib.ops.registry import Match, decide
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
@@ -60,37 +60,26 @@ _NEED = {
 
 def _padded_product(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Multiply padded operands: zeros in the padding add nothing to a contraction."""
-    x, w = _MM(*args, **kwargs).values()
-    if min(x.ndim, w.ndim) < 2 or x.shape[-1] != w.shape[-2]:
-        raise Unfit("a vector, or sizes that differ")
-    if w.ndim > 2 and x.shape[:-2] != w.shape[:-2]:
-        raise Unfit("batches that broadcast")
-    if (x.ndim, w.ndim) != _NEED.get(func, (x.ndim, w.ndim)) or 0 in x.shape or 0 in w.shape:
-        raise Unfit("other dimensions, or an empty product")
-    if x.dtype == torch.bool or x.dtype != w.dtype:
-        raise Unfit("torch multiplies no matrices of these dtypes")
-    out_layout = w.place.out_layout if isinstance(w, ShardedTensor) else None
-    inner = [filled(t, 0) if isinstance(t, ShardedTensor) else t for t in (x, w)]
-    of_x, of_w = (t.padded_shape if isinstance(t, ShardedTensor) else t.shape for t in inner)
-    if of_x[-1] != of_w[-2] or (w.ndim > 2 and of_x[:-2] != of_w[:-2]):
+    of_x, of_w = map(sizes, _MM(*args, **kwargs).values())
+    if of_x[-1:] != of_w[-2:][:1] or (len(of_w) > 2 and of_x[:-2] != of_w[:-2]):
         raise Unfit("what is summed over, or the batch, is padded otherwise")
-    return padded_to(product_of(inner[0], inner[1], out_layout), (*x.shape[:-1], w.shape[-1]))
+    return of_true_sizes(run, func, args, kwargs, 0)
 
 
-def _padded_linear(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute ``linear`` of padded operands."""
+def _composed_linear(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Compute ``linear`` by a product and a sum."""
     x, w, bias = _LINEAR(*args, **kwargs).values()
     if w.ndim != 2 or (bias is not None and bias.dtype != x.dtype):
         raise Unfit("a weight has two dimensions, and a bias the dtype of the tensor")
     _check_bias(x, w, bias)
-    out = _padded_product(run, torch.matmul, (x, w.mT), {})
+    out = torch.matmul(x, w.mT)
     return out if bias is None else out + bias
 
 
 @implements(
     torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.linalg.matmul,
-    torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot, Tensor.dot, padded=_padded_product,
-    skewed=True, repeats=True,
+    torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot, Tensor.dot,
+    padding=_padded_product, takes="skew sums", repeats=True,
 )  # fmt: skip
 def matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, w = args if len(args) == 2 and not kwargs else _MM(*args, **kwargs).values()
@@ -151,7 +140,7 @@ def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
         )
 
 
-@implements(F.linear, padded=_padded_linear, skewed=True, repeats=True)
+@implements(F.linear, padding=_composed_linear, takes="skew sums", repeats=True)
 def linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Compute x @ w.T + b; w is stored (out, in)."""
     x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
