@@ -31,6 +31,7 @@ from shardlib.optim.transform import (
     Step,
     Transform,
     at_step,
+    beginning,
     by_directions,
     divide,
     divided,
@@ -408,9 +409,6 @@ def lamb(
     {'w': tensor([-0.5000,  0.5000])}
     """
 
-    def init(params: Tree) -> MomentState:
-        return MomentState(0, **moments(params, "mu", "nu"))
-
     def direct(
         grads: Tree, state: MomentState, params: Tree, way: Tree, rate: float
     ) -> tuple[MomentState, float]:
@@ -441,8 +439,9 @@ def lamb(
         return state._replace(count=state.count + 1)
 
     made: Any = by_directions(
-        "lamb", "tensor", init, lr, direct, lambda grads, state: state.mu, moment="mu"
-    )
+        "lamb", "tensor", beginning(MomentState, "mu", "nu"), lr, direct,
+        lambda grads, state: state.mu, moment="mu",
+    )  # fmt: skip
     return under(backend, made._replace(donate=donate))
 
 

@@ -471,7 +471,7 @@ class Pieces(list[Tensor]):
         out = []
         for first, end in self.runs or ():
             one, last = self[first], self[end - 1]
-            n = last.storage_offset() - one.storage_offset() + _rounded(last.numel())
+            n = last.storage_offset() - one.storage_offset() + _up(last.numel(), ALIGN)
             out.append(one.as_strided((n,), (1,)))
         return out
 
@@ -640,10 +640,6 @@ def held(bucket: Bucket, mesh: Mesh) -> list[tuple[Bucket, int, SlotPart]]:
     ]
 
 
-def _rounded(n: int) -> int:
-    return -(-n // ALIGN) * ALIGN
-
-
 def _runs(held: Sequence[tuple[Bucket, int, SlotPart]]) -> list[tuple[int, int]]:
     """List (first, after the last) of pieces that are adjacent in memory, in whole vectors."""
     out: list[tuple[int, int]] = []
@@ -651,7 +647,7 @@ def _runs(held: Sequence[tuple[Bucket, int, SlotPart]]) -> list[tuple[int, int]]
         before = held[k - 1] if k else None
         if before is not None and before[0] is bucket and before[1] == i:
             last = before[2]
-            if last.start + _rounded(last.length) == part.start:
+            if last.start + _up(last.length, ALIGN) == part.start:
                 out[-1] = (out[-1][0], k + 1)
                 continue
         out.append((k, k + 1))

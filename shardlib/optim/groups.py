@@ -7,6 +7,7 @@ paths are left of the tree.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,19 +119,19 @@ def partition(transforms: Mapping[str, Transform], which: Labels) -> Transform:
     [0.0, -1.01, -1.0]
     """
 
-    return _Partition(transforms, which, every=True).transform()
+    split = partial(labels, which, op="partition")
+    return _Partition(transforms, split, every=True).transform()
 
 
 def by_mask(mask: Mask, on: Transform, off: Transform, op: str) -> Transform:
     """Apply one transform to the leaves of a mask, another to the rest; either may be empty."""
 
-    def which(tree: Tree) -> Tree:
-        leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
-        found = flags(mask, tree, op)
-        words = ["on" if found[n] else "off" for n in named(tree)]
-        return optree.tree_unflatten(shape, words) if leaves else tree
+    words = {True: "on", False: "off"}
 
-    return _Partition({"on": on, "off": off}, which, every=False).transform()
+    def split(tree: Tree) -> dict[str, str]:
+        return {n: words[found] for n, found in flags(mask, tree, op).items()}
+
+    return _Partition({"on": on, "off": off}, split, every=False).transform()
 
 
 def of_matrices(
@@ -151,14 +152,21 @@ def of_matrices(
 class _Partition:
     """A transform for each label, on the tree of its leaves.
 
-    ``every``  whether each transform must have a parameter.
+    ``labels_of``  from a tree to each path's label.
+    ``every``      whether each transform must have a parameter.
     """
 
-    def __init__(self, transforms: Mapping[str, Transform], which: Labels, *, every: bool) -> None:
+    def __init__(
+        self,
+        transforms: Mapping[str, Transform],
+        labels_of: Callable[[Tree], dict[str, str]],
+        *,
+        every: bool,
+    ) -> None:
         for tx in transforms.values():
             check_transform(tx, "partition")
         self.transforms = transforms
-        self.which = which
+        self.labels_of = labels_of
         self.every = every
         self.checks = {n: t.check for n, t in transforms.items() if t.check is not None}
 
@@ -178,7 +186,7 @@ class _Partition:
 
     def split(self, tree: Tree) -> dict[str, str]:
         """Map each path to its label."""
-        found = labels(self.which, tree, "partition")
+        found = self.labels_of(tree)
         unknown = {v for v in found.values() if v not in self.transforms and v is not None}
         if unknown:
             raise ShardError(
@@ -237,10 +245,10 @@ class _Partition:
         with norms_known() if self.checks else nullcontext():
             self.checked(parts, state, held, step)
             for n, part in parts.items():
-                mine = Step(step.scale, sound=step.sound, skips=step.skips, guarded=step.guarded)
+                mine = replace(step, beside=None, ask=False)
                 after[n] = run_in_place(self.transforms[n], part, state.inner[n], held[n], mine)
-                step.lr = step.lr if mine.lr is None else mine.lr
-                step.norm = step.norm if mine.norm is None else mine.norm
+                step.lr = mine.lr
+                step.norm = mine.norm
         return PartitionState(after)
 
     def check(self, grads: Tree, state: PartitionState, params: Tree, step: Step) -> None:
@@ -308,14 +316,13 @@ def set_to_zero() -> Transform:
     {'w': tensor([0.])}
     """
 
-    def donate(grads: Tree, state: EmptyState, params: Tree, step: Step) -> EmptyState:
-        return state
-
-    return Transform(lambda params: EmptyState(), _zeros, "elementwise", donate, heeds=True)
-
-
-def _zeros(grads: Tree, state: EmptyState, params: Tree = None) -> tuple[Any, EmptyState]:
-    return each(torch.zeros_like, settled(grads)), state
+    return Transform(
+        lambda params: EmptyState(),
+        lambda grads, state, params=None: (each(torch.zeros_like, settled(grads)), state),
+        "elementwise",
+        lambda grads, state, params, step: state,
+        heeds=True,
+    )
 
 
 # ---------------------------------------------------------------- selection of parameters
@@ -362,12 +369,9 @@ def _is_pairs(which: object) -> bool:
     return (
         isinstance(which, list | tuple)
         and bool(which)
-        and all(isinstance(w, tuple) and len(w) == 2 and _is_pattern(w[0]) for w in which)
+        and all(isinstance(w, tuple) and len(w) == 2 for w in which)
+        and all(isinstance(p, str | re.Pattern) or callable(p) for p, _ in which)
     )
-
-
-def _is_pattern(p: object) -> bool:
-    return isinstance(p, str | re.Pattern) or callable(p)
 
 
 def _patterns(mask: Any) -> Sequence[Pattern[Any]] | None:

@@ -28,6 +28,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -545,17 +546,14 @@ def _in_pieces(places: Sequence[int], n: int) -> bool:
     )
 
 
-def _kernel(path: str, x: Tensor) -> bool:
-    """Return whether a leaf is priced as a convolution's kernel."""
-    return x.ndim > 3
-
-
 @case_of("muon")
 def _case(*operands: Tree) -> MuonCase:
     """Build the case of parameters, of trees of them, or of state in ``zero``'s buckets."""
     found: list[Laid] = []
     for tree in operands:
-        found += [one for x in bucketed_in(tree) or [tree] for one in laid(x, None, [_kernel])]
+        for x in bucketed_in(tree) or [tree]:
+            # leaves of more than three dimensions are priced as kernels
+            found += laid(x, None, [lambda path, x: x.ndim > 3])
     found = [x for x in found if x.mesh is not None]
     if not found:
         raise Unsupported(
@@ -670,27 +668,19 @@ def _together(case: MuonCase, ways: Sequence[str]) -> float:
     return total
 
 
-def _each_local(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tensor:
-    """Orthogonalise blocks that consist of whole matrices."""
-    (m, n), (rows, cols) = s.one, x.raw.shape[-2:]
-    flat = x.raw.reshape(-1, rows, cols)
-    return apart(how, flat, (rows // m, cols // n)).reshape(x.raw.shape)
-
-
 def _by_gathering(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tensor:
-    """Orthogonalise each matrix on every rank that holds a part of it."""
+    """Orthogonalise each matrix on every rank that holds a part of it; nothing moves for whole ones."""
     whole = reshard(x.with_padding, _gathered_layout(s, tuple(x.mesh.axes.items())))
-    (m, n), side = s.one, s.side
+    (m, n), (rows, cols) = s.one, whole.raw.shape[-2:]
+    side = rows // m, cols // n
+    true = whole.raw
     if whole.sharding.dims[-2:] == (Dim(), Dim()):
-        true = whole.raw[..., : s.shape[-2], : s.shape[-1]]
-    else:
-        true = whole.raw
-        side = true.shape[-2] // m, true.shape[-1] // n
-    # zeros where the padding is
-    out = torch.zeros_like(whole.raw)
+        side = s.side
+        true = true[..., : s.shape[-2], : s.shape[-1]]
     done = apart(how, true.reshape(-1, *true.shape[-2:]), side).reshape(true.shape)
-    out[..., : true.shape[-2], : true.shape[-1]] = done
-    return reshard(whole.becomes(out), s.layout).raw
+    # zeros where the padding is
+    done = F.pad(done, (0, cols - done.shape[-1], 0, rows - done.shape[-2]))
+    return reshard(whole.becomes(done), s.layout).raw
 
 
 def _by_blocks(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tensor:
@@ -710,4 +700,4 @@ def _by_blocks(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tensor:
     return out
 
 
-_WAYS = {"local": _each_local, "gathered": _by_gathering, "blocks": _by_blocks}
+_WAYS = {"local": _by_gathering, "gathered": _by_gathering, "blocks": _by_blocks}

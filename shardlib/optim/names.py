@@ -279,7 +279,8 @@ def _like(x: Any, name: str, value: Any) -> Any:
     if x is None:
         return None
     if not isinstance(x, Tensor):
-        if isinstance(value, Tensor) or (isinstance(x, int | float) and not _is_number(value)):
+        number = int | float
+        if isinstance(value, Tensor) or (isinstance(x, number) and not isinstance(value, number)):
             raise _other(name, repr(x), value)
         return value
     _check(name, value, tuple(x.shape), x.dtype)
@@ -292,10 +293,6 @@ def _like(x: Any, name: str, value: Any) -> Any:
 def _flagged(new: Tensor, x: Tensor) -> Tensor:
     """Copy ``requires_grad`` from the replaced value, so that frozen values stay frozen."""
     return new.detach().requires_grad_(x.requires_grad)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
 
 
 def _check(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:

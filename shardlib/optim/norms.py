@@ -341,8 +341,7 @@ def clip_by_global_norm(
         return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
     def known(grads: Tree, step: Step) -> Tensor:
-        norm = global_norm(grads, p)
-        return norm if step.scale is None else norm / step.scale.to(norm.device)
+        return step.unscaled(global_norm(grads, p))
 
     def decide(norm: Tensor, grads: Tree, step: Step) -> None:
         """Refuse a norm that is not finite: on the host at once, else step only where it is."""
@@ -606,18 +605,16 @@ def loss_scale(
     def donate(grads: Tree, state: ScaleState, params: Tree, step: Step) -> ScaleState:
         scale = state.scale
         with norms_known():
-            step.divide(
-                scale.double()
-                if isinstance(scale, Tensor)
-                else torch.tensor(scale, dtype=torch.float64, device="cpu")
-            )
+            device = getattr(scale, "device", "cpu")
+            step.divide(torch.as_tensor(scale, dtype=torch.float64, device=device))
             sound = _asked(grads, step)
             if sound is False:
                 return smaller(state)
             inner = run_in_place(tx, grads, state.inner, params, step)
         if sound is True:
             return larger(state, inner)
-        scale = _on_device(scale, sound)
+        if not isinstance(scale, Tensor):
+            scale = torch.full((), scale, dtype=torch.float32, device=sound.device)
         posted, up = Posted(sound), larger(state._replace(scale=scale), inner)
         scale = torch.where(sound, up.scale.clamp(max=2.0**127), scale * backoff)
         good, skipped = Later(posted, up.good, 0), Later(posted, up.skipped, up.skipped + 1)
@@ -626,19 +623,13 @@ def loss_scale(
     return Transform(init, update, _at_least(tx), donate, **handed_on(tx), halves=tx.halves)
 
 
-def _on_device(scale: float | Tensor, like: Tensor) -> Tensor:
-    if isinstance(scale, Tensor):
-        return scale
-    return torch.full((), scale, dtype=torch.float32, device=like.device)
-
-
 def _asked(grads: Tree, step: Step) -> Any:
     """Return whether the norm is finite; both are stored in ``step``.
 
     A bool where the host knows at once, else a tensor, by which the step is skipped on the device.
     """
     norm = global_norm(grads)
-    step.norm = norm if step.scale is None else norm / step.scale.to(norm.device)
+    step.norm = step.unscaled(norm)
     if on_host(norm):
         step.skipped = not _is_number(norm, told)
         return not step.skipped

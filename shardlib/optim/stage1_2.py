@@ -26,7 +26,7 @@ from shardlib.optim.norms import run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Step, mapped
-from shardlib.optim.trees import check_gradient
+from shardlib.optim.trees import check_gradient, is_bucketed
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["SplitState"]
@@ -115,7 +115,7 @@ class SplitState:
         empty = self.inner.init(parts_of(at.leaves, where, at.mesh))
         new = load_state_dict(empty, state_dict(state))
         # numbers stay, those among them that a device still decides
-        return mapped(lambda x, n: n if _is_buckets(x) else x, state, new, is_leaf=_is_buckets)
+        return mapped(lambda x, n: n if is_bucketed(x) else x, state, new, is_leaf=is_bucketed)
 
     # ------------------------------------------------------------ the parameters' memory
 
@@ -220,16 +220,12 @@ class SplitState:
         return self._sink(at.where, at.mesh, like, self.memory, **more)
 
 
-def _is_buckets(x: object) -> bool:
-    return isinstance(x, Buckets)
-
-
 def _moves(state: State) -> bool:
     """Return whether every tensor of the state is stored in element-wise buckets.
 
     It can then be re-bucketed.
     """
-    every = optree.tree_leaves(state, is_leaf=_is_buckets)
+    every = optree.tree_leaves(state, is_leaf=is_bucketed)
     return all(
         all(x[b.name].raw.shape[-1] * b.ways == b.length for b in x.index)
         if isinstance(x, Buckets)

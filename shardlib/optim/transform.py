@@ -49,9 +49,9 @@ from shardlib.optim.trees import (
 
 __all__ = [
     "AMOUNT", "COUNT", "Later", "NUMBER", "POSITIVE", "Posted", "Range", "SHARE", "STEPS",
-    "Schedule", "Step", "TRAITS", "Transform", "at_rest", "at_step", "begun", "by_directions", "check_inner",
-    "check_transform", "chosen", "divide", "divided", "elementwise", "fused", "handed_on", "kept_whole", "mapped",
-    "on_host", "ranged", "restoring", "run_in_place", "told", "trait_of",
+    "Schedule", "Step", "TRAITS", "Transform", "at_rest", "at_step", "beginning", "begun", "by_directions",
+    "check_inner", "check_transform", "chosen", "divide", "divided", "elementwise", "fused", "handed_on",
+    "kept_whole", "mapped", "on_host", "ranged", "restoring", "run_in_place", "told", "trait_of",
 ]  # fmt: skip
 
 Schedule = Callable[[int], float]
@@ -100,6 +100,10 @@ class Step:
     def require(self, sound: Tensor) -> None:
         """Change nothing in this step but where ``sound``, a 0-dim bool on a device."""
         self.sound = sound if self.sound is None else self.sound & sound
+
+    def unscaled(self, norm: Tensor) -> Tensor:
+        """Return the norm that gradients have when they are divided by ``scale``."""
+        return norm if self.scale is None else norm / self.scale.to(norm.device)
 
     def divide(self, by: Tensor) -> None:
         """Multiply ``scale``: gradients count as divided by ``by`` too."""
@@ -387,13 +391,8 @@ def elementwise(
     """
 
     if decay:
-        rule, weights = _decayed(rule, decay), True
-
-    def init(params: Tree) -> State:
-        zeros = moments(params, *kept)
-        if start:
-            zeros = {n: each(lambda t: t + start, tree) for n, tree in zeros.items()}
-        return state_of(0, **zeros)
+        rule = _decayed(rule, decay)
+        weights = True
 
     def known(grads: Tree, state: State) -> list[Any]:
         trees = [getattr(state, name) for name in kept]
@@ -433,7 +432,22 @@ def elementwise(
         step.lr = rate
         return chosen(step.sound, state._replace(count=count), state)
 
+    init = beginning(state_of, *kept, start=start)
     return Transform(init, update, "elementwise", donate if kernel else in_spans, heeds=True)
+
+
+def beginning(
+    state_of: Callable[..., Any], *names: str, start: float = 0.0
+) -> Callable[[Tree], State]:
+    """Return the function from parameters to a state of no steps, with moments of these names."""
+
+    def init(params: Tree) -> State:
+        zeros = moments(params, *names)
+        if start:
+            zeros = {n: each(lambda t: t + start, tree) for n, tree in zeros.items()}
+        return state_of(0, **zeros)
+
+    return init
 
 
 def _decayed(rule: Rule, by: float) -> Rule:
