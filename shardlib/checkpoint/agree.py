@@ -61,6 +61,13 @@ class _Calls:
 _OF_JOB: "weakref.WeakKeyDictionary[Any, _Calls]" = weakref.WeakKeyDictionary()
 
 
+class Phase:
+    """This rank's value in a phase of a call, and after it the answer of all."""
+
+    value: Any = None
+    answer: Any = None
+
+
 class Group:
     """The ranks of one call of ``op``; a single one if this process holds all ranks of the tree.
 
@@ -142,14 +149,19 @@ class Group:
             raise self.give_up(e.message) from e
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Agree at the end of the ``with`` that no rank has raised an error in it."""
-        error = None
+    def phase(
+        self, name: str, decide: Callable[[list[Any]], Any] = lambda values: None
+    ) -> Iterator["Phase"]:
+        """Agree at the end of the ``with`` that no rank has raised an error in it.
+
+        All ranks' values are then decided on, as in ``agree``.
+        """
+        error, phase = None, Phase()
         try:
-            yield
+            yield phase
         except Exception as e:
             error = e
-        self.agree(name, error=error)
+        phase.answer = self.agree(name, phase.value, error, decide)
 
     def _agree(
         self,

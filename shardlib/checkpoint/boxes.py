@@ -78,22 +78,24 @@ _PROCESSES = ""
 
 
 class SavedPlace(NamedTuple):
-    """A saved tensor's place: true shape, layout, the sizes that its blocks tile, mesh axes.
+    """A saved tensor's place: true shape, dtype, layout, the sizes that its blocks tile, mesh axes.
 
     ``ranks``  the processes at the mesh's coordinates, in row-major order.
     """
 
     shape: tuple[int, ...]
+    dtype: torch.dtype
     layout: Layout
     tiled: tuple[int, ...]
     mesh: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]
 
     @staticmethod
-    def of_plain(shape: tuple[int, ...], world: int) -> "SavedPlace":
+    def of_plain(shape: tuple[int, ...], dtype: torch.dtype, world: int) -> "SavedPlace":
         """Return the place of a plain tensor that ``world`` processes hold whole."""
         dims = Layout.parse("...").resolve(len(shape))
-        return SavedPlace(shape, dims, shape, ((_PROCESSES, world),), tuple(range(world)))
+        mesh = ((_PROCESSES, world),)
+        return SavedPlace(shape, dtype, dims, shape, mesh, tuple(range(world)))
 
     @property
     def plain(self) -> bool:
@@ -177,7 +179,8 @@ def chunk(name: str, place: SavedPlace, rank: int) -> Box | None:
 
     Each element is written once, and holders of one block write equal parts of it.
 
-    >>> x = SavedPlace((4, 2), Layout.parse("x ."), (4, 2), (("d", 2), ("x", 2)), (0, 1, 2, 3))
+    >>> mesh, layout = (("d", 2), ("x", 2)), Layout.parse("x .")
+    >>> x = SavedPlace((4, 2), torch.int8, layout, (4, 2), mesh, (0, 1, 2, 3))
     >>> [chunk("w", x, rank) is None for rank in range(4)].count(True)
     2
     """
@@ -453,11 +456,8 @@ class ChunkChecksums:
     @cached_property
     def joined(self) -> bool:
         """Whether a strip's checksum is computed from the sums of its tiles."""
-        if (
-            self.flat
-            or not self.in_words
-            or self.last != along(self.shape, self.dtype.itemsize) + 1
-        ):
+        in_rows = self.last == along(self.shape, self.dtype.itemsize) + 1
+        if self.flat or not self.in_words or not in_rows:
             return False
         return all(sum(lengths[self.last - 1]) <= _ROWS for _, lengths in self.strips)
 
@@ -615,14 +615,8 @@ def _walk(heights: tuple[int, ...], some: int, number: int | None) -> list[Walk]
             if not out or at + n - out[-1][0] > some:
                 out.append((at, at, []))
             start, _, parts = out[-1]
-            parts.append(
-                (
-                    i,
-                    at - start,
-                    at + n - start,
-                    _factors(first if number is None else number + at, n),
-                )
-            )
+            factors = _factors(first if number is None else number + at, n)
+            parts.append((i, at - start, at + n - start, factors))
             out[-1] = (start, at + n, parts)
             at += n
     return out
@@ -711,12 +705,7 @@ def _repeated(times: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _lane_factors(first: int, count: int) -> Tensor:
     """Return the factors of positions in a row of sums, from the ``first`` on."""
-    table = _odd(_ROWS)
-    return (
-        table[first : first + count]
-        if first + count <= _ROWS
-        else table.roll(-first).repeat(-(-count // _ROWS))[:count]
-    )
+    return _odd(_ROWS)[torch.arange(first, first + count, device="cpu") % _ROWS]
 
 
 @lru_cache(maxsize=1)

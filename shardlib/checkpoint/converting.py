@@ -22,7 +22,7 @@ from shardlib.checkpoint.huggingface import tensors_of, write_hf
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.reading import Layouts, renamed, some, target_of
 from shardlib.checkpoint.steps import newest
-from shardlib.checkpoint.tree import Content, Leaves, Value, said_of, spoken
+from shardlib.checkpoint.tree import Content, Leaves, Value
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, MeshLike, as_mesh, simulate
@@ -70,12 +70,11 @@ def reshard(
     with contextlib.ExitStack() as stack:
         with group.phase("reading"):
             manifest = Manifest.of(stack.enter_context(_opened(path)))
-            dtypes = manifest.dtypes
             places = {
-                name: target_of(name, old, dtypes[name], layouts, there, pad).place
+                name: target_of(name, old, layouts, there, pad).place
                 for name, old in manifest.places.items()
             }
-        tree = _Tree(places, dtypes, manifest.values, manifest.skeleton, manifest.read)
+        tree = _Tree(places, manifest.values, manifest.skeleton, manifest.read)
         _write(group, os.fspath(target), manifest.step, overwrite, tree, there.size)
 
 
@@ -118,7 +117,7 @@ def to_hf(
             tensors = []
             for ours, theirs in called.items():
                 name = within[ours]
-                shape, dtype = manifest.places[name].shape, manifest.dtypes[name]
+                shape, dtype, *_ = manifest.places[name]
                 get = partial(_block, manifest.read, name, whole(shape), dtype)
                 tensors.append(WrittenPart.of_whole(theirs, shape, dtype, get))
 
@@ -182,16 +181,15 @@ def from_hf(
             full = dict(zip(sorted(meta), leaves.names, strict=True))
             places = {}
             for name, c in chunks.items():
-                plain = SavedPlace.of_plain(c.shape, 1)
-                places[full[name]] = target_of(name, plain, c.dtype, layouts, there, pad).place
+                plain = SavedPlace.of_plain(c.shape, c.dtype, 1)
+                places[full[name]] = target_of(name, plain, layouts, there, pad).place
         sources = {full[n]: c for n, c in chunks.items()}
 
         def read(name: str, box: Box, out: Tensor) -> None:
             if fill(out, box, sources[name]) != size(box):
                 raise ValueError(f"{sources[name].file} does not have all of {name!r}")
 
-        dtypes = {n: c.dtype for n, c in sources.items()}
-        tree = _Tree(places, dtypes, {}, leaves.skeleton, read)
+        tree = _Tree(places, {}, leaves.skeleton, read)
         _write(group, folder_of(os.fspath(target), step), step, overwrite, tree, world)
 
 
@@ -221,7 +219,6 @@ class _Tree(NamedTuple):
     """The tensors and values of a checkpoint to write; ``read(name, box, out)`` fills a block."""
 
     places: Mapping[str, SavedPlace]
-    dtypes: Mapping[str, torch.dtype]
     values: Mapping[str, Value]
     skeleton: object
     read: Callable[[str, Box, Tensor], None]
@@ -271,17 +268,12 @@ def _write(
     """
     files: dict[int, list[WrittenPart]] = {rank: [] for rank in range(world)}
     for name, place in sorted(tree.places.items()):
-        dtype = tree.dtypes[name]
         for rank in range(world):
             box = chunk(name, place, rank)
             if box is not None:
-                get = partial(_block, tree.read, name, box, dtype)
-                files[rank].append(WrittenPart(name, box, place.shape, dtype, get))
-    content = Content(
-        {n: said_of(p, tree.dtypes[n]) for n, p in tree.places.items()},
-        {n: spoken(v) for n, v in tree.values.items()},
-        tree.skeleton,
-    )
+                get = partial(_block, tree.read, name, box, place.dtype)
+                files[rank].append(WrittenPart(name, box, place.shape, place.dtype, get))
+    content = Content.of(tree.places, tree.values, tree.skeleton)
     job = SaveJob(group, path, step, overwrite)
     with job.leaving():
         job.begin(content, {})

@@ -637,12 +637,8 @@ def _inside(pairs: list[Pair], cut: slice) -> list[Pair]:
             continue
         n = -(-(end - begin) // s.step)
         start = t.start + first * t.step
-        out.append(
-            (
-                slice(begin - cut.start, end - cut.start, s.step),
-                slice(start, start + (n - 1) * t.step + 1, t.step),
-            )
-        )
+        there = slice(start, start + (n - 1) * t.step + 1, t.step)
+        out.append((slice(begin - cut.start, end - cut.start, s.step), there))
     return out
 
 

@@ -354,12 +354,10 @@ def remove(path: str) -> bool:
     with contextlib.suppress(OSError):
         if os.path.islink(path) or strangers(path):
             return False
-        found = dict(_within(path))
-        for name in sorted(found, key=lambda n: (n == MANIFEST, n == LOCK)):
-            if found[name] != "folder":
-                os.unlink(os.path.join(path, name))
-        for name in sorted((n for n in found if found[n] == "folder"), key=len, reverse=True):
-            os.rmdir(os.path.join(path, name))
+        found = [*_within(path)][::-1]  # a folder after all that is in it
+        for name, kind in sorted(found, key=lambda f: (f[0] == MANIFEST, f[0] == LOCK)):
+            take_away = os.rmdir if kind == "folder" else os.unlink
+            take_away(os.path.join(path, name))
         os.rmdir(path)
     return not os.path.lexists(path)
 

@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -132,28 +133,20 @@ def load_hf(
     group = Group(
         "load_hf", timeout, not spans_processes(mesh), _fixes(names, pad, missing, extra, cast)
     )
-    error = None
-    digest = ""
-    lacking = []
-    read = 0
-    with contextlib.ExitStack() as stack:
-        try:
-            table = _tables(places, group.progress, stack)
-            about = [(n, c.file, c.offset, c.shape, str(c.dtype)) for n, c in table.items()]
-            digest = hashlib.sha256(repr(sorted(about)).encode()).hexdigest()
-            plan, lacking = _plan(module, apply, params, table, names, missing, extra)
-            for name, source in plan.items():
-                x = params[name] if name in params else apply.buffers[name]
-                check(name, x, x.shape, source.dtype, cast)
-                if name in params:
-                    _fill(name, x, source, x.raw.detach())
-                else:
-                    apply.buffers[name] = x.becomes(_fill(name, x, source, None))
-            read = sum({id(c.folder): c.folder.bytes_read for c in table.values()}.values())
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e:
-            error = e
-    group.agree("reading", digest, error, _alike)
-    load_hf.bytes_read = read  # type: ignore[attr-defined]
+    with group.phase("reading", _alike) as phase, contextlib.ExitStack() as stack:
+        table = _tables(places, group.progress, stack)
+        about = [(n, c.file, c.offset, c.shape, str(c.dtype)) for n, c in table.items()]
+        phase.value = hashlib.sha256(repr(sorted(about)).encode()).hexdigest()
+        plan, lacking = _plan(module, apply, params, table, names, missing, extra)
+        for name, source in plan.items():
+            x = params[name] if name in params else apply.buffers[name]
+            check(name, x, x.shape, source.dtype, cast)
+            if name in params:
+                _fill(name, x, source, x.raw.detach())
+            else:
+                apply.buffers[name] = x.becomes(_fill(name, x, source, None))
+        read = {id(c.folder): c.folder.bytes_read for c in table.values()}
+        load_hf.bytes_read = sum(read.values())  # type: ignore[attr-defined]
     blank = [n for n, b in apply.buffers.items() if b.raw.is_meta]
     restored(module, apply, params, [*lacking, *blank], mesh)
     return apply, params
@@ -265,88 +258,18 @@ class FilePieces(list[FilePiece]):
         return lambda block, box: sum(piece.fill(block, box) for piece in self)
 
 
-class Conversion:
-    """A conversion by transformers' own code: parameters computed from tensors of the files.
-
-    ``converter``  of transformers.
-    ``sources``    its source pattern -> names in the files.
-    Each result is held whole in memory until its parameter is filled.
-    """
-
-    def __init__(
-        self, converter: Any, name: str, sources: Mapping[str, list[str]], module: nn.Module
-    ) -> None:
-        self.converter = converter
-        self.name = name
-        self.sources = sources
-        self.module = module
-        self.table: Table = {}
-        self.left: dict[str, Tensor] = {}
-        self.meta: dict[str, Tensor] = {}
-
-    @property
-    def files(self) -> list[str]:
-        """The names of the tensors in the files."""
-        return [t for some_of in self.sources.values() for t in some_of]
-
-    def plan(self, table: Table) -> dict[str, Tensor]:
-        """Return shapes and dtypes of its parameters, as tensors on the meta device.
-
-        Raises: ValueError.
-        """
-        self.table = table
-        self.meta = self._run(lambda name: table[name].empty("meta"))
-        return self.meta
-
-    def make(self, name: str) -> Tensor:
-        """Compute one of its parameters, whole.
-
-        Raises: ValueError, OSError.
-        """
-        if name not in self.left:
-            self.left = self._run(self._read)
-        return self.left.pop(name)
-
-    def _read(self, name: str) -> Tensor:
-        chunk = self.table[name]
-        out = chunk.empty("cpu")
-        fill(out, chunk.box, chunk)
-        return out
-
-    def _run(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        kinds = " and ".join(type(op).__name__ for op in self.converter.operations)
-        try:
-            converter = copy.deepcopy(self.converter)
-            for pattern, names in self.sources.items():
-                converter.collected_tensors[pattern] = [read(n) for n in names]
-            made = converter.convert(self.name, model=self.module, config=self.module.config)
-        except Exception as e:
-            raise ValueError(
-                f"{self.name!r} is made by {kinds} of transformers, which fails: {e}; load the "
-                "module with from_pretrained, and parallelize that"
-            ) from e
-        return {n: x[0] if isinstance(x, list) else x for n, x in made.items()}
-
-
 class Converted(NamedTuple):
-    """A parameter that a conversion computes."""
+    """A parameter that transformers' own code makes of the tensors ``names`` of the files."""
 
-    conversion: Conversion
-    target: str
-
-    @property
-    def names(self) -> list[str]:
-        return self.conversion.files
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.conversion.meta[self.target].dtype
+    names: list[str]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
 
     def check(self, name: str, x: Tensor, table: Table) -> None:
         """Pass: transformers' own code has made it."""
 
     def reader(self) -> Callable[[Tensor, Box], int]:
-        made = self.conversion.make(self.target)
+        made = self.make()
 
         def read(block: Tensor, box: Box) -> int:
             for pairs in itertools.product(*meet(whole(made.shape), box)):
@@ -645,9 +568,52 @@ def _run_on(
     found = _joined(converter.operations, list(ordered.values()), table)
     if found is not None and len(converter.target_patterns) == 1:
         return {name: found}
-    made = Conversion(converter, name, ordered, module)
-    plan = made.plan(table).items()
-    return {n: _cut_from(converter.operations, made, n, x) or Converted(made, n) for n, x in plan}
+    files = [t for some_of in ordered.values() for t in some_of]
+    meta, make = _conversion(converter, name, ordered, module, table)
+    return {
+        n: _cut_from(converter.operations, files, meta, n, table)
+        or Converted(files, x.dtype, partial(make, n))
+        for n, x in meta.items()
+    }
+
+
+def _conversion(
+    converter: Any, name: str, sources: Mapping[str, list[str]], module: nn.Module, table: Table
+) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """Return a converter's parameters on the meta device, and a function that computes one, whole.
+
+    ``sources``  its source pattern -> names in the files.
+    Each result is held whole in memory until its parameter is filled.
+    Raises: ValueError, also of the function.
+    """
+    kinds = " and ".join(type(op).__name__ for op in converter.operations)
+    left: dict[str, Tensor] = {}
+
+    def run(read: Callable[[FileChunk], Tensor]) -> dict[str, Tensor]:
+        try:
+            mine = copy.deepcopy(converter)
+            for pattern, names in sources.items():
+                mine.collected_tensors[pattern] = [read(table[n]) for n in names]
+            made = mine.convert(name, model=module, config=module.config)
+        except Exception as e:
+            raise ValueError(
+                f"{name!r} is made by {kinds} of transformers, which fails: {e}; load the "
+                "module with from_pretrained, and parallelize that"
+            ) from e
+        return {n: x[0] if isinstance(x, list) else x for n, x in made.items()}
+
+    def make(target: str) -> Tensor:
+        if target not in left:
+            left.update(run(_read))
+        return left.pop(target)
+
+    return run(lambda chunk: chunk.empty("meta")), make
+
+
+def _read(chunk: FileChunk) -> Tensor:
+    out = chunk.empty("cpu")
+    fill(out, chunk.box, chunk)
+    return out
 
 
 def _joined(operations: Sequence[Any], lists: list[list[str]], table: Table) -> FilePieces | None:
@@ -664,25 +630,29 @@ def _joined(operations: Sequence[Any], lists: list[list[str]], table: Table) -> 
 
 
 def _cut_from(
-    operations: Sequence[Any], made: Conversion, target: str, x: Tensor
+    operations: Sequence[Any],
+    files: list[str],
+    made: Mapping[str, Tensor],
+    target: str,
+    table: Table,
 ) -> FilePieces | None:
     """Return the piece if transformers only splits or transposes one tensor; else None."""
     kinds, op = [type(op).__name__ for op in operations], operations[0]
-    if len(made.files) != 1:
+    if len(files) != 1:
         return None
-    file, names = made.files[0], list(made.meta)
-    there = made.table[file].shape
+    file, names, x = files[0], list(made), made[target]
+    there = table[file].shape
     if kinds == ["Chunk"]:
         dim, index = op.dim % x.ndim, names.index(target)
         n = x.shape[dim]
         if there[dim] == len(names) * n:
             rows = {dim: (index * n, (index + 1) * n)}
-            return FilePieces([FilePiece.of(made.table, file, rows=rows)])
+            return FilePieces([FilePiece.of(table, file, rows=rows)])
     if kinds == ["Transpose"] and not op.check_dims:
         order = list(range(x.ndim))
         order[op.dim0], order[op.dim1] = order[op.dim1], order[op.dim0]
         if [there[d] for d in order] == list(x.shape):
-            return FilePieces([FilePiece.of(made.table, file, turn=tuple(order))])
+            return FilePieces([FilePiece.of(table, file, turn=tuple(order))])
     return None
 
 
@@ -764,22 +734,17 @@ def write_hf(
     Raises: CheckpointError, the same on every rank of the group.
     """
     job = SaveJob(group, os.fspath(directory), None, overwrite)
-    files: list[list[WrittenPart]] = []
-    digest = ""
-    error = None
-    try:
-        files = _split(parts(), max_bytes)
-        said = [(x.name, x.shape, str(x.dtype)) for held in files for x in held]
-        digest = hashlib.sha256(repr((job.target, said)).encode()).hexdigest()
-    except (ValueError, TypeError) as e:
-        error = e
 
     def begin(digests: list[str]) -> str:
         if (odd := first_odd(digests)) is not None:
             raise ValueError(f"rank {odd} and rank 0 do not save the same tensors to one directory")
         return job.make()
 
-    job.name = group.agree("the tree", digest, error, begin)
+    with group.phase("the tree", begin) as phase:
+        files = _split(parts(), max_bytes)
+        said = [(x.name, x.shape, str(x.dtype)) for held in files for x in held]
+        phase.value = hashlib.sha256(repr((job.target, said)).encode()).hexdigest()
+    job.name = phase.answer
     stem = one.removesuffix(".safetensors")
     count = len(files)
     titles = [one]

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, held, meet, size
+from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, held, meet, packed, size
 from shardlib.checkpoint.files import (
     FileChunk,
     Folder,
     Header,
     check_chunk,
-    dtype_of,
     fill,
     read_header,
     uncollected,
@@ -37,7 +35,6 @@ class Manifest:
     id: str
     step: int | None
     places: dict[str, SavedPlace]
-    dtypes: dict[str, torch.dtype]
     values: dict[str, Any]
     skeleton: object
     files: list[dict[str, Any]]
@@ -54,17 +51,14 @@ class Manifest:
         try:
             files = said["files"]
             places = {n: read_place(a, len(files)) for n, a in said["tensors"].items()}
-            dtypes: dict[str, Any] = {n: dtype_of(a["dtype"]) for n, a in said["tensors"].items()}
             values = {n: unspoken(v) for n, v in said["values"].items()}
             kinds = {tuple(type(f[key]) for key in ("file", "bytes", "crc")) for f in files}
             step = said.get("step")
-            if kinds - {(str, int, int)} or None in dtypes.values() or set(places) & set(values):
+            if kinds - {(str, int, int)} or set(places) & set(values):
                 raise ValueError
             if type(step) not in (int, type(None)):
                 raise ValueError
-            return Manifest(
-                folder, said["id"], step, places, dtypes, values, said["tree"], files, {}
-            )
+            return Manifest(folder, said["id"], step, places, values, said["tree"], files, {})
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
             if isinstance(e, ShardError):
                 raise ValueError(f"{MANIFEST}: {e.message}") from None
@@ -79,10 +73,9 @@ class Manifest:
         """Return a rank's chunk of a tensor; the file and the layout must agree on its box."""
         file = self.files[rank]["file"]
         found = self._header(rank).get(name)
-        plain = tuple(tuple(r[:3] for r in h) for h in box)
-        if found is None or found.dtype != self.dtypes[name]:
+        if found is None or found.dtype != self.places[name].dtype:
             raise ValueError(f"{file} does not hold its part of {name!r}")
-        if tuple(tuple(r[:3] for r in h) for h in found.box) != plain:
+        if found.box != packed(box):
             raise ValueError(f"{file} holds another part of {name!r} than its rank's")
         return found
 

@@ -104,39 +104,43 @@ def load(
         how = {"names": names, "missing": missing, "extra": extra, "cast": cast}
         only, read = alone(wanted.leaves), partial(_as_wanted, wanted=wanted, **how)
     group = Group("load", timeout, only, _fixes(path, like, layouts))
-    found = None
-    error = None
-    identity = ""
-    readers = _Readers()
+    with group.phase("reading", lambda said: _one(said, path)) as phase:
+        found, readers, identity = _read(path, group, read)
+        phase.value = [identity, readers.digest]
+    # collectives come only after all have agreed that reading succeeded
+    readers.spread()
+    if like is None:
+        return found
+    return optree.tree_map(
+        lambda a, b: as_dtensor(b) if is_dtensor(a) else b, like, found, none_is_leaf=True
+    )
+
+
+load.bytes_read = 0  # type: ignore[attr-defined]
+
+
+def _read(
+    path: str, group: Group, read: Callable[[Manifest, "_Readers"], Any]
+) -> tuple[Any, "_Readers", str]:
+    """Return what ``read`` makes of the newest checkpoint, and the checkpoint's id.
+
+    Raises: OSError, ValueError.
+    """
     before = None
     while True:
+        identity, readers = "", _Readers()
         try:
-            identity, readers = "", _Readers()
             with Folder(opened(newest(path)), progress=group.progress) as folder:
                 manifest = Manifest.of(folder)
                 identity = manifest.id
                 found = read(manifest, readers)
                 load.bytes_read = folder.bytes_read  # type: ignore[attr-defined]
-            error = None
-            break
-        except FileNotFoundError as e:  # replaced by a newer one meanwhile
-            error = e
+                return found, readers, identity
+        except FileNotFoundError:  # replaced by a newer one meanwhile
             # the same checkpoint twice: the file is missing, not replaced
             if identity == before:
-                break
+                raise
             before = identity
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e:
-            error = e
-            break
-    group.agree("reading", [identity, readers.digest], error, lambda said: _one(said, path))
-    # collectives come only after all have agreed that reading succeeded
-    readers.spread()
-    if like is None:
-        return found
-    return _as_given(like, found)
-
-
-load.bytes_read = 0  # type: ignore[attr-defined]
 
 
 def known_choices(op: str, given: str, **words: tuple[str, str]) -> None:
@@ -191,13 +195,6 @@ def _one(said: list[list[Any]], path: str) -> None:
             raise ValueError(f"rank {odd} and rank 0 read {what} {path}")
 
 
-def _as_given(like: Any, found: Any) -> Any:
-    """Return DTensors for the leaves that were DTensors."""
-    return optree.tree_map(
-        lambda a, b: as_dtensor(b) if is_dtensor(a) else b, like, found, none_is_leaf=True
-    )
-
-
 # ---------------------------------------------------------------- destinations
 
 
@@ -206,7 +203,6 @@ class Target:
     """A tensor's destination: its place on a mesh, or (None) plain and whole."""
 
     place: SavedPlace
-    dtype: torch.dtype
     device: torch.device
     mesh: Mesh | None = None
 
@@ -215,8 +211,8 @@ class Target:
         """Return the target with a tensor's own layout and mesh."""
         place = place_of(x, 1)
         if isinstance(x, ShardedTensor):
-            return Target(place, x.dtype, x.mesh.device, x.mesh)
-        return Target(place, x.dtype, torch.device("cpu") if x.is_meta else x.device)
+            return Target(place, x.mesh.device, x.mesh)
+        return Target(place, torch.device("cpu") if x.is_meta else x.device)
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -239,9 +235,9 @@ class Target:
         """Make a tensor of a storage."""
         if self.mesh is None:
             return raw
-        shape, layout, tiled, *_ = self.place
+        shape, tiled = self.place.shape, self.place.tiled
         true = None if tiled == shape else torch.Size(shape)
-        return ShardedTensor(raw, Place(layout, torch.Size(tiled), self.mesh, true))
+        return ShardedTensor(raw, Place(self.place.layout, torch.Size(tiled), self.mesh, true))
 
 
 def storages(targets: Sequence[Target]) -> list[Tensor]:
@@ -251,9 +247,9 @@ def storages(targets: Sequence[Target]) -> list[Tensor]:
     """
     for device in {t.device for t in targets}:
         here = [t for t in targets if t.device == device]
-        nbytes = sum(math.prod(t.stored) * t.dtype.itemsize for t in here)
+        nbytes = sum(math.prod(t.stored) * t.place.dtype.itemsize for t in here)
         refuse_beyond(nbytes, device, "load", here[0].mesh)
-    out = new([(t.stored, t.dtype, t.device) for t in targets])
+    out = new([(t.stored, t.place.dtype, t.device) for t in targets])
     for target, raw in zip(targets, out, strict=True):
         if target.place.tiled != target.place.shape:
             raw.zero_()
@@ -285,7 +281,8 @@ class _Readers:
             return True
         if target.mesh is None and (mesh.size != world_of(mesh) or raw.device != mesh.device):
             return True
-        free = tuple(a for a in _wide_axes(mesh) if a not in target.place.layout.axes)
+        split = target.place.layout.axes
+        free = tuple(a for a, n in mesh.axes.items() if n > 1 and a not in split)
         copies = math.prod(mesh.axes[a] for a in free)
         if copies < _MANY or raw.nbytes < _WORTH:
             return True
@@ -302,11 +299,6 @@ class _Readers:
             bits = raw.detach().view(-1).view(torch.uint8)
             with use_mesh(mesh):
                 bits.copy_(pbroadcast(bits, free, root))
-
-
-def _wide_axes(mesh: Mesh) -> list[str]:
-    """List the axes of several ranks."""
-    return [a for a, n in mesh.axes.items() if n > 1]
 
 
 def _filled(
@@ -338,7 +330,8 @@ def _as_wanted(
         if saved in manifest.values:
             out[i] = _value(saved, manifest.values[saved], x)
         elif saved in manifest.places:
-            check(saved, x, manifest.places[saved].shape, manifest.dtypes[saved], cast)
+            place = manifest.places[saved]
+            check(saved, x, place.shape, place.dtype, cast)
             tensors[saved] = i, x
     raws = _filled(manifest, readers, {n: Target.of(x) for n, (_, x) in tensors.items()})
     for saved, (i, x) in tensors.items():
@@ -421,8 +414,7 @@ def _as_saved(
 ) -> Any:  # fmt: skip
     """Return the tree as it was saved, its tensors on ``mesh``."""
     targets = {
-        name: target_of(name, place, manifest.dtypes[name], layouts, mesh, pad)
-        for name, place in manifest.places.items()
+        name: target_of(name, place, layouts, mesh, pad) for name, place in manifest.places.items()
     }
     raws = _filled(manifest, readers, targets)
     found = manifest.values | {name: t.tensor(raws[name]) for name, t in targets.items()}
@@ -432,20 +424,18 @@ def _as_saved(
         raise ValueError(f"{MANIFEST} does not describe a tree") from None
 
 
-def target_of(
-    name: str, place: SavedPlace, dtype: torch.dtype, layouts: Any, mesh: Mesh | None, pad: bool
-) -> Target:
+def target_of(name: str, place: SavedPlace, layouts: Any, mesh: Mesh | None, pad: bool) -> Target:
     """Return the target of a tensor that was saved at ``place``.
 
     Raises: ShardError.
     """
-    shape = place.shape
+    shape, dtype = place.shape, place.dtype
     if mesh is None:
-        return Target(SavedPlace.of_plain(shape, 1), dtype, torch.device("cpu"))
+        return Target(SavedPlace.of_plain(shape, dtype, 1), torch.device("cpu"))
     like = torch.empty(shape, dtype=dtype, device="meta")
     given = _given(name, layouts, like)
     if given is None and place.plain:
-        return Target(SavedPlace.of_plain(shape, mesh.size), dtype, mesh.device)
+        return Target(SavedPlace.of_plain(shape, dtype, mesh.size), mesh.device)
     # a tensor that was saved with padding may be padded again
     grown = pad or (given is None and place.tiled != shape)
     given = place.layout if given is None else given
@@ -460,8 +450,9 @@ def target_of(
         )
     tiled = tuple(padded_size(lay, like, mesh)) if grown else shape
     lay.check(tiled, mesh, op="load")
-    there = SavedPlace(shape, lay, tiled, tuple(mesh.axes.items()), tuple(range(mesh.size)))
-    return Target(there, dtype, mesh.device, mesh)
+    axes = tuple(mesh.axes.items())
+    there = SavedPlace(shape, dtype, lay, tiled, axes, tuple(range(mesh.size)))
+    return Target(there, mesh.device, mesh)
 
 
 def _given(name: str, layouts: Any, like: Tensor) -> Any:

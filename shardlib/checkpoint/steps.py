@@ -284,13 +284,12 @@ def verify(path: str | os.PathLike[str], *, timeout: float | None = None) -> Abo
 def _about(path: str, manifest: Manifest) -> About:
     tensors = {}
     for name, place in manifest.places.items():
-        dtype = manifest.dtypes[name]
         tensors[name] = Saved(
-            code_of(dtype) or "",
+            code_of(place.dtype) or "",
             place.shape,
             "" if place.plain else str(place.layout),
             {} if place.plain else dict(place.mesh),
-            math.prod(place.shape) * dtype.itemsize,
+            math.prod(place.shape) * place.dtype.itemsize,
         )
     files: Mapping[str, int] = {f["file"]: f["bytes"] for f in manifest.files}
     return About(path, manifest.step, tensors, manifest.values, dict(files))

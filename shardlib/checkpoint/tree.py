@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardlib._compat import is_dtensor
 from shardlib.checkpoint.boxes import SavedPlace, outline
-from shardlib.checkpoint.files import code_of, is_shape
+from shardlib.checkpoint.files import code_of, dtype_of, is_shape
 from shardlib.checkpoint.folder import memory
 from shardlib.collectives import blocks as blocks_of
 from shardlib.collectives import holds_values, played, spans_processes
@@ -74,8 +74,7 @@ class Leaves:
                 op=op,
                 fix="tree = {'items': list(tree.values())}",
             )
-        plain = ((x, isinstance(x, ShardedTensor) or not is_dtensor(x)) for x in leaves)
-        leaves = [x if is_plain else from_dtensor(x) for x, is_plain in plain]
+        leaves = [from_dtensor(x) if is_dtensor(x) else x for x in leaves]
         for name, x in zip(names, leaves, strict=True):
             _check(name, x, op)
         return Leaves(names, leaves, spec, _skeleton(spec, iter(names)))
@@ -83,14 +82,16 @@ class Leaves:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """Name -> tensor, by name."""
-        found = zip(self.names, self.leaves, strict=True)
-        return {n: x for n, x in sorted(found, key=lambda i: i[0]) if isinstance(x, Tensor)}
+        return {n: x for n, x in self._by_name if isinstance(x, Tensor)}
 
     @cached_property
     def values(self) -> dict[str, Value]:
         """The leaves that are not tensors, by name."""
-        found = zip(self.names, self.leaves, strict=True)
-        return {n: x for n, x in sorted(found, key=lambda i: i[0]) if not isinstance(x, Tensor)}
+        return {n: x for n, x in self._by_name if not isinstance(x, Tensor)}
+
+    @property
+    def _by_name(self) -> list[tuple[str, Any]]:
+        return sorted(zip(self.names, self.leaves, strict=True), key=lambda i: i[0])
 
     def again(self, leaves: list[Any]) -> Any:
         """Build the tree with other leaves."""
@@ -165,10 +166,9 @@ def alone(leaves: list[Any]) -> bool:
 def place_of(x: Tensor, world: int) -> SavedPlace:
     """Return the place of a tensor; a plain tensor is the same on every rank."""
     if not isinstance(x, ShardedTensor):
-        return SavedPlace.of_plain(tuple(x.shape), world)
-    mesh = x.mesh
-    axes = tuple(mesh.axes.items())
-    return SavedPlace(tuple(x.shape), x.sharding, tuple(x.padded_shape), axes, mesh.ranks)
+        return SavedPlace.of_plain(tuple(x.shape), x.dtype, world)
+    axes, tiled = tuple(x.mesh.axes.items()), tuple(x.padded_shape)
+    return SavedPlace(tuple(x.shape), x.dtype, x.sharding, tiled, axes, x.mesh.ranks)
 
 
 def rank_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
@@ -190,14 +190,14 @@ def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
 
 
 @lru_cache(maxsize=1 << 14)
-def said_of(place: SavedPlace, dtype: torch.dtype) -> Mapping[str, Any]:
+def said_of(place: SavedPlace) -> Mapping[str, Any]:
     """Convert a place to the manifest's form.
 
-    >>> said_of(SavedPlace((3,), Layout.parse("x"), (4,), (("x", 2),), (0, 1)), torch.int8)
+    >>> said_of(SavedPlace((3,), torch.int8, Layout.parse("x"), (4,), (("x", 2),), (0, 1)))
     {'dtype': 'I8', 'shape': [3], 'layout': 'x', 'mesh': [['x', 2]], 'tiled': [4]}
     """
     out: dict[str, object] = {
-        "dtype": code_of(dtype),
+        "dtype": code_of(place.dtype),
         "shape": list(place.shape),
         "layout": str(place.layout),
         "mesh": [list(axis) for axis in place.mesh],
@@ -218,11 +218,12 @@ class Content:
     skeleton: object
 
     @staticmethod
-    def of(leaves: Leaves, world: int) -> "Content":
-        """Describe the leaves of a tree."""
-        tensors = {n: said_of(place_of(x, world), x.dtype) for n, x in leaves.tensors.items()}
-        values = {n: spoken(v) for n, v in leaves.values.items()}
-        return Content(tensors, values, leaves.skeleton)
+    def of(
+        places: Mapping[str, SavedPlace], values: Mapping[str, Value], skeleton: object
+    ) -> "Content":
+        """Describe the tensors at these places, the values and the containers of a tree."""
+        tensors = {n: said_of(place) for n, place in places.items()}
+        return Content(tensors, {n: spoken(v) for n, v in values.items()}, skeleton)
 
 
 def read_place(about: Any, files: int) -> SavedPlace:
@@ -232,7 +233,9 @@ def read_place(about: Any, files: int) -> SavedPlace:
     """
     shape, mesh = about["shape"], about["mesh"]
     tiled = about.get("tiled", shape)
-    sizes = [n for _, n in mesh]
+    sizes, dtype = [n for _, n in mesh], dtype_of(about["dtype"])
+    if dtype is None:
+        raise ValueError("a tensor has a dtype")
     if set(map(type, (*shape, *tiled, *sizes))) - {int} or len(tiled) != len(shape):
         raise ValueError("sizes are numbers")
     if not all(map(is_shape, (shape, tiled, sizes))) or 0 in sizes:
@@ -245,7 +248,8 @@ def read_place(about: Any, files: int) -> SavedPlace:
         raise ValueError("a mesh has ranks")
     layout = Layout.parse(about["layout"]).resolve(len(shape))
     layout.check(tiled, dict(map(tuple, mesh)), op="load")
-    return SavedPlace(tuple(shape), layout, tuple(tiled), tuple(map(tuple, mesh)), tuple(ranks))
+    axes = tuple(map(tuple, mesh))
+    return SavedPlace(tuple(shape), dtype, layout, tuple(tiled), axes, tuple(ranks))
 
 
 def fingerprint(x: Tensor) -> int:

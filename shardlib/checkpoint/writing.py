@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,7 +147,9 @@ def save(
     except Exception as e:
         leaves, error = Leaves.of({}, "save"), e
     group = Group("save", timeout, alone(leaves.leaves), _FIXES)
-    content, claims = Content.of(leaves, group.world), _claims(group, leaves)
+    places = {n: place_of(x, group.world) for n, x in leaves.tensors.items()}
+    content = Content.of(places, leaves.values, leaves.skeleton)
+    claims = _claims(group, leaves)
     job = SaveJob(group, target, step, overwrite)
     with job.leaving():
         job.begin(content, claims, error)
@@ -319,13 +322,11 @@ class SaveJob:
             if together or work is None:
                 group.agree("opening" if together else "writing", [], error)
         assert work is not None, "its error was raised"
-        unsure, done = "", []
+        unsure = ""
         try:
-            try:
-                done = put(work)
-            except Exception as e:
-                error = e
-            unsure = group.agree("writing", done, error, lambda said: commit(work, said))
+            with group.phase("writing", lambda said: commit(work, said)) as phase:
+                phase.value = put(work)
+            unsure = phase.answer
         except BaseException as e:
             if not isinstance(e, Exception):
                 self._give_up(e)
@@ -388,9 +389,8 @@ def _claims(group: Group, leaves: Leaves) -> Claims:
             if not free:
                 continue
             apart = {a: i for a, i in where.items() if a not in free}
-            box = held(place, rank)
             key = json.dumps([place.mesh, place.ranks, apart])
-            out.setdefault(key, {})[name] = fingerprint(_cut(block, box, box))
+            out.setdefault(key, {})[name] = fingerprint(_cut(block, held(place, rank)))
     return out
 
 
@@ -402,32 +402,20 @@ def _parts(group: Group, leaves: Leaves) -> dict[int, list[WrittenPart]]:
     for name, x in leaves.tensors.items():
         place = place_of(x, group.world)
         for rank, block in blocks(x, group.rank):
-            file = place.ranks[rank]
+            file = out.setdefault(place.ranks[rank], [])
             box = chunk(name, place, rank)
-            out.setdefault(file, [])
             if box is not None:
-                whole = held(place, rank)
-                out[file].append(
-                    WrittenPart(
-                        name,
-                        box,
-                        place.shape,
-                        x.dtype,
-                        lambda b=block, box=box, w=whole: _cut(b, box, w),
-                    )
-                )
+                get = partial(_cut, block, box)
+                file.append(WrittenPart(name, box, place.shape, place.dtype, get))
     files = max(out, default=0) + 1
     return {r: out.get(r, []) for r in range(files)} if group.world == 1 else out
 
 
-def _cut(block: Tensor, box: Box, whole: Box) -> Tensor:
+def _cut(block: Tensor, box: Box) -> Tensor:
     """Return the box's part of a block, without a copy if it is contiguous."""
-    for d, (runs, all_runs) in enumerate(zip(box, whole, strict=True)):
-        stretches = _stretches(runs)
-        if runs == all_runs and stretches == [(0, block.shape[d])]:
-            continue
-        cut = [block.narrow(d, at, n) for at, n in stretches]
-        block = cut[0] if len(cut) == 1 else torch.cat(cut, d) if cut else block.narrow(d, 0, 0)
+    for d, runs in enumerate(box):
+        cut = [block.narrow(d, at, n) for at, n in _stretches(runs) or [(0, 0)]]
+        block = torch.cat(cut, d) if len(cut) > 1 else cut[0]
     return block
 
 

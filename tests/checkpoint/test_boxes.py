@@ -25,7 +25,8 @@ def places(draw: Any, most: int = 13) -> SavedPlace:
         n * math.prod(mesh[a] for a in d.axes) for n, d in zip(parts, layout.dims, strict=True)
     )
     ranks = math.prod(mesh.values())
-    return SavedPlace(shape, layout, tiled, tuple(mesh.items()), tuple(range(ranks)))
+    axes = tuple(mesh.items())
+    return SavedPlace(shape, torch.float32, layout, tiled, axes, tuple(range(ranks)))
 
 
 def positions(box: boxes.Box) -> list[list[int]]:
@@ -68,10 +69,10 @@ def test_each_element_is_written_once(place: SavedPlace, shared: bool) -> None:
 
 def test_holders_write_equal_parts() -> None:
     shape, mesh = (600, 512), (("d", 3), ("x", 2))
-    place = SavedPlace(shape, Layout.parse("x ."), shape, mesh, tuple(range(6)))
+    place = SavedPlace(shape, torch.int8, Layout.parse("x ."), shape, mesh, tuple(range(6)))
     sizes = [boxes.size(boxes.chunk("w", place, r) or ()) for r in range(6)]
     assert sizes == [100 * 512] * 6
-    small = SavedPlace((8,), Layout.parse("."), (8,), mesh, tuple(range(6)))
+    small = SavedPlace((8,), torch.int8, Layout.parse("."), (8,), mesh, tuple(range(6)))
     owners = {
         next(r for r in range(6) if boxes.chunk(f"b{i}", small, r) is not None) for i in range(60)
     }
@@ -142,7 +143,7 @@ def test_tiles_end_where_blocks_of_other_meshes_end(n: int, saved: str) -> None:
     mesh = (("x", 2), ("y", 2))
     layout = Layout.parse(f"{saved} ." if len(saved.split()) < 2 or "(" in saved else saved)
     tiled = (-(-n // 12) * 12, 512) if shape[0] == n else (512, -(-n // 12) * 12)
-    place = SavedPlace(shape, layout, tiled, mesh, (0, 1, 2, 3))
+    place = SavedPlace(shape, torch.float32, layout, tiled, mesh, (0, 1, 2, 3))
     box = boxes.chunk("w", place, 1)
     assert box is not None
     d = 0 if shape[0] == n else 1

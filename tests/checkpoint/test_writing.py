@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import shardlib as sl
 from shardlib.checkpoint import folder, writing
-from shardlib.checkpoint.tree import Content
+from shardlib.checkpoint.tree import Content, place_of
 from shardlib.errors import BadArgument, CheckpointError
 from shardlib.mesh.failures import current_job
 from tests.checkpoint.cases import placed
@@ -246,7 +246,8 @@ def test_savers_at_one_path_leave_one_of_theirs(
             value = float(100 * k + i)
             group = writing.Group("save", 10.0, True)
             tree = writing.Leaves.of({"x": torch.full((50,), value), "n": value}, "save")
-            content = Content.of(tree, 1)
+            places = {"x": place_of(tree.tensors["x"], 1)}
+            content = Content.of(places, tree.values, tree.skeleton)
             job = writing.SaveJob(group, str(tmp_path / "c"), None, True)
             try:
                 job.begin(content, {})
