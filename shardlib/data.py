@@ -293,8 +293,9 @@ class Batches:
     def _next_epoch(self) -> None:
         self.epoch, self.row = self.epoch + 1, 0
 
-    def _layouts(self, tree: Any) -> tuple[list[Tensor], Any, list[Layout]]:
-        leaves, spec = optree.tree_flatten(tree)
+    def _cut(self, read: Any, coord: Mapping[str, int]) -> object:
+        """Cut a rank's part along the other dimensions from whole rows."""
+        leaves, spec = optree.tree_flatten(read)
         leaves = [x if isinstance(x, Tensor) else torch.as_tensor(x) for x in leaves]
         if not all(x.ndim for x in leaves):
             raise ShardError(
@@ -304,12 +305,11 @@ class Batches:
                 fix=f"next(iter(sl.data(dataset, {self.batch}, layout, collate=None)))",
             )
         fix = "sl.data(dataset, 32, {})"
-        given = per_leaf(self.layout, tree, "data", fix)
-        found = [
-            as_layout(g, "data", fix, shape=x.shape, mesh=self.mesh).resolve(x.ndim)
-            for g, x in zip(given, leaves, strict=True)
-        ]
-        return leaves, spec, found
+        out = []
+        for x, given in zip(leaves, per_leaf(self.layout, read, "data", fix), strict=True):
+            layout = as_layout(given, "data", fix, shape=x.shape, mesh=self.mesh).resolve(x.ndim)
+            out.append(self._block(x, layout, coord))
+        return optree.tree_unflatten(spec, out)
 
     def _dealt(self, coord: Mapping[str, int]) -> tuple[int, ...]:
         """List the rows of a batch that a rank reads: those that any of its fields needs."""
@@ -326,13 +326,6 @@ class Batches:
             rows.check((self.batch,), self.mesh, op="data")
             held |= set(rows.indices((self.batch,), self.mesh, coord)[0])
         return tuple(sorted(held))
-
-    def _cut(self, read: object, coord: Mapping[str, int]) -> object:
-        """Cut a rank's part along the other dimensions from whole rows."""
-        leaves, spec, layouts = self._layouts(read)
-        return optree.tree_unflatten(
-            spec, [self._block(x, lay, coord) for x, lay in zip(leaves, layouts, strict=True)]
-        )
 
     def _block(self, x: Tensor, layout: Layout, coord: Mapping[str, int]) -> Tensor:
         layout.check((self.batch, *x.shape[1:]), self.mesh, op="data")
@@ -365,13 +358,8 @@ class _Rows(Dataset[Any]):
                 operands={"fields": ", ".join("/".join(map(str, p)) or "the row" for p in paths)},
                 fix="sl.data(dataset, 32, last='drop')  # or say ignore={1: -100}",
             )
-        return optree.tree_unflatten(
-            spec,
-            [
-                _filler(x, self.ignore.get(p[-1], 0) if p else 0)
-                for p, x in zip(paths, leaves, strict=True)
-            ],
-        )
+        values = [self.ignore.get(p[-1], 0) if p else 0 for p in paths]
+        return optree.tree_unflatten(spec, map(_filler, leaves, values))
 
 
 def _check_numbers(batch: object, last: object, workers: object) -> None:

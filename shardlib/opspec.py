@@ -58,8 +58,8 @@ class OpSpec:
 
     ``names``    "exp" stands for torch.exp, Tensor.exp and torch.nn.functional.exp, as far as they
                  exist; "linalg.inv" for one function of that module.  Names separated by blanks, or
-                 lines with a signature each, as torch's documentation prints it; lines of one name
-                 are its overloads.
+                 lines of names with their signature, as torch's documentation prints it; lines of
+                 one name are its overloads.
     ``kind``     "pointwise"    each element of the result depends on the elements of its place in
                                 the operands, which broadcast: computed on the blocks as they lie.
                  "rows"         the same, of any number of results, run for one rank after the other.
@@ -110,8 +110,10 @@ def lines(text: str) -> dict[str, str]:
     """Map each name in lines of signatures to those of its overloads."""
     found: dict[str, list[str]] = {}
     for line in map(str.strip, text.strip().splitlines()):
-        name = line.partition("(")[0]
-        found.setdefault(name, []).append(re.split(r"\.|::", name)[-1] + line[len(name) :])
+        names, _, arguments = line.partition("(")
+        for name in names.split():
+            bare = re.split(r"\.|::", name)[-1]
+            found.setdefault(name, []).append(f"{bare}({arguments}")
     return {name: "\n".join(signatures) for name, signatures in found.items()}
 
 
@@ -208,60 +210,39 @@ _ALONG = (
     ),
     OpSpec(
         """
-        cummax(input, dim)
-        cummin(input, dim)
-        logcumsumexp(input, dim)
+        cummax cummin logcumsumexp(input, dim)
         flip(input, *dims: int)
-        sort(input, dim: int = -1, descending: bool = False, *, stable=None)
-        argsort(input, dim: int = -1, descending: bool = False, *, stable=None)
+        sort argsort(input, dim: int = -1, descending: bool = False, *, stable=None)
         mode(input, dim=-1, keepdim=False)
-        median(input, dim=None, keepdim=False)
-        nanmedian(input, dim=None, keepdim=False)
+        median nanmedian(input, dim=None, keepdim=False)
         unfold(input, dimension, size, step)
         diff(input, n=1, dim=-1, prepend=None, append=None)
-        trapz(y, x=None, *, dim=-1)
-        trapezoid(y, x=None, *, dim=-1)
-        cumulative_trapezoid(y, x=None, *, dim=-1)
+        trapz trapezoid cumulative_trapezoid(y, x=None, *, dim=-1)
         gradient(input, *, spacing=1, dim=None, edge_order=1)
         glu(input, dim=-1)
         rot90(input, k=1, dims=(0, 1))
         tensor_split(input, indices_or_sections, dim=0)
-        fft.hfft(input, n=None, dim=-1, norm=None)
-        fft.ihfft(input, n=None, dim=-1, norm=None)
-        fft.fft2(input, s=None, dim=(-2, -1), norm=None)
-        fft.ifft2(input, s=None, dim=(-2, -1), norm=None)
-        fft.rfft2(input, s=None, dim=(-2, -1), norm=None)
-        fft.irfft2(input, s=None, dim=(-2, -1), norm=None)
-        fft.hfft2(input, s=None, dim=(-2, -1), norm=None)
+        fft.hfft fft.ihfft(input, n=None, dim=-1, norm=None)
+        fft.fft2 fft.ifft2 fft.rfft2 fft.irfft2 fft.hfft2(input, s=None, dim=(-2, -1), norm=None)
         fft.ihfft2(input, s=None, dim=(-2, -1), norm=None)
-        fft.fftn(input, s=None, dim=None, norm=None)
-        fft.ifftn(input, s=None, dim=None, norm=None)
-        fft.rfftn(input, s=None, dim=None, norm=None)
-        fft.irfftn(input, s=None, dim=None, norm=None)
-        fft.hfftn(input, s=None, dim=None, norm=None)
+        fft.fftn fft.ifftn fft.rfftn fft.irfftn fft.hfftn(input, s=None, dim=None, norm=None)
         fft.ihfftn(input, s=None, dim=None, norm=None)
-        fft.fftshift(input, dim=None)
-        fft.ifftshift(input, dim=None)
+        fft.fftshift fft.ifftshift(input, dim=None)
         roll(input, shifts, dims=None)
         """,
         "along",
     ),
     OpSpec(
         """
-        quantile(input, q: number, dim=None, keepdim=False, *, interpolation='linear')
-        nanquantile(input, q: number, dim=None, keepdim=False, *, interpolation='linear')
-        fft.fft(input, n=None, dim=-1, norm=None)
-        fft.ifft(input, n=None, dim=-1, norm=None)
-        fft.rfft(input, n=None, dim=-1, norm=None)
-        fft.irfft(input, n=None, dim=-1, norm=None)
+        quantile nanquantile(input, q: number, dim=None, keepdim=False, *, interpolation='linear')
+        fft.fft fft.ifft fft.rfft fft.irfft(input, n=None, dim=-1, norm=None)
         """,
         "along",
         cast="wide on cpu",
     ),
     OpSpec(
         """
-        cumsum(input, dim, *, dtype=None)
-        cumprod(input, dim, *, dtype=None)
+        cumsum cumprod(input, dim, *, dtype=None)
         softmin(input, dim: int, _stacklevel=3, dtype=None)
         cosine_similarity(x1, x2, dim=1, eps=1e-8)
         """,
@@ -274,41 +255,28 @@ _ALONG = (
 _MATRICES = (
     OpSpec(
         """
-        tril(input, diagonal=0)
-        triu(input, diagonal=0)
+        tril triu(input, diagonal=0)
         linalg.cholesky_ex(input, *, upper=False, check_errors=False)
-        linalg.det(A)
-        linalg.slogdet(A)
-        linalg.inv(A)
+        linalg.det linalg.slogdet linalg.inv linalg.eig linalg.eigvals linalg.matrix_exp(A)
+        linalg.matrix_sqrth linalg.polar(A)
         linalg.inv_ex(A, *, check_errors=False)
-        linalg.eig(A)
-        linalg.eigh(A, UPLO='L')
-        linalg.eigvals(A)
-        linalg.eigvalsh(A, UPLO='L')
+        linalg.eigh linalg.eigvalsh(A, UPLO='L')
         linalg.qr(A, mode='reduced')
         linalg.svd(A, full_matrices=True, *, driver=None)
         linalg.svdvals(A, *, driver=None)
-        linalg.lu(A, *, pivot=True)
-        linalg.lu_factor(A, *, pivot=True)
+        linalg.lu linalg.lu_factor(A, *, pivot=True)
         linalg.lu_factor_ex(A, *, pivot=True, check_errors=False)
         linalg.ldl_factor(A, *, hermitian=False)
         linalg.ldl_factor_ex(A, *, hermitian=False, check_errors=False)
-        linalg.matrix_exp(A)
         linalg.matrix_power(A, n)
-        linalg.matrix_sqrth(A)
-        linalg.polar(A)
         linalg.cond(A, p=None)
         linalg.solve_triangular(A, B, *, upper, left=True, unitriangular=False)
         linalg.lstsq(A, B, rcond=None, *, driver=None)
         cholesky_solve(input, input2, upper=False)
-        det(input)
-        logdet(input)
-        slogdet(input)
+        det logdet slogdet matrix_exp geqrf(input)
         qr(input, some=True)
         svd(input, some=True, compute_uv=True)
-        matrix_exp(input)
         matrix_power(input, n)
-        geqrf(input)
         triangular_solve(b, A, upper=True, transpose=False, unitriangular=False)
         lu(input, pivot=True, get_infos=False)
         """,
@@ -318,10 +286,8 @@ _MATRICES = (
     OpSpec(
         """
         linalg.cholesky(input, *, upper=False)
-        trace(input)
-        cholesky(input, upper=False)
-        cholesky_inverse(input, upper=False)
-        inverse(input)
+        trace inverse(input)
+        cholesky cholesky_inverse(input, upper=False)
         pinverse(input, rcond=1e-15)
         """,
         "matrices",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import optree
 import torch
@@ -82,32 +82,27 @@ Key = TypeVar("Key")
 Tree = TypeVar("Tree")
 
 
+class _ShardOptions(TypedDict, total=False):
+    """Arguments on which the type of the result does not depend."""
+
+    src: int | None
+    pad: bool
+
+
 @overload
 def shard(
-    x: Tensor,
-    layout: LayoutLike,
-    mesh: MeshLike | None = None,
-    *,
-    src: int | None = None,
-    pad: bool = False,
+    x: Tensor, layout: LayoutLike, mesh: MeshLike | None = None, **how: Unpack[_ShardOptions]
 ) -> ShardedTensor: ...
 @overload
 def shard(
     x: Mapping[Key, Tensor],
     layout: LayoutLike | Mapping[Key, LayoutLike],
     mesh: MeshLike | None = None,
-    *,
-    src: int | None = None,
-    pad: bool = False,
+    **how: Unpack[_ShardOptions],
 ) -> dict[Key, ShardedTensor]: ...
 @overload
 def shard(
-    x: Tree,
-    layout: LayoutTree,
-    mesh: MeshLike | None = None,
-    *,
-    src: int | None = None,
-    pad: bool = False,
+    x: Tree, layout: LayoutTree, mesh: MeshLike | None = None, **how: Unpack[_ShardOptions]
 ) -> Tree: ...
 def shard(
     x: object,

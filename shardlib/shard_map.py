@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, NotRequired, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import optree
 import torch
@@ -48,21 +48,21 @@ Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
 
+class _ShardMapOptions(TypedDict):
+    """Arguments on which the type of the result does not depend."""
+
+    in_layouts: LayoutTree
+    out_layouts: LayoutTree
+    mesh: NotRequired[MeshLike | None]
+
+
 @overload
 def shard_map(
-    f: Callable[Given, Returned],
-    *,
-    in_layouts: LayoutTree,
-    out_layouts: LayoutTree,
-    mesh: MeshLike | None = None,
+    f: Callable[Given, Returned], **how: Unpack[_ShardMapOptions]
 ) -> Callable[Given, Returned]: ...
 @overload
 def shard_map(
-    f: None = None,
-    *,
-    in_layouts: LayoutTree,
-    out_layouts: LayoutTree,
-    mesh: MeshLike | None = None,
+    f: None = None, **how: Unpack[_ShardMapOptions]
 ) -> Callable[[Callable[Given, Returned]], Callable[Given, Returned]]: ...
 def shard_map(
     f: Callable[..., object] | None = None,

@@ -15,7 +15,7 @@ from shardlib import optim
 from shardlib.checkpoint import load_hf
 from shardlib.command import datasets, from_config
 from shardlib.command.config import Config, ConfigError, answer, near, parameters, read
-from shardlib.command.progress import log
+from shardlib.command.progress import Log
 from shardlib.command.train import Checkpoints, Evaluation, Export, check, train
 from shardlib.data import data
 from shardlib.mesh import make_mesh
@@ -71,7 +71,7 @@ def listed() -> Iterator[Key]:
     yield from _of("eval", Evaluation)
     yield from _of("eval", data, only=from_config.EVAL)
     yield from _of("export", Export)
-    yield from _of("log", log)
+    yield from _of("log", Log)
 
 
 def _made(table: str) -> Iterator[Key]:

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,26 +17,44 @@ from shardlib.command.datasets import fields
 from shardlib.dtypes import HALF
 from shardlib.errors import BadArgument, clipped
 
-__all__ = ["Log", "flops_of", "log", "peak_of"]
+__all__ = ["Log", "flops_of", "peak_of"]
 
 
 Record = Callable[[dict[str, Any]], object]
 
 
+@dataclass
 class Log:
-    """A log of figures, made by ``log``; only rank 0 writes.
+    """Log of a run's figures, of which only rank 0 writes: the table ``[log]``.
 
-    ``every``  steps between two lines.
+    ``every``        steps between two lines.
+    ``jsonl``        a file that gets one JSON object per line.
+    ``tensorboard``  a directory for TensorBoard's events: pip install tensorboard.
+    ``flops``        peak operations per second of one rank, the denominator of MFU; by default that
+                     of the GPU, if known.
+    ``to``           "module:function", called on rank 0 with each record, a dict.
+
+    >>> Log(every=5).every
+    5
     """
 
-    def __init__(
-        self, every: int, jsonl: str, tensorboard: str, flops: float | None, to: Record | None
-    ) -> None:
-        self.every = every
-        self.to = to
-        self.jsonl = jsonl
-        self.tensorboard = tensorboard
-        self.flops = flops
+    every: int = 10
+    jsonl: str = ""
+    tensorboard: str = ""
+    flops: float | None = None
+    to: Record | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise BadArgument(f"every={self.every}: lines are 1 step apart at least", op="log")
+        if self.flops is not None and not 0 < self.flops < float("inf"):
+            text = f"flops={self.flops}: a number of operations, more than 0"
+            raise BadArgument(text, op="log")
+        if os.path.isdir(self.jsonl):
+            raise BadArgument(f"jsonl={self.jsonl} is a directory: write a file", op="log")
+        if self.tensorboard and find_spec("tensorboard") is None:
+            text = f"tensorboard={self.tensorboard} wants the package: pip install tensorboard"
+            raise BadArgument(text, op="log")
         self.file: TextIO | None = None
         self.board: Any = None
         self.echo = self.lead = False
@@ -94,38 +113,6 @@ class Log:
             self.file.close()
         if self.board is not None:
             self.board.close()
-
-
-def log(
-    every: int = 10,
-    jsonl: str = "",
-    tensorboard: str = "",
-    flops: float | None = None,
-    to: Record | None = None,
-) -> Log:
-    """Log the progress of a run, every ``every`` steps.
-
-    ``every``        steps between two lines.
-    ``jsonl``        a file that gets one JSON object per line.
-    ``tensorboard``  a directory for TensorBoard's events: pip install tensorboard.
-    ``flops``        peak operations per second of one rank, the denominator of MFU; by default that
-                     of the GPU, if known.
-    ``to``           "module:function", called on rank 0 with each record, a dict.
-
-    >>> log(every=5).every
-    5
-    """
-    if every < 1:
-        raise BadArgument(f"every={every}: lines are 1 step apart at least", op="log")
-    if flops is not None and not 0 < flops < float("inf"):
-        raise BadArgument(f"flops={flops}: a number of operations, more than 0", op="log")
-    if os.path.isdir(jsonl):
-        raise BadArgument(f"jsonl={jsonl} is a directory: write a file", op="log")
-    if tensorboard and find_spec("tensorboard") is None:
-        raise BadArgument(
-            f"tensorboard={tensorboard} wants the package: pip install tensorboard", op="log"
-        )
-    return Log(every, jsonl, tensorboard, flops, to)
 
 
 def _step_of(line: str) -> int | None:

@@ -53,7 +53,7 @@ from shardlib.command.from_config import (
     state_of,
     under_launcher,
 )
-from shardlib.command.progress import Log, flops_of, log, number, peak_of, seconds
+from shardlib.command.progress import Log, flops_of, number, peak_of, seconds
 from shardlib.errors import BadArgument, RankFailed, ShardError
 from shardlib.grad import value_and_grad
 from shardlib.mesh import Mesh, accelerator, launch, use_mesh
@@ -245,7 +245,7 @@ def _check_run(config: Config) -> None:
         path = config.table(table).get(key)
         if asked and path and _lies_in(path, asked.path):
             raise config.error(("export", "path"), f"[{table}] {key} lies in it, {path}")
-    call(log, config, ("log",))
+    call(Log, config, ("log",))
 
 
 def _lies_in(path: str, folder: str) -> bool:
@@ -347,7 +347,7 @@ def run(config: Config, mesh: Mesh, as_json: bool = False) -> Report:
     steps, accumulate = config.tables["steps"], config.tables.get("accumulate", 1)
     training = _Training(config, mesh, accumulate)
     made, report, saving = training.made, training.report, training.saving
-    writer: Log = call(log, config, ("log",))
+    writer: Log = call(Log, config, ("log",))
     training.resume()
     writer.open(as_json, report.first, lead=not dist.is_initialized() or dist.get_rank() == 0)
     writer.say(_opening(training, steps))

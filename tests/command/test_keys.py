@@ -18,7 +18,7 @@ SOURCES = {
     "data": data,
     "data.text": datasets.text,
     "data.documents": datasets.documents,
-    "log": progress.log,
+    "log": progress.Log,
     "checkpoint": train.Checkpoints,
     "layout, megatron1d": from_config.recipes.megatron1d,
     "optimizer.zero": from_config.WRAPPERS["zero"],

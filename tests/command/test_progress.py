@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from shardlib.command.progress import flops_of, log, peak_of
+from shardlib.command.progress import Log, flops_of, peak_of
 
 
 def test_operations_are_three_forwards() -> None:
@@ -29,7 +29,7 @@ def test_a_peak_is_of_a_gpu_in_half_precision() -> None:
 
 def test_records_are_of_this_run(tmp_path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "a" / "log.jsonl"
-    writer = log(jsonl=str(file))
+    writer = Log(jsonl=str(file))
     row = {"loss": 1.0, "norm": None, "lr": None, "tokens_per_second": 1.0, "bytes": 0, "mfu": 0.5}
     for first, steps in ((0, (1, 2, 3)), (2, (3, 4)), (0, (1,))):
         writer.open(as_json=True, first=first)
@@ -48,10 +48,10 @@ def test_a_file_that_no_log_wrote_is_not_overwritten(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(sl.ShardError, match="no log wrote"):
-            log(jsonl=str(file)).open(False, 0)
+            Log(jsonl=str(file)).open(False, 0)
         assert file.read_text() == text
     file.write_text('{"step": 1}\n{"loss": 0.')  # of a run that was killed
-    writer = log(jsonl=str(file))
+    writer = Log(jsonl=str(file))
     writer.open(False, 1)
     writer.close()
     assert file.read_text() == '{"step": 1}\n'
