@@ -17,8 +17,6 @@ from shardlib.memory_tracker import tensors_in
 from shardlib.mesh import Mesh, accelerator, scope, within
 from shardlib.opspec import OPERATORS, Args, Func, Kwargs, homes, names_of
 
-__all__ = ["COMPOSITE", "DECLARED", "cast", "casting", "forget"]
-
 COMPOSITE = {f for name in names_of(parts=True) for f in homes(name)}
 """Functions that torch composes of others, as their implementations
 here do: those others are cast one by one.

@@ -41,8 +41,6 @@ from shardlib.tensor import (
     typeof,
 )
 
-__all__ = ["STANDINS", "Node"]
-
 _WRAPPERS: frozenset[type] = frozenset({ShardedTensor, Stacked})
 
 STANDINS: dict[Any, Callable[..., Any]] = {}

@@ -10,8 +10,6 @@ import torch
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, scope
 
-__all__ = ["LARGE", "available", "most_taken", "refuse_beyond"]
-
 LARGE = 1 << 28
 """Bytes: a smaller allocation does not justify reading the system's counters."""
 

@@ -7,8 +7,6 @@ from fractions import Fraction
 
 from shardlib.mesh import Link
 
-__all__ = ["Cost", "moving", "summing"]
-
 
 @dataclass(frozen=True)
 class Cost:

@@ -21,9 +21,6 @@ from shardlib.mesh import Mesh, MeshLike, as_mesh, brought, within
 from shardlib.random import branch, mixed
 from shardlib.tensor import Place, ShardedTensor
 
-__all__ = ["Batches", "data", "from_local"]
-
-
 Key = TypeVar("Key")
 Tree = TypeVar("Tree")
 

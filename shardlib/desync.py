@@ -10,8 +10,6 @@ from typing import Any
 
 from shardlib.errors import ShardError
 
-__all__ = ["desync"]
-
 
 def desync(folder: str | Path) -> str:
     """Report the first operation at which the ranks differ, or which of them stopped first.

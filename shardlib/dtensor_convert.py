@@ -14,8 +14,6 @@ from shardlib.tensor import Place, ShardedTensor, settle, typeof
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_dtensor", "from_dtensor"]
-
 
 def as_dtensor(x: ShardedTensor) -> "DTensor":
     """Share the blocks as a DTensor.

@@ -5,8 +5,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["HALF", "is_half", "wide", "wider"]
-
 Value = TypeVar("Value", bound=Tensor)
 
 HALF = frozenset({torch.bfloat16, torch.float16})

@@ -35,8 +35,6 @@ from shardlib.tensor import (
     whole_now,
 )
 
-__all__ = ["deferring", "frozen", "grad", "value_and_grad"]
-
 
 class TakesGradients(Protocol):
     """Type of ``into=``: a transform with gradient buckets, see ``sl.optim.zero``."""

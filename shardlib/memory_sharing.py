@@ -17,11 +17,6 @@ from shardlib.errors import Unsupported
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.opspec import writes as is_writer
 
-__all__ = [
-    "LINKS", "WRITERS", "alike", "link", "one_storage", "refuse_overlap", "refuse_write",
-    "same_memory", "writes", "written",
-]  # fmt: skip
-
 LINKS: dict[int, list[tuple[Any, Any]]] = {}
 """Address of a storage -> weak pairs (it, the storage that torch would have made the same)."""
 

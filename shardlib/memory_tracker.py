@@ -9,8 +9,6 @@ from torch import Tensor
 from shardlib._compat import DispatchMode
 from shardlib.opspec import Args, Func, Kwargs
 
-__all__ = ["Live", "tensors_in"]
-
 
 class Live(DispatchMode):  # type: ignore[misc, valid-type]
     """Bytes of storages made inside the context and still alive, and their peak.

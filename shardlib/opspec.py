@@ -19,20 +19,6 @@ from torch import Tensor
 
 from shardlib._compat import builtin_homes
 
-__all__ = [
-    "OPERATORS",
-    "Args",
-    "Func",
-    "Kind",
-    "Kwargs",
-    "OpSpec",
-    "draws",
-    "homes",
-    "lines",
-    "names_of",
-    "writes",
-]
-
 Func = Callable[..., Any]
 """A function of torch's, as ``__torch_function__`` is given it."""
 Args = tuple[Any, ...]

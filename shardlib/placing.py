@@ -75,9 +75,6 @@ from shardlib.tensor import (
     whole_now,
 )
 
-__all__ = ["constrain", "reshard", "shard", "unshard"]
-
-
 Key = TypeVar("Key")
 Tree = TypeVar("Tree")
 

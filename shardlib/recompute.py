@@ -16,8 +16,6 @@ from shardlib.mesh import bind, scope
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.random import marks, replayed
 
-__all__ = ["Kept", "once"]
-
 
 def kept(run: Callable[..., Any]) -> Callable[..., Any]:
     """Save the current scope with ``run``, for any time and thread; draws are repeated."""

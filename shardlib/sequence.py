@@ -15,8 +15,6 @@ from shardlib.mesh import Mesh, MeshLike, as_mesh
 from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["pack", "shard_sequence"]
-
 
 class _SequenceOptions(TypedDict, total=False):
     """Arguments on which the type of the result does not depend."""

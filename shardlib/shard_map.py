@@ -42,8 +42,6 @@ from shardlib.tensor import (
     vary,
 )
 
-__all__ = ["shard_map"]
-
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 

@@ -20,8 +20,6 @@ from shardlib.checkpoint.folder import SILENT
 from shardlib.errors import CheckpointError, RankFailed, user_line
 from shardlib.mesh import join_job
 
-__all__ = ["Group", "first_odd"]
-
 
 def first_odd(values: Sequence[object]) -> int | None:
     """Return the first rank whose value is not rank 0's, or None.

@@ -22,32 +22,6 @@ from shardlib.checkpoint.folder import memory
 from shardlib.layouts import Layout
 from shardlib.mesh import rank_along
 
-__all__ = [
-    "Box",
-    "Cuts",
-    "Held",
-    "SavedPlace",
-    "BlockRun",
-    "ChunkChecksums",
-    "along",
-    "checksum",
-    "chunk",
-    "coordinate",
-    "grid",
-    "held",
-    "length",
-    "meet",
-    "outline",
-    "packed",
-    "shared",
-    "shares",
-    "size",
-    "stretches",
-    "strips",
-    "sums_of",
-    "whole",
-]
-
 
 class BlockRun(NamedTuple):
     """Positions start, start + stride, ...: ``length`` of them.

@@ -27,8 +27,6 @@ from shardlib.checkpoint.writing import SaveJob
 from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, MeshLike, as_mesh, simulate
 
-__all__ = ["from_hf", "reshard", "to_hf"]
-
 Directory = str | os.PathLike[str]
 Names = Mapping[str, str] | Callable[[str], str] | None
 

@@ -18,8 +18,6 @@ from shardlib.checkpoint.tree import blocks, place_of
 from shardlib.errors import Unsupported
 from shardlib.tensor import ShardedTensor, partial_escape, typeof
 
-__all__: list[str] = []
-
 
 class _ContiguousBox(NamedTuple):
     """A contiguous box of the global tensor, and the view of the block that holds it."""

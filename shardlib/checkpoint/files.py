@@ -51,11 +51,6 @@ from shardlib.checkpoint.folder import (
     write_all,
 )
 
-__all__ = [
-    "FileChunk", "Folder", "Header", "WrittenPart", "check_chunk", "code_of", "dtype_of", "entries", "fill", "framed",
-    "is_shape", "layout_of_file", "read_header", "uncollected", "written", "write_file",
-]  # fmt: skip
-
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
     "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32",

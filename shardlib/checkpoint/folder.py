@@ -36,14 +36,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = [
-    "FORMAT", "LOCK", "MANIFEST", "SILENT", "Behind", "Work", "allocate", "clean", "directory",
-    "exchange", "flushed", "folder_of", "fsync_folder", "memory", "new_file", "occupied",
-    "open_file", "opened", "parsed", "read_manifest", "remove", "steps_pattern", "strangers",
-    "write_all", "write_manifest", "write_new",
-]  # fmt: skip
-
-
 # ---------------------------------------------------------------- disk
 
 SILENT = 1800.0

@@ -65,8 +65,6 @@ from shardlib.modules.rules import Axes, Rules
 from shardlib.placing import unshard
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["load_hf", "save_hf", "tensors_of", "write_hf"]
-
 Source = str | Sequence[str] | tuple[str, slice] | tuple[str, tuple[int, ...]]
 Names = Mapping[str, Source] | Callable[[str], Source] | None
 Path = str | os.PathLike[str]

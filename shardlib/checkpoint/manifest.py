@@ -24,8 +24,6 @@ from shardlib.checkpoint.tree import read_place, unspoken
 from shardlib.errors import ShardError
 from shardlib.mesh import rank_along
 
-__all__ = ["Manifest"]
-
 
 @dataclass(frozen=True)
 class Manifest:

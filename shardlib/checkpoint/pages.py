@@ -15,8 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Plan", "new"]
-
 Plan = tuple[tuple[int, ...], torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
 

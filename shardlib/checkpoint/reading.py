@@ -32,10 +32,6 @@ from shardlib.modules.rules import Pattern, matches
 from shardlib.placing import padded_size
 from shardlib.tensor import Place, ShardedTensor
 
-__all__ = [
-    "Target", "check", "fixes", "known_choices", "load", "renamed", "some", "storages", "target_of",
-]  # fmt: skip
-
 Names = Mapping[str, str] | Callable[[str], str] | None
 
 

@@ -24,11 +24,6 @@ from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.tree import alone
 from shardlib.errors import mesh_text
 
-__all__ = [
-    "About", "Saved", "damage", "describe", "latest", "newest", "remove_old", "steps",
-    "verify",
-]  # fmt: skip
-
 
 def _manifest(path: str) -> dict[str, Any] | None:
     """Read the manifest of a directory; None if it is no checkpoint."""

@@ -32,19 +32,6 @@ from shardlib.optim.matrix_owners import Owned
 from shardlib.optim.transform import at_rest
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = [
-    "Content",
-    "Leaves",
-    "Value",
-    "alone",
-    "blocks",
-    "place_of",
-    "rank_of",
-    "said_of",
-    "spoken",
-    "unspoken",
-]
-
 Value = bool | int | float | complex | str | None
 
 

@@ -31,8 +31,6 @@ from shardlib.checkpoint.steps import remove_old
 from shardlib.checkpoint.tree import Content, Leaves, alone, blocks, fingerprint, place_of
 from shardlib.errors import BadArgument
 
-__all__ = ["SaveJob", "Saving", "file_name", "save"]
-
 
 class Saving:
     """A save in progress or finished.

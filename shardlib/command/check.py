@@ -15,8 +15,6 @@ from shardlib.command.from_config import axes_of, module_of, rows_of, rules_of
 from shardlib.command.train import check, rehearse
 from shardlib.mesh import simulate
 
-__all__ = ["check_run"]
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""

@@ -8,8 +8,6 @@ from shardlib.checkpoint import describe, from_hf, reshard, steps, to_hf, verify
 from shardlib.command.config import ConfigError, answer
 from shardlib.errors import CheckpointError, ShardError
 
-__all__: list[str] = []
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""

@@ -6,8 +6,6 @@ from shardlib.command.config import answer
 from shardlib.command.keys import listed
 from shardlib.command.main import COMMANDS, parser_of
 
-__all__ = ["script"]
-
 _SCRIPT = """\
 _shardlib() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD - 1]}} words=""

@@ -29,25 +29,6 @@ from shardlib.errors import ShardError, meant, similar
 from shardlib.optim import Transform
 from shardlib.optim.schedules import Schedule
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "answer",
-    "call",
-    "called",
-    "imported",
-    "make",
-    "missing",
-    "named",
-    "near",
-    "one_line",
-    "optional",
-    "read",
-    "schedules",
-    "told",
-    "transforms",
-]
-
 Keys = tuple[str, ...]
 
 

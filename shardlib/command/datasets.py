@@ -14,8 +14,6 @@ from torch.utils.data import Dataset
 from shardlib.errors import BadArgument
 from shardlib.sequence import pack
 
-__all__ = ["Windows", "documents", "fields", "text", "tokens"]
-
 Width = Literal["uint8", "uint16", "int32", "int64"]
 
 

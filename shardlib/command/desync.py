@@ -5,8 +5,6 @@ import argparse
 from shardlib.command.config import answer
 from shardlib.desync import desync
 
-__all__: list[str] = []
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""

@@ -8,8 +8,6 @@ from shardlib.command.train import check
 from shardlib.mesh import use_mesh
 from shardlib.planning.explain import Explanation, explain
 
-__all__ = ["explain_run"]
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""

@@ -30,10 +30,8 @@ from shardlib.command.config import (
     named,
     near,
     optional,
-    schedules,
     shown,
     told,
-    transforms,
     typed,
     unknown,
 )
@@ -50,13 +48,6 @@ from shardlib.modules.rules import Rules as ModuleRules
 from shardlib.optim import Precision, Transform
 from shardlib.planning.plan import loss_of
 from shardlib.tensor import ShardedTensor, layout_of
-
-__all__ = [
-    "Built", "axes_of", "batches", "built", "check_data", "evaluating", "fixed_axes",
-    "how_to_make", "hugging_face", "init_keys", "labels_of", "loss_function", "mesh_of",
-    "module_of", "optimizer", "placing", "precision", "rows_of", "rules_of", "schedules",
-    "source_of", "state_of", "transforms", "under_launcher",
-]  # fmt: skip
 
 RecipeName = Literal["megatron1d", "optimus2d", "tesseract", "cube3d", "ring", "ddp", "fsdp"]
 RECIPES: tuple[str, ...] = get_args(RecipeName)

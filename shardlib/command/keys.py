@@ -14,14 +14,21 @@ from typing import Any, NamedTuple
 from shardlib import optim
 from shardlib.checkpoint import load_hf
 from shardlib.command import datasets, from_config
-from shardlib.command.config import Config, ConfigError, answer, near, parameters, read
+from shardlib.command.config import (
+    Config,
+    ConfigError,
+    answer,
+    near,
+    parameters,
+    read,
+    schedules,
+    transforms,
+)
 from shardlib.command.progress import Log
 from shardlib.command.train import Checkpoints, Evaluation, Export, check, train
 from shardlib.data import data
 from shardlib.mesh import make_mesh
 from shardlib.modules import init, parallelize, recipes
-
-__all__ = ["Key", "listed", "printed"]
 
 
 class Key(NamedTuple):
@@ -58,9 +65,9 @@ def listed() -> Iterator[Key]:
     for name in from_config.RECIPES:
         yield from _of(f"layout, {name}", getattr(recipes, name), but=("model", "mesh", "inputs"))
     yield from _of("layout", parallelize, only=from_config.PLACING)
-    for name, function in from_config.transforms().items():
+    for name, function in transforms().items():
         yield from _of(f'optimizer, name = "{name}"', function)
-    for name, function in from_config.schedules().items():
+    for name, function in schedules().items():
         yield from _of(f'optimizer.lr, name = "{name}"', function)
     for name, function in from_config.WRAPPERS.items():
         yield from _of(f"optimizer.{name}", function, but=("tx",))

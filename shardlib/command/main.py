@@ -18,8 +18,6 @@ from typing import NoReturn
 
 from shardlib.errors import RankFailed, ShardError, clipped, meant, similar
 
-__all__ = ["COMMANDS", "main", "parser_of"]
-
 COMMANDS = {  # name -> help; each is the module of that name in this folder
     "train": "train as a TOML file says, and go on where a run was killed",
     "plan": "which mesh: what a step moves and holds on each, and whether it fits",

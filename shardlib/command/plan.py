@@ -20,8 +20,6 @@ from shardlib.mesh import Link
 from shardlib.planning.cluster import CLUSTERS, Cluster, measured
 from shardlib.planning.plan import RECIPES, Plan, Weighed, plan
 
-__all__: list[str] = []
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""

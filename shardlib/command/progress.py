@@ -17,9 +17,6 @@ from shardlib.command.datasets import fields
 from shardlib.dtypes import HALF
 from shardlib.errors import BadArgument, clipped
 
-__all__ = ["Log", "flops_of", "peak_of"]
-
-
 Record = Callable[[dict[str, Any]], object]
 
 

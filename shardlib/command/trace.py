@@ -15,8 +15,6 @@ from shardlib.mesh import use_mesh
 from shardlib.seeing import Timeline, timeline
 from shardlib.seeing.canvas import refuse_foreign
 
-__all__ = ["trace_run"]
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""

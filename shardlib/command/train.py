@@ -59,10 +59,6 @@ from shardlib.grad import value_and_grad
 from shardlib.mesh import Mesh, accelerator, launch, use_mesh
 from shardlib.seeing.summary import size, summary
 
-__all__ = [
-    "Checkpoints", "Evaluation", "Export", "Report", "check", "start", "stepper", "train",
-]  # fmt: skip
-
 MOST = 64  # the most processes that are started without a launcher
 
 

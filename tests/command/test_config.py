@@ -8,8 +8,16 @@ import pytest
 import torch
 
 from shardlib import optim
-from shardlib.command.config import Config, ConfigError, call, parameters, read, typed
-from shardlib.command.from_config import schedules, transforms
+from shardlib.command.config import (
+    Config,
+    ConfigError,
+    call,
+    parameters,
+    read,
+    schedules,
+    transforms,
+    typed,
+)
 from shardlib.command.keys import listed
 from shardlib.command.main import main
 from shardlib.command.train import check, rehearse
