@@ -202,7 +202,7 @@ def _numbers(index: Tensor, key: int, make: Make | Pairs, paired: bool) -> Tenso
 
 @lru_cache(maxsize=64)
 def _only(*place: Any) -> tuple[Tensor, bool]:
-    """Return the positions of a block that is one chunk, padded for use."""
+    """Return the positions of a block that is one chunk, filled up to a multiple of 64."""
     host = torch.device("cpu")
     tables, paired = _tables(*place, host)
     index = torch.cat([c for _, c in _chunks(tables, host)])

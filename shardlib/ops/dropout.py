@@ -23,7 +23,7 @@ from shardlib.ops.counter_rng import Make, Pairs, drawn, kept, places, then, uni
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.random import next_key
-from shardlib.tensor import Place, ShardedTensor, call_error, implements
+from shardlib.tensor import ShardedTensor, call_error, implements
 
 __all__ = ["dropout"]
 
@@ -83,8 +83,8 @@ def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bo
     shape = torch.Size((*x.padded_shape[:2], *[1] * (len(x.padded_shape) - 2)))
     local = (*block_shape(x.raw, x.mesh)[:2], *shape[2:])
     block = x.raw.new_empty(storage_shape(x.mesh, *local), dtype=dtype)
-    true = torch.Size((*x.shape[:2], *shape[2:])) if x.is_padded else None
-    return drawn(ShardedTensor(block, Place(layout, shape, x.mesh, true)), key, make, dtype)
+    place = x.place.becomes(layout, shape, torch.Size((*x.shape[:2], *shape[2:])))
+    return drawn(ShardedTensor(block, place), key, make, dtype)
 
 
 def _saturated(x: Tensor, keep: Tensor, p: float) -> Tensor:

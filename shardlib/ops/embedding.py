@@ -93,26 +93,37 @@ _EMBEDDING = binder(
 )
 
 
-@implements(F.embedding, takes="padding skew", repeats=True)
-def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Look up ids, split or not, in a table whose rows and columns may be split over any axes.
-
-    The vocabulary may be padded, since no id refers to the rows beyond it.
-    """
+def _padded_vocabulary(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Refuse padding but in the vocabulary, since no id refers to the rows beyond it."""
     given = _EMBEDDING(*args, **kwargs)
     ids, table = given["input"], given["weight"]
-    count, padded = table.shape[0], has_padding((ids, table))
-    if padded:
-        table = _unpadded(ids, table)
+    uneven = has_padding((ids,))
+    if not uneven and table.shape[1] == table.padded_shape[1]:
+        return run(func, args, kwargs)
+    mesh = getattr(table, "mesh", None)
+    axis = "x" if mesh is None else mesh.names[0]
+    whole = ["sl.shard(sl.unshard(ids), '...')" if uneven else "ids", "sl.unshard(table)"]
+    why = "only the vocabulary of an embedding may be padded"
+    fix = f"F.embedding({whole[0]}, sl.shard({whole[1]}, '{axis} .', pad=True))"
+    raise call_error(Unsupported, why, "embedding", fix, ids=ids, table=table)
+
+
+@implements(F.embedding, padding=_padded_vocabulary, takes="plain", repeats=True)
+def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+    """Look up ids, split or not, in a table whose rows and columns may be split over any axes."""
+    given = _EMBEDDING(*args, **kwargs)
+    ids, table = given["input"], given["weight"]
+    count = table.shape[0]
     padding = _checked(ids, table, count, given)
     table, ids = lifted("embedding", table, ids)
     mesh, of_ids, of_table = table.mesh, ids.place, table.place
     key = of_ids.layout, of_ids.shape, of_table.layout, of_table.shape, of_table.deferred
     plan = mesh.memo("lookup", key, lambda: _planned(ids, table))
-    if plan.axes or padded:  # otherwise torch's own kernel checks the ids
+    fits = count == of_table.shape[0]
+    if plan.axes or not fits:  # otherwise torch's own kernel checks the ids
         in_range(ids.raw, count, "embedding", "id")
     raw_table = vary(table.raw, mesh, plan.meets)
-    own = plan.own and not padded and raw_table is table.raw
+    own = plan.own and fits and raw_table is table.raw
     if own and list(map(id, args)) == [id(ids), id(table)]:
         return blockwise(func, args, kwargs, plan.place)
     if plan.gathered:
@@ -155,26 +166,7 @@ def embedding_of_rows(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     given = _ROWS(*args, **kwargs)
     padding = given["padding_idx"] if given["padding_idx"] >= 0 else None
     how = {k: given[k] for k in ("scale_grad_by_freq", "sparse")}
-    return embedding(F.embedding, (given["indices"], given["weight"], padding), how)
-
-
-def _unpadded(ids: Any, table: Any) -> ShardedTensor:
-    """Return the table with the padding of its vocabulary; any other padding is refused."""
-    if (
-        getattr(table, "is_padded", False)
-        and table.shape[1] == table.padded_shape[1]
-        and not has_padding((ids,))
-    ):
-        return table.with_padding
-    mesh = getattr(table, "mesh", None)
-    axis = "x" if mesh is None else mesh.names[0]
-    whole = [
-        "sl.shard(sl.unshard(ids), '...')" if has_padding((ids,)) else "ids",
-        "sl.unshard(table)",
-    ]
-    why = "only the vocabulary of an embedding may be padded"
-    fix = f"F.embedding({whole[0]}, sl.shard({whole[1]}, '{axis} .', pad=True))"
-    raise call_error(Unsupported, why, "embedding", fix, ids=ids, table=table)
+    return F.embedding(given["indices"], given["weight"], padding, **how)  # type: ignore[return-value]
 
 
 class _LookupPlan(NamedTuple):

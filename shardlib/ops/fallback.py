@@ -41,6 +41,7 @@ from shardlib.memory_sharing import (
 from shardlib.mesh import Mesh, scope, within
 from shardlib.ops.each_rank import FlatCall, each, run
 from shardlib.ops.fix_line import fix_line
+from shardlib.ops.padding import extended
 from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import Args, Func, Kwargs, draws, names_of
 from shardlib.placing import reshard, unshard
@@ -592,12 +593,9 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
         raise Unsupported(why, op=name, operands=what, fix="x = f(x)")
     new = moved
     if raw is not moved.raw:
-        place = Place(_whole(x.padded_shape), moved.padded_shape, mesh, deferred=moved.deferred)
+        place = Place(_whole(moved.shape), moved.shape, mesh, deferred=moved.deferred)
         new = ShardedTensor(full, place)
-    if x.is_padded:
-        pairs = zip(reversed(x.padded_shape), reversed(x.shape), strict=True)
-        filled = F.pad(new.raw, [k for n, m in pairs for k in (0, n - m)])
-        new = new.becomes(filled, shape=x.padded_shape)
+    new = new.becomes(extended(new.raw, x), shape=x.padded_shape)
     if x.sharding.partial:
         new = reshard(new, x.sharding)
     x.raw.copy_(reshard(new, x.sharding).raw)

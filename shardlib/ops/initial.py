@@ -14,6 +14,7 @@ from shardlib._compat import intercept_init, patch
 from shardlib.collectives import blocks
 from shardlib.kernels.bits import bits
 from shardlib.ops.counter_rng import along, drawn, open_unit
+from shardlib.ops.padding import extended
 from shardlib.ops.random import draw_into
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
@@ -132,13 +133,7 @@ def _gauss(h: Tensor) -> Tensor:
 
 def _put(x: ShardedTensor, whole: Tensor) -> None:
     """Write this rank's block of a tensor that every rank holds."""
-    if x.is_padded:
-        pad = [
-            n
-            for s, t in zip(reversed(x.padded_shape), reversed(x.shape), strict=True)
-            for n in (0, s - t)
-        ]
-        whole = nn.functional.pad(whole, pad)
+    whole = extended(whole, x)
     x.raw.copy_(reshard(replicated(whole, x.mesh), x.sharding).raw)
 
 

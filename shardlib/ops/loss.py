@@ -258,15 +258,13 @@ def _some_rows(x: Tensor, *more: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(t.split(part) for t in (x, *more)), strict=True)
 
 
-def _split_cross_entropy(
-    given: dict[str, Any], classes: int, given_up: bool = False
-) -> ShardedTensor:
+def _split_cross_entropy(given: dict[str, Any], given_up: bool = False) -> ShardedTensor:
     """Compute F.cross_entropy(logits [N, C], target [N]) where N, C or both are split.
 
-    ``given``    its arguments by name, weight and deprecated ones apart.
-    ``classes``  number of true classes; the columns beyond are padding.
+    ``given``  its arguments by name, weight and deprecated ones apart.
     """
     logits, target = lifted("cross_entropy", given["input"], given["target"])
+    classes = logits.shape[-1]  # the columns beyond are padding
     reduction, of_logits, of_target = given["reduction"], logits.place, target.place
     mesh, shape = of_logits.mesh, of_logits.shape
     key = of_logits.layout, shape, of_target.layout, of_target.shape
@@ -580,8 +578,8 @@ def _class_mean(out: Any, how: str, given: dict[str, Any]) -> Any:
     return out.sum() / count.sum()
 
 
-def _checked(given: Bound, classes: int | None = None) -> str:
-    """Check the arguments as torch does and return the reduction; ``classes`` are the true ones."""
+def _checked(given: Bound) -> str:
+    """Check the arguments as torch does and return the reduction."""
     x, t, smooth = given["input"], given["target"], given["label_smoothing"]
     whole_numbers = not t.is_floating_point()
     if whole_numbers and t.dtype not in (torch.int64, torch.uint8):
@@ -596,16 +594,17 @@ def _checked(given: Bound, classes: int | None = None) -> str:
             f"label_smoothing must be between 0.0 and 1.0. Got: {smooth}", op="cross_entropy"
         )
     if whole_numbers:
-        _check_targets(x, t, classes, given["ignore_index"])
+        _check_targets(x, t, given["ignore_index"])
     return _how(given)
 
 
-def _check_targets(x: Tensor, t: Tensor, classes: int | None, ignore: int) -> None:
+def _check_targets(x: Tensor, t: Tensor, ignore: int) -> None:
     """Refuse targets that are no class, where torch's own kernel would not."""
-    split = isinstance(x, ShardedTensor) and x.ndim > 1 and x.dims[1].is_split
-    if split or classes is not None:
+    if not isinstance(x, ShardedTensor) or x.ndim < 2:
+        return
+    if x.dims[1].is_split or x.shape[1] != x.padded_shape[1]:
         raw = t.raw if isinstance(t, ShardedTensor) else t
-        in_range(raw, classes or x.shape[1], "cross_entropy", "target", ignore)
+        in_range(raw, x.shape[1], "cross_entropy", "target", ignore)
 
 
 def rows_given_up(logits: ShardedTensor, target: Tensor, ignore: int, smooth: float) -> Tensor:
@@ -614,11 +613,8 @@ def rows_given_up(logits: ShardedTensor, target: Tensor, ignore: int, smooth: fl
     The logits are overwritten by their gradient.
     """
     given = _CROSS_ENTROPY(logits, target, ignore_index=ignore, label_smoothing=smooth)
-    classes = logits.shape[-1] if logits.is_padded else None
-    _checked(given, classes)
-    x = logits.with_padding if logits.is_padded else logits
-    whole = given | {"input": x, "reduction": "none"}
-    return _split_cross_entropy(whole, logits.shape[-1], given_up=True)
+    _checked(given)
+    return _split_cross_entropy(given | {"reduction": "none"}, given_up=True)
 
 
 @implements(F.nll_loss)
@@ -627,16 +623,14 @@ def nll_loss(func: Func, args: Args, kwargs: Kwargs) -> object:
     return _by_class(F.nll_loss, given, _how(given))
 
 
-def _padded_classes(run: Func, func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """Compute the loss of padded logits: columns beyond the true classes are ignored."""
-    given = _CROSS_ENTROPY(*args, **kwargs)
-    x = given["input"]
-    if not has_padding((x,)) or has_padding((given["target"],)):
+def _padded_classes(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Refuse padding but in the classes; the implementation ignores columns beyond the true ones."""
+    x, target, *_ = _CROSS_ENTROPY(*args, **kwargs).values()
+    if has_padding((target,)):
         raise Unfit("a padded target")
     if x.shape[:-1] != x.padded_shape[:-1]:
         raise cuts_padding("cross_entropy of padded rows", func, x)
-    how, classes = _checked(given, x.shape[-1]), x.shape[-1]
-    return _split_cross_entropy(given | {"input": x.with_padding, "reduction": how}, classes)
+    return run(func, args, kwargs)
 
 
 @implements(F.cross_entropy, padding=_padded_classes)
@@ -652,7 +646,7 @@ def cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> object:
         and not t.is_floating_point()
     ):
         try:
-            return _split_cross_entropy(given | {"reduction": how}, x.shape[-1])
+            return _split_cross_entropy(given | {"reduction": how})
         except Unsupported:
             pass
     return _by_class(F.cross_entropy, given, how)

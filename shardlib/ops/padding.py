@@ -14,6 +14,7 @@ from typing import Any
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives import holds_values, played, storage
@@ -29,6 +30,7 @@ __all__ = [
     "agree",
     "beside",
     "cuts_padding",
+    "extended",
     "filled",
     "inside",
     "neutral",
@@ -78,6 +80,12 @@ def padded_to(value: ShardedTensor, true: Sequence[int]) -> ShardedTensor:
     if tuple(value.padded_shape) == tuple(true):
         return value
     return ShardedTensor(value.raw, value.place._replace(true_shape=torch.Size(true)))
+
+
+def extended(whole: Tensor, x: ShardedTensor) -> Tensor:
+    """Return a tensor whose last dimensions have the true sizes of ``x``, with zeros to its padded ones."""
+    more = [k for n, m in reversed(sizes(x)) for k in (0, m - n)]
+    return F.pad(whole, more) if any(more) else whole
 
 
 def agree(sizes: Iterable[tuple[int, int]]) -> bool:

@@ -279,8 +279,7 @@ def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         return draw_into(x, bernoulli(p), b["generator"])
     p = lift(p, x.mesh, "bernoulli_")
     _probabilities("bernoulli_", p.raw)
-    frame = x.with_padding
-    raws, place = aligned("bernoulli_", [frame, p.with_padding])
+    raws, place = aligned("bernoulli_", [x, p])
     if (place.layout, place.shape) != (x.sharding, x.padded_shape):
         why = "the probabilities lie otherwise than the tensor they are drawn for"
         raise call_error(
@@ -399,7 +398,8 @@ def _like(
         )
     raw = x.raw.new_empty(x.raw.shape, dtype=dtype)
     bare = Layout(x.dims, skew=x.sharding.skew)
-    out = ShardedTensor(raw, Place(bare, x.padded_shape, x.mesh, x.place.true_shape))
+    new = Place(bare, x.padded_shape, x.mesh)
+    out = ShardedTensor(raw, new.becomes(bare, new.shape, x.shape))
     _asked(_EMPTY[func], out, (), {})
     draw_into(out, make(dtype), b["generator"])
     return out.requires_grad_(b["requires_grad"])  # type: ignore[return-value]

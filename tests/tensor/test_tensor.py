@@ -255,6 +255,7 @@ SKEWED: dict[str, Any] = {
     "whole norm": lambda x: x.norm(),
     "gelu": lambda x: F.gelu(x) * 2,
     "in place": lambda x: x.clone().mul_(2),
+    "embedding": lambda x: F.embedding(x.new_tensor([3, 0], dtype=torch.long), x),
 }
 
 
