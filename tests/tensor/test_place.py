@@ -25,7 +25,7 @@ def test_a_place_is_one_frozen_value() -> None:
 )
 def test_a_weight_keeps_the_layout_of_its_products(f: object) -> None:
     with sl.simulate(x=2):
-        w = giving(sl.shard(torch.ones(4, 6), ". x"), sl.Layout.parse("x ."))
+        w = giving({"w": sl.shard(torch.ones(4, 6), ". x")}, {"w": sl.Layout.parse("x .")})["w"]
         assert f(w).place.out_layout == sl.Layout.parse("x .")
         x = sl.shard(torch.ones(4, 4), "x .")
         assert sl.typeof(x @ f(w)) == "f32[4@x, 6]"
@@ -44,7 +44,8 @@ def test_rows_merged_by_a_view_are_known_after_elementwise_functions(f: object) 
             "shift": lambda t: t + shift,
             "dropout": lambda t: torch.nn.functional.dropout(t, 0.0),
         }.get(f, f)  # type: ignore[call-overload]
-        w = giving(sl.shard(torch.ones(8, 8), "x ."), sl.Layout.parse("data x ."))
+        w = sl.shard(torch.ones(8, 8), "x .")
+        w = giving({"w": w}, {"w": sl.Layout.parse("data x .")})["w"]
         out = between(h.view(-1, 8)) @ w
         assert between(h.view(-1, 8)).place.merged_from == (4, 4)
         assert out.dims[0] == (h.view(-1, 8) @ w).dims[0]

@@ -131,7 +131,7 @@ def gradients(
         return _scatter(dy, coming_w.wait().mT, cube.x, over[0])
 
     def of_w() -> Pending:  # [K/k, N/n] -> [K/(k m), N/n]
-        return _scatter(_rows(coming_x.wait()).mT, _rows(dy), cube.w, over[1])
+        return _scatter(coming_x.wait().flatten(0, -2).mT, dy.flatten(0, -2), cube.w, over[1])
 
     both = [(1, of_w), (0, of_x)] if cube.w_first else [(0, of_x), (1, of_w)]
     sums: dict[int, Pending] = {}
@@ -142,10 +142,6 @@ def gradients(
             sums[which] = of()
     found = {which: coming.wait() for which, coming in sums.items()}
     return found.get(0), found.get(1)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _scatter(

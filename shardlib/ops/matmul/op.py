@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardlib._compat import Local, owned
 from shardlib.collectives import lead, unwrap, wrap
-from shardlib.dtypes import HALF, is_half
+from shardlib.dtypes import HALF, is_half, wide
 from shardlib.errors import BadArgument, NoImplementation, ShardError
 from shardlib.layouts import Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, Scope, bind, scope
@@ -30,7 +30,7 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.tensor.grad_coalescing import together_of
 from shardlib.tensor.gradients import made_of, real_axes, total, vary
-from shardlib.tensor.lifting import lift
+from shardlib.tensor.lifting import lift, lifted
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import (
     ShardedTensor,
@@ -154,14 +154,14 @@ def linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
     _check_bias(x, w, bias)
     if x.ndim < 2:
         out = contract(product_of, "...k,ok->...o", x, w)
-        return out if bias is None else out + bias
-    wide = _transposed(w) if type(w) is ShardedTensor else w.mT
-    if bias is None and type(x) is ShardedTensor and not lead(x.mesh):
-        return product_of(x, wide, call=(func, args, kwargs))
-    if isinstance(bias, ShardedTensor) and not bias.sharding.partial:
-        return product_of(x, wide, bias=bias, call=(func, args, kwargs))
-    out = product_of(x, wide)
-    return out if bias is None else out + bias  # type: ignore[return-value]
+    else:
+        turned = _transposed(w) if type(w) is ShardedTensor else w.mT
+        if bias is None and type(x) is ShardedTensor and not lead(x.mesh):
+            return product_of(x, turned, call=(func, args, kwargs))
+        if isinstance(bias, ShardedTensor) and not bias.sharding.partial:
+            return product_of(x, turned, bias=bias, call=(func, args, kwargs))
+        out = product_of(x, turned)
+    return out if bias is None else out + bias
 
 
 def product(x: Tensor, w: Tensor, out: LayoutLike | None = None) -> ShardedTensor:
@@ -200,13 +200,14 @@ def product_of(
     """
     if not (type(x) is type(w) is ShardedTensor and x.place.mesh is w.place.mesh):
         call = None
-        x, w = _lifted(x, w)
+        x, w = lifted("matmul", x, w)
     of_x, of_w = x.place, w.place
     if of_x.merged_from and _needs_rows(of_x, of_w):
         unfolded = x.view(*of_x.merged_from, of_x.shape[-1])
         return product_of(unfolded, w, out, bias).view(of_x.shape[0], of_w.shape[-1])  # type: ignore[return-value]
     if x.raw.dtype != w.raw.dtype:
-        raise _other_dtypes(x, w)
+        why = "operands have different dtypes"
+        raise call_error(ShardError, why, "matmul", "x @ w.to(x.dtype)", x=x, w=w)
     now = scope()
     again = None
     if now.call.prefetch is not None and _may_move(of_x, of_w, out):
@@ -252,9 +253,15 @@ def _multiplied(
         w, over = ShardedTensor(later, w.place), (over[0], ())
     if bias is not None and adds is not None:
         return _biased(match, over, adds, x, w, bias)
+    return _run(match, over, x, w, None)
+
+
+def _run(
+    match: Match, over: tuple[Axes, Axes], x: ShardedTensor, w: ShardedTensor, bias: Tensor | None
+) -> Tensor:
     if match.call is not None:
-        return match.call(x, w, over, None)
-    return Product.apply(match.run, x.mesh, over, x.raw, w.raw)  # type: ignore[return-value]
+        return match.call(x, w, over, bias)
+    return Product.apply(match.run, x.mesh, over, x.raw, w.raw, bias)  # type: ignore[return-value]
 
 
 def _plan_of(
@@ -278,23 +285,12 @@ def _plan_of(
     )
 
 
-def _lifted(x: Any, w: Any) -> tuple[ShardedTensor, ShardedTensor]:
-    mesh = x.mesh if isinstance(x, ShardedTensor) else w.mesh
-    return lift(x, mesh, "matmul"), lift(w, mesh, "matmul")
-
-
 def _needs_rows(x: Place, w: Place) -> bool:
     """Check whether a product must have X's rows as they were before a view merged them.
 
     A weight's rule refers to those dimensions, and so do groups of rows.
     """
     return bool(w.out_layout) or any(isinstance(p, int) for p in x.dims[0].parts)
-
-
-def _other_dtypes(x: ShardedTensor, w: ShardedTensor) -> ShardError:
-    return call_error(
-        ShardError, "operands have different dtypes", "matmul", "x @ w.to(x.dtype)", x=x, w=w
-    )
 
 
 class _Adds(NamedTuple):
@@ -416,10 +412,7 @@ def _biased(
     mesh = x.mesh
     own = adds.torchs and not over[1] and not (over[0] and is_half(x.raw))
     added = vary(bias.raw, mesh, adds.met) if own else bias.raw.detach()
-    if match.call is None:
-        raw: Any = Product.apply(match.run, mesh, over, x.raw, w.raw, added)
-    else:
-        raw = match.call(x, w, over, added)
+    raw = _run(match, over, x, w, added)
     if own or not bias.raw.requires_grad:
         return raw
     if adds.met and together_of(bias.raw) is not None:
@@ -439,8 +432,7 @@ class _Biased(Local):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mesh, axes, dtype = ctx.place
         if torch.is_grad_enabled():
-            g = unwrap(wrap(grads[0], mesh).flatten(0, -2))
-            g = g.float() if is_half(g) else g
+            g = wide(unwrap(wrap(grads[0], mesh).flatten(0, -2)))
             return grads[0], total(g.sum(-2), mesh, axes, dtype), None, None
         with bind(mesh):
             g = wrap(grads[0], mesh)

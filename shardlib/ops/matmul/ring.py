@@ -72,14 +72,10 @@ def _gradients(
             steps.append([block @ w for block in blocks])
         for j, (block, way) in enumerate(zip(blocks, ways, strict=True)):
             mine = cut(whole, axis, way * t, dim).chunk(len(ways), dim)[j]
-            term = _rows(block).mT @ _rows(mine)
+            term = block.flatten(0, -2).mT @ mine.flatten(0, -2)
             total = term if total is None else total.add_(term)
     assert total is not None, "a ring has a step"
     return _braided(steps, axis, dim, ways) if steps else None, total
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 @dataclass(frozen=True)

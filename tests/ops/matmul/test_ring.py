@@ -91,7 +91,7 @@ def test_second_derivatives_equal_dense() -> None:
     with sl.simulate(tp=4), sl.algorithm(matmul="ring"):
         for x_text, w_text, out in (("tp .", "tp .", ". tp"), (". tp", ". tp", "tp .")):
             a, b = sl.shard(x, x_text).requires_grad_(), sl.shard(w, w_text).requires_grad_()
-            b = giving(b, sl.Layout.parse(out))
+            b = giving({"b": b}, {"b": sl.Layout.parse(out)})["b"]
             for mine, dense in zip(second(a, b, torch.autograd.grad), want, strict=True):
                 assert relative(sl.unshard(mine), dense) < 1e-12
 
