@@ -90,56 +90,78 @@ class Parts(Buckets):
         return reading
 
 
+class BucketReading:
+    """A bucket of a reading, and what is made of it.
+
+    ``part``      the part that is read, and its ``version`` then.
+    ``block``     the block of the module; None: the bucket is its own part.
+    ``node``      the part as a node of the graph, see ``_BucketPart``, and its ``gradient``.
+    ``blocks``    whether grad mode is on -> the parameters' blocks in the gathered bucket.
+    ``facts``     the facts of the values in use, whose caches hold its blocks.
+    """
+
+    def __init__(self, bucket: Bucket, params: Parts) -> None:
+        self.bucket = bucket
+        self.part: Tensor = params[bucket.name].raw
+        self.version = self.part._version
+        self.block: object = None
+        if bucket.hops:
+            self.block = _first(params.index.items[bucket.slots[0].leaves[0]].group)
+        self.index, self.mesh = params.index, params.mesh
+        self.gradient: Gradient
+        self.node: Tensor | None = None
+        self.blocks: dict[bool, dict[int, Tensor]] = {}
+        self.facts: weakref.WeakValueDictionary[int, Facts] = weakref.WeakValueDictionary()
+
+    def reads(self, part: Tensor) -> bool:
+        """Return whether this is the part that is read, unchanged."""
+        return part is self.part and part._version == self.version
+
+    def input(self) -> Tensor:
+        """Return the part as input of all gathers of one graph."""
+        if not (self.part.requires_grad and torch.is_grad_enabled()):
+            return self.part
+        if self.node is None:
+            self.gradient = Gradient(self.index, self.bucket, self.mesh, self.part)
+            self.node = _BucketPart.apply(self.part, self.gradient)  # type: ignore[assignment]
+        return self.node  # type: ignore[return-value]
+
+    def forget(self) -> None:
+        """Drop the blocks, and caches derived from them, which would keep the bucket alive."""
+        for facts in list(self.facts.values()):
+            facts.forget()
+        self.blocks.clear()
+
+
 class Reading:
     """The parameters gathered by forwards until a backward ends, and by backwards of their graph.
 
-    ``now``      bucket name -> the parts that are read.
-    ``parts``    the same as nodes of the graph: see ``_BucketPart``.
-    ``flat``     gathered buckets.
-    ``blocks``   (bucket name, whether grad mode is on) -> the parameters' blocks in it.
-    ``facts``    bucket name -> the facts of the values in use, whose caches hold its blocks.
-    ``coming``   buckets whose gather is posted.
-    ``seen``     the buckets in the order of first reading.
-    ``block_of`` bucket name -> the block of the module; None: it is its own part.
+    ``flat``    gathered buckets.
+    ``coming``  buckets whose gather is posted.
+    ``at``      number of a storage -> the bucket gathered there.
+    ``seen``    the buckets in the order of first reading.
+    ``done``    those whose gradients this backward has added.
     """
 
     def __init__(self, params: Parts) -> None:
         self.index = params.index
         self.mesh = params.mesh
         self.room = params.index.room
-        self.now = {name: x.raw for name, x in params.items()}
-        self.versions = {name: x.raw._version for name, x in params.items()}
-        self.buckets = {b.name: b for b in self.index.buckets}
-        items = self.index.items
-        self.block_of = {
-            b.name: _first(items[b.slots[0].leaves[0]].group) if b.hops else None
-            for b in self.index.buckets
-        }
-        self.flat: dict[str, Tensor] = {}
-        self.parts: dict[str, Tensor] = {}
-        self.gradients: dict[str, Gradient] = {}
-        self.blocks: dict[tuple[str, bool], dict[int, Tensor]] = {}
-        self.facts: dict[str, weakref.WeakValueDictionary[int, Facts]] = {
-            name: weakref.WeakValueDictionary() for name in self.buckets
-        }
-        self.coming: dict[str, tuple[Tensor, Callable[[], object]]] = {}
-        self.at: dict[int, str] = {}
-        self.seen: list[str] = []
-        self.done: set[str] = set()
+        self.buckets = {b.name: BucketReading(b, params) for b in self.index}
+        self.flat: dict[BucketReading, Tensor] = {}
+        self.coming: dict[BucketReading, tuple[Tensor, Callable[[], object]]] = {}
+        self.at: dict[int, BucketReading] = {}
+        self.seen: list[BucketReading] = []
+        self.done: set[BucketReading] = set()
         self.thread = get_ident()
         self.asked = -1
         self.ended = False
 
     def is_of(self, params: Parts) -> bool:
         """Return whether forward may go on with it: the same parts and thread, and no backward yet."""
-        return (
-            not self.ended
-            and self.thread == get_ident()
-            and all(
-                x.raw is self.now[name] and x.raw._version == self.versions[name]
-                for name, x in params.items()
-            )
-        )
+        if self.ended or self.thread != get_ident():
+            return False
+        return all(self.buckets[name].reads(x.raw) for name, x in params.items())
 
     def values(self) -> dict[str, ShardedTensor]:
         """Map each path to a value without a block; reading it gathers."""
@@ -149,120 +171,99 @@ class Reading:
             item, bucket = self.index.items[i], self.index.buckets[b]
             deferred = frozenset(a for a in bucket.over if self.mesh.axes[a] > 1)
             place = item.place_in(item.layout, self.mesh, deferred)
-            name, leaf = bucket.name, bucket.slots[n].leaves[0]
-            facts = self.facts[name].get(leaf)
+            one, leaf = self.buckets[bucket.name], bucket.slots[n].leaves[0]
+            facts = one.facts.get(leaf)
             if facts is None:
-                facts = self.facts[name][leaf] = Facts(read=partial(self.read, name, leaf))
-            out[item.path] = ShardedTensor.when_read(
-                place, item.dtype, self.now[name].device, facts
-            )
+                facts = one.facts[leaf] = Facts(read=partial(self.read, one, leaf))
+            out[item.path] = ShardedTensor.when_read(place, item.dtype, one.part.device, facts)
         return out
 
     # ------------------------------------------------------------ gathering
 
-    def read(self, name: str, leaf: int) -> Tensor:
+    def read(self, one: BucketReading, leaf: int) -> Tensor:
         """Return a parameter's block, recorded by autograd."""
-        key = name, torch.is_grad_enabled()
-        if key not in self.blocks or name not in self.flat:
-            flat = self._whole(name)
+        mode = torch.is_grad_enabled()
+        if mode not in one.blocks or one not in self.flat:
+            flat = self._whole(one)
             # forward alone: recomputation in backward reads in another order
             if backward_now() == -1:
-                self._note(name)
-            found = _GatherBucket.apply(self._part(name), self, name, flat)
-            slots = self.buckets[name].slots
-            self.blocks[key] = {s.leaves[0]: t for s, t in zip(slots, found, strict=True)}  # type: ignore[arg-type]
-        return self.blocks[key][leaf]
+                self._note(one)
+            found = _GatherBucket.apply(one.input(), self, one, flat)
+            slots = one.bucket.slots
+            one.blocks[mode] = {s.leaves[0]: t for s, t in zip(slots, found, strict=True)}  # type: ignore[arg-type]
+        return one.blocks[mode][leaf]
 
-    def _part(self, name: str) -> Tensor:
-        """Return a bucket's part as input of all gathers of one graph."""
-        part = self.now[name]
-        if not (part.requires_grad and torch.is_grad_enabled()):
-            return part
-        if name not in self.parts:
-            made = Gradient(self.index, self.buckets[name], self.mesh, part)
-            self.gradients[name] = made
-            self.parts[name] = _BucketPart.apply(part, made)  # type: ignore[assignment]
-        return self.parts[name]
-
-    def again(self, name: str) -> Tensor:
+    def again(self, one: BucketReading) -> Tensor:
         """Gather a bucket again, in backward, and post the gather of the one read before it."""
-        if self.now[name]._version != self.versions[name]:
+        if not one.reads(one.part):
             raise ShardError(
                 "parameters were changed between forward and backward, which gathers them again",
                 op="apply",
                 fix="loss, grads = sl.value_and_grad(f)(params)",
             )
-        flat = self._whole(name)
-        if name in self.seen:
-            at = self.seen.index(name)
+        flat = self._whole(one)
+        if one in self.seen:
+            at = self.seen.index(one)
             if at and self.seen[at - 1] not in self.done:
                 self._start(self.seen[at - 1])
         self._at_the_end()
         return flat
 
-    def _note(self, name: str) -> None:
+    def _note(self, one: BucketReading) -> None:
         """Record a read in forward, and post the gather of the bucket that came next last time."""
-        if self.block_of[name] is None:
+        if one.block is None:
             return
-        self.seen.append(name)
+        self.seen.append(one)
         at, order = len(self.seen), self.room.order
         # prefetch only while this forward reads in the recorded order
-        if order[at - 1 : at] == [name] and at < len(order):
-            self._start(order[at])
+        if order[at - 1 : at] == [one.bucket.name] and at < len(order):
+            self._start(self.buckets[order[at]])
 
-    def _start(self, name: str) -> None:
+    def _start(self, one: BucketReading) -> None:
         """Post a bucket's gather, once."""
-        if name in self.coming or name in self.flat:
+        if one in self.coming or one in self.flat:
             return
         with torch.no_grad():
-            shard, bucket = self.now[name].detach(), self.buckets[name]
-            if self.block_of[name] is None:
-                self.coming[name] = shard, lambda: None
+            shard, bucket = one.part.detach(), one.bucket
+            if one.block is None:
+                self.coming[one] = shard, lambda: None
                 return
             flat = self.room.buffer(storage_shape(self.mesh, bucket.length), shard)
             parts = own_parts(flat, bucket.over, self.mesh)
             for part, mine in zip(parts, blocks(shard, self.mesh), strict=True):
                 part.copy_(mine)
-            self.coming[name] = flat, bucket.gather_later(flat, self.mesh)
+            self.coming[one] = flat, bucket.gather_later(flat, self.mesh)
 
-    def _whole(self, name: str) -> Tensor:
+    def _whole(self, one: BucketReading) -> Tensor:
         """Return a gathered bucket; keep those of its block and one other, or all with ``keep``."""
-        if name not in self.flat:
-            self._start(name)
-            flat, finish = self.coming.pop(name)
+        if one not in self.flat:
+            self._start(one)
+            flat, finish = self.coming.pop(one)
             finish()
-            self.flat[name] = flat
+            self.flat[one] = flat
             # autograd saves views of the bucket, which are found by its storage
-            self.at[flat.untyped_storage()._cdata] = name
-            block = self.block_of[name]
-            if not self.index.keep and block is not None:
-                others = [n for n in self.flat if self.block_of[n] not in (block, None)]
+            self.at[flat.untyped_storage()._cdata] = one
+            if not self.index.keep and one.block is not None:
+                others = [x for x in self.flat if x.block not in (one.block, None)]
                 for old in others[:-1]:
                     self._drop(old)
-        return self.flat[name]
+        return self.flat[one]
 
-    def _drop(self, name: str) -> None:
-        flat = self.flat.pop(name)
+    def _drop(self, one: BucketReading) -> None:
+        flat = self.flat.pop(one)
         self.at.pop(flat.untyped_storage()._cdata, None)
-        self._forget(name)
-
-    def _forget(self, name: str) -> None:
-        """Drop a bucket's blocks, and caches derived from them, which would keep it alive."""
-        for facts in list(self.facts[name].values()):
-            facts.forget()
-        self.blocks.pop((name, True), None)
-        self.blocks.pop((name, False), None)
+        one.forget()
 
     def end_forward(self) -> None:
         """End forward: drop blocks, and without a graph the gathered buckets too."""
         if self.seen:
-            self.room.order[:] = self.seen
+            self.room.order[:] = [one.bucket.name for one in self.seen]
         self._land()
-        for name in self.buckets:
-            self._forget(name)
+        for one in self.buckets.values():
+            one.forget()
         if not torch.is_grad_enabled():
-            for name in list(self.flat):
-                self._drop(name)
+            for one in list(self.flat):
+                self._drop(one)
 
     def _land(self) -> None:
         """Wait for posted gathers that are not needed, before their memory is freed."""
@@ -276,27 +277,27 @@ class Reading:
         """Return the bucket and offset of a saved weight; other saved tensors unchanged."""
         if type(x) not in (Tensor, torch.nn.Parameter):  # a checkpoint saves whole values
             return x
-        name = self.at.get(x.untyped_storage()._cdata)
-        return x if name is None else (name, x.shape, x.stride(), x.storage_offset())
+        one = self.at.get(x.untyped_storage()._cdata)
+        return x if one is None else (one, x.shape, x.stride(), x.storage_offset())
 
     def unpack(self, kept: Any) -> Tensor:
         """Return the tensor of ``pack``; a weight's bucket is gathered again."""
         if isinstance(kept, Tensor):
             return kept
-        name, *where = kept
-        return self.again(name).as_strided(*where)
+        one, *where = kept
+        return self.again(one).as_strided(*where)
 
     # ------------------------------------------------------------ gradients
 
-    def take(self, name: str, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+    def take(self, one: BucketReading, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Add the gradients of one gather; return the part of their sum if it needs a graph."""
-        self.done.add(name)
-        if name in self.flat and not self.index.keep:
-            self._drop(name)
+        self.done.add(one)
+        if one in self.flat and not self.index.keep:
+            self._drop(one)
         self._at_the_end()
         if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
-            return self.gradients[name].part_of(grads)
-        self.gradients[name].add(grads)
+            return one.gradient.part_of(grads)
+        one.gradient.add(grads)
         return None
 
     def _at_the_end(self) -> None:
@@ -321,8 +322,8 @@ class Reading:
         self.asked = -1
         self.ended = True
         self.done.clear()
-        for name in list(self.flat):
-            self._drop(name)
+        for one in list(self.flat):
+            self._drop(one)
 
 
 def _first(group: object) -> object:
@@ -355,8 +356,7 @@ class Gradient:
             return None
         self.flat, self.task = None, -1
         with torch.no_grad():
-            hops, n = self.bucket.hops, self.bucket.length // self.bucket.ways
-            out = self._memory(n) if hops else flat
+            out = self._memory(self.bucket.part_length) if self.bucket.hops else flat
             later = self.bucket.scatter(flat, out, self.mesh, room.memory)
 
             @cache
@@ -433,15 +433,14 @@ class _GatherBucket(Local):
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, reading: Reading, name: str, flat: Tensor) -> Any:
-        ctx.reading, ctx.name = reading, name
+    def forward(ctx: Any, part: Tensor, reading: Reading, one: BucketReading, flat: Tensor) -> Any:
+        ctx.reading, ctx.one = reading, one
         ctx.set_materialize_grads(False)
-        slots = reading.buckets[name].slots
-        return tuple(s.of(flat) for s in slots)
+        return tuple(s.of(flat) for s in one.bucket.slots)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return ctx.reading.take(ctx.name, grads), None, None, None
+        return ctx.reading.take(ctx.one, grads), None, None, None
 
 
 # ---------------------------------------------------------------- the step

@@ -79,7 +79,7 @@ def back(parts: Any, grads: dict[str, sl.ShardedTensor]) -> Any:
     read, given = [], []
     for i, (b, n) in parts.index.where.items():
         slot = parts.index.buckets[b].slots[n]
-        read.append(reading.read(parts.index.buckets[b].name, slot.leaves[0]))
+        read.append(reading.read(reading.buckets[parts.index.buckets[b].name], slot.leaves[0]))
         given.append(grads[parts.paths[i]].raw)
     found = torch.autograd.grad(read, list(mine.values()), given)
     return parts.like({n: parts[n].becomes(g) for n, g in zip(mine, found, strict=True)})
