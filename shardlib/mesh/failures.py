@@ -229,11 +229,9 @@ class JobProcesses:
         """Report a cause; return the one that was reported first, which holds."""
         self._set(f"calls/{self.rank}", list(self.calls))
         self.fail()
-        try:
+        with suppress(RankFailed):  # without the store there is a first cause, too
             self.first = self.first or self.store.compare_set("first", "", cause)
             self.store.set("roll", "called")
-        except RankFailed as e:
-            self.first = self.first or e.message
         self.write()
         return self.first
 
@@ -401,10 +399,8 @@ class JobProcesses:
 
     def _first(self) -> str:
         """Return the first cause; empty if there is none, or the store cannot be read."""
-        try:
+        with suppress(RankFailed):  # then ``_without_store`` has set it
             self.first = self.first or (self.store.get("first") or b"").decode()
-        except RankFailed as e:
-            self.first = self.first or e.message
         if self.first:
             self.fail()
         return self.first

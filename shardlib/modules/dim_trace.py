@@ -204,14 +204,13 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             self.pointwise(call, out)
         elif call.func.is_view:
             self.moved(call, out)
-        elif call.operands and not name.startswith(_MADE):
-            self.unruled(name, call, out)
-
-    def unruled(self, name: str, call: _OpCall, out: Any) -> None:
-        """Handle an operator without a rule, unless it returns tensors that it was given."""
-        if any(id(y) not in self.rows for y in _tensors(out)):
+        elif call.operands and not name.startswith(_MADE) and self.makes(out):
             self.found.unknown.add(name)
             self.opaque(call, out)
+
+    def makes(self, out: object) -> bool:
+        """Check whether any result is a new tensor, and not one that the operator was given."""
+        return any(id(y) not in self.rows for y in _tensors(out))
 
     def opaque(self, call: _OpCall, out: object) -> None:
         """Give the results of an operator fresh atoms.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlib.errors import OutOfRange
 from shardlib.layouts import Layout, axis_sizes
+from shardlib.layouts.dims import joined
 from shardlib.mesh import coordinates
 from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours, tint
@@ -223,16 +224,11 @@ def _cut(
     return out
 
 
-def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """List (start, stop) of the gapless runs among the positions, in ascending order."""
     if isinstance(positions, range) and positions.step == 1:
-        if len(positions):
-            yield positions.start, positions.stop
-        return
-    # in a run, a position minus its number stays the same
-    for _, some in itertools.groupby(enumerate(sorted(positions)), lambda pair: pair[1] - pair[0]):
-        run = [p for _, p in some]
-        yield run[0], run[-1] + 1
+        return joined([(positions.start, positions.stop)])
+    return joined((p, p + 1) for p in sorted(positions))
 
 
 def _grid(

@@ -57,16 +57,17 @@ def dense_attention(
     shared, at = h // k.shape[1], At(torch.arange(b, device=own), torch.arange(h, device=own))
     positions = torch.arange(s, device=own), torch.arange(t, device=own)
     scores = q @ k.repeat_interleave(shared, 1).mT * d**-0.5
-    added, allowed = mask.scores(*positions, at), mask.allowed(*positions, at)
-    scores = scores if added is None else scores + added.to(scores.dtype)
-    scores = scores if bias is None or bias.dtype == torch.bool else scores + bias
-    scores = scores if allowed is None else scores.masked_fill(~allowed, -math.inf)
-    if bias is not None and bias.dtype == torch.bool:
-        scores = scores.masked_fill(~bias, -math.inf)
+    given = mask.scores(*positions, at), mask.allowed(*positions, at), bias
+    every = [x for x in given if x is not None]
+    for added in (x for x in every if x.dtype != torch.bool):
+        scores = scores + added.to(scores.dtype)
+    for allowed in (x for x in every if x.dtype == torch.bool):
+        scores = scores.masked_fill(~allowed, -math.inf)
     empty = (scores == -math.inf).all(-1)
     scores = scores.masked_fill(empty.unsqueeze(-1), 0)
     lse = torch.logsumexp(scores, -1).masked_fill(empty, -math.inf)
-    lse = lse if sink is None else torch.logaddexp(lse, sink[:, None])
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink[:, None])
     p = (scores - lse.masked_fill(empty, 0).unsqueeze(-1)).exp().masked_fill(empty.unsqueeze(-1), 0)
     if dropout is not None:
         drawn = keep_mask(
