@@ -8,8 +8,6 @@ from shardlib.errors import ShardError
 from shardlib.kernels import build, info
 from shardlib.kernels.build import ARCHS
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return 0 if it succeeded, 1 if nothing was built."""

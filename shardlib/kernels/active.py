@@ -17,8 +17,6 @@ from shardlib.errors import BadArgument
 from shardlib.kernels.library import CODES, library
 from shardlib.mesh.scope import enter, leave, scope
 
-__all__ = ["Backend", "checked", "chosen", "native", "serving", "use"]
-
 Backend = Literal["auto", "native", "apex", "eager"]
 _LOCK = threading.Lock()
 _NAMES = ("auto", "native", "apex", "eager")

@@ -13,9 +13,6 @@ from torch import Tensor
 from shardlib.kernels.active import native
 from shardlib.kernels.library import call, code
 
-__all__ = ["adamw_", "adamw_halves_", "steppable"]
-
-
 Row = Sequence[Tensor]
 
 

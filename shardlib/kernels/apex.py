@@ -24,8 +24,6 @@ from torch import Tensor
 
 from shardlib.kernels.active import chosen
 
-__all__ = ["AdamStep", "Probe", "apex", "probe"]
-
 Row = Sequence[Tensor]
 _FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")  # of NVIDIA's package
 FEATURES = {

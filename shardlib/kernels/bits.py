@@ -6,8 +6,6 @@ constants of the finaliser are Stafford's variant 13.
 
 from torch import Tensor
 
-__all__ = ["bits", "signed"]
-
 
 def signed(x: int) -> int:
     """Return the int64 with the same 64 bits: values from 2**63 on become negative.

@@ -17,18 +17,6 @@ from pathlib import Path
 
 from shardlib.errors import BadArgument, Unsupported
 
-__all__ = [
-    "ARCHS",
-    "archs_of",
-    "cached",
-    "compiled",
-    "packaged",
-    "resources",
-    "sources",
-    "spills",
-    "written",
-]
-
 HERE = Path(__file__).resolve().parent
 ARCHS = (80, 90)
 """Compute capabilities that are compiled by default: A100, H100 and H200."""

@@ -14,8 +14,6 @@ from shardlib.kernels.bits import bits, signed
 from shardlib.kernels.library import call, code
 from shardlib.kernels.pack import DIMS, Where, index
 
-__all__ = ["bar", "dropout", "droppable"]
-
 
 def bar(p: float) -> int:
     """Return the threshold of dropout: the least random int32 whose element is kept.

@@ -6,8 +6,6 @@ from shardlib.kernels.apex import probe
 from shardlib.kernels.build import sources
 from shardlib.kernels.library import why
 
-__all__ = ["info"]
-
 
 def info() -> dict[str, str]:
     """Report which kernels serve this machine's devices, and why; nothing is built or loaded.

@@ -18,8 +18,6 @@ from torch import Tensor
 from shardlib.errors import ShardError
 from shardlib.kernels.build import ARCHS, archs_of, cached, compiled, packaged
 
-__all__ = ["CODES", "SIGNATURES", "build", "call", "code", "library", "why"]
-
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Numbers of dtypes in the kernels' interface."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from shardlib.kernels.active import native
 from shardlib.kernels.library import CODES, call, code
 
-__all__ = ["accumulate_", "merge_", "mergeable"]
-
 
 def _strides(x: Tensor) -> list[int]:
     """Return the strides of sequences, heads and rows of [b, h, m, ...]."""

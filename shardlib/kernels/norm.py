@@ -18,11 +18,6 @@ from shardlib.dtypes import wide, wider
 from shardlib.kernels.active import native
 from shardlib.kernels.library import call, code
 
-__all__ = [
-    "norm_apply", "norm_back", "norm_back_sums", "norm_columns", "norm_settle", "norm_stats",
-    "row_norm", "serves",
-]  # fmt: skip
-
 _LANES = 132 * 4 * 256  # threads that fill an H100: 132 SMs, 4 blocks of 256 each
 
 

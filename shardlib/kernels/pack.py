@@ -15,10 +15,6 @@ from torch import Tensor
 from shardlib.kernels.active import serving
 from shardlib.kernels.library import call
 
-__all__ = [
-    "DIMS", "Where", "box", "copy_box", "copy_box_", "dense", "index", "pack", "packable", "unpack",
-]  # fmt: skip
-
 DIMS = 8
 _SIZES = (1, 2, 4, 8)  # bytes per element that the kernel copies
 

@@ -19,13 +19,6 @@ from shardlib.errors import MeshError, UnevenSplit, UnknownAxis, meant, similar
 from shardlib.layouts.orders import Run, block, dealt, declared, uncovered
 from shardlib.mesh import coordinates, rank_along
 
-__all__ = [
-    "WHOLE", "Apart", "Dim", "Sizes", "axis_sizes", "block_shape", "check_axes", "check_sizes",
-    "cut", "indices", "joined", "leading", "positions", "ring_runs", "said", "skewed",
-    "without_ones",
-]  # fmt: skip
-
-
 Sizes = Mapping[str, int]
 D = TypeVar("D")
 

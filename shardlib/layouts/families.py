@@ -8,18 +8,6 @@ from shardlib.errors import LayoutSyntax
 from shardlib.layouts.dims import Dim
 from shardlib.layouts.layout import Layout, taken
 
-__all__ = [
-    "Col",
-    "Layout25D",
-    "Layout2D",
-    "Layout3D",
-    "P",
-    "Partial",
-    "Replicated",
-    "Row",
-    "split_ways",
-]
-
 
 def Replicated() -> Layout:
     """Keep the whole tensor on every rank.

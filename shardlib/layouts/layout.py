@@ -50,11 +50,6 @@ from shardlib.layouts.spec import (
 from shardlib.layouts.text import read, written
 from shardlib.mesh import coordinates, scope
 
-__all__ = [
-    "Layout", "LayoutFamily", "LayoutLike", "LayoutTree", "as_layout", "is_layout", "per_leaf",
-    "taken", "the_one",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Layout:

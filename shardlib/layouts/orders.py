@@ -16,10 +16,6 @@ import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = [
-    "ORDERS", "Run", "block", "dealt", "declared", "joined_runs", "parse_runs", "uncovered",
-]  # fmt: skip
-
 ORDERS = ("contiguous", "zigzag", "striped", "documents", "runs")
 
 

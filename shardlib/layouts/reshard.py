@@ -37,9 +37,6 @@ from typing import Any, NamedTuple
 from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, indices, positions
 from shardlib.mesh import coordinates
 
-__all__ = ["Exchange", "ReshardPlan", "ReshardStep", "Round", "exchange"]
-
-
 _OF_BLOCKS = ("psum", "mask", "ppermute", "exchange")
 """Kinds of steps that are of no one dimension."""
 

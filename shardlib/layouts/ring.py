@@ -15,8 +15,6 @@ from shardlib.layouts.dims import Dim
 from shardlib.layouts.layout import Layout
 from shardlib.layouts.orders import ORDERS, Run, block, dealt, uncovered
 
-__all__ = ["Ring"]
-
 
 @dataclass(frozen=True)
 class Ring:

@@ -10,11 +10,6 @@ from shardlib.errors import LayoutSyntax, NotExpressible, RankMismatch
 from shardlib.layouts.dims import WHOLE, Dim, Sizes
 from shardlib.layouts.text import NAME, Fields, written
 
-__all__ = [
-    "Names", "PartitionSpecLike", "PlacementLike", "from_placements", "from_spec", "is_spec",
-    "placements",
-]  # fmt: skip
-
 
 def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:
     """Write DTensor placements, one per mesh axis.

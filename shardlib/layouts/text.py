@@ -6,8 +6,6 @@ from shardlib.errors import LayoutSyntax, ShardError, similar
 from shardlib.layouts.dims import WHOLE, Dim
 from shardlib.layouts.orders import ORDERS
 
-__all__ = ["NAME", "Fields", "read", "written"]
-
 Fields = tuple[tuple[Dim, ...], tuple[str, ...], str, int | None]
 
 NAME = re.compile(r"[A-Za-z_]\w*\Z")

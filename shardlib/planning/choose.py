@@ -19,8 +19,6 @@ from shardlib.planning.grids import Grid3, candidates, divides, step_cost
 from shardlib.planning.layer_dedup import Layer, all_products, elements, outline
 from shardlib.planning.plan import Plan, Search, Strategy, plan
 
-__all__ = ["choose"]
-
 _FIX = "sl.choose([(1024, 4096), (4096, 1024)], 8, batch=64)"
 
 

@@ -19,8 +19,6 @@ from shardlib.collectives import (
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link, MeshLike, as_mesh, bind, make_mesh
 
-__all__ = ["CLUSTERS", "Cluster", "cluster_of", "measured", "probe"]
-
 
 @dataclass(frozen=True)
 class Cluster:

@@ -22,9 +22,6 @@ from shardlib.memory_tracker import tensors_in
 from shardlib.mesh import Memo
 from shardlib.opspec import Args, Func, Kwargs
 
-__all__ = ["Known", "on_shapes"]
-
-
 MOST = 1 << 22  # the most elements that are computed on the host
 
 

@@ -33,9 +33,6 @@ from shardlib.planning.constant_folding import Known
 from shardlib.planning.grids import lower_bound
 from shardlib.tensor import ShardedTensor, Together, settle, typeof
 
-__all__ = ["Explanation", "Row", "explain", "size"]
-
-
 T = TypeVar("T")
 
 

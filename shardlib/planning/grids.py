@@ -19,16 +19,6 @@ from shardlib.ops.matmul.function import DimMove
 from shardlib.ops.matmul.matmul3d import price_of_gather
 from shardlib.planning.layer_dedup import Layer
 
-__all__ = [
-    "Grid3",
-    "candidates",
-    "divides",
-    "factorizations",
-    "grids_text",
-    "lower_bound",
-    "step_cost",
-]
-
 
 @dataclass(frozen=True)
 class Grid3:

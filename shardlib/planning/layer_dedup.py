@@ -17,9 +17,6 @@ from shardlib.modules.dim_factors import length
 from shardlib.modules.dim_trace import Dimensions
 from shardlib.modules.param_roles import ids, kinds
 
-__all__ = ["Layer", "Outline", "all_products", "elements", "outline", "products"]
-
-
 K = TypeVar("K")
 
 

@@ -30,9 +30,6 @@ from shardlib.planning.explain import explain, size
 from shardlib.planning.grids import Grid3, factorizations, grids_text, step_cost
 from shardlib.planning.layer_dedup import Layer, Outline, all_products, elements, outline
 
-__all__ = ["Plan", "Strategy", "Weighed", "loss_of", "plan"]
-
-
 RECIPES = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring")
 
 BUCKET = 25 * 2**20  # gradients per collective, as zero's bucket_mb

@@ -36,11 +36,6 @@ from shardlib.ops.elementwise import aligned
 from shardlib.ops.registry import case_of
 from shardlib.tensor import Place, ShardedTensor, call_error, refuse_sums, replicated, typeof
 
-__all__ = [
-    "AttentionCase", "Operands", "Runs", "Sizes", "attention_case", "bias_and_sink",
-    "case_of_values", "case_on_paper", "check", "entered", "length",
-]  # fmt: skip
-
 Runs = tuple[tuple[Run, ...], ...]
 """For each rank of the ring, the global positions of its rows."""
 

@@ -32,12 +32,6 @@ from shardlib.ops.attention.masks import At, Full, Mask
 from shardlib.ops.registry import Match, choose, pinned
 from shardlib.ops.registry import algorithm as enter
 
-__all__ = [
-    "Areas", "AttentionJob", "AttentionMove", "AttentionPlan", "Engine", "Given", "Gradients",
-    "Moves", "Opt", "Outputs", "Pairs", "Peak", "RowChunk", "Saved", "once_round", "peak", "planned",
-    "register_engine",
-]  # fmt: skip
-
 Pairs = tuple[tuple[int, int], ...]
 """(source, destination) of one transfer, as positions on the ring."""
 

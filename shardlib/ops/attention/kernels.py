@@ -26,11 +26,6 @@ from shardlib.kernels.merge import merge_, mergeable
 from shardlib.layouts.orders import Run
 from shardlib.ops.attention.masks import Mask
 
-__all__ = [
-    "Block", "Grads", "KERNELS", "Kernel", "ScorePiece", "acc_dtype", "merge", "narrowed",
-    "on_paper", "pick", "pieces", "unfit",
-]  # fmt: skip
-
 
 @dataclass
 class Block:

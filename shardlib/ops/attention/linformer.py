@@ -23,8 +23,6 @@ from shardlib.tensor.lifting import replicated
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, local_call
 
-__all__ = ["linformer_attention"]
-
 
 def linformer_attention(
     q: ShardedTensor,

@@ -33,11 +33,6 @@ from shardlib.ops.attention.kernels import Block, ScorePiece, acc_dtype, merge, 
 from shardlib.ops.attention.masks import At
 from shardlib.ops.counter_rng import keep_mask
 
-__all__ = [
-    "Coming", "Key", "Leaving", "LocalQueries", "add_sink", "gathered", "local_queries", "parted",
-    "positions", "scattered", "send", "started", "sums_like", "viewed",
-]  # fmt: skip
-
 
 @lru_cache(maxsize=1024)
 def _positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:

@@ -21,11 +21,6 @@ from shardlib.layouts.orders import Run
 from shardlib.mesh import uploaded
 from shardlib.tensor import call_error
 
-__all__ = [
-    "ALiBi", "At", "Bias", "Causal", "Documents", "Full", "Mask", "MaskMod", "Padding", "Prefix",
-    "Relation", "Window", "as_mask",
-]  # fmt: skip
-
 
 class Relation(NamedTuple):
     """Bounds between two runs: allowed pairs have lo <= q - k <= hi; all such pairs if ``exact``.

@@ -31,8 +31,6 @@ from shardlib.ops.registry import Match
 from shardlib.random import next_key
 from shardlib.tensor import Place, ShardedTensor, call_error, heard, real_axes, vary
 
-__all__ = ["attention_plan", "ring_attention"]
-
 
 @dataclass(frozen=True, eq=False)
 class Options:

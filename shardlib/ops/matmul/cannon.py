@@ -29,8 +29,6 @@ from shardlib.ops.matmul.function import Axes, accumulator, add_product, rounded
 from shardlib.ops.matmul.matmul2d import Form, sizes_2d
 from shardlib.ops.registry import Match, algorithm
 
-__all__ = ["Cannon", "cannon_ab", "cannon_abt", "cannon_atb", "cannon_messages", "cannon_words"]
-
 
 def cannon_ab(
     a: Tensor,

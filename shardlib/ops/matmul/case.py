@@ -24,8 +24,6 @@ from shardlib.mesh import Link
 from shardlib.ops.registry import case_of, fitting
 from shardlib.tensor import ShardedTensor, call_error, partial_escape
 
-__all__ = ["MatmulCase", "case", "cut_for", "whole_rows"]
-
 
 @dataclass(frozen=True)
 class MatmulCase:

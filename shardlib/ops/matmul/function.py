@@ -21,12 +21,6 @@ from shardlib.dtypes import HALF, wider
 from shardlib.mesh import Mesh, bind, scope
 from shardlib.tensor import total, vary
 
-__all__ = [
-    "Axes", "DimMove", "Gradients", "NOWHERE", "Product", "Schedule", "accumulator", "add_product",
-    "ahead", "cut", "nothing", "panels", "partial_product", "plus_product", "post", "rounded",
-    "summed_product",
-]  # fmt: skip
-
 Axes = tuple[str, ...]
 Gradients = tuple[Tensor | None, Tensor | None]
 Step = TypeVar("Step")

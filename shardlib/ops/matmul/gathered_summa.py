@@ -43,8 +43,6 @@ from shardlib.ops.matmul.shared_gather import ReadsShared, gathered
 from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["Streamed", "streamed"]
-
 
 def _panels(w: Tensor, axis: str) -> Iterator[Tensor]:
     send = broadcasts(axis, w)

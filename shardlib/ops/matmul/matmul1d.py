@@ -26,8 +26,6 @@ from shardlib.ops.registry import Match, algorithm
 from shardlib.recompute import once
 from shardlib.tensor import ShardedTensor, Wide, local_call, real_axes, varied_wide
 
-__all__ = ["Matmul1D", "oned"]
-
 
 @dataclass(frozen=True)
 class Matmul1D:

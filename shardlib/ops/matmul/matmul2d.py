@@ -35,8 +35,6 @@ from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import NOWHERE, Axes, Gradients, Product
 from shardlib.ops.registry import Match
 
-__all__ = ["ROLES", "Form", "ProductGrid", "Product2D", "Sizes2D", "sizes_2d"]
-
 Form = Literal["ab", "abt", "atb"]
 
 ROLES: dict[Form, dict[str, str]] = {  # the role each of A, B, C plays in Y = X W

@@ -54,18 +54,6 @@ from shardlib.ops.matmul.shared_gather import ReadsShared, gathered
 from shardlib.ops.registry import Match, algorithm
 from shardlib.tensor import ShardedTensor
 
-__all__ = [
-    "Cube",
-    "Matmul3D",
-    "Movements",
-    "cube_words",
-    "gradients",
-    "movements",
-    "price",
-    "price_of_gather",
-    "shared_gather",
-]
-
 
 @dataclass(frozen=True)
 class Cube:

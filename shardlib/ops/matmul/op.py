@@ -42,9 +42,6 @@ from shardlib.tensor.tensor import (
     typeof,
 )
 
-__all__ = ["linear", "matmul", "product", "product_of"]
-
-
 _MM = binder("""
     matmul(input, other)
     mm(input, mat2)

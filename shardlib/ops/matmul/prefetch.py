@@ -22,17 +22,6 @@ from shardlib.mesh import Mesh, bind, drain, scope, within
 from shardlib.ops.matmul.function import DimMove, post
 from shardlib.tensor import ShardedTensor, made_of
 
-__all__ = [
-    "ALONE",
-    "Entry",
-    "Gather",
-    "next_gather",
-    "not_prefetching",
-    "planned",
-    "prefetching",
-]
-
-
 T = TypeVar("T")
 
 

@@ -26,8 +26,6 @@ from shardlib.ops.matmul.function import Axes, DimMove, Gradients
 from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price
 from shardlib.ops.registry import Match, algorithm
 
-__all__ = ["RingSchedule", "matmul_ring_rs", "ring_ag_matmul"]
-
 Ways = tuple[int, ...]  # (1,) for a ring, (1, -1) for halves that go opposite ways
 
 

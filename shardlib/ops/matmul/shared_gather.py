@@ -21,8 +21,6 @@ from shardlib.mesh import Mesh, bind, current_mesh
 from shardlib.ops.matmul.function import DimMove, post, rounded
 from shardlib.tensor import ShardedTensor, Wide, made_of, real_axes, total, vary
 
-__all__ = ["Again", "ReadsShared", "gathered", "let_go"]
-
 Axes = tuple[str, ...]
 
 

@@ -40,17 +40,6 @@ from shardlib.ops.matmul.function import (
 from shardlib.ops.matmul.matmul2d import ROLES, Form, sizes_2d
 from shardlib.ops.registry import Match, algorithm
 
-__all__ = [
-    "Summa",
-    "summa_ab",
-    "summa_abt",
-    "summa_atb",
-    "summa_messages",
-    "summa_slices",
-    "summa_words",
-    "swap",
-]
-
 Bias = Tensor | None
 
 

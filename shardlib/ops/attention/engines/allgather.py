@@ -47,8 +47,6 @@ from shardlib.ops.attention.local import (
     viewed,
 )
 
-__all__ = ["AllGather", "Canonical"]
-
 
 @dataclass(frozen=True)
 class AllGather(Engine):

@@ -55,8 +55,6 @@ from shardlib.ops.attention.local import (
 )
 from shardlib.ops.attention.masks import Mask
 
-__all__ = ["BothWays", "DoubleRing", "Halo", "OneWay", "PassQ", "Routes", "both_ways", "busiest"]
-
 Calls = tuple[ScorePiece, ...]
 Keys = tuple[Tensor, Tensor]
 View = Callable[[Tensor], Tensor]

@@ -41,8 +41,6 @@ from shardlib.ops.attention.local import (
     sums_like,
 )
 
-__all__ = ["RSA"]
-
 
 @dataclass(frozen=True)
 class RSA(Engine):

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardlib.collectives import all_to_all, each_rank, storage, unwrap, wrap
 from shardlib.layouts.orders import Run, joined_runs
 from shardlib.mesh import bind, uploaded
-from shardlib.ops.attention.case import AttentionCase, Runs, Sizes, length
+from shardlib.ops.attention.case import AttentionCase, Runs, length
 from shardlib.ops.attention.engine import (
     Areas,
     AttentionJob,
@@ -39,8 +39,6 @@ from shardlib.ops.attention.engine import (
 from shardlib.ops.attention.engines.ring import BothWays
 from shardlib.ops.attention.kernels import acc_dtype
 from shardlib.ops.attention.masks import At
-
-__all__ = ["Heads", "Ulysses"]
 
 
 class Heads(NamedTuple):
@@ -179,17 +177,7 @@ def _between(case: AttentionCase, outer: tuple[str, ...]) -> AttentionPlan:
     )
     heads = Heads.of(z.h, z.g, u)
     lq, lk = max(map(length, q_runs)), max(map(length, k_runs))
-    fewer = Sizes(
-        z.b,
-        heads.per_rank,
-        (len(heads.sent) or z.g) // u,
-        lq,
-        lk,
-        z.d,
-        z.e,
-        z.itemsize,
-        z.acc_itemsize,
-    )
+    fewer = z._replace(h=heads.per_rank, g=(len(heads.sent) or z.g) // u, lq=lq, lk=lk)
     return BothWays().plan(
         replace(case, q_runs=q_runs, k_runs=k_runs, rows=lk, axes=outer, sizes=fewer)
     )
