@@ -124,12 +124,13 @@ class Calls:
             )
         return positional(given, count)
 
-    def added(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that a recipe adds to a call's, such as positions in documents."""
+    def added(self, names: Iterable[str], args: Args, kwargs: Kwargs) -> Kwargs:
+        """Return keyword arguments with those that a recipe adds, as positions in documents."""
         if getattr(self.suggested, "documents", None) is None:
-            return {}
+            return kwargs
+        more = self.suggested.given(dict(zip(names, args, strict=True)) | kwargs)
         takes = {n for n, _ in self.arguments}
-        return {k: v for k, v in self.suggested.given(named).items() if k in takes}
+        return kwargs | {k: v for k, v in more.items() if k in takes}
 
     def place(self, name: str, value: Any) -> Any:
         """Place an input of this name by its layout in ``inputs=``; without one, replicate it.
@@ -241,7 +242,7 @@ class Apply(Calls):
         state = {**params, **{n: b.clone() for n, b in buffers.items()}}
         written: dict[str, Tensor] = {}
         names = self.named(len(args), kwargs)
-        kwargs |= self.added(dict(zip(names, args, strict=True)) | kwargs)
+        kwargs = self.added(names, args, kwargs)
         args = tuple(self.place(name, a) for name, a in zip(names, args, strict=True))
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
 

@@ -279,7 +279,12 @@ def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tu
     if found.of(row) != kind:
         raise _Unsaid
     before, size, cut, after = _run_of(found, row, kind)
-    inside = _even(size, p) if cut is None else _held_of_parts(found, cut, kind, p)
+    if cut is not None:
+        inside = _held_of_parts(found, cut, kind, p)
+    elif size % p:
+        raise _Unsaid
+    else:
+        inside = [[(r * size // p, (r + 1) * size // p)] for r in range(p)]
     if before * max(len(r) for r in inside) > 4096:
         raise _Unsaid
     return [
@@ -292,14 +297,6 @@ def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tu
         )
         for ranges in inside
     ]
-
-
-def _even(size: int, p: int) -> list[list[tuple[int, int]]]:
-    """List the equal range of each of ``p`` ranks."""
-    if size % p:
-        raise _Unsaid
-    each = size // p
-    return [[(r * each, (r + 1) * each)] for r in range(p)]
 
 
 def _held_of_parts(found: _Found, cut: Atom, kind: str, p: int) -> list[list[tuple[int, int]]]:

@@ -17,7 +17,6 @@ recomputation in a Transformer's block).
 import enum
 import io
 import pickle
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FunctionType
@@ -32,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlib.collectives import Away
 from shardlib.errors import RuleLint, similar
 from shardlib.mesh import within
-from shardlib.modules.rules import Pattern, matches, rule_error
+from shardlib.modules.rules import Pattern, is_pattern, matches, rule_error
 from shardlib.modules.weightless_copy import Around
 from shardlib.recompute import Kept
 from shardlib.tensor import ShardedTensor
@@ -100,7 +99,7 @@ def _read(remat: Remat) -> Iterable[tuple[Pattern[nn.Module], str]]:
     given: list[Any] = [remat] if isinstance(remat, str) else list(remat)
     for rule in given:
         well = isinstance(rule, tuple | list) and len(rule) == 2
-        if not well or not (isinstance(rule[0], str | re.Pattern) or callable(rule[0])):
+        if not well or not is_pattern(rule[0]):
             raise rule_error(
                 f"remat is a list of (pattern, policy) over names of modules, not {rule!r}",
                 "sl.parallelize(module, rules, remat=[('*', 'full')])",

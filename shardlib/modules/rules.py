@@ -34,6 +34,7 @@ __all__ = [
     "Pattern",
     "Rules",
     "Suggested",
+    "is_pattern",
     "logical",
     "match_rules",
     "matches",
@@ -161,12 +162,17 @@ def _check_form(rule: object) -> None:
             f"{rule!r}",
             fix,
         )
-    if not (isinstance(rule[0], str | re.Pattern) or callable(rule[0])):
+    if not is_pattern(rule[0]):
         raise rule_error(
             "a pattern is a glob, a compiled regex or a function of (name, tensor), not "
             f"{rule[0]!r}",
             fix,
         )
+
+
+def is_pattern(given: object) -> bool:
+    """Check for a glob, a regex or a function."""
+    return isinstance(given, str | re.Pattern) or callable(given)
 
 
 def _first(rules: Rules, name: str, value: Tensor) -> int | None:

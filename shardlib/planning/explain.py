@@ -20,6 +20,7 @@ from shardlib.grad import deferring
 from shardlib.layouts.dims import axis_sizes
 from shardlib.memory_tracker import Live
 from shardlib.mesh import Mesh, MeshLike, record, within
+from shardlib.modules.dim_trace import called_with
 from shardlib.modules.paths import Paths
 from shardlib.modules.rules import stars
 from shardlib.ops.matmul.prefetch import planned
@@ -273,11 +274,7 @@ def explain(
     sizes = dict(axis_sizes(own if mesh is None else mesh))
     device = getattr(mesh, "device_type", own.device_type)
     make = partial(record, device=device, **sizes)
-    args, kwargs = (
-        ((), dict(inputs))
-        if isinstance(inputs, Mapping)
-        else ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {})
-    )
+    args, kwargs = called_with(inputs)
     with Paths() as paths:
         try:
             return planned(
@@ -452,7 +449,7 @@ class _CallRecorder:
     verb = __call__
 
     def _write(self, func: object, operands: list[ShardedTensor], out: Tensor, before: int) -> None:
-        row = Row(_name(func), user_line(), tuple(typeof(x) for x in operands), typeof(out))
+        row = Row(function_name(func), user_line(), tuple(typeof(x) for x in operands), typeof(out))
         row.module, row.forward = self.paths.now(), self.t.events[before:]
         if self.match is not None:
             row.algorithm, row.note = self.match.algorithm, self.match.note
@@ -551,13 +548,16 @@ def _sink(tx: object, params: object) -> Sink | None:
     return sink
 
 
-def _name(func: object) -> str:
+def function_name(func: object) -> str:
+    """Return torch's name of a function, or the name of a property.
+
+    >>> function_name(Tensor.add_), function_name(Tensor.T.__get__)
+    ('add', 'T')
+    """
     name = getattr(func, "__name__", str(func))
-    return (
-        getattr(getattr(func, "__self__", None), "__name__", name)
-        if name == "__get__"
-        else name.strip("_")
-    )
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", name)
+    return name.strip("_")
 
 
 def _plain(n: float | Fraction) -> int | float:

@@ -26,13 +26,13 @@ from torch.profiler import record_function
 
 from shardlib._compat import after_backward, backward_now
 from shardlib.collectives import Moment, Trace, first_block, lead
-from shardlib.errors import BadArgument, ShardError, user_line
+from shardlib.errors import BadArgument, ShardError, mesh_text, user_line
 from shardlib.mesh import Entered, Mesh, enter, leave, scope
 from shardlib.modules.paths import Paths
 from shardlib.modules.rules import stars
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.planning.explain import size
+from shardlib.planning.explain import function_name, size
 from shardlib.seeing.canvas import (
     INK,
     MARK,
@@ -597,13 +597,12 @@ class _Recorder(Trace):
         if mesh is None or self.rank in self.found.ranks:
             return
         self.device = None if mesh.device.type in ("cpu", "meta") else mesh.device
-        sizes = " ".join(f"{a}={n}" for a, n in mesh.axes.items())
         if lead(mesh):
-            name = f"{mesh.size} simulated ranks ({sizes})"
+            name = f"{mesh.size} simulated ranks ({mesh})"
         elif mesh.coord is not None:
-            name = f"rank {self.rank} ({' '.join(f'{a}={i}' for a, i in mesh.coord.items())})"
+            name = f"rank {self.rank} ({mesh_text(mesh.coord)})"
         else:
-            name = f"one rank of {sizes}"
+            name = f"one rank of {mesh}"
         self.found.ranks[self.rank] = name
 
     # -------------------------------------------------------- operations
@@ -636,7 +635,7 @@ class _Recorder(Trace):
         if backward:  # recomputation: the gradient before it has ended
             self.end(self.back)
         module = self.paths.now()
-        span = Span(_name(func), "operation", 0.0, 0.0, 0, backward, module, user_line())
+        span = Span(function_name(func), "operation", 0.0, 0.0, 0, backward, module, user_line())
         self.inside = now = self.begin(span)
         out: object = None
         try:
@@ -732,11 +731,3 @@ def _sharded(out: object) -> ShardedTensor | None:
     if isinstance(out, tuple | list):
         return next((x for x in out if isinstance(x, ShardedTensor)), None)
     return None
-
-
-def _name(func: Func) -> str:
-    """Return torch's name of a function, or the name of a property."""
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", name)
-    return name.strip("_")

@@ -122,8 +122,7 @@ def _on(
         except ShardError as e:
             yield e
             continue
-        sizes = " ".join(f"{a}={n}" for a, n in mesh.axes.items())
-        text = f"{me}: {list(shape)} on {sizes}"
+        text = f"{me}: {list(shape)} on {mesh}"
         with mesh:
             _check_blocks(text, given, me, shape, mesh)
             _check_ways(text, given, me, shape, mesh)

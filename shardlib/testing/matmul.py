@@ -64,14 +64,14 @@ def _check_matmul(name: str, mesh: dict[str, int]) -> Iterator[str]:
     m, k, n = 12, 24, 36
     for (rows, inner), w_tokens in itertools.product(split_ways(tuple(mesh)), repeat=2):
         x_text, w_text = f"{rows} {inner}", " ".join(w_tokens)
-        with simulate(device="cpu", **mesh), saving(), pinned(matmul=name):
+        with simulate(device="cpu", **mesh) as on, saving(), pinned(matmul=name):
             x, w = (
                 shard(torch.zeros(m, k, device="cpu"), x_text),
                 shard(torch.zeros(k, n, device="cpu"), w_text),
             )
             if not isinstance(dict(why("matmul", x, w).verdicts)[name], Match):
                 continue
-            text = f"{typeof(x)} @ {typeof(w)} on {' '.join(f'{a}={s}' for a, s in mesh.items())}"
+            text = f"{typeof(x)} @ {typeof(w)} on {on}"
             _equals_dense(f"{name}: {text}", (m, k), (k, n), x_text, w_text, name)
             _equals_dense(
                 f"{name}: [m, 3, k] {text}", (m, 3, k), (k, n), f"{rows} . {inner}", w_text, name
