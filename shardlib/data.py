@@ -65,7 +65,10 @@ def from_local(local: object, layout: LayoutTree, mesh: MeshLike | None = None) 
             "this process is not in the mesh", op="from_local", mesh=m, fix="sl.make_mesh(x=-1)"
         )
     if callable(local) and not isinstance(local, Tensor):
-        parts = [_read(local, m, coord) for coord in played(m)]
+        parts = []
+        for coord in played(m):
+            with within(reading=(m, coord)):
+                parts.append(local())
     else:
         parts = _one_given(local, m)
     flat = [optree.tree_flatten(part) for part in parts]
@@ -82,11 +85,6 @@ def from_local(local: object, layout: LayoutTree, mesh: MeshLike | None = None) 
     blocks = zip(*(leaves for leaves, _ in flat), strict=True)  # of each leaf, one per rank
     made = [_joined(list(of), lay, m) for of, lay in zip(blocks, layouts, strict=True)]
     return optree.tree_unflatten(spec, made)
-
-
-def _read(local: Callable[[], Any], m: Mesh, coord: Mapping[str, int]) -> Any:
-    with within(reading=(m, coord)):
-        return local()
 
 
 def _one_given(local: Any, m: Mesh) -> list[Any]:

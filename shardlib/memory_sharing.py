@@ -66,16 +66,15 @@ _FLAGS = {
 
 def written(func: Func, args: Args, kwargs: Kwargs) -> list[Any]:
     """List the tensors that a call writes to, by its name and arguments."""
-    if func in WRITERS:
-        first = args[0] if args else kwargs.get("input")
-        return list(first) if isinstance(first, tuple | list) else [first]
-    if "out" in kwargs:
-        out = kwargs["out"]
-        return list(out) if isinstance(out, tuple | list) else [out]
     at = _FLAGS.get(func)
-    if at is None or not (args[at] if len(args) > at else kwargs.get("inplace")):
+    in_place = at is not None and (args[at] if len(args) > at else kwargs.get("inplace"))
+    if func in WRITERS or in_place:
+        found = args[0] if args else kwargs.get("input")
+    elif "out" in kwargs:
+        found = kwargs["out"]
+    else:
         return []
-    return [args[0] if args else kwargs.get("input")]
+    return list(found) if isinstance(found, tuple | list) else [found]
 
 
 def writes(t: Tensor) -> int:

@@ -132,7 +132,9 @@ def shard(
     """
     m = as_mesh(mesh)
     if scope().call.body:
-        raise _in_body(x, "shard", layout)
+        way = "place values before the call"
+        fix = f"sl.shard(x, {str(layout)!r})  # before the call, as an operand"
+        raise _in_body(x, "shard", way, fix)
     if not isinstance(x, Tensor):
         return _shard_tree(x, layout, m, src, pad)
     _refuse_placed(x, layout, m)
@@ -176,18 +178,17 @@ def _refuse_placed(x: Tensor, layout: object, m: Mesh) -> None:
         )
 
 
-def _in_body(x: object, op: str, layout: object) -> ShardError:
+def _in_body(
+    x: object, op: str, way: str = "move blocks by collectives", fix: str = ""
+) -> ShardError:
     """Build the error for shard, reshard or unshard in a body of shard_map, which has blocks."""
-    m, before = current_mesh(), op == "shard"
+    m = current_mesh()
     return ShardError(
-        "a body of shard_map computes on this rank's block of each operand: "
-        + ("place values before the call" if before else "move blocks by collectives"),
+        f"a body of shard_map computes on this rank's block of each operand: {way}",
         op=op,
         operands={"x": f"{x.dtype} {list(x.shape)}"} if isinstance(x, Tensor) else {},
         mesh=m,
-        fix=f"sl.shard(x, {str(layout)!r})  # before the call, as an operand"
-        if before
-        else f"sl.all_gather(x, {m.names[0]!r})",
+        fix=fix or f"sl.all_gather(x, {m.names[0]!r})",
     )
 
 
@@ -454,7 +455,7 @@ def _promoted(x: Tensor, layout: Any) -> ShardedTensor:
     if scope().call.promoting and scope().mesh is not None:
         return replicated(x, scope().mesh)
     if scope().call.body:
-        raise _in_body(x, "reshard", layout)
+        raise _in_body(x, "reshard")
     lay = as_layout(layout, "reshard", "sl.shard(x, {})", shape=x.shape)
     why = "a plain tensor has no layout to leave"
     raise call_error(PlainTensor, why, "reshard", f"sl.shard(x, {str(lay)!r})", tensor=x)
@@ -538,7 +539,7 @@ def unshard(x: object) -> object:
         return unshard(from_dtensor(x))
     if not isinstance(x, ShardedTensor):
         if scope().call.body:
-            raise _in_body(x, "unshard", "...")
+            raise _in_body(x, "unshard")
         raise call_error(PlainTensor, "a plain tensor is whole already", "unshard", "x", tensor=x)
     if x.is_padded:
         return unshard(x.with_padding)[tuple(slice(n) for n in x.shape)]

@@ -238,28 +238,25 @@ class _BodyCall:
         Raises: ShardError for another number of results than layouts.
         """
         leaves, tree = optree.tree_flatten(out)
-        tensors = True
-        sharded: list[ShardedTensor] = []
+        tensors, fix = True, "out_layouts = {}"
         for leaf in leaves:
+            if isinstance(leaf, ShardedTensor):
+                why = "the body returned a sharded value, and is to return this rank's block"
+                raise self.error(why, "return result.local", result=typeof(leaf))
             tensors = tensors and isinstance(leaf, Tensor)
-            sharded += [leaf] if isinstance(leaf, ShardedTensor) else []
-        if sharded:
-            why = "the body returned a sharded value, and is to return this rank's block"
-            raise self.error(why, "return result.local", result=typeof(sharded[0]))
+        if not tensors:
+            raise self._misfit(leaves, None, given)
         try:
-            found = per_leaf(given, out, "shard_map", "out_layouts = {}") if tensors else []
+            found = per_leaf(given, out, "shard_map", fix)
         except LayoutSyntax:
-            found = None
-        if tensors and found is not None:
-            fix = "out_layouts = {}"
-            outs = [as_layout(o, "shard_map", fix, mesh=self.mesh) for o in found]
+            raise self._misfit(leaves, tree, given) from None
+        outs = [as_layout(o, "shard_map", fix, mesh=self.mesh) for o in found]
 
-            def line(i: int, layout: object) -> str:
-                return self.line(optree.tree_unflatten(tree, [*outs[:i], layout, *outs[i + 1 :]]))
+        def line(i: int, layout: object) -> str:
+            return self.line(optree.tree_unflatten(tree, [*outs[:i], layout, *outs[i + 1 :]]))
 
-            lines = [partial(line, i) for i in range(len(outs))]
-            return list(zip(leaves, outs, lines, strict=True)), tree
-        raise self._misfit(leaves, tree if tensors else None, given)
+        lines = [partial(line, i) for i in range(len(outs))]
+        return list(zip(leaves, outs, lines, strict=True)), tree
 
     def _misfit(self, leaves: Sequence[Any], tree: Any, given: Any) -> ShardError:
         """Return the error for results that do not fit the layouts; without a tree, for no tensors."""

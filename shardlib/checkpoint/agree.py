@@ -84,16 +84,15 @@ class Group:
         self.op = op
         self.fixes = fixes
         self.line = user_line()  # a background thread has no frame of the user's code
-        real = not alone and dist.is_available() and dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if real else (0, 1)
         self.said = time.monotonic()
         self.given_up = ""
-        self.timeout = SILENT if timeout is None else timeout
-        if self.world > 1 and (job := join_job()) is None:  # a backend without peers
-            self.rank, self.world = 0, 1
-        elif self.world > 1:
+        self.rank, self.world = 0, 1
+        self.timeout = SILENT
+        real = not alone and dist.is_available() and dist.is_initialized()
+        if real and (job := join_job()) is not None:  # None: no other process, or no way to it
+            self.rank, self.world = job.rank, job.world
+            self.timeout = job.seconds
             self.job, self.store = job, job.store
-            self.timeout = job.seconds if timeout is None else timeout
             self.calls = _OF_JOB.setdefault(dist.group.WORLD, _Calls())
             number = self.calls.count + 1
             while self.store.check(f"{_WHERE}/{number}/gave up"):  # a call that not all ranks made
@@ -101,6 +100,8 @@ class Group:
             self.number, self.where = number, f"{_WHERE}/{number}"
             self.calls.begin(number, self)
             self._forget()
+        if timeout is not None:
+            self.timeout = timeout
 
     def error(
         self, message: str, cause: BaseException | None = None, own: str = "", **operands: object
@@ -233,9 +234,8 @@ class Group:
 
     def _forget(self) -> None:
         """Delete this rank's messages of calls that have ended and that no rank will read."""
-        others = self.calls.others.values() if self.rank == 0 else ()
-        until = min([self.number - 2, self.calls.first, *others])
-        keys = [str(self.rank), *(["all"] if self.rank == 0 else [])]
+        until = min([self.number - 2, self.calls.first, *self.calls.others.values()])
+        keys = [str(self.rank), *["all"] * (self.rank == 0)]
         for number in [n for n in self.calls.spoken if n < until]:
             said = [
                 f"{at + 1}/{key}" for at in range(self.calls.spoken.pop(number)) for key in keys

@@ -77,9 +77,16 @@ class SavedPlace(NamedTuple):
         return self.mesh[:1] == ((_PROCESSES, len(self.ranks)),)
 
 
+def _run(start: int, stride: int, count: int, at: int = 0) -> Held:
+    """Return one run, whose stride is 1 if it has one position; none without positions."""
+    if count < 1:
+        return ()
+    return (BlockRun(start, stride if count > 1 else 1, count, at),)
+
+
 def whole(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor."""
-    return tuple((BlockRun(0, 1, n, 0),) if n else () for n in shape)
+    return tuple(_run(0, 1, n) for n in shape)
 
 
 def length(held: Held) -> int:
@@ -95,8 +102,8 @@ def size(box: Box) -> int:
 def _runs(index: Sequence[int], below: int) -> Held:
     """Convert positions into runs, without padding: positions from ``below`` on are dropped."""
     if isinstance(index, range):
-        kept = len(range(index.start, min(index.stop, below), index.step))
-        return (BlockRun(index.start, index.step if kept > 1 else 1, kept, 0),) if kept else ()
+        kept = range(index.start, min(index.stop, below), index.step)
+        return _run(index.start, index.step, len(kept))
     out: list[BlockRun] = []
     for at, position in enumerate(index):
         if position >= below:
@@ -136,10 +143,7 @@ def _cut(held: Held, start: int, stop: int) -> Held:
     out, n = [], 0
     for r in held:
         a, b = max(start - n, 0), min(stop - n, r.length)
-        if a < b:
-            out.append(
-                BlockRun(r.start + a * r.stride, r.stride if b - a > 1 else 1, b - a, r.at + a)
-            )
+        out += _run(r.start + a * r.stride, r.stride, b - a, r.at + a)
         n += r.length
     return tuple(out)
 

@@ -93,19 +93,25 @@ def allocate(fd: int, nbytes: int) -> None:
             raise OSError(e, os.strerror(e))
 
 
-def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
-    """Write all bytes, at the descriptor's position or at a given offset."""
+def write_all(fd: int, data: memoryview, at: int = 0) -> int:
+    """Write all bytes, from an offset on; return the offset behind them."""
     while len(data):
-        n = os.write(fd, data) if at is None else os.pwrite(fd, data, at)
-        data, at = data[n:], None if at is None else at + n
+        n = os.pwrite(fd, data, at)
+        data, at = data[n:], at + n
+    return at
+
+
+def world_size() -> int:
+    """Count the processes of the job."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _spare() -> bool:
     """Return whether each process of the job on this host may have a core for a second thread."""
     if not hasattr(os, "sched_getaffinity"):
         return True
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return len(os.sched_getaffinity(0)) > int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    return len(os.sched_getaffinity(0)) > here
 
 
 class Behind:
@@ -246,15 +252,21 @@ def parsed(text: bytes | str, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def new_file(folder: int, name: str) -> Iterator[int]:
-    """Make a new file of a directory; flush it at the end of the ``with``, and close it."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    fd = os.open(name, flags, 0o666, dir_fd=folder)
+def _descriptor(path: str, flags: int, folder: int | None = None) -> Iterator[int]:
+    """Open a path, in a directory if one is given, inside the ``with``."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o666, dir_fd=folder)
     try:
         yield fd
-        os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def new_file(folder: int, name: str) -> Iterator[int]:
+    """Make a new file of a directory; flush it at the end of the ``with``, and close it."""
+    with _descriptor(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder) as fd:
+        yield fd
+        os.fsync(fd)
 
 
 def write_new(folder: int, name: str, text: bytes) -> None:
@@ -263,17 +275,12 @@ def write_new(folder: int, name: str, text: bytes) -> None:
         write_all(fd, memoryview(text))
 
 
-@contextlib.contextmanager
-def directory(path: str) -> Iterator[int]:
+def directory(path: str) -> contextlib.AbstractContextManager[int]:
     """Open a directory inside the ``with``.
 
     Raises: OSError.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    return _descriptor(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def write_manifest(folder: int, manifest: Mapping[str, object]) -> None:
@@ -361,11 +368,8 @@ def flushed(path: str) -> list[str]:
     """
     found = dict(_within(path))
     for name in found:
-        fd = os.open(os.path.join(path, name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with _descriptor(os.path.join(path, name), os.O_RDONLY) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
     return [name for name, kind in found.items() if kind == "file" and name != LOCK]
 
 
@@ -659,15 +663,12 @@ def _abandoned(path: str, settled: bool) -> bool:
     if not settled and time.time() - os.stat(path).st_mtime <= 60:
         return False
     try:
-        fd = os.open(os.path.join(path, LOCK), os.O_RDWR)
+        with _descriptor(os.path.join(path, LOCK), os.O_RDWR) as fd:
+            had = _lock(fd, fcntl.LOCK_EX)
+            old = time.time() - os.fstat(fd).st_mtime > _ABANDONED
+            return had or (had is False and old)
     except FileNotFoundError:
         return True  # half removed
-    try:
-        had = _lock(fd, fcntl.LOCK_EX)
-        old = time.time() - os.fstat(fd).st_mtime > _ABANDONED
-        return had or (had is False and old)
-    finally:
-        os.close(fd)
 
 
 def opened(path: str) -> int:

@@ -136,13 +136,14 @@ def load_hf(
         about = [(n, c.file, c.offset, c.shape, str(c.dtype)) for n, c in table.items()]
         phase.value = hashlib.sha256(repr(sorted(about)).encode()).hexdigest()
         plan, lacking = _plan(module, apply, params, table, names, missing, extra)
+        wanted = {**params, **apply.buffers}
         for name, source in plan.items():
-            x = params[name] if name in params else apply.buffers[name]
+            x = wanted[name]
             check(name, x, x.shape, source.dtype, cast)
-            if name in params:
-                _fill(name, x, source, x.raw.detach())
-            else:
-                apply.buffers[name] = x.becomes(_fill(name, x, source, None))
+            if name in apply.buffers:
+                (raw,) = storages([Target.of(x)])
+                apply.buffers[name] = x = x.becomes(raw)
+            _fill(name, x, source)
         read = {id(c.folder): c.folder.bytes_read for c in table.values()}
         load_hf.bytes_read = sum(read.values())  # type: ignore[attr-defined]
     blank = [n for n, b in apply.buffers.items() if b.raw.is_meta]
@@ -282,18 +283,14 @@ Origin = FilePieces | Converted
 """The values of a parameter."""
 
 
-def _fill(name: str, x: ShardedTensor, source: Origin, raw: Tensor | None) -> Tensor:
-    """Fill a tensor's blocks with values read from files: ``raw``, or a new storage."""
-    target = Target.of(x)
-    if raw is None:
-        (raw,) = storages([target])
-    elif x.is_padded:
+def _fill(name: str, x: ShardedTensor, source: Origin) -> None:
+    """Fill a tensor's blocks with values read from files."""
+    read, raw = source.reader(), x.raw.detach()
+    if x.is_padded:
         raw.zero_()
-    read = source.reader()
-    for box, block in target.blocks(raw):
+    for box, block in Target.of(x).blocks(raw):
         if read(block, box) != size(box):
             raise ValueError(f"the files do not have all of {name!r}")
-    return raw
 
 
 # ---------------------------------------------------------------- tables of the files
@@ -821,7 +818,7 @@ def _stream(
     After an error the gathering goes on, because all ranks take part in it.
     Raises: OSError, ValueError.
     """
-    error, fd = None, -1
+    error, fd, at = None, -1, 0
     with contextlib.ExitStack() as stack:
         try:
             if mine:
@@ -829,14 +826,14 @@ def _stream(
                 table, _ = entries({x.name: x for x in held})
                 header = framed(json.dumps({"__metadata__": {"format": "pt"}, **table}))
                 fd = stack.enter_context(new_file(folder, title))
-                write_all(fd, memoryview(header))
+                at = write_all(fd, memoryview(header))
         except OSError as e:
             error = e
         for x in held:
             try:
                 full = x.get()
                 if mine and error is None:
-                    write_all(fd, memory(full.cpu().contiguous()))
+                    at = write_all(fd, memory(full.cpu().contiguous()), at)
                 del full
             except (OSError, ValueError) as e:
                 error = error or e

@@ -25,13 +25,6 @@ from shardlib.checkpoint.tree import alone
 from shardlib.errors import mesh_text
 
 
-def _manifest(path: str) -> dict[str, Any] | None:
-    """Read the manifest of a directory; None if it is no checkpoint."""
-    with contextlib.suppress(OSError, ValueError), Folder(opened(path)) as folder:
-        return read_manifest(folder.fd)
-    return None
-
-
 def steps(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
     """Find the checkpoints of a run, (step, directory) of each valid manifest, newest first.
 
@@ -43,12 +36,12 @@ def steps(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
     [20, 10]
     """
     path, found = os.fspath(path), []
-    for entry in os.listdir(path) if os.path.isdir(path) else []:
-        if re.fullmatch(steps_pattern, entry):
-            folder = os.path.join(path, entry)
-            manifest = _manifest(folder)
-            if manifest is not None and manifest.get("step") == int(entry[5:]):
-                found.append((int(entry[5:]), folder))
+    entries = os.listdir(path) if os.path.isdir(path) else []
+    for entry in (e for e in entries if re.fullmatch(steps_pattern, e)):
+        step, where = int(entry[5:]), os.path.join(path, entry)
+        with contextlib.suppress(OSError, ValueError), Folder(opened(where)) as folder:
+            if read_manifest(folder.fd).get("step") == step:
+                found.append((step, where))
     return sorted(found, reverse=True)
 
 

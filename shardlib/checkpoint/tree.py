@@ -14,13 +14,12 @@ from typing import Any
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardlib._compat import is_dtensor
 from shardlib.checkpoint.boxes import SavedPlace, outline
 from shardlib.checkpoint.files import code_of, dtype_of, is_shape
-from shardlib.checkpoint.folder import memory
+from shardlib.checkpoint.folder import memory, world_size
 from shardlib.collectives import blocks as blocks_of
 from shardlib.collectives import holds_values, played, spans_processes
 from shardlib.dtensor_convert import from_dtensor
@@ -311,4 +310,4 @@ def world_of(mesh: Mesh | None) -> int:
     """Return the number of processes of a job."""
     if mesh is not None and not spans_processes(mesh):
         return 1
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return world_size()

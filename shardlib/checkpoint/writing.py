@@ -412,8 +412,10 @@ def _parts(group: Group, leaves: Leaves) -> dict[int, list[WrittenPart]]:
 def _cut(block: Tensor, box: Box) -> Tensor:
     """Return the box's part of a block, without a copy if it is contiguous."""
     for d, runs in enumerate(box):
-        cut = [block.narrow(d, at, n) for at, n in _stretches(runs) or [(0, 0)]]
-        block = torch.cat(cut, d) if len(cut) > 1 else cut[0]
+        places = _stretches(runs) or [(0, 0)]
+        if places != [(0, block.shape[d])]:
+            cut = [block.narrow(d, at, n) for at, n in places]
+            block = torch.cat(cut, d) if len(cut) > 1 else cut[0]
     return block
 
 

@@ -269,7 +269,7 @@ def arguments(
     Raises: ConfigError for unknown keys, wrong types, and missing arguments.
     """
     table, others = config.table(*path), list(beside)
-    known = {n: p for n, p in parameters(function, given, taken).items() if n not in others}
+    known = {n: p for n, p in keys_of(function, given, taken).items() if n not in others}
     hints = _hints(function)
     loose = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     out = {}
@@ -300,7 +300,7 @@ def missing(config: Config, path: Sequence[str], wanted: Sequence[str], text: st
     return config.error(path, text)
 
 
-def parameters(
+def keys_of(
     function: Callable[..., Any], positional: int = 0, taken: Iterable[str] = ()
 ) -> dict[str, inspect.Parameter]:
     """List the arguments of ``function`` that a table may give."""

@@ -114,9 +114,7 @@ def documents(
     ...     documents(d + "/a.jsonl", context=4)[0]["position_ids"]
     tensor([0, 1, 0, 0])
     """
-    encode: Callable[[str], list[int]] = lambda words: [*words.encode()]  # noqa: E731
-    if tokenizer != "bytes":
-        encode = _tokenizer(tokenizer, ends=True)
+    encode = _tokenizer(tokenizer, ends=True)
     rows = pack((encode(words) for f in _files(path) for words in _texts(f, field)), context)
     if not rows:
         raise BadArgument(f"path={path} holds no text", op="data", fix='path = "corpus/*.txt"')
@@ -167,6 +165,8 @@ def _files(path: str | Sequence[str]) -> list[str]:
 
 
 def _tokenizer(directory: str, ends: bool = False) -> Callable[[str], list[int]]:
+    if directory == "bytes":
+        return lambda words: [*words.encode()]
     try:
         from transformers import AutoTokenizer
     except ImportError:

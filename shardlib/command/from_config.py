@@ -25,6 +25,7 @@ from shardlib.command.config import (
     arguments,
     call,
     called,
+    keys_of,
     make,
     missing,
     named,
@@ -35,7 +36,6 @@ from shardlib.command.config import (
     typed,
     unknown,
 )
-from shardlib.command.config import parameters as keys_of
 from shardlib.data import Batches, data
 from shardlib.dtypes import wide
 from shardlib.errors import BadArgument, LayoutSyntax, ShardError, UnevenSplit
@@ -266,17 +266,12 @@ def _recipe(config: Config, path: tuple[str, ...], module: nn.Module, mesh: Mesh
 def _check_apart(config: Config, path: tuple[str, ...], recipe: Callable[..., object]) -> None:
     """Refuse one axis for two arguments of a recipe."""
     table = config.table(*path)
-    axes = {n: table.get(n, text) for n, text in _axes_of_recipe(recipe).items()}
+    given = {n: p.default for n, p in keys_of(recipe, 2).items() if n not in NO_AXES}
+    axes = {n: table.get(n, text) for n, text in given.items() if isinstance(text, str)}
     for key, other in itertools.permutations(axes, 2):
         if key in table and axes[key] and axes[other] == axes[key]:
             text = f"{axes[key]!r} is the axis that {table['recipe']} takes for {other}"
             raise config.error((*path, key), text)
-
-
-def _axes_of_recipe(recipe: Callable[..., object]) -> dict[str, str]:
-    """Map a recipe's arguments that are axes to their defaults."""
-    found = {n: p.default for n, p in keys_of(recipe, 2).items() if n not in NO_AXES}
-    return {n: default for n, default in found.items() if isinstance(default, str)}
 
 
 def _axes_in(text: str) -> set[str]:
@@ -511,18 +506,15 @@ def _placed(
     config: Config, made: Module, rules: Rules, mesh: Mesh, values: bool
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Call ``parallelize``, ``init`` or ``load_hf``, as the file's tables require."""
-    how: dict[str, Any] = {"mesh": mesh, **placing(config)}
-    remat = [(k, v) for k, v in config.table("remat").items()]
+    remat = list(config.table("remat").items())
+    how: dict[str, Any] = {"mesh": mesh, "remat": remat, **placing(config)}
     try:
         if values and made.directory:
-            how["remat"] = remat
-            known = keys_of(load_hf)
-            how = {k: v for k, v in how.items() if k in known}
             return load_hf(made.directory, made.module, rules.rules, **made.load, **how)
         meta = any(p.is_meta for p in made.module.parameters())
         if values and (meta or "init" in config.tables):
-            return init(made.module, rules.rules, remat=remat, **init_keys(config), **how)
-        return parallelize(made.module, rules.rules, remat=remat, **how)
+            return init(made.module, rules.rules, **init_keys(config), **how)
+        return parallelize(made.module, rules.rules, **how)
     except ShardError as e:
         raise config.error(_table_of(e, remat), e.message) from e
 

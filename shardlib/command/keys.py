@@ -18,8 +18,8 @@ from shardlib.command.config import (
     Config,
     ConfigError,
     answer,
+    keys_of,
     near,
-    parameters,
     read,
     schedules,
     transforms,
@@ -47,7 +47,7 @@ def listed() -> Iterator[Key]:
     >>> next(k for k in listed() if k.table == "checkpoint").name
     'path'
     """
-    plain = [n for n, p in parameters(train).items() if p.annotation is not from_config.Table]
+    plain = [n for n, p in keys_of(train).items() if p.annotation is not from_config.Table]
     yield from _of("", train, only=plain)
     yield Key("mesh", "NAME", "int", "", "an axis and its size; -1: as many as torchrun started")
     yield from _of("mesh", make_mesh)
@@ -92,7 +92,7 @@ def _of(
     but: tuple[str, ...] = (),
 ) -> Iterator[Key]:
     doc = inspect.getdoc(function) or ""
-    for name, p in parameters(function, taken=but).items():
+    for name, p in keys_of(function, taken=but).items():
         if only is None or name in only:
             yield Key(table, name, _type(p.annotation), _default(p.default), _said(doc, name))
 

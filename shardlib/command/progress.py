@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -189,11 +188,6 @@ def flops_of(module: nn.Module, row: object) -> float | None:
         return None
     # backward has two products for each of forward's
     return 3.0 * count.get_total_flops() or None
-
-
-def seconds() -> float:
-    """Return the time now, for differences."""
-    return time.perf_counter()
 
 
 def number(x: Tensor | float | None) -> float | None:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import optree
@@ -25,11 +26,11 @@ from shardlib.command.config import (
     answer,
     arguments,
     call,
+    keys_of,
     optional,
     read,
     told,
 )
-from shardlib.command.config import parameters as keys_of
 from shardlib.command.from_config import (
     EVAL,
     SOURCES,
@@ -53,10 +54,10 @@ from shardlib.command.from_config import (
     state_of,
     under_launcher,
 )
-from shardlib.command.progress import Log, flops_of, number, peak_of, seconds
+from shardlib.command.progress import Log, flops_of, number, peak_of
 from shardlib.errors import BadArgument, RankFailed, ShardError
 from shardlib.grad import value_and_grad
-from shardlib.mesh import Mesh, accelerator, launch, use_mesh
+from shardlib.mesh import Mesh, accelerator, current_mesh, launch, use_mesh
 from shardlib.seeing.summary import size, summary
 
 MOST = 64  # the most processes that are started without a launcher
@@ -320,8 +321,6 @@ def rehearse(config: Config) -> None:
 
 def _rank(config: Config, as_json: bool) -> Report:
     """Run the training in a process started by ``launch``, with its mesh in scope."""
-    from shardlib.mesh import current_mesh
-
     return run(config, current_mesh(), as_json)
 
 
@@ -579,7 +578,7 @@ class _Meter:
     """A meter of time, tokens and operations since the last record."""
 
     def __init__(self, made: Built, rows: Any, writer: Log, mesh: Mesh) -> None:
-        self.began = self.last = seconds()
+        self.began = self.last = perf_counter()
         self.tokens = 0
         dtype = next((p.dtype for p in made.module.parameters()), torch.float32)
         if made.policy is not None:
@@ -593,7 +592,7 @@ class _Meter:
 
     @property
     def total(self) -> float:
-        return seconds() - self.began
+        return perf_counter() - self.began
 
     def count(self, taken: list[Any]) -> None:
         for batch in taken:
@@ -604,7 +603,7 @@ class _Meter:
 
     def row(self, step: int, loss: float, info: Any, t: Any) -> dict[str, Any]:
         """Return the figures of the steps since the last record."""
-        now = seconds()
+        now = perf_counter()
         took = max(now - self.last, 1e-9)
         out: dict[str, Any] = {"step": step, "loss": loss}
         out |= {"norm": number(info.norm), "lr": number(info.lr)}
