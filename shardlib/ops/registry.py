@@ -94,6 +94,10 @@ class Match:
         return self.forward + self.backward
 
 
+class DoesNotFit(Exception):
+    """Raised within a match function: the text states why the algorithm does not fit the case."""
+
+
 @dataclass(frozen=True)
 class _Algorithm:
     """Registered algorithm; ``order`` as in ``algorithm``."""
@@ -268,14 +272,18 @@ def fitting(op: str, case: Any) -> Match | None:
 
 
 def _verdicts(op: str, case: Any) -> list[tuple[str, Match | str]]:
-    verdicts = [(a.name, a.match(case)) for a in _ALGORITHMS[op]]
+    return [(a.name, _verdict(a.match, case)) for a in _ALGORITHMS[op]]
+
+
+def _verdict(match: Callable[[Any], Match | str], case: Any) -> Match | str:
+    try:
+        found = match(case)
+    except DoesNotFit as e:
+        return str(e)
     wanted = getattr(case, "out", None)
-    if wanted is None:
-        return verdicts
-    return [
-        (n, m if isinstance(m, str) or m.out == wanted else f"gives {m.out}, not {wanted}")
-        for n, m in verdicts
-    ]
+    if wanted is None or isinstance(found, str) or found.out == wanted:
+        return found
+    return f"gives {found.out}, not {wanted}"
 
 
 def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Match] | None:

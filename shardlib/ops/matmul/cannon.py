@@ -159,8 +159,6 @@ class Cannon:
 def cannon(case: MatmulCase) -> Match | str:
     """Match Cannon's rotation, the only algorithm for skewed operands."""
     z = sizes_2d(case)
-    if isinstance(z, str):
-        return z
     q, col = z.shape
     if q != col:
         return f"cannon needs a square grid; {z.row}={q}, {z.col}={col}"

@@ -21,7 +21,7 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link
-from shardlib.ops.registry import case_of, fitting
+from shardlib.ops.registry import DoesNotFit, case_of, fitting
 from shardlib.tensor import ShardedTensor, call_error, partial_escape
 
 
@@ -99,13 +99,16 @@ class MatmulCase:
         """Words of a sum per word of an operand: half precision is summed in fp32."""
         return 2 if self.itemsize == 2 else 1
 
-    def batch(self) -> int | str:
-        """Count the batch dimensions that both have, or return why they cannot be multiplied."""
+    def batch(self) -> int:
+        """Count the batch dimensions that both have.
+
+        Raises: DoesNotFit, which refuses the algorithm, where they cannot be multiplied.
+        """
         batch = len(self.w_shape) - 2
         if batch and (
             self.x.dims[:batch] != self.w.dims[:batch] or len(self.x_shape) != len(self.w_shape)
         ):
-            return "batch dimensions lie differently"
+            raise DoesNotFit("batch dimensions lie differently")
         return batch
 
     def operands(self) -> dict[str, str]:

@@ -98,8 +98,6 @@ class Streamed(ReadsShared):
 def streamed(case: MatmulCase) -> Match | str:
     """Match SUMMA whose X is gathered once for several products."""
     found = movements(case)
-    if isinstance(found, str):
-        return found
     cube, out, _, psummed = found
     last = len(case.x.dims) - 1
     if (

@@ -33,7 +33,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import current_mesh
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import NOWHERE, Axes, Gradients, Product
-from shardlib.ops.registry import Match
+from shardlib.ops.registry import DoesNotFit, Match
 
 Form = Literal["ab", "abt", "atb"]
 
@@ -111,26 +111,30 @@ class Product2D:
 # ---------------------------------------------------------------- which layouts fit
 
 
-def _form(case: MatmulCase, w_stays: bool) -> tuple[Form, str, str] | str:
-    """Return (form, row, col) of a 2D case, or why it is none; ATB only if W should stay."""
+def _form(case: MatmulCase, w_stays: bool) -> tuple[Form, str, str]:
+    """Return (form, row, col) of a 2D case; ATB only if W should stay.  Raises: DoesNotFit."""
     xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
     ends = (xk, wk, columns)
     if not all(len(d.axes) == 1 and d.order == "contiguous" for d in ends):
-        return "a 2D product splits both operands' contraction and w's columns over one axis each"
+        raise DoesNotFit(
+            "a 2D product splits both operands' contraction and w's columns over one axis each"
+        )
     if len(xk.parts) > 1 or len(wk.parts) > 1:
-        return "the contraction is split inside groups"
+        raise DoesNotFit("the contraction is split inside groups")
     k_of_x, k_of_w, n = xk.axes[0], wk.axes[0], columns.axes[0]
     rows = {a for d in case.x.dims[:-1] for a in d.axes}
     if k_of_x != k_of_w and n == k_of_x and k_of_w in rows:
         return "ab", k_of_w, k_of_x
     if k_of_x == k_of_w and n != k_of_x and n in rows:
         if len(columns.parts) > 1:
-            return "w's columns lie in groups, and y's would lie otherwise"
+            raise DoesNotFit("w's columns lie in groups, and y's would lie otherwise")
         w_may_stay = w_stays and case.x.dims[:-1] == (columns,)
         return ("atb", k_of_x, n) if w_may_stay else ("abt", n, k_of_x)
     if k_of_x != k_of_w:
-        return f"contraction split over {k_of_x} in x and {k_of_w} in w, which fits no form"
-    return f"x's rows are not split over {n}"
+        raise DoesNotFit(
+            f"contraction split over {k_of_x} in x and {k_of_w} in w, which fits no form"
+        )
+    raise DoesNotFit(f"x's rows are not split over {n}")
 
 
 @dataclass(frozen=True)
@@ -157,13 +161,6 @@ class Sizes2D:
     def shape(self) -> tuple[int, int]:
         """Ranks per column and per row of the grid."""
         return self.mesh[self.row], self.mesh[self.col]
-
-    def uneven(self) -> str:
-        """Return why panels do not fit: K must divide by lcm(row, col)."""
-        panels = math.lcm(*self.shape)
-        return (
-            f"contraction {self.k} does not divide into {panels} panels" if self.k % panels else ""
-        )
 
     def out(self) -> Layout:
         """Return Y's layout."""
@@ -207,19 +204,14 @@ class Sizes2D:
         )
 
 
-def sizes_2d(case: MatmulCase, w_stays: bool = False) -> Sizes2D | str:
-    """Describe a case as a 2D product, or return why it is none."""
+def sizes_2d(case: MatmulCase, w_stays: bool = False) -> Sizes2D:
+    """Describe a case as a 2D product.  Raises: DoesNotFit where it is none."""
     batch = case.batch()
-    found = _form(case, w_stays)
-    if isinstance(batch, str):
-        return batch
-    if isinstance(found, str):
-        return found
-    form, row, col = found
+    form, row, col = _form(case, w_stays)
     if form == "ab" and len(case.x_shape) == 2 and case.x.dims[0].parts == (col,):
-        return "x's rows and contraction are both split over one axis"
+        raise DoesNotFit("x's rows and contraction are both split over one axis")
     if form != "ab" and batch:
-        return "batched products take the Y-stationary form only"
+        raise DoesNotFit("batched products take the Y-stationary form only")
     mesh = case.axes
     local = case.x.local_shape(case.x_shape, mesh)
     m = math.prod(local[batch:-1]) * mesh[col if form == "atb" else row]

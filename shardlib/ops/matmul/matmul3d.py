@@ -51,7 +51,7 @@ from shardlib.ops.matmul.function import (
 )
 from shardlib.ops.matmul.prefetch import ALONE, Gather, next_gather
 from shardlib.ops.matmul.shared_gather import ReadsShared, gathered
-from shardlib.ops.registry import Match, algorithm
+from shardlib.ops.registry import DoesNotFit, Match, algorithm
 from shardlib.tensor import ShardedTensor
 
 
@@ -206,17 +206,21 @@ def _parted(dim: Dim, moving: set[str]) -> tuple[Dim, tuple[str, ...]]:
     return (Dim(kept), gone) if gone else (dim, ())
 
 
-def _stuck(dim: Dim, moving: set[str]) -> str:
-    """Return why these axes of a dimension cannot be gathered; empty if they can."""
+def _check_gathered(name: str, dim: Dim, moving: set[str]) -> None:
+    """Raise DoesNotFit if these axes of an operand's dimension cannot be gathered."""
     kept, gone = _parted(dim, moving)
     if gone and (dim.order != "contiguous" or dim.parts != (*kept.parts, *gone)):
-        return "the gathered axes must be the minor ones"
+        raise DoesNotFit(f"{name} {dim}: the gathered axes must be the minor ones")
     if gone and any(isinstance(p, int) for p in kept.parts):
-        return "axes inside a group cannot be gathered"
-    return ""
+        raise DoesNotFit(f"{name} {dim}: axes inside a group cannot be gathered")
 
 
-def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
+def _check_split(axes: set[str], why: str) -> None:
+    if axes:
+        raise DoesNotFit(why.format(", ".join(sorted(axes))))
+
+
+def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]]:
     """Return the axes over which X is gathered, W is gathered, and Y is summed."""
     rows = {a for d in case.x.dims[:-1] for a in d.axes}
     k_of_x, k_of_w, columns = (
@@ -228,13 +232,10 @@ def _roles(case: MatmulCase) -> tuple[set[str], set[str], list[str]] | str:
         )
     else:
         down, across = rows - columns, columns
-    if k_of_x - k_of_w - columns:
-        return f"{', '.join(sorted(k_of_x - k_of_w - columns))} splits x's contraction and not w"
-    if k_of_w - k_of_x - rows:
-        return f"{', '.join(sorted(k_of_w - k_of_x - rows))} splits w's contraction and not x"
     both = rows & columns
-    if both - down - across:
-        return f"the result is not split over {', '.join(sorted(both - down - across))}"
+    _check_split(k_of_x - k_of_w - columns, "{} splits x's contraction and not w")
+    _check_split(k_of_w - k_of_x - rows, "{} splits w's contraction and not x")
+    _check_split(both - down - across, "the result is not split over {}")
     gather_x = (k_of_x & columns) | (both & across)
     gather_w = (k_of_w & rows) | (both & down)
     return gather_x, gather_w, [a for a in case.x.dims[-1].axes if a in k_of_w]
@@ -249,20 +250,16 @@ class Movements(NamedTuple):
     summed: tuple[str, ...]
 
 
-def movements(case: MatmulCase) -> Movements | str:
-    """Find the movements for the layouts of X, W and Y, or return why these do not fit."""
+def movements(case: MatmulCase) -> Movements:
+    """Find the movements for the layouts of X, W and Y.  Raises: DoesNotFit."""
     if len(case.w_shape) != 2:
-        return "w has batch dimensions"
+        raise DoesNotFit("w has batch dimensions")
     if case.x.skew or case.w.skew:
-        return "an operand is skewed"
-    roles = _roles(case)
-    if isinstance(roles, str):
-        return roles
-    gather_x, gather_w, summed = roles
+        raise DoesNotFit("an operand is skewed")
+    gather_x, gather_w, summed = _roles(case)
     sides = [("x", d, gather_x) for d in case.x.dims] + [("w", d, gather_w) for d in case.w.dims]
-    for name, dim, gone in sides:
-        if stuck := _stuck(dim, gone):
-            return f"{name} {dim}: {stuck}"
+    for side in sides:
+        _check_gathered(*side)
     parts = [_parted(dim, gone) for _, dim, gone in sides]
     kept = [dim for dim, _ in parts]
     x_moves, w_moves = (
@@ -271,33 +268,28 @@ def movements(case: MatmulCase) -> Movements | str:
     )
     x_k, w_k = kept[len(case.x.dims) - 1], kept[-2]
     if x_k != w_k or (x_k.is_split and x_k.order != "contiguous"):
-        return f"contraction split {x_k} in x and {w_k} in w once they are gathered"
+        raise DoesNotFit(f"contraction split {x_k} in x and {w_k} in w once they are gathered")
     whole = (*kept[: len(case.x.dims) - 1], kept[-1])  # Y's layout before the sum over k
     shape = (*case.x_shape[:-1], case.w_shape[-1])
-    placed = _scattered(case, whole, summed, shape)
-    if isinstance(placed, str):
-        return placed
-    out, y_moves, psummed = placed
+    out, y_moves, psummed = _scattered(case, whole, summed, shape)
     return Movements(Cube(x_moves, w_moves, y_moves), out, Layout(dims=whole), psummed)
 
 
 def _scattered(
     case: MatmulCase, whole: tuple[Dim, ...], summed: list[str], shape: tuple[int, ...]
-) -> tuple[Layout, tuple[DimMove, ...], tuple[str, ...]] | str:
+) -> tuple[Layout, tuple[DimMove, ...], tuple[str, ...]]:
     """Return Y's layout, the scatters that produce it, and the axes summed without one."""
     wanted = case.out or _rows_scattered(case, whole, summed, shape)
-    if isinstance(wanted, str):
-        return wanted
     moves = []
     for d, (now, then) in enumerate(zip(whole, wanted.dims, strict=True)):
         kept, more = then.parts[: len(now.parts)], then.parts[len(now.parts) :]
         if kept != now.parts or then.order != now.order or not set(more) <= set(summed):
             over = " ".join(summed) or "nothing"
-            return f"gives {Layout(dims=whole)} summed over {over}, not {wanted}"
+            raise DoesNotFit(f"gives {Layout(dims=whole)} summed over {over}, not {wanted}")
         if more and any(isinstance(p, int) for p in now.parts):
-            return f"y {then}: a sum cannot be scattered inside a group"
+            raise DoesNotFit(f"y {then}: a sum cannot be scattered inside a group")
         if not _divides(then, [], shape[d], case.axes):
-            return f"dimension {d} of the result, {shape[d]}, does not divide as {then}"
+            raise DoesNotFit(f"dimension {d} of the result, {shape[d]}, does not divide as {then}")
         if more:
             moves.append(DimMove(tuple(map(str, more)), d))
     scattered = {a for move in moves for a in move.axes}
@@ -306,14 +298,14 @@ def _scattered(
 
 def _rows_scattered(
     case: MatmulCase, whole: tuple[Dim, ...], summed: list[str], shape: tuple[int, ...]
-) -> Layout | str:
+) -> Layout:
     """Return Y's layout with the first rows that divide split over ``summed`` as well."""
     if not summed:
         return Layout(dims=whole)
     for d, dim in enumerate(whole[:-1]):
         if dim.order == "contiguous" and _divides(dim, summed, shape[d], case.axes):
             return Layout(dims=(*whole[:d], Dim((*dim.parts, *summed)), *whole[d + 1 :]))
-    return f"no rows of {list(shape[:-1])} divide over {' '.join(summed)} as well"
+    raise DoesNotFit(f"no rows of {list(shape[:-1])} divide over {' '.join(summed)} as well")
 
 
 def _divides(dim: Dim, more: list[str], n: int, mesh: dict[str, int]) -> bool:
@@ -321,10 +313,8 @@ def _divides(dim: Dim, more: list[str], n: int, mesh: dict[str, int]) -> bool:
     return n % (parts * math.prod(mesh[a] for a in more)) == 0
 
 
-def _match(case: MatmulCase, save: str) -> Match | str:
+def _match(case: MatmulCase, save: str) -> Match:
     found = movements(case)
-    if isinstance(found, str):
-        return found
     cube, out, _, psummed = found
     held, again = shared_gather(case, found)
     blocks = case.x_bytes, case.w_bytes, case.bytes_of(out, case.y_shape)

@@ -119,8 +119,6 @@ class RingSchedule:
 
 def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     found = movements(case)
-    if isinstance(found, str):
-        return found
     cube, out, _, psummed = found
     rows = len(case.x.dims) - 1
     single = [m for m in (*cube.x, *cube.y) if len(m.axes) == 1 and m.dim < rows]

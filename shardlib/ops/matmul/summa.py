@@ -191,13 +191,11 @@ _FORMS: dict[tuple[str, str], Callable[..., Tensor]] = {
 def _summa(case: MatmulCase, role: str | None) -> Match | str:
     """Match SUMMA with X, W or Y stationary, or the one for which the fewest words move."""
     z = sizes_2d(case, role == "w")
-    if isinstance(z, str):
-        return z
     if case.x.skew or case.w.skew:
         return "an operand is skewed"
-    if z.uneven():
-        return z.uneven()
     row, col = z.shape
+    if z.k % math.lcm(row, col):
+        return f"contraction {z.k} does not divide into {math.lcm(row, col)} panels"
     square = row == col and not z.batch and z.m % row == 0 and z.n % row == 0
     stays = [s for s in "CAB" if (s == "C" or square) and role in (None, ROLES[z.form][s])]
     if not stays:
