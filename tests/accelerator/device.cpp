@@ -65,6 +65,14 @@ struct Event {
   double milliseconds = 0;
 };
 
+// Gives Python's own lock up, where this thread has it, until the end of a scope.
+struct Released {
+  std::optional<py::gil_scoped_release> meanwhile;
+  Released() {
+    if (Py_IsInitialized() && PyGILState_Check()) meanwhile.emplace();
+  }
+};
+
 std::recursive_mutex lock;
 // Whoever has the lock may drop a tensor, for which it needs Python's own lock: nobody who has that
 // one waits for this one with it.
@@ -72,8 +80,7 @@ struct Locked {
   std::recursive_mutex& held;
   explicit Locked(std::recursive_mutex& m) : held(m) {
     if (held.try_lock()) return;
-    std::optional<py::gil_scoped_release> meanwhile;
-    if (Py_IsInitialized() && PyGILState_Check()) meanwhile.emplace();
+    Released meanwhile;
     held.lock();
   }
   ~Locked() { held.unlock(); }

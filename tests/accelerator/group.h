@@ -26,6 +26,7 @@ struct Transfer final : Work {
   void arrive() {
     if (landed) return;  // gloo's receives wait for ever when they are waited for again
     try {
+      Released meanwhile;  // gloo's threads take Python's lock to end a transfer
       for (auto& w : moving) w->wait();
     } catch (const std::exception& e) {
       C10_THROW_ERROR(DistBackendError, e.what());
