@@ -30,7 +30,7 @@ from shardlib.mesh import Mesh
 from shardlib.ops.each_rank import FlatCall, each, run
 from shardlib.ops.fallback import is_whole, on_whole, written_to
 from shardlib.ops.fix_line import fix_line
-from shardlib.ops.padding import agree, of_true_sizes
+from shardlib.ops.padding import check_alike, of_true_sizes
 from shardlib.ops.registry import implicit_budget
 from shardlib.ops.signatures import ArgumentSlot
 from shardlib.opspec import Args, Func, Kwargs
@@ -186,7 +186,8 @@ def _on_padded(
     """
     if written(func, args, kwargs):
         raise Unfit("written in place")
-    _check_rows(FlatCall.of(func, *args, **kwargs), labels)
+    call = FlatCall.of(func, *args, **kwargs)
+    check_alike(func, call.tensors, _labels_of(call, labels))
 
     def run(func: Func, args: Args, kwargs: Kwargs) -> Any:
         try:
@@ -200,21 +201,14 @@ def _on_padded(
     return of_true_sizes(run, func, args, kwargs, 0 if sums else 1, zeros=True)
 
 
-def _check_rows(call: FlatCall, labels: Callable[[Any, Any], Labels]) -> None:
-    """Refuse padding in a dimension that is no row, or in one that broadcasts.  Raises: Unfit."""
+def _labels_of(call: FlatCall, labels: Callable[[Any, Any], Labels]) -> list[tuple[Any, ...]]:
+    """Return the labels of each operand's dimensions, by the sizes that are stored.  Raises: Unfit."""
     stored = [x.padded_shape if isinstance(x, ShardedTensor) else x.shape for x in call.tensors]
     named = labels(*call.replaced(ArgumentSlot(k, tuple(s)) for k, s in enumerate(stored)))
-    sizes: dict[Any, list[tuple[int, int]]] = {}  # label -> its (true, padded) sizes
-    for k, (x, full) in enumerate(zip(call.tensors, stored, strict=True)):
-        mine = named.get(k) or (None,) * x.ndim
-        if len(mine) != x.ndim:
-            raise Unfit("other dimensions")
-        for label, n, m in zip(mine, x.shape, full, strict=True):
-            if label is None and n != m:
-                raise Unfit("the padding is read")
-            sizes.setdefault(label, []).append((n, m))
-    if not all(agree(found) for label, found in sizes.items() if label is not None):
-        raise Unfit("a size that is padded broadcasts")
+    found = [named.get(k, (None,) * len(s)) for k, s in enumerate(stored)]
+    if list(map(len, found)) != list(map(len, stored)):
+        raise Unfit("other dimensions")
+    return found
 
 
 def _rounded_to(
@@ -296,11 +290,8 @@ def _laid(
 def _made(
     call: FlatCall, values: list[ShardedTensor], labels: Callable[[Any, Any], Labels], sums: bool
 ) -> _DimPlan:
-    slots = [ArgumentSlot(k, tuple(v.padded_shape)) for k, v in enumerate(values)]
     try:
-        named = labels(*call.replaced(slots))
-        rows = [named.get(k, (None,) * s.ndim) for k, s in enumerate(slots)]
-        return _planned(call, values, rows, sums)
+        return _planned(call, values, _labels_of(call, labels), sums)
     except (Unfit, BadArgument, UnevenSplit):
         return _DimPlan(fits=False)
 
@@ -337,8 +328,8 @@ def _tokens(values: list[ShardedTensor], rows: _Rows) -> dict[Any, Dim]:
     sizes: dict[Any, int] = {}
     tokens: dict[Any, Dim] = {}
     for v, mine in sorted(zip(values, rows, strict=True), key=lambda r: -r[0].padded_shape.numel()):
-        if len(mine) != len(v.padded_shape) or v.sharding.skew:
-            raise Unfit("an operand of other dimensions, or a skewed one")
+        if v.sharding.skew:
+            raise Unfit("a skewed operand")
         for label, n, token in zip(mine, v.padded_shape, v.dims, strict=True):
             if label is None or n == 1:
                 continue

@@ -8,7 +8,6 @@ split in different ways the function is refused with the reshard to write, unles
 
 from collections.abc import Sequence
 from functools import reduce
-from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, of_kind, rows
 from shardlib.ops.dims import Labels, may_move
 from shardlib.ops.each_rank import FlatCall, each
-from shardlib.ops.padding import agree, inside, padded_to, sizes
+from shardlib.ops.padding import check_alike, inside, padded_to
 from shardlib.opspec import Args, Func, Kwargs, homes, names_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -101,40 +100,21 @@ def padded_alike(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     if func in (torch.where, Tensor.where) and len(given) == 1:
         raise Unfit("positions, which are not in the padding")
     uneven = [x for x in given if has_padding((x,))]
-    true = _true_shape(func, given, uneven[0])
+    check_alike(func, given, [range(-x.ndim, 0) for x in given])
+    true = torch.broadcast_shapes(*(x.shape for x in given))
     values = [x.with_padding if isinstance(x, ShardedTensor) else x for x in given]
     tracked = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     if tracked and holds_values(uneven[0].mesh):
-        mask = _common_mask(func, args, kwargs, uneven)
+        if written(func, args, kwargs):
+            why = "padded blocks with a gradient are not written in place"
+            fix = "sl.shard(sl.unshard(x), '...')"
+            raise call_error(Unsupported, why, func, fix, tensor=uneven[0])
+        mask = reduce(lambda a, b: elementwise(Tensor.__and__, (a, b), {}), map(inside, uneven))
         dtype = uneven[0].dtype
         values = [_tracked(func, x, mask, dtype) if x.requires_grad else x for x in values]
     a, k = call.replaced(values)
     out = run(func, a, k)
     return padded_to(out, true) if isinstance(out, ShardedTensor) else out
-
-
-def _true_shape(func: Func, given: list[Tensor], first: ShardedTensor) -> torch.Size:
-    """Broadcast true shapes.  Raises: Unsupported where the blocks do not combine as they are."""
-    try:
-        true = torch.broadcast_shapes(*(a.shape for a in given))
-        if all(map(agree, zip_longest(*(reversed(sizes(a)) for a in given), fillvalue=(1, 1)))):
-            return true
-    except RuntimeError:
-        pass
-    other = next((a for a in given if not has_padding((a,)) or a.shape != first.shape), first)
-    why = "a padded tensor combines with tensors padded alike and with numbers"
-    name = "sl.unshard(y)" if isinstance(other, ShardedTensor) else "y"
-    fix = f"sl.shard({name}, {str(_alike(other, first))!r}, pad=True)"
-    raise call_error(Unsupported, why, func, fix, x=first, y=other)
-
-
-def _common_mask(func: Func, args: Args, kwargs: Kwargs, uneven: list[Any]) -> ShardedTensor:
-    """Return True for the elements that all of these operands have.  Raises: Unsupported."""
-    if written(func, args, kwargs):
-        why = "padded blocks with a gradient are not written in place"
-        fix = "sl.shard(sl.unshard(x), '...')"
-        raise call_error(Unsupported, why, func, fix, tensor=uneven[0])
-    return reduce(lambda a, b: elementwise(Tensor.__and__, (a, b), {}), map(inside, uneven))
 
 
 def _tracked(func: Func, x: Tensor, mask: ShardedTensor, dtype: torch.dtype) -> Tensor:
@@ -145,13 +125,6 @@ def _tracked(func: Func, x: Tensor, mask: ShardedTensor, dtype: torch.dtype) -> 
         like = torch.empty(1, dtype=dtype, device="meta")
         x = x.to(torch.result_type(like, torch.empty((), dtype=x.dtype, device="meta")))
     return elementwise(torch.where, (mask, x, 1), {})
-
-
-def _alike(y: Tensor, x: ShardedTensor) -> Layout:
-    """Return ``x``'s layout for ``y``, which broadcasts with the last dimensions of ``x``."""
-    pairs = zip_longest(reversed(y.shape), reversed(x.shape), reversed(x.dims))
-    tokens = [t if n == m else Dim() for n, m, t in islice(pairs, y.ndim)]
-    return Layout(tuple(reversed(tokens)))
 
 
 @implements(

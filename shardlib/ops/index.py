@@ -109,7 +109,9 @@ def _padded_getitem(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object
         raise Unfit("a padded index, or a mask, which has the true sizes")
     given = zip(indexed_dims(index, x.ndim), sizes(x), strict=True)
     if all(n == m or (isinstance(i, slice) and i == _ALL) for i, (n, m) in given):
-        return of_true_sizes(run, func, (x, index), {})
+        # a number that is a tensor takes its dimension as any other number does
+        known = tuple(0 if isinstance(i, Tensor) and not i.ndim else i for i in index)
+        return of_true_sizes(lambda f, a, k: run(f, (a[0], index), k), func, (x, known), {})
     fix = "sl.shard(sl.unshard(x), '...')"
     if not any(isinstance(i, Tensor) for i in index):
         fix = f"sl.unshard(x)[{', '.join(map(_text, index))}]"

@@ -29,7 +29,6 @@ from shardlib.layouts.dims import without_ones
 from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.ops.declare import Bound, last, rows, slots
 from shardlib.ops.dims import Labels, rows_call
-from shardlib.ops.elementwise import padded_alike
 from shardlib.ops.id_bounds import in_range
 from shardlib.ops.padding import cuts_padding
 from shardlib.ops.signatures import binder
@@ -446,8 +445,8 @@ def _losses(text: str, labels: Callable[[Bound], Labels]) -> None:
     """Implement the losses of a table: torch's own on the rows, reduced by ours."""
     for name, signature in lines(text).items():
         loss = _RowLosses(getattr(F, name), binder(signature), labels)
-        padding = loss.without_padding if labels is rows else None
-        implements(getattr(F, name), padding=padding)(loss)
+        takes = "padding sums" if labels is rows else "sums"
+        implements(getattr(F, name), takes=takes)(loss)
 
 
 @dataclass(frozen=True)
@@ -470,19 +469,6 @@ class _RowLosses:
             how = "weighed"
         run = partial(rows_call, self.of, (), labels=lambda a, k: self.labels(k))
         return _of_rows(given, how, run, _reduced)
-
-    def without_padding(self, run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
-        """Compute the losses of operands that are padded alike; padding adds nothing."""
-        given = self.bind(*args, **kwargs)
-        how = _how(given)
-        tensors = [v for v in given.values() if isinstance(v, Tensor)]
-        hidden = l1_weight() if self.of is F.l1_loss else None
-        weighed = hidden is not None or given.get("weight") is not None
-        if how not in ("none", "sum", "mean") or weighed:
-            raise Unfit("weights, or the mean of a batch")
-        if any(v.shape != tensors[0].shape for v in tensors):
-            raise Unfit("operands that broadcast")
-        return _of_rows(given, how, partial(padded_alike, run, func, ()), _reduced)
 
 
 _losses(

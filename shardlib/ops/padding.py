@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardlib.collectives import holds_values, played, storage
 from shardlib.errors import ShardError, Unsupported
-from shardlib.layouts import Layout
+from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import alike, link
 from shardlib.mesh import Mesh
 from shardlib.ops.each_rank import FlatCall
@@ -27,8 +27,8 @@ from shardlib.opspec import Args, Func, Kwargs, records
 from shardlib.tensor import ShardedTensor, Unfit, call_error, has_padding
 
 __all__ = [
-    "agree",
     "beside",
+    "check_alike",
     "cuts_padding",
     "extended",
     "filled",
@@ -88,10 +88,35 @@ def extended(whole: Tensor, x: ShardedTensor) -> Tensor:
     return F.pad(whole, more) if any(more) else whole
 
 
-def agree(sizes: Iterable[tuple[int, int]]) -> bool:
-    """Check whether blocks of a dimension of these true and padded sizes combine as they are."""
-    found = {s for s in sizes if s != (1, 1)}
-    return len(found) <= 1 or all(true == stored for true, stored in found)
+def check_alike(func: Func, given: Sequence[Tensor], labels: Sequence[Sequence[Any]]) -> None:
+    """Refuse operands whose blocks do not combine as they are.
+
+    ``labels``  of each operand's dimensions; those of one label are padded alike or have size one.
+
+    Raises: Unsupported; Unfit where a dimension without a label is padded.
+    """
+    found: dict[Any, set[tuple[int, int]]] = {}
+    for x, mine in zip(given, labels, strict=True):
+        for label, size in zip(mine, sizes(x), strict=True):
+            found.setdefault(label, {(1, 1)}).add(size)
+    if any(n != m for n, m in found.pop(None, ())):
+        raise Unfit("the padding is read")
+    if any(len(each) > 2 and any(n != m for n, m in each) for each in found.values()):
+        raise _apart(func, given, labels)
+
+
+def _apart(func: Func, given: Sequence[Tensor], labels: Sequence[Sequence[Any]]) -> ShardError:
+    """Return the error for operands that are not padded alike."""
+    i = next(i for i, x in enumerate(given) if has_padding((x,)))
+    x: Any = given[i]
+    others = (j for j, y in enumerate(given) if not has_padding((y,)) or y.shape != x.shape)
+    j = next(others, i)
+    tokens = dict(zip(zip(labels[i], x.shape, strict=True), x.dims, strict=True))
+    dims = [tokens.get(size, Dim()) for size in zip(labels[j], given[j].shape, strict=True)]
+    name = "sl.unshard(y)" if isinstance(given[j], ShardedTensor) else "y"
+    fix = f"sl.shard({name}, {str(Layout(tuple(dims)))!r}, pad=True)"
+    why = "a padded tensor combines with tensors padded alike and with numbers"
+    return call_error(Unsupported, why, func, fix, x=x, y=given[j])
 
 
 def with_zeros(value: ShardedTensor, true: Sequence[int]) -> ShardedTensor:

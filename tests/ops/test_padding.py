@@ -99,6 +99,7 @@ FUNCTIONS = {
     "a view that splits rows": lambda x: x.view(5, 2, -1) * x.reshape(-1, 2, 3),
     "view_as": lambda x: x.view_as(x.detach().clone()),
     "flattened rows": lambda x: x.unflatten(1, (2, 3)).flatten(-2),
+    "a number that is a tensor": lambda x: x[:, x.new_tensor(2, dtype=torch.long)],
     "positions of rows": lambda x: x[:, torch.tensor([3, 0])],
     "expand": lambda x: x.expand(3, -1, 6),
     "expand_as": lambda x: x[None].expand_as(torch.stack([x, x])),
