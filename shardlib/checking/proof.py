@@ -11,9 +11,11 @@ its gradient, to find the first wrong one.
 import copy
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple, TypeGuard
 
 import optree
@@ -273,10 +275,7 @@ def _loss(output: object) -> Tensor:
         )
     if len(leaves) == 1 and leaves[0].ndim == 0:
         return leaves[0]
-    total = (leaves[0] * (leaves[0] + 1)).mean()
-    for x in leaves[1:]:
-        total = total + (x * (x + 1)).mean()
-    return total
+    return reduce(operator.add, [(x * (x + 1)).mean() for x in leaves])
 
 
 class _Forward(NamedTuple):
@@ -390,16 +389,15 @@ def _sharded(case: _ProofCase, mesh: Mesh, places: "Places | None" = None) -> Qu
 
 
 def _placed(case: _ProofCase, rules: Any, mesh: Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    tokens = getattr(rules, "tokens", None)
+    tokens, labels = (getattr(rules, of, "...") for of in ("tokens", "labels"))
 
     def place(name: str | int, x: object) -> object:
         if not isinstance(x, Tensor):
             return x
-        layout = case.inputs.get(name)
-        where = rules.labels if name == "labels" and tokens is not None else tokens
-        if layout is None and where is not None:
-            layout = where if len(Layout.parse(str(where)).dims) == x.ndim else None
-        return shard(x, "..." if layout is None else layout, mesh)
+        where = labels if name == "labels" else tokens
+        if len(Layout.parse(where).dims) != x.ndim:
+            where = "..."
+        return shard(x, case.inputs.get(name, where), mesh)
 
     args, kwargs = case.batch
     return (

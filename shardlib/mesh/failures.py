@@ -492,7 +492,7 @@ class JobProcesses:
         while not self._ended.wait(_TICK):
             try:
                 beside -= self._look_beside(beside)
-                now = RECENT[-1][0] if RECENT else 0
+                now, *_ = next(reversed(RECENT), (0,))
                 moves, before = now != before, now
                 if moves or not dist.is_initialized():
                     continue

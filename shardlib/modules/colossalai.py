@@ -127,16 +127,16 @@ def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
         )
     mesh, recipe, size = _tensor(parallel.get("tensor"))
     data = _data(parallel.get("data"), size, world)
-    notes = []
+    notes: list[str] = []
     if "gradient_handler" in config:
         notes.append("gradient_handler: gradients are summed where they are needed")
-    zero, said = _zero(config.get("zero"))
+    zero = _zero(config.get("zero"), notes)
     clip = _clip(config.get("clip_grad_norm"))
     accumulate = _size(config.get("gradient_accumulation", 1), "gradient_accumulation")
-    precision, more = _precision(config.get("fp16"))
+    precision = _precision(config.get("fp16"), notes)
     axes = {"data": data, **mesh} if data != 1 or zero or not mesh else mesh
-    said = (*notes, *said, *more)
-    return Legacy(axes, recipe, zero, precision, clip, accumulate, config.get("seed"), said)
+    seed = config.get("seed")
+    return Legacy(axes, recipe, zero, precision, clip, accumulate, seed, tuple(notes))
 
 
 def _tensor(given: object) -> tuple[dict[str, int], str, int]:
@@ -190,10 +190,10 @@ def _data(given: object, tensor: int, world: int | None) -> int:
     return world // tensor
 
 
-def _zero(given: object) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments of ``zero`` for the table ``zero``, and notes."""
+def _zero(given: object, notes: list[str]) -> dict[str, Any]:
+    """Return the arguments of ``zero`` for the table ``zero``, and add to the notes."""
     if given is None:
-        return {}, []
+        return {}
     table = _table(given, "zero")
     stage = table.get("stage", table.get("level"))
     if stage is None:
@@ -213,14 +213,15 @@ def _zero(given: object) -> tuple[dict[str, Any], list[str]]:
             op="from_colossalai_config",
             fix=FIX,
         )
-    notes = [f"zero: {', '.join(inner)}: buckets are sized by zero's own bucket_mb"]
-    return {"axis": "data", "stage": stage}, notes if inner else []
+    if inner:
+        notes.append(f"zero: {', '.join(inner)}: buckets are sized by zero's own bucket_mb")
+    return {"axis": "data", "stage": stage}
 
 
-def _precision(given: object) -> tuple[dict[str, str], list[str]]:
-    """Return the arguments of ``Precision`` for the table ``fp16``, and notes."""
+def _precision(given: object, notes: list[str]) -> dict[str, str]:
+    """Return the arguments of ``Precision`` for the table ``fp16``, and add to the notes."""
     if given is None:
-        return {}, []
+        return {}
     table = _table(given, "fp16")
     mode = str(getattr(table.get("mode"), "value", table.get("mode", "naive"))).lower()
     if mode not in ("naive", "torch", "apex"):
@@ -229,7 +230,8 @@ def _precision(given: object) -> tuple[dict[str, str], list[str]]:
     note = "fp16 wants [optimizer.loss_scale]; bfloat16 does not"
     if scale:
         note = f"fp16: {', '.join(scale)}: write [optimizer.loss_scale]"
-    return {"param": "float16", "master": "fp32"}, [note]
+    notes.append(note)
+    return {"param": "float16", "master": "fp32"}
 
 
 def _table(given: object, name: str) -> Mapping[str, Any]:

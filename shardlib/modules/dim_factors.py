@@ -47,8 +47,9 @@ class Atom:
         self.parent: Atom | None = None
 
     def __repr__(self) -> str:
-        inner = "+".join(map(repr, self.parts)) if self.parts else str(self.size)
-        return f"[{inner}]" if self.parts else inner
+        if not self.parts:
+            return str(self.size)
+        return f"[{'+'.join(map(repr, self.parts))}]"
 
 
 Row = list[Atom]
@@ -65,9 +66,10 @@ def leaves(row: Iterable[Atom]) -> Row:
     """Return a row with every atom replaced by its factors; parts stay inside their atom."""
     out: Row = []
     for atom in map(root, row):
-        out += (
-            leaves(atom.factors) if atom.factors is not None else [atom] if atom.size != 1 else []
-        )
+        if atom.factors is not None:
+            out += leaves(atom.factors)
+        elif atom.size != 1:
+            out.append(atom)
     return out
 
 
@@ -148,12 +150,13 @@ def join(a: Row, b: Row) -> None:
         if p.size == q.size:
             _unite(p, q)
             continue
-        big, small, rest = (p, q, one) if p.size > q.size else (q, p, two)
-        if not small.size or big.size % small.size:
+        if p.size < q.size:
+            p, q, one, two = q, p, two, one
+        if not q.size or p.size % q.size:
             raise Apart
-        _factor(big, small.size)
-        rest[:0] = leaves([big])
-        (two if big is p else one).insert(0, small)
+        _factor(p, q.size)
+        one[:0] = leaves([p])
+        two.insert(0, q)
     if one or two:
         raise Apart
 

@@ -531,9 +531,9 @@ def _side(found: _Found, row: Row) -> str:
 def _role(found: _Found, ins: Row, outs: Row, kinds: tuple[str, str]) -> str:
     """Return the role of a matrix whose (output, input) have these kinds, as recipes name it."""
     role = MATRIX[kinds]
-    wide = {"expand": outs, "contract": ins}.get(role)
-    if wide is not None and found.way.wide is not None and found.mlp & ids(wide):
-        return "up" if role == "expand" else "down"
+    wide, own = {"expand": (outs, "up"), "contract": (ins, "down")}.get(role, ([], role))
+    if found.way.wide is not None and found.mlp & ids(wide):
+        return own
     if role != "contract":
         return role
     if found.way.widest and length(ins) <= length(outs):

@@ -53,8 +53,7 @@ class Paths:
 
     def now(self) -> str:
         """Return the name of the submodule whose forward runs in this thread."""
-        stack = self._stack()
-        return stack[-1] if stack else ""
+        return next(reversed(self._stack()), "")
 
     def where(self, error: BaseException) -> str:
         """Return the name of the innermost submodule in which an error was raised."""
@@ -68,12 +67,10 @@ class Paths:
     def _enter(self, module: nn.Module, _: object) -> None:
         stack = self._stack()
         if id(module) not in self.names:
-            above = f"{stack[-1]}." if stack and stack[-1] else ""
+            above = [*stack[-1:], type(module).__name__] * bool(stack)
             self.roots.append(module)
             for name, child in module.named_modules():
-                own = f"{above}{type(module).__name__}" if stack else ""
-                path = f"{own}.{name}" if own and name else own or name
-                self.names.setdefault(id(child), path)
+                self.names.setdefault(id(child), ".".join(filter(None, [*above, name])))
         stack.append(self.names[id(module)])
 
     def _leave(self, *_: object) -> None:

@@ -104,7 +104,7 @@ class Recipe(list[tuple[str, ...]]):
         self.labels = labels
         rows, columns = Layout.parse(tokens).dims
         self.inputs = {"position_ids": Layout((rows, Dim()))} if columns.is_split else {}
-        self.documents = None if documents is None else tuple(documents)
+        self.documents = documents
         self.left = dict(left or {})
         self.zero: dict[str, Any] = dict(zero or {})
 

@@ -196,8 +196,8 @@ def read_layout(
     if not isinstance(layout, str):
         layout = as_layout(layout, "parallelize", "{}", shape=shape, mesh=mesh, weight=weight)
     found = logical(str(layout), axes or {})
-    for axis in found.named if mesh is not None else ():
-        if mesh is not None and axis not in mesh.axes:
+    if mesh is not None:
+        for axis in (a for a in found.named if a not in mesh.axes):
             raise unknown_axis(axis, mesh.axes, "parallelize", "")  # ``renamed`` adds the fix
     return found
 
