@@ -72,7 +72,7 @@ def _kron(input: Tensor, other: Tensor) -> Tensor:
     return (left * right).reshape([m * k for m, k in zip(a, b, strict=True)])
 
 
-spelled("kron(input, other)", _kron)
+spelled("kron(input, other)", _kron, takes="skew sums")  # the product is larger than both
 
 
 def _cross(input: Tensor, other: Tensor, dim: int | None) -> Tensor:

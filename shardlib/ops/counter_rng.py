@@ -30,7 +30,7 @@ from shardlib.mesh import uploaded
 from shardlib.tensor import ShardedTensor
 
 __all__ = [
-    "Make", "Pairs", "along", "drawn", "gaussian", "half_open", "keep_mask", "kept", "normal",
+    "DIGITS", "Make", "Pairs", "along", "drawn", "gaussian", "half_open", "keep_mask", "kept", "normal",
     "open_unit", "places", "then", "unit",
 ]  # fmt: skip
 
@@ -87,12 +87,12 @@ def _halves(h: Tensor) -> Tensor:
 
 
 # bits of the significand
-_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def half_open(h: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return uniform numbers in [0, 1), with as many digits as ``dtype`` has, in fp64."""
-    digits = _DIGITS.get(dtype, 53)
+    digits = DIGITS.get(dtype, 53)
     return (h >> (64 - digits)).bitwise_and_((1 << digits) - 1).double().mul_(2.0**-digits)
 
 
@@ -106,9 +106,9 @@ def unit(dtype: torch.dtype) -> Make | Pairs:
 
     In fp64 for fp64, else in fp32.
     """
-    if dtype not in _DIGITS or dtype == torch.float64:
+    if dtype not in DIGITS or dtype == torch.float64:
         return half_open
-    digits = _DIGITS[dtype]
+    digits = DIGITS[dtype]
     mask = (1 << digits) - 1
     return Pairs(
         lambda h: (_halves(h) >> (32 - digits)).bitwise_and_(mask).float().mul_(2.0**-digits)

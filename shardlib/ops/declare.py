@@ -126,13 +126,15 @@ def _bare(*args: object, **kwargs: object) -> Bound:
     return {"args": (*args, *kwargs.values())}
 
 
-def spelled(text: str, body: Callable[..., Any]) -> None:
+def spelled(text: str, body: Callable[..., Any], takes: str = "all") -> None:
     """Declare operators as a composition of others: ``body`` takes the bound arguments.
 
     ``body`` may accept calls that torch refuses, so torch is tried first on meta tensors.
+
+    ``takes``  its operands, as in ``implements``.
     """
     for name, signature in lines(text).items():
-        implements(*homes(name), takes="all")(partial(_taken, binder(signature), body))
+        implements(*homes(name), takes=takes)(partial(_taken, binder(signature), body))
 
 
 def _taken(

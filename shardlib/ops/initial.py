@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardlib._compat import intercept_init, patch
 from shardlib.collectives import blocks
 from shardlib.kernels.bits import bits
-from shardlib.ops.counter_rng import along, drawn, open_unit
+from shardlib.ops.counter_rng import along, drawn, normal, open_unit
 from shardlib.ops.padding import extended
 from shardlib.ops.random import draw_into
 from shardlib.opspec import Args, Func, Kwargs
@@ -118,17 +118,13 @@ def orthogonal_(
     key = next_key(x.mesh, generator)
     with torch.no_grad():
         from_here = replicated(x.raw.new_empty(rows, columns), x.mesh)
-        flat = drawn(from_here, key, _gauss, torch.float64)
+        flat = drawn(from_here, key, normal, torch.float64)
         flat = blocks(flat, x.mesh)[0]
         q, r = torch.linalg.qr(flat.T if rows < columns else flat)
         q = q * torch.diag(r, 0).sign()
         q = (q.T if rows < columns else q).reshape(tuple(x.shape)).mul(gain)
         _put(x, q)
     return x
-
-
-def _gauss(h: Tensor) -> Tensor:
-    return torch.special.ndtri(open_unit(h))
 
 
 def _put(x: ShardedTensor, whole: Tensor) -> None:

@@ -98,11 +98,9 @@ def _described(func: Func, args: Args, kwargs: Kwargs) -> bool:
 @implements(Tensor.is_contiguous, takes="all")
 def _is_contiguous(func: Func, args: Args, kwargs: Kwargs) -> bool:
     x, form = _FORM(*args, **kwargs)
-    return (
-        is_dense(x)
-        if form is torch.contiguous_format
-        else block_of(x).is_contiguous(memory_format=form)
-    )
+    if form is torch.contiguous_format:
+        return is_dense(x)
+    return block_of(x).is_contiguous(memory_format=form)
 
 
 @implements(Tensor.grad_fn.__get__, takes="all")
@@ -302,13 +300,9 @@ def _formatted(x: ShardedTensor, form: torch.memory_format) -> ShardedTensor:
 @implements(Tensor.contiguous, takes="all")
 def _contiguous(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Return the tensor itself where torch would return its operand, else a copy."""
-    x, form = _FORM(*args, **kwargs)
-    same = (
-        is_dense(x)
-        if form is torch.contiguous_format
-        else block_of(x).is_contiguous(memory_format=form)
-    )
-    return x if same else _formatted(x, form)
+    if _is_contiguous(func, args, kwargs):
+        return (*args, *kwargs.values())[0]
+    return _formatted(*_FORM(*args, **kwargs))
 
 
 def _CLONE(

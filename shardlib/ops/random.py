@@ -19,6 +19,7 @@ from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.kernels.bits import signed
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.counter_rng import (
+    DIGITS,
     Make,
     Pairs,
     along,
@@ -123,10 +124,7 @@ def _largest(dtype: torch.dtype) -> int:
     if dtype == torch.bool:
         return 2
     if dtype.is_floating_point:
-        return (
-            2 ** {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
-            + 1
-        )
+        return 2 ** DIGITS[dtype] + 1
     top = torch.iinfo(dtype).max
     return top + (dtype != torch.int64)
 

@@ -384,9 +384,6 @@ def norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return torch.linalg.vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 
-_LINALG = binder("norm(A, ord=None, dim: ints = None, keepdim: bool = False, *, dtype=None)")
-
-
 _FRO = binder("norm(input, p='fro', dim: ints = None, keepdim: bool = False, dtype=None)")
 
 
