@@ -122,7 +122,7 @@ def adafactor(
         return FactoredState(count, rows, cols, state.full), -rate * weight_decay
 
     def like(grads: Tree, state: FactoredState) -> Tree:
-        return merged(grads, _parted(grads), {True: _matrices(grads), False: state.full})
+        return merged(grads, _parted(grads), {True: grads, False: state.full})
 
     def groups(params: Tree) -> list[str]:
         return ["matrix" if _is_matrix(x) else "vector" for x in named(params).values()]

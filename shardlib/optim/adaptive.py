@@ -33,7 +33,6 @@ from shardlib.optim.transform import (
     at_step,
     beginning,
     by_directions,
-    divide,
     divided,
     elementwise,
     ranged,
@@ -94,10 +93,8 @@ def adamw(
     """
 
     if mask is not None:
-        decaying, others = (
-            adamw(lr, b1, b2, eps, by, backend=backend) for by in (weight_decay, 0.0)
-        )
-        return by_mask(mask, decaying, others, "adamw")
+        both = (adamw(lr, b1, b2, eps, by, backend=backend) for by in (weight_decay, 0.0))
+        return by_mask(mask, *both, op="adamw")
 
     def rule(count: int, rate: float) -> Callable[..., Tensor]:
         of = direction(count, rate, b1, b2, eps, weight_decay)
@@ -369,8 +366,8 @@ def lion(
     """
 
     if mask is not None:
-        decaying, others = (lion(lr, b1, b2, by) for by in (weight_decay, 0.0))
-        return by_mask(mask, decaying, others, "lion")
+        both = (lion(lr, b1, b2, by) for by in (weight_decay, 0.0))
+        return by_mask(mask, *both, op="lion")
 
     def rule(count: int, rate: float) -> Callable[..., Tensor]:
         def step(g: Tensor, m: Tensor, *p: Tensor) -> Tensor:
@@ -432,7 +429,7 @@ def lamb(
             stepped = apex("lamb", first[0])
         if stepped is None:
             return made.donate(grads, state, params, step)
-        divide(grads, step)
+        step.unscale(grads)
         step.lr = at_step(lr, state.count)
         stepped(*lists, AdamStep(step.lr, b1, b2, eps, weight_decay, state.count + 1))
         torch.autograd.graph.increment_version(found.roots)
@@ -538,7 +535,7 @@ def adam8bit(
 
     def donate(grads: Tree, state: CodedState, params: Tree, step: Step) -> CodedState:
         ready(grads, "adam8bit", state.mu)
-        divide(grads, step)
+        step.unscale(grads)
         step.lr = at_step(lr, state.count)
         return stepped(grads, state, params, step.lr, params)
 

@@ -453,11 +453,11 @@ class Pieces(list[Tensor]):
         self,
         pieces: Iterable[Tensor],
         roots: Iterable[Tensor] | None = None,
-        runs: Sequence[tuple[int, int]] | None = None,
+        runs: tuple[tuple[int, int], ...] | None = None,
     ) -> None:
         super().__init__(pieces)
         self.roots = list(self if roots is None else roots)
-        self.runs = None if runs is None else tuple(runs)
+        self.runs = runs
 
     def beside(self, *others: "Pieces") -> "Beside":
         """Return the joint properties of these lists and others, cached from the last step."""
@@ -640,7 +640,7 @@ def held(bucket: Bucket, mesh: Mesh) -> list[tuple[Bucket, int, SlotPart]]:
     ]
 
 
-def _runs(held: Sequence[tuple[Bucket, int, SlotPart]]) -> list[tuple[int, int]]:
+def _runs(held: Sequence[tuple[Bucket, int, SlotPart]]) -> tuple[tuple[int, int], ...]:
     """List (first, after the last) of pieces that are adjacent in memory, in whole vectors."""
     out: list[tuple[int, int]] = []
     for k, (bucket, i, part) in enumerate(held):
@@ -651,7 +651,7 @@ def _runs(held: Sequence[tuple[Bucket, int, SlotPart]]) -> list[tuple[int, int]]
                 out[-1] = (out[-1][0], k + 1)
                 continue
         out.append((k, k + 1))
-    return out
+    return tuple(out)
 
 
 # ---------------------------------------------------------------- memory

@@ -20,7 +20,6 @@ from shardlib.optim.transform import (
     check_inner,
     check_transform,
     chosen,
-    divide,
     handed_on,
     keep,
     kept_whole,
@@ -109,7 +108,7 @@ class _Chain:
             if t.rescale is not None:
                 new.append(t.rescale(grads, s, params, step))
                 continue
-            divide(grads, step)
+            step.unscale(grads)
             grads, later = t.update(grads, s, params)
             new.append(later)
         if last.check is not None and any(t.rescale is None for t, _ in before):
@@ -254,7 +253,7 @@ def multi_steps(tx: Transform, every: int) -> Transform:
         return updates, begun(each(torch.zeros_like, total), inner)
 
     def donate(grads: Tree, state: MultiState, params: Tree, step: Step) -> MultiState:
-        divide(grads, step)
+        step.unscale(grads)
         total = state.total
         both = pieces(total, grads) if total != () else []  # refuses other parameters
         if state.mini or (both and _lie_alike(total, grads)):

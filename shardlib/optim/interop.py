@@ -17,7 +17,6 @@ from shardlib.optim.transform import (
     at_step,
     begun,
     check_transform,
-    divide,
     run_in_place,
 )
 from shardlib.optim.trees import State, Tree, each, need, pieces, raw_of, ready, trainable
@@ -97,7 +96,7 @@ class _TorchRun:
 
     def init(self, params: Tree) -> TorchState:
         """Return the state after a step of zeros, on copies."""
-        rows, tree = _rows(trainable(params))
+        rows, tree = optree.tree_flatten(trainable(params), none_is_leaf=True)
         held = [i for i, p in enumerate(rows) if isinstance(p, Tensor)]
         copies = [rows[i].detach().clone() for i in held]
         zeros, kept = [torch.zeros_like(p) for p in copies], [{} for _ in held]
@@ -116,7 +115,7 @@ class _TorchRun:
     def donate(self, grads: Tree, state: TorchState, params: Tree, step: Step) -> TorchState:
         """Step the parameters in place."""
         ready(grads, "from_torch")
-        divide(grads, step)
+        step.unscale(grads)
         step.lr = self.at(state.count).get("lr")
         return self._advanced(params, grads, state)
 
@@ -129,8 +128,8 @@ class _TorchRun:
         self, params: Tree, grads: Tree, state: TorchState, copy: bool = False
     ) -> TorchState:
         """Step the parameters in place, and the state too unless it is copied."""
-        rows, tree = _rows(params)
-        given, _ = _rows(grads)
+        rows, tree = optree.tree_flatten(params, none_is_leaf=True)
+        given = optree.tree_leaves(grads, none_is_leaf=True)
         held = [i for i, g in enumerate(given) if isinstance(g, Tensor)]
         before = _by_leaf(state, held, len(rows), copy)
         kept = self.stepped([rows[i] for i in held], [given[i] for i in held], before, state.count)
@@ -164,14 +163,8 @@ def _lying(state: dict[str, Any], like: Tensor) -> dict[str, Any]:
     return state | {n: like.detach().becomes(v) for n, v in blocks.items()}  # type: ignore[attr-defined]
 
 
-def _rows(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves, None for frozen ones, and the function that rebuilds the tree."""
-    leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
-    return leaves, lambda new: optree.tree_unflatten(shape, new)
-
-
 def _by_name(
-    kept: list[dict[str, Any]], held: list[int], rows: list[Any], tree: Callable[[list[Any]], Any]
+    kept: list[dict[str, Any]], held: list[int], rows: list[Any], tree: Any
 ) -> dict[str, Any]:
     """Convert torch's state to a tree per name; equal counts are stored once."""
     out: dict[str, Any] = {}
@@ -179,7 +172,7 @@ def _by_name(
     for name in dict.fromkeys(itertools.chain(*kept)):
         values = {i: row.get(name) for i, row in zip(held, kept, strict=True)}
         if scalars or any(isinstance(v, Tensor) and v.ndim for v in values.values()):
-            out[name] = tree([values.get(i) for i in range(len(rows))])
+            out[name] = tree.unflatten([values.get(i) for i in range(len(rows))])
         else:
             out[name] = kept[0].get(name)
     return out

@@ -426,11 +426,11 @@ def join(items: Sequence[Laid], mesh: Mesh, dtype: torch.dtype) -> list[list[Ten
     Moves: (N-1)/N of the blocks, for N ranks along those axes, in one exchange.
     """
     spreads, runs = [x.spread for x in items], [x.runs for x in items]
-    found = _shared(tuple(spreads), tuple(mesh.axes.items()))
+    counts, parts = _shared(tuple(spreads), tuple(mesh.axes.items()))
     ranks = ranks_of(mesh)
-    sent = [[runs[p][i].to(dtype) for _, p, _ in found.parts[r]] for i, r in enumerate(ranks)]
+    sent = [[runs[p][i].to(dtype) for _, p, _ in parts[r]] for i, r in enumerate(ranks)]
     like = runs[0][0].new_empty(0, dtype=dtype)
-    arrived = exchange(sent, found.counts, mesh, like)
+    arrived = exchange(sent, counts, mesh, like)
     out: list[list[Tensor]] = []
     for p, spread in enumerate(spreads):
         size = math.prod(spread.layout.local_shape(spread.padded, mesh.axes))
@@ -438,29 +438,27 @@ def join(items: Sequence[Laid], mesh: Mesh, dtype: torch.dtype) -> list[list[Ten
         for i, rank in enumerate(ranks):
             out[p][i][spread.run(rank)] = runs[p][i]
     for i, rank in enumerate(ranks):
-        for at, p, (lo, hi) in found.parts[rank]:
+        for at, p, (lo, hi) in parts[rank]:
             out[p][i][lo:hi] = arrived[i][at : at + hi - lo]
     return out
 
 
-class _Shared(NamedTuple):
-    """The exchange that joins blocks cut into runs.
-
-    ``counts``  elements sent from each rank to each.
-    ``parts``   per rank, of the runs that it receives, in the order in which they come: its place
-                among them, the parameter, and (start, stop) in the block.  It sends its own run of
-                the same parameter to the same rank.
-    """
-
-    counts: tuple[tuple[int, ...], ...]
-    parts: list[list[tuple[int, int, tuple[int, int]]]]
+Came = list[tuple[int, int, tuple[int, int]]]
 
 
 @lru_cache(maxsize=64)
-def _shared(spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...]) -> _Shared:
+def _shared(
+    spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...]
+) -> tuple[tuple[tuple[int, ...], ...], list[Came]]:
+    """Return the exchange that joins blocks cut into runs.
+
+    It is the number of elements sent from each rank to each; and per rank, of the runs that it
+    receives, in the order in which they come: its place among them, the parameter, and (start,
+    stop) in the block.  It sends its own run of the same parameter to the same rank.
+    """
     every = coordinates(dict(sizes))
     counts = [[0] * len(every) for _ in every]
-    parts: list[list[tuple[int, int, tuple[int, int]]]] = [[] for _ in every]
+    parts: list[Came] = [[] for _ in every]
     rows = product(enumerate(every), enumerate(every), enumerate(spreads))
     for (i, one), (j, two), (p, spread) in rows:
         # both hold runs of one block
@@ -470,7 +468,7 @@ def _shared(spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...]) -> 
         lo, hi = spread.runs[j]
         parts[i].append((sum(counts[k][i] for k in range(j + 1)), p, (lo, hi)))
         counts[j][i] += hi - lo
-    return _Shared(tuple(map(tuple, counts)), parts)
+    return tuple(map(tuple, counts)), parts
 
 
 def exchange(

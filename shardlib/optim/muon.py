@@ -626,13 +626,9 @@ def _in_place(
         whole = next(joined) if s.cut else [run.to(dtype) for run in one.runs]
         shape = s.layout.local_shape(s.padded, mesh.axes)
         x = ShardedTensor(storage([b.view(shape) for b in whole], mesh), s.place(mesh))
-        _write(_WAYS[way](x, s, how), one, mesh)
-
-
-def _write(done: Tensor, out: Laid, mesh: Mesh) -> None:
-    """Copy blocks to a matrix's runs: under ``zero`` a rank keeps its run of the block."""
-    for to, block, rank in zip(out.runs, blocks(done, mesh), ranks_of(mesh), strict=True):
-        to.copy_(block.reshape(-1)[out.spread.run(rank)])
+        done = blocks(_WAYS[way](x, s, how), mesh)
+        for to, block, rank in zip(one.runs, done, ranks_of(mesh), strict=True):
+            to.copy_(block.reshape(-1)[s.run(rank)])
 
 
 def _ways(case: MuonCase) -> tuple[str, ...]:

@@ -136,8 +136,7 @@ def _directed(
 
     def compute(i: int, units: Sequence[int], batch: Tensor, side: tuple[int, int]) -> None:
         for unit, g in zip(units, batch.unbind(), strict=True):
-            mine = _MatrixStatistics(*(x[unit] for x in kept[i]))
-            _step(g, mine, state.count, b1, b2, eps, every)
+            _step(g, [x[unit] for x in kept[i]], state.count, b1, b2, eps, every)
 
     through_owners(items, state.mu.held.plan, compute, state.mu.vector.dtype)
 
@@ -167,21 +166,13 @@ def _work(s: Spread) -> int:
     return 8 * m * n * (m + n) + m**3 + n**3
 
 
-class _MatrixStatistics(NamedTuple):
-    """The state of one matrix, as in SoapState; empty for sides without statistics."""
-
-    mu: Tensor
-    nu: Tensor
-    left: Tensor
-    right: Tensor
-    left_basis: Tensor
-    right_basis: Tensor
-
-
 def _step(
-    g: Tensor, own: _MatrixStatistics, count: int, b1: float, b2: float, eps: float, every: int
+    g: Tensor, own: Sequence[Tensor], count: int, b1: float, b2: float, eps: float, every: int
 ) -> None:
-    """Step one matrix in place: ``g`` is overwritten with its direction."""
+    """Step one matrix in place: ``g`` is overwritten with its direction.
+
+    ``own``  its state, in the order of SoapState; empty for sides without statistics.
+    """
     mu, nu, left, right, left_basis, right_basis = own
     sides = [(left, left_basis, 0), (right, right_basis, 1)]
     seen = g.clone()

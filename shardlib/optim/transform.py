@@ -50,7 +50,7 @@ from shardlib.optim.trees import (
 __all__ = [
     "AMOUNT", "COUNT", "Later", "NUMBER", "POSITIVE", "Posted", "Range", "SHARE", "STEPS",
     "Schedule", "Step", "TRAITS", "Transform", "at_rest", "at_step", "beginning", "begun", "by_directions",
-    "check_inner", "check_transform", "chosen", "divide", "divided", "elementwise", "fused", "handed_on",
+    "check_inner", "check_transform", "chosen", "divided", "elementwise", "fused", "handed_on",
     "kept_whole", "mapped", "on_host", "ranged", "restoring", "run_in_place", "told", "trait_of",
 ]  # fmt: skip
 
@@ -104,6 +104,12 @@ class Step:
     def unscaled(self, norm: Tensor) -> Tensor:
         """Return the norm that gradients have when they are divided by ``scale``."""
         return norm if self.scale is None else norm / self.scale.to(norm.device)
+
+    def unscale(self, grads: Tree) -> None:
+        """Divide gradients by ``scale``, in place, for transforms that cannot do it themselves."""
+        if self.scale is not None:
+            divided(runs(grads)[0], self.scale)
+            self.scale = None
 
     def divide(self, by: Tensor) -> None:
         """Multiply ``scale``: gradients count as divided by ``by`` too."""
@@ -221,13 +227,6 @@ def under(backend: str, tx: Transform) -> Transform:
     )
 
 
-def divide(grads: Tree, step: Step) -> None:
-    """Divide the gradients by the scale, in place, for transforms that cannot do it themselves."""
-    if step.scale is not None:
-        divided(runs(grads)[0], step.scale)
-        step.scale = None
-
-
 def divided(tensors: Iterable[Tensor], by: Tensor) -> None:
     """Divide plain tensors by a scalar, in place."""
     for t in tensors:
@@ -318,7 +317,7 @@ def run_in_place(tx: Transform, grads: Tree, state: State, params: Tree, step: S
         return restoring(tx, grads, state, params, step)
     if tx.donate is not None:
         return tx.donate(grads, state, params, step)
-    divide(grads, step)
+    step.unscale(grads)
     updates, new = tx.update(grads, state, params)
     for p, u in zip(*pieces(params, updates), strict=True):
         p.add_(u)
@@ -411,7 +410,7 @@ def elementwise(
 
     def in_spans(grads: Tree, state: State, params: Tree, step: Step) -> State:
         trees = known(grads, state)
-        divide(grads, step)
+        step.unscale(grads)
         step.lr = at_step(lr, state.count)
         f = rule(state.count + 1, step.lr)
         sound = None if step.guarded else step.sound
@@ -502,7 +501,7 @@ def by_directions(
 
     def donate(grads: Tree, state: State, params: Tree, step: Step) -> State:
         check(grads, state)
-        divide(grads, step)
+        step.unscale(grads)
         step.lr = at_step(lr, state.count)
         way = writable(grads, like(grads, state))
         state, decay = direct(grads, state, params, way, step.lr)
