@@ -25,10 +25,10 @@ from shardlib.optim.transform import (
     kept_whole,
     ranged,
     run_in_place,
+    stateless,
     trait_of,
 )
 from shardlib.optim.trees import (
-    EmptyState,
     State,
     Tree,
     each,
@@ -146,9 +146,7 @@ def identity() -> Transform:
     >>> tx.update(g, tx.init(g))[0]["w"]
     tensor([1., 1.])
     """
-    return Transform(
-        lambda params: EmptyState(), lambda grads, state, params=None: (grads, state), "elementwise"
-    )
+    return stateless(lambda grads: grads)
 
 
 @ranged("sl.optim.scale(0.1)", factor=NUMBER)
@@ -160,11 +158,7 @@ def scale(factor: float) -> Transform:
     >>> tx.update(g, tx.init(g))[0]["w"]
     tensor([-0.1000, -0.1000])
     """
-    return Transform(
-        lambda params: EmptyState(),
-        lambda g, s, p=None: (each(lambda x: x * factor, g), s),
-        "elementwise",
-    )
+    return stateless(lambda grads: each(lambda x: x * factor, grads))
 
 
 def scale_by_schedule(schedule: Schedule) -> Transform:

@@ -24,6 +24,7 @@ from shardlib.optim.transform import (
     check_transform,
     kept_whole,
     run_in_place,
+    stateless,
     trait_of,
 )
 from shardlib.optim.trees import (
@@ -316,13 +317,8 @@ def set_to_zero() -> Transform:
     {'w': tensor([0.])}
     """
 
-    return Transform(
-        lambda params: EmptyState(),
-        lambda grads, state, params=None: (each(torch.zeros_like, settled(grads)), state),
-        "elementwise",
-        lambda grads, state, params, step: state,
-        heeds=True,
-    )
+    tx = stateless(lambda grads: each(torch.zeros_like, settled(grads)))
+    return tx._replace(donate=lambda grads, state, params, step: state, heeds=True)
 
 
 # ---------------------------------------------------------------- selection of parameters

@@ -29,6 +29,9 @@ ELEMENTWISE = frozenset(
 )
 
 
+REFUSED = {"LBFGS": "evaluates the loss itself", "SparseAdam": "is for sparse gradients"}
+
+
 class TorchState(NamedTuple):
     """Steps taken, and torch's state by name: a tree, or one tensor for all parameters.
 
@@ -57,19 +60,16 @@ def from_torch(
     {'w': tensor([-0.5000, -0.5000])}
     """
     if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
+        given = repr(optimizer) if isinstance(optimizer, str) else f"one {type(optimizer).__name__}"
         raise BadArgument(
-            f"a class of optimizers is expected, not {optimizer!r}"
-            if isinstance(optimizer, str)
-            else f"a class of optimizers is expected, not one {type(optimizer).__name__}",
+            f"a class of optimizers is expected, not {given}",
             op="from_torch",
             fix="sl.optim.from_torch(torch.optim.AdamW, lr=1e-3)",
         )
     name = getattr(optimizer, "__name__", "optimizer")
-    if name in ("LBFGS", "SparseAdam"):
+    if name in REFUSED:
         raise Unsupported(
-            f"{name} evaluates the loss itself"
-            if name == "LBFGS"
-            else f"{name} is for sparse gradients",
+            f"{name} {REFUSED[name]}",
             op="from_torch",
             fix="sl.optim.from_torch(torch.optim.AdamW, lr=1e-3)",
         )

@@ -50,11 +50,11 @@ from shardlib.optim.transform import (
     on_host,
     ranged,
     run_in_place,
+    stateless,
     told,
     under,
 )
 from shardlib.optim.trees import (
-    EmptyState,
     State,
     TensorView,
     Tree,
@@ -418,11 +418,11 @@ def clip_by_value(limit: float) -> Transform:
     tensor([-1.0000,  0.5000])
     """
 
-    def update(grads: Tree, state: EmptyState, params: Tree = None) -> tuple[Any, EmptyState]:
+    def clipped(grads: Tree) -> Tree:
         ready(grads, "clip_by_value")
-        return each(lambda g: g.clamp(-limit, limit), grads), state
+        return each(lambda g: g.clamp(-limit, limit), grads)
 
-    return Transform(lambda params: EmptyState(), update, "elementwise")
+    return stateless(clipped)
 
 
 @ranged("sl.optim.clip_by_parameter_norm(1.0)", max_norm=POSITIVE)
@@ -436,13 +436,13 @@ def clip_by_parameter_norm(max_norm: float) -> Transform:
     {'a': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
     """
 
-    def update(grads: Tree, state: EmptyState, params: Tree = None) -> tuple[Any, EmptyState]:
+    def clipped(grads: Tree) -> Tree:
         ready(grads, "clip_by_parameter_norm")
         (found,) = totals(grads)
         by = [t if t is None else (max_norm / (t.sqrt() + 1e-6)).clamp(max=1.0) for t in found]
-        return scaled(grads, by), state
+        return scaled(grads, by)
 
-    return Transform(lambda params: EmptyState(), update, "tensor")
+    return stateless(clipped, "tensor")
 
 
 # ---------------------------------------------------------------- guards against gradients that are not finite

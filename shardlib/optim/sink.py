@@ -49,6 +49,23 @@ class Lies:
         return found
 
 
+class Filling:
+    """A bucket that gradients fill.
+
+    ``dtypes``  of its gradients, and of its parts.
+    ``left``    the numbers of its slots without a gradient.
+    ``flat``    its memory, in the end its result.
+    ``lies``    the views of that memory; None: it is the caller's, or the result.
+    """
+
+    def __init__(self, bucket: Bucket, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+        self.bucket = bucket
+        self.dtypes = dtypes
+        self.left = set(range(len(bucket.slots)))
+        self.flat: Tensor | None = None
+        self.lies: Lies | None = None
+
+
 @dataclass(eq=False)
 class Sink:
     """A sink for one backward's gradients: ``take(leaf, gradient)``, then ``finish()``.
@@ -79,36 +96,33 @@ class Sink:
     give: Callable[[Buckets], Any] = lambda found: found
 
     def __post_init__(self) -> None:
-        buckets = self.index.buckets
         self.where = self.index.where
-        self.ahead &= len(buckets) > 1  # a single bucket is full only at the end
+        self.filled = list(map(Filling, self.index.buckets, self.dtypes))
+        self.ahead &= len(self.filled) > 1  # a single bucket is full only at the end
         self.over = (*(a for hop in self.index.hops for a in hop), *self.also)
-        self.left = [set(range(len(b.slots))) for b in buckets]
         self.order: list[int] = []
-        self.begun: list[Tensor | None] = [None] * len(buckets)
-        self.lies: list[Lies | None] = [None] * len(buckets)
-        self.flying: list[tuple[int, Tensor, Callable[[], Tensor]]] = []
-        self.out: list[Tensor | None] = [None] * len(buckets)
+        self.flying: list[tuple[Filling, Callable[[], Tensor]]] = []
         self.next = 0
 
     def begin(self, flats: Sequence[Tensor]) -> None:
         """Start from full buckets."""
-        for b, flat in enumerate(flats):
-            self.left[b].clear()
-            self.begun[b] = flat
+        for one, flat in zip(self.filled, flats, strict=True):
+            one.left.clear()
+            one.flat = flat
 
     def take(self, leaf: int, g: Tensor) -> Tensor:
         """Copy a gradient into its bucket; return an expanded element that replaces it."""
         b, n = self.where[leaf]
+        one = self.filled[b]
         g = g.detach() if g.requires_grad else g
-        lies, left = self.lies[b] or self._lies(b), self.left[b]
-        if n in left:
+        lies = one.lies or self._lies(one)
+        if n in one.left:
             lies.slots[n].copy_(g)
-            left.remove(n)
+            one.left.remove(n)
             self.order.append(leaf)
         else:  # a tied leaf's second gradient
             lies.slots[n].add_(g)
-        if not left and b == self.next:
+        if not one.left and b == self.next:
             with torch.no_grad():
                 self._post_full()
         return lies.stands_for(n, g)
@@ -116,14 +130,14 @@ class Sink:
     def finish(self) -> Any:
         """Post the remaining buckets, wait for all, and return the gradients."""
         with torch.no_grad():
-            while self.next < len(self.left):
+            while self.next < len(self.filled):
                 self._post()
             while self.flying:
                 self._land()
         if self.heard is not None:
             self.heard(self.order)
-        rows = zip(self.index, self.out, strict=True)
-        values = {b.name: ShardedTensor(raw, self._place(b)) for b, raw in rows}  # type: ignore[arg-type]
+        rows = [(x.bucket, x.flat) for x in self.filled]
+        values = {b.name: ShardedTensor(raw, self._place(b)) for b, raw in rows if raw is not None}
         return self.give(Buckets(values, self.index, self.mesh))
 
     def _place(self, bucket: Bucket) -> Place:
@@ -132,45 +146,43 @@ class Sink:
             return bucket.place(self.mesh)
         return bucket.whole_place(self.mesh, self.over if self.to == "whole" else ())
 
-    def _lies(self, b: int) -> Lies:
+    def _lies(self, one: Filling) -> Lies:
         """Take memory for a bucket, and zero its gaps."""
-        bucket, dtype = self.index.buckets[b], self.dtypes[b][0]
+        bucket, dtype = one.bucket, one.dtypes[0]
         flat = self.memory.take(storage_shape(self.mesh, bucket.length), dtype, self.device)
         lies = self.memory.views.get(flat.data_ptr())
         if lies is None or lies.bucket is not bucket or lies.kind != (flat.shape, dtype):
             lies = self.memory.views[flat.data_ptr()] = Lies(flat, bucket)
         if lies.gaps:  # they would count in the norm
             _zero(lies.gaps)
-        self.lies[b], self.begun[b] = lies, flat
+        one.lies, one.flat = lies, flat
         return lies
 
     def _post_full(self) -> None:
         # a tied slot may receive another gradient: its bucket waits for ``finish``
-        for bucket in self.index.buckets[self.next :]:
-            if self.left[self.next] or bucket.tied:
+        for one in self.filled[self.next :]:
+            if one.left or one.bucket.tied:
                 return
             self._post()
 
     def _post(self) -> None:
-        b, self.next = self.next, self.next + 1
-        flat = self.begun[b]
-        if self.left[b]:
-            lies = self.lies[b] or self._lies(b)
-            _zero([lies.slots[n] for n in self.left[b]])
-            flat = lies.flat
-        assert flat is not None  # allocated when its first slot was filled or zeroed
+        one = self.filled[self.next]
+        self.next += 1
+        if one.left:
+            lies = one.lies or self._lies(one)
+            _zero([lies.slots[n] for n in one.left])
         if self.to == "whole":
-            self.out[b] = flat
             return
         # bounds the memory of buckets in transit
         while len(self.flying) >= self.most:
             self._land()
         post = self._summed if self.to == "sum" else self._scattered
-        self.flying.append((b, flat, post(flat, b)))
+        assert one.flat is not None  # allocated when its first slot was filled or zeroed
+        self.flying.append((one, post(one.flat, one)))
 
-    def _scattered(self, flat: Tensor, b: int) -> Callable[[], Tensor]:
+    def _scattered(self, flat: Tensor, one: Filling) -> Callable[[], Tensor]:
         """Post the reduce-scatter of a bucket."""
-        bucket, dtype, out = self.index.buckets[b], self.dtypes[b][1], flat
+        bucket, dtype, out = one.bucket, one.dtypes[1], flat
         also = tuple(a for a in self.also if a not in bucket.axes)
         if bucket.hops or also or dtype != flat.dtype:
             shape = storage_shape(self.mesh, bucket.part_length)
@@ -178,9 +190,9 @@ class Sink:
         how = {"wire": self.wire, "also": also, "ahead": self.ahead}
         return bucket.scatter(flat, out, self.mesh, self.memory, **how)
 
-    def _summed(self, flat: Tensor, b: int) -> Callable[[], Tensor]:
+    def _summed(self, flat: Tensor, one: Filling) -> Callable[[], Tensor]:
         """Post the sum of a bucket over ``over``; half precision is summed in fp32."""
-        over = tuple(a for a in self.over if a not in self.index.buckets[b].axes)
+        over = tuple(a for a in self.over if a not in one.bucket.axes)
         if not over:
             return lambda: flat
         dtype, half = flat.dtype, flat.dtype in HALF
@@ -190,11 +202,11 @@ class Sink:
         return lambda: unwrap(later.wait())
 
     def _land(self) -> None:
-        b, flat, finish = self.flying.pop(0)
-        self.out[b] = out = finish()
-        if out is not flat and self.lies[b] is not None:  # the caller has those of ``begin``
-            self.memory.give(flat)
-        self.begun[b] = self.lies[b] = None
+        one, finish = self.flying.pop(0)
+        out, lies = finish(), one.lies
+        if lies is not None and out is not lies.flat:  # the caller has those of ``begin``
+            self.memory.give(lies.flat)
+        one.flat, one.lies = out, None
 
 
 def summing(params: Tree, cache: IndexCache) -> Sink:

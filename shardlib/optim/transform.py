@@ -32,6 +32,7 @@ from shardlib.errors import BadArgument
 from shardlib.kernels.active import checked, use
 from shardlib.optim.trees import (
     ALIGN,
+    EmptyState,
     Pieces,
     State,
     Tree,
@@ -51,7 +52,7 @@ __all__ = [
     "AMOUNT", "COUNT", "Later", "NUMBER", "POSITIVE", "Posted", "Range", "SHARE", "STEPS",
     "Schedule", "Step", "TRAITS", "Transform", "at_rest", "at_step", "beginning", "begun", "by_directions",
     "check_inner", "check_transform", "chosen", "divided", "elementwise", "fused", "handed_on",
-    "kept_whole", "mapped", "on_host", "ranged", "restoring", "run_in_place", "told", "trait_of",
+    "kept_whole", "mapped", "on_host", "ranged", "restoring", "run_in_place", "stateless", "told", "trait_of",
 ]  # fmt: skip
 
 Schedule = Callable[[int], float]
@@ -170,6 +171,13 @@ class Transform(NamedTuple):
     shard: Callable[[Any], Any] = kept_whole
     halves: bool = False
     heeds: bool = False
+
+
+def stateless(f: Callable[[Tree], Tree], trait: str = "elementwise") -> Transform:
+    """Make a transform without memory from a function of the gradients."""
+    return Transform(
+        lambda params: EmptyState(), lambda grads, state, params=None: (f(grads), state), trait
+    )
 
 
 def handed_on(tx: Transform) -> dict[str, Any]:
