@@ -292,13 +292,13 @@ def _no_sink(
 ) -> Callable[[Any], Any] | None:
     """Return a sink that refuses, if some group's transform has its own buckets."""
 
+    sinks = [(tx.sink, part) for tx, part in transforms if tx.sink is not None]
+    split = any(tx.shard is not kept_whole for tx, _ in transforms)
+
     def refuse(params: Tree) -> Any:
-        pending: tuple[str, ...] = ()
-        for tx, part in transforms:
-            mine = tx.sink(part(params)) if tx.sink is not None else None
-            pending = pending or (() if mine is None else mine.over)
+        every = [sink(part(params)) for sink, part in sinks]
+        pending = next((x.over for x in every if x is not None and x.over), ())
         names = pending[0] if len(pending) == 1 else pending
-        split = any(tx.shard is not kept_whole for tx, _ in transforms)
         how = f", pending={names!r}" if split else ""
         raise Unsupported(
             "each group has buckets of its own, so their gradients come as a tree",
@@ -306,7 +306,7 @@ def _no_sink(
             fix=f"sl.value_and_grad(f{how})(params)",
         )
 
-    return refuse if any(tx.sink is not None for tx, _ in transforms) else None
+    return refuse if sinks else None
 
 
 def set_to_zero() -> Transform:
