@@ -379,11 +379,12 @@ def price(
             (case.w_bytes, over[1], cube.w),
         )
     ]
-    forward, backward = Cost(memory=memory) + w + y + sums[0], Cost(memory=memory) + w + y + sums[2]
     held, again = shared_gather(case, found) if shares else (False, False)
+    once = Cost(memory=memory) if held else Cost(memory=memory) + x
+    forward, backward = once + w + y + sums[0], y + once + w
     if not held:
-        forward += x
-        backward += x + sums[1]
+        backward += sums[1]
+    backward += sums[2]
     if not (again or "x" in save):
         backward += x
     if "w" not in save:
