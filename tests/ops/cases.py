@@ -1,12 +1,29 @@
 """Functions and layouts to compare with dense; shared by simulated and real ranks."""
 
 from collections.abc import Callable
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
+from shardlib.ops.attention.case import AttentionCase, Runs, Sizes, length
+
+
+def case_on_paper(
+    q_runs: Runs, k_runs: Runs, mask: sl.masks.Mask | None = None, sizes: Sizes | None = None
+) -> AttentionCase:
+    """Describe an attention over one axis by its positions alone, for a ring of any size."""
+    lq, lk = (max(map(length, runs), default=0) for runs in (q_runs, k_runs))
+    sizes = Sizes(1, 1, 1, lq, lk, 64, 64, 4, 4) if sizes is None else sizes
+    mesh = (("s", len(q_runs)),)
+    return AttentionCase(q_runs, k_runs, mask or sl.masks.Full(), sizes, lk, ("s",), mesh)
+
+
+def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
+    """Count the forward words that one rank receives for a three-axis product."""
+    return Fraction((pn - 1) * m * k + (pm - 1) * k * n + (pk - 1) * m * n, pm * pk * pn)
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> None:

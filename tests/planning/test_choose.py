@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.ops.matmul.matmul3d import cube_words
 from shardlib.planning.grids import factorizations
+from tests.ops.cases import cube_words
 from tests.planning.test_grids import MLP, Block
 
 

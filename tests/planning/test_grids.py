@@ -12,8 +12,8 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.modules.recipes import MLP_ROLES
-from shardlib.ops.matmul.matmul3d import cube_words
 from shardlib.planning.grids import Layer, factorizations, step_cost
+from tests.ops.cases import cube_words
 
 sizes = st.integers(1, 64).map(lambda n: 8 * n)
 

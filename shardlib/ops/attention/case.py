@@ -31,7 +31,7 @@ from shardlib.layouts.dims import ring_runs
 from shardlib.layouts.orders import Run
 from shardlib.mesh import Link, current_mesh
 from shardlib.ops.attention.kernels import acc_dtype
-from shardlib.ops.attention.masks import Full, Mask, as_mask
+from shardlib.ops.attention.masks import Mask, as_mask
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.registry import case_of
 from shardlib.tensor import Place, ShardedTensor, call_error, refuse_sums, replicated, typeof
@@ -141,25 +141,6 @@ def case_of_values(
         links=tuple(mesh.links.items()),
         device=mesh.device_type,
     )
-
-
-def case_on_paper(
-    q_runs: Runs,
-    k_runs: Runs,
-    mask: Mask | None = None,
-    sizes: Sizes | None = None,
-    axis: str = "s",
-) -> AttentionCase:
-    """Describe an attention over one axis by its positions alone, for a ring of any size.
-
-    >>> from shardlib.layouts.orders import dealt
-    >>> zigzag = dealt("zigzag", 64, 4)
-    >>> case_on_paper(zigzag, zigzag).sizes.lk
-    16
-    """
-    lq, lk = (max(map(length, runs), default=0) for runs in (q_runs, k_runs))
-    sizes = Sizes(1, 1, 1, lq, lk, 64, 64, 4, 4) if sizes is None else sizes
-    return AttentionCase(q_runs, k_runs, mask or Full(), sizes, lk, (axis,), ((axis, len(q_runs)),))
 
 
 def length(runs: tuple[Run, ...]) -> int:

@@ -191,11 +191,6 @@ class Matmul3D(ReadsShared):
         return self.left(dx), dw
 
 
-def cube_words(m: int, k: int, n: int, pm: int, pk: int, pn: int) -> Fraction:
-    """Count the forward words one rank receives."""
-    return Fraction((pn - 1) * m * k + (pm - 1) * k * n + (pk - 1) * m * n, pm * pk * pn)
-
-
 # ---------------------------------------------------------------- which layouts it fits
 
 

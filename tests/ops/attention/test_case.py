@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.layouts.orders import dealt
-from shardlib.ops.attention.case import Sizes, case_of_values, case_on_paper, length
+from shardlib.ops.attention.case import Sizes, case_of_values, length
+from tests.ops.cases import case_on_paper
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.sampled_from(["contiguous", "zigzag", "striped"]))

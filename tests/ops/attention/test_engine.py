@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.layouts.orders import dealt
-from shardlib.ops.attention.case import Runs, Sizes, case_on_paper
+from shardlib.ops.attention.case import Runs, Sizes
 from shardlib.ops.attention.engine import AttentionPlan, Engine, planned
 from shardlib.ops.attention.engines import BothWays, DoubleRing, OneWay
 from shardlib.ops.attention.kernels import pieces
 from shardlib.ops.attention.masks import Causal, Full, Mask, Window
+from tests.ops.cases import case_on_paper
 
 SIZES = Sizes(1, 4, 2, 8, 8, 16, 16, 4, 4)
 MASKS = [Full(), Causal(), Window(5, 0), Window(3, 2), Causal() & Window(40)]

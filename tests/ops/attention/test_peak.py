@@ -12,11 +12,12 @@ from shardlib.layouts import Ring
 from shardlib.layouts.orders import dealt
 from shardlib.memory_tracker import Live
 from shardlib.mesh import as_mesh, bind
-from shardlib.ops.attention.case import Sizes, attention_case, case_on_paper
+from shardlib.ops.attention.case import Sizes, attention_case
 from shardlib.ops.attention.engine import AttentionJob, peak, planned
 from shardlib.ops.attention.engines import AllGather, DoubleRing
 from shardlib.ops.attention.kernels import pick
 from shardlib.ops.attention.masks import At
+from tests.ops.cases import case_on_paper
 
 CASES = [
     ("contiguous", "ring", False), ("zigzag", "ring", True), ("zigzag", "ring_bidirectional", True),

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
 from shardlib.modules.apply import giving
-from shardlib.ops.matmul.matmul3d import cube_words
+from tests.ops.cases import cube_words
 from tests.ops.matmul.test_matmul2d import relative
 
 SAVES = ["mm3", "mm3_x", "mm3_w", "mm3_xw"]

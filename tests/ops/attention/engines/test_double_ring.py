@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlib.layouts.orders import dealt
-from shardlib.ops.attention.case import Sizes, case_on_paper
+from shardlib.ops.attention.case import Sizes
 from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.ops.attention.engines import DoubleRing
+from tests.ops.cases import case_on_paper
 
 
 def plan(p: int, inner: int | None) -> AttentionPlan | str:

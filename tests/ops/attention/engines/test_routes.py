@@ -5,10 +5,11 @@ import torch
 
 import shardlib as sl
 from shardlib.layouts.orders import dealt
-from shardlib.ops.attention.case import Sizes, case_on_paper
+from shardlib.ops.attention.case import Sizes
 from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.ops.attention.engines import BothWays, DoubleRing, OneWay
 from shardlib.ops.attention.engines.ring import Routes, busiest
+from tests.ops.cases import case_on_paper
 
 SIZES = Sizes(1, 2, 2, 8, 8, 4, 4, 4, 4)
 ENGINES = [OneWay(), BothWays(), DoubleRing(2)]
