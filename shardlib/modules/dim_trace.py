@@ -20,6 +20,7 @@ import optree
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardlib._compat import DispatchMode
 from shardlib.errors import Unsupported
@@ -517,32 +518,6 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         if id(b) in self.origin:
             self.read("product", b, 1, 2, one[0])
 
-    @_rule("scaled_dot_product_flash_attention_for_cpu")
-    def attention(self, call: _OpCall, out: Sequence[Tensor]) -> None:
-        q, k, v = map(self.of, call.operands[:3])
-        for d in (0, 1):
-            for other in (k, v):
-                if length(q[d]) == length(other[d]):
-                    self.join(q[d], other[d])
-                elif d == 1:
-                    self.shared(q[1], other[1])
-            mark(q[d], "heads")
-        self.join(q[3], k[3])
-        mark([*q[3], *q[2], *k[2]], "bound")
-        mark(v[3], "across")
-        self.join(k[2], v[2])
-        self.know(out[0], [q[0], q[1], q[2], v[3]])
-
-    def shared(self, heads: Row, fewer: Row) -> None:
-        """Unite fewer heads of keys with the leading factor of the heads of queries."""
-        try:
-            first, _ = parted(heads, length(fewer))
-        except Apart:
-            mark([*heads, *fewer], "bound")
-            return
-        self.join(first, fewer)
-        mark(fewer, "heads")
-
     @_rule("convolution")
     def convolution(self, call: _OpCall, out: Tensor) -> None:
         x, w, *bias = call.operands
@@ -760,7 +735,7 @@ def _run(model: nn.Module, args: Args, kwargs: Kwargs, device: str | None) -> Di
     try:
         with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
             warnings.simplefilter("ignore")  # the user did not start this run
-            with where:
+            with where, sdpa_kernel(SDPBackend.MATH):  # composed of operators that have rules
                 functional_call(model, state, given[0], given[1])
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
