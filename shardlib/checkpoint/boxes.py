@@ -367,8 +367,14 @@ def along(shape: Sequence[int], itemsize: int) -> int:
 
 # ---------------------------------------------------------------- checksums
 
-Strip = tuple[tuple[slice, ...], list[list[int]]]
-"""A contiguous part of a chunk, and the lengths of its tiles along each dimension."""
+Lengths = list[list[int]]
+"""Lengths of adjacent tiles along each dimension."""
+
+Strip = tuple[tuple[slice, ...], Lengths]
+"""A contiguous part of a chunk, and the lengths of its tiles."""
+
+Where = Sequence[slice]
+"""Position in a chunk, along each dimension."""
 
 
 @lru_cache(maxsize=256)
@@ -393,6 +399,14 @@ def strips(shape: tuple[int, ...], cuts: Cuts, itemsize: int) -> list[Strip]:
             where = tuple(slice(i, i + 1) for i in before)
             out.append(((*where, slice(some[0].start, some[-1].stop)), lengths))
     return out
+
+
+Piece = Callable[[Tensor], None]
+"""Function that is called with each piece of a tensor before it is summed."""
+
+
+def _nothing(piece: object) -> None:
+    """Do nothing with a piece that is in memory."""
 
 
 @dataclass(frozen=True)
@@ -466,13 +480,8 @@ class ChunkChecksums:
         own = _crc(rows.sum(0, dtype=rows.dtype)) if self.joined else checksum(memory(x))
         return self._of_rows(rows, lengths, where), [own]
 
-    def of_tiles(
-        self, x: Tensor, lengths: list[list[int]], where: Sequence[slice] = ()
-    ) -> list[int]:
-        """Compute the checksums of adjacent tiles, given their lengths along each dimension.
-
-        ``where``  their position in the chunk.
-        """
+    def of_tiles(self, x: Tensor, lengths: Lengths, where: Where = ()) -> list[int]:
+        """Compute the checksums of adjacent tiles, given their lengths and position."""
         if not lengths:
             return [checksum(memory(x.contiguous()))]
         if self.flat:
@@ -491,22 +500,17 @@ class ChunkChecksums:
             return self.of_tiles(x, lengths)
         if not self.joined:
             return [checksum(memory(x), read)]
-        lanes = self._lanes(x)
-        if lanes.data_ptr() != x.data_ptr():  # a copy, made before the strip was read
+        if self._lanes(x).data_ptr() != x.data_ptr():  # a copy, which is made of what was read
             read(memory(x))
-            lanes, read = self._lanes(x), lambda piece: None
-        lanes = lanes.flatten(0, -2)
-        some, room = _room(lanes.shape[-1])
-        total, at = lanes.new_zeros(lanes.shape[-1]), where[self.last - 1].start
-        for part in lanes.split(some):
-            read(memory(part))
-            mixed = torch.bitwise_right_shift(part, 16, out=room[: len(part)]).add_(part)
-            total.addmv_(mixed.t(), _factors(at, len(part)))
-            at += len(part)
-        return [_crc(total)]
+            read = _nothing
+        one = [[sum(some)] for some in lengths]  # all rows are one tile's
+        return [_crc(self._rows(x, one, where, lambda part: read(memory(part))))]
 
-    def _rows(self, x: Tensor, lengths: list[list[int]], where: Sequence[slice]) -> Tensor:
-        """Compute the sums of the rows of tiles, neighbouring tiles in one row."""
+    def _rows(self, x: Tensor, lengths: Lengths, where: Where, read: Piece = _nothing) -> Tensor:
+        """Compute the sums of the rows of tiles, neighbouring tiles in one row.
+
+        ``read``  called with some rows before they are summed.
+        """
         first = where[self.last - 1].start if self.joined else None
         lanes = self._lanes(x)
         width = lanes.shape[-1]
@@ -516,15 +520,27 @@ class ChunkChecksums:
         some, room = _room(width)
         heights = [tuple(h) for h in lengths[: self.last] if h != [1]]
         if len(heights) < 2:
-            self._mix(lanes.flatten(0, -2), _walk((*heights, (1,))[0], some, first), room, sums)
-            return sums
-        tiles = itertools.product(*map(_pieces, lengths[: self.last]))
-        for where, row in zip(tiles, sums.split(1), strict=True):
-            block = lanes[where].reshape(-1, width)
-            self._mix(block, _walk((len(block),), some, None), room, row)
+            walk = _walk((*heights, (1,))[0], some, first)
+            work = [(lanes.flatten(0, -2), walk, sums)]
+        else:
+            tiles = itertools.product(*map(_pieces, lengths[: self.last]))
+            blocks = (lanes[tile].reshape(-1, width) for tile in tiles)  # one at a time
+            each = zip(blocks, sums.split(1), strict=True)
+            work = ((block, _walk((len(block),), some, None), row) for block, row in each)
+        for block, walk, into in work:
+            rows = into.unbind()
+            for start, stop, parts in walk:
+                part, mixed = block[start:stop], room[: stop - start]
+                read(part)
+                if self.in_words:
+                    torch.bitwise_right_shift(part, 16, out=mixed).add_(part)
+                else:
+                    mixed.copy_(part)
+                for i, begin, end, factors in parts:
+                    rows[i].addmv_(mixed[begin:end].t(), factors)
         return sums
 
-    def _of_rows(self, rows: Tensor, lengths: list[list[int]], where: Sequence[slice]) -> list[int]:
+    def _of_rows(self, rows: Tensor, lengths: Lengths, where: Where) -> list[int]:
         """Compute each tile's checksum: its row sums times other odd numbers, in 8 bytes."""
         n, lanes = sum(lengths[self.last]), rows.shape[1]
         first = where[self.last].start * lanes // n if len(where) > self.last else 0
@@ -533,18 +549,6 @@ class ChunkChecksums:
         ends = sums[:, [lanes * k // n - 1 for k in itertools.accumulate(lengths[self.last])]]
         ends[:, 1:] -= ends[:, :-1].clone()
         return ends.view(-1).tolist()
-
-    def _mix(self, lanes: Tensor, walk: "list[Walk]", room: Tensor, sums: Tensor) -> None:
-        """Add the rows of each tile, mixed in ``room``, to the tile's row of ``sums``."""
-        rows = sums.unbind()
-        for start, stop, parts in walk:
-            part, mixed = lanes[start:stop], room[: stop - start]
-            if self.in_words:
-                torch.bitwise_right_shift(part, 16, out=mixed).add_(part)
-            else:
-                mixed.copy_(part)
-            for i, first, last, factors in parts:
-                rows[i].addmv_(mixed[first:last].t(), factors)
 
     def _lanes(self, x: Tensor) -> Tensor:
         """View a tensor as rows of integers, of 4 bytes if possible."""
@@ -612,7 +616,7 @@ _PIECE = 1 << 19
 """Bytes that are summed at a time, so that they stay in the processor's cache."""
 
 
-def checksum(data: memoryview, first: Callable[[memoryview], None] = lambda piece: None) -> int:
+def checksum(data: memoryview, first: Callable[[memoryview], None] = _nothing) -> int:
     """Compute the crc32 of short data; of long data, that of the sums of its rows and columns.
 
     Long data are summed piece by piece, rows and columns times fixed odd numbers.  Two flipped bits

@@ -30,7 +30,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -131,7 +131,7 @@ class Behind:
         self.unsent = 0
         self.waiting = 0
         self.beside = _spare()
-        self.idle: SimpleQueue[None] = SimpleQueue()
+        self.idle = threading.Semaphore()
         self.due: SimpleQueue[tuple[memoryview, int] | None] = SimpleQueue()
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
@@ -166,13 +166,10 @@ class Behind:
                 os.close(own)
                 return self._write(data, at)
             self.thread, self.fd = thread, own
-            self.idle.put(None)
-        try:
-            self.idle.get(timeout=self.seconds)
-        except Empty:
+        if self.idle.acquire(timeout=self.seconds):
+            self.due.put((data, at))
+        else:
             self.error = self._late()
-            raise self.error from None
-        self.due.put((data, at))
         self._raise()
 
     def end(self) -> None:
@@ -198,7 +195,7 @@ class Behind:
             except Exception as e:
                 self.error = e
             del due  # frees a copy as soon as it is written
-            self.idle.put(None)
+            self.idle.release()
         os.close(own)
 
     def _write(self, data: memoryview, at: int) -> None:
