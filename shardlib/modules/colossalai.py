@@ -14,14 +14,8 @@ from shardlib.errors import BadArgument, Unsupported, meant, similar
 __all__ = ["Legacy", "legacy"]
 
 KNOWN: dict[str, tuple[str, ...] | None] = {
-    "": (
-        "parallel",
-        "zero",
-        "fp16",
-        "clip_grad_norm",
-        "gradient_accumulation",
-        "seed",
-        "gradient_handler",
+    "": tuple(
+        "parallel zero fp16 clip_grad_norm gradient_accumulation seed gradient_handler".split()
     ),
     "parallel": ("data", "pipeline", "tensor"),
     "parallel.tensor": ("size", "mode", "depth"),
@@ -118,15 +112,12 @@ def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
     parallel = _table(config.get("parallel"), "parallel")
     pipeline = _size(parallel.get("pipeline", 1), "parallel.pipeline")
     if pipeline != 1:
-        raise Unsupported(
+        raise _unsupported(
             f"parallel.pipeline of {pipeline} stages: there are no pipelines here; "
-            "a mesh of the same number of ranks "
-            "splits each layer instead",
-            op="from_colossalai_config",
-            fix=FIX,
+            "a mesh of the same number of ranks splits each layer instead"
         )
-    mesh, recipe, size = _tensor(parallel.get("tensor"))
-    data = _data(parallel.get("data"), size, world)
+    mesh, recipe = _tensor(parallel.get("tensor"))
+    data = _data(parallel.get("data"), math.prod(mesh.values()), world)
     notes: list[str] = []
     if "gradient_handler" in config:
         notes.append("gradient_handler: gradients are summed where they are needed")
@@ -139,8 +130,8 @@ def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
     return Legacy(axes, recipe, zero, precision, clip, accumulate, seed, tuple(notes))
 
 
-def _tensor(given: object) -> tuple[dict[str, int], str, int]:
-    """Return (mesh, recipe, ranks) for ``parallel.tensor``."""
+def _tensor(given: object) -> tuple[dict[str, int], str]:
+    """Return (mesh, recipe) for ``parallel.tensor``."""
     if isinstance(given, int) and not isinstance(given, bool):
         given = {"size": given}
     table = _table(given, "parallel.tensor")
@@ -148,7 +139,7 @@ def _tensor(given: object) -> tuple[dict[str, int], str, int]:
     if "depth" in table and mode != "2.5d":
         raise _bad(f"parallel.tensor.depth is of mode '2.5d', not {mode!r}")
     if size == 1 and mode is None:
-        return {}, "ddp", 1
+        return {}, "ddp"
     depth = _size(table.get("depth", 1), "parallel.tensor.depth")  # known to be of mode 2.5d
     planes = {"d": depth} if mode == "2.5d" else {}
     if size % depth:
@@ -161,7 +152,7 @@ def _tensor(given: object) -> tuple[dict[str, int], str, int]:
             f"parallel.tensor: size={size} makes no {what} in mode {mode!r}; "
             "here a mesh need be none"
         )
-    return planes | dict.fromkeys(axes, side), recipe, size
+    return planes | dict.fromkeys(axes, side), recipe
 
 
 def _mode(given: object) -> str | None:
@@ -206,12 +197,9 @@ def _zero(given: object, notes: list[str]) -> dict[str, Any]:
     }
     policy = str(inner.get("tensor_placement_policy", "cuda"))
     if policy not in ("cuda", "auto") or inner.get("cpu_offload"):
-        raise Unsupported(
+        raise _unsupported(
             f"zero.model_config: tensor_placement_policy={policy!r} keeps parameters in host "
-            "memory; what is kept for "
-            'backward can go there: remat=[("h.*", "host")]',
-            op="from_colossalai_config",
-            fix=FIX,
+            'memory; what is kept for backward can go there: remat=[("h.*", "host")]'
         )
     if inner:
         notes.append(f"zero: {', '.join(inner)}: buckets are sized by zero's own bucket_mb")
@@ -248,9 +236,7 @@ def _table(given: object, name: str) -> Mapping[str, Any]:
         if known is not None and key not in known:
             hint = meant(similar(str(key), known, 1, 0.5)) or f" (there are {', '.join(known)})"
             where = f"{name}.{key}" if name else key
-            raise Unsupported(
-                f"{where} has no counterpart{hint}", op="from_colossalai_config", fix=FIX
-            )
+            raise _unsupported(f"{where} has no counterpart{hint}")
     return given
 
 
@@ -269,6 +255,10 @@ def _clip(given: Any) -> float | None:
     if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
         raise _bad(f"clip_grad_norm={given!r} is no number")
     return given if given > 0 else None
+
+
+def _unsupported(message: str) -> Unsupported:
+    return Unsupported(message, op="from_colossalai_config", fix=FIX)
 
 
 def _bad(message: str) -> BadArgument:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from shardlib.errors import BadArgument, Unsupported
 
 __all__ = [
-    "INK", "MARK", "PALETTE", "Picture", "Shown", "canvas", "coloured", "colours",
+    "INK", "MARK", "PALETTE", "Picture", "Shown", "canvas", "colours",
     "html_table", "refuse_foreign", "replacing", "style", "text_table", "tint",
 ]  # fmt: skip
 
@@ -207,28 +207,21 @@ def replacing(file: str | Path, fix: str) -> Iterator[BinaryIO]:
         raise
 
 
-def coloured(pieces: list[tuple[str, int | None]]) -> Any:
-    """Build rich's text from (text, number of its colour or None); needs rich.
-
-    Raises: Unsupported where rich is missing.
-    """
-    try:
-        from rich.text import Text
-    except ImportError:
-        raise Unsupported("coloured text needs rich", op="show", fix="pip install rich") from None
-    out = Text(no_wrap=True)
-    for text, number in pieces:
-        out.append(text, style="" if number is None else f"white on {colours(1, number)[0]}")
-    return out
-
-
 class Shown:
-    """A mixin for coloured text: ``show()`` prints it, and ``rich.print`` takes it."""
+    """A mixin for coloured text: ``show()`` prints it, and ``rich.print`` takes it.
+
+    ``pieces()``  lists (text, number of its colour or None).
+    """
 
     pieces: Callable[[], list[tuple[str, int | None]]]
 
     def __rich__(self) -> Any:
-        return coloured(self.pieces())
+        from rich.text import Text
+
+        out = Text(no_wrap=True)
+        for text, number in self.pieces():
+            out.append(text, style="" if number is None else f"white on {colours(1, number)[0]}")
+        return out
 
     def show(self) -> None:
         """Print it: in colours if this is a terminal and rich is installed, else plain.
