@@ -31,6 +31,7 @@ Kind = Literal[
     "along",
     "matrices",
     "copied view",
+    "metadata",
     "own",
     "whole",
     "refused",
@@ -55,6 +56,7 @@ class OpSpec:
                                 names without a signature are implemented by hand.
                  "matrices"     the last two dimensions must be whole, all others are rows.
                  "copied view"  a copy of the view of that name.
+                 "metadata"     read from the tensor's wrapper; "shape.__get__" reads a property.
                  "own"          implemented in a file of ops/.
                  "whole"        runs on whole operands.
                  "refused"      acts on memory or on the graph of autograd, not on values.
@@ -294,6 +296,15 @@ _OTHERS = (
     ),
     OpSpec(
         """
+        shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ itemsize.__get__
+        is_sparse.__get__ is_quantized.__get__ is_meta.__get__ is_cuda.__get__ is_cpu.__get__
+        is_nested.__get__ size dim numel nelement element_size __len__ __hash__ is_floating_point
+        is_complex is_signed
+        """,
+        "metadata",
+    ),
+    OpSpec(
+        """
         conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d bmm mm baddbmm addmm
         addbmm linear matmul linalg.matmul scaled_dot_product_attention __matmul__ __rmatmul__
         """,
@@ -380,6 +391,8 @@ def homes(name: str) -> list[Any]:
         packet = getattr(getattr(torch.ops, library), bare, None)
         return [] if packet is None else [packet, *(getattr(packet, o) for o in packet.overloads())]
     module, _, bare = name.rpartition(".")
+    if bare == "__get__":
+        return [getattr(Tensor, module).__get__]
     places = [_MODULES[module]] if module else [Tensor] if bare.startswith("__") else _BARE
     found = [getattr(home, bare, None) for home in places]
     return [f for i, f in enumerate(found) if callable(f) and f not in found[:i]]
@@ -389,6 +402,11 @@ def names_of(**facts: Any) -> list[str]:
     """List the names of all operators of which these facts hold."""
     found = [s for s in OPERATORS if all(getattr(s, k) == v for k, v in facts.items())]
     return [name for spec in found for name in spec.entries]
+
+
+def functions_of(kind: Kind) -> list[Any]:
+    """List the functions of all operators of a kind."""
+    return [f for name in names_of(kind=kind) for f in homes(name)]
 
 
 @cache

@@ -324,7 +324,6 @@ CUDA_ALONE = {  # where CUDA is meant, and no other accelerator
     "modules/colossalai.py": "the other library's word in its own files",
     "ops/attention/kernels.py": "torch has these kernels for CUDA",
     "ops/matmul/function.py": "torch's product of halves in fp32 is CUDA's",
-    "ops/metadata.py": "a property of torch's tensors",
     "placing.py": "a method of torch's tensors",
 }
 

@@ -31,7 +31,7 @@ from shardlib._compat import (
 )
 from shardlib.errors import PlainTensor, ShardError, Unsupported
 from shardlib.mesh import Mesh, coordinates
-from shardlib.opspec import Args, Func, Kwargs, names_of, writes
+from shardlib.opspec import Args, Func, Kwargs, functions_of, names_of, writes
 
 __all__ = ["Stacked", "Varies", "of"]
 
@@ -469,13 +469,7 @@ def _plain(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
 
 
-_enter(
-    *(getattr(Tensor, n).__get__ for n in "shape dtype device ndim layout itemsize".split()),
-    *(getattr(Tensor, f"is_{n}").__get__ for n in "sparse quantized meta cuda cpu nested".split()),
-    *_functions("size dim numel nelement element_size __len__ __hash__", Tensor),
-    *_functions("is_floating_point is_complex is_signed", Tensor),
-    *_functions("is_floating_point is_complex numel", torch),
-)(_plain)  # fmt: skip
+_enter(*functions_of("metadata"))(_plain)
 
 
 @_enter(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardlib.ops.declare import spelled
 from shardlib.ops.signatures import binder
-from shardlib.opspec import Args, Func, Kwargs, homes, names_of
+from shardlib.opspec import Args, Func, Kwargs, functions_of
 from shardlib.tensor import Unfit, implements
 
 
@@ -169,7 +169,7 @@ _VIEWS = {
     "split": lambda *args, **kwargs: _split(**_SPLIT(*args, **kwargs)),
 }
 
-implements(*[f for name in names_of(kind="copied view") for f in homes(name)])(_copied)
+implements(*functions_of("copied view"))(_copied)
 
 
 @implements(Tensor.H.__get__, Tensor.mH.__get__, Tensor.adjoint, torch.adjoint)

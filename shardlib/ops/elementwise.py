@@ -24,7 +24,7 @@ from shardlib.ops.declare import Bound, declare, of_kind, rows
 from shardlib.ops.dims import Labels, may_move
 from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.padding import check_alike, inside, padded_to
-from shardlib.opspec import Args, Func, Kwargs, homes, names_of
+from shardlib.opspec import Args, Func, Kwargs, functions_of, names_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
@@ -127,9 +127,7 @@ def _tracked(func: Func, x: Tensor, mask: ShardedTensor, dtype: torch.dtype) -> 
     return elementwise(torch.where, (mask, x, 1), {})
 
 
-@implements(
-    *[f for n in _NAMES for f in homes(n)], padding=padded_alike, takes="skew sums", repeats=True
-)
+@implements(*functions_of("pointwise"), padding=padded_alike, takes="skew sums", repeats=True)
 def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Run a function that acts on each element independently."""
     if kwargs:

@@ -20,7 +20,7 @@ from shardlib.collectives import holds_values, lead, storage_shape
 from shardlib.errors import BadArgument, ShardError
 from shardlib.mesh import scope
 from shardlib.ops.dims import may_move
-from shardlib.opspec import Args, Func, Kwargs
+from shardlib.opspec import Args, Func, Kwargs, functions_of
 from shardlib.placing import reshard
 from shardlib.tensor import refuse_sums
 from shardlib.tensor.gradients import gradient_of, gradient_place, settle, vary
@@ -57,18 +57,9 @@ def _plain(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
 
 
 implements(
-    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,
-    Tensor.layout.__get__, Tensor.is_sparse.__get__, Tensor.is_quantized.__get__,
-    Tensor.is_meta.__get__,
-    Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_nested.__get__,
-    Tensor.itemsize.__get__,
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__,
-    Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex,
-    torch.numel,
-    torch.is_signed, torch.result_type,
-    torch.get_device, Tensor.get_device, Tensor.ndimension, Tensor.dense_dim, Tensor.sparse_dim,
-    Tensor.is_distributed, torch.is_distributed, Tensor.dim_order,
-    Tensor.is_signed, Tensor.stride, Tensor.storage_offset, Tensor.__hash__, takes="all",
+    *functions_of("metadata"), torch.result_type, torch.get_device, Tensor.get_device,
+    Tensor.ndimension, Tensor.dense_dim, Tensor.sparse_dim, Tensor.is_distributed,
+    torch.is_distributed, Tensor.dim_order, Tensor.stride, Tensor.storage_offset, takes="all",
 )(_plain)  # fmt: skip
 
 

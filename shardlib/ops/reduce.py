@@ -93,22 +93,17 @@ def _arguments(
     return x, None if dim == [] else dim, given.pop("keepdim", False), given
 
 
-def _mean_padded(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Divide the sum of a padded operand by the number of its true elements."""
+def _mean_of_sum(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Compute a mean as a sum divided by the number of elements."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
     if not (more["dtype"] or x.dtype).is_floating_point:
         raise Unfit("a mean needs floating point")
     gone, *_ = reduced_layout(x, dim, keepdim, func.__name__)
-    count = math.prod(x.shape[d] for d in gone)
-
-    def mean(func: Func, args: Args, kwargs: Kwargs) -> object:
-        return run(func, args, kwargs) / count
-
-    return neutral(mean, torch.sum, (x, gone, keepdim), {"dtype": more["dtype"]})
+    return x.sum(gone, keepdim, dtype=more["dtype"]) / math.prod(x.shape[d] for d in gone)
 
 
 @implements(torch.sum, Tensor.sum, padding=neutral, takes="skew sums")
-@implements(torch.mean, Tensor.mean, padding=_mean_padded, takes="skew sums")
+@implements(torch.mean, Tensor.mean, padding=_mean_of_sum, takes="skew sums")
 def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Sum locally, then by one psum over the axes that split the reduced dimensions."""
     x, dim, keepdim, more = _arguments(SUM, args, kwargs)
