@@ -128,7 +128,7 @@ class Bucket:
     def __hash__(self) -> int:
         return hash(self.name)  # of its leaves' places: many slots are hashed slowly
 
-    @property
+    @cached_property
     def part_length(self) -> int:
         """The elements of a part."""
         return self.length // self.ways
@@ -820,8 +820,8 @@ def parts_of(
         mine = [x.new_zeros(bucket.part_length, dtype=dtype) for x in like]
         for _, r, p in held(bucket, mesh):
             to = mine[r][p.start : p.start + p.length]
-            flat = (every[i][r].reshape(-1) for i in p.slot.leaves[:most])
-            one, *tied = (x[p.at : p.at + p.length] for x in flat)
+            part = slice(p.at, p.at + p.length)
+            one, *tied = (every[i][r].reshape(-1)[part] for i in p.slot.leaves[:most])
             to.copy_(one)
             for other in tied:
                 to.add_(other)

@@ -296,8 +296,8 @@ def _no_sink(
     split = any(tx.shard is not kept_whole for tx, _ in transforms)
 
     def refuse(params: Tree) -> Any:
-        every = [sink(part(params)) for sink, part in sinks]
-        pending = next((x.over for x in every if x is not None and x.over), ())
+        over = [getattr(sink(part(params)), "over", ()) for sink, part in sinks]
+        pending = next(filter(None, over), ())
         names = pending[0] if len(pending) == 1 else pending
         how = f", pending={names!r}" if split else ""
         raise Unsupported(
