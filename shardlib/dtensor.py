@@ -37,13 +37,9 @@ def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> "DTensor":
     except NotExpressible:
         if not normalize:
             raise
-        return as_dtensor(reshard(x, _natural(x)))
-
-
-def _natural(x: ShardedTensor) -> Layout:
-    names = x.mesh.names
-    dims = [Dim(tuple(sorted(d.axes, key=names.index))) for d in x.dims]
-    return x.sharding.onto(dims)
+        names = x.mesh.names
+        dims = [Dim(tuple(sorted(d.axes, key=names.index))) for d in x.dims]
+        return as_dtensor(reshard(x, x.sharding.onto(dims)))
 
 
 # ---------------------------------------------------------------- shardlib's matmul for DTensors

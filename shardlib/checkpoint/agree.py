@@ -44,11 +44,6 @@ class _Calls:
         self.others: dict[int, int] = {}
         self.lock = threading.Lock()  # a save in the background runs in its own thread
 
-    def begin(self, number: int, group: "Group") -> None:
-        with self.lock:
-            self.count = number
-            self.alive[number] = group
-
     @property
     def first(self) -> int:
         """The first call that has not ended here."""
@@ -98,7 +93,9 @@ class Group:
             while self.store.check(f"{_WHERE}/{number}/gave up"):  # a call that not all ranks made
                 number += 1
             self.number, self.where = number, f"{_WHERE}/{number}"
-            self.calls.begin(number, self)
+            with self.calls.lock:
+                self.calls.count = number
+                self.calls.alive[number] = self
             self._forget()
         if timeout is not None:
             self.timeout = timeout

@@ -532,10 +532,7 @@ class ChunkChecksums:
             for start, stop, parts in walk:
                 part, mixed = block[start:stop], room[: stop - start]
                 read(part)
-                if self.in_words:
-                    torch.bitwise_right_shift(part, 16, out=mixed).add_(part)
-                else:
-                    mixed.copy_(part)
+                self._mix(part, mixed)
                 for i, begin, end, factors in parts:
                     rows[i].addmv_(mixed[begin:end].t(), factors)
         return sums
@@ -549,6 +546,13 @@ class ChunkChecksums:
         ends = sums[:, [lanes * k // n - 1 for k in itertools.accumulate(lengths[self.last])]]
         ends[:, 1:] -= ends[:, :-1].clone()
         return ends.view(-1).tolist()
+
+    def _mix(self, part: Tensor, out: Tensor) -> None:
+        """Copy rows of numbers; to each of 4 bytes its upper 16 bits are added."""
+        if self.in_words:
+            torch.bitwise_right_shift(part, 16, out=out).add_(part)
+        else:
+            out.copy_(part)
 
     def _lanes(self, x: Tensor) -> Tensor:
         """View a tensor as rows of integers, of 4 bytes if possible."""
