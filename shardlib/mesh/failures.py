@@ -247,7 +247,7 @@ class JobProcesses:
             self.report_cause(error.message)
             return
         line = _line_of(error.__traceback__)
-        text = " ".join(str(error).split("\n")[:1])
+        text = str(error).partition("\n")[0]
         name = type(error).__name__
         ended = isinstance(error, SystemExit)
         what = f"left by {name}({error.code!r})" if ended else f"raised {name}: {text}"
@@ -467,10 +467,9 @@ class JobProcesses:
     def _standing(self, doing: str) -> dict[str, str]:
         """Describe the position of every rank; ranks at one position share an entry."""
         places: dict[str, list[int]] = {}
-        for r in range(self.world):
-            answer = self.said(f"at/{r}") or ["", "no answer"]
-            text = f"waits in {answer[1]}" if answer[0] == "waits" else answer[1]
-            text = f"waits in {doing}" if r == self.rank else text
+        answers = {r: self.said(f"at/{r}") or ["", "no answer"] for r in range(self.world)}
+        for r, (state, where, *_) in (answers | {self.rank: ["waits", doing]}).items():
+            text = "waits in " * (state == "waits") + where
             places.setdefault(text, []).append(r)
         return {
             f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}": text for text, ranks in places.items()
@@ -480,8 +479,10 @@ class JobProcesses:
         """Return ``gone``, ``stopped`` or ``runs``; on another host, the state reported there."""
         if rank not in self._known and (found := self.said(f"process/{rank}")):
             self._known[rank] = _Process(*found)
-        state = self._known[rank].state() if rank in self._known else ""
-        return state or ("gone" if self._has(f"gone/{rank}") else "")
+        state = ""
+        if rank in self._known:
+            state = self._known[rank].state()
+        return state or "gone" * self._has(f"gone/{rank}")
 
     # -------------------------------------------------------- the watching thread
 
@@ -559,18 +560,15 @@ class JobProcesses:
             self.fail()
 
     def _has(self, key: str) -> bool:
-        try:
+        with suppress(RankFailed):
             return self.store.check(key)
-        except RankFailed:
-            return False
+        return False
 
     def said(self, key: str) -> Any:
         """Return the value a rank stored under ``key``; None if there is none."""
-        try:
-            text = self.store.get(key)
-        except RankFailed:
-            return None
-        return None if text is None else json.loads(text)
+        with suppress(RankFailed):
+            return json.loads(self.store.get(key) or "null")
+        return None
 
 
 def _ranges(ranks: Sequence[int]) -> str:

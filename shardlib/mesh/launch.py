@@ -311,7 +311,8 @@ def _beat(folder: Path, rank: int) -> None:
     beat, place = folder / f"beat{rank}", folder / f"at{rank}"
     count, used = -1, -1.0
     while folder.exists():
-        now, cpu = RECENT[-1][0] if RECENT else 0, time.process_time()
+        now, *_ = next(reversed(RECENT), (0,))
+        cpu = time.process_time()
         try:
             # a tenth of the 0.5 s between two beats; this thread itself uses less
             if now != count or cpu - used > 0.05:
