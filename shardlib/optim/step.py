@@ -11,6 +11,8 @@ the optimizer's numbers too: a rate that differs by rank cannot be found in a sp
 no replicas, although every rank's share is then updated by another rule.
 """
 
+import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType
@@ -204,6 +206,10 @@ def _end(x: Tensor) -> int:
 # ---------------------------------------------------------------- donation
 
 
+_KEPT = frozenset(("raw", "place", "_is_param"))
+"""Attributes that a successor keeps; anything derived from the old value is stale."""
+
+
 def hand_over(params: Tree, grads: Tree, state: State, after: Any) -> tuple[Any, Any]:
     """Return parameters and state ``after`` a step as new values; invalidate the donated ones.
 
@@ -219,7 +225,7 @@ def hand_over(params: Tree, grads: Tree, state: State, after: Any) -> tuple[Any,
 
     results: Any = params, after
     donated: Any = params, grads, state
-    news: Any = optree.tree_map(successor, results, is_leaf=is_bucketed, none_is_leaf=True)
+    news: Any = optree.tree_map(successor, results, is_leaf=_one, none_is_leaf=True)
     for buckets in filter(is_bucketed, (params, grads, *bucketed_in(state))):
         buckets.__dict__.pop("pieces", None)
     for x in optree.tree_leaves(donated):
@@ -252,14 +258,53 @@ def _used() -> ShardError:
     )
 
 
+def _left() -> Tensor:
+    """Make the placeholder for values that moved out of a dict."""
+    x = torch.empty(0, device="cpu")
+    x.__class__ = GivenUp
+    return x
+
+
+_NAMES = operator.attrgetter("__dict__")  # vars() of each takes three times as long
+_SHARDED = {ShardedTensor}
+_LEFT = _left()
+_ALONE = max(map(sys.getrefcount, {0: object()}.values()))
+"""Reference count of an object that only one dict refers to, measured as in ``_movable``."""
+
+
+def _one(x: object) -> bool:
+    """Return whether an object is handed over as one: buckets, and dicts of which values move."""
+    return is_bucketed(x) or (type(x) is dict and _movable(x))
+
+
 def _successor(x: Any, of: Callable[[Any], Any]) -> Any:
     """Return a new value on the same memory; ``of`` a value of buckets."""
+    if type(x) is dict:
+        return _moved(x)
     if is_bucketed(x):
-        new = x.like({name: of(v) for name, v in x.items()})
+        new = x.like(_moved(x) if _movable(x) else {name: of(v) for name, v in x.items()})
         if "pieces" in x.__dict__:  # views of the same memory
             new.__dict__["pieces"] = x.pieces
         return new
     return _again(x) if isinstance(x, Tensor) else x
+
+
+def _movable(tree: dict[Any, Any]) -> bool:
+    """Return whether all of a dict's values are sharded and nothing else refers to them."""
+    values = tree.values()
+    return set(map(type, values)) == _SHARDED and max(map(sys.getrefcount, values)) <= _ALONE
+
+
+def _moved(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Move the values out of a dict."""
+    values = tree.values()
+    if max(map(len, map(_NAMES, values))) > 2:
+        for x in values:
+            for name in x.__dict__.keys() - _KEPT:
+                del x.__dict__[name]
+    new = dict(tree)
+    tree.update(dict.fromkeys(tree, _LEFT))
+    return new
 
 
 def _again(x: Tensor) -> Tensor:
