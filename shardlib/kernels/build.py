@@ -21,23 +21,11 @@ HERE = Path(__file__).resolve().parent
 ARCHS = (80, 90)
 """Compute capabilities that are compiled by default: A100, H100 and H200."""
 
-_WARNINGS = "-fPIC,-fno-strict-aliasing,-fvisibility=hidden"
-_FLAGS = {
-    # neither contracts a * b + c into an fma: GPU and CPU give the same bits
-    "cuda": [
-        "-std=c++17",
-        "-O3",
-        "-fmad=false",
-        "-Xptxas",
-        "-v",
-        "-Xcompiler",
-        _WARNINGS,
-        "-shared",
-    ],
-    "host": [
-        *["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"],
-        *["-fvisibility=hidden", "-x", "c++"],
-    ],
+_FLAGS = {  # neither contracts a * b + c into an fma: GPU and CPU give the same bits
+    "cuda": "-std=c++17 -O3 -fmad=false -Xptxas -v -Xcompiler "
+    "-fPIC,-fno-strict-aliasing,-fvisibility=hidden -shared",
+    "host": "-std=c++17 -O2 -ffp-contract=off -fno-strict-aliasing -fPIC -shared "
+    "-fvisibility=hidden -x c++",
 }
 _COMPILER = {"cuda": "nvcc", "host": "g++"}
 _COMPILES = 1800.0
@@ -54,7 +42,7 @@ def sources() -> list[Path]:
 
 @functools.cache
 def _digest(kind: str) -> str:
-    found = hashlib.sha256(" ".join(_FLAGS[kind]).encode())
+    found = hashlib.sha256(_FLAGS[kind].encode())
     for path in sources():
         found.update(path.name.encode() + path.read_bytes())
     return found.hexdigest()[:16]
@@ -108,7 +96,10 @@ def compiled(kind: str, arch: Sequence[int]) -> Path:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     codes = [(a, f"sm_{a}") for a in archs] + [(a, f"compute_{a}") for a in archs[-1:]]
-    flags = [*_FLAGS[kind], *(f"-gencode=arch=compute_{a},code={code}" for a, code in codes)]
+    flags = [
+        *_FLAGS[kind].split(),
+        *(f"-gencode=arch=compute_{a},code={code}" for a, code in codes),
+    ]
     files = [str(p) for p in sources() if p.suffix == ".cu"]
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         made = Path(work) / path.name

@@ -138,13 +138,11 @@ class MatmulCase:
 def _checked(x: tuple[int, ...], w: tuple[int, ...], x_layout: Layout, w_layout: Layout) -> None:
     if len(x) < 2 or len(w) < 2:
         why = "a sharded product takes matrices; add a dimension to a vector"
-        fix = (
-            "(x @ w.unsqueeze(-1)).squeeze(-1)"
-            if len(x) > 1
-            else "(x.unsqueeze(0) @ w).squeeze(-2)"
-            if len(w) > 1
-            else "(x * w).sum()"
-        )
+        fix = "(x * w).sum()"
+        if len(x) > 1:
+            fix = "(x @ w.unsqueeze(-1)).squeeze(-1)"
+        elif len(w) > 1:
+            fix = "(x.unsqueeze(0) @ w).squeeze(-2)"
         raise call_error(RankMismatch, why, "matmul", fix, x=str(list(x)), w=str(list(w)))
     if x[-1] != w[-2]:
         raise ShardError(
