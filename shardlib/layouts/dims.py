@@ -113,12 +113,9 @@ def axis_sizes(mesh: object) -> Sizes:
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:
         shape = tuple(getattr(mesh, "shape", (2, 2)))
-        raise MeshError(
-            "this mesh has no axis names",
-            op="layout",
-            fix=f"init_device_mesh({getattr(mesh, 'device_type', 'cpu')!r}, {shape}, "
-            f"mesh_dim_names={tuple('xyzw'[: len(shape)])})",
-        )
+        device = getattr(mesh, "device_type", "cpu")
+        fix = f"init_device_mesh({device!r}, {shape}, mesh_dim_names={tuple('xyzw'[: len(shape)])})"
+        raise MeshError("this mesh has no axis names", op="layout", fix=fix)
     return dict(zip(names, mesh.shape, strict=True))
 
 

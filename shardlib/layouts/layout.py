@@ -354,12 +354,9 @@ def _resolve(layout: Layout, ndim: int) -> Layout:
     at = layout.ellipsis or 0
     dims = (*layout.dims[:at], *[WHOLE] * (ndim - given), *layout.dims[at:])
     if layout.skew and ndim != 2:
-        raise RankMismatch(
-            "a skewed layout is of a matrix",
-            op="layout",
-            operands={"layout": str(layout)},
-            fix=f"sl.Layout.parse('x y skew {layout.skew}')",
-        )
+        why = "a skewed layout is of a matrix"
+        fix = f"sl.Layout.parse('x y skew {layout.skew}')"
+        raise RankMismatch(why, op="layout", operands={"layout": str(layout)}, fix=fix)
     return the_one(layout.onto(dims, layout.skew))
 
 

@@ -79,19 +79,15 @@ def choose(
         for m, k, n, mlp in candidates(layers, world)
     ]
     grids = Search(ways, ways, weigh, _order)
-    sizes: Any = model
-    given: Any = plan(sizes, world, batch=batch, sequence=sequence, memory=memory, only=grids)
+    products: Any = model
+    given: Any = plan(products, world, batch=batch, sequence=sequence, memory=memory, only=grids)
     if not given.table:
-        raise ShardError(
-            f"no grid of {world} ranks divides these sizes"
-            + (" within the memory" if memory is not None else ""),
-            op="choose",
-            operands={
-                "batch": batch,
-                "layers": ", ".join(f"{i} -> {o}" for i, o, *_ in layers[:4]),
-            },
-            fix=f"sl.choose(model, 1, batch={batch})",
-        )
+        why = f"no grid of {world} ranks divides these sizes"
+        why += " within the memory" * (memory is not None)
+        sizes = ", ".join(f"{i} -> {o}" for i, o, *_ in layers[:4])
+        operands = {"batch": batch, "layers": sizes}
+        fix = f"sl.choose(model, 1, batch={batch})"
+        raise ShardError(why, op="choose", operands=operands, fix=fix)
     return given
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardlib.cost import Cost, moving
-from shardlib.errors import NoImplementation, ShardError
+from shardlib.errors import ShardError
 from shardlib.layouts import Layout
 from shardlib.memory_tracker import Live
 from shardlib.mesh import Link, Mesh, rank_along, record
@@ -441,23 +441,18 @@ def planned(case: AttentionCase, algorithm: str | Engine) -> Match:
             return choose("attention", case, lambda: case)
     match = _matched(_checked(algorithm), case)
     if isinstance(match, str):
-        raise NoImplementation(
-            f"{algorithm} does not fit: {match}",
-            op="ring_attention",
-            operands=case.operands(),
-            mesh=dict(case.mesh),
-            fix='sl.ring_attention(q, k, v, algorithm="ring")',
-        )
+        why = f"{algorithm} does not fit: {match}"
+        fix, kind = case.fix()
+        given = {"operands": case.operands(), "mesh": dict(case.mesh)}
+        raise kind(why, op="ring_attention", fix=fix, **given)
     return replace(match, algorithm=algorithm.name)
 
 
 def _checked(engine: Engine) -> Engine:
     if not callable(getattr(engine, "plan", None)):
-        raise ShardError(
-            f"an algorithm is a name or an engine, not {engine!r}",
-            op="ring_attention",
-            fix='sl.ring_attention(q, k, v, algorithm="ring")',
-        )
+        why = f"an algorithm is a name or an engine, not {engine!r}"
+        fix = 'sl.ring_attention(q, k, v, algorithm="ring")'
+        raise ShardError(why, op="ring_attention", fix=fix)
     return engine
 
 

@@ -223,15 +223,13 @@ def _booleans(mask: Any, allowed: Any, m: int, n: int) -> Tensor:
         have in (1, want) for have, want in zip(reversed(allowed.shape), (n, m), strict=False)
     ):
         return allowed
-    found = (
-        f"{allowed.dtype} {list(allowed.shape)}" if isinstance(allowed, Tensor) else repr(allowed)
-    )
-    raise BadArgument(
-        f"`allowed` of {type(mask).__name__} gives booleans that broadcast to [b, h, {m}, {n}], "
-        f"not {found}",
-        op="ring_attention",
-        fix="sl.ring_attention(q, k, v, mask=lambda b, h, i, j: i >= j)",
-    )
+    found = repr(allowed)
+    if isinstance(allowed, Tensor):
+        found = f"{allowed.dtype} {list(allowed.shape)}"
+    wanted = f"gives booleans that broadcast to [b, h, {m}, {n}], not {found}"
+    fix = "sl.ring_attention(q, k, v, mask=lambda b, h, i, j: i >= j)"
+    why = f"`allowed` of {type(mask).__name__} {wanted}"
+    raise BadArgument(why, op="ring_attention", fix=fix)
 
 
 def local_queries(job: AttentionJob, q: Tensor, bias: Tensor | None = None) -> list[LocalQueries]:

@@ -149,24 +149,20 @@ def as_mask(mask: Any) -> Mask:
     if callable(mask) and not isinstance(mask, Tensor):
         function: Any = mask
         return MaskMod(function)
-    tensor = isinstance(mask, Tensor)
-    raise ShardError(
-        "a mask is a value or a function of (b, h, q, k); "
-        + ("a tensor is a bias" if tensor else f"not {mask!r}"),
-        op="ring_attention",
-        fix=f"sl.ring_attention(q, k, v, {'bias=mask' if tensor else 'mask=sl.masks.Causal()'})",
-    )
+    what, given = f"not {mask!r}", "mask=sl.masks.Causal()"
+    if isinstance(mask, Tensor):
+        what, given = "a tensor is a bias", "bias=mask"
+    why = f"a mask is a value or a function of (b, h, q, k); {what}"
+    raise ShardError(why, op="ring_attention", fix=f"sl.ring_attention(q, k, v, {given})")
 
 
 def _hashable(mask: Mask) -> Mask:
     try:
         hash(mask)
     except TypeError as e:
-        raise ShardError(
-            f"plans are remembered by their mask, and {type(mask).__name__} cannot be hashed: {e}",
-            op="ring_attention",
-            fix="sl.ring_attention(q, k, v, mask=lambda b, h, i, j: i >= j)",
-        ) from None
+        why = f"plans are remembered by their mask, and {type(mask).__name__} cannot be hashed: {e}"
+        fix = "sl.ring_attention(q, k, v, mask=lambda b, h, i, j: i >= j)"
+        raise ShardError(why, op="ring_attention", fix=fix) from None
     return mask
 
 
@@ -229,11 +225,8 @@ class Window(Mask):
     def __post_init__(self) -> None:
         for side in (self.left, self.right):
             if side is not None and not (isinstance(side, int) and side >= 0):
-                raise ShardError(
-                    f"a window reaches so many positions, or None for all, not {side!r}",
-                    op="Window",
-                    fix="sl.masks.Window(256, 0)",
-                )
+                why = f"a window reaches so many positions, or None for all, not {side!r}"
+                raise ShardError(why, op="Window", fix="sl.masks.Window(256, 0)")
 
     def relation(self, q: Run, k: Run) -> Relation:
         lo = float("-inf") if self.right is None else -self.right
@@ -261,11 +254,8 @@ class Prefix(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(self.length, int):
-            raise ShardError(
-                f"a prefix is a number of positions, not {self.length!r}",
-                op="Prefix",
-                fix="sl.masks.Prefix(128)",
-            )
+            why = f"a prefix is a number of positions, not {self.length!r}"
+            raise ShardError(why, op="Prefix", fix="sl.masks.Prefix(128)")
 
     def relation(self, q: Run, k: Run) -> Relation:
         return EVERYTHING if k.last < self.length else Relation(lo=0, exact=k.start >= self.length)
@@ -392,11 +382,8 @@ class _DocumentNumbers:
             )
         borders = tuple(int(b) for b in given)
         if borders[:1] != (0,) or list(borders) != sorted(borders):
-            raise ShardError(
-                f"borders of documents start at 0 and rise, not {borders}",
-                op="Documents",
-                fix="sl.masks.Documents((0, 5, 9))",
-            )
+            why = f"borders of documents start at 0 and rise, not {borders}"
+            raise ShardError(why, op="Documents", fix="sl.masks.Documents((0, 5, 9))")
         lengths = torch.tensor(
             [b - a for a, b in itertools.pairwise(borders)], dtype=torch.int64, device="cpu"
         )

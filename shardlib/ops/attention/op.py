@@ -190,11 +190,8 @@ def _check_saved(job: AttentionJob) -> None:
 def _probability(dropout: float | None) -> float:
     p = dropout or 0.0
     if not isinstance(p, int | float) or not 0 <= p <= 1:
-        raise ShardError(
-            f"dropout is a probability, not {dropout!r}",
-            op="ring_attention",
-            fix="sl.ring_attention(q, k, v, dropout=0.1)",
-        )
+        why = f"dropout is a probability, not {dropout!r}"
+        raise ShardError(why, op="ring_attention", fix="sl.ring_attention(q, k, v, dropout=0.1)")
     return p
 
 
@@ -209,15 +206,12 @@ def _kernel(
     biased = bias is not None or type(plan.mask) is not Full
     if name == "auto":
         return pick(q.raw, v.raw, biased, needs_math, q.mesh.device_type)
+    fix = 'sl.ring_attention(q, k, v, kernel="math")'
     if name not in KERNELS:
-        raise ShardError(
-            f"unknown kernel {name!r}; there are {', '.join(KERNELS)}",
-            op="ring_attention",
-            fix='sl.ring_attention(q, k, v, kernel="math")',
-        )
+        why = f"unknown kernel {name!r}; there are {', '.join(KERNELS)}"
+        raise ShardError(why, op="ring_attention", fix=fix)
     if why := unfit(name, q.raw, v.raw, biased, needs_math):
         reason = f"kernel {name!r} does not fit: {why}"
-        fix = 'sl.ring_attention(q, k, v, kernel="math")'
         raise call_error(Unsupported, reason, "ring_attention", fix, q=q, v=v)
     return KERNELS[name]
 
