@@ -224,10 +224,11 @@ def hand_over(params: Tree, grads: Tree, state: State, after: Any) -> tuple[Any,
         return made[id(x)][1]
 
     results: Any = params, after
-    donated: Any = params, grads, state
     news: Any = optree.tree_map(successor, results, is_leaf=_one, none_is_leaf=True)
     for buckets in filter(is_bucketed, (params, grads, *bucketed_in(state))):
         buckets.__dict__.pop("pieces", None)
+    # optree sorts the keys of a dict, also of one whose values have moved
+    donated: Any = [t for t in (params, grads, state) if type(t) is not dict or not _emptied(t)]
     for x in optree.tree_leaves(donated):
         if type(x) is not GivenUp and isinstance(x, Tensor):
             x.__dict__.clear()
@@ -293,6 +294,11 @@ def _movable(tree: dict[Any, Any]) -> bool:
     """Return whether all of a dict's values are sharded and nothing else refers to them."""
     values = tree.values()
     return set(map(type, values)) == _SHARDED and max(map(sys.getrefcount, values)) <= _ALONE
+
+
+def _emptied(tree: dict[Any, Any]) -> bool:
+    """Return whether a dict's values have moved to a result."""
+    return next(iter(tree.values()), None) is _LEFT
 
 
 def _moved(tree: dict[Any, Any]) -> dict[Any, Any]:
