@@ -203,9 +203,10 @@ class Sink:
 
     def _land(self) -> None:
         one, finish = self.flying.pop(0)
-        out, lies = finish(), one.lies
-        if lies is not None and out is not lies.flat:  # the caller has those of ``begin``
-            self.memory.give(lies.flat)
+        out = finish()
+        # those of ``begin`` are the caller's, and a bucket without hops is its own part
+        if one.flat is not None and out is not one.flat and one.lies is not None:
+            self.memory.give(one.flat)
         one.flat, one.lies = out, None
 
 

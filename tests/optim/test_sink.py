@@ -431,3 +431,19 @@ def test_a_cycle_that_has_begun_goes_over_to_better_buckets() -> None:
             orders.append(seen)
     assert orders[0][0] != orders[0][1] == orders[0][3]
     assert all(torch.equal(ends[0][k], p) for k, p in ends[1].items())
+
+
+def test_what_a_sink_returns_is_no_free_memory() -> None:
+    """Also for buckets that the axis splits already, which are their own parts."""
+    with sl.simulate(x=2):
+        tx = sl.optim.zero(sl.optim.sgd(0.5), "x", stage=2, bucket_mb=1e-4)
+        params = {k: sl.shard(r(4, 64, seed=i), "x .") for i, k in enumerate("abc")}
+        tx.init(params)
+        for _ in range(2):  # the second takes the memory and the views of the first
+            sink: Any = tx.sink(params)
+            for i, x in enumerate(params.values()):
+                sink.take(i, x.raw)
+            raws = [x.raw for x in sink.finish().values()]
+            free = {t.data_ptr() for some in sink.memory.free.values() for t in some}
+            assert not free & {x.data_ptr() for x in raws}
+            sink.memory.give(*raws)
