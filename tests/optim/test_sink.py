@@ -440,7 +440,7 @@ def test_what_a_sink_returns_is_no_free_memory() -> None:
         params = {k: sl.shard(r(4, 64, seed=i), "x .") for i, k in enumerate("abc")}
         tx.init(params)
         for _ in range(2):  # the second takes the memory and the views of the first
-            sink: Any = tx.sink(params)
+            sink = tx.sink(params)  # type: ignore[misc]
             for i, x in enumerate(params.values()):
                 sink.take(i, x.raw)
             raws = [x.raw for x in sink.finish().values()]
