@@ -45,6 +45,7 @@ OTHER_CLOCKS = [
     ("mesh/launch.py", "while folder.exists()", "a daemon thread, which ends with its folder"),
     ("modules/copies.py", "with self.lock", THREAD),
     ("checkpoint/agree.py", "with self.lock", SHORT),
+    ("checkpoint/agree.py", "with self.calls.lock", SHORT),
     ("random.py", "with stream.lock", SHORT),
     ("kernels/active.py", "with _LOCK", SHORT),
     ("kernels/library.py", "with _LOCK", SHORT),
