@@ -315,14 +315,14 @@ def _match(case: MatmulCase, save: str) -> Match:
     blocks = case.x_bytes, case.w_bytes, case.bytes_of(out, case.y_shape)
     moved = cube.x, cube.w, cube.y
     priced = [price_of_gather(n, moves, case.axes) for n, moves in zip(blocks, moved, strict=True)]
-    x, w, y = (whole - block for (_, whole), block in zip(priced, blocks, strict=True))
+    more_x, more_w, more_y = (n - block for (_, n), block in zip(priced, blocks, strict=True))
     cube = replace(
         cube,
         save=save,
         summed=tuple(a for a in case.axes if a in psummed),
-        w_first=w * (1 + ("w" not in save)) > x * (1 + ("x" not in save)),
+        w_first=more_w * (1 + ("w" not in save)) > more_x * (1 + ("x" not in save)),
     )
-    temporary = x * (not held) + w + y
+    temporary = more_x * (not held) + more_w + more_y
     forward, backward = price(case, found, [cost for cost, _ in priced], temporary, save)
     shared = bool(cube.x) and (held or bool(case.more) or (case.more is None and "x" in save))
     keeps_x = "x" in save and (not held or again)
@@ -334,8 +334,8 @@ def _match(case: MatmulCase, save: str) -> Match:
         _moved(cube),
         gathers=True,
         gathered=temporary,
-        shared=x if case.more and not held else 0,  # kept for other products as well
-        saved=x * keeps_x + w * ("w" in save),
+        shared=more_x if case.more and not held else 0,  # kept for other products as well
+        saved=more_x * keeps_x + more_w * ("w" in save),
         call=partial(_call, cube, shared),
     )
 
@@ -366,20 +366,20 @@ def price(
     x, w, y = moved
     part = case.bytes_of(found.unsummed, case.y_shape)
     part //= math.prod(mesh[a] for move in cube.y for a in move.axes)
-    sums = [
+    sum_y, sum_x, sum_w = (
         summing(block, axes, mesh, case.width if moves else 1)
         for block, axes, moves in (
             (part, found.summed, cube.y),
             (case.x_bytes, over[0], cube.x),
             (case.w_bytes, over[1], cube.w),
         )
-    ]
+    )
     held, again = shared_gather(case, found) if shares else (False, False)
     once = Cost(memory=memory) if held else Cost(memory=memory) + x
-    forward, backward = once + w + y + sums[0], y + once + w
+    forward, backward = once + w + y + sum_y, y + once + w
     if not held:
-        backward += sums[1]
-    backward += sums[2]
+        backward += sum_x
+    backward += sum_w
     if not (again or "x" in save):
         backward += x
     if "w" not in save:

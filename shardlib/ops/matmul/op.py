@@ -58,7 +58,8 @@ _NEED = {
 def _padded_product(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Multiply padded operands: zeros in the padding add nothing to a contraction."""
     of_x, of_w = map(sizes, _MM(*args, **kwargs).values())
-    if of_x[-1:] != of_w[-2:][:1] or (len(of_w) > 2 and of_x[:-2] != of_w[:-2]):
+    summed = of_w[-2:][:1]  # of a vector its only size
+    if of_x[-1:] != summed or (len(of_w) > 2 and of_x[:-2] != of_w[:-2]):
         raise Unfit("what is summed over, or the batch, is padded otherwise")
     return of_true_sizes(run, func, args, kwargs, 0)
 

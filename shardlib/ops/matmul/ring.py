@@ -141,7 +141,8 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     moved = [once if cube.x else Cost(), Cost(), once if cube.y else Cost()]
     forward, backward = price(case, found, moved, nbytes, shares=False)
     note = f"X passes over {axis}" if cube.x else f"Y's sum passes over {axis}"
-    note += " both ways" * (len(ways) > 1)
+    if len(ways) > 1:
+        note += " both ways"
     return Match(out, RingSchedule(form, axis, dim, ways), forward, backward, note, gathers=True)
 
 
