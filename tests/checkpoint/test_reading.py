@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import shardlib as sl
 from examples.gpt import GPT
@@ -296,3 +298,32 @@ def test_a_value_of_another_kind_is_refused(tmp_path: Path) -> None:
     for like in ({"lr": "0.5", "name": "", "best": 0}, {"lr": 0.5, "name": 3, "best": 0}):
         with pytest.raises(CheckpointError, match="in the checkpoint, and"):
             sl.load(tmp_path / "c", like)
+
+
+def _misread(path: str) -> list[str]:
+    """Messages of reading calls in which the code of one rank's user fails."""
+
+    def fails_on_one(name: str, *_: object) -> Any:
+        if dist.get_rank() == 2:
+            raise KeyError(name)
+
+    rules: Any = [(fails_on_one, "..."), ("*", ".")]
+    calls = [
+        lambda: sl.load(f"{path}/c", layouts=rules, timeout=2.0),
+        lambda: sl.load_hf(
+            f"{path}/m", nn.Linear(2, 2), [("*", "...")], names=fails_on_one, timeout=2.0
+        ),
+    ]
+    out = []
+    for call in calls:
+        with pytest.raises(CheckpointError) as e:
+            call()
+        out.append(e.value.message)
+    return out
+
+
+def test_an_error_of_any_kind_on_one_rank_is_raised_by_all(pool: Any, tmp_path: Path) -> None:
+    sl.save(tmp_path / "c", {"w": torch.ones(4)})
+    sl.save_hf(tmp_path / "m", dict(nn.Linear(2, 2).named_parameters()))
+    said = pool.run(_misread, str(tmp_path), x=4)
+    assert said == [["rank 2: KeyError: 'w'", "rank 2: KeyError: 'weight'"]] * 4
