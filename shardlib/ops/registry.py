@@ -100,24 +100,28 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """Registered algorithm; ``order`` as in ``algorithm``."""
+    """Registered algorithm; ``order`` and ``takes`` as in ``algorithm``."""
 
     name: str
     match: Callable[[Any], "Match | str"]
     order: int
+    takes: str
 
 
 _ALGORITHMS: dict[str, list[_Algorithm]] = {}  # by operation, in their order
 _CHOSEN = Memo()  # of cases without a mesh object
 
 
-def algorithm(op: str, name: str, order: int | None = None) -> Callable[[Answer], Answer]:
+def algorithm(
+    op: str, name: str, order: int | None = None, takes: str = ""
+) -> Callable[[Answer], Answer]:
     """Register an algorithm for an operation: a function from a case to a Match or a refusal.
 
     ``order``  of algorithms that fit, the first fixes the result's layout unless one is required,
                and is preferred among equally cheap ones.  Those that keep blocks come before those
                that gather; among each, the lower order, then the name.  Built-in ones are below
                100, the default of others.
+    ``takes``  "skew" for one that takes skewed operands; others are not asked about them.
 
     An existing name replaces that algorithm and keeps its order.
 
@@ -139,7 +143,7 @@ def algorithm(op: str, name: str, order: int | None = None) -> Callable[[Answer]
         )
         others = [a for a in known if a.name != name]
         _ALGORITHMS[op] = sorted(
-            [*others, _Algorithm(name, match, place)], key=lambda a: (a.order, a.name)
+            [*others, _Algorithm(name, match, place, takes)], key=lambda a: (a.order, a.name)
         )
         Memo.version += 1
         return match
@@ -272,12 +276,14 @@ def fitting(op: str, case: Any) -> Match | None:
 
 
 def _verdicts(op: str, case: Any) -> list[tuple[str, Match | str]]:
-    return [(a.name, _verdict(a.match, case)) for a in _ALGORITHMS[op]]
+    return [(a.name, _verdict(a, case)) for a in _ALGORITHMS[op]]
 
 
-def _verdict(match: Callable[[Any], Match | str], case: Any) -> Match | str:
+def _verdict(candidate: _Algorithm, case: Any) -> Match | str:
+    if getattr(case, "is_skewed", False) and candidate.takes != "skew":
+        return "an operand is skewed"
     try:
-        found = match(case)
+        found = candidate.match(case)
     except DoesNotFit as e:
         return str(e)
     wanted = getattr(case, "out", None)

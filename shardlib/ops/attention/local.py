@@ -4,7 +4,7 @@ Storage here is raw (``[ranks, *block]`` under simulate), so that each rank make
 Accumulators, and the gradients that are sent, are fp32 (fp64 for fp64).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ class LocalQueries:
     ``view``   storage -> this rank's block of it.
     ``q_at``   global positions of the rows of ``q``.
     ``bias``   of these rows, if one is given.
-    ``only``   range of the rank's heads of queries, if not all.
+    ``only``   the rank's heads of queries that it has.
 
     >>> import shardlib as sl
     >>> from shardlib.ops.attention.engines.ring import PassQ
@@ -80,23 +80,28 @@ class LocalQueries:
     q: Tensor
     q_at: Tensor
     bias: Tensor | None = None
-    only: tuple[int, int] | None = None
+    only: tuple[int, int | None] = (0, None)
 
     def of(self, q: Tensor, runs: tuple[Run, ...]) -> "LocalQueries":
         """Return this with other queries: a block, and the positions of its rows."""
         return replace(self, q=q, q_at=positions(runs, q.device), bias=None)
 
     def heads(self, lo: int, hi: int) -> "LocalQueries":
-        """Return this with the queries of some heads alone."""
-        bias = self.bias
-        if bias is not None and bias.shape[1] > 1:
-            bias = bias[:, lo:hi]
-        return replace(self, q=self.q[:, lo:hi], bias=bias, only=(lo, hi))
+        """Return this with the queries of some heads alone; ``view`` too gives those heads."""
+
+        def some(block: Tensor) -> Tensor:
+            return block if block.shape[1] == 1 else block[:, lo:hi]  # one head serves all
+
+        def view(raw: Tensor) -> Tensor:
+            return some(self.view(raw))
+
+        bias = None if self.bias is None else some(self.bias)
+        return replace(self, view=view, q=some(self.q), bias=bias, only=(lo, hi))
 
     def at(self) -> At:
         """Return the global batch entries and heads."""
-        at = self.job.at(self.coord)
-        return at if self.only is None else At(at.batch, at.heads[slice(*self.only)])
+        batch, heads = self.job.at(self.coord)
+        return At(batch, heads[slice(*self.only)])
 
     def calls(self, k_runs: tuple[Run, ...]) -> tuple[ScorePiece, ...]:
         """List the kernel calls of these rows with the keys at some positions."""
@@ -391,6 +396,16 @@ class Leaving(NamedTuple):
     key: Key
     raw: Tensor
     pairs: Pairs
+
+
+def round_trip(job: AttentionJob, *blocks: Tensor) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """Yield every rank's blocks once, its own first: (step, blocks); the next are in transit."""
+    hops = [chunk.hops(t) for chunk in job.plan.chunks for t in range(1, len(chunk.at) + 1)]
+    for step, pairs in enumerate([*hops, ()]):
+        keys = [(str(i), 0, step) for i in range(len(blocks))]
+        coming = send(job, [Leaving(key, x, pairs) for key, x in zip(keys, blocks, strict=True)])
+        yield step, blocks
+        blocks = tuple(coming[key]() for key in keys if pairs)
 
 
 def send(job: AttentionJob, leaving: Sequence[Leaving]) -> Coming:

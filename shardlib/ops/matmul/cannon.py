@@ -155,7 +155,7 @@ class Cannon:
         return out if bias is None else out + bias
 
 
-@algorithm("matmul", name="cannon", order=5)
+@algorithm("matmul", name="cannon", order=5, takes="skew")
 def cannon(case: MatmulCase) -> Match | str:
     """Match Cannon's rotation, the only algorithm for skewed operands."""
     z = sizes_2d(case)

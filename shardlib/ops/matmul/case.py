@@ -62,6 +62,11 @@ class MatmulCase:
         return dict(self.mesh)
 
     @property
+    def is_skewed(self) -> bool:
+        """Whether the blocks of an operand are skewed."""
+        return bool(self.x.skew or self.w.skew)
+
+    @property
     def y_shape(self) -> tuple[int, ...]:
         """Y's global shape."""
         return (*self.x_shape[:-1], self.w_shape[-1])
@@ -126,7 +131,7 @@ class MatmulCase:
         batch = ["."] * (len(self.w_shape) - 2)
         if last.is_split and len(self.w_shape) == 2:
             wanted = f"{last} ."
-        elif self.x.skew or self.w.skew:
+        elif self.is_skewed:
             return "sl.reshard(x, 'x y') @ sl.reshard(w, 'x y')", NoImplementation
         else:
             columns = self.w.dims[-1]
@@ -226,7 +231,7 @@ def cut_for(case: MatmulCase) -> tuple[Layout, Layout, Layout | None] | None:
 def _cuts(case: MatmulCase, mesh: dict[str, int]) -> Iterator[tuple[Layout, Layout]]:
     """Yield X sliced like W's contraction, or W like X's; also X's rows over an axis of W alone."""
     x, w = case.x, case.w
-    if len(case.w_shape) != 2 or x.skew or w.skew:
+    if len(case.w_shape) != 2 or case.is_skewed:
         return
 
     def divides(n: int, dim: Dim) -> bool:

@@ -249,8 +249,6 @@ def movements(case: MatmulCase) -> Movements:
     """Find the movements for the layouts of X, W and Y.  Raises: DoesNotFit."""
     if len(case.w_shape) != 2:
         raise DoesNotFit("w has batch dimensions")
-    if case.x.skew or case.w.skew:
-        raise DoesNotFit("an operand is skewed")
     gather_x, gather_w, summed = _roles(case)
     sides = [("x", d, gather_x) for d in case.x.dims] + [("w", d, gather_w) for d in case.w.dims]
     for side in sides:

@@ -191,8 +191,6 @@ _FORMS: dict[tuple[str, str], Callable[..., Tensor]] = {
 def _summa(case: MatmulCase, role: str | None) -> Match | str:
     """Match SUMMA with X, W or Y stationary, or the one for which the fewest words move."""
     z = sizes_2d(case, role == "w")
-    if case.x.skew or case.w.skew:
-        return "an operand is skewed"
     row, col = z.shape
     if z.k % math.lcm(row, col):
         return f"contraction {z.k} does not divide into {math.lcm(row, col)} panels"

@@ -95,16 +95,12 @@ class AllGather(Engine):
         d, shared = k.shape[-1], q.shape[-3] // k.shape[-3]
         out, lse = started(q, v.shape[-1])
         ranks = local_queries(job, q, bias)
-        for heads, kv in _gathered_heads(job, k, v, self._groups(k.shape[-3])):
-            lo, hi = heads[0] * shared, heads[1] * shared
+        for (lo, hi), kv in _gathered_heads(job, k, v, self._groups(k.shape[-3])):
             for rank in ranks:
-                part, view = rank.heads(lo, hi), rank.view
-                out_part, lse_part = view(out)[:, lo:hi], view(lse)[:, lo:hi]
-                for owner, runs in enumerate(job.plan.k_runs):
-                    block, k_at = view(kv)[owner], positions(runs, q.device)
-                    part.attend(
-                        part.calls(runs), block[..., :d], block[..., d:], k_at, out_part, lse_part
-                    )
+                part, blocks = rank.heads(lo * shared, hi * shared), rank.view(kv)
+                for block, runs in zip(blocks, job.plan.k_runs, strict=True):
+                    keys, k_at = parted(block, d), positions(runs, q.device)
+                    part.attend(part.calls(runs), *keys, k_at, part.view(out), part.view(lse))
         return out, add_sink(out, lse, sink), (q, k, v)
 
     def backward(
@@ -115,49 +111,21 @@ class AllGather(Engine):
         d, shared = k.shape[-1], q.shape[-3] // k.shape[-3]
         dq, dbias = sums_like(q), sums_like(bias) if wants_bias and bias is not None else None
         ranks, grads = local_queries(job, q, bias), []
-        for heads, kv in _gathered_heads(job, k, v, self._groups(k.shape[-3])):
+        for (lo, hi), kv in _gathered_heads(job, k, v, self._groups(k.shape[-3])):
             dkv = sums_like(kv)
-            lo, hi = heads[0] * shared, heads[1] * shared
             for rank in ranks:
-                mine = None if dbias is None else rank.view(dbias)
-                _attend_back(
-                    rank, lo, hi, rank.view(kv), given, rank.view(dq), rank.view(dkv), mine, d
-                )
+                part = rank.heads(lo * shared, hi * shared)
+                rows, into = viewed(given, part.view), part.view(dq)
+                mine = None if dbias is None else part.view(dbias)
+                blocks = zip(rank.view(kv), rank.view(dkv), job.plan.k_runs, strict=True)
+                for block, sums, runs in blocks:
+                    keys, k_at = parted(block, d), positions(runs, q.device)
+                    both = partial(parted, sums, d)
+                    part.attend_back(part.calls(runs), *keys, k_at, rows, into, both, mine)
             with bind(job.mesh):
                 grads.append(unwrap(psum_scatter(wrap(dkv, job.mesh), job.axes, 0).squeeze(0)))
         dkv = torch.cat(grads, -3)
         return dq, dkv[..., :d], dkv[..., d:], dbias
-
-
-def _attend_back(
-    rank: LocalQueries,
-    lo: int,
-    hi: int,
-    kv: Tensor,
-    given: Given,
-    dq: Tensor,
-    dkv: Tensor,
-    dbias: Tensor | None,
-    d: int,
-) -> None:
-    """Add the gradients of the heads lo:hi of a rank's queries with the gathered keys."""
-    part = rank.heads(lo, hi)
-    dout, dlse, out, lse = (None if x is None else x[:, lo:hi] for x in viewed(given, rank.view))
-    assert dout is not None and out is not None and lse is not None
-    if dbias is not None and dbias.shape[1] > 1:
-        dbias = dbias[:, lo:hi]
-    for owner, runs in enumerate(rank.job.plan.k_runs):
-        keys, k_at = kv[owner], positions(runs, part.q.device)
-        part.attend_back(
-            part.calls(runs),
-            keys[..., :d],
-            keys[..., d:],
-            k_at,
-            (dout, dlse, out, lse),
-            dq[:, lo:hi],
-            partial(parted, dkv[owner], d),
-            dbias,
-        )
 
 
 def _gathered_heads(

@@ -48,6 +48,7 @@ from shardlib.ops.attention.local import (
     local_queries,
     parted,
     positions,
+    round_trip,
     send,
     started,
     sums_like,
@@ -538,22 +539,17 @@ class PassQ(Engine):
     ) -> Outputs:
         """Attend; out and lse are sent as one block, in the sums' dtype."""
         out, lse = started(q, v.shape[-1])
-        ranks = local_queries(job, q)
-        for rank in ranks:
-            view, runs = rank.view, job.plan.k_runs[rank.place]
-            rank.attend(
-                rank.calls(runs), view(k), view(v), positions(runs, q.device), view(out), view(lse)
-            )
-        travel, before = _QueryTransfers(job, q), None
-        for step, (block,) in travel:
-            part, part_lse = started(block, v.shape[-1])
-            for rank, foreign, calls, k_at in travel.calls(step, ranks, block):
+        ranks, before = local_queries(job, q), None
+        for step, (block,) in round_trip(job, q):
+            part, part_lse = started(block, v.shape[-1]) if step else (out, lse)
+            for rank, queries, calls, k_at in _visitors(job, step, ranks, block):
                 view = rank.view
-                foreign.attend(calls, view(k), view(v), k_at, view(part), view(part_lse))
+                queries.attend(calls, view(k), view(v), k_at, view(part), view(part_lse))
             # the sum of the ranks before arrived while this rank's kernels ran
             if before is not None:
                 _merge(part, part_lse, before())
-            before = travel.send_on(step, torch.cat([part, part_lse.unsqueeze(-1)], -1))
+            if step:
+                before = _send_on(job, step, torch.cat([part, part_lse.unsqueeze(-1)], -1))
         if before is not None:
             _merge(out, lse, before())
         return out, add_sink(out, lse, sink), (q, k, v)
@@ -565,83 +561,45 @@ class PassQ(Engine):
         (q, k, v), (dout, dlse, out, lse) = saved, given
         d, e = q.shape[-1], v.shape[-1]
         dq, dk, dv = sums_like(q), sums_like(k), sums_like(v)
-        ranks = local_queries(job, q)
-
-        def attend_back(
-            rank: LocalQueries,
-            queries: LocalQueries,
-            calls: Calls,
-            k_at: Tensor,
-            given: Given,
-            dq: Tensor,
-        ) -> None:
-            view = rank.view
-            queries.attend_back(
-                calls, view(k), view(v), k_at, given, dq, lambda: (view(dk), view(dv))
-            )
-
-        for rank in ranks:
-            runs = job.plan.k_runs[rank.place]
-            at, mine = positions(runs, q.device), viewed(given, rank.view)
-            attend_back(rank, rank, rank.calls(runs), at, mine, rank.view(dq))
+        ranks, before = local_queries(job, q), None
         numbers = torch.stack([lse] if dlse is None else [lse, dlse.to(lse.dtype)], -1)
-        travel, before = _QueryTransfers(job, torch.cat([q, dout, out], -1), numbers), None
-        for step, (block, row) in travel:
-            part = sums_like(block[..., :d])
-            for rank, foreign, calls, k_at in travel.calls(step, ranks, block[..., :d]):
-                packed, lses = rank.view(block), rank.view(row)
-                theirs = (
-                    packed[..., d : d + e],
-                    None if dlse is None else lses[..., 1],
-                    packed[..., d + e :],
-                    lses[..., 0],
+        for step, (block, row) in round_trip(job, torch.cat([q, dout, out], -1), numbers):
+            part = sums_like(block[..., :d]) if step else dq
+            for rank, queries, calls, k_at in _visitors(job, step, ranks, block[..., :d]):
+                view = rank.view
+                _, douts, outs = view(block).split((d, e, e), -1)
+                dlses = None if dlse is None else view(row)[..., 1]
+                theirs = douts, dlses, outs, view(row)[..., 0]
+                both = view(dk), view(dv)
+                queries.attend_back(
+                    calls, view(k), view(v), k_at, theirs, view(part), lambda both=both: both
                 )
-                attend_back(rank, foreign, calls, k_at, theirs, rank.view(part))
             if before is not None:
                 part += before()
-            before = travel.send_on(step, part)
+            if step:
+                before = _send_on(job, step, part)
         if before is not None:
             dq += before()
         return dq, dk, dv, None
 
 
-class _QueryTransfers:
-    """Queries on their way round the ring, and the blocks that are sent with them."""
+def _send_on(job: AttentionJob, step: int, sums: Tensor) -> Callable[[], Tensor]:
+    """Send sums to the queries' next stop, or home from the last."""
+    (chunk,) = job.plan.chunks
+    pairs = chunk.sum_hops(step + 1) or chunk.home_hops(step + 1)
+    return send(job, [Leaving(("sums", 0, step), sums, pairs)])["sums", 0, step]
 
-    def __init__(self, job: AttentionJob, *travelling: Tensor) -> None:
-        self.job, self.chunks = job, job.plan.chunks
-        self.now = list(travelling)
 
-    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yield (step, the received blocks) for every stop."""
-        for chunk in self.chunks:
-            for step in range(1, len(chunk.at) + 1):
-                keys = [(str(i), 0, step) for i in range(len(self.now))]
-                pairs = chunk.hops(step)
-                coming = send(
-                    self.job,
-                    [Leaving(key, x, pairs) for key, x in zip(keys, self.now, strict=True)],
-                )
-                self.now = [coming[key]() for key in keys]
-                yield step, self.now
-
-    def send_on(self, step: int, sums: Tensor) -> Callable[[], Tensor]:
-        """Send sums to the queries' next stop, or home from the last."""
-        (chunk,) = self.chunks
-        pairs = chunk.sum_hops(step + 1) or chunk.home_hops(step + 1)
-        return send(self.job, [Leaving(("sums", 0, step), sums, pairs)])["sums", 0, step]
-
-    def calls(
-        self, step: int, ranks: list[LocalQueries], block: Tensor
-    ) -> Iterator[tuple[LocalQueries, LocalQueries, Calls, Tensor]]:
-        """Yield, for each rank here: itself, the visiting queries, their calls, its positions."""
-        plan = self.job.plan
-        for rank in ranks:
-            owner = self.chunks[0].owner(step, rank.place)
-            assert owner is not None, "the queries of some rank stop at every rank at every step"
-            runs, k_runs = plan.q_runs[owner], plan.k_runs[rank.place]
-            foreign = rank.of(rank.view(block), runs)
-            yield rank, foreign, pieces(runs, k_runs, plan.mask), positions(k_runs, block.device)
+def _visitors(
+    job: AttentionJob, step: int, ranks: list[LocalQueries], block: Tensor
+) -> Iterator[tuple[LocalQueries, LocalQueries, Calls, Tensor]]:
+    """Yield, for each rank here: itself, the visiting queries, their calls, its positions."""
+    plan = job.plan
+    for rank in ranks:
+        owner = (rank.place - step) % plan.p
+        runs, k_runs = plan.q_runs[owner], plan.k_runs[rank.place]
+        queries = rank.of(rank.view(block), runs)
+        yield rank, queries, pieces(runs, k_runs, plan.mask), positions(k_runs, block.device)
 
 
 def _merge(out: Tensor, lse: Tensor, came: Tensor) -> None:

@@ -6,7 +6,6 @@ dense ones, and those of keys and values are scattered rather than summed whole.
 Source: Li et al., arXiv 2105.13120, section 3.2.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +31,11 @@ from shardlib.ops.attention.engine import (
 )
 from shardlib.ops.attention.kernels import ScorePiece, acc_dtype
 from shardlib.ops.attention.local import (
-    Leaving,
     LocalQueries,
     add_sink,
     local_queries,
     positions,
-    send,
+    round_trip,
     sums_like,
 )
 
@@ -84,7 +82,7 @@ class RSA(Engine):
         dtype, g = acc_dtype(q.dtype), k.shape[-3]
         ranks = local_queries(job, q, bias)
         scores = q.new_full((*q.shape[:-1], job.plan.p * k.shape[-2]), float("-inf"), dtype=dtype)
-        for step, block in _round(job, k):
+        for step, (block,) in round_trip(job, k):
             for rank in ranks:
                 part = _ScoreBlock(rank, step, k.shape[-2])
                 part.of(scores).copy_(part.scores(rank.view(block), dtype))
@@ -93,7 +91,7 @@ class RSA(Engine):
             scores.sub_(lse.masked_fill(lse == -float("inf"), 0.0).unsqueeze(-1)).exp_().to(q.dtype)
         )
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
-        for step, block in _round(job, v):
+        for step, (block,) in round_trip(job, v):
             for rank in ranks:
                 part = _ScoreBlock(rank, step, k.shape[-2])
                 used = part.kept(part.of(probs).to(dtype))
@@ -139,7 +137,7 @@ def _values_round(
     dtype, g = dscores.dtype, v.shape[-3]
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
     delta = delta if dlse is None else delta - dlse
-    for step, block in _round(job, v):
+    for step, (block,) in round_trip(job, v):
         for rank in ranks:
             part = _ScoreBlock(rank, step, v.shape[-2])
             p, grad = part.of(probs).to(dtype), part.rows(dout).to(dtype)
@@ -163,7 +161,7 @@ def _keys_round(
 ) -> None:
     """Fill the gradients of the queries, of all keys and of the bias."""
     dtype, g = dscores.dtype, k.shape[-3]
-    for step, block in _round(job, k):
+    for step, (block,) in round_trip(job, k):
         for rank in ranks:
             part = _ScoreBlock(rank, step, k.shape[-2])
             ds, queries = part.of(dscores), rank.q[:, :, : part.n].to(dtype)
@@ -175,16 +173,6 @@ def _keys_round(
             )
             if dbias is not None:
                 rank.add_bias(rank.view(dbias), slice(0, part.n), part.k_at, ds)
-
-
-def _round(job: AttentionJob, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield every rank's block once: (step, block), the next one in transit."""
-    chunks, p = job.plan.chunks, job.plan.p
-    for step in range(p if chunks else 1):
-        pairs = chunks[0].hops(step + 1) if chunks and step < p - 1 else ()
-        coming = send(job, [Leaving(("block", 0, step), x, pairs)])
-        yield step, x
-        x = coming["block", 0, step]() if coming else x
 
 
 class _ScoreBlock:
