@@ -78,7 +78,8 @@ def _differing(n: int, said: dict[int, str | None]) -> list[str]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    word = "ranks" if len(ranks) > 1 else "rank"
+    return f"{word} {', '.join(map(str, ranks))}"
 
 
 def _spelled(entry: list[Any]) -> str:

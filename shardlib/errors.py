@@ -373,11 +373,17 @@ def apart(a: str, b: str, most: int = 400) -> tuple[str, str]:
         return a, b
     same = sum(1 for _ in itertools.takewhile(lambda c: c[0] == c[1], zip(a, b, strict=False)))
     begin = max(0, same - most // 2)
-    cut = [
-        "..." * (begin > 0) + t[begin : begin + most] + "..." * (len(t) > begin + most)
-        for t in (a, b)
-    ]
-    return cut[0], cut[1]
+    return _window(a, begin, most), _window(b, begin, most)
+
+
+def _window(text: str, begin: int, most: int) -> str:
+    """Cut a part out of a text, with dots where something is left off."""
+    part = text[begin : begin + most]
+    if begin > 0:
+        part = f"...{part}"
+    if len(text) > begin + most:
+        part += "..."
+    return part
 
 
 def _escaped(text: str) -> str:

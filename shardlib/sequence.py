@@ -122,8 +122,9 @@ def pack(
     for piece in filter(len, pieces):
         at = bisect.bisect_left(room, (len(piece), -1))
         free, row = room.pop(at) if at < len(room) else (length, len(rows))
-        rows += [[]] * (row == len(rows))
-        rows[row] = [*rows[row], piece]
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(piece)
         bisect.insort(room, (free - len(piece), row))
     left = {row: free for free, row in room}
     return [_row(row, left[i], fill, ignore_index) for i, row in enumerate(rows)]

@@ -63,8 +63,8 @@ class Proof:
         plain = [n for n in names if n not in trains]
         tables = (("mesh", plain), ("in training", trains))
         lines = [self._table(head, some) for head, some in tables if some or head == "mesh"]
-        lines += [f"computed in float64 here: {', '.join(self.raised)}"] * bool(self.raised)
-        lines += [f"not compared: {', '.join(self.left)}"] * bool(self.left)
+        notes = {"computed in float64 here": self.raised, "not compared": self.left}
+        lines += [f"{what}: {', '.join(names)}" for what, names in notes.items() if names]
         return "\n".join(lines)
 
     def _table(self, head: str, names: Sequence[str]) -> str:
@@ -389,15 +389,16 @@ def _sharded(case: _ProofCase, mesh: Mesh, places: "Places | None" = None) -> Qu
 
 
 def _placed(case: _ProofCase, rules: Any, mesh: Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    tokens, labels = (getattr(rules, of, "...") for of in ("tokens", "labels"))
+    tokens = getattr(rules, "tokens", None) or "..."
+    labels = getattr(rules, "labels", None) or "..."
 
     def place(name: str | int, x: object) -> object:
         if not isinstance(x, Tensor):
             return x
         where = labels if name == "labels" else tokens
-        if len(Layout.parse(where).dims) != x.ndim:
+        if len(Layout.parse(str(where)).dims) != x.ndim:
             where = "..."
-        return shard(x, case.inputs.get(name, where), mesh)
+        return shard(x, case.inputs.get(name) or where, mesh)
 
     args, kwargs = case.batch
     return (
@@ -506,8 +507,9 @@ class Places:
         # in fp64, rounding of one operator is far below this
         if off > 1e-9:
             types = [typeof(x) for x in optree.tree_leaves(given) if _ours(x)]
-            what = "the gradient of " * self.gradients + f"{name}({', '.join(types)})"
-            self.found = f"{what}, at {line}: off by {off:.1e}"
+            self.found = f"{name}({', '.join(types)}), at {line}: off by {off:.1e}"
+            if self.gradients:
+                self.found = f"the gradient of {self.found}"
         return out
 
     def _gradient(self, func: Func, kept: Any, whole: Any) -> float:

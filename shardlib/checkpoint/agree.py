@@ -232,7 +232,9 @@ class Group:
     def _forget(self) -> None:
         """Delete this rank's messages of calls that have ended and that no rank will read."""
         until = min([self.number - 2, self.calls.first, *self.calls.others.values()])
-        keys = [str(self.rank), *["all"] * (self.rank == 0)]
+        keys = [str(self.rank)]
+        if self.rank == 0:
+            keys.append("all")
         for number in [n for n in self.calls.spoken if n < until]:
             said = [
                 f"{at + 1}/{key}" for at in range(self.calls.spoken.pop(number)) for key in keys

@@ -168,7 +168,8 @@ def from_hf(
             op="from_hf",
             fix="sl.checkpoint.from_hf(directory, target, {'x': 2}, layouts='...')",
         )
-    group = _group("from_hf", "directory, target" + ", mesh" * (there is not None))
+    call = "directory, target" if there is None else "directory, target, mesh"
+    group = _group("from_hf", call)
     world = 1 if there is None else there.size
     with contextlib.ExitStack() as stack:
         with group.phase("reading"):

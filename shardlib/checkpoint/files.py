@@ -115,17 +115,20 @@ class WrittenPart:
     @cached_property
     def key(self) -> str:
         """The tensor's name and its chunk, in slice notation."""
-        box = ",".join(
-            " ".join(f"{r.start}:{r.last + 1}" + f":{r.stride}" * (r.stride > 1) for r in held[:4])
-            + " ..." * (len(held) > 4)
-            for held in self.box
-        )
-        return f"{self.name}@{box}"
+        return f"{self.name}@{','.join(map(_slices, self.box))}"
 
     @cached_property
     def sums(self) -> ChunkChecksums:
         """The checksums of the part."""
         return sums_of(self.shape, grid(self.box, self.of, self.dtype.itemsize), self.dtype)
+
+
+def _slices(held: Sequence[BlockRun]) -> str:
+    texts = [f"{r.start}:{r.last + 1}" for r in held[:4]]
+    texts = [f"{t}:{r.stride}" if r.stride > 1 else t for t, r in zip(texts, held, strict=False)]
+    if len(held) > 4:
+        texts.append("...")
+    return " ".join(texts)
 
 
 def written(part: WrittenPart, write: Callable[[memoryview], None]) -> list[int]:
@@ -149,7 +152,7 @@ def entries(parts: Mapping[str, WrittenPart]) -> tuple[dict[str, Any], int]:
     table, end = {}, 0
     for key, p in parts.items():
         code, _, odd = (code_of(p.dtype) or "").partition(" ")
-        stored = [*p.shape, *[p.dtype.itemsize] * bool(odd)]
+        stored = [*p.shape, p.dtype.itemsize] if odd else [*p.shape]
         table[key] = {"dtype": code, "shape": stored, "data_offsets": [end, end + p.nbytes]}
         end += p.nbytes
     return table, end
@@ -388,8 +391,8 @@ class Header:
         shape, dtype = tuple(length(held) for held in found), _DTYPES[code]
         _fit(isinstance(cuts, list) and type(first) is int and first >= 0)
         stored, _, odd = code.partition(" ")  # odd: stored as bytes
-        last = [dtype.itemsize] * bool(odd)
-        _fit(entry["dtype"] == stored and entry["shape"] == [*shape, *last])
+        size = [*shape, dtype.itemsize] if odd else [*shape]
+        _fit(entry["dtype"] == stored and entry["shape"] == size)
         sums = _sums(shape, tuple(map(tuple, cuts)), dtype)
         crcs = self.crcs[8 * first : 8 * (first + sums.count)]
         _fit(len(crcs) == 8 * sums.count)

@@ -335,7 +335,7 @@ def strangers(path: str) -> list[str]:
         return []
     parents = {name[:i] for name in ours for i, c in enumerate(name) if c == "/"}
     return sorted(
-        name + "/" * (kind == "folder")
+        f"{name}/" if kind == "folder" else name
         for name, kind in found.items()
         if (name not in parents if kind == "folder" else kind != "file" or name not in ours)
     )
@@ -493,7 +493,7 @@ class Work:
         parent, base = os.path.split(target)
         _check_free(target, overwrite)
         _make_parents(parent)
-        clean(parent, re.escape(base) + f"|{siblings}" * bool(siblings))
+        clean(parent, "|".join(filter(None, [re.escape(base), siblings])))
         name = f".{base}.tmp-{uuid.uuid4().hex}"
         path = os.path.join(parent, name)
         # until it is locked, it looks like a leftover

@@ -157,8 +157,14 @@ load_hf.bytes_read = 0  # type: ignore[attr-defined]
 def _fixes(names: Names, pad: bool, missing: str, extra: str, cast: bool) -> list[tuple[str, str]]:
     """Map the words of a message to its fix: the same call with one more argument."""
     call = "sl.load_hf(directory, module, rules"
-    call += ", names=names" * (names is not None) + ", pad=True" * pad + ", cast=True" * cast
-    call += ", missing='init'" * (missing == "init") + ", extra='skip'" * (extra == "skip")
+    given = {
+        "names=names": names is not None,
+        "pad=True": pad,
+        "cast=True": cast,
+        "missing='init'": missing == "init",
+        "extra='skip'": extra == "skip",
+    }
+    call = ", ".join([call, *(word for word, used in given.items() if used)])
     return fixes(call, "missing='init'")
 
 

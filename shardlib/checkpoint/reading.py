@@ -381,7 +381,8 @@ def _differing(missing: list[str], extra: list[str]) -> str:
 
 def some(names: list[str]) -> str:
     """Format the first six names and the number of others."""
-    return ", ".join(map(repr, names[:6])) + f" and {len(names) - 6} more" * (len(names) > 6)
+    text = ", ".join(map(repr, names[:6]))
+    return f"{text} and {len(names) - 6} more" if len(names) > 6 else text
 
 
 def check(name: str, x: object, shape: Sequence[int], dtype: torch.dtype, cast: bool) -> None:

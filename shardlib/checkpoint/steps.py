@@ -192,7 +192,9 @@ class About:
 
     def __str__(self) -> str:
         meshes = ", ".join(mesh_text(m) for m in self.meshes) or "no mesh"
-        head = f"{self.path}: " + f"step {self.step}, " * (self.step is not None)
+        head = f"{self.path}: "
+        if self.step is not None:
+            head += f"step {self.step}, "
         head += f"{len(self.tensors)} tensors, {_size(self.nbytes)} in {len(self.files)} files, "
         rows = self._rows()
         wide = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
@@ -264,8 +266,10 @@ def verify(path: str | os.PathLike[str], *, timeout: float | None = None) -> Abo
         place = newest(os.fspath(path))
     place = group.agree("the path", place, decide=lambda places: places[0])
     wrong = damage(place, group)
+    if len(wrong) > 6:
+        wrong = [*wrong[:6], f"and {len(wrong) - 6} more"]
     if wrong:
-        raise group.error("; ".join(wrong[:6]) + f"; and {len(wrong) - 6} more" * (len(wrong) > 6))
+        raise group.error("; ".join(wrong))
     return describe(place)
 
 

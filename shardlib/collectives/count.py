@@ -97,8 +97,8 @@ def _asked(name: str, args: Args, kwargs: Kwargs, out: Any) -> list[str]:
         return [] if sized else ["wait"]
     if name in _INDEXED:
         return _indexed(first, *args[1:3])
-    if name == "lift_fresh":  # torch.tensor(numbers, device=...)
-        return ["upload", "wait"] * (first.device.type != "cpu" and first.numel() > 0)
+    if name == "lift_fresh" and first.device.type != "cpu" and first.numel():
+        return ["upload", "wait"]  # torch.tensor(numbers, device=...)
     return []
 
 
@@ -107,9 +107,9 @@ def _indexed(x: Tensor, places: Iterable[object], values: Tensor | None = None) 
     given = [i for i in places if isinstance(i, Tensor)]
     if any(i.device != x.device for i in given):
         return ["upload", "wait"]
-    masked = any(i.dtype in _MASKS for i in given)
-    filled = values is not None and values.numel() == 1  # torch fills by the mask itself
-    return ["wait"] * (masked and not filled)
+    if values is not None and values.numel() == 1:
+        return []  # torch fills by the mask itself
+    return ["wait"] if any(i.dtype in _MASKS for i in given) else []
 
 
 def _elsewhere() -> bool:
@@ -123,8 +123,12 @@ def _crossed(source: Tensor, to: Tensor, ahead: bool) -> list[str]:
     host = [x for x in (source, to) if x.device.type == "cpu"]
     if len(host) != 1 or not to.numel() or to.is_meta:
         return []
-    waits = not (ahead and host[0].is_pinned())
-    return ["upload"] * (host[0] is source) + ["wait"] * waits
+    found = []
+    if host[0] is source:
+        found.append("upload")
+    if not ahead or not host[0].is_pinned():
+        found.append("wait")
+    return found
 
 
 def listed(found: Iterable[Wait]) -> str:

@@ -64,7 +64,9 @@ class Config:
         places = (self.places[k] for k in (path, *inner, *around) if k in self.places)
         where = next(places, self.file or "config")
         text = re.sub(r"\s*\n\s*", "; ", message.strip())
-        return ConfigError(": ".join([where, *[spelled(path, self.tables)] * bool(path), text]))
+        if path:
+            where += f": {spelled(path, self.tables)}"
+        return ConfigError(f"{where}: {text}")
 
 
 def spelled(path: Sequence[str], tables: Mapping[str, Any]) -> str:
@@ -79,7 +81,8 @@ def spelled(path: Sequence[str], tables: Mapping[str, Any]) -> str:
     names = [k if re.fullmatch(r"[\w-]+", k) else f'"{k}"' for k in path]
     if isinstance(found, Mapping):
         return f"[{'.'.join(names)}]"
-    return " ".join([f"[{'.'.join(names[:-1])}]"] * (len(names) > 1) + names[-1:])
+    *tables_of, key = names
+    return f"[{'.'.join(tables_of)}] {key}" if tables_of else key
 
 
 # ---------------------------------------------------------------- reading
@@ -214,7 +217,7 @@ def _raised(e: Exception) -> str:
 
 def one_line(e: Exception, frames: Sequence[traceback.FrameSummary]) -> str:
     """Format an error in one line: its type, message, and the last of these frames."""
-    words = ": ".join([type(e).__name__, *[" ".join(str(e).split())] * bool(str(e).strip())])
+    words = ": ".join(filter(None, [type(e).__name__, " ".join(str(e).split())]))
     return words + "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in frames[-1:])
 
 

@@ -163,7 +163,9 @@ def _tables(
     table: Mapping[str, Any], path: tuple[str, ...], known: list[Key]
 ) -> Iterator[list[str]]:
     """Yield the lines of a table and of each table in it."""
-    lines = [f"[{'.'.join(map(_bare, path))}]"] * bool(path)
+    lines = []
+    if path:
+        lines.append(f"[{'.'.join(map(_bare, path))}]")
     lines += [f"{_bare(k)} = {_value(v)}" for k, v in table.items() if not isinstance(v, Mapping)]
     variant = table.get("name", table.get("recipe"))
     for key in known:
@@ -231,7 +233,7 @@ def main(given: argparse.Namespace) -> int:
         )
     lines = []
     for table, keys in itertools.groupby(rows, key=lambda k: k.table):
-        lines.append(f"\n[{table}]" * bool(table) or "at the top")
+        lines.append(f"\n[{table}]" if table else "at the top")
         for key in keys:
             value = " = ".join(filter(None, (key.name, key.default)))
             lines.append(f"  {value:<28} {key.type:<24} {key.text}".rstrip())

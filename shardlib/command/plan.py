@@ -247,7 +247,9 @@ def _row(w: Weighed) -> dict[str, Any]:
 def _tables(w: Weighed, batch: int) -> str:
     """Format the tables of a file that trains this way."""
     count = w.way.accumulate
-    lines = [f"accumulate = {count}"] * (count > 1)
+    lines = []
+    if count > 1:
+        lines.append(f"accumulate = {count}")
     lines += ["[mesh]", *(f"{a} = {n}" for a, n in w.way.mesh.items())]
     lines += ["[layout]", f'recipe = "{w.way.recipe}"', "pad = true"]
     lines += ["[data]", f"batch = {batch // count}"]

@@ -315,8 +315,8 @@ def rehearse(config: Config) -> None:
             try:
                 next(iter(dealt))
             except ShardError as e:
-                key = ("layout",) * ("layout" in config.table("data"))
-                raise config.error(("data", *key), told(e)) from e
+                path = ("data", "layout") if "layout" in config.table("data") else ("data",)
+                raise config.error(path, told(e)) from e
 
 
 def _rank(config: Config, as_json: bool) -> Report:
@@ -647,11 +647,11 @@ def main(given: argparse.Namespace) -> int:
     if under_launcher() and int(os.environ["RANK"]):
         return 0
     pairs = {n: list(getattr(report, n).items()) for n in ("losses", "evaluations")}
-    text = (
-        f"done: {report.step} steps in {report.seconds:.1f} s"
-        + f", saved in {report.path}" * bool(report.path)
-        + f", exported to {report.export}" * bool(report.export)
-    )
+    text = f"done: {report.step} steps in {report.seconds:.1f} s"
+    if report.path:
+        text += f", saved in {report.path}"
+    if report.export:
+        text += f", exported to {report.export}"
     return answer(given, {"done": vars(report) | pairs}, text)
 
 

@@ -89,7 +89,7 @@ def compiled(kind: str, arch: Sequence[int]) -> Path:
         raise _unbuilt("there are no sources")
     if compiler is None:
         raise _unbuilt(f"{_COMPILER[kind]} is not on the path")
-    archs = sorted(arch) * (kind == "cuda")
+    archs = sorted(arch) if kind == "cuda" else []
     names = "".join(f"-{a}" for a in archs)
     path = _folder() / f"kernels-{kind}-{_digest(kind)}{names}.so"
     if path.exists():

@@ -17,7 +17,7 @@ def info() -> dict[str, str]:
     """
     out = {}
     path, reason = why(torch.device("cpu"))
-    asked = f"{path}, {reason}, inside sl.kernels.use('native')" * bool(path) or reason
+    asked = f"{path}, {reason}, inside sl.kernels.use('native')" if path else reason
     out["cpu"] = f"eager; compiled kernels: {asked}"
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     for i in devices:
@@ -27,7 +27,9 @@ def info() -> dict[str, str]:
         out[name] = f"{torch.cuda.get_device_name(i)}: {told}"
     if not devices:
         out["cuda"] = f"eager: {why(torch.device('cuda'))[1]}"
-    out["apex"] = probe().why + "; inside sl.kernels.use('apex')" * (probe().kind == "nvidia")
+    out["apex"] = probe().why
+    if probe().kind == "nvidia":
+        out["apex"] += "; inside sl.kernels.use('apex')"
     out["sources"] = "none: nothing can be built here"
     for file in sources()[:1]:
         out["sources"] = str(file.parent)

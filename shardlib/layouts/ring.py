@@ -97,16 +97,18 @@ class Ring:
 
 def _runs_order(schedule: Sequence[Sequence[range]]) -> str:
     """Write the order that gives each rank these ranges.  Raises: LayoutSyntax."""
-    order = "runs; " + " | ".join(
-        " ".join(f"{r.start}:{r.stop}" + f":{r.step}" * (r.step != 1) for r in rank) or "0:0"
-        for rank in schedule
-    )
+    order = "runs; " + " | ".join(" ".join(map(_slice_text, rank)) or "0:0" for rank in schedule)
     if wrong := uncovered(order):
         raise _wrong(
             f"the ranges hold position {wrong}",
             "sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))",
         )
     return order
+
+
+def _slice_text(r: range) -> str:
+    text = f"{r.start}:{r.stop}"
+    return text if r.step == 1 else f"{text}:{r.step}"
 
 
 def _wrong(why: str, fix: str) -> LayoutSyntax:

@@ -33,7 +33,8 @@ def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:
         for d in dims
         if d != Dim(tuple(a for a in names if a in d.axes))
     ]
-    unsaid += ["a skew"] * bool(skew)
+    if skew:
+        unsaid.append("a skew")
     if unsaid:
         raise NotExpressible(
             f"DTensor cannot say {unsaid[0]}",

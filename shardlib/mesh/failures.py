@@ -48,6 +48,7 @@ __all__ = [
     "join_job",
     "lost",
     "number",
+    "operations",
     "position",
     "spelled",
 ]
@@ -86,6 +87,11 @@ def spelled(entry: Sequence[Any]) -> str:
 def _located(text: str, line: str) -> str:
     """Add the user's line to a text that names none; without a line return the text."""
     return text if ", at " in text or not line else f"{text}, at {line}"
+
+
+def operations() -> int:
+    """Return the number of this rank's last operation; 0 before the first."""
+    return RECENT[-1][0] if RECENT else 0
 
 
 def _last() -> str:
@@ -251,7 +257,9 @@ class JobProcesses:
         name = type(error).__name__
         ended = isinstance(error, SystemExit)
         what = f"left by {name}({error.code!r})" if ended else f"raised {name}: {text}"
-        self.report_cause(f"rank {self.rank} {what}" + f", at {line}" * bool(line))
+        if line:
+            what += f", at {line}"
+        self.report_cause(f"rank {self.rank} {what}")
 
     def leave(self) -> None:
         """Report that this rank's program ended, so that ranks waiting for it can stop."""
@@ -469,11 +477,9 @@ class JobProcesses:
         places: dict[str, list[int]] = {}
         answers = {r: self.said(f"at/{r}") or ["", "no answer"] for r in range(self.world)}
         for r, (state, where, *_) in (answers | {self.rank: ["waits", doing]}).items():
-            text = "waits in " * (state == "waits") + where
+            text = f"waits in {where}" if state == "waits" else where
             places.setdefault(text, []).append(r)
-        return {
-            f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}": text for text, ranks in places.items()
-        }
+        return {_ranges(ranks): text for text, ranks in places.items()}
 
     def _state(self, rank: int) -> str:
         """Return ``gone``, ``stopped`` or ``runs``; on another host, the state reported there."""
@@ -482,7 +488,9 @@ class JobProcesses:
         state = ""
         if rank in self._known:
             state = self._known[rank].state()
-        return state or "gone" * self._has(f"gone/{rank}")
+        if not state and self._has(f"gone/{rank}"):
+            state = "gone"
+        return state
 
     # -------------------------------------------------------- the watching thread
 
@@ -493,7 +501,7 @@ class JobProcesses:
         while not self._ended.wait(_TICK):
             try:
                 beside -= self._look_beside(beside)
-                now, *_ = next(reversed(RECENT), (0,))
+                now = operations()
                 moves, before = now != before, now
                 if moves or not dist.is_initialized():
                     continue
@@ -572,11 +580,12 @@ class JobProcesses:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Write 0, 1, 2, 5 as ``0-2, 5``."""
+    """Write 0, 1, 2, 5 as ``ranks 0-2, 5``."""
     # in a run, a rank minus its number stays the same
     runs = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     held = [[r for _, r in run] for _, run in runs]
-    return ", ".join("-".join(map(str, dict.fromkeys((run[0], run[-1])))) for run in held)
+    text = ", ".join("-".join(map(str, dict.fromkeys((run[0], run[-1])))) for run in held)
+    return f"ranks {text}" if len(ranks) > 1 else f"rank {text}"
 
 
 def _from_transport(error: BaseException) -> bool:

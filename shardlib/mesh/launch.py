@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 
 from shardlib.errors import RankFailed, ShardError, user_line
 from shardlib.mesh.devices import backend_of, take_device
-from shardlib.mesh.failures import ABORTED, CHECK_IT, RECENT, current_job, lost, position
+from shardlib.mesh.failures import ABORTED, CHECK_IT, current_job, lost, operations, position
 from shardlib.mesh.mesh import TIMEOUT, check_device, check_timeout, make_mesh, sizes_of
 
 __all__ = ["launch"]
@@ -311,7 +311,7 @@ def _beat(folder: Path, rank: int) -> None:
     beat, place = folder / f"beat{rank}", folder / f"at{rank}"
     count, used = -1, -1.0
     while folder.exists():
-        now, *_ = next(reversed(RECENT), (0,))
+        now = operations()
         cpu = time.process_time()
         try:
             # a tenth of the 0.5 s between two beats; this thread itself uses less

@@ -50,12 +50,10 @@ def refuse_posted(op: str, before: int) -> None:
 
 
 def _forgotten(op: str, more: int) -> ShardError:
-    return ShardError(
-        f"{more} transfer{'s' * (more > 1)} that it posted {'were' if more > 1 else 'was'} not "
-        "waited for",
-        op=op,
-        fix="y = pending.wait()",
-    )
+    what = "1 transfer that it posted was"
+    if more > 1:
+        what = f"{more} transfers that it posted were"
+    return ShardError(f"{what} not waited for", op=op, fix="y = pending.wait()")
 
 
 def _at_exit() -> None:

@@ -279,7 +279,9 @@ class Apply(Calls):
         held = [f"{n}: {lay}" for n, lay in self._inside(path).items() if lay.axes]
         if "parameters" in e.operands or not held:
             return
-        e.operands["parameters"] = ", ".join([*held[:4], "..."][: len(held)])
+        if len(held) > 4:
+            held[4:] = ["..."]
+        e.operands["parameters"] = ", ".join(held)
         pattern = f"{stars(path)}.*".lstrip(".")
         e.operands["or"] = (
             f"rules = [({pattern!r}, '...'), *rules]  # {path or 'the module'} whole on every rank"

@@ -53,7 +53,8 @@ class Paths:
 
     def now(self) -> str:
         """Return the name of the submodule whose forward runs in this thread."""
-        return next(reversed(self._stack()), "")
+        stack = self._stack()
+        return stack[-1] if stack else ""
 
     def where(self, error: BaseException) -> str:
         """Return the name of the innermost submodule in which an error was raised."""
@@ -67,7 +68,9 @@ class Paths:
     def _enter(self, module: nn.Module, _: object) -> None:
         stack = self._stack()
         if id(module) not in self.names:
-            above = [*stack[-1:], type(module).__name__] * bool(stack)
+            above = []
+            if stack:
+                above = [stack[-1], type(module).__name__]
             self.roots.append(module)
             for name, child in module.named_modules():
                 self.names.setdefault(id(child), ".".join(filter(None, [*above, name])))

@@ -60,8 +60,10 @@ def _reduced_layout(
     axes = tuple(a for d in gone for a in layout.dims[d].axes)
     dims, shape = list(layout.dims), list(size)
     for d in reversed(gone):
-        dims[d : d + 1] = [Dim()] * keepdim
-        shape[d : d + 1] = [1] * keepdim
+        if keepdim:
+            dims[d], shape[d] = Dim(), 1
+        else:
+            del dims[d], shape[d]
     return gone, axes, layout.onto(dims), torch.Size(shape)
 
 

@@ -83,7 +83,8 @@ def choose(
     given: Any = plan(products, world, batch=batch, sequence=sequence, memory=memory, only=grids)
     if not given.table:
         why = f"no grid of {world} ranks divides these sizes"
-        why += " within the memory" * (memory is not None)
+        if memory is not None:
+            why += " within the memory"
         sizes = ", ".join(f"{i} -> {o}" for i, o, *_ in layers[:4])
         operands = {"batch": batch, "layers": sizes}
         fix = f"sl.choose(model, 1, batch={batch})"
@@ -109,7 +110,8 @@ def _check_counts(layers: Sequence[Layer], **counts: int) -> None:
 
 def _savings(m: int, k: int, n: int, mlp: str) -> Iterable[str]:
     """List the operands that may be kept gathered: none, x, w, or both, of those that are."""
-    gathered = ["x"] * (max(k, n) > 1) + ["w"] * (m > 1 or "m" in mlp[1:])
+    moves = {"x": max(k, n) > 1, "w": m > 1 or "m" in mlp[1:]}
+    gathered = [operand for operand, does in moves.items() if does]
     return dict.fromkeys(["", *gathered, "".join(gathered)])
 
 

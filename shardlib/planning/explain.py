@@ -220,9 +220,11 @@ class Explanation:
 
     def _of_kind(self, row: Row, count: int) -> Iterator[str]:
         """Format one kind of operation, of which there are so many."""
-        times = f"{count} x " * (count > 1)
-        chosen = [": ".join(filter(None, [row.algorithm, row.note]))] * bool(row.algorithm)
-        yield "   ".join(filter(None, [f"{times}{row.op}", row.pattern, row.at, *chosen]))
+        op = f"{count} x {row.op}" if count > 1 else row.op
+        chosen = row.algorithm
+        if chosen and row.note:
+            chosen += f": {row.note}"
+        yield "   ".join(filter(None, [op, row.pattern, row.at, chosen]))
         if row.out:
             yield f"    {', '.join(row.operands)} -> {row.out}"
         there, back = Trace(row.forward), Trace(row.backward)

@@ -196,10 +196,11 @@ def _ways_text(plan: Plan[Weighed]) -> str:
     lines = _outcome(plan)
     large = max((w.peak for w in plan.table), default=0.0) >= 2**30
     unit, scale = ("GiB", 2**30) if large else ("MiB", 2**20)
-    lines += [
-        f"{unit} per rank: peak  params   grads   state   saved    temp"
-        "   MiB moved  messages   seconds"
-    ] * bool(plan.table)
+    if plan.table:
+        lines.append(
+            f"{unit} per rank: peak  params   grads   state   saved    temp"
+            "   MiB moved  messages   seconds"
+        )
     for w in plan.table:
         parts = (w.peak, w.parameters, w.gradients, w.state, w.saved, w.temporary)
         figures = " ".join(f"{p / scale:>7.2f}" for p in parts)
@@ -208,7 +209,8 @@ def _ways_text(plan: Plan[Weighed]) -> str:
         lines.append(f"        {figures} {tail}")
     lines += [f"cannot be: {way}: {why}" for way, why in plan.rejected]
     lines.append(f"{plan.looked} ways were estimated, {len(plan.table)} ran on paper")
-    lines += [plan.cluster.told()] if plan.cluster is not None else []
+    if plan.cluster is not None:
+        lines.append(plan.cluster.told())
     return "\n".join(lines)
 
 
@@ -551,7 +553,9 @@ class _Study:
         out = dict(known)
         kept = {"": self.ratio, "full": 1 / self.ratio}[remat] if near[1] != remat else 1.0
         out["saved"] = by * kept * known["saved"]
-        out["temporary"] = by * (known["temporary"] + known["kept"] * (kept < 1))
+        if kept < 1:
+            out["temporary"] += known["kept"]
+        out["temporary"] *= by
         for key in known:
             if key.startswith("bytes "):
                 reduced = known.get(key.replace("bytes ", "reduced "), 0.0)

@@ -89,7 +89,7 @@ class Drawing(Shown, str):
 
 def _tagged(tag: str, text: str) -> str:
     """Put text into an HTML element; nothing without text."""
-    return f"<{tag}>{html.escape(text)}</{tag}>" * bool(text)
+    return f"<{tag}>{html.escape(text)}</{tag}>" if text else ""
 
 
 _TABLE = "display:inline-table;margin:4px;border-collapse:collapse"
@@ -151,9 +151,9 @@ def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) ->
     drawn, notes = [], {}
     for name, one in named_tensors(x, "visualize").items():
         if pending := layout_of(one).partial:
-            of = f"of {name} " * bool(name)
-            notes[f"every block {of}is one part of a sum over {' '.join(pending)}"] = True
-        title = f"{name}  {typeof(one)} " * bool(name)
+            blocks = f"block of {name}" if name else "block"
+            notes[f"every {blocks} is one part of a sum over {' '.join(pending)}"] = True
+        title = f"{name}  {typeof(one)} " if name else ""
         drawn += [replace(g, title=f"{title}{g.title}".rstrip()) for g in grids(one, dims)]
     if any(g.cut for g in drawn):
         notes[f"of more than {_MOST} pieces along a dimension the first {_MOST} are shown"] = True
@@ -261,7 +261,7 @@ def _grid(
         tuple((row.start, row.stop) for row in down),
         tuple((column.start, column.stop) for column in across),
         tuple(tuple(cell(row, column) for column in across) for row in down),
-        f"[{', '.join(where)}]" * bool(front),
+        f"[{', '.join(where)}]" if front else "",
     )
 
 
@@ -289,9 +289,13 @@ def _pieces(drawn: Sequence[PieceGrid], note: str) -> list[tuple[str, int | None
     """Return the drawing as runs of text, each with its colour's number or None."""
     out: list[tuple[str, int | None]] = []
     for grid in drawn:
-        out += [(f"{grid.title}\n", None)] * bool(grid.title)
+        if grid.title:
+            out.append((f"{grid.title}\n", None))
         out += [*_table(grid), ("\n", None)]
-    return [*out[:-1], *[(f"\n{note}", None)] * bool(note)]
+    del out[-1:]
+    if note:
+        out.append((f"\n{note}", None))
+    return out
 
 
 def _table(grid: PieceGrid) -> Iterator[tuple[str, int | None]]:

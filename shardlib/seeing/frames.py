@@ -109,7 +109,9 @@ class Frames(Shown):
                 before, block, after = row.partition(f" {sent.block} ")
                 kind = frame.kinds.index(_kind(sent))
                 out += [(f"\n{before}", None), (block, kind), (after, None)]
-        return out + [("\nnothing moves", None)] * (not self.frames)
+        if not self.frames:
+            out.append(("\nnothing moves", None))
+        return out
 
     def _repr_html_(self) -> str:
         at = _positions(self.mesh)

@@ -73,7 +73,9 @@ class Summary:
         lines = text_table(self.table(), right=(2, 3, 4))
         rule = "-" * max(map(len, lines))
         lines[1:1] = lines[-1:-1] = [rule]
-        return "\n".join([*lines, *[self.mesh] * bool(self.mesh)])
+        if self.mesh:
+            lines.append(self.mesh)
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -111,7 +113,7 @@ def summary(params: object, state: object = None) -> Summary:
         for n, x in found.items()
     )
     meshes = {str(x.mesh) for x in found.values() if isinstance(x, ShardedTensor)}
-    on = f"on {', '.join(sorted(meshes))}" * bool(meshes)
+    on = f"on {', '.join(sorted(meshes))}" if meshes else ""
     return Summary(rows, sum(x.numel() for x in found.values()), other, on)
 
 

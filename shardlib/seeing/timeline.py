@@ -166,12 +166,15 @@ class Timeline:
         out = [["share", "ms", "times", "bytes", "", "what", "module", "type", "line"]]
         rows = [r for r in self.rows(by) if r["kind"] != "phase"]
         for r in rows[:most]:
-            what = r["name"] + f" over {r['axis']}" * bool(r["axis"])
-            what += f" ({r['algorithm']})" * bool(r["algorithm"])
+            what = r["name"]
+            if r["axis"]:
+                what += f" over {r['axis']}"
+            if r["algorithm"]:
+                what += f" ({r['algorithm']})"
             times = f"{r['count']:.{int(r['count'] % 1 > 0)}f}"
             way = ("forward", "backward")[r["backward"]]
-            share = f"{100 * r['share']:.0f} %" * (r["kind"] == "operation")
-            moved = size(r["bytes"]) * bool(r["bytes"])
+            share = f"{100 * r['share']:.0f} %" if r["kind"] == "operation" else ""
+            moved = size(r["bytes"]) if r["bytes"] else ""
             ms = f"{1e3 * r['seconds']:.3f}"
             out.append([share, ms, times, moved, way, what, r["module"], r["type"], r["line"]])
         if rows[most:]:
@@ -223,7 +226,8 @@ class Timeline:
             out.append(f"<text x='0' y='{height * row + 13}'>{html.escape(label)}</text>")
             for s in spans:
                 said = f"{_title(s)}, {1e3 * s.seconds:.3f} ms, {s.type} {s.line}"
-                said += f", {size(s.bytes)}" * bool(s.bytes)
+                if s.bytes:
+                    said += f", {size(s.bytes)}"
                 out.append(
                     f"<rect x='{left + (s.start - self._first) * scale:.1f}' y='{height * row + 1}' "
                     f"width='{max(0.4, s.seconds * scale):.1f}' height='{height - 3}' "
@@ -280,11 +284,13 @@ class Timeline:
 
     def _tracks(self) -> list[tuple[str, list[Span]]]:
         """Return the tracks of all ranks, with their labels."""
-        several = len(self.ranks) > 1
+        lanes = self._lanes()
+        if len(self.ranks) == 1:
+            return [lane for found in lanes.values() for lane in found]
         return [
-            (f"rank {rank}: " * several + title, spans)
-            for rank, lanes in self._lanes().items()
-            for title, spans in lanes
+            (f"rank {rank}: {title}", spans)
+            for rank, found in lanes.items()
+            for title, spans in found
         ]
 
     def save(self, file: str | Path) -> None:
@@ -407,8 +413,12 @@ def _title(s: Span) -> str:
     """Format a span as the title in torch.profiler and Perfetto."""
     if s.kind == "collective":
         return f"{s.name} over {s.axis}"
-    where = f" [{s.module}]" * bool(s.module)
-    return f"{s.name}{where}{' backward' * s.backward}"
+    title = s.name
+    if s.module:
+        title += f" [{s.module}]"
+    if s.backward:
+        title += " backward"
+    return title
 
 
 def _once(given: Sequence[Timeline | str | Path], read: Sequence[Timeline]) -> str:

@@ -113,7 +113,8 @@ def test_a_job_that_ends_well_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "text"), [([0], "0"), ([0, 1, 2, 5], "0-2, 5"), ([1, 3, 4], "1, 3-4")]
+    ("ranks", "text"),
+    [([0], "rank 0"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([1, 3, 4], "ranks 1, 3-4")],
 )
 def test_ranks_are_named_in_runs(ranks: list[int], text: str) -> None:
     assert _ranges(ranks) == text

@@ -113,9 +113,11 @@ def streamed(case: MatmulCase) -> Match | str:
     (axis,) = cube.w[0].axes
     p = case.axes[axis]
     gather, wide_x = price_of_gather(case.x_bytes, cube.x, case.axes)
-    panels = moving((axis,), (p - 1) * w, p * (p > 1))
-    temporary = (wide_x - case.x_bytes) * (not held)
-    forward, backward = price(case, found, [gather, panels, Cost()], temporary + 2 * w)
+    panels = moving((axis,), (p - 1) * w, p if p > 1 else 0)
+    temporary = 2 * w
+    if not held:
+        temporary += wide_x - case.x_bytes
+    forward, backward = price(case, found, [gather, panels, Cost()], temporary)
 
     def call(
         x: ShardedTensor, w: ShardedTensor, over: tuple[Axes, Axes], bias: Tensor | None = None

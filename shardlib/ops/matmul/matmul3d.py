@@ -320,7 +320,9 @@ def _match(case: MatmulCase, save: str) -> Match:
         summed=tuple(a for a in case.axes if a in psummed),
         w_first=more_w * (1 + ("w" not in save)) > more_x * (1 + ("x" not in save)),
     )
-    temporary = more_x * (not held) + more_w + more_y
+    temporary = more_w + more_y
+    if not held:
+        temporary += more_x
     forward, backward = price(case, found, [cost for cost, _ in priced], temporary, save)
     shared = bool(cube.x) and (held or bool(case.more) or (case.more is None and "x" in save))
     keeps_x = "x" in save and (not held or again)
