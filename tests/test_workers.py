@@ -1,14 +1,16 @@
 """The pool fails soon, says why, and goes on."""
 
+import gc
 import os
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardlib as sl
-from tests.workers import WorkerError
+from tests.workers import Pool, WorkerError
 
 
 def _total() -> float:
@@ -56,3 +58,19 @@ def test_what_is_sent_comes_back_by_rank(pool: Any) -> None:
 
 def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:
     return x * by + sl.axis_index(("x", "y"))
+
+
+def test_what_was_forked_is_never_collected() -> None:
+    """The destructor of a forked store would wait for a thread that only its parent has."""
+    circle: list[Any] = [dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)]
+    circle.append(circle)
+    gc.disable()
+    one = None
+    try:
+        del circle
+        one = Pool(1)
+        assert len(one.run(gc.collect, x=1)) == 1
+    finally:
+        gc.enable()
+        if one is not None:
+            one.close()

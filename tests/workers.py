@@ -47,6 +47,8 @@ _PRELOAD = ["shardlib", "tests.accelerator.pretend", "torch._dynamo", "transform
 
 def _serve(rank: int, world: int, folder: str, pipe: Connection, device: str) -> None:
     faulthandler.enable()
+    # what was forked stays: threads that a store's or a group's destructor joins are not in here
+    gc.freeze()
     torch.set_num_threads(1)
     if device != "cpu":
         importlib.import_module("tests.accelerator.pretend").default()
