@@ -198,13 +198,13 @@ def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) 
     lay.check(tuple(size), m, op="shard")
     if src is not None:
         x = _from_rank(x, m, src)
-    true = x.shape
-    if size != true:
-        x = lengthened(x, true, size)
+    shape = x.shape
+    if size != shape:
+        x = lengthened(x, shape, size)
     raw = _placed(x, lay, m)
     if (mode := checking()) is not None:
         mode.tag(raw)
-    return ShardedTensor(raw, Place(lay, size, m, true if size != true else None))
+    return ShardedTensor(raw, Place(lay, shape, m, size))
 
 
 def lengthened(x: Tensor, shape: Sequence[int], size: Sequence[int]) -> Tensor:
@@ -443,9 +443,6 @@ def reshard(x: object, layout: LayoutTree) -> object:
     target = layout.resolve(len(x.padded_shape))
     if target == x.sharding:
         return x
-    if x.is_padded:
-        moved = reshard(x.with_padding, target)
-        return ShardedTensor(moved.raw, moved.place._replace(true_shape=x.shape))
     target.check(tuple(x.padded_shape), x.mesh, op="reshard")
     return heard(_moved, reshard, x, target)
 

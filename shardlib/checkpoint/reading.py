@@ -231,9 +231,8 @@ class Target:
         """Make a tensor of a storage."""
         if self.mesh is None:
             return raw
-        shape, tiled = self.place.shape, self.place.tiled
-        true = None if tiled == shape else torch.Size(shape)
-        return ShardedTensor(raw, Place(self.place.layout, torch.Size(tiled), self.mesh, true))
+        shape, tiled = torch.Size(self.place.shape), torch.Size(self.place.tiled)
+        return ShardedTensor(raw, Place(self.place.layout, shape, self.mesh, tiled))
 
 
 def storages(targets: Sequence[Target]) -> list[Tensor]:

@@ -102,11 +102,11 @@ class CheckMode(Trace):
         setattr(raw, _TAG, self.made)
 
     def _placed(self, dtype: torch.dtype, place: Any) -> str:
-        key = dtype, place.layout, place.shape
+        key = dtype, place.layout, place.tiled
         found = self.texts.get(key)
         if found is None:
             name = str(dtype).removeprefix("torch.")
-            found = self.texts[key] = f"{name}{list(place.shape)} {place.layout}"
+            found = self.texts[key] = f"{name}{list(place.tiled)} {place.layout}"
         return found
 
     # -------------------------------------------------------- transfers

@@ -203,7 +203,7 @@ def _place_parameter(
         raw = torch.full(shape, float("nan"), dtype=p.dtype, device=mesh.device).requires_grad_(
             p.requires_grad
         )
-        return ShardedTensor(raw, Place(layout, size, mesh, p.shape if size != p.shape else None))
+        return ShardedTensor(raw, Place(layout, p.shape, mesh, size))
     placed = place_whole(p.detach(), layout, mesh, src=src, pad=pad)
     placed.requires_grad_(p.requires_grad)
     return placed

@@ -157,7 +157,7 @@ def drawn(
         return out
     place = x.place
     axes = tuple(place.mesh.axes.items())
-    held = place.layout, tuple(place.shape), axes
+    held = place.layout, tuple(place.tiled), axes
     for block, coord in zip(blocks(out, place.mesh), played(place.mesh), strict=True):
         of_rank = (*held, tuple(coord.values()), tuple(x.shape), isinstance(make, Pairs))
         flat = block.view(-1)

@@ -80,10 +80,11 @@ def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bo
     if not features:
         return drawn(x, key, make, dtype)
     layout = Layout((*x.dims[:2], *[Dim()] * (len(x.padded_shape) - 2)))
-    shape = torch.Size((*x.padded_shape[:2], *[1] * (len(x.padded_shape) - 2)))
-    local = (*block_shape(x.raw, x.mesh)[:2], *shape[2:])
+    ones = [1] * (x.ndim - 2)
+    local = (*block_shape(x.raw, x.mesh)[:2], *ones)
     block = x.raw.new_empty(storage_shape(x.mesh, *local), dtype=dtype)
-    place = x.place.becomes(layout, shape, torch.Size((*x.shape[:2], *shape[2:])))
+    size, tiled = (torch.Size((*s[:2], *ones)) for s in (x.shape, x.padded_shape))
+    place = x.place.becomes(layout, size, tiled)
     return drawn(ShardedTensor(block, place), key, make, dtype)
 
 

@@ -256,7 +256,8 @@ def _losses(
     """Compute the loss of each row of a chunk, on raw blocks."""
     mesh, axes = of_rows.mesh, of_rows.layout.dims[0].axes
     count = rows.shape[-2] * mesh.axis_size(axes)
-    x = ShardedTensor(rows, of_rows._replace(shape=torch.Size((count, of_rows.shape[-1]))))
+    size = torch.Size((count, of_rows.shape[-1]))
+    x = ShardedTensor(rows, of_rows.becomes(of_rows.layout, size))
     t = ShardedTensor(labels, Place(Layout((Dim(axes),)), torch.Size([count]), mesh))
     w, b, *_ = (*map(ShardedTensor, fixed, places), None)
     with promoting():

@@ -237,7 +237,7 @@ def _padded_as(gradient: ShardedTensor, x: ShardedTensor) -> Tensor:
 
 def _one(x: ShardedTensor) -> Tensor:
     """Return the cotangent of a number.  Raises: ShardError for another tensor."""
-    if x.place.shape.numel() != 1:
+    if x.place.tiled.numel() != 1:
         why = "backward of a tensor that is no scalar needs its cotangent"
         raise call_error(ShardError, why, "backward", "x.sum().backward()", tensor=x)
     if x.raw.is_complex() and x.raw.requires_grad:

@@ -24,7 +24,7 @@ from shardlib.memory_sharing import alike, link
 from shardlib.mesh import Mesh
 from shardlib.ops.each_rank import FlatCall
 from shardlib.opspec import Args, Func, Kwargs, records
-from shardlib.tensor import ShardedTensor, Unfit, call_error, has_padding
+from shardlib.tensor import Place, ShardedTensor, Unfit, call_error, has_padding
 
 __all__ = [
     "beside",
@@ -58,7 +58,7 @@ def inside(x: ShardedTensor) -> ShardedTensor:
     key = (x.sharding, x.padded_shape, x.shape, x.raw.device)
     # few: masks are as large as blocks
     raw = x.mesh.memo("mask", key, lambda: _mask(*key, x.mesh), most=64)
-    return ShardedTensor(raw, x.place._replace(true_shape=None, deferred=frozenset()))
+    return ShardedTensor(raw, Place(x.sharding, x.padded_shape, x.mesh))
 
 
 def _mask(
@@ -79,7 +79,7 @@ def padded_to(value: ShardedTensor, true: Sequence[int]) -> ShardedTensor:
     """Return a value whose true sizes are ``true``; positions beyond them are padding."""
     if tuple(value.padded_shape) == tuple(true):
         return value
-    return ShardedTensor(value.raw, value.place._replace(true_shape=torch.Size(true)))
+    return ShardedTensor(value.raw, value.place._replace(shape=torch.Size(true)))
 
 
 def extended(whole: Tensor, x: ShardedTensor) -> Tensor:

@@ -396,8 +396,7 @@ def _like(
         )
     raw = x.raw.new_empty(x.raw.shape, dtype=dtype)
     bare = Layout(x.dims, skew=x.sharding.skew)
-    new = Place(bare, x.padded_shape, x.mesh)
-    out = ShardedTensor(raw, new.becomes(bare, new.shape, x.shape))
+    out = ShardedTensor(raw, Place(bare, x.shape, x.mesh, x.padded_shape))
     _asked(_EMPTY[func], out, (), {})
     draw_into(out, make(dtype), b["generator"])
     return out.requires_grad_(b["requires_grad"])  # type: ignore[return-value]

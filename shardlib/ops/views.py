@@ -264,7 +264,7 @@ def _view(call: _Call, run: Func, x: ShardedTensor, new: tuple[int, ...]) -> Any
         fix = f"sl.reshard(x, '...').view{tuple(new)}"
         raise call_error(ImplicitCommunication, why, run, fix, tensor=x)
     layout, local = found
-    place = x.place.becomes(layout, torch.Size(stored), torch.Size(new))
+    place = x.place.becomes(layout, torch.Size(new), torch.Size(stored))
     if len(new) == 2 < len(size) and stored[-1] == size[-1]:
         place = place._replace(merged_from=tuple(size[:-1]))
     if not copied:
@@ -479,7 +479,7 @@ def expand(func: Func, args: Args, kwargs: Kwargs) -> object:
         raise call_error(BadArgument, f"cannot expand to {list(wanted)}", "expand", tensor=x)
     stored = _stored(func, x, new, lambda d, j: d + front == j)
     layout = x.sharding.onto((*[Dim()] * front, *x.dims))
-    place = x.place.becomes(layout, torch.Size(stored), torch.Size(new))
+    place = x.place.becomes(layout, torch.Size(new), torch.Size(stored))
     local = layout.local_shape(stored, x.mesh)
     return blockwise(func, args or (x,), kwargs, place, Tensor.expand, (local,))
 

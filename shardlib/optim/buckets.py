@@ -90,8 +90,7 @@ class Item:
 
     def place_in(self, layout: Layout, mesh: Mesh, deferred: frozenset[str] = frozenset()) -> Place:
         """Return the place of the leaf in a layout, of its true and its tiled sizes."""
-        true = None if self.whole == self.tiled else torch.Size(self.whole)
-        return Place(layout, torch.Size(self.tiled), mesh, true, deferred)
+        return Place(layout, torch.Size(self.whole), mesh, torch.Size(self.tiled), deferred)
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,7 @@ class Spread:
 
     def place(self, mesh: Mesh) -> Place:
         """Return the place of the whole parameter."""
-        true = None if self.padded == self.shape else torch.Size(self.shape)
-        return Place(self.layout, torch.Size(self.padded), mesh, true)
+        return Place(self.layout, torch.Size(self.shape), mesh, torch.Size(self.padded))
 
 
 class Laid(NamedTuple):

@@ -389,12 +389,12 @@ def _bytes(tree: object) -> int:
 def _on_paper(x: object, mesh: Mesh) -> Any:
     """Return the value as a tensor on the meta device, placed on another mesh."""
     if isinstance(x, ShardedTensor):
-        true, place = x.place.true_shape, x.place._replace(mesh=mesh, deferred=frozenset())
-        if true is not None:  # the padding depends on the mesh
-            size = padded_size(x.sharding, torch.empty(true, device="meta"), mesh)
-            place = place._replace(shape=size, true_shape=true if size != true else None)
+        place = x.place._replace(mesh=mesh, deferred=frozenset())
+        if x.is_padded:  # the padding depends on the mesh
+            size = padded_size(x.sharding, torch.empty(x.shape, device="meta"), mesh)
+            place = place._replace(tiled=size)
         block = torch.empty(
-            x.sharding.local_shape(tuple(place.shape), mesh), dtype=x.raw.dtype, device="meta"
+            x.sharding.local_shape(tuple(place.tiled), mesh), dtype=x.raw.dtype, device="meta"
         )
         return ShardedTensor(block.requires_grad_(x.requires_grad), place)
     return x.detach().to("meta") if isinstance(x, Tensor) else x

@@ -17,6 +17,7 @@ Source: arXiv 1909.08053, section 3, for f and g.
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,6 @@ from torch import Tensor
 from shardlib._compat import Ctx, Local, backward_now
 from shardlib.collectives import block_shape, flat_blocks, psum, unwrap, wrap
 from shardlib.dtypes import is_half, wide, wider
-from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.tensor.grad_coalescing import together_of
 from shardlib.tensor.place import Place
@@ -357,7 +357,7 @@ def settle(x: ShardedTensor) -> ShardedTensor:
     for axis in x.deferred:
         count *= x.mesh.axes[axis]
     return ShardedTensor(
-        _ShareGradient.apply(x.raw, count), Place(x.sharding, x.padded_shape, x.mesh)
+        _ShareGradient.apply(x.raw, count), Place(x.sharding, x.shape, x.mesh, x.padded_shape)
     )  # type: ignore[arg-type]
 
 
@@ -365,9 +365,8 @@ def gradient_place(place: Place) -> Place:
     """Return the place of a value's gradient: same layout, unsummed over the deferred axes."""
     layout = place.layout
     if place.deferred or layout.partial:
-        layout = Layout(layout.dims, tuple(sorted(place.deferred)), layout.skew)
-        layout = layout.resolve(len(place.shape))
-    return Place(layout, place.shape, place.mesh, place.true_shape)
+        layout = replace(layout, partial=tuple(place.deferred))
+    return Place(layout, place.shape, place.mesh, place.tiled)
 
 
 def gradient_of(x: ShardedTensor, raw_grad: Tensor) -> ShardedTensor:

@@ -14,15 +14,26 @@ from shardlib.mesh import Mesh
 __all__ = ["Place"]
 
 _NONE: frozenset[str] = frozenset()
+_new = tuple.__new__
 
 
-class Place(NamedTuple):
+class _Fields(NamedTuple):
+    layout: Layout
+    shape: torch.Size
+    mesh: Mesh
+    tiled: torch.Size
+    deferred: frozenset[str]
+    out_layout: Layout | None
+    merged_from: tuple[int, ...]
+
+
+class Place(_Fields):
     """Layout of a tensor's elements on a mesh, with its sizes.
 
     ``layout``      one token per dimension, and the sums that are still pending.
-    ``shape``       global sizes that the blocks tile exactly, with padding where there is any.
+    ``shape``       global sizes.
     ``mesh``        the Mesh whose axes the layout names.
-    ``true_shape``  global sizes without padding; None where nothing is padded.
+    ``tiled``       the sizes that the blocks tile exactly: ``shape``, with padding if there is any.
     ``deferred``    mesh axes over which the gradient of a replicated value is left unsummed.
     ``out_layout``  the layout that a product with this weight must give, if that is fixed.
     ``merged_from`` for a matrix whose rows a view merged from several dimensions: their sizes.
@@ -30,17 +41,25 @@ class Place(NamedTuple):
     >>> import shardlib as sl
     >>> with sl.simulate(x=2):
     ...     x = sl.shard(torch.zeros(3, 4), "x .", pad=True)
-    >>> x.place.layout, tuple(x.place.shape), tuple(x.place.true_shape)
-    (Layout('x .'), (4, 4), (3, 4))
+    >>> x.place.layout, tuple(x.place.shape), tuple(x.place.tiled)
+    (Layout('x .'), (3, 4), (4, 4))
     """
 
-    layout: Layout
-    shape: torch.Size
-    mesh: Mesh
-    true_shape: torch.Size | None = None
-    deferred: frozenset[str] = _NONE
-    out_layout: Layout | None = None
-    merged_from: tuple[int, ...] = ()
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        layout: Layout,
+        shape: torch.Size,
+        mesh: Mesh,
+        tiled: torch.Size | None = None,
+        deferred: frozenset[str] = _NONE,
+        out_layout: Layout | None = None,
+        merged_from: tuple[int, ...] = (),
+    ) -> "Place":
+        """Make a place of these fields."""
+        tiled = shape if tiled is None else tiled
+        return _new(cls, (layout, shape, mesh, tiled, deferred, out_layout, merged_from))
 
     @property
     def dims(self) -> tuple[Dim, ...]:
@@ -57,9 +76,11 @@ class Place(NamedTuple):
         """Whether no sum is left open: of the value's parts, or of its gradient's."""
         return not (self.layout.partial or self.deferred)
 
-    def becomes(self, layout: Layout, shape: torch.Size, true: torch.Size | None = None) -> "Place":
-        """Return the place with another layout and other sizes; ``true`` ones without padding.
+    def becomes(
+        self, layout: Layout, shape: torch.Size, tiled: torch.Size | None = None
+    ) -> "Place":
+        """Return the place with another layout and other sizes.
 
         ``out_layout`` and ``merged_from`` are dropped: they hold only for the value as it was.
         """
-        return Place(layout, shape, self.mesh, None if true == shape else true, self.deferred)
+        return Place(layout, shape, self.mesh, tiled, self.deferred)

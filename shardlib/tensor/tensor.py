@@ -139,7 +139,7 @@ def _odd(values: Iterable[Any]) -> int:
     for x in values:
         if type(x) is ShardedTensor:
             place = x.place
-            if place.true_shape is not None:
+            if place.shape != place.tiled:
                 found |= _PADDING
             if place.layout.skew:
                 found |= _SKEW
@@ -220,9 +220,8 @@ class ShardedTensor(torch.Tensor):
         place: Place, dtype: torch.dtype, device: torch.device, facts: Facts
     ) -> "ShardedTensor":
         """Make a value whose block is fetched at each access, by ``facts.read()``."""
-        shape = place.shape if place.true_shape is None else place.true_shape
         make = torch.Tensor._make_wrapper_subclass
-        self = make(ShardedTensor, shape, dtype=dtype, device=device)
+        self = make(ShardedTensor, place.shape, dtype=dtype, device=device)
         self.place, self.facts = place, facts
         return self
 
@@ -251,8 +250,8 @@ class ShardedTensor(torch.Tensor):
         if layout is None and shape is None:
             return ShardedTensor(raw, self.place)
         old = self.place
-        size = old.shape if shape is None else torch.Size(shape)
-        return ShardedTensor(raw, old.becomes(layout or old.layout, size))
+        sizes = (old.shape, old.tiled) if shape is None else (torch.Size(shape),)
+        return ShardedTensor(raw, old.becomes(layout or old.layout, *sizes))
 
     @property
     def local(self) -> Tensor:
@@ -262,23 +261,22 @@ class ShardedTensor(torch.Tensor):
     # Read on every operator call; going through __torch_function__ would cost 1.5 us each time.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        place = self.place
-        return place.shape if place.true_shape is None else place.true_shape
+        return self.place.shape
 
     @property
     def is_padded(self) -> bool:
         """Whether the blocks tile more than ``shape``."""
-        return self.place.true_shape is not None
+        return self.place.shape != self.place.tiled
 
     @property
     def with_padding(self) -> "ShardedTensor":
         """The value of the padded sizes; the padding may hold anything."""
-        return ShardedTensor(self.raw, self.place._replace(true_shape=None))
+        return ShardedTensor(self.raw, self.place._replace(shape=self.place.tiled))
 
     @property
     def padded_shape(self) -> torch.Size:
         """Global sizes that the blocks tile, with padding where there is any."""
-        return self.place.shape
+        return self.place.tiled
 
     @property
     def sharding(self) -> Layout:
@@ -438,8 +436,7 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 def _wrapped(raw: Tensor, place: Place) -> ShardedTensor:
     """Make ``ShardedTensor(raw, place)`` in four fifths of the time of the constructor."""
-    shape = place.shape if place.true_shape is None else place.true_shape
-    self: Any = _make_wrapper(ShardedTensor, shape, dtype=raw.dtype, device=raw.device)
+    self: Any = _make_wrapper(ShardedTensor, place.shape, dtype=raw.dtype, device=raw.device)
     self.raw = raw
     self.place = place
     return self
@@ -819,21 +816,20 @@ def _guarded(implementation: Implementation) -> Implementation:
 
 def _plainly(place: Place) -> tuple[Any, ...]:
     """Convert a place to types that torch.load accepts with ``weights_only``."""
-    layout, shape, mesh, true, deferred, out, merged = place
-    sizes = None if true is None else tuple(true)
+    layout, shape, mesh, tiled, deferred, out, merged = place
     text = None if out is None else str(out)
-    return str(layout), tuple(shape), mesh, sizes, sorted(deferred), text, merged
+    return str(layout), tuple(tiled), mesh, tuple(shape), sorted(deferred), text, merged
 
 
 def _unpickle(raw: Tensor, place: Any, grad: bool, is_parameter: bool) -> ShardedTensor:
-    lies, shape, mesh, true, deferred, out, merged = place
+    lies, tiled, mesh, shape, deferred, out, merged = place
     x = ShardedTensor(
         raw.requires_grad_(grad),
         Place(
             Layout.parse(lies),
-            torch.Size(shape),
+            torch.Size(shape or tiled),  # earlier versions wrote None where nothing is padded
             mesh,
-            None if true is None else torch.Size(true),
+            torch.Size(tiled),
             frozenset(deferred),
             None if out is None else Layout.parse(out),
             merged,

@@ -68,7 +68,7 @@ def pending(like: sl.ShardedTensor, total: torch.Tensor, axes: tuple[str, ...]) 
         blocks.append(noise * (rank + 1) if rank < p - 1 else block - noise * (p * (p - 1) / 2))
     layout = sl.Layout(like.dims, tuple(sorted(axes)))
     return sl.ShardedTensor(
-        storage(blocks, mesh), Place(layout, like.padded_shape, mesh, like.place.true_shape)
+        storage(blocks, mesh), Place(layout, like.shape, mesh, like.padded_shape)
     )
 
 

@@ -79,16 +79,10 @@ def _call_of(
         met = [real_axes(t.mesh, split.difference(t.sharding.axes, t.deferred)) for t in (q, k, v)]
         at = partial(batch_and_heads, layout, tuple(q.padded_shape), q.mesh)
         deferred = q.deferred | k.deferred | v.deferred
-        size = (*q.padded_shape[:3], v.padded_shape[3])
-        out = Place(Layout(layout.dims), torch.Size(size), q.mesh, deferred=deferred)
-        if q.is_padded:
-            true = torch.Size((*q.shape[:3], size[3]))
-            out = Place(out.layout, out.shape, q.mesh, true)
-        lse = out._replace(
-            layout=Layout(layout.dims[:3]),
-            shape=out.shape[:3],
-            true_shape=out.true_shape and out.true_shape[:3],
-        )
+        width = v.padded_shape[3]
+        size, tiled = (torch.Size((*s[:3], width)) for s in (q.shape, q.padded_shape))
+        out = Place(Layout(layout.dims), size, q.mesh, tiled, deferred)
+        lse = Place(Layout(layout.dims[:3]), size[:3], q.mesh, tiled[:3], deferred)
         return _AttentionCall(match, tuple(met), at, out, lse)
 
     return q.mesh.memo("attention", key, make)
