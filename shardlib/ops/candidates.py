@@ -24,8 +24,6 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.tensor import Place, ShardedTensor, implements, real_axes
 
-__all__ = ["arg_extreme", "kthvalue", "max_or_min", "topk"]
-
 _MAX = binder("""
     max(input)
     max(input, dim: int, keepdim: bool = False)

@@ -19,8 +19,6 @@ from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import ShardedTensor, Unfit, implements, lift
 
-__all__ = ["contract", "einsum"]
-
 contract = partial(_contract, product_of)
 """Einsum of sharded operands."""
 

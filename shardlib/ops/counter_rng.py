@@ -29,11 +29,6 @@ from shardlib.layouts import Layout
 from shardlib.mesh import uploaded
 from shardlib.tensor import ShardedTensor
 
-__all__ = [
-    "DIGITS", "Make", "Pairs", "along", "drawn", "gaussian", "half_open", "keep_mask", "kept", "normal",
-    "open_unit", "places", "then", "unit",
-]  # fmt: skip
-
 _STEP = 1 << 14  # elements at once: they fit a cache, and torch starts threads only for more
 
 Make = Callable[[Tensor], Tensor]

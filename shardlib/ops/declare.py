@@ -27,11 +27,6 @@ from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.opspec import OPERATORS, Args, Func, Kind, Kwargs, OpSpec, homes, lines, records
 from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses
 
-__all__ = [
-    "DECLARED", "Bound", "Declared", "along", "declare", "last", "leading",
-    "of_kind", "operator", "rows", "slots", "spelled", "where",
-]  # fmt: skip
-
 Bound = dict[str, Any]
 
 

@@ -40,8 +40,6 @@ from shardlib.tensor.lifting import lift
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, Unfit, call_error, has_padding
 
-__all__ = ["Labels", "may_move", "rows_call"]
-
 # operand -> label of each dimension, None where it must be whole
 Labels = dict[int, tuple[Any, ...]]
 

@@ -25,8 +25,6 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.random import next_key
 from shardlib.tensor import ShardedTensor, call_error, implements
 
-__all__ = ["dropout"]
-
 
 class _Drop(Local):
     """apply(x, keep, scale): x * scale where kept; only the mask is saved."""

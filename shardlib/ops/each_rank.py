@@ -20,8 +20,6 @@ from shardlib.mesh import Mesh
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import Unfit, on_shapes
 
-__all__ = ["FlatCall", "each", "run"]
-
 
 class FlatCall(NamedTuple):
     """Call of a torch function with its arguments flattened; tensors are at ``at``."""

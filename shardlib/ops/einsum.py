@@ -18,8 +18,6 @@ from shardlib.ops.dims import Labels, rows_call
 from shardlib.opspec import Args, Kwargs
 from shardlib.tensor import ShardedTensor, Unfit, typeof
 
-__all__ = ["contract", "product_line"]
-
 
 def _parsed(equation: str, ndims: list[int]) -> tuple[list[str], str]:
     """Return the letters of every operand and of the result, ``...`` written out.

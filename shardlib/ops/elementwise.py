@@ -47,8 +47,6 @@ from shardlib.tensor import (
     vary,
 )
 
-__all__ = ["aligned", "brought", "converted", "elementwise", "onto"]
-
 _NAMES = names_of(kind="pointwise")
 _LINEAR = {name: how for how in ("alone", "sum", "scale") for name in names_of(linear=how)}
 

@@ -37,8 +37,6 @@ from shardlib.tensor.tensor import (
     local_call,
 )
 
-__all__ = ["embedding"]
-
 
 class _Lookup(Local):
     """Lookup in a table whose vocabulary is split over ``axes``.

@@ -57,8 +57,6 @@ from shardlib.tensor.tensor import (
     typeof,
 )
 
-__all__ = ["HANDLERS", "NEXT", "FallbackCall", "Handler", "is_whole", "on_whole", "written_to"]
-
 _NEVER = frozenset(names_of(kind="refused"))
 
 

@@ -12,8 +12,6 @@ from shardlib.errors import lettered
 from shardlib.ops.each_rank import FlatCall
 from shardlib.opspec import Func, writes
 
-__all__ = ["fix_line"]
-
 
 def fix_line(call: FlatCall, to: Mapping[int, str] = {}, most: float = 0) -> str:
     """Return the call with its operands named x, y, z, ..., as a line that runs.

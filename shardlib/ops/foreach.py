@@ -24,8 +24,6 @@ from shardlib.tensor.gradients import real_axes
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, implements
 
-__all__ = ["unscale"]
-
 _REDUCES = frozenset("norm max mm powsum".split())
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from shardlib._compat import assert_async
 from shardlib.errors import OutOfRange
 
-__all__ = ["in_range"]
-
 
 def in_range(
     ids: Tensor, count: int, op: str, what: str, ignore: int | None = None, lowest: int = 0

@@ -21,9 +21,6 @@ from shardlib.placing import reshard
 from shardlib.random import branch, next_key
 from shardlib.tensor import ShardedTensor, implements, refuse_sums, replicated
 
-__all__ = ["orthogonal_", "sparse_", "trunc_normal_"]
-
-
 _FILLS = {
     nn.init.uniform_: Tensor.uniform_,
     nn.init.normal_: Tensor.normal_,

@@ -36,8 +36,6 @@ from shardlib.tensor.lifting import promoting, replicated
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, typeof
 
-__all__ = ["linear_cross_entropy"]
-
 
 def linear_cross_entropy(
     input: Tensor,

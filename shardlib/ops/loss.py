@@ -46,8 +46,6 @@ from shardlib.tensor.tensor import (
     implements,
 )
 
-__all__ = ["cross_entropy"]
-
 
 class _Classes(NamedTuple):
     """Cross entropy of rows whose ``count`` true classes ``axes`` split, by F.cross_entropy's names.

@@ -57,8 +57,6 @@ from shardlib.tensor.tensor import (
     implements,
 )
 
-__all__ = ["layer_norm", "rms_norm"]
-
 Axes = tuple[str, ...]
 TorchCall = tuple[Func, Args, Kwargs]
 Factor = Tensor | None

@@ -26,21 +26,6 @@ from shardlib.ops.each_rank import FlatCall
 from shardlib.opspec import Args, Func, Kwargs, records
 from shardlib.tensor import Place, ShardedTensor, Unfit, call_error, has_padding
 
-__all__ = [
-    "beside",
-    "check_alike",
-    "cuts_padding",
-    "extended",
-    "filled",
-    "inside",
-    "neutral",
-    "of_true_sizes",
-    "padded_to",
-    "sizes",
-    "the_dim",
-    "with_zeros",
-]
-
 
 def filled(x: ShardedTensor, value: float | bool) -> ShardedTensor:
     """Return the value of the padded sizes, with ``value`` in the padding and no gradient there."""

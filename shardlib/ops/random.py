@@ -41,8 +41,6 @@ from shardlib.tensor.lifting import lift
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, implements
 
-__all__ = ["draw_into"]
-
 
 def _asked(func: Func, x: ShardedTensor, args: Args, kwargs: Kwargs) -> None:
     """Raise torch's own error for bad arguments."""

@@ -32,8 +32,6 @@ from shardlib.tensor.tensor import (
     local_call,
 )
 
-__all__ = ["SUM", "reduced_layout"]
-
 Dims = int | list[int] | tuple[int, ...] | None
 """Dimensions as an argument names them; None names all."""
 

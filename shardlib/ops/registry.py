@@ -23,20 +23,6 @@ from shardlib.layouts import Layout
 from shardlib.layouts.layout import the_one
 from shardlib.mesh import Entered, Memo, Scope, scope
 
-__all__ = [
-    "Match",
-    "Why",
-    "algorithm",
-    "choose",
-    "decide",
-    "fitting",
-    "implicit",
-    "implicit_budget",
-    "pinned",
-    "saving",
-    "why",
-]
-
 Answer = TypeVar("Answer", bound="Callable[[Any], Match | str]")
 """Match function of an algorithm: from a case of its operation to a match, or a refusal."""
 

@@ -30,9 +30,6 @@ from shardlib.tensor.lifting import lift, lifted
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, blockwise, implements, local_call, typeof
 
-__all__ = ["scaled_dot_product_attention"]
-
-
 _SDPA = binder(
     "sdpa(query: tensor, key: tensor, value: tensor, attn_mask: tensor = None, dropout_p: number = "
     "0.0, "

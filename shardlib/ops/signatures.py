@@ -27,8 +27,6 @@ from shardlib.errors import BadArgument, OutOfRange
 from shardlib.opspec import Args, Kwargs
 from shardlib.tensor import Unfit, call_error
 
-__all__ = ["ArgumentSlot", "binder", "dim_of", "dims_of"]
-
 
 class ArgumentSlot:
     """Placeholder for a tensor while a call is bound: its index and shape, not its value."""

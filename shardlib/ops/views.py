@@ -46,19 +46,17 @@ from shardlib.tensor import (
     typeof,
 )
 
-__all__ = ["VIEW", "piece", "view_layout"]
-
-# (axis, or a ring-ordered token, or None; radix), major first
-_Digits = list[tuple[str | Dim | None, int]]
+_Digit = tuple[str | Dim | None, int]
+"""An axis, a ring-ordered token or None, and the number of positions that it counts."""
 
 
-def _digits(dim: Dim, size: int, mesh: dict[str, int]) -> _Digits:
+def _digits(dim: Dim, size: int, mesh: dict[str, int]) -> list[_Digit]:
+    """List the digits of a dimension, major first."""
     if dim.order != "contiguous":  # a ring-ordered split cannot be factored further: one digit
         groups = _digits(dim.groups, size, mesh)[:-1] if dim.groups.parts else []
         return [*groups, (Dim(dim.ring, dim.order), size // math.prod(r for _, r in groups))]
-    out: _Digits = [(p, mesh[p]) if isinstance(p, str) else (None, p) for p in dim.parts]
-    rest = size // max(1, math.prod(r for _, r in out))
-    return [*out, (None, rest)]
+    out: list[_Digit] = [(p, mesh[p]) if isinstance(p, str) else (None, p) for p in dim.parts]
+    return [*out, (None, size // max(1, math.prod(r for _, r in out)))]
 
 
 def view_layout(
@@ -76,84 +74,30 @@ def view_layout(
         return _with_ones(layout, shape, new, mesh)
     if 0 in shape:
         return layout if not layout.axes else "an empty split tensor has no other view"
-    reader = _DigitReader(layout, shape, mesh)
-    try:
-        dims = tuple(reader.dim(n) for n in new)
-        reader.end()
-    except _DigitCut as e:
-        return str(e)
+    left: list[_Digit] = []
+    for dim, n in zip(layout.dims, shape, strict=True):
+        for axis, radix in _digits(dim, n, mesh):
+            if axis is None and left and left[-1][0] is None:
+                left[-1] = (None, left[-1][1] * radix)  # adjacent unsplit ones merge
+            else:
+                left.append((axis, radix))
+    dims = []
+    for n in new:
+        try:
+            taken = leading(left, n, lambda digit: digit[1], _divided)
+        except Apart as e:
+            assert isinstance(e.digit, tuple), "both shapes have as many elements"
+            return f"{_named(*e.digit)} does not fit into a dimension of size {n}"
+        for sequence, _ in taken[:-1]:
+            if isinstance(sequence, Dim):
+                return f"a sequence split {sequence} has no dimension after it"
+        while left and left[0] == (None, 1):
+            left.pop(0)
+        dims.append(_dim(taken))
     return layout.onto(dims)
 
 
-class _DigitCut(Exception):
-    """Reason why a new dimension does not consist of whole digits."""
-
-
-class _DigitReader:
-    """Digits of a layout's dimensions, regrouped as the dimensions of another shape.
-
-    ``at``    the next dimension to read.
-    ``left``  digits read and not used yet, and ``count`` their product.
-    """
-
-    def __init__(self, layout: Layout, shape: tuple[int, ...], mesh: dict[str, int]) -> None:
-        self.dims, self.shape, self.mesh = layout.dims, shape, mesh
-        self.at, self.count = 0, 1
-        self.left: _Digits = []
-
-    def dim(self, n: int) -> Dim:
-        """Return the token of the next dimension of the new shape, of size ``n``."""
-        if n != 1 and not self.left:  # both shapes end a dimension here: nothing to regroup
-            self._skip_ones()
-            if self.at < len(self.shape) and self.shape[self.at] == n:
-                self.at += 1
-                return self.dims[self.at - 1]
-        self._read(n)
-        taken = self._taken(n)
-        self.count //= n
-        for sequence, _ in taken[:-1]:
-            if isinstance(sequence, Dim):
-                raise _DigitCut(f"a sequence split {sequence} has no dimension after it")
-        while self.left and self.left[0] == (None, 1):
-            self.left.pop(0)
-        return _dim(taken)
-
-    def end(self) -> None:
-        """Check that nothing is left that is split."""
-        if any(d.is_split for d in self.dims[self.at :]) or any(a for a, _ in self.left):
-            raise _DigitCut("a split dimension of size 1 would vanish")
-
-    def _skip_ones(self) -> None:
-        while self.at < len(self.shape) and self.shape[self.at] == 1:
-            if self.dims[self.at].is_split:
-                raise _DigitCut(f"dimension {self.at} of size 1 is split")
-            self.at += 1
-
-    def _read(self, n: int) -> None:
-        """Read dimensions until their digits hold ``n``, or a multiple if none is split."""
-        while self.at < len(self.shape):
-            unsplit = len(self.left) == 1 and self.left[0][0] is None
-            if self.count >= n and not (unsplit and self.count % n):
-                return
-            for axis, radix in _digits(self.dims[self.at], self.shape[self.at], self.mesh):
-                if axis is None and self.left and self.left[-1][0] is None:
-                    self.left[-1] = (None, self.left[-1][1] * radix)  # adjacent unsplit ones merge
-                else:
-                    self.left.append((axis, radix))
-            self.count *= self.shape[self.at]
-            self.at += 1
-
-    def _taken(self, n: int) -> _Digits:
-        """Take the digits of a dimension of size ``n``; an unsplit digit may be divided."""
-        try:
-            return leading(self.left, n, lambda digit: digit[1], _divided)
-        except Apart as e:
-            assert isinstance(e.digit, tuple), "as many digits as positions were read"
-            why = f"{_named(*e.digit)} does not fit into a dimension of size {n}"
-            raise _DigitCut(why) from None
-
-
-def _divided(digit: tuple[str | Dim | None, int], major: int) -> _Digits:
+def _divided(digit: _Digit, major: int) -> list[_Digit]:
     axis, radix = digit
     if axis is not None:
         raise Apart(digit)
@@ -179,7 +123,7 @@ def _with_ones(
         j = None if d == bare[i] else _same_start(i, shape, new)
         if j is None:
             continue
-        if dims[j] == bare[i] and new[j] == shape[i]:
+        if new[j] == shape[i]:
             dims[j] = d
         elif dims[j].order == "contiguous":
             many = [k for k, p in enumerate(d.parts) if isinstance(p, int) or mesh[p] > 1]
@@ -202,7 +146,7 @@ def _same_start(i: int, shape: tuple[int, ...], new: tuple[int, ...]) -> int | N
     return found[min(before, len(found) - 1)] if found else None
 
 
-def _dim(digits: _Digits) -> Dim:
+def _dim(digits: list[_Digit]) -> Dim:
     """Return digits as a token: unsplit ones before the last axis are factors, others the rest."""
     if digits and isinstance(digits[-1][0], Dim):
         ring = digits[-1][0]

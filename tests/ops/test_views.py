@@ -137,6 +137,14 @@ def test_an_axis_of_one_rank_stays_with_the_dimension_that_has_a_size() -> None:
             assert new[at["y"]] in (32, 4) and new[at["x"]] == 4, (size, old, new, str(out))
 
 
+def test_a_view_may_cut_a_whole_dimension_anywhere_behind_a_split_one() -> None:
+    """The unsplit positions behind an axis are one digit, also those of several dimensions."""
+    x = torch.arange(144.0).reshape(12, 12)
+    with sl.simulate(x=2):
+        y = sl.shard(x, "x .").view(8, 9, 2)
+        assert str(y.sharding) == "x . ." and torch.equal(sl.unshard(y), x.view(8, 9, 2))
+
+
 def test_a_view_exists_where_torch_has_one() -> None:
     """Drawn sizes, strides and views: by the rule, without a tensor of the whole size."""
     draw, found = random.Random(3), 0
