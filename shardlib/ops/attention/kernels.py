@@ -168,12 +168,12 @@ def _math_backward(
 # ---------------------------------------------------------------- aten's kernels
 
 
-def _empty(bias: Tensor | None) -> Tensor | None:
+def without_keys(bias: Tensor | None) -> Tensor | None:
     """Return which rows have no allowed key: [.., m, n] -> [.., m]."""
     return None if bias is None else (bias == -math.inf).all(-1)
 
 
-def _settled(out: Tensor, lse: Tensor, empty: Tensor | None) -> tuple[Tensor, Tensor]:
+def settled(out: Tensor, lse: Tensor, empty: Tensor | None) -> tuple[Tensor, Tensor]:
     if empty is None:
         return out, lse
     return out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, -math.inf)
@@ -197,7 +197,7 @@ _ATEN: dict[str, tuple[Any, Any]] = {
 
 def _cpu_forward(b: Block) -> tuple[Tensor, Tensor]:
     out, lse = _ATEN["cpu"][0](b.q, b.k, b.v, 0.0, b.causal, attn_mask=_four(b.bias), scale=b.scale)
-    return _settled(out, lse, _empty(b.bias))
+    return settled(out, lse, without_keys(b.bias))
 
 
 def _cpu_backward(
@@ -271,7 +271,7 @@ def _efficient_forward(b: Block) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _ATEN["efficient"][0](
         b.q, k, v, _expanded(b), True, 0.0, b.causal, scale=b.scale
     )
-    return _settled(out, lse[..., : b.q.shape[2]], _empty(b.bias))
+    return settled(out, lse[..., : b.q.shape[2]], without_keys(b.bias))
 
 
 def _efficient_backward(
@@ -292,7 +292,7 @@ def _cudnn_forward(b: Block) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _ATEN["cudnn"][0](
         b.q, k, v, _expanded(b), True, 0.0, b.causal, False, scale=b.scale
     )
-    return _settled(out, lse.squeeze(-1) if lse.ndim == 4 else lse, _empty(b.bias))
+    return settled(out, lse.squeeze(-1) if lse.ndim == 4 else lse, without_keys(b.bias))
 
 
 def _cudnn_backward(

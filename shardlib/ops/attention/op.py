@@ -24,8 +24,22 @@ from shardlib.ops.attention.case import (
 )
 from shardlib.ops.attention.engine import AttentionJob, AttentionPlan, Engine, Given, planned
 from shardlib.ops.attention.engines import Canonical
-from shardlib.ops.attention.kernels import KERNELS, Kernel, ScorePiece, pick, unfit
-from shardlib.ops.attention.local import LocalQueries, batch_and_heads, gathered, local_queries
+from shardlib.ops.attention.kernels import (
+    KERNELS,
+    Kernel,
+    ScorePiece,
+    pick,
+    settled,
+    unfit,
+    without_keys,
+)
+from shardlib.ops.attention.local import (
+    LocalQueries,
+    add_sink,
+    batch_and_heads,
+    gathered,
+    local_queries,
+)
 from shardlib.ops.attention.masks import At, Full, Mask, as_mask
 from shardlib.ops.registry import Match
 from shardlib.random import next_key
@@ -252,24 +266,16 @@ def _dense(
 def _dense_rank(
     rank: LocalQueries, k: Tensor, v: Tensor, k_at: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    n, g = len(rank.q_at), k.shape[1]
+    """Attend with the math block, made differentiable where a row has no allowed key."""
+    n = len(rank.q_at)
     block = rank.block(ScorePiece(0, n, 0, len(k_at), "masked"), k, v, k_at)
-    q = block.q.unflatten(1, (g, -1)) * block.scale
-    s = torch.matmul(q, k.unsqueeze(2).mT).flatten(1, 2)
-    s = s if block.bias is None else s + block.bias
-    empty = (s == float("-inf")).all(-1)
-    s = s.masked_fill(empty.unsqueeze(-1), 0.0)
-    lse = torch.logsumexp(s, -1).masked_fill(empty, float("-inf"))
-    after = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype))
-    p = (
-        (s - after.masked_fill(empty, 0.0).unsqueeze(-1))
-        .exp()
-        .masked_fill(empty.unsqueeze(-1), 0.0)
-    )
-    p = p if block.keep is None else p * block.keep(0, n)
-    return torch.matmul(p.unflatten(1, (g, -1)), v.unsqueeze(2)).flatten(1, 2).to(
-        rank.q.dtype
-    ), after
+    empty = without_keys(block.bias)
+    if block.bias is not None:
+        # the gradient of a softmax over -inf alone is NaN
+        block.bias = block.bias.masked_fill(empty.unsqueeze(-1), 0.0)
+    out, lse = settled(*KERNELS["math"].forward(block), empty)
+    lse = add_sink(out, lse, sink)
+    return out.to(rank.q.dtype), lse
 
 
 Q = TypeVar("Q", bound=Tensor)

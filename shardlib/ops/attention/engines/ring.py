@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -161,13 +161,9 @@ class Routes:
             for n in travel.holding(step):
                 part = sums.part(n, step, travel.held[n, step])
                 for rank, calls, k_at in _calls(plan, ranks, n, step):
-                    attend_back(
-                        rank,
-                        calls,
-                        travel.keys(n, step, rank.view),
-                        k_at,
-                        partial(part.keys, rank.view, d),
-                    )
+                    keys = travel.keys(n, step, rank.view)
+                    attend_back(rank, calls, keys, k_at, partial(_sums_of, part, rank.view, d))
+                    del keys
                 sums.send_on(n, step, part)
                 del part
             sums.come_home(step, dkv)
@@ -234,6 +230,11 @@ def busiest(plan: AttentionPlan) -> tuple[int, int]:
 # ---------------------------------------------------------------- transfers of keys and sums
 
 
+def _sums_of(part: Callable[[], Tensor], view: View, d: int) -> Keys:
+    """Return a rank's sums of keys' and of values' gradients."""
+    return parted(view(part()), d)
+
+
 class _ChunkTransfers:
     """Keys and values of the chunks: posted once their sender has them, freed after use."""
 
@@ -280,38 +281,22 @@ class _Sums:
         out, self.waiting = self.waiting, []
         return out
 
-    def part(self, n: int, step: int, like: Tensor) -> "_ChunkGradient":
-        return _ChunkGradient(like, self.coming.pop(("sum", n, step), None))
+    def part(self, n: int, step: int, like: Tensor) -> Callable[[], Tensor]:
+        """Return a chunk's sum: received from its last stop when it is first used, or zeros."""
+        return cache(self.coming.pop(("sum", n, step), partial(sums_like, like)))
 
-    def send_on(self, n: int, step: int, part: "_ChunkGradient") -> None:
+    def send_on(self, n: int, step: int, part: Callable[[], Tensor]) -> None:
         """Send a sum to the next stop, or home from the last."""
         chunk = self.chunks[n]
         for what, pairs in (("sum", chunk.sum_hops(step + 1)), ("home", chunk.home_hops(step + 1))):
             if pairs:
-                self.waiting.append(Leaving((what, n, step + 1), part.sum(), pairs))
+                self.waiting.append(Leaving((what, n, step + 1), part(), pairs))
 
     def come_home(self, step: int, dkv: Tensor) -> None:
         """Add the sums that return to their owner at ``step``."""
         for n, chunk in enumerate(self.chunks):
             if wait := self.coming.pop(("home", n, step), None):
                 dkv[..., chunk.lo : chunk.hi, :] += wait()
-
-
-class _ChunkGradient:
-    """Partial gradient of a chunk: received from its last stop when first used, or zeros."""
-
-    def __init__(self, like: Tensor, came: Callable[[], Tensor] | None) -> None:
-        self.like, self.came = like, came
-        self.so_far: Tensor | None = None
-
-    def sum(self) -> Tensor:
-        if self.so_far is None:
-            self.so_far = sums_like(self.like) if self.came is None else self.came()
-            self.came = None
-        return self.so_far
-
-    def keys(self, view: View, d: int) -> Keys:
-        return parted(view(self.sum()), d)
 
 
 @dataclass(frozen=True)
