@@ -26,9 +26,8 @@ from shardlib._compat import Ctx, Local
 from shardlib.collectives import block_shape, storage_shape
 from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument, ShardError, Unsupported
-from shardlib.kernels import active
 from shardlib.layouts import Dim, Layout
-from shardlib.ops.loss import rows_given_up
+from shardlib.ops.loss import by_kernels, rows_given_up
 from shardlib.ops.padding import filled
 from shardlib.placing import reshard, shard
 from shardlib.tensor.gradients import real_axes, total, vary
@@ -260,7 +259,7 @@ def _losses(
     w, b, *_ = (*map(ShardedTensor, fixed, places), None)
     with promoting():
         logits: Any = F.linear(x, w, b)  # type: ignore[arg-type]
-        if (not rows.is_cpu or active.cpu) and active.native(logits.raw):
+        if by_kernels(logits.raw):
             each = rows_given_up(logits, t, how["ignore_index"], how["label_smoothing"])
         else:
             each = F.cross_entropy(logits, t, **how)

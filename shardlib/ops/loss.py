@@ -9,7 +9,6 @@ Source: arXiv 1909.08053, section 3 (vocabulary-parallel loss).
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -266,9 +265,6 @@ def _split_cross_entropy(given: dict[str, Any], given_up: bool = False) -> Shard
     mesh, shape = of_logits.mesh, of_logits.shape
     key = of_logits.layout, shape, of_target.layout, of_target.shape
     plan = mesh.memo("loss", key, lambda: _planned(logits, target))
-    known = given["weight"] is None and reduction in ("mean", "sum", "none")
-    if not known or target.is_floating_point():
-        raise _unsupported(logits, target)
     if plan.brought:
         target = reshard(target, plan.rows)  # a slice: nothing moves
     ignore, smooth = given["ignore_index"], float(given["label_smoothing"])
@@ -294,14 +290,17 @@ def _split_cross_entropy(given: dict[str, Any], given_up: bool = False) -> Shard
 
 def _is_torchs(x: Tensor, classes: int) -> bool:
     """Check whether torch's own kernel takes whole rows of logits and reduces their losses."""
-    if x.ndim != 2 or classes != x.shape[-1] or _is_large(x):
-        return False
-    return not ((not x.is_cpu or active.cpu) and active.native(x))
+    return x.ndim == 2 and classes == x.shape[-1] and not _is_large(x) and not by_kernels(x)
+
+
+def by_kernels(x: Tensor) -> bool:
+    """Check whether kernels compute the losses of rows of logits."""
+    return (not x.is_cpu or active.cpu) and active.native(x)
 
 
 def _row_losses(x: Tensor, target: Tensor, classes: _Classes, given_up: bool) -> Tensor:
     """Compute the loss of each row; under simulate of all ranks' rows at once."""
-    if (not x.is_cpu or active.cpu) and active.native(x):
+    if by_kernels(x):
         return _KernelLoss.apply(x, target, classes, given_up)  # type: ignore[return-value]
     if classes.axes or classes.count != x.shape[-1]:
         return _RowLoss.apply(x, target, classes)[0]
@@ -400,73 +399,70 @@ class _Mean(Local):
 # ---------------------------------------------------------------- losses of rows, reduced
 
 
-def _how(given: dict[str, Any]) -> str:
+_FURTHER = {F.kl_div: "batchmean"}
+"""Reductions that one function has besides the common ones."""
+
+
+def _how(func: Func, given: dict[str, Any]) -> str:
     """Return the reduction; torch's older two flags take precedence."""
     flags = given.pop("size_average", None), given.pop("reduce", None)
     reduction = given.pop("reduction")
     if flags != (None, None):
         average, reduce = (flag is None or flag for flag in flags)
         return ("mean" if average else "sum") if reduce else "none"
-    if reduction not in ("none", "mean", "sum", "batchmean"):
-        raise BadArgument(f"{reduction} is not a valid value for reduction", op="loss")
+    if reduction not in ("none", "mean", "sum", _FURTHER.get(func, "mean")):
+        raise BadArgument(f"{reduction} is not a valid value for reduction", op=func.__name__)
     return reduction
 
 
-def _of_rows(
-    given: Bound, how: str, losses: Callable[[Bound], Any], reduced: Callable[..., Any]
-) -> Any:
+def _of_rows(given: Bound, how: str, losses: Callable[[Bound], Any]) -> Any:
     """Compute the losses of rows and reduce them: those of half precision in fp32, rounded once."""
-    dtypes = {v.dtype for v in given.values() if isinstance(v, Tensor) and v.is_floating_point()}
-    dtype = dtypes.pop() if len(dtypes) == 1 and how != "none" else None
-    if dtype in HALF:
+    # torch computes with an integer operand in another dtype, but for a target
+    read = [
+        v
+        for k, v in given.items()
+        if isinstance(v, Tensor) and (k != "target" or v.is_floating_point())
+    ]
+    (dtype, *others) = {v.dtype for v in read}
+    half = dtype in HALF and not others and how != "none"
+    if half:
         given = {k: v.float() if getattr(v, "dtype", 0) == dtype else v for k, v in given.items()}
-    out = reduced(losses(given | {"reduction": "none"}), how, given)
-    return out.to(dtype) if dtype in HALF else out
+    out = _REDUCED[how](losses(given | {"reduction": "none"}), given)
+    return out.to(dtype) if half else out
 
 
-def _reduced(out: Any, how: str, given: dict[str, Any]) -> Any:
-    if how == "none":
-        return out
-    if how == "sum":
-        return out.sum()
-    if how == "weighed":
-        return out.sum() / given["weight"].sum()
-    if how == "batchmean":
-        x = given["input"]
-        return out.sum() / (x.shape[0] if x.ndim else 1)
-    if how != "mean":
-        raise Unfit(how)
-    return out.mean()
+_REDUCED: dict[str, Callable[[Any, Bound], Any]] = {
+    "none": lambda out, given: out,
+    "sum": lambda out, given: out.sum(),
+    "mean": lambda out, given: out.mean(),
+    "batchmean": lambda out, given: out.sum() / given["input"].shape[:1].numel(),
+    "by weights": lambda out, given: out.sum() / given["weight"].sum(),
+    "by classes": lambda out, given: out.sum() / _class_count(given),
+}
 
 
 def _losses(text: str, labels: Callable[[Bound], Labels]) -> None:
     """Implement the losses of a table: torch's own on the rows, reduced by ours."""
+    takes = "padding sums" if labels is rows else "sums"
     for name, signature in lines(text).items():
-        loss = _RowLosses(getattr(F, name), binder(signature), labels)
-        takes = "padding sums" if labels is rows else "sums"
-        implements(getattr(F, name), takes=takes)(loss)
+        implements(getattr(F, name), takes=takes)(partial(_row_loss, binder(signature), labels))
 
 
-@dataclass(frozen=True)
-class _RowLosses:
-    of: Callable[..., Any]
-    bind: Callable[..., Bound]
-    labels: Callable[[Bound], Labels]
-
-    def __call__(self, func: Func, args: Args, kwargs: Kwargs) -> object:
-        given = self.bind(*args, **kwargs)
-        if self.of is F.l1_loss and given["weight"] is None and (w := l1_weight()) is not None:
-            # dispatch again, so that a refusal or the fallback also has the weight
-            return ShardedTensor.__torch_function__(func, (), (), given | {"weight": w})
-        how = _how(given)
-        if how == "batchmean" and self.of is not F.kl_div:
-            raise BadArgument("batchmean is a reduction of kl_div alone", op=self.of.__name__)
-        weight = given.get("weight")
-        if how == "mean" and isinstance(weight, Tensor) and self.of in (F.mse_loss, F.l1_loss):
-            # these two divide by the weights' sum, the others by the number of elements
-            how = "weighed"
-        run = partial(rows_call, self.of, (), labels=lambda a, k: self.labels(k))
-        return _of_rows(given, how, run, _reduced)
+def _row_loss(
+    bind: Callable[..., Bound],
+    labels: Callable[[Bound], Labels],
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
+) -> object:
+    given = bind(*args, **kwargs)
+    if func is F.l1_loss and given["weight"] is None and (w := l1_weight()) is not None:
+        # dispatch again, so that a refusal or the fallback also has the weight
+        return ShardedTensor.__torch_function__(func, (), (), given | {"weight": w})
+    how = _how(func, given)
+    if how == "mean" and func in (F.mse_loss, F.l1_loss) and isinstance(given["weight"], Tensor):
+        how = "by weights"  # the other losses divide by the number of elements
+    return _of_rows(given, how, partial(rows_call, func, (), labels=lambda a, k: labels(k)))
 
 
 _losses(
@@ -543,23 +539,22 @@ def _classes(args: Args, k: Kwargs) -> Labels:
 
 def _by_class(func: Func, given: dict[str, Any], how: str) -> object:
     """Compute nll_loss or cross_entropy by torch's own on the rows, whose classes are whole."""
-    return _of_rows(given, how, partial(rows_call, func, (), labels=_classes), _class_mean)
+    if how == "mean":
+        how = "by classes"
+    return _of_rows(given, how, partial(rows_call, func, (), labels=_classes))
 
 
-def _class_mean(out: Any, how: str, given: dict[str, Any]) -> Any:
-    """Reduce the losses; a mean is over the weights of the targets that are not ignored."""
-    if how != "mean":
-        return _reduced(out, how, given)
+def _class_count(given: dict[str, Any]) -> Any:
+    """Count the rows; of targets that are classes, sum the weights of those not ignored."""
     x, t, weight = given["input"], given["target"], given["weight"]
     if t.is_floating_point():
-        return out.sum() / (x.numel() // x.shape[1 if x.ndim > 1 else 0])
+        return x.numel() // x.shape[1 if x.ndim > 1 else 0]
     ignore = given["ignore_index"]
     if weight is None:
-        return out.sum() / (t != ignore).sum()
+        return (t != ignore).sum()
     ones = torch.full_like(x.detach(), -1.0)
     counted = {"input": ones, "target": t, "weight": weight.detach(), "ignore_index": ignore}
-    count = rows_call(F.nll_loss, (), counted | {"reduction": "none"}, _classes)
-    return out.sum() / count.sum()
+    return rows_call(F.nll_loss, (), counted | {"reduction": "none"}, _classes).sum()
 
 
 def _checked(given: Bound) -> str:
@@ -579,7 +574,7 @@ def _checked(given: Bound) -> str:
         )
     if whole_numbers:
         _check_targets(x, t, given["ignore_index"])
-    return _how(given)
+    return _how(F.cross_entropy, given)
 
 
 def _check_targets(x: Tensor, t: Tensor, ignore: int) -> None:
@@ -604,7 +599,7 @@ def rows_given_up(logits: ShardedTensor, target: Tensor, ignore: int, smooth: fl
 @implements(F.nll_loss)
 def nll_loss(func: Func, args: Args, kwargs: Kwargs) -> object:
     given = _NLL(*args, **kwargs)
-    return _by_class(F.nll_loss, given, _how(given))
+    return _by_class(func, given, _how(func, given))
 
 
 def _padded_classes(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
@@ -633,4 +628,4 @@ def cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> object:
             return _split_cross_entropy(given | {"reduction": how})
         except Unsupported:
             pass
-    return _by_class(F.cross_entropy, given, how)
+    return _by_class(func, given, how)

@@ -21,6 +21,19 @@ def test_pending_targets_are_not_read_as_if_they_were_whole() -> None:
             )
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_of_whole_numbers_and_half_precision_has_the_dtype_of_torchs(reduction: str) -> None:
+    """The exponential of an integer is fp32, and so is a loss that is made of it."""
+    n, h = torch.tensor([2, 5], dtype=torch.int32), torch.tensor([0.5, -1.5], dtype=torch.float16)
+    calls = [(F.poisson_nll_loss, (n, h)), (F.l1_loss, (n, h)), (F.soft_margin_loss, (h, n))]
+    with sl.simulate(x=2):
+        for loss, operands in calls:
+            got = loss(*[sl.shard(t, "x") for t in operands], reduction=reduction)
+            want = loss(*operands, reduction=reduction)
+            assert got.dtype == want.dtype
+            assert torch.allclose(sl.unshard(got), want, rtol=1e-3)
+
+
 def test_loss_of_large_logits_is_finite() -> None:
     logits, target = torch.tensor([[1e4, 0.0, -1e4, 5.0]] * 2), torch.tensor([0, 2])
     with sl.simulate(x=2, y=2):
