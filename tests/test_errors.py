@@ -70,7 +70,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str, dict[str, Callable[[], An
     ("index into a split dimension", lambda: s("rows .", 4, 4)[1:3], "ImplicitCommunication", "cuts through dimension 0", {"x": lambda: s("rows .", 4, 4)}),
     ("split through blocks", lambda: s(". y", 4, 12).split(4, 1), "ImplicitCommunication", "pieces of [4, 4, 4]", {"x": lambda: s(". y", 4, 12)}),
     ("topk along a split dimension", lambda: s(". y", 4, 4).topk(2), "ImplicitCommunication", "needs dimensions whole", {"x": lambda: s(". y", 4, 4)}),
-    ("cat along a split dimension", lambda: torch.cat([s("rows .", 4, 4)] * 2), "ImplicitCommunication", "would move blocks", {n: (lambda: s("rows .", 4, 4)) for n in "xy"}),
+    ("cat along a split dimension", lambda: torch.cat([s("rows .", 4, 4)] * 2), "ImplicitCommunication", "would move unasked", {n: (lambda: s("rows .", 4, 4)) for n in "xy"}),
     ("attention with heads apart", lambda: F.scaled_dot_product_attention(s(". y . .", 2, 2, 4, 4), s(". rows . .", 2, 2, 4, 4), s(". rows . .", 2, 2, 4, 4)), "ImplicitCommunication", "batch and heads are split alike", {n: (lambda: s(". y . .", 2, 2, 4, 4)) for n in "qkv"} | {"F": lambda: F}),
     ("loss with targets elsewhere", lambda: F.cross_entropy(s("rows y", 4, 4), sl.shard(torch.zeros(4, dtype=torch.int64), "y")), "ImplicitCommunication", "not split the same way", {"logits": lambda: s("rows y", 4, 4), "target": lambda: sl.shard(torch.zeros(4, dtype=torch.int64), "y"), "F": lambda: F}),
     ("a function without a rule", lambda: torch.histc(s("rows .", 4, 4)), "ImplicitCommunication", "needs whole operands", {"x": lambda: s("rows .", 4, 4), "torch": lambda: torch}),

@@ -311,6 +311,8 @@ def refuse_moves(call: FallbackCall) -> object:
         fixed = told.fix not in ("", "sl.unshard(x)")
         if fixed or not isinstance(told, NoImplementation):
             raise told
+    if (refused := torch_refuses(call.func, call.args, call.kwargs)) is not None:
+        raise refused
     why = (
         f"{call.name} needs whole operands, and {sum(operands.moved.values()):.0f} bytes per rank "
         "would move unasked"

@@ -8,7 +8,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -19,17 +19,16 @@ from shardlib.autocast import DECLARED, casting
 from shardlib.errors import (
     BadArgument,
     ImplicitCommunication,
-    NoImplementation,
     OutOfRange,
-    lettered,
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import Apart, cut, leading, without_ones
+from shardlib.ops.declare import where
+from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.each_rank import FlatCall
 from shardlib.ops.padding import beside, cuts_padding, of_true_sizes, sizes, the_dim
-from shardlib.ops.signatures import binder, dim_of, dims_of
+from shardlib.ops.signatures import ArgumentSlot, binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
     ShardedTensor,
@@ -39,7 +38,6 @@ from shardlib.tensor import (
     call_error,
     implements,
     is_dense,
-    lift,
     local_call,
     no_implementation,
     partial_escape,
@@ -696,95 +694,38 @@ _CAT = binder("cat(tensors, dim: int = 0)")
 
 
 @implements(torch.stack, padding=beside(lambda *_, **__: []))
-@implements(torch.cat, torch.concat, torch.concatenate, padding=beside(the_dim(_CAT)))
-def cat(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Join pieces with equal layouts along a whole dimension; dtypes promote as in torch."""
+def stack(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Join pieces along a new dimension."""
     tensors, dim = _CAT(*args, **kwargs).values()
-    mesh = next(t.mesh for t in tensors if isinstance(t, ShardedTensor))
-    values = [lift(t, mesh, func.__name__) for t in tensors]
-    kinds = dict.fromkeys(v.dtype for v in values)
-    empty: list[ShardedTensor] = []
-    if func is torch.stack:
-        values = [unsqueeze(torch.unsqueeze, (v, dim), {}) for v in values]
-    elif any(v.shape != (0,) for v in values):  # torch joins shape (0,) to any shape
-        empty = [v for v in values if v.shape == (0,)]
-        values = [v for v in values if v.shape != (0,)]
-    dim = dim_of(dim, len(values[0].shape), func.__name__)
-    _check_sizes(func, values, dim)
-    if len(kinds) > 1:  # promoted by dtype alone, since no operand of cat is 0-dim
-        common = reduce(torch.promote_types, kinds)
-        values = [lift(v.to(common), mesh, func.__name__) for v in values]
-    if len(values) == 1:
-        only = values[0]
-        return only.becomes(_joined_raw(values, empty, dim)) if empty else only.clone()  # type: ignore[return-value]
-    values = _split_alike(values, dim)
-    _check_layouts(func, values, dim)
-    raw = _joined_raw(values, empty, dim)
-    size = list(values[0].shape)
-    size[dim] = sum(v.shape[dim] for v in values)
-    return ShardedTensor(raw, Place(values[0].sharding, torch.Size(size), mesh))
+    return torch.cat([torch.unsqueeze(t, dim) for t in tensors], dim)
 
 
-def _split_alike(values: list[ShardedTensor], dim: int) -> list[ShardedTensor]:
-    """Slice whole pieces to the split of the others; nothing moves for that."""
-    if len({v.sharding for v in values}) == 1 or any(v.sharding.partial for v in values):
-        return values
-    finest = [
-        next((t for t in tokens if t.is_split), Dim())
-        for tokens in zip(*[v.dims for v in values], strict=True)
-    ]
-    finest[dim] = Dim()
-    out: list[ShardedTensor] = []
-    for v in values:
-        want = tuple(own if own.is_split else t for own, t in zip(v.dims, finest, strict=True))
-        axes = [a for t in want for a in t.axes]
-        if want != v.dims and len(axes) == len(set(axes)) and not v.deferred:
-            v = reshard(v, Layout(want))
-        out.append(v)
-    return out
+@implements(torch.cat, torch.concat, torch.concatenate, padding=beside(the_dim(_CAT)))
+def cat(func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Join pieces along a whole dimension: those of one layout as they are, others as rows."""
+    tensors, dim = _CAT(*args, **kwargs).values()
+    if not _join_as_they_are(tensors, dim):
+        return rows_call(func, args, kwargs, lambda a, k: _piece_rows(**_CAT(*a, **k)))
+    first = tensors[0]
+    dim = dim_of(dim, first.ndim, func.__name__)
+    raw = local_call(torch.cat, first.mesh, ([t.raw for t in tensors], dim), {})
+    return _resized(first, raw, dim, Dim(), sum(t.shape[dim] for t in tensors))
 
 
-def _check_sizes(func: Func, values: list[ShardedTensor], dim: int) -> None:
-    """Refuse pieces whose sizes differ in another dimension, or in any for ``stack``."""
-    sizes = [list(v.shape) for v in values]
-    if func is not torch.stack:
-        sizes = [[*size[:dim], *size[dim + 1 :], len(size)] for size in sizes]
-    if not values[0].shape or any(size != sizes[0] for size in sizes):
-        raise BadArgument(
-            f"sizes of the pieces must match except in dimension {dim}, of which there must be one",
-            op=func.__name__,
-            operands={f"piece {i}": typeof(v) for i, v in enumerate(values)},
-            mesh=values[0].mesh,
-        )
+def _join_as_they_are(pieces: Sequence[Any], dim: int) -> bool:
+    """Check whether joined blocks are the blocks of the joined pieces, pending sums among them."""
+    first = pieces[0]
+    if not all(type(t) is ShardedTensor and t.sharding == first.sharding for t in pieces):
+        return False
+    if not -first.ndim <= dim < first.ndim or first.dims[dim].is_split:
+        return False
+    return not any(t.deferred or t.ndim != first.ndim for t in pieces)
 
 
-def _check_layouts(func: Func, values: list[ShardedTensor], dim: int) -> None:
-    """Refuse pieces that would move to be joined."""
-    error, why, where = NoImplementation, "the pieces lie differently", "..."
-    if len({v.sharding for v in values}) == 1 and not any(v.deferred for v in values):
-        if not values[0].dims[dim].is_split:
-            return
-        error, why = ImplicitCommunication, f"joining along dimension {dim} would move blocks"
-        where = _with(values[0], dim, ".")
-    raise error(
-        why,
-        op=func.__name__,
-        operands=lettered(map(typeof, values)),
-        mesh=values[0].mesh,
-        fix=_joined(values, where, dim),
-    )
-
-
-def _joined_raw(values: list[ShardedTensor], empty: list[ShardedTensor], dim: int) -> Tensor:
-    """Join the blocks; pieces of shape (0,) stay in the graph: their gradients are empty."""
-    first = values[0]
-    at = dim - len(first.shape)
-    block = [0 if d == at else n for d, n in enumerate(first.raw.shape, -first.raw.ndim)]
-    nothing = [v.raw.to(first.dtype).reshape(block) for v in empty]
-    return local_call(torch.cat, first.mesh, ([*(v.raw for v in values), *nothing], at), {})
-
-
-def _joined(values: list[ShardedTensor], where: str, dim: int) -> str:
-    """Return the line that joins the pieces after resharding them alike."""
-    pieces = ", ".join(lettered(values))
-    return f"torch.cat([sl.reshard(t, {where!r}) for t in ({pieces})], {dim})"
+def _piece_rows(tensors: Sequence[ArgumentSlot], dim: int) -> Labels:
+    """Label all dimensions but ``dim`` rows; torch joins a piece of shape (0,) to any other."""
+    (along,) = where(dim, max(t.ndim for t in tensors))
+    return {
+        t.at: tuple(None if d == along or t.shape == (0,) else d for d in range(t.ndim))
+        for t in tensors
+    }
