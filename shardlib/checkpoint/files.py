@@ -79,11 +79,45 @@ def dtype_of(code: object) -> torch.dtype | None:
     return _DTYPES.get(code) if isinstance(code, str) else None
 
 
+def _stored(shape: Sequence[int], dtype: torch.dtype) -> tuple[str, list[int]]:
+    """Return the dtype's name and the shape of a header's entry: odd dtypes are stored as bytes."""
+    code, _, odd = (code_of(dtype) or "").partition(" ")
+    return code, [*shape, dtype.itemsize] if odd else [*shape]
+
+
+def _described(box: Box) -> list[list[list[int]]]:
+    """Return a box as shardlib's metadata has it: start, stride and length of each run."""
+    return [[[r.start, r.stride, r.length] for r in held] for held in box]
+
+
+class Chunk:
+    """A box of a tensor that is contiguous in a file, cut into tiles."""
+
+    box: Box
+    dtype: torch.dtype
+    cuts: Cuts
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the chunk."""
+        return tuple(length(held) for held in self.box)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the chunk."""
+        return size(self.box) * self.dtype.itemsize
+
+    @property
+    def sums(self) -> ChunkChecksums:
+        """The checksums of the chunk."""
+        return sums_of(self.shape, self.cuts, self.dtype)
+
+
 # ---------------------------------------------------------------- writing
 
 
 @dataclass(frozen=True)
-class WrittenPart:
+class WrittenPart(Chunk):
     """A part of a tensor that a rank writes; ``get()`` returns its values when they are written.
 
     ``of``  the shape of the whole tensor.
@@ -103,24 +137,14 @@ class WrittenPart:
         return WrittenPart(name, whole(shape), shape, dtype, get)
 
     @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
-        return tuple(length(held) for held in self.box)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the part."""
-        return size(self.box) * self.dtype.itemsize
+    def cuts(self) -> Cuts:  # type: ignore[override]
+        """The cuts between its tiles."""
+        return grid(self.box, self.of, self.dtype.itemsize)
 
     @cached_property
     def key(self) -> str:
         """The tensor's name and its chunk, in slice notation."""
         return f"{self.name}@{','.join(map(_slices, self.box))}"
-
-    @cached_property
-    def sums(self) -> ChunkChecksums:
-        """The checksums of the part."""
-        return sums_of(self.shape, grid(self.box, self.of, self.dtype.itemsize), self.dtype)
 
 
 def _slices(held: Sequence[BlockRun]) -> str:
@@ -151,9 +175,8 @@ def entries(parts: Mapping[str, WrittenPart]) -> tuple[dict[str, Any], int]:
     """Return the header's entry of each part, one after the other, and the bytes of all."""
     table, end = {}, 0
     for key, p in parts.items():
-        code, _, odd = (code_of(p.dtype) or "").partition(" ")
-        stored = [*p.shape, p.dtype.itemsize] if odd else [*p.shape]
-        table[key] = {"dtype": code, "shape": stored, "data_offsets": [end, end + p.nbytes]}
+        code, shape = _stored(p.shape, p.dtype)
+        table[key] = {"dtype": code, "shape": shape, "data_offsets": [end, end + p.nbytes]}
         end += p.nbytes
     return table, end
 
@@ -183,8 +206,7 @@ def write_file(
     index: dict[str, Any] = {}
     count = 0
     for p in parts:
-        box = [[[r.start, r.stride, r.length] for r in held] for held in p.box]
-        index[p.key] = [box, p.sums.cuts, count, code_of(p.dtype)]
+        index[p.key] = [_described(p.box), p.cuts, count, code_of(p.dtype)]
         count += p.sums.count
     about = {"format": "pt", **about, "shardlib": json.dumps(index), "sums": ""}
     table, end = entries({p.key: p for p in parts})
@@ -223,10 +245,10 @@ _BLANK = '"sums": ""'
 
 
 @dataclass(frozen=True)
-class FileChunk:
+class FileChunk(Chunk):
     """A box of a tensor, in a file of ``folder`` from ``offset`` on.
 
-    ``cuts``  between its tiles; ``crcs``  of each tile, and of the strips; None in foreign files.
+    ``crcs``  of each tile, and of the strips; None in foreign files.
     """
 
     folder: "Folder"
@@ -234,19 +256,8 @@ class FileChunk:
     box: Box
     dtype: torch.dtype
     offset: int
-    nbytes: int
     cuts: Cuts
     crcs: bytes | None
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the chunk."""
-        return tuple(length(held) for held in self.box)
-
-    @property
-    def sums(self) -> ChunkChecksums:
-        """The checksums of the chunk."""
-        return sums_of(self.shape, self.cuts, self.dtype)
 
     def empty(self, device: str = "cpu") -> Tensor:
         """Make a tensor of its shape and dtype, uninitialised."""
@@ -372,33 +383,28 @@ class Header:
     said: dict[str, tuple[str, Any, Any]]
     crcs: bytes
 
-    def get(self, name: str) -> FileChunk | None:
-        """Return a tensor's chunk, or None if the file has none of it.
+    def get(self, name: str, box: Box, dtype: torch.dtype) -> FileChunk:
+        """Return a tensor's chunk, which must have this box and dtype.
 
         Raises: ValueError.
         """
-        if name not in self.said:
-            return None
-        key, entry, described = self.said[name]
+        key, entry, described = self.said.get(name, ("", {}, []))
+        if not isinstance(described, list) or described[3:] != [code_of(dtype)]:
+            raise ValueError(f"{self.file} does not hold its part of {name!r}")
+        there, cuts, first, _ = described
+        if there != _described(box):
+            raise ValueError(f"{self.file} holds another part of {name!r} than its rank's")
+        box = packed(box)
+        shape = tuple(length(held) for held in box)
         try:
-            return self._chunk(entry, *described)
-        except (TypeError, ValueError, KeyError, AttributeError):
+            sums = _sums(shape, tuple(map(tuple, cuts)), dtype)
+            crcs = self.crcs[8 * first : 8 * (first + sums.count)]
+            _fit(first >= 0 and len(crcs) == 8 * sums.count)
+            _fit((entry["dtype"], entry["shape"]) == _stored(shape, dtype))
+        except (TypeError, ValueError):
             raise ValueError(f"{self.file}: {key!r} is not described as a chunk") from None
-
-    def _chunk(self, entry: Any, box: Any, cuts: Any, first: Any, code: Any) -> FileChunk:
-        a, b = entry["data_offsets"]
-        found = packed(tuple(tuple(map(_run, held)) for held in box))
-        shape, dtype = tuple(length(held) for held in found), _DTYPES[code]
-        _fit(isinstance(cuts, list) and type(first) is int and first >= 0)
-        stored, _, odd = code.partition(" ")  # odd: stored as bytes
-        size = [*shape, dtype.itemsize] if odd else [*shape]
-        _fit(entry["dtype"] == stored and entry["shape"] == size)
-        sums = _sums(shape, tuple(map(tuple, cuts)), dtype)
-        crcs = self.crcs[8 * first : 8 * (first + sums.count)]
-        _fit(len(crcs) == 8 * sums.count)
-        return FileChunk(
-            self.folder, self.file, found, dtype, self.begin + a, b - a, sums.cuts, crcs
-        )
+        offset = self.begin + entry["data_offsets"][0]
+        return FileChunk(self.folder, self.file, box, dtype, offset, sums.cuts, crcs)
 
 
 def _fit(true: bool) -> None:
@@ -420,12 +426,6 @@ def _sums(shape: tuple[int, ...], cuts: Cuts, dtype: torch.dtype) -> ChunkChecks
     d = along(shape, dtype.itemsize)
     _fit(all(len(some) == n - 1 for some, n in zip(cuts[:d], shape[:d], strict=True)))
     return sums_of(shape, cuts, dtype)
-
-
-def _run(run: Any) -> BlockRun:
-    _fit(_is(run, list, int) and len(run) == 3 and run[0] >= 0 and min(run[1:]) >= 1)
-    start, stride, n = run
-    return BlockRun(start, stride, n, 0)
 
 
 class Folder:

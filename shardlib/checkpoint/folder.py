@@ -30,7 +30,6 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -115,12 +114,12 @@ def _spare() -> bool:
 
 
 class Behind:
-    """A writer of a file, from an offset on, in a second thread if a core is free.
+    """A writer of a file, from an offset on, each piece in a thread of its own if a core is free.
 
     One piece is written while the caller prepares the next.
 
     ``put`` takes the next piece, which must not change until ``end`` returns: then all is written,
-    though not yet flushed.  A piece that takes longer than ``seconds`` is an OSError; the thread
+    though not yet flushed.  A piece that takes longer than ``seconds`` is an OSError; its thread
     writes through its own descriptor, so it cannot reach a file that is opened later.
     """
 
@@ -131,8 +130,6 @@ class Behind:
         self.unsent = 0
         self.waiting = 0
         self.beside = _spare()
-        self.idle = threading.Semaphore()
-        self.due: SimpleQueue[tuple[memoryview, int] | None] = SimpleQueue()
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
 
@@ -142,35 +139,30 @@ class Behind:
     def __exit__(self, *_: object) -> None:
         if self.thread is not None:
             thread, self.thread = self.thread, None
-            self.due.put(None)
-            thread.join(0 if self.error is not None else self.seconds)
+            thread.join(self.seconds)
             if thread.is_alive():
-                self.error = self.error or self._late()
+                text = f"the disk took nothing for {self.seconds:g} s"
+                self.error = OSError(errno.ETIMEDOUT, text)
 
     def put(self, data: memoryview) -> None:
         """Write ``data`` next; return when the previous piece is written.
 
         Raises: OSError of the previous piece.
         """
+        self.end()
         at, self.at = self.at, self.at + len(data)
-        if self.thread is None and (len(data) < _ALONE or not self.beside):
-            return self._write(data, at)
-        if self.thread is None:
-            own = os.dup(self.fd)
-            thread = threading.Thread(
-                target=self._run, args=(own,), name="shardlib write", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError:  # at the interpreter's end
-                os.close(own)
-                return self._write(data, at)
-            self.thread, self.fd = thread, own
-        if self.idle.acquire(timeout=self.seconds):
-            self.due.put((data, at))
-        else:
-            self.error = self._late()
-        self._raise()
+        if len(data) < _ALONE or not self.beside:
+            return self._write(self.fd, data, at)
+        own = os.dup(self.fd)
+        thread = threading.Thread(
+            target=self._run, args=(own, data, at), name="shardlib write", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # at the interpreter's end
+            os.close(own)
+            return self._write(self.fd, data, at)
+        self.thread = thread
 
     def end(self) -> None:
         """Wait until everything is written.
@@ -178,36 +170,26 @@ class Behind:
         Raises: OSError.
         """
         self.__exit__()
-        self._raise()
-
-    def _raise(self) -> None:
         if self.error is not None:
             raise self.error
 
-    def _late(self) -> OSError:
-        return OSError(errno.ETIMEDOUT, f"the disk took nothing for {self.seconds:g} s")
-
-    def _run(self, own: int) -> None:
-        while (due := self.due.get()) is not None:
-            try:
-                if self.error is None:
-                    self._write(*due)
-            except Exception as e:
-                self.error = e
-            del due  # frees a copy as soon as it is written
-            self.idle.release()
+    def _run(self, own: int, data: memoryview, at: int) -> None:
+        try:
+            self._write(own, data, at)
+        except Exception as e:
+            self.error = e
         os.close(own)
 
-    def _write(self, data: memoryview, at: int) -> None:
-        write_all(self.fd, data, at)
+    def _write(self, fd: int, data: memoryview, at: int) -> None:
+        write_all(fd, data, at)
         self.unsent += len(data)
         self.waiting += len(data)
         if self.waiting > _FLUSH:
-            os.fsync(self.fd)
+            os.fsync(fd)
             self.unsent = self.waiting = 0
         elif self.unsent >= _EARLY and _SEND is not None:
             begin = ctypes.c_int64(at + len(data) - self.unsent)
-            _SEND(self.fd, begin, ctypes.c_int64(self.unsent), _BEGIN)
+            _SEND(fd, begin, ctypes.c_int64(self.unsent), _BEGIN)
             self.unsent = 0
 
 

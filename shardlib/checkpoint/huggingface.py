@@ -347,11 +347,11 @@ def _in_file(folder: Folder, file: str) -> dict[str, FileChunk]:
     table, _, begin = layout_of_file(folder.file(file), file)
     out = {}
     for name, entry in table.items():
-        shape, (a, b), dtype = tuple(entry["shape"]), entry["data_offsets"], entry["dtype"]
-        dtype = dtype_of(dtype)
+        shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
         assert dtype is not None, "an unknown dtype was refused"
         cuts = grid(whole(shape), shape, dtype.itemsize)
-        out[name] = FileChunk(folder, file, whole(shape), dtype, begin + a, b - a, cuts, None)
+        at = begin + entry["data_offsets"][0]
+        out[name] = FileChunk(folder, file, whole(shape), dtype, at, cuts, None)
     return out
 
 

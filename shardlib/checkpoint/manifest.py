@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, held, meet, packed, size
+from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, held, meet, size
 from shardlib.checkpoint.files import (
     FileChunk,
     Folder,
@@ -69,13 +69,7 @@ class Manifest:
 
     def chunk_of(self, name: str, rank: int, box: Box) -> FileChunk:
         """Return a rank's chunk of a tensor; the file and the layout must agree on its box."""
-        file = self.files[rank]["file"]
-        found = self._header(rank).get(name)
-        if found is None or found.dtype != self.places[name].dtype:
-            raise ValueError(f"{file} does not hold its part of {name!r}")
-        if found.box != packed(box):
-            raise ValueError(f"{file} holds another part of {name!r} than its rank's")
-        return found
+        return self._header(rank).get(name, box, self.places[name].dtype)
 
     def damage(self, files: Iterable[int]) -> list[str]:
         """List the damage of some files, numbered as in ``files``, reading every byte."""

@@ -296,7 +296,7 @@ class _Readers:
                 bits.copy_(pbroadcast(bits, free, root))
 
 
-def _filled(
+def _storages_read(
     manifest: Manifest, readers: _Readers, targets: Mapping[str, Target]
 ) -> dict[str, Tensor]:
     """Return a storage for each target, with the values that are read here."""
@@ -328,7 +328,7 @@ def _as_wanted(
             place = manifest.places[saved]
             check(saved, x, place.shape, place.dtype, cast)
             tensors[saved] = i, x
-    raws = _filled(manifest, readers, {n: Target.of(x) for n, (_, x) in tensors.items()})
+    raws = _storages_read(manifest, readers, {n: Target.of(x) for n, (_, x) in tensors.items()})
     for saved, (i, x) in tensors.items():
         raw = raws[saved].requires_grad_(x.requires_grad)
         out[i] = ShardedTensor(raw, x.place) if isinstance(x, ShardedTensor) else raw
@@ -412,7 +412,7 @@ def _as_saved(
     targets = {
         name: target_of(name, place, layouts, mesh, pad) for name, place in manifest.places.items()
     }
-    raws = _filled(manifest, readers, targets)
+    raws = _storages_read(manifest, readers, targets)
     found = manifest.values | {name: t.tensor(raws[name]) for name, t in targets.items()}
     try:
         return built(manifest.skeleton, found)

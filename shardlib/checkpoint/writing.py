@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.checkpoint.agree import Group, first_odd
-from shardlib.checkpoint.boxes import Box, Held, chunk, coordinate, held
+from shardlib.checkpoint.agree import Group
+from shardlib.checkpoint.boxes import Box, chunk, coordinate, held, length
 from shardlib.checkpoint.files import WrittenPart, write_file
 from shardlib.checkpoint.folder import (
     FORMAT,
@@ -201,8 +201,8 @@ def _check(path: str, step: object, keep: object) -> None:
         )
 
 
-Claims = dict[str, dict[str, int]]
-"""Block with several holders -> name -> fingerprint, of its tensors."""
+Claims = dict[str, Any]
+"""Block with several holders -> name -> fingerprint, of its tensors; "" -> the whole call."""
 
 
 class SaveJob:
@@ -216,28 +216,24 @@ class SaveJob:
 
     def begin(self, content: Content, claims: Claims, error: Exception | None = None) -> None:
         """Agree on one tree and path, and on the work directory that rank 0 makes."""
-        said = content.tensors | content.values
-        text = json.dumps([self.target, self.step, said], sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        sums = {k: hashlib.sha256(json.dumps(c).encode()).hexdigest() for k, c in claims.items()}
-
-        def same(words: list[Any]) -> Any:
-            odd = first_odd([d for d, _ in words])
-            return odd if odd is not None else _unlike([s for _, s in words]) or self.make()
-
-        found: Any = self.group.agree("the tree", [digest, sums], error, same)
-        if type(found) is int:
-            mine = text if self.group.rank in (0, found) else ""
-            self.group.agree(
-                "differing trees", mine, decide=lambda t: _differ(t[0], t[found], found)
-            )
+        said: Claims = {"": [self.target, self.step, content.tensors | content.values], **claims}
+        texts = {key: json.dumps(claim, sort_keys=True) for key, claim in said.items()}
+        digests = {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
+        found: Any = self.group.agree(
+            "the tree", digests, error, lambda every: _unlike(every) or self.make()
+        )
         if isinstance(found, list):
-            key, one, other = found
-            mine = claims[key] if self.group.rank in (one, other) else {}
+            key, *pair = found
+            differ = _differ_in if key else _differ
+            mine = None
+            if self.group.rank in pair:
+                mine = said[key]
             self.group.agree(
-                "differing copies", mine, decide=lambda c: _differ_in(c[one], c[other], one, other)
+                "the difference",
+                mine,
+                decide=lambda every: differ(*(every[r] for r in pair), *pair),
             )
-        self.name = str(found)
+        self.name = found
 
     def make(self) -> str:
         """Make the work directory, on rank 0, and return its name."""
@@ -342,9 +338,9 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def _differ(a: str, b: str, rank: int) -> None:
-    """Raise an error with the first difference of two ranks' trees."""
-    (path, step, said), (other, step_there, said_there) = json.loads(a), json.loads(b)
+def _differ(a: list[Any], b: list[Any], zero: int, rank: int) -> None:
+    """Raise an error with the first difference of rank 0's tree and another's."""
+    (path, step, said), (other, step_there, said_there) = a, b
     if path != other:
         raise ValueError(f"rank {rank} saves to {other}, rank 0 to {path}")
     if step != step_there:
@@ -357,14 +353,15 @@ def _differ(a: str, b: str, rank: int) -> None:
 
 
 def _unlike(sums: list[dict[str, str]]) -> list[Any] | None:
-    """Return (block, rank, rank) of two holders with different fingerprints, or None."""
+    """Return (key, rank, rank) of two holders with different sums, or None; the call comes first."""
     first: dict[str, tuple[int, str]] = {}
+    odd = []
     for rank, said in enumerate(sums):
         for key, value in said.items():
             holder, theirs = first.setdefault(key, (rank, value))
             if value != theirs:
-                return [key, holder, rank]
-    return None
+                odd.append([key, holder, rank])
+    return min(odd, key=lambda found: bool(found[0]), default=None)
 
 
 def _differ_in(a: dict[str, int], b: dict[str, int], one: int, other: int) -> None:
@@ -393,10 +390,8 @@ def _claims(group: Group, leaves: Leaves) -> Claims:
 
 
 def _parts(group: Group, leaves: Leaves) -> dict[int, list[WrittenPart]]:
-    """List the parts to write for each rank in this process; every rank of the job is included."""
-    out: dict[int, list[WrittenPart]] = {}
-    if group.world > 1:
-        out[group.rank] = []
+    """List the parts to write for each rank in this process, also for one that writes none."""
+    out: dict[int, list[WrittenPart]] = {group.rank: []}
     for name, x in leaves.tensors.items():
         place = place_of(x, group.world)
         for rank, block in blocks(x, group.rank):
@@ -405,29 +400,19 @@ def _parts(group: Group, leaves: Leaves) -> dict[int, list[WrittenPart]]:
             if box is not None:
                 get = partial(_cut, block, box)
                 file.append(WrittenPart(name, box, place.shape, place.dtype, get))
-    files = max(out, default=0) + 1
-    return {r: out.get(r, []) for r in range(files)} if group.world == 1 else out
+    return out
 
 
 def _cut(block: Tensor, box: Box) -> Tensor:
     """Return the box's part of a block, without a copy if it is contiguous."""
     for d, runs in enumerate(box):
-        places = _stretches(runs) or [(0, 0)]
-        if places != [(0, block.shape[d])]:
-            cut = [block.narrow(d, at, n) for at, n in places]
-            block = torch.cat(cut, d) if len(cut) > 1 else cut[0]
-    return block
-
-
-def _stretches(runs: Held) -> list[tuple[int, int]]:
-    """List (offset, length) of the runs in the block, neighbours joined."""
-    out: list[tuple[int, int]] = []
-    for r in runs:
-        if out and sum(out[-1]) == r.at:
-            out[-1] = (out[-1][0], out[-1][1] + r.length)
+        begin = min((r.at for r in runs), default=0)
+        end = max((r.at + r.length for r in runs), default=0)
+        if end - begin == length(runs):
+            block = block.narrow(d, begin, end - begin)
         else:
-            out.append((r.at, r.length))
-    return out
+            block = torch.cat([block.narrow(d, r.at, r.length) for r in runs], d)
+    return block
 
 
 def _copied(part: WrittenPart) -> WrittenPart:
