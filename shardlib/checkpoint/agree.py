@@ -30,6 +30,16 @@ def first_odd(values: Sequence[object]) -> int | None:
     return next((r for r, v in enumerate(values) if v != values[0]), None)
 
 
+def refuse_odd(values: Sequence[object], what: str) -> None:
+    """Refuse a rank whose value is not rank 0's: ``what``  the two of them do then.
+
+    Raises: ValueError.
+    """
+    odd = first_odd(values)
+    if odd is not None:
+        raise ValueError(f"rank {odd} and rank 0 {what}")
+
+
 class _Calls:
     """Bookkeeping of one job's calls, from this rank's messages and those it has received.
 

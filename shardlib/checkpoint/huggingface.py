@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib._compat import is_dtensor
-from shardlib.checkpoint.agree import Group, first_odd
+from shardlib.checkpoint.agree import Group, refuse_odd
 from shardlib.checkpoint.boxes import BlockRun, Box, grid, meet, shared, size, whole
 from shardlib.checkpoint.files import (
     FileChunk,
@@ -128,10 +128,14 @@ def load_hf(
     if isinstance(directory, str | os.PathLike):
         directory = [directory]
     places = [os.fspath(p) for p in directory]
+
+    def alike(digests: list[str]) -> None:
+        refuse_odd(digests, "see different files")
+
     group = Group(
         "load_hf", timeout, not spans_processes(mesh), _fixes(names, pad, missing, extra, cast)
     )
-    with group.phase("reading", _alike) as phase, contextlib.ExitStack() as stack:
+    with group.phase("reading", alike) as phase, contextlib.ExitStack() as stack:
         table = _tables(places, group.progress, stack)
         about = [(n, c.file, c.offset, c.shape, str(c.dtype)) for n, c in table.items()]
         phase.value = hashlib.sha256(repr(sorted(about)).encode()).hexdigest()
@@ -168,11 +172,6 @@ def _fixes(names: Names, pad: bool, missing: str, extra: str, cast: bool) -> lis
     return fixes(call, "missing='init'")
 
 
-def _alike(digests: list[str]) -> None:
-    if (odd := first_odd(digests)) is not None:
-        raise ValueError(f"rank {odd} and rank 0 see different files")
-
-
 Table = Mapping[str, FileChunk]
 """Name in the files -> the file's chunk."""
 
@@ -182,13 +181,13 @@ class FilePiece:
     """A part of a parameter: a tensor of the files, whose box says where it lies in the parameter.
 
     ``wanted``  elements of it that are in the parameter; others have positions below 0.
-    ``turn``    the order of its dimensions in the parameter, if it is another.
+    ``turn``    the order of its dimensions in the parameter.
     """
 
     name: str
     chunk: FileChunk
     wanted: int
-    turn: tuple[int, ...] | None = None
+    turn: tuple[int, ...]
 
     @staticmethod
     def of(
@@ -197,13 +196,14 @@ class FilePiece:
         at: Mapping[int, int] = {},
         rows: Mapping[int, tuple[int, int]] = {},
         stack: int | None = None,
-        turn: tuple[int, ...] | None = None,
+        turn: tuple[int, ...] = (),
     ) -> "FilePiece":
         """Place a tensor of the files in a parameter.
 
         ``at``     dimension -> its first position in the parameter, if not 0.
         ``rows``   dimension -> the positions (first, last) of it that are in the parameter.
         ``stack``  a dimension of the parameter that the tensor lacks.
+        ``turn``   the order of its dimensions in the parameter, if it is another.
         """
         chunk = table[name]
         shape = list(chunk.shape)
@@ -218,22 +218,22 @@ class FilePiece:
             box.append(tuple(run for _, run in held))
         wanted = math.prod(sum(r.length for r in held if r.start >= 0) for held in box)
         cuts = grid(whole(shape), tuple(shape), chunk.dtype.itemsize)
+        turn = turn or tuple(range(len(shape)))
         return FilePiece(name, replace(chunk, box=tuple(box), cuts=cuts), wanted, turn)
 
     def turned(self, x: Sequence[T]) -> list[T]:
         """Return what belongs to the parameter's dimensions in the order of the file's."""
-        return [x[self.turn.index(d)] for d in range(len(x))] if self.turn else list(x)
+        return [x[self.turn.index(d)] for d in range(len(x))]
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return whether all that is wanted of it has its place in a parameter of this shape."""
-        box = whole(self.turned(shape))
-        alike = len(box) == len(self.chunk.box)
-        return alike and self.wanted == shared(meet(self.chunk.box, box))
+        if len(shape) != len(self.turn):
+            return False
+        return self.wanted == shared(meet(self.chunk.box, whole(self.turned(shape))))
 
     def fill(self, block: Tensor, box: Box) -> int:
         """Copy the piece into its part of the block."""
-        if self.turn is not None:
-            block = block.permute(self.turned(range(block.ndim)))
+        block = block.permute(self.turned(range(block.ndim)))
         return fill(block, tuple(self.turned(box)), self.chunk)
 
 
@@ -737,8 +737,7 @@ def write_hf(
     job = SaveJob(group, os.fspath(directory), None, overwrite)
 
     def begin(digests: list[str]) -> str:
-        if (odd := first_odd(digests)) is not None:
-            raise ValueError(f"rank {odd} and rank 0 do not save the same tensors to one directory")
+        refuse_odd(digests, "do not save the same tensors to one directory")
         return job.make()
 
     with group.phase("the tree", begin) as phase:
@@ -752,16 +751,21 @@ def write_hf(
     if count > 1:
         titles = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
+    def gathered(x: WrittenPart) -> Tensor:
+        group.progress()
+        return x.get()
+
     def put(work: Work) -> list[Any]:
-        error = None
-        for i, (title, held) in enumerate(zip(titles, files, strict=True)):
-            mine = i % group.world == group.rank and error is None
-            try:
-                _stream(work.fd, title, held, mine, group.progress)
-            except (OSError, ValueError) as e:
-                error = e
-        if error is not None:
-            raise error
+        tensors = map(gathered, itertools.chain.from_iterable(files))
+        try:
+            for i, (title, held) in enumerate(zip(titles, files, strict=True)):
+                own = itertools.islice(tensors, len(held))
+                if i % group.world == group.rank:
+                    _write_whole(work.fd, title, held, own)
+                deque(own, maxlen=0)
+        except (OSError, ValueError):
+            deque(tensors, maxlen=0)  # all ranks take part in each
+            raise
         return []
 
     def commit(work: Work, _: object) -> str:
@@ -816,36 +820,21 @@ def _split(tensors: Sequence[WrittenPart], most: int) -> list[list[WrittenPart]]
     return files
 
 
-def _stream(
-    folder: int, title: str, held: Sequence[WrittenPart], mine: bool, progress: Callable[[], None]
+def _write_whole(
+    folder: int, title: str, held: Sequence[WrittenPart], tensors: Iterable[Tensor]
 ) -> None:
-    """Gather the tensors one by one, and write them if this rank's turn is ``mine``.
+    """Write whole tensors into a file, each when it is gathered.
 
-    After an error the gathering goes on, because all ranks take part in it.
     Raises: OSError, ValueError.
     """
-    error, fd, at = None, -1, 0
-    with contextlib.ExitStack() as stack:
-        try:
-            if mine:
-                # sizes are known, so the header comes first and data is streamed
-                table, _ = entries({x.name: x for x in held})
-                header = framed(json.dumps({"__metadata__": {"format": "pt"}, **table}))
-                fd = stack.enter_context(new_file(folder, title))
-                at = write_all(fd, memoryview(header))
-        except OSError as e:
-            error = e
-        for x in held:
-            try:
-                full = x.get()
-                if mine and error is None:
-                    at = write_all(fd, memory(full.cpu().contiguous()), at)
-                del full
-            except (OSError, ValueError) as e:
-                error = error or e
-            progress()
-        if error is not None:
-            raise error
+    # sizes are known, so the header comes first
+    table, _ = entries({x.name: x for x in held})
+    header = framed(json.dumps({"__metadata__": {"format": "pt"}, **table}))
+    with new_file(folder, title) as fd:
+        at = write_all(fd, memoryview(header))
+        for x in tensors:
+            at = write_all(fd, memory(x.cpu().contiguous()), at)
+            del x  # before the next is gathered
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

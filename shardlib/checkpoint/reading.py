@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlib._compat import is_dtensor
 from shardlib.capacity import refuse_beyond
-from shardlib.checkpoint.agree import Group, first_odd
+from shardlib.checkpoint.agree import Group, refuse_odd
 from shardlib.checkpoint.boxes import Box, SavedPlace, held, whole
 from shardlib.checkpoint.files import Folder, code_of
 from shardlib.checkpoint.folder import MANIFEST, opened, steps_pattern
@@ -99,8 +99,14 @@ def load(
         wanted = Leaves.of(like, "load")
         how = {"names": names, "missing": missing, "extra": extra, "cast": cast}
         only, read = alone(wanted.leaves), partial(_as_wanted, wanted=wanted, **how)
+
+    def alike(said: list[list[Any]]) -> None:
+        ids, asked = zip(*said, strict=True)
+        refuse_odd(ids, f"read different checkpoints at {path}")
+        refuse_odd(asked, f"read other tensors from {path}")
+
     group = Group("load", timeout, only, _fixes(path, like, layouts))
-    with group.phase("reading", lambda said: _one(said, path)) as phase:
+    with group.phase("reading", alike) as phase:
         found, readers, identity = _read(path, group, read)
         phase.value = [identity, readers.digest]
     # collectives come only after all have agreed that reading succeeded
@@ -158,14 +164,17 @@ def fixes(call: str, missing: str) -> list[tuple[str, str]]:
 
     ``missing``  the argument that takes a tensor which the files lack.
     """
-    return [
-        ("them), and the", f"{call}, {missing}, extra='skip')"),
-        (missing, f"{call}, {missing})"),
-        ("extra='skip'", f"{call}, extra='skip')"),
-        ("cast=True", f"{call}, cast=True)"),
-        ("does not divide", f"{call}, pad=True)"),
-        ("said nothing", f"{call}, timeout=1000.0)"),
-    ]
+    both = {"them), and the": f"{missing}, extra='skip'", missing: missing}
+    return [(words, f"{call}, {more})") for words, more in (both | _ONE_MORE).items()]
+
+
+_ONE_MORE = {
+    "extra='skip'": "extra='skip'",
+    "cast=True": "cast=True",
+    "does not divide": "pad=True",
+    "said nothing": "timeout=1000.0",
+}
+"""Words of a message -> the argument that its call lacked."""
 
 
 def _fixes(path: str, like: object, layouts: object) -> list[tuple[str, str]]:
@@ -181,14 +190,6 @@ def _fixes(path: str, like: object, layouts: object) -> list[tuple[str, str]]:
         (".safetensors", f"sl.latest({run!r}, verify=True)"),
         ("different checkpoints", f"sl.latest({run!r}, verify=True)"),
     ]
-
-
-def _one(said: list[list[Any]], path: str) -> None:
-    ids, asked = zip(*said, strict=True)
-    for what, values in (("different checkpoints at", ids), ("other tensors from", asked)):
-        odd = first_odd(values)
-        if odd is not None:
-            raise ValueError(f"rank {odd} and rank 0 read {what} {path}")
 
 
 # ---------------------------------------------------------------- destinations
@@ -432,7 +433,7 @@ def target_of(name: str, place: SavedPlace, layouts: Any, mesh: Mesh | None, pad
     given = _given(name, layouts, like)
     if given is None and place.plain:
         return Target(SavedPlace.of_plain(shape, dtype, mesh.size), mesh.device)
-    # a tensor that was saved with padding may be padded again
+    # a tensor that was saved with padding may have it again
     grown = pad or (given is None and place.tiled != shape)
     given = place.layout if given is None else given
     lay = as_layout(given, "load", "sl.load(path, layouts={})", shape=shape, mesh=mesh)

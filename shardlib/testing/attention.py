@@ -88,10 +88,9 @@ class _AttentionCase(NamedTuple):
     mask: Mask
     heads: tuple[int, int]
     lengths: tuple[int, int]
-    with_bias: bool
-    with_sink: bool
-    with_lse: bool
-    dropout: float
+    extras: tuple[str, ...] = ()  # of "bias" and "sink"
+    with_lse: bool = False
+    dropout: float = 0.0
 
 
 def _cases(masks: Sequence[Mask], lengths: tuple[int, int]) -> list[_AttentionCase]:
@@ -99,7 +98,8 @@ def _cases(masks: Sequence[Mask], lengths: tuple[int, int]) -> list[_AttentionCa
     out = []
     for i, (mesh, mask) in enumerate(itertools.product(_MESHES, masks)):
         heads = ((4, 2), (3, 3), (6, 1))[i % 3]
-        options = i % 4 == 1, i % 3 == 1, i % 2 == 0, 0.3 if i % 5 == 2 else 0.0
+        extras = tuple(name for name, every in (("bias", 4), ("sink", 3)) if i % every == 1)
+        options = extras, i % 2 == 0, (0.0, 0.0, 0.3, 0.0, 0.0)[i % 5]
         out.append(_AttentionCase(mesh, _ORDERS[i % 3], mask, heads, lengths, *options))
     return out
 
@@ -129,13 +129,13 @@ def check_engine(engine: Engine, *, masks: Sequence[Mask] | None = None) -> None
     _check_second_derivative(engine)
 
 
-def _operands(case: _AttentionCase) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """Draw q, k, v, bias and sink as whole tensors."""
+def _operands(case: _AttentionCase) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Draw q, k, v, and the extras by name, as whole tensors."""
     (h, g), (s, t) = case.heads, case.lengths
     q, k, v = normal(2, h, s, 4, seed=1), normal(2, g, t, 4, seed=2), normal(2, g, t, 5, seed=3)
-    bias = normal(h, s, t, seed=4).requires_grad_() if case.with_bias else None
-    sink = normal(h, seed=5).requires_grad_() if case.with_sink else None
-    return [x.requires_grad_() for x in (q, k, v)], bias, sink
+    extras = {"bias": normal(h, s, t, seed=4), "sink": normal(h, seed=5)}
+    learned = {name: extras[name].requires_grad_() for name in case.extras}
+    return [x.requires_grad_() for x in (q, k, v)], learned
 
 
 class _Wanted(NamedTuple):
@@ -145,39 +145,38 @@ class _Wanted(NamedTuple):
     cotangents: tuple[Tensor, Tensor]
 
 
-def _dense(
-    case: _AttentionCase, leaves: list[Tensor], bias: Tensor | None, sink: Tensor | None
-) -> _Wanted:
+def _dense(case: _AttentionCase, leaves: list[Tensor], extras: dict[str, Tensor]) -> _Wanted:
     torch.manual_seed(0)
     with simulate(s=1, device="cpu") as one:
         seed = next_key(one)
     q, k, v = leaves
-    out, lse = dense_attention(
-        q, k, v, case.mask, bias, sink, (case.dropout, seed) if case.dropout else None
-    )
+    out, lse = dense_attention(q, k, v, case.mask, dropout=(case.dropout, seed), **extras)
     gone = lse == -math.inf
     cotangents = normal(*out.shape, seed=6), normal(*lse.shape, seed=7).masked_fill(gone, 0)
     loss = (out * cotangents[0]).sum()
     if case.with_lse:
         loss = loss + (lse.masked_fill(gone, 0) * cotangents[1]).sum()
-    learned = [*leaves, *(x for x in (bias, sink) if x is not None)]
+    learned = [*leaves, *extras.values()]
     return _Wanted([out, lse, *torch.autograd.grad(loss, learned)], cotangents)
 
 
-def _check_attention(engine: Engine, case: _AttentionCase) -> str:
+def _check_attention(engine: str | Engine, case: _AttentionCase) -> str:
     """Compare one attention call with dense; return the reason if the engine does not fit."""
-    leaves, bias, sink = _operands(case)
-    wanted = _dense(case, leaves, bias, sink)
+    leaves, extras = _operands(case)
+    wanted = _dense(case, leaves, extras)
     with simulate(device="cpu", **case.mesh):
         layout = Ring(tuple(case.mesh), 2, case.order)
         xs = [shard(x.detach(), layout, pad=True).requires_grad_() for x in leaves]
-        extra = [None if x is None else x.detach().requires_grad_() for x in (bias, sink)]
-        planned_case = attention_case(*xs, case.mask, bias is not None)
+        extra = {name: x.detach().requires_grad_() for name, x in extras.items()}
+        planned_case = attention_case(*xs, case.mask, "bias" in extra)
+        if isinstance(engine, str):
+            engine = planned(planned_case, engine).run.engine
+        assert not isinstance(engine, str)
         plan = engine.plan(planned_case)
         if isinstance(plan, str):
             return plan
         assert plan == engine.plan(planned_case), f"{engine} plans one case in two ways: {case}"
-        options: Any = {"bias": extra[0], "sink": extra[1], "dropout": case.dropout}
+        options: Any = {**extra, "dropout": case.dropout}
         torch.manual_seed(0)
         with trace() as forward:
             out, lse = ring_attention(
@@ -191,9 +190,8 @@ def _check_attention(engine: Engine, case: _AttentionCase) -> str:
             total.backward()
         _check_counted(engine, case, plan, forward, backward)
         _check_paper(engine, case, plan)
-        values = [out, lse, *(x.grad for x in (*xs, *extra) if x is not None)]
-        extras = [name for name, x in (("bias", bias), ("sink", sink)) if x is not None]
-        names = ["out", "lse", *(f"the gradient of {n}" for n in ("q", "k", "v", *extras))]
+        values = [out, lse, *(x.grad for x in (*xs, *extra.values()))]
+        names = ["out", "lse", *(f"the gradient of {n}" for n in ("q", "k", "v", *extra))]
         for name, got, expected in zip(names, values, wanted.values, strict=True):
             error = difference(got, expected, 1.0)
             assert error < 1e-12, f"{name} of {engine} is off by {error:.2g}: {case}"
@@ -205,7 +203,7 @@ def _check_counted(
 ) -> None:
     passes = [("forward", plan.forward, forward)]
     # gradients of bias, sink and lse use collectives that the plan does not count
-    if not (case.with_bias or case.with_sink or case.with_lse):
+    if not (case.extras or case.with_lse):
         passes.append(("backward", plan.backward, backward))
     for name, stated, counted in passes:
         said, found = (stated.bytes, stated.messages), (counted.bytes, counted.messages)
@@ -283,7 +281,8 @@ def check_mask(
         for runs in itertools.product(dealt(order, q, p), dealt(key_order, k, p)):
             _check_block(mask, *runs, at, whole, added)
     for engine, mesh in itertools.product(engines, _MESHES[1:]):
-        _check_masked(mask, engine, mesh, (q, k))
+        refused = _check_attention(engine, _AttentionCase(mesh, "zigzag", mask, (3, 3), (q, k)))
+        assert not refused, f"{engine} refuses {mask}: {refused}"
 
 
 def _check_block(
@@ -294,11 +293,9 @@ def _check_block(
         torch.tensor([i for run in runs for i in run.positions], device="cpu").long()
         for runs in (q_runs, k_runs)
     )
-    block = _allowed(mask, rows, cols, at)
-    same = torch.equal(block, whole[:, :, rows][..., cols])
-    assert same, f"{mask} answers otherwise for a block"
-    same = torch.equal(_scores(mask, rows, cols, at), added[:, :, rows][..., cols])
-    assert same, f"{mask} scores a block otherwise"
+    block, scored = _allowed(mask, rows, cols, at), _scores(mask, rows, cols, at)
+    assert torch.equal(block, whole[:, :, rows][..., cols]), f"{mask} answers otherwise for a block"
+    assert torch.equal(scored, added[:, :, rows][..., cols]), f"{mask} scores a block otherwise"
     covered = torch.zeros_like(block, dtype=torch.int64)
     for c in pieces(q_runs, k_runs, mask):
         part = ..., slice(c.q0, c.q1), slice(c.k0, c.k1)
@@ -312,31 +309,17 @@ def _check_block(
     assert torch.equal(covered, block.long()), said
 
 
-def _check_masked(
-    mask: Mask, algorithm: str | Engine, mesh: dict[str, int], lengths: tuple[int, int]
-) -> None:
-    case = _AttentionCase(mesh, "zigzag", mask, (3, 3), lengths, False, False, False, 0.0)
-    leaves, *_ = _operands(case)
-    with simulate(device="cpu", **mesh):
-        xs = [shard(x.detach(), Ring(tuple(mesh), 2, case.order), pad=True) for x in leaves]
-        engine = algorithm
-        if isinstance(algorithm, str):
-            engine = planned(attention_case(*xs, mask), algorithm).run.engine
-    assert not isinstance(engine, str)
-    assert not (refused := _check_attention(engine, case)), f"{engine} refuses {mask}: {refused}"
-
-
 def _allowed(mask: Mask, q: Tensor, k: Tensor, at: At) -> Tensor:
     allowed = mask.allowed(q.clone(), k.clone(), at)
-    shape = len(at.batch), len(at.heads), len(q), len(k)
     if allowed is None:
-        return torch.ones(shape, dtype=torch.bool, device="cpu")
+        allowed = torch.ones((), dtype=torch.bool, device="cpu")
     assert allowed.dtype == torch.bool, f"{mask} gives {allowed.dtype}, not booleans"
-    return allowed.expand(shape)
+    return allowed.expand(len(at.batch), len(at.heads), len(q), len(k))
 
 
 def _scores(mask: Mask, q: Tensor, k: Tensor, at: At) -> Tensor:
     scores = mask.scores(q.clone(), k.clone(), at)
-    shape = len(at.batch), len(at.heads), len(q), len(k)
     assert scores is None or mask.biased, f"{mask} adds to the scores and says that it does not"
-    return torch.zeros(shape, device="cpu") if scores is None else scores.expand(shape)
+    if scores is None:
+        scores = torch.zeros((), device="cpu")
+    return scores.expand(len(at.batch), len(at.heads), len(q), len(k))
