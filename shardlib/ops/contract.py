@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardlib._compat import any_autocast
 from shardlib.dtypes import is_half
+from shardlib.ops.declare import by_signature
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.einsum import contract as _contract
 from shardlib.ops.matmul.op import matmul, product_of
@@ -124,9 +125,8 @@ _added("mk,k->m", "addmv(input, mat, vec, *, beta=1, alpha=1)", torch.addmv, Ten
 _added("i,j->ij", "addr(input, vec1, vec2, *, beta=1, alpha=1)", torch.addr, Tensor.addr)
 
 
-@implements(torch.tensordot)
-def tensordot(func: Func, args: Args, kwargs: Kwargs) -> object:
-    a, b, dims = _TENSORDOT(*args, **kwargs).values()
+@by_signature("tensordot(a, b, dims=2)", torch.tensordot)
+def tensordot(func: Func, a: Tensor, b: Tensor, dims: Any) -> object:
     if a.dtype == torch.bool:
         raise Unfit("torch multiplies no matrices of what is true or false")
     left, right = _contracted(a, b, dims)
@@ -150,9 +150,6 @@ def _contracted(a: Tensor, b: Tensor, dims: Any) -> tuple[list[int], list[int]]:
         return list(range(a.ndim - dims, a.ndim)), list(range(dims))
     left, right = ([d] if isinstance(d, int) else list(d) for d in dims)
     return [d % a.ndim for d in left], [d % b.ndim for d in right]
-
-
-_TENSORDOT = binder("tensordot(a, b, dims=2)")
 
 
 def multi_dot(func: Func, args: Args, kwargs: Kwargs) -> object:

@@ -23,6 +23,7 @@ from shardlib import autocast
 from shardlib.errors import BadArgument
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.each_rank import FlatCall
+from shardlib.ops.padding import beside, the_dim
 from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.opspec import OPERATORS, Args, Func, Kind, Kwargs, OpSpec, homes, lines, records
 from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses
@@ -119,6 +120,28 @@ def _enter(spec: OpSpec, labels: Callable[[Bound], Labels]) -> None:
 def _bare(*args: object, **kwargs: object) -> Bound:
     """Bind a call of an operator without a signature: all its arguments are alike."""
     return {"args": (*args, *kwargs.values())}
+
+
+def by_signature(
+    signature: str, *funcs: Func, along_dim: bool = False, **how: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register an implementation that takes torch's function, then the arguments of its signature.
+
+    ``along_dim``  it works along ``dim``; the other dimensions of its operands may have padding.
+    ``how``        as in ``implements``.
+    """
+    bind = binder(signature)
+    if along_dim:
+        how["padding"] = beside(the_dim(bind))
+
+    def enter(body: Callable[..., Any]) -> Callable[..., Any]:
+        def implementation(func: Func, args: Args, kwargs: Kwargs) -> object:
+            return body(func, *bind(*args, **kwargs).values())
+
+        implements(*funcs, **how)(implementation)
+        return body
+
+    return enter
 
 
 def spelled(text: str, body: Callable[..., Any], takes: str = "all") -> None:

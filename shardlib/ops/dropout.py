@@ -20,23 +20,16 @@ from shardlib.kernels.pack import Where
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.counter_rng import Make, Pairs, drawn, kept, places, then, unit
+from shardlib.ops.declare import by_signature
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.random import next_key
 from shardlib.tensor import ShardedTensor, call_error, implements
 
 
-class _Drop(Local):
-    """apply(x, keep, scale): x * scale where kept; only the mask is saved."""
-
-    @staticmethod
-    def forward(ctx: Ctx, x: Tensor, keep: Tensor, scale: float) -> Tensor:
-        ctx.keep, ctx.scale = keep, scale
-        return (x * keep).mul_(scale)
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Drop.apply(grads[0], ctx.keep, ctx.scale), None, None
+def _dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """Drop elements, and scale those that are kept so that the mean stays; the mask is saved."""
+    return (x * keep).mul_(1 / (1 - p) if p < 1 else 0.0)
 
 
 class _KernelDrop(Local):
@@ -119,8 +112,8 @@ def dropout(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if dropped is not None:
         return x.becomes(dropped)
     keep = _keep(x, kept(p), torch.bool, features)
-    raw: Any = _saturated(x.raw, keep, p) if alpha else _Drop.apply(x.raw, keep, _scale(p))
-    return _returned(x, raw, inplace)
+    drop = _saturated if alpha else _dropped
+    return _returned(x, drop(x.raw, keep, p), inplace)
 
 
 def _by_kernel(x: ShardedTensor, p: float) -> Tensor | None:
@@ -141,21 +134,14 @@ def _returned(x: ShardedTensor, raw: Tensor, inplace: bool) -> ShardedTensor:
     return x
 
 
-def _scale(p: float) -> float:
-    """Return the factor of what is kept, so that the mean stays."""
-    return 1 / (1 - p) if p < 1 else 0.0
-
-
-@implements(torch.native_dropout, takes="padding skew")
-def native_dropout(func: Func, args: Args, kwargs: Kwargs) -> object:
+@by_signature("native_dropout(input, p, train)", torch.native_dropout, takes="padding skew")
+def native_dropout(func: Func, x: ShardedTensor, p: float, train: bool | None) -> object:
     """Return (output, mask)."""
-    b = binder("native_dropout(input, p, train)")(*args, **kwargs)
-    x, p = b["input"], b["p"]
     _checked("dropout", F.dropout, x, p)
-    if b["train"] is False:
+    if train is False:
         return x.becomes(x.raw * 1), x.becomes(torch.ones_like(x.raw, dtype=torch.bool))
     keep = _keep(x, kept(p), torch.bool, False)
-    return x.becomes(_Drop.apply(x.raw, keep, _scale(p))), x.becomes(keep)  # type: ignore[arg-type]
+    return x.becomes(_dropped(x.raw, keep, p)), x.becomes(keep)
 
 
 _rrelu = binder(

@@ -22,6 +22,7 @@ from shardlib.collectives import all_gather, axis_index, psum, psum_scatter, unw
 from shardlib.errors import BadArgument, ImplicitCommunication, OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
+from shardlib.ops.declare import by_signature
 from shardlib.ops.id_bounds import in_range
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
@@ -152,19 +153,17 @@ def _checked(ids: Tensor, table: Tensor, count: int, given: dict[str, Any]) -> i
     return None if padding is None else padding % count
 
 
-_ROWS = binder(
+@by_signature(
     "embedding(weight: tensor, indices: tensor, padding_idx: int = -1, scale_grad_by_freq=False, "
-    "sparse=False)"
-)
-
-
-@implements(torch.embedding, takes="padding skew")
-def embedding_of_rows(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+    "sparse=False)",
+    torch.embedding, takes="padding skew",
+)  # fmt: skip
+def embedding_of_rows(
+    func: Func, table: Tensor, ids: Tensor, padding: int, by_frequency: bool, sparse: bool
+) -> Tensor:
     """Look up ids by aten's signature, in which a padding_idx of -1 means none."""
-    given = _ROWS(*args, **kwargs)
-    padding = given["padding_idx"] if given["padding_idx"] >= 0 else None
-    how = {k: given[k] for k in ("scale_grad_by_freq", "sparse")}
-    return F.embedding(given["indices"], given["weight"], padding, **how)  # type: ignore[return-value]
+    known = padding if padding >= 0 else None
+    return F.embedding(ids, table, known, None, 2.0, by_frequency, sparse)
 
 
 class _LookupPlan(NamedTuple):

@@ -18,7 +18,7 @@ from shardlib.collectives.verbs import pmax, psum
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, bind
-from shardlib.ops.signatures import binder
+from shardlib.ops.declare import by_signature
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.gradients import real_axes
 from shardlib.tensor.place import Place
@@ -106,12 +106,8 @@ def _one_by_one(name: str, args: Args, kwargs: Kwargs) -> object:
 # ---------------------------------------------------------------- norms
 
 
-_NORM = binder("norm(input, ord=2, dtype=None)")
-
-
-def _norms(func: Func, args: Args, kwargs: Kwargs) -> object:
+def _norms(func: Func, xs: Sequence[Any], order: float, dtype: torch.dtype | None) -> object:
     """Run ``_foreach_norm``: norms of each rank's blocks, and one collective for them all."""
-    xs, order, dtype = _NORM(*args, **kwargs).values()
     order = float(order)
     if not _takes(xs, order):
         return tuple(torch.linalg.vector_norm(x, order, dtype=dtype) for x in xs)
@@ -207,7 +203,7 @@ _SCALAR = Layout.parse("...").resolve(0)
 
 for _name, _func in foreach_ops().items():
     if _name == "norm":
-        implements(_func, takes="padding skew")(_norms)
+        by_signature("norm(input, ord=2, dtype=None)", _func, takes="padding skew")(_norms)
     elif _name != "powsum":
         takes = "sums" if _name in _REDUCES else "all"
         implements(_func, takes=takes)(partial(_on_lists, _name))

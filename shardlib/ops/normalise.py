@@ -8,11 +8,11 @@ from torch import Tensor
 from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument
 from shardlib.memory_sharing import refuse_overlap
-from shardlib.ops.declare import Bound, declare, slots
+from shardlib.ops.declare import Bound, by_signature, declare, slots
 from shardlib.ops.dims import Labels
-from shardlib.ops.signatures import ArgumentSlot, binder
-from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import ShardedTensor, Unfit, call_error, implements, typeof
+from shardlib.ops.signatures import ArgumentSlot
+from shardlib.opspec import Func
+from shardlib.tensor import ShardedTensor, Unfit, call_error, typeof
 
 
 def _samples(b: Bound) -> Labels:
@@ -51,31 +51,31 @@ declare(
     _instances,
 )
 
-_BATCH = binder(
+
+@by_signature(
     "batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, "
-    "cudnn_enabled)"
+    "cudnn_enabled)",
+    torch.batch_norm,
 )
-
-
-@implements(torch.batch_norm)
-def batch_norm(func: Func, args: Args, kwargs: Kwargs) -> object:
+def batch_norm(
+    func: Func, x: Any, w: Any, b: Any, mean: Any, var: Any,
+    training: bool, momentum: float, eps: float, _: bool,
+) -> object:  # fmt: skip
     """Take statistics over the whole batch, on all ranks; update the running ones as torch does."""
-    g = _BATCH(*args, **kwargs)
-    x, w, b, mean, var = g["input"], g["weight"], g["bias"], g["running_mean"], g["running_var"]
-    _check(x, (w, b), (mean, var), g["training"])
+    _check(x, (w, b), (mean, var), training)
     dtype, x = x.dtype, wide(x)
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *[1] * (x.ndim - 2)]
-    if g["training"] or mean is None:
+    if training or mean is None:
         m = x.mean(dims)
         centred = x - m.view(shape)
         v = (centred * centred).mean(dims)
         if mean is not None:
-            _update(mean, var, m.detach(), v.detach(), g["momentum"], x.numel() // x.shape[1])
+            _update(mean, var, m.detach(), v.detach(), momentum, x.numel() // x.shape[1])
     else:
         m, v = mean, var
         centred = x - m.view(shape)
-    out = centred * (v + g["eps"]).rsqrt().view(shape)
+    out = centred * (v + eps).rsqrt().view(shape)
     out = out if w is None else out * w.view(shape)
     return (out if b is None else out + b.view(shape)).to(dtype)
 

@@ -30,6 +30,7 @@ from shardlib.ops.counter_rng import (
     then,
     unit,
 )
+from shardlib.ops.declare import by_signature
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.signatures import binder
@@ -286,14 +287,9 @@ def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return x
 
 
-_normal = binder("normal(mean, std=1.0, *, generator=None)")
-
-
-@implements(torch.normal, takes="padding skew")
-def normal_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+@by_signature("normal(mean, std=1.0, *, generator=None)", torch.normal, takes="padding skew")
+def normal_of(func: Func, mean: Any, std: Any, generator: torch.Generator | None) -> ShardedTensor:
     """Draw mean + std z, for tensors that broadcast."""
-    b = _normal(*args, **kwargs)
-    mean, std = b["mean"], b["std"]
     held = std.raw if isinstance(std, ShardedTensor) else torch.as_tensor(std)
     if held.numel() and not held.is_meta and held.min() < 0:
         raise RuntimeError(
@@ -302,7 +298,7 @@ def normal_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     with torch.no_grad():
         frame = mean + std * 0 if isinstance(std, Tensor) else mean + 0.0
         z = frame.becomes(
-            drawn(frame, next_key(frame.mesh, b["generator"]), gaussian(frame.dtype), frame.dtype)
+            drawn(frame, next_key(frame.mesh, generator), gaussian(frame.dtype), frame.dtype)
         )
         out = mean + std * z
     for t in (mean, std):
@@ -446,11 +442,13 @@ def randint_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 # ---------------------------------------------------------------- samples of rows
 
 
-_multinomial = binder("multinomial(input, num_samples: int, replacement=False, *, generator=None)")
-
-
-@implements(torch.multinomial, Tensor.multinomial, takes="plain")
-def multinomial(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+@by_signature(
+    "multinomial(input, num_samples: int, replacement=False, *, generator=None)",
+    torch.multinomial, Tensor.multinomial, takes="plain",
+)  # fmt: skip
+def multinomial(
+    func: Func, x: ShardedTensor, count: int, again: bool, generator: torch.Generator | None
+) -> ShardedTensor:
     """Draw indices with the row's weights: the largest of log(weight) + Gumbel noise.
 
     The row may be split.
@@ -460,11 +458,9 @@ def multinomial(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     Source: Efraimidis and Spirakis, Weighted random sampling
             with a reservoir, 2006; Gumbel's maximum.
     """
-    b = _multinomial(*args, **kwargs)
-    x, count, again = b["input"], b["num_samples"], bool(b["replacement"])
     _check_weights(x, count, again)
     raw = x.raw.detach()
-    key = next_key(x.mesh, b["generator"])
+    key = next_key(x.mesh, generator)
     weight = raw.double().log()
 
     def noise(lane: int) -> Tensor:
@@ -533,28 +529,23 @@ def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, T
 # ---------------------------------------------------------------- pooling at random positions
 
 
-_pool = binder(
+@by_signature(
     "pool(input, kernel_size, output_size=None, output_ratio=None, return_indices=False, "
-    "_random_samples=None)"
-)
-
-
-@implements(
+    "_random_samples=None)",
     F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d,
     F.fractional_max_pool3d_with_indices, takes="plain",
 )  # fmt: skip
-def fractional_max_pool(func: Func, args: Args, kwargs: Kwargs) -> object:
+def fractional_max_pool(
+    func: Func, x: ShardedTensor, window: Any, size: Any, ratio: Any, indices: bool, places: Any
+) -> object:
     """Pool windows that begin at positions drawn per sample and channel."""
-    b = _pool(*args, **kwargs)
-    x, size, places = b["input"], b["output_size"], b["_random_samples"]
     d = 3 if "3d" in func.__name__ else 2
-    if size is None and b["output_ratio"] is None:
+    if size is None and ratio is None:
         raise ValueError(
             f"fractional_max_pool{d}d requires specifying either an output_size or an output_ratio"
         )
     if size is None:
-        ratios = _each(b["output_ratio"], d)
-        size = [int(n * r) for n, r in zip(x.shape[-d:], ratios, strict=True)]
+        size = [int(n * r) for n, r in zip(x.shape[-d:], _each(ratio, d), strict=True)]
     if places is None:
         places = _starts(x, d)
     named = ("n", "c") if x.ndim == d + 2 else ("c",)
@@ -566,9 +557,8 @@ def fractional_max_pool(func: Func, args: Args, kwargs: Kwargs) -> object:
         }
 
     pool = builtin(f"fractional_max_pool{d}d")
-    given = (x, _each(b["kernel_size"], d), _each(size, d), places)
-    out = rows_call(pool, given, {}, labels)
-    return out if func.__name__.endswith("indices") or b["return_indices"] else out[0]
+    out = rows_call(pool, (x, _each(window, d), _each(size, d), places), {}, labels)
+    return out if func.__name__.endswith("indices") or indices else out[0]
 
 
 def _each(value: Any, d: int) -> Sequence[Any]:

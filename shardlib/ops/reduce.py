@@ -15,7 +15,7 @@ from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument, NoImplementation
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
-from shardlib.ops.declare import rows, spelled
+from shardlib.ops.declare import by_signature, rows, spelled
 from shardlib.ops.dims import rows_call
 from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.padding import neutral
@@ -73,7 +73,7 @@ SUM = binder("""
     sum(input, *, dtype=None)
     sum(input, dim: ints = None, keepdim: bool = False, *, dtype=None)
 """)
-_DIM = binder("amax(input, dim: ints = None, keepdim: bool = False)")
+_DIM = "amax(input, dim: ints = None, keepdim: bool = False)"
 _VAR = binder("""
     var(input, dim: ints = None, *, correction: number = 1, keepdim: bool = False)
     var(input, dim: ints = None, unbiased: bool = True, keepdim: bool = False)
@@ -144,19 +144,15 @@ def claims(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return out.to(torch.uint8) if x.dtype == torch.uint8 else out
 
 
-@implements(torch.amax, Tensor.amax, torch.amin, Tensor.amin, padding=neutral, takes="skew sums")
-def extremes(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Take the local extreme, and over split dimensions a pmax as well.
-
-    If several elements are equal to it, they share the gradient.
-    """
-    return extreme(func, *_arguments(_DIM, args, kwargs)[:3])
-
-
+@by_signature(
+    _DIM, torch.amax, Tensor.amax, torch.amin, Tensor.amin, padding=neutral, takes="skew sums"
+)
 def extreme(
     func: Func, x: ShardedTensor, dim: Dims, keepdim: bool, nans: bool = False
 ) -> ShardedTensor:
     """Reduce by a local extreme, and over split dimensions by a pmax as well.
+
+    If several elements are equal to it, they share the gradient.
 
     ``nans``  the gradient of a NaN is shared by all NaNs, as in torch's max() and norms; otherwise
               it is NaN for the whole row.
@@ -369,17 +365,18 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return out.to(x.dtype) if summed is not x else out
 
 
-@implements(Tensor.norm, torch.norm, takes="all")
-def norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+@by_signature(
+    "norm(input, p='fro', dim: ints = None, keepdim: bool = False, dtype=None)",
+    Tensor.norm, torch.norm, takes="all",
+)  # fmt: skip
+def norm(
+    func: Func, x: Tensor, p: Any, dim: Dims, keepdim: bool, dtype: torch.dtype | None
+) -> Tensor:
     """Take a vector's norm over one dimension or all; "fro" as in torch."""
-    x, p, dim, keepdim, dtype = _FRO(*args, **kwargs).values()
     if p == "nuc" or (p not in ("fro", None) and not isinstance(p, int | float)):
         why = "no implementation of this norm"
         raise call_error(NoImplementation, why, "norm", "sl.unshard(x).norm()", tensor=x)
     return torch.linalg.vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
-
-
-_FRO = binder("norm(input, p='fro', dim: ints = None, keepdim: bool = False, dtype=None)")
 
 
 @implements(
@@ -410,12 +407,11 @@ def softmax(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return (weight / weight.sum(dim, keepdim=True)).to(dtype)
 
 
-@implements(
-    torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp, padding=neutral, takes="plain"
+@by_signature(
+    _DIM, torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp, padding=neutral, takes="plain"
 )
-def logsumexp(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+def logsumexp(func: Func, x: ShardedTensor, dim: Dims, keepdim: bool) -> Tensor:
     """Compute logsumexp; over a split dimension, logsumexp of the blocks' results."""
-    x, dim, keepdim, _ = _arguments(_DIM, args, kwargs)
     if not x.dtype.is_floating_point:
         raise Unfit("torch promotes integers, and sums complex numbers")
     _, split, *_ = reduced_layout(x, dim, keepdim, "logsumexp")

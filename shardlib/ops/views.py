@@ -23,7 +23,7 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import Apart, cut, leading, without_ones
-from shardlib.ops.declare import where
+from shardlib.ops.declare import by_signature, where
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.each_rank import FlatCall
 from shardlib.ops.padding import beside, cuts_padding, of_true_sizes, sizes, the_dim
@@ -443,22 +443,19 @@ def _split_sizes(func: Func, size: int, pieces: Any) -> list[int]:
     return list(pieces)
 
 
-_SPLIT = binder("""
+_SPLIT = """
     split(input, split_size: ints, dim: int = 0)
     split(tensor, split_size_or_sections: ints, dim: int = 0)
     split(input, split_sizes: ints, dim: int = 0)
-""")
-_CHUNK = binder("chunk(input, chunks: int, dim: int = 0)")
+"""
 
 
-@implements(Tensor.chunk, torch.chunk, padding=beside(the_dim(_CHUNK)))
-@implements(
-    Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes,
-    padding=beside(the_dim(_SPLIT)),
+@by_signature("chunk(input, chunks: int, dim: int = 0)", Tensor.chunk, torch.chunk, along_dim=True)
+@by_signature(
+    _SPLIT, Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes,
+    along_dim=True,
 )  # fmt: skip
-def split(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
-    bind = _CHUNK if "chunk" in func.__name__ else _SPLIT
-    x, pieces, dim = bind(*args, **kwargs).values()
+def split(func: Func, x: ShardedTensor, pieces: Any, dim: int) -> tuple[ShardedTensor, ...]:
     if not x.shape:
         raise BadArgument("a scalar has no pieces", op=func.__name__)
     dim = dim_of(dim, len(x.shape), func.__name__)
@@ -527,35 +524,23 @@ def _with(x: ShardedTensor, dim: int, token: str) -> str:
     return " ".join(dims)
 
 
-_UNBIND = binder("unbind(input, dim: int = 0)")
-
-
-@implements(Tensor.unbind, torch.unbind, padding=beside(the_dim(_UNBIND)))
-def unbind(func: Func, args: Args, kwargs: Kwargs) -> tuple[ShardedTensor, ...]:
-    x, dim = _UNBIND(*args, **kwargs).values()
+@by_signature("unbind(input, dim: int = 0)", Tensor.unbind, torch.unbind, along_dim=True)
+def unbind(func: Func, x: ShardedTensor, dim: int) -> tuple[ShardedTensor, ...]:
     dim = dim_of(dim, len(x.shape), "unbind")
     if x.shape and not x.shape[dim]:
         return ()
-    return tuple(
-        squeeze(Tensor.squeeze, (p, dim), {}) for p in split(Tensor.split, (x, 1, dim), {})
-    )
+    return tuple(squeeze(Tensor.squeeze, (p, dim), {}) for p in split(Tensor.split, x, 1, dim))
 
 
-_SELECT = binder("select(input, dim: int, index: int)")
-
-
-@implements(Tensor.select, torch.select, padding=beside(the_dim(_SELECT)))
-def select(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    x, dim, index = _SELECT(*args, **kwargs).values()
+@by_signature("select(input, dim: int, index: int)", Tensor.select, torch.select, along_dim=True)
+def select(func: Func, x: ShardedTensor, dim: int, index: int) -> ShardedTensor:
     return _at(x, dim_of(dim, len(x.shape), "select"), index)
 
 
-_NARROW = binder("narrow(input, dim: int, start: int, length: int)")
-
-
-@implements(Tensor.narrow, torch.narrow, padding=beside(the_dim(_NARROW)))
-def narrow(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    x, dim, start, length = _NARROW(*args, **kwargs).values()
+@by_signature(
+    "narrow(input, dim: int, start: int, length: int)", Tensor.narrow, torch.narrow, along_dim=True
+)
+def narrow(func: Func, x: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
     dim = dim_of(dim, len(x.shape), "narrow")
     size = (*x.shape, 0)[dim]
     begin = start + size if start < 0 else start
