@@ -38,7 +38,7 @@ from shardlib.placing import reshard
 from shardlib.tensor.gradients import real_axes, total, vary, widened
 from shardlib.tensor.lifting import lift
 from shardlib.tensor.place import Place
-from shardlib.tensor.tensor import ShardedTensor, Unfit, call_error, has_padding
+from shardlib.tensor.tensor import ShardedTensor, Unfit, blockwise, call_error, has_padding
 
 # operand -> label of each dimension, None where it must be whole
 Labels = dict[int, tuple[Any, ...]]
@@ -78,9 +78,6 @@ def rows_call(
     """
     if has_padding(args) or (kwargs and has_padding(kwargs.values())):
         return _on_padded(func, args, kwargs, labels, sums)
-    known = _shallow(func, args, kwargs, sums)
-    if known is not None and (plan := args[0].mesh.memo["rows"].get(known)) is not None:
-        return _as_planned(func, args, kwargs, plan)
     call = FlatCall.of(func, *args, **kwargs)
     mesh: Mesh = next(x.mesh for x in call.tensors if isinstance(x, ShardedTensor))
     values = [lift(x, mesh, func.__name__) for x in call.tensors]
@@ -94,8 +91,9 @@ def rows_call(
     if plan.moved and (quiet or not may_move(max(plan.moved))):
         raise _refused(call, values, plan)
     values = written_to(func, args, kwargs, values)
-    if known is not None and _repeats(func, values, plan):
-        mesh.memo.keep("rows", known, plan)
+    if not lead(mesh) and _repeats(call, args, values, plan):
+        place = Place(*plan.results[0], mesh)
+        return blockwise(func, args, kwargs, place, partial(_of_blocks, func, mesh, plan))
     return _on_blocks(call, values, plan, sums, unsummed)
 
 
@@ -233,56 +231,27 @@ def _summed(
     return total(raw, mesh, plan.summed, dtype, dtype if matrix else None)
 
 
-_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype})
+def _repeats(call: FlatCall, args: Args, values: list[ShardedTensor], plan: _DimPlan) -> bool:
+    """Check whether torch's function on the blocks is all: nothing is moved, written or summed."""
+    first = args[: len(values)]
+    if list(map(id, first)) != list(map(id, values)) or any(v.deferred for v in values):
+        return False
+    if call.func in WRITERS or plan.summed or any(plan.targets):
+        return False
+    return not (is_half(values[0].raw) and any(plan.overs))  # these parts are kept in fp32
 
 
-def _shallow(func: Func, args: Args, kwargs: Kwargs, sums: bool) -> object:
-    """Return a cache key for a call of tensors, then numbers, on real ranks; None for others."""
-    first = args[0] if args else None
-    if type(first) is not ShardedTensor or lead(first.mesh):
-        return None
-    operands: list[Any] = []
-    for x in args:
-        if type(x) is not ShardedTensor:
-            break
-        if x.deferred or x.mesh is not first.mesh:
-            return None
-        operands += (x.sharding, x.padded_shape, x.raw.dtype)
-    rest = (*args[len(operands) // 3 :], *kwargs.values())
-    kinds = tuple(map(type, rest))
-    if not _ATOMS.issuperset(kinds):
-        return None
-    return func, sums, tuple(operands), rest, kinds, tuple(kwargs)
-
-
-def _repeats(func: Func, values: list[ShardedTensor], plan: _DimPlan) -> bool:
-    """Check whether ``_as_planned`` runs such a call: nothing moves, is written or is widened."""
-    parts = is_half(values[0].raw) and any(plan.overs)  # which are kept in fp32
-    return func not in WRITERS and not any(plan.targets) and not parts
-
-
-def _as_planned(func: Func, args: Args, kwargs: Kwargs, plan: _DimPlan) -> object:
-    """Run a call with a cached plan that moves no operand."""
-    mesh, count = args[0].mesh, len(plan.targets)
-    raws = [
-        vary(x.raw, mesh, over) if over else x.raw
-        for x, over in zip(args[:count], plan.overs, strict=True)
-    ]
-    out = run(func, mesh, (*raws, *args[count:]), kwargs)
+def _of_blocks(func: Func, mesh: Mesh, plan: _DimPlan, *args: Any, **kwargs: Any) -> Any:
+    """Run a function of blocks, marked for their gradients' sums, and of other arguments."""
+    raws = [vary(x, mesh, over) if over else x for x, over in zip(args, plan.overs, strict=False)]
+    out = run(func, mesh, (*raws, *args[len(raws) :]), kwargs)
     if type(out) is Tensor:
-        (place,) = plan.results
-        return _laid(out, plan, *place, mesh)
+        return out
     found, shape = optree.tree_flatten(out, none_is_leaf=True)
-    laid = [_laid(raw, plan, *place, mesh) for raw, place in zip(found, plan.results, strict=True)]
+    laid = [
+        ShardedTensor(raw, Place(*of, mesh)) for raw, of in zip(found, plan.results, strict=True)
+    ]
     return optree.tree_unflatten(shape, laid)
-
-
-def _laid(
-    raw: Tensor, plan: _DimPlan, layout: Layout, size: torch.Size, mesh: Mesh
-) -> ShardedTensor:
-    return ShardedTensor(
-        total(raw, mesh, plan.summed) if plan.summed else raw, Place(layout, size, mesh)
-    )
 
 
 def _made(

@@ -521,7 +521,7 @@ def blockwise(
         own = partial(_of_stacks, own, place.mesh)
     repeat = _Repeat(own, place, rest, args[0].raw.stride() if strided else None, moves)
     out = _run(repeat, args, kwargs)
-    if isinstance(out, Tensor) and out is not args[0] and not written(func, args, kwargs):
+    if isinstance(out, Tensor | tuple) and out is not args[0] and not written(func, args, kwargs):
         key = _call_key(scope(), func, args, kwargs)
         if key is not None:
             place.mesh.memo.keep("call", key, repeat)
