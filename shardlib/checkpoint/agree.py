@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardlib.checkpoint.folder import SILENT
-from shardlib.errors import CheckpointError, RankFailed, user_line
+from shardlib.errors import CheckpointError, RankFailed
 from shardlib.mesh import join_job
 
 
@@ -88,7 +88,7 @@ class Group:
     ) -> None:
         self.op = op
         self.fixes = fixes
-        self.line = user_line()  # a background thread has no frame of the user's code
+        self.line = ""  # of the user's code, where a background thread has no frame of it
         self.said = time.monotonic()
         self.given_up = ""
         self.rank, self.world = 0, 1

@@ -120,8 +120,9 @@ def to_hf(
                 tensors.append(WrittenPart.of_whole(theirs, shape, dtype, get))
 
         def configure(into: str) -> None:
-            for file in _companions(config) if config is not None else ():
-                shutil.copyfile(file, Path(into) / file.name)
+            if config is not None:
+                for file in _companions(config):
+                    shutil.copyfile(file, Path(into) / file.name)
 
         one = "model.safetensors"
         write_hf(group, directory, lambda: tensors, configure, one, max_bytes, overwrite)
@@ -161,16 +162,17 @@ def from_hf(
     ...         sl.typeof(sl.load(d + "/c")["params"]["w"])
     'f32[4@x]'
     """
-    there = None if mesh is None else _mesh(mesh)
-    if there is None and layouts is not None:
-        raise BadArgument(
-            "layouts= lie on a mesh",
-            op="from_hf",
-            fix="sl.checkpoint.from_hf(directory, target, {'x': 2}, layouts='...')",
-        )
-    call = "directory, target" if there is None else "directory, target, mesh"
+    call = "directory, target, mesh"
+    if mesh is None:
+        if layouts is not None:
+            raise BadArgument(
+                "layouts= lie on a mesh",
+                op="from_hf",
+                fix="sl.checkpoint.from_hf(directory, target, {'x': 2}, layouts='...')",
+            )
+        call, mesh = "directory, target", {"one": 1}
+    there = _mesh(mesh)
     group = _group("from_hf", call)
-    world = 1 if there is None else there.size
     with contextlib.ExitStack() as stack:
         with group.phase("reading"):
             table = tensors_of(os.fspath(directory), group.progress, stack)
@@ -189,7 +191,7 @@ def from_hf(
                 raise ValueError(f"{sources[name].file} does not have all of {name!r}")
 
         tree = _Tree(places, {}, leaves.skeleton, read)
-        _write(group, folder_of(os.fspath(target), step), step, overwrite, tree, world)
+        _write(group, folder_of(os.fspath(target), step), step, overwrite, tree, there.size)
 
 
 # ---------------------------------------------------------------- shared by all three

@@ -441,7 +441,8 @@ class Work:
     def __init__(self, target: str, name: str) -> None:
         self.target = os.path.realpath(target)
         self.parent, self.base = os.path.split(self.target)
-        self.path, self.id = os.path.join(self.parent, name), name[-32:]
+        self.name, self.id = name, name[-32:]
+        self.path = os.path.join(self.parent, name)
         self.fd = self._opened()
         self.lock = os.open(LOCK, os.O_RDWR | os.O_CLOEXEC, dir_fd=self.fd)
         _lock(self.lock, fcntl.LOCK_SH)
@@ -462,8 +463,8 @@ class Work:
     @staticmethod
     def make(
         target: str, overwrite: bool = True, siblings: str = "", seconds: float = SILENT
-    ) -> tuple[str, int]:
-        """Make a work directory; return its name and a descriptor that locks it until closed.
+    ) -> "Work":
+        """Make a work directory.
 
         ``siblings``  pattern of other targets whose leftovers are removed too.
         ``seconds``   to wait for another save that holds the parent's lock.
@@ -481,11 +482,9 @@ class Work:
         # until it is locked, it looks like a leftover
         with _locked(parent, fcntl.LOCK_SH, seconds):
             os.mkdir(path)
-            lock = os.path.join(path, LOCK)
-            hold = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            _lock(hold, fcntl.LOCK_SH)
-            os.write(hold, name[-32:].encode())
-        return name, hold
+            with open(os.path.join(path, LOCK), "x") as lock:
+                lock.write(name[-32:])
+            return Work(target, name)
 
     def commit(self, overwrite: bool) -> str:
         """Rename it to the target; return a warning if the disk did not confirm the name.

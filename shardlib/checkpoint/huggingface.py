@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardlib._compat import is_dtensor
 from shardlib.checkpoint.agree import Group, refuse_odd
 from shardlib.checkpoint.boxes import BlockRun, Box, grid, meet, shared, size, whole
 from shardlib.checkpoint.files import (
@@ -51,10 +50,9 @@ from shardlib.checkpoint.folder import (
 )
 from shardlib.checkpoint.reading import Names as Renames
 from shardlib.checkpoint.reading import Target, check, fixes, known_choices, renamed, some, storages
-from shardlib.checkpoint.tree import alone
+from shardlib.checkpoint.tree import alone, sharded
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.collectives import spans_processes
-from shardlib.dtensor_convert import from_dtensor
 from shardlib.layouts import LayoutLike
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.modules.apply import Apply
@@ -691,7 +689,7 @@ def save_hf(
     ...     load_file(d + "/m/model.safetensors")
     {'w': tensor([0, 1, 2, 3])}
     """
-    tensors = {n: from_dtensor(x) if is_dtensor(x) else x for n, x in params.items()}
+    tensors = {n: sharded(x) for n, x in params.items()}
     group = Group("save_hf", timeout, alone(list(tensors.values())), _SAVE_FIXES)
 
     def parts() -> list[WrittenPart]:

@@ -65,8 +65,7 @@ def latest(
     """
     path = os.fspath(path)
     if not verify:
-        found = steps(path)
-        return found[0][1] if found else None
+        return next((folder for _, folder in steps(path)), None)
     group = Group("latest", timeout, alone([]))
     for _, folder in group.agree("steps", steps(path), decide=lambda values: values[0]):
         wrong = damage(folder, group)

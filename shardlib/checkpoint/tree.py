@@ -60,7 +60,7 @@ class Leaves:
                 op=op,
                 fix="tree = {'items': list(tree.values())}",
             )
-        leaves = [from_dtensor(x) if is_dtensor(x) else x for x in leaves]
+        leaves = list(map(sharded, leaves))
         for name, x in zip(names, leaves, strict=True):
             _check(name, x, op)
         return Leaves(names, leaves, spec, _skeleton(spec, iter(names)))
@@ -82,6 +82,13 @@ class Leaves:
     def again(self, leaves: list[Any]) -> Any:
         """Build the tree with other leaves."""
         return optree.tree_unflatten(self.spec, leaves)
+
+
+def sharded(x: Any) -> Any:
+    """Return a DTensor as a sharded tensor, and another leaf as it is."""
+    if isinstance(x, ShardedTensor) or not is_dtensor(x):
+        return x
+    return from_dtensor(x)
 
 
 def _part(entry: optree.PyTreeEntry) -> str:

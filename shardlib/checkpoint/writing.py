@@ -29,7 +29,7 @@ from shardlib.checkpoint.folder import (
 )
 from shardlib.checkpoint.steps import remove_old
 from shardlib.checkpoint.tree import Content, Leaves, alone, blocks, fingerprint, place_of
-from shardlib.errors import BadArgument
+from shardlib.errors import BadArgument, user_line
 
 
 class Saving:
@@ -79,6 +79,7 @@ class Saving:
                 self._error = e
 
         group.said = time.monotonic()  # the copies may have taken long
+        group.line = user_line()
         self._group = group
         self._thread = threading.Thread(target=body, name="shardlib save")
         self._thread.start()
@@ -212,7 +213,7 @@ class SaveJob:
         self.group, self.target = group, os.path.abspath(target) if target else ""
         self.step, self.overwrite = step, overwrite
         self.name: str = ""
-        self.hold = -1
+        self.work: Work | None = None
 
     def begin(self, content: Content, claims: Claims, error: Exception | None = None) -> None:
         """Agree on one tree and path, and on the work directory that rank 0 makes."""
@@ -239,9 +240,9 @@ class SaveJob:
         """Make the work directory, on rank 0, and return its name."""
         # leftovers of other steps are removed too
         siblings = "" if self.step is None else steps_pattern
-        self.name, self.hold = Work.make(
-            self.target, self.overwrite, siblings, self.group.timeout / 2
-        )  # the other ranks wait for it
+        seconds = self.group.timeout / 2  # the other ranks wait for it
+        self.work = Work.make(self.target, self.overwrite, siblings, seconds)
+        self.name = self.work.name
         return self.name
 
     @contextlib.contextmanager
@@ -253,18 +254,14 @@ class SaveJob:
             if self.name:
                 self._give_up(e)
                 remove(os.path.join(os.path.dirname(os.path.realpath(self.target)), self.name))
-            self._let_go()
+            if self.work is not None:
+                self.work.close()
             raise
 
     def _give_up(self, e: BaseException) -> None:
         if not self.group.given_up:
             said = f": {type(e).__name__}: {e}" if isinstance(e, Exception) else " was interrupted"
             self.group.give_up(f"rank {self.group.rank}{said}")
-
-    def _let_go(self) -> None:
-        if self.hold >= 0:
-            os.close(self.hold)
-            self.hold = -1
 
     def write(self, content: Content, files: Mapping[int, list[WrittenPart]]) -> None:
         """Write these files, by rank; rank 0 then renames the directory to the target."""
@@ -307,16 +304,17 @@ class SaveJob:
         Raises: CheckpointError, the same on every rank.
         """
         group = self.group
-        error, work = None, None
+        error, unsure = None, ""
         with self.leaving():
             try:
-                work = Work(self.target, self.name)
+                if self.work is None:
+                    self.work = Work(self.target, self.name)
             except Exception as e:
                 error = e
-            if together or work is None:
+            if together or error is not None:
                 group.agree("opening" if together else "writing", [], error)
+        work = self.work
         assert work is not None, "its error was raised"
-        unsure = ""
         try:
             with group.phase("writing", lambda said: commit(work, said)) as phase:
                 phase.value = put(work)
@@ -327,7 +325,6 @@ class SaveJob:
             if not work.committed():
                 raise
         finally:
-            self._let_go()
             work.close()
         if unsure:
             raise group.error(unsure)
@@ -376,7 +373,9 @@ def _differ_in(a: dict[str, int], b: dict[str, int], one: int, other: int) -> No
 def _claims(group: Group, leaves: Leaves) -> Claims:
     """Fingerprint this rank's replicas, which must be equal on every holder."""
     out: Claims = {}
-    for name, x in leaves.tensors.items() if group.world > 1 else ():
+    if group.world == 1:
+        return out
+    for name, x in leaves.tensors.items():
         place = place_of(x, group.world)
         for rank, block in blocks(x, group.rank):
             where = coordinate(rank, dict(place.mesh))

@@ -53,9 +53,9 @@ def test_an_old_step_that_is_a_link_stays(tmp_path: Path) -> None:
 
 
 def test_a_work_directory_is_a_savers_as_a_whole_and_no_other(tmp_path: Path) -> None:
-    name, hold = folder.Work.make(str(tmp_path / "c"))
-    os.close(hold)
-    work = tmp_path / name
+    made = folder.Work.make(str(tmp_path / "c"))
+    made.close()
+    work = tmp_path / made.name
     (work / "half.safetensors").write_text("x")
     assert strangers(str(work)) == []
     other = tmp_path / f".c.tmp-{'0' * 32}"

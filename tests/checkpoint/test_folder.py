@@ -19,9 +19,7 @@ def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 def made(target: Path, says: int) -> Work:
-    name, hold = Work.make(str(target))
-    work = Work(str(target), name)
-    os.close(hold)
+    work = Work.make(str(target))
     about = {"format": folder.FORMAT, "id": work.id, "says": says, "files": []}
     folder.write_manifest(work.fd, about)
     return work
