@@ -20,15 +20,14 @@ from shardlib.checkpoint.files import Folder, WrittenPart, fill
 from shardlib.checkpoint.folder import MANIFEST, folder_of, opened
 from shardlib.checkpoint.huggingface import tensors_of, write_hf
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.reading import Layouts, renamed, some, target_of
+from shardlib.checkpoint.reading import Layouts, target_of
 from shardlib.checkpoint.steps import newest
-from shardlib.checkpoint.tree import Content, Leaves, Value
+from shardlib.checkpoint.tree import Content, Leaves, Names, Value, renamed, some
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, MeshLike, as_mesh, simulate
 
 Directory = str | os.PathLike[str]
-Names = Mapping[str, str] | Callable[[str], str] | None
 
 
 def reshard(

@@ -48,9 +48,9 @@ from shardlib.checkpoint.folder import (
     write_manifest,
     write_new,
 )
-from shardlib.checkpoint.reading import Names as Renames
-from shardlib.checkpoint.reading import Target, check, fixes, known_choices, renamed, some, storages
-from shardlib.checkpoint.tree import alone, sharded
+from shardlib.checkpoint.reading import Target, check, fixes, known_choices, storages
+from shardlib.checkpoint.tree import Names as Renames
+from shardlib.checkpoint.tree import alone, boxes, renamed, renaming, sharded, some
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.collectives import spans_processes
 from shardlib.layouts import LayoutLike
@@ -137,8 +137,9 @@ def load_hf(
         table = _tables(places, group.progress, stack)
         about = [(n, c.file, c.offset, c.shape, str(c.dtype)) for n, c in table.items()]
         phase.value = hashlib.sha256(repr(sorted(about)).encode()).hexdigest()
-        plan, lacking = _plan(module, apply, params, table, names, missing, extra)
-        wanted = {**params, **apply.buffers}
+        loading = _Loading(module, apply, params, table)
+        plan, lacking = loading.plan(names, missing, extra)
+        wanted = loading.wanted
         for name, source in plan.items():
             x = wanted[name]
             check(name, x, x.shape, source.dtype, cast)
@@ -289,10 +290,10 @@ Origin = FilePieces | Converted
 
 def _fill(name: str, x: ShardedTensor, source: Origin) -> None:
     """Fill a tensor's blocks with values read from files."""
-    read, raw = source.reader(), x.raw.detach()
+    read = source.reader()
     if x.is_padded:
-        raw.zero_()
-    for box, block in Target.of(x).blocks(raw):
+        x.raw.detach().zero_()
+    for box, block in boxes(x):
         if read(block, box) != size(box):
             raise ValueError(f"the files do not have all of {name!r}")
 
@@ -374,131 +375,241 @@ def _index(folder: Folder, name: str) -> dict[str, str]:
 # ---------------------------------------------------------------- names: ours to the files'
 
 
-def _plan(
-    module: nn.Module,
-    apply: Apply,
-    params: Mapping[str, Tensor],
-    table: Table,
-    names: Names,
-    missing: str,
-    extra: str,
-) -> tuple[dict[str, Origin], list[str]]:
-    """Map parameter names to their chunks, and list the parameters that no file has.
+@dataclass(frozen=True)
+class _Loading:
+    """A module to load, its applied form and parameters, and the tensors of the files."""
 
-    Raises: ValueError.
-    """
-    aliases: dict[str, list[str]] = {n: [n] for n in params}
-    for alias, name in apply.tied.items():
-        aliases[name].append(alias)
-    ours = {**aliases, **{n: [n] for n in apply.buffers}}
-    wanted = {**params, **apply.buffers}
-    plan = _sources(module, ours, table, names)
-    for name, source in plan.items():
-        source.check(name, wanted[name], table)
-    lacking = _lacking(module, apply, [n for n in ours if n not in plan])
-    words = []
-    if lacking and missing == "error":
-        words.append(f"no file has {some(lacking)} (missing='init' draws them)")
-    spare = _spare(module, apply, plan, table)
-    if spare and extra == "error":
-        words.append(f"the module has no place for {some(spare)} (extra='skip' leaves them out)")
-    if words:
-        raise ValueError(f"{', and '.join(words)}; there are {some(sorted(table))}")
-    return plan, [n for n in lacking if n in params]
+    module: nn.Module
+    apply: Apply
+    params: Mapping[str, Tensor]
+    table: Table
 
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """The module's parameters and buffers."""
+        return {**self.params, **self.apply.buffers}
 
-def _spare(module: nn.Module, apply: Apply, plan: Mapping[str, Origin], table: Table) -> list[str]:
-    """List the tensors of the files that no parameter is made of."""
-    used = {t for source in plan.values() for t in source.names}
-    return [t for t in sorted(table) if t not in used and not _known(t, module, apply)]
+    def plan(self, names: Names, missing: str, extra: str) -> tuple[dict[str, Origin], list[str]]:
+        """Map parameter names to their chunks, and list the parameters that no file has.
 
+        Raises: ValueError.
+        """
+        plan, wanted = self._sources(names), self.wanted
+        for name, source in plan.items():
+            source.check(name, wanted[name], self.table)
+        lacking = self._lacking(plan)
+        words = []
+        if lacking and missing == "error":
+            words.append(f"no file has {some(lacking)} (missing='init' draws them)")
+        spare = self._spare(plan)
+        if spare and extra == "error":
+            words.append(
+                f"the module has no place for {some(spare)} (extra='skip' leaves them out)"
+            )
+        if words:
+            raise ValueError(f"{', and '.join(words)}; there are {some(sorted(self.table))}")
+        return plan, [n for n in lacking if n in self.params]
 
-def _lacking(module: nn.Module, apply: Apply, left: Sequence[str]) -> list[str]:
-    """List the names without a source whose values neither a file nor the module has."""
-    persistent = set(module.state_dict(keep_vars=True))
-    return [
-        n
-        for n in left
-        if n not in apply.buffers or (n in persistent and apply.buffers[n].raw.is_meta)
-    ]
+    def _lacking(self, plan: Mapping[str, Origin]) -> list[str]:
+        """List the names without a source whose values neither a file nor the module has."""
+        persistent = set(self.module.state_dict(keep_vars=True))
+        own = {n for n, b in self.apply.buffers.items() if n not in persistent or not b.raw.is_meta}
+        return [n for n in self.wanted if n not in plan and n not in own]
 
+    def _spare(self, plan: Mapping[str, Origin]) -> list[str]:
+        """List the tensors of the files that no parameter is made of, and that are needed.
 
-def _known(theirs: str, module: nn.Module, apply: Apply) -> bool:
-    """Return whether a tensor is not needed: an alias of another, or a table of constants."""
-    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ends = [*apply.tied, *apply.buffers]
-    return any(
-        theirs == n or n.endswith(f".{theirs}") or theirs.endswith(f".{n}") for n in ends
-    ) or any(re.search(pattern, theirs) for pattern in ignored)
+        An alias of another tensor is not, nor is a table of constants.
+        """
+        used = {t for source in plan.values() for t in source.names}
+        ignored = getattr(self.module, "_keys_to_ignore_on_load_unexpected", None) or ()
+        ends = [*self.apply.tied, *self.apply.buffers]
+        return [
+            t
+            for t in sorted(self.table)
+            if t not in used
+            and not any(t == n or n.endswith(f".{t}") or t.endswith(f".{n}") for n in ends)
+            and not any(re.search(pattern, t) for pattern in ignored)
+        ]
 
+    def _sources(self, names: Names) -> dict[str, Origin]:
+        """Map parameter names to the tensors of the files that they are made of."""
+        ours = {n: [n] for n in self.wanted}
+        if isinstance(names, Mapping) and (odd := sorted(set(names) - set(ours))):
+            raise ValueError(f"names= has {odd[0]!r}, which the module does not")
+        for alias, name in self.apply.tied.items():
+            ours[name].append(alias)
+        said = {n: renaming(names)(n) for n in ours}
+        converted = self._converted()
+        prefixes = _prefixes(ours, self.table)
+        out: dict[str, Origin] = {}
+        for name, called in ours.items():
+            source = said[name]
+            if source is not None:
+                out[name] = self._said(name, source)
+            elif name in converted:
+                out[name] = converted[name]
+            elif found := _found(called, prefixes, self.table):
+                out[name] = self._piece(found)
+        return out
 
-def _concatenated(names: Sequence[str], dim: int, table: Table) -> FilePieces:
-    """Put tensors one after another along a dimension."""
-    ends = itertools.accumulate((table[n].shape[dim] for n in names), initial=0)
-    places = zip(names, ends, strict=False)
-    return FilePieces(FilePiece.of(table, n, at={dim: at}) for n, at in places)
+    def _said(self, name: str, said: Source) -> FilePieces:
+        """Return the pieces that ``names=`` gives a parameter."""
+        part: object = None
+        if isinstance(said, str):
+            called = [said]
+        elif len(said) == 2 and isinstance(said[1], slice | tuple):
+            called, part = [str(said[0])], said[1]
+        else:
+            called = [str(t) for t in said]
+        if lost := [t for t in called if t not in self.table]:
+            raise ValueError(f"names= calls {name!r} {lost[0]!r}, which no file has")
+        theirs, shape = called[0], self.table[called[0]].shape
+        if isinstance(part, slice):
+            first, last, _ = part.indices(shape[0] if shape else 0)
+            return self._piece(theirs, rows={0: (first, last)})
+        if isinstance(part, tuple):
+            if sorted(part) != list(range(len(shape))):
+                text = f"{part} is no order of the dimensions of {theirs!r}, {list(shape)}"
+                raise ValueError(text)
+            return self._piece(theirs, turn=part)
+        return self._concatenated(called, 0)
 
+    def _piece(self, name: str, **where: Any) -> FilePieces:
+        """Return a parameter of one tensor, placed as in ``FilePiece.of``."""
+        return FilePieces([FilePiece.of(self.table, name, **where)])
 
-def _stacked(lists: Sequence[Sequence[str]], dim: int, along: int, table: Table) -> FilePieces:
-    """Stack the tensors of each list along ``dim``, and put the stacks one after another."""
-    out = FilePieces()
-    for which, names in enumerate(lists):
-        for index, name in enumerate(names):
-            shape = list(table[name].shape)
-            shape.insert(dim, 1)
-            at = {dim: index} if along == dim else {dim: index, along: which * shape[along]}
-            out.append(FilePiece.of(table, name, at=at, stack=dim))
-    return out
+    def _concatenated(self, names: Sequence[str], dim: int) -> FilePieces:
+        """Put tensors one after another along a dimension."""
+        ends = itertools.accumulate((self.table[n].shape[dim] for n in names), initial=0)
+        places = zip(names, ends, strict=False)
+        return FilePieces(FilePiece.of(self.table, n, at={dim: at}) for n, at in places)
 
+    def _stacked(self, lists: Sequence[Sequence[str]], dim: int, along: int) -> FilePieces:
+        """Stack the tensors of each list along ``dim``, and put the stacks one after another."""
+        out = FilePieces()
+        for which, names in enumerate(lists):
+            for index, name in enumerate(names):
+                shape = list(self.table[name].shape)
+                shape.insert(dim, 1)
+                at = {along: which * shape[along], dim: index}
+                out.append(FilePiece.of(self.table, name, at=at, stack=dim))
+        return out
 
-def _sources(
-    module: nn.Module, ours: Mapping[str, list[str]], table: Table, names: Names
-) -> dict[str, Origin]:
-    """Map parameter names to the tensors of the files that they are made of."""
-    if names is not None and not callable(names) and (odd := sorted(set(names) - set(ours))):
-        raise ValueError(f"names= has {odd[0]!r}, which the module does not")
-    given = names if callable(names) else (names or {}).get
-    said = dict(zip(ours, map(given, ours), strict=True))
-    converted = _converted(module, table)
-    prefixes = _prefixes(ours, table)
-    out: dict[str, Origin] = {}
-    for name, called in ours.items():
-        source = said[name]
-        if source is not None:
-            out[name] = _said(name, source, table)
-        elif name in converted:
-            out[name] = converted[name]
-        elif found := _found(called, prefixes, table):
-            out[name] = FilePieces([FilePiece.of(table, found)])
-    return out
+    # -------------------------------------------------------- transformers' conversions
+
+    def _converted(self) -> dict[str, Origin]:
+        """Map parameters to tensors by transformers' renamings and conversions for the model."""
+        mapping, module = _conversions(self.module), self.module
+        if not mapping:
+            return {}
+        loading = importlib.import_module("transformers.core_model_loading")
+        renamings = [m for m in mapping if isinstance(m, loading.WeightRenaming)]
+        converters = [m for m in mapping if isinstance(m, loading.WeightConverter)]
+        state = module.state_dict(keep_vars=True)
+        out: dict[str, Origin] = {}
+        parts: dict[str, dict[str, list[str]]] = {}
+        for theirs in sorted(self.table, key=loading.dot_natural_key):
+            name, pattern = loading.rename_source_key(
+                theirs, renamings, converters, module.base_model_prefix, state
+            )
+            if name not in state or theirs in state:
+                continue
+            if pattern is None:
+                out[name] = self._piece(theirs)
+            else:
+                parts.setdefault(name, {}).setdefault(pattern, []).append(theirs)
+        of = {p: c for c in converters for p in c.source_patterns}
+        for name, sources in parts.items():
+            out |= self._run_on(of[next(iter(sources))], name, sources)
+        return out
+
+    def _run_on(
+        self, converter: Any, name: str, sources: Mapping[str, list[str]]
+    ) -> dict[str, Origin]:
+        """Map the parameters that a converter makes to pieces if it only places tensors."""
+        ordered = {p: sources[p] for p in converter.source_patterns if p in sources}
+        found = self._joined(converter.operations, list(ordered.values()))
+        if found is not None and len(converter.target_patterns) == 1:
+            return {name: found}
+        files = [t for some_of in ordered.values() for t in some_of]
+        meta, make = self._conversion(converter, name, ordered)
+        return {
+            n: self._cut_from(converter.operations, files, meta, n)
+            or Converted(files, x.dtype, partial(make, n))
+            for n, x in meta.items()
+        }
+
+    def _conversion(
+        self, converter: Any, name: str, sources: Mapping[str, list[str]]
+    ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+        """Return a converter's parameters on the meta device, and a function that computes one.
+
+        ``sources``  its source pattern -> names in the files.
+        Each result is held whole in memory until its parameter is filled.
+        Raises: ValueError, also of the function.
+        """
+        kinds = " and ".join(type(op).__name__ for op in converter.operations)
+        left: dict[str, Tensor] = {}
+
+        def run(read: Callable[[FileChunk], Tensor]) -> dict[str, Tensor]:
+            try:
+                mine = copy.deepcopy(converter)
+                for pattern, names in sources.items():
+                    mine.collected_tensors[pattern] = [read(self.table[n]) for n in names]
+                made = mine.convert(name, model=self.module, config=self.module.config)
+            except Exception as e:
+                raise ValueError(
+                    f"{name!r} is made by {kinds} of transformers, which fails: {e}; load the "
+                    "module with from_pretrained, and parallelize that"
+                ) from e
+            return {n: x[0] if isinstance(x, list) else x for n, x in made.items()}
+
+        def make(target: str) -> Tensor:
+            if target not in left:
+                left.update(run(_read))
+            return left.pop(target)
+
+        return run(lambda chunk: chunk.empty("meta")), make
+
+    def _joined(self, operations: Sequence[Any], lists: list[list[str]]) -> FilePieces | None:
+        """Return pieces if transformers only stacks or concatenates tensors; else None."""
+        kinds = [type(op).__name__ for op in operations]
+        dims = [getattr(op, "dim", 0) for op in operations]
+        if kinds == ["MergeModulelist"] and len(lists) == 1:
+            return self._stacked(lists, dims[0], 0)
+        if kinds == ["MergeModulelist", "Concatenate"]:
+            return self._stacked(lists, dims[0], dims[1])
+        if kinds == ["Concatenate"]:
+            return self._concatenated([t for some_of in lists for t in some_of], dims[0])
+        return None
+
+    def _cut_from(
+        self, operations: Sequence[Any], files: list[str], made: Mapping[str, Tensor], target: str
+    ) -> FilePieces | None:
+        """Return the piece if transformers only splits or transposes one tensor; else None."""
+        kinds, op = [type(op).__name__ for op in operations], operations[0]
+        if len(files) != 1:
+            return None
+        file, names, x = files[0], list(made), made[target]
+        there = self.table[file].shape
+        if kinds == ["Chunk"]:
+            dim, index = op.dim % x.ndim, names.index(target)
+            n = x.shape[dim]
+            if there[dim] == len(names) * n:
+                return self._piece(file, rows={dim: (index * n, (index + 1) * n)})
+        if kinds == ["Transpose"] and not op.check_dims:
+            order = list(range(x.ndim))
+            order[op.dim0], order[op.dim1] = order[op.dim1], order[op.dim0]
+            if [there[d] for d in order] == list(x.shape):
+                return self._piece(file, turn=tuple(order))
+        return None
 
 
 def _found(called: Sequence[str], prefixes: Sequence[tuple[str, str]], table: Table) -> str | None:
     """Return the name in the files of a parameter with these names, or None."""
     tries = (_bare(form, way) for way in prefixes for alias in called for form in _forms(alias))
     return next((t for t in tries if t in table), None)
-
-
-def _said(name: str, said: Source, table: Table) -> FilePieces:
-    """Return the pieces that ``names=`` gives a parameter."""
-    part: object = None
-    if isinstance(said, str):
-        called = [said]
-    elif len(said) == 2 and isinstance(said[1], slice | tuple):
-        called, part = [str(said[0])], said[1]
-    else:
-        called = [str(t) for t in said]
-    if lost := [t for t in called if t not in table]:
-        raise ValueError(f"names= calls {name!r} {lost[0]!r}, which no file has")
-    theirs, shape = called[0], table[called[0]].shape
-    if isinstance(part, slice):
-        first, last, _ = part.indices(shape[0] if shape else 0)
-        return FilePieces([FilePiece.of(table, theirs, rows={0: (first, last)})])
-    if isinstance(part, tuple):
-        if sorted(part) != list(range(len(shape))):
-            raise ValueError(f"{part} is no order of the dimensions of {theirs!r}, {list(shape)}")
-        return FilePieces([FilePiece.of(table, theirs, turn=part)])
-    return _concatenated(called, 0, table)
 
 
 def _forms(name: str) -> list[str]:
@@ -520,33 +631,6 @@ def _bare(name: str, way: tuple[str, str]) -> str:
     return way[1] + name.removeprefix(way[0])
 
 
-def _converted(module: nn.Module, table: Table) -> dict[str, Origin]:
-    """Map parameters to tensors by transformers' renamings and conversions for the model."""
-    mapping = _conversions(module)
-    if not mapping:
-        return {}
-    loading = importlib.import_module("transformers.core_model_loading")
-    renamings = [m for m in mapping if isinstance(m, loading.WeightRenaming)]
-    converters = [m for m in mapping if isinstance(m, loading.WeightConverter)]
-    state = module.state_dict(keep_vars=True)
-    out: dict[str, Origin] = {}
-    parts: dict[str, dict[str, list[str]]] = {}
-    for theirs in sorted(table, key=loading.dot_natural_key):
-        name, pattern = loading.rename_source_key(
-            theirs, renamings, converters, module.base_model_prefix, state
-        )
-        if name not in state or theirs in state:
-            continue
-        if pattern is None:
-            out[name] = FilePieces([FilePiece.of(table, theirs)])
-        else:
-            parts.setdefault(name, {}).setdefault(pattern, []).append(theirs)
-    of = {p: c for c in converters for p in c.source_patterns}
-    for name, sources in parts.items():
-        out |= _run_on(of[next(iter(sources))], name, sources, module, table)
-    return out
-
-
 def _conversions(module: nn.Module) -> Sequence[Any]:
     """List transformers' renamings and conversions for a model."""
     if not hasattr(module, "base_model_prefix") or not hasattr(module, "config"):
@@ -559,100 +643,10 @@ def _conversions(module: nn.Module) -> Sequence[Any]:
         return ()
 
 
-def _run_on(
-    converter: Any, name: str, sources: Mapping[str, list[str]], module: nn.Module, table: Table
-) -> dict[str, Origin]:
-    """Map the parameters that a converter makes to pieces if it only places tensors."""
-    ordered = {p: sources[p] for p in converter.source_patterns if p in sources}
-    found = _joined(converter.operations, list(ordered.values()), table)
-    if found is not None and len(converter.target_patterns) == 1:
-        return {name: found}
-    files = [t for some_of in ordered.values() for t in some_of]
-    meta, make = _conversion(converter, name, ordered, module, table)
-    return {
-        n: _cut_from(converter.operations, files, meta, n, table)
-        or Converted(files, x.dtype, partial(make, n))
-        for n, x in meta.items()
-    }
-
-
-def _conversion(
-    converter: Any, name: str, sources: Mapping[str, list[str]], module: nn.Module, table: Table
-) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """Return a converter's parameters on the meta device, and a function that computes one, whole.
-
-    ``sources``  its source pattern -> names in the files.
-    Each result is held whole in memory until its parameter is filled.
-    Raises: ValueError, also of the function.
-    """
-    kinds = " and ".join(type(op).__name__ for op in converter.operations)
-    left: dict[str, Tensor] = {}
-
-    def run(read: Callable[[FileChunk], Tensor]) -> dict[str, Tensor]:
-        try:
-            mine = copy.deepcopy(converter)
-            for pattern, names in sources.items():
-                mine.collected_tensors[pattern] = [read(table[n]) for n in names]
-            made = mine.convert(name, model=module, config=module.config)
-        except Exception as e:
-            raise ValueError(
-                f"{name!r} is made by {kinds} of transformers, which fails: {e}; load the "
-                "module with from_pretrained, and parallelize that"
-            ) from e
-        return {n: x[0] if isinstance(x, list) else x for n, x in made.items()}
-
-    def make(target: str) -> Tensor:
-        if target not in left:
-            left.update(run(_read))
-        return left.pop(target)
-
-    return run(lambda chunk: chunk.empty("meta")), make
-
-
 def _read(chunk: FileChunk) -> Tensor:
     out = chunk.empty("cpu")
     fill(out, chunk.box, chunk)
     return out
-
-
-def _joined(operations: Sequence[Any], lists: list[list[str]], table: Table) -> FilePieces | None:
-    """Return pieces if transformers only stacks or concatenates tensors; else None."""
-    kinds = [type(op).__name__ for op in operations]
-    dims = [getattr(op, "dim", 0) for op in operations]
-    if kinds == ["MergeModulelist"] and len(lists) == 1:
-        return _stacked(lists, dims[0], 0, table)
-    if kinds == ["MergeModulelist", "Concatenate"]:
-        return _stacked(lists, dims[0], dims[1], table)
-    if kinds == ["Concatenate"]:
-        return _concatenated([t for some_of in lists for t in some_of], dims[0], table)
-    return None
-
-
-def _cut_from(
-    operations: Sequence[Any],
-    files: list[str],
-    made: Mapping[str, Tensor],
-    target: str,
-    table: Table,
-) -> FilePieces | None:
-    """Return the piece if transformers only splits or transposes one tensor; else None."""
-    kinds, op = [type(op).__name__ for op in operations], operations[0]
-    if len(files) != 1:
-        return None
-    file, names, x = files[0], list(made), made[target]
-    there = table[file].shape
-    if kinds == ["Chunk"]:
-        dim, index = op.dim % x.ndim, names.index(target)
-        n = x.shape[dim]
-        if there[dim] == len(names) * n:
-            rows = {dim: (index * n, (index + 1) * n)}
-            return FilePieces([FilePiece.of(table, file, rows=rows)])
-    if kinds == ["Transpose"] and not op.check_dims:
-        order = list(range(x.ndim))
-        order[op.dim0], order[op.dim1] = order[op.dim1], order[op.dim0]
-        if [there[d] for d in order] == list(x.shape):
-            return FilePieces([FilePiece.of(table, file, turn=tuple(order))])
-    return None
 
 
 # ---------------------------------------------------------------- writing
@@ -795,8 +789,9 @@ def _called(tensors: Mapping[str, Tensor], module: object, names: Renames) -> di
     if hasattr(module, "peft_config"):
         adapter = re.compile(r"\.(lora_\w+|modules_to_save|ia3_\w+|vera_\w+)(\.|$)")
         tensors = {_forms(n)[1]: x for n, x in tensors.items() if adapter.search(n)}
-    to = names if callable(names) else {n: t for n, t in (names or {}).items() if n in tensors}
-    return {theirs: tensors[n] for n, theirs in renamed(list(tensors), to).items()}
+    if isinstance(names, Mapping):
+        names = {n: t for n, t in names.items() if n in tensors}
+    return {theirs: tensors[n] for n, theirs in renamed(list(tensors), names).items()}
 
 
 def _split(tensors: Sequence[WrittenPart], most: int) -> list[list[WrittenPart]]:

@@ -16,14 +16,25 @@ from torch import Tensor
 from shardlib._compat import is_dtensor
 from shardlib.capacity import refuse_beyond
 from shardlib.checkpoint.agree import Group, refuse_odd
-from shardlib.checkpoint.boxes import Box, SavedPlace, held, whole
+from shardlib.checkpoint.boxes import SavedPlace
 from shardlib.checkpoint.files import Folder, code_of
 from shardlib.checkpoint.folder import MANIFEST, opened, steps_pattern
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.pages import new
 from shardlib.checkpoint.steps import newest
-from shardlib.checkpoint.tree import Leaves, Value, alone, built, place_of, rank_of, world_of
-from shardlib.collectives import blocks, pbroadcast, played, spans_processes, storage_shape
+from shardlib.checkpoint.tree import (
+    Leaves,
+    Names,
+    Value,
+    alone,
+    boxes,
+    built,
+    place_of,
+    renamed,
+    some,
+    world_of,
+)
+from shardlib.collectives import pbroadcast, spans_processes, storage_shape
 from shardlib.dtensor_convert import as_dtensor
 from shardlib.errors import BadArgument, UnknownAxis
 from shardlib.layouts import LayoutLike, as_layout, is_layout, taken
@@ -31,9 +42,6 @@ from shardlib.mesh import Mesh, MeshLike, as_mesh, rank_along, scope, use_mesh
 from shardlib.modules.rules import Pattern, matches
 from shardlib.placing import padded_size
 from shardlib.tensor import Place, ShardedTensor
-
-Names = Mapping[str, str] | Callable[[str], str] | None
-
 
 Layouts: TypeAlias = (
     LayoutLike | Mapping[str, LayoutLike] | Sequence[tuple[Pattern[Tensor], LayoutLike]]
@@ -219,15 +227,6 @@ class Target:
         block = self.place.layout.local_shape(self.place.tiled, self.mesh)
         return storage_shape(self.mesh, *block)
 
-    def blocks(self, raw: Tensor) -> list[tuple[Box, Tensor]]:
-        """List (box, block) for each block of the storage, of the ranks in this process."""
-        if self.mesh is None:
-            return [(whole(self.place.shape), raw)]
-        return [
-            (held(self.place, rank_of(self.mesh, c)), b)
-            for c, b in zip(played(self.mesh), blocks(raw, self.mesh), strict=True)
-        ]
-
     def tensor(self, raw: Tensor) -> Tensor:
         """Make a tensor of a storage."""
         if self.mesh is None:
@@ -305,7 +304,7 @@ def _storages_read(
     raws = dict(zip(names, storages([targets[n] for n in names]), strict=True))
     for name, raw in raws.items():
         if readers.is_read_here(name, raw, targets[name]):
-            for box, block in targets[name].blocks(raw):
+            for box, block in boxes(targets[name].tensor(raw)):
                 manifest.read(name, box, block)
     return raws
 
@@ -355,21 +354,6 @@ def _kind(x: object) -> type:
     return complex if isinstance(x, bool | int | float | complex) else type(x)
 
 
-def renamed(names: Sequence[str], given: Names) -> dict[str, str]:
-    """Map our names to those of the checkpoint, one to one.
-
-    Raises: ValueError.
-    """
-    to = given if callable(given) else lambda n: (given or {}).get(n, n)
-    found = {n: str(to(n)) for n in names}
-    if len(set(found.values())) < len(found):
-        twice = next(t for t in found.values() if list(found.values()).count(t) > 1)
-        raise ValueError(f"names= calls two tensors {twice!r}")
-    if given is not None and not callable(given) and (unknown := sorted(set(given) - set(names))):
-        raise ValueError(f"names= has {unknown[0]!r}, which the tree does not")
-    return found
-
-
 def _differing(missing: list[str], extra: list[str]) -> str:
     words = []
     if missing:
@@ -377,12 +361,6 @@ def _differing(missing: list[str], extra: list[str]) -> str:
     if extra:
         words.append(f"the tree has no place for {some(extra)} (extra='skip' leaves them out)")
     return "the checkpoint is of another tree: " + ", and ".join(words)
-
-
-def some(names: list[str]) -> str:
-    """Format the first six names and the number of others."""
-    text = ", ".join(map(repr, names[:6]))
-    return f"{text} and {len(names) - 6} more" if len(names) > 6 else text
 
 
 def check(name: str, x: object, shape: Sequence[int], dtype: torch.dtype, cast: bool) -> None:

@@ -7,17 +7,17 @@ tilde).  Ranks write in the order of names, so the order of a dictionary does no
 import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
 from shardlib._compat import is_dtensor
-from shardlib.checkpoint.boxes import SavedPlace, outline
+from shardlib.checkpoint.boxes import Box, SavedPlace, held, outline
 from shardlib.checkpoint.files import code_of, dtype_of, is_shape
 from shardlib.checkpoint.folder import memory, world_size
 from shardlib.collectives import blocks as blocks_of
@@ -32,6 +32,8 @@ from shardlib.optim.transform import at_rest
 from shardlib.tensor import ShardedTensor, typeof
 
 Value = bool | int | float | complex | str | None
+Names = Mapping[str, str] | Callable[[str], str] | None
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,34 @@ def _check(name: str, x: object, op: str) -> None:
         )
 
 
+def renaming(names: Mapping[str, T] | Callable[[str], T] | None) -> Callable[[str], T | None]:
+    """Return a function from our name to what ``names`` gives in its place, or None."""
+    if names is None:
+        return lambda name: None
+    return names.get if isinstance(names, Mapping) else names
+
+
+def renamed(names: Sequence[str], given: Names) -> dict[str, str]:
+    """Map our names to those of the checkpoint, one to one.
+
+    Raises: ValueError.
+    """
+    to = renaming(given)
+    found = {n: n for n in names} | {n: str(t) for n in names if (t := to(n)) is not None}
+    if len(set(found.values())) < len(found):
+        twice = next(t for t in found.values() if list(found.values()).count(t) > 1)
+        raise ValueError(f"names= calls two tensors {twice!r}")
+    if isinstance(given, Mapping) and (unknown := sorted(set(given) - set(names))):
+        raise ValueError(f"names= has {unknown[0]!r}, which the tree does not")
+    return found
+
+
+def some(names: list[str]) -> str:
+    """Format the first six names and the number of others."""
+    text = ", ".join(map(repr, names[:6]))
+    return f"{text} and {len(names) - 6} more" if len(names) > 6 else text
+
+
 # ---------------------------------------------------------------- ranks and blocks
 
 
@@ -164,19 +194,20 @@ def place_of(x: Tensor, world: int) -> SavedPlace:
     return SavedPlace(tuple(x.shape), x.dtype, x.sharding, tiled, axes, x.mesh.ranks)
 
 
-def rank_of(mesh: Mesh, coord: Mapping[str, int]) -> int:
-    """Return the number of the rank at a coordinate of the mesh."""
-    return rank_along(mesh.names, coord, mesh.axes)
-
-
 def blocks(x: Tensor, rank: int) -> list[tuple[int, Tensor]]:
     """List (rank in its mesh, block) of a tensor for each rank in this process; no copies."""
     if not isinstance(x, ShardedTensor):
         return [(rank, x.detach())]
     if spans_processes(x.mesh) and x.mesh.coord is None:
         return []
-    held = blocks_of(x.raw.detach(), x.mesh)
-    return [(rank_of(x.mesh, c), b) for c, b in zip(played(x.mesh), held, strict=True)]
+    ranks = [rank_along(x.mesh.names, coord, x.mesh.axes) for coord in played(x.mesh)]
+    return list(zip(ranks, blocks_of(x.raw.detach(), x.mesh), strict=True))
+
+
+def boxes(x: Tensor) -> list[tuple[Box, Tensor]]:
+    """List (box, block) of a tensor for each rank in this process; no copies."""
+    place = place_of(x, 1)
+    return [(held(place, rank), block) for rank, block in blocks(x, 0)]
 
 
 # ---------------------------------------------------------------- the manifest's form
