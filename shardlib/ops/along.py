@@ -1,6 +1,6 @@
 """Operators along the dimensions that an argument names: those must be whole, others are rows."""
 
-from shardlib.ops.declare import Bound, along, declare, last, of_kind, rows, where
+from shardlib.ops.declare import Bound, along, declare, last, of_kind, rows, rows_but, where
 from shardlib.ops.dims import Labels
 
 of_kind("along", along)
@@ -19,9 +19,8 @@ def _tiled(b: Bound) -> Labels:
     x = b["input"]
     counts = tuple(b.get("repeats", b.get("dims", ())))
     counts = (1,) * (x.ndim - len(counts)) + counts
-    return {
-        x.at: tuple(d if c == 1 else None for d, c in enumerate(counts[len(counts) - x.ndim :]))
-    }
+    repeated = [d for d, c in enumerate(counts[len(counts) - x.ndim :]) if c != 1]
+    return {x.at: rows_but(repeated, x.ndim)}
 
 
 declare(
@@ -52,11 +51,10 @@ def _into(b: Bound) -> Labels:
     """Label all but ``dim`` rows: the input has ``dim`` whole, a selected piece lacks it."""
     x, src = b["input"], b["src"]
     (dim,) = where(b["dim"], x.ndim)
-    kept = [d for d in range(x.ndim) if src.ndim == x.ndim or d != dim]
-    return {
-        x.at: tuple(None if d == dim else d for d in range(x.ndim)),
-        src.at: tuple(None if d == dim else d for d in kept),
-    }
+    of_x = rows_but({dim}, x.ndim)
+    if src.ndim == x.ndim:
+        return {x.at: of_x, src.at: of_x}
+    return {x.at: of_x, src.at: (*of_x[:dim], *of_x[dim + 1 :])}
 
 
 declare(

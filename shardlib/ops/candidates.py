@@ -31,6 +31,13 @@ _MAX = binder("""
 """)
 
 
+_OF = {
+    "max": (torch.maximum, torch.amax, torch.return_types.max),
+    "min": (torch.minimum, torch.amin, torch.return_types.min),
+}
+"""The extreme of two tensors, that along dimensions, and the type of values and positions."""
+
+
 def _padded_extreme(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Take the extreme of a padded operand, filled so that no padding is chosen."""
     given = _MAX(*args, **kwargs)
@@ -48,27 +55,24 @@ def max_or_min(func: Func, args: Args, kwargs: Kwargs) -> object:
     Of two tensors, take the elementwise extreme.
     """
     given = _MAX(*args, **kwargs)
+    of_two, along_dims, named = _OF[func.__name__]
     if "other" in given:
-        return (torch.maximum if func.__name__ == "max" else torch.minimum)(
-            given["input"], given["other"]
-        )
+        return of_two(*given.values())
     if "dim" not in given:
-        return extreme(
-            torch.amax if func.__name__ == "max" else torch.amin,
-            given["input"],
-            None,
-            False,
-            nans=True,
-        )
+        return extreme(along_dims, given["input"], None, False, nans=True)
     x, dim, keepdim = given.values()
     if not _is_split(x, dim):
         return rows_call(func, args, kwargs, lambda a, k: along(_MAX(*a, **k)))
     values, where = _candidates(lambda block, d: func(block, d, True), x, dim % x.ndim)
-    found = _first_of(func.__name__, values, where, dim % x.ndim)
-    values, where = found if keepdim else (t.squeeze(dim) for t in found)
-    return (torch.return_types.max if func.__name__ == "max" else torch.return_types.min)(
-        (values, where)
-    )
+    return named(_kept(_first_of(func.__name__, values, where, dim % x.ndim), dim, keepdim))
+
+
+def _kept(found: tuple[Tensor, Tensor], dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Return values and positions, without the dimension of one unless it is kept."""
+    if keepdim:
+        return found
+    values, where = found
+    return values.squeeze(dim), where.squeeze(dim)
 
 
 _ARG = binder("argmax(input, dim: int = None, keepdim: bool = False)")
@@ -79,8 +83,7 @@ def arg_extreme(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return the position of the first extreme; without ``dim``, in the flattened tensor."""
     x, dim, keepdim = _ARG(*args, **kwargs).values()
     if dim is not None and _is_split(x, dim):
-        run = torch.max if func.__name__ == "argmax" else torch.min
-        return run(x.detach(), dim, keepdim).indices
+        return getattr(torch, func.__name__[3:])(x.detach(), dim, keepdim).indices
     if dim is not None or not _is_split(x, None):
         return rows_call(func, args, kwargs, lambda a, k: along(_ARG(*a, **k)))
     out = _first_of(func.__name__[3:], *_one_each(func, x.detach()), 0)[1]
@@ -113,8 +116,7 @@ def kthvalue(func: Func, args: Args, kwargs: Kwargs) -> object:
         return rows_call(func, args, kwargs, lambda a, k: along(_KTH(*a, **k)))
     values, where = _candidates(lambda block, d: torch.topk(block, k, d, False), x, dim % x.ndim)
     values, at = torch.kthvalue(values, k, dim, True)
-    values, where = (t if keepdim else t.squeeze(dim) for t in (values, where.gather(dim, at)))
-    return torch.return_types.kthvalue((values, where))
+    return torch.return_types.kthvalue(_kept((values, where.gather(dim, at)), dim, keepdim))
 
 
 def _is_split(x: ShardedTensor, dim: int | None) -> bool:
@@ -177,7 +179,7 @@ def _one_each(func: Func, x: ShardedTensor) -> tuple[Tensor, Tensor]:
 def _first_of(extreme: str, values: Tensor, where: Tensor, d: int) -> tuple[Tensor, Tensor]:
     """Return the extreme along ``d`` and its first position; NaN precedes all, as in torch."""
     known = values.detach()
-    best = known == (known.amax(d, True) if extreme == "max" else known.amin(d, True))
+    best = known == _OF[extreme][1](known, d, True)
     if values.dtype.is_floating_point:
         best = best | known.isnan()
     at = torch.where(best, where, torch.iinfo(where.dtype).max).argmin(d, True)

@@ -133,8 +133,9 @@ def gaussian(dtype: torch.dtype) -> Make | Pairs:
 
 def then(make: Make | Pairs, f: Callable[[Tensor], Tensor]) -> Make | Pairs:
     """Return ``make`` followed by ``f``, which may overwrite the numbers."""
-    inner = make.make if isinstance(make, Pairs) else make
-    return type(make)(lambda h: f(inner(h))) if isinstance(make, Pairs) else lambda h: f(inner(h))
+    if isinstance(make, Pairs):
+        return Pairs(lambda h: f(make.make(h)))
+    return lambda h: f(make(h))
 
 
 # ---------------------------------------------------------------- blocks

@@ -12,7 +12,7 @@ torch.nn.functional's function, ``linalg.inv`` for one function of that module. 
 twice is an error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -204,11 +204,17 @@ def rows(bound: Bound, whole: Callable[[ArgumentSlot], set[int]] = lambda s: set
 
     Dimensions in ``whole`` get no label.
     """
-    return {s.at: _but(whole(s), s) for s in slots(bound)}
+    return {s.at: rows_but(whole(s), s.ndim, -s.ndim) for s in slots(bound)}
 
 
-def _but(whole: set[int], s: ArgumentSlot) -> tuple[Any, ...]:
-    return tuple(None if d in whole else d - s.ndim for d in range(s.ndim))
+def rows_but(whole: Collection[int], ndim: int, first: int = 0) -> tuple[Any, ...]:
+    """Label each dimension by its number, counted from ``first``, but those in ``whole``."""
+    return tuple(None if d in whole else first + d for d in range(ndim))
+
+
+def labelled(*operands: tuple[Any, tuple[Any, ...]]) -> Labels:
+    """Return the labels of those operands, (argument, labels) each, that are tensors."""
+    return {s.at: mine for s, mine in operands if isinstance(s, ArgumentSlot)}
 
 
 def along(bound: Bound) -> Labels:
@@ -235,11 +241,9 @@ def leading(n: int, *alike: str) -> Callable[[Bound], Labels]:
 
     def labels(bound: Bound) -> Labels:
         first, *rest = slots(bound)
-        cut = [first, *(bound[k] for k in alike if isinstance(bound[k], ArgumentSlot))]
+        cut = [first, *slots([bound[k] for k in alike])]
         out: Labels = {s.at: (None,) * s.ndim for s in rest}
-        return out | {
-            s.at: tuple(d if d < s.ndim - n else None for d in range(s.ndim)) for s in cut
-        }
+        return out | {s.at: rows_but(range(s.ndim - n, s.ndim), s.ndim) for s in cut}
 
     return labels
 

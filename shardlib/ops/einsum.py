@@ -103,9 +103,11 @@ def _as_product(product: Callable[..., Any], terms: list[str], right: str, *oper
 
 def product_line(a: int, b: int) -> str:
     """Return the einsum equation of torch.matmul for operands of so many dimensions."""
-    left = "k" if a == 1 else "...mk"
-    right = "k" if b == 1 else "...kn"
-    out = ("" if a == 1 and b == 1 else "...") + ("m" if a > 1 else "") + ("n" if b > 1 else "")
+    line = "...mk,...kn->...mn"
+    if a == 1:
+        line = line.replace("...mk", "k").replace("m", "")
+    if b == 1:
+        line = line.replace("...kn", "k").replace("n", "")
     if a <= 2 and b <= 2:
-        left, right, out = (t.replace("...", "") for t in (left, right, out))
-    return f"{left},{right}->{out}"
+        line = line.replace("...", "")
+    return line

@@ -11,7 +11,7 @@ from shardlib.errors import OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import link
 from shardlib.mesh import Mesh
-from shardlib.ops.declare import Bound, declare, rows, slots, where
+from shardlib.ops.declare import Bound, declare, labelled, rows, rows_but, slots, where
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.elementwise import elementwise, padded_alike
@@ -59,11 +59,7 @@ declare(
 def _slices(b: Bound) -> Labels:
     """Label operands of a 1-D index over slices: their other dimensions are rows."""
     index, dim = b["index"], _dim(b)
-    out: Labels = {
-        s.at: tuple(None if d == dim else d for d in range(s.ndim))
-        for s in slots(b)
-        if s is not index
-    }
+    out: Labels = {s.at: rows_but({dim}, s.ndim) for s in slots(b) if s is not index}
     out[index.at] = ("i",) if "source" not in b and index.ndim == 1 else (None,) * index.ndim
     return out
 
@@ -511,9 +507,9 @@ def _searched(b: Bound) -> Labels:
     """Label values as rows; sequences of several dimensions share the leading ones with them."""
     sequence, values, sorter = b["sorted_sequence"], b["input"], b["sorter"]
     own = ("v",) if sequence.ndim > 1 else tuple(("v", d) for d in range(values.ndim))
-    lead = tuple(range(sequence.ndim - 1))
-    out: Labels = {sequence.at: (*lead, None), values.at: (*lead, *own)}
-    return out | ({sorter.at: (*lead, None)} if isinstance(sorter, ArgumentSlot) else {})
+    of_sequence = rows_but({sequence.ndim - 1}, sequence.ndim)
+    of_values = (*of_sequence[:-1], *own)
+    return labelled((sequence, of_sequence), (values, of_values), (sorter, of_sequence))
 
 
 declare(

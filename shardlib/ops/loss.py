@@ -26,7 +26,7 @@ from shardlib.kernels.loss import ce_back, ce_back_, ce_loss, ce_stats
 from shardlib.layouts import Layout
 from shardlib.layouts.dims import without_ones
 from shardlib.mesh import Mesh, bind, rank_along
-from shardlib.ops.declare import Bound, last, rows, slots
+from shardlib.ops.declare import Bound, labelled, last, rows, rows_but, slots
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.id_bounds import in_range
 from shardlib.ops.padding import cuts_padding
@@ -499,10 +499,8 @@ def _samples(b: Bound) -> Labels:
         raise Unfit("one row")
     if any(s.ndim not in (0, 1, found[0].ndim) for s in found):
         raise Unfit("operands that broadcast")
-    return {
-        s.at: (None if s is weight else "n",) + (None,) * (s.ndim - 1) if s.ndim else ()
-        for s in found
-    }
+    samples = {s.at: rows_but(range(1, s.ndim), s.ndim) for s in found}
+    return samples | {w.at: (None,) * w.ndim for w in slots(weight)}
 
 
 _losses(
@@ -528,13 +526,12 @@ _CROSS_ENTROPY = binder(
 
 def _classes(args: Args, k: Kwargs) -> Labels:
     """Label input (N, C, d...) and target (N, d...) or like input; the classes are whole."""
-    x, t, w = k["input"], k["target"], k.get("weight")
-    lead = 1 if x.ndim > 1 else 0
-    mine = tuple(None if d == lead else ("r", d) for d in range(x.ndim))
-    out = {x.at: mine, t.at: mine if t.ndim == x.ndim else tuple(filter(None, mine))}
-    if hasattr(w, "at"):
-        out[w.at] = (None,)
-    return out
+    x, t, weight = k["input"], k["target"], k.get("weight")
+    of_classes = min(1, x.ndim - 1)
+    of_x = of_t = rows_but({of_classes}, x.ndim)
+    if t.ndim != x.ndim:
+        of_t = (*of_x[:of_classes], *of_x[of_classes + 1 :])
+    return labelled((x, of_x), (t, of_t), (weight, (None,)))
 
 
 def _by_class(func: Func, given: dict[str, Any], how: str) -> object:
@@ -548,7 +545,7 @@ def _class_count(given: dict[str, Any]) -> Any:
     """Count the rows; of targets that are classes, sum the weights of those not ignored."""
     x, t, weight = given["input"], given["target"], given["weight"]
     if t.is_floating_point():
-        return x.numel() // x.shape[1 if x.ndim > 1 else 0]
+        return x.numel() // x.shape[min(1, x.ndim - 1)]
     ignore = given["ignore_index"]
     if weight is None:
         return (t != ignore).sum()

@@ -1,6 +1,6 @@
 """Linear algebra: the last dimensions are a matrix or a vector, and whole; all others are rows."""
 
-from shardlib.ops.declare import Bound, declare, last, of_kind, slots
+from shardlib.ops.declare import Bound, declare, last, of_kind, rows_but, slots
 from shardlib.ops.dims import Labels
 from shardlib.tensor import Unfit
 
@@ -38,7 +38,7 @@ def _aligned_left(b: Bound) -> Labels:
     lead = found[0].ndim - 2
     if any(s.shape[:lead] != found[0].shape[:lead] or s.ndim < lead for s in found):
         raise Unfit("leading dimensions differ")
-    return {s.at: tuple(d if d < lead else None for d in range(s.ndim)) for s in found}
+    return {s.at: rows_but(range(lead, s.ndim), s.ndim) for s in found}
 
 
 declare(
@@ -54,10 +54,11 @@ declare(
 def _solve(b: Bound) -> Labels:
     """Label all but matrices rows; B holds vectors if its shape is A's less the last dimension."""
     a, y = b["A"], b["B"]
-    tail = 1 if y.ndim == 1 or (y.ndim == a.ndim - 1 and y.shape == a.shape[:-1]) else 2
+    batch = [a.ndim - 2, y.ndim - 2]
+    if y.ndim == 1 or y.shape == a.shape[:-1]:
+        batch[1] = y.ndim - 1
     return {
-        s.at: tuple(d - s.ndim + n if d < s.ndim - n else None for d in range(s.ndim))
-        for s, n in ((a, 2), (y, tail))
+        s.at: rows_but(range(n, s.ndim), s.ndim, -n) for s, n in zip((a, y), batch, strict=True)
     }
 
 

@@ -166,10 +166,14 @@ def _autograd_backward(func: Func, args: Args, kwargs: Kwargs) -> None:
 def _with_cotangents(tensors: list[Tensor], cotangents: Any) -> tuple[list[Any], list[Any]]:
     """Return the blocks of the tensors to differentiate, and those of their cotangents."""
     given = [None] * len(tensors) if cotangents is None else _listed(cotangents)
-    ended = [settle(x) if isinstance(x, ShardedTensor) else x for x in tensors]
-    pairs = zip(ended, given, strict=True)
-    found = [_cotangent(x, c) if isinstance(x, ShardedTensor) else c for x, c in pairs]
-    return [_raw(x) for x in ended], found
+    raws: list[Any] = list(tensors)
+    found: list[Any] = list(given)
+    for i, (x, cotangent) in enumerate(zip(tensors, given, strict=True)):
+        if isinstance(x, ShardedTensor):
+            ended = settle(x)
+            raws[i] = ended.raw
+            found[i] = _cotangent(ended, cotangent)
+    return raws, found
 
 
 @implements(Tensor.register_hook, takes="all")

@@ -8,7 +8,7 @@ from torch import Tensor
 from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument
 from shardlib.memory_sharing import refuse_overlap
-from shardlib.ops.declare import Bound, by_signature, declare, slots
+from shardlib.ops.declare import Bound, by_signature, declare, labelled, slots
 from shardlib.ops.dims import Labels
 from shardlib.ops.signatures import ArgumentSlot
 from shardlib.opspec import Func
@@ -38,10 +38,8 @@ def _instances(b: Bound) -> Labels:
     x, stats = b["input"], [b["running_mean"], b["running_var"]]
     if b["use_input_stats"] and any(isinstance(s, ArgumentSlot) for s in stats):
         raise Unfit("running statistics of instances are means over the batch")
-    out: Labels = {x.at: ("b", "c") + (None,) * (x.ndim - 2)}
-    return out | {
-        s.at: ("c",) for s in (b["weight"], b["bias"], *stats) if isinstance(s, ArgumentSlot)
-    }
+    of_channels = [(s, ("c",)) for s in (b["weight"], b["bias"], *stats)]
+    return labelled((x, ("b", "c") + (None,) * (x.ndim - 2)), *of_channels)
 
 
 declare(

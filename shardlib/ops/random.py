@@ -175,7 +175,7 @@ def _halved(x: ShardedTensor, std: float) -> float:
 
 
 _in_place(Tensor.normal_, "normal_(input, mean=0.0, std=1.0, *, generator=None)",
-          lambda b, x: spread(b["mean"], _halved(x, b["std"]), _real(x.dtype)))  # fmt: skip
+          lambda b, x: spread(b["mean"], _halved(x, b["std"]), x.dtype.to_real()))  # fmt: skip
 _in_place(Tensor.exponential_, "exponential_(input, lambd=1.0, *, generator=None)",
           lambda b, x: exponential(b["lambd"]))  # fmt: skip
 _in_place(Tensor.cauchy_, "cauchy_(input, median=0.0, sigma=1.0, *, generator=None)",
@@ -197,7 +197,7 @@ def _between(b: dict[str, Any], x: ShardedTensor) -> Make:
 _in_place(
     Tensor.uniform_,
     "uniform_(input, low=0.0, high=1.0, *, generator=None)",
-    lambda b, x: uniform(b["low"], b["high"], _real(x.dtype)),
+    lambda b, x: uniform(b["low"], b["high"], x.dtype.to_real()),
 )
 _in_place(
     Tensor.random_,
@@ -407,14 +407,10 @@ _randint = binder(
 )
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
 @implements(torch.rand_like, takes="all")
 def rand_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Draw uniform numbers in [0, 1), in the tensor's layout."""
-    return _like(func, _rand(*args, **kwargs), lambda t: uniform(0.0, 1.0, _real(t)))
+    return _like(func, _rand(*args, **kwargs), lambda t: uniform(0.0, 1.0, t.to_real()))
 
 
 @implements(torch.randn_like, takes="all")
@@ -423,7 +419,7 @@ def randn_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return _like(
         func,
         _rand(*args, **kwargs),
-        lambda t: spread(0.0, 2**-0.5 if t.is_complex else 1.0, _real(t)),
+        lambda t: spread(0.0, 2**-0.5 if t.is_complex else 1.0, t.to_real()),
     )
 
 
@@ -467,20 +463,18 @@ def multinomial(
         # -log of an exponential number is Gumbel noise
         return weight - drawn(x, branch(key, lane), exponential(1.0), torch.float64).log_()
 
-    picks = (
-        [_largest_of(x, noise(lane), 1) for lane in range(count)]
-        if again
-        else [_largest_of(x, noise(0), count)]
+    draws, each, least = (
+        1,
+        count,
+        "with replacement=False, not enough non-negative category to sample",
     )
+    if again:
+        draws, each, least = count, 1, "sum of probabilities <= 0"
+    picks = [_largest_of(x, noise(lane), each) for lane in range(draws)]
     found = torch.cat([i for _, i in picks], -1)
     top = picks[0][0]
-    if not raw.is_meta and bool((top[..., 0 if again else -1] == -math.inf).any()):
-        raise RuntimeError(
-            "invalid multinomial distribution (with replacement=False, not enough non-negative "
-            "category to sample)"
-            if not again
-            else "invalid multinomial distribution (sum of probabilities <= 0)"
-        )
+    if not raw.is_meta and bool((top[..., -1] == -math.inf).any()):
+        raise RuntimeError(f"invalid multinomial distribution ({least})")
     layout = Layout((*x.sharding.resolve(x.ndim).dims[:-1], Dim()))
     return ShardedTensor(found, Place(layout, torch.Size((*x.padded_shape[:-1], count)), x.mesh))
 

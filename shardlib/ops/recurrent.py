@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 
@@ -38,12 +39,13 @@ def _by_layers(implementation: Any, func: Func, args: Args, kwargs: Kwargs) -> A
     if kwargs or len(args) != 9 or not isinstance(args[3], bool) or not (args[5] and args[6]):
         return implementation(func, args, kwargs)
     x, hx, params, biases, layers, p, train, both, first = args
-    each, ways, several = len(params) // layers, 2 if both else 1, isinstance(hx, tuple | list)
+    each, ways = len(params) // layers, 2 if both else 1
     ends = []
     for n in range(layers):
-        mine = [s[n * ways : (n + 1) * ways] for s in (hx if several else [hx])]
+        ours = slice(n * ways, (n + 1) * ways)
+        mine: Any = optree.tree_map(lambda s, ours=ours: s[ours], hx)  # type: ignore[misc]
         weights = params[n * each : (n + 1) * each]
-        x, *end = func(x, mine if several else mine[0], weights, biases, 1, 0.0, train, both, first)
+        x, *end = func(x, mine, weights, biases, 1, 0.0, train, both, first)
         ends.append(end)
         x = F.dropout(x, p) if n + 1 < layers else x
     return (x, *(torch.cat(s) for s in zip(*ends, strict=True)))

@@ -15,7 +15,7 @@ from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument, NoImplementation
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
-from shardlib.ops.declare import by_signature, rows, spelled
+from shardlib.ops.declare import by_signature, rows, rows_but, spelled
 from shardlib.ops.dims import rows_call
 from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.padding import neutral
@@ -351,8 +351,7 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         raise NoImplementation("whole", op="vector_norm", fix="x")
     summed = wide(x)
     if ord_ == 1:  # not by merged norms: with a NaN in a block, other elements keep a gradient
-        out = summed.abs().sum(dim, keepdim)
-        return out if out.dtype == x.dtype else out.to(x.dtype)
+        return summed.abs().sum(dim, keepdim).to(x.dtype.to_real())
 
     def value(gone: Dims, keep: bool, tracked: bool) -> Any:
         if ord_ != 2 or not tracked:
@@ -362,7 +361,7 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         return squares.sum(gone, keep).sqrt()
 
     out = _written(_Norm, summed, dim, keepdim, "vector_norm", value, ord_)
-    return out.to(x.dtype) if summed is not x else out
+    return out.to(x.dtype.to_real())
 
 
 @by_signature(
@@ -436,8 +435,7 @@ def variance(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         raise call_error(NoImplementation, why, func, f"sl.unshard(x).{func.__name__}()", tensor=x)
     gone, axes, *_ = reduced_layout(x, dim, keepdim, func.__name__)
     if not real_axes(x.mesh, axes) and not x.is_padded:
-        labels = tuple(None if d in gone else d for d in range(len(x.shape)))
-        return rows_call(func, args, kwargs, lambda a, k: {0: labels})
+        return rows_call(func, args, kwargs, lambda a, k: {0: rows_but(gone, x.ndim)})
     count = math.prod(x.shape[d] for d in gone)
     dtype, x = x.dtype, wide(x)
     centred = x - x.mean(gone, keepdim=True)
@@ -474,8 +472,7 @@ def prod(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the product of the blocks' products."""
     x, dim, keepdim, more = _arguments(_PROD, args, kwargs)
     dtype = more["dtype"] or (torch.int64 if x.dtype == torch.bool else x.dtype)
-    asked: Any = x if dtype == x.dtype else x.to(dtype)
-    return merged(_prods, asked, dim, keepdim, {})
+    return merged(_prods, x.to(dtype), dim, keepdim, {})  # type: ignore[arg-type]
 
 
 def _prods(x: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:

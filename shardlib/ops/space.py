@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.ops.declare import Bound, declare, leading, slots
+from shardlib.ops.declare import Bound, declare, labelled, leading, slots
 from shardlib.ops.dims import Labels, rows_call
-from shardlib.ops.signatures import ArgumentSlot, binder
+from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs, homes
 from shardlib.tensor import TABLE, Unfit, implements
 
@@ -44,10 +44,10 @@ def _convolved(k: int, transposed: bool = False) -> Callable[[Bound], Labels]:
 
     def labels(b: Bound) -> Labels:
         x, w, bias = b["input"], b["weight"], b["bias"]
+        samples, space = ("b",) * (x.ndim - k - 1), (None,) * k
         filters = "o" if b["groups"] == 1 else None
-        out: Labels = {x.at: ("b",) * (x.ndim - k - 1) + (None,) * (k + 1)}
-        out[w.at] = ((None, filters) if transposed else (filters, None)) + (None,) * k
-        return out | ({bias.at: (filters,)} if isinstance(bias, ArgumentSlot) else {})
+        of_w = (None, filters) if transposed else (filters, None)
+        return labelled((x, (*samples, None, *space)), (w, (*of_w, *space)), (bias, (filters,)))
 
     return labels
 
@@ -85,11 +85,8 @@ def _depthwise(k: int) -> None:
 
     def labels(args: Args, kwargs: Kwargs) -> Labels:
         x, w, bias, *_ = args
-        out: Labels = {
-            x.at: ("b",) * (x.ndim - k - 1) + ("c",) + (None,) * k,
-            w.at: ("c",) + (None,) * (k + 1),
-        }
-        return out | ({bias.at: ("c",)} if isinstance(bias, ArgumentSlot) else {})
+        samples, space = ("b",) * (x.ndim - k - 1), (None,) * k
+        return labelled((x, (*samples, "c", *space)), (w, ("c", None, *space)), (bias, ("c",)))
 
     def implementation(func: Func, args: Args, kwargs: Kwargs) -> object:
         x, w, bias, stride, padding, dilation, groups = bind(*args, **kwargs).values()

@@ -23,7 +23,7 @@ from shardlib.errors import (
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import Apart, cut, leading, without_ones
-from shardlib.ops.declare import by_signature, where
+from shardlib.ops.declare import by_signature, rows_but, where
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.each_rank import FlatCall
 from shardlib.ops.padding import beside, cuts_padding, of_true_sizes, sizes, the_dim
@@ -188,8 +188,13 @@ def _viewed(
     return out if isinstance(out, str) else (out, out.local_shape(new, dict(mesh)))
 
 
-def _view(call: _Call, run: Func, x: ShardedTensor, new: tuple[int, ...]) -> Any:
-    """Return ``x`` with ``new`` sizes; ``run`` views a block."""
+_RUNS: dict[Func, Func] = {Tensor.view: Tensor.view, Tensor.view_as: Tensor.view}
+"""Functions that view a block, where that is not Tensor.reshape."""
+
+
+def _view(call: _Call, x: ShardedTensor, new: tuple[int, ...]) -> Any:
+    """Return ``x`` with ``new`` sizes."""
+    run = _RUNS.get(call[0], Tensor.reshape)
     new = _infer(new, x, x.shape.numel(), run.__name__)
     stored = _stored(call[0], x, new, lambda d, j: math.prod(x.shape[:d]) == math.prod(new[:j]))
     copied = not is_dense(x) and not _mergeable(x, stored)
@@ -282,8 +287,7 @@ def view(func: Func, args: Args, kwargs: Kwargs) -> object:
             return args[0].detach()  # as in torch, where view(dtype) is not differentiable
         raise no_implementation(func, args, kwargs, "a view as another dtype")
     x, new = VIEW(*args, **kwargs).values()
-    run = Tensor.view if func is Tensor.view else Tensor.reshape
-    return _view((func, args or (x,), kwargs), run, x, new)
+    return _view((func, args or (x,), kwargs), x, new)
 
 
 _AS = binder("view_as(input, other: tensor)")
@@ -292,10 +296,9 @@ _AS = binder("view_as(input, other: tensor)")
 @implements(Tensor.view_as, Tensor.reshape_as, takes="padding sums", repeats=True)
 def view_as(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, other = _AS(*args, **kwargs).values()
-    run = Tensor.view if func is Tensor.view_as else Tensor.reshape
     if not isinstance(x, ShardedTensor):
-        return run(x, other.shape)
-    return _view((func, args or (x,), kwargs), run, x, tuple(other.shape))
+        return _RUNS.get(func, Tensor.reshape)(x, other.shape)
+    return _view((func, args or (x,), kwargs), x, tuple(other.shape))
 
 
 _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
@@ -310,7 +313,7 @@ def flatten(func: Func, args: Args, kwargs: Kwargs) -> object:
     if x.shape and start == end:
         return x
     new = (*x.shape[:start], x.shape[start : end + 1].numel(), *x.shape[end + 1 :])
-    return _view((func, args or (x,), kwargs), Tensor.reshape, x, new)
+    return _view((func, args or (x,), kwargs), x, new)
 
 
 _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
@@ -322,7 +325,7 @@ def unflatten(func: Func, args: Args, kwargs: Kwargs) -> object:
     dim = dim_of(dim, len(x.shape), "unflatten")
     sizes = _infer(tuple(sizes), x, x.shape[dim], "unflatten")
     new = (*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
-    return _view((func, args or (x,), kwargs), Tensor.reshape, x, new)
+    return _view((func, args or (x,), kwargs), x, new)
 
 
 # ---------------------------------------------------------------- permutations
@@ -709,8 +712,6 @@ def _join_as_they_are(pieces: Sequence[Any], dim: int) -> bool:
 
 def _piece_rows(tensors: Sequence[ArgumentSlot], dim: int) -> Labels:
     """Label all dimensions but ``dim`` rows; torch joins a piece of shape (0,) to any other."""
-    (along,) = where(dim, max(t.ndim for t in tensors))
-    return {
-        t.at: tuple(None if d == along or t.shape == (0,) else d for d in range(t.ndim))
-        for t in tensors
-    }
+    along = where(dim, max(t.ndim for t in tensors))
+    found = {t.at: rows_but(along, t.ndim) for t in tensors}
+    return found | {t.at: (None,) for t in tensors if t.shape == (0,)}
