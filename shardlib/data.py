@@ -74,13 +74,10 @@ def from_local(local: object, layout: LayoutTree, mesh: MeshLike | None = None) 
     flat = [optree.tree_flatten(part) for part in parts]
     spec = flat[0][1]
     if odd := [other for _, other in flat if other != spec]:
-        raise RankMismatch(
-            "the ranks read trees that differ",
-            op="from_local",
-            operands={"of rank 0": spec, "of another": odd[0]},
-            mesh=m,
-            fix="sl.from_local(lambda: {'ids': ids, 'labels': labels}, layout)  # on every rank",
-        )
+        text = "the ranks read trees that differ"
+        given = {"of rank 0": spec, "of another": odd[0]}
+        fix = "sl.from_local(lambda: {'ids': ids, 'labels': labels}, layout)  # on every rank"
+        raise RankMismatch(text, op="from_local", operands=given, mesh=m, fix=fix)
     layouts = per_leaf(layout, parts[0], "from_local", "sl.from_local(local, {})")
     blocks = zip(*(leaves for leaves, _ in flat), strict=True)  # of each leaf, one per rank
     made = [_joined(list(of), lay, m) for of, lay in zip(blocks, layouts, strict=True)]
@@ -94,13 +91,9 @@ def _one_given(local: Any, m: Mesh) -> list[Any]:
     if all(isinstance(x, Stacked) for x in leaves):
         return [optree.tree_unflatten(spec, [x.ranks[r] for x in leaves]) for r in range(count)]
     if count > 1:
-        raise MeshError(
-            "one block is given, and this process plays several ranks",
-            op="from_local",
-            mesh=m,
-            fix="sl.from_local(lambda: local, layout)  "
-            "# called for each rank; mesh.coord says which",
-        )
+        text = "one block is given, and this process plays several ranks"
+        fix = "sl.from_local(lambda: local, layout)  # called for each rank; mesh.coord says which"
+        raise MeshError(text, op="from_local", mesh=m, fix=fix)
     return [local]
 
 
@@ -109,13 +102,12 @@ def _joined(blocks: list[Any], layout: object, m: Mesh) -> ShardedTensor:
     first = blocks[0]
     odd = next((b for b in blocks if b.shape != first.shape or b.dtype != first.dtype), None)
     if odd is not None:
-        raise RankMismatch(
+        text = (
             f"the ranks read blocks that differ: {list(first.shape)} of {first.dtype} and "
-            f"{list(odd.shape)} of {odd.dtype}",
-            op="from_local",
-            mesh=m,
-            fix="sl.data(dataset, 32, ignore={'labels': -100})  # which fills the last batch up",
+            f"{list(odd.shape)} of {odd.dtype}"
         )
+        fix = "sl.data(dataset, 32, ignore={'labels': -100})  # which fills the last batch up"
+        raise RankMismatch(text, op="from_local", mesh=m, fix=fix)
     fix = "sl.from_local(local, {})"
     lay = as_layout(layout, "from_local", fix, shape=first.shape, mesh=m).resolve(first.ndim)
     shape = torch.Size(n * m.axis_size(d.axes) for n, d in zip(first.shape, lay.dims, strict=True))
@@ -222,10 +214,9 @@ class Batches:
 
     def _resume(self, state: Mapping[str, int]) -> None:
         if set(state) != {"epoch", "row", "seed", "shuffle", "length"}:
-            raise _bad(
-                f"this is no state of batches: {dict(state)!r}",
-                f"state = sl.data(dataset, {self.batch}).state()",
-            )
+            text = f"this is no state of batches: {dict(state)!r}"
+            fix = f"state = sl.data(dataset, {self.batch}).state()"
+            raise _bad(text, fix)
         if state["length"] != self.length:
             raise _bad(
                 f"the state is of a dataset of {state['length']} rows, this one has {self.length}",
@@ -293,12 +284,9 @@ class Batches:
         leaves, spec = optree.tree_flatten(read)
         leaves = [x if isinstance(x, Tensor) else torch.as_tensor(x) for x in leaves]
         if not all(x.ndim for x in leaves):
-            raise ShardError(
-                "a batch is of tensors [batch, ...]",
-                op="data",
-                mesh=self.mesh,
-                fix=f"next(iter(sl.data(dataset, {self.batch}, layout, collate=None)))",
-            )
+            text = "a batch is of tensors [batch, ...]"
+            fix = f"next(iter(sl.data(dataset, {self.batch}, layout, collate=None)))"
+            raise ShardError(text, op="data", mesh=self.mesh, fix=fix)
         fix = "sl.data(dataset, 32, {})"
         out = []
         for x, given in zip(leaves, per_leaf(self.layout, read, "data", fix), strict=True):
@@ -359,15 +347,13 @@ class _Rows(Dataset[Any]):
 
 def _check_numbers(batch: object, last: object, workers: object) -> None:
     if last not in ("fill", "drop") or not isinstance(batch, int) or batch < 1:
-        raise _bad(
-            f"batch= is a number of rows and last= 'fill' or 'drop', not {batch!r} and {last!r}",
-            "sl.data(dataset, 32, last='drop')",
-        )
+        text = f"batch= is a number of rows and last= 'fill' or 'drop', not {batch!r} and {last!r}"
+        fix = "sl.data(dataset, 32, last='drop')"
+        raise _bad(text, fix)
     if not isinstance(workers, int) or workers < 0:
-        raise _bad(
-            f"workers={workers!r} is no number of processes: 0 reads in this one",
-            "sl.data(dataset, 32, workers=0)",
-        )
+        text = f"workers={workers!r} is no number of processes: 0 reads in this one"
+        fix = "sl.data(dataset, 32, workers=0)"
+        raise _bad(text, fix)
 
 
 def _bad(why: str, fix: str) -> BadArgument:

@@ -164,11 +164,9 @@ def from_hf(
     call = "directory, target, mesh"
     if mesh is None:
         if layouts is not None:
-            raise BadArgument(
-                "layouts= lie on a mesh",
-                op="from_hf",
-                fix="sl.checkpoint.from_hf(directory, target, {'x': 2}, layouts='...')",
-            )
+            text = "layouts= lie on a mesh"
+            fix = "sl.checkpoint.from_hf(directory, target, {'x': 2}, layouts='...')"
+            raise BadArgument(text, op="from_hf", fix=fix)
         call, mesh = "directory, target", {"one": 1}
     there = _mesh(mesh)
     group = _group("from_hf", call)

@@ -29,14 +29,12 @@ class _ContiguousBox(NamedTuple):
 
 def _pieces(x: ShardedTensor, box: Box, block: Tensor) -> list[_ContiguousBox]:
     if any(r.stride > 1 for held in box for r in held):
-        raise Unsupported(
+        text = (
             "torch.distributed.checkpoint knows boxes without gaps, and here every other position "
-            "lies on another rank",
-            op="dcp",
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"sl.reshard(x, {' '.join('.' * x.ndim)!r})",
+            "lies on another rank"
         )
+        fix = f"sl.reshard(x, {' '.join('.' * x.ndim)!r})"
+        raise Unsupported(text, op="dcp", operands={"tensor": typeof(x)}, mesh=x.mesh, fix=fix)
     return [
         _ContiguousBox(
             torch.Size(r.start for r in runs),

@@ -1,8 +1,7 @@
 """A checkpoint's manifest, and the reader of its tensors, which checks every byte."""
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,7 +21,6 @@ from shardlib.checkpoint.files import (
 from shardlib.checkpoint.folder import MANIFEST, read_manifest
 from shardlib.checkpoint.tree import read_place, unspoken
 from shardlib.errors import ShardError
-from shardlib.mesh import rank_along
 
 
 @dataclass(frozen=True)
@@ -140,28 +138,6 @@ def _naming(text: str, name: str) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _holders(place: SavedPlace, box: Box) -> tuple[int, ...]:
-    """List the ranks whose blocks intersect a box.
-
-    Only the ranks along one dimension at a time are tested, since the intersection is a product.
-    """
-    sizes = dict(place.mesh)
-    # with skew a rank's rows depend on its column, so dimensions cannot be tested alone
-    if place.layout.skew:
-        return tuple(r for r in range(math.prod(sizes.values())) if all(meet(held(place, r), box)))
-    found: list[dict[str, int]] = [{}]
-    zero = dict.fromkeys(sizes, 0)
-    for d, dim in enumerate(place.layout.dims):
-        there = []
-        for at in _coordinates(dim.axes, sizes):
-            rank = rank_along(sizes, zero | at, sizes)
-            if meet(held(place, rank)[d : d + 1], box[d : d + 1])[0]:
-                there.append(at)
-        found = [a | b for a in found for b in there]
-    # along these axes blocks are copies: all their ranks may have written
-    free = _coordinates([a for a in sizes if a not in place.layout.axes], sizes)
-    return tuple(sorted(rank_along(sizes, a | b, sizes) for a in found for b in free))
-
-
-def _coordinates(axes: Sequence[str], sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    places = itertools.product(*(range(sizes[a]) for a in axes))
-    return [dict(zip(axes, at, strict=True)) for at in places]
+    """List the ranks whose blocks intersect a box."""
+    ranks = range(math.prod(n for _, n in place.mesh))
+    return tuple(r for r in ranks if all(meet(held(place, r), box)))

@@ -95,11 +95,9 @@ def load(
     path = os.fspath(path)
     known_choices("load", "path, like", missing=(missing, "keep"), extra=(extra, "skip"))
     if like is not None and (layouts is not None or mesh is not None):
-        raise BadArgument(
-            "like= says where each tensor goes; layouts= and mesh= do so where there is no like=",
-            op="load",
-            fix="sl.load(path, layouts='...')",
-        )
+        text = "like= says where each tensor goes; layouts= and mesh= do so where there is no like="
+        fix = "sl.load(path, layouts='...')"
+        raise BadArgument(text, op="load", fix=fix)
     if like is None:
         here = scope().mesh if mesh is None else as_mesh(mesh)
         only, read = world_of(here) == 1, partial(_as_saved, layouts=layouts, mesh=here, pad=pad)
@@ -160,11 +158,9 @@ def known_choices(op: str, given: str, **words: tuple[str, str]) -> None:
     """
     for word, (value, other) in words.items():
         if value not in ("error", other):
-            raise BadArgument(
-                f"{word}= is 'error' or {other!r}, not {value!r}",
-                op=op,
-                fix=f"sl.{op}({given}, {word}={other!r})",
-            )
+            text = f"{word}= is 'error' or {other!r}, not {value!r}"
+            fix = f"sl.{op}({given}, {word}={other!r})"
+            raise BadArgument(text, op=op, fix=fix)
 
 
 def fixes(call: str, missing: str) -> list[tuple[str, str]]:
@@ -343,9 +339,8 @@ def _value(name: str, saved: Value, x: object) -> Value:
     if isinstance(x, Tensor):
         raise ValueError(f"{name!r} is a value in the checkpoint, and a tensor in the tree")
     if _kind(x) != _kind(saved) and None not in (x, saved):
-        raise ValueError(
-            f"{name!r} is {saved!r} in the checkpoint, and {type(x).__name__} in the tree"
-        )
+        text = f"{name!r} is {saved!r} in the checkpoint, and {type(x).__name__} in the tree"
+        raise ValueError(text)
     return saved
 
 
@@ -369,13 +364,11 @@ def check(name: str, x: object, shape: Sequence[int], dtype: torch.dtype, cast: 
     Raises: ValueError.
     """
     if not isinstance(x, Tensor):
-        raise ValueError(
-            f"{name!r} is a tensor in the checkpoint, and {type(x).__name__} in the tree"
-        )
+        text = f"{name!r} is a tensor in the checkpoint, and {type(x).__name__} in the tree"
+        raise ValueError(text)
     if tuple(x.shape) != tuple(shape):
-        raise ValueError(
-            f"{name!r} has shape {list(shape)} in the checkpoint, {list(x.shape)} in the tree"
-        )
+        text = f"{name!r} has shape {list(shape)} in the checkpoint, {list(x.shape)} in the tree"
+        raise ValueError(text)
     if x.dtype != dtype and not cast:
         raise ValueError(
             f"{name!r} is {code_of(dtype)} in the checkpoint, {code_of(x.dtype)} in the tree; "
@@ -417,12 +410,9 @@ def target_of(name: str, place: SavedPlace, layouts: Any, mesh: Mesh | None, pad
     lay = as_layout(given, "load", "sl.load(path, layouts={})", shape=shape, mesh=mesh)
     lay = lay.resolve(len(shape))
     if unknown := [a for a in lay.axes if a not in mesh.axes]:
-        raise UnknownAxis(
-            f"{name!r} lies as {str(lay)!r}, and the mesh has no axis {unknown[0]!r}",
-            op="load",
-            mesh=mesh,
-            fix="sl.load(path, layouts='...')",
-        )
+        text = f"{name!r} lies as {str(lay)!r}, and the mesh has no axis {unknown[0]!r}"
+        fix = "sl.load(path, layouts='...')"
+        raise UnknownAxis(text, op="load", mesh=mesh, fix=fix)
     tiled = tuple(padded_size(lay, like, mesh)) if grown else shape
     lay.check(tiled, mesh, op="load")
     axes = tuple(mesh.axes.items())

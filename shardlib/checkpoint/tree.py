@@ -57,11 +57,9 @@ class Leaves:
         names = ["/".join(map(_part, path)) for path in paths]
         if len(set(names)) < len(names):
             twice = next(n for i, n in enumerate(names) if n in names[:i])
-            raise ShardError(
-                f"two leaves are named {twice!r}",
-                op=op,
-                fix="tree = {'items': list(tree.values())}",
-            )
+            text = f"two leaves are named {twice!r}"
+            fix = "tree = {'items': list(tree.values())}"
+            raise ShardError(text, op=op, fix=fix)
         leaves = list(map(sharded, leaves))
         for name, x in zip(names, leaves, strict=True):
             _check(name, x, op)
@@ -131,20 +129,13 @@ def _check(name: str, x: object, op: str) -> None:
             )
         return
     if x.sharding.partial:
-        raise PartialEscape(
-            f"{name!r} is a sum that is still pending",
-            op=op,
-            operands={"tensor": typeof(x)},
-            mesh=x.mesh,
-            fix=f"sl.reshard(x, {str(x.sharding.bare)!r})",
-        )
+        text = f"{name!r} is a sum that is still pending"
+        fix = f"sl.reshard(x, {str(x.sharding.bare)!r})"
+        raise PartialEscape(text, op=op, operands={"tensor": typeof(x)}, mesh=x.mesh, fix=fix)
     if not holds_values(x.mesh):
-        raise MeshError(
-            f"{name!r} has a shape and no values: nobody plays the ranks of its mesh",
-            op=op,
-            mesh=x.mesh,
-            fix="sl.simulate(x=2, y=2)",
-        )
+        text = f"{name!r} has a shape and no values: nobody plays the ranks of its mesh"
+        fix = "sl.simulate(x=2, y=2)"
+        raise MeshError(text, op=op, mesh=x.mesh, fix=fix)
 
 
 def renaming(names: Mapping[str, T] | Callable[[str], T] | None) -> Callable[[str], T | None]:

@@ -183,23 +183,17 @@ _FIXES = [
 
 def _check(path: str, step: object, keep: object) -> None:
     if path.endswith(".safetensors"):
-        raise BadArgument(
-            "a checkpoint is a directory; whole tensors in one file are what save_hf writes",
-            op="save",
-            fix=f"sl.save_hf({path.removesuffix('.safetensors')!r}, params)",
-        )
+        text = "a checkpoint is a directory; whole tensors in one file are what save_hf writes"
+        fix = f"sl.save_hf({path.removesuffix('.safetensors')!r}, params)"
+        raise BadArgument(text, op="save", fix=fix)
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-        raise BadArgument(
-            f"a step is a number from 0 on, not {step!r}",
-            op="save",
-            fix="sl.save(path, tree, step=100)",
-        )
+        text = f"a step is a number from 0 on, not {step!r}"
+        fix = "sl.save(path, tree, step=100)"
+        raise BadArgument(text, op="save", fix=fix)
     if keep is not None and (step is None or not isinstance(keep, int) or keep < 1):
-        raise BadArgument(
-            "keep= says how many steps stay, so it needs step= and is 1 at least",
-            op="save",
-            fix="sl.save(path, tree, step=100, keep=3)",
-        )
+        text = "keep= says how many steps stay, so it needs step= and is 1 at least"
+        fix = "sl.save(path, tree, step=100, keep=3)"
+        raise BadArgument(text, op="save", fix=fix)
 
 
 Claims = dict[str, Any]

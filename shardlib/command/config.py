@@ -407,10 +407,11 @@ def _fit(value: object, hint: object, config: Config, path: Sequence[str]) -> ob
 def _plain(value: Any, hint: type, config: Config, path: Sequence[str]) -> object:
     """Convert a value to a class."""
     if hint in _PLAIN:
-        fits, text, convert = _PLAIN[hint]
-        if not fits(value):
+        kinds, text = _PLAIN[hint]
+        # True is an int in Python, but not in a file
+        if not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool):
             raise _Unfit(text)
-        return convert(value)
+        return float(value) if hint is float else value
     if hint is torch.dtype:
         if isinstance(value, str) and value in _DTYPES:
             return _DTYPES[value]
@@ -468,23 +469,16 @@ def _one_of(value: object, hints: Sequence[object], config: Config, path: Sequen
     raise _Unfit(" or ".join(dict.fromkeys(texts)), hinted)
 
 
-def _number(v: object) -> bool:
-    return isinstance(v, int | float) and not isinstance(v, bool)
-
-
-def _same(v: object) -> object:
-    return v
-
-
-_PLAIN: dict[Any, tuple[Callable[[Any], bool], str, Callable[[Any], object]]] = {
-    bool: (lambda v: isinstance(v, bool), "true or false", _same),
-    int: (lambda v: isinstance(v, int) and not isinstance(v, bool), "a whole number", _same),
-    float: (_number, "a number", float),
-    **dict.fromkeys((str, os.PathLike, Path), (lambda v: isinstance(v, str), "text", _same)),
-    dict: (lambda v: isinstance(v, Mapping), "a table", _same),
-    list: (lambda v: isinstance(v, list), "a list", _same),
-    type(None): (lambda v: False, "not given", _same),
+_PLAIN: dict[Any, tuple[type | tuple[type, ...], str]] = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    **dict.fromkeys((str, os.PathLike, Path), (str, "text")),
+    dict: (Mapping, "a table"),
+    list: (list, "a list"),
+    type(None): ((), "not given"),
 }
+"""Annotation -> the types that a file's value may have, and their text."""
 
 
 # ---------------------------------------------------------------- transforms and schedules by name

@@ -28,11 +28,9 @@ class Windows(Dataset[dict[str, Tensor]]):
 
     def __init__(self, numbers: Tensor, context: int) -> None:
         if context < 1 or len(numbers) < context + 1:
-            raise BadArgument(
-                f"{len(numbers)} tokens have no window of context={context} and the one after",
-                op="data",
-                fix=f"context = {max(len(numbers) - 1, 1)}",
-            )
+            text = f"{len(numbers)} tokens have no window of context={context} and the one after"
+            fix = f"context = {max(len(numbers) - 1, 1)}"
+            raise BadArgument(text, op="data", fix=fix)
         self.numbers, self.context = numbers, context
 
     def __len__(self) -> int:
@@ -133,11 +131,9 @@ def _texts(file: str, field: str) -> Iterator[str]:
         except (ValueError, KeyError, TypeError):
             found = None
         if not isinstance(found, str):
-            raise BadArgument(
-                f"field={field}: {file}:{number} is no JSON object with a text of this name",
-                op="data",
-                fix=f'field = "{field}"',
-            )
+            text = f"field={field}: {file}:{number} is no JSON object with a text of this name"
+            fix = f'field = "{field}"'
+            raise BadArgument(text, op="data", fix=fix)
         yield found
 
 
@@ -170,11 +166,9 @@ def _tokenizer(directory: str, ends: bool = False) -> Callable[[str], list[int]]
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise BadArgument(
-            "a tokenizer of a directory is read by transformers: pip install transformers",
-            op="data",
-            fix='tokenizer = "bytes"',
-        ) from None
+        text = "a tokenizer of a directory is read by transformers: pip install transformers"
+        fix = 'tokenizer = "bytes"'
+        raise BadArgument(text, op="data", fix=fix) from None
     made: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     end = [made.eos_token_id] if ends and made.eos_token_id is not None else []
     return lambda words: [*made.encode(words, add_special_tokens=False), *end]

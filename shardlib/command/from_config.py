@@ -169,9 +169,8 @@ def hugging_face(
     try:
         import transformers
     except ImportError:
-        raise BadArgument(
-            f"directory={directory} is read by transformers: pip install transformers", op="model"
-        ) from None
+        text = f"directory={directory} is read by transformers: pip install transformers"
+        raise BadArgument(text, op="model") from None
     if not os.path.isfile(os.path.join(directory, "config.json")):
         raise BadArgument(f"directory={directory} holds no config.json", op="model")
     transformers.logging.set_verbosity_error()
@@ -346,9 +345,8 @@ def batches(
         raise config.error((where,), f"a dataset has a length and rows: {e}") from None
     own = config.table(where)
     if where == "data" and own.get("batch", 1) > len(rows):
-        raise config.error(
-            ("data", "batch"), f"{own['batch']} rows of a dataset that has {len(rows)}"
-        )
+        text = f"{own['batch']} rows of a dataset that has {len(rows)}"
+        raise config.error(("data", "batch"), text)
     layout = own["layout"] if "layout" in own else _lying(first, rules)
     more: dict[str, Any] = {"mesh": mesh, "state": state, "layout": layout}
     if where == "eval":
@@ -403,9 +401,8 @@ def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
     """
     table = config.table("optimizer")
     if not table:
-        raise config.error(
-            ("optimizer",), 'this table must be there: [optimizer], name = "adamw", lr = 3e-4'
-        )
+        text = 'this table must be there: [optimizer], name = "adamw", lr = 3e-4'
+        raise config.error(("optimizer",), text)
     more = {}
     if table.get("name") == "muon" and module is not None and "matrices" not in table:
         more["matrices"] = recipes.matrices(module)

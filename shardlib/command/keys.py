@@ -228,9 +228,8 @@ def main(given: argparse.Namespace) -> int:
     rows = [k for k in listed() if not given.table or k.table.split(",")[0] == given.table]
     if not rows:
         names = list(dict.fromkeys(filter(None, (k.table.split(",")[0] for k in listed()))))
-        raise ConfigError(
-            f"no table [{given.table}]{near(given.table, names)} (there are {', '.join(names)})"
-        )
+        text = f"no table [{given.table}]{near(given.table, names)} (there are {', '.join(names)})"
+        raise ConfigError(text)
     lines = []
     for table, keys in itertools.groupby(rows, key=lambda k: k.table):
         lines.append(f"\n[{table}]" if table else "at the top")

@@ -136,9 +136,8 @@ def _model(given: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     elif ":" in given.model:
         model = module_of(Config({"model": {"make": given.model}}), meta=True).module
     else:
-        raise ConfigError(
-            f"{given.model}: no directory, no MODULE:FUNCTION and no file that ends in .toml"
-        )
+        text = f"{given.model}: no directory, no MODULE:FUNCTION and no file that ends in .toml"
+        raise ConfigError(text)
     for key in ("batch", "sequence"):
         if said[key] < 1:
             raise ConfigError(f"--{key} must be given, as --{key} 1024")

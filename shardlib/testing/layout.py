@@ -63,12 +63,9 @@ def check_layout(
     layout = layout if isinstance(layout, LayoutFamily | str) else lay
     if meshes is None and inside is not None:
         if not holds_values(inside):
-            raise ShardError(
-                "a recording mesh holds no values",
-                op="check_layout",
-                mesh=inside,
-                fix=f"sl.testing.check_layout({str(lay)!r}, [{dict(inside.axes)}])",
-            )
+            text = "a recording mesh holds no values"
+            fix = f"sl.testing.check_layout({str(lay)!r}, [{dict(inside.axes)}])"
+            raise ShardError(text, op="check_layout", mesh=inside, fix=fix)
         found = list(_on(inside, layout, lay, draw))
     else:
         sizes = _meshes(lay, draw) if meshes is None else meshes

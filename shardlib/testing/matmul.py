@@ -47,16 +47,13 @@ def check_algorithm(op: str, name: str, meshes: Sequence[dict[str, int]] = _MESH
     'f32[12@x, 24@y] @ f32[24@x, 36@y] on x=2 y=2'
     """
     if op not in _SUITES:
-        raise ShardError(
-            f"there are laws for {', '.join(_SUITES)}, not for {op!r}",
-            op="check_algorithm",
-            fix="sl.testing.check_algorithm('matmul', 'oned')",
-        )
+        text = f"there are laws for {', '.join(_SUITES)}, not for {op!r}"
+        fix = "sl.testing.check_algorithm('matmul', 'oned')"
+        raise ShardError(text, op="check_algorithm", fix=fix)
     taken = [text for mesh in meshes for text in _SUITES[op](name, mesh)]
     if not taken:
-        raise AssertionError(
-            f"{name} takes no operands on {', '.join(map(str, meshes))}: nothing was tested"
-        )
+        text = f"{name} takes no operands on {', '.join(map(str, meshes))}: nothing was tested"
+        raise AssertionError(text)
     return taken
 
 
