@@ -242,37 +242,6 @@ def cut(
     return slice(a, b), said(dim.axes, held, length)
 
 
-def skewed(
-    dims: Sequence[Dim], skew: str, sizes: Sizes, coord: Mapping[str, int]
-) -> dict[str, int]:
-    """Return the coordinate whose unskewed block this rank holds: (i, i+j) for a, (i+j, j) for b.
-
-    Raises: MeshError unless a matrix is split over two axes of equal size.
-    """
-    ok = len(dims) == 2 and all(
-        len(d.parts) == 1 and d.axes and d.order == "contiguous" for d in dims
-    )
-    axes = [a for d in dims for a in d.axes]
-    if not ok or sizes[axes[0]] != sizes[axes[1]]:
-        text = " ".join(map(str, dims))
-        why = "a skew needs a matrix split over two axes of equal size"
-        given = {"layout": f"{text} skew {skew}"}
-        fix = f"sl.Layout.parse({text!r})"
-        raise MeshError(why, op="layout", operands=given, mesh=dict(sizes), fix=fix)
-    row, col = axes
-    moved = (coord[row] + coord[col]) % sizes[row]
-    return {**coord, (col if skew == "a" else row): moved}
-
-
-def indices(
-    dims: Sequence[Dim], skew: str, shape: Sequence[int], sizes: Sizes, coord: Mapping[str, int]
-) -> tuple[Sequence[int], ...]:
-    """List per dimension the global positions that the rank at ``coord`` holds."""
-    if skew:
-        coord = skewed(dims, skew, sizes, coord)
-    return tuple(positions(d, n, sizes, coord) for d, n in zip(dims, shape, strict=True))
-
-
 # ---------------------------------------------------------------- divisibility, and the size of a block
 
 

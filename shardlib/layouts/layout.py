@@ -14,7 +14,7 @@ divisibility, spec.py reads the notations of JAX and DTensor.
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
@@ -24,6 +24,7 @@ from shardlib.errors import (
     AxisReused,
     ImplicitCommunication,
     LayoutSyntax,
+    MeshError,
     RankMismatch,
     ShardError,
 )
@@ -34,8 +35,7 @@ from shardlib.layouts.dims import (
     block_shape,
     check_axes,
     check_sizes,
-    indices,
-    skewed,
+    positions,
 )
 from shardlib.layouts.reshard import ReshardPlan
 from shardlib.layouts.spec import (
@@ -47,7 +47,7 @@ from shardlib.layouts.spec import (
     is_spec,
     placements,
 )
-from shardlib.layouts.text import read, written
+from shardlib.layouts.text import Fields, read, written
 from shardlib.mesh import coordinates, scope
 
 
@@ -78,10 +78,15 @@ class Layout:
         object.__setattr__(self, "named", self.axes + self.partial)
         if len(set(self.named)) < len(self.named):
             raise _reused(self)
-        object.__setattr__(self, "_hash", hash((self.dims, self.partial, self.skew, self.ellipsis)))
+        object.__setattr__(self, "_hash", hash(self.fields))
 
     def __hash__(self) -> int:
         return self._hash
+
+    @property
+    def fields(self) -> Fields:
+        """What its text says."""
+        return self.dims, self.partial, self.skew, self.ellipsis
 
     def onto(self, dims: Iterable[Dim], skew: str = "", ellipsis: int | None = None) -> "Layout":
         """Return the layout of a value with other dimensions and the same sum."""
@@ -95,7 +100,7 @@ class Layout:
         return _parsed(text)
 
     def __str__(self) -> str:
-        return written((self.dims, self.partial, self.skew, self.ellipsis))
+        return written(self.fields)
 
     def __repr__(self) -> str:
         return f"Layout({str(self)!r})"
@@ -126,7 +131,27 @@ class Layout:
         sizes = axis_sizes(mesh)
         me = self.resolve(len(shape))
         me.check(shape, sizes)
-        return indices(me.dims, me.skew, shape, sizes, coord)
+        at = me.holder(sizes, coord)
+        return tuple(positions(d, n, sizes, at) for d, n in zip(me.dims, shape, strict=True))
+
+    def holder(self, sizes: Mapping[str, int], coord: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the coordinate whose block the rank at ``coord`` holds: its own, without a skew.
+
+        With skew a it is (i, i+j), with b (i+j, j).
+        Raises: MeshError if there is a skew and no matrix split over two axes of equal size.
+        """
+        if not self.skew:
+            return coord
+        single = [len(d.parts) == 1 and d.is_plain for d in self.dims]
+        if single != [True, True] or len({sizes[a] for a in self.axes}) > 1:
+            text = " ".join(map(str, self.dims))
+            why = "a skew needs a matrix split over two axes of equal size"
+            given = {"layout": f"{text} skew {self.skew}"}
+            fix = f"sl.Layout.parse({text!r})"
+            raise MeshError(why, op="layout", operands=given, mesh=dict(sizes), fix=fix)
+        row, col = self.axes
+        moved = (coord[row] + coord[col]) % sizes[row]
+        return {**coord, (col if self.skew == "a" else row): moved}
 
     def is_zero(self, coord: Mapping[str, int]) -> bool:
         """Check whether the rank at ``coord`` holds zeros, as all parts of a sum but the first do."""
@@ -221,7 +246,7 @@ class Layout:
     @property
     def bare(self) -> "Layout":
         """The layout without its pending sums."""
-        return Layout(self.dims, (), self.skew, self.ellipsis) if self.partial else self
+        return replace(self, partial=()) if self.partial else self
 
     # ------------------------------------------------------------ DTensor
 
@@ -230,8 +255,7 @@ class Layout:
 
         Raises: NotExpressible.
         """
-        fields = self.dims, self.partial, self.skew, self.ellipsis
-        return placements(fields, axis_sizes(mesh))
+        return placements(self.fields, axis_sizes(mesh))
 
     @staticmethod
     def from_dtensor(t: object) -> "Layout":
@@ -351,13 +375,18 @@ def _resolve(layout: Layout, ndim: int) -> Layout:
         why = f"layout {str(layout)!r} has {given} dimensions, the tensor {ndim}"
         fix = f"sl.Layout.parse({' '.join(kept)!r})"
         raise RankMismatch(why, op="layout", operands={"layout": str(layout)}, fix=fix)
-    at = layout.ellipsis or 0
-    dims = (*layout.dims[:at], *[WHOLE] * (ndim - given), *layout.dims[at:])
     if layout.skew and ndim != 2:
         why = "a skewed layout is of a matrix"
         fix = f"sl.Layout.parse('x y skew {layout.skew}')"
         raise RankMismatch(why, op="layout", operands={"layout": str(layout)}, fix=fix)
-    return the_one(layout.onto(dims, layout.skew))
+    return the_one(_written_out(layout, ndim))
+
+
+def _written_out(layout: Layout, ndim: int, ellipsis: int | None = None) -> Layout:
+    """Return the layout with ``ndim`` dimensions written, and ``...``, if any, after these."""
+    at = layout.ellipsis or 0
+    dims = (*layout.dims[:at], *[WHOLE] * (ndim - len(layout.dims)), *layout.dims[at:])
+    return replace(layout, dims=dims, ellipsis=ellipsis)
 
 
 @lru_cache(maxsize=8192)
@@ -374,8 +403,7 @@ def _check(
     check_axes(layout.named, sizes, str(layout), op)
     me = layout.resolve(len(shape))
     check_sizes(me.dims, shape, sizes, str(layout), op)
-    if me.skew:
-        skewed(me.dims, me.skew, sizes, dict.fromkeys(sizes, 0))
+    me.holder(sizes, dict.fromkeys(sizes, 0))
 
 
 @lru_cache(maxsize=16384)
@@ -401,13 +429,7 @@ def _aligned(a: Layout, b: Layout) -> tuple[Layout, Layout]:
         return a.resolve(ndim), b.resolve(ndim)
     head = max(a.ellipsis, b.ellipsis)
     count = head + max(len(a.dims) - a.ellipsis, len(b.dims) - b.ellipsis)
-
-    def widen(me: Layout) -> Layout:
-        at = me.ellipsis or 0
-        dims = (*me.dims[:at], *[WHOLE] * (count - len(me.dims)), *me.dims[at:])
-        return me.onto(dims, me.skew, head)
-
-    return widen(a), widen(b)
+    return _written_out(a, count, head), _written_out(b, count, head)
 
 
 def _combined(a: Layout, b: Layout, join: Callable[[Dim, Dim], Dim], op: str) -> Layout:

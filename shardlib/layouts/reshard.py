@@ -34,8 +34,10 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, indices, positions
+from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, positions
 from shardlib.mesh import coordinates
+
+_Layout = Any  # a Layout; layout.py imports this file
 
 _OF_BLOCKS = ("psum", "mask", "ppermute", "exchange")
 """Kinds of steps that are of no one dimension."""
@@ -69,8 +71,8 @@ class ReshardPlan:
     (['all_to_all(x, 0 -> 1)'], 64)
     """
 
-    source: Any  # Layouts; typed Any because layout.py imports this file
-    target: Any
+    source: _Layout
+    target: _Layout
 
     def steps(self, shape: Sequence[int], mesh: object) -> tuple[ReshardStep, ...]:
         """Return the moves in order.  Raises what ``Layout.check`` raises."""
@@ -95,42 +97,25 @@ class ReshardPlan:
         return f"{self.source} >> {self.target}"
 
 
-class _State(NamedTuple):
-    dims: tuple[Dim, ...]
-    partial: tuple[str, ...]
-    skew: str
-
-    @property
-    def axes(self) -> set[str]:
-        """The axes that split a dimension."""
-        return {a for d in self.dims for a in d.axes}
-
-    @property
-    def named(self) -> set[str]:
-        """Those, and the axes of pending sums."""
-        return self.axes.union(self.partial)
-
-
-_Moves = Iterator[tuple[ReshardStep, _State]]
+_Moves = Iterator[tuple[ReshardStep, _Layout]]
 Box = tuple[Sequence[int], ...]  # positions per dimension: of a rank in the tensor, or of a block
 
 
 @lru_cache(maxsize=4096)
 def _search(
-    source: object, target: object, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]
+    source: _Layout, target: _Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]
 ) -> tuple[ReshardStep, ...]:
     sizes = dict(mesh)
-    a, b = (layout.resolve(len(shape)) for layout in (source, target))
-    a.check(shape, sizes, op="reshard")
-    b.check(shape, sizes, op="reshard")
-    first, last = _state(a), _state(b)
+    first, last = (layout.resolve(len(shape)) for layout in (source, target))
+    first.check(shape, sizes, op="reshard")
+    last.check(shape, sizes, op="reshard")
     # Dijkstra's algorithm; of equal words, fewer exchanges and then fewer messages win
     # heapq compares the counter before the states, which have no order
     tie = itertools.count()
-    queue: list[tuple[Fraction, int, int, int, _State, tuple[ReshardStep, ...]]] = [
+    queue: list[tuple[Fraction, int, int, int, _Layout, tuple[ReshardStep, ...]]] = [
         (Fraction(0), 0, 0, next(tie), first, ())
     ]
-    done: set[_State] = set()
+    done: set[_Layout] = set()
     while queue:
         words, exchanges, messages, _, state, path = heapq.heappop(queue)
         if state == last:
@@ -155,18 +140,16 @@ def _search(
     )
 
 
-def _state(layout: object) -> _State:
-    return _State(layout.dims, layout.partial, layout.skew)
-
-
 class _SearchNode(NamedTuple):
     """State of the search, where it leads, and the sizes on which the words of a move depend.
+
+    A state is the layout that the blocks have there.
 
     ``block``  elements of a rank's block.
     """
 
-    state: _State
-    last: _State
+    state: _Layout
+    last: _Layout
     shape: tuple[int, ...]
     sizes: Mapping[str, int]
     block: int
@@ -178,7 +161,7 @@ class _SearchNode(NamedTuple):
     def ranks(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
-    def held(self, state: _State, axes: tuple[str, ...]) -> tuple[Box, ...]:
+    def held(self, state: _Layout, axes: tuple[str, ...]) -> tuple[Box, ...]:
         """Return the positions that every rank along ``axes`` holds in a state."""
         return _held(state, self.shape, tuple(self.sizes.items()), axes)
 
@@ -187,18 +170,16 @@ class _SearchNode(NamedTuple):
         dims, p = self.state.dims, self.sizes[axis]
         return [d for d, dim in enumerate(dims) if dim.is_plain and self.local(d) % p == 0]
 
-    def changed(self, changes: Mapping[int, Dim], partial: tuple[str, ...] | None = None) -> _State:
-        """Return the state with other tokens of some dimensions, and other pending sums."""
-        dims, sums, skew = self.state
-        tokens = tuple(changes.get(d, dim) for d, dim in enumerate(dims))
-        return _State(tokens, sums if partial is None else partial, skew)
-
-    def finished(self, axis: str) -> tuple[str, ...]:
-        """Return the sums that are pending once the one over ``axis`` is finished."""
-        return tuple(x for x in self.state.partial if x != axis)
+    def changed(self, changes: Mapping[int, Dim], finished: str = "") -> _Layout:
+        """Return the state with other tokens of some dimensions, and without one pending sum."""
+        dims = tuple(changes.get(d, dim) for d, dim in enumerate(self.state.dims))
+        sums = tuple(x for x in self.state.partial if x != finished)
+        return replace(self.state, dims=dims, partial=sums)
 
 
-def _moves(state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Moves:
+def _moves(
+    state: _Layout, last: _Layout, shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> _Moves:
     # of equal words the first plan found wins, so the order of the moves is part of the result
     block = math.prod(
         n // math.prod(sizes[a] for a in d.axes) for d, n in zip(state.dims, shape, strict=True)
@@ -222,14 +203,14 @@ def _moves(state: _State, last: _State, shape: tuple[int, ...], sizes: Mapping[s
 def _sums(at: _SearchNode) -> _Moves:
     """Yield the start of the target's pending sums by masks, and the end of those pending."""
     partial, here = at.state.partial, at.block
-    for axis in sorted(set(at.last.partial) - at.state.axes - set(partial)):
+    for axis in sorted(set(at.last.partial).difference(at.state.named)):
         step = ReshardStep("mask", (axis,), elements=here)
-        yield step, at.changed({}, tuple(sorted((*partial, axis))))
+        yield step, replace(at.state, partial=(*partial, axis))
     for axis in partial:
         p = at.sizes[axis]
         words = Fraction(2 * (p - 1) * here, p)
         step = ReshardStep("psum", (axis,), words=words, messages=2 * (p - 1), elements=here)
-        yield step, at.changed({}, at.finished(axis))
+        yield step, at.changed({}, axis)
 
 
 def _gathers(at: _SearchNode, d: int) -> _Moves:
@@ -248,7 +229,7 @@ def _gathers(at: _SearchNode, d: int) -> _Moves:
             yield step, at.changed({d: inner, to: Dim((*dims[to].parts, axis))})
 
 
-def _gather_order(at: _SearchNode, d: int) -> tuple[ReshardStep, _State]:
+def _gather_order(at: _SearchNode, d: int) -> tuple[ReshardStep, _Layout]:
     """Return the gather of a dimension with factors or another order."""
     dim, n = at.state.dims[d], at.shape[d]
     p, here = at.ranks(dim.axes), at.block
@@ -277,20 +258,19 @@ def _scatters(at: _SearchNode) -> _Moves:
         words = Fraction((p - 1) * here, p)
         for d in at.splits(axis):
             step = ReshardStep("psum_scatter", (axis,), d, 0, (), words, p - 1, here // p)
-            scattered = {d: Dim((*at.state.dims[d].parts, axis))}
-            yield step, at.changed(scattered, at.finished(axis))
+            yield step, at.changed({d: Dim((*at.state.dims[d].parts, axis))}, axis)
 
 
 def _order_slices(at: _SearchNode) -> _Moves:
     """Yield moves to tokens with factors or another order: reorder an unsplit dimension, slice."""
-    used = at.state.named
+    used = set(at.state.named)
     for d, want in enumerate(at.last.dims):
         now = at.state.dims[d]
         inner = Dim(want.parts[len(now.parts) :], want.order)
         begun = (
             now.is_plain and want.parts[: len(now.parts)] == now.parts and inner.ring == want.ring
         )
-        if not begun or want.is_plain or set(inner.axes) & used:
+        if not begun or want.is_plain or used.intersection(inner.axes):
             continue
         table = tuple(_table(inner, at.local(d), at.sizes))
         elements = at.block // at.ranks(inner.axes)
@@ -306,15 +286,15 @@ def _table(dim: Dim, n: int, sizes: Mapping[str, int]) -> list[int]:
 
 def _permutations(at: _SearchNode) -> _Moves:
     """Yield moves of whole blocks to the ranks that need them, where blocks are equal."""
-    (dims, partial, skew), last = at.state, at.last
-    axes = at.state.axes
-    if skew and not (last.skew and axes == last.axes):
+    now, last = at.state, at.last
+    same = set(now.axes) == set(last.axes)
+    if now.skew and not (last.skew and same):
         # a skew fits one pair of axes only, so it is undone before the axes change
-        yield from _permute_to(at, _State(dims, partial, ""))
-    elif partial == last.partial and axes == last.axes:
-        yield from _permute_to(at, _State(last.dims, partial, last.skew))
-    elif last.skew and dims == last.dims:
-        yield from _permute_to(at, _State(dims, partial, last.skew))
+        yield from _permute_to(at, now.onto(now.dims))
+    elif same and now.partial == last.partial:
+        yield from _permute_to(at, last)
+    elif last.skew and now.dims == last.dims:
+        yield from _permute_to(at, now.onto(last.dims, last.skew))
 
 
 _WORLD = 64
@@ -333,13 +313,13 @@ def _exchanges(at: _SearchNode) -> _Moves:
             yield ReshardStep("exchange", axes, table=(state,), words=words, elements=block), last
 
 
-def _between(a: _State, b: _State, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(n for n in sizes if n in a.axes | b.axes)
+def _between(a: _Layout, b: _Layout, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(n for n in sizes if n in a.axes + b.axes)
 
 
 def _settled(
     path: tuple[ReshardStep, ...],
-    last: _State,
+    last: _Layout,
     shape: tuple[int, ...],
     mesh: tuple[tuple[str, int], ...],
 ) -> tuple[ReshardStep, ...]:
@@ -351,7 +331,7 @@ def _settled(
     return (*path[:-1], replace(step, table=(table,), messages=len(table.rounds)))
 
 
-def _permute_to(at: _SearchNode, b: _State) -> _Moves:
+def _permute_to(at: _SearchNode, b: _Layout) -> _Moves:
     axes = _between(at.state, b, at.sizes)
     old, new = at.held(at.state, axes), at.held(b, axes)
     if at.block:
@@ -435,12 +415,15 @@ def exchange(old: Sequence[Box], new: Sequence[Box]) -> Exchange:
 
 @lru_cache(maxsize=256)
 def _held(
-    state: _State, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]
+    state: _Layout,
+    shape: tuple[int, ...],
+    mesh: tuple[tuple[str, int], ...],
+    axes: tuple[str, ...],
 ) -> tuple[Box, ...]:
     """Return the positions that every rank along ``axes`` holds, in rank order."""
     sizes = dict(mesh)
     return tuple(
-        tuple(map(_run, indices(state.dims, state.skew, shape, sizes, dict.fromkeys(sizes, 0) | c)))
+        tuple(map(_run, state.indices(shape, sizes, dict.fromkeys(sizes, 0) | c)))
         for c in coordinates({a: sizes[a] for a in axes})
     )
 
