@@ -94,7 +94,7 @@ def _of(
     doc = inspect.getdoc(function) or ""
     for name, p in keys_of(function, taken=but).items():
         if only is None or name in only:
-            yield Key(table, name, _type(p.annotation), _default(p.default), _said(doc, name))
+            yield Key(table, name, _type(p.annotation), _default(p.default), explained(doc, name))
 
 
 def _default(value: object) -> str:
@@ -111,12 +111,12 @@ def _type(annotation: object) -> str:
     return re.sub(r"typing\.|collections\.abc\.|torch\.(?=dtype)|shardlib\.[\w.]+\.", "", text)
 
 
-def _said(doc: str, name: str) -> str:
+def explained(doc: str, name: str) -> str:
     """Return the first sentence on an argument: of its definition, else one that mentions it.
 
-    >>> _said("Do.\\n\\nFor ``b``, no.\\n``a``, ``b``  one of v. 1\\n          or two.  Or three.", "b")
+    >>> explained("Do.\\n\\nFor ``b``, no.\\n``a``, ``b``  one of v. 1\\n          or two.  Or three.", "b")
     'one of v. 1 or two'
-    >>> _said("Split ``x`` over ``axis``: blocks.  Then stop.", "axis")
+    >>> explained("Split ``x`` over ``axis``: blocks.  Then stop.", "axis")
     'Split ``x`` over ``axis``: blocks'
     """
     lines = doc.splitlines()

@@ -1,10 +1,11 @@
 """``shardlib plan MODEL --ranks 8,64``: meshes for a model, with time and memory."""
 
 import argparse
+import inspect
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from shardlib.command.config import Config, ConfigError, answer, near, read, told
 from shardlib.command.from_config import axes_of, hugging_face, module_of, rows_of, under_launcher
+from shardlib.command.keys import explained
 from shardlib.command.train import check
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link
@@ -35,17 +37,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many, as 8 or 8,64,512; of a file its mesh's",
     )
-    parser.add_argument(
-        "--batch", type=_count, default=0, help="rows of a step, over all ranks and micro-batches"
-    )
-    parser.add_argument("--sequence", type=_count, default=0, help="tokens of a row")
     parser.add_argument("--cluster", default="h100", choices=[*CLUSTERS], help="of these nodes")
-    parser.add_argument(
-        "--accumulate",
-        type=_count,
-        default=0,
-        help="micro-batches of a step at the least; else 1, or a file's",
-    )
+    doc = inspect.getdoc(plan) or ""
+    for name, (kind, example) in _ARGUMENTS.items():
+        parser.add_argument(f"--{name}", type=kind, help=explained(doc, name) + example)
     for which, where in (("inside", "within a node"), ("between", "between nodes")):
         parser.add_argument(
             f"--{which}", type=_link, metavar="SECONDS,BYTES",
@@ -55,12 +50,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--node", type=_count, default=0, help="ranks of a node; else the cluster's"
     )
-    parser.add_argument("--memory", type=_bytes, help="of one rank, as 80GiB; else the cluster's")
-    parser.add_argument(
-        "--state", type=float, default=8.0, help="bytes per parameter that the optimizer keeps"
-    )
-    parser.add_argument("--recipe", type=_recipes, help="only these, as megatron1d,fsdp")
-    parser.add_argument("--most", type=int, default=4, help="how many ways run on paper")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
 
 
@@ -70,15 +59,9 @@ def main(given: argparse.Namespace) -> int:
     cluster = _cluster(given)
     if under_launcher() and int(os.environ["RANK"]) > 0:
         return 0  # it took part in the measurement; one rank plans
-    more = {k: v for k in ("memory", "recipe") if (v := getattr(given, k)) is not None}
+    how = {k: v for k in _ARGUMENTS if (v := said.get(k, getattr(given, k))) is not None}
     try:
-        found = {
-            ranks: plan(
-                model, ranks, batch=said["batch"], sequence=said["sequence"], cluster=cluster,
-                state=given.state, most=given.most, accumulate=said["accumulate"], **more,
-            )
-            for ranks in said["ranks"]
-        }  # fmt: skip
+        found = {n: plan(model, n, cluster=cluster, **how) for n in said["ranks"]}
     except BadArgument as e:
         raise ConfigError(f"--{e.message}" if re.match(r"\w+=", e.message) else told(e)) from e
     count = sum(p.numel() for p in model.parameters())
@@ -117,9 +100,7 @@ def _model(given: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
 
     Raises: ConfigError.
     """
-    said: dict[str, Any] = {
-        "batch": given.batch, "sequence": given.sequence, "accumulate": given.accumulate
-    }  # fmt: skip
+    said: dict[str, Any] = {n: getattr(given, n) or 0 for n in ("batch", "sequence", "accumulate")}
     ranks = given.ranks
     if given.model.endswith(".toml"):
         config = read(given.model, given.set)
@@ -210,6 +191,18 @@ def _recipes(text: str) -> list[str]:
             hint = f"{near(n, RECIPES)} (there are {', '.join(RECIPES)})"
             raise argparse.ArgumentTypeError(f"{n}{hint}")
     return names
+
+
+_ARGUMENTS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "batch": (_count, ""),
+    "sequence": (_count, ""),
+    "accumulate": (_count, ""),
+    "memory": (_bytes, ", as 80GiB"),
+    "state": (float, ""),
+    "recipe": (_recipes, ", as megatron1d,fsdp"),
+    "most": (int, ""),
+}
+"""Argument of ``sl.plan`` -> its type here, and an example of it."""
 
 
 # ---------------------------------------------------------------- output

@@ -20,6 +20,7 @@ from shardlib.capacity import most_taken
 from shardlib.checkpoint import Saving, latest, load, save, save_hf
 from shardlib.checkpoint.folder import occupied
 from shardlib.collectives import trace
+from shardlib.command import from_config
 from shardlib.command.config import (
     Config,
     ConfigError,
@@ -31,29 +32,7 @@ from shardlib.command.config import (
     read,
     told,
 )
-from shardlib.command.from_config import (
-    EVAL,
-    SOURCES,
-    Built,
-    Params,
-    Table,
-    axes_of,
-    batches,
-    built,
-    check_data,
-    evaluating,
-    fixed_axes,
-    how_to_make,
-    init_keys,
-    labels_of,
-    mesh_of,
-    optimizer,
-    placing,
-    rows_of,
-    source_of,
-    state_of,
-    under_launcher,
-)
+from shardlib.command.from_config import Built, Params, Table
 from shardlib.command.progress import Log, flops_of, number, peak_of
 from shardlib.errors import BadArgument, RankFailed, ShardError
 from shardlib.grad import value_and_grad
@@ -218,9 +197,13 @@ def check(config: Config, whole: bool = True) -> None:
         seed = config.table(*path[:-1]).get("seed", 0)
         if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
             raise config.error(path, f"a number of 64 bits, not {seed}")
-    tables = {"data": check_data, "layout": placing, "optimizer": optimizer}
+    tables = {
+        "data": from_config.check_data,
+        "layout": from_config.placing,
+        "optimizer": from_config.optimizer,
+    }
     if whole:
-        tables = {"mesh": how_to_make, "model": lambda config: None, **tables}
+        tables = {"mesh": from_config.how_to_make, "model": lambda config: None, **tables}
     for name, check_table in tables.items():
         if name in config.tables:
             check_table(config)
@@ -232,10 +215,10 @@ def check(config: Config, whole: bool = True) -> None:
 
 def _check_run(config: Config) -> None:
     """Refuse what a run would need only later: figures, evaluation, checkpoints and an export."""
-    init_keys(config)
+    from_config.init_keys(config)
     _checkpoints(config)
     if "eval" in config.tables:
-        check_data(evaluating(config), "eval", keys_of(Evaluation))
+        from_config.check_data(from_config.evaluating(config), "eval", keys_of(Evaluation))
         _evaluation(config)
     asked = _export(config)
     for table, key in (("checkpoint", "path"), ("log", "jsonl")):
@@ -255,7 +238,7 @@ def _checkpoints(config: Config) -> Checkpoints | None:
 
 
 def _evaluation(config: Config) -> Evaluation:
-    return call(Evaluation, config, ("eval",), beside=(*SOURCES, *EVAL))
+    return call(Evaluation, config, ("eval",), beside=(*from_config.SOURCES, *from_config.EVAL))
 
 
 def _export(config: Config) -> Export | None:
@@ -264,16 +247,16 @@ def _export(config: Config) -> Export | None:
 
 def start(config: Config, simulated: bool = False, as_json: bool = False) -> Report:
     """Run on the present processes, on simulated ranks, or on processes started here."""
-    axes = axes_of(config)
+    axes = from_config.axes_of(config)
     total = math.prod(axes.values())
     # here, so that an error is raised once, before ranks start
     if -1 not in axes.values() and total <= MOST:
         rehearse(config)
     if simulated:
         return _ranks(config, "simulate", as_json)
-    if under_launcher() or total in (1, -1):
+    if from_config.under_launcher() or total in (1, -1):
         return _ranks(config, "ranks", as_json)
-    return _launched(config, fixed_axes(config), total, as_json)
+    return _launched(config, from_config.fixed_axes(config), total, as_json)
 
 
 def _launched(config: Config, axes: Mapping[str, int], total: int, as_json: bool) -> Report:
@@ -284,7 +267,7 @@ def _launched(config: Config, axes: Mapping[str, int], total: int, as_json: bool
             f"{total} ranks are more than one machine is given ({MOST}): start them by torchrun, "
             "or look with shardlib plan",
         )
-    how = how_to_make(config)
+    how = from_config.how_to_make(config)
     device = how.pop("device", None)
     if device is None:
         here, device = accelerator(), "cpu"
@@ -305,13 +288,13 @@ def rehearse(config: Config) -> None:
 
     Raises: ConfigError.
     """
-    mesh = mesh_of(config, "record")
+    mesh = from_config.mesh_of(config, "record")
     with use_mesh(mesh):
-        made = built(config, mesh, values=False)
-        state_of(config, made, made.start())
+        made = from_config.built(config, mesh, values=False)
+        from_config.state_of(config, made, made.start())
         words = config.table("data").get("text", {}).get("tokenizer", "bytes")
         if words == "bytes":  # tokenizing takes long
-            dealt = batches(config, rows_of(config), made.rules, mesh)
+            dealt = from_config.batches(config, from_config.rows_of(config), made.rules, mesh)
             try:
                 next(iter(dealt))
             except ShardError as e:
@@ -325,12 +308,12 @@ def _rank(config: Config, as_json: bool) -> Report:
 
 
 def _ranks(config: Config, kind: str, as_json: bool) -> Report:
-    mesh = mesh_of(config, kind)
+    mesh = from_config.mesh_of(config, kind)
     try:
         with use_mesh(mesh):
             return run(config, mesh, as_json)
     finally:
-        if kind == "ranks" and dist.is_initialized() and not under_launcher():
+        if kind == "ranks" and dist.is_initialized() and not from_config.under_launcher():
             dist.destroy_process_group()
 
 
@@ -397,11 +380,11 @@ class _Training:
         torch.manual_seed(config.tables.get("seed", 0))
         self.config, self.report = config, Report()
         self.losses: dict[int, Tensor] = {}
-        self.rows = rows_of(config)
-        self.made = built(config, mesh)
+        self.rows = from_config.rows_of(config)
+        self.made = from_config.built(config, mesh)
         self.params = self.made.start()
-        self.state = state_of(config, self.made, self.params)
-        self.dealt = batches(config, self.rows, self.made.rules, mesh)
+        self.state = from_config.state_of(config, self.made, self.params)
+        self.dealt = from_config.batches(config, self.rows, self.made.rules, mesh)
         if accumulate > len(self.dealt):
             text = f"{accumulate} batches of an update, where the rows make {len(self.dealt)}"
             raise config.error(("accumulate",), text)
@@ -463,8 +446,8 @@ class Evaluator:
 
     def __init__(self, config: Config, made: Built) -> None:
         self.every = _evaluation(config).every
-        self.made, self.config = made, evaluating(config)
-        self.rows = rows_of(config, "eval")
+        self.made, self.config = made, from_config.evaluating(config)
+        self.rows = from_config.rows_of(config, "eval")
 
     def __call__(self, params: Params) -> float:
         made, key = self.made, keys.get_state()
@@ -473,8 +456,10 @@ class Evaluator:
         total, count = 0.0, 0
         try:
             with torch.no_grad():
-                for batch in batches(self.config, self.rows, made.rules, made.mesh, where="eval"):
-                    labels = labels_of(batch)
+                for batch in from_config.batches(
+                    self.config, self.rows, made.rules, made.mesh, where="eval"
+                ):
+                    labels = from_config.labels_of(batch)
                     whole = labels is None or labels.is_floating_point()
                     each = 1 if whole else int((labels != -100).sum().item())
                     total += each * made.loss(params, batch).item()
@@ -491,7 +476,7 @@ def _exported(config: Config, made: Built, params: Params) -> str:
     asked = _export(config)
     if asked is None:
         return ""
-    rows = config.table("data", source_of(config, "data"))
+    rows = config.table("data", from_config.source_of(config, "data"))
     given = (asked.tokenizer, rows.get("tokenizer", ""), config.table("model").get("directory", ""))
     tokenizer = next((t for t in given if t and _has_tokenizer(t)), None)
     more: dict[str, Any] = {}
@@ -519,7 +504,7 @@ def _resumed(config: Config, newest: str, like: dict[str, Any]) -> Any:
 def _redealt(config: Config, newest: str, rows: Any, made: Built, state: Any) -> Any:
     """Return the batches after the step of the checkpoint."""
     try:
-        return batches(config, rows, made.rules, made.mesh, state=state)
+        return from_config.batches(config, rows, made.rules, made.mesh, state=state)
     except ConfigError as e:
         raise ConfigError(
             f"{e}; {newest} does not go on with these rows: "
@@ -644,7 +629,7 @@ def main(given: argparse.Namespace) -> int:
     except (KeyboardInterrupt, RankFailed) as e:
         e.add_note(_again(config))
         raise
-    if under_launcher() and int(os.environ["RANK"]):
+    if from_config.under_launcher() and int(os.environ["RANK"]):
         return 0
     pairs = {n: list(getattr(report, n).items()) for n in ("losses", "evaluations")}
     text = f"done: {report.step} steps in {report.seconds:.1f} s"

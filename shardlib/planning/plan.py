@@ -263,7 +263,8 @@ def plan(
     """Find how to train a language model on ``ranks`` ranks: mesh, recipe, ZeRO, micro-batches.
 
     ``model``       best on the meta device; its dtype counts.
-    ``batch``       rows of a step, of ``sequence`` tokens each, over all ranks and micro-batches.
+    ``batch``       rows of a step, over all ranks and micro-batches.
+    ``sequence``    tokens of a row.
     ``cluster``     memory, speed and links: "a100", "h100", "h200", "b200", your own ``Cluster``,
                     or what ``sl.planning.measured`` found on the ranks that run.
     ``memory``      bytes of one rank, else the cluster's.
