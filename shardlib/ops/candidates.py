@@ -38,8 +38,8 @@ _OF = {
 """The extreme of two tensors, that along dimensions, and the type of values and positions."""
 
 
-def _padded_extreme(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Take the extreme of a padded operand, filled so that no padding is chosen."""
+def _extreme_of_elements(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Take the extreme of an operand with padding, of which none is chosen."""
     given = _MAX(*args, **kwargs)
     if "other" in given:
         return run(func, args, kwargs)
@@ -48,7 +48,7 @@ def _padded_extreme(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object
     return beside(the_dim(_MAX))(run, func, args, kwargs)
 
 
-@implements(torch.max, Tensor.max, torch.min, Tensor.min, padding=_padded_extreme)
+@implements(torch.max, Tensor.max, torch.min, Tensor.min, padding=_extreme_of_elements)
 def max_or_min(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Take the extreme of all elements, or along a dimension with its positions.
 

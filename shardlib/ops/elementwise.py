@@ -7,23 +7,21 @@ split in different ways the function is refused with the reshard to write, unles
 """
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardlib._compat import Ctx, Local
-from shardlib.collectives import holds_values, lead, psum, unwrap, wrap
+from shardlib.collectives import holds_values, psum, unwrap, wrap
 from shardlib.dtypes import is_half
-from shardlib.errors import BadArgument, ImplicitCommunication, Unsupported, lettered
+from shardlib.errors import BadArgument, ImplicitCommunication, lettered
 from shardlib.layouts import Dim, Layout
-from shardlib.memory_sharing import written
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, of_kind, rows
 from shardlib.ops.dims import Labels, may_move
 from shardlib.ops.each_rank import FlatCall, each
-from shardlib.ops.padding import check_alike, inside, padded_to
+from shardlib.ops.padding import by_position
 from shardlib.opspec import Args, Func, Kwargs, functions_of, names_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -32,7 +30,6 @@ from shardlib.tensor import (
     Unfit,
     blockwise,
     call_error,
-    has_padding,
     implements,
     lift,
     local_call,
@@ -88,44 +85,7 @@ def _placed(
     return args, rest
 
 
-def padded_alike(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Run on padded operands as their true shapes broadcast.
-
-    Each must be padded alike or have size 1.
-    """
-    call = FlatCall.of(func, *args, **kwargs)
-    given = call.tensors
-    if func in (torch.where, Tensor.where) and len(given) == 1:
-        raise Unfit("positions, which are not in the padding")
-    uneven = [x for x in given if has_padding((x,))]
-    check_alike(func, given, [range(-x.ndim, 0) for x in given])
-    true = torch.broadcast_shapes(*(x.shape for x in given))
-    values = [x.with_padding if isinstance(x, ShardedTensor) else x for x in given]
-    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    if tracked and holds_values(uneven[0].mesh):
-        if written(func, args, kwargs):
-            why = "padded blocks with a gradient are not written in place"
-            fix = "sl.shard(sl.unshard(x), '...')"
-            raise call_error(Unsupported, why, func, fix, tensor=uneven[0])
-        mask = reduce(lambda a, b: elementwise(Tensor.__and__, (a, b), {}), map(inside, uneven))
-        dtype = uneven[0].dtype
-        values = [_tracked(func, x, mask, dtype) if x.requires_grad else x for x in values]
-    a, k = call.replaced(values)
-    out = run(func, a, k)
-    return padded_to(out, true) if isinstance(out, ShardedTensor) else out
-
-
-def _tracked(func: Func, x: Tensor, mask: ShardedTensor, dtype: torch.dtype) -> Tensor:
-    """Put 1 beyond an operand's true sizes, so that no gradient of 0 * inf arises there."""
-    if not x.ndim:  # torch.where gives it dimensions, which change promotion
-        if func.__name__ == "masked_fill":
-            raise Unfit("a value with a gradient has no dimension here")
-        like = torch.empty(1, dtype=dtype, device="meta")
-        x = x.to(torch.result_type(like, torch.empty((), dtype=x.dtype, device="meta")))
-    return elementwise(torch.where, (mask, x, 1), {})
-
-
-@implements(*functions_of("pointwise"), padding=padded_alike, takes="skew sums", repeats=True)
+@implements(*functions_of("pointwise"), padding=by_position, takes="skew sums", repeats=True)
 def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Run a function that acts on each element independently."""
     if kwargs:
@@ -156,7 +116,7 @@ def _settled_alike(x: Tensor, y: Tensor) -> bool:
     return not (x.sharding.partial or y.sharding.partial)
 
 
-@implements(Tensor.to, Tensor.type, Tensor.type_as, padding=padded_alike, takes="skew sums")
+@implements(Tensor.to, Tensor.type, Tensor.type_as, takes="all")
 def converted(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Change dtype or device; a tensor argument gives only its own dtype and device."""
     args, kwargs = _placed(func, args, kwargs)
@@ -164,8 +124,8 @@ def converted(func: Func, args: Args, kwargs: Kwargs) -> object:
     kwargs = {k: _like(v) for k, v in kwargs.items()}
     if not isinstance(x, ShardedTensor):  # a plain tensor, converted to a sharded one's dtype
         return func(x, *rest, **kwargs)
-    if lead(x.mesh) and any(isinstance(v, torch.memory_format) for v in (*rest, *kwargs.values())):
-        # the format is a block's, but stacked blocks have one more dimension
+    if any(isinstance(v, torch.memory_format) for v in (*rest, *kwargs.values())):
+        # the format is a block's, but stacked blocks of simulated ranks have one more dimension
         out = each(FlatCall.of(func, x.raw, *rest, **kwargs)._replace(at=[0]), x.mesh)
     else:
         out = func(x.raw, *rest, **kwargs)
@@ -438,19 +398,7 @@ _IN_PLACE = [getattr(Tensor, f"{n}_") for n in (*_NAMES, "copy") if hasattr(Tens
 ]
 
 
-def _padded_in_place(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Write to a padded tensor; the other operands are padded alike, or numbers."""
-    x = args[0]
-    given = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
-    if not x.is_padded:
-        raise Unfit("a tensor without padding, to which what is padded is written")
-    if any(a.ndim > x.ndim for a in given):
-        raise Unfit("operands of more dimensions than what they are written to")
-    padded_alike(run, func, args, kwargs)
-    return x
-
-
-@implements(*_IN_PLACE, padding=_padded_in_place, takes="skew sums")
+@implements(*_IN_PLACE, padding=by_position, takes="skew sums")
 def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """Change the block in place; the result must have the tensor's own layout."""
     if kwargs:

@@ -64,7 +64,8 @@ _RESHAPING = frozenset("t_ squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_".s
 
 
 def is_whole(x: ShardedTensor) -> bool:
-    return not real_axes(x.mesh, x.sharding.named)
+    """Check whether every rank holds all elements, and nothing else."""
+    return x.shape == x.padded_shape and not real_axes(x.mesh, x.sharding.named)
 
 
 @dataclass
@@ -112,11 +113,7 @@ class FallbackCall:
             return lift(x, mesh, self.name)
 
         values = [as_ours(x) for x in self.flat.tensors]
-        moved = {
-            i: _bytes(v)
-            for i, v in zip(self.flat.at, values, strict=True)
-            if v.is_padded or not is_whole(v)
-        }
+        moved = {i: _bytes(v) for i, v in zip(self.flat.at, values, strict=True) if not is_whole(v)}
         return _Operands(mesh, values, moved)
 
     @cached_property

@@ -14,10 +14,10 @@ from shardlib.mesh import Mesh
 from shardlib.ops.declare import Bound, declare, labelled, rows, rows_but, slots, where
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.each_rank import FlatCall, each
-from shardlib.ops.elementwise import elementwise, padded_alike
+from shardlib.ops.elementwise import elementwise
 from shardlib.ops.fallback import is_whole, on_whole
 from shardlib.ops.id_bounds import in_range
-from shardlib.ops.padding import beside, of_true_sizes, sizes, the_dim
+from shardlib.ops.padding import beside, by_position, of_true_sizes, sizes, the_dim
 from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.ops.views import entries, indexed_dims, named, piece, without_ellipsis
 from shardlib.opspec import Args, Func, Kwargs
@@ -345,7 +345,7 @@ def nonzero(func: Func, args: Args, kwargs: Kwargs) -> object:
     return func(reshard(x != 0, "..."), *rest, **kwargs)
 
 
-@implements(torch.where, Tensor.where, padding=padded_alike)
+@implements(torch.where, Tensor.where, padding=by_position)
 def choice(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return the positions where a condition is true; with three arguments, torch.where."""
     if len(args) + len(kwargs) == 1:

@@ -222,11 +222,13 @@ def _cotangent(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
         why = "the cotangent has another layout than the value"
         fix = f"sl.reshard(gradient, {str(x.sharding)!r})"
         raise call_error(ShardError, why, "backward", fix, value=x, cotangent=gradient)
-    return gradient.raw if gradient.padded_shape == x.padded_shape else _padded_as(gradient, x)
+    return _of_size(gradient, x)
 
 
-def _padded_as(gradient: ShardedTensor, x: ShardedTensor) -> Tensor:
+def _of_size(gradient: ShardedTensor, x: ShardedTensor) -> Tensor:
     """Return the blocks of a cotangent with the padding of ``x``."""
+    if gradient.padded_shape == x.padded_shape:
+        return gradient.raw
     more: list[int] = []  # for dimensions that x stores larger but does not split
     for n, m, token in zip(gradient.padded_shape, x.padded_shape, x.dims, strict=True):
         if n > m or (n < m and token.is_split):

@@ -70,6 +70,7 @@ class _RowNorm(NamedTuple):
     ``axes``    the axes that split them.
     ``overs``   the axes over which the gradients of the tensor, the scale and the shift are summed.
     ``centre``  whether the mean is subtracted, as layer_norm does.
+    ``single``  whether raw blocks are one rank's.
     """
 
     mesh: Mesh
@@ -79,6 +80,7 @@ class _RowNorm(NamedTuple):
     count: int
     eps: float
     centre: bool
+    single: bool
 
     def rows(self, x: Tensor) -> Tensor:
         """[..., *trailing dims] -> [R, H]."""
@@ -274,7 +276,7 @@ def _whole(norm: _RowNorm, x: Tensor, w: Factor, b: Factor) -> Tensor | None:
     summed, over the mesh too, before they are rounded.
     """
     mesh, (over_x, *overs), run = norm.mesh, norm.overs, None
-    if (not x.is_cpu or active.cpu) and not lead(mesh):
+    if (not x.is_cpu or active.cpu) and norm.single:
         run = apex(_OPS[norm.centre], x)
     if run is None and not norm.centre:
         return None
@@ -293,7 +295,7 @@ def _layer_norm(norm: _RowNorm, x: Tensor, w: Factor, b: Factor) -> Tensor:
     shape = norm.shape
     # torch 2.13 has no gradient for a wide shift alone
     mixes = norm.mesh.device_type in ("cpu", "meta") and (w is not None or b is None)
-    if not lead(norm.mesh) and (not is_half(x) or mixes):
+    if norm.single and (not is_half(x) or mixes):
         return F.layer_norm(x, shape, w, b, norm.eps)
     # under simulate every rank has its own scale; other devices have no kernel of mixed dtypes
     out = F.layer_norm(wide(x), shape, None, None, norm.eps)
@@ -307,7 +309,7 @@ def _layer_norm(norm: _RowNorm, x: Tensor, w: Factor, b: Factor) -> Tensor:
 def _is_torchs(norm: _RowNorm, call: TorchCall, values: list[Any], raws: list[Tensor]) -> bool:
     """Check whether torch's own kernel on the blocks is all that whole rows need."""
     _, args, kwargs = call
-    whole = not (norm.axes or any(norm.overs) or lead(norm.mesh))
+    whole = norm.single and not (norm.axes or any(norm.overs))
     if not whole or not raws[0].is_cpu or active.cpu or is_half(raws[0]):
         return False
     given = filter(torch.is_tensor, (*args, *kwargs.values()))
@@ -333,7 +335,7 @@ def _normalised(
     raw = dict(zip(operands, raws, strict=True))
     axes = tuple([a for t in place.dims[-len(shape) :] for a in t.axes if mesh.axes[a] > 1])
     summed = over["x"], over.get("w", ()), over.get("b", ())
-    norm = _RowNorm(mesh, axes, summed, shape, math.prod(shape), eps, centre)
+    norm = _RowNorm(mesh, axes, summed, shape, math.prod(shape), eps, centre, not lead(mesh))
     if centre and _is_torchs(norm, call, values, raws):
         return blockwise(*call, place)
     blocks_of = raw["x"], raw.get("w"), raw.get("b")

@@ -20,26 +20,30 @@ from torch import Tensor
 from shardlib.collectives import holds_values, played, storage
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.memory_sharing import alike, link
+from shardlib.memory_sharing import alike, link, written
 from shardlib.mesh import Mesh
 from shardlib.ops.each_rank import FlatCall
 from shardlib.opspec import Args, Func, Kwargs, records
 from shardlib.tensor import Place, ShardedTensor, Unfit, call_error, has_padding
 
 
-def filled(x: ShardedTensor, value: float | bool) -> ShardedTensor:
-    """Return the value of the padded sizes, with ``value`` in the padding and no gradient there."""
-    if not x.is_padded:
+def filled(x: Any, value: float | bool | None) -> Any:
+    """Return a tensor of the padded sizes, with ``value`` in the padding and no gradient there.
+
+    None leaves the padding as it is.
+    """
+    if not isinstance(x, ShardedTensor) or not x.is_padded:
         return x
     whole = x.with_padding
-    if not holds_values(x.mesh):
+    if value is None or not holds_values(x.mesh):
         return whole
-    value = bool(value) if x.raw.dtype == torch.bool else value  # a number would promote the dtype
+    if x.raw.dtype == torch.bool:
+        value = bool(value)  # a number would promote the dtype
     return whole.becomes(torch.where(inside(x).raw, x.raw, value))
 
 
 def inside(x: ShardedTensor) -> ShardedTensor:
-    """Return a mask of a padded tensor: True for elements, False for padding."""
+    """Return a mask of a tensor: True for elements, False for padding."""
     key = (x.sharding, x.padded_shape, x.shape, x.raw.device)
     # few: masks are as large as blocks
     raw = x.mesh.memo("mask", key, lambda: _mask(*key, x.mesh), most=64)
@@ -60,15 +64,21 @@ def _mask(
         return storage(masks, mesh)
 
 
-def padded_to(value: ShardedTensor, true: Sequence[int]) -> ShardedTensor:
-    """Return a value whose true sizes are ``true``; positions beyond them are padding."""
+def padded_to(value: ShardedTensor, true: Sequence[int], zeros: bool = False) -> ShardedTensor:
+    """Return a value whose true sizes are ``true``; positions beyond them are padding.
+
+    ``zeros``  in the padding of a value with a gradient, which has none there.
+    """
     if tuple(value.padded_shape) == tuple(true):
         return value
-    return ShardedTensor(value.raw, value.place._replace(shape=torch.Size(true)))
+    out = ShardedTensor(value.raw, value.place._replace(shape=torch.Size(true)))
+    if zeros and value.raw.requires_grad:
+        return padded_to(filled(out, 0), true)
+    return out
 
 
 def extended(whole: Tensor, x: ShardedTensor) -> Tensor:
-    """Return a tensor whose last dimensions have the true sizes of ``x``, with zeros to its padded ones."""
+    """Return a tensor whose last dimensions have the true sizes of ``x``, with zeros as padding."""
     more = [k for n, m in reversed(sizes(x)) for k in (0, m - n)]
     return F.pad(whole, more) if any(more) else whole
 
@@ -104,17 +114,34 @@ def _apart(func: Func, given: Sequence[Tensor], labels: Sequence[Sequence[Any]])
     return call_error(Unsupported, why, func, fix, x=x, y=given[j])
 
 
-def with_zeros(value: ShardedTensor, true: Sequence[int]) -> ShardedTensor:
-    """Return a value whose true sizes are ``true``, with zeros and no gradient in its padding."""
-    out = padded_to(value, true)
-    return padded_to(filled(out, 0), true) if out.is_padded else out
+def by_position(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Run a function of each position on padded operands, as their true shapes broadcast."""
+    call, changed = FlatCall.of(func, *args, **kwargs), written(func, args, kwargs)
+    given = call.tensors
+    if func in (torch.where, Tensor.where) and len(given) == 1:
+        raise Unfit("positions, which are not in the padding")
+    if any(not has_padding((x,)) for x in changed):
+        raise Unfit("a tensor without padding, to which what is padded is written")
+    check_alike(func, given, [range(-x.ndim, 0) for x in given])
+    tracked = [x for x in given if torch.is_grad_enabled() and x.requires_grad]
+    if tracked and changed:
+        why = "padded blocks with a gradient are not written in place"
+        raise call_error(Unsupported, why, func, "sl.shard(sl.unshard(x), '...')", tensor=args[0])
+    # ones have no gradient themselves, and a finite derivative by an operand without padding
+    fills = [1 if any(x is t for t in tracked) else None for x in given]
+    a, k = call.replaced(map(filled, given, fills))
+    out = run(func, a, k)
+    if changed:
+        return args[0]
+    partners = any(not has_padding((x,)) for x in tracked)
+    return padded_to(out, torch.broadcast_shapes(*(x.shape for x in given)), zeros=partners)
 
 
 def beside(along: Callable[..., Iterable[int]], fill: float | None = None) -> Callable[..., Any]:
-    """Return a handler of padded operands for a function that works along some dimensions and
-    treats the positions of all others independently.
+    """Return a handler of padding for a function that works along some dimensions and treats the
+    positions of all others independently.
 
-    ``along(*args, **kwargs)``  returns those dimensions, of which none may be padded.
+    ``along(*args, **kwargs)``  returns those dimensions, which may have no padding.
     ``fill``  number for which positions of padding are finite; None where nothing is computed.
     """
 
@@ -150,7 +177,7 @@ def the_dim(signature: Callable[..., dict[str, Any]]) -> Callable[..., list[int]
 
 
 def sizes(x: Tensor) -> list[tuple[int, int]]:
-    """List each dimension's true and padded size."""
+    """List each dimension's true size, and the one that blocks tile."""
     stored = x.padded_shape if isinstance(x, ShardedTensor) else x.shape
     return list(zip(x.shape, stored, strict=True))
 
@@ -185,15 +212,12 @@ def of_true_sizes(
     mesh = next(x.mesh for x in call.tensors if isinstance(x, ShardedTensor))
     key = (func, call.tree, *map(_fixed, call.leaves))
     true = mesh.memo("true sizes", key, lambda: call.shapes(map(_size, call.tensors)))
-    given = [_stored(x, fill) for x in call.tensors]
+    given = [filled(x, fill) for x in call.tensors]
     a, k = call.replaced(given)
     found, shape = optree.tree_flatten(run(func, a, k), none_is_leaf=True)
     if list(map(len, true)) != [y.ndim for y in found]:
         raise Unfit("a dimension of one element, and of more with its padding")
-    each = [
-        with_zeros(y, size) if zeros and y.raw.requires_grad else padded_to(y, size)
-        for y, size in zip(found, true, strict=True)
-    ]
+    each = [padded_to(y, size, zeros) for y, size in zip(found, true, strict=True)]
     if fill is not None:
         _link_views(zip(found, each, strict=True), zip(given, call.tensors, strict=True))
     return optree.tree_unflatten(shape, each)
@@ -208,13 +232,6 @@ def _link_views(results: Iterable[tuple[Any, Any]], operands: Iterable[tuple[Any
     for (y, new), (v, x) in itertools.product(results, operands):
         if v is not x and alike(y.raw, v.raw):
             link(new.raw, x.raw)
-
-
-def _stored(x: Tensor, fill: float | None) -> Tensor:
-    """Return an operand of the padded sizes, with ``fill`` in its padding if it is a number."""
-    if not isinstance(x, ShardedTensor):
-        return x
-    return x.with_padding if fill is None else filled(x, fill)
 
 
 def _size(x: Tensor) -> torch.Size | None:

@@ -7,6 +7,7 @@ element.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from shardlib.ops.declare import by_signature
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.signatures import binder
-from shardlib.opspec import Args, Func, Kwargs
+from shardlib.opspec import Args, Func, Kwargs, lines
 from shardlib.placing import reshard
 from shardlib.random import branch, next_key
 from shardlib.tensor.gradients import real_axes
@@ -152,39 +153,12 @@ def draw_into(
     return x
 
 
-def _in_place(
-    func: Func, signature: str, make: Callable[[dict[str, Any], ShardedTensor], Make | Pairs]
-) -> None:
-    bind = binder(signature)
-
-    def implementation(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-        x = args[0]
-        _asked(func, x, args[1:], kwargs)
-        b = bind(*args, **{_ENDS.get(k, k): v for k, v in kwargs.items()})
-        return draw_into(x, make(b, x), b["generator"])
-
-    implements(func, takes="padding skew")(implementation)
-
-
 _ENDS = {"from": "low", "to": "high"}  # torch's names, of which one is reserved in Python
 
 
 def _halved(x: ShardedTensor, std: float) -> float:
     """Return the deviation of each part of a complex number, whose variance they share."""
     return std / math.sqrt(2) if x.is_complex() else std
-
-
-_in_place(Tensor.normal_, "normal_(input, mean=0.0, std=1.0, *, generator=None)",
-          lambda b, x: spread(b["mean"], _halved(x, b["std"]), x.dtype.to_real()))  # fmt: skip
-_in_place(Tensor.exponential_, "exponential_(input, lambd=1.0, *, generator=None)",
-          lambda b, x: exponential(b["lambd"]))  # fmt: skip
-_in_place(Tensor.cauchy_, "cauchy_(input, median=0.0, sigma=1.0, *, generator=None)",
-          lambda b, x: cauchy(b["median"], b["sigma"]))  # fmt: skip
-_in_place(
-    Tensor.geometric_, "geometric_(input, p, *, generator=None)", lambda b, x: geometric(b["p"])
-)
-_in_place(Tensor.log_normal_, "log_normal_(input, mean=1.0, std=2.0, *, generator=None)",
-          lambda b, x: log_normal(b["mean"], b["std"], x.dtype))  # fmt: skip
 
 
 def _between(b: dict[str, Any], x: ShardedTensor) -> Make:
@@ -194,20 +168,43 @@ def _between(b: dict[str, Any], x: ShardedTensor) -> Make:
     return integers(b.get("low", 0), top + (x.dtype == torch.int64) if high is None else high)
 
 
-_in_place(
-    Tensor.uniform_,
-    "uniform_(input, low=0.0, high=1.0, *, generator=None)",
-    lambda b, x: uniform(b["low"], b["high"], x.dtype.to_real()),
-)
-_in_place(
-    Tensor.random_,
+_IN_PLACE: dict[str, Callable[[dict[str, Any], ShardedTensor], Make | Pairs]] = {
+    "normal_(input, mean=0.0, std=1.0, *, generator=None)": lambda b, x: spread(
+        b["mean"], _halved(x, b["std"]), x.dtype.to_real()
+    ),
+    "exponential_(input, lambd=1.0, *, generator=None)": lambda b, x: exponential(b["lambd"]),
+    "cauchy_(input, median=0.0, sigma=1.0, *, generator=None)": lambda b, x: cauchy(
+        b["median"], b["sigma"]
+    ),
+    "geometric_(input, p, *, generator=None)": lambda b, x: geometric(b["p"]),
+    "log_normal_(input, mean=1.0, std=2.0, *, generator=None)": lambda b, x: log_normal(
+        b["mean"], b["std"], x.dtype
+    ),
+    "uniform_(input, low=0.0, high=1.0, *, generator=None)": lambda b, x: uniform(
+        b["low"], b["high"], x.dtype.to_real()
+    ),
     """
     random_(input, *, generator=None)
     random_(input, high, *, generator=None)
     random_(input, low, high, *, generator=None)
-    """,
-    _between,
-)
+    """: _between,
+}
+"""Signature -> the maker of numbers for its arguments and a tensor."""
+
+
+def _drawn_in_place(
+    bind: Func, make: Callable[..., Make | Pairs], func: Func, args: Args, kwargs: Kwargs
+) -> ShardedTensor:
+    x = args[0]
+    _asked(func, x, args[1:], kwargs)
+    b = bind(*args, **{_ENDS.get(k, k): v for k, v in kwargs.items()})
+    return draw_into(x, make(b, x), b["generator"])
+
+
+for _signature, _make in _IN_PLACE.items():
+    for _name in lines(_signature):
+        _fill = partial(_drawn_in_place, binder(_signature), _make)
+        implements(getattr(Tensor, _name), takes="padding skew")(_fill)
 
 
 # ---------------------------------------------------------------- with probabilities of their own

@@ -327,15 +327,15 @@ def _asked(x: Any, dtype: torch.dtype | None) -> Any:
     return x.to(dtype)
 
 
-def _padded_norm(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
-    """Take the norm of a padded operand: zeros change no norm of a positive order."""
+def _norm_beside_zeros(run: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
+    """Take the norm of an operand with zeros as padding, which change no norm of a positive order."""
     if not 0 < _NORM(*args, **kwargs)["ord"] < math.inf:
         raise Unfit("zeros would change this norm")
     # by the dispatcher: blocks that are whole have no implementation
     return neutral(lambda _, args, kwargs: func(*args, **kwargs), func, args, kwargs)
 
 
-@implements(torch.linalg.vector_norm, padding=_padded_norm, takes="skew")
+@implements(torch.linalg.vector_norm, padding=_norm_beside_zeros, takes="skew")
 def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the norm of the blocks' norms."""
     x, ord_, dim, keepdim, dtype = _NORM(*args, **kwargs).values()
@@ -434,7 +434,7 @@ def variance(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         why = "no real floating point"
         raise call_error(NoImplementation, why, func, f"sl.unshard(x).{func.__name__}()", tensor=x)
     gone, axes, *_ = reduced_layout(x, dim, keepdim, func.__name__)
-    if not real_axes(x.mesh, axes) and not x.is_padded:
+    if not real_axes(x.mesh, axes):
         return rows_call(func, args, kwargs, lambda a, k: {0: rows_but(gone, x.ndim)})
     count = math.prod(x.shape[d] for d in gone)
     dtype, x = x.dtype, wide(x)

@@ -25,7 +25,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import Apart, cut, leading, without_ones
 from shardlib.ops.declare import by_signature, rows_but, where
 from shardlib.ops.dims import Labels, rows_call
-from shardlib.ops.each_rank import FlatCall
+from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.padding import beside, cuts_padding, of_true_sizes, sizes, the_dim
 from shardlib.ops.signatures import ArgumentSlot, binder, dim_of, dims_of
 from shardlib.opspec import Args, Func, Kwargs
@@ -692,6 +692,10 @@ def stack(func: Func, args: Args, kwargs: Kwargs) -> object:
 def cat(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Join pieces along a whole dimension: those of one layout as they are, others as rows."""
     tensors, dim = _CAT(*args, **kwargs).values()
+    pieces = [t for t in tensors if t.shape != (0,)] or tensors  # torch joins (0,) to any shape
+    if len(pieces) == 1 and all(isinstance(t, ShardedTensor) for t in tensors):
+        blocks = FlatCall.of(torch.cat, [t.raw for t in tensors], dim)
+        return pieces[0].becomes(each(blocks, pieces[0].mesh))
     if not _join_as_they_are(tensors, dim):
         return rows_call(func, args, kwargs, lambda a, k: _piece_rows(**_CAT(*a, **k)))
     first = tensors[0]
@@ -711,7 +715,7 @@ def _join_as_they_are(pieces: Sequence[Any], dim: int) -> bool:
 
 
 def _piece_rows(tensors: Sequence[ArgumentSlot], dim: int) -> Labels:
-    """Label all dimensions but ``dim`` rows; torch joins a piece of shape (0,) to any other."""
+    """Label all dimensions but ``dim`` rows; a piece of shape (0,) has none."""
     along = where(dim, max(t.ndim for t in tensors))
     found = {t.at: rows_but(along, t.ndim) for t in tensors}
     return found | {t.at: (None,) for t in tensors if t.shape == (0,)}

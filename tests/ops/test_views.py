@@ -84,6 +84,17 @@ def test_an_empty_piece_stays_in_the_graph(where: str, count: int) -> None:
         assert g.dtype == e.dtype and torch.equal(g, e)
 
 
+def test_one_piece_is_joined_as_it_is_beside_pieces_without_elements() -> None:
+    """Also along a split dimension: nothing moves."""
+    x = torch.randn(4, 6)
+    with sl.simulate(x=2, y=2), sl.trace() as t:
+        piece, nothing = sl.shard(x, "y ."), sl.shard(torch.zeros(0), ".")
+        for pieces in ([piece], [nothing, piece]):
+            out = torch.cat(pieces, 0)
+            assert str(out.sharding) == "y ." and not t.bytes  # type: ignore[attr-defined]
+            assert torch.equal(out.raw, piece.raw)  # type: ignore[attr-defined]
+
+
 def test_a_view_as_another_dtype_has_no_graph() -> None:
     t = torch.ones(6, 2, dtype=torch.float64, requires_grad=True)
     assert not t.view(torch.complex128).requires_grad
