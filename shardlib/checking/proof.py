@@ -36,8 +36,6 @@ from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, typeof
 from shardlib.testing.compare import difference, whole
 
-__all__ = ["Proof", "check_model"]
-
 Batch = Tensor | Sequence[object] | Mapping[str, object]
 MeshOf = Mesh | Mapping[str, int]
 

@@ -29,10 +29,6 @@ from shardlib.placing import reshard, shard, unshard
 from shardlib.random import Plain
 from shardlib.tensor import ShardedTensor, promoting, refuse_trace, replicated
 
-__all__ = [
-    "Apply", "Arguments", "Calls", "arguments", "giving", "needed", "of_batch", "positional",
-]  # fmt: skip
-
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 Arguments = tuple[tuple[str, Any], ...]

@@ -34,8 +34,6 @@ from shardlib.modules.weightless_copy import Around, copied
 from shardlib.placing import placed_like, shard, unshard
 from shardlib.tensor import ShardedTensor, no_trace
 
-__all__ = ["as_module"]
-
 
 def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True) -> nn.Module:
     """Make a module of ``apply`` with these parameters: called, trained and saved like any other.

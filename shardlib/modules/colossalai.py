@@ -11,8 +11,6 @@ from typing import Any
 
 from shardlib.errors import BadArgument, Unsupported, meant, similar
 
-__all__ = ["Legacy", "legacy"]
-
 KNOWN: dict[str, tuple[str, ...] | None] = {
     "": tuple(
         "parallel zero fp16 clip_grad_norm gradient_accumulation seed gradient_handler".split()

@@ -24,8 +24,6 @@ from shardlib.modules.weightless_copy import skeleton
 from shardlib.ops.matmul.prefetch import not_prefetching
 from shardlib.tensor import promoting
 
-__all__ = ["Copies", "Copy", "reported", "swapped"]
-
 
 class Copies:
     """Copies of a module's tree, of which a call takes one that no other thread runs on.

@@ -12,20 +12,6 @@ from collections.abc import Iterable, Sequence
 
 from shardlib.layouts.dims import Apart, leading
 
-__all__ = [
-    "Atom",
-    "Row",
-    "fresh",
-    "join",
-    "leaves",
-    "length",
-    "mark",
-    "parted",
-    "piece",
-    "root",
-    "whole",
-]
-
 
 class Atom:
     """Factor of a dimension, which is elementary or made of other atoms.

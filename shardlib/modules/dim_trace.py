@@ -40,8 +40,6 @@ from shardlib.modules.dim_factors import (
 )
 from shardlib.opspec import Args, Func, Kwargs, names_of
 
-__all__ = ["Dimensions", "ParameterUse", "called_with", "trace_dimensions"]
-
 R = TypeVar("R", bound=Callable[..., None])
 
 

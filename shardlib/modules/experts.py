@@ -33,8 +33,6 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard, shard
 from shardlib.tensor import ShardedTensor, implements, lift, typeof
 
-__all__ = ["divide", "experts", "stacks"]
-
 
 def is_stack(module: nn.Module) -> bool:
     """Check whether a module holds experts' parameters as [E, ...] and takes the routing of rows.

@@ -27,8 +27,6 @@ from shardlib.placing import lengthened, reshard, shard
 from shardlib.random import next_key, rewind, rewound, seeded
 from shardlib.tensor import Place, ShardedTensor, promoting, real_axes, replicated
 
-__all__ = ["init"]
-
 Fill = Mapping[Any, Callable[[Tensor], Any] | Tensor]
 
 

@@ -37,8 +37,6 @@ from shardlib.modules.rules import (
 from shardlib.placing import padded_size, place_whole
 from shardlib.tensor import Place, ShardedTensor
 
-__all__ = ["parallelize", "placed"]
-
 
 def parallelize(
     module: nn.Module,

@@ -31,8 +31,6 @@ from shardlib.modules.dim_factors import Atom, Row, leaves, length, root
 from shardlib.modules.dim_trace import Dimensions, ParameterUse
 from shardlib.modules.rules import Suggested, stars
 
-__all__ = ["RoleLayouts", "assign", "ids", "kinds", "patterns", "role_names", "widening_names"]
-
 MATRIX = {
     ("inner", "residual"): "expand",
     ("residual", "inner"): "contract",

@@ -10,8 +10,6 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-__all__ = ["Paths"]
-
 _FROM = "_shardlib_module"
 """Attribute of an error: the submodule in which it was raised."""
 

@@ -36,8 +36,6 @@ from shardlib.modules.weightless_copy import Around
 from shardlib.recompute import Kept
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["POLICIES", "Remat", "regions", "remembering", "version_of"]
-
 POLICIES = ("all", "products", "full", "host")
 
 Remat = Sequence[tuple[Pattern[nn.Module], str]]

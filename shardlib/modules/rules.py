@@ -28,25 +28,6 @@ from shardlib.layouts import Dim, Layout, LayoutLike, as_layout
 from shardlib.mesh import Mesh, unknown_axis
 from shardlib.placing import padded_size
 
-__all__ = [
-    "UNFIT",
-    "Axes",
-    "Pattern",
-    "Rules",
-    "Suggested",
-    "is_pattern",
-    "logical",
-    "match_rules",
-    "matches",
-    "misfits",
-    "naming",
-    "read_layout",
-    "renamed",
-    "rule_error",
-    "stars",
-]
-
-
 T = TypeVar("T")
 
 Pattern = str | re.Pattern[str] | Callable[[str, T], bool]

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from shardlib._compat import is_wrapped_hook
 
-__all__ = ["Around", "copied", "skeleton"]
-
 
 class Around:
     """Wrapper of ``module.name``, set as attribute: calls ``run(module, method, *given, ...)``.

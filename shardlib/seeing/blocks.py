@@ -20,8 +20,6 @@ from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours, tint
 from shardlib.seeing.frames import Frames, frames
 from shardlib.tensor import layout_of, named_tensors, typeof
 
-__all__ = ["Drawing", "PieceCell", "PieceGrid", "draw", "grids", "visualize"]
-
 
 class PieceCell(NamedTuple):
     """A piece of a tensor: the ranks that hold it, none if it is padding, and their coordinates."""

@@ -14,11 +14,6 @@ from typing import Any, BinaryIO
 
 from shardlib.errors import BadArgument, Unsupported
 
-__all__ = [
-    "INK", "MARK", "PALETTE", "Picture", "Shown", "canvas", "colours",
-    "html_table", "refuse_foreign", "replacing", "style", "text_table", "tint",
-]  # fmt: skip
-
 INK = "#808080"  # 4 : 1 on white, 5 : 1 on black
 
 PALETTE = (  # white text is readable on them

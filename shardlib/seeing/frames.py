@@ -29,9 +29,6 @@ from shardlib.placing import shard
 from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["Frame", "Frames", "Sent", "frames"]
-
-
 Spot = tuple[float, float]
 
 

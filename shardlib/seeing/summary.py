@@ -12,8 +12,6 @@ from shardlib.planning.explain import size
 from shardlib.seeing.canvas import html_table, text_table
 from shardlib.tensor import ShardedTensor, named_tensors, typeof
 
-__all__ = ["Summary", "SummaryRow", "summary"]
-
 
 class SummaryRow(NamedTuple):
     """A parameter; ``bytes`` are of one rank, ``whole`` of the global tensor."""

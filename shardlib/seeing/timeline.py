@@ -45,8 +45,6 @@ from shardlib.seeing.canvas import (
 )
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["Span", "Timeline", "merged", "timeline"]
-
 
 @dataclass(frozen=True)
 class Span:
