@@ -182,19 +182,14 @@ def shares(place: SavedPlace, rank: int) -> list[Box]:
     """Return the parts of a block that its holders write: one each, or a single one."""
     box = held(place, rank)
     copies = math.prod(n for a, n in place.mesh if a not in place.layout.axes)
-    d = _shared(box, copies)
-    if copies == 1 or d is None:
+    # the first dimension that is long enough; small blocks are not shared
+    long = (d for d, held in enumerate(box) if length(held) >= copies)
+    d = next(long, None)
+    if copies == 1 or size(box) < _SMALL or d is None:
         return [box]
     n = length(box[d])
     ends = [(i * n // copies, (i + 1) * n // copies) for i in range(copies)]
     return [(*box[:d], _cut(box[d], a, b), *box[d + 1 :]) for a, b in ends]
-
-
-def _shared(box: Box, copies: int) -> int | None:
-    """Return the dimension along which holders divide a block; None if it is small."""
-    if size(box) < _SMALL:
-        return None
-    return next((d for d, held in enumerate(box) if length(held) >= copies), None)
 
 
 # ---------------------------------------------------------------- intersection of two boxes
@@ -401,10 +396,6 @@ def strips(shape: tuple[int, ...], cuts: Cuts, itemsize: int) -> list[Strip]:
     return out
 
 
-Piece = Callable[[Tensor], None]
-"""Function that is called with each piece of a tensor before it is summed."""
-
-
 def _nothing(piece: object) -> None:
     """Do nothing with a piece that is in memory."""
 
@@ -500,41 +491,26 @@ class ChunkChecksums:
             return self.of_tiles(x, lengths)
         if not self.joined:
             return [checksum(memory(x), read)]
-        if self._lanes(x).data_ptr() != x.data_ptr():  # a copy, which is made of what was read
-            read(memory(x))
-            read = _nothing
+        read(memory(x))
         one = [[sum(some)] for some in lengths]  # all rows are one tile's
-        return [_crc(self._rows(x, one, where, lambda part: read(memory(part))))]
+        return [_crc(self._rows(x, one, where))]
 
-    def _rows(self, x: Tensor, lengths: Lengths, where: Where, read: Piece = _nothing) -> Tensor:
-        """Compute the sums of the rows of tiles, neighbouring tiles in one row.
-
-        ``read``  called with some rows before they are summed.
-        """
-        first = where[self.last - 1].start if self.joined else None
-        lanes = self._lanes(x)
+    def _rows(self, x: Tensor, lengths: Lengths, where: Where) -> Tensor:
+        """Compute the sums of the rows of tiles, neighbouring tiles in one row."""
+        lanes, heights = self._lanes(x), lengths[: self.last]
         width = lanes.shape[-1]
-        sums = torch.zeros(
-            math.prod(map(len, lengths[: self.last])), width, dtype=torch.int32, device="cpu"
-        )
-        some, room = _room(width)
-        heights = [tuple(h) for h in lengths[: self.last] if h != [1]]
-        if len(heights) < 2:
-            walk = _walk((*heights, (1,))[0], some, first)
-            work = [(lanes.flatten(0, -2), walk, sums)]
-        else:
-            tiles = itertools.product(*map(_pieces, lengths[: self.last]))
-            blocks = (lanes[tile].reshape(-1, width) for tile in tiles)  # one at a time
-            each = zip(blocks, sums.split(1), strict=True)
-            work = ((block, _walk((len(block),), some, None), row) for block, row in each)
-        for block, walk, into in work:
-            rows = into.unbind()
-            for start, stop, parts in walk:
-                part, mixed = block[start:stop], room[: stop - start]
-                read(part)
+        sums = torch.zeros(math.prod(map(len, heights)), width, dtype=torch.int32, device="cpu")
+        some = min(_ROWS, max(1, _PIECE // (4 * width)))  # rows that fit the processor's cache
+        room = torch.empty(some, width, dtype=torch.int32, device="cpu")
+        for into, tile in zip(sums, itertools.product(*map(_pieces, heights)), strict=True):
+            rows, first = lanes[tile].reshape(-1, width), 0
+            if self.joined:  # a row is counted from the chunk's first, else from its tile's
+                first = where[self.last - 1].start + tile[-1].start
+            for at in range(0, len(rows), some):
+                part = rows[at : at + some]
+                mixed = room[: len(part)]
                 self._mix(part, mixed)
-                for i, begin, end, factors in parts:
-                    rows[i].addmv_(mixed[begin:end].t(), factors)
+                into.addmv_(mixed.t(), _row_factors((first + at) % _ROWS, len(part)))
         return sums
 
     def _of_rows(self, rows: Tensor, lengths: Lengths, where: Where) -> list[int]:
@@ -575,37 +551,6 @@ def _pieces(lengths: Sequence[int]) -> list[slice]:
 
 def _crc(x: Tensor) -> int:
     return zlib.crc32(memory(x))
-
-
-def _room(width: int) -> tuple[int, Tensor]:
-    """Return the number of rows that fit the processor's cache, and a buffer for as many."""
-    some = max(1, _PIECE // (4 * width))
-    return some, torch.empty(some, width, dtype=torch.int32, device="cpu")
-
-
-Walk = tuple[int, int, list[tuple[int, int, int, Tensor]]]
-"""Rows that are mixed together: first, end, and (tile, first, end, factors) of each part."""
-
-
-@lru_cache(maxsize=256)
-def _walk(heights: tuple[int, ...], some: int, number: int | None) -> list[Walk]:
-    """Divide tiles of these heights, one below the other, into groups of about ``some`` rows.
-
-    ``number``  of the first row; None: each tile counts its own rows.
-    """
-    out: list[Walk] = []
-    at = 0
-    for i, height in enumerate(heights):
-        for first in range(0, height, some):
-            n = min(some, height - first)
-            if not out or at + n - out[-1][0] > some:
-                out.append((at, at, []))
-            start, _, parts = out[-1]
-            factors = _factors(first if number is None else number + at, n)
-            parts.append((i, at - start, at + n - start, factors))
-            out[-1] = (start, at + n, parts)
-            at += n
-    return out
 
 
 _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -674,18 +619,13 @@ _ROWS = 1 << 15
 """Rows, or positions in a row, that have different factors."""
 
 
-def _factors(first: int, count: int) -> Tensor:
+@lru_cache(maxsize=256)
+def _row_factors(first: int, count: int) -> Tensor:
     """Return the factors of rows, from the ``first`` on.
 
     A factor depends on the row's number alone, because writer and reader cut pieces differently.
     """
-    first %= _ROWS
-    return _repeated(-(-(first + count) // _ROWS))[first : first + count]
-
-
-@lru_cache(maxsize=8)
-def _repeated(times: int) -> Tensor:
-    return _distinct(_ROWS).repeat(times)
+    return _distinct()[torch.arange(first, first + count, device="cpu") % _ROWS]
 
 
 @lru_cache(maxsize=64)
@@ -695,11 +635,11 @@ def _lane_factors(first: int, count: int) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _distinct(count: int) -> Tensor:
+def _distinct() -> Tensor:
     """Return fixed odd numbers of 4 bytes.
 
     The last 17 bits of 32,768 in a row differ, and none is another's negative: so one bit in two
     rows of a column never cancels, nor do two bits of it in any rows.
     """
-    lower = torch.arange(count, device="cpu") * 0x2545 % _ROWS * 4 + 1
-    return (_odd(count) & ~0x1FFFF | lower).to(torch.int32)
+    lower = torch.arange(_ROWS, device="cpu") * 0x2545 % _ROWS * 4 + 1
+    return (_odd(_ROWS) & ~0x1FFFF | lower).to(torch.int32)

@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,14 +47,13 @@ class Saving:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._result = _finished()
         self._group: Group | None = None
 
     @property
     def done(self) -> bool:
         """Whether it has ended, with success or not."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._result.done()
 
     def wait(self) -> None:
         """Wait until it is written.
@@ -62,27 +61,27 @@ class Saving:
         Raises: CheckpointError, once, if it failed, or if nothing was written for longer than the
         timeout of the save.
         """
-        while self._thread is not None and self._group is not None and not self.done:
-            self._thread.join(0.5)
+        while self._group is not None and not self.done:
+            futures.wait([self._result], 0.5)
             quiet = time.monotonic() - self._group.said
             if quiet > self._group.timeout + _SLACK and not self.done:
                 raise self._group.error(f"{self.path}: nothing was written for {quiet:.0f} s")
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        result, self._result = self._result, _finished()
+        result.result()
 
     def _start(self, run: Callable[[], None], group: Group) -> None:
-        def body() -> None:
-            try:
-                run()
-            except BaseException as e:
-                self._error = e
-
         group.said = time.monotonic()  # the copies may have taken long
         group.line = user_line()
         self._group = group
-        self._thread = threading.Thread(target=body, name="shardlib save")
-        self._thread.start()
+        thread = futures.ThreadPoolExecutor(1, "shardlib save")
+        self._result = thread.submit(run)
+        thread.shutdown(wait=False)
+
+
+def _finished() -> futures.Future[None]:
+    found: futures.Future[None] = futures.Future()
+    found.set_result(None)
+    return found
 
 
 _SLACK = 10.0
@@ -95,8 +94,8 @@ _UNDER_WAY: list[Saving] = []
 @atexit.register
 def _unheard() -> None:
     for saving in _UNDER_WAY:
-        if saving._error is not None:
-            print(f"shardlib: a save failed and nobody asked\n{saving._error}", file=sys.stderr)
+        if (error := saving._result.exception()) is not None:
+            print(f"shardlib: a save failed and nobody asked\n{error}", file=sys.stderr)
 
 
 def save(
@@ -265,7 +264,7 @@ class SaveJob:
             about = {"checkpoint": work.id}
             how = group.progress, group.timeout
             return [
-                write_file(work.fd, file_name(rank), parts, about, *how)
+                write_file(work.fd, f"rank_{rank:05d}.safetensors", parts, about, *how)
                 for rank, parts in sorted(files.items())
             ]
 
@@ -322,11 +321,6 @@ class SaveJob:
             work.close()
         if unsure:
             raise group.error(unsure)
-
-
-def file_name(rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"rank_{rank:05d}.safetensors"
 
 
 def _differ(a: list[Any], b: list[Any], zero: int, rank: int) -> None:

@@ -77,7 +77,9 @@ class Log:
             file.write_text("".join(f"{line}\n" for line in kept))
             self.file = file.open("a")
         if self.tensorboard:
-            self.board = _board(self.tensorboard, first)
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(self.tensorboard, purge_step=first + 1 if first else None)
 
     def say(self, text: str) -> None:
         """Print text for a person; with ``--json``, nothing is printed."""
@@ -117,12 +119,6 @@ def _step_of(line: str) -> int | None:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
         return None
-
-
-def _board(folder: str, first: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder, purge_step=first + 1 if first else None)
 
 
 def _line(row: Mapping[str, Any], steps: int) -> str:

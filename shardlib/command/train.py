@@ -423,7 +423,9 @@ class _Training:
 
         Raises: ConfigError if it does not fit.
         """
-        newest = _newest(self.saving)
+        if self.saving is None or not self.saving.resume:
+            return
+        newest = latest(self.saving.path)
         if newest is None:
             return
         found = _resumed(self.config, newest, self.tree())
@@ -434,11 +436,6 @@ class _Training:
         keys.set_state(found["key"])
         self.report.step = self.report.first = int(found["step"])
         self.report.path = newest
-
-
-def _newest(saving: Checkpoints | None) -> str | None:
-    """Return the checkpoint from which a run goes on."""
-    return latest(saving.path) if saving is not None and saving.resume else None
 
 
 class Evaluator:
