@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import Ctx, Local
-from shardlib.collectives import holds_values, psum, unwrap, wrap
+from shardlib.collectives import holds_values, unwrap, wrap
 from shardlib.dtypes import is_half
 from shardlib.errors import BadArgument, ImplicitCommunication, lettered
 from shardlib.layouts import Dim, Layout
@@ -293,14 +293,9 @@ class _Spread(Local):
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            with bind(ctx.mesh):
-                part = unwrap(wrap(grads[0], ctx.mesh).float().sum_to_size(ctx.shape))
-            return total(part, ctx.mesh, ctx.axes, grads[0].dtype), None, None, None
         with bind(ctx.mesh):
-            g = wrap(grads[0], ctx.mesh)
-            whole = psum(g.float().sum_to_size(ctx.shape), ctx.axes, out=g.dtype)
-            return unwrap(whole), None, None, None
+            part = unwrap(wrap(grads[0], ctx.mesh).float().sum_to_size(ctx.shape))
+        return total(part, ctx.mesh, ctx.axes, grads[0].dtype), None, None, None
 
 
 _Key = tuple[tuple[Layout, torch.Size], ...]

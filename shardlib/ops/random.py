@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Ctx, Local, builtin
+from shardlib._compat import builtin
 from shardlib.collectives import storage_shape
 from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.kernels.bits import signed
@@ -210,23 +210,17 @@ for _signature, _make in _IN_PLACE.items():
 # ---------------------------------------------------------------- with probabilities of their own
 
 
-class _Sampled(Local):
-    """Sample from distributions with tensor parameters, whose gradient is zero as in torch."""
-
-    @staticmethod
-    def forward(ctx: Ctx, sample: Tensor, *operands: Tensor) -> Tensor:
-        ctx.operands = [(o.shape, o.dtype) for o in operands]
-        return sample
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(grads[0].new_zeros(s, dtype=d) for s, d in ctx.operands)
+def _without_gradient(raw: Tensor, *parameters: Tensor) -> Tensor:
+    """Return a sample; as in torch, the parameters of its distribution have a gradient of zero."""
+    for t in parameters:
+        if t.requires_grad:
+            raw = raw + t.masked_fill(torch.ones_like(t, dtype=torch.bool), 0)
+    return raw
 
 
 def _sampled(x: ShardedTensor, sample: Tensor) -> ShardedTensor:
     """Return a sample from the distributions whose parameters are ``x``, in its dtype."""
-    raw: Any = sample.to(x.dtype)
-    return x.becomes(_Sampled.apply(raw, x.raw) if x.raw.requires_grad else raw)
+    return x.becomes(_without_gradient(sample.to(x.dtype), x.raw))
 
 
 def _probabilities(name: str, p: Tensor) -> None:
@@ -298,11 +292,7 @@ def normal_of(func: Func, mean: Any, std: Any, generator: torch.Generator | None
             drawn(frame, next_key(frame.mesh, generator), gaussian(frame.dtype), frame.dtype)
         )
         out = mean + std * z
-    for t in (mean, std):
-        if isinstance(t, Tensor) and t.requires_grad:
-            nothing = t.masked_fill(torch.ones_like(t, dtype=torch.bool), 0.0)
-            out = out + nothing  # torch gives its parameters a gradient of zero
-    return out  # type: ignore[return-value]
+    return _without_gradient(out, *filter(torch.is_tensor, (mean, std)))  # type: ignore[return-value]
 
 
 @implements(torch.poisson, takes="plain")

@@ -442,23 +442,14 @@ def variance(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     out = (centred * centred).sum(gone, keepdim=keepdim) / max(0, count - unbiased)  # of NaN 0 too
     if func in (torch.std, Tensor.std):
         square: Any = out
-        out = square.becomes(_Deviation.apply(square.raw))
+        out = square.becomes(_root(square.raw))
     return out.to(dtype)
 
 
-class _Deviation(Local):
-    """apply(variance): its square root; where that is zero so is the gradient, as in torch."""
-
-    @staticmethod
-    def forward(ctx: Ctx, variance: Tensor) -> Tensor:
-        root = variance.sqrt()
-        ctx.save_for_backward(root)
-        return root
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (root,) = ctx.saved_tensors
-        return (grads[0] / (root * 2)).masked_fill(root == 0, 0)
+def _root(variance: Tensor) -> Tensor:
+    """Return the square root; where it is zero so is the gradient, as in torch."""
+    zero = variance == 0
+    return variance.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
 
 
 _PROD = binder("""
