@@ -16,52 +16,51 @@ def _row(t: Tensor) -> Tensor:
     return t.reshape(1, -1) if t.ndim < 2 else t
 
 
+@spelled("hstack(tensors)")
 def _hstack(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [t.reshape(1) if t.ndim == 0 else t for t in tensors]
     return torch.cat(tensors, 0 if tensors[0].ndim == 1 else 1)
 
 
+@spelled("vstack(tensors)\n row_stack(tensors)")
 def _vstack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([_row(t) for t in tensors], 0)
 
 
+@spelled("dstack(tensors)")
 def _dstack(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [_row(t) for t in tensors]
     return torch.cat([t.unsqueeze(-1) if t.ndim == 2 else t for t in tensors], 2)
 
 
+@spelled("flipud(input)")
 def _flipud(input: Tensor) -> Tensor:
     if not input.ndim:
         raise Unfit("one dimension is needed")
     return input.flip(0)
 
 
+@spelled("column_stack(tensors)")
 def _column_stack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
 
 
-spelled("hstack(tensors)", _hstack)
-spelled("vstack(tensors)\n row_stack(tensors)", _vstack)
-spelled("dstack(tensors)", _dstack)
-spelled("column_stack(tensors)", _column_stack)
-spelled("ravel(input)", lambda input: input.contiguous().reshape(-1))
-spelled("fliplr(input)", lambda input: input.flip(1))
-spelled("flipud(input)", _flipud)
-spelled(
-    "dist(input, other, p=2)", lambda input, other, p: torch.linalg.vector_norm(input - other, p)
+spelled("ravel(input)")(lambda input: input.contiguous().reshape(-1))
+spelled("fliplr(input)")(lambda input: input.flip(1))
+spelled("dist(input, other, p=2)")(
+    lambda input, other, p: torch.linalg.vector_norm(input - other, p)
 )
-spelled("fill(input, value: number)", lambda input, value: torch.full_like(input, value))
+spelled("fill(input, value: number)")(lambda input, value: torch.full_like(input, value))
 
 
+@spelled("vdot(input, other)")
 def _vdot(input: Tensor, other: Tensor) -> Tensor:
     if input.dtype == torch.bool:
         raise Unfit("products of what is true or false")
     return (input.conj() * other).sum(dtype=input.dtype)
 
 
-spelled("vdot(input, other)", _vdot)
-
-
+@spelled("kron(input, other)", takes="skew sums")
 def _kron(input: Tensor, other: Tensor) -> Tensor:
     """Compute the Kronecker product: reshape both to interleaved dimensions, and multiply."""
     n = max(input.ndim, other.ndim)
@@ -72,17 +71,14 @@ def _kron(input: Tensor, other: Tensor) -> Tensor:
     return (left * right).reshape([m * k for m, k in zip(a, b, strict=True)])
 
 
-spelled("kron(input, other)", _kron, takes="skew sums")  # the product is larger than both
-
-
+@spelled("cross(input, other, dim: int = None)")
 def _cross(input: Tensor, other: Tensor, dim: int | None) -> Tensor:
     """Compute a cross product, along the first dimension of three elements if none is named."""
     found = next((d for d, n in enumerate(input.shape) if n == 3), -1) if dim is None else dim
     return torch.linalg.cross(input, other, dim=found)
 
 
-spelled("cross(input, other, dim: int = None)", _cross)
-spelled("msort(input)", lambda input: input.sort(0).values)
+spelled("msort(input)")(lambda input: input.sort(0).values)
 
 
 def _cut(dim: int) -> Func:
@@ -94,10 +90,13 @@ def _cut(dim: int) -> Func:
     return cut
 
 
-spelled("hsplit(input, indices_or_sections)", lambda input, indices_or_sections: torch.tensor_split(
-    input, indices_or_sections, 0 if input.ndim == 1 else 1))  # fmt: skip
-spelled("vsplit(input, indices_or_sections)", _cut(0))
-spelled("dsplit(input, indices_or_sections)", _cut(2))
+spelled("hsplit(input, indices_or_sections)")(
+    lambda input, indices_or_sections: torch.tensor_split(
+        input, indices_or_sections, 0 if input.ndim == 1 else 1
+    )
+)
+spelled("vsplit(input, indices_or_sections)")(_cut(0))
+spelled("dsplit(input, indices_or_sections)")(_cut(2))
 
 
 def _apart(x: Tensor) -> Tensor:
@@ -108,16 +107,15 @@ def _apart(x: Tensor) -> Tensor:
     return x if torch.is_grad_enabled() else x.detach()
 
 
-spelled(
-    "unsafe_split(input, split_size, dim: int = 0)",
-    lambda input, split_size, dim: _apart(input).split(split_size, dim),
+spelled("unsafe_split(input, split_size, dim: int = 0)")(
+    lambda input, split_size, dim: _apart(input).split(split_size, dim)
 )
-spelled(
-    "unsafe_chunk(input, chunks: int, dim: int = 0)",
-    lambda input, chunks, dim: _apart(input).chunk(chunks, dim),
+spelled("unsafe_chunk(input, chunks: int, dim: int = 0)")(
+    lambda input, chunks, dim: _apart(input).chunk(chunks, dim)
 )
 
 
+@spelled("sum_to_size(input, *size: int)")
 def _to_size(input: Tensor, size: Sequence[int]) -> Tensor:
     """Sum broadcast dimensions to a smaller size."""
     if not size:
@@ -131,17 +129,13 @@ def _to_size(input: Tensor, size: Sequence[int]) -> Tensor:
     return (input.sum(gone, keepdim=True) if gone else input).reshape(tuple(size))
 
 
-spelled("sum_to_size(input, *size: int)", _to_size)
-
-
+@spelled("equal(input, other: tensor)")
 def _equal(input: Tensor, other: Tensor) -> bool:
     return input.shape == other.shape and bool((input == other).all())
 
 
-spelled("equal(input, other: tensor)", _equal)
-spelled(
-    "allclose(input, other: tensor, rtol=1e-05, atol=1e-08, equal_nan=False)",
-    lambda **given: bool(torch.isclose(**given).all()),
+spelled("allclose(input, other: tensor, rtol=1e-05, atol=1e-08, equal_nan=False)")(
+    lambda **given: bool(torch.isclose(**given).all())
 )
 
 

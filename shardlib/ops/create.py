@@ -45,9 +45,7 @@ def new_empty(func: Func, args: Args, kwargs: Kwargs) -> object:
     return ShardedTensor(raw, Place(layout, whole.shape, x.mesh))
 
 
+@declare("meshgrid(*tensors: tensor, indexing=None)")
 def _grid(b: Bound) -> Labels:
     """Label each operand differently: each has one dimension of the result."""
     return {s.at: (k,) * s.ndim for k, s in enumerate(slots(b["tensors"]))}
-
-
-declare("meshgrid(*tensors: tensor, indexing=None)", _grid)

@@ -3,11 +3,11 @@
     declare('''
         cumsum(input, dim, *, dtype=None)
         sort(input, dim: int = -1, descending: bool = False, *, stable=None)
-    ''', along)
+    ''')(along)
 
 A line is a signature as torch's documentation prints it; lines that share a name are its overloads.
-The second argument maps the bound call (tensors are Slots) to labels, see dims.py; the common ones
-are in this file.  A bare name stands for torch's function, Tensor's method and
+The function that it decorates, or is called with, maps the bound call (tensors are Slots) to
+labels, see dims.py; the common ones are in this file.  A bare name stands for torch's function, Tensor's method and
 torch.nn.functional's function, ``linalg.inv`` for one function of that module.  A function declared
 twice is an error.
 """
@@ -44,9 +44,14 @@ DECLARED: dict[str, Declared] = {}
 """Every declared operator that this torch has, by its name."""
 
 
-def declare(text: str, labels: Callable[[Bound], Labels]) -> None:
-    """Register for every operator of a table the implementation that its labels describe."""
-    _enter(OpSpec(text, "own"), labels)
+def declare(text: str) -> Callable[[Callable[[Bound], Labels]], Callable[[Bound], Labels]]:
+    """Register for every operator of a table the implementation that the decorated labels describe."""
+
+    def enter(labels: Callable[[Bound], Labels]) -> Callable[[Bound], Labels]:
+        _enter(OpSpec(text, "own"), labels)
+        return labels
+
+    return enter
 
 
 def of_kind(kind: Kind, labels: Callable[[Bound], Labels]) -> None:
@@ -144,15 +149,20 @@ def by_signature(
     return enter
 
 
-def spelled(text: str, body: Callable[..., Any], takes: str = "all") -> None:
-    """Declare operators as a composition of others: ``body`` takes the bound arguments.
+def spelled(text: str, takes: str = "all") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare operators as a composition of others: a function of the bound arguments.
 
-    ``body`` may accept calls that torch refuses, so torch is tried first on meta tensors.
+    It may accept calls that torch refuses, so torch is tried first on meta tensors.
 
     ``takes``  its operands, as in ``implements``.
     """
-    for name, signature in lines(text).items():
-        implements(*homes(name), takes=takes)(partial(_taken, binder(signature), body))
+
+    def enter(body: Callable[..., Any]) -> Callable[..., Any]:
+        for name, signature in lines(text).items():
+            implements(*homes(name), takes=takes)(partial(_taken, binder(signature), body))
+        return body
+
+    return enter
 
 
 def _taken(

@@ -457,7 +457,7 @@ def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
 # run for each rank
 
 of_kind("rows", rows)
-declare("view_as_real(input)", rows)
+declare("view_as_real(input)")(rows)
 
 
 @implements(Tensor.real.__get__)
@@ -470,6 +470,7 @@ def imag(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return torch.imag(args[0])
 
 
+@declare("prelu(input, weight)")
 def _channels(b: Bound) -> Labels:
     """Label a weight that has one element, or one per channel."""
     x, w = b["input"], b["weight"]
@@ -478,6 +479,3 @@ def _channels(b: Bound) -> Labels:
         x.at: tuple("c" if d == 1 and several else d for d in range(x.ndim)),
         w.at: ("c",) if several else (None,) * w.ndim,
     }
-
-
-declare("prelu(input, weight)", _channels)

@@ -33,6 +33,13 @@ def _dim(b: Bound) -> int:
     return next(iter(where(b["dim"], ndim))) if ndim else 0
 
 
+@declare("""
+    gather(input, dim, index, *, sparse_grad=False)
+    take_along_dim(input, index, dim: int)
+    scatter_add(input, dim, index, src)
+    scatter(input, dim, index, src, *, reduce=None)
+    scatter_reduce(input, dim, index, src, reduce, *, include_self=True)
+    """)
 def _at_positions(b: Bound) -> Labels:
     """Label as rows the dimensions of equal size in all operands (torch allows smaller indices)."""
     x, dim = b["input"], _dim(b)
@@ -44,34 +51,17 @@ def _at_positions(b: Bound) -> Labels:
     return {s.at: tuple(map(label, range(s.ndim))) for s in found}
 
 
-declare(
-    """
-    gather(input, dim, index, *, sparse_grad=False)
-    take_along_dim(input, index, dim: int)
-    scatter_add(input, dim, index, src)
-    scatter(input, dim, index, src, *, reduce=None)
-    scatter_reduce(input, dim, index, src, reduce, *, include_self=True)
-    """,
-    _at_positions,
-)
-
-
+@declare("""
+    index_copy(input, dim, index, source)
+    index_reduce(input, dim, index, source, reduce, *, include_self=True)
+    index_fill(input, dim, index, value: number)
+    """)
 def _slices(b: Bound) -> Labels:
     """Label operands of a 1-D index over slices: their other dimensions are rows."""
     index, dim = b["index"], _dim(b)
     out: Labels = {s.at: rows_but({dim}, s.ndim) for s in slots(b) if s is not index}
     out[index.at] = ("i",) if "source" not in b and index.ndim == 1 else (None,) * index.ndim
     return out
-
-
-declare(
-    """
-    index_copy(input, dim, index, source)
-    index_reduce(input, dim, index, source, reduce, *, include_self=True)
-    index_fill(input, dim, index, value: number)
-    """,
-    _slices,
-)
 
 
 def _indexed(b: Bound) -> Labels:
@@ -461,22 +451,17 @@ def _everywhere(i: Any, x: ShardedTensor) -> Any:
     return i
 
 
-declare("one_hot(tensor, num_classes: int)", rows)
+declare("one_hot(tensor, num_classes: int)")(rows)
 
 
+@declare("""
+    isin(elements, test_elements: tensor, *, assume_unique=False, invert=False)
+    bucketize(input, boundaries, *, out_int32=False, right=False)
+    """)
 def _looked_up(b: Bound) -> Labels:
     """Label the sought values rows; the values they are compared with are whole."""
     *sought, among = slots(b)  # a sought number is no slot
     return {s.at: tuple(range(s.ndim)) for s in sought} | {among.at: (None,) * among.ndim}
-
-
-declare(
-    """
-    isin(elements, test_elements: tensor, *, assume_unique=False, invert=False)
-    bucketize(input, boundaries, *, out_int32=False, right=False)
-    """,
-    _looked_up,
-)
 
 
 _GROUPED = binder("grouped_mm(mat_a, mat_b, *, offs=None, bias=None, out_dtype=None)")
@@ -503,6 +488,10 @@ def grouped_mm(func: Func, args: Args, kwargs: Kwargs) -> object:
     return rows_call(func, args, kwargs, labels, sums=True)
 
 
+@declare(
+    "searchsorted(sorted_sequence, input: tensor, *, out_int32=False, right=False, side=None, "
+    "sorter=None)"
+)
 def _searched(b: Bound) -> Labels:
     """Label values as rows; sequences of several dimensions share the leading ones with them."""
     sequence, values, sorter = b["sorted_sequence"], b["input"], b["sorter"]
@@ -510,10 +499,3 @@ def _searched(b: Bound) -> Labels:
     of_sequence = rows_but({sequence.ndim - 1}, sequence.ndim)
     of_values = (*of_sequence[:-1], *own)
     return labelled((sequence, of_sequence), (values, of_values), (sorter, of_sequence))
-
-
-declare(
-    "searchsorted(sorted_sequence, input: tensor, *, out_int32=False, right=False, side=None, "
-    "sorter=None)",
-    _searched,
-)

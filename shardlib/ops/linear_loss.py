@@ -33,7 +33,7 @@ from shardlib.placing import reshard, shard
 from shardlib.tensor.gradients import real_axes, total, vary
 from shardlib.tensor.lifting import promoting, replicated
 from shardlib.tensor.place import Place
-from shardlib.tensor.tensor import ShardedTensor, call_error, typeof
+from shardlib.tensor.tensor import ShardedTensor, call_error
 
 
 def linear_cross_entropy(
@@ -117,13 +117,9 @@ def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str, chunks: int) ->
     elif target.shape != x.shape[:-1] or target.is_floating_point():
         wrong = "targets are the classes' numbers, one for each row", "chunks=8"
     if wrong is not None:
-        operands = {"x": typeof(x), "weight": typeof(w), "target": typeof(target)}
-        raise BadArgument(
-            wrong[0],
-            op="linear_cross_entropy",
-            operands=operands,
-            fix=f"sl.linear_cross_entropy(x, weight, target, {wrong[1]})",
-        )
+        why, fix = wrong[0], f"sl.linear_cross_entropy(x, weight, target, {wrong[1]})"
+        op = "linear_cross_entropy"
+        raise call_error(BadArgument, why, op, fix, x=x, weight=w, target=target)
 
 
 def _met(

@@ -427,11 +427,16 @@ _REDUCED: dict[str, Callable[[Any, Bound], Any]] = {
 }
 
 
-def _losses(text: str, labels: Callable[[Bound], Labels]) -> None:
-    """Implement the losses of a table: torch's own on the rows, reduced by ours."""
-    takes = "padding sums" if labels is rows else "sums"
-    for name, signature in lines(text).items():
-        implements(getattr(F, name), takes=takes)(partial(_row_loss, binder(signature), labels))
+def _losses(text: str) -> Callable[[Callable[[Bound], Labels]], Callable[[Bound], Labels]]:
+    """Implement the losses of a table by labels: torch's own on the rows, reduced by ours."""
+
+    def enter(labels: Callable[[Bound], Labels]) -> Callable[[Bound], Labels]:
+        takes = "padding sums" if labels is rows else "sums"
+        for name, signature in lines(text).items():
+            implements(getattr(F, name), takes=takes)(partial(_row_loss, binder(signature), labels))
+        return labels
+
+    return enter
 
 
 def _row_loss(
@@ -451,8 +456,7 @@ def _row_loss(
     return _of_rows(given, how, partial(rows_call, func, (), labels=lambda a, k: labels(k)))
 
 
-_losses(
-    """
+_losses("""
     l1_loss(input, target, size_average=None, reduce=None, reduction='mean', weight=None)
     mse_loss(input, target, size_average=None, reduce=None, reduction='mean', weight=None)
     smooth_l1_loss(input, target, size_average=None, reduce=None, reduction='mean', beta=1.0)
@@ -465,18 +469,20 @@ _losses(
     hinge_embedding_loss(input, target, margin=1.0, size_average=None, reduce=None, reduction='mean')
     margin_ranking_loss(input1, input2, target, margin=0, size_average=None, reduce=None, reduction='mean')
     gaussian_nll_loss(input, target, var, full=False, eps=1e-6, reduction='mean')
-    """,
-    rows,
-)
+    """)(rows)
 
 
 _losses(
-    # each class is a binary cross entropy, so operands broadcast
-    "multilabel_soft_margin_loss(input, target, weight=None, size_average=None, reduce=None, reduction='mean')",
-    last(1),
-)
+    "multilabel_soft_margin_loss(input, target, weight=None, size_average=None, reduce=None, reduction='mean')"
+)(last(1))
 
 
+@_losses("""
+    cosine_embedding_loss(input1, input2, target, margin=0, size_average=None, reduce=None, reduction='mean')
+    multi_margin_loss(input, target, p=1, margin=1.0, weight=None, size_average=None, reduce=None, reduction='mean')
+    multilabel_margin_loss(input, target, size_average=None, reduce=None, reduction='mean')
+    triplet_margin_loss(anchor, positive, negative, margin=1.0, p=2, eps=1e-6, swap=False, size_average=None, reduce=None, reduction='mean')
+    """)
 def _samples(b: Bound) -> Labels:
     """Label the first dimension rows; weights are per class, and classes are whole."""
     found = slots(b)
@@ -488,16 +494,6 @@ def _samples(b: Bound) -> Labels:
     samples = {s.at: rows_but(range(1, s.ndim), s.ndim) for s in found}
     return samples | {w.at: (None,) * w.ndim for w in slots(weight)}
 
-
-_losses(
-    """
-    cosine_embedding_loss(input1, input2, target, margin=0, size_average=None, reduce=None, reduction='mean')
-    multi_margin_loss(input, target, p=1, margin=1.0, weight=None, size_average=None, reduce=None, reduction='mean')
-    multilabel_margin_loss(input, target, size_average=None, reduce=None, reduction='mean')
-    triplet_margin_loss(anchor, positive, negative, margin=1.0, p=2, eps=1e-6, swap=False, size_average=None, reduce=None, reduction='mean')
-    """,
-    _samples,
-)
 
 _NLL = binder(
     "nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, "

@@ -15,6 +15,10 @@ from shardlib.opspec import Func
 from shardlib.tensor import ShardedTensor, Unfit, call_error, typeof
 
 
+@declare("""
+    group_norm(input, num_groups, weight=None, bias=None, eps=1e-05, cudnn_enabled=True)
+    local_response_norm(input, size, alpha=1e-4, beta=0.75, k=1.0)
+    """)
 def _samples(b: Bound) -> Labels:
     """Label samples rows: each is normalised independently."""
     first, *rest = slots(b)
@@ -24,15 +28,11 @@ def _samples(b: Bound) -> Labels:
     return out | {first.at: ("b",) + (None,) * (first.ndim - 1)}
 
 
-declare(
-    """
-    group_norm(input, num_groups, weight=None, bias=None, eps=1e-05, cudnn_enabled=True)
-    local_response_norm(input, size, alpha=1e-4, beta=0.75, k=1.0)
-    """,
-    _samples,
+@declare(
+    "instance_norm(input, weight=None, bias=None, running_mean=None, running_var=None, "
+    "use_input_stats=True, "
+    "momentum=0.1, eps=1e-05, cudnn_enabled=True)"
 )
-
-
 def _instances(b: Bound) -> Labels:
     """Label samples and channels rows: each channel of a sample is normalised independently."""
     x, stats = b["input"], [b["running_mean"], b["running_var"]]
@@ -40,14 +40,6 @@ def _instances(b: Bound) -> Labels:
         raise Unfit("running statistics of instances are means over the batch")
     of_channels = [(s, ("c",)) for s in (b["weight"], b["bias"], *stats)]
     return labelled((x, ("b", "c") + (None,) * (x.ndim - 2)), *of_channels)
-
-
-declare(
-    "instance_norm(input, weight=None, bias=None, running_mean=None, running_var=None, "
-    "use_input_stats=True, "
-    "momentum=0.1, eps=1e-05, cudnn_enabled=True)",
-    _instances,
-)
 
 
 @by_signature(

@@ -13,6 +13,12 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import TABLE, Unfit
 
 
+@declare("""
+    lstm(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    gru(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    rnn_tanh(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    rnn_relu(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    """)
 def _recurrent(b: Bound) -> Labels:
     x = b["input"]
     if x.ndim != 3 or (b["dropout"] and b["train"]):
@@ -21,17 +27,6 @@ def _recurrent(b: Bound) -> Labels:
     out |= {s.at: (None, "b", None) for s in slots(b["hx"])}
     out[x.at] = ("b", None, None) if b["batch_first"] else (None, "b", None)
     return out
-
-
-declare(
-    """
-    lstm(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    gru(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    rnn_tanh(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    rnn_relu(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    """,
-    _recurrent,
-)
 
 
 def _by_layers(implementation: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:

@@ -506,6 +506,7 @@ class _Cleared(Local):
         return grads[0] * ~ctx.saved_tensors[0], None
 
 
+@spelled(_NAN.replace("nansum", "nanmean"))
 def _nanmean(input: Tensor, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     return _nansum(input, dim, keepdim, dtype) / (~input.isnan()).sum(dim, keepdim)
 
@@ -517,19 +518,18 @@ def _spread(of: Func) -> Func:
     )
 
 
+@spelled("aminmax(input, *, dim: int = None, keepdim: bool = False)")
 def _aminmax(input: Tensor, dim: int | None, keepdim: bool) -> object:
     dims = () if dim is None else dim
     return torch.return_types.aminmax((input.amin(dims, keepdim), input.amax(dims, keepdim)))
 
 
-spelled(_NAN, _nansum)
-spelled(_NAN.replace("nansum", "nanmean"), _nanmean)
+spelled(_NAN)(_nansum)
 spelled("""
     count_nonzero(input)
     count_nonzero(input, dim: none)
     count_nonzero(input, *dim: int)
-""", lambda input, dim=None: (input != 0).sum(dim))  # fmt: skip
-spelled("aminmax(input, *, dim: int = None, keepdim: bool = False)", _aminmax)
+""")(lambda input, dim=None: (input != 0).sum(dim))
 
 
 def _with_mean(of: Func) -> Func:
@@ -553,10 +553,11 @@ _MEAN_TOO = """
     var_mean(input, dim: ints = None, unbiased: bool = True, keepdim: bool = False)
     var_mean(input, unbiased: bool)
 """
-spelled(_MEAN_TOO, _with_mean(torch.var))
-spelled(_MEAN_TOO.replace("var_mean", "std_mean"), _with_mean(torch.std))
+spelled(_MEAN_TOO)(_with_mean(torch.var))
+spelled(_MEAN_TOO.replace("var_mean", "std_mean"))(_with_mean(torch.std))
 
 
+@spelled("linalg.matrix_norm(A, ord='fro', dim=(-2, -1), keepdim: bool = False, *, dtype=None)")
 def _matrix_norm(
     A: Tensor, ord: Any, dim: tuple[int, int], keepdim: bool, dtype: torch.dtype | None
 ) -> Tensor:
@@ -580,6 +581,7 @@ def _matrix_norm(
     return out if keepdim else out.squeeze((rows_, cols))
 
 
+@spelled("linalg.norm(A, ord=None, dim: ints = None, keepdim: bool = False, *, dtype=None)")
 def _norm(A: Tensor, ord: Any, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Take a vector's norm; with an order and two dimensions (named, or all) a matrix's."""
     if (
@@ -590,10 +592,3 @@ def _norm(A: Tensor, ord: Any, dim: Dims, keepdim: bool, dtype: torch.dtype | No
     ):
         return torch.linalg.vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
     return torch.linalg.matrix_norm(A, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype)
-
-
-spelled(
-    "linalg.matrix_norm(A, ord='fro', dim=(-2, -1), keepdim: bool = False, *, dtype=None)",
-    _matrix_norm,
-)
-spelled("linalg.norm(A, ord=None, dim: ints = None, keepdim: bool = False, *, dtype=None)", _norm)

@@ -28,7 +28,7 @@ from shardlib.recompute import once
 from shardlib.tensor.gradients import vary
 from shardlib.tensor.lifting import lift, lifted
 from shardlib.tensor.place import Place
-from shardlib.tensor.tensor import ShardedTensor, blockwise, implements, local_call, typeof
+from shardlib.tensor.tensor import ShardedTensor, blockwise, call_error, implements, local_call
 
 _SDPA = binder(
     "sdpa(query: tensor, key: tensor, value: tensor, attn_mask: tensor = None, dropout_p: number = "
@@ -78,13 +78,8 @@ Operands = tuple[ShardedTensor, ShardedTensor, ShardedTensor]
 
 
 def _refused(error: type[ShardError], why: str, operands: Operands, fix: str = "") -> ShardError:
-    return error(
-        why,
-        op="scaled_dot_product_attention",
-        operands=dict(zip(("query", "key", "value"), map(typeof, operands), strict=True)),
-        mesh=operands[0].mesh,
-        fix=fix,
-    )
+    q, k, v = operands
+    return call_error(error, why, "scaled_dot_product_attention", fix, query=q, key=k, value=v)
 
 
 def _check(

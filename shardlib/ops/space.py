@@ -36,7 +36,7 @@ _PLANES = """
     reflection_pad{k}d(input, padding)
 """
 for _k in (1, 2, 3):
-    declare(_PLANES.format(k=_k), _planes(_k))
+    declare(_PLANES.format(k=_k))(_planes(_k))
 
 
 def _convolved(k: int, transposed: bool = False) -> Callable[[Bound], Labels]:
@@ -58,8 +58,8 @@ _TRANSPOSED = (
     "dilation=1)"
 )
 for _k in (1, 2, 3):
-    declare(_CONVOLUTION.format(k=_k), _convolved(_k))
-    declare(_TRANSPOSED.format(k=_k), _convolved(_k, transposed=True))
+    declare(_CONVOLUTION.format(k=_k))(_convolved(_k))
+    declare(_TRANSPOSED.format(k=_k))(_convolved(_k, transposed=True))
 
 
 def _depthwise(k: int) -> None:
@@ -107,52 +107,31 @@ def _depthwise(k: int) -> None:
 for _k in (1, 2, 3):
     _depthwise(_k)
 
-declare(
-    """
+declare("""
     upsample_nearest1d(input, output_size, scales=None)
     _upsample_nearest_exact1d(input, output_size, scales=None)
     upsample_linear1d(input, output_size, align_corners, scales=None)
-    """,
-    leading(1),
-)
-declare(
-    """
+    """)(leading(1))
+declare("""
     upsample_nearest2d(input, output_size, scales_h=None, scales_w=None)
     _upsample_nearest_exact2d(input, output_size, scales_h=None, scales_w=None)
     _upsample_bilinear2d_aa(input, output_size, align_corners, scales_h=None, scales_w=None)
     _upsample_bicubic2d_aa(input, output_size, align_corners, scales_h=None, scales_w=None)
     upsample_bilinear2d(input, output_size, align_corners, scales_h=None, scales_w=None)
     upsample_bicubic2d(input, output_size, align_corners, scales_h=None, scales_w=None)
-    """,
-    leading(2),
-)
-declare(
-    """
+    """)(leading(2))
+declare("""
     upsample_nearest3d(input, output_size, scales_d=None, scales_h=None, scales_w=None)
     _upsample_nearest_exact3d(input, output_size, scales_d=None, scales_h=None, scales_w=None)
     upsample_trilinear3d(input, output_size, align_corners, scales_d=None, scales_h=None, scales_w=None)
-    """,
-    leading(3),
-)
-declare(
-    """
+    """)(leading(3))
+declare("""
     pixel_shuffle(input, upscale_factor)
     pixel_unshuffle(input, downscale_factor)
-    """,
-    leading(3),
-)
+    """)(leading(3))
 
 
-def _samples(b: Bound) -> Labels:
-    """Label the first dimension of the input, grid and input2 rows; other operands are whole."""
-    first, *rest = slots(b)
-    alike = [s for s in rest if s in (b.get("grid"), b.get("input2"))]
-    out: Labels = {s.at: (None,) * s.ndim for s in rest}
-    return out | {s.at: ("b",) + (None,) * (s.ndim - 1) for s in (first, *alike)}
-
-
-declare(
-    """
+@declare("""
     grid_sample(input, grid, mode='bilinear', padding_mode='zeros', align_corners=None)
     grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners)
     grid_sampler_2d(input, grid, interpolation_mode, padding_mode, align_corners)
@@ -161,6 +140,10 @@ declare(
     col2im(input, output_size, kernel_size, dilation, padding, stride)
     channel_shuffle(input, groups)
     bilinear(input1, input2, weight, bias=None)
-    """,
-    _samples,
-)
+    """)
+def _samples(b: Bound) -> Labels:
+    """Label the first dimension of the input, grid and input2 rows; other operands are whole."""
+    first, *rest = slots(b)
+    alike = [s for s in rest if s in (b.get("grid"), b.get("input2"))]
+    out: Labels = {s.at: (None,) * s.ndim for s in rest}
+    return out | {s.at: ("b",) + (None,) * (s.ndim - 1) for s in (first, *alike)}

@@ -41,7 +41,6 @@ from shardlib.tensor import (
     local_call,
     no_implementation,
     partial_escape,
-    typeof,
 )
 
 _Digit = tuple[str | Dim | None, int]
@@ -628,24 +627,19 @@ def _own_share(x: ShardedTensor, d: int, i: Any) -> tuple[ShardedTensor, Any]:
     raise call_error(ImplicitCommunication, why, "getitem", fix, tensor=x)
 
 
-_PAD = binder("pad(input, pad: ints, mode='constant', value: number = None)")
-
-
 DECLARED.add(F.pad)  # torch casts it on the blocks, since autocast covers only some modes
 
 
-@implements(F.pad)
-def pad(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+@by_signature("pad(input, pad: ints, mode='constant', value: number = None)", F.pad)
+def pad(
+    func: Func, x: ShardedTensor, pad: Sequence[int], mode: str, value: float | None
+) -> ShardedTensor:
     """Pad dimensions that are whole."""
-    given = _PAD(*args, **kwargs)
-    x, widths = given.pop("input"), list(given.pop("pad"))
+    widths = list(pad)
     if len(widths) % 2 or len(widths) > 2 * len(x.shape):
-        raise BadArgument(
-            f"{len(widths)} widths for {len(x.shape)} dimensions",
-            op="pad",
-            operands={"tensor": typeof(x)},
-        )
-    if x.sharding.partial and given.get("value"):
+        why = f"{len(widths)} widths for {len(x.shape)} dimensions"
+        raise call_error(BadArgument, why, "pad", tensor=x)
+    if x.sharding.partial and value:
         raise partial_escape("pad", x)
     size = list(x.shape)
     for i, w in enumerate(widths):
@@ -656,7 +650,7 @@ def pad(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
             raise call_error(ImplicitCommunication, why, "pad", fix, tensor=x)
         size[d] += w
     with casting(func):
-        raw = local_call(F.pad, x.mesh, (x.raw, widths), given)
+        raw = local_call(F.pad, x.mesh, (x.raw, widths, mode, value), {})
     return x.becomes(raw, shape=size)
 
 

@@ -39,5 +39,5 @@ def test_rows_are_split_and_what_is_named_stays_whole() -> None:
 
 def test_an_operator_declared_twice_is_an_error() -> None:
     with pytest.raises(Exception, match="sin"):
-        declare("sin(input)", last(1))
+        declare("sin(input)")(last(1))
     assert slots({"a": 3, "b": [None]}) == [] and rows({}) is not None
