@@ -328,7 +328,7 @@ def _as_wanted(
     for saved, (i, x) in tensors.items():
         raw = raws[saved].requires_grad_(x.requires_grad)
         out[i] = ShardedTensor(raw, x.place) if isinstance(x, ShardedTensor) else raw
-    return wanted.again(out)
+    return optree.tree_unflatten(wanted.spec, out)
 
 
 def _value(name: str, saved: Value, x: object) -> Value:

@@ -79,10 +79,6 @@ class Leaves:
     def _by_name(self) -> list[tuple[str, Any]]:
         return sorted(zip(self.names, self.leaves, strict=True), key=lambda i: i[0])
 
-    def again(self, leaves: list[Any]) -> Any:
-        """Build the tree with other leaves."""
-        return optree.tree_unflatten(self.spec, leaves)
-
 
 def sharded(x: Any) -> Any:
     """Return a DTensor as a sharded tensor, and another leaf as it is."""

@@ -386,14 +386,6 @@ def _lying(row: Any, rules: Rules) -> object:
 # ---------------------------------------------------------------- [optimizer], [precision]
 
 
-def precision(config: Config) -> Precision | None:
-    """Return the dtypes of ``[precision]``; None keeps those of the module.
-
-    Raises: ConfigError.
-    """
-    return optional(Precision, config, "precision")
-
-
 def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
     """Make the transform of ``[optimizer]`` and of its inner tables.
 
@@ -407,7 +399,7 @@ def optimizer(config: Config, module: nn.Module | None = None) -> Transform:
     if table.get("name") == "muon" and module is not None and "matrices" not in table:
         more["matrices"] = recipes.matrices(module)
     tx: Any = named("optimizer", config, ("optimizer",), beside=WRAPPERS, **more)
-    policy = precision(config)
+    policy = optional(Precision, config, "precision")
     for name, wrapper in WRAPPERS.items():
         path = ("optimizer", name)
         if name == "clip" and name in table:
@@ -488,7 +480,7 @@ def built(config: Config, mesh: Mesh, values: bool = True) -> Built:
     rules = rules_of(config, made.module, mesh)
     apply, params = _placed(config, made, rules, mesh, values)
     _check_axes(config, mesh, rules, params)
-    policy = precision(config)
+    policy = optional(Precision, config, "precision")
     if policy is not None:
         params = policy.to_param(params)
     tx = optimizer(config, made.module)

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -216,33 +217,20 @@ def check(config: Config, whole: bool = True) -> None:
 def _check_run(config: Config) -> None:
     """Refuse what a run would need only later: figures, evaluation, checkpoints and an export."""
     from_config.init_keys(config)
-    _checkpoints(config)
+    optional(Checkpoints, config, "checkpoint")
     if "eval" in config.tables:
         from_config.check_data(from_config.evaluating(config), "eval", keys_of(Evaluation))
         _evaluation(config)
-    asked = _export(config)
+    asked = optional(Export, config, "export")
     for table, key in (("checkpoint", "path"), ("log", "jsonl")):
         path = config.table(table).get(key)
-        if asked and path and _lies_in(path, asked.path):
+        if asked and path and Path(path).resolve().is_relative_to(Path(asked.path).resolve()):
             raise config.error(("export", "path"), f"[{table}] {key} lies in it, {path}")
     call(Log, config, ("log",))
 
 
-def _lies_in(path: str, folder: str) -> bool:
-    whole = os.path.realpath(folder)
-    return os.path.commonpath([whole, os.path.realpath(path)]) == whole
-
-
-def _checkpoints(config: Config) -> Checkpoints | None:
-    return optional(Checkpoints, config, "checkpoint")
-
-
 def _evaluation(config: Config) -> Evaluation:
     return call(Evaluation, config, ("eval",), beside=(*from_config.SOURCES, *from_config.EVAL))
-
-
-def _export(config: Config) -> Export | None:
-    return optional(Export, config, "export")
 
 
 def start(config: Config, simulated: bool = False, as_json: bool = False) -> Report:
@@ -376,7 +364,7 @@ class _Training:
     """
 
     def __init__(self, config: Config, mesh: Mesh, accumulate: int) -> None:
-        self.saving = _checkpoints(config)
+        self.saving = optional(Checkpoints, config, "checkpoint")
         torch.manual_seed(config.tables.get("seed", 0))
         self.config, self.report = config, Report()
         self.losses: dict[int, Tensor] = {}
@@ -470,7 +458,7 @@ class Evaluator:
 
 def _exported(config: Config, made: Built, params: Params) -> str:
     """Export the trained model with its tokenizer; return the directory, or "" without [export]."""
-    asked = _export(config)
+    asked = optional(Export, config, "export")
     if asked is None:
         return ""
     rows = config.table("data", from_config.source_of(config, "data"))
@@ -639,7 +627,7 @@ def main(given: argparse.Namespace) -> int:
 
 def _again(config: Config) -> str:
     """Return a note: how the same command continues after this run was interrupted."""
-    saving = _checkpoints(config)
+    saving = optional(Checkpoints, config, "checkpoint")
     if saving is None or not saving.resume:
         return "the same command begins anew: a [checkpoint] that resumes would go on"
     if (newest := latest(saving.path)) is None:
