@@ -31,6 +31,7 @@ from shardlib.tensor import (
     leaf_block,
     refuse_blocks,
     settle,
+    type_or_class,
     typeof,
     whole_now,
 )
@@ -214,9 +215,9 @@ def _scalar(loss: object) -> Tensor:
     """Return the loss's block, of no dimensions.  Raises: ShardError if the loss is no scalar."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return _ready(loss).sum()
-    kind = typeof(loss) if isinstance(loss, Tensor) else type(loss).__name__
     raise _error(
-        f"the loss is {kind}, not a scalar", "sl.value_and_grad(lambda p: f(p).mean())(params)"
+        f"the loss is {type_or_class(loss)}, not a scalar",
+        "sl.value_and_grad(lambda p: f(p).mean())(params)",
     )
 
 

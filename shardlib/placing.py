@@ -543,6 +543,11 @@ def unshard(x: object) -> object:
     return heard(_whole, unshard, x)
 
 
+def whole_of(x: Tensor) -> Tensor:
+    """Return the full tensor of a sharded one, a plain one itself."""
+    return unshard(x) if isinstance(x, ShardedTensor) else x
+
+
 def _whole(x: ShardedTensor) -> Tensor:
     block = x.raw
     whole = settle(reshard(x, "..."))

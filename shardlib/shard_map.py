@@ -38,6 +38,7 @@ from shardlib.tensor import (
     heard,
     lift,
     to_pending,
+    type_or_class,
     typeof,
     vary,
 )
@@ -295,10 +296,7 @@ def _text(layouts: object) -> str:
 
 
 def _operands(args: Sequence[Any]) -> dict[str, str]:
-    return {
-        n: typeof(a) if isinstance(a, Tensor) else type(a).__name__
-        for n, a in lettered(args).items()
-    }
+    return {n: type_or_class(a) for n, a in lettered(args).items()}
 
 
 def _result(block: Tensor, layout: Layout, mesh: Mesh, i: int, line: _Line) -> ShardedTensor:

@@ -234,11 +234,12 @@ class _Doubles(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         asked = [x for x in (*args[1:], *kwargs.values()) if _fp64_for(x) is not x]
         if name in ("float", "half", "bfloat16"):
-            asked, func = [getattr(torch, "float16" if name == "half" else name)], Tensor.double
+            asked, func = [getattr(torch, name)], Tensor.double
             args = args[:1]
         if asked and name != "view":  # view reads the same bits as another dtype
             text = f"{name} to {str(asked[0]).removeprefix('torch.')}"
-            self.raised += [text] if text not in self.raised else []
+            if text not in self.raised:
+                self.raised.append(text)
             args = tuple(_fp64_for(x) for x in args)
             kwargs = {k: _fp64_for(x) for k, x in kwargs.items()}
         return func(*args, **kwargs)
@@ -324,16 +325,15 @@ def _dense(case: _ProofCase) -> Quantities:
     optimizer = torch.optim.AdamW(groups, lr=_RATE, weight_decay=0.01)
 
     def forward(params: Named) -> _Forward:
-        optimizer.zero_grad()
         output = model(*args, **kwargs)
         loss, outputs = case.loss(output), _compared(output, case.proof.left)
         if not loss.requires_grad:
             return _Forward(outputs, loss, None)
-        loss.backward()
-        learn = {n: p for n, p in params.items() if p.requires_grad}
-        for p in learn.values():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        return _Forward(outputs, loss, {n: p.grad for n, p in learn.items() if p.grad is not None})
+        gradients = {n: torch.zeros_like(p) for n, p in params.items() if p.requires_grad}
+        for n, g in gradients.items():
+            params[n].grad = g
+        loss.backward()  # adds to these
+        return _Forward(outputs, loss, gradients)
 
     def norm(gradients: Named) -> Tensor:
         squares = [g.square().sum() for g in gradients.values()]

@@ -31,7 +31,7 @@ from shardlib.modules.apply import (
     positional,
 )
 from shardlib.modules.weightless_copy import Around, copied
-from shardlib.placing import placed_like, shard, unshard
+from shardlib.placing import placed_like, shard, whole_of
 from shardlib.tensor import ShardedTensor, no_trace
 
 
@@ -57,23 +57,18 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
         for n, p in giving(params, apply.out_layouts).items()
     }
     swap: dict[int, Tensor] = {id(p): leaves[n] for n, p in apply.module.named_parameters()}
-    swap |= {
-        id(b): apply.buffers[n].clone()
-        for n, b in apply.module.named_buffers()
-        if n in apply.buffers
-    }
+    buffers = apply.module.named_buffers()
+    swap |= {id(b): apply.buffers[n].clone() for n, b in buffers if n in apply.buffers}
     copies = copied(apply.module, swap)
-    top, calls = (
-        copies[id(apply.module)],
-        Calls(apply.inputs, apply.mesh, apply.arguments, apply.suggested),
-    )
+    top = copies[id(apply.module)]
+    calls = Calls(apply.inputs, apply.mesh, apply.arguments, apply.suggested)
     names = {id(m): n for n, m in apply.module.named_modules()}
     for at, m in copies.items():
         m.register_load_state_dict_pre_hook(_laid_out)
         vars(m)["__prepare_scriptable__"] = _unscripted
         Around(m, "forward", _entered, calls, names[at], arguments(m.forward), whole)
     if hasattr(top, "generate"):
-        Around(top, "generate", _filled, calls)
+        Around(top, "generate", _generated, calls)
     if hasattr(top, "save_pretrained"):
         Around(top, "save_pretrained", _saved)
     return top
@@ -193,10 +188,9 @@ def _placed_tensor(calls: Calls, name: str, x: Tensor, rows: tuple[int, int]) ->
     # a vector of positions has no batch dimension, even if it is as long as the batch
     is_batch = x.ndim > 1 or name in ("labels", *calls.inputs)
     if is_batch and x.shape[:1] == rows[:1]:
-        x = filled(x, rows[1], name)
-    own = name in getattr(calls.suggested, "inputs", {})
-    layout = None if own else _layout(calls, name, x)
-    if layout is None:
+        x = repeated(x, rows[1], name)
+    layout = _layout(calls, name, x)
+    if layout is None or name in getattr(calls.suggested, "inputs", {}):
         return calls.place(name, x)
     try:
         return shard(x, of_batch(layout, x), calls.mesh)
@@ -220,16 +214,16 @@ def _by_token(calls: Calls, why: str) -> UnevenSplit:
     )
 
 
-def filled(x: Tensor, rows: int, name: str = "") -> Tensor:
+def repeated(x: Tensor, rows: int, name: str = "") -> Tensor:
     """Lengthen ``x`` to ``rows`` rows by copies of its last, labels by -100, which is ignored."""
     last = x[-1:].expand(rows - x.shape[0], *x.shape[1:])
-    return torch.cat(
-        [x, torch.full_like(last, -100) if name == "labels" and not x.is_floating_point() else last]
-    )
+    if name == "labels" and not x.is_floating_point():
+        last = torch.full_like(last, -100)
+    return torch.cat([x, last])
 
 
 def _plain(x: Tensor, rows: tuple[int, int]) -> Tensor:
-    out = unshard(x) if isinstance(x, ShardedTensor) else x
+    out = whole_of(x)
     return out[: rows[0]] if out.shape[:1] == rows[1:] else out
 
 
@@ -237,11 +231,8 @@ def _laid_with_keys(cache: Any) -> None:
     """Give caches of a fixed length the layout of the first keys that they store."""
     for layer in getattr(cache, "layers", ()):
         make = getattr(layer, "lazy_initialization", None)
-        if (
-            make is None
-            or not hasattr(layer, "max_cache_len")
-            or getattr(layer, "is_initialized", True)
-        ):
+        ready = getattr(layer, "is_initialized", True)
+        if ready or make is None or not hasattr(layer, "max_cache_len"):
             continue
 
         def made(
@@ -251,16 +242,14 @@ def _laid_with_keys(cache: Any) -> None:
             for name, like in (("keys", keys), ("values", values)):
                 memory = getattr(layer, name)
                 if isinstance(like, ShardedTensor) and not isinstance(memory, ShardedTensor):
-                    tokens = like.sharding.resolve(like.ndim).dims
-                    kept = Layout(
-                        tuple(Dim() if d == like.ndim - 2 else t for d, t in enumerate(tokens))
-                    )
-                    setattr(layer, name, shard(memory, kept, like.mesh))
+                    tokens = list(like.sharding.resolve(like.ndim).dims)
+                    tokens[like.ndim - 2] = Dim()
+                    setattr(layer, name, shard(memory, Layout(tuple(tokens)), like.mesh))
 
         layer.lazy_initialization = made
 
 
-def _filled(
+def _generated(
     module: nn.Module, generate: Callable[..., Any], calls: Calls, /, *args: Any, **kwargs: Any
 ) -> object:
     """Run ``generate`` on any number of rows, in the recipe's layout.
@@ -275,13 +264,13 @@ def _filled(
             return generate(*args, **kwargs)
 
         def more(x: object) -> object:
-            return (
-                filled(x, full) if isinstance(x, Tensor) and x.ndim and x.shape[0] == count else x
-            )
+            if isinstance(x, Tensor) and x.shape[:1] == (count,):
+                return repeated(x, full)
+            return x
 
         out = generate(*map(more, args), **{k: more(v) for k, v in kwargs.items()})
         kept = count * _setting(module, kwargs, "num_return_sequences")
-        return out[:kept] if isinstance(out, Tensor) else _mapped(lambda t: t[:kept], out)
+        return _mapped(lambda t: t[:kept], out)
 
 
 def _refuse_sequence(calls: Calls) -> None:
@@ -301,9 +290,7 @@ def _saved(
 ) -> object:
     """Run ``save_pretrained`` with whole tensors; every rank calls it."""
     found = module.state_dict() if state_dict is None else state_dict
-    whole = {
-        n: unshard(t).detach() if isinstance(t, ShardedTensor) else t for n, t in found.items()
-    }
+    whole = {n: whole_of(t).detach() for n, t in found.items()}
     return save(*args, state_dict=whole, **kwargs)
 
 

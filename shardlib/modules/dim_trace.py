@@ -256,8 +256,8 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
                 self.align(rows, y.shape, x)
             if id(y) in self.rows:
                 continue
-            filled = [r or fresh(n) for r, n in zip(rows, y.shape, strict=True)]
-            self.know(y, filled, self.scaled(call.operands, y))
+            rows = [r or fresh(n) for r, n in zip(rows, y.shape, strict=True)]
+            self.know(y, rows, self.scaled(call.operands, y))
 
     def scaled(self, operands: Sequence[Tensor], y: Tensor) -> _Origin | None:
         """Return the parameter that ``y`` is made of, elementwise and with numbers alone."""

@@ -229,15 +229,15 @@ def _uses(dims: Dimensions) -> dict[str, ParameterUse]:
     return uses
 
 
-def role_names(model: nn.Module, dims: Dimensions) -> dict[str, str]:
+def role_names(dims: Dimensions) -> dict[str, str]:
     """Map the parameters that a run multiplies with or looks up to the names of their roles."""
-    found, tokens, out = kinds(dims), _tokens(dims, model), {}
+    found, out = kinds(dims), _tables(dims)
     for name, r in _uses(dims).items():
         if r.kind == "product":
             ins, outs = (found.of(side) or "whole" for side in found.sides(r))
             out[name] = MATRIX.get((outs, ins), "expand")
-        else:
-            out[name] = "patch" if r.kind == "conv" else "tokens" if name in tokens else "positions"
+        elif r.kind == "conv":
+            out[name] = "patch"
     return out
 
 
@@ -255,20 +255,19 @@ class _Unsaid(Exception):
     """Error for a split that no layout can express."""
 
 
-def _run_of(found: _Found, row: Iterable[Atom], kind: str) -> tuple[int, int, Atom | None, int]:
-    """Find the first adjacent atoms of a kind: (positions before, their size, cut, after).
+def _run_of(found: _Found, row: Iterable[Atom], kind: str) -> tuple[int, int, Row, int]:
+    """Find the first adjacent atoms of a kind: (positions before, their size, parts, after).
 
-    ``cut``  the atom, where it is one that was sliced.
+    ``parts``  those of the atom, where it is one that was sliced.
     """
     atoms = leaves(row)
     has = [found.of([a]) == kind for a in atoms]
     first = has.index(True)
     last = first + 1
-    cut = atoms[first] if atoms[first].parts else None
-    if cut is None:
-        while last < len(atoms) and has[last] and not atoms[last].parts:
-            last += 1
-    return length(atoms[:first]), length(atoms[first:last]), cut, length(atoms[last:])
+    parts = atoms[first].parts or []
+    while not parts and last < len(atoms) and has[last] and not atoms[last].parts:
+        last += 1
+    return length(atoms[:first]), length(atoms[first:last]), parts, length(atoms[last:])
 
 
 def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tuple[int, int]]]:
@@ -276,31 +275,26 @@ def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tu
     row = list(row)
     if found.of(row) != kind:
         raise _Unsaid
-    before, size, cut, after = _run_of(found, row, kind)
-    if cut is not None:
-        inside = _held_of_parts(found, cut, kind, p)
+    before, size, parts, after = _run_of(found, row, kind)
+    if parts:
+        inside = _held_of_parts(found, parts, kind, p)
     elif size % p:
         raise _Unsaid
     else:
         inside = [[(r * size // p, (r + 1) * size // p)] for r in range(p)]
     if before * max(len(r) for r in inside) > 4096:
         raise _Unsaid
+    starts = [i * size for i in range(before)]
     return [
-        list(
-            joined(
-                ((i * size + a) * after, (i * size + b) * after)
-                for i in range(before)
-                for a, b in ranges
-            )
-        )
+        list(joined(((i + a) * after, (i + b) * after) for i in starts for a, b in ranges))
         for ranges in inside
     ]
 
 
-def _held_of_parts(found: _Found, cut: Atom, kind: str, p: int) -> list[list[tuple[int, int]]]:
+def _held_of_parts(found: _Found, parts: Row, kind: str, p: int) -> list[list[tuple[int, int]]]:
     """List the ranges of each rank in a sliced atom, each part of which is split."""
     inside, start = [[] for _ in range(p)], 0
-    for part in cut.parts or ():
+    for part in parts:
         for mine, ranges in zip(inside, _held(found, [part], kind, p), strict=True):
             mine += [(start + a, start + b) for a, b in ranges]
         start += root(part).size
@@ -322,8 +316,7 @@ def _split(found: _Found, row: Row, kind: str) -> str:
 
 def _as_if_split(found: _Found, row: Row, kind: str, axes: Sequence[str]) -> Dim:
     """Return the token that has axes of size one where longer ones would be."""
-    before, _, cut, _ = _run_of(found, row, kind)
-    parts = cut.parts or () if cut is not None else ()
+    before, _, parts, _ = _run_of(found, row, kind)
     if len({root(a).size for a in parts}) > 1:
         return Dim(tuple(axes), f"runs; 0:{length(row)}")
     groups = before * (len(parts) or 1)
@@ -348,7 +341,7 @@ def assign(
     found.way = way
     uses = _uses(dims)
     _settle(found, uses)
-    tokens, recurrent = _tokens(dims, model), _recurrent(model)
+    tables, recurrent = _tables(dims), _recurrent(model)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     texts: dict[str, tuple[str, ...]] = {}
     for name, rows in dims.params.items():
@@ -358,7 +351,7 @@ def assign(
         elif r is None or r.kind == "conv":
             texts[name] = (_by_dimension(found, rows),)
         elif r.kind == "lookup":
-            texts[name] = (_table(found, name, name in tokens),)
+            texts[name] = (_table(found, name, tables[name]),)
         else:
             texts[name] = _matrix(found, r, shapes[name])
     texts |= {n: texts[like] for n, like in _equals(dims, uses) if shapes[like] == shapes[n]}
@@ -390,14 +383,17 @@ def _bare(a: Atom) -> bool:
     return a.parent is None and a.factors is None and a.parts is None and not a.seen
 
 
-def _tokens(dims: Dimensions, model: nn.Module) -> set[str]:
-    """List the vocabulary's tables: tied to a matrix, or the first looked up by integer inputs."""
-    lookups = dims.lookups
-    tied = {r.name for r in lookups} & {r.name for r in dims.reads if r.kind == "product"}
-    if tied:
-        return tied
+def _tables(dims: Dimensions) -> dict[str, str]:
+    """Map tables to their roles: positions; tokens if tied to a matrix, else the first looked up.
+
+    Tables that integer inputs look up come first.
+    """
+    lookups = [r for r in dims.lookups if r.inputs and r.outputs]
+    out = dict.fromkeys((r.name for r in lookups), "positions")
+    tied = out.keys() & {r.name for r in dims.reads if r.kind == "product"}
     given = [r.name for r in lookups if r.given]
-    return set((given or [r.name for r in lookups if dims.numbers])[:1])
+    first = given or [r.name for r in lookups if dims.numbers]
+    return out | dict.fromkeys(tied or first[:1], "tokens")
 
 
 def _axes(found: _Found, row: Row, kind: str) -> tuple[str, ...]:
@@ -565,13 +561,13 @@ def _fitting(way: RoleLayouts, axes: Sequence[str], n: int) -> str:
     return _token(axes)
 
 
-def _table(found: _Found, name: str, tokens: bool) -> str:
+def _table(found: _Found, name: str, role: str) -> str:
     vocabulary, features = found.dims.params[name]
     n, width = length(vocabulary), length(features)
     kind = _side(found, features)
     if kind == "inner":
         return f". {_split(found, features, kind)}"
-    (text,) = found.way.layouts["tokens" if tokens else "positions"]
+    (text,), tokens = found.way.layouts[role], role == "tokens"
     rows, cols = Layout.parse(text).resolve(2).dims
     if kind == "whole" and found.way.residual:
         return ". ."

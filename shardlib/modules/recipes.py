@@ -578,7 +578,7 @@ def roles(model: nn.Module, inputs: object = None) -> dict[str, str]:
     >>> roles(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4), nn.LayerNorm(4)))
     {'0': 'expand', '2': 'contract', '3': 'norm'}
     """
-    by_parameter = role_names(model, trace_dimensions(model, inputs))
+    by_parameter = role_names(trace_dimensions(model, inputs))
     found: dict[str, str] = {}
     for name, _ in model.named_parameters():
         owner, role = name.rpartition(".")[0], by_parameter.get(name, "norm")

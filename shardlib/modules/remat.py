@@ -34,7 +34,7 @@ from shardlib.mesh import within
 from shardlib.modules.rules import Pattern, is_pattern, matches, rule_error
 from shardlib.modules.weightless_copy import Around
 from shardlib.recompute import Kept
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import raw_of
 
 POLICIES = ("all", "products", "full", "host")
 
@@ -166,7 +166,7 @@ def version_of(x: Tensor) -> int:
 
     Tensors made under ``torch.inference_mode`` have no counter, and no backward reads them.
     """
-    raw = x.raw if isinstance(x, ShardedTensor) else x
+    raw = raw_of(x)
     return 0 if raw.is_inference() else raw._version
 
 
@@ -223,8 +223,7 @@ def _on_host(
 
 def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
     """Move tensors saved inside to the host, if they are large and on a device."""
-    raws = (w.raw if isinstance(w, ShardedTensor) else w for w in weights)
-    stay = {raw.untyped_storage()._cdata for raw in raws}
+    stay = {raw_of(w).untyped_storage()._cdata for w in weights}
 
     def pack(x: Tensor) -> object:
         small = x.numel() * x.element_size() < _SMALL

@@ -44,7 +44,7 @@ from shardlib.ops.fix_line import fix_line
 from shardlib.ops.padding import extended
 from shardlib.ops.registry import implicit_budget
 from shardlib.opspec import Args, Func, Kwargs, draws, names_of
-from shardlib.placing import reshard, unshard
+from shardlib.placing import reshard, whole_of
 from shardlib.tensor.gradients import real_axes, settle, vary
 from shardlib.tensor.lifting import check_met, copies, lift, one_copy, replicated
 from shardlib.tensor.place import Place
@@ -212,8 +212,7 @@ def write_plain(call: FallbackCall) -> object:
     _refuse_moves_to_plain(call)
     if not holds_values(mesh):
         return call.args[0] if call.args else call.written[0]
-    whole = [unshard(x) if isinstance(x, ShardedTensor) else x for x in call.flat.tensors]
-    args, kwargs = call.flat.replaced(whole)
+    args, kwargs = call.flat.replaced([*map(whole_of, call.flat.tensors)])
     with casting(call.func):
         return call.func(*args, **kwargs)
 

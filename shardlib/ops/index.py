@@ -22,6 +22,7 @@ from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.ops.views import entries, indexed_dims, named, piece, without_ellipsis
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard, shard
+from shardlib.tensor import raw_of
 from shardlib.tensor.gradients import real_axes, settle, total, vary
 from shardlib.tensor.lifting import lift, replicated
 from shardlib.tensor.place import Place
@@ -361,9 +362,8 @@ def index_select(func: Func, args: Args, kwargs: Kwargs) -> object:
     if index.dtype not in (torch.int32, torch.int64):
         why = f"index_select takes int32 or int64, not {index.dtype}"
         raise call_error(OutOfRange, why, "index_select", tensor=x, index=index)
-    raw = index.raw if isinstance(index, ShardedTensor) else index
     # index_select refuses negative positions, but x[...] would wrap them
-    in_range(raw, x.shape[dim], "index_select", f"index of dimension {dim}")
+    in_range(raw_of(index), x.shape[dim], "index_select", f"index of dimension {dim}")
     out, token = x[(slice(None),) * dim + (index.reshape(-1),)], x.dims[dim]
     kept = out.dims[dim].is_split or not token.is_split or not token.is_plain
     if kept or out.shape[dim] % x.mesh.axis_size(token.axes):

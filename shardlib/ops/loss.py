@@ -33,7 +33,7 @@ from shardlib.ops.padding import cuts_padding
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs, lines
 from shardlib.placing import reshard
-from shardlib.tensor import refuse_sums
+from shardlib.tensor import raw_of, refuse_sums
 from shardlib.tensor.gradients import real_axes, total, vary
 from shardlib.tensor.lifting import lifted
 from shardlib.tensor.place import Place
@@ -561,8 +561,7 @@ def _check_targets(x: Tensor, t: Tensor, ignore: int) -> None:
     if not isinstance(x, ShardedTensor) or x.ndim < 2:
         return
     if x.dims[1].is_split or x.shape[1] != x.padded_shape[1]:
-        raw = t.raw if isinstance(t, ShardedTensor) else t
-        in_range(raw, x.shape[1], "cross_entropy", "target", ignore)
+        in_range(raw_of(t), x.shape[1], "cross_entropy", "target", ignore)
 
 
 def rows_given_up(logits: ShardedTensor, target: Tensor, ignore: int, smooth: float) -> Tensor:

@@ -22,7 +22,7 @@ from shardlib.mesh import scope
 from shardlib.ops.dims import may_move
 from shardlib.opspec import Args, Func, Kwargs, functions_of
 from shardlib.placing import reshard
-from shardlib.tensor import refuse_sums
+from shardlib.tensor import raw_of, refuse_sums
 from shardlib.tensor.gradients import gradient_of, gradient_place, settle, vary
 from shardlib.tensor.lifting import lift
 from shardlib.tensor.tensor import (
@@ -159,7 +159,7 @@ def _autograd_backward(func: Func, args: Args, kwargs: Kwargs) -> None:
     tensors = _listed(given.pop("tensors"))
     raws = _with_cotangents(tensors, given.pop("grad_tensors", None))
     if given.get("inputs") is not None:
-        given["inputs"] = [_raw(x) for x in _listed(given["inputs"])]
+        given["inputs"] = [raw_of(x) for x in _listed(given["inputs"])]
     torch.autograd.backward(*raws, **given)
 
 
@@ -260,7 +260,9 @@ def _autograd_grad(func: Func, args: Args, kwargs: Kwargs) -> object:
     if given.get("is_grads_batched"):
         raise no_transform("vmap", (outputs, inputs), "torch.autograd.functional.jacobian(f, x)")
     raws, cotangents = _with_cotangents(outputs, given.pop("grad_outputs", None))
-    raw_grads = torch.autograd.grad(raws, [_raw(x) for x in inputs], cotangents, *args[3:], **given)
+    raw_grads = torch.autograd.grad(
+        raws, [raw_of(x) for x in inputs], cotangents, *args[3:], **given
+    )
     return tuple(
         gradient_of(x, g) if isinstance(x, ShardedTensor) and g is not None else g
         for x, g in zip(inputs, raw_grads, strict=True)
@@ -269,10 +271,6 @@ def _autograd_grad(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 def _listed(x: Tensor | Iterable[Any]) -> list[Any]:
     return [x] if isinstance(x, Tensor) else list(x)
-
-
-def _raw(x: Tensor) -> Tensor:
-    return x.raw if isinstance(x, ShardedTensor) else x
 
 
 def _FORM(

@@ -19,8 +19,8 @@ from shardlib.optim.transform import (
     check_transform,
     run_in_place,
 )
-from shardlib.optim.trees import State, Tree, each, need, pieces, raw_of, ready, trainable
-from shardlib.tensor import ShardedTensor
+from shardlib.optim.trees import State, Tree, each, need, pieces, ready, trainable
+from shardlib.tensor import ShardedTensor, raw_of
 
 __all__ = ["as_torch", "from_torch"]
 

@@ -29,7 +29,7 @@ from shardlib.mesh import Mesh, bind, coordinates, rank_along, uploaded
 from shardlib.modules.rules import Pattern, matches
 from shardlib.optim.norms import over_ranks
 from shardlib.optim.trees import TensorView, Tree, by_tensor, named, pytree_node
-from shardlib.placing import reshard, unshard
+from shardlib.placing import reshard, whole_of
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 __all__ = [
@@ -733,7 +733,7 @@ class Owned:
         """Return a copy with the numbers of each path replaced."""
         out = Owned(self.vector.clone(), self.held, self.mesh)
         for path, value in values.items():
-            whole = unshard(value) if isinstance(value, ShardedTensor) else value
+            whole = whole_of(value)
             for _, k, view in out._of(path):
                 view.copy_(whole.reshape(-1, *view.shape)[k])
         return out

@@ -21,7 +21,7 @@ from shardlib.optim.combine import AroundZeroState, MultiState
 from shardlib.optim.matrix_owners import Owned
 from shardlib.optim.transform import at_rest
 from shardlib.optim.trees import State, first_of, names_of, zeros_like
-from shardlib.placing import reshard, shard, unshard
+from shardlib.placing import reshard, shard, unshard, whole_of
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["load_state_dict", "state_dict"]
@@ -270,8 +270,7 @@ def _placed(value: Tensor, layout: Layout, mesh: Any) -> ShardedTensor:
             return reshard(value, layout)  # type: ignore[return-value]
         except ShardError:
             pass  # it does not divide there: padded below
-    whole = unshard(value) if isinstance(value, ShardedTensor) else value
-    return shard(whole, layout, mesh, pad=True)  # type: ignore[return-value]
+    return shard(whole_of(value), layout, mesh, pad=True)  # type: ignore[return-value]
 
 
 def _like(x: Any, name: str, value: Any) -> Any:

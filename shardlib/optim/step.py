@@ -43,10 +43,9 @@ from shardlib.optim.trees import (
     each,
     given_for,
     is_bucketed,
-    raw_of,
     with_raw,
 )
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import ShardedTensor, raw_of
 
 __all__ = [
     "GivenUp", "Info", "compare", "hand_over", "step", "apply_updates",

@@ -40,13 +40,13 @@ from shardlib.optim.trees import (
     moments,
     need,
     pieces,
-    raw_of,
     ready,
     runs,
     spans,
     with_raw,
     writable,
 )
+from shardlib.tensor import raw_of
 
 __all__ = [
     "AMOUNT", "COUNT", "Later", "NUMBER", "POSITIVE", "Posted", "Range", "SHARE", "STEPS",

@@ -36,24 +36,19 @@ from shardlib.optim.buckets import (
     parts,
     pytree_node,
 )
-from shardlib.tensor import Place, ShardedTensor, typeof
+from shardlib.tensor import Place, ShardedTensor, raw_of, type_or_class, typeof
 
 __all__ = [
     "ALIGN", "SPAN", "EmptyState", "Pieces", "State", "TensorView", "Tree", "blocks_of",
     "bucketed_in", "by_tensor", "check_gradient", "cleared", "cuts", "each", "first_of",
     "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named", "names_of", "need",
-    "nothing", "of_others", "one_block", "only", "pieces", "pytree_node", "raw_of", "ready",
+    "nothing", "of_others", "one_block", "only", "pieces", "pytree_node", "ready",
     "refuse_copies", "runs", "settled", "spans", "trainable", "with_raw", "writable", "zeros_like",
 ]  # fmt: skip
 
 
 class EmptyState(NamedTuple):
     """The state of a transform without memory."""
-
-
-def raw_of(x: Any) -> Any:
-    """Return the block of a sharded value, a plain value itself."""
-    return x.raw if isinstance(x, ShardedTensor) else x
 
 
 def with_raw(x: Tensor, raw: Tensor) -> Tensor:
@@ -263,7 +258,7 @@ def check_gradient(p: Tensor, g: Any, op: str) -> None:
         op=op,
         operands={
             "parameter": typeof(p),
-            "gradient": typeof(g) if isinstance(g, Tensor) else type(g).__name__,
+            "gradient": type_or_class(g),
         },
         mesh=getattr(p, "mesh", None),
         fix="loss, grads = sl.value_and_grad(f)(params)",
@@ -286,11 +281,10 @@ def _alike(x: Tensor, other: Any, op: str) -> None:
         return
     plain, like = ("x", "y") if sharded[1] else ("y", "x")
     mine: Any = other if sharded[1] else x
-    kind = typeof(other) if isinstance(other, Tensor) else type(other).__name__
     raise ShardError(
         "leaves of two trees are not both sharded",
         op=op,
-        operands={"x": typeof(x), "y": kind},
+        operands={"x": typeof(x), "y": type_or_class(other)},
         mesh=mine.mesh,
         fix=f"sl.shard({plain}, sl.layout_of({like}), {like}.mesh)",
     )

@@ -32,7 +32,7 @@ from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size
 from shardlib.planning.constant_folding import Known
 from shardlib.planning.grids import lower_bound
-from shardlib.tensor import ShardedTensor, Together, settle, typeof
+from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
 
 T = TypeVar("T")
 
@@ -381,8 +381,7 @@ def _of(kind: type[T], tree: Any) -> list[T]:
 
 def _bytes(tree: object) -> int:
     """Count the bytes of the tensors in a tree, on one rank."""
-    found = _of(Tensor, tree)
-    raws = [x.raw if isinstance(x, ShardedTensor) else x for x in found]
+    raws = map(raw_of, _of(Tensor, tree))
     return sum(x.numel() * x.element_size() for x in raws)
 
 
@@ -464,7 +463,7 @@ class _CallRecorder:
                     * item
                 )
         self.rows.append(row)
-        node = (out.raw if isinstance(out, ShardedTensor) else out).grad_fn
+        node = raw_of(out).grad_fn
         if self.marks and node is not None and node not in self.nodes:
             self.nodes.add(node)
             # events between two of these hooks belong to the gradient of the first

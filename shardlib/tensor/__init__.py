@@ -47,9 +47,11 @@ from shardlib.tensor.tensor import (
     no_transform,
     on_shapes,
     partial_escape,
+    raw_of,
     refuse_arrays,
     refuse_sums,
     refuse_trace,
     torch_refuses,
+    type_or_class,
     typeof,
 )
