@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from shardlib.ops.declare import spelled
-from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs, functions_of
 from shardlib.tensor import Unfit, implements
 
@@ -148,19 +147,12 @@ def _copied(func: Func, args: Args, kwargs: Kwargs) -> object:
     return optree.tree_map(torch.clone, view(*args, **kwargs))  # type: ignore[arg-type]
 
 
-_SPLIT = binder("split_copy(input, split_size, dim: int = 0)")
-
-
-def _split(input: Tensor, split_size: int | Sequence[int], dim: int) -> object:
-    return input.split(split_size, dim)
-
-
 _VIEWS = {
     "view": Tensor.view,
     "alias": torch.clone,
     "unfold": Tensor.unfold,
     "expand": Tensor.expand,
-    "split": lambda *args, **kwargs: _split(**_SPLIT(*args, **kwargs)),
+    "split": lambda input, split_size, dim=0: input.split(split_size, dim),
 }
 
 implements(*functions_of("copied view"))(_copied)
@@ -175,7 +167,4 @@ def adjoint(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return x.mT.conj() if x.is_complex() else x.mT
 
 
-@implements(torch.zero_)
-def zero_(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    (x,) = (*args, *kwargs.values())
-    return x.zero_()
+implements(torch.zero_)(lambda func, args, kwargs: Tensor.zero_(*args, *kwargs.values()))

@@ -460,14 +460,8 @@ of_kind("rows", rows)
 declare("view_as_real(input)")(rows)
 
 
-@implements(Tensor.real.__get__)
-def real(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    return torch.real(args[0])
-
-
-@implements(Tensor.imag.__get__)
-def imag(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    return torch.imag(args[0])
+implements(Tensor.real.__get__)(lambda func, args, kwargs: torch.real(*args))
+implements(Tensor.imag.__get__)(lambda func, args, kwargs: torch.imag(*args))
 
 
 @declare("prelu(input, weight)")

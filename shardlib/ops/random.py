@@ -355,71 +355,44 @@ _OPTIONS = (
     "dtype=None, layout=None, device=None, pin_memory=False, requires_grad=False, "
     "memory_format=None, generator=None"
 )
-
-
-def _like(
-    func: Func, b: dict[str, Any], make: Callable[[torch.dtype], Make | Pairs]
-) -> ShardedTensor:
-    x, dtype = b["input"], b["dtype"] or b["input"].dtype
-    device = torch.device(b["device"]) if b["device"] is not None else x.raw.device
-    if (
-        device.type != x.raw.device.type
-        or b["layout"] not in (None, torch.strided)
-        or b["pin_memory"]
-    ):
-        why = "its result lies where the tensor lies, dense"
-        raise call_error(Unsupported, why, func, f"torch.{func.__name__}(x)", input=x)
-    if b["memory_format"] not in (None, torch.preserve_format, torch.contiguous_format):
-        raise Unsupported(
-            f"the memory format {b['memory_format']}",
-            op=func.__name__,
-            fix=f"torch.{func.__name__}(x)",
-        )
-    raw = x.raw.new_empty(x.raw.shape, dtype=dtype)
-    bare = Layout(x.dims, skew=x.sharding.skew)
-    out = ShardedTensor(raw, Place(bare, x.shape, x.mesh, x.padded_shape))
-    _asked(_EMPTY[func], out, (), {})
-    draw_into(out, make(dtype), b["generator"])
-    return out.requires_grad_(b["requires_grad"])  # type: ignore[return-value]
-
-
-_EMPTY = {
-    torch.rand_like: Tensor.uniform_,
-    torch.randn_like: Tensor.normal_,
-    torch.randint_like: Tensor.random_,
-}
 _rand = binder(f"rand_like(input, *, {_OPTIONS})")
 _randint = binder(
     f"randint_like(input, high: int, *, {_OPTIONS})\nrandint_like(input, low, high, *, {_OPTIONS})"
 )
-
-
-@implements(torch.rand_like, takes="all")
-def rand_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Draw uniform numbers in [0, 1), in the tensor's layout."""
-    return _like(func, _rand(*args, **kwargs), lambda t: uniform(0.0, 1.0, t.to_real()))
-
-
-@implements(torch.randn_like, takes="all")
-def randn_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Draw numbers of mean 0 and variance 1, in the tensor's layout."""
-    return _like(
-        func,
-        _rand(*args, **kwargs),
+_LIKE: dict[Func, tuple[Func, Func, Callable[..., Make | Pairs]]] = {
+    torch.rand_like: (_rand, Tensor.uniform_, lambda t: uniform(0.0, 1.0, t.to_real())),
+    torch.randn_like: (
+        _rand,
+        Tensor.normal_,
         lambda t: spread(0.0, 2**-0.5 if t.is_complex else 1.0, t.to_real()),
-    )
+    ),
+    torch.randint_like: (_randint, Tensor.random_, lambda t, low, high: integers(low, high)),
+}
+"""Function -> its arguments' names, the method that fills so, and the maker of numbers of a dtype."""
 
 
-@implements(torch.randint_like, takes="all")
-def randint_like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Draw integers in [low, high), in the tensor's layout."""
-    b = _randint(*args, **kwargs)
-    low, high = (int(v) for v in (b.get("low", 0), b["high"]))
-    if low >= high:
-        raise RuntimeError(
-            f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}"
-        )
-    return _like(func, b, lambda _: integers(low, high))
+@implements(*_LIKE, takes="all")
+def like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+    """Draw uniform or normal numbers, or integers in [low, high), in the tensor's layout."""
+    bind, fill, make = _LIKE[func]
+    b = bind(*args, **kwargs)
+    x, dtype = b["input"], b["dtype"] or b["input"].dtype
+    ends: tuple[int, ...] = ()
+    if "high" in b:
+        ends = int(b.get("low", 0)), int(b["high"])
+    elsewhere = b["device"] is not None and torch.device(b["device"]).type != x.raw.device.type
+    if elsewhere or b["layout"] not in (None, torch.strided) or b["pin_memory"]:
+        why = "its result lies where the tensor lies, dense"
+        raise call_error(Unsupported, why, func, f"torch.{func.__name__}(x)", input=x)
+    if b["memory_format"] not in (None, torch.preserve_format, torch.contiguous_format):
+        why = f"the memory format {b['memory_format']}"
+        raise call_error(Unsupported, why, func, f"torch.{func.__name__}(x)")
+    raw = x.raw.new_empty(x.raw.shape, dtype=dtype)
+    bare = Layout(x.dims, skew=x.sharding.skew)
+    out = ShardedTensor(raw, Place(bare, x.shape, x.mesh, x.padded_shape))
+    _asked(fill, out, ends, {})
+    draw_into(out, make(dtype, *ends), b["generator"])
+    return out.requires_grad_(b["requires_grad"])  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- samples of rows

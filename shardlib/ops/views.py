@@ -187,13 +187,9 @@ def _viewed(
     return out if isinstance(out, str) else (out, out.local_shape(new, dict(mesh)))
 
 
-_RUNS: dict[Func, Func] = {Tensor.view: Tensor.view, Tensor.view_as: Tensor.view}
-"""Functions that view a block, where that is not Tensor.reshape."""
-
-
 def _view(call: _Call, x: ShardedTensor, new: tuple[int, ...]) -> Any:
     """Return ``x`` with ``new`` sizes."""
-    run = _RUNS.get(call[0], Tensor.reshape)
+    run = Tensor.view if call[0] is Tensor.view else Tensor.reshape
     new = _infer(new, x, x.shape.numel(), run.__name__)
     stored = _stored(call[0], x, new, lambda d, j: math.prod(x.shape[:d]) == math.prod(new[:j]))
     copied = not is_dense(x) and not _mergeable(x, stored)
@@ -289,15 +285,13 @@ def view(func: Func, args: Args, kwargs: Kwargs) -> object:
     return _view((func, args or (x,), kwargs), x, new)
 
 
-_AS = binder("view_as(input, other: tensor)")
-
-
-@implements(Tensor.view_as, Tensor.reshape_as, takes="padding sums", repeats=True)
-def view_as(func: Func, args: Args, kwargs: Kwargs) -> object:
-    x, other = _AS(*args, **kwargs).values()
-    if not isinstance(x, ShardedTensor):
-        return _RUNS.get(func, Tensor.reshape)(x, other.shape)
-    return _view((func, args or (x,), kwargs), x, tuple(other.shape))
+@by_signature(
+    "view_as(input, other: tensor)",
+    Tensor.view_as, Tensor.reshape_as, Tensor.expand_as, takes="all",
+)  # fmt: skip
+def sized_as(func: Func, x: Tensor, other: Tensor) -> object:
+    """Run ``x.view_as(y)`` and others by the sizes of y."""
+    return getattr(x, func.__name__.removesuffix("_as"))(other.shape)
 
 
 _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
@@ -395,23 +389,11 @@ def squeeze(func: Func, args: Args, kwargs: Kwargs) -> object:
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 
 
-def _expanded(func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, tuple[int, ...]]:
-    """Return the operand of a call of ``expand`` or ``expand_as``, and the sizes it names."""
-    if func is Tensor.expand_as:
-        x, other = _AS(*args, **kwargs).values()
-        return x, tuple(other.shape)
-    x, sizes, _ = _EXPAND(*args, **kwargs).values()
-    return x, tuple(sizes)
-
-
 @implements(
-    Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as,
-    takes="padding sums", repeats=True,
-)  # fmt: skip
+    Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, takes="padding sums", repeats=True
+)
 def expand(func: Func, args: Args, kwargs: Kwargs) -> object:
-    x, wanted = _expanded(func, args, kwargs)
-    if not isinstance(x, ShardedTensor):
-        return x.expand(wanted)
+    x, wanted, _ = _EXPAND(*args, **kwargs).values()
     front = len(wanted) - len(x.shape)
     own = (*wanted[: max(0, front)], *x.shape)  # what a -1 stands for; none in front
     new = tuple(n if s == -1 else s for s, n in zip(wanted, own, strict=False))
