@@ -2,7 +2,7 @@
 
 Every other part of the library reads here what an operator is: the implementations of ops/, autocast,
 the blocks of simulated ranks, the tracking of varying axes, the recorder of waits.  A new operator is
-one more name in a record, or one more record; see ``OpSpec``.
+one more name in the table, whose facts are those of ``OpSpec``.
 
 The classes of autocast are those of torch's page "Automatic Mixed Precision".
 """
@@ -105,13 +105,12 @@ def lines(text: str) -> dict[str, str]:
     return {name: "\n".join(signatures) for name, signatures in found.items()}
 
 
-# ---------------------------------------------------------------- pointwise
-
-_POINTWISE = (
-    OpSpec("neg __neg__ float double half bfloat16 chalf cfloat cdouble", "pointwise", "alone"),
-    OpSpec("add sub __add__ __sub__ __radd__ __rsub__", "pointwise", "sum"),
-    OpSpec("mul __mul__ __rmul__ div __truediv__ true_divide", "pointwise", "scale"),
-    OpSpec(
+_INF = float("inf")
+_TABLE: dict[Kind, dict[str, dict[str, Any]]] = {
+    "pointwise": {
+        "neg __neg__ float double half bfloat16 chalf cfloat cdouble": {"linear": "alone"},
+        "add sub __add__ __sub__ __radd__ __rsub__": {"linear": "sum"},
+        "mul __mul__ __rmul__ div __truediv__ true_divide": {"linear": "scale"},
         """
         floor_divide remainder fmod abs sign exp2 sqrt square sin cos atan tanh sigmoid erf relu
         floor ceil round trunc frac clamp clamp_min clamp_max minimum maximum fmin fmax lerp eq ne lt
@@ -121,23 +120,15 @@ _POINTWISE = (
         __gt__ __ge__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__ gelu silu mish elu selu celu
         leaky_relu relu6 softsign logsigmoid hardtanh hardsigmoid hardswish tanhshrink softshrink
         hardshrink
-        """,
-        "pointwise",
-    ),
-    OpSpec(
+        """: {},
         """
         pow __pow__ __rpow__ __rtruediv__ exp expm1 log log2 log10 log1p rsqrt reciprocal asin acos
         tan sinh cosh erfc softplus
-        """,
-        "pointwise",
-        cast="wide on accelerator",
-    ),
-    OpSpec("addcmul addcdiv atan2", "pointwise", cast="widest on accelerator"),
-    OpSpec("zeros_like ones_like empty_like full_like", "pointwise", ignores="first"),
-)
-
-_ROWS = (
-    OpSpec(
+        """: {"cast": "wide on accelerator"},
+        "addcmul addcdiv atan2": {"cast": "widest on accelerator"},
+        "zeros_like ones_like empty_like full_like": {"ignores": "first"},
+    },
+    "rows": {
         """
         acosh asinh atanh arccos arccosh arcsin arcsinh arctan arctan2 arctanh absolute angle clip
         copysign deg2rad rad2deg digamma fix float_power frexp gcd lcm heaviside i0 igamma igammac
@@ -158,45 +149,30 @@ _ROWS = (
         special.laguerre_polynomial_l special.legendre_polynomial_p
         special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u
         special.shifted_chebyshev_polynomial_v special.shifted_chebyshev_polynomial_w
-        """,
-        "rows",
-    ),
-    OpSpec("polar", "rows", cast="wide on cpu"),
-    OpSpec(
-        "erfinv special.erfc special.erfinv special.expm1 special.log1p",
-        "rows",
-        cast="wide on accelerator",
-    ),
-    OpSpec("conj conj_physical real", "rows", itself=lambda x: not x.is_complex()),
-    OpSpec("positive", "rows", itself=lambda x: x.dtype is not torch.bool),
-    OpSpec("resolve_conj", "rows", itself=lambda x: not x.is_conj()),
-    OpSpec("resolve_neg", "rows", itself=lambda x: not x.is_neg()),
-)
-
-# ---------------------------------------------------------------- along dimensions
-
-_INF = float("inf")
-_REDUCE = (
-    OpSpec(
-        "mean argmax argmin any all var_mean std_mean nansum nanmean aminmax count_nonzero",
-        "reduce",
-    ),
-    OpSpec("amax max", "reduce", fill=-_INF),
-    OpSpec("amin min", "reduce", fill=_INF),
-    OpSpec("prod", "reduce", cast="wide", fill=1),
-    OpSpec("sum linalg.vector_norm", "reduce", cast="wide on accelerator", fill=0),
-    OpSpec("std var norm linalg.norm linalg.matrix_norm", "reduce", cast="wide on accelerator"),
-    OpSpec("logsumexp special.logsumexp", "reduce", cast="wide on accelerator", fill=-_INF),
-)
-
-_ALONG = (
-    OpSpec(
-        "softmax special.softmax log_softmax special.log_softmax",
-        "along",
-        cast="wide on accelerator",
-        fill=-_INF,
-    ),
-    OpSpec(
+        """: {},
+        "polar": {"cast": "wide on cpu"},
+        "erfinv special.erfc special.erfinv special.expm1 special.log1p": {
+            "cast": "wide on accelerator"
+        },
+        "conj conj_physical real": {"itself": lambda x: not x.is_complex()},
+        "positive": {"itself": lambda x: x.dtype is not torch.bool},
+        "resolve_conj": {"itself": lambda x: not x.is_conj()},
+        "resolve_neg": {"itself": lambda x: not x.is_neg()},
+    },
+    "reduce": {
+        "mean argmax argmin any all var_mean std_mean nansum nanmean aminmax count_nonzero": {},
+        "amax max": {"fill": -_INF},
+        "amin min": {"fill": _INF},
+        "prod": {"cast": "wide", "fill": 1},
+        "sum linalg.vector_norm": {"cast": "wide on accelerator", "fill": 0},
+        "std var norm linalg.norm linalg.matrix_norm": {"cast": "wide on accelerator"},
+        "logsumexp special.logsumexp": {"cast": "wide on accelerator", "fill": -_INF},
+    },
+    "along": {
+        "softmax special.softmax log_softmax special.log_softmax": {
+            "cast": "wide on accelerator",
+            "fill": -_INF,
+        },
         """
         cummax cummin logcumsumexp(input, dim)
         flip(input, *dims: int)
@@ -217,31 +193,19 @@ _ALONG = (
         fft.ihfftn(input, s=None, dim=None, norm=None)
         fft.fftshift fft.ifftshift(input, dim=None)
         roll(input, shifts, dims=None)
-        """,
-        "along",
-    ),
-    OpSpec(
+        """: {},
         """
         quantile nanquantile(input, q: number, dim=None, keepdim=False, *, interpolation='linear')
         fft.fft fft.ifft fft.rfft fft.irfft(input, n=None, dim=-1, norm=None)
-        """,
-        "along",
-        cast="wide on cpu",
-    ),
-    OpSpec(
+        """: {"cast": "wide on cpu"},
         """
         cumsum cumprod(input, dim, *, dtype=None)
         softmin(input, dim: int, _stacklevel=3, dtype=None)
         cosine_similarity(x1, x2, dim=1, eps=1e-8)
-        """,
-        "along",
-        cast="wide on accelerator",
-    ),
-    OpSpec("linalg.cross(input, other, *, dim=-1)", "along", cast="widest on accelerator"),
-)
-
-_MATRICES = (
-    OpSpec(
+        """: {"cast": "wide on accelerator"},
+        "linalg.cross(input, other, *, dim=-1)": {"cast": "widest on accelerator"},
+    },
+    "matrices": {
         """
         tril triu(input, diagonal=0)
         linalg.cholesky_ex(input, *, upper=False, check_errors=False)
@@ -267,108 +231,84 @@ _MATRICES = (
         matrix_power(input, n)
         triangular_solve(b, A, upper=True, transpose=False, unitriangular=False)
         lu(input, pivot=True, get_infos=False)
-        """,
-        "matrices",
-    ),
-    OpSpec("cdist(x1, x2, p=2.0, compute_mode=None)", "matrices", cast="wide"),
-    OpSpec(
+        """: {},
+        "cdist(x1, x2, p=2.0, compute_mode=None)": {"cast": "wide"},
         """
         linalg.cholesky(input, *, upper=False)
         trace inverse(input)
         cholesky cholesky_inverse(input, upper=False)
         pinverse(input, rcond=1e-15)
-        """,
-        "matrices",
-        cast="wide on cpu",
-    ),
-)
-
-# ---------------------------------------------------------------- others
-
-_OTHERS = (
-    OpSpec(
+        """: {"cast": "wide on cpu"},
+    },
+    "copied view": {
         """
         alias_copy diagonal_copy expand_copy narrow_copy permute_copy select_copy split_copy
         split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy
         unsqueeze_copy view_as_complex_copy view_as_real_copy view_copy
-        """,
-        "copied view",
-    ),
-    OpSpec(
+        """: {},
+    },
+    "metadata": {
         """
         shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ itemsize.__get__
         is_sparse.__get__ is_quantized.__get__ is_meta.__get__ is_cuda.__get__ is_cpu.__get__
         is_nested.__get__ size dim numel nelement element_size __len__ __hash__ is_floating_point
         is_complex is_signed
-        """,
-        "metadata",
-    ),
-    OpSpec(
+        """: {},
+    },
+    "own": {
         """
         conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d bmm mm baddbmm addmm
         addbmm linear matmul linalg.matmul scaled_dot_product_attention __matmul__ __rmatmul__
-        """,
-        "own",
-        cast="lower",
-    ),
-    OpSpec("linalg.vecdot", "own", cast="lower on cpu"),
-    OpSpec("linalg.multi_dot mv addmv addr prelu", "own", cast="lower on accelerator"),
-    OpSpec(
+        """: {"cast": "lower"},
+        "linalg.vecdot": {"cast": "lower on cpu"},
+        "linalg.multi_dot mv addmv addr prelu": {"cast": "lower on accelerator"},
         """
         mse_loss cosine_embedding_loss nll_loss hinge_embedding_loss poisson_nll_loss smooth_l1_loss
         cross_entropy l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
         multi_margin_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits
-        """,
-        "own",
-        cast="wide",
-    ),
-    OpSpec("binary_cross_entropy avg_pool3d view_as_complex", "own", cast="wide on cpu"),
-    OpSpec(
-        "__rdiv__ dist group_norm layer_norm rms_norm renorm", "own", cast="wide on accelerator"
-    ),
-    OpSpec("cat stack", "own", cast="widest"),
-    OpSpec("concat concatenate index_copy", "own", cast="widest on cpu"),
-    OpSpec(
-        "bilinear cross dot grid_sample scatter_add vdot",
-        "own",
-        cast="widest on accelerator",
-    ),
-    OpSpec("tensordot", "own", cast="widest on accelerator", parts=True),
-    OpSpec("einsum inner", "own", parts=True),
-    OpSpec(
-        "rand_like randn_like randint_like new_zeros new_ones new_empty new_full",
-        "own",
-        ignores="first",
-    ),
-    OpSpec("view_as expand_as reshape_as type_as to", "own", ignores="others"),
-    OpSpec("dropout", "own", draws=True),
-    OpSpec("conv_tbc", "whole", cast="lower"),
-    OpSpec("chain_matmul", "whole", cast="lower on accelerator"),
-    OpSpec("ctc_loss", "whole", cast="wide"),
-    OpSpec("stft", "whole", cast="wide on cpu"),
-    OpSpec("normalize pdist", "whole", cast="wide on accelerator"),
-    OpSpec("index_put", "whole", cast="widest on accelerator"),
-    OpSpec("rrelu_with_noise pca_lowrank svd_lowrank", "whole", draws=True),
-    OpSpec(
+        """: {"cast": "wide"},
+        "binary_cross_entropy avg_pool3d view_as_complex": {"cast": "wide on cpu"},
+        "__rdiv__ dist group_norm layer_norm rms_norm renorm": {"cast": "wide on accelerator"},
+        "cat stack": {"cast": "widest"},
+        "concat concatenate index_copy": {"cast": "widest on cpu"},
+        "bilinear cross dot grid_sample scatter_add vdot": {"cast": "widest on accelerator"},
+        "tensordot": {"cast": "widest on accelerator", "parts": True},
+        "einsum inner": {"parts": True},
+        "rand_like randn_like randint_like new_zeros new_ones new_empty new_full": {
+            "ignores": "first"
+        },
+        "view_as expand_as reshape_as type_as to": {"ignores": "others"},
+        "dropout": {"draws": True},
+        "nonzero equal repeat_interleave allclose": {"waits": True},
+    },
+    "whole": {
+        "conv_tbc": {"cast": "lower"},
+        "chain_matmul": {"cast": "lower on accelerator"},
+        "ctc_loss": {"cast": "wide"},
+        "stft": {"cast": "wide on cpu"},
+        "normalize pdist": {"cast": "wide on accelerator"},
+        "index_put": {"cast": "widest on accelerator"},
+        "rrelu_with_noise pca_lowrank svd_lowrank": {"draws": True},
+        "masked_select bincount histc is_nonzero unique_consecutive": {"waits": True},
+    },
+    "refused": {
         """
         backward data_ptr storage untyped_storage set_ resize_ resize_as_ share_memory_ is_shared
         __dlpack__ numpy __array__ register_hook register_post_accumulate_grad_hook __reduce_ex__
         __deepcopy__ as_strided as_strided_ pin_memory _typed_storage __cuda_array_interface__
         to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_mkldnn
         map_ map2_ apply_ module_load _has_compatible_shallow_copy_type
-        """,
-        "refused",
-    ),
-    OpSpec("nonzero equal repeat_interleave allclose", "own", waits=True),
-    OpSpec("masked_select bincount histc is_nonzero unique_consecutive", "whole", waits=True),
-    OpSpec(
-        "_local_scalar_dense _unique _unique2 unique_dim unique_dim_consecutive",
-        "below",
-        waits=True,
-    ),
-)
+        """: {},
+    },
+    "below": {
+        "_local_scalar_dense _unique _unique2 unique_dim unique_dim_consecutive": {"waits": True},
+    },
+}
+"""Names of operators, by kind, with the other facts of their record."""
 
-OPERATORS: list[OpSpec] = [*_POINTWISE, *_ROWS, *_REDUCE, *_ALONG, *_MATRICES, *_OTHERS]
+OPERATORS: list[OpSpec] = [
+    OpSpec(names, kind, **facts) for kind, table in _TABLE.items() for names, facts in table.items()
+]
 """All records.  No name stands in two of them."""
 
 _MODULES = {
