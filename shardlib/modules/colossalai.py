@@ -4,6 +4,7 @@ The configuration is a dict: ``dict(parallel=dict(...), zero=..., fp16=...)``.
 Source: the keys that ``colossalai.legacy.launch`` and ``initialize`` read.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -77,11 +78,8 @@ class Legacy:
 
     def toml(self) -> str:
         """Write the tables of a file for ``shardlib train``, all but [model], [data] and rates."""
-        lines = [
-            f"{k} = {v}"
-            for k, v in (("accumulate", self.accumulate), ("seed", self.seed))
-            if v not in (1, None)
-        ]
+        own = {"accumulate": self.accumulate, "seed": self.seed}
+        lines = [f"{k} = {v}" for k, v in own.items() if v not in (1, None)]
         lines += ["[mesh]", *(f"{a} = {n}" for a, n in self.mesh.items())]
         tables = {
             "layout": {"recipe": self.recipe},
@@ -91,12 +89,8 @@ class Legacy:
         }
         for name, table in tables.items():
             if table:
-                lines += ["", f"[{name}]", *(f"{k} = {_text(v)}" for k, v in table.items())]
+                lines += ["", f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
         return "\n".join([*lines, *(f"# {n}" for n in self.notes), ""])
-
-
-def _text(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
@@ -123,9 +117,10 @@ def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
     clip = _clip(config.get("clip_grad_norm"))
     accumulate = _size(config.get("gradient_accumulation", 1), "gradient_accumulation")
     precision = _precision(config.get("fp16"), notes)
-    axes = {"data": data, **mesh} if data != 1 or zero or not mesh else mesh
+    if data != 1 or zero or not mesh:
+        mesh = {"data": data, **mesh}
     seed = config.get("seed")
-    return Legacy(axes, recipe, zero, precision, clip, accumulate, seed, tuple(notes))
+    return Legacy(mesh, recipe, zero, precision, clip, accumulate, seed, tuple(notes))
 
 
 def _tensor(given: object) -> tuple[dict[str, int], str]:
@@ -139,18 +134,20 @@ def _tensor(given: object) -> tuple[dict[str, int], str]:
     if size == 1 and mode is None:
         return {}, "ddp"
     depth = _size(table.get("depth", 1), "parallel.tensor.depth")  # known to be of mode 2.5d
-    planes = {"d": depth} if mode == "2.5d" else {}
     if size % depth:
         raise _bad(f"parallel.tensor: {size} ranks are no whole planes of depth={depth}")
     recipe, axes = MODES[mode or "1d"]
     side: int = round((size // depth) ** (1 / len(axes)))
     if side ** len(axes) != size // depth:
-        what = "square" if len(axes) == 2 else "cube"
+        what = {2: "square", 3: "cube"}[len(axes)]
         raise _bad(
             f"parallel.tensor: size={size} makes no {what} in mode {mode!r}; "
             "here a mesh need be none"
         )
-    return planes | dict.fromkeys(axes, side), recipe
+    mesh = dict.fromkeys(axes, side)
+    if mode == "2.5d":
+        mesh = {"d": depth, **mesh}
+    return mesh, recipe
 
 
 def _mode(given: object) -> str | None:

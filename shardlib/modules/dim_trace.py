@@ -413,24 +413,26 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     @_rule("split split_with_sizes")
     def split(self, call: _OpCall, out: Sequence[Tensor]) -> None:
         x = call.operands[0]
-        dim, rows, start = call.along(x), list(self.of(x)), 0
+        dim, rows = call.along(x), list(self.of(x))
         row, sizes = leaves(rows[dim]), [y.shape[dim] for y in out]
-        alike = self.shares(row, sizes)
-        for y, n in zip(out, sizes, strict=True):
-            rows[dim] = self.taken(row, start, start + n, 1, n) if alike is None else alike
+        ends = [*itertools.accumulate(sizes)]
+        pieces = self.shares(row, sizes) or (
+            self.taken(row, end - n, end, 1, n) for end, n in zip(ends, sizes, strict=True)
+        )
+        for y, mine in zip(out, pieces, strict=True):
+            rows[dim] = mine
             self.know(y, rows, self.origin.get(id(x)))
-            start += n
 
-    def shares(self, row: Row, sizes: Sequence[int]) -> Row | None:
-        """Return the atoms of each of several equal parts, if the row has a factor of them."""
+    def shares(self, row: Row, sizes: Sequence[int]) -> list[Row]:
+        """Return the atoms of each of several equal parts; none if the row has no such factor."""
         if len(set(sizes)) != 1 or len(sizes) == 1 or not row or any(a.parts for a in row):
-            return None
+            return []
         try:
             heads, alike = parted(row, len(sizes))
         except Apart:
-            return None
+            return []
         mark(heads, "bound")
-        return alike
+        return [alike] * len(sizes)
 
     @_rule("cat")
     def cat(self, call: _OpCall, out: Tensor) -> None:
@@ -594,7 +596,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         x, ids = call.operands
         rows, dim = list(self.of(x)), call.along(x)
         mark(rows[dim], "bound")
-        rows[dim] = self.of(ids)[0] if ids.ndim else []
+        rows[dim] = [*itertools.chain(*self.of(ids))]
         self.know(out, rows)
 
     @_rule("gather")
@@ -664,7 +666,7 @@ def trace_dimensions(model: nn.Module, inputs: object = None) -> Dimensions:
             try:
                 return _run(model, args, kwargs, device)
             except Exception as e:  # the module's own code may raise anything
-                what = str(e).splitlines()[0] if str(e) else type(e).__name__
+                what = (str(e) or type(e).__name__).splitlines()[0]
                 failed = f"it does not run on example inputs: {what}"
     why = f"what feeds what in {type(model).__name__} is not known: {failed}"
     fix = f"sl.recipes.megatron1d(model, inputs={_suggested(model)})"

@@ -170,11 +170,13 @@ def megatron1d(
     ('2.weight', '. x', '. x ...')
     """
     batch = _batch(mesh, data, "megatron1d", axis=axis)
-    contract = (f". {axis}", f"{batch} {axis} ...") if sequence else (f". {axis}",)
-    where = f"{batch} {axis}" if sequence else f"{batch} ."
+    contract, where = [f". {axis}"], f"{batch} ."
+    if sequence:
+        where = f"{batch} {axis}"
+        contract.append(f"{where} ...")
     own = {
         "expand": (f"{axis} .",),
-        "contract": contract,
+        "contract": tuple(contract),
         "plain": (". .",),
         "tokens": (f"{axis} .",),
     }
@@ -515,15 +517,12 @@ def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, 
             out[full] = (" ".join([_token(*axes), "..."]),)
     if not out:
         held = [n for n, _ in model.named_parameters() if "experts" in n.split(".")]
+        why = "no experts"
+        if held:
+            why = f"{held[0]!r} is of one expert or of a module that says nothing of routing"
         raise _refused(
-            (
-                f"{held[0]!r} is of one expert or of a module that says nothing of routing"
-                if held
-                else "no experts"
-            )
-            + ": a stack of experts holds parameters [E, ...], says E as num_experts, "
-            "and its forward takes (hidden "
-            "[T, D], index [T, k], weights [T, k])",
+            f"{why}: a stack of experts holds parameters [E, ...], says E as num_experts, and its "
+            "forward takes (hidden [T, D], index [T, k], weights [T, k])",
             "sl.recipes.megatron1d(model)",
         )
     return out
@@ -581,9 +580,9 @@ def roles(model: nn.Module, inputs: object = None) -> dict[str, str]:
     by_parameter = role_names(trace_dimensions(model, inputs))
     found: dict[str, str] = {}
     for name, _ in model.named_parameters():
-        owner, role = name.rpartition(".")[0], by_parameter.get(name, "norm")
+        owner = name.rpartition(".")[0]
         if found.get(owner, "norm") == "norm":
-            found[owner] = role
+            found[owner] = by_parameter.get(name, "norm")
     return found
 
 

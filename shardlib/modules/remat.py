@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlib.collectives import Away
 from shardlib.errors import RuleLint, similar
 from shardlib.mesh import within
-from shardlib.modules.rules import Pattern, is_pattern, matches, rule_error
+from shardlib.modules.rules import Pattern, is_pattern, matches, nearest, rule_error
 from shardlib.modules.weightless_copy import Around
 from shardlib.recompute import Kept
 from shardlib.tensor import raw_of
@@ -76,9 +76,10 @@ def _no_module(
         )
     near = similar(str(pattern).strip("*."), names, 1, 0.4)
     told = (near or list(names) or ["*"])[0]
-    told += ".*" if told in names and _is_list(names[told]) else ""
+    if told in names and _is_list(names[told]):
+        told += ".*"
     return rule_error(
-        f"remat: {pattern!r} matches no module" + (f" (nearest: {told!r})" if near else ""),
+        f"remat: {pattern!r} matches no module{nearest([told] if near else [])}",
         f"sl.parallelize(module, rules, remat=[({told!r}, {policy!r})])",
         operands={"modules": ", ".join([*list(names)[:6], "..."][: len(names)])},
     )

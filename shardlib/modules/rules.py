@@ -234,11 +234,9 @@ def _lint(
 ) -> str:
     lines = []
     for name in unmatched:
-        near = similar(name, [p for p, *_ in rules if isinstance(p, str)], 1, 0.5)
-        lines.append(
-            f"no rule matches parameter {name!r}"
-            + (f" (nearest rule: {near[0]!r})" if near else "")
-        )
+        globs = [p for p, *_ in rules if isinstance(p, str)]
+        near = nearest(similar(name, globs, 1, 0.5), "nearest rule")
+        lines.append(f"no rule matches parameter {name!r}{near}")
     for pattern in unused:
         shadow = [n for n, v in named.items() if matches(pattern, n, v)]
         text = _pattern_text(pattern)
@@ -247,11 +245,14 @@ def _lint(
                 f"rule {text} is never reached: an earlier rule takes {', '.join(shadow[:3])}"
             )
             continue
-        near = similar(text.strip("'*"), list(named), 1, 0.4)
-        lines.append(
-            f"rule {text} matches no parameter" + (f" (nearest: {near[0]!r})" if near else "")
-        )
+        near = nearest(similar(text.strip("'*"), list(named), 1, 0.4))
+        lines.append(f"rule {text} matches no parameter{near}")
     return "\n    ".join(lines)
+
+
+def nearest(names: Sequence[str], what: str = "nearest") -> str:
+    """Write the first of the names most like one that is unknown; nothing without any."""
+    return f" ({what}: {names[0]!r})" if names else ""
 
 
 def _pattern_text(pattern: Pattern[Tensor]) -> str:

@@ -70,16 +70,8 @@ class Row:
     @property
     def same(self) -> tuple[Any, ...]:
         """A key that is the same for this operation in every layer."""
-        return (
-            self.op,
-            self.at,
-            self.pattern,
-            self.operands,
-            self.out,
-            self.algorithm,
-            tuple(self.forward),
-            tuple(self.backward),
-        )
+        call = self.op, self.at, self.pattern, self.operands, self.out, self.algorithm
+        return *call, *self.forward, "backward", *self.backward
 
 
 @dataclass

@@ -205,7 +205,9 @@ def _ways_text(plan: Plan[Weighed]) -> str:
         parts = (w.peak, w.parameters, w.gradients, w.state, w.saved, w.temporary)
         figures = " ".join(f"{p / scale:>7.2f}" for p in parts)
         tail = f"{w.bytes / 2**20:>11.1f} {w.messages:>9.0f} {w.seconds:>9.3g}"
-        lines.append(f"{w.way}" + ("" if w.fits else "  (does not fit)"))
+        lines.append(str(w.way))
+        if not w.fits:
+            lines[-1] += "  (does not fit)"
         lines.append(f"        {figures} {tail}")
     lines += [f"cannot be: {way}: {why}" for way, why in plan.rejected]
     lines.append(f"{plan.looked} ways were estimated, {len(plan.table)} ran on paper")
@@ -219,9 +221,10 @@ def _outcome(plan: Plan[Weighed]) -> list[str]:
     best, room = plan.best, size(plan.memory or 0)
     if best is not None:
         n = best.way.accumulate
-        first = f"{best.way}: {size(best.peak)} of {room}, {best.seconds:.3g} s a step"
-        more = f"fits with {n} micro-batches of {plan.batch // n} rows each"
-        return [first, more] if n > 1 else [first]
+        lines = [f"{best.way}: {size(best.peak)} of {room}, {best.seconds:.3g} s a step"]
+        if n > 1:
+            lines.append(f"fits with {n} micro-batches of {plan.batch // n} rows each")
+        return lines
     if plan.table:
         least = min(plan.table, key=lambda w: w.peak)
         return [f"nothing fits into {room}; the least is {size(least.peak)}: {least.way}"]
@@ -499,7 +502,9 @@ class _Study:
                 f"sequence={self.sequence})",
             )
         # without repeated layers there is nothing that remat could be applied to
-        remats = ("", "full") if self.outline.stacks else ("",)
+        remats = [""]
+        if self.outline.stacks:
+            remats.append("full")
         rows, remat = self.begin or (self.batch // counts[0], "")
         # the number whose micro-batches are nearest to those of the fastest way
         count = min(counts, key=lambda n: abs(math.log(self.batch / way.rows / n / rows)))
@@ -552,7 +557,8 @@ class _Study:
         near = min(found, key=lambda key: (key[1] != remat, abs(math.log(key[0] / count))))
         by, known = near[0] / count, found[near]
         out = dict(known)
-        kept = {"": self.ratio, "full": 1 / self.ratio}[remat] if near[1] != remat else 1.0
+        # of a way with the other remat: without it a step keeps more, with it less
+        kept = {("full", ""): self.ratio, ("", "full"): 1 / self.ratio}.get((near[1], remat), 1.0)
         out["saved"] = by * kept * known["saved"]
         if kept < 1:
             out["temporary"] += known["kept"]

@@ -110,12 +110,15 @@ class Frames(Shown):
             out.append(("\nnothing moves", None))
         return out
 
+    def _heads(self) -> list[str]:
+        return [f"{i}. {', '.join(frame.what)}" for i, frame in enumerate(self.frames, 1)]
+
     def _repr_html_(self) -> str:
         at = _positions(self.mesh)
         parts = []
-        for i, frame in enumerate(self.frames, 1):
-            head = f"{i}. {', '.join(frame.what)}<br>{float(frame.bytes):,.0f} B per rank"
-            film = f"<small>{head}</small><br>{_svg(frame, at)}"
+        for head, frame in zip(self._heads(), self.frames, strict=True):
+            moved = f"{head}<br>{float(frame.bytes):,.0f} B per rank"
+            film = f"<small>{moved}</small><br>{_svg(frame, at)}"
             parts.append(f"<div style='margin:6px'>{film}</div>")
         title = html.escape(f"{self.title}   on {self.mesh}")
         body = "".join(parts) or "nothing moves"
@@ -123,7 +126,9 @@ class Frames(Shown):
 
     def picture(self) -> Picture:
         """Draw a panel per step; needs matplotlib."""
-        shown = self.frames or (Frame((), ("nothing moves",), Fraction(0)),)
+        heads, shown = self._heads(), self.frames
+        if not shown:
+            heads, shown = ["nothing moves"], (Frame((), (), Fraction(0)),)
         at = _positions(self.mesh)
         wide = max(x for x, _ in at) + 1.4
         tall = max(1.0, -min(y for _, y in at) + 2 * _ABOVE)
@@ -134,9 +139,8 @@ class Frames(Shown):
         figure, axes = canvas("frames", rows, columns, size, title)
         for panel in axes.flat:
             panel.set_axis_off()
-        for i, (frame, panel) in enumerate(zip(shown, axes.flat, strict=False), 1):
+        for head, frame, panel in zip(heads, shown, axes.flat, strict=False):
             _draw(panel, frame, at)
-            head = f"{i}. {', '.join(frame.what)}" if self.frames else frame.what[0]
             panel.set_title(head, fontsize=7, color=INK)
         return Picture(figure, self.title)
 
