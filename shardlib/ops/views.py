@@ -38,6 +38,7 @@ from shardlib.tensor import (
     call_error,
     implements,
     is_dense,
+    lift,
     local_call,
     no_implementation,
     partial_escape,
@@ -669,9 +670,10 @@ def cat(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Join pieces along a whole dimension: those of one layout as they are, others as rows."""
     tensors, dim = _CAT(*args, **kwargs).values()
     pieces = [t for t in tensors if t.shape != (0,)] or tensors  # torch joins (0,) to any shape
-    if len(pieces) == 1 and all(isinstance(t, ShardedTensor) for t in tensors):
-        blocks = FlatCall.of(torch.cat, [t.raw for t in tensors], dim)
-        return pieces[0].becomes(each(blocks, pieces[0].mesh))
+    if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
+        only = pieces[0]
+        blocks = FlatCall.of(torch.cat, [lift(t, only.mesh, "cat").raw for t in tensors], dim)
+        return only.becomes(each(blocks, only.mesh))
     if not _join_as_they_are(tensors, dim):
         return rows_call(func, args, kwargs, lambda a, k: _piece_rows(**_CAT(*a, **k)))
     first = tensors[0]
