@@ -310,7 +310,7 @@ _MOVES: dict[str, Callable[[Tensor, ReshardStep], Tensor]] = {
     "psum": lambda x, step: psum(x, step.axes),
     "psum_scatter": lambda x, step: psum_scatter(x, step.axes, step.dim),
     "ppermute": lambda x, step: ppermute(x, step.axes, step.table),
-    "mask": lambda x, step: _masked(x, step.axes),
+    "mask": lambda x, step: _of_first(x, step.axes),
     "exchange": lambda x, step: _exchanged(x, step.axes, *step.table),
     "order_slice": lambda x, step: pslice(_reordered(x, step), step.axes, step.dim),
     "gather_order": lambda x, step: _reordered(all_gather(x, step.axes, step.dim), step),
@@ -322,7 +322,7 @@ def _reordered(x: Tensor, step: ReshardStep) -> Tensor:
     return torch.index_select(x, step.dim, uploaded(step.table, x.device))
 
 
-def _masked(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+def _of_first(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     """Keep the block of the first rank along ``axes``, and zero the others."""
     if x.is_meta:
         return x.clone()

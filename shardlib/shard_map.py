@@ -6,7 +6,6 @@ gradient is summed over the axes it is replicated on, a replicated output's cota
 divided by the number of its copies.
 """
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -34,9 +33,9 @@ from shardlib.mesh import POSTED, Mesh, MeshLike, as_mesh, refuse_posted, simula
 from shardlib.tensor import (
     Place,
     ShardedTensor,
-    _ShareGradient,
     heard,
     lift,
+    shared,
     to_pending,
     type_or_class,
     typeof,
@@ -124,7 +123,7 @@ def _run(
     """
     call = made(args)
     m = call.mesh
-    if not lead(m) and checking() is not None:
+    if not call.simulated and checking() is not None:
         _rehearse(body, call, out_layouts)
     under_way = len(POSTED)
     with within(mesh=m, body=True):
@@ -134,7 +133,7 @@ def _run(
     results, tree = call.results(out, out_layouts)
     given = set(map(id, call.blocks))
     values = [
-        _result(x.clone() if id(x) in given else x, layout, m, i, line)  # an operand is copied
+        _result(call, x.clone() if id(x) in given else x, layout, i, line)  # an operand is copied
         for i, (x, layout, line) in enumerate(results)
     ]
     return optree.tree_unflatten(tree, values)
@@ -162,6 +161,7 @@ class _BodyCall:
         self.leaves, self.tree = optree.tree_flatten(self.args)
         sharded = [a.mesh for a in self.leaves if isinstance(a, ShardedTensor)]
         self.mesh = sharded[0] if sharded else as_mesh(mesh)
+        self.simulated = lead(self.mesh) > 0
         if isinstance(layouts, Mapping) and len(args) == 1:
             layouts = (layouts,)
         if (flat or _several(layouts)) and len(layouts) != len(args):
@@ -299,8 +299,9 @@ def _operands(args: Sequence[Any]) -> dict[str, str]:
     return {n: type_or_class(a) for n, a in lettered(args).items()}
 
 
-def _result(block: Tensor, layout: Layout, mesh: Mesh, i: int, line: _Line) -> ShardedTensor:
+def _result(call: _BodyCall, block: Tensor, layout: Layout, i: int, line: _Line) -> ShardedTensor:
     """Make a sharded result of a block."""
+    mesh = call.mesh
     raw = held(block, mesh)  # a plain tensor made in the body is the same on all ranks
     local = list(block.shape)
     try:
@@ -317,13 +318,13 @@ def _result(block: Tensor, layout: Layout, mesh: Mesh, i: int, line: _Line) -> S
         for axis in token.axes:
             local[d] *= mesh.axis_size(axis)
     copied = alike(mesh, layout)
-    if lead(mesh):
+    if call.simulated:
         _check_axes(block, layout, mesh, copied, i, line)
     elif copied and checking() is not None:
         fix = f"return sl.psum(result, {copied[0]!r})  # or name {copied[0]!r} in out_layouts"
         verify("shard_map", mesh, {f"result {i}": (raw, layout)}, fix)
     if copied and raw.requires_grad:
-        raw = _ShareGradient.apply(raw, math.prod(mesh.axes[a] for a in copied))
+        raw = shared(raw, mesh.axis_size(copied))
     raw = to_pending(raw, mesh, (*layout.partial, *copied))  # type: ignore[arg-type]
     return ShardedTensor(raw, Place(layout, torch.Size(local), mesh))  # type: ignore[arg-type]
 

@@ -296,13 +296,12 @@ class expect_comm(trace):
 def note(
     traces: tuple[Trace, ...],
     kind: str,
-    axis: str | tuple[str, ...],
+    axes: tuple[str, ...],
     numerator: int,
     denominator: int,
     messages: int,
 ) -> None:
     """Count one collective in these traces."""
-    name = axis if isinstance(axis, str) else " ".join(axis)
-    event = Event(kind, name, Fraction(numerator, denominator), messages)
+    event = Event(kind, " ".join(axes), Fraction(numerator, denominator), messages)
     for t in traces:
         t.events.append(event)

@@ -21,7 +21,7 @@ from shardlib.collectives.count import Trace, note
 from shardlib.collectives.simulate import Stacked, Varies
 from shardlib.collectives.types import Axis, after_move, following, held, public_name
 from shardlib.errors import ShardError, Unsupported
-from shardlib.mesh import GROUPS, POSTED, RECENT, Mesh, current_mesh, lost, number, scope
+from shardlib.mesh import GROUPS, POSTED, RECENT, Mesh, axes_text, current_mesh, lost, number, scope
 
 __all__ = [
     "ALL_GATHER", "ALL_TO_ALL", "PBROADCAST", "PMAX", "PPERMUTE", "PREDUCE", "PSLICE", "PSUM",
@@ -298,7 +298,7 @@ def _begin_other(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tu
             operands={"block": f"{dtype} {list(raw.shape)}"},
             mesh=mesh,
             fix=f"{public_name(op.name)}({'x.abs()' if dtype.is_complex else 'x.float()'}, "
-            f"{(axes[0] if len(axes) == 1 else axes)!r})",
+            f"{axes_text(axes)})",
         )
     if dtype.is_complex:  # sent as pairs of reals, which is the same memory
         pairs = begin(op, torch.view_as_real(raw.resolve_conj()), mesh, axes, params)
@@ -342,7 +342,7 @@ def _counted(
             n = n // raw.element_size() * sum(wires) // len(wires)
         if mesh.kind == "stacked":
             n //= mesh.size
-        note(traces, op.name, axes[0] if len(axes) == 1 else axes, *op.moved(n, p, params))
+        note(traces, op.name, axes, *op.moved(n, p, params))
     return [end for end in heard if end is not None]
 
 

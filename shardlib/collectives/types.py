@@ -23,7 +23,7 @@ from torch import Tensor
 from shardlib.collectives.backends import BACKENDS
 from shardlib.collectives.simulate import Stacked, Varies, of
 from shardlib.errors import WrongAxes
-from shardlib.mesh import Mesh, current_mesh
+from shardlib.mesh import Mesh, axes_text, current_mesh
 
 __all__ = [
     "Axis", "after_move", "block_shape", "blocks", "differing", "each_rank", "first_block", "flat_blocks", "following",
@@ -104,8 +104,7 @@ def first_block(raw: Tensor, mesh: Mesh) -> Tensor:
 
 def flat_blocks(raw: Tensor, mesh: Mesh) -> Tensor:
     """Flatten each block of a storage to a vector; a block of no dimensions to one of one element."""
-    front = lead(mesh)
-    return raw.flatten(front) if raw.ndim > front else raw.unsqueeze(-1)
+    return raw.reshape(storage_shape(mesh, -1))
 
 
 def holds_values(mesh: Mesh) -> bool:
@@ -196,7 +195,6 @@ def _whole(
 ) -> WrongAxes:
     copies = math.prod(mesh.axes[a] for a in whole)
     right = [a for a in axes if a in now] or [a for a in mesh.names if a in now]
-    name = right[0] if len(right) == 1 else tuple(right)
     varies = f"varies over {', '.join(sorted(now))} only" if now else "is the same on every rank"
     return WrongAxes(
         f"the block {varies}, and a sum over {', '.join(map(repr, whole))} would add the same "
@@ -204,7 +202,7 @@ def _whole(
         op=op,
         operands={"block": f"{x.dtype} {list(x.shape)}"},
         mesh=mesh,
-        fix=f"{public_name(op)}(x, {name!r})" if right else "x",
+        fix=f"{public_name(op)}(x, {axes_text(right)})" if right else "x",
     )
 
 

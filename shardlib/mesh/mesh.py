@@ -41,7 +41,7 @@ from shardlib.mesh.process import launched, world_size
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
 __all__ = [
-    "Link", "Mesh", "MeshLike", "as_mesh", "auto_mesh", "coordinates", "current_mesh", "make_mesh",
+    "Link", "Mesh", "MeshLike", "as_mesh", "auto_mesh", "axes_text", "coordinates", "current_mesh", "make_mesh",
     "rank_along", "record", "simulate", "use_mesh",
 ]  # fmt: skip
 
@@ -154,13 +154,13 @@ class Mesh(Mapping[str, int]):
                 if a not in self.axes:
                     near = next(iter([*similar(str(a), self.axes), *self.axes]), "")
                     right = dict.fromkeys(near if b == a else b for b in axes)
-                    raise unknown_axis(a, self.axes, op, fix.format(_text(right)))
+                    raise unknown_axis(a, self.axes, op, fix.format(axes_text(right)))
             if len(set(axes)) < len(axes):
                 raise AxisReused(
                     f"axis {axis!r} names a mesh axis twice",
                     op=op,
                     mesh=self,
-                    fix=fix.format(_text(dict.fromkeys(axes))),
+                    fix=fix.format(axes_text(dict.fromkeys(axes))),
                 )
             found = self._known[axes] = math.prod([self.axes[a] for a in axes])
         return found
@@ -227,8 +227,8 @@ def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str
     return rank
 
 
-def _text(axes: Iterable[str]) -> str:
-    """Write axes as the argument of a call."""
+def axes_text(axes: Iterable[str]) -> str:
+    """Write axes as the argument of a call: one as its name, several as a tuple."""
     given = tuple(axes)
     return repr(given[0] if len(given) == 1 else given)
 
@@ -468,7 +468,7 @@ def make_mesh(
     _sizes(given, timeout, axes, "make_mesh")
     device = check_device(device, "make_mesh", axes) or (accelerator() or torch.device("cpu")).type
     started = not dist.is_initialized()
-    axes = _filled(axes, world_size("make_mesh"))
+    axes = _inferred(axes, world_size("make_mesh"))
     if started:
         _start(device)
     mesh = _made_before(device, axes)
@@ -479,7 +479,7 @@ def make_mesh(
     return with_timeout(mesh, timeout or (TIMEOUT if started else None))
 
 
-def _filled(axes: dict[str, int], world: int) -> dict[str, int]:
+def _inferred(axes: dict[str, int], world: int) -> dict[str, int]:
     """Return the axes with the size that is inferred; all ranks are in them.  Raises: MeshError."""
     known = math.prod(s for s in axes.values() if s != -1)
     if world % known == 0:

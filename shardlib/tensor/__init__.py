@@ -3,13 +3,13 @@
 from shardlib.tensor.grad_coalescing import Together, together_of
 from shardlib.tensor.gradients import (
     Wide,
-    _ShareGradient,
     gradient_of,
     gradient_place,
     made_of,
     of_pending,
     real_axes,
     settle,
+    shared,
     to_pending,
     total,
     varied_wide,

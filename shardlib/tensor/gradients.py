@@ -32,7 +32,7 @@ from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import Facts, ShardedTensor
 
 __all__ = [
-    "Wide", "gradient_of", "gradient_place", "made_of", "of_pending", "real_axes", "settle", "to_pending",
+    "Wide", "gradient_of", "gradient_place", "made_of", "of_pending", "real_axes", "settle", "shared", "to_pending",
     "total", "varied", "varied_wide", "vary", "vjp_again", "widened",
 ]  # fmt: skip
 
@@ -133,61 +133,45 @@ class _Sum(Local):
         return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None, None, None
 
 
-class _ShareGradient(Local):
-    """Identity; the gradient is divided by the number of ranks that all return it."""
+class _Marked(Local):
+    """Identity; the gradient is ``back`` of the cotangent."""
 
     @staticmethod
-    def forward(ctx: Ctx, raw: Tensor, count: int) -> Tensor:
-        ctx.count = count
+    def forward(ctx: Ctx, raw: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
         return raw.view_as(raw)
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] / ctx.count, None
+        return ctx.back(grads[0]), None
 
 
-class _OfPending(Local):
-    """Identity on a part of a pending sum; ``count`` ranks compute the same gradient of it.
-
-    Each of them computes the full gradient from values marked by ``vary``, so each passes back
-    1 / count of it.
-    """
-
-    @staticmethod
-    def forward(ctx: Ctx, raw: Tensor, count: int) -> Tensor:
-        ctx.count = count
-        return raw.view_as(raw)
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _ShareGradient.apply(grads[0], ctx.count), None
-
-
-class _ToPending(Local):
-    """Identity on a part of a pending sum; backward sums its (replicated) cotangent by ``vary``."""
-
-    @staticmethod
-    def forward(ctx: Ctx, raw: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        ctx.mesh, ctx.axes = mesh, axes
-        return raw.view_as(raw)
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None
+def shared(raw: Tensor, count: int) -> Tensor:
+    """Mark a value that ``count`` ranks all return: each gets 1 / count of its gradient."""
+    return _Marked.apply(raw, lambda g: g / count)  # type: ignore[return-value]
 
 
 def of_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
-    """Mark an operand that is pending over ``axes`` and is multiplied by one that is not."""
+    """Mark an operand that is pending over ``axes`` and is multiplied by one that is not.
+
+    Each rank along them computes the same, full gradient of its part, from values marked by
+    ``vary``; the derivative of that gradient is shared.
+    """
     over = real_axes(mesh, axes)
     if not (over and raw.requires_grad):
         return raw
-    return _OfPending.apply(raw, mesh.axis_size(over))  # type: ignore[return-value]
+    return _Marked.apply(raw, lambda g: shared(g, mesh.axis_size(over)))  # type: ignore[return-value]
 
 
 def to_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
-    """Mark the product of such operands as pending over the same axes."""
+    """Mark the product of such operands as pending over the same axes.
+
+    Its cotangent is replicated, and its derivative is summed, by ``vary``.
+    """
     over = real_axes(mesh, axes)
-    return _ToPending.apply(raw, mesh, over) if over and raw.requires_grad else raw  # type: ignore[return-value]
+    if not (over and raw.requires_grad):
+        return raw
+    return _Marked.apply(raw, lambda g: _Vary.apply(g, mesh, over))  # type: ignore[return-value]
 
 
 def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
@@ -353,12 +337,8 @@ def settle(x: ShardedTensor) -> ShardedTensor:
     """End a deferral: from here on the value's cotangent is replicated again."""
     if not x.deferred:
         return x
-    count = 1
-    for axis in x.deferred:
-        count *= x.mesh.axes[axis]
-    return ShardedTensor(
-        _ShareGradient.apply(x.raw, count), Place(x.sharding, x.shape, x.mesh, x.padded_shape)
-    )  # type: ignore[arg-type]
+    raw = shared(x.raw, x.mesh.axis_size(tuple(x.deferred)))
+    return ShardedTensor(raw, Place(x.sharding, x.shape, x.mesh, x.padded_shape))
 
 
 def gradient_place(place: Place) -> Place:

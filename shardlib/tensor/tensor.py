@@ -60,7 +60,7 @@ __all__ = [
     "FALLBACK", "TABLE", "Facts", "ShardedTensor", "Unfit", "block_of", "block_strides",
     "blockwise", "call_error", "has_padding", "heard", "implements", "is_dense", "layout_of", "local_call",
     "named_tensors", "no_implementation", "no_tensor", "no_trace", "no_transform", "on_shapes",
-    "partial_escape", "refuse_arrays", "refuse_trace", "torch_refuses", "typeof",
+    "partial_escape", "raw_of", "refuse_arrays", "refuse_trace", "torch_refuses", "typeof",
 ]  # fmt: skip
 
 Tree = TypeVar("Tree")
@@ -456,7 +456,12 @@ def _from_a_worker(text: str) -> None:
 
 def local_call(func: Func, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function on local blocks: raw tensors in ``args`` and in the result."""
-    return _of_stacks(func, mesh, *args, **kwargs) if lead(mesh) else func(*args, **kwargs)
+    return _on_storages(func, mesh)(*args, **kwargs)
+
+
+def _on_storages(func: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Return the function of storages that computes a function of blocks."""
+    return partial(_of_stacks, func, mesh) if lead(mesh) else func
 
 
 def _of_stacks(func: Func, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
@@ -517,8 +522,8 @@ def blockwise(
     ``moves``    whether ``run`` communicates, on raw blocks of any mesh.
     """
     own: Callable[..., Any] = run or func
-    if lead(place.mesh) and not moves:
-        own = partial(_of_stacks, own, place.mesh)
+    if not moves:
+        own = _on_storages(own, place.mesh)
     repeat = _Repeat(own, place, rest, args[0].raw.stride() if strided else None, moves)
     out = _run(repeat, args, kwargs)
     if isinstance(out, Tensor | tuple) and out is not args[0] and not written(func, args, kwargs):
@@ -961,6 +966,11 @@ def layout_of(x: object) -> object:
     raise call_error(
         PlainTensor, "a plain tensor has no layout", "layout_of", 'sl.shard(x, "...")', tensor=x
     )
+
+
+def raw_of(x: Any) -> Any:
+    """Return the block of a sharded value, a plain value itself."""
+    return x.raw if isinstance(x, ShardedTensor) else x
 
 
 def block_strides(x: ShardedTensor) -> tuple[int, ...]:

@@ -67,6 +67,10 @@ class _Group:
     native: bool
     turns: Iterator[int]
 
+    def placed(self, parts: Tensor) -> Tensor:
+        """Reorder parts, one for each rank along the axes, as the process group numbers them."""
+        return parts if self.order is None else parts[_inverse(self.order)]
+
 
 _TURNS: "weakref.WeakKeyDictionary[Any, Iterator[int]]" = weakref.WeakKeyDictionary()
 """Tags, the same on all members: one per exchange, so that none receives another's blocks.  Axes of
@@ -245,7 +249,7 @@ def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Finish:
 def _parts(x: Tensor, g: _Group, dim: int) -> Tensor:
     """Cut a block into one part per rank along a dimension, in the order of the process group."""
     parts = x.unflatten(dim, (g.size, x.shape[dim] // g.size)).movedim(dim, 0)
-    parts = parts if g.order is None else parts[_inverse(g.order)]
+    parts = g.placed(parts)
     return dense(parts) if not x.is_cpu or active.cpu else parts.contiguous()
 
 
@@ -282,7 +286,7 @@ def psum_scatter(
         out = torch.empty_like(parts[0])
         works = [reduce_scatter_single(out, parts.flatten(0, 1), group=g.handle, async_op=True)]
     else:
-        sent = parts if wire is None else parts.to(wire)
+        sent = parts.to(wire or parts.dtype)
         out = torch.empty_like(sent)
         works = _exchange(out, sent, g)
 
@@ -290,7 +294,7 @@ def psum_scatter(
         _waited(works, out)
         if g.native and wire is None:
             return out
-        blocks = list(out) if g.order is None else [out[i] for i in g.order]
+        blocks = [out[i] for i in g.places]
         if wire is not None:
             blocks[g.index] = own
         return _summed(blocks, x.dtype)
@@ -311,7 +315,8 @@ def psum_scatter_into(
     parts = x.view(g.size, -1)
     alike = wire is None and out.dtype == x.dtype
     if g.native and alike:
-        return _native_scatter(parts, g, out)
+        work = reduce_scatter_single(out, g.placed(parts).view(-1), group=g.handle, async_op=True)
+        return partial(_waited, [work], out)
     large = alike and not (g.native or is_half(x)) and parts[0].nbytes >= _LARGE
     if large and g.size == 2:
         return _sum_of_two(parts[1 - g.index], parts[g.index], out, g)
@@ -320,19 +325,12 @@ def psum_scatter_into(
     return _exchanged_sum(parts, g, out, wire, land)
 
 
-def _native_scatter(parts: Tensor, g: _Group, out: Tensor) -> Finish:
-    sent = parts if g.order is None else parts[_inverse(g.order)]
-    work = reduce_scatter_single(out, sent.view(-1), group=g.handle, async_op=True)
-    return partial(_waited, [work], out)
-
-
 def _exchanged_sum(
     parts: Tensor, g: _Group, out: Tensor, wire: torch.dtype | None, land: Tensor | None
 ) -> Finish:
     """Send each rank its part, and add what comes in the order of ``_round_sum``."""
     own, half = parts[g.index], is_half(parts)
-    ordered = parts if g.order is None else parts[_inverse(g.order)]
-    sent = ordered if wire is None else ordered.to(wire)
+    sent = g.placed(parts).to(wire or parts.dtype)
     if land is not None and land.dtype == sent.dtype and land.numel() >= sent.numel():
         came = land[: sent.numel()].view_as(sent)
     else:
@@ -341,7 +339,7 @@ def _exchanged_sum(
 
     def finish() -> Tensor:
         _waited(works, came)
-        blocks = list(came) if g.order is None else [came[i] for i in g.order]
+        blocks = [came[i] for i in g.places]
         blocks[g.index] = own
         blocks = [*blocks[g.index + 1 :], *blocks[: g.index + 1]]  # so that both round alike
         if half or {b.dtype for b in blocks} != {out.dtype}:
@@ -671,14 +669,13 @@ def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish:
     if g.index != root:
         sent = x.contiguous()
         work = g.handle.send([sent], g.places[root], tag)
-
-        def finish() -> Tensor:
-            work.wait()  # type: ignore[union-attr]
-            return _nothing(sent)
-
-        return finish
-
+        return lambda: _nothing(_waited([work], sent))
     return _collect(torch.empty_like(x), x, g, tag, x.dtype)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    """Return zeros that take no memory."""
+    return x.new_zeros(()).expand(x.shape)
 
 
 def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) -> Finish:
@@ -713,11 +710,6 @@ def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) 
         return target.copy_(total) if half else total
 
     return finish
-
-
-def _nothing(x: Tensor) -> Tensor:
-    """Return zeros that take no memory."""
-    return x.new_zeros(()).expand(x.shape)
 
 
 def preduce_into(
