@@ -182,11 +182,9 @@ def patch_torch() -> None:
         return
     off = os.environ.get("SHARDLIB_UNPATCHED", "").replace(" ", "").split(",")
     if wrong := set(off) - {"", *PATCHES}:
-        raise BadArgument(
-            f"SHARDLIB_UNPATCHED names {', '.join(sorted(wrong))}, of {', '.join(PATCHES)}",
-            op="make_mesh",
-            fix=f"SHARDLIB_UNPATCHED={next(iter(PATCHES))}",
-        )
+        why = f"SHARDLIB_UNPATCHED names {', '.join(sorted(wrong))}, of {', '.join(PATCHES)}"
+        fix = f"SHARDLIB_UNPATCHED={next(iter(PATCHES))}"
+        raise BadArgument(why, op="make_mesh", fix=fix)
     for name, install in PATCHES.items():
         if name not in _INSTALLED:
             _INSTALLED.add(name)

@@ -25,9 +25,8 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
         fix = "sl.dtensor.to_dtensor(sl.shard(x, '...'))"
         raise PlainTensor(why, op="to_dtensor", operands={"tensor": typeof(x)}, fix=fix)
     if not spans_processes(x.mesh):
-        raise Unsupported(
-            "simulated ranks have no DTensor", op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)"
-        )
+        why = "simulated ranks have no DTensor"
+        raise Unsupported(why, op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)")
     x = settle(x)  # DTensor's use is one more use of x, and its gradient comes summed
     from torch.distributed.tensor import DTensor
 
@@ -64,10 +63,8 @@ def from_dtensor(t: "DTensor") -> ShardedTensor:
     local = t.to_local(grad_placements=cotangent)
     local = local.wait() if hasattr(local, "wait") else local  # an async result of DTensor
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
-        raise Unsupported(
-            f"its blocks are no plain tensors but {type(local).__name__}",
-            op="from_dtensor",
-            operands={"dtensor": typeof(t)},
-            fix="sl.shard(t.full_tensor(), '...')",
-        )
+        why = f"its blocks are no plain tensors but {type(local).__name__}"
+        given = {"dtensor": typeof(t)}
+        fix = "sl.shard(t.full_tensor(), '...')"
+        raise Unsupported(why, op="from_dtensor", operands=given, fix=fix)
     return ShardedTensor(local, Place(layout, t.shape, mesh))

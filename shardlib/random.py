@@ -118,11 +118,9 @@ class _Stream:
             )
         if mine.exact and len({(given, count) for given, count, _ in found}) > 1:
             keys = sorted({f"{given} ({count} draws)" for given, count, _ in found})
-            raise ShardError(
-                f"the ranks were given different keys, {', '.join(keys)}",
-                op="random",
-                fix="sl.random.seed(0)  # the same number on every rank",
-            )
+            why = f"the ranks were given different keys, {', '.join(keys)}"
+            fix = "sl.random.seed(0)  # the same number on every rank"
+            raise ShardError(why, op="random", fix=fix)
         return found[0][0]
 
 
@@ -201,11 +199,9 @@ def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
 
 def _named(mesh: Mesh, generator: torch.Generator) -> int:
     if not isinstance(generator, torch.Generator):
-        raise ShardError(
-            f"a generator is a torch.Generator, not {generator!r}",
-            op="random",
-            fix="torch.Generator()",
-        )
+        why = f"a generator is a torch.Generator, not {generator!r}"
+        fix = "torch.Generator()"
+        raise ShardError(why, op="random", fix=fix)
     key = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=generator.device).to(
         mesh.device
     )
@@ -366,11 +362,9 @@ def set_state(state: Mapping[str, int], mesh: MeshLike | None = None) -> None:
         or state.keys() != {"seed", "count"}
         or int(state["count"]) < 0
     ):
-        raise ShardError(
-            f"a state has a seed and a count, not {state!r}",
-            op="random.set_state",
-            fix="sl.random.set_state(sl.random.get_state())",
-        )
+        why = f"a state has a seed and a count, not {state!r}"
+        fix = "sl.random.set_state(sl.random.get_state())"
+        raise ShardError(why, op="random.set_state", fix=fix)
     stream = _stream(as_mesh(mesh))
     stream.follow()
     stream.seed, stream.count = _Seed(int(state["seed"]) & _WORD, exact=True), int(state["count"])

@@ -147,19 +147,13 @@ def _length(batch: Mapping[str, Tensor], documents: Sequence[int] | None, m: Mes
     """Return the one length of the tensors [batch, sequence, ...], which the documents fill."""
     lengths = {x.shape[1] if x.ndim > 1 else -1 for x in batch.values()}
     if len(lengths) != 1 or -1 in lengths:
-        raise ShardError(
-            "every tensor of a batch is [batch, sequence, ...], of one length",
-            op="shard_sequence",
-            operands={n: typeof(x) for n, x in batch.items()},
-            mesh=m,
-            fix="sl.shard_sequence({'input_ids': ids, 'labels': ids}, layout)",
-        )
+        why = "every tensor of a batch is [batch, sequence, ...], of one length"
+        given = {n: typeof(x) for n, x in batch.items()}
+        fix = "sl.shard_sequence({'input_ids': ids, 'labels': ids}, layout)"
+        raise ShardError(why, op="shard_sequence", operands=given, mesh=m, fix=fix)
     (length,) = lengths
     if documents is not None and (list(documents)[:1] != [0] or list(documents)[-1] != length):
-        raise ShardError(
-            f"borders of documents run from 0 to {length}, not {tuple(documents)}",
-            op="shard_sequence",
-            mesh=m,
-            fix=f"sl.shard_sequence(batch, layout, documents=(0, {length}))",
-        )
+        why = f"borders of documents run from 0 to {length}, not {tuple(documents)}"
+        fix = f"sl.shard_sequence(batch, layout, documents=(0, {length}))"
+        raise ShardError(why, op="shard_sequence", mesh=m, fix=fix)
     return length

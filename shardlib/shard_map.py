@@ -97,11 +97,9 @@ def shard_map(
     if f is None:
         return partial(shard_map, in_layouts=in_layouts, out_layouts=out_layouts, mesh=mesh)  # type: ignore[return-value]
     if not callable(f):
-        raise BadArgument(
-            f"the body is a function of blocks, not {f!r}",
-            op="shard_map",
-            fix="sl.shard_map(lambda x: x + 1, in_layouts='...', out_layouts='...')",
-        )
+        why = f"the body is a function of blocks, not {f!r}"
+        fix = "sl.shard_map(lambda x: x + 1, in_layouts='...', out_layouts='...')"
+        raise BadArgument(why, op="shard_map", fix=fix)
     each: Any = in_layouts
     flat = _several(each) and all(map(is_layout, each))
     made = partial(_BodyCall, mesh=mesh, layouts=in_layouts, flat=flat, known={})
@@ -307,13 +305,10 @@ def _result(call: _BodyCall, block: Tensor, layout: Layout, i: int, line: _Line)
     try:
         layout = layout.resolve(len(local))
     except RankMismatch as e:
-        raise RankMismatch(
-            f"result {i}: {e.message}",
-            op="shard_map",
-            operands={"result": str(local), "layout": str(layout)},
-            mesh=mesh,
-            fix=line(" ".join(["."] * len(local))),
-        ) from None
+        why = f"result {i}: {e.message}"
+        given = {"result": str(local), "layout": str(layout)}
+        fix = line(" ".join(["."] * len(local)))
+        raise RankMismatch(why, op="shard_map", operands=given, mesh=mesh, fix=fix) from None
     for d, token in enumerate(layout.dims):
         for axis in token.axes:
             local[d] *= mesh.axis_size(axis)

@@ -159,12 +159,9 @@ class CheckMode(Trace):
         if before:
             cause = self._parted(job, other) or cause
         first = job.report_cause(cause)
-        raise RankFailed(
-            first,
-            op="check",
-            operands={f"rank {job.rank}": mine, f"rank {other}": theirs},
-            fix=f"python -m shardlib desync {job.folder}",
-        )
+        given = {f"rank {job.rank}": mine, f"rank {other}": theirs}
+        fix = f"python -m shardlib desync {job.folder}"
+        raise RankFailed(first, op="check", operands=given, fix=fix)
 
     def _parted(self, job: JobProcesses, other: int) -> str:
         """Find the first call in which this rank and another differ."""

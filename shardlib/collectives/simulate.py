@@ -99,9 +99,8 @@ class Stacked(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        raise ShardError(
-            f"{func} reached simulated blocks below torch functions", op=str(func), fix="x.ranks"
-        )
+        why = f"{func} reached simulated blocks below torch functions"
+        raise ShardError(why, op=str(func), fix="x.ranks")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         if self.ranks.is_meta or _agree(self.ranks):
@@ -286,11 +285,9 @@ def _stacked(func: Func, blocks: tuple[Any, ...], mesh: Mesh) -> Any:
     torch.as_strided_scatter,
 )
 def _by_memory(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    raise Unsupported(
-        "the memory of a simulated block is a part of the memory of all ranks",
-        op=func.__name__,
-        fix="block = block.reshape(shape)  # a new tensor",
-    )
+    why = "the memory of a simulated block is a part of the memory of all ranks"
+    fix = "block = block.reshape(shape)  # a new tensor"
+    raise Unsupported(why, op=func.__name__, fix=fix)
 
 
 def _functions(names: str, *owners: Any) -> list[Any]:
@@ -298,11 +295,9 @@ def _functions(names: str, *owners: Any) -> list[Any]:
 
 
 def _plain_target(func: Any) -> PlainTensor:
-    return PlainTensor(
-        "a plain tensor is one tensor for all simulated ranks, and cannot take a value from each",
-        op=func.__name__,
-        fix="target = block.new_zeros(block.shape)  # from a local block, instead of torch.zeros",
-    )
+    why = "a plain tensor is one tensor for all simulated ranks, and cannot take a value from each"
+    fix = "target = block.new_zeros(block.shape)  # from a local block, instead of torch.zeros"
+    return PlainTensor(why, op=func.__name__, fix=fix)
 
 
 def _aligned(x: Any, ndim: int) -> Any:
@@ -569,9 +564,6 @@ def _verdict(func: Func, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _two_sides(func: Any, mesh: Mesh) -> ShardError:
-    return ShardError(
-        "the simulated ranks hold different values, and Python can take only one side of a branch",
-        op=func.__name__.strip("_"),
-        mesh=mesh,
-        fix="torch.where(condition, a, b)",
-    )
+    why = "the simulated ranks hold different values, and Python can take only one side of a branch"
+    fix = "torch.where(condition, a, b)"
+    return ShardError(why, op=func.__name__.strip("_"), mesh=mesh, fix=fix)

@@ -60,21 +60,17 @@ def _axes(axis: Axis, op: str) -> Axes:
     if isinstance(axis, tuple | list) and all(isinstance(a, str) for a in axis):
         return tuple(axis)
     name, line = _named(op)
-    raise BadArgument(
-        f"a mesh axis is a name, or a tuple of names, not {axis!r}",
-        op=name,
-        fix=line.format(repr(next(iter(current_mesh().names), "x"))),
-    )
+    why = f"a mesh axis is a name, or a tuple of names, not {axis!r}"
+    fix = line.format(repr(next(iter(current_mesh().names), "x")))
+    raise BadArgument(why, op=name, fix=fix)
 
 
 def _check_block(op: str, x: Any, axis: Axis) -> None:
     """Raise BadArgument for a number or a sharded value, which are not local blocks."""
     if not isinstance(x, Tensor):
-        raise BadArgument(
-            f"a collective takes a tensor, not {x!r}",
-            op=op,
-            fix=f"{public_name(op)}(torch.as_tensor(x), {axis!r})",
-        )
+        why = f"a collective takes a tensor, not {x!r}"
+        fix = f"{public_name(op)}(torch.as_tensor(x), {axis!r})"
+        raise BadArgument(why, op=op, fix=fix)
     if (layout := getattr(x, "sharding", None)) is not None:
         raise BadArgument(
             "a collective takes a rank's block, and this value is sharded",
@@ -276,11 +272,8 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], axis: Axis, p: int) -> None
             if outside
             else f"rank {twice[0]} sends or receives twice"
         )
-        raise ShardError(
-            what,
-            op="ppermute",
-            fix=f"sl.ppermute(x, {axis!r}, {[(i, (i + 1) % p) for i in range(p)]})",
-        )
+        fix = f"sl.ppermute(x, {axis!r}, {[(i, (i + 1) % p) for i in range(p)]})"
+        raise ShardError(what, op="ppermute", fix=fix)
 
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
@@ -357,12 +350,10 @@ def ragged_all_to_all(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
     line = "sl.collectives.ragged_all_to_all(x, {}, counts)"
     p, most = mesh.axis_size(axis, "ragged_all_to_all", line), max(map(sum, counts), default=0)
     if [len(row) for row in counts] != [p] * p or x.shape != (most,):
-        raise ShardError(
-            f"counts {counts} on {p} ranks for a vector of {list(x.shape)}",
-            op="ragged_all_to_all",
-            operands={"block": list(x.shape)},
-            fix=f"sl.collectives.ragged_all_to_all(x.new_zeros({p}), {axis!r}, {((1,) * p,) * p})",
-        )
+        why = f"counts {counts} on {p} ranks for a vector of {list(x.shape)}"
+        given = {"block": list(x.shape)}
+        fix = f"sl.collectives.ragged_all_to_all(x.new_zeros({p}), {axis!r}, {((1,) * p,) * p})"
+        raise ShardError(why, op="ragged_all_to_all", operands=given, fix=fix)
     return _call(posted.RAGGED, x, axis, (counts, x.element_size()))
 
 
@@ -399,12 +390,9 @@ def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
     mesh = mesh_of(x)
     p = mesh.axis_size(axis, *_named(op))
     if not 0 <= root < p:
-        raise ShardError(
-            f"root {root} is not among 0..{p - 1} of {axis!r}",
-            op=op,
-            mesh=mesh,
-            fix=f"{public_name(op)}(x, {axis!r}, 0)",
-        )
+        why = f"root {root} is not among 0..{p - 1} of {axis!r}"
+        fix = f"{public_name(op)}(x, {axis!r}, 0)"
+        raise ShardError(why, op=op, mesh=mesh, fix=fix)
     return root
 
 
@@ -473,12 +461,9 @@ def pick(table: Sequence[complex] | Tensor, axis: Axis) -> Any:
     numbers = isinstance(table, Tensor) or all(isinstance(n, Number) for n in table)
     if not numbers or len(table) != p:
         what = f"{len(table)} entries" if numbers else "entries that are no numbers"
-        raise BadArgument(
-            f"a table of {what}, and {axis!r} has {p} ranks",
-            op="pick",
-            mesh=current_mesh(),
-            fix=f"sl.collectives.pick([0.0] * {p}, {axis!r})",
-        )
+        why = f"a table of {what}, and {axis!r} has {p} ranks"
+        fix = f"sl.collectives.pick([0.0] * {p}, {axis!r})"
+        raise BadArgument(why, op="pick", mesh=current_mesh(), fix=fix)
     if not isinstance(index, Stacked):
         return table[index]
     where = index.ranks.device
@@ -503,11 +488,9 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
     tensor([2., 2.])
     """
     if to not in ("varying", "replicated"):
-        raise ShardError(
-            f"to={to!r} is neither 'varying' nor 'replicated'",
-            op="pcast",
-            fix=f"sl.collectives.pcast(x, {axis!r}, to='varying')",
-        )
+        why = f"to={to!r} is neither 'varying' nor 'replicated'"
+        fix = f"sl.collectives.pcast(x, {axis!r}, to='varying')"
+        raise ShardError(why, op="pcast", fix=fix)
     mesh = mesh_of(x)
     axes = _axes(axis, "pcast")
     mesh.axis_size(axes, "pcast", f"sl.collectives.pcast(x, {{}}, to={to!r})")
@@ -517,13 +500,10 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
     over = real(mesh, axes)
     if to == "replicated":
         if wrong := differing(x.ranks, mesh, sorted(over, key=mesh.names.index)):
-            raise WrongAxes(
-                f"the block differs along axis {wrong!r}",
-                op="pcast",
-                operands={"block": f"{x.dtype} {list(x.shape)}"},
-                mesh=mesh,
-                fix=f"sl.psum(x, {wrong!r})",
-            )
+            why = f"the block differs along axis {wrong!r}"
+            given = {"block": f"{x.dtype} {list(x.shape)}"}
+            fix = f"sl.psum(x, {wrong!r})"
+            raise WrongAxes(why, op="pcast", operands=given, mesh=mesh, fix=fix)
         now = None if known is None else Varies(known - over)
     else:
         now = None if known is None else Varies(known | over)

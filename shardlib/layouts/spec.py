@@ -36,13 +36,10 @@ def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:
     if skew:
         unsaid.append("a skew")
     if unsaid:
-        raise NotExpressible(
-            f"DTensor cannot say {unsaid[0]}",
-            op="to_dtensor",
-            operands={"layout": written(fields)},
-            mesh=dict(sizes),
-            fix="sl.dtensor.to_dtensor(x, normalize=True)",
-        )
+        why = f"DTensor cannot say {unsaid[0]}"
+        given = {"layout": written(fields)}
+        fix = "sl.dtensor.to_dtensor(x, normalize=True)"
+        raise NotExpressible(why, op="to_dtensor", operands=given, mesh=dict(sizes), fix=fix)
     found: dict[str, Any] = dict.fromkeys(names, Replicate()) | dict.fromkeys(partial, Partial())
     found |= {a: Shard(i) for i, d in enumerate(dims) for a in d.axes}
     return tuple(map(found.get, names))

@@ -52,11 +52,9 @@ def backend_of(kind: str, op: str) -> str:
     try:
         return dist.get_default_backend_for_device(kind)
     except ValueError as e:
-        raise MeshError(
-            f"torch knows no backend for transfers between devices of the kind {kind!r}",
-            op=op,
-            fix=f"torch.distributed.Backend.register_backend(name, make, devices=[{kind!r}])",
-        ) from e
+        why = f"torch knows no backend for transfers between devices of the kind {kind!r}"
+        fix = f"torch.distributed.Backend.register_backend(name, make, devices=[{kind!r}])"
+        raise MeshError(why, op=op, fix=fix) from e
 
 
 _PINNED = 1 << 26  # bytes: pinned memory is kept for the next copy

@@ -226,17 +226,13 @@ def _check_travels(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     if getattr(fn, "__module__", "") == "__main__" and not hasattr(
         sys.modules["__main__"], "__file__"
     ):
-        raise ShardError(
-            f"{name} was defined at a prompt, where new processes cannot find it",
-            op="launch",
-            fix=fix,
-        )
+        why = f"{name} was defined at a prompt, where new processes cannot find it"
+        raise ShardError(why, op="launch", fix=fix)
     try:
         pickle.dumps((fn, args))
     except Exception as e:
-        raise ShardError(
-            f"{name} or its arguments cannot be pickled: {e}", op="launch", fix=fix
-        ) from e
+        why = f"{name} or its arguments cannot be pickled: {e}"
+        raise ShardError(why, op="launch", fix=fix) from e
 
 
 def _rank_main(

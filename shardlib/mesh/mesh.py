@@ -188,12 +188,9 @@ class Mesh(Mapping[str, int]):
 
     def __reduce__(self) -> Any:
         if self.kind == "dist":
-            raise MeshError(
-                "a running job's mesh cannot be pickled",
-                op="pickle",
-                mesh=self,
-                fix="dict(mesh.axes)",
-            )
+            why = "a running job's mesh cannot be pickled"
+            fix = "dict(mesh.axes)"
+            raise MeshError(why, op="pickle", mesh=self, fix=fix)
         return _again, (dict(self.axes), self.kind)
 
     def __enter__(self) -> "Mesh":
@@ -236,12 +233,8 @@ def axes_text(axes: Iterable[str]) -> str:
 def unknown_axis(axis: str, axes: Mapping[str, int], op: str, fix: str) -> UnknownAxis:
     """Build the error for an axis that is not in the mesh, with similar names."""
     hint = meant(similar(str(axis), axes))
-    return UnknownAxis(
-        f"unknown axis {axis!r}; this mesh has {', '.join(axes)}{hint}",
-        op=op,
-        mesh=dict(axes),
-        fix=fix,
-    )
+    why = f"unknown axis {axis!r}; this mesh has {', '.join(axes)}{hint}"
+    return UnknownAxis(why, op=op, mesh=dict(axes), fix=fix)
 
 
 # ---------------------------------------------------------------- the mesh in scope
@@ -360,11 +353,9 @@ _FIRST = {"launch": "fn, *args, "}
 def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
     bad = {n: s for n, s in axes.items() if not isinstance(s, int) or s is True or s < 1}
     if bad or not axes:
-        raise MeshError(
-            f"axis sizes must be positive integers, got {bad or 'no axis at all'}",
-            op=op,
-            fix=f"sl.{op}({_FIRST.get(op, '')}x=2, y=2)",
-        )
+        why = f"axis sizes must be positive integers, got {bad or 'no axis at all'}"
+        fix = f"sl.{op}({_FIRST.get(op, '')}x=2, y=2)"
+        raise MeshError(why, op=op, fix=fix)
     named = {n: s for n, s in axes.items() if not (n.isidentifier() and n.isascii())}
     if named:  # the text of a layout could not contain it
         raise MeshError(
@@ -432,11 +423,9 @@ def record(*given: Never, device: Device = None, **axes: int) -> Mesh:
         try:
             mesh.device_type = torch.device(device).type
         except (RuntimeError, TypeError) as e:
-            raise MeshError(
-                f"device={device!r} is none of torch's devices",
-                op="record",
-                fix='sl.record(x=2, device="cuda")',
-            ) from e
+            why = f"device={device!r} is none of torch's devices"
+            fix = 'sl.record(x=2, device="cuda")'
+            raise MeshError(why, op="record", fix=fix) from e
     return mesh
 
 
@@ -551,11 +540,9 @@ def _sizes(
     check_timeout(timeout, op, f"sl.{op}(x=-1, timeout=100.0)")
     free = [n for n, s in axes.items() if s == -1]
     if len(free) > 1:
-        raise MeshError(
-            f"only one axis can be inferred, not {', '.join(free)}",
-            op=op,
-            fix=f"sl.{op}(x=-1, y=2)",
-        )
+        why = f"only one axis can be inferred, not {', '.join(free)}"
+        fix = f"sl.{op}(x=-1, y=2)"
+        raise MeshError(why, op=op, fix=fix)
     return sizes_of(op, {**axes, **dict.fromkeys(free, 1)})
 
 
@@ -565,11 +552,9 @@ def check_device(device: Any, op: str, axes: Mapping[str, int]) -> str | None:
     here = ["cpu", *([found.type] if (found := accelerator()) else [])]
     if device is not None and device not in here:
         text = ", ".join(f"{n}={s}" for n, s in axes.items())
-        raise MeshError(
-            f"device={str(device)!r} is none of those that this process has: {', '.join(here)}",
-            op=op,
-            fix=f"sl.{op}({_FIRST.get(op, '')}{text or 'x=2'}, device={here[-1]!r})",
-        )
+        why = f"device={str(device)!r} is none of those that this process has: {', '.join(here)}"
+        fix = f"sl.{op}({_FIRST.get(op, '')}{text or 'x=2'}, device={here[-1]!r})"
+        raise MeshError(why, op=op, fix=fix)
     return device
 
 
@@ -616,11 +601,9 @@ def _start(device: str) -> None:
         take_device(device, int(os.environ.get("LOCAL_RANK", "0")))
         missing = [n for n in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
         if missing:
-            raise MeshError(
-                f"a launcher says where the ranks meet, and {' and '.join(missing)} is not set",
-                op="make_mesh",
-                fix=f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} script.py",
-            )
+            why = f"a launcher says where the ranks meet, and {' and '.join(missing)} is not set"
+            fix = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} script.py"
+            raise MeshError(why, op="make_mesh", fix=fix)
         try:
             store, rank, world = next(dist.rendezvous("env://", timeout=_COMING))
             # torchrun with a fixed master port restarts on the store of the processes that failed,

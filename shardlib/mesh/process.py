@@ -27,11 +27,9 @@ def launched(op: str) -> bool:
         wrong = [f"RANK is {rank}, and WORLD_SIZE {world}"]
     if not wrong:
         return True
-    raise MeshError(
-        f"a launcher sets RANK and WORLD_SIZE, and here {' and '.join(wrong)}",
-        op=op,
-        fix="torchrun --nproc-per-node 4 script.py   # or, in one process: unset RANK WORLD_SIZE",
-    )
+    why = f"a launcher sets RANK and WORLD_SIZE, and here {' and '.join(wrong)}"
+    fix = "torchrun --nproc-per-node 4 script.py   # or, in one process: unset RANK WORLD_SIZE"
+    raise MeshError(why, op=op, fix=fix)
 
 
 def world_size(op: str) -> int:

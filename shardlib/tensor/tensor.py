@@ -900,12 +900,9 @@ def no_tensor(x: object, op: str, layout: str = "...") -> PlainTensor:
         placed = f"sl.shard({made}, {layout!r})"
         fix = f"sl.{op}({placed})" if op in ("layout_of", "visualize") else placed
     text = repr(x) if isinstance(x, str | int | float | complex) else ""
-    return PlainTensor(
-        f"{type(x).__name__} is no tensor, and no tree of them",
-        op=op,
-        operands={"given": f"{text[:60]}..." if len(text) > 60 else text} if text else {},
-        fix=fix,
-    )
+    why = f"{type(x).__name__} is no tensor, and no tree of them"
+    given = {"given": f"{text[:60]}..." if len(text) > 60 else text} if text else {}
+    return PlainTensor(why, op=op, operands=given, fix=fix)
 
 
 @overload
