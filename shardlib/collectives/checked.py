@@ -49,8 +49,6 @@ from shardlib.mesh import (
 )
 from shardlib.opspec import Args, Func, Kwargs
 
-__all__ = ["agreed", "alike", "check", "checking", "digest", "line_of_user", "verify"]
-
 
 class CheckMode(Trace):
     """State of one ``with sl.check():``; called for each transfer, and for each function call."""

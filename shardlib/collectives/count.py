@@ -24,8 +24,6 @@ from shardlib.errors import UnexpectedComm, package_line, user_line
 from shardlib.mesh import Entered, enter, leave, scope
 from shardlib.opspec import Args, Func, Kwargs, names_of
 
-__all__ = ["Event", "Trace", "Wait", "Waiting", "expect_comm", "listed", "note", "trace"]
-
 _WAITS = frozenset(names_of(waits=True))
 _INDEXED = frozenset("index index_put index_put_ _unsafe_index _unsafe_index_put".split())
 # (file, function or class): on an accelerator these read what is on the host already, or let the

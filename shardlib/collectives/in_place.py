@@ -21,8 +21,6 @@ from shardlib.collectives.simulate import Stacked
 from shardlib.collectives.types import after_move, held, unwrap
 from shardlib.mesh import GROUPS, RECENT, Mesh, current_mesh, number, scope
 
-__all__ = ["gather_into", "preduce_into", "reductions", "scatter_into"]
-
 
 def preduce_into(
     target: Tensor, x: Tensor, axis: str, root: int, wire: torch.dtype | None = None

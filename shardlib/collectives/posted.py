@@ -23,13 +23,6 @@ from shardlib.collectives.types import Axis, after_move, following, held, public
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import GROUPS, POSTED, RECENT, Mesh, axes_text, current_mesh, lost, number, scope
 
-__all__ = [
-    "ALL_GATHER", "ALL_TO_ALL", "PBROADCAST", "PMAX", "PPERMUTE", "PREDUCE", "PSLICE", "PSUM",
-    "PSUM_SCATTER", "PVARY", "RAGGED", "Collective", "Counts", "Pending", "begin", "broadcasts",
-    "keep_posted", "on_side_stream", "post", "posted", "raw_call", "start_ppermutes",
-    "watched",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 

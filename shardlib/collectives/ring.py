@@ -13,8 +13,6 @@ from torch import Tensor
 from shardlib.collectives.simulate import Stacked, of
 from shardlib.collectives.verbs import axis_index, axis_size, shift, start
 
-__all__ = ["cut", "joined", "rotate", "rotate_sum"]
-
 
 def rotate(
     blocks: Sequence[Tensor], axis: str, ways: Sequence[int] = (1,)

@@ -33,8 +33,6 @@ from shardlib.errors import PlainTensor, ShardError, Unsupported
 from shardlib.mesh import Mesh, coordinates
 from shardlib.opspec import Args, Func, Kwargs, functions_of, names_of, writes
 
-__all__ = ["Stacked", "Varies", "of"]
-
 _TABLE: dict[Any, Callable[..., Any]] = {}
 
 

@@ -25,12 +25,6 @@ from shardlib.collectives.simulate import Stacked, Varies, of
 from shardlib.errors import WrongAxes
 from shardlib.mesh import Mesh, axes_text, current_mesh
 
-__all__ = [
-    "Axis", "after_move", "block_shape", "blocks", "differing", "each_rank", "first_block", "flat_blocks", "following",
-    "held", "holds_values", "lead", "mesh_of", "played", "public_name", "real", "spans_processes",
-    "storage", "storage_shape", "unwrap", "wrap",
-]  # fmt: skip
-
 Axis = str | tuple[str, ...]
 
 

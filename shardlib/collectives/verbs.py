@@ -31,12 +31,6 @@ from shardlib.collectives.types import (
 from shardlib.errors import BadArgument, RankMismatch, ShardError, UnevenSplit, WrongAxes
 from shardlib.mesh import current_mesh, uploaded
 
-__all__ = [
-    "all_gather", "all_to_all", "axis_index", "axis_size",
-    "pbroadcast", "pcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
-    "psum", "psum_scatter", "pvary", "ragged_all_to_all", "shift", "start",
-]  # fmt: skip
-
 
 def _call(op: Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
     if type(x) is not Tensor and type(x) is not Stacked:

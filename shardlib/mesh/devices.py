@@ -6,8 +6,6 @@ from torch import Tensor
 
 from shardlib.errors import MeshError
 
-__all__ = ["accelerator", "backend_of", "brought", "placed", "take_device"]
-
 
 def accelerator() -> torch.device | None:
     """Return the accelerator that torch has here (cuda, xpu, mps, a registered one), if any.

@@ -38,21 +38,6 @@ from shardlib._compat import group_timeout, job_store
 from shardlib.errors import CheckpointError, RankFailed, user_line
 from shardlib.mesh.store import Client
 
-__all__ = [
-    "ABORTED",
-    "CHECK_IT",
-    "KEPT",
-    "RECENT",
-    "JobProcesses",
-    "current_job",
-    "join_job",
-    "lost",
-    "number",
-    "operations",
-    "position",
-    "spelled",
-]
-
 KEPT = 200
 """Number of operations that a rank keeps."""
 

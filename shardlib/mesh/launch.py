@@ -32,8 +32,6 @@ from shardlib.mesh.devices import backend_of, take_device
 from shardlib.mesh.failures import ABORTED, CHECK_IT, current_job, lost, operations, position
 from shardlib.mesh.mesh import TIMEOUT, check_device, check_timeout, make_mesh, sizes_of
 
-__all__ = ["launch"]
-
 _START = 180.0  # seconds that processes may take to import the script and connect
 _SLACK = 6.0  # extra seconds before this process gives up: the ranks' own errors are better
 

@@ -8,8 +8,6 @@ functions of plain values (layouts, sizes) use ``lru_cache``, whose bound is in 
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, TypeVar
 
-__all__ = ["GROUPS", "Memo"]
-
 T = TypeVar("T")
 
 GROUPS = "group"

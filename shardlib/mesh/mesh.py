@@ -40,11 +40,6 @@ from shardlib.mesh.memo import Memo
 from shardlib.mesh.process import launched, world_size
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
-__all__ = [
-    "Link", "Mesh", "MeshLike", "as_mesh", "auto_mesh", "axes_text", "coordinates", "current_mesh", "make_mesh",
-    "rank_along", "record", "simulate", "use_mesh",
-]  # fmt: skip
-
 Kind = Literal["dist", "stacked", "record", "forked"]
 
 

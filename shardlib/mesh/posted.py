@@ -14,8 +14,6 @@ from collections.abc import Callable, Hashable
 
 from shardlib.errors import RankFailed, ShardError
 
-__all__ = ["CHECKED", "POSTED", "drain", "refuse_posted"]
-
 CHECKED = os.environ.get("SHARDLIB_CHECK", "0") not in ("", "0")
 """Whether check mode is on for the whole program."""
 

@@ -7,8 +7,6 @@ import torch.distributed as dist
 
 from shardlib.errors import MeshError
 
-__all__ = ["launched", "process_index", "rank0_print", "world_size"]
-
 
 def launched(op: str) -> bool:
     """Check whether torchrun, or another launcher, started this process with a rank.

@@ -19,8 +19,6 @@ from typing import Any, Literal, NamedTuple
 from shardlib._compat import backward_context
 from shardlib.mesh.posted import POSTED, drain
 
-__all__ = ["Entered", "Scope", "bind", "enter", "leave", "scope", "within"]
-
 
 class Policy(NamedTuple):
     """Choices of the user for the operations inside; part of the key of each cached choice."""

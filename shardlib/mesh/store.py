@@ -13,8 +13,6 @@ from typing import Any
 
 from shardlib.errors import RankFailed
 
-__all__ = ["Client"]
-
 
 class Client:
     """Calls to a store, each of at most ``seconds``.

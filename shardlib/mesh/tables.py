@@ -6,8 +6,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["uploaded"]
-
 
 @lru_cache(maxsize=4096)
 def uploaded(

@@ -14,8 +14,6 @@ from torch import Tensor
 from shardlib.collectives import flat_blocks, psum, start, unwrap, wrap
 from shardlib.mesh import Mesh, bind
 
-__all__ = ["LEAST", "MOST", "Together", "together_of"]
-
 LEAST, MOST = 1 << 20, 25 << 20
 """Bytes of a bucket: below LEAST, latency costs more than overlap hides; MOST is DDP's default."""
 

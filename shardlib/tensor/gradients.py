@@ -31,12 +31,6 @@ from shardlib.tensor.grad_coalescing import together_of
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import Facts, ShardedTensor
 
-__all__ = [
-    "Wide", "gradient_of", "gradient_place", "made_of", "of_pending", "real_axes", "settle", "shared", "to_pending",
-    "total", "varied", "varied_wide", "vary", "vjp_again", "widened",
-]  # fmt: skip
-
-
 Value = TypeVar("Value", bound=Tensor)
 
 

@@ -12,11 +12,6 @@ from shardlib.mesh import Entered, Mesh, Scope, scope, within
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, no_transform, typeof
 
-__all__ = [
-    "check_met", "constants", "copies", "leaf_block", "lift", "lifted", "one_copy", "promoting",
-    "refuse_blocks", "replicated", "whole_now",
-]  # fmt: skip
-
 
 class constants(Entered):
     """Treat plain tensors used with sharded ones as constants: the same values on every rank.

@@ -11,8 +11,6 @@ import torch
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 
-__all__ = ["Place"]
-
 _NONE: frozenset[str] = frozenset()
 _new = tuple.__new__
 

@@ -56,13 +56,6 @@ from shardlib.mesh import Memo, Mesh, Scope, enter, leave, scope
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.place import Place
 
-__all__ = [
-    "FALLBACK", "TABLE", "Facts", "ShardedTensor", "Unfit", "block_of", "block_strides",
-    "blockwise", "call_error", "has_padding", "heard", "implements", "is_dense", "layout_of", "local_call",
-    "named_tensors", "no_implementation", "no_tensor", "no_trace", "no_transform", "on_shapes",
-    "partial_escape", "raw_of", "refuse_arrays", "refuse_trace", "torch_refuses", "typeof",
-]  # fmt: skip
-
 Tree = TypeVar("Tree")
 Implementation = Callable[..., Any]
 Padding = Callable[[Implementation, Any, Any, Any], Any]

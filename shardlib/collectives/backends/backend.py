@@ -14,8 +14,6 @@ from torch import Tensor
 
 from shardlib.mesh import Mesh
 
-__all__ = ["Axes", "Backend", "Finish", "Pairs"]
-
 Axes = tuple[str, ...]
 Finish = Callable[[], Tensor]
 Pairs = Sequence[tuple[int, int]]

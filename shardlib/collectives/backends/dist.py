@@ -28,8 +28,6 @@ from shardlib.kernels import active
 from shardlib.kernels.pack import dense
 from shardlib.mesh import GROUPS, POSTED, Mesh, current_job, lost, rank_along
 
-__all__: list[str] = []
-
 holds_values = True
 spans_processes = True
 lead = 0

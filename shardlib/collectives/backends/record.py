@@ -15,9 +15,6 @@ from shardlib.collectives.backends.stacked import at_once
 from shardlib.dtypes import wider
 from shardlib.mesh import Mesh, rank_along
 
-__all__: list[str] = []
-
-
 holds_values = False
 spans_processes = False
 lead = 0

@@ -13,8 +13,6 @@ from shardlib.collectives.backends.backend import Axes, Finish, Pairs
 from shardlib.dtypes import wide
 from shardlib.mesh import Mesh, coordinates, rank_along, uploaded
 
-__all__ = ["at_once"]
-
 P = ParamSpec("P")
 
 holds_values = True

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from shardlib.collectives.backends.backend import Finish
 
-__all__ = ["Away", "Moment", "beside", "side"]
-
 
 @lru_cache(maxsize=64)
 def side(device: torch.device, kind: str) -> torch.Stream | None:
