@@ -8,6 +8,7 @@ torch.  float64 is never cast.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ DECLARED: set[Any] = set()
 """Functions that torch runs on the blocks, where it casts them itself."""
 
 
+@cache
 def _table(device: str) -> dict[Any, str]:
     """Map each function to its class on a device; accelerators have CUDA's."""
     here = "cpu" if device == "cpu" else "accelerator"
@@ -37,12 +39,8 @@ def _table(device: str) -> dict[Any, str]:
     return found
 
 
-_POLICY: dict[str, dict[Any, str]] = {}
-
-
-def forget() -> None:
-    """Drop what was made of the table of operators, which has grown."""
-    _POLICY.clear()
+forget = _table.cache_clear
+"""Drop what was made of the table of operators, which has grown."""
 
 
 @contextmanager
@@ -71,10 +69,7 @@ def cast(implementation: Any, func: Func, args: Args, kwargs: Kwargs, known: boo
     device = _device((args, kwargs))
     if not torch.is_autocast_enabled(device):
         return implementation(func, args, kwargs)
-    policy = _POLICY.get(device)
-    if policy is None:
-        policy = _POLICY[device] = _table(device)
-    how = policy.get(func)
+    how = _table(device).get(func)
     if how is None and func in COMPOSITE:
         return implementation(func, args, kwargs)
     if how is None and (not known or func in DECLARED):

@@ -135,8 +135,10 @@ class _Block(_Form):
 
 def _form(x: Tensor | None, mesh: Mesh) -> "_Form":
     """Return the form of a tensor, or of None, which stays None."""
-    kind = _Whole if isinstance(x, ShardedTensor) else _Block if type(x) is Stacked else _Form
-    return kind(x, mesh)  # type: ignore[arg-type]
+    return _FORMS.get(type(x), _Form)(x, mesh)
+
+
+_FORMS: dict[type, Callable[..., _Form]] = {ShardedTensor: _Whole, Stacked: _Block}
 
 
 def _each(method: str, forms: Sequence[_Form], given: Sequence[Any], *more: str) -> _Raws:

@@ -22,7 +22,7 @@ from optree import PyTreeSpec
 from torch import Tensor
 
 from shardlib.errors import ShardError
-from shardlib.mesh import scope, within
+from shardlib.mesh import axes_of, scope, within
 from shardlib.tensor import (
     Place,
     ShardedTensor,
@@ -125,7 +125,7 @@ def value_and_grad(
     >>> loss.item(), sl.typeof(g), sl.typeof(later), sl.unshard(g).tolist()
     (28.0, 'f32[4@x]', 'f32[4@x]{sum:data}', [4.0, 6.0, 8.0, 10.0])
     """
-    axes = (pending,) if isinstance(pending, str) else tuple(pending)
+    axes = axes_of(pending)
     if into is not None:
         _check_into(into, axes, argnums)
     several = not isinstance(argnums, int)

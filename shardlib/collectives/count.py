@@ -269,21 +269,10 @@ class expect_comm(trace):
             self._compare(self.found)
 
     def _compare(self, t: Trace) -> None:
-        found: dict[str, int] = defaultdict(int)
-        for e in t.events:
-            found[e.kind] += 1
-        wanted = self.kinds
-        wrong = [
-            f"{found.get(k, 0)} {k}, not {wanted.get(k, 0)}"
-            for k in {**wanted, **found}
-            if found.get(k, 0) != wanted.get(k, 0)
-        ]
-        wrong += [f"{t.bytes} bytes, not {self.bytes}"] if self.bytes not in (None, t.bytes) else []
-        wrong += (
-            [f"{t.messages} messages, not {self.messages}"]
-            if self.messages not in (None, t.messages)
-            else []
-        )
+        found, wanted = Counter(e.kind for e in t.events), Counter(self.kinds)
+        rows: list[tuple[str, Any, Any]] = [(k, found[k], wanted[k]) for k in {**wanted, **found}]
+        rows += [("bytes", t.bytes, self.bytes), ("messages", t.messages, self.messages)]
+        wrong = [f"{n} {what}, not {want}" for what, n, want in rows if want not in (None, n)]
         if wrong:
             ran = ", ".join(f"{k}={n}" for k, n in found.items())
             raise UnexpectedComm(

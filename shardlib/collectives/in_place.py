@@ -38,10 +38,9 @@ def preduce_into(
         target.copy_(x)
         return
     raw = held(x, mesh)
-    if mesh.kind == "stacked":
-        varies = after_move("preduce", x, mesh, (axis,), ())
-        if type(target) is Stacked and target.varies is not None:
-            target.varies.join(None if varies is None else varies.axes)
+    varies = after_move("preduce", x, mesh, (axis,), ())
+    if type(target) is Stacked and target.varies is not None:
+        target.varies.join(varies and varies.axes)
     into = BACKENDS[mesh.kind].preduce_into
 
     def post() -> Callable[[], object]:

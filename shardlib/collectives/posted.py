@@ -21,7 +21,18 @@ from shardlib.collectives.count import Trace, note
 from shardlib.collectives.simulate import Stacked, Varies
 from shardlib.collectives.types import Axis, after_move, following, held, public_name
 from shardlib.errors import ShardError, Unsupported
-from shardlib.mesh import GROUPS, POSTED, RECENT, Mesh, axes_text, current_mesh, lost, number, scope
+from shardlib.mesh import (
+    GROUPS,
+    POSTED,
+    RECENT,
+    Mesh,
+    axes_of,
+    axes_text,
+    current_mesh,
+    lost,
+    number,
+    scope,
+)
 
 T = TypeVar("T")
 
@@ -412,7 +423,7 @@ def keep_posted(finish: Finish) -> Pending:
 
 def post(op: Collective, x: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Pending:
     """Post a collective on a block, over axes of more than one rank."""
-    varies = after_move(op.name, x, mesh, axes, params) if mesh.kind == "stacked" else None
+    varies = after_move(op.name, x, mesh, axes, params)
     return _result(_begin_ahead(op, held(x, mesh), mesh, axes, params), mesh, varies)
 
 
@@ -452,7 +463,7 @@ def start_ppermutes(
 
     Each counts as its own; as with ``start``, for code that writes its own gradient.
     """
-    axes = (axis,) if isinstance(axis, str) else axis
+    axes = axes_of(axis)
     mesh = next((x.mesh for x in xs if type(x) is Stacked), None) or current_mesh()
     if mesh.axis_size(axes) == 1:
         return [Pending(partial(_alone, x, pairs)) for x, pairs in zip(xs, tables, strict=True)]
@@ -467,9 +478,7 @@ def start_ppermutes(
     out = []
     finishes = BACKENDS[mesh.kind].ppermutes(raws, mesh, axes, tables)
     for x, pairs, finish, end in zip(xs, tables, finishes, ends, strict=True):
-        varies = None
-        if mesh.kind == "stacked":
-            varies = after_move("ppermute", x, mesh, axes, (pairs,))
+        varies = after_move("ppermute", x, mesh, axes, (pairs,))
         out.append(_result(_ended(finish, end), mesh, varies))
     return out
 

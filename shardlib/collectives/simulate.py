@@ -372,8 +372,7 @@ def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 @_enter(Tensor.__getitem__)
 def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, index = args
-    index = index if isinstance(index, tuple) else (index,)
+    x, index = args[0], _index(args[1])
     if not isinstance(x, Stacked) or any(isinstance(i, Tensor | list) for i in index):
         return _by_vmap(func, args, kwargs)
     return Stacked(x.ranks[(slice(None), *index)], x.mesh)
@@ -384,7 +383,7 @@ def _setitem(func: Func, args: Args, kwargs: Kwargs) -> None:
     x, index, value = args
     if type(x) is not Stacked:
         raise _plain_target(func)
-    index = index if isinstance(index, tuple) else (index,)
+    index = _index(index)
     if any(isinstance(i, Tensor | list) for i in index):
         one = not isinstance(value, Tensor) or value.numel() == 1
         if (
@@ -399,6 +398,10 @@ def _setitem(func: Func, args: Args, kwargs: Kwargs) -> None:
             _by_vmap(_put, (x, index, value), {})
         return
     x.ranks[(slice(None), *index)] = _aligned(value, x[index].ndim)
+
+
+def _index(given: Any) -> tuple[Any, ...]:
+    return given if isinstance(given, tuple) else (given,)
 
 
 def _put(x: Tensor, index: Any, value: Any) -> Tensor:

@@ -160,12 +160,12 @@ def _varies_over(x: Tensor, axes: Sequence[str]) -> frozenset[str] | None:
 def after_move(op: str, x: Tensor, mesh: Mesh, axes: Sequence[str], params: tuple) -> Varies | None:
     """Return the axes over which the result of a collective varies; None if ``x`` is untracked.
 
+    On real ranks nothing is tracked.
     A tensor that a body made without a block, such as torch.ones, counts as varying over the axes
     of the collective, since its sum counts ranks.
     Raises: WrongAxes for a sum over an axis along which every rank holds the same.
     """
-    now = _varies_over(x, axes)
-    if now is None:
+    if mesh.kind != "stacked" or (now := _varies_over(x, axes)) is None:
         return None
     over = real(mesh, axes)
     if op in _SUMS and (whole := over - now):

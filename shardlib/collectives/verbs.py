@@ -432,7 +432,7 @@ def axis_index(axis: Axis) -> Any:
     """
     mesh = current_mesh()
     axes = _axes(axis, "axis_index")
-    mesh.axis_size(axis if isinstance(axis, str) else axes, "axis_index", "sl.axis_index({})")
+    mesh.axis_size(axes, "axis_index", "sl.axis_index({})")
     index = BACKENDS[mesh.kind].axis_index(mesh, axes)
     if not isinstance(index, Tensor):
         return index
@@ -490,17 +490,16 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
     mesh.axis_size(axes, "pcast", f"sl.collectives.pcast(x, {{}}, to={to!r})")
     if type(x) is not Stacked:
         return x
-    known = None if x.varies is None else x.varies.axes
     over = real(mesh, axes)
-    if to == "replicated":
-        if wrong := differing(x.ranks, mesh, sorted(over, key=mesh.names.index)):
-            why = f"the block differs along axis {wrong!r}"
-            given = {"block": f"{x.dtype} {list(x.shape)}"}
-            fix = f"sl.psum(x, {wrong!r})"
-            raise WrongAxes(why, op="pcast", operands=given, mesh=mesh, fix=fix)
-        now = None if known is None else Varies(known - over)
-    else:
-        now = None if known is None else Varies(known | over)
+    order = sorted(over, key=mesh.names.index)
+    if to == "replicated" and (wrong := differing(x.ranks, mesh, order)):
+        why = f"the block differs along axis {wrong!r}"
+        given = {"block": f"{x.dtype} {list(x.shape)}"}
+        fix = f"sl.psum(x, {wrong!r})"
+        raise WrongAxes(why, op="pcast", operands=given, mesh=mesh, fix=fix)
+    known, now = x.varies and x.varies.axes, None
+    if known is not None:
+        now = Varies(known - over if to == "replicated" else known | over)
     return following(x.ranks.view_as(x.ranks), mesh, now)
 
 

@@ -23,9 +23,3 @@ from shardlib.layouts.layout import (
 )
 from shardlib.layouts.reshard import Exchange, ReshardPlan, ReshardStep
 from shardlib.layouts.ring import Ring
-
-__all__ = [
-    "P", "Col", "Dim", "Exchange", "Layout", "Layout25D", "Layout2D", "Layout3D", "LayoutFamily",
-    "LayoutLike", "LayoutTree", "Partial", "Replicated", "ReshardPlan", "ReshardStep", "Ring",
-    "Row", "as_layout", "axis_sizes", "is_layout", "per_leaf", "positions", "taken",
-]  # fmt: skip

@@ -14,6 +14,7 @@ from shardlib.errors import LayoutSyntax
 from shardlib.layouts.dims import Dim
 from shardlib.layouts.layout import Layout
 from shardlib.layouts.orders import ORDERS, Run, block, dealt, uncovered
+from shardlib.mesh import axes_of
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ class Ring:
 
     @property
     def layout(self) -> Layout:
-        axes = (self.axis,) if isinstance(self.axis, str) else self.axis
-        dims = (*[Dim()] * self.dim, Dim(axes, self.order))
+        dims = (*[Dim()] * self.dim, Dim(axes_of(self.axis), self.order))
         return Layout(dims, ellipsis=len(dims))
 
     def runs(self, rank: int, length: int, size: int) -> tuple[Run, ...]:

@@ -18,6 +18,7 @@ from shardlib.mesh.mesh import (
     MeshLike,
     as_mesh,
     auto_mesh,
+    axes_of,
     axes_text,
     coordinates,
     current_mesh,
@@ -32,12 +33,3 @@ from shardlib.mesh.posted import POSTED, drain, refuse_posted
 from shardlib.mesh.process import launched, process_index, rank0_print, world_size
 from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, within
 from shardlib.mesh.tables import uploaded
-
-__all__ = [
-    "GROUPS", "POSTED", "RECENT", "Entered", "JobProcesses", "Link", "Mesh", "Memo", "MeshLike", "Scope",
-    "accelerator", "as_mesh",
-    "auto_mesh", "axes_text", "bind", "brought", "coordinates", "current_job", "current_mesh", "drain", "enter",
-    "join_job", "launch", "launched", "leave", "lost", "make_mesh", "number", "process_index", "rank0_print",
-    "rank_along", "record", "refuse_posted", "scope", "simulate", "spelled", "unknown_axis",
-    "uploaded", "use_mesh", "within", "world_size",
-]  # fmt: skip

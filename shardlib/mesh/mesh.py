@@ -219,6 +219,11 @@ def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str
     return rank
 
 
+def axes_of(axis: str | Iterable[str]) -> tuple[str, ...]:
+    """Return one axis or several as a tuple."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
 def axes_text(axes: Iterable[str]) -> str:
     """Write axes as the argument of a call: one as its name, several as a tuple."""
     given = tuple(axes)

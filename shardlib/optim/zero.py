@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import BadArgument, ShardError, Unsupported
+from shardlib.mesh import axes_of
 from shardlib.optim.index import IndexCache, ZeroSettings
 from shardlib.optim.precision import Master
 from shardlib.optim.sink import summing
@@ -91,7 +92,7 @@ def zero(
             op="zero",
             fix='sl.optim.zero(tx, axis="data")',
         )
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = axes_of(axis)
     how = ZeroSettings(tx, axes, stage, bucket_mb, master, reduce_dtype, gather_dtype, inner, keep)
     _check_stage(how)
     _check_dtypes(how)

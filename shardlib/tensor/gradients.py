@@ -83,7 +83,7 @@ class _Vary(Local):
             return None, None, None, None
         # the parts are sent in half precision and summed in fp32
         narrow = ctx.dtype if wider(ctx.dtype) != ctx.dtype else None
-        g = g if narrow is None else g.float()
+        g = wide(g)
         if _handed_over(ctx.leaf, g, ctx.mesh, ctx.axes, narrow, narrow):
             return None, None, None, None
         return _Sum.apply(g, ctx.mesh, ctx.axes, narrow, narrow), None, None, None

@@ -993,11 +993,6 @@ def type_or_class(x: object) -> str:
     return typeof(x) if isinstance(x, Tensor) else type(x).__name__
 
 
-def raw_of(x: Any) -> Any:
-    """Return the block of a sharded value, a plain value itself."""
-    return x.raw if isinstance(x, ShardedTensor) else x
-
-
 def block_of(x: ShardedTensor) -> Tensor:
     """Return one rank's block; under simulate rank 0's."""
     return first_block(x.raw, x.mesh)
