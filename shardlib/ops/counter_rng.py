@@ -41,17 +41,9 @@ def keep_mask(index: Tensor, key: int, p: float) -> Tensor:
     index, flat = index.reshape(-1), out.view(-1)
     step = 2 * _STEP if index.device.type == "cpu" else max(index.numel(), 1)
     for at in range(0, index.numel(), step):
-        torch.ge(
-            bits(index[at : at + step], key).bitwise_and_(_53), _bar(p), out=flat[at : at + step]
-        )
+        found = bits(index[at : at + step], key).bitwise_and_((1 << 53) - 1)
+        torch.ge(found, int(p * (1 << 53)), out=flat[at : at + step])
     return out
-
-
-_53 = (1 << 53) - 1
-
-
-def _bar(p: float) -> int:
-    return int(p * (1 << 53))
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,8 @@ def refuse_no_value(call: FallbackCall) -> object:
     if call.refusal is not None and call.func in (torch.autograd.grad, torch.autograd.backward):
         raise call.refusal
     access = call.name in ("__get__", "__set__", "__delete__")
-    if call.name in _NEVER or (access and _property(call.func) not in _VALUES):
+    read = getattr(getattr(call.func, "__self__", None), "__name__", "")
+    if call.name in _NEVER or (access and read not in _VALUES):
         raise call.refused()
     return NEXT
 
@@ -547,10 +548,6 @@ _PLAINLY = frozenset("pca_lowrank svd_lowrank".split())
 
 
 _VALUES = frozenset("real imag H mH".split())
-
-
-def _property(func: Func) -> str:
-    return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
 def _whole(shape: torch.Size) -> Layout:

@@ -70,8 +70,6 @@ def _text(x: Any) -> str:
 
 def _written(x: Any) -> str:
     text = repr(x)
-    return (
-        text
-        if not text.startswith("<") and text not in ("inf", "nan", "-inf")
-        else f"float({text!r})"
-    )
+    if text.startswith("<") or text in ("inf", "nan", "-inf"):
+        return f"float({text!r})"
+    return text

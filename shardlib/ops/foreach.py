@@ -33,13 +33,14 @@ def _tensors(x: object) -> bool:
 
 def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
     """Return the block of ``x`` with the positions of ``first``'s; None if layouts differ."""
-    if not isinstance(x, ShardedTensor):
-        return None if x.ndim else x
-    if x.mesh is not first.mesh or x.sharding.partial:
-        return None
-    if (x.sharding, x.padded_shape, x.shape) == (first.sharding, first.padded_shape, first.shape):
-        return x.raw
-    return None if x.ndim else blocks(x.raw, x.mesh)[0]
+    if isinstance(x, ShardedTensor):
+        if x.mesh is not first.mesh or x.sharding.partial:
+            return None
+        own = x.sharding, x.padded_shape, x.shape
+        if own == (first.sharding, first.padded_shape, first.shape):
+            return x.raw
+        x = blocks(x.raw, x.mesh)[0]  # of a number every rank's is the same
+    return None if x.ndim else x
 
 
 def _blocks(args: Sequence[Any]) -> list[Any] | None:
@@ -124,7 +125,7 @@ def _norms(func: Func, xs: Sequence[Any], order: float, dtype: torch.dtype | Non
         if axes:
             parts = _over(parts, mesh, axes, order)
         for i, raw in zip(members, parts.unbind(-1), strict=True):
-            place = Place(_SCALAR, torch.Size(()), mesh)
+            place = Place(Layout(), torch.Size(()), mesh)
             out[i] = ShardedTensor(raw.to(local[i].dtype), place)
     return tuple(out)
 
@@ -198,8 +199,6 @@ def unscale(func: Func, args: Args, kwargs: Kwargs) -> None:
 def _number(x: Tensor) -> Tensor:
     return x.raw.reshape(-1)[0] if isinstance(x, ShardedTensor) else x
 
-
-_SCALAR = Layout.parse("...").resolve(0)
 
 for _name, _func in foreach_ops().items():
     if _name == "norm":

@@ -37,13 +37,7 @@ from shardlib.tensor import raw_of, refuse_sums
 from shardlib.tensor.gradients import real_axes, total, vary
 from shardlib.tensor.lifting import lifted
 from shardlib.tensor.place import Place
-from shardlib.tensor.tensor import (
-    ShardedTensor,
-    Unfit,
-    call_error,
-    has_padding,
-    implements,
-)
+from shardlib.tensor.tensor import ShardedTensor, Unfit, call_error, has_padding, implements
 
 
 class _Classes(NamedTuple):
@@ -269,9 +263,9 @@ def _split_cross_entropy(given: dict[str, Any], given_up: bool = False) -> Shard
         target = reshard(target, plan.rows)  # a slice: nothing moves
     ignore, smooth = given["ignore_index"], float(given["label_smoothing"])
     x: Any = logits.raw
-    scalar = Place(_SCALAR, torch.Size(()), mesh, deferred=of_logits.deferred)
-    local = reduction != "none" and not (plan.over or plan.axes)
-    if local and _is_torchs(x, classes):
+    scalar = Place(Layout(), torch.Size(()), mesh, deferred=of_logits.deferred)
+    whole = x.ndim == 2 and classes == x.shape[-1] and not (plan.over or plan.axes)
+    if whole and reduction != "none" and not _is_large(x) and not by_kernels(x):
         raw: Any = F.cross_entropy(
             x, target.raw, ignore_index=ignore, label_smoothing=smooth, reduction=reduction
         )
@@ -286,11 +280,6 @@ def _split_cross_entropy(given: dict[str, Any], given_up: bool = False) -> Shard
     else:
         raw = total(raw.sum(-1, dtype=wider(raw.dtype)), mesh, plan.over)
     return ShardedTensor(raw.to(x.dtype), scalar)
-
-
-def _is_torchs(x: Tensor, classes: int) -> bool:
-    """Check whether torch's own kernel takes whole rows of logits and reduces their losses."""
-    return x.ndim == 2 and classes == x.shape[-1] and not _is_large(x) and not by_kernels(x)
 
 
 def by_kernels(x: Tensor) -> bool:
@@ -368,9 +357,6 @@ def _miscounted(logits: ShardedTensor, target: ShardedTensor) -> ShardError:
     if count == rows:
         fix = "F.cross_entropy(logits, target.view(-1))"
     return call_error(ShardError, why, "cross_entropy", fix, logits=logits, target=target)
-
-
-_SCALAR = Layout()
 
 
 def _mean(raw: Tensor, target: Tensor, ignore: int, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:

@@ -19,6 +19,7 @@ from shardlib._compat import (
 from shardlib.collectives import holds_values, lead, storage_shape
 from shardlib.errors import BadArgument, ShardError
 from shardlib.mesh import scope
+from shardlib.ops.declare import by_signature
 from shardlib.ops.dims import may_move
 from shardlib.opspec import Args, Func, Kwargs, functions_of
 from shardlib.placing import reshard
@@ -86,10 +87,12 @@ def _described(func: Func, args: Args, kwargs: Kwargs) -> bool:
     raise no_trace("torch.export")
 
 
-@implements(Tensor.is_contiguous, takes="all")
-def _is_contiguous(func: Func, args: Args, kwargs: Kwargs) -> bool:
-    x, form = _FORM(*args, **kwargs)
-    if form is torch.contiguous_format:
+_FORM = "contiguous(input, memory_format=None)"
+
+
+@by_signature(_FORM, Tensor.is_contiguous, takes="all")
+def _is_contiguous(func: Func, x: ShardedTensor, form: torch.memory_format | None) -> bool:
+    if form in (None, torch.contiguous_format):
         return is_dense(x)
     return block_of(x).is_contiguous(memory_format=form)
 
@@ -273,12 +276,6 @@ def _listed(x: Tensor | Iterable[Any]) -> list[Any]:
     return [x] if isinstance(x, Tensor) else list(x)
 
 
-def _FORM(
-    input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
-) -> tuple[ShardedTensor, torch.memory_format]:
-    return input, memory_format
-
-
 def _formatted(x: ShardedTensor, form: torch.memory_format) -> ShardedTensor:
     """Copy to blocks whose strides are those of a memory format."""
     alike = form in (torch.preserve_format, torch.contiguous_format)
@@ -292,23 +289,17 @@ def _formatted(x: ShardedTensor, form: torch.memory_format) -> ShardedTensor:
     return x.becomes(x.raw.permute(last).clone(memory_format=torch.contiguous_format).permute(back))
 
 
-@implements(Tensor.contiguous, takes="all")
-def _contiguous(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+@by_signature(_FORM, Tensor.contiguous, takes="all")
+def _contiguous(func: Func, x: ShardedTensor, form: torch.memory_format | None) -> ShardedTensor:
     """Return the tensor itself where torch would return its operand, else a copy."""
-    if _is_contiguous(func, args, kwargs):
-        return (*args, *kwargs.values())[0]
-    return _formatted(*_FORM(*args, **kwargs))
+    if _is_contiguous(func, x, form):
+        return x
+    return _formatted(x, form or torch.contiguous_format)
 
 
-def _CLONE(
-    input: ShardedTensor, *, memory_format: torch.memory_format | None = None
-) -> tuple[ShardedTensor, torch.memory_format]:
-    return input, torch.preserve_format if memory_format is None else memory_format
-
-
-@implements(Tensor.clone, torch.clone, takes="all")
-def _clone(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    return _formatted(*_CLONE(*args, **kwargs))
+@by_signature("clone(input, *, memory_format=None)", Tensor.clone, torch.clone, takes="all")
+def _clone(func: Func, x: ShardedTensor, form: torch.memory_format | None) -> ShardedTensor:
+    return _formatted(x, form or torch.preserve_format)
 
 
 @implements(Tensor.detach, torch.detach, Tensor.data.__get__, takes="all")
@@ -415,6 +406,6 @@ def _whole_here(x: ShardedTensor, func: Func, verb: str) -> None:
         raise on_shapes(func, x.mesh)
 
 
-_READERS = (_plain, _of_blocks, _is_contiguous, _set_data, _item, _format, _array)
+_READERS = (_plain, _of_blocks, _set_data, _item, _format, _array)
 _UNCAST.update(f for f, implementation in TABLE.items() if implementation in _READERS)
-_UNCAST.add(Tensor.data.__get__)
+_UNCAST.update((Tensor.data.__get__, Tensor.is_contiguous))

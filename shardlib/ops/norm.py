@@ -49,13 +49,7 @@ from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.gradients import vary, vjp_again, widened
 from shardlib.tensor.lifting import lifted
-from shardlib.tensor.tensor import (
-    ShardedTensor,
-    Unfit,
-    blockwise,
-    call_error,
-    implements,
-)
+from shardlib.tensor.tensor import ShardedTensor, Unfit, blockwise, call_error, implements
 
 Axes = tuple[str, ...]
 TorchCall = tuple[Func, Args, Kwargs]

@@ -388,8 +388,7 @@ def like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
         why = f"the memory format {b['memory_format']}"
         raise call_error(Unsupported, why, func, f"torch.{func.__name__}(x)")
     raw = x.raw.new_empty(x.raw.shape, dtype=dtype)
-    bare = Layout(x.dims, skew=x.sharding.skew)
-    out = ShardedTensor(raw, Place(bare, x.shape, x.mesh, x.padded_shape))
+    out = ShardedTensor(raw, Place(x.sharding.bare, x.shape, x.mesh, x.padded_shape))
     _asked(fill, out, ends, {})
     draw_into(out, make(dtype, *ends), b["generator"])
     return out.requires_grad_(b["requires_grad"])  # type: ignore[return-value]

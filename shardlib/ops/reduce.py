@@ -24,13 +24,7 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
 from shardlib.tensor import refuse_sums
 from shardlib.tensor.gradients import real_axes, total, vary
-from shardlib.tensor.tensor import (
-    ShardedTensor,
-    Unfit,
-    call_error,
-    implements,
-    local_call,
-)
+from shardlib.tensor.tensor import ShardedTensor, Unfit, call_error, implements, local_call
 
 Dims = int | list[int] | tuple[int, ...] | None
 """Dimensions as an argument names them; None names all."""
@@ -213,11 +207,7 @@ def _over_ranks(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], largest: bool) -
 
 
 def merged(
-    func: Func,
-    x: ShardedTensor,
-    dim: Dims,
-    keepdim: bool,
-    more: dict[str, Any],
+    func: Func, x: ShardedTensor, dim: Dims, keepdim: bool, more: dict[str, Any]
 ) -> ShardedTensor:
     """Reduce every block, gather the results, and reduce them again by the same function.
 
@@ -509,13 +499,6 @@ class _Cleared(Local):
 @spelled(_NAN.replace("nansum", "nanmean"))
 def _nanmean(input: Tensor, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     return _nansum(input, dim, keepdim, dtype) / (~input.isnan()).sum(dim, keepdim)
-
-
-def _spread(of: Func) -> Func:
-    return lambda input, dim, keepdim, **how: (
-        of(input, dim, keepdim=keepdim, **how),
-        input.mean(dim, keepdim),
-    )
 
 
 @spelled("aminmax(input, *, dim: int = None, keepdim: bool = False)")

@@ -16,11 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.autocast import DECLARED, casting
-from shardlib.errors import (
-    BadArgument,
-    ImplicitCommunication,
-    OutOfRange,
-)
+from shardlib.errors import BadArgument, ImplicitCommunication, OutOfRange
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import Apart, cut, leading, without_ones
 from shardlib.ops.declare import by_signature, rows_but, where
