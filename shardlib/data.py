@@ -264,13 +264,9 @@ class Batches:
         reading = self._reading([rows for _, rows in batches], parts)
         for stop, _ in batches:
             read = {part: next(reading) for part in parts}
-            held = iter([read[part] for part in self._rows_of])
-            coords = iter(played(self.mesh))
-            out = from_local(
-                lambda held=held, coords=coords: self._cut(next(held), next(coords)),
-                self.layout,
-                self.mesh,
-            )
+            held = [read[part] for part in self._rows_of]
+            ranks = zip(held, played(self.mesh), strict=True)  # in the order of from_local's calls
+            out = from_local(lambda ranks=ranks: self._cut(*next(ranks)), self.layout, self.mesh)
             self.row = stop
             if stop == batches[-1][0]:
                 self._next_epoch()

@@ -372,30 +372,6 @@ Where = Sequence[slice]
 """Position in a chunk, along each dimension."""
 
 
-@lru_cache(maxsize=256)
-def strips(shape: tuple[int, ...], cuts: Cuts, itemsize: int) -> list[Strip]:
-    """Cut a chunk into strips of some megabytes at most: a few rows of tiles each, in order."""
-    if not shape:
-        return [((), [])]
-    d = along(shape, itemsize)
-    fine = [
-        [t.stop - t.start for t in stretches(n, c)]
-        for n, c in zip(shape[d + 1 :], cuts[d + 1 :], strict=True)
-    ]
-    row, bands = math.prod(shape[d + 1 :]) * itemsize, [[]]
-    for band in stretches(shape[d], cuts[d]):
-        if bands[-1] and (band.stop - bands[-1][0].start) * row > STRIP:
-            bands.append([])
-        bands[-1].append(band)
-    out: list[Strip] = []
-    for before in itertools.product(*(range(n) for n in shape[:d])):
-        for some in bands:
-            lengths = [[1]] * d + [[c.stop - c.start for c in some]] + fine
-            where = tuple(slice(i, i + 1) for i in before)
-            out.append(((*where, slice(some[0].start, some[-1].stop)), lengths))
-    return out
-
-
 def _nothing(piece: object) -> None:
     """Do nothing with a piece that is in memory."""
 
@@ -446,8 +422,24 @@ class ChunkChecksums:
 
     @cached_property
     def strips(self) -> list[Strip]:
-        """The strips of the chunk, as ``strips`` cuts it."""
-        return strips(self.shape, self.cuts, self.dtype.itemsize)
+        """The chunk's strips of some megabytes at most: a few rows of tiles each, in order."""
+        shape, cuts = self.shape, self.cuts
+        if not shape:
+            return [((), [])]
+        d = along(shape, self.dtype.itemsize)
+        fine = [_lengths(stretches(n, c)) for n, c in zip(shape, cuts, strict=True)][d + 1 :]
+        row, bands = math.prod(shape[d + 1 :]) * self.dtype.itemsize, [[]]
+        for band in stretches(shape[d], cuts[d]):
+            if bands[-1] and (band.stop - bands[-1][0].start) * row > STRIP:
+                bands.append([])
+            bands[-1].append(band)
+        out: list[Strip] = []
+        for before in itertools.product(*(range(n) for n in shape[:d])):
+            where = [slice(i, i + 1) for i in before]
+            for some in bands:
+                cut = *where, slice(some[0].start, some[-1].stop)
+                out.append((cut, [[1]] * d + [_lengths(some)] + fine))
+        return out
 
     @cached_property
     def tiles(self) -> int:
@@ -543,6 +535,10 @@ class ChunkChecksums:
 
 sums_of = lru_cache(maxsize=1 << 12)(ChunkChecksums)
 """``ChunkChecksums``, cached: chunks with equal cuts share one."""
+
+
+def _lengths(cut: Sequence[slice]) -> list[int]:
+    return [s.stop - s.start for s in cut]
 
 
 def _pieces(lengths: Sequence[int]) -> list[slice]:

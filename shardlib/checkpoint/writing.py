@@ -67,7 +67,7 @@ class Saving:
             if quiet > self._group.timeout + _SLACK and not self.done:
                 raise self._group.error(f"{self.path}: nothing was written for {quiet:.0f} s")
         result, self._result = self._result, _finished()
-        result.result()
+        result.result(0)  # it is done
 
     def _start(self, run: Callable[[], None], group: Group) -> None:
         group.said = time.monotonic()  # the copies may have taken long

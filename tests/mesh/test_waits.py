@@ -41,7 +41,6 @@ OTHER_CLOCKS = [
     ("checkpoint/*.py", "part.get()", "it reads a tensor of this process"),
     ("checkpoint/huggingface.py", "x.get()", "it reads a tensor of this process"),
     ("mesh/store.py", "self._asked.get()", "an idle daemon thread, which ends with the process"),
-    ("checkpoint/folder.py", "self.due.get()", "an idle daemon thread, which ends with its Behind"),
     ("mesh/launch.py", "while folder.exists()", "a daemon thread, which ends with its folder"),
     ("modules/copies.py", "with self.lock", THREAD),
     ("checkpoint/agree.py", "with self.lock", SHORT),
