@@ -93,10 +93,22 @@ class Legacy:
         return "\n".join([*lines, *(f"# {n}" for n in self.notes), ""])
 
 
-def legacy(config: Mapping[str, Any], world: int | None = None) -> Legacy:
-    """Convert a legacy configuration, given as a dict.
+def from_colossalai_config(config: Mapping[str, Any], world: int | None = None) -> Legacy:
+    """Convert Colossal-AI's legacy configuration: mesh sizes, recipe name, ZeRO and precision.
 
-    Raises: Unsupported naming a key without a counterpart; BadArgument.
+    ``config``  ``dict(parallel=dict(data=, tensor=dict(size=, mode="2d", depth=)), zero=, fp16=,
+                ...)``; names in capitals are the user's own, and ignored.
+    ``world``   the number of processes, if ``data`` is not given.
+    ``found.toml()`` writes it for ``shardlib train``.
+    Raises: Unsupported naming a key that has no counterpart, as ``parallel.pipeline``;
+            BadArgument.
+
+    >>> found = from_colossalai_config(dict(parallel=dict(data=2, tensor=dict(size=4, mode="2d"))))
+    >>> found.mesh, found.recipe
+    ({'data': 2, 'x': 2, 'y': 2}, 'optimus2d')
+    >>> config = dict(parallel=dict(tensor=dict(size=8, mode="2.5d", depth=2)))
+    >>> from_colossalai_config(config, world=16).mesh
+    {'data': 2, 'd': 2, 'x': 2, 'y': 2}
     """
     if not isinstance(config, Mapping):
         raise _bad(f"a configuration is a dict, not {type(config).__name__}")

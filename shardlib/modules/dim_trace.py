@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardlib._compat import DispatchMode
 from shardlib.errors import Unsupported
 from shardlib.layouts.dims import Apart
+from shardlib.memory_tracker import tensors_in
 from shardlib.modules.apply import needed
 from shardlib.modules.dim_factors import (
     Atom,
@@ -122,7 +123,7 @@ class _OpCall:
 
     def __init__(self, func: Func, args: Args, kwargs: Kwargs) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.operands = _tensors((args, kwargs))
+        self.operands = tensors_in((args, kwargs))
         takes = {a.name: a.default_value for a in func._schema.arguments}
         self.named = takes | dict(zip(takes, args, strict=False)) | kwargs
 
@@ -186,7 +187,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             self.learn(call, out)
         except Apart:
             self.opaque(call, out)
-        for x in _tensors(out):
+        for x in tensors_in(out):
             if [length(r) for r in self.of(x)] != list(x.shape):
                 self.know(x, [fresh(n) for n in x.shape])
         return out
@@ -209,7 +210,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     def makes(self, out: object) -> bool:
         """Check whether any result is a new tensor, and not one that the operator was given."""
-        return any(id(y) not in self.rows for y in _tensors(out))
+        return any(id(y) not in self.rows for y in tensors_in(out))
 
     def opaque(self, call: _OpCall, out: object) -> None:
         """Give the results of an operator fresh atoms.
@@ -219,7 +220,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         for x in call.operands:
             for row in self.of(x)[1:]:
                 mark(row, "bound")
-        for y in _tensors(out):
+        for y in tensors_in(out):
             if id(y) not in self.rows:
                 self.know(y, [fresh(n, "bound") for n in y.shape])
 
@@ -250,7 +251,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         "clone detach alias to_copy contiguous lift_fresh lift native_dropout triu tril flip bernoulli"
     )
     def pointwise(self, call: _OpCall, out: object) -> None:
-        for y in _tensors(out)[:1]:
+        for y in tensors_in(out)[:1]:
             rows: list[Row] = [[] for _ in y.shape]
             for x in call.operands:
                 self.align(rows, y.shape, x)
@@ -273,7 +274,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         for d in gone:
             mark(rows[d], what)
         kept = {d: r for d, r in rows.items() if d not in gone}
-        for y in _tensors(out):
+        for y in tensors_in(out):
             if y.ndim == len(rows):
                 self.know(y, [kept.get(d, []) for d in rows])
             elif y.ndim == len(kept):
@@ -298,7 +299,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         rows = self.of(x)
         for d in dims:
             mark(rows[d], "bound")
-        for y in _tensors(out):
+        for y in tensors_in(out):
             sizes = zip(rows, x.shape, y.shape, strict=True)
             self.know(y, [r if n == m else fresh(m, "bound") for r, n, m in sizes])
 
@@ -310,7 +311,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             mark(row, "normed")
         for w in affine:
             self.align(rows, x.shape, w)
-        self.know(_tensors(out)[0], rows)
+        self.know(tensors_in(out)[0], rows)
 
     @_rule(
         "native_batch_norm native_batch_norm_legit native_batch_norm_legit_no_training "
@@ -324,7 +325,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
             self.join(self.of(w)[0], rows[1])
         if call["group"] is not None:
             mark(rows[1], "bound")
-        self.know(_tensors(out)[0], rows)
+        self.know(tensors_in(out)[0], rows)
 
     # ------------------------------------------------------------ views and pieces
 
@@ -361,10 +362,10 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         strides = [_STRIDE + d for d in range(x.ndim)]
         frame = torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta")
         try:
-            views = _tensors(call.func(frame, *call.args[1:], **call.kwargs))
+            views = tensors_in(call.func(frame, *call.args[1:], **call.kwargs))
         except RuntimeError as e:  # view_as_complex and its kin take only some strides
             raise Apart from e
-        for y, view in zip(_tensors(out), views, strict=True):
+        for y, view in zip(tensors_in(out), views, strict=True):
             left = {s: d for d, s in enumerate(strides)}
             order = [left.pop(s, None) for s in reversed(view.stride())][::-1]  # the last first
             for n, s, d in zip(y.shape, view.stride(), order, strict=True):
@@ -549,7 +550,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         rows = self.of(x)
         for row in rows[2:]:
             mark(row, "bound")
-        for y in _tensors(out):
+        for y in tensors_in(out):
             if y.shape[:2] == x.shape[:2]:
                 self.know(y, [*rows[:2], *(fresh(n) for n in y.shape[2:])])
 
@@ -634,11 +635,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 def _keeps_shape(call: _OpCall, out: object) -> bool:
     """Check whether a call has one operand, and results of its shape alone."""
     found = call.operands
-    return len(found) == 1 and all(y.shape == found[0].shape for y in _tensors(out))
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in optree.tree_leaves(tree, none_is_leaf=True) if isinstance(x, Tensor)]
+    return len(found) == 1 and all(y.shape == found[0].shape for y in tensors_in(out))
 
 
 # ---------------------------------------------------------------- running the module
@@ -728,7 +725,7 @@ def _run(model: nn.Module, args: Args, kwargs: Kwargs, device: str | None) -> Di
     for name, p in model.named_parameters():
         found.params[name] = [fresh(n) for n in p.shape]
         watch.know(state[name], found.params[name], (name, tuple(range(p.ndim))))
-    watch.inputs(_tensors(given))
+    watch.inputs(tensors_in(given))
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     where = torch.device(device) if device else nullcontext()

@@ -78,7 +78,11 @@ def init(
     tensors: dict[str, ShardedTensor] = {**params, **apply.buffers}
     with seeded(mesh, seed):
         todo = _Unwritten(module, tensors, mesh, {})
-        _write(apply, todo, "init", "no", _fills, fill or {})
+        missing = _write(apply, todo, fill or {})
+    if missing:
+        zeros = ", ".join(f"{n!r}: torch.nn.init.zeros_" for n in missing)
+        fix = f"sl.init(module, rules, fill={{{zeros}}})"
+        raise _valueless(missing, "no", op="init", mesh=mesh, fix=fix)
     return apply, params
 
 
@@ -100,26 +104,20 @@ def restored(
     every = {**params, **apply.buffers}
     aside = {n: torch.empty_like(x, device="meta") for n, x in _real(module).items()}
     todo = _Unwritten(module, {n: every[n] for n in names}, mesh, aside)
-    _write(apply, todo, "load_hf", "no file, and no", _assigns, {})
-
-
-def _assigns(missing: Sequence[str]) -> str:
-    return f"apply.buffers[{missing[0]!r}] = sl.shard(value, '...')"
+    if missing := _write(apply, todo, {}):
+        fix = f"apply.buffers[{missing[0]!r}] = sl.shard(value, '...')"
+        raise _valueless(missing, "no file, and no", op="load_hf", mesh=mesh, fix=fix)
 
 
 def _real(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _write(
-    apply: Apply,
-    todo: "_Unwritten",
-    op: str,
-    lacks: str,
-    fix: Callable[[Sequence[str]], str],
-    fill: Fill,
-) -> None:
-    """Give tensors the values of ``fill``, of the module's code or of its constructor."""
+def _write(apply: Apply, todo: "_Unwritten", fill: Fill) -> list[str]:
+    """Give tensors the values of ``fill``, of the module's code or of its constructor.
+
+    Return the names of those that got none.
+    """
     with torch.no_grad(), _alike(todo.mesh):
         for code, owned in _code(todo.module, apply.tied):
             own = [n for n in owned if n in todo.tensors]
@@ -127,17 +125,13 @@ def _write(
                 todo.run(own, code)
         todo.fill(fill)
         todo.keep()
-    if missing := todo.names(todo.tensors):
-        why = (
-            f"nothing gives a value to {', '.join(missing)}: {lacks} reset_parameters or "
-            "_init_weights writes there"
-        )
-        raise UnknownParameter(why, op=op, mesh=todo.mesh, fix=fix(missing))
+    return todo.names(todo.tensors)
 
 
-def _fills(missing: Sequence[str]) -> str:
-    filled = ", ".join(f"{n!r}: torch.nn.init.zeros_" for n in missing)
-    return f"sl.init(module, rules, fill={{{filled}}})"
+def _valueless(names: Sequence[str], lacks: str, op: str, mesh: Mesh, fix: str) -> UnknownParameter:
+    who = f"{lacks} reset_parameters or _init_weights writes there"
+    why = f"nothing gives a value to {', '.join(names)}: {who}"
+    return UnknownParameter(why, op=op, mesh=mesh, fix=fix)
 
 
 def _blank(b: ShardedTensor, mesh: Mesh) -> ShardedTensor:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from shardlib.errors import AxisReused, BadArgument, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout, Ring
 from shardlib.mesh import MeshLike, as_mesh
-from shardlib.modules.colossalai import Legacy, legacy
+from shardlib.modules.colossalai import Legacy, from_colossalai_config
 from shardlib.modules.dim_factors import leaves
 from shardlib.modules.dim_trace import Dimensions, trace_dimensions
 from shardlib.modules.experts import stacks
@@ -432,26 +432,6 @@ def fsdp(
     layouts = dict.fromkeys([*MATRIX.values(), "tokens"], (f". {axis}",)) | {"positions": (". .",)}
     way = RoleLayouts(layouts, as_mesh(mesh).axes)
     return _recipe(model, way, inputs, where, where, mesh, experts)
-
-
-def from_colossalai_config(config: Mapping[str, Any], world: int | None = None) -> Legacy:
-    """Convert Colossal-AI's legacy configuration: mesh sizes, recipe name, ZeRO and precision.
-
-    ``config``  ``dict(parallel=dict(data=, tensor=dict(size=, mode="2d", depth=)), zero=, fp16=,
-                ...)``; names in capitals are the user's own, and ignored.
-    ``world``   the number of processes, if ``data`` is not given.
-    ``found.toml()`` writes it for ``shardlib train``.
-    Raises: Unsupported naming a key that has no counterpart, as ``parallel.pipeline``;
-            BadArgument.
-
-    >>> found = from_colossalai_config(dict(parallel=dict(data=2, tensor=dict(size=4, mode="2d"))))
-    >>> found.mesh, found.recipe
-    ({'data': 2, 'x': 2, 'y': 2}, 'optimus2d')
-    >>> config = dict(parallel=dict(tensor=dict(size=8, mode="2.5d", depth=2)))
-    >>> from_colossalai_config(config, world=16).mesh
-    {'data': 2, 'd': 2, 'x': 2, 'y': 2}
-    """
-    return legacy(config, world)
 
 
 def _plane(rows: str, cols: str, mesh: Any) -> RoleLayouts:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 
 from shardlib.collectives import (
     all_gather,
@@ -17,7 +16,7 @@ from shardlib.collectives import (
     spans_processes,
 )
 from shardlib.errors import BadArgument
-from shardlib.mesh import Link, MeshLike, as_mesh, bind, make_mesh
+from shardlib.mesh import Link, MeshLike, as_mesh, bind, make_mesh, world_size
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,7 @@ def measured(cluster: str | Cluster = "h100", ranks: int | None = None) -> Clust
     True
     """
     found = cluster_of(cluster)
-    if dist.is_available() and dist.is_initialized():
-        world = dist.get_world_size()
-    else:
-        world = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+    world = world_size("measured")
     node = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % node:
         why = f"{world} ranks are no whole nodes of {node}"

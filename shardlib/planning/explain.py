@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -268,13 +268,10 @@ def explain(
     sizes = dict(axis_sizes(own if mesh is None else mesh))
     device = getattr(mesh, "device_type", own.device_type)
     make = partial(record, device=device, **sizes)
-    args, kwargs = called_with(inputs)
+    call = _Call(apply, params, called_with(inputs), make)
     with Paths() as paths:
         try:
-            return planned(
-                lambda: _rehearsed(apply, params, args, kwargs, make),
-                lambda: _explained(apply, params, args, kwargs, make, backward, tx, paths),
-            )
+            return planned(call.rehearse, lambda: call.explain(backward, tx, paths))
         except ShardError:
             raise
         except Exception as e:  # raised by the code of a foreign module
@@ -303,15 +300,46 @@ def _refused(
     )
 
 
-def _rehearsed(
-    apply: Callable[..., Any], params: object, args: Args, kwargs: Kwargs, make: Callable[[], Mesh]
-) -> None:
-    """Run forward alone first: products learn which of their operands are read again."""
-    with make() as paper, torch.no_grad():
-        known = Known()
-        ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
-        with known:
-            apply(ours, *given[0], **given[1])
+class _Call(NamedTuple):
+    """The call to explain; ``make`` opens the mesh that it is planned for."""
+
+    apply: Callable[..., Any]
+    params: object
+    inputs: tuple[Args, Kwargs]
+    make: Callable[[], Mesh]
+
+    def rehearse(self) -> None:
+        """Run forward alone first: products learn which of their operands are read again."""
+        with self.make() as paper, torch.no_grad():
+            known = Known()
+            params, (args, kwargs) = _papers((self.params, self.inputs), paper, known)
+            with known:
+                self.apply(params, *args, **kwargs)
+
+    def explain(self, backward: bool, tx: Transform | None, paths: Paths) -> Explanation:
+        with self.make() as paper, trace() as t:
+            known = Known()
+            params, (args, kwargs) = _papers((self.params, self.inputs), paper, known)
+            watch = _CallRecorder(t, paper.size, backward, paths)
+            trained = [x for x in _of(ShardedTensor, params) if x.raw.requires_grad]
+            sink = None
+            if backward and trained and tx is not None:
+                sink = _sink(tx, params)
+            raws = [x.raw for x in trained]
+            together: _Together | _Into = _Together(raws, t)
+            if sink is not None:
+                together = _Into(sink, raws, t)
+                for x in trained:
+                    x.place = deferring(x, sink.over)
+            with known, together, Live(paper=True) as live:
+                with within(watcher=watch):
+                    out = self.apply(params, *args, **kwargs)
+                saved = live.now
+                if backward:
+                    watch.back(out, raws, together)
+            state = 0 if tx is None else _bytes(tx.init(params))
+        own = _bytes(params)
+        return Explanation(watch.rows, dict(paper.axes), own, live.peak, state, saved)
 
 
 def _papers(tree: Any, paper: Mesh, known: Known) -> Any:
@@ -333,37 +361,6 @@ def _papers(tree: Any, paper: Mesh, known: Known) -> Any:
 
     buckets = lambda x: isinstance(x, Buckets)  # noqa: E731
     return optree.tree_map(one, tree, is_leaf=buckets, none_is_leaf=True)
-
-
-def _explained(
-    apply: Callable[..., Any],
-    params: object,
-    args: Args,
-    kwargs: Kwargs,
-    make: Callable[[], Mesh],
-    backward: bool,
-    tx: object,
-    paths: Paths,
-) -> Explanation:
-    with make() as paper, trace() as t:
-        known = Known()
-        ours, given = _papers((params, (tuple(args), kwargs)), paper, known)
-        watch = _CallRecorder(t, paper.size, backward, paths)
-        trained = [x for x in _of(ShardedTensor, ours) if x.raw.requires_grad]
-        sink = _sink(tx, ours) if backward and trained else None
-        raws = [x.raw for x in trained]
-        if sink is not None:
-            for x in trained:
-                x.place = deferring(x, sink.over)
-        together = _Together(raws, t) if sink is None else _Into(sink, raws, t)
-        with known, together, Live(paper=True) as live:
-            with within(watcher=watch):
-                out = apply(ours, *given[0], **given[1])
-            saved = live.now
-            if backward:
-                watch.back(out, raws, together)
-        state = 0 if tx is None else _bytes(tx.init(ours))
-    return Explanation(watch.rows, dict(paper.axes), _bytes(ours), live.peak, state, saved)
 
 
 def _of(kind: type[T], tree: Any) -> list[T]:
@@ -530,10 +527,12 @@ class _Into:
         return out
 
 
-def _sink(tx: object, params: object) -> Sink | None:
+def _sink(tx: Transform, params: object) -> Sink | None:
     """Return the buckets that take the gradients, as in a first step; None: they come as a tree."""
+    if tx.sink is None:
+        return None
     try:
-        sink = None if tx is None or tx.sink is None else tx.sink(params)
+        sink = tx.sink(params)
     except Unsupported:  # each group has its own
         return None
     if sink is not None:
