@@ -76,7 +76,7 @@ def norm_settle(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Ten
     """
     p, rows, _ = parts.shape
     if parts.is_contiguous() and native(parts):
-        mean, scale = parts.new_empty(rows * centre, 1), parts.new_empty(rows, 1)
+        mean, scale = parts.new_empty(rows * int(centre), 1), parts.new_empty(rows, 1)
         call("norm_settle", parts, p, _mean(mean), scale, rows, each, eps)
         return mean, scale
     if not centre:
@@ -89,7 +89,7 @@ def norm_settle(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Ten
 @norm_settle.register_fake
 def _(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Tensor, Tensor]:
     rows = parts.shape[1]
-    return parts.new_empty(rows * centre, 1), parts.new_empty(rows, 1)
+    return parts.new_empty(rows * int(centre), 1), parts.new_empty(rows, 1)
 
 
 def _mean(mean: Tensor) -> Tensor | None:
@@ -212,7 +212,7 @@ def _(
     x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, centre: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, dtype = x.shape[0], wider(x.dtype)
-    mean = x.new_empty(rows * centre, 1, dtype=dtype)
+    mean = x.new_empty(rows * int(centre), 1, dtype=dtype)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return y, mean, x.new_empty(rows, 1, dtype=dtype)
 

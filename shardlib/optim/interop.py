@@ -148,7 +148,8 @@ class _TorchRun:
         made = self.optimizer(leaves, **self.at(count))
         for p, g, state in zip(leaves, grads, kept, strict=True):
             p.grad = bare(g.detach())
-            made.state[p] = {n: bare(v) for n, v in state.items()}
+            # Adagrad fills its state when it is made; torch 2.11 does not where a step finds none
+            made.state[p].update({n: bare(v) for n, v in state.items()})
         made.step()
         found = [dict(made.state[p]) for p in leaves]
         return list(map(_lying, found, params)) if self.known else found
