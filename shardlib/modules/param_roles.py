@@ -251,6 +251,9 @@ def widening_names(dims: Dimensions) -> list[str]:
 # ---------------------------------------------------------------- positions
 
 
+_PADS = "sl.parallelize(..., pad=True) pads"
+
+
 class _Unsaid(Exception):
     """Error for a split that no layout can express."""
 
@@ -451,10 +454,10 @@ def _settle_uneven(found: _Found, name: str, d: int, row: Row, kind: str, p: int
     if kind == "inner" and _shared(found, row, p):
         return  # fewer heads of keys than ranks: only keys and values stay whole
     why = f"{_text(row)} has no even split over {p}"
-    vocabulary = ids(row) if ids(row) & found.vocabulary else set()
-    for other, at, theirs in found.rows:
-        if vocabulary & ids(theirs):
-            found.left.setdefault((other, at), f"{why}; sl.parallelize(..., pad=True) pads it")
+    tied = found.rows if ids(row) & found.vocabulary else []
+    for other, at, theirs in tied:
+        if ids(row) & ids(theirs):
+            found.left.setdefault((other, at), f"{why}; {_PADS} it")
     found.leave(name, d, why, row, (kind,))
 
 
@@ -573,10 +576,7 @@ def _table(found: _Found, name: str, role: str) -> str:
         return ". ."
     split = _token(rows.axes) if found.way.pad and tokens else _fitting(found.way, rows.axes, n)
     if tokens and split != _token(rows.axes):
-        why = (
-            f"{n} rows have no even split over {found.way.ways(rows.axes)}; "
-            "sl.parallelize(..., pad=True) pads them"
-        )
+        why = f"{n} rows have no even split over {found.way.ways(rows.axes)}; {_PADS} them"
         found.left.setdefault((name, 0), why)
     return f"{split} {_fitting(found.way, cols.axes, width)}"
 

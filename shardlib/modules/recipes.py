@@ -355,7 +355,7 @@ def ring(
             raise Unsupported(why, op="ring", fix=fix)
     if weights is None:
         where = f"{_batch(mesh, data, 'ring', axis=axis)} {token}"
-        rules = [*_split_stacks(model, mesh, experts), ("*", "...")]
+        rules = [*patterns(_stacked(model, mesh, experts), {}), ("*", "...")]
         return Recipe(rules, where, where, documents=documents)
     tokens, labels = (Layout.parse(text).dims for text in (weights.tokens, weights.labels))
     taken = {a for d in (*tokens, *labels) for a in d.axes}
@@ -368,7 +368,7 @@ def ring(
             f"the other recipe splits the sequence already: {weights.tokens!r}",
             "sl.recipes.ring(model, weights=sl.recipes.optimus2d(model))",
         )
-    rules = [*_split_stacks(model, mesh, experts), *weights]
+    rules = [*patterns(_stacked(model, mesh, experts), {}), *weights]
     tokens, labels = (f"{dims[0]} {token}" for dims in (tokens, labels))
     return Recipe(rules, tokens, labels, weights.left, documents=documents)
 
@@ -391,7 +391,7 @@ def ddp(
     {'axis': 'data', 'stage': 0}
     """
     where = f"{_batch(mesh, data, 'ddp', data=data)} ."
-    rules = [*_split_stacks(model, mesh, experts), ("*", "...")]
+    rules = [*patterns(_stacked(model, mesh, experts), {}), ("*", "...")]
     return Recipe(rules, where, where, zero={"axis": data, "stage": 0})
 
 
@@ -427,7 +427,7 @@ def fsdp(
     """
     where = f"{_batch(mesh, '' if data == axis else data, 'fsdp', (axis,), axis=axis)} ."
     if flat:
-        rules = [*_split_stacks(model, mesh, experts), ("*", "...")]
+        rules = [*patterns(_stacked(model, mesh, experts), {}), ("*", "...")]
         return Recipe(rules, where, where, zero={"axis": axis, "stage": 3})
     layouts = dict.fromkeys([*MATRIX.values(), "tokens"], (f". {axis}",)) | {"positions": (". .",)}
     way = RoleLayouts(layouts, as_mesh(mesh).axes)
@@ -470,10 +470,6 @@ def _recipe(
     ndim = {n: p.ndim for n, p in model.named_parameters()}
     left = {n: why for n, why in left.items() if n not in split}
     return Recipe(patterns(texts | split, ndim, padded | split), tokens, labels, left)
-
-
-def _split_stacks(model: nn.Module, mesh: object, experts: str) -> list[Suggested]:
-    return patterns(_stacked(model, mesh, experts), {})
 
 
 def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, ...]]:

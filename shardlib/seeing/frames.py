@@ -415,18 +415,18 @@ def _of_plan(plan: AttentionPlan) -> Frames:
             operands={"plan": repr(plan)},
             fix=f"sl.seeing.frames({plan.algorithm!r}, s={case.p})",
         )
-    with simulate(**{a: axes[a] for a in case.axes}) as mesh:
-
-        def laid(runs: Any, heads: int, width: int) -> Any:
-            orders = [[run.positions for run in rank] for rank in runs]
-            ring = Ring(case.axes if len(case.axes) > 1 else next(iter(case.axes)), 2, orders)
-            rows = sum(len(run) for rank in orders for run in rank)
-            return shard(torch.zeros(1, heads, rows, width, device="cpu"), ring, mesh, pad=True)
-
-        z = case.sizes
-        q, k, v = laid(case.q_runs, z.h, 2), laid(case.k_runs, z.g, 2), laid(case.k_runs, z.g, 2)
+    with simulate(**{a: axes[a] for a in case.axes}):
+        q = _on_ring(case.q_runs, case.axes, case.sizes.h)
+        k, v = (_on_ring(case.k_runs, case.axes, case.sizes.g) for _ in "kv")
         film = frames(ring_attention, q, k, v, mask=case.mask, algorithm=plan.engine)
     return replace(film, title=repr(plan))
+
+
+def _on_ring(runs: Any, axes: Sequence[str], heads: int) -> Tensor:
+    orders = [[run.positions for run in rank] for rank in runs]
+    rows = sum(len(run) for rank in orders for run in rank)
+    ring = Ring(tuple(axes), 2, orders)
+    return shard(torch.zeros(1, heads, rows, 2, device="cpu"), ring, pad=True)
 
 
 _LONGEST = 4096
