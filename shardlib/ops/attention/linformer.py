@@ -77,8 +77,7 @@ def _projected(w: Tensor, x: ShardedTensor) -> Tensor:
         fix = f"torch.randn(64, {t})"
         raise call_error(ShardError, why, "linformer_attention", fix, projection=w, projected=x)
     token, room = x.sharding.resolve(4).dims[2], x.padded_shape[2]
-    if x.is_padded:
-        x = filled(x, 0)
+    x = filled(x, 0)
     w = w if isinstance(w, ShardedTensor) else replicated(F.pad(w, (0, room - t)), x.mesh)
     w = reshard(w, Layout((Dim(), token)))
     met = vary(

@@ -367,8 +367,8 @@ def scattered(job: AttentionJob, x: Tensor, runs: Runs, rows: int, dim: int = 2)
     with bind(job.mesh):
         block = wrap(x, job.mesh)
         shape = (*block.shape[:dim], len(runs) * rows, *block.shape[dim + 1 :])
-        padded = block.new_zeros(shape).index_copy(dim, _rows(runs, rows, x.device), block)
-        return unwrap(psum_scatter(padded, job.axes, dim))
+        whole = block.new_zeros(shape).index_copy(dim, _rows(runs, rows, x.device), block)
+        return unwrap(psum_scatter(whole, job.axes, dim))
 
 
 @lru_cache(maxsize=256)

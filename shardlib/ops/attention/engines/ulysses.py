@@ -260,10 +260,10 @@ class _Swap:
         if sink is None:
             return None
         n, out = self.heads.per_rank, []
-        padded = F.pad(sink, (0, 0, 0, self.u * n - self.sizes.h))
+        every = F.pad(sink, (0, 0, 0, self.u * n - self.sizes.h))
         for coord, view in each_rank(self.job.mesh):
             m = self.job.place(coord, self.axes)
-            out.append(view(padded)[:, m * n : (m + 1) * n])
+            out.append(view(every)[:, m * n : (m + 1) * n])
         return storage(out, self.job.mesh)
 
     def _there(self, x: Tensor, shares: Runs, inner: Runs) -> Tensor:
