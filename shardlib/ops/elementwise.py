@@ -251,20 +251,17 @@ def brought(
     They are the axes over which each operand's gradient must be summed.
     """
     mesh = values[0].mesh
-    key = tuple([(v.place.layout, v.place.shape) for v in values])
-    deferred = tuple([v.place.deferred for v in values])
-    known = (sums, key, deferred)
+    known = (sums, *[(v.place.layout, v.place.shape, v.place.deferred) for v in values])
     plan = mesh.memo["pointwise"].get(known)
     if plan is None:
         for v in values:
             if v.sharding.partial not in ((), sums):
                 raise partial_escape(op, v)
-        made = _planned(op, key, mesh, sums, deferred)
-        plan = mesh.memo.keep("pointwise", known, made)
+        plan = mesh.memo.keep("pointwise", known, _planned(op, values, sums))
     if plan.moved:
         for i, moved in plan.moved:
             if not may_move(float(moved)):
-                raise _refused(op, i, moved, plan, key, mesh)
+                raise _refused(op, i, moved, plan, values)
         targets = zip(values, plan.targets, strict=True)
         values = [v if t is None else reshard(v, t) for v, t in targets]
     raws = [v.raw for v in values]
@@ -298,9 +295,6 @@ class _Spread(Local):
         return total(part, ctx.mesh, ctx.axes, grads[0].dtype), None, None, None
 
 
-_Key = tuple[tuple[Layout, torch.Size], ...]
-
-
 class _PointwisePlan(NamedTuple):
     """Place of the result, and for each operand the layout it is resharded to (None: its own).
 
@@ -314,28 +308,23 @@ class _PointwisePlan(NamedTuple):
     moved: tuple[tuple[int, Any], ...]
 
 
-def _planned(
-    op: str, key: _Key, mesh: Mesh, sums: tuple[str, ...], defer: tuple[frozenset[str], ...]
-) -> _PointwisePlan:
+def _planned(op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...]) -> _PointwisePlan:
+    mesh, places = values[0].mesh, [v.place for v in values]
     try:
-        shape = torch.broadcast_shapes(*(s for _, s in key))
+        shape = torch.broadcast_shapes(*(p.shape for p in places))
     except RuntimeError:
-        raise BadArgument(
-            "shapes do not broadcast",
-            op=op,
-            operands={f"operand {i}": f"{list(s)} {lay}" for i, (lay, s) in enumerate(key)},
-            mesh=mesh,
-        ) from None
-    if any(layout.skew for layout, _ in key):
+        raise call_error(BadArgument, "shapes do not broadcast", op, "", *values) from None
+    if any(p.layout.skew for p in places):
         raise Unfit("skewed operands whose places differ")
-    out = _once([_token(d, n, key) for d, n in enumerate(shape, -len(shape))], sums)
-    deferred = frozenset().union(*defer).difference(out.axes)
+    out = _once([_token(d, n, places) for d, n in enumerate(shape, -len(shape))], sums)
+    deferred = frozenset().union(*(p.deferred for p in places)).difference(out.axes)
     # the factor of a value that is left unsummed has a part of its gradient on each rank
     meets = {*out.named, *deferred}
     targets: list[Layout | None] = []
     moved: list[tuple[int, Any]] = []
     overs: list[tuple[str, ...]] = []
-    for i, ((layout, s), own) in enumerate(zip(key, defer, strict=True)):
+    for i, p in enumerate(places):
+        layout, s, own = p.layout, p.shape, p.deferred
         front = len(shape) - len(s)
         pairs = zip(s, shape[front:], out.dims[front:], strict=True)
         target = layout.onto(Dim() if n == 1 != m else t for n, m, t in pairs)
@@ -349,30 +338,27 @@ def _planned(
     return _PointwisePlan(place, tuple(targets), tuple(overs), tuple(moved))
 
 
-def _token(d: int, n: int, key: _Key) -> Dim:
+def _token(d: int, n: int, places: list[Place]) -> Dim:
     """Return the split of a dimension: that of the largest operand that splits it.
 
     ``d``  counts from the last; ``n`` is the result's size.
     """
-    dims = [(layout.dims[d], s) for layout, s in key if -d <= len(s)]
+    dims = [(p.layout.dims[d], p.shape) for p in places if -d <= len(p.shape)]
     found = {token for token, s in dims if s[d] == n and token.is_split}
     largest = {t: max(s.numel() for token, s in dims if token == t) for t in sorted(found, key=str)}
     return max(largest, key=largest.__getitem__, default=Dim())
 
 
 def _refused(
-    op: str, i: int, moved: float, plan: _PointwisePlan, key: _Key, mesh: Mesh
+    op: str, i: int, moved: float, plan: _PointwisePlan, values: Sequence[ShardedTensor]
 ) -> ImplicitCommunication:
-    names = list(lettered(key))
-    return ImplicitCommunication(
-        f"{names[i]} lies otherwise than the result, and {float(moved):.0f} bytes per rank would "
-        "move unasked",
-        op=op,
-        operands={f"{n} {list(z)}": str(y) for n, (y, z) in lettered(key).items()}
-        | {"result": str(plan.place.layout)},
-        mesh=mesh,
-        fix=f"sl.reshard({names[i]}, {str(plan.targets[i])!r})",
+    name, result = list(lettered(values))[i], str(plan.place.layout)
+    why = (
+        f"{name} lies otherwise than the result, and {float(moved):.0f} bytes per rank would move "
+        "unasked"
     )
+    fix = f"sl.reshard({name}, {str(plan.targets[i])!r})"
+    return call_error(ImplicitCommunication, why, op, fix, *values, result=result)
 
 
 def _once(dims: list[Dim], sums: tuple[str, ...]) -> Layout:

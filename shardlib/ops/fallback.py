@@ -100,21 +100,25 @@ class FallbackCall:
         return [x for x in self.flat.tensors if isinstance(x, ShardedTensor)]
 
     @cached_property
-    def operands(self) -> "_Operands":
-        """The tensors among the arguments, as sharded ones of one mesh."""
+    def mesh(self) -> Mesh:
+        """The mesh of the sharded tensors."""
         if not self.ours:
             raise self.refused()
-        mesh = self.ours[0].mesh
+        return self.ours[0].mesh
 
-        def as_ours(x: Tensor) -> ShardedTensor:
-            # torch accepts plain indices of any device
-            if self.name in ("__getitem__", "__setitem__") and not isinstance(x, ShardedTensor):
-                return replicated(x, mesh)
-            return lift(x, mesh, self.name)
+    @cached_property
+    def values(self) -> list[ShardedTensor]:
+        """The tensors among the arguments, as sharded ones of one mesh."""
+        mesh, found = self.mesh, self.flat.tensors
+        if self.name in ("__getitem__", "__setitem__"):  # torch takes plain indices of any device
+            found = [x if isinstance(x, ShardedTensor) else replicated(x, mesh) for x in found]
+        return [lift(x, mesh, self.name) for x in found]
 
-        values = [as_ours(x) for x in self.flat.tensors]
-        moved = {i: _bytes(v) for i, v in zip(self.flat.at, values, strict=True) if not is_whole(v)}
-        return _Operands(mesh, values, moved)
+    @cached_property
+    def moved(self) -> dict[int, float]:
+        """Bytes per rank to gather each operand that is not whole, by its position."""
+        found = zip(self.flat.at, self.values, strict=True)
+        return {i: _bytes(v) for i, v in found if not is_whole(v)}
 
     @cached_property
     def written(self) -> list[Any]:
@@ -131,17 +135,6 @@ class FallbackCall:
         if not (args[5] if len(args) > 5 else given.get(flag, self.func is not F.batch_norm)):
             return []
         return [*args[at : at + 2], given.get("running_mean"), given.get("running_var")]
-
-
-class _Operands(NamedTuple):
-    """Tensors of a call, as sharded ones.
-
-    ``moved``  bytes per rank to gather each of those that are not whole, by position.
-    """
-
-    mesh: Mesh
-    values: list[ShardedTensor]
-    moved: dict[int, float]
 
 
 Handler = Callable[[FallbackCall], Any]
@@ -208,10 +201,9 @@ def write_plain(call: FallbackCall) -> object:
         return NEXT
     if not call.ours:
         return call.func(*call.args, **call.kwargs)
-    mesh = call.ours[0].mesh
-    _refuse_mixed(call, mesh)
+    _refuse_mixed(call)
     _refuse_moves_to_plain(call)
-    if not holds_values(mesh):
+    if not holds_values(call.mesh):
         return call.args[0] if call.args else call.written[0]
     args, kwargs = call.flat.replaced([*map(whole_of, call.flat.tensors)])
     with casting(call.func):
@@ -278,9 +270,9 @@ def refuse_new_shape(call: FallbackCall) -> object:
 def compute_apart(call: FallbackCall) -> object:
     """Compute an in-place method by its out-of-place variant, which may be implemented."""
     variant = _APART.get(call.func)
-    if variant is None or not any(call.operands.moved.values()):
+    if variant is None or not any(call.moved.values()):
         return NEXT
-    x = call.operands.values[0]
+    x = call.values[0]
     if call.name in _UNDERIVED and torch.is_grad_enabled() and x.requires_grad:
         return NEXT
     if (refused := torch_refuses(call.func, call.args, call.kwargs)) is not None:
@@ -300,8 +292,8 @@ def compute_apart(call: FallbackCall) -> object:
 
 def refuse_moves(call: FallbackCall) -> object:
     """Refuse to gather operands outside ``sl.implicit``, or more bytes than it allows."""
-    operands, budget, told = call.operands, implicit_budget(), call.refusal
-    most = max(operands.moved.values(), default=0)
+    moved, budget, told = call.moved, implicit_budget(), call.refusal
+    most = max(moved.values(), default=0)
     if not most or (budget is not None and most <= budget):
         return NEXT
     if isinstance(told, ShardError):
@@ -311,17 +303,17 @@ def refuse_moves(call: FallbackCall) -> object:
     if (refused := torch_refuses(call.func, call.args, call.kwargs)) is not None:
         raise refused
     why = (
-        f"{call.name} needs whole operands, and {sum(operands.moved.values()):.0f} bytes per rank "
+        f"{call.name} needs whole operands, and {sum(moved.values()):.0f} bytes per rank "
         "would move unasked"
     )
-    fix = fix_line(call.flat, dict.fromkeys(operands.moved, "..."), most)
-    raise call_error(ImplicitCommunication, why, call.name, fix, *operands.values)
+    fix = fix_line(call.flat, dict.fromkeys(moved, "..."), most)
+    raise call_error(ImplicitCommunication, why, call.name, fix, *call.values)
 
 
 def run_whole(call: FallbackCall) -> object:
     """Run the function on gathered operands; simulated ranks whose gradients differ in turn."""
     gathered = _gather(call)
-    if gathered.deferred and lead(call.operands.mesh):
+    if gathered.deferred and lead(call.mesh):
         return _in_turn(call, gathered)
     return _on_one(call, gathered)
 
@@ -356,20 +348,20 @@ class _Gathered(NamedTuple):
 
 
 def _gather(call: FallbackCall) -> _Gathered:
-    o, mesh = call.operands, call.operands.mesh
+    mesh = call.mesh
 
     def among(i: int, tensors: list[Any]) -> bool:
         return any(call.flat.leaves[i] is t for t in tensors)
 
     at = call.flat.at
-    moved = [_gathered(v) if i in o.moved else v for i, v in zip(at, o.values, strict=True)]
+    moved = [_gathered(v) if i in call.moved else v for i, v in zip(at, call.values, strict=True)]
     moved = written_to(call.func, call.args, call.kwargs, moved)
     deferred = frozenset().union(*(v.deferred for v in moved))
     raws: list[Any] = []
     for i, v in zip(at, moved, strict=True):
         raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
         one = raw if deferred else one_copy(raw, mesh)
-        if one is raw and i in o.moved and among(i, call.written):
+        if one is raw and i in call.moved and among(i, call.written):
             one = raw.clone()  # autograd refuses writes to a view made by an autograd function
         raws.append(one)
     quiet = [
@@ -381,20 +373,20 @@ def _gather(call: FallbackCall) -> _Gathered:
 
 def _on_one(call: FallbackCall, whole: _Gathered) -> object:
     """Run the function once, for all ranks that this process simulates."""
-    o, mesh, raws = call.operands, call.operands.mesh, whole.raws
+    mesh, raws = call.mesh, whole.raws
     before = [(writes(r), r.grad_fn) for r in raws]
     out = run(call.func, mesh, *call.flat.replaced(raws))
     # the result is a view: run again on the original blocks so that it shares memory
     if lead(mesh) and _viewing(out, raws, before):
         blocks = [v.raw for v in whole.values]
         out = each(call.flat, mesh, blocks)
-        return replied(out, blocks, o.values, mesh, whole.deferred, True)
-    each_written = zip(o.values, whole.values, raws, before, whole.quiet, strict=True)
+        return replied(out, blocks, call.values, mesh, whole.deferred, True)
+    each_written = zip(call.values, whole.values, raws, before, whole.quiet, strict=True)
     for x, moved, raw, (count, graph), quiet in each_written:
         if quiet or writes(raw) != count:  # written to, in place or as out=
             with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not graph):
                 _write(x, moved, raw, call.name, False)
-    return replied(out, raws, o.values, mesh, whole.deferred, False)
+    return replied(out, raws, call.values, mesh, whole.deferred, False)
 
 
 def _in_turn(call: FallbackCall, whole: _Gathered) -> object:
@@ -402,7 +394,7 @@ def _in_turn(call: FallbackCall, whole: _Gathered) -> object:
 
     So an in-place write of one rank does not invalidate another's saved tensors.
     """
-    o, mesh = call.operands, call.operands.mesh
+    mesh, values = call.mesh, call.values
     copies = [[r[rank].clone() for rank in range(mesh.size)] for r in whole.raws]
     marks = {id(c): _SameAsOperand(k) for k, mine in enumerate(copies) for c in mine}
 
@@ -413,14 +405,14 @@ def _in_turn(call: FallbackCall, whole: _Gathered) -> object:
 
     before = [[writes(c) for c in mine] for mine in copies]
     out = each(call.flat._replace(func=one), mesh, copies)
-    each_written = zip(o.values, whole.values, copies, before, whole.quiet, strict=True)
+    each_written = zip(values, whole.values, copies, before, whole.quiet, strict=True)
     for x, moved, mine, counts, quiet in each_written:
         if quiet or [writes(c) for c in mine] != counts:
             _write(x, moved, torch.stack(mine), call.name, True)
     out = optree.tree_map(
-        lambda t: o.values[t.at] if isinstance(t, _SameAsOperand) else t, out, none_is_leaf=True
+        lambda t: values[t.at] if isinstance(t, _SameAsOperand) else t, out, none_is_leaf=True
     )
-    return replied(out, whole.raws, o.values, mesh, whole.deferred, True)
+    return replied(out, whole.raws, values, mesh, whole.deferred, True)
 
 
 # ---------------------------------------------------------------- results that are written
@@ -453,12 +445,12 @@ def _moves_result(call: FallbackCall, target: Any, value: ShardedTensor) -> Impl
     return call_error(ImplicitCommunication, why, call.name, fix, out=target, result=value)
 
 
-def _refuse_mixed(call: FallbackCall, mesh: Mesh) -> None:
+def _refuse_mixed(call: FallbackCall) -> None:
     """Refuse a call that writes to plain tensors of another mesh's process, or to sharded ones."""
     for t in call.written:
         if not isinstance(t, Tensor):
             continue
-        check_met(t, mesh, call.name)
+        check_met(t, call.mesh, call.name)
         if isinstance(t, ShardedTensor):
             why = "plain and sharded tensors are written to in one call"
             raise call_error(PlainTensor, why, call.name, "sl.unshard(x)", x=t)
