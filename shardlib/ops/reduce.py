@@ -12,7 +12,7 @@ from torch import Tensor
 from shardlib._compat import Ctx, Local
 from shardlib.collectives import pmax, unwrap, wrap
 from shardlib.dtypes import wide, wider
-from shardlib.errors import BadArgument, NoImplementation
+from shardlib.errors import BadArgument
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import by_signature, rows, rows_but, spelled
@@ -104,9 +104,7 @@ def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     gone, axes, layout, shape = reduced_layout(x, dim, keepdim, func.__name__)
     asked = more.get("dtype") or x.raw.dtype
     if func in (torch.mean, Tensor.mean) and not (asked.is_floating_point or asked.is_complex):
-        raise call_error(
-            NoImplementation, "a mean needs floating point", "mean", "x.double().mean()", tensor=x
-        )
+        raise Unfit("a mean needs floating point")
     half = wider(asked) != asked
     if half:
         more = more | {"dtype": wider(asked)}  # rounded once it is summed
@@ -335,10 +333,9 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if abs(ord_) == math.inf and 0 not in x.padded_shape:
         return extreme(torch.amax if ord_ > 0 else torch.amin, x.abs(), dim, keepdim, nans=True)  # type: ignore[arg-type]
     if ord_ == 0 or 0 in x.padded_shape:
-        why = "no implementation of this norm"
-        raise call_error(NoImplementation, why, "vector_norm", "sl.unshard(x)", tensor=x)
+        raise Unfit("a count of elements, or the norm of none")
     if not real_axes(x.mesh, x.sharding.axes):
-        raise NoImplementation("whole", op="vector_norm", fix="x")
+        raise Unfit("whole blocks")
     summed = wide(x)
     if ord_ == 1:  # not by merged norms: with a NaN in a block, other elements keep a gradient
         return summed.abs().sum(dim, keepdim).to(x.dtype.to_real())
@@ -363,8 +360,7 @@ def norm(
 ) -> Tensor:
     """Take a vector's norm over one dimension or all; "fro" as in torch."""
     if p == "nuc" or (p not in ("fro", None) and not isinstance(p, int | float)):
-        why = "no implementation of this norm"
-        raise call_error(NoImplementation, why, "norm", "sl.unshard(x).norm()", tensor=x)
+        raise Unfit("a norm of matrices")
     return torch.linalg.vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 
@@ -421,8 +417,7 @@ def variance(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     given = more.get("correction", more.get("unbiased"))
     unbiased = 1 if given is None else given
     if not x.dtype.is_floating_point or 0 in x.padded_shape:
-        why = "no real floating point"
-        raise call_error(NoImplementation, why, func, f"sl.unshard(x).{func.__name__}()", tensor=x)
+        raise Unfit("no real floating point, or no elements")
     gone, axes, *_ = reduced_layout(x, dim, keepdim, func.__name__)
     if not real_axes(x.mesh, axes):
         return rows_call(func, args, kwargs, lambda a, k: {0: rows_but(gone, x.ndim)})
