@@ -221,7 +221,7 @@ def _common(p: BlockRun, q: BlockRun) -> Iterator[Pair]:
         return
     step = p.stride // g * q.stride
     # solve p.start + i * p.stride = q.start (mod q.stride), by the inverse modulo q.stride / g
-    i = (q.start - p.start) // g * pow(p.stride // g, -1, q.stride // g) if q.stride > g else 0
+    i = (q.start - p.start) // g * pow(p.stride // g, -1, q.stride // g)
     first = p.start + i * p.stride
     floor, last = max(p.start, q.start), min(p.last, q.last)
     first += -((first - floor) // step) * step

@@ -628,7 +628,7 @@ def _inside(pairs: list[Pair], cut: slice) -> list[Pair]:
     """Return the part of the pairs within a cut of the source, counted from the cut's start."""
     out = []
     for s, t in pairs:
-        first = max(0, -((s.start - cut.start) // s.step)) if s.start < cut.start else 0
+        first = max(0, -((s.start - cut.start) // s.step))
         begin = s.start + first * s.step
         end = min(s.stop, cut.stop)
         if begin >= end:

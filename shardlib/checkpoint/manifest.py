@@ -74,8 +74,7 @@ class Manifest:
         wanted: dict[int, list[tuple[str, Box]]] = {i: [] for i in files}
         for name, place in self.places.items():
             for rank, file in enumerate(place.ranks):
-                box = chunk(name, place, rank) if file in wanted else None
-                if box is not None:
+                if file in wanted and (box := chunk(name, place, rank)) is not None:
                     wanted[file].append((name, box))
         return [said for i, parts in wanted.items() for said in self._damage(i, parts)]
 

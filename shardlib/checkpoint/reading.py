@@ -324,10 +324,10 @@ def _as_wanted(
             place = manifest.places[saved]
             check(saved, x, place.shape, place.dtype, cast)
             tensors[saved] = i, x
-    raws = _storages_read(manifest, readers, {n: Target.of(x) for n, (_, x) in tensors.items()})
+    targets = {saved: Target.of(x) for saved, (_, x) in tensors.items()}
+    raws = _storages_read(manifest, readers, targets)
     for saved, (i, x) in tensors.items():
-        raw = raws[saved].requires_grad_(x.requires_grad)
-        out[i] = ShardedTensor(raw, x.place) if isinstance(x, ShardedTensor) else raw
+        out[i] = targets[saved].tensor(raws[saved].requires_grad_(x.requires_grad))
     return optree.tree_unflatten(wanted.spec, out)
 
 

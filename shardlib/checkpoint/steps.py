@@ -275,12 +275,10 @@ def verify(path: str | os.PathLike[str], *, timeout: float | None = None) -> Abo
 def _about(path: str, manifest: Manifest) -> About:
     tensors = {}
     for name, place in manifest.places.items():
-        tensors[name] = Saved(
-            code_of(place.dtype) or "",
-            place.shape,
-            "" if place.plain else str(place.layout),
-            {} if place.plain else dict(place.mesh),
-            math.prod(place.shape) * place.dtype.itemsize,
-        )
+        layout, mesh = str(place.layout), dict(place.mesh)
+        if place.plain:
+            layout, mesh = "", {}
+        nbytes = math.prod(place.shape) * place.dtype.itemsize
+        tensors[name] = Saved(code_of(place.dtype) or "", place.shape, layout, mesh, nbytes)
     files: Mapping[str, int] = {f["file"]: f["bytes"] for f in manifest.files}
     return About(path, manifest.step, tensors, manifest.values, dict(files))

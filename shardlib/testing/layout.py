@@ -73,7 +73,7 @@ def check_layout(
         found = list(itertools.chain.from_iterable(each))
     checked = [case for case in found if not isinstance(case, ShardError)]
     if not checked:
-        raise AssertionError(f"{lay} fits no mesh: {found[0] if found else 'none is given'}")
+        raise AssertionError(f"{lay} fits no mesh: {next(iter(found), 'none is given')}")
     return [str(case) for case in checked]
 
 
