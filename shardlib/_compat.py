@@ -67,12 +67,9 @@ def watched() -> bool:
 FUSED_ATTENTION: frozenset[Any] = frozenset(
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
     for name in (
-        "flash_attention",
-        "flash_attention_for_cpu",
-        "efficient_attention",
-        "cudnn_attention",
-        "fused_attention_overrideable",
-    )
+        "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention "
+        "fused_attention_overrideable"
+    ).split()
 )
 
 # The ops that torch's products run below autograd.  In 2.11 to 2.15; as above.

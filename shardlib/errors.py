@@ -13,30 +13,11 @@ from types import FrameType
 from typing import Any, TypeVar
 
 __all__ = [
-    "AxisReused",
-    "BadArgument",
-    "CheckpointError",
-    "ImplicitCommunication",
-    "LayoutSyntax",
-    "MeshError",
-    "ModelDiffers",
-    "NoMesh",
-    "NoImplementation",
-    "NotExpressible",
-    "OutOfRange",
-    "PartialEscape",
-    "PlainTensor",
-    "RankFailed",
-    "RankMismatch",
-    "RuleLint",
-    "ShardError",
-    "UnevenSplit",
-    "UnexpectedComm",
-    "UnknownAxis",
-    "UnknownParameter",
-    "Unsupported",
-    "WrongAxes",
-]
+    "AxisReused", "BadArgument", "CheckpointError", "ImplicitCommunication", "LayoutSyntax",
+    "MeshError", "ModelDiffers", "NoMesh", "NoImplementation", "NotExpressible", "OutOfRange",
+    "PartialEscape", "PlainTensor", "RankFailed", "RankMismatch", "RuleLint", "ShardError",
+    "UnevenSplit", "UnexpectedComm", "UnknownAxis", "UnknownParameter", "Unsupported", "WrongAxes",
+]  # fmt: skip
 
 _HERE = str(Path(__file__).parent)
 T = TypeVar("T")
@@ -433,6 +414,16 @@ def lettered(values: Iterable[T]) -> dict[str, T]:
     given = list(values)
     names = [*"xyzuvwabcdegh", *(f"x{i}" for i in range(1, len(given)))]
     return dict(zip(names, given, strict=False))
+
+
+def axes_text(axes: Iterable[str]) -> str:
+    """Write mesh axes as the argument of a call: one as its name, several as a tuple.
+
+    >>> axes_text(["x"]), axes_text(["x", "y"])
+    ("'x'", "('x', 'y')")
+    """
+    given = tuple(axes)
+    return repr(given[0] if len(given) == 1 else given)
 
 
 def mesh_text(mesh: object) -> str:

@@ -204,34 +204,31 @@ def _leaves(given: Any, over: tuple[str, ...], inside: bool) -> _Leaves:
 def _sink(into: TakesGradients, params: object, inside: bool) -> Any:
     """Return the buckets that take the gradients.  Raises: ShardError in a differentiated call."""
     if inside:
-        raise _error(
-            "buckets hold gradients of which none is taken, and this call is differentiated",
-            "sl.value_and_grad(f)(params)",
-        )
-    return None if into.sink is None else into.sink(params)
+        why = "buckets hold gradients of which none is taken, and this call is differentiated"
+        fix = "sl.value_and_grad(f)(params)"
+        raise _error(why, fix)
+    take: Any = into.sink
+    return take(params)
 
 
 def _scalar(loss: object) -> Tensor:
     """Return the loss's block, of no dimensions.  Raises: ShardError if the loss is no scalar."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return _ready(loss).sum()
-    raise _error(
-        f"the loss is {type_or_class(loss)}, not a scalar",
-        "sl.value_and_grad(lambda p: f(p).mean())(params)",
-    )
+    why = f"the loss is {type_or_class(loss)}, not a scalar"
+    fix = "sl.value_and_grad(lambda p: f(p).mean())(params)"
+    raise _error(why, fix)
 
 
 def _check_into(into: TakesGradients, axes: tuple[str, ...], argnums: object) -> None:
     if getattr(into, "sink", None) is None:
-        raise _error(
-            f"{type(into).__name__} has no buckets for gradients",
-            'tx = sl.optim.zero(tx, axis="data", stage=2)',
-        )
+        why = f"{type(into).__name__} has no buckets for gradients"
+        fix = 'tx = sl.optim.zero(tx, axis="data", stage=2)'
+        raise _error(why, fix)
     if axes or argnums != 0:
-        raise _error(
-            "into= says itself what is pending, and takes the gradients of the first argument",
-            "sl.value_and_grad(f, into=tx)(params)",
-        )
+        why = "into= says itself what is pending, and takes the gradients of the first argument"
+        fix = "sl.value_and_grad(f, into=tx)(params)"
+        raise _error(why, fix)
 
 
 def _error(why: str, fix: str) -> ShardError:
@@ -244,10 +241,9 @@ def _held(x: Any, inside: bool) -> Any:
 
 def _position(n: int, count: int) -> int:
     if not -count <= n < count:
-        raise _error(
-            f"argnums={n} of a call with {count} positional arguments",
-            "sl.value_and_grad(f, argnums=0)",
-        )
+        why = f"argnums={n} of a call with {count} positional arguments"
+        fix = "sl.value_and_grad(f, argnums=0)"
+        raise _error(why, fix)
     return n % count
 
 
@@ -296,10 +292,9 @@ def grad(
 def _leaf(x: object, axes: tuple[str, ...], inside: bool) -> Tensor:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         what = typeof(x) if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
-        raise _error(
-            f"only floating point leaves have gradients, this is {what}",
-            "x.float()" if isinstance(x, Tensor) else "torch.tensor(float(x))",
-        )
+        why = f"only floating point leaves have gradients, this is {what}"
+        fix = "x.float()" if isinstance(x, Tensor) else "torch.tensor(float(x))"
+        raise _error(why, fix)
     if not isinstance(x, ShardedTensor):
         return _apart(x, inside)
     place = x.place.mesh.memo("leaf", (x.place, axes), lambda: deferring(x, axes))

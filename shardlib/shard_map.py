@@ -375,10 +375,9 @@ def _check_axes(
     wrong = wrong or [a for a in [differing(raw, mesh, copied)] if a]
     if wrong:
         axis = wrong[0]
-        raise refused(
-            f"varies along axis {axis!r}, and its layout {text!r} says that it is the same there",
-            f"return sl.psum(result, {axis!r})  # or name {axis!r} in out_layouts",
-        )
+        why = f"varies along axis {axis!r}, and its layout {text!r} says that it is the same there"
+        fix = f"return sl.psum(result, {axis!r})  # or name {axis!r} in out_layouts"
+        raise refused(why, fix)
     sums = real(mesh, layout.partial)
     if known is not None and (whole := sorted(sums - known, key=mesh.names.index)):
         raise refused(

@@ -20,14 +20,13 @@ from shardlib.collectives.backends.streams import beside
 from shardlib.collectives.count import Trace, note
 from shardlib.collectives.simulate import Stacked, Varies
 from shardlib.collectives.types import Axis, after_move, following, held, public_name
-from shardlib.errors import ShardError, Unsupported
+from shardlib.errors import ShardError, Unsupported, axes_text
 from shardlib.mesh import (
     GROUPS,
     POSTED,
     RECENT,
     Mesh,
     axes_of,
-    axes_text,
     current_mesh,
     lost,
     number,
@@ -312,16 +311,8 @@ def _begin_other(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tu
 
 
 _SENT = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-    }
+    getattr(torch, name)
+    for name in "float64 float32 float16 bfloat16 int64 int32 int8 uint8".split()
 )
 """Dtypes that gloo and nccl support; bool and int16 are added in int32,
 others are sent as an integer or half type of the same width.

@@ -432,16 +432,8 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
     ``padding_idx`` is handled here: vmap honours it on the first rank alone (as of torch 2.13).
     """
-    names = (
-        "input",
-        "weight",
-        "padding_idx",
-        "max_norm",
-        "norm_type",
-        "scale_grad_by_freq",
-        "sparse",
-    )
-    given = dict(zip(names, args, strict=False)) | kwargs
+    names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+    given = dict(zip(names.split(), args, strict=False)) | kwargs
     ids, table, padding = given["input"], given["weight"], given.get("padding_idx")
     mesh = _mesh_of((ids, table))
     rows, width = table.shape

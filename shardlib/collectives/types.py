@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shardlib.collectives.backends import BACKENDS
 from shardlib.collectives.simulate import Stacked, Varies, of
-from shardlib.errors import WrongAxes
-from shardlib.mesh import Mesh, axes_text, current_mesh
+from shardlib.errors import WrongAxes, axes_text
+from shardlib.mesh import Mesh, current_mesh
 
 Axis = str | tuple[str, ...]
 

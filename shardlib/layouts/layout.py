@@ -168,9 +168,11 @@ class Layout:
     @property
     def T(self) -> "Layout":
         """The layout of the tensor with its dimensions reversed."""
+        n = len(self.dims)
+        written = replace(self, ellipsis=None).transpose(*reversed(range(n)))
         if self.ellipsis is None:
-            return self.transpose(*reversed(range(len(self.dims))))
-        return self.onto(self.dims[::-1], _SKEW_T[self.skew], len(self.dims) - self.ellipsis)
+            return written
+        return replace(written, ellipsis=n - self.ellipsis)
 
     def transpose(self, *perm: int) -> "Layout":
         """Return the layout of the tensor permuted: its dimension i is the old ``perm[i]``."""

@@ -63,10 +63,9 @@ class Ring:
                 f"sl.Ring({self.axis!r}, schedule='zigzag')",
             )
         if (self.schedule == "documents") != (self.cu_seqlens is not None):
-            raise _wrong(
-                "documents, and they alone, need their borders",
-                f"sl.Ring({self.axis!r}, schedule='documents', cu_seqlens=(0, 5, 8))",
-            )
+            why = "documents, and they alone, need their borders"
+            fix = f"sl.Ring({self.axis!r}, schedule='documents', cu_seqlens=(0, 5, 8))"
+            raise _wrong(why, fix)
         if self.cu_seqlens is None:
             return self.schedule
         return "documents; " + " ".join(map(str, _borders(self)))
@@ -99,10 +98,9 @@ def _runs_order(schedule: Sequence[Sequence[range]]) -> str:
     """Write the order that gives each rank these ranges.  Raises: LayoutSyntax."""
     order = "runs; " + " | ".join(" ".join(map(_slice_text, rank)) or "0:0" for rank in schedule)
     if wrong := uncovered(order):
-        raise _wrong(
-            f"the ranges hold position {wrong}",
-            "sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))",
-        )
+        why = f"the ranges hold position {wrong}"
+        fix = "sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))"
+        raise _wrong(why, fix)
     return order
 
 
@@ -120,8 +118,7 @@ def _borders(ring: Ring) -> list[int]:
     borders = list(ring.cu_seqlens or ())
     better = tuple(sorted({0, 1, *map(abs, borders)}))
     if borders[:1] != [0] or any(a > b for a, b in itertools.pairwise(borders)) or len(borders) < 2:
-        raise _wrong(
-            f"borders of documents start at 0 and rise, not {borders}",
-            f"sl.Ring({ring.axis!r}, schedule='documents', cu_seqlens={better})",
-        )
+        why = f"borders of documents start at 0 and rise, not {borders}"
+        fix = f"sl.Ring({ring.axis!r}, schedule='documents', cu_seqlens={better})"
+        raise _wrong(why, fix)
     return borders

@@ -19,7 +19,6 @@ from shardlib.mesh.mesh import (
     as_mesh,
     auto_mesh,
     axes_of,
-    axes_text,
     coordinates,
     current_mesh,
     make_mesh,

@@ -35,7 +35,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardlib._compat import group_timeout, job_store
-from shardlib.errors import CheckpointError, RankFailed, user_line
+from shardlib.errors import CheckpointError, RankFailed, axes_text, user_line
 from shardlib.mesh.store import Client
 
 KEPT = 200
@@ -64,9 +64,8 @@ def spelled(entry: Sequence[Any]) -> str:
     "psum over 'x' of float32[4, 2], operation 12"
     """
     n, name, axes, shape, dtype, line = (*entry, "")[:6]
-    over = axes[0] if len(axes) == 1 else tuple(axes)
     block = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-    return _located(f"{name} over {over!r} of {block}, operation {n}", line)
+    return _located(f"{name} over {axes_text(axes)} of {block}, operation {n}", line)
 
 
 def _located(text: str, line: str) -> str:

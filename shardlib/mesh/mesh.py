@@ -28,6 +28,7 @@ from shardlib.errors import (
     MeshError,
     NoMesh,
     UnknownAxis,
+    axes_text,
     lettered,
     meant,
     mesh_text,
@@ -222,12 +223,6 @@ def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str
 def axes_of(axis: str | Iterable[str]) -> tuple[str, ...]:
     """Return one axis or several as a tuple."""
     return (axis,) if isinstance(axis, str) else tuple(axis)
-
-
-def axes_text(axes: Iterable[str]) -> str:
-    """Write axes as the argument of a call: one as its name, several as a tuple."""
-    given = tuple(axes)
-    return repr(given[0] if len(given) == 1 else given)
 
 
 def unknown_axis(axis: str, axes: Mapping[str, int], op: str, fix: str) -> UnknownAxis:

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.errors import RuleLint, ShardError, Unsupported, similar
+from shardlib.errors import RuleLint, ShardError, Unsupported, axes_text, similar
 from shardlib.modules.rules import Pattern, matches
 from shardlib.optim.norms import norms_known
 from shardlib.optim.transform import (
@@ -298,8 +298,7 @@ def _no_sink(
     def refuse(params: Tree) -> Any:
         over = [getattr(sink(part(params)), "over", ()) for sink, part in sinks]
         pending = next(filter(None, over), ())
-        names = pending[0] if len(pending) == 1 else pending
-        how = f", pending={names!r}" if split else ""
+        how = f", pending={axes_text(pending)}" if split else ""
         raise Unsupported(
             "each group has buckets of its own, so their gradients come as a tree",
             op="value_and_grad",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlib.collectives import lead
 from shardlib.dtypes import wider
-from shardlib.errors import PartialEscape
+from shardlib.errors import PartialEscape, axes_text
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Buckets, Index, Memory, State, Tree, adopt, gather, own, parts_of
 from shardlib.optim.index import IndexCache, Indexed, ZeroSettings, same_index
@@ -247,11 +247,10 @@ def _pending(grads: list[Any], axes: tuple[str, ...]) -> set[str] | None:
     odd = next((g for g in grads if asked - set(g.sharding.axes) != set(g.sharding.partial)), None)
     if odd is None:
         return asked
-    names = axes[0] if len(axes) == 1 else axes
     raise PartialEscape(
-        f"every gradient must be pending over {names!r}, or none pending at all",
+        f"every gradient must be pending over {axes_text(axes)}, or none pending at all",
         op="zero",
         operands={"gradient": typeof(odd)},
         mesh=odd.mesh,
-        fix=f"sl.value_and_grad(loss, pending={names!r})",
+        fix=f"sl.value_and_grad(loss, pending={axes_text(axes)})",
     )

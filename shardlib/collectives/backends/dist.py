@@ -153,22 +153,27 @@ def _exchange(out: Tensor, parts: Tensor, g: _Group, own: bool = True) -> list[A
     """Send part j of ``parts`` to rank j and receive its part in ``out[j]``; return works.
 
     ``own``  whether this rank's own part must be copied too.
+    """
+    if g.native or parts[0].nbytes < _LARGE:
+        return [dist.all_to_all_single(out, parts, group=g.handle, async_op=True)]
+    works = _sent_apart(out, parts, g)
+    if own:
+        me = g.places[g.index]
+        out[me].copy_(parts[me])
+    return works
+
+
+def _sent_apart(out: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, g: _Group) -> Any:
+    """Send part j to rank j, for each other rank, and receive its part in ``out[j]``.
 
     Every receive is posted before any send: gloo announces a receive to the sender with a small
     message, which would queue behind a large block on the same link, and an exchange between two
     ranks would take twice as long as the link needs.
     """
-    if g.native or parts[0].numel() * parts.element_size() < _LARGE:
-        return [dist.all_to_all_single(out, parts, group=g.handle, async_op=True)]
     tag, me = next(g.turns), g.places[g.index]
-    peers = [(me + i) % g.size for i in range(1, g.size)]
-    works = [
-        g.handle.recv([out[(me - i) % g.size]], (me - i) % g.size, tag) for i in range(1, g.size)
-    ]
-    works += [g.handle.send([parts[peer]], peer, tag) for peer in peers]
-    if own:
-        out[me].copy_(parts[me])
-    return works
+    others = [i % g.size for i in range(me + 1, me + g.size)]
+    works = [g.handle.recv([out[peer]], peer, tag) for peer in reversed(others)]
+    return works + [g.handle.send([parts[peer]], peer, tag) for peer in others]
 
 
 def psum(
@@ -261,14 +266,12 @@ def _joined(works: Sequence[Any], parts: Tensor, g: _Group, dim: int) -> Tensor:
 def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
     g = group(mesh, axes)
     x = x.contiguous()
-    out = x.new_empty(g.size * x.shape[0] if x.ndim else g.size, *x.shape[1:])
+    out = x.new_empty(g.size * x.shape[0], *x.shape[1:])
     if g.size == 2 and not g.native and x.numel() * x.element_size() >= _LARGE:
         blocks = out.view(2, *x.shape)
         works = _exchange(blocks, x.expand(2, *x.shape), g)
     else:
-        works = [
-            all_gather_single(out, x if x.ndim else x.reshape(1), group=g.handle, async_op=True)
-        ]
+        works = [all_gather_single(out, x, group=g.handle, async_op=True)]
     if dim == 0 and g.order is None:
         return partial(_waited, works, out)
     return partial(_joined, works, out.unflatten(0, (g.size, x.shape[0])), g, dim)
@@ -438,13 +441,8 @@ def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -
     elif not ahead and g.size > 2:
         return _round_gather(flat, parts, g)
     else:
-        # index within the process group -> part of the vector
-        at = {place: i for i, place in enumerate(g.places)}
-        tag, others = next(g.turns), range(1, g.size)
-        works = [
-            g.handle.recv([parts[at[(me - i) % g.size]]], (me - i) % g.size, tag) for i in others
-        ]
-        works += [g.handle.send([parts[g.index]], (me + i) % g.size, tag) for i in others]
+        came = [parts[i] for i in _inverse(g.places)]
+        works = _sent_apart(came, [parts[g.index]] * g.size, g)
     return partial(_waited, works, flat)
 
 
@@ -582,11 +580,8 @@ class _PostedTransfer(tuple[Any, Tensor]):
 
 def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> _PostedTransfer:
     g = mesh.memo[GROUPS].get(axes) or group(mesh, axes)
-    out = (
-        x.contiguous()
-        if g.index == root
-        else torch.empty_like(x, memory_format=torch.contiguous_format)
-    )
+    alike = torch.contiguous_format
+    out = x.contiguous() if g.index == root else torch.empty_like(x, memory_format=alike)
     return _PostedTransfer((g.handle.broadcast(out, g.places[root]), out))
 
 

@@ -85,7 +85,7 @@ def psum(
 def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Tensor:
     p = mesh.axis_size(axes)
     out = x.contiguous().new_empty((p, *x.shape))
-    return out.movedim(0, dim).flatten(dim, dim + 1) if x.ndim else out
+    return out.movedim(0, dim).flatten(dim, dim + 1)
 
 
 @at_once
