@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from shardlib.errors import ModelDiffers, ShardError, mesh_text, user_line
 from shardlib.grad import grad, value_and_grad
 from shardlib.layouts import Layout, LayoutLike
-from shardlib.mesh import Mesh, as_mesh, simulate, use_mesh, within
+from shardlib.mesh import Mesh, simulate, use_mesh, within
 from shardlib.modules.dim_trace import called_with
 from shardlib.modules.parallelize import parallelize
 from shardlib.modules.rules import Rules
@@ -121,7 +121,8 @@ def check_model(
     case = _ProofCase(model, rules, given, loss or _loss, dict(inputs or {}), steps, pad, proof)
     with torch.random.fork_rng():
         for mesh in several:
-            mesh = simulate(**mesh) if not isinstance(mesh, Mesh) else as_mesh(mesh)
+            if not isinstance(mesh, Mesh):
+                mesh = simulate(**mesh)
             row = proof.errors[mesh_text(mesh)] = {}
             model.eval()
             want = _dense(case)

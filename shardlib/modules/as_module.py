@@ -289,8 +289,9 @@ def _saved(
     **kwargs: Any,
 ) -> object:
     """Run ``save_pretrained`` with whole tensors; every rank calls it."""
-    found = module.state_dict() if state_dict is None else state_dict
-    whole = {n: whole_of(t).detach() for n, t in found.items()}
+    if state_dict is None:
+        state_dict = module.state_dict()
+    whole = {n: whole_of(t).detach() for n, t in state_dict.items()}
     return save(*args, state_dict=whole, **kwargs)
 
 

@@ -103,7 +103,9 @@ class Recipe(list[tuple[str, ...]]):
         self.tokens = tokens
         self.labels = labels
         rows, columns = Layout.parse(tokens).dims
-        self.inputs = {"position_ids": Layout((rows, Dim()))} if columns.is_split else {}
+        self.inputs: dict[str, Layout] = {}
+        if columns.is_split:
+            self.inputs["position_ids"] = Layout((rows, Dim()))
         self.documents = documents
         self.left = dict(left or {})
         self.zero: dict[str, Any] = dict(zero or {})
@@ -125,7 +127,9 @@ class Recipe(list[tuple[str, ...]]):
                 op="ring",
                 fix="apply(params, input_ids=ids)  # without attention_mask",
             )
-        out: dict[str, Any] = {"use_cache": False} if named.get("use_cache") is None else {}
+        out: dict[str, Any] = {}
+        if named.get("use_cache") is None:
+            out["use_cache"] = False
         if named.get("position_ids") is not None:
             return out
         tokens = next(x for x in named.values() if isinstance(x, Tensor) and x.ndim > 1)

@@ -102,7 +102,7 @@ def match_rules(
         _check_form(rule)
     given = list(rules)
     if pad:
-        rules = [rule.padded if isinstance(rule, Suggested) else rule for rule in given]
+        rules = [getattr(rule, "padded", rule) for rule in given]
     first = {name: _first(rules, name, value) for name, value in named.items()}
     taken = {name: at for name, at in first.items() if at is not None}
     layouts: dict[str, Layout] = {}

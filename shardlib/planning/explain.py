@@ -265,9 +265,10 @@ def explain(
         fix = "sl.explain(apply, sl.shard(params, '...'), inputs)"
         raise ShardError("no parameter is sharded", op="explain", fix=fix)
     own = leaves[0].mesh
-    sizes = dict(axis_sizes(own if mesh is None else mesh))
-    device = getattr(mesh, "device_type", own.device_type)
-    make = partial(record, device=device, **sizes)
+    if mesh is None:
+        mesh = own
+    sizes = dict(axis_sizes(mesh))
+    make = partial(record, device=getattr(mesh, "device_type", own.device_type), **sizes)
     call = _Call(apply, params, called_with(inputs), make)
     with Paths() as paths:
         try:

@@ -154,7 +154,7 @@ class Plan(Generic[W]):
     @property
     def best(self) -> W | None:
         """The best way, or None where none fits."""
-        return self.table[0] if self.table and self.table[0].fits else None
+        return next((w for w in self.table if w.fits), None)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -304,7 +304,8 @@ def plan(
         counts = {"batch": batch, "sequence": sequence, "accumulate": accumulate, "most": most}
         _check(ranks, counts, state, memory, names)
         where = cluster_of(cluster)
-        memory = where.memory if memory is None else memory
+        if memory is None:
+            memory = where.memory
         study = _Study(model, where, batch, sequence, state, loss or _loss, memory, accumulate)
         ways = study.ways(ranks, names)
         only = Search(ways, study.tried(ways, most), study.weigh, _order, where)
@@ -590,8 +591,9 @@ class _Study:
         """Run one of the smaller models on the meta device."""
         with record(**way.mesh) as mesh:
             make = getattr(recipes, way.recipe)
-            more = {} if way.recipe in ("ddp", "ring") else {"inputs": dims}
-            rules = make(model, mesh, **more)
+            if way.recipe not in ("ddp", "ring"):  # these take the whole of each parameter
+                make = partial(make, inputs=dims)
+            rules = make(model, mesh)
             apply, params = parallelize(model, rules, mesh=mesh, pad=True, remat=remat)
             rows = self.batch // way.accumulate
             ids = torch.empty(rows, self.sequence, dtype=torch.int64, device="meta")

@@ -77,7 +77,7 @@ class Span:
     @property
     def way(self) -> str:
         """The pass that it belongs to: "forward" or "backward"."""
-        return ("forward", "backward")[self.backward]
+        return _WAYS[self.backward]
 
     @property
     def end(self) -> float:
@@ -170,7 +170,7 @@ class Timeline:
             if r["algorithm"]:
                 what += f" ({r['algorithm']})"
             times = f"{r['count']:.{int(r['count'] % 1 > 0)}f}"
-            way = ("forward", "backward")[r["backward"]]
+            way = _WAYS[r["backward"]]
             share = f"{100 * r['share']:.0f} %" if r["kind"] == "operation" else ""
             moved = size(r["bytes"]) if r["bytes"] else ""
             ms = f"{1e3 * r['seconds']:.3f}"
@@ -379,6 +379,7 @@ class Timeline:
         return Picture(figure, "timeline")
 
 
+_WAYS = {False: "forward", True: "backward"}
 _KINDS = ("operation", "collective", "phase")
 _ABOUT = ("name", "kind", "backward", "module", "line", "type", "axis", "algorithm")
 """Fields of spans that are summed."""
@@ -604,7 +605,8 @@ class _Recorder(Trace):
     def name_rank(self, mesh: Mesh | None) -> None:
         if mesh is None or self.rank in self.found.ranks:
             return
-        self.device = None if mesh.device.type in ("cpu", "meta") else mesh.device
+        if mesh.device.type not in ("cpu", "meta"):
+            self.device = mesh.device
         if lead(mesh):
             name = f"{mesh.size} simulated ranks ({mesh})"
         elif mesh.coord is not None:
