@@ -77,7 +77,7 @@ def rows_call(
     ``unsummed`` keep a contracted result as the ranks' parts of a sum.
     """
     if has_padding(args) or (kwargs and has_padding(kwargs.values())):
-        return _on_padded(func, args, kwargs, labels, sums)
+        return _beside_padding(func, args, kwargs, labels, sums)
     call = FlatCall.of(func, *args, **kwargs)
     mesh: Mesh = next(x.mesh for x in call.tensors if isinstance(x, ShardedTensor))
     values = [lift(x, mesh, func.__name__) for x in call.tensors]
@@ -172,7 +172,7 @@ def _link_views(
                 link(raw, v.raw)
 
 
-def _on_padded(
+def _beside_padding(
     func: Func, args: Args, kwargs: Kwargs, labels: Callable[[Any, Any], Labels], sums: bool
 ) -> object:
     """Run a call whose padding is in rows only, so that its results there are padding too.

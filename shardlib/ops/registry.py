@@ -235,11 +235,8 @@ class saving(Entered):
 
     def __init__(self, max_bytes: float = float("inf")) -> None:
         if isinstance(max_bytes, str) or not max_bytes >= 0:
-            raise ShardError(
-                f"max_bytes is a number of bytes, not {max_bytes!r}",
-                op="saving",
-                fix="sl.saving(2**30)",
-            )
+            why = f"max_bytes is a number of bytes, not {max_bytes!r}"
+            raise ShardError(why, op="saving", fix="sl.saving(2**30)")
         self.max_bytes = max_bytes
 
     def changes(self, now: Scope) -> dict[str, Any]:
@@ -403,11 +400,8 @@ def why(op: str, *operands: Any) -> Why:
     'summa'
     """
     if op not in _CASES:
-        raise ShardError(
-            f"unknown operation {op!r}; operations with a choice: {', '.join(_CASES)}",
-            op="why",
-            fix=f"sl.why({next(iter(_CASES))!r}, a, b)",
-        )
+        why_not = f"unknown operation {op!r}; operations with a choice: {', '.join(_CASES)}"
+        raise ShardError(why_not, op="why", fix=f"sl.why({next(iter(_CASES))!r}, a, b)")
     try:
         inspect.signature(_CASES[op]).bind(*operands)
     except TypeError as e:

@@ -121,21 +121,17 @@ def _check_local(q: ShardedTensor, k: ShardedTensor, v: ShardedTensor, dropout: 
         mine = t.dims[:-2]
         if cut or (mine != batch and _apart(mine, mesh) != _apart(batch, mesh)):
             want = " ".join([*map(str, batch), ".", "."])
-            raise _refused(
-                ImplicitCommunication,
+            why = (
                 "attention is local where batch and heads are split alike and sequence and head "
-                "size are whole",
-                (q, k, v),
-                f"F.scaled_dot_product_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))",
+                "size are whole"
             )
+            fix = f"F.scaled_dot_product_attention(*(sl.reshard(t, {want!r}) for t in (q, k, v)))"
+            raise _refused(ImplicitCommunication, why, (q, k, v), fix)
     if dropout:
-        raise _refused(
-            Unsupported,
-            "dropout of the probabilities takes [batch, heads, sequence, size]",
-            (q, k, v),
-            "F.scaled_dot_product_attention"
-            "(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), dropout_p=0.1)",
-        )
+        why = "dropout of the probabilities takes [batch, heads, sequence, size]"
+        rows = "q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)"
+        fix = f"F.scaled_dot_product_attention({rows}, dropout_p=0.1)"
+        raise _refused(Unsupported, why, (q, k, v), fix)
 
 
 def _as_scores(
