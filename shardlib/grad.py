@@ -207,8 +207,9 @@ def _sink(into: TakesGradients, params: object, inside: bool) -> Any:
         why = "buckets hold gradients of which none is taken, and this call is differentiated"
         fix = "sl.value_and_grad(f)(params)"
         raise _error(why, fix)
-    take: Any = into.sink
-    return take(params)
+    sink = into.sink
+    assert sink is not None, "value_and_grad refuses a transform without buckets"
+    return sink(params)
 
 
 def _scalar(loss: object) -> Tensor:

@@ -168,14 +168,11 @@ def _refuse_placed(x: Tensor, layout: object, m: Mesh) -> None:
         why = "only dense, initialised tensors are placed"
         raise Unsupported(why, op="shard", fix="sl.shard(x.to_dense(), layout)")
     if isinstance(x, ShardedTensor):
-        raise ShardError(
-            "the tensor is sharded already",
-            op="shard",
-            operands={"tensor": typeof(x)},
-            mesh=m,
-            fix="sl.reshard(x, "
-            f"{str(as_layout(layout, 'shard', 'sl.reshard(x, {})', shape=x.shape, mesh=m))!r})",
-        )
+        line = "sl.reshard(x, {})"
+        fix = line.format(repr(str(as_layout(layout, "shard", line, shape=x.shape, mesh=m))))
+        why = "the tensor is sharded already"
+        given = {"tensor": typeof(x)}
+        raise ShardError(why, op="shard", operands=given, mesh=m, fix=fix)
 
 
 def _in_body(
@@ -183,13 +180,10 @@ def _in_body(
 ) -> ShardError:
     """Build the error for shard, reshard or unshard in a body of shard_map, which has blocks."""
     m = current_mesh()
-    return ShardError(
-        f"a body of shard_map computes on this rank's block of each operand: {way}",
-        op=op,
-        operands={"x": f"{x.dtype} {list(x.shape)}"} if isinstance(x, Tensor) else {},
-        mesh=m,
-        fix=fix or f"sl.all_gather(x, {m.names[0]!r})",
-    )
+    why = f"a body of shard_map computes on this rank's block of each operand: {way}"
+    given = {"x": f"{x.dtype} {list(x.shape)}"} if isinstance(x, Tensor) else {}
+    line = fix or f"sl.all_gather(x, {m.names[0]!r})"
+    return ShardError(why, op=op, operands=given, mesh=m, fix=line)
 
 
 def place_whole(x: Tensor, lay: Layout, m: Mesh, *, src: int | None, pad: bool) -> ShardedTensor:

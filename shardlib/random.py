@@ -110,12 +110,9 @@ class _Stream:
         word = [mine.given, self.count, mine.after]
         found = job.meet(where, self.ranks, word, "random", "its first draw since a seeding", fix)
         if len({after for _, _, after in found}) > 1:
-            places = dict.fromkeys(after for _, _, after in found)
-            raise ShardError(
-                f"the ranks were seeded after different numbers of draws, {', '.join(map(str, places))}",
-                op="random",
-                fix=fix,
-            )
+            places = ", ".join(map(str, dict.fromkeys(after for _, _, after in found)))
+            why = f"the ranks were seeded after different numbers of draws, {places}"
+            raise ShardError(why, op="random", fix=fix)
         if mine.exact and len({(given, count) for given, count, _ in found}) > 1:
             keys = sorted({f"{given} ({count} draws)" for given, count, _ in found})
             why = f"the ranks were given different keys, {', '.join(keys)}"

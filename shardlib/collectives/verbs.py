@@ -90,14 +90,11 @@ def _dim(op: str, x: Tensor, axis: Axis, dim: int, splits: bool, new: int = 0) -
         _check_block(op, x, axis)
     ndim = x.ndim + new
     if not -ndim <= dim < ndim:
-        raise RankMismatch(
-            f"dimension {dim} of a block with {ndim} dimensions",
-            op=op,
-            operands={"block": list(x.shape)},
-            fix=f"{public_name(op)}(x, {axis!r}, dim=0)"
-            if ndim
-            else f"{public_name(op)}(x.unsqueeze(0), {axis!r})",
-        )
+        why = f"dimension {dim} of a block with {ndim} dimensions"
+        fix = f"{public_name(op)}(x, {axis!r}, dim=0)"
+        if not ndim:
+            fix = f"{public_name(op)}(x.unsqueeze(0), {axis!r})"
+        raise RankMismatch(why, op=op, operands={"block": list(x.shape)}, fix=fix)
     if splits:
         mesh = mesh_of(x)
         p, n = mesh.axis_size(axis, *_named(op)), x.shape[dim]
@@ -261,13 +258,10 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], axis: Axis, p: int) -> None
     outside = [r for r in (*sources, *targets) if not 0 <= r < p]
     twice = [r for ranks in (sources, targets) for r in set(ranks) if ranks.count(r) > 1]
     if outside or twice:
-        what = (
-            f"rank {outside[0]} is not among 0..{p - 1}"
-            if outside
-            else f"rank {twice[0]} sends or receives twice"
-        )
+        what = [f"rank {r} is not among 0..{p - 1}" for r in outside]
+        what += [f"rank {r} sends or receives twice" for r in twice]
         fix = f"sl.ppermute(x, {axis!r}, {[(i, (i + 1) % p) for i in range(p)]})"
-        raise ShardError(what, op="ppermute", fix=fix)
+        raise ShardError(what[0], op="ppermute", fix=fix)
 
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:

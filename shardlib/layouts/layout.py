@@ -554,12 +554,11 @@ def as_layout(
         if not weight or not _is_family(given) or not hasattr(given, "weight"):
             return found
         act = ".act" if hasattr(given, "act") else ".layout"
-        raise LayoutSyntax(
-            f"{given} has a layout for activations, {act}, and one for weights, .weight: say which",
-            op=op,
-            mesh=mesh,
-            fix=fix.format(f"{_ours(type(given))}{given}.weight"),
+        why = (
+            f"{given} has a layout for activations, {act}, and one for weights, .weight: say which"
         )
+        line = fix.format(f"{_ours(type(given))}{given}.weight")
+        raise LayoutSyntax(why, op=op, mesh=mesh, fix=line)
     called = _is_uncalled(given)
     why = "call it with mesh axes" if called else NEITHER
     raise LayoutSyntax(

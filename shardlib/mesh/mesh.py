@@ -152,12 +152,9 @@ class Mesh(Mapping[str, int]):
                     right = dict.fromkeys(near if b == a else b for b in axes)
                     raise unknown_axis(a, self.axes, op, fix.format(axes_text(right)))
             if len(set(axes)) < len(axes):
-                raise AxisReused(
-                    f"axis {axis!r} names a mesh axis twice",
-                    op=op,
-                    mesh=self,
-                    fix=fix.format(axes_text(dict.fromkeys(axes))),
-                )
+                why = f"axis {axis!r} names a mesh axis twice"
+                line = fix.format(axes_text(dict.fromkeys(axes)))
+                raise AxisReused(why, op=op, mesh=self, fix=line)
             found = self._known[axes] = math.prod([self.axes[a] for a in axes])
         return found
 
@@ -353,13 +350,10 @@ def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
         raise MeshError(why, op=op, fix=fix)
     named = {n: s for n, s in axes.items() if not (n.isidentifier() and n.isascii())}
     if named:  # the text of a layout could not contain it
-        raise MeshError(
-            f"{', '.join(map(repr, named))} cannot name an axis: letters, digits and underscores "
-            "do",
-            op=op,
-            fix=f"sl.{op}({_FIRST.get(op, '')}"
-            f"{', '.join(f'{n}={s}' for n, s in lettered(axes.values()).items())})",
-        )
+        wrong = ", ".join(map(repr, named))
+        right = ", ".join(f"{n}={s}" for n, s in lettered(axes.values()).items())
+        why = f"{wrong} cannot name an axis: letters, digits and underscores do"
+        raise MeshError(why, op=op, fix=f"sl.{op}({_FIRST.get(op, '')}{right})")
     return dict(axes)
 
 

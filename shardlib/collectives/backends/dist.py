@@ -163,7 +163,9 @@ def _exchange(out: Tensor, parts: Tensor, g: _Group, own: bool = True) -> list[A
     return works
 
 
-def _sent_apart(out: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, g: _Group) -> Any:
+def _sent_apart(
+    out: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, g: _Group
+) -> list[Any]:
     """Send part j to rank j, for each other rank, and receive its part in ``out[j]``.
 
     Every receive is posted before any send: gloo announces a receive to the sender with a small
