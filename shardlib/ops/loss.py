@@ -509,7 +509,7 @@ def _by_class(func: Func, given: dict[str, Any], how: str) -> object:
     return _of_rows(given, how, partial(rows_call, func, (), labels=_classes))
 
 
-def _class_count(given: dict[str, Any]) -> Any:
+def _class_count(given: dict[str, Any]) -> int | Tensor:
     """Count the rows; of targets that are classes, sum the weights of those not ignored."""
     x, t, weight = given["input"], given["target"], given["weight"]
     if t.is_floating_point():

@@ -48,7 +48,7 @@ def _instances(b: Bound) -> Labels:
     torch.batch_norm,
 )
 def batch_norm(
-    func: Func, x: Any, w: Any, b: Any, mean: Any, var: Any,
+    func: Func, x: Tensor, w: Tensor | None, b: Tensor | None, mean: ShardedTensor, var: ShardedTensor,
     training: bool, momentum: float, eps: float, _: bool,
 ) -> object:  # fmt: skip
     """Take statistics over the whole batch, on all ranks; update the running ones as torch does."""

@@ -356,7 +356,12 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     Tensor.norm, torch.norm, takes="all",
 )  # fmt: skip
 def norm(
-    func: Func, x: Tensor, p: Any, dim: Dims, keepdim: bool, dtype: torch.dtype | None
+    func: Func,
+    x: Tensor,
+    p: float | str | None,
+    dim: Dims,
+    keepdim: bool,
+    dtype: torch.dtype | None,
 ) -> Tensor:
     """Take a vector's norm over one dimension or all; "fro" as in torch."""
     if p == "nuc" or (p not in ("fro", None) and not isinstance(p, int | float)):

@@ -436,7 +436,9 @@ _SPLIT = """
     _SPLIT, Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes,
     along_dim=True,
 )  # fmt: skip
-def split(func: Func, x: ShardedTensor, pieces: Any, dim: int) -> tuple[ShardedTensor, ...]:
+def split(
+    func: Func, x: ShardedTensor, pieces: int | Sequence[int], dim: int
+) -> tuple[ShardedTensor, ...]:
     if not x.shape:
         raise BadArgument("a scalar has no pieces", op=func.__name__)
     dim = dim_of(dim, len(x.shape), func.__name__)

@@ -202,7 +202,7 @@ def product_of(
     of_x, of_w = x.place, w.place
     if of_x.merged_from and _needs_rows(of_x, of_w):
         unfolded = x.view(*of_x.merged_from, of_x.shape[-1])
-        return product_of(unfolded, w, out, bias).view(of_x.shape[0], of_w.shape[-1])  # type: ignore[return-value]
+        return product_of(unfolded, w, out, bias).reshape(of_x.shape[0], of_w.shape[-1])  # type: ignore[return-value]
     if x.raw.dtype != w.raw.dtype:
         why = "operands have different dtypes"
         raise call_error(ShardError, why, "matmul", "x @ w.to(x.dtype)", x=x, w=w)
