@@ -35,14 +35,15 @@ from shardlib.optim.transform import (
     by_directions,
     divided,
     elementwise,
+    one_dtype,
     ranged,
     restoring,
     under,
+    written,
 )
 from shardlib.optim.trees import (
     ALIGN,
     SPAN,
-    Pieces,
     Tree,
     blocks_of,
     cuts,
@@ -122,7 +123,7 @@ def adamw(
     return under(backend, whole)
 
 
-def _own(params: Pieces) -> bool:
+def _own(params: list[Tensor]) -> bool:
     """Return whether the library's own kernels may step these parameters."""
     return bool(params) and (not params[0].is_cpu or active.cpu)
 
@@ -135,15 +136,16 @@ def _needs_restoring(params: Tree, step: Step) -> bool:
     return _own(p) and p[0].dtype == torch.bfloat16
 
 
-def _by_kernel(params: Tree, lists: Sequence[Pieces], step: Step, hyper: tuple[Any, ...]) -> bool:
+def _by_kernel(
+    params: Tree, lists: Sequence[list[Tensor]], step: Step, hyper: tuple[Any, ...]
+) -> bool:
     """Step by a fused kernel, with the half-precision companions; False if no kernel applies."""
     p, g, m, v = lists
     # these kernels know no step that is not sound
     if not _own(p) or (step.sound is not None and not step.guarded):
         return False
-    found = p.beside(g, m, v)
-    if found.dtype == torch.float32 and _by_apex(lists, step, hyper):
-        torch.autograd.graph.increment_version(found.roots)
+    if one_dtype(lists) == torch.float32 and _by_apex(lists, step, hyper):
+        written(lists)
         return True
     scale = None if step.scale is None else step.scale.to(p[0].device, torch.float32)
     mine = step.beside is not None and step.beside[0] is params
@@ -156,12 +158,11 @@ def _by_kernel(params: Tree, lists: Sequence[Pieces], step: Step, hyper: tuple[A
         return False
     if mine:
         step.beside = None
-    # so that backward through an older graph raises; pieces may have versions of their own
-    torch.autograd.graph.increment_version(found.roots)
+    written(lists)
     return True
 
 
-def _by_apex(lists: Sequence[Pieces], step: Step, hyper: tuple[Any, ...]) -> bool:
+def _by_apex(lists: Sequence[list[Tensor]], step: Step, hyper: tuple[Any, ...]) -> bool:
     p, g, m, v = lists
     stepped = apex("adam", p[0])
     if stepped is None:
@@ -422,17 +423,16 @@ def lamb(
 
     def donate(grads: Tree, state: MomentState, params: Tree, step: Step) -> MomentState:
         ready(grads, "lamb", state.mu)
-        first, *others = lists = pieces(grads, params, state.mu, state.nu)
-        found = first.beside(*others)
+        lists = pieces(grads, params, state.mu, state.nu)
         stepped = None
-        if _own(others[0]) and _whole(params) and found.dtype == torch.float32:
-            stepped = apex("lamb", first[0])
+        if _own(lists[1]) and _whole(params) and one_dtype(lists) == torch.float32:
+            stepped = apex("lamb", lists[0][0])
         if stepped is None:
             return made.donate(grads, state, params, step)
         step.unscale(grads)
         step.lr = at_step(lr, state.count)
         stepped(*lists, AdamStep(step.lr, b1, b2, eps, weight_decay, state.count + 1))
-        torch.autograd.graph.increment_version(found.roots)
+        written(lists)
         return state._replace(count=state.count + 1)
 
     made: Any = by_directions(

@@ -13,12 +13,11 @@ Memory is pooled, since fresh pages cost as much as a sum over them.  A storage 
 """
 
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -44,9 +43,9 @@ from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.tensor import Place, ShardedTensor
 
 __all__ = [
-    "ALIGN", "Beside", "Bucket", "BucketSlot", "Buckets", "Hops", "Index", "Item", "Memory", "Pieces", "Room",
-    "SlotPart", "State", "Tree", "adopt", "gather", "held", "index", "overlap", "own", "own_parts", "parts",
-    "parts_of", "pytree_node",
+    "ALIGN", "Bucket", "BucketSlot", "Buckets", "Hops", "Index", "Item", "Memory", "Room", "SlotPart",
+    "State", "Tree", "adopt", "fill_slots", "gather", "held", "index", "overlap", "own", "own_parts",
+    "parts", "parts_of", "pytree_node",
 ]  # fmt: skip
 
 Tree = Any
@@ -423,88 +422,21 @@ class SlotPart:
 
 
 @lru_cache(maxsize=4096)
-def parts(bucket: Bucket, rank: int) -> tuple[SlotPart, ...]:
-    """List the parts of slots that rank ``rank`` holds of a bucket; empty parts are left out.
+def parts(bucket: Bucket, rank: int, ways: int) -> tuple[SlotPart, ...]:
+    """List the slots' parts in the part ``rank`` of ``ways`` of a bucket; empty ones are left out.
 
     >>> items = (Item("w", (9, 9), torch.float32, (), 0), Item("b", (3,), torch.float32, (), 1))
     >>> (bucket,) = index(items, (("x",),), (("x", 2),), 1 << 20).buckets
-    >>> [(p.slot.offset, p.start, p.at, p.length) for p in parts(bucket, 1)]
+    >>> [(p.slot.offset, p.start, p.at, p.length) for p in parts(bucket, 1, 2)]
     [(128, 0, 0, 3)]
     """
-    n, out = bucket.part_length, []
+    n, out = bucket.length // ways, []
     lo = rank * n
     for slot in bucket.slots:
         a, b = max(lo, slot.offset), min(lo + n, slot.offset + slot.length)
         if a < b:
             out.append(SlotPart(slot, a - lo, a - slot.offset, b - a))
     return tuple(out)
-
-
-class Pieces(list[Tensor]):
-    """Plain tensors for a kernel, with properties that every step needs, computed once.
-
-    ``roots``  tensors that share version counters with all pieces.
-    ``runs``   (first, after the last) of pieces that are adjacent in memory, each padded to a whole
-               vector of any kernel: the padding after it is unused.  None if not known.
-    """
-
-    def __init__(
-        self,
-        pieces: Iterable[Tensor],
-        roots: Iterable[Tensor] | None = None,
-        runs: tuple[tuple[int, int], ...] | None = None,
-    ) -> None:
-        super().__init__(pieces)
-        self.roots = list(self if roots is None else roots)
-        self.runs = runs
-
-    def beside(self, *others: "Pieces") -> "Beside":
-        """Return the joint properties of these lists and others, cached from the last step."""
-        found: Beside | None = self.__dict__.get("_beside")
-        if found is None or list(map(id, found.others)) != list(map(id, others)):
-            found = self.__dict__["_beside"] = _beside(self, *others)
-        return found
-
-    def joined(self) -> list[Tensor]:
-        """Return each run as one vector, in the same memory, padding included."""
-        out = []
-        for first, end in self.runs or ():
-            one, last = self[first], self[end - 1]
-            n = last.storage_offset() - one.storage_offset() + _up(last.numel(), ALIGN)
-            out.append(one.as_strided((n,), (1,)))
-        return out
-
-
-class Beside(NamedTuple):
-    """The joint properties of lists of pieces for one kernel call, computed once.
-
-    ``dtype``  their one floating point dtype, if they have one.
-    ``runs``   the lists with each run as one vector; None if not known.
-    ``count``  the step counter for each vector, the same tensor for all.
-    """
-
-    others: tuple[Pieces, ...]
-    dtype: torch.dtype | None
-    roots: list[Tensor]
-    contiguous: bool
-    runs: list[list[Tensor]] | None
-    count: list[Tensor]
-
-
-def _beside(*rows: Pieces) -> Beside:
-    first, every = rows[0], list(itertools.chain(*rows))
-    dtype, *more = {t.dtype for t in every} or {torch.float32}
-    one_float = not more and dtype.is_floating_point
-    dense = all(map(Tensor.is_contiguous, every))
-    runs = None
-    if dense and first.runs is not None and {row.runs for row in rows} == {first.runs}:
-        runs = [row.joined() for row in rows]
-    device = first[0].device if first else None
-    # torch's fused kernels take a step count per tensor: here all share one
-    one = torch.zeros((), dtype=torch.float32, device=device)
-    count = [one] * len(first if runs is None else runs[0])
-    roots = list(itertools.chain(*(row.roots for row in rows)))
-    return Beside(rows[1:], dtype if one_float else None, roots, dense, runs, count)
 
 
 Node = TypeVar("Node", bound=type[Any])
@@ -555,56 +487,16 @@ class Buckets(dict[str, Any]):
 
     def subset(self, names: tuple[str, ...]) -> "Buckets":
         """Return the buckets of these names, in the same memory."""
-        out = type(self)({n: self[n] for n in names}, self.index.subset(names), self.mesh)
-        if "pieces" in self.__dict__:
-            rows = zip(self.held, self.pieces, strict=True)
-            some = (p for (bucket, _, _), p in rows if bucket.name in out)
-            out.__dict__["pieces"] = Pieces(some, [x.raw for x in out.values()], _runs(out.held))
-        return out
+        return type(self)({n: self[n] for n in names}, self.index.subset(names), self.mesh)
 
     def like(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Buckets":
         """Return buckets of other values with the same index."""
         return type(self)(values, self.index, self.mesh)
 
-    @property
-    def are_whole(self) -> bool:
-        """Whether these are whole buckets with a pending sum, not each rank's part."""
-        # some buckets may be None, and one with a single part is always whole
-        cut = (b for b in self.index.buckets if b.ways > 1 and self[b.name] is not None)
-        first = next(cut, None)
-        return first is not None and self[first.name].raw.shape[-1] == first.length
-
-    @property
-    def gone(self) -> set[str]:
-        """The names of the buckets that are None."""
-        return {name for name, x in self.items() if x is None}
-
-    @cached_property
-    def held(self) -> list[tuple[Bucket, int, SlotPart]]:
-        """(bucket, number of the rank in this process, part) of each piece, in order.
-
-        Buckets that are None, such as frozen parameters' gradients, have no pieces.
-        """
-        if not self.are_whole:
-            kept = [b for b in self.index if self[b.name] is not None]
-            return [at for b in kept for at in held(b, self.mesh)]
-        return [
-            (bucket, i, SlotPart(slot, slot.offset, 0, slot.length))
-            for bucket in self.index.buckets
-            for i in range(len(played(self.mesh)))
-            for slot in bucket.slots
-            if slot.length
-        ]
-
-    @cached_property
-    def pieces(self) -> Pieces:
-        """The slots' parts as plain vectors: views, made once, so writes change the buckets."""
-        raws = {name: x.raw.detach() for name, x in self.items() if x is not None}
-        ranks = {name: blocks(raw, self.mesh) for name, raw in raws.items()}
-        views = (
-            ranks[b.name][i][part.start : part.start + part.length] for b, i, part in self.held
-        )
-        return Pieces(views, raws.values(), _runs(self.held))
+    def vectors(self, names: Iterable[str]) -> list[Tensor]:
+        """List the vectors of some buckets, of the ranks in this process: detached views."""
+        mesh = self.mesh
+        return [vector for n in names for vector in blocks(self[n].raw.detach(), mesh)]
 
     def whole(self) -> dict[int, Tensor]:
         """Gather parts to whole buckets, in new memory; map each leaf's number to its block."""
@@ -630,27 +522,17 @@ class Buckets(dict[str, Any]):
         return type(self), (dict(self), self.index, self.mesh)
 
 
-def held(bucket: Bucket, mesh: Mesh) -> list[tuple[Bucket, int, SlotPart]]:
-    """List (bucket, number of the rank in this process, part) of each piece, in order."""
+def held(bucket: Bucket, mesh: Mesh, ways: int) -> list[tuple[int, SlotPart]]:
+    """List (number of the rank in this process, part of a slot that it holds) of a bucket.
+
+    ``ways``  the number of parts that the bucket is cut to: its own, or 1 if it is whole.
+    """
+    over = bucket.over if ways > 1 else ()
     return [
-        (bucket, i, part)
+        (i, part)
         for i, c in enumerate(played(mesh))
-        for part in parts(bucket, rank_along(bucket.over, c, mesh.axes))
+        for part in parts(bucket, rank_along(over, c, mesh.axes), ways)
     ]
-
-
-def _runs(held: Sequence[tuple[Bucket, int, SlotPart]]) -> tuple[tuple[int, int], ...]:
-    """List (first, after the last) of pieces that are adjacent in memory, in whole vectors."""
-    out: list[tuple[int, int]] = []
-    for k, (bucket, i, part) in enumerate(held):
-        before = held[k - 1] if k else None
-        if before is not None and before[0] is bucket and before[1] == i:
-            last = before[2]
-            if last.start + _up(last.length, ALIGN) == part.start:
-                out[-1] = (out[-1][0], k + 1)
-                continue
-        out.append((k, k + 1))
-    return tuple(out)
 
 
 # ---------------------------------------------------------------- memory
@@ -804,28 +686,36 @@ def parts_of(
 
     ``grads``  they are gradients: those of tied leaves are added, and half precision is widened.
     """
-    dtypes = [x.raw.dtype for x in index.firsts(leaves)]
-    most: int | None = 1
-    if grads:
-        dtypes = list(map(wider, dtypes))
-        most = None
-    rows = list(zip(index, dtypes, strict=True))
-    nbytes = sum(b.part_length * dtype.itemsize for b, dtype in rows)
+    likes = [x.raw for x in index.firsts(leaves)]
+    dtypes = [wider(x.dtype) if grads else x.dtype for x in likes]
+    rows = list(zip(index, likes, dtypes, strict=True))
+    nbytes = sum(b.part_length * dtype.itemsize for b, _, dtype in rows)
     refuse_beyond(nbytes * len(played(mesh)), mesh.device, "zero", mesh)
-    every = [() if x is None else blocks(x.raw.detach(), mesh) for x in leaves]
     out = {}
-    for bucket, dtype in rows:
-        like = every[bucket.slots[0].leaves[0]]
-        mine = [x.new_zeros(bucket.part_length, dtype=dtype) for x in like]
-        for _, r, p in held(bucket, mesh):
+    for bucket, like, dtype in rows:
+        raw = like.new_zeros(storage_shape(mesh, bucket.part_length), dtype=dtype)
+        out[bucket.name] = ShardedTensor(raw, bucket.place(mesh))
+    buckets = Buckets(out, index, mesh)
+    fill_slots(buckets, leaves, add_tied=grads)
+    return buckets
+
+
+def fill_slots(into: Buckets, leaves: Sequence[Any], *, add_tied: bool = False) -> None:
+    """Write this rank's part of every leaf to its slot, and nothing between the slots.
+
+    ``add_tied``  tied leaves have different values, which are added; else the first one's is used.
+    """
+    mesh = into.mesh
+    every = [() if x is None else blocks(x.raw.detach(), mesh) for x in leaves]
+    for bucket in into.index:
+        mine = blocks(into[bucket.name].raw.detach(), mesh)
+        for r, p in held(bucket, mesh, bucket.ways):
             to = mine[r][p.start : p.start + p.length]
-            part = slice(p.at, p.at + p.length)
-            one, *tied = (every[i][r].reshape(-1)[part] for i in p.slot.leaves[:most])
-            to.copy_(one)
-            for other in tied:
-                to.add_(other)
-        out[bucket.name] = ShardedTensor(storage(mine, mesh), bucket.place(mesh))
-    return Buckets(out, index, mesh)
+            first, *tied = (every[i][r].reshape(-1)[p.at : p.at + p.length] for i in p.slot.leaves)
+            to.copy_(first)
+            if add_tied:
+                for other in tied:
+                    to.add_(other)
 
 
 def gather(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> None:

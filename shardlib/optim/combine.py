@@ -35,7 +35,6 @@ from shardlib.optim.trees import (
     need,
     nothing,
     pieces,
-    runs,
     settled,
     spans,
     trainable,
@@ -260,7 +259,7 @@ def multi_steps(tx: Transform, every: int) -> Transform:
         for t in pieces(total)[0]:
             t.div_(every)
         inner = run_in_place(tx, total, state.inner, params, step)
-        for t in runs(total)[0]:  # between the parameters' parts, too: a divided 0 may be NaN
+        for t in pieces(total)[0]:  # padding too: a divided 0 may be NaN
             t.zero_()
         return begun(total, inner)
 

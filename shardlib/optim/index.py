@@ -143,11 +143,6 @@ class IndexCache:
             self.last[name] = key, found
         return found
 
-    def view(self, grads: Buckets) -> None:
-        """Give gradients the views of the last ones, if they have the same memory."""
-        key = grads.index, [x.raw.data_ptr() for x in grads.values()]
-        grads.__dict__["pieces"] = self.kept("pieces", key, lambda: grads.pieces)
-
     def find(self, params: Tree, state: State = None) -> Indexed:
         """Return a tree's trained leaves and their index: the state's own if it has one.
 

@@ -16,7 +16,7 @@ from shardlib.collectives import pslice, unwrap, wrap
 from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Bucket, Buckets, Item, parts_of
+from shardlib.optim.buckets import Bucket, Buckets, Item, fill_slots
 from shardlib.optim.combine import AroundZeroState, MultiState
 from shardlib.optim.matrix_owners import Owned
 from shardlib.optim.transform import at_rest
@@ -251,8 +251,7 @@ def _filled(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buc
         leaves[i] = _placed(kept[key], item.layout, x.mesh)
     # keep the gaps between slots from init: in adam8bit a code of 0 is not the number 0
     new = x.like({n: v.becomes(_flagged(v.raw.clone(), v)) for n, v in x.items()})
-    for to, value in zip(new.pieces, parts_of(leaves, x.index, x.mesh).pieces, strict=True):
-        to.copy_(value)
+    fill_slots(new, leaves)
     return new
 
 

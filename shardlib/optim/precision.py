@@ -27,7 +27,6 @@ from shardlib.optim.trees import (
     need,
     pieces,
     refuse_copies,
-    runs,
     spans,
     trainable,
 )
@@ -321,7 +320,7 @@ def _with_remainder(
         step.beside = None  # still set if the step was skipped
         return ZeroState(inner, state.master)
     full = each(lambda g: memory.take(g.shape, torch.float32, g.device).zero_(), grads)
-    rows = runs(mine, state.master, full)
+    rows = pieces(mine, state.master, full)
     for p, rest, m in spans(*rows):
         m.copy_(joined(p, rest))
     inner = run_in_place(tx, grads, state.inner, full, step)

@@ -26,7 +26,7 @@ from shardlib.optim.norms import run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Step, mapped
-from shardlib.optim.trees import check_gradient, is_bucketed
+from shardlib.optim.trees import check_gradient, is_bucketed, pieces
 from shardlib.tensor import ShardedTensor, typeof
 
 __all__ = ["SplitState"]
@@ -78,7 +78,6 @@ class SplitState:
             parts = self._reduced(given, where, at.mesh, self.memory)
         flats = self._adopted(at, where)
         mine = self._own(flats, where, at.mesh)
-        self.cache.view(parts)
         state = run_measured(self.inner, parts, state, mine, step)
         mine.put_back(flats)
         # a skipped step changed no parameter
@@ -124,17 +123,17 @@ class SplitState:
         if at.raws[0].is_meta:  # where all addresses are 0
             return adopt(at.leaves, where, at.mesh)
         before, flats = self.cache.last.get("flats", (None, None))
-        if before != (where, [x.data_ptr() for x in at.raws]):
+        if before != (where, _addresses(at.raws)):
             flats = adopt(at.leaves, where, at.mesh)
             # the buckets are alive, so that no address is reused
-            self.cache.last["flats"] = (where, [x.data_ptr() for x in at.raws]), flats
+            self.cache.last["flats"] = (where, _addresses(at.raws)), flats
         return flats
 
     def _own(self, flats: list[Tensor], where: Index, mesh: Mesh) -> Buckets:
         """Return each rank's own part of the parameters; copies under simulate."""
         if lead(mesh):
             return own(flats, where, mesh)
-        key = where, [f.data_ptr() for f in flats]
+        key = where, _addresses(flats)
         return self.cache.kept("own", key, lambda: own(flats, where, mesh))
 
     def _gather(self, flats: list[Tensor], mine: Buckets, where: Index, mesh: Mesh) -> None:
@@ -146,7 +145,7 @@ class SplitState:
         # gather a narrow copy, and widen it into the parameters
         narrow = [self.memory.take(f.shape, dtype, f.device) for f in flats]
         part = own(narrow, where, mesh)
-        for small, p in zip(part.pieces, mine.pieces, strict=True):
+        for small, p in zip(*pieces(part, mine), strict=True):
             small.copy_(p)
         part.put_back(narrow)
         gather(narrow, where, mesh)
@@ -218,6 +217,10 @@ class SplitState:
         # four in transit: on slow links backward must not wait for them
         more: dict[str, Any] = {"heard": heard, "most": 4, "ahead": True}
         return self._sink(at.where, at.mesh, like, self.memory, **more)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _moves(state: State) -> bool:

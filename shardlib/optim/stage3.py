@@ -486,7 +486,6 @@ class SplitParameters:
         """Step the parts in place; nothing is gathered before they are read."""
         self.how.check_state(state)
         mine, given = _matched(params, grads, state)
-        self.cache.view(given)
         state = run_measured(self.inner, given, state, mine, step)
         params.index.room.memory.give(*(g.raw for g in given.values()))
         return state

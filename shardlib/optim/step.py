@@ -38,7 +38,6 @@ from shardlib.optim.trees import (
     State,
     Tree,
     blocks_of,
-    bucketed_in,
     check_gradient,
     each,
     given_for,
@@ -224,8 +223,6 @@ def hand_over(params: Tree, grads: Tree, state: State, after: Any) -> tuple[Any,
 
     results: Any = params, after
     news: Any = optree.tree_map(successor, results, is_leaf=_one, none_is_leaf=True)
-    for buckets in filter(is_bucketed, (params, grads, *bucketed_in(state))):
-        buckets.__dict__.pop("pieces", None)
     # optree sorts the keys of a dict, also of one whose values have moved
     donated: Any = [t for t in (params, grads, state) if type(t) is not dict or not _emptied(t)]
     for x in optree.tree_leaves(donated):
@@ -282,10 +279,7 @@ def _successor(x: Any, of: Callable[[Any], Any]) -> Any:
     if type(x) is dict:
         return _moved(x)
     if is_bucketed(x):
-        new = x.like(_moved(x) if _movable(x) else {name: of(v) for name, v in x.items()})
-        if "pieces" in x.__dict__:  # views of the same memory
-            new.__dict__["pieces"] = x.pieces
-        return new
+        return x.like(_moved(x) if _movable(x) else {name: of(v) for name, v in x.items()})
     return _again(x) if isinstance(x, Tensor) else x
 
 

@@ -33,7 +33,6 @@ from shardlib.kernels.active import checked, use
 from shardlib.optim.trees import (
     ALIGN,
     EmptyState,
-    Pieces,
     State,
     Tree,
     each,
@@ -41,7 +40,6 @@ from shardlib.optim.trees import (
     need,
     pieces,
     ready,
-    runs,
     spans,
     with_raw,
     writable,
@@ -52,7 +50,8 @@ __all__ = [
     "AMOUNT", "COUNT", "Later", "NUMBER", "POSITIVE", "Posted", "Range", "SHARE", "STEPS",
     "Schedule", "Step", "TRAITS", "Transform", "at_rest", "at_step", "beginning", "begun", "by_directions",
     "check_inner", "check_transform", "chosen", "divided", "elementwise", "fused", "handed_on",
-    "kept_whole", "mapped", "on_host", "ranged", "restoring", "run_in_place", "stateless", "told", "trait_of",
+    "kept_whole", "mapped", "on_host", "one_dtype", "ranged", "restoring", "run_in_place", "stateless",
+    "told", "trait_of", "written",
 ]  # fmt: skip
 
 Schedule = Callable[[int], float]
@@ -109,7 +108,7 @@ class Step:
     def unscale(self, grads: Tree) -> None:
         """Divide gradients by ``scale``, in place, for transforms that cannot do it themselves."""
         if self.scale is not None:
-            divided(runs(grads)[0], self.scale)
+            divided(pieces(grads)[0], self.scale)
             self.scale = None
 
     def divide(self, by: Tensor) -> None:
@@ -241,35 +240,46 @@ def divided(tensors: Iterable[Tensor], by: Tensor) -> None:
         t.div_(by.to(t.device, t.dtype))
 
 
-def fused(name: str, rows: Sequence[Pieces], step: Step, count: int, **how: Any) -> bool:
+def one_dtype(rows: Iterable[Iterable[Tensor]]) -> torch.dtype | None:
+    """Return the dtype of all tensors of these lists, None if they have several."""
+    found = {t.dtype for row in rows for t in row}
+    return found.pop() if len(found) == 1 else None
+
+
+def written(rows: Iterable[Iterable[Tensor]]) -> None:
+    """Make backward through older graphs raise, after a kernel that does not bump versions."""
+    torch.autograd.graph.increment_version([t for row in rows for t in row])
+
+
+def fused(name: str, rows: Sequence[list[Tensor]], step: Step, count: int, **how: Any) -> bool:
     """Run torch's fused kernel ``name`` on parameters, gradients and moments, in place.
 
     ``count``  steps taken, this one included.
     Returns False, with nothing done, if torch has no such kernel for these dtypes: it takes one
     dtype.
     """
-    kernel = fused_step(name)
-    found = rows[0].beside(*rows[1:])
-    if kernel is None or found.dtype is None:
-        return False
     if not rows[0]:
         return True
-    used: Any = found.runs or rows
+    kernel, dtype = fused_step(name), one_dtype(rows)
+    if kernel is None or dtype is None or not dtype.is_floating_point:
+        return False
+    used: Any = rows
     back: list[tuple[Any, Any]] = []  # (memory, what is copied to it after the step)
-    if not found.contiguous:
+    if not all(t.is_contiguous() for row in rows for t in row):
         used = [[t.contiguous() for t in row] for row in rows]
         back = list(zip(rows, used, strict=True))
-    how |= _scale_and_sound(step, found.dtype, used[1], rows[0][0].device)
-    if found.runs is None and rows[0][0].is_cpu:
+    device = rows[0][0].device
+    how |= _scale_and_sound(step, dtype, used[1], device)
+    if device.type == "cpu":
         used, ends = _in_vectors(used)
         back = ends + back
-    found.count[0].fill_(count)
+    # the kernel takes a count per tensor: here all share one
+    counts = [torch.full((), count, dtype=torch.float32, device=device)] * len(used[0])
     with below_autograd():
-        kernel(used, found.count[:1] * len(used[0]), **how)
+        kernel(used, counts, **how)
     for memory, made in back:
         copy_all(memory, made)
-    # the kernel does not bump versions: backward through an older graph must raise
-    torch.autograd.graph.increment_version(found.roots)
+    written(rows)
     return True
 
 
@@ -422,7 +432,7 @@ def elementwise(
         step.lr = at_step(lr, state.count)
         f = rule(state.count + 1, step.lr)
         sound = None if step.guarded else step.sound
-        for g, *held in spans(*runs(grads, params, *trees)):
+        for g, *held in spans(*pieces(grads, params, *trees)):
             before = [] if sound is None else [x.clone() for x in held]
             p, *more = held
             p.add_(f(g, *more, p) if weights else f(g, *more))

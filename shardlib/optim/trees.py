@@ -29,21 +29,21 @@ from shardlib.optim.buckets import (
     ALIGN,
     Bucket,
     Buckets,
-    Pieces,
     SlotPart,
     State,
     Tree,
+    held,
     parts,
     pytree_node,
 )
 from shardlib.tensor import Place, ShardedTensor, raw_of, type_or_class, typeof
 
 __all__ = [
-    "ALIGN", "SPAN", "EmptyState", "Pieces", "State", "TensorView", "Tree", "blocks_of",
+    "ALIGN", "SPAN", "EmptyState", "State", "TensorView", "Tree", "blocks_of",
     "bucketed_in", "by_tensor", "check_gradient", "cleared", "cuts", "each", "first_of",
     "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named", "names_of", "need",
-    "nothing", "of_others", "one_block", "only", "pieces", "pytree_node", "ready",
-    "refuse_copies", "runs", "settled", "spans", "trainable", "with_raw", "writable", "zeros_like",
+    "nothing", "of_others", "one_block", "only", "pieces", "pytree_node", "ready", "refuse_copies",
+    "settled", "spans", "trainable", "with_raw", "writable", "zeros_like",
 ]  # fmt: skip
 
 
@@ -403,7 +403,7 @@ class TensorView(NamedTuple):
 @lru_cache(maxsize=4096)
 def _slots(bucket: Bucket, rank: int) -> dict[int, SlotPart]:
     """Map the first leaf of each slot to the part that a rank holds of it."""
-    return {p.slot.leaves[0]: p for p in parts(bucket, rank)}
+    return {p.slot.leaves[0]: p for p in parts(bucket, rank, bucket.ways)}
 
 
 def by_tensor(tree: Tree) -> list[TensorView | None]:
@@ -422,12 +422,13 @@ def _view(x: Tensor) -> TensorView:
 
 
 def _in_buckets(tree: Buckets) -> list[TensorView | None]:
-    # keyed by leaf: an empty slot has the next one's offset
-    rows = zip(tree.held, tree.pieces, strict=True)
-    mine = {(p.slot.leaves[0], i): piece for (_, i, p), piece in rows}
     out: list[TensorView | None] = []
     for bucket in tree.index:
         like = tree[bucket.name].raw
+        ranks = blocks(like.detach(), tree.mesh)
+        rows = held(bucket, tree.mesh, bucket.length // len(ranks[0]))
+        # keyed by leaf: an empty slot has the next one's offset
+        mine = {(p.slot.leaves[0], i): ranks[i][p.start : p.start + p.length] for i, p in rows}
         for slot in bucket.slots:
             leaf = slot.leaves[0]
             item = tree.index.items[leaf]
@@ -502,28 +503,23 @@ def _by_bucket(tree: Buckets, values: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- plain tensors for kernels
 
 
-def pieces(first: Tree, *others: Tree) -> list[Pieces]:
+def pieces(first: Tree, *others: Tree) -> list[list[Tensor]]:
     """List the plain tensors of equal trees for a kernel: one list per tree, as views.
 
-    There is one per leaf and rank in this process; of ``Buckets`` one per parameter that a rank has
-    a part of.  Leaves that are None in one of the trees, and empty ones, are left out.
+    There is one per leaf and rank in this process; of ``Buckets`` a leaf is a bucket's part, with
+    the padding between its slots, which is zero where all trees' is.  Leaves that are None in one
+    of the trees, and empty ones, are left out.
     Raises: ShardError if the trees differ, or a leaf is another block in one of them.
     """
-    if is_bucketed(first):
-        return _pieces_of_buckets(first, *others)
+    if is_bucketed(first) and all([getattr(t, "index", None) is first.index for t in others]):
+        trees = (first, *others)
+        names = [n for n in first if all([t[n] is not None for t in trees])]
+        return [t.vectors(names) for t in trees]
     out: list[list[Tensor]] = [[] for _ in range(1 + len(others))]
     for row in _rows(first, *others):
         for kept, x in zip(out, row, strict=True):
             kept += blocks_of(x)
-    return [Pieces(row) for row in out]
-
-
-def _pieces_of_buckets(*trees: Buckets) -> list[Pieces]:
-    gone = set().union(*(t.gone for t in trees))
-    if gone:
-        left = tuple(name for name in trees[0] if name not in gone)
-        trees = tuple(t.subset(left) for t in trees)
-    return [t.pieces for t in trees]
+    return out
 
 
 def _rows(*trees: Tree) -> Iterator[tuple[Tensor, ...]]:
@@ -539,12 +535,6 @@ def _rows(*trees: Tree) -> Iterator[tuple[Tensor, ...]]:
             one_block(*row)
             if row[0].numel():
                 yield row
-
-
-def runs(first: Tree, *others: Tree) -> list[list[Tensor]]:
-    """List ``pieces``, contiguous ones joined, for elementwise use."""
-    rows = pieces(first, *others)
-    return rows[0].beside(*rows[1:]).runs or list(rows)
 
 
 def one_block(first: Tensor, *others: Tensor) -> None:

@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.optim.buckets import ALIGN, Buckets, Item, Pieces, adopt, index, own, parts
+from shardlib.optim.buckets import ALIGN, Buckets, Item, adopt, index, own, parts
+from shardlib.optim.trees import by_tensor, pieces
 from tests.ops.cases import r
 
 shapes = st.lists(
@@ -61,7 +62,7 @@ def test_slots_cover_are_disjoint_and_round_trip(
         }
         gaps = sum(b - a for a, b in bucket.gaps)
         assert gaps + sum(s.length for s in bucket.slots) == bucket.length
-        cut = [part for rank in range(ways) for part in parts(bucket, rank)]
+        cut = [part for rank in range(ways) for part in parts(bucket, rank, ways)]
         assert sum(p.length for p in cut) == sum(s.length for s in bucket.slots)
         assert all(p.start % ALIGN == p.at % ALIGN == 0 for p in cut)
         flat = torch.zeros(bucket.length, dtype=bucket.dtype)
@@ -89,8 +90,10 @@ def test_buckets_are_a_node_of_trees_that_keeps_its_index() -> None:
     assert isinstance(mu, Buckets)
     twice = optree.tree_map(lambda x: x * 2 + 1, mu)
     assert isinstance(twice, Buckets) and twice.index is mu.index
-    assert [p.numel() for p in twice.pieces] == [128, 2]
-    twice.pieces[1].fill_(7.0)
+    assert [p.numel() for p in pieces(twice)[0]] == [128, 128]
+    (view,) = by_tensor(twice)
+    assert view is not None and [x.numel() for x in view.parts if x is not None] == [128, 2]
+    view.parts[1].fill_(7.0)
     (name,) = twice
     assert twice[name].raw[1, :3].tolist() == [7.0, 7.0, 1.0]
     again = pickle.loads(pickle.dumps(mu.index))
@@ -102,34 +105,19 @@ def test_buckets_are_a_node_of_trees_that_keeps_its_index() -> None:
     st.lists(st.sampled_from([1, 3, 63, 64, 65, 128, 192, 500]), min_size=1, max_size=9),
     st.integers(1, 3),
 )
-def test_pieces_that_follow_one_another_are_one_vector_for_a_kernel(sizes: list, ways: int) -> None:
-    """Each with the room behind it, so that no element is rounded otherwise than the others."""
+def test_a_bucket_is_whole_vectors_for_a_kernel_on_every_rank(sizes: list, ways: int) -> None:
+    """With the padding between its slots, so that no element is rounded otherwise than others."""
     with sl.simulate(data=ways):
         params = {str(i): sl.shard(torch.randn(n), "...") for i, n in enumerate(sizes)}
         parts = sl.optim.zero(sl.optim.sgd(0.1), "data", 3).shard(params)
-        rows = parts.pieces
-        runs = rows.beside(parts.like(dict(parts)).pieces).runs
-        assert runs is not None and all(len(t) % ALIGN == 0 for t in runs[0])
-        ranks = [place[:2] for place in parts.held]
-        assert len(runs[0]) == len({(bucket.name, i) for bucket, i in ranks})
-        for joined in runs:  # each piece is in its rank's run, where it lay
-            for run, rank in zip(joined, dict.fromkeys(ranks), strict=True):
-                mine = [t for t, place in zip(rows, ranks, strict=True) if place == rank]
-                for t in mine:
-                    at = t.storage_offset() - run.storage_offset()
-                    assert torch.equal(run[at : at + len(t)], t)
-                assert len(run) == sum(-(-len(t) // ALIGN) * ALIGN for t in mine)
-        rows[-1][-1] = 7.0
-        assert runs[0][-1][len(runs[0][-1]) - ALIGN :].eq(7.0).sum() >= 1
-
-
-def test_what_is_remembered_of_lists_is_that_of_these_very_lists() -> None:
-    one, two, three = (Pieces([torch.zeros(n) for n in (64, 3)]) for _ in range(3))
-    first = one.beside(two)
-    assert one.beside(two) is first and first.runs is None and first.dtype == torch.float32
-    odd = Pieces([torch.zeros(64), torch.zeros(3, dtype=torch.int32)])
-    assert one.beside(three) is not first and one.beside(two, odd).dtype is None
-    assert one.beside(odd).dtype is None and Pieces([]).beside(Pieces([])).count == []
+        vectors, other = pieces(parts, parts.like(dict(parts)))
+        assert all(len(t) % ALIGN == 0 for t in vectors) and len(vectors) == ways * len(parts)
+        assert [t.data_ptr() for t in vectors] == [t.data_ptr() for t in other]
+        views = [x for view in by_tensor(parts) if view for x in view.parts if x is not None]
+        assert sum(map(len, views)) == sum(sizes)
+        for x in views:  # each tensor's elements are in a vector
+            x.fill_(7.0)
+        assert sum(int(t.eq(7.0).sum()) for t in vectors) == sum(sizes)
 
 
 NASTY = [
@@ -212,8 +200,9 @@ def test_own_pieces_are_the_ranks_parts_in_place() -> None:
     leaves, trace, mesh = laid({"data": 3, "x": 2})
     flats = adopt(leaves, trace.index, mesh)
     mine = own(flats, trace.index, mesh)
-    assert [p.shape for p in mine.pieces] == [p.shape for p in trace.pieces]
-    for p in mine.pieces:
+    both = pieces(mine, trace)
+    assert [p.shape for p in both[0]] == [p.shape for p in both[1]]
+    for p in both[0]:
         p.fill_(5.0)
     mine.put_back(flats)
     for x in leaves:  # each element was in the piece of one rank along data, of each rank along x
