@@ -48,8 +48,8 @@ def _instances(b: Bound) -> Labels:
     torch.batch_norm,
 )
 def batch_norm(
-    func: Func, x: Tensor, w: Tensor | None, b: Tensor | None, mean: ShardedTensor, var: ShardedTensor,
-    training: bool, momentum: float, eps: float, _: bool,
+    func: Func, x: Tensor, w: Tensor | None, b: Tensor | None,
+    mean: ShardedTensor, var: ShardedTensor, training: bool, momentum: float, eps: float, _: bool,
 ) -> object:  # fmt: skip
     """Take statistics over the whole batch, on all ranks; update the running ones as torch does."""
     _check(x, (w, b), (mean, var), training)
