@@ -107,7 +107,7 @@ class Indexed(NamedTuple):
         every = given_for(self.tree, grads, "zero")
         return [g for g, f in zip(every, self.held, strict=True) if not f]
 
-    def filled(self, values: Iterable[Any]) -> Tree:
+    def unflatten(self, values: Iterable[Any]) -> Tree:
         """Build a tree of the same structure, with None for frozen leaves."""
         rest = iter(values)
         return optree.tree_unflatten(self.tree, [None if f else next(rest) for f in self.held])

@@ -729,7 +729,7 @@ class Owned:
         dims[at] = Dim(tuple(self.mesh.names))
         return reshard(value, Layout(tuple(dims)))
 
-    def filled(self, values: Mapping[str, Tensor]) -> "Owned":
+    def with_values(self, values: Mapping[str, Tensor]) -> "Owned":
         """Return a copy with the numbers of each path replaced."""
         out = Owned(self.vector.clone(), self.held, self.mesh)
         for path, value in values.items():

@@ -98,8 +98,8 @@ def load_state_dict(state: Kept, kept: Mapping[str, object]) -> Kept:
     _same_names({name for name in names if not name.startswith(empty)}, set(kept))
     with torch.no_grad():
         new = [_loaded(x, keys, kept, empty) for keys, x in nodes]
-    filled: Any = optree.tree_unflatten(tree, new)
-    return filled
+    new_state: Any = optree.tree_unflatten(tree, new)
+    return new_state
 
 
 def _is_flat(kept: object) -> bool:
@@ -113,7 +113,7 @@ def _loaded(
     if next(iter(keys.values()), "").startswith(empty):
         return zeros_like(x)
     if isinstance(x, Buckets):
-        return _filled(x, keys, kept)
+        return _buckets(x, keys, kept)
     if isinstance(x, Owned):
         return _owned(x, keys, kept)
     return _like(x, keys[""], kept.get(keys[""]))
@@ -241,7 +241,7 @@ def _cut(block: Tensor, item: Item, mesh: Mesh, bucket: Bucket) -> ShardedTensor
     return ShardedTensor(block.clone(), item.place_in(layout, mesh))
 
 
-def _filled(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buckets:
+def _buckets(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buckets:
     """Make buckets like ``x`` with the values of these names."""
     leaves: list[Any] = [None] * len(x.index.items)
     for i, (b, _) in x.index.where.items():
@@ -260,7 +260,7 @@ def _owned(x: Owned, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Owned:
     found = {path: kept[keys[path]] for path in x.paths_held}
     for path, value in found.items():
         _check(keys[path], value, x.shape(path), x.vector.dtype)
-    return x.filled(found)
+    return x.with_values(found)
 
 
 def _placed(value: Tensor, layout: Layout, mesh: Any) -> ShardedTensor:

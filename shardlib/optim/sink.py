@@ -218,7 +218,7 @@ def summing(params: Tree, cache: IndexCache) -> Sink:
 
     def as_params(found: Buckets) -> Tree:
         views = at.where.blocks([x.raw for x in found.values()])
-        return at.filled(ShardedTensor(views[i], place) for i, place in enumerate(places))
+        return at.unflatten(ShardedTensor(views[i], place) for i, place in enumerate(places))
 
     return Sink(
         at.where,

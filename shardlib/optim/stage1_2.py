@@ -66,7 +66,7 @@ class SplitState:
             mine = parts_of(at.leaves, where, at.mesh)
             updates, state = self.how.tx.update(parts, state, mine)
             blocks = updates.whole()
-        return at.filled(p.becomes(blocks[i]) for i, p in enumerate(at.leaves)), state
+        return at.unflatten(p.becomes(blocks[i]) for i, p in enumerate(at.leaves)), state
 
     def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
         """Step in place: reduce gradients, step this rank's parts, gather parameters."""

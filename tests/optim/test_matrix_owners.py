@@ -59,7 +59,7 @@ def test_numbers_named_by_parameter_come_back(kind: Kind, axes: dict[str, int]) 
         plan = deal(tuple(i.spread for i in items), tuple(axes.items()))
         empty = Owned.zeros(items, plan, kind, torch.float64, math.inf)
         want = {n: torch.randn(s).double() for n, s in SIDES[kind].items()}
-        kept = empty.filled(want)
+        kept = empty.with_values(want)
         for name, found in kept.by_parameter():
             whole = sl.unshard(found) if isinstance(found, sl.ShardedTensor) else found
             assert torch.equal(whole, want[name]) and kept.shape(name) == SIDES[kind][name]
