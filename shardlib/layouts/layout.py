@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def fields(self) -> Fields:
-        """What its text says."""
+        """Dimensions, pending axes, skew and place of ``...``, as its text has them."""
         return self.dims, self.partial, self.skew, self.ellipsis
 
     def onto(self, dims: Iterable[Dim], skew: str = "", ellipsis: int | None = None) -> "Layout":
