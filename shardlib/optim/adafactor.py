@@ -268,7 +268,7 @@ def _sums(one: Laid, i: int) -> tuple[Tensor, Tensor]:
 
     There is one matrix more, for padding, and rows and columns have their padding.
     """
-    k, (m, n) = one.spread.count + 1, one.spread.padded[-2:]
+    k, (m, n) = one.spread.count + 1, one.spread.tiled[-2:]
     how: Any = {"dtype": torch.float64, "device": one.runs[i].device}
     by_row, by_col = torch.zeros(k * m, **how), torch.zeros(k * n, **how)
     split = (*one.spread.layout.axes, *one.spread.cut)

@@ -60,15 +60,15 @@ def ranks_of(mesh: Mesh | None) -> list[int]:
 class Spread:
     """The distribution of one parameter's matrices over ranks.
 
-    ``layout``, ``padded``  of the whole parameter, ``shape`` its true sizes; of more dimensions
-                            than two, the leading ones number matrices.
+    ``layout``, ``tiled``  of the whole parameter, as of a Place, and ``shape``; of more dimensions
+                           than two, the leading ones number matrices.
     ``runs``   per rank, the elements (start, stop) of its block that it holds; None: all.
     ``side``   (rows, columns) of matrices in one leaf, such as a fused weight's.
     ``cut``    the axes along which blocks are cut into runs, major first; none if ``runs`` is None.
     """
 
     layout: Layout
-    padded: tuple[int, ...]
+    tiled: tuple[int, ...]
     shape: tuple[int, ...]
     runs: tuple[tuple[int, int], ...] | None = None
     side: tuple[int, int] = (1, 1)
@@ -91,6 +91,15 @@ class Spread:
         rows, cols = self.side
         return self.shape[-2] // rows, self.shape[-1] // cols
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether blocks hold elements alone, at places that do not depend on other dimensions."""
+        return self.tiled == self.shape and not self.layout.skew
+
+    def block_shape(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of a rank's block."""
+        return self.layout.local_shape(self.tiled, mesh)
+
     def run(self, rank: int) -> slice:
         """Return the elements of its block that a rank holds."""
         return slice(None) if self.runs is None else slice(*self.runs[rank])
@@ -99,7 +108,7 @@ class Spread:
         self, coord: Mapping[str, int], mesh: Mapping[str, int]
     ) -> tuple[list[int], Sequence[int], Sequence[int]]:
         """Return the numbers of the matrices in a rank's block, a stack, and its rows and columns."""
-        *lead, rows, cols = self.layout.indices(self.padded, mesh, coord)
+        *lead, rows, cols = self.layout.indices(self.tiled, mesh, coord)
         return list(map(self._number, product(*lead))), rows, cols
 
     def _number(self, at: Sequence[int]) -> int:
@@ -133,11 +142,11 @@ class Spread:
             return sizes[0], math.prod(sizes[1:])
 
         layout = Layout((first, second))
-        return replace(self, layout=layout, padded=flat(self.padded), shape=flat(self.shape))
+        return replace(self, layout=layout, tiled=flat(self.tiled), shape=flat(self.shape))
 
     def place(self, mesh: Mesh) -> Place:
         """Return the place of the whole parameter."""
-        return Place(self.layout, torch.Size(self.shape), mesh, torch.Size(self.padded))
+        return Place(self.layout, torch.Size(self.shape), mesh, torch.Size(self.tiled))
 
 
 class Laid(NamedTuple):
@@ -175,7 +184,7 @@ def _spread(
     path: str, view: TensorView, side: Side | None, kernels: Sequence[Pattern[Any]]
 ) -> Spread:
     layout = view.layout.bare.resolve(len(view.shape))
-    spread = Spread(layout, view.padded, view.shape, view.runs, cut=view.cut)
+    spread = Spread(layout, view.tiled, view.shape, view.runs, cut=view.cut)
     if kernels and len(spread.shape) > 2:
         like = torch.empty(spread.shape, device="meta")
         if any(matches(k, path, like) for k in kernels):
@@ -432,7 +441,7 @@ def join(items: Sequence[Laid], mesh: Mesh, dtype: torch.dtype) -> list[list[Ten
     arrived = exchange(sent, counts, mesh, like)
     out: list[list[Tensor]] = []
     for p, spread in enumerate(spreads):
-        size = math.prod(spread.layout.local_shape(spread.padded, mesh.axes))
+        size = math.prod(spread.block_shape(mesh.axes))
         out.append([like.new_empty(size) for _ in ranks])
         for i, rank in enumerate(ranks):
             out[p][i][spread.run(rank)] = runs[p][i]
@@ -501,12 +510,12 @@ def _owned(vector: Tensor, plan: Deal, rank: int, number: int, f: Compute) -> li
     for unit, owner in enumerate(plan.owner):
         if owner == rank:
             spread = plan.spreads[plan.units[unit][0]]
-            alike[spread.shape[-2:], spread.padded[-2:], spread.side].append(unit)
+            alike[spread.shape[-2:], spread.tiled[-2:], spread.side].append(unit)
     whole: dict[int, Tensor] = {}
     batches = []
-    for (shape, padded, side), units in alike.items():
-        # padded like the parameter, so that boxes index it; the kernel gets the true part
-        batch = vector.new_zeros(len(units), *padded)
+    for (shape, tiled, side), units in alike.items():
+        # of the sizes that blocks tile, so that boxes index it; the kernel gets the true part
+        batch = vector.new_zeros(len(units), *tiled)
         batches.append((units, batch[:, : shape[0], : shape[1]], side))
         whole.update(zip(units, batch.unbind(), strict=True))
     _assemble(vector, plan, rank, whole)

@@ -355,7 +355,7 @@ class MuonCase:
 
     def too_large(self) -> str | None:
         """Return why no rank may hold one of them, or None."""
-        size = max(math.prod(s.padded[-2:]) for s in self.spreads) * self.dtype.itemsize
+        size = max(math.prod(s.tiled[-2:]) for s in self.spreads) * self.dtype.itemsize
         if size <= self.most:
             return None
         return f"a matrix has {size} bytes, and a rank may hold {self.most:.0f}"
@@ -386,9 +386,9 @@ def _gathered(case: MuonCase) -> Match | str:
         plan = s.layout >> target
         cost += moving(
             case.axes,
-            plan.bytes(s.padded, case.mesh, case.dtype.itemsize),
-            plan.messages(s.padded, case.mesh),
-            plan.peak(s.padded, case.mesh, case.dtype.itemsize),
+            plan.bytes(s.tiled, case.mesh, case.dtype.itemsize),
+            plan.messages(s.tiled, case.mesh),
+            plan.peak(s.tiled, case.mesh, case.dtype.itemsize),
         )
         work += _count(s, target, case.mesh) * flops(*s.one)
     asked = 4 * len(case.spreads) + (case.share is None)
@@ -441,7 +441,7 @@ def _joining(case: MuonCase) -> Cost:
     cost = Cost()
     for cut in dict.fromkeys(s.cut for s in case.spreads):
         ways = math.prod(case.mesh[a] for a in cut)
-        blocks = (s.layout.local_shape(s.padded, case.mesh) for s in case.spreads if s.cut == cut)
+        blocks = (s.block_shape(case.mesh) for s in case.spreads if s.cut == cut)
         if ways > 1:
             nbytes = Fraction(sum(map(math.prod, blocks)) * case.dtype.itemsize * (ways - 1), ways)
             cost += moving(cut, nbytes, 1 if case.share is not None else ways - 1)
@@ -465,7 +465,7 @@ def _beside(s: Spread) -> Spread | str:
             )
     if s.side == (1, 1):
         return replace(s, runs=None, cut=())
-    if s.padded != s.shape or s.layout.skew:
+    if not s.is_plain:
         return "matrices side by side that are padded have no product on blocks"
     return Spread(Layout(tuple(dims)), s.one, s.one)
 
@@ -486,7 +486,7 @@ def _on_paper(
     axes: Any = dict(sizes)
     mesh = record(**axes)
     mesh.links.update(links)
-    local = torch.empty(s.layout.local_shape(s.padded, mesh), dtype=dtype, device="meta")
+    local = torch.empty(s.block_shape(mesh), dtype=dtype, device="meta")
     counted, work = Trace(), FlopCounterMode(display=False, custom_mapping=_IN_PLACE)
     try:
         with within(traces=(counted,), pins=(), budget=None), bind(mesh), work:
@@ -514,15 +514,15 @@ def _gathered_layout(s: Spread, sizes: tuple[tuple[str, int], ...]) -> Layout:
     """Return the layout with whole matrices that gathers least."""
     found = list(s.layout.dims)
     for d in (-2, -1):
-        if s.layout.skew or s.padded != s.shape or not _in_matrices(s, d, sizes):
+        if not s.is_plain or not _in_matrices(s, d, sizes):
             found[d] = Dim()
     return Layout(tuple(found))
 
 
 def _count(s: Spread, layout: Layout, mesh: Mapping[str, int]) -> int:
     """Count the matrices in a block of ``layout``, in which they are whole."""
-    *lead, rows, cols = layout.local_shape(s.padded, mesh)
-    if s.padded[-2:] != s.shape[-2:]:
+    *lead, rows, cols = layout.local_shape(s.tiled, mesh)
+    if s.tiled[-2:] != s.shape[-2:]:
         return math.prod(lead) * s.side[0] * s.side[1]
     m, n = s.one
     return math.prod(lead) * (rows // m if m else 0) * (cols // n if n else 0)
@@ -624,7 +624,7 @@ def _in_place(
     for one, way in ways:
         s = one.spread
         whole = next(joined) if s.cut else [run.to(dtype) for run in one.runs]
-        shape = s.layout.local_shape(s.padded, mesh.axes)
+        shape = s.block_shape(mesh.axes)
         x = ShardedTensor(storage([b.view(shape) for b in whole], mesh), s.place(mesh))
         done = blocks(_WAYS[way](x, s, how), mesh)
         for to, block, rank in zip(one.runs, done, ranks_of(mesh), strict=True):
@@ -686,7 +686,7 @@ def _by_blocks(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tensor:
     if s.side == (1, 1):
         return on_blocks(x, how.coefficients, how.steps, how.eps).raw
     rows, cols = s.side
-    m, n = one.layout.local_shape(one.padded, x.mesh.axes)
+    m, n = one.block_shape(x.mesh.axes)
     out = torch.empty_like(x.raw)
     for i in range(rows):
         for j in range(cols):

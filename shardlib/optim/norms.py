@@ -230,7 +230,7 @@ def _is_unsummed(x: object) -> bool:
 def _scattered(batch: Sequence[ShardedTensor]) -> ShardedTensor:
     mesh, over = batch[0].mesh, batch[0].sharding.partial
     with torch.no_grad(), bind(mesh):
-        rows = [x.raw.detach() if not x.is_padded else filled(x, 0).raw.detach() for x in batch]
+        rows = [filled(x, 0).raw.detach() for x in batch]
         flat = torch.cat([flat_blocks(r, mesh) for r in rows], -1)
         ways = mesh.axis_size(over)
         # zeros at the end count in no norm

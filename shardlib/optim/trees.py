@@ -365,14 +365,14 @@ def cuts(tree: Tree) -> list[str]:
 class TensorView(NamedTuple):
     """One tensor of a tree, or of tied ones, and its elements on the ranks in this process.
 
-    ``layout``, ``padded``  of the whole tensor, ``shape`` its true sizes.
+    ``layout``, ``tiled``  of the whole tensor, as of a Place, and ``shape``.
     ``parts``   per rank in this process a view of its elements; None: it has none.
     ``like``    a tensor of its dtype and device.
     ``bucket``  its bucket, which cuts its blocks into runs, and ``leaf`` its number there.
     """
 
     layout: Layout
-    padded: tuple[int, ...]
+    tiled: tuple[int, ...]
     shape: tuple[int, ...]
     mesh: Mesh | None
     parts: Sequence[Tensor | None]
