@@ -7,6 +7,7 @@ Source: Wang et al., arXiv 2006.04768; with a split sequence, Li et al., arXiv 2
         3.3.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,38 +50,36 @@ def linformer_attention(
     >>> torch.allclose(out, F.scaled_dot_product_attention(q, e @ q, e @ q), atol=1e-6)
     True
     """
-    projected = [
-        _projected(w, x) for w, x in ((keys, k), (values if values is not None else keys, v))
-    ]
-    mesh, axes = k.mesh, k.sharding.resolve(4).dims[2].axes
+    given = [_aligned(w, x) for w, x in ((keys, k), (keys if values is None else values, v))]
+    left = frozenset(a for pair in given for t in pair for a in t.deferred)
+    # a sum that one operand leaves pending is left by all: those without it leave their part of it
+    projected = []
+    for w, x in given:
+        blocks = tuple(_varied(t, {*x.sharding.axes, *left}) for t in (w, x))
+        projected.append(local_call(torch.matmul, x.mesh, blocks, {}))
+    mesh, dims = k.mesh, k.sharding.resolve(4).dims
     # one psum for keys and values
-    both = total(local_call(torch.cat, mesh, (projected, -1), {}), mesh, axes)
-    d, dims = k.padded_shape[3], k.sharding.resolve(4).dims
+    both = total(local_call(torch.cat, mesh, (projected, -1), {}), mesh, dims[2].axes)
+    d, e = k.padded_shape[3], v.padded_shape[3]
+    size = torch.Size((*k.padded_shape[:2], keys.shape[0], d + e))
     layout = Layout((*dims[:2], Dim(), Dim()))
-    whole = ShardedTensor(
-        both,
-        Place(
-            layout,
-            torch.Size((*k.padded_shape[:2], keys.shape[0], d + v.padded_shape[3])),
-            mesh,
-            deferred=k.deferred,
-        ),
-    )
+    place = Place(layout, size, mesh, deferred=left.difference(layout.axes))
+    whole = ShardedTensor(both, place)
     return ring_attention(q, whole[..., :d], whole[..., d:], dropout=dropout, scale=scale)
 
 
-def _projected(w: Tensor, x: ShardedTensor) -> Tensor:
-    """Compute this rank's part of w x: raw [b, g, r, d]."""
+def _aligned(w: Tensor, x: ShardedTensor) -> tuple[ShardedTensor, ShardedTensor]:
+    """Return w split as the sequence of x, and x with zeros as padding."""
     t = x.shape[2]
     if w.ndim != 2 or w.shape[1] != t:
         why = f"a projection is [r, {t}], not {list(w.shape)}"
         fix = f"torch.randn(64, {t})"
         raise call_error(ShardError, why, "linformer_attention", fix, projection=w, projected=x)
-    token, room = x.sharding.resolve(4).dims[2], x.padded_shape[2]
-    x = filled(x, 0)
-    w = w if isinstance(w, ShardedTensor) else replicated(F.pad(w, (0, room - t)), x.mesh)
-    w = reshard(w, Layout((Dim(), token)))
-    met = vary(
-        w.raw, x.mesh, {*x.sharding.axes, *x.deferred}.difference(w.sharding.axes, w.deferred)
-    )
-    return local_call(torch.matmul, x.mesh, (met, x.raw), {})
+    if not isinstance(w, ShardedTensor):
+        w = replicated(F.pad(w, (0, x.padded_shape[2] - t)), x.mesh)
+    return reshard(w, Layout((Dim(), x.sharding.resolve(4).dims[2]))), filled(x, 0)
+
+
+def _varied(t: ShardedTensor, axes: Iterable[str]) -> Tensor:
+    """Return the block, whose gradient is summed over those axes that it neither has nor leaves."""
+    return vary(t.raw, t.mesh, {*axes}.difference(t.sharding.axes, t.deferred))

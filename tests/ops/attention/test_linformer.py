@@ -5,6 +5,7 @@ what moves does not grow with the sequence.
 from fractions import Fraction
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,3 +53,29 @@ def test_what_moves_does_not_grow_with_the_sequence() -> None:
             sl.ops.attention.linformer_attention(q, q, q, normal(3, s, seed=4)).sum().backward()
         moved.append(t.bytes)
     assert moved[0] == moved[1] == 2 * Fraction(2 * 3, 4) * 2 * 3 * 8 * 8 + Fraction(2 * 3, 4) * 8
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_a_gradient_left_pending_is_dense(which: int) -> None:
+    """It was counted once per rank of the pending axis, but for that of the keys."""
+    x, e = normal(2, 2, 10, 4, seed=1), normal(3, 10, seed=2)
+    w = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+
+    def scaled(x: Any, e: Any, w: Any) -> list[Any]:
+        given = [x, x, x, e, e]
+        given[which] = given[which] * w
+        return given
+
+    dense(*scaled(x, e, w)).square().sum().backward()
+    for batch in (".", "y"):
+        with sl.simulate(s=4, y=2):
+            xs = sl.shard(x, f"{batch} . s .", pad=True)
+            es = sl.shard(e, ". s", pad=True)
+
+            def loss(p: Any, xs: Any = xs, es: Any = es) -> Any:
+                return sl.attention.linformer_attention(*scaled(xs, es, p["w"])).square().sum()
+
+            leaf = {"w": sl.shard(w.detach(), "")}
+            for pending in ((), ("y",), ("s", "y")):
+                _, g = sl.value_and_grad(loss, pending=pending)(leaf)
+                assert torch.allclose(sl.unshard(g["w"]), w.grad, rtol=1e-10)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -255,3 +256,28 @@ def test_keys_that_are_whole_do_not_travel(algorithm: str) -> None:
         )
         assert t.bytes == 0
         assert gap(sl.unshard(out), want) < 1e-12 and gap(sl.unshard(lse), want_lse) < 1e-12
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("rows", [8, 10])
+def test_a_gradient_left_pending_is_dense(which: int, rows: int) -> None:
+    """Of padded queries it was counted once per rank of the pending axis."""
+    x = normal(1, 2, rows, 4, seed=1)
+    w = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+
+    def scaled(x: Any, w: Any) -> list[Any]:
+        given = [x, x, x]
+        given[which] = given[which] * w
+        return given
+
+    F.scaled_dot_product_attention(*scaled(x, w)).square().sum().backward()
+    with sl.simulate(s=4, y=2):
+        xs = sl.shard(x, ". . s .", pad=True)
+        leaf = {"w": sl.shard(w.detach(), "")}
+
+        def loss(p: Any) -> Any:
+            return sl.ring_attention(*scaled(xs, p["w"])).square().sum()
+
+        for pending in ((), ("y",), ("s", "y")):
+            _, g = sl.value_and_grad(loss, pending=pending)(leaf)
+            assert torch.allclose(sl.unshard(g["w"]), w.grad, rtol=1e-10)
