@@ -45,8 +45,6 @@ from shardlib.optim.trees import (
     trainable,
 )
 
-__all__ = ["adafactor"]
-
 
 class FactoredState(NamedTuple):
     """The state of Adafactor.

@@ -57,10 +57,6 @@ from shardlib.optim.trees import (
 )
 from shardlib.tensor import Place, ShardedTensor, real_axes
 
-__all__ = [
-    "adagrad", "adam", "adam8bit", "adamw", "lamb", "lion", "rmsprop", "sgd",
-]  # fmt: skip
-
 
 class MomentState(NamedTuple):
     """Steps taken, first and second moments."""

@@ -42,12 +42,6 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.tensor import Place, ShardedTensor
 
-__all__ = [
-    "ALIGN", "Bucket", "BucketSlot", "Buckets", "Hops", "Index", "Item", "Memory", "Room", "SlotPart",
-    "State", "Tree", "adopt", "fill_slots", "gather", "held", "index", "overlap", "own", "own_parts",
-    "parts", "parts_of", "pytree_node",
-]  # fmt: skip
-
 Tree = Any
 """A nest of dicts, tuples and lists with tensors as leaves, or ``Buckets`` of them."""
 

@@ -42,11 +42,6 @@ from shardlib.optim.trees import (
 )
 from shardlib.tensor import ShardedTensor
 
-__all__ = [
-    "averaged", "chain", "ema", "identity", "inject_hyperparams", "multi_steps", "scale",
-    "scale_by_schedule",
-]  # fmt: skip
-
 
 def chain(*transforms: Transform) -> Transform:
     """Apply transforms in order.

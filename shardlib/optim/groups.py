@@ -40,11 +40,6 @@ from shardlib.optim.trees import (
     trainable,
 )
 
-__all__ = [
-    "Labels", "Mask", "by_mask", "flags", "labels", "masked", "of_matrices", "partition", "set_to_zero",
-]  # fmt: skip
-
-
 Mask = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[Any], Any] | Any
 """Globs or regexes of the selected paths; or a tree of bools; or a function of the tree."""
 

@@ -24,10 +24,6 @@ from shardlib.optim.transform import Transform
 from shardlib.optim.trees import bucketed_in, first_of, given_for, names_of, need
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = [
-    "MOST", "IndexCache", "Indexed", "ZeroSettings", "changed", "index_of", "same_index",
-]  # fmt: skip
-
 MOST = 25 << 20
 """Default bytes of a bucket."""
 

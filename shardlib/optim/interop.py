@@ -22,8 +22,6 @@ from shardlib.optim.transform import (
 from shardlib.optim.trees import State, Tree, each, need, pieces, ready, trainable
 from shardlib.tensor import ShardedTensor, raw_of
 
-__all__ = ["as_torch", "from_torch"]
-
 ELEMENTWISE = frozenset(
     "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 )

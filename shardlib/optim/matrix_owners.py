@@ -32,11 +32,6 @@ from shardlib.optim.trees import TensorView, Tree, by_tensor, named, pytree_node
 from shardlib.placing import reshard, whole_of
 from shardlib.tensor import Place, ShardedTensor, typeof
 
-__all__ = [
-    "Deal", "Kind", "Laid", "Owned", "OwnedNumbers", "Patterns", "Spread", "apart", "deal", "flops",
-    "in_batches", "join", "laid", "listed", "only_matrices", "ranks_of", "through_owners",
-]  # fmt: skip
-
 
 def flops(m: int, n: int, steps: int = 5) -> int:
     """Count the flops of Newton-Schulz's iteration for one matrix.

@@ -70,8 +70,6 @@ from shardlib.optim.trees import Tree, bucketed_in, moments, pieces, spans
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor
 
-__all__ = ["muon", "on_blocks", "orthogonal"]
-
 Coefficients = tuple[float, float, float]
 
 # steepest at 0, so that small singular values grow fast; they end near 1, not at 1

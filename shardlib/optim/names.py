@@ -24,8 +24,6 @@ from shardlib.optim.trees import State, first_of, names_of, zeros_like
 from shardlib.placing import reshard, shard, unshard, whole_of
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["load_state_dict", "state_dict"]
-
 
 def state_dict(state: object) -> dict[str, Tensor | int | float]:
     """Return the state as a flat mapping: name -> global tensor, or plain number.

@@ -67,12 +67,6 @@ from shardlib.optim.trees import (
 )
 from shardlib.tensor import Place, ShardedTensor
 
-__all__ = [
-    "clip_by_global_norm", "clip_by_parameter_norm", "clip_by_value", "firsts", "global_norm",
-    "is_finite", "loss_scale", "norms", "norms_known", "over_ranks", "run_measured",
-    "scale_in_place", "scaled", "skip_nonfinite", "squares", "summed", "totals",
-]  # fmt: skip
-
 BLOCK = 1 << 16
 """Elements that are summed in fp64 at a time, so that no full fp64 copy is made."""
 

@@ -32,8 +32,6 @@ from shardlib.optim.trees import (
 )
 from shardlib.tensor import typeof
 
-__all__ = ["Master", "Precision", "ZeroState", "halves", "joined", "mixed", "with_master"]
-
 Master = Literal["fp32", "bf16+rem"]
 
 

@@ -11,8 +11,6 @@ from typing import Literal
 from shardlib.errors import ShardError
 from shardlib.optim.transform import AMOUNT, STEPS, Schedule, ranged
 
-__all__ = ["Schedule", "constant", "cosine", "joined", "linear", "warmup_cosine", "wsd"]
-
 Shape = Literal["linear", "cosine", "sqrt"]
 
 

@@ -24,9 +24,6 @@ from shardlib.optim.buckets import Bucket, Buckets, Index, Memory, Tree
 from shardlib.optim.index import IndexCache
 from shardlib.tensor import Place, ShardedTensor
 
-__all__ = ["Sink", "summing"]
-
-
 _zero: Callable[[list[Tensor]], object] = foreach_ops()["zero_"]
 
 

@@ -41,8 +41,6 @@ from shardlib.optim.transform import (
 )
 from shardlib.optim.trees import Tree, each, moments, pieces, spans
 
-__all__ = ["soap"]
-
 
 class SoapState(NamedTuple):
     """Steps taken, and the owner's state of each matrix.

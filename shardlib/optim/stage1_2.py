@@ -29,8 +29,6 @@ from shardlib.optim.transform import Step, mapped
 from shardlib.optim.trees import check_gradient, is_bucketed, pieces
 from shardlib.tensor import ShardedTensor, typeof
 
-__all__ = ["SplitState"]
-
 
 class SplitState:
     """A transform on each rank's parts of buckets, around whole parameters."""

@@ -44,10 +44,6 @@ from shardlib.optim.precision import with_master
 from shardlib.optim.transform import Step
 from shardlib.tensor import Facts, ShardedTensor, together_of, typeof
 
-__all__ = [
-    "Parts", "Reading", "SplitParameters",
-]  # fmt: skip
-
 
 @pytree_node
 class Parts(Buckets):

@@ -46,10 +46,6 @@ from shardlib.optim.trees import (
 )
 from shardlib.tensor import ShardedTensor, raw_of
 
-__all__ = [
-    "GivenUp", "Info", "compare", "hand_over", "step", "apply_updates",
-]  # fmt: skip
-
 
 class Info(NamedTuple):
     """Figures of a step.

@@ -46,14 +46,6 @@ from shardlib.optim.trees import (
 )
 from shardlib.tensor import raw_of
 
-__all__ = [
-    "AMOUNT", "COUNT", "Later", "NUMBER", "POSITIVE", "Posted", "Range", "SHARE", "STEPS",
-    "Schedule", "Step", "TRAITS", "Transform", "at_rest", "at_step", "beginning", "begun", "by_directions",
-    "check_inner", "check_transform", "chosen", "divided", "elementwise", "fused", "handed_on",
-    "kept_whole", "mapped", "on_host", "one_dtype", "ranged", "restoring", "run_in_place", "stateless",
-    "told", "trait_of", "written",
-]  # fmt: skip
-
 Schedule = Callable[[int], float]
 """A hyperparameter as a function of the step, counted from 0."""
 

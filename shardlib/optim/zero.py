@@ -26,8 +26,6 @@ from shardlib.optim.stage1_2 import SplitState
 from shardlib.optim.stage3 import SplitParameters
 from shardlib.optim.transform import Transform, check_transform
 
-__all__ = ["zero"]
-
 
 def zero(
     tx: Transform,
