@@ -104,41 +104,75 @@ class RSA(Engine):
         self, job: AttentionJob, saved: Saved, bias: Opt, sink: Opt, given: Given, wants_bias: bool
     ) -> Gradients:
         """Compute the gradients: a round of values for the scores', of keys for the queries'."""
-        (q, k, v, probs), (dout, dlse, out, lse) = saved, given
-        dtype, g, n = acc_dtype(q.dtype), k.shape[-3], job.plan.p
+        (q, k, v, probs), dtype = saved, acc_dtype(saved[0].dtype)
         if sink is not None:  # scale by the share of each softmax that the sink does not take
-            probs = probs * -(sink.to(dtype) - lse).expm1().unsqueeze(-1).to(probs.dtype)
-        ranks = local_queries(job, q, bias)
-        delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
-        delta = delta if dlse is None else delta - dlse
+            probs = probs * -(sink.to(dtype) - given[3]).expm1().unsqueeze(-1).to(probs.dtype)
+        ranks, p = local_queries(job, q, bias), job.plan.p
         dscores = torch.zeros_like(probs, dtype=dtype)
         dq, dbias = sums_like(q), sums_like(bias) if wants_bias and bias is not None else None
         dks, dvs = (
-            x.new_zeros((*x.shape[:-2], n * x.shape[-2], x.shape[-1]), dtype=dtype) for x in (k, v)
+            x.new_zeros((*x.shape[:-2], p * x.shape[-2], x.shape[-1]), dtype=dtype) for x in (k, v)
         )
-        for step, (block,) in round_trip(job, v):
-            for rank in ranks:
-                part = _ScoreBlock(rank, step, v.shape[-2])
-                p, grad = part.of(probs).to(dtype), _grouped(part.rows(dout).to(dtype), g)
-                part.cols(dvs).add_(torch.matmul(_grouped(part.kept(p), g).mT, grad).sum(2))
-                dp = part.kept(torch.matmul(grad, part.keys(block, dtype).mT).flatten(1, 2))
-                part.of(dscores).copy_(p * (dp - part.rows(delta.unsqueeze(-1))))
-        for step, (block,) in round_trip(job, k):
-            for rank in ranks:
-                part = _ScoreBlock(rank, step, k.shape[-2])
-                ds, queries = part.of(dscores), _grouped(rank.q[:, :, : part.n].to(dtype), g)
-                rows = torch.matmul(_grouped(ds, g), part.keys(block, dtype)).flatten(1, 2)
-                part.rows(dq).add_(rows * job.scale)
-                cols = torch.matmul(_grouped(ds, g).mT, queries).sum(2)
-                part.cols(dks).add_(cols * job.scale)
-                if dbias is not None:
-                    rank.add_bias(rank.view(dbias), slice(0, part.n), part.k_at, ds)
+        _values_round(job, ranks, v, probs, given, dscores, dvs)
+        _keys_round(job, ranks, k, dscores, dq, dks, dbias)
         with bind(job.mesh):
             dk, dv = (
-                unwrap(psum_scatter(wrap(x, job.mesh), job.axes, 2)) if n > 1 else x
+                unwrap(psum_scatter(wrap(x, job.mesh), job.axes, 2)) if p > 1 else x
                 for x in (dks, dvs)
             )
         return dq, dk, dv, dbias
+
+
+def _values_round(
+    job: AttentionJob,
+    ranks: list[LocalQueries],
+    v: Tensor,
+    probs: Tensor,
+    given: Given,
+    dscores: Tensor,
+    dvs: Tensor,
+) -> None:
+    """Fill the gradients of the scores and of all values."""
+    dout, dlse, out, _ = given
+    dtype, g = dscores.dtype, v.shape[-3]
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    for step, (block,) in round_trip(job, v):
+        for rank in ranks:
+            part = _ScoreBlock(rank, step, v.shape[-2])
+            p, grad = part.of(probs).to(dtype), part.rows(dout).to(dtype)
+            part.cols(dvs).add_(
+                torch.matmul(_grouped(part.kept(p), g).mT, _grouped(grad, g)).sum(2)
+            )
+            dp = part.kept(
+                torch.matmul(_grouped(grad, g), part.keys(block, dtype).mT).flatten(1, 2)
+            )
+            part.of(dscores).copy_(p * (dp - part.rows(delta.unsqueeze(-1))))
+
+
+def _keys_round(
+    job: AttentionJob,
+    ranks: list[LocalQueries],
+    k: Tensor,
+    dscores: Tensor,
+    dq: Tensor,
+    dks: Tensor,
+    dbias: Tensor | None,
+) -> None:
+    """Fill the gradients of the queries, of all keys and of the bias."""
+    dtype, g = dscores.dtype, k.shape[-3]
+    for step, (block,) in round_trip(job, k):
+        for rank in ranks:
+            part = _ScoreBlock(rank, step, k.shape[-2])
+            ds, queries = part.of(dscores), rank.q[:, :, : part.n].to(dtype)
+            part.rows(dq).add_(
+                torch.matmul(_grouped(ds, g), part.keys(block, dtype)).flatten(1, 2) * job.scale
+            )
+            part.cols(dks).add_(
+                torch.matmul(_grouped(ds, g).mT, _grouped(queries, g)).sum(2) * job.scale
+            )
+            if dbias is not None:
+                rank.add_bias(rank.view(dbias), slice(0, part.n), part.k_at, ds)
 
 
 class _ScoreBlock:
