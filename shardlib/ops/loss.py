@@ -276,7 +276,7 @@ def _split_cross_entropy(given: dict[str, Any], given_up: bool = False) -> Shard
         rows = Place(plan.rows, shape[:1], mesh, deferred=of_logits.deferred)
         return ShardedTensor(raw.to(x.dtype), rows)
     if reduction == "mean":
-        raw = _mean(raw, target.raw, ignore, mesh, plan.over)
+        raw = _Mean.apply(raw, target.raw, ignore, mesh, plan.over)
     else:
         raw = total(raw.sum(-1, dtype=wider(raw.dtype)), mesh, plan.over)
     return ShardedTensor(raw.to(x.dtype), scalar)
@@ -359,13 +359,27 @@ def _miscounted(logits: ShardedTensor, target: ShardedTensor) -> ShardError:
     return call_error(ShardError, why, "cross_entropy", fix, logits=logits, target=target)
 
 
-def _mean(raw: Tensor, target: Tensor, ignore: int, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """Return the mean of the losses of targets that are not ignored; one psum has sum and count."""
-    part, count = raw.sum(-1, dtype=wider(raw.dtype)), (target != ignore).sum(-1)
-    if axes:
-        both = total(torch.stack([part, count.to(part.dtype)], -1), mesh, axes)
-        part, count = both.unbind(-1)
-    return part / count.detach()
+class _Mean(Local):
+    """apply(losses, target, ignore, mesh, axes): their mean; sum and count share one psum."""
+
+    @staticmethod
+    def forward(
+        ctx: Ctx, raw: Tensor, target: Tensor, ignore: int, mesh: Mesh, axes: tuple[str, ...]
+    ) -> Tensor:
+        part, count = raw.sum(-1, dtype=wider(raw.dtype)), (target != ignore).sum(-1)
+        if axes:
+            part, count = total(torch.stack([part, count.to(part.dtype)], -1), mesh, axes).unbind(
+                -1
+            )
+        ctx.place = mesh, axes, raw.shape, raw.dtype
+        ctx.save_for_backward(count)
+        return part / count
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        mesh, axes, shape, dtype = ctx.place
+        each = (vary(grads[0], mesh, axes) / ctx.saved_tensors[0]).to(dtype)
+        return each.unsqueeze(-1).expand(shape), None, None, None, None
 
 
 # ---------------------------------------------------------------- losses of rows, reduced
