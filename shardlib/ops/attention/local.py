@@ -398,13 +398,20 @@ class Leaving(NamedTuple):
     pairs: Pairs
 
 
-def round_trip(job: AttentionJob, *blocks: Tensor) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield every rank's blocks once, its own first: (step, blocks); the next are in transit."""
+def round_trip(
+    job: AttentionJob, *blocks: Tensor, ahead: bool = True
+) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """Yield every rank's blocks once, its own first: (step, blocks).
+
+    ``ahead``  the next ones are in transit meanwhile, which holds a block more.
+    """
     hops = [chunk.hops(t) for chunk in job.plan.chunks for t in range(1, len(chunk.at) + 1)]
     for step, pairs in enumerate([*hops, ()]):
         keys = [(str(i), 0, step) for i in range(len(blocks))]
-        coming = send(job, [Leaving(key, x, pairs) for key, x in zip(keys, blocks, strict=True)])
+        leaving = [Leaving(key, x, pairs) for key, x in zip(keys, blocks, strict=True)]
+        coming = send(job, leaving if ahead else [])
         yield step, blocks
+        coming = coming or send(job, leaving)
         blocks = tuple(coming[key]() for key in keys if pairs)
 
 

@@ -525,7 +525,7 @@ class PassQ(Engine):
         """Attend; out and lse are sent as one block, in the sums' dtype."""
         out, lse = started(q, v.shape[-1])
         ranks, before = local_queries(job, q), None
-        for step, (block,) in round_trip(job, q):
+        for step, (block,) in round_trip(job, q, ahead=False):
             part, part_lse = started(block, v.shape[-1]) if step else (out, lse)
             for rank, queries, calls, k_at in _visitors(job, step, ranks, block):
                 view = rank.view
@@ -547,22 +547,30 @@ class PassQ(Engine):
         d, e = q.shape[-1], v.shape[-1]
         dq, dk, dv = sums_like(q), sums_like(k), sums_like(v)
         ranks, before = local_queries(job, q), None
+
+        def attend_back(
+            rank: LocalQueries, queries: LocalQueries, calls: Calls, k_at: Tensor, rows: Given,
+            into: Tensor,
+        ) -> None:  # fmt: skip
+            view = rank.view
+            keys = view(k), view(v)
+            queries.attend_back(calls, *keys, k_at, rows, into, lambda: (view(dk), view(dv)))
+
+        for rank, queries, calls, k_at in _visitors(job, 0, ranks, q):
+            attend_back(rank, queries, calls, k_at, viewed(given, rank.view), rank.view(dq))
+        # packed only now: a rank's own queries need no copy
         numbers = torch.stack([lse] if dlse is None else [lse, dlse.to(lse.dtype)], -1)
-        for step, (block, row) in round_trip(job, torch.cat([q, dout, out], -1), numbers):
-            part = sums_like(block[..., :d]) if step else dq
+        travelling = round_trip(job, torch.cat([q, dout, out], -1), numbers, ahead=False)
+        for step, (block, row) in itertools.islice(travelling, 1, None):
+            part = sums_like(block[..., :d])
             for rank, queries, calls, k_at in _visitors(job, step, ranks, block[..., :d]):
-                view = rank.view
-                _, douts, outs = view(block).split((d, e, e), -1)
-                dlses = None if dlse is None else view(row)[..., 1]
-                theirs = douts, dlses, outs, view(row)[..., 0]
-                both = view(dk), view(dv)
-                queries.attend_back(
-                    calls, view(k), view(v), k_at, theirs, view(part), lambda both=both: both
-                )
+                _, douts, outs = rank.view(block).split((d, e, e), -1)
+                dlses = None if dlse is None else rank.view(row)[..., 1]
+                theirs = douts, dlses, outs, rank.view(row)[..., 0]
+                attend_back(rank, queries, calls, k_at, theirs, rank.view(part))
             if before is not None:
                 part += before()
-            if step:
-                before = _send_on(job, step, part)
+            before = _send_on(job, step, part)
         if before is not None:
             dq += before()
         return dq, dk, dv, None
