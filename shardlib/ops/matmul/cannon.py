@@ -31,18 +31,10 @@ from shardlib.ops.registry import Match, algorithm
 
 
 def cannon_ab(
-    a: Tensor,
-    b: Tensor,
-    row: str,
-    col: str,
-    skewed: tuple[bool, bool],
-    over: Axes = (),
-    bias: Tensor | None = None,
+    a: Tensor, b: Tensor, row: str, col: str, over: Axes = (), bias: Tensor | None = None
 ) -> Tensor:
-    """Compute C = A B.  a [M/row, K/col], b [K/row, N/col] -> [M/row, N/col]."""
+    """Compute C = A B.  a A(i, i+j) [M/row, K/col], b B(i+j, j) [K/row, N/col] -> [M/row, N/col]."""
     q = axis_size(row)
-    a = a if skewed[0] else ppermute(a, (row, col), _pairs("skew a", q))
-    b = b if skewed[1] else ppermute(b, (row, col), _pairs("skew b", q))
     c = accumulator(a, *a.shape[:-1], b.shape[-1])
     for t in range(q):  # rank (i, j) holds A(i, i+j+t), B(i+j+t, j)
         coming = start(shift, a, col, -1) if t < q - 1 else None
@@ -53,34 +45,26 @@ def cannon_ab(
     return rounded(c, a.dtype, over, bias=bias)
 
 
-def cannon_abt(
-    c: Tensor, b: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()
-) -> Tensor:
-    """Compute A = C B^T.  c [M/row, N/col], b [K/row, N/col] -> [M/row, K/col]."""
+def cannon_abt(c: Tensor, b: Tensor, row: str, col: str, over: Axes = ()) -> Tensor:
+    """Compute A = C B^T.  c [M/row, N/col], b B(i+j, j) [K/row, N/col] -> A(i, i+j-1)."""
     q = axis_size(row)
-    b = b if skewed[1] else ppermute(b, (row, col), _pairs("skew b", q))
     a = accumulator(c, *c.shape[:-1], b.shape[-2])
     for t in range(q):  # rank (i, j) adds to A(i, i+j+t)
         add_product(a, c, b.mT)
         if t < q - 1:
             a, b = shift(a, col, -1), shift(b, row, -1)
-    a = rounded(a, c.dtype, over)
-    return shift(a, col, -1) if skewed[0] else ppermute(a, (row, col), _pairs("home a", q))
+    return rounded(a, c.dtype, over)
 
 
-def cannon_atb(
-    a: Tensor, c: Tensor, row: str, col: str, skewed: tuple[bool, bool], over: Axes = ()
-) -> Tensor:
-    """Compute B = A^T C.  a [M/row, K/col], c [M/row, N/col] -> [K/row, N/col]."""
+def cannon_atb(a: Tensor, c: Tensor, row: str, col: str, over: Axes = ()) -> Tensor:
+    """Compute B = A^T C.  a A(i, i+j) [M/row, K/col], c [M/row, N/col] -> B(i+j-1, j)."""
     q = axis_size(row)
-    a = a if skewed[0] else ppermute(a, (row, col), _pairs("skew a", q))
     b = accumulator(c, *a.shape[:-2], a.shape[-1], c.shape[-1])
     for t in range(q):  # rank (i, j) adds to B(i+j+t, j)
         add_product(b, a.mT, c)
         if t < q - 1:
             b, a = shift(b, row, -1), shift(a, col, -1)
-    b = rounded(b, c.dtype, over)
-    return shift(b, row, -1) if skewed[1] else ppermute(b, (row, col), _pairs("home b", q))
+    return rounded(b, c.dtype, over)
 
 
 @cache
@@ -105,31 +89,6 @@ _WAYS: dict[str, Callable[[int, int], tuple[int, int]]] = {
 }
 
 
-def cannon_words(
-    form: str, m: int, k: int, n: int, q: int, skewed: tuple[bool, bool], width: int = 1
-) -> Fraction:
-    """Count the words one rank receives: q-1 shifts of A and B, and each skew or way home.
-
-    A skew or a way home moves (q-1)/q of the blocks; a skewed result's last step moves all.
-    ``width``  words per word of a shifted sum: 2 where half precision is summed in fp32.
-    """
-    words = Fraction(0)
-    for size, pre, is_result in zip((m * k, k * n), skewed, _MADE[form], strict=True):
-        last = Fraction(q > 1) if pre and is_result else Fraction(0) if pre else Fraction(q - 1, q)
-        words += Fraction(size, q * q) * ((q - 1) * (width if is_result else 1) + last)
-    return words
-
-
-def cannon_messages(form: str, q: int, skewed: tuple[bool, bool]) -> int:
-    """Count 2(q-1) shifts, and one more for each skew, way home or last shift."""
-    moved = sum(not pre or is_result for pre, is_result in zip(skewed, _MADE[form], strict=True))
-    return 2 * (q - 1) + moved if q > 1 else 0
-
-
-_MADE = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}
-"""Whether a form computes A, and B."""
-
-
 # ---------------------------------------------------------------- the schedule and its registration
 
 
@@ -137,43 +96,77 @@ _MADE = {"ab": (False, False), "abt": (True, False), "atb": (False, True)}
 class Cannon:
     """Cannon on a square grid.
 
-    ``skewed``  whether A and B are stored skewed.
+    ``skewed``  the operands that are stored skewed: "a", "b" or "ab".
     """
 
     row: str
     col: str
-    skewed: tuple[bool, bool] = (False, False)
+    skewed: str = ""
 
     def multiply(
         self, form: Form, p: Tensor, q: Tensor, over: Axes = (), bias: Tensor | None = None
     ) -> Tensor:
         """Compute ab(A, B), abt(C, B) or atb(A, C)."""
+        row, col = self.row, self.col
         if form == "ab":
-            return cannon_ab(p, q, self.row, self.col, self.skewed, over, bias)
-        local = cannon_abt if form == "abt" else cannon_atb
-        out = local(p, q, self.row, self.col, self.skewed, over)
+            return cannon_ab(self._first(p, "a"), self._first(q, "b"), row, col, over, bias)
+        if form == "abt":
+            out = self._home(cannon_abt(p, self._first(q, "b"), row, col, over), "a", col)
+        else:
+            out = self._home(cannon_atb(self._first(p, "a"), q, row, col, over), "b", row)
         return out if bias is None else out + bias
+
+    def _first(self, x: Tensor, name: str) -> Tensor:
+        """Move an operand's blocks to the ranks of the first product: it is skewed from there on."""
+        if name in self.skewed:
+            return x
+        return ppermute(x, (self.row, self.col), _pairs(f"skew {name}", axis_size(self.row)))
+
+    def _home(self, x: Tensor, name: str, along: str) -> Tensor:
+        """Move a result from the ranks of the last product to those that store it."""
+        if name in self.skewed:
+            return shift(x, along, -1)
+        return ppermute(x, (self.row, self.col), _pairs(f"home {name}", axis_size(self.row)))
+
+    def once(self, form: Form, name: str, q: int) -> Fraction:
+        """Return the share of a matrix's blocks that moves once, besides the q-1 shifts.
+
+        A skew or a way home moves (q-1)/q of the blocks; the last step of a skewed result all.
+        """
+        if name not in self.skewed:
+            return Fraction(q - 1, q)
+        return Fraction(q > 1 and name == _RESULT[form])
+
+
+_RESULT = {"ab": "c", "abt": "a", "atb": "b"}
+"""The matrix that a form computes."""
 
 
 @algorithm("matmul", name="cannon", order=5, takes="skew")
 def cannon(case: MatmulCase) -> Match | str:
     """Match Cannon's rotation, the only algorithm for skewed operands."""
     z = sizes_2d(case)
-    q, col = z.shape
-    if q != col:
-        return f"cannon needs a square grid; {z.row}={q}, {z.col}={col}"
-    skewed = (case.x.skew == "a", case.w.skew == "b")
-    if (case.x.skew, case.w.skew) != ("a" if skewed[0] else "", "b" if skewed[1] else ""):
+    q, columns = z.shape
+    if q != columns:
+        return f"cannon needs a square grid; {z.row}={q}, {z.col}={columns}"
+    skewed = case.x.skew + case.w.skew
+    if case.x.skew == "b" or case.w.skew == "a":
         return "x can be stored 'skew a' and w 'skew b', not the other way"
-    if any(skewed) and z.form != "ab":
+    if skewed and z.form != "ab":
         return "skewed operands take the Y-stationary form only"
-    if any(skewed) and z.extra:
+    if skewed and z.extra:
         return "a skewed operand and rows split over further axes"
-    return z.match(
-        Cannon(z.row, z.col, skewed),
-        lambda form: cannon_words(form, z.m, z.k, z.n, q, skewed, case.width),
-        lambda form: cannon_messages(form, q, skewed),
-        3,
-        False,
-        "X and W rotate",
-    )
+    grid = Cannon(z.row, z.col, skewed)
+
+    def words(form: Form) -> Fraction:
+        """Count the words one rank receives; a sum in half precision is shifted in fp32."""
+        total = Fraction(0)
+        for name, size in (("a", z.m * z.k), ("b", z.k * z.n)):
+            width = case.width if name == _RESULT[form] else 1
+            total += Fraction(size, q * q) * ((q - 1) * width + grid.once(form, name, q))
+        return total
+
+    def messages(form: Form) -> int:
+        return 2 * (q - 1) + sum(grid.once(form, name, q) > 0 for name in "ab")
+
+    return z.match(grid, words, messages, 3, False, "X and W rotate")
