@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import backward_now
-from shardlib.collectives.backends import dist
+from shardlib.collectives.backends import group
 from shardlib.collectives.backends.backend import Axes
 from shardlib.collectives.count import Trace
 from shardlib.errors import MOST, RankFailed, apart, clipped, user_line
@@ -116,7 +116,7 @@ class CheckMode(Trace):
         unseen, self.seen = max(0, now[0] - self.seen - 1), now[0]
         if job is None or mesh.device_mesh is None or name in _STAYING:
             return
-        g = dist.group(mesh, axes)
+        g = group(mesh, axes)
         line = line_of_user()
         RECENT[-1] = (*now[:5], line)
         doing = spelled((0, name, axes, raw.shape, raw.dtype)).removesuffix(", operation 0")
@@ -124,9 +124,9 @@ class CheckMode(Trace):
         aside = f", with {unseen} unchecked before it" if unseen else ""
         thread = _thread()
         mine = f"{doing}{_tagged(raw)}{given}{thread}{aside}, at {line or 'no line of the user'}"
-        group = "-".join(map(str, g.ranks)) + "/" + ".".join(axes)
-        self.groups[group] = g
-        self._compare(job, group, mine)
+        where = "-".join(map(str, g.ranks)) + "/" + ".".join(axes)
+        self.groups[where] = g
+        self._compare(job, where, mine)
 
     def ended(self) -> None:
         """Compare the calls after the last transfer of each group, as a transfer would."""

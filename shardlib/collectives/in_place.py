@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardlib.collectives.backends import BACKENDS, dist
+from shardlib.collectives.backends import BACKENDS, dist, group
 from shardlib.collectives.backends.backend import Axes, Finish
 from shardlib.collectives.posted import (
     ALL_GATHER,
@@ -34,7 +34,8 @@ def preduce_into(
     """
     wire = wire or target.dtype
     mesh = current_mesh()
-    if mesh.axis_size(axis) == 1:
+    g = group(mesh, (axis,))
+    if g.size == 1:
         target.copy_(x)
         return
     raw = held(x, mesh)
@@ -44,10 +45,9 @@ def preduce_into(
     into = BACKENDS[mesh.kind].preduce_into
 
     def post() -> Callable[[], object]:
-        return into(unwrap(target), raw, mesh, (axis,), root, wire)
+        return into(unwrap(target), raw, g, root, wire)
 
-    finish = posted(post, PREDUCE, raw, mesh, (axis,), (root,), wire)
-    watched(finish, PREDUCE, raw, mesh, (axis,))()
+    watched(posted(post, PREDUCE, raw, g, (root,), wire), PREDUCE, raw, g)()
 
 
 def reductions(
@@ -64,7 +64,9 @@ def reductions(
     if found is None:
         if mesh.kind != "dist" or now.listeners.traces or mesh.axis_size(axis) == 1:
             return lambda target, x, root: partial(preduce_into, target, x, axis, root, wire)
-        found = mesh.memo[GROUPS][reductions, axis, wire] = dist.reductions(mesh, (axis,), wire)
+        found = mesh.memo[GROUPS][reductions, axis, wire] = dist.reductions(
+            group(mesh, (axis,)), wire
+        )
     RECENT.append((number(), "preduce", (axis,), like.shape, wire or like.dtype))
     return found
 
@@ -91,18 +93,19 @@ def scatter_into(
     ``land`` must stay until it is finished.
     """
     params = (0,) if wire is None or wire == flat.dtype else (0, wire)
-    if mesh.axis_size(axes) == 1:
+    g = group(mesh, axes)
+    if g.size == 1:
         return lambda: out.copy_(flat)
 
-    into = partial(BACKENDS[mesh.kind].psum_scatter_into, flat, mesh, axes, out, *params[1:])
+    into = partial(BACKENDS[mesh.kind].psum_scatter_into, flat, g, out, *params[1:])
 
     def post() -> Finish:
         move = partial(into, land=land, ahead=ahead)
-        return posted(move, PSUM_SCATTER, flat, mesh, axes, params)
+        return posted(move, PSUM_SCATTER, flat, g, params)
 
     memory = (flat, out) if land is None else (flat, out, land)
-    finish = on_side_stream("sum", post, mesh, axes, *memory) if ahead else post()
-    return keep_posted(watched(finish, PSUM_SCATTER, flat, mesh, axes)).wait
+    finish = on_side_stream("sum", post, g, *memory) if ahead else post()
+    return keep_posted(watched(finish, PSUM_SCATTER, flat, g)).wait
 
 
 def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) -> Finish:
@@ -111,14 +114,15 @@ def gather_into(flat: Tensor, mesh: Mesh, axes: Axes, *, ahead: bool = False) ->
     ``ahead``  other work comes between this call and ``finish``, as in ``scatter_into``.
     Moves the bytes of all_gather of the parts.
     """
-    if mesh.axis_size(axes) == 1:
+    g = group(mesh, axes)
+    if g.size == 1:
         return lambda: flat
 
-    into = partial(BACKENDS[mesh.kind].all_gather_into, flat, mesh, axes, ahead)
+    into = partial(BACKENDS[mesh.kind].all_gather_into, flat, g, ahead)
 
     def post() -> Finish:
-        part = flat.narrow(-1, 0, flat.shape[-1] // mesh.axis_size(axes))
-        return posted(into, ALL_GATHER, part, mesh, axes, (0,))
+        part = flat.narrow(-1, 0, flat.shape[-1] // g.size)
+        return posted(into, ALL_GATHER, part, g, (0,))
 
-    finish = on_side_stream("gather", post, mesh, axes, flat) if ahead else post()
-    return keep_posted(watched(finish, ALL_GATHER, flat, mesh, axes)).wait
+    finish = on_side_stream("gather", post, g, flat) if ahead else post()
+    return keep_posted(watched(finish, ALL_GATHER, flat, g)).wait

@@ -11,15 +11,23 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives.backends import BACKENDS, Backend, dist
-from shardlib.collectives.backends.backend import Axes, Finish, Pairs
+from shardlib.collectives.backends import BACKENDS, Backend, dist, group
+from shardlib.collectives.backends.backend import AxisGroup, Finish, Pairs
 from shardlib.collectives.backends.streams import beside
 from shardlib.collectives.count import Trace, note
 from shardlib.collectives.simulate import Stacked, Varies
-from shardlib.collectives.types import Axis, after_move, following, held, public_name
+from shardlib.collectives.types import (
+    Axis,
+    after_move,
+    flat_blocks,
+    following,
+    held,
+    public_name,
+)
 from shardlib.errors import ShardError, Unsupported, axes_text
 from shardlib.mesh import (
     GROUPS,
@@ -34,10 +42,6 @@ from shardlib.mesh import (
 )
 
 T = TypeVar("T")
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +61,7 @@ class Collective:
 
 
 def _one_permuted(b: Backend) -> Callable[..., Finish]:
-    return lambda raw, mesh, axes, pairs: b.ppermutes([raw], mesh, axes, [pairs])[0]
+    return lambda raw, g, pairs: b.ppermutes([raw], g, [pairs])[0]
 
 
 def _permuted(n: int, p: int, params: tuple) -> tuple[int, int, int]:
@@ -77,9 +81,23 @@ def _unlinear(*_: object) -> tuple[Collective, tuple]:
     raise AssertionError("pmax has its own gradient")
 
 
+def _psum(b: Backend) -> Callable[..., Finish]:
+    return lambda raw, g, *dtypes: _sum_in_parts(b, raw, g, *dtypes) if dtypes else b.psum(raw, g)
+
+
+def _sum_in_parts(
+    b: Backend, raw: Tensor, g: AxisGroup, out: torch.dtype, wire: torch.dtype
+) -> Finish:
+    """Sum each rank's part in raw's dtype, sent in ``wire``, and gather the parts in ``out``."""
+    flat = flat_blocks(raw, g.mesh)
+    n = flat.shape[-1]
+    part = b.psum_scatter(F.pad(flat, (0, -n % g.size)), g, 0, wire)
+    return lambda: b.all_gather(part().to(out), g, 0)()[..., :n].reshape(raw.shape)
+
+
 PSUM = Collective(
     "psum",
-    attrgetter("psum"),
+    _psum,
     lambda *_: (PSUM, ()),
     lambda n, p, _: (2 * (p - 1) * n, p, 2 * (p - 1)),
 )
@@ -128,7 +146,7 @@ ALL_TO_ALL = Collective(
 
 RAGGED = Collective(
     "ragged_all_to_all",
-    lambda b: lambda x, mesh, axes, counts, width: b.ragged_all_to_all(x, mesh, axes, counts),
+    lambda b: lambda x, g, counts, width: b.ragged_all_to_all(x, g, counts),
     lambda counts, width: (RAGGED, (tuple(zip(*counts, strict=True)), width)),
     lambda n, p, params: (_moved_apart(params[0]) * params[1], p, p - 1),
 )
@@ -163,44 +181,41 @@ _ADDING = frozenset({PSUM, PMAX, PSUM_SCATTER, PREDUCE})
 _SIDE = dict.fromkeys(_ADDING, "sum")  # kind of side stream; that of all others is "gather"
 
 
-def note_recent(name: str, raw: Tensor, mesh: Mesh, axes: Axes, wire: Any = None) -> None:
+def note_recent(name: str, raw: Tensor, g: AxisGroup, wire: Any = None) -> None:
     """Keep a transfer between processes among the last ones, for reports of a lost rank."""
-    if mesh.device_mesh is not None:
-        RECENT.append((number(), name, axes, raw.shape, wire or raw.dtype))
+    if g.mesh.device_mesh is not None:
+        RECENT.append((number(), name, g.axes, raw.shape, wire or raw.dtype))
 
 
-def raise_lost(e: RuntimeError, op: Collective, raw: Tensor, mesh: Mesh, axes: Axes) -> None:
+def raise_lost(e: RuntimeError, op: Collective, raw: Tensor, g: Any) -> None:
     """Raise RankFailed if the error comes from a transfer between processes."""
-    if mesh.device_mesh is None:
+    if g.mesh.device_mesh is None:
         return
-    entry = next((r for r in reversed(RECENT) if r[1] == op.name and r[2] == axes), None)
-    entry = entry or ("?", op.name, axes, raw.shape, raw.dtype)
-    lost(e, entry, dist.group(mesh, axes).ranks)
+    entry = next((r for r in reversed(RECENT) if r[1] == op.name and r[2] == g.axes), None)
+    lost(e, entry or ("?", op.name, g.axes, raw.shape, raw.dtype), g.ranks)
 
 
-def watched(
-    finish: Callable[[], T], op: Collective, raw: Tensor, mesh: Mesh, axes: Axes
-) -> Callable[[], T]:
+def watched(finish: Callable[[], T], op: Collective, raw: Tensor, g: AxisGroup) -> Callable[[], T]:
     """Return a transfer whose failure names the rank that failed."""
-    if mesh.device_mesh is None:
+    if g.mesh.device_mesh is None:
         return finish
 
     def wait() -> T:
         try:
             return finish()
         except RuntimeError as e:
-            raise_lost(e, op, raw, mesh, axes)
+            raise_lost(e, op, raw, g)
             raise
 
     return wait
 
 
-def _run(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Tensor:
+def _run(op: Collective, raw: Tensor, g: AxisGroup, params: tuple) -> Tensor:
     """Post a transfer and wait for it."""
     try:
-        return raw.view_as(raw) if op is PVARY else begin(op, raw, mesh, axes, params)()
+        return raw.view_as(raw) if op is PVARY else begin(op, raw, g, params)()
     except RuntimeError as e:
-        raise_lost(e, op, raw, mesh, axes)
+        raise_lost(e, op, raw, g)
         raise
 
 
@@ -208,26 +223,24 @@ class _Moved(Local):
     """A linear collective on raw storage; its backward is the adjoint collective."""
 
     @staticmethod
-    def forward(
-        ctx: Any, raw: Tensor, op: Collective, mesh: Mesh, axes: Axes, params: tuple
-    ) -> Tensor:
-        ctx.call = op, mesh, axes, params
-        return _run(op, raw, mesh, axes, params)
+    def forward(ctx: Any, raw: Tensor, op: Collective, g: AxisGroup, params: tuple) -> Tensor:
+        ctx.call = op, g.mesh, g.axes, params
+        return _run(op, raw, g, params)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         op, mesh, axes, params = ctx.call
         back, given = op.adjoint(*params)
-        return raw_call(back, grads[0], mesh, axes, given), None, None, None, None
+        return raw_call(back, grads[0], group(mesh, axes), given), None, None, None
 
 
 class _Max(Local):
     """pmax; the gradient goes to the ranks that hold the maximum, shared if there are several."""
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-        out = _run(PMAX, raw, mesh, axes, ())
-        ctx.place = mesh, axes
+    def forward(ctx: Any, raw: Tensor, g: AxisGroup) -> Tensor:
+        out = _run(PMAX, raw, g, ())
+        ctx.place = g.mesh, g.axes
         ctx.save_for_backward(raw, out)
         return out
 
@@ -235,27 +248,26 @@ class _Max(Local):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (raw, out), (mesh, axes) = ctx.saved_tensors, ctx.place
         held = (raw == out).to(grads[0].dtype)
-        both = raw_call(PSUM, torch.stack([grads[0], held], -1), mesh, axes, ())
+        both = raw_call(PSUM, torch.stack([grads[0], held], -1), group(mesh, axes), ())
         return held * both[..., 0] / both[..., 1], None, None
 
 
-def begin(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
+def begin(op: Collective, raw: Tensor, g: AxisGroup, params: tuple) -> Finish:
     """Count and post a collective; return the function that waits for its result."""
     if raw.dtype not in _SENT:
-        return _begin_other(op, raw, mesh, axes, params)
-    note_recent(op.name, raw, mesh, axes)
+        return _begin_other(op, raw, g, params)
+    note_recent(op.name, raw, g)
     if traces := scope().listeners.traces:
-        ends = _counted(traces, op, raw, mesh, axes, params)
-        return _ended(op.post(BACKENDS[mesh.kind])(raw, mesh, axes, *params), ends)
-    return op.post(BACKENDS[mesh.kind])(raw, mesh, axes, *params)
+        ends = _counted(traces, op, raw, g, params)
+        return _ended(op.post(BACKENDS[g.mesh.kind])(raw, g, *params), ends)
+    return op.post(BACKENDS[g.mesh.kind])(raw, g, *params)
 
 
 def posted(
     post: Callable[[], Callable[[], T]],
     op: Collective,
     raw: Tensor,
-    mesh: Mesh,
-    axes: Axes,
+    g: AxisGroup,
     params: tuple,
     wire: torch.dtype | None = None,
 ) -> Callable[[], T]:
@@ -263,50 +275,48 @@ def posted(
 
     ``wire``  the dtype that is sent, where it is not raw's.
     """
-    note_recent(op.name, raw, mesh, axes, wire)
+    note_recent(op.name, raw, g, wire)
     traces = scope().listeners.traces
     if not traces:
         return post()
-    ends = _counted(traces, op, raw if wire is None else raw.to(wire), mesh, axes, params)
+    ends = _counted(traces, op, raw if wire is None else raw.to(wire), g, params)
     return _ended(post(), ends)
 
 
-def _begin_ahead(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
+def _begin_ahead(op: Collective, raw: Tensor, g: AxisGroup, params: tuple) -> Finish:
     """Post a transfer that overlaps with other work; otherwise as ``begin``."""
     if raw.is_cpu:
-        return begin(op, raw, mesh, axes, params)
-    post = partial(begin, op, raw, mesh, axes, params)
-    return on_side_stream(_SIDE.get(op, "gather"), post, mesh, axes, raw)
+        return begin(op, raw, g, params)
+    post = partial(begin, op, raw, g, params)
+    return on_side_stream(_SIDE.get(op, "gather"), post, g, raw)
 
 
-def on_side_stream(
-    kind: str, post: Callable[[], Finish], mesh: Mesh, axes: Axes, *memory: Tensor
-) -> Finish:
+def on_side_stream(kind: str, post: Callable[[], Finish], g: AxisGroup, *memory: Tensor) -> Finish:
     """Post on a side stream, if the device has streams and the transport keeps their order."""
-    if memory[0].is_cpu or not BACKENDS[mesh.kind].in_streams(mesh, axes):
+    if memory[0].is_cpu or not BACKENDS[g.mesh.kind].in_streams(g):
         return post()
     return beside(kind, post, *memory)
 
 
-def _begin_other(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Finish:
+def _begin_other(op: Collective, raw: Tensor, g: AxisGroup, params: tuple) -> Finish:
     """Do as ``begin`` for a dtype that no transport supports, by sending it as another one."""
     dtype = raw.dtype
     if dtype in _SMALL and op in _ADDING:
-        wide = begin(op, raw.to(torch.int32), mesh, axes, params)
+        wide = begin(op, raw.to(torch.int32), g, params)
         return lambda: wide().to(dtype)
     if op in _ADDING and (op is PMAX or not dtype.is_complex):
         raise Unsupported(
             f"{dtype} has no {'order' if dtype.is_complex else 'sum'} in torch",
             op=op.name,
             operands={"block": f"{dtype} {list(raw.shape)}"},
-            mesh=mesh,
+            mesh=g.mesh,
             fix=f"{public_name(op.name)}({'x.abs()' if dtype.is_complex else 'x.float()'}, "
-            f"{axes_text(axes)})",
+            f"{axes_text(g.axes)})",
         )
     if dtype.is_complex:  # sent as pairs of reals, which is the same memory
-        pairs = begin(op, torch.view_as_real(raw.resolve_conj()), mesh, axes, params)
+        pairs = begin(op, torch.view_as_real(raw.resolve_conj()), g, params)
         return lambda: torch.view_as_complex(pairs().contiguous())
-    bits = begin(op, raw.view(_BITS[dtype.itemsize]), mesh, axes, params)
+    bits = begin(op, raw.view(_BITS[dtype.itemsize]), g, params)
     return lambda: bits().view(dtype)
 
 
@@ -326,12 +336,13 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def _counted(
-    traces: tuple[Trace, ...], op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple
+    traces: tuple[Trace, ...], op: Collective, raw: Tensor, g: AxisGroup, params: tuple
 ) -> list[Callable[[], None]]:
     """Count a transfer; return the functions to call when it completes."""
+    mesh, axes = g.mesh, g.axes
     heard = [t.before(op.name, raw, mesh, axes, params) for t in traces]
     if op.moved is not None:
-        n, p = _bytes(raw), mesh.axis_size(axes)
+        n, p = raw.nbytes, g.size
         # a wire dtype narrower than the sum's sends fewer bytes
         if wires := [a.itemsize for a in params if isinstance(a, torch.dtype)]:
             n = n // raw.element_size() * sum(wires) // len(wires)
@@ -356,12 +367,12 @@ def _ended(finish: Callable[[], T], ends: list[Callable[[], None]]) -> Callable[
     return wait
 
 
-def raw_call(op: Collective, raw: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Tensor:
+def raw_call(op: Collective, raw: Tensor, g: AxisGroup, params: tuple) -> Tensor:
     if raw.requires_grad and torch.is_grad_enabled():
         if op is PMAX:
-            return _Max.apply(raw, mesh, axes)  # type: ignore[return-value]
-        return _Moved.apply(raw, op, mesh, axes, params)  # type: ignore[return-value]
-    return raw if op is PVARY else _run(op, raw, mesh, axes, params)
+            return _Max.apply(raw, g)  # type: ignore[return-value]
+        return _Moved.apply(raw, op, g, params)  # type: ignore[return-value]
+    return raw if op is PVARY else _run(op, raw, g, params)
 
 
 # ---------------------------------------------------------------- transfers under way
@@ -412,10 +423,10 @@ def keep_posted(finish: Finish) -> Pending:
     return transfer
 
 
-def post(op: Collective, x: Tensor, mesh: Mesh, axes: Axes, params: tuple) -> Pending:
+def post(op: Collective, x: Tensor, g: AxisGroup, params: tuple) -> Pending:
     """Post a collective on a block, over axes of more than one rank."""
-    varies = after_move(op.name, x, mesh, axes, params)
-    return _result(_begin_ahead(op, held(x, mesh), mesh, axes, params), mesh, varies)
+    varies = after_move(op.name, x, g.mesh, g.axes, params)
+    return _result(_begin_ahead(op, held(x, g.mesh), g, params), g.mesh, varies)
 
 
 def _result(finish: Finish, mesh: Mesh, varies: Varies | None) -> Pending:
@@ -435,16 +446,14 @@ def broadcasts(axis: str, like: Tensor) -> Callable[[Tensor, int], Any]:
     found = None if now.listeners.traces else mesh.memo[GROUPS].get((broadcasts, axis))
     if found is None:
         if mesh.kind != "dist" or now.listeners.traces or mesh.axis_size(axis) == 1:
-            return partial(_broadcast, mesh, (axis,))
-        found = mesh.memo[GROUPS][broadcasts, axis] = dist.broadcasts(mesh, (axis,))
+            return partial(_broadcast, group(mesh, (axis,)))
+        found = mesh.memo[GROUPS][broadcasts, axis] = dist.broadcasts(group(mesh, (axis,)))
     RECENT.append((number(), "pbroadcast", (axis,), like.shape, like.dtype))
     return found
 
 
-def _broadcast(mesh: Mesh, axes: Axes, x: Tensor, root: int) -> Pending:
-    if mesh.axis_size(axes) == 1:
-        return Pending(lambda: x)
-    return post(PBROADCAST, x, mesh, axes, (root,))
+def _broadcast(g: AxisGroup, x: Tensor, root: int) -> Pending:
+    return Pending(lambda: x) if g.size == 1 else post(PBROADCAST, x, g, (root,))
 
 
 def start_ppermutes(
@@ -456,18 +465,19 @@ def start_ppermutes(
     """
     axes = axes_of(axis)
     mesh = next((x.mesh for x in xs if type(x) is Stacked), None) or current_mesh()
-    if mesh.axis_size(axes) == 1:
+    g = group(mesh, axes)
+    if g.size == 1:
         return [Pending(partial(_alone, x, pairs)) for x, pairs in zip(xs, tables, strict=True)]
     if any(x.dtype not in _SENT for x in xs):
         each = zip(xs, tables, strict=True)
-        return [post(PPERMUTE, x, mesh, axes, (pairs,)) for x, pairs in each]
+        return [post(PPERMUTE, x, g, (pairs,)) for x, pairs in each]
     raws = [held(x, mesh) for x in xs]
     traces, ends = scope().listeners.traces, []
     for raw, pairs in zip(raws, tables, strict=True):
-        note_recent("ppermute", raw, mesh, axes)
-        ends.append(_counted(traces, PPERMUTE, raw, mesh, axes, (pairs,)) if traces else [])
+        note_recent("ppermute", raw, g)
+        ends.append(_counted(traces, PPERMUTE, raw, g, (pairs,)) if traces else [])
     out = []
-    finishes = BACKENDS[mesh.kind].ppermutes(raws, mesh, axes, tables)
+    finishes = BACKENDS[mesh.kind].ppermutes(raws, g, tables)
     for x, pairs, finish, end in zip(xs, tables, finishes, ends, strict=True):
         varies = after_move("ppermute", x, mesh, axes, (pairs,))
         out.append(_result(_ended(finish, end), mesh, varies))

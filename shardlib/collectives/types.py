@@ -23,7 +23,7 @@ from torch import Tensor
 from shardlib.collectives.backends import BACKENDS
 from shardlib.collectives.simulate import Stacked, Varies, of
 from shardlib.errors import WrongAxes, axes_text
-from shardlib.mesh import Mesh, current_mesh
+from shardlib.mesh import Mesh, coordinates, current_mesh
 
 Axis = str | tuple[str, ...]
 
@@ -55,17 +55,19 @@ def played(mesh: Mesh) -> list[dict[str, int]]:
     >>> played(sl.simulate(x=2)), played(sl.record(x=1000))
     ([{'x': 0}, {'x': 1}], [{'x': 0}])
     """
-    return BACKENDS[mesh.kind].played(mesh)
+    if lead(mesh):
+        return coordinates(mesh.axes)
+    return [dict(mesh.coord or dict.fromkeys(mesh.names, 0))]
 
 
 def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
     """Join the blocks of this process's ranks to a storage: stacked, or the only one."""
-    return BACKENDS[mesh.kind].storage(blocks, mesh)
+    return torch.stack(list(blocks)) if lead(mesh) else blocks[0]
 
 
 def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
     """List the block of each rank of this process, as views: writes go to the storage."""
-    return BACKENDS[mesh.kind].blocks(raw, mesh)
+    return [raw[rank] for rank in range(len(raw))] if lead(mesh) else [raw]
 
 
 def lead(mesh: Mesh) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import posted
-from shardlib.collectives.backends import BACKENDS
+from shardlib.collectives.backends import group
 from shardlib.collectives.backends.backend import Axes
 from shardlib.collectives.posted import Collective, Counts, Pending
 from shardlib.collectives.simulate import Stacked, Varies
@@ -41,10 +41,11 @@ def _call(op: Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
         (),
     ):  # one rank keeps its block, except under ppermute without pairs, which gives zeros
         return x.to(params[0]) if op is posted.PSUM and params else x
+    g = group(mesh, axes)
     if mesh.kind != "stacked":
-        return posted.raw_call(op, x, mesh, axes, params)
+        return posted.raw_call(op, x, g, params)
     varies = after_move(op.name, x, mesh, axes, params)
-    return following(posted.raw_call(op, held(x, mesh), mesh, axes, params), mesh, varies)
+    return following(posted.raw_call(op, held(x, mesh), g, params), mesh, varies)
 
 
 def _axes(axis: Axis, op: str) -> Axes:
@@ -427,10 +428,10 @@ def axis_index(axis: Axis) -> Any:
     mesh = current_mesh()
     axes = _axes(axis, "axis_index")
     mesh.axis_size(axes, "axis_index", "sl.axis_index({})")
-    index = BACKENDS[mesh.kind].axis_index(mesh, axes)
+    index = group(mesh, axes).index
     if not isinstance(index, Tensor):
         return index
-    return following(index, mesh, Varies(real(mesh, axes)))
+    return following(index.clone(), mesh, Varies(real(mesh, axes)))
 
 
 def pick(table: Sequence[complex] | Tensor, axis: Axis) -> Any:
@@ -542,4 +543,4 @@ def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs:
     if mesh.axis_size(axes) == 1:
         out = _call(op, x, axis, params)
         return Pending(lambda: out)
-    return posted.post(op, x, mesh, axes, params)
+    return posted.post(op, x, group(mesh, axes), params)

@@ -3,10 +3,11 @@
 from typing import Any, cast
 
 from shardlib.collectives.backends import dist, record, stacked
-from shardlib.collectives.backends.backend import Backend
+from shardlib.collectives.backends.backend import Axes, Backend
 from shardlib.errors import MeshError
+from shardlib.mesh import GROUPS, Mesh
 
-__all__ = ["BACKENDS", "Backend"]
+__all__ = ["BACKENDS", "Backend", "group"]
 
 
 class _Forked:
@@ -20,10 +21,18 @@ class _Forked:
         )
 
 
-BACKENDS: dict[str, Backend] = {
+BACKENDS: dict[str, Backend[Any]] = {
     "dist": dist,
     "stacked": stacked,
     "record": record,
-    "forked": cast(Backend, _Forked()),
+    "forked": cast(Backend[Any], _Forked()),
 }
 """Back end by the kind of a mesh."""
+
+
+def group(mesh: Mesh, axes: Axes) -> Any:
+    """Return the back end's group of one axis or several, made once and kept on the mesh."""
+    found = mesh.memo[GROUPS].get(axes)
+    if found is None:
+        found = mesh.memo[GROUPS][axes] = BACKENDS[mesh.kind].group(mesh, axes)
+    return found

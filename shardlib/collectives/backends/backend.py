@@ -2,12 +2,13 @@
 
 A back end is a module with these functions.  ``x`` is a storage: the blocks of this process's ranks
 with ``lead`` dimensions in front of each.  Dimensions in arguments count those of a block, from 0;
-``axes`` are flattened major first and have more than one rank.  A collective posts its transfer and
+``g`` is the group of the axes, which have more than one rank.  A collective posts its transfer and
 returns ``finish``, which waits and returns the storage of the result.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,23 @@ Finish = Callable[[], Tensor]
 Pairs = Sequence[tuple[int, int]]
 
 
-class Backend(Protocol):
+@dataclass(frozen=True, eq=False)
+class AxisGroup:
+    """The ranks along one axis of a mesh or several, flattened major first.
+
+    ``index``  of this process's rank among them, or of each of its ranks.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    size: int
+    index: int | Tensor
+
+
+G = TypeVar("G")
+
+
+class Backend(Protocol[G]):
     """Interface of the back ends: the collectives, and the form of storages."""
 
     holds_values: bool
@@ -31,48 +48,28 @@ class Backend(Protocol):
     lead: int
     """Number of dimensions of a storage in front of a block's."""
 
-    def in_streams(self, mesh: Mesh, axes: Axes) -> bool:
+    def group(self, mesh: Mesh, axes: Axes) -> G:
+        """Make the group of one axis or several; nothing is sent."""
+        ...
+
+    def in_streams(self, g: G) -> bool:
         """Check whether streams wait for a transfer, rather than the host."""
         ...
 
-    def played(self, mesh: Mesh) -> list[dict[str, int]]:
-        """List the coordinates of the ranks in this process, in the order of their blocks."""
-        ...
+    def psum(self, x: Tensor, g: G) -> Finish: ...
 
-    def storage(self, blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
-        """Join the blocks of this process's ranks to one tensor."""
-        ...
+    def pmax(self, x: Tensor, g: G) -> Finish: ...
 
-    def blocks(self, raw: Tensor, mesh: Mesh) -> list[Tensor]:
-        """List the block of each rank of this process, as views: writes go to the storage."""
-        ...
-
-    def axis_index(self, mesh: Mesh, axes: Axes) -> int | Tensor:
-        """Return the index along the axes of this process's rank, or of each of its ranks."""
-        ...
-
-    def psum(
-        self,
-        x: Tensor,
-        mesh: Mesh,
-        axes: Axes,
-        out: torch.dtype | None = None,
-        wire: torch.dtype | None = None,
-    ) -> Finish: ...
-
-    def pmax(self, x: Tensor, mesh: Mesh, axes: Axes) -> Finish: ...
-
-    def all_gather(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish: ...
+    def all_gather(self, x: Tensor, g: G, dim: int) -> Finish: ...
 
     def psum_scatter(
-        self, x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None
+        self, x: Tensor, g: G, dim: int, wire: torch.dtype | None = None
     ) -> Finish: ...
 
     def psum_scatter_into(
         self,
         x: Tensor,
-        mesh: Mesh,
-        axes: Axes,
+        g: G,
         out: Tensor,
         wire: torch.dtype | None = None,
         land: Tensor | None = None,
@@ -84,40 +81,34 @@ class Backend(Protocol):
         """
         ...
 
-    def all_gather_into(self, flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -> Finish:
+    def all_gather_into(self, flat: Tensor, g: G, ahead: bool = False) -> Finish:
         """Gather vectors in place: this rank's part is at its position already."""
         ...
 
-    def pslice(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
+    def pslice(self, x: Tensor, g: G, dim: int) -> Finish:
         """Return this rank's block along a dimension; nothing moves."""
         ...
 
-    def place(self, x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
+    def place(self, x: Tensor, g: G, dim: int) -> Finish:
         """Place this rank's block among zeros, the adjoint of pslice; nothing moves."""
         ...
 
-    def all_to_all(
-        self, x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: int
-    ) -> Finish: ...
+    def all_to_all(self, x: Tensor, g: G, split_dim: int, concat_dim: int) -> Finish: ...
 
-    def ragged_all_to_all(
-        self, x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequence[int]]
-    ) -> Finish:
+    def ragged_all_to_all(self, x: Tensor, g: G, counts: Sequence[Sequence[int]]) -> Finish:
         """Send ``counts[i][j]`` elements from rank i to j; the result is as long as the longest."""
         ...
 
-    def ppermutes(
-        self, xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]
-    ) -> list[Finish]:
+    def ppermutes(self, xs: Sequence[Tensor], g: G, tables: Sequence[Pairs]) -> list[Finish]:
         """Permute several at once; zeros where a rank receives nothing."""
         ...
 
-    def pbroadcast(self, x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish: ...
+    def pbroadcast(self, x: Tensor, g: G, root: int) -> Finish: ...
 
-    def preduce(self, x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish: ...
+    def preduce(self, x: Tensor, g: G, root: int) -> Finish: ...
 
     def preduce_into(
-        self, target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
+        self, target: Tensor, x: Tensor, g: G, root: int, wire: torch.dtype
     ) -> Callable[[], object]:
         """Write the sum into the root's target; parts are sent in ``wire``."""
         ...

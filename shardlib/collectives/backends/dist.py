@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,48 +22,54 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import all_gather_single, backend_name, reduce_scatter_single
-from shardlib.collectives.backends.backend import Axes, Finish, Pairs
+from shardlib.collectives.backends.backend import Axes, AxisGroup, Finish, Pairs
 from shardlib.dtypes import is_half, wider
 from shardlib.kernels import active
 from shardlib.kernels.pack import dense
-from shardlib.mesh import GROUPS, POSTED, Mesh, current_job, lost, rank_along
+from shardlib.mesh import GROUPS, POSTED, Mesh, current_job, lost
 
 holds_values = True
 spans_processes = True
 lead = 0
 
 
-def in_streams(mesh: Mesh, axes: Axes) -> bool:
-    return group(mesh, axes).native
-
-
-def played(mesh: Mesh) -> list[dict[str, int]]:
-    return [dict(mesh.coord or dict.fromkeys(mesh.names, 0))]
-
-
-def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
-    return blocks[0]
-
-
-def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
-    return [raw]
+def in_streams(g: "_Group") -> bool:
+    return g.native
 
 
 Finished = Callable[[], object]
 
 
 @dataclass(frozen=True, eq=False)
-class _Group:
+class _Group(AxisGroup):
     """A process group; ``ranks`` are global, in the order of the flattened axes."""
 
-    handle: Any
-    size: int
     index: int
     ranks: tuple[int, ...]
     places: tuple[int, ...]  # rank within the process group of each flattened index
     order: tuple[int, ...] | None  # the same, None where it is 0, 1, 2, ...
-    native: bool
-    turns: Iterator[int]
+
+    @cached_property
+    def handle(self) -> Any:
+        """The process group of torch, which its ranks make together at their first transfer."""
+        mesh = self.mesh
+        if len(self.axes) == 1:
+            assert mesh.device_mesh is not None
+            return mesh.device_mesh.get_group(self.axes[0])
+        if self.size == dist.get_world_size():
+            return dist.group.WORLD
+        waits = None if mesh.timeout is None else timedelta(seconds=mesh.timeout)
+        # with local synchronization, ranks outside the group need not make this call
+        return dist.new_group(sorted(self.ranks), timeout=waits, use_local_synchronization=True)
+
+    @cached_property
+    def native(self) -> bool:
+        return backend_name(self.handle, self.mesh.device) not in ("gloo", "fake")
+
+    @cached_property
+    def turns(self) -> Iterator[int]:
+        """Tags by which gloo matches a receive with a send: each transfer takes the next."""
+        return _TURNS.setdefault(self.handle, itertools.cycle(range(1024)))
 
     def placed(self, parts: Tensor) -> Tensor:
         """Reorder parts, one for each rank along the axes, as the process group numbers them."""
@@ -76,43 +82,21 @@ two meshes may share one process group, so tags are counted per process group.""
 
 
 def group(mesh: Mesh, axes: Axes) -> _Group:
-    """Return the group of one axis or several, made once and kept on the mesh."""
-    found = mesh.memo[GROUPS].get(axes)
-    if found is None:
-        found = mesh.memo[GROUPS][axes] = _make(mesh, axes)
-    return found
-
-
-def _make(mesh: Mesh, axes: Axes) -> _Group:
     assert mesh.device_mesh is not None and mesh.coord is not None, (
         "this process is not in the mesh"
     )
-    grid = mesh.device_mesh.mesh
     at = [mesh.names.index(a) for a in axes]
     pick = tuple(slice(None) if n in axes else mesh.coord[n] for n in mesh.names)
-    kept = [i for i in range(len(mesh.names)) if i in at]  # dims left after picking, in mesh order
-    ranks = tuple(grid[pick].permute(*[kept.index(i) for i in at]).reshape(-1).tolist())
-    handle: Any
-    if len(axes) == 1:
-        handle = mesh.device_mesh.get_group(axes[0])
-    elif len(ranks) == dist.get_world_size():
-        handle = dist.group.WORLD
-    else:
-        waits = None if mesh.timeout is None else timedelta(seconds=mesh.timeout)
-        # with local synchronization, ranks outside the group need not make this call
-        handle = dist.new_group(sorted(ranks), timeout=waits, use_local_synchronization=True)
+    kept = sorted(at)  # dims left after picking, in mesh order
+    grid = mesh.device_mesh.mesh[pick].permute(*[kept.index(i) for i in at])
+    ranks = tuple(grid.reshape(-1).tolist())
     # torch numbers the ranks of a group in ascending order, the flattened axes may not
-    place = [sorted(ranks).index(r) for r in ranks]
-    order = None if place == list(range(len(ranks))) else tuple(place)
-    native = backend_name(handle, mesh.device) not in ("gloo", "fake")
-    # gloo matches a receive with a send by its tag: every rank takes the next at each transfer
-    turns = _TURNS.setdefault(handle, itertools.cycle(range(1024)))
+    places = tuple(sorted(ranks).index(r) for r in ranks)
+    order = None if places == tuple(range(len(ranks))) else places
     if (job := current_job()) is not None:
         job.release = release
         job.members[axes] = ranks
-    return _Group(
-        handle, len(ranks), ranks.index(dist.get_rank()), ranks, tuple(place), order, native, turns
-    )
+    return _Group(mesh, axes, len(ranks), ranks.index(dist.get_rank()), ranks, places, order)
 
 
 def release(mesh: Mesh) -> None:
@@ -121,7 +105,9 @@ def release(mesh: Mesh) -> None:
     gloo's own abort does nothing; a receive whose timeout passes closes the connection to a peer,
     so every transfer that waits on it raises.
     """
-    for g in [g for g in list(mesh.memo[GROUPS].values()) if isinstance(g, _Group)]:
+    for g in list(mesh.memo[GROUPS].values()):
+        if not isinstance(g, _Group) or "handle" not in vars(g):
+            continue
         if g.native:
             g.handle.abort()
             continue
@@ -178,27 +164,12 @@ def _sent_apart(
     return works + [g.handle.send([parts[peer]], peer, tag) for peer in others]
 
 
-def psum(
-    x: Tensor,
-    mesh: Mesh,
-    axes: Axes,
-    out: torch.dtype | None = None,
-    wire: torch.dtype | None = None,
-) -> Finish:
-    if out is None:
-        g = group(mesh, axes)
-        wide = x.dtype in (torch.float32, torch.float64)
-        if g.size == 2 and wide and not g.native and x.nbytes >= _LARGE:
-            x = x.contiguous()
-            return _sum_of_two(x, x, torch.empty_like(x), g)
-        return _all_reduce(x, mesh, axes, dist.ReduceOp.SUM)
-    p = mesh.axis_size(axes)
-    scattered = psum_scatter(F.pad(x.flatten(), (0, -x.numel() % p)), mesh, axes, 0, wire)
-
-    def finish() -> Tensor:
-        return all_gather(scattered().to(out), mesh, axes, 0)()[: x.numel()].view(x.shape)
-
-    return finish
+def psum(x: Tensor, g: _Group) -> Finish:
+    wide = x.dtype in (torch.float32, torch.float64)
+    if g.size == 2 and wide and not g.native and x.nbytes >= _LARGE:
+        x = x.contiguous()
+        return _sum_of_two(x, x, torch.empty_like(x), g)
+    return _all_reduce(x, g, dist.ReduceOp.SUM)
 
 
 def _waited(works: Sequence[Any], out: Tensor) -> Tensor:
@@ -222,21 +193,19 @@ def _sum_of_two(sent: Tensor, mine: Tensor, out: Tensor, g: _Group) -> Finish:
     return finish
 
 
-def _all_reduce(x: Tensor, mesh: Mesh, axes: Axes, op: Any) -> Finish:
-    g = group(mesh, axes)
+def _all_reduce(x: Tensor, g: _Group, op: Any) -> Finish:
     out = x.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(out, op, group=g.handle, async_op=True)
     return partial(_waited, [work], out)
 
 
-def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Finish:
+def pmax(x: Tensor, g: _Group) -> Finish:
     """Take the maximum; floats are compared here, since a transport's maximum may skip a NaN.
 
     The same bytes move.
     """
     if not x.is_floating_point() or not x.numel():
-        return _all_reduce(x, mesh, axes, dist.ReduceOp.MAX)
-    g = group(mesh, axes)
+        return _all_reduce(x, g, dist.ReduceOp.MAX)
     parts = F.pad(x.flatten(), (0, -x.numel() % g.size)).view(g.size, -1)
     out = torch.empty_like(parts)
     works = _exchange(out, parts, g)
@@ -265,8 +234,7 @@ def _joined(works: Sequence[Any], parts: Tensor, g: _Group, dim: int) -> Tensor:
     return (dense(parts) if not parts.is_cpu or active.cpu else parts).flatten(dim, dim + 1)
 
 
-def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
-    g = group(mesh, axes)
+def all_gather(x: Tensor, g: _Group, dim: int) -> Finish:
     x = x.contiguous()
     out = x.new_empty(g.size * x.shape[0], *x.shape[1:])
     if g.size == 2 and not g.native and x.numel() * x.element_size() >= _LARGE:
@@ -279,10 +247,7 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
     return partial(_joined, works, out.unflatten(0, (g.size, x.shape[0])), g, dim)
 
 
-def psum_scatter(
-    x: Tensor, mesh: Mesh, axes: Axes, dim: int, wire: torch.dtype | None = None
-) -> Finish:
-    g = group(mesh, axes)
+def psum_scatter(x: Tensor, g: _Group, dim: int, wire: torch.dtype | None = None) -> Finish:
     parts = _parts(x, g, dim)
     own = parts[g.places[g.index]]
     if g.native and wire is None:
@@ -307,14 +272,12 @@ def psum_scatter(
 
 def psum_scatter_into(
     x: Tensor,
-    mesh: Mesh,
-    axes: Axes,
+    g: _Group,
     out: Tensor,
     wire: torch.dtype | None = None,
     land: Tensor | None = None,
     ahead: bool = False,
 ) -> Finish:
-    g = group(mesh, axes)
     parts = x.view(g.size, -1)
     alike = wire is None and out.dtype == x.dtype
     if g.native and alike:
@@ -430,13 +393,12 @@ def _round_sum(parts: Tensor, g: _Group, out: Tensor, land: Tensor | None) -> Fi
     return finish
 
 
-def all_gather_into(flat: Tensor, mesh: Mesh, axes: Axes, ahead: bool = False) -> Finish:
-    g = group(mesh, axes)
+def all_gather_into(flat: Tensor, g: _Group, ahead: bool = False) -> Finish:
     parts = flat.view(g.size, -1)
     me = g.places[g.index]
     if g.native or parts[0].nbytes < _LARGE:
         if g.order is not None:
-            later = all_gather(parts[g.index].clone(), mesh, axes, 0)
+            later = all_gather(parts[g.index].clone(), g, 0)
             return lambda: flat.copy_(later())
         mine = parts[me] if g.native else parts[me].clone()
         works = [all_gather_single(flat, mine, group=g.handle, async_op=True)]
@@ -473,26 +435,21 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(i) for i in range(len(order))]
 
 
-def pslice(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
-    g = group(mesh, axes)
+def pslice(x: Tensor, g: _Group, dim: int) -> Finish:
     n = x.shape[dim] // g.size
     out = x.narrow(dim, g.index * n, n).contiguous()
     return lambda: out
 
 
-def place(x: Tensor, mesh: Mesh, axes: Axes, dim: int) -> Finish:
-    g = group(mesh, axes)
+def place(x: Tensor, g: _Group, dim: int) -> Finish:
     n = x.shape[dim]
     out = x.new_zeros([n * g.size if d == dim else s for d, s in enumerate(x.shape)])
     out.narrow(dim, g.index * n, n).copy_(x)
     return lambda: out
 
 
-def ppermutes(
-    xs: Sequence[Tensor], mesh: Mesh, axes: Axes, tables: Sequence[Pairs]
-) -> list[Finish]:
+def ppermutes(xs: Sequence[Tensor], g: _Group, tables: Sequence[Pairs]) -> list[Finish]:
     """Permute several at once: NCCL's group call, or on gloo every receive before any send."""
-    g = group(mesh, axes)
     receives, sends, outs = [], [], []
     for n, (x, pairs) in enumerate(zip(xs, tables, strict=True)):
         tag = next(g.turns)  # also on ranks that send nothing, so that all count alike
@@ -531,16 +488,14 @@ def ppermutes(
 _SEND_OR_RECV = {dist.isend: dist.ProcessGroup.send, dist.irecv: dist.ProcessGroup.recv}
 
 
-def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split_dim: int, concat_dim: int) -> Finish:
-    g = group(mesh, axes)
+def all_to_all(x: Tensor, g: _Group, split_dim: int, concat_dim: int) -> Finish:
     parts = _parts(x, g, split_dim)
     out = torch.empty_like(parts)
     return partial(_joined, _exchange(out, parts, g), out, g, concat_dim)
 
 
-def ragged_all_to_all(x: Tensor, mesh: Mesh, axes: Axes, counts: Sequence[Sequence[int]]) -> Finish:
+def ragged_all_to_all(x: Tensor, g: _Group, counts: Sequence[Sequence[int]]) -> Finish:
     """Send parts of unequal length; on gloo receives are posted before sends, see ``_exchange``."""
-    g = group(mesh, axes)
     me, tag = g.index, next(g.turns)
     came = [row[me] for row in counts]
     out = x.new_zeros(max(map(sum, zip(*counts, strict=True))))
@@ -580,16 +535,14 @@ class _PostedTransfer(tuple[Any, Tensor]):
     wait = __call__
 
 
-def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> _PostedTransfer:
-    g = mesh.memo[GROUPS].get(axes) or group(mesh, axes)
+def pbroadcast(x: Tensor, g: _Group, root: int) -> _PostedTransfer:
     alike = torch.contiguous_format
     out = x.contiguous() if g.index == root else torch.empty_like(x, memory_format=alike)
     return _PostedTransfer((g.handle.broadcast(out, g.places[root]), out))
 
 
-def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _PostedTransfer]:
+def broadcasts(g: _Group) -> Callable[[Tensor, int], _PostedTransfer]:
     """Return pbroadcast over one group as a function; the group is looked up once."""
-    g = group(mesh, axes)
     me, places, broadcast, alike = g.index, g.places, g.handle.broadcast, torch.contiguous_format
 
     def post(x: Tensor, root: int) -> _PostedTransfer:
@@ -606,10 +559,9 @@ def broadcasts(mesh: Mesh, axes: Axes) -> Callable[[Tensor, int], _PostedTransfe
 
 
 def reductions(
-    mesh: Mesh, axes: Axes, wire: torch.dtype | None = None
+    g: _Group, wire: torch.dtype | None = None
 ) -> Callable[[Tensor, Tensor, int], Callable[[], object]]:
     """Return posted preduce_into over one group as a function; the group is looked up once."""
-    g = mesh.memo[GROUPS].get(axes) or group(mesh, axes)
     me, places, send, turns = g.index, g.places, None if g.native else g.handle.send, g.turns
 
     def add(target: Tensor, x: Tensor, root: int) -> Finished:
@@ -654,8 +606,7 @@ def _reduced(target: Tensor, x: Tensor, g: _Group, tag: int, root: int) -> Calla
     return finish
 
 
-def preduce(x: Tensor, mesh: Mesh, axes: Axes, root: int) -> Finish:
-    g = group(mesh, axes)
+def preduce(x: Tensor, g: _Group, root: int) -> Finish:
     if g.native:
         out = x.clone(memory_format=torch.contiguous_format)
         dist.reduce(out, g.ranks[root], group=g.handle)
@@ -708,11 +659,6 @@ def _collect(target: Tensor, x: Tensor, g: _Group, tag: int, wire: torch.dtype) 
 
 
 def preduce_into(
-    target: Tensor, x: Tensor, mesh: Mesh, axes: Axes, root: int, wire: torch.dtype
+    target: Tensor, x: Tensor, g: _Group, root: int, wire: torch.dtype
 ) -> Callable[[], object]:
-    return reductions(mesh, axes, wire)(target, x, root)
-
-
-def axis_index(mesh: Mesh, axes: Axes) -> int:
-    assert mesh.coord is not None, "this process is not in the mesh"
-    return rank_along(axes, mesh.coord, mesh.axes)
+    return reductions(g, wire)(target, x, root)

@@ -21,13 +21,13 @@ from shardlib.collectives import (
     unwrap,
     wrap,
 )
-from shardlib.collectives.backends import BACKENDS, Backend
+from shardlib.collectives.backends import BACKENDS, Backend, group
 from shardlib.collectives.backends.stacked import at_once
 
 NAMES = [n for n, f in vars(Backend).items() if inspect.isfunction(f) and not n.startswith("_")]
-LOOKS = {"played", "storage", "blocks", "lead"}
+LOOKS = {"lead", "group"}
 AXES = [("x",), ("y",), ("x", "y"), ("y", "x")]
-CALLS: dict[str, tuple[Any, ...]] = {  # what each collective takes besides x, mesh and axes
+CALLS: dict[str, tuple[Any, ...]] = {  # what each collective takes besides x and the group
     "psum": (),
     "pmax": (),
     "all_gather": (1,),
@@ -41,7 +41,7 @@ CALLS: dict[str, tuple[Any, ...]] = {  # what each collective takes besides x, m
 
 
 def test_the_protocol_is_these_collectives() -> None:
-    others = "ppermutes preduce_into axis_index ragged_all_to_all psum_scatter_into all_gather_into in_streams".split()
+    others = "ppermutes preduce_into ragged_all_to_all psum_scatter_into all_gather_into in_streams".split()
     assert set(NAMES) - LOOKS == {*CALLS, *others}
 
 
@@ -61,7 +61,7 @@ def test_a_back_end_has_the_functions_of_the_protocol(kind: str, name: str) -> N
 def laws() -> list[str]:
     """What a storage is, on the mesh in scope."""
     mesh, wrong = sl.current_mesh(), []
-    coords, here = played(mesh), BACKENDS[mesh.kind]
+    coords = played(mesh)
 
     def hold(what: str, is_so: bool) -> None:
         if not is_so:
@@ -95,14 +95,12 @@ def laws() -> list[str]:
         )
         hold("each_rank", [c for c, _ in each_rank(mesh)] == coords)
     for axes in AXES:
-        index = here.axis_index(mesh, axes)
+        index = group(mesh, axes).index
         want = [
             c[axes[0]] if len(axes) == 1 else c[axes[0]] * mesh[axes[1]] + c[axes[1]]
             for c in coords
         ]
-        hold(
-            f"axis_index {axes}", (index.tolist() if isinstance(index, Tensor) else [index]) == want
-        )
+        hold(f"index {axes}", (index.tolist() if isinstance(index, Tensor) else [index]) == want)
     return wrong
 
 
@@ -122,8 +120,10 @@ def test_storages_keep_the_laws_on_processes(pool: Any) -> None:
 def test_recorded_shapes_are_those_of_simulated_ranks(name: str, axes: tuple[str, ...]) -> None:
     real, paper = sl.simulate(x=2, y=3), sl.record(x=2, y=3)
     x = torch.zeros(6, 12, 6)
-    one = getattr(BACKENDS[paper.kind], name)(x.to("meta"), paper, axes, *CALLS[name])()
-    all_ = getattr(BACKENDS[real.kind], name)(x.expand(6, 6, 12, 6), real, axes, *CALLS[name])()
+    one = getattr(BACKENDS[paper.kind], name)(x.to("meta"), group(paper, axes), *CALLS[name])()
+    all_ = getattr(BACKENDS[real.kind], name)(
+        x.expand(6, 6, 12, 6), group(real, axes), *CALLS[name]
+    )()
     assert (
         one.shape == all_.shape[1:]
         and one.dtype == all_.dtype
