@@ -150,7 +150,7 @@ def stepping(count: int) -> Case:
         out.copy_(p)
 
     def kernel() -> None:
-        adamw_([g], [p], [m], [v], [out], scale, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3)
+        adamw_([g], [p], [m], [v], [out], scale, [1e-3, 0.9, 0.999, 1e-8, 0.1, 3])
 
     return Case(f"AdamW {count >> 20} Mi parameters", kernel, eager, 28 * count)
 

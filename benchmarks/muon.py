@@ -23,7 +23,7 @@ import torch.distributed as dist
 import shardlib as sl
 from shardlib.ops.registry import Match
 from shardlib.optim.matrix_owners import flops
-from shardlib.optim.muon import COEFFICIENTS, _case, _IterationSettings, _orthogonal, _ways
+from shardlib.optim.muon import TORCHS, _case, _orthogonal, _ways
 
 __all__: list[str] = []
 
@@ -87,7 +87,6 @@ def measured(
     "chosen" is what a step takes, matrix by matrix.  A way that is priced at ``most`` times the
     cheapest and more runs twice, to see that it is not cheap.
     """
-    how = _IterationSettings(COEFFICIENTS, 5, 1e-7, None, math.inf, ())
     g = torch.Generator().manual_seed(0)
     values = {
         str(i): sl.shard(torch.randn(shape, generator=g), layout)
@@ -107,7 +106,7 @@ def measured(
         pins["chosen"] = nullcontext()
     for w, pin in pins.items():
         with pin, sl.trace() as t:
-            _orthogonal(values, how)
+            _orthogonal(values, TORCHS)
         out[w]["bytes"] = float(t.bytes)
     least = min(out[w]["price"] for w in WAYS)
     for i in range(repetitions):
@@ -117,7 +116,7 @@ def measured(
             dist.barrier()
             cpu, wall = time.process_time(), time.perf_counter()
             with pin:
-                _orthogonal(values, how)
+                _orthogonal(values, TORCHS)
             took = torch.zeros(dist.get_world_size(), dtype=torch.float64)
             took[dist.get_rank()] = time.process_time() - cpu
             dist.all_reduce(took)

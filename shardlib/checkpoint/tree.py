@@ -26,8 +26,7 @@ from shardlib.dtensor_convert import from_dtensor
 from shardlib.errors import MeshError, PartialEscape, ShardError, Unsupported
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along, scope
-from shardlib.optim.buckets import Buckets
-from shardlib.optim.matrix_owners import Owned
+from shardlib.optim.matrix_owners import ByParameter
 from shardlib.optim.transform import at_rest
 from shardlib.tensor import ShardedTensor, typeof
 
@@ -52,7 +51,7 @@ class Leaves:
         Raises: ShardError for two leaves of one name, and for leaves that cannot be saved.
         """
         paths, leaves, spec = optree.tree_flatten_with_accessor(
-            at_rest(tree), is_leaf=lambda x: isinstance(x, Buckets | Owned), none_is_leaf=True
+            at_rest(tree), is_leaf=lambda x: isinstance(x, ByParameter), none_is_leaf=True
         )
         names = ["/".join(map(_part, path)) for path in paths]
         if len(set(names)) < len(names):
@@ -98,7 +97,7 @@ def _check(name: str, x: object, op: str) -> None:
         name.encode()
     except UnicodeError:
         raise ShardError(f"{name!r} is no text that a file can hold", op=op, fix="") from None
-    if isinstance(x, Buckets | Owned):
+    if isinstance(x, ByParameter):
         raise Unsupported(
             f"{name!r} lies in flat vectors, whose order of elements is that of one mesh",
             op=op,

@@ -6,6 +6,7 @@ master kept as bfloat16 and the 16 bits that it lacks, 26.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,17 @@ from shardlib.kernels.active import native
 from shardlib.kernels.library import call, code
 
 Row = Sequence[Tensor]
+
+
+class AdamStep(NamedTuple):
+    """Hyperparameters of a step; ``count``  steps taken, this one included."""
+
+    lr: float
+    b1: float
+    b2: float
+    eps: float
+    decay: float
+    count: int
 
 
 def steppable(g: Row, p: Row, m: Row, v: Row, out: Row = ()) -> bool:
@@ -42,10 +54,9 @@ def _flat(*rows: Row) -> list[Tensor | None]:
     return [row[i] if row else None for i in range(len(rows[0])) for row in rows]
 
 
-def _rounded(
-    lr: float, b1: float, b2: float, eps: float, decay: float, count: int
-) -> tuple[float, ...]:
+def _rounded(h: Sequence[float]) -> tuple[float, ...]:
     """Compute the kernel's factors, each rounded once: keep, a1, b2, a2, eps, size, root."""
+    lr, b1, b2, eps, decay, count = h
     root = (1 - b2**count) ** 0.5
     return 1 - lr * decay, 1 - b1, b2, 1 - b2, eps, lr / (1 - b1**count), root
 
@@ -70,21 +81,16 @@ def adamw_(
     v: Sequence[Tensor],
     out: Sequence[Tensor],
     scale: Tensor | None,
-    lr: float,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
-    count: int,
+    hyper: Sequence[float],
 ) -> None:
     """Step the fp32 parameters p and their moments in place; write p into ``out`` too, rounded.
 
     ``g``      gradients, fp32 or half, that count as divided by ``scale``, fp32 with one element.
     ``out``    as many halves, or none.
-    ``count``  steps taken, this one included.
+    ``hyper``  an ``AdamStep``.
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
-    h = _rounded(lr, b1, b2, eps, decay, count)
+    h = _rounded(hyper)
     if g and steppable(g, p, m, v, out):
         kind = code(out[0]) if out else 0
         rows = _flat(g, p, m, v, out)
@@ -104,15 +110,10 @@ def adamw_halves_(
     m: Sequence[Tensor],
     v: Sequence[Tensor],
     scale: Tensor | None,
-    lr: float,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
-    count: int,
+    hyper: Sequence[float],
 ) -> None:
     """Step bfloat16 parameters p in place; ``low``, int16, holds the bits that p lacks of fp32."""
-    h = _rounded(lr, b1, b2, eps, decay, count)
+    h = _rounded(hyper)
     kinds = _dtypes(m, v), _dtypes(p)
     fits = kinds == ({torch.float32}, {torch.bfloat16})
     fits = fits and _dtypes(g) in ({torch.float32}, {torch.bfloat16})

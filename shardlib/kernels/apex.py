@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.kernels.active import chosen
+from shardlib.kernels.adamw import AdamStep, Row
 
-Row = Sequence[Tensor]
 _FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")  # of NVIDIA's package
 FEATURES = {
     "adam": ("amp_C", "multi_tensor_adam"),
@@ -34,17 +34,6 @@ FEATURES = {
     "rms_norm": ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine"),
 }
 """Functions of apex that are used: feature -> (module, function)."""
-
-
-class AdamStep(NamedTuple):
-    """Hyperparameters of a step; ``count``  steps taken, this one included."""
-
-    lr: float
-    b1: float
-    b2: float
-    eps: float
-    decay: float
-    count: int
 
 
 class Probe(NamedTuple):

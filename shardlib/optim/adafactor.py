@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlib.collectives import played
 from shardlib.dtypes import wider
-from shardlib.mesh import Mesh, rank_along
+from shardlib.mesh import Mesh
 from shardlib.optim.matrix_owners import Laid, Spread, laid
 from shardlib.optim.norms import firsts, norms, over_ranks, scale_in_place
 from shardlib.optim.transform import (
@@ -200,8 +200,7 @@ def _slab(spread: Spread, mesh: Mesh | None, i: int, device: torch.device) -> _S
     # padding along the stack is summed into an extra matrix
     numbers, rows, cols = spread.block(coord, sizes)
     width = max(len(cols), 1)
-    run = spread.run(rank_along(sizes, coord, sizes))
-    lo, hi, _ = run.indices(len(numbers) * len(rows) * width)
+    lo, hi, _ = spread.run(coord, sizes).indices(len(numbers) * len(rows) * width)
     # the rows that the run touches, its cut first and last row included
     top, bottom = lo // width, -(-hi // width) if hi > lo else lo // width
     stack, row, col = (

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.collectives import storage
+from shardlib.dtypes import wider
 from shardlib.errors import BadArgument
 from shardlib.kernels import active
 from shardlib.kernels.active import Backend
-from shardlib.kernels.adamw import adamw_, adamw_halves_, steppable
-from shardlib.kernels.apex import AdamStep, apex
+from shardlib.kernels.adamw import AdamStep, adamw_, adamw_halves_, steppable
+from shardlib.kernels.apex import apex
 from shardlib.layouts import Dim, Layout
 from shardlib.optim.groups import Mask, by_mask
 from shardlib.optim.norms import norms, scale_in_place
@@ -54,6 +55,7 @@ from shardlib.optim.trees import (
     pieces,
     ready,
     spans,
+    zeros_like,
 )
 from shardlib.tensor import Place, ShardedTensor, real_axes
 
@@ -94,16 +96,10 @@ def adamw(
         return by_mask(mask, *both, op="adamw")
 
     def rule(count: int, rate: float) -> Callable[..., Tensor]:
-        of = direction(count, rate, b1, b2, eps, weight_decay)
-
-        def step(g: Tensor, m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
-            average(g, m, v, b1, b2)
-            return of(m, v, *p)
-
-        return step
+        return adam_rule(AdamStep(rate, b1, b2, eps, weight_decay, count))
 
     def own(params: Tree, lists: Any, step: Step, rate: float, count: int) -> bool:
-        return _by_kernel(params, lists, step, (rate, b1, b2, eps, weight_decay, count))
+        return _by_kernel(params, lists, step, AdamStep(rate, b1, b2, eps, weight_decay, count))
 
     def donate(grads: Tree, state: MomentState, params: Tree, step: Step) -> MomentState:
         if _needs_restoring(params, step):
@@ -132,24 +128,26 @@ def _needs_restoring(params: Tree, step: Step) -> bool:
     return _own(p) and p[0].dtype == torch.bfloat16
 
 
-def _by_kernel(
-    params: Tree, lists: Sequence[list[Tensor]], step: Step, hyper: tuple[Any, ...]
-) -> bool:
+def _by_kernel(params: Tree, lists: Sequence[list[Tensor]], step: Step, hyper: AdamStep) -> bool:
     """Step by a fused kernel, with the half-precision companions; False if no kernel applies."""
     p, g, m, v = lists
     # these kernels know no step that is not sound
     if not _own(p) or (step.sound is not None and not step.guarded):
         return False
-    if one_dtype(lists) == torch.float32 and _by_apex(lists, step, hyper):
+    stepped = apex("adam", p[0]) if one_dtype(lists) == torch.float32 else None
+    if stepped is not None:
+        if step.scale is not None:
+            divided(g, step.scale)
+        stepped(g, p, m, v, hyper)
         written(lists)
         return True
     scale = None if step.scale is None else step.scale.to(p[0].device, torch.float32)
     mine = step.beside is not None and step.beside[0] is params
     out = pieces(step.beside[1])[0] if step.beside is not None and mine else []
     if mine and p[0].dtype == torch.bfloat16:
-        adamw_halves_(g, p, out, m, v, scale, *hyper)
+        adamw_halves_(g, p, out, m, v, scale, hyper)
     elif steppable(g, p, m, v, out):
-        adamw_(g, p, m, v, out, scale, *hyper)
+        adamw_(g, p, m, v, out, scale, hyper)
     else:
         return False
     if mine:
@@ -158,31 +156,19 @@ def _by_kernel(
     return True
 
 
-def _by_apex(lists: Sequence[list[Tensor]], step: Step, hyper: tuple[Any, ...]) -> bool:
-    p, g, m, v = lists
-    stepped = apex("adam", p[0])
-    if stepped is None:
-        return False
-    if step.scale is not None:
-        divided(g, step.scale)
-    stepped(g, p, m, v, AdamStep(*hyper))
-    return True
+def adam_rule(h: AdamStep) -> Callable[..., Tensor]:
+    """Return the function from a gradient, both moments and a weight that decays to the update."""
+    size, root = h.lr / (1 - h.b1**h.count), (1 - h.b2**h.count) ** 0.5
+
+    def step(g: Tensor, m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
+        _average(g, m, v, h.b1, h.b2)
+        u = (m * -size).div_((v.sqrt() / root).add_(h.eps))
+        return u.add_(p[0], alpha=-h.lr * h.decay) if p else u
+
+    return step
 
 
-def direction(
-    count: int, rate: float, b1: float, b2: float, eps: float, weight_decay: float
-) -> Callable[..., Tensor]:
-    """Return the function from both moments, and a weight that decays, to their update."""
-    size, root = rate / (1 - b1**count), (1 - b2**count) ** 0.5
-
-    def of(m: Tensor, v: Tensor, *p: Tensor) -> Tensor:
-        u = (m * -size).div_((v.sqrt() / root).add_(eps))
-        return u.add_(p[0], alpha=-rate * weight_decay) if p else u
-
-    return of
-
-
-def average(g: Tensor, m: Tensor, v: Tensor, b1: float, b2: float) -> None:
+def _average(g: Tensor, m: Tensor, v: Tensor, b1: float, b2: float) -> None:
     """Update both moments with a gradient, in place."""
     m.lerp_(g.to(m.dtype), 1 - b1)
     v.mul_(b2).addcmul_(g, g, value=1 - b2)
@@ -409,7 +395,7 @@ def lamb(
         count = state.count + 1
         size, root = 1 - b1**count, (1 - b2**count) ** 0.5
         for g, p, m, v, u in spans(*pieces(grads, params, state.mu, state.nu, way)):
-            average(g, m, v, b1, b2)
+            _average(g, m, v, b1, b2)
             u.copy_((m / size).div_((v.sqrt() / root).add_(eps)))
             if weight_decay:
                 u.add_(p, alpha=weight_decay)
@@ -501,13 +487,11 @@ def adam8bit(
         grads: Tree, state: CodedState, params: Tree, rate: float, into: Tree
     ) -> CodedState:
         """Add the updates to a tree, or write them where there are no parameters."""
-        of = direction(state.count + 1, rate, b1, b2, eps, weight_decay)
+        rule = adam_rule(AdamStep(rate, b1, b2, eps, weight_decay, state.count + 1))
         for g, p, to, mu, nu, mu_scale, nu_scale in _spans(grads, params, into, state):
-            dtype = _kept(g)
-            m = _decode(mu, mu_scale, True, dtype)
-            v = _decode(nu, nu_scale, False, dtype)
-            average(g, m, v, b1, b2)
-            u = of(m, v, *([p] if weight_decay else []))
+            m = _decode(mu, mu_scale, True, wider(g.dtype))
+            v = _decode(nu, nu_scale, False, wider(g.dtype))
+            u = rule(g, m, v, *([p] if weight_decay else []))
             if into is params:
                 to.add_(u)
             else:
@@ -523,7 +507,7 @@ def adam8bit(
         if weight_decay:
             need(params, "adam8bit")
             each(lambda g, p: g, grads, params)  # refuses other layouts
-        out = each(lambda g: torch.zeros_like(g, dtype=_kept(g)), grads)
+        out = zeros_like(grads)
         rate = at_step(lr, state.count)
         with torch.no_grad():
             given = params if weight_decay else grads
@@ -559,11 +543,6 @@ def _spans(
             for old, new in zip(parts[2:5], flat[2:5], strict=True):
                 if not old.is_contiguous():
                     old.copy_(new.view(old.shape))
-
-
-def _kept(like: Tensor) -> torch.dtype:
-    """Return the dtype of decoded moments, for gradients such as ``like``."""
-    return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 @lru_cache(maxsize=8)

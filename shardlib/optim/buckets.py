@@ -38,8 +38,10 @@ from shardlib.collectives import (
     wrap,
 )
 from shardlib.dtypes import wider
+from shardlib.errors import ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, rank_along
+from shardlib.placing import reshard, shard, whole_of
 from shardlib.tensor import Place, ShardedTensor
 
 Tree = Any
@@ -474,10 +476,39 @@ class Buckets(dict[str, Any]):
         """Leaf number -> the parameter's path, as ``Slot.leaves`` counts them."""
         return tuple(item.path for item in self.index.items)
 
-    @property
-    def paths_held(self) -> list[str]:
-        """The paths of the parameters in these buckets, which may be some of all."""
-        return [self.index.items[i].path for i in sorted(self.index.where)]
+    def kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Map the path of each parameter in these buckets to its shape and dtype."""
+        items, where, buckets = self.index.items, self.index.where, self.index.buckets
+        dtypes = {i: self[buckets[where[i][0]].name].dtype for i in sorted(where)}
+        return {items[i].path: (items[i].whole, dtype) for i, dtype in dtypes.items()}
+
+    def by_parameter(self) -> list[tuple[str, ShardedTensor]]:
+        """List (path, the parameter's numbers), split over the buckets' axes too if these divide.
+
+        Moves: (N-1)/N of the buckets' bytes, one bucket at a time.
+        """
+        out = {}
+        for bucket in self.index:
+            with torch.no_grad():
+                found = self.subset((bucket.name,)).whole()
+            for slot in bucket.slots:
+                item = self.index.items[slot.leaves[0]]
+                value = ShardedTensor(found[slot.leaves[0]], item.place_in(item.layout, self.mesh))
+                value = finer(value, bucket.over)
+                # a copy, which does not keep the bucket alive
+                value = value.becomes(value.raw.clone())
+                out.update((i, (self.index.items[i].path, value)) for i in slot.leaves)
+        return [out[i] for i in sorted(out)]
+
+    def with_values(self, values: Mapping[str, Tensor]) -> "Buckets":
+        """Return a copy with the numbers of each path replaced."""
+        rows = [(i, self.index.items[i]) for i in self.index.where]
+        leaves = {i: placed(values[item.path], item.layout, self.mesh) for i, item in rows}
+        # keep the gaps between slots: in adam8bit a code of 0 is not the number 0
+        raws = ((n, x, x.raw.detach().clone()) for n, x in self.items())
+        new = self.like({n: x.becomes(raw.requires_grad_(x.requires_grad)) for n, x, raw in raws})
+        fill_slots(new, [leaves.get(i) for i in range(len(self.index.items))])
+        return new
 
     def subset(self, names: tuple[str, ...]) -> "Buckets":
         """Return the buckets of these names, in the same memory."""
@@ -514,6 +545,31 @@ class Buckets(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         return type(self), (dict(self), self.index, self.mesh)
+
+
+def finer(value: ShardedTensor, axes: tuple[str, ...]) -> ShardedTensor:
+    """Split a value over these axes too, along a dimension that they divide, if there is one.
+
+    A dimension that no axis splits yet is preferred.
+    """
+    place, ways = value.place, value.mesh.axis_size(axes)
+    for d, dim in sorted(enumerate(place.dims), key=lambda at: len(at[1].axes)):
+        layout = Layout((*place.dims[:d], Dim((*dim.axes, *axes)), *place.dims[d + 1 :]))
+        plain = dim == Dim(dim.axes) and place.shape[d] == place.tiled[d] and layout <= place.layout
+        n = value.raw.shape[d - len(place.dims)]
+        if ways > 1 and plain and n and not n % ways:
+            return reshard(value, layout)  # type: ignore[return-value]
+    return value
+
+
+def placed(value: Tensor, layout: Layout, mesh: Mesh) -> ShardedTensor:
+    """Return a value, plain or of any mesh and layout, in a layout, padded where it must be."""
+    if isinstance(value, ShardedTensor) and value.mesh is mesh and not value.is_padded:
+        try:
+            return reshard(value, layout)  # type: ignore[return-value]
+        except ShardError:
+            pass  # it does not divide there: padded below
+    return shard(whole_of(value), layout, mesh, pad=True)  # type: ignore[return-value]
 
 
 def held(bucket: Bucket, mesh: Mesh, ways: int) -> list[tuple[int, SlotPart]]:

@@ -27,9 +27,10 @@ from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along, uploaded
 from shardlib.modules.rules import Pattern, matches
+from shardlib.optim.buckets import Buckets, finer
 from shardlib.optim.norms import over_ranks
 from shardlib.optim.trees import TensorView, Tree, by_tensor, named, pytree_node
-from shardlib.placing import reshard, whole_of
+from shardlib.placing import whole_of
 from shardlib.tensor import Place, ShardedTensor, typeof
 
 
@@ -57,17 +58,17 @@ class Spread:
 
     ``layout``, ``tiled``  of the whole parameter, as of a Place, and ``shape``; of more dimensions
                            than two, the leading ones number matrices.
-    ``runs``   per rank, the elements (start, stop) of its block that it holds; None: all.
     ``side``   (rows, columns) of matrices in one leaf, such as a fused weight's.
-    ``cut``    the axes along which blocks are cut into runs, major first; none if ``runs`` is None.
+    ``cut``    the axes along which blocks are cut into runs, major first.
+    ``runs``   per rank along ``cut``, the elements (start, stop) of its block that it holds.
     """
 
     layout: Layout
     tiled: tuple[int, ...]
     shape: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...] | None = None
     side: tuple[int, int] = (1, 1)
     cut: tuple[str, ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()
 
     @property
     def count(self) -> int:
@@ -86,18 +87,13 @@ class Spread:
         rows, cols = self.side
         return self.shape[-2] // rows, self.shape[-1] // cols
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether blocks hold elements alone, at places that do not depend on other dimensions."""
-        return self.tiled == self.shape and not self.layout.skew
-
     def block_shape(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of a rank's block."""
         return self.layout.local_shape(self.tiled, mesh)
 
-    def run(self, rank: int) -> slice:
+    def run(self, coord: Mapping[str, int], mesh: Mapping[str, int]) -> slice:
         """Return the elements of its block that a rank holds."""
-        return slice(None) if self.runs is None else slice(*self.runs[rank])
+        return slice(*self.runs[rank_along(self.cut, coord, mesh)]) if self.cut else slice(None)
 
     def block(
         self, coord: Mapping[str, int], mesh: Mapping[str, int]
@@ -125,8 +121,7 @@ class Spread:
         order.
         """
         first, second, *window = self.layout.dims
-        cut = any(d.axes for d in window) or second.order != "contiguous"
-        if cut or self.layout.skew:
+        if any(d.axes for d in window) or second.order != "contiguous":
             raise Unsupported(
                 f"a kernel of {list(self.shape)} in {self.layout} is no matrix split in blocks",
                 op="muon",
@@ -179,7 +174,7 @@ def _spread(
     path: str, view: TensorView, side: Side | None, kernels: Sequence[Pattern[Any]]
 ) -> Spread:
     layout = view.layout.bare.resolve(len(view.shape))
-    spread = Spread(layout, view.tiled, view.shape, view.runs, cut=view.cut)
+    spread = Spread(layout, view.tiled, view.shape, cut=view.cut, runs=view.runs)
     if kernels and len(spread.shape) > 2:
         like = torch.empty(spread.shape, device="meta")
         if any(matches(k, path, like) for k in kernels):
@@ -317,7 +312,7 @@ def deal(
     copies: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     for p, spread in enumerate(spreads):
         for rank, coord in enumerate(ranks):
-            for h in _held(p, spread, coord, mesh, rank, number, boxes):
+            for h in _held(p, spread, coord, mesh, number, boxes):
                 holds[rank].append(h)
                 copies[h.elements].append(rank)
     owner = _dealt([work(spreads[p]) for p, _ in units], holds)
@@ -365,7 +360,6 @@ def _held(
     spread: Spread,
     coord: dict[str, int],
     mesh: dict[str, int],
-    rank: int,
     number: dict[tuple[int, int], int],
     boxes: dict[Any, int],
 ) -> list[MatrixRun]:
@@ -373,7 +367,7 @@ def _held(
     size = len(rows) * len(cols)
     box = boxes.setdefault((tuple(rows), tuple(cols)), len(boxes))
     # a block is a stack of matrices' parts, one after the other
-    first, last, _ = spread.run(rank).indices(len(matrices) * size)
+    first, last, _ = spread.run(coord, mesh).indices(len(matrices) * size)
     out = []
     for k, matrix in enumerate(matrices):
         lo, hi = max(first, k * size), min(last, (k + 1) * size)
@@ -424,54 +418,27 @@ def through_owners(items: Sequence[Laid], plan: Deal, f: Compute, dtype: torch.d
 
 
 def join(items: Sequence[Laid], mesh: Mesh, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Join whole blocks from their runs, as vectors, each along the axes of its cut.
+    """Join whole blocks, cut along the same axes, from their runs, as vectors.
 
     Moves: (N-1)/N of the blocks, for N ranks along those axes, in one exchange.
     """
-    spreads, runs = [x.spread for x in items], [x.runs for x in items]
-    counts, parts = _shared(tuple(spreads), tuple(mesh.axes.items()))
-    ranks = ranks_of(mesh)
-    sent = [[runs[p][i].to(dtype) for _, p, _ in parts[r]] for i, r in enumerate(ranks)]
-    like = runs[0][0].new_empty(0, dtype=dtype)
-    arrived = exchange(sent, counts, mesh, like)
-    out: list[list[Tensor]] = []
-    for p, spread in enumerate(spreads):
-        size = math.prod(spread.block_shape(mesh.axes))
-        out.append([like.new_empty(size) for _ in ranks])
-        for i, rank in enumerate(ranks):
-            out[p][i][spread.run(rank)] = runs[p][i]
-    for i, rank in enumerate(ranks):
-        for at, p, (lo, hi) in parts[rank]:
-            out[p][i][lo:hi] = arrived[i][at : at + hi - lo]
+    cut, like = items[0].spread.cut, items[0].runs[0].new_empty(0, dtype=dtype)
+    runs = list(zip(*(x.spread.runs for x in items), strict=True))  # by rank along the axes
+    lengths, ways = [sum(stop - start for start, stop in row) for row in runs], range(len(runs))
+    counts = tuple(tuple(n * (i != j) for j in ways) for i, n in enumerate(lengths))
+    own = [[x.runs[i].to(dtype) for x in items] for i in range(len(items[0].runs))]
+    sent = [row * (len(runs) - 1) for row in own]
+    arrived = exchange(sent, counts, mesh, like, cut)
+    out = [[like.new_empty(math.prod(x.spread.block_shape(mesh.axes))) for _ in own] for x in items]
+    for i, coord in enumerate(played(mesh)):
+        at = 0
+        for rank, row in enumerate(runs):
+            mine = rank == rank_along(cut, coord, mesh.axes)
+            for p, (start, stop) in enumerate(row):
+                n = stop - start
+                out[p][i][start:stop] = own[i][p] if mine else arrived[i][at : at + n]
+                at += 0 if mine else n
     return out
-
-
-Came = list[tuple[int, int, tuple[int, int]]]
-
-
-@lru_cache(maxsize=64)
-def _shared(
-    spreads: tuple[Spread, ...], sizes: tuple[tuple[str, int], ...]
-) -> tuple[tuple[tuple[int, ...], ...], list[Came]]:
-    """Return the exchange that joins blocks cut into runs.
-
-    It is the number of elements sent from each rank to each; and per rank, of the runs that it
-    receives, in the order in which they come: its place among them, the parameter, and (start,
-    stop) in the block.  It sends its own run of the same parameter to the same rank.
-    """
-    every = coordinates(dict(sizes))
-    counts = [[0] * len(every) for _ in every]
-    parts: list[Came] = [[] for _ in every]
-    rows = product(enumerate(every), enumerate(every), enumerate(spreads))
-    for (i, one), (j, two), (p, spread) in rows:
-        # both hold runs of one block
-        if i == j or any(one[a] != two[a] for a in one if a not in spread.cut):
-            continue
-        assert spread.runs is not None, "a block that is cut has runs"
-        lo, hi = spread.runs[j]
-        parts[i].append((sum(counts[k][i] for k in range(j + 1)), p, (lo, hi)))
-        counts[j][i] += hi - lo
-    return tuple(map(tuple, counts)), parts
 
 
 def exchange(
@@ -479,8 +446,9 @@ def exchange(
     counts: tuple[tuple[int, ...], ...],
     mesh: Mesh | None,
     like: Tensor,
+    axes: tuple[str, ...] = (),
 ) -> list[Tensor]:
-    """Exchange vectors between ranks; return those received by each rank in this process."""
+    """Exchange vectors between ranks, along some axes or all; return those received by each."""
     most = max(map(sum, counts))
     rows = []
     for mine in parts:
@@ -491,7 +459,8 @@ def exchange(
     if mesh is None:
         return rows
     with bind(mesh):
-        came = unwrap(ragged_all_to_all(wrap(storage(rows, mesh), mesh), mesh.names, counts))
+        sent = wrap(storage(rows, mesh), mesh)
+        came = unwrap(ragged_all_to_all(sent, axes or mesh.names, counts))
     return blocks(came, mesh)
 
 
@@ -698,40 +667,29 @@ class Owned:
                 if p == param:
                     yield i, k, view
 
-    @property
-    def paths_held(self) -> list[str]:
-        """The paths of the parameters whose numbers are kept."""
-        shapes = zip(self.held.paths, self.held.shapes, strict=True)
-        return [path for path, shape in shapes if shape != (0, 0)]
-
-    def shape(self, path: str) -> tuple[int, ...]:
-        """Return the shape of a parameter's numbers, those of a stack of matrices in one tensor."""
-        param = self.held.paths.index(path)
-        return (*self.held.plan.spreads[param].shape[:-2], *self.held.shapes[param])
+    def kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Map the path of each parameter with numbers to their shape as one tensor, and dtype."""
+        rows = zip(self.held.paths, self.held.plan.spreads, self.held.shapes, strict=True)
+        kept = ((path, (*s.shape[:-2], *shape)) for path, s, shape in rows if shape != (0, 0))
+        return {path: (shape, self.vector.dtype) for path, shape in kept}
 
     def by_parameter(self) -> list[tuple[str, Tensor]]:
         """List (path, its numbers as one tensor), split over the mesh if a dimension divides.
 
         Moves: one psum of each.
         """
-        return [(path, self._parameter(path)) for path in self.paths_held]
+        return [(path, self._parameter(path, *kind)) for path, kind in self.kinds().items()]
 
-    def _parameter(self, path: str) -> Tensor:
-        size = torch.Size(self.shape(path))
-        rows = [vector.new_zeros(size) for vector in self.vectors]
+    def _parameter(self, path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        rows = [vector.new_zeros(shape) for vector in self.vectors]
         for i, k, view in self._of(path):
             rows[i].view(-1, *view.shape)[k] = view
         whole = over_ranks(rows, self.mesh)
         if self.mesh is None:
             return whole
-        raw = storage([whole] * len(rows), self.mesh)
-        value = ShardedTensor(raw, Place(Layout((Dim(),) * len(size)), size, self.mesh))
-        at = next((d for d, n in enumerate(size) if n and n % self.mesh.size == 0), None)
-        if at is None:
-            return value
-        dims = [Dim()] * len(size)
-        dims[at] = Dim(tuple(self.mesh.names))
-        return reshard(value, Layout(tuple(dims)))
+        place = Place(Layout((Dim(),) * len(shape)), torch.Size(shape), self.mesh)
+        value = ShardedTensor(storage([whole] * len(rows), self.mesh), place)
+        return finer(value, tuple(self.mesh.names))
 
     def with_values(self, values: Mapping[str, Tensor]) -> "Owned":
         """Return a copy with the numbers of each path replaced."""
@@ -760,3 +718,8 @@ class Owned:
             if others
             else "state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))",
         )
+
+
+ByParameter = Buckets | Owned
+"""A leaf of a state with numbers of several parameters, which are saved and loaded by their paths:
+``kinds``, ``by_parameter`` and ``with_values``."""

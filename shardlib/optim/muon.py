@@ -21,7 +21,7 @@ torch.optim.Muon.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlib.collectives import blocks, storage
+from shardlib.collectives import blocks, played, storage
 from shardlib.collectives.count import Trace
 from shardlib.cost import Cost, moving
 from shardlib.dtypes import wider
@@ -54,7 +54,6 @@ from shardlib.optim.matrix_owners import (
     laid,
     listed,
     only_matrices,
-    ranks_of,
     through_owners,
 )
 from shardlib.optim.norms import totals
@@ -134,9 +133,7 @@ def muon(
             op="muon",
             fix="sl.optim.muon(0.02, adjust='match_rms_adamw')",
         )
-    how = _IterationSettings(
-        coefficients, steps, eps, dtype, most_mb * 2**20, tuple(side), listed(kernels)
-    )
+    how = Iteration(coefficients, steps, eps, dtype, most_mb * 2**20, tuple(side), listed(kernels))
 
     def init(params: Tree) -> MuonState:
         only_matrices(params, "muon", kernels)
@@ -160,19 +157,19 @@ def muon(
     return of_matrices(core, rest, matrices, "muon", 0.02)
 
 
-class _IterationSettings(NamedTuple):
-    """Settings of Newton-Schulz: coefficients, steps, eps, dtype, size limit, matrices per leaf."""
+class Iteration(NamedTuple):
+    """Settings of Newton-Schulz, as ``muon`` takes them; ``most`` bytes of a matrix on a rank."""
 
-    coefficients: Coefficients
-    steps: int
-    eps: float
-    dtype: torch.dtype | None
-    most: float
-    side: tuple[Any, ...]
+    coefficients: Coefficients = COEFFICIENTS
+    steps: int = 5
+    eps: float = 1e-7
+    dtype: torch.dtype | None = None
+    most: float = math.inf
+    side: tuple[Any, ...] = ()
     kernels: tuple[Pattern[Any], ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return orthogonal(x, self.coefficients, self.steps, self.eps)
+        return orthogonal(x, self)
 
     def sides(self, path: str, x: Tensor) -> tuple[int, int]:
         """Return the numbers of matrices in a leaf's rows and columns."""
@@ -187,6 +184,10 @@ class _IterationSettings(NamedTuple):
         return rows, cols
 
 
+TORCHS = Iteration()
+"""The settings of torch.optim.Muon, but for its dtype."""
+
+
 def _adjusted(m: int, n: int, adjust: Adjust) -> float:
     """Compute the factor of a matrix's rate, as torch.optim.Muon's adjust_lr_fn."""
     if adjust == "original":
@@ -197,9 +198,7 @@ def _adjusted(m: int, n: int, adjust: Adjust) -> float:
 # ---------------------------------------------------------------- Newton-Schulz iteration
 
 
-def orthogonal(
-    x: Tensor, coefficients: Coefficients = COEFFICIENTS, steps: int = 5, eps: float = 1e-7
-) -> Tensor:
+def orthogonal(x: Tensor, how: Iteration = TORCHS) -> Tensor:
     """Orthogonalise unsharded matrices, each of a batch on its own.
 
     Shapes: x [..., m, n] -> [..., m, n].
@@ -209,38 +208,33 @@ def orthogonal(
     """
     if not x.numel():
         return x
-    a, b, c = coefficients
+    a, b, c = how.coefficients
     # X X^T is smaller with the short side first
     tall = x.shape[-2] > x.shape[-1]
     y = (x.mT if tall else x).reshape(-1, min(x.shape[-2:]), max(x.shape[-2:]))
-    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
+    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=how.eps)
+    for _ in range(how.steps):
         gram = y @ y.mT
         y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
     out = y.reshape(x.mT.shape if tall else x.shape)
     return out.mT if tall else out
 
 
-def on_blocks(
-    x: ShardedTensor,
-    coefficients: Coefficients = COEFFICIENTS,
-    steps: int = 5,
-    eps: float = 1e-7,
-) -> ShardedTensor:
+def on_blocks(x: ShardedTensor, how: Iteration = TORCHS) -> ShardedTensor:
     """Orthogonalise a matrix in its layout, with sharded products: no rank holds it whole.
 
     Shapes: x [m, n], in any layout -> the same.
     """
-    a, b, c = coefficients
+    a, b, c = how.coefficients
     place = x.place
     tall = x.shape[0] > x.shape[1]
     (found,) = totals([x])
     assert found[0] is not None, "a matrix has a norm"
     y = x.with_padding
-    y = y.becomes(y.raw / found[0].sqrt().clamp(min=eps).to(y.raw.device, y.raw.dtype))
+    y = y.becomes(y.raw / found[0].sqrt().clamp(min=how.eps).to(y.raw.device, y.raw.dtype))
     if tall:
         y = y.mT
-    for _ in range(steps):
+    for _ in range(how.steps):
         gram = _summed(y @ y.mT)
         mixed = gram * b + _as(_summed(gram @ gram), gram) * c
         y = y * a + _as(_summed(mixed @ y), y)
@@ -462,8 +456,8 @@ def _beside(s: Spread) -> Spread | str:
                 f"their layout says ({n} ...)"
             )
     if s.side == (1, 1):
-        return replace(s, runs=None, cut=())
-    if not s.is_plain:
+        return replace(s, cut=(), runs=())
+    if s.tiled != s.shape:
         return "matrices side by side that are padded have no product on blocks"
     return Spread(Layout(tuple(dims)), s.one, s.one)
 
@@ -488,7 +482,7 @@ def _on_paper(
     counted, work = Trace(), FlopCounterMode(display=False, custom_mapping=_IN_PLACE)
     try:
         with within(traces=(counted,), pins=(), budget=None), bind(mesh), work:
-            on_blocks(ShardedTensor(local, s.place(mesh)), steps=steps)
+            on_blocks(ShardedTensor(local, s.place(mesh)), Iteration(steps=steps))
     except ShardError as e:
         return e.message.partition("\n")[0]
     along = tuple(
@@ -512,7 +506,7 @@ def _gathered_layout(s: Spread, sizes: tuple[tuple[str, int], ...]) -> Layout:
     """Return the layout with whole matrices that gathers least."""
     found = list(s.layout.dims)
     for d in (-2, -1):
-        if not s.is_plain or not _in_matrices(s, d, sizes):
+        if s.tiled != s.shape or not _in_matrices(s, d, sizes):
             found[d] = Dim()
     return Layout(tuple(found))
 
@@ -561,30 +555,27 @@ def _case(*operands: Tree) -> MuonCase:
         )
     once = {x.path: x for x in reversed(found)}  # the first of a parameter and its state
     paths = tuple(reversed(once))
-    return replace(_case_of([once[p] for p in paths], None, math.inf), paths=paths)
+    return replace(_case_of([once[p] for p in paths], TORCHS), paths=paths)
 
 
-def _case_of(
-    items: Sequence[Laid], dtype: torch.dtype | None, most: float, steps: int = 5
-) -> MuonCase:
+def _case_of(items: Sequence[Laid], how: Iteration) -> MuonCase:
     mesh, like = items[0].mesh, items[0].runs[0]
     assert mesh is not None, "where a whole matrix is computed is no choice"
     return MuonCase(
         tuple(x.spread for x in items),
         tuple(mesh.axes.items()),
-        dtype or wider(like.dtype),
+        how.dtype or wider(like.dtype),
         mesh.device_type,
-        most,
-        None,
-        tuple(mesh.links.items()),
-        steps,
+        how.most,
+        links=tuple(mesh.links.items()),
+        steps=how.steps,
     )
 
 
 # ---------------------------------------------------------------- the four algorithms
 
 
-def _orthogonal(tree: Tree, how: _IterationSettings) -> list[Laid]:
+def _orthogonal(tree: Tree, how: Iteration) -> list[Laid]:
     """Orthogonalise every matrix of the tree, of contiguous blocks, in place; list them."""
     every = laid(tree, how.sides if how.side else None, how.kernels)
     with torch.no_grad():
@@ -592,41 +583,44 @@ def _orthogonal(tree: Tree, how: _IterationSettings) -> list[Laid]:
         for one in every:
             together.setdefault((one.mesh, one.runs[0].dtype), []).append(one)
         for (mesh, kind), items in together.items():
-            dtype = how.dtype or wider(kind)
             if mesh is not None:
-                _placed(mesh, items, how, dtype)
+                _placed(mesh, items, how)
                 continue
             for one in items:
-                x = one.runs[0].to(dtype).view(-1, *one.spread.shape[-2:])
+                x = one.runs[0].to(how.dtype or wider(kind)).view(-1, *one.spread.shape[-2:])
                 one.runs[0].copy_(apart(how, x, one.spread.side).reshape(-1))
     return every
 
 
-def _placed(mesh: Mesh, items: Sequence[Laid], how: _IterationSettings, dtype: torch.dtype) -> None:
+def _placed(mesh: Mesh, items: Sequence[Laid], how: Iteration) -> None:
     """Orthogonalise matrices of one mesh, each by the algorithm that ``_ways`` chooses."""
-    case = _case_of(items, dtype, how.most, how.steps)
+    case = _case_of(items, how)
     ways = mesh.memo("muon", (case, scope().policy), lambda: _ways(case))
     dealt = [x for x, way in zip(items, ways, strict=True) if way == "owners"]
     if dealt:
         plan = deal(tuple(x.spread for x in dealt), case.sizes)
-        through_owners(dealt, plan, in_batches(how), dtype)
-    _in_place(mesh, [(x, w) for x, w in zip(items, ways, strict=True) if w in _WAYS], how, dtype)
+        through_owners(dealt, plan, in_batches(how), case.dtype)
+    placed = [(x, _WAYS[w]) for x, w in zip(items, ways, strict=True) if w in _WAYS]
+    for cut in dict.fromkeys(x.spread.cut for x, _ in placed):
+        some = [(x, way) for x, way in placed if x.spread.cut == cut]
+        _in_place(mesh, some, how, case.dtype)
 
 
 def _in_place(
-    mesh: Mesh, ways: Sequence[tuple[Laid, str]], how: _IterationSettings, dtype: torch.dtype
+    mesh: Mesh, ways: Sequence[tuple[Laid, Any]], how: Iteration, dtype: torch.dtype
 ) -> None:
-    """Orthogonalise matrices on the ranks that hold them."""
-    cut = [x for x, _ in ways if x.spread.cut]
-    joined = iter(join(cut, mesh, dtype) if cut else ())
-    for one, way in ways:
+    """Orthogonalise matrices, cut along the same axes, on the ranks that hold them."""
+    items = [x for x, _ in ways]
+    whole: Iterable[Sequence[Tensor]] = ([run.to(dtype) for run in x.runs] for x in items)
+    if items[0].spread.cut:
+        whole = join(items, mesh, dtype)
+    for (one, way), parts in zip(ways, whole, strict=True):
         s = one.spread
-        whole = next(joined) if s.cut else [run.to(dtype) for run in one.runs]
         shape = s.block_shape(mesh.axes)
-        x = ShardedTensor(storage([b.view(shape) for b in whole], mesh), s.place(mesh))
-        done = blocks(_WAYS[way](x, s, how), mesh)
-        for to, block, rank in zip(one.runs, done, ranks_of(mesh), strict=True):
-            to.copy_(block.reshape(-1)[s.run(rank)])
+        x = ShardedTensor(storage([b.view(shape) for b in parts], mesh), s.place(mesh))
+        done = blocks(way(x, s, how), mesh)
+        for to, block, coord in zip(one.runs, done, played(mesh), strict=True):
+            to.copy_(block.reshape(-1)[s.run(coord, mesh.axes)])
 
 
 def _ways(case: MuonCase) -> tuple[str, ...]:
@@ -662,7 +656,7 @@ def _together(case: MuonCase, ways: Sequence[str]) -> float:
     return total
 
 
-def _by_gathering(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tensor:
+def _by_gathering(x: ShardedTensor, s: Spread, how: Iteration) -> Tensor:
     """Orthogonalise each matrix on every rank that holds a part of it; nothing moves for whole ones."""
     whole = reshard(x.with_padding, _gathered_layout(s, tuple(x.mesh.axes.items())))
     (m, n), (rows, cols) = s.one, whole.raw.shape[-2:]
@@ -677,12 +671,12 @@ def _by_gathering(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tenso
     return reshard(whole.becomes(done), s.layout).raw
 
 
-def _by_blocks(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tensor:
+def _by_blocks(x: ShardedTensor, s: Spread, how: Iteration) -> Tensor:
     """Orthogonalise matrices by products on blocks, each matrix of a leaf in turn."""
     one = _beside(s)
     assert isinstance(one, Spread), "the price was asked"
     if s.side == (1, 1):
-        return on_blocks(x, how.coefficients, how.steps, how.eps).raw
+        return on_blocks(x, how).raw
     rows, cols = s.side
     m, n = one.block_shape(x.mesh.axes)
     out = torch.empty_like(x.raw)
@@ -690,7 +684,7 @@ def _by_blocks(x: ShardedTensor, s: Spread, how: _IterationSettings) -> Tensor:
         for j in range(cols):
             at = (..., slice(i * m, (i + 1) * m), slice(j * n, (j + 1) * n))
             matrix = ShardedTensor(x.raw[at].contiguous(), one.place(x.mesh))
-            out[at] = on_blocks(matrix, how.coefficients, how.steps, how.eps).raw
+            out[at] = on_blocks(matrix, how).raw
     return out
 
 

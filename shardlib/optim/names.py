@@ -12,16 +12,13 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import pslice, unwrap, wrap
 from shardlib.errors import ShardError
-from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, bind
-from shardlib.optim.buckets import Bucket, Buckets, Item, fill_slots
+from shardlib.optim.buckets import placed
 from shardlib.optim.combine import AroundZeroState, MultiState
-from shardlib.optim.matrix_owners import Owned
+from shardlib.optim.matrix_owners import ByParameter
 from shardlib.optim.transform import at_rest
 from shardlib.optim.trees import State, first_of, names_of, zeros_like
-from shardlib.placing import reshard, shard, unshard, whole_of
+from shardlib.placing import unshard
 from shardlib.tensor import ShardedTensor, typeof
 
 
@@ -48,9 +45,8 @@ def state_dict(state: object) -> dict[str, Tensor | int | float]:
     _no_cycle(state)
     out: dict[str, Any] = {}
     for keys, x in _nodes(state)[0]:
-        if isinstance(x, Buckets | Owned):
-            found = x.by_parameter() if isinstance(x, Owned) else _by_parameter(x)
-            out.update((keys[path], value) for path, value in found)
+        if isinstance(x, ByParameter):
+            out.update((keys[path], value) for path, value in x.by_parameter())
         elif x is not None:  # frozen
             out[keys[""]] = x
     return out
@@ -107,13 +103,13 @@ def _is_flat(kept: object) -> bool:
 def _loaded(
     x: Any, keys: Mapping[str, str], kept: Mapping[str, Any], empty: tuple[str, ...]
 ) -> Any:
-    """Fill a leaf, buckets or owners' state with the values of its names, or with zeros."""
+    """Fill a leaf with the values of its names, or with zeros."""
     if next(iter(keys.values()), "").startswith(empty):
         return zeros_like(x)
-    if isinstance(x, Buckets):
-        return _buckets(x, keys, kept)
-    if isinstance(x, Owned):
-        return _owned(x, keys, kept)
+    if isinstance(x, ByParameter):
+        for path, kind in x.kinds().items():
+            _check(keys[path], kept[keys[path]], *kind)
+        return x.with_values({path: kept[name] for path, name in keys.items()})
     return _like(x, keys[""], kept.get(keys[""]))
 
 
@@ -143,7 +139,7 @@ def _empty(state: State, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ..
     Such gradients are zero and need not be loaded; around ``zero`` a state has none.
     Raises: ShardError for a cycle that has begun, if ``state`` is around ``zero``.
     """
-    paths = optree.tree_accessors(state, is_leaf=_is_buckets, none_is_leaf=True)
+    paths = optree.tree_accessors(state, is_leaf=_has_names, none_is_leaf=True)
     minis = [keys[""] for (keys, _), path in zip(nodes, paths, strict=True) if _is_mini(path)]
     every, out = [name for keys, _ in nodes for name in keys.values()], []
     for mini in minis:
@@ -170,7 +166,7 @@ def _no_cycle(state: State) -> None:
     def seen(x: Any) -> bool:
         if isinstance(x, MultiState):
             cycles.append(x)
-        return _is_buckets(x)
+        return _has_names(x)
 
     optree.tree_leaves(state, is_leaf=seen, none_is_leaf=True)
     for cycle in cycles:
@@ -185,89 +181,26 @@ def _no_cycle(state: State) -> None:
             )
 
 
-def _is_buckets(x: object) -> bool:
-    return isinstance(x, Buckets | Owned)
+def _has_names(x: object) -> bool:
+    return isinstance(x, ByParameter)
 
 
 def _nodes(state: State) -> tuple[Nodes, Any]:
-    """List (path inside the leaf -> name, leaf) of a state, and its tree; buckets are leaves here.
+    """List (path inside the leaf -> name, leaf) of a state, and its tree.
 
-    For a leaf that is no bucket the path is "".
+    For a leaf that has no names of its own the path is "".
     """
     paths, leaves, tree = optree.tree_flatten_with_accessor(
-        state, is_leaf=_is_buckets, none_is_leaf=True
+        state, is_leaf=_has_names, none_is_leaf=True
     )
-    inside = [x.paths_held if _is_buckets(x) else [""] for x in leaves]
+    inside = [list(x.kinds()) if _has_names(x) else [""] for x in leaves]
     at = [tuple(getattr(e, "field", e.entry) for e in path) for path in paths]
     rows = zip(at, leaves, inside, strict=True)
-    every = [(*path, p) if _is_buckets(x) else path for path, x, some in rows for p in some]
+    every = [(*path, p) if _has_names(x) else path for path, x, some in rows for p in some]
     names = iter(names_of(every))
     return [
         ({p: next(names) for p in some}, x) for x, some in zip(leaves, inside, strict=True)
     ], tree
-
-
-# ---------------------------------------------------------------- buckets
-
-
-def _by_parameter(x: Buckets) -> list[tuple[str, ShardedTensor]]:
-    out = {}
-    for name in x:  # one at a time, for the memory
-        one = x.subset((name,))
-        with torch.no_grad():
-            blocks = one.whole()
-        (bucket,) = one.index.buckets
-        for slot in bucket.slots:
-            first = slot.leaves[0]
-            value = _cut(blocks[first], x.index.items[first], x.mesh, bucket)
-            out.update((i, (x.index.items[i].path, value)) for i in slot.leaves)
-    return [out[i] for i in sorted(out)]
-
-
-def _cut(block: Tensor, item: Item, mesh: Mesh, bucket: Bucket) -> ShardedTensor:
-    """Return a block as a value, split over its bucket's axes too if a dimension divides."""
-    ways, dims = bucket.ways, list(item.layout.dims)
-    # prefer a dimension that no axis splits yet
-    for d, dim in sorted(enumerate(dims), key=lambda at: len(at[1].axes)):
-        plain = dim == Dim(dim.axes) and item.whole[d] == item.tiled[d] and not item.layout.skew
-        if ways > 1 and plain and item.shape[d] and not item.shape[d] % ways:
-            with bind(mesh):
-                block = unwrap(pslice(wrap(block, mesh), bucket.over, d))
-            dims[d] = Dim((*dim.axes, *bucket.over))
-            break
-    layout = Layout(tuple(dims), (), item.layout.skew)
-    return ShardedTensor(block.clone(), item.place_in(layout, mesh))
-
-
-def _buckets(x: Buckets, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Buckets:
-    """Make buckets like ``x`` with the values of these names."""
-    leaves: list[Any] = [None] * len(x.index.items)
-    for i, (b, _) in x.index.where.items():
-        item = x.index.items[i]
-        key = keys[item.path]
-        _check(key, kept[key], item.whole, x[x.index.buckets[b].name].dtype)
-        leaves[i] = _placed(kept[key], item.layout, x.mesh)
-    # keep the gaps between slots from init: in adam8bit a code of 0 is not the number 0
-    new = x.like({n: v.becomes(_flagged(v.raw.clone(), v)) for n, v in x.items()})
-    fill_slots(new, leaves)
-    return new
-
-
-def _owned(x: Owned, keys: Mapping[str, str], kept: Mapping[str, Any]) -> Owned:
-    """Fill owners' state with the values of these names."""
-    found = {path: kept[keys[path]] for path in x.paths_held}
-    for path, value in found.items():
-        _check(keys[path], value, x.shape(path), x.vector.dtype)
-    return x.with_values(found)
-
-
-def _placed(value: Tensor, layout: Layout, mesh: Any) -> ShardedTensor:
-    if isinstance(value, ShardedTensor) and value.mesh is mesh and not value.is_padded:
-        try:
-            return reshard(value, layout)  # type: ignore[return-value]
-        except ShardError:
-            pass  # it does not divide there: padded below
-    return shard(whole_of(value), layout, mesh, pad=True)  # type: ignore[return-value]
 
 
 def _like(x: Any, name: str, value: Any) -> Any:
@@ -281,7 +214,7 @@ def _like(x: Any, name: str, value: Any) -> Any:
         return value
     _check(name, value, tuple(x.shape), x.dtype)
     if isinstance(x, ShardedTensor):
-        new = _placed(value, x.sharding, x.mesh)
+        new = placed(value, x.sharding, x.mesh)
         return x.becomes(_flagged(new.raw.clone(), x))
     return _flagged(unshard(value) if isinstance(value, ShardedTensor) else value.clone(), x)
 

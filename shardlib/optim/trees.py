@@ -23,7 +23,7 @@ from shardlib.dtypes import HALF, wider
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, coordinates, rank_along
+from shardlib.mesh import Mesh
 from shardlib.ops.padding import filled
 from shardlib.optim.buckets import (
     ALIGN,
@@ -391,12 +391,10 @@ class TensorView(NamedTuple):
         return () if self.bucket is None else self.bucket.over
 
     @property
-    def runs(self) -> tuple[tuple[int, int], ...] | None:
-        """Per rank, the elements (start, stop) of its block that it holds; None: all."""
-        if not self.cut or self.mesh is None or self.bucket is None:
-            return None
-        ranks = [rank_along(self.cut, c, self.mesh.axes) for c in coordinates(self.mesh.axes)]
-        found = [_slots(self.bucket, r).get(self.leaf) for r in ranks]
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Per rank along ``cut``, the elements (start, stop) of its block that it holds."""
+        ways = range(self.bucket.ways) if self.bucket is not None and self.cut else ()
+        found = [_slots(self.bucket, rank).get(self.leaf) for rank in ways]
         return tuple((0, 0) if p is None else (p.at, p.at + p.length) for p in found)
 
 

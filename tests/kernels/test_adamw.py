@@ -36,9 +36,11 @@ def test_operators_are_torchs(backend: Backend, dtype: torch.dtype) -> None:
 
     half, low = halves(p)
     with sl.kernels.use(backend):
-        check_operator(adamw_, ([g], [p], [m], [v], [out], scale, *HOW, 3), dtype == torch.float32)
+        check_operator(
+            adamw_, ([g], [p], [m], [v], [out], scale, (*HOW, 3)), dtype == torch.float32
+        )
         if dtype != torch.float16:
-            check_operator(adamw_halves_, ([g], [half], [low], [m], [v], None, *HOW, 3))
+            check_operator(adamw_halves_, ([g], [half], [low], [m], [v], None, (*HOW, 3)))
 
 
 @needs_host
@@ -55,9 +57,8 @@ def test_ten_steps_are_torchs(b2: float) -> None:
         for t in range(1, 11):
             q.grad = torch.randn(4097)
             optimizer.step()
-            adamw_(
-                [q.grad * 3], [p], [m], [v], [out], torch.tensor([3.0]), 1e-2, 0.9, b2, 1e-8, 0.1, t
-            )
+            hyper = 1e-2, 0.9, b2, 1e-8, 0.1, t
+            adamw_([q.grad * 3], [p], [m], [v], [out], torch.tensor([3.0]), hyper)
     assert (p - q.detach()).abs().max() < 1e-6 and torch.equal(out, p.bfloat16())
 
 
@@ -74,8 +75,8 @@ def test_a_master_in_halves_is_a_master() -> None:
     with sl.kernels.use("native"):
         for t in range(1, 6):
             g = torch.randn(1003).bfloat16()
-            adamw_([g], [p], [m], [v], [], None, *HOW, t)
-            adamw_halves_([g], [high], [low], [m2], [v2], None, *HOW, t)
+            adamw_([g], [p], [m], [v], [], None, (*HOW, t))
+            adamw_halves_([g], [high], [low], [m2], [v2], None, (*HOW, t))
             assert torch.equal(joined(high, low), p) and torch.equal(m, m2) and torch.equal(v, v2)
 
 
@@ -86,9 +87,9 @@ def test_a_step_does_not_depend_on_where_a_shard_is_cut() -> None:
     whole = [torch.rand(1000) for _ in range(4)]
     parts = [t.clone() for t in whole]
     with sl.kernels.use("native"):
-        adamw_(*([t] for t in whole), [], None, *HOW, 2)
+        adamw_(*([t] for t in whole), [], None, (*HOW, 2))
         for a, b in ((0, 3), (3, 500), (500, 501), (501, 1000)):
-            adamw_(*([t[a:b]] for t in parts), [], None, *HOW, 2)
+            adamw_(*([t[a:b]] for t in parts), [], None, (*HOW, 2))
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 

@@ -62,7 +62,10 @@ def test_numbers_named_by_parameter_come_back(kind: Kind, axes: dict[str, int]) 
         kept = empty.with_values(want)
         for name, found in kept.by_parameter():
             whole = sl.unshard(found) if isinstance(found, sl.ShardedTensor) else found
-            assert torch.equal(whole, want[name]) and kept.shape(name) == SIDES[kind][name]
+            assert torch.equal(whole, want[name]) and kept.kinds()[name] == (
+                SIDES[kind][name],
+                torch.float64,
+            )
         assert not sl.unshard(empty.vector).any(), "the one that was filled is a copy"
         held = [
             sum(v.numel() for v in kept.views(r).values()) for r in range(math.prod(axes.values()))
@@ -75,4 +78,4 @@ def test_sides_that_are_too_long_keep_nothing() -> None:
     items = laid({n: torch.zeros(s) for n, s in SHAPES.items()})
     plan = deal(tuple(i.spread for i in items), ())
     kept = Owned.zeros(items, plan, "nn", torch.float32, most=4)
-    assert kept.paths_held == ["b", "c"] and kept.vector.numel() == 2 * 16 + 16
+    assert list(kept.kinds()) == ["b", "c"] and kept.vector.numel() == 2 * 16 + 16
