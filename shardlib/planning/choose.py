@@ -1,9 +1,8 @@
 """Choose: the plan of one family of grids, for the products of a model alone, by their formulas.
 
-``plan`` lets the best ways run on the meta device; with its search restricted to these grids nothing
-runs.  Every grid of the three-axis product (grids.py), with gathered operands saved or not, is
-priced by ``step_cost``, and the fastest that fits is taken.  Attention and
-norms move little or nothing under these layouts.
+The search of ``plan`` restricted to the grids of the three-axis product (grids.py): every grid,
+with gathered operands saved or not, is priced by ``step_cost``, and the fastest that fits is taken.
+Attention and norms move little or nothing under these layouts.
 """
 
 import math
@@ -17,7 +16,7 @@ from shardlib.mesh import Link
 from shardlib.modules.dim_trace import trace_dimensions
 from shardlib.planning.grids import Grid3, candidates, divides, step_cost
 from shardlib.planning.layer_dedup import Layer, all_products, elements, outline
-from shardlib.planning.plan import Plan, Search, Strategy, plan
+from shardlib.planning.plan import Plan, Strategy, search
 
 _FIX = "sl.choose([(1024, 4096), (4096, 1024)], 8, batch=64)"
 
@@ -78,10 +77,8 @@ def choose(
         Strategy("cube3d", {"x": m, "y": n, "z": k}, mlp=mlp)
         for m, k, n, mlp in candidates(layers, world)
     ]
-    grids = Search(ways, ways, weigh, _order)
-    products: Any = model
-    given: Any = plan(products, world, batch=batch, sequence=sequence, memory=memory, only=grids)
-    if not given.table:
+    table, rejected = search(ways, weigh, _order)
+    if not table:
         why = f"no grid of {world} ranks divides these sizes"
         if memory is not None:
             why += " within the memory"
@@ -89,7 +86,7 @@ def choose(
         operands = {"batch": batch, "layers": sizes}
         fix = f"sl.choose(model, 1, batch={batch})"
         raise ShardError(why, op="choose", operands=operands, fix=fix)
-    return given
+    return Plan(table, memory, len(ways), rejected, batch)
 
 
 def _order(g: Grid3) -> tuple[Any, ...]:

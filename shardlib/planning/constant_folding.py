@@ -38,11 +38,6 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         self.values: dict[int, Tensor] = {}
         self.alive: list[Tensor] = []  # kept alive: an id is reused once its tensor is gone
 
-    def tell(self, x: Tensor, value: Tensor) -> None:
-        """Record the values of an integer tensor on the meta device."""
-        if not x.is_floating_point() and x.numel() <= MOST:
-            self._keep(x, value.detach().cpu())
-
     def _keep(self, x: Tensor, value: Tensor) -> None:
         self.values[id(x)] = value
         self.alive.append(x)

@@ -5,6 +5,7 @@ a plan for 512 ranks takes as long as one for two.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -309,56 +310,52 @@ class _Call(NamedTuple):
     inputs: tuple[Args, Kwargs]
     make: Callable[[], Mesh]
 
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Mesh, object, Callable[[], object]]]:
+        """Open the mesh; yield it, the parameters on it, and the call of forward with these."""
+        with self.make() as paper, Known():
+            params, (args, kwargs) = _papers((self.params, self.inputs), paper)
+            yield paper, params, lambda: self.apply(params, *args, **kwargs)
+
     def rehearse(self) -> None:
         """Run forward alone first: products learn which of their operands are read again."""
-        with self.make() as paper, torch.no_grad():
-            known = Known()
-            params, (args, kwargs) = _papers((self.params, self.inputs), paper, known)
-            with known:
-                self.apply(params, *args, **kwargs)
+        with self.opened() as (_, _, run), torch.no_grad():
+            run()
 
     def explain(self, backward: bool, tx: Transform | None, paths: Paths) -> Explanation:
-        with self.make() as paper, trace() as t:
-            known = Known()
-            params, (args, kwargs) = _papers((self.params, self.inputs), paper, known)
+        with self.opened() as (paper, params, run), trace() as t:
             watch = _CallRecorder(t, paper.size, backward, paths)
             trained = [x for x in _of(ShardedTensor, params) if x.raw.requires_grad]
-            sink = None
-            if backward and trained and tx is not None:
-                sink = _sink(tx, params)
             raws = [x.raw for x in trained]
-            together: _Together | _Into = _Together(raws, t)
-            if sink is not None:
-                together = _Into(sink, raws, t)
-                for x in trained:
+            sink = _sink(tx, params) if backward and trained and tx is not None else None
+            if sink is not None:  # as value_and_grad(into=) does
+                for i, x in enumerate(trained):
                     x.place = deferring(x, sink.over)
-            with known, together, Live(paper=True) as live:
+                    x.raw.register_hook(partial(watch.counted, sink.take, i))
+            together = _Together(raws if sink is None else [], watch)
+            with together, Live(paper=True) as live:
                 with within(watcher=watch):
-                    out = self.apply(params, *args, **kwargs)
+                    out = run()
                 saved = live.now
                 if backward:
-                    watch.back(out, raws, together)
+                    watch.back(out, raws, together, sink)
             state = 0 if tx is None else _bytes(tx.init(params))
         own = _bytes(params)
         return Explanation(watch.rows, dict(paper.axes), own, live.peak, state, saved)
 
 
-def _papers(tree: Any, paper: Mesh, known: Known) -> Any:
-    def on_paper(x: object) -> Any:
-        y = _on_paper(x, paper)
-        if isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and not x.is_meta:
-            known.tell(y, x)
-        return y
+def _papers(tree: Any, paper: Mesh) -> Any:
+    """Return a tree with its tensors on the meta device, placed on another mesh."""
 
     def one(x: object) -> object:
         if not isinstance(x, Buckets):
-            return on_paper(x)
+            return _on_paper(x, paper)
         if dict(x.mesh.axes) != dict(paper.axes):
             why = "parts of buckets are cut for one mesh"
             fix = "sl.explain(apply, params, inputs, tx=tx)"
             raise Unsupported(why, op="explain", mesh=x.mesh, fix=fix)
         # an index of its own has no memory yet, as that of a first step
-        return type(x)({n: on_paper(v) for n, v in x.items()}, replace(x.index), paper)
+        return type(x)({n: _on_paper(v, paper) for n, v in x.items()}, replace(x.index), paper)
 
     buckets = lambda x: isinstance(x, Buckets)  # noqa: E731
     return optree.tree_map(one, tree, is_leaf=buckets, none_is_leaf=True)
@@ -466,9 +463,17 @@ class _CallRecorder:
             self.row.backward += [e for e in self.t.events[self.seen :] if id(e) not in known]
         self.row, self.seen = row, len(self.t.events)
 
-    def back(self, out: object, starts: list[Tensor], together: "_Together | _Into") -> None:
+    def counted(self, f: Callable[..., object], *given: object) -> object:
+        """Call what sums several gradients together; its events are apart from the rows'."""
+        before = len(self.t.events)
+        out = f(*given)
+        self.apart += self.t.events[before:]
+        return out
+
+    def back(
+        self, out: object, starts: list[Tensor], together: Together, sink: Sink | None
+    ) -> None:
         """Run backward; gradients that are summed together get a row of their own, the last."""
-        self.apart = together.events
         found = [settle(x).raw for x in _of(ShardedTensor, out)]
         ends = [raw for raw in found if raw.requires_grad]
         self._turn(self.rows[-1] if self.rows else None)
@@ -479,53 +484,24 @@ class _CallRecorder:
                 ends, starts, [torch.empty_like(x) for x in ends], allow_unused=True
             )
         together.finish()
+        if sink is not None:
+            self.counted(sink.finish)
         self._turn(None)
-        if together.events:
-            rest = Row(together.events[0].kind, "gradients of several parameters", (), "")
-            rest.backward = together.events
+        if self.apart:
+            rest = Row(self.apart[0].kind, "gradients of several parameters", (), "")
+            rest.backward = self.apart
             self.rows.append(rest)
 
 
 class _Together(Together):
     """Gradients that one collective sums together, as in ``value_and_grad``, with their events."""
 
-    def __init__(self, raws: list[Tensor], t: Trace) -> None:
+    def __init__(self, raws: list[Tensor], watch: _CallRecorder) -> None:
         super().__init__(raws)
-        self.t = t
-        self.events: list[Event] = []
+        self.watch = watch
 
     def _post(self, key: Any) -> None:
-        before = len(self.t.events)
-        super()._post(key)
-        self.events += self.t.events[before:]
-
-
-class _Into:
-    """The buckets that a step's gradients go into, as ``value_and_grad(into=)`` has them."""
-
-    def __init__(self, sink: Sink, raws: list[Tensor], t: Trace) -> None:
-        self.sink = sink
-        self.raws = raws
-        self.t = t
-        self.open = False
-        self.events: list[Event] = []
-
-    def __enter__(self) -> None:
-        take = partial(self._counted, self.sink.take)
-        self.hooks = [r.register_hook(partial(take, i)) for i, r in enumerate(self.raws)]
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-    def finish(self) -> object:
-        return self._counted(self.sink.finish)
-
-    def _counted(self, f: Callable[..., Any], *given: object) -> object:
-        before = len(self.t.events)
-        out = f(*given)
-        self.events += self.t.events[before:]
-        return out
+        self.watch.counted(super()._post, key)
 
 
 def _sink(tx: Transform, params: object) -> Sink | None:

@@ -10,10 +10,10 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -233,19 +233,24 @@ def _outcome(plan: Plan[Weighed]) -> list[str]:
     return [f"no recipe splits {plan.batch} rows, and the heads, over so many ranks"]
 
 
-class Search(NamedTuple):
-    """Ways to train a model on some ranks, with the cost of each.
+def search(
+    ways: Iterable[Strategy],
+    weigh: Callable[[Strategy], Sequence[Any]],
+    order: Callable[[Any], tuple[Any, ...]],
+) -> tuple[tuple[Any, ...], tuple[tuple[Strategy, str], ...]]:
+    """Return the forms of these ways to train, the best first, and the ways that are impossible.
 
-    ``ways``   all that divide; of them those ``tried`` are worth weighing.
     ``weigh``  finds the cost of each form of a way, or raises ShardError where it is impossible.
-    ``order``  the key that sorts these forms, the best first.
+    ``order``  the key that sorts these forms.
     """
-
-    ways: Sequence[Strategy]
-    tried: Sequence[Strategy]
-    weigh: Callable[[Strategy], Sequence[Any]]
-    order: Callable[[Any], tuple[Any, ...]]
-    cluster: Cluster | None = None
+    table: list[Any] = []
+    rejected: list[tuple[Strategy, str]] = []
+    for way in ways:
+        try:
+            table += weigh(way)
+        except ShardError as e:
+            rejected.append((way, e.message.splitlines()[0]))
+    return tuple(sorted(table, key=order)), tuple(rejected)
 
 
 def plan(
@@ -261,7 +266,6 @@ def plan(
     loss: Callable[..., Tensor] | None = None,
     most: int = 4,
     accumulate: int = 1,
-    only: Search | None = None,
 ) -> Plan[Weighed]:
     """Find how to train a language model on ``ranks`` ranks: mesh, recipe, ZeRO, micro-batches.
 
@@ -278,7 +282,6 @@ def plan(
                     logits.
     ``accumulate``  micro-batches of a step at the least; there are more where a whole batch does
                     not fit.
-    ``only``        a search among fewer ways with prices of its own, as ``sl.choose`` makes one.
     ZeRO is used over the axes that copy parameters.  Among its stages from 1 on, numbers of
     micro-batches and ``remat`` of whole layers, the fastest that fits is taken: each micro-batch
     adds messages, stages 2 and 3 reduce gradients once per micro-batch, stage 3 also gathers
@@ -300,24 +303,15 @@ def plan(
     ('ddp', {'data': 4}, 1)
     """
     names = [recipe] if isinstance(recipe, str) else list(recipe)
-    if only is None:
-        counts = {"batch": batch, "sequence": sequence, "accumulate": accumulate, "most": most}
-        _check(ranks, counts, state, memory, names)
-        where = cluster_of(cluster)
-        if memory is None:
-            memory = where.memory
-        study = _Study(model, where, batch, sequence, state, loss or _loss, memory, accumulate)
-        ways = study.ways(ranks, names)
-        only = Search(ways, study.tried(ways, most), study.weigh, _order, where)
-    table: list[Any] = []
-    rejected: list[tuple[Strategy, str]] = []
-    for way in only.tried:
-        try:
-            table += only.weigh(way)
-        except ShardError as e:
-            rejected.append((way, e.message.splitlines()[0]))
-    table.sort(key=only.order)
-    return Plan(tuple(table), memory, len(only.ways), tuple(rejected), batch, only.cluster)
+    counts = {"batch": batch, "sequence": sequence, "accumulate": accumulate, "most": most}
+    _check(ranks, counts, state, memory, names)
+    where = cluster_of(cluster)
+    if memory is None:
+        memory = where.memory
+    study = _Study(model, where, batch, sequence, state, loss or _loss, memory, accumulate)
+    ways = study.ways(ranks, names)
+    table, rejected = search(study.tried(ways, most), study.weigh, _order)
+    return Plan(table, memory, len(ways), rejected, batch, where)
 
 
 def _check(
@@ -420,8 +414,9 @@ class _Study:
 
     def ways(self, ranks: int, names: Sequence[str]) -> list[Strategy]:
         """List every recipe on every mesh that divides the sizes."""
-        every = (self._on(data, ranks // data) for data in _divisors(ranks))
-        return [way for some in every for way in some if way.recipe in names]
+        every = (_strategies(data, ranks // data) for data in _divisors(ranks))
+        ways = (way for some in every for way in some if way.recipe in names)
+        return [*filter(self._divides, ways)]
 
     def tried(self, ways: Sequence[Strategy], most: int) -> list[Strategy]:
         """Return the best, and each recipe's best if its estimate is at most twice the best one."""
@@ -432,48 +427,26 @@ class _Study:
         rest = max(most - len(firsts), 1)
         return [w for i, w in enumerate(near) if i < rest or w in firsts][:most]
 
-    def _on(self, data: int, rest: int) -> Iterator[Strategy]:
-        """List the ways with ``data`` copies of the parameters, each over ``rest`` ranks."""
-        axes = {"data": data} if data > 1 else {}
-        if rest == 1:
-            ways = [(self.batch % data == 0, "ddp", {"data": data})]
-        else:
-            turns = self.batch % data == 0 and self.sequence % (2 * rest) == 0
-            ways = [
-                (self._even(data, rest), "megatron1d", {**axes, "x": rest}),
-                (self.batch % (data * rest) == 0, "fsdp", {**axes, "x": rest}),
-                (turns, "ring", {**axes, "s": rest}),
-            ]
-        for x, z, y in factorizations(rest):
-            rows = math.lcm(data * x * y, data * x * z)
-            if z == 1 and min(x, y) > 1:
-                ways.append((self._even(data * x, y), "optimus2d", {**axes, "x": x, "y": y}))
-            elif min(x, y, z) > 1:
-                ways.append((self._even(rows, y), "cube3d", {**axes, "x": x, "y": y, "z": z}))
-        yield from (Strategy(recipe, mesh) for fits, recipe, mesh in ways if fits)
-
-    def _even(self, rows: int, heads: int) -> bool:
-        return self.batch % rows == 0 and (self.heads is None or self.heads % heads == 0)
+    def _divides(self, way: Strategy) -> bool:
+        """Check that rows, heads and a ring's sequence divide over the mesh."""
+        heads = way.mesh.get("x" if way.recipe == "megatron1d" else "y", 1)
+        turns = 2 * way.mesh["s"] if way.recipe == "ring" else 1
+        even = self.batch % way.rows == 0 and self.sequence % turns == 0
+        return even and (self.heads or heads) % heads == 0
 
     def estimate(self, way: Strategy) -> float:
         """Estimate a step's seconds from its products; 1e9 more where its state cannot fit."""
-        mesh = way.mesh
-        data = mesh.get("data", 1)
+        mesh, links = dict(way.mesh), self.cluster.links(way.mesh)
+        if way.recipe == "megatron1d":  # the axis n of the grid, which is y there
+            mesh["y"], links["y"] = mesh.pop("x"), links.pop("x")
+        data = mesh.get("data", 1) * mesh.get("s", 1)
         m, k, n = mesh.get("x", 1), mesh.get("z", 1), mesh.get("y", 1)
-        if way.recipe == "megatron1d":
-            m, n = 1, m
-        if way.recipe == "ring":
-            data, m = data * mesh["s"], 1
         tokens = self.batch * self.sequence // data
         cost = step_cost(self.layers, m, k, n, "", tokens, self.item, 0)
         ranks = math.prod(mesh.values())
         weights = elements(self.layers)
         held = weights * (self.item + (self.item + self.state) / data) / (m * k * n)
-        links = self.cluster.links(mesh)
-        named = {a: link for a, link in links.items() if a in "xyz"}
-        if way.recipe == "megatron1d":
-            named["y"] = links["x"]  # the axis n of the grid is called x there
-        seconds = cost.seconds(named)
+        seconds = cost.seconds(links)
         if way.recipe == "ring":  # keys and values go round, with their gradients on the way back
             p, own = mesh["s"], self.batch // mesh.get("data", 1) * self.sequence
             seconds += 3 * (p - 1) / p * own * self.keys * self.item * links["s"].beta
@@ -659,6 +632,20 @@ class _Study:
             met = [links[a] for a in axis.split()]
             seconds += max(m.alpha for m in met) * messages + max(m.beta for m in met) * nbytes
         return seconds
+
+
+def _strategies(data: int, rest: int) -> list[Strategy]:
+    """List the ways with ``data`` copies of the parameters, each over ``rest`` ranks."""
+    ways = [("megatron1d", {"x": rest}), ("fsdp", {"x": rest}), ("ring", {"s": rest})]
+    if rest == 1:
+        ways = [("ddp", {"data": data})]
+    for x, z, y in factorizations(rest):
+        if z == 1 and min(x, y) > 1:
+            ways.append(("optimus2d", {"x": x, "y": y}))
+        elif min(x, y, z) > 1:
+            ways.append(("cube3d", {"x": x, "y": y, "z": z}))
+    copies = {"data": data} if data > 1 else {}
+    return [Strategy(recipe, {**copies, **mesh}) for recipe, mesh in ways]
 
 
 def _order(found: Weighed) -> tuple[bool, float, float]:
