@@ -494,15 +494,20 @@ class ChunkChecksums:
         sums = torch.zeros(math.prod(map(len, heights)), width, dtype=torch.int32, device="cpu")
         some = min(_ROWS, max(1, _PIECE // (4 * width)))  # rows that fit the processor's cache
         room = torch.empty(some, width, dtype=torch.int32, device="cpu")
-        for into, tile in zip(sums, itertools.product(*map(_pieces, heights)), strict=True):
-            rows, first = lanes[tile].reshape(-1, width), 0
-            if self.joined:  # a row is counted from the chunk's first, else from its tile's
-                first = where[self.last - 1].start + tile[-1].start
-            for at in range(0, len(rows), some):
-                part = rows[at : at + some]
-                mixed = room[: len(part)]
-                self._mix(part, mixed)
-                into.addmv_(mixed.t(), _row_factors((first + at) % _ROWS, len(part)))
+        # a row is counted from the chunk's first if strips are joined, else from its tile's
+        first = where[self.last - 1].start if self.joined else None
+        tall = tuple(math.prod(sizes) for sizes in itertools.product(*heights))
+        work = [(lanes, tall, sums)]
+        if sum(h != [1] for h in heights) > 1:  # rows of neighbours do not follow one another
+            tiles = (lanes[tile] for tile in itertools.product(*map(_pieces, heights)))
+            work = zip(tiles, ((n,) for n in tall), sums.split(1), strict=True)
+        for block, each, into in work:
+            rows, into = block.reshape(-1, width), into.unbind()
+            for a, b, tile, factors in _walk(each, some, first):
+                if a % some == 0:  # mixed together with those of the next tiles
+                    part = rows[a : a + some]
+                    self._mix(part, room[: len(part)])
+                into[tile].addmv_(room[a % some : a % some + b - a].t(), factors)
         return sums
 
     def _of_rows(self, rows: Tensor, lengths: Lengths, where: Where) -> list[int]:
@@ -615,13 +620,24 @@ _ROWS = 1 << 15
 """Rows, or positions in a row, that have different factors."""
 
 
+Piece = tuple[int, int, int, Tensor]
+"""Rows of one tile: first, end, tile, and their factors."""
+
+
 @lru_cache(maxsize=256)
-def _row_factors(first: int, count: int) -> Tensor:
-    """Return the factors of rows, from the ``first`` on.
+def _walk(tall: Sequence[int], some: int, number: int | None) -> list[Piece]:
+    """Cut the rows of tiles of these heights, one below the other, also at each multiple of ``some``.
 
     A factor depends on the row's number alone, because writer and reader cut pieces differently.
+    ``number``  of the first row; None: each tile counts its own rows.
     """
-    return _distinct()[torch.arange(first, first + count, device="cpu") % _ROWS]
+    out = []
+    for i, tile in enumerate(_pieces(tall)):
+        cuts = range(tile.start // some * some + some, tile.stop, some)
+        for a, b in itertools.pairwise([tile.start, *cuts, tile.stop]):
+            first = (a - tile.start if number is None else number + a) % _ROWS
+            out.append((a, b, i, _distinct()[first : first + b - a]))
+    return out
 
 
 @lru_cache(maxsize=64)
@@ -638,4 +654,4 @@ def _distinct() -> Tensor:
     rows of a column never cancels, nor do two bits of it in any rows.
     """
     lower = torch.arange(_ROWS, device="cpu") * 0x2545 % _ROWS * 4 + 1
-    return (_odd(_ROWS) & ~0x1FFFF | lower).to(torch.int32)
+    return (_odd(_ROWS) & ~0x1FFFF | lower).to(torch.int32).repeat(2)

@@ -228,7 +228,6 @@ def write_file(
                 progress()
 
             crcs = [crc for p in parts for crc in written(p, write)]
-            behind.end()
         final = header(crcs)
         assert len(final) == len(blank), "checksums have a fixed width"
         # until now the file begins with zeros, which no reader accepts

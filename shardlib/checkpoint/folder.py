@@ -30,6 +30,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -114,13 +115,13 @@ def _spare() -> bool:
 
 
 class Behind:
-    """A writer of a file, from an offset on, each piece in a thread of its own if a core is free.
+    """A writer of a file, from an offset on, in a second thread if a core is free.
 
     One piece is written while the caller prepares the next.
 
-    ``put`` takes the next piece, which must not change until ``end`` returns: then all is written,
-    though not yet flushed.  A piece that takes longer than ``seconds`` is an OSError; its thread
-    writes through its own descriptor, so it cannot reach a file that is opened later.
+    ``put`` takes the next piece, which must not change until the ``with`` ends: then all is
+    written, though not yet flushed.  A piece that takes longer than ``seconds`` is an OSError; the
+    thread writes through its own descriptor, so it cannot reach a file that is opened later.
     """
 
     def __init__(self, fd: int, at: int, seconds: float = SILENT) -> None:
@@ -130,54 +131,59 @@ class Behind:
         self.unsent = 0
         self.waiting = 0
         self.beside = _spare()
+        self.idle = threading.Semaphore()
+        self.due: SimpleQueue[tuple[memoryview, int] | None] = SimpleQueue()
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
 
     def __enter__(self) -> "Behind":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.due.put(None)
         if self.thread is not None:
-            thread, self.thread = self.thread, None
-            thread.join(self.seconds)
-            if thread.is_alive():
-                text = f"the disk took nothing for {self.seconds:g} s"
-                self.error = OSError(errno.ETIMEDOUT, text)
+            self.thread.join(self.seconds)
+            if kind is None:
+                self._check(not self.thread.is_alive())
 
     def put(self, data: memoryview) -> None:
         """Write ``data`` next; return when the previous piece is written.
 
         Raises: OSError of the previous piece.
         """
-        self.end()
         at, self.at = self.at, self.at + len(data)
-        if len(data) < _ALONE or not self.beside:
+        if self.thread is None and self.beside and len(data) >= _ALONE:
+            self._begin()
+        if self.thread is None:
             return self._write(self.fd, data, at)
-        own = os.dup(self.fd)
-        thread = threading.Thread(
-            target=self._run, args=(own, data, at), name="shardlib write", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # at the interpreter's end
-            os.close(own)
-            return self._write(self.fd, data, at)
-        self.thread = thread
+        self._check(self.idle.acquire(timeout=self.seconds))
+        self.due.put((data, at))
 
-    def end(self) -> None:
-        """Wait until everything is written.
-
-        Raises: OSError.
-        """
-        self.__exit__()
+    def _check(self, done: bool) -> None:
+        """Raise the error of the previous piece; it is late unless it is ``done``."""
+        if not done:
+            self.thread = None  # is not waited for again
+            raise OSError(errno.ETIMEDOUT, f"the disk took nothing for {self.seconds:g} s")
         if self.error is not None:
             raise self.error
 
-    def _run(self, own: int, data: memoryview, at: int) -> None:
+    def _begin(self) -> None:
+        own = os.dup(self.fd)
+        thread = threading.Thread(target=self._run, args=(own,), name="shardlib write", daemon=True)
         try:
-            self._write(own, data, at)
-        except Exception as e:
-            self.error = e
+            thread.start()
+            self.thread = thread
+        except RuntimeError:  # at the interpreter's end
+            os.close(own)
+
+    def _run(self, own: int) -> None:
+        while (due := self.due.get()) is not None:
+            try:
+                self._write(own, *due)
+            except Exception as e:
+                self.error = e
+            del due  # frees a copy as soon as it is written
+            self.idle.release()
         os.close(own)
 
     def _write(self, fd: int, data: memoryview, at: int) -> None:

@@ -1,6 +1,6 @@
 """A checkpoint's manifest, and the reader of its tensors, which checks every byte."""
 
-import math
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -137,6 +137,28 @@ def _naming(text: str, name: str) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _holders(place: SavedPlace, box: Box) -> tuple[int, ...]:
-    """List the ranks whose blocks intersect a box."""
-    ranks = range(math.prod(n for _, n in place.mesh))
-    return tuple(r for r in ranks if all(meet(held(place, r), box)))
+    """List the ranks whose blocks intersect a box, which is a product over dimensions.
+
+    A rank is a sum of one number per axis, so ranks are tested along one dimension's axes alone.
+    """
+    numbers: dict[str, range] = {}
+    count = 1
+    for axis, n in reversed(place.mesh):
+        numbers[axis] = range(0, n * count, count)
+        count *= n
+    # with skew a rank's rows depend on its column, so dimensions cannot be tested alone
+    if place.layout.skew:
+        return tuple(r for r in range(count) if all(meet(held(place, r), box)))
+
+    def along(axes: Iterable[str]) -> list[int]:
+        return [sum(at) for at in itertools.product(*(numbers[a] for a in axes))]
+
+    found = along(numbers.keys() - place.layout.axes)  # copies: all their ranks may have written
+    for d, dim in enumerate(place.layout.dims):
+        near = along(dim.axes)
+        if dim.is_plain and box[d]:  # blocks are in their ranks' order
+            block = place.tiled[d] // len(near)
+            near = near[min(box[d]).start // block : max(r.last for r in box[d]) // block + 1]
+        met = [r for r in near if meet(held(place, r)[d : d + 1], box[d : d + 1])[0]]
+        found = [a + b for a in found for b in met]
+    return tuple(sorted(found))

@@ -27,7 +27,6 @@ def written(path: Path, data: bytes) -> None:
                 n = rng.choice([1, 100, 70_000, 2 * PIECE])
                 behind.put(memoryview(data)[at : at + n])
                 at += n
-            behind.end()
         os.pwrite(fd, b"h" * BLOCK, 0)
     finally:
         os.close(fd)
@@ -122,9 +121,25 @@ def test_the_caller_is_ahead_by_one_stretch_at_most(
         assert second.is_alive(), "it waits for the first"
         go.set()
         second.join()
-        behind.end()
     assert os.fstat(fd).st_size == 2 * PIECE
     os.close(fd)
+
+
+def test_one_thread_writes_all_pieces_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "_spare", lambda: True)
+    inner, writers = os.pwrite, []
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        writers.append(threading.current_thread())
+        return inner(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with open(tmp_path / "f", "wb") as f, Behind(f.fileno(), 0) as behind:
+        for _ in range(8):
+            behind.put(memoryview(bytes(PIECE)))
+    assert len(writers) == 8 and len(set(writers)) == 1
 
 
 def test_a_disk_that_takes_nothing_ends_the_save_and_reaches_no_later_file(

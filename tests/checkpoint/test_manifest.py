@@ -6,13 +6,20 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shardlib as sl
+from shardlib.checkpoint import boxes
+from shardlib.checkpoint.boxes import SavedPlace
 from shardlib.checkpoint.files import Folder
 from shardlib.checkpoint.folder import MANIFEST
-from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.manifest import Manifest, _holders
 from shardlib.errors import CheckpointError
+from shardlib.layouts import Layout
 from tests.checkpoint.cases import placed
+from tests.checkpoint.test_boxes import places
 
 
 def opened(path: Path) -> Folder:
@@ -76,3 +83,25 @@ def test_a_layout_that_the_files_do_not_have_is_found(tmp_path: Path) -> None:
         assert any("another part of 'w'" in w for w in Manifest.of(folder).damage(range(4)))
     with pytest.raises(CheckpointError, match="another part of 'w'"):
         sl.load(tmp_path / "c")
+
+
+@given(st.data())
+def test_holders_of_a_box_are_the_ranks_whose_blocks_meet_it(data: st.DataObject) -> None:
+    place = data.draw(places())
+    ranks = range(len(place.ranks))
+    parts = [st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted) for n in place.shape]
+    cut = tuple(boxes._run(a, 1, b - a) for a, b in map(data.draw, parts))
+    for box in (cut, boxes.held(place, data.draw(st.sampled_from(ranks)))):
+        met = tuple(r for r in ranks if all(boxes.meet(boxes.held(place, r), box)))
+        assert _holders(place, box) == met
+
+
+@pytest.mark.parametrize("mesh", [{"x": 4096}, {"x": 64, "y": 64}, {"y": 64, "x": 64}])
+def test_of_many_ranks_few_are_asked_for_their_blocks(mesh: dict[str, int]) -> None:
+    layout, shape = Layout.parse("x ."), (8192, 16)
+    place = SavedPlace(shape, torch.int8, layout, shape, tuple(mesh.items()), tuple(range(4096)))
+    box = boxes.held(place, 1365)
+    before = boxes.held.cache_info()
+    assert 1365 in _holders(place, box)
+    after = boxes.held.cache_info()
+    assert after.hits + after.misses - before.hits - before.misses <= 2
