@@ -295,8 +295,6 @@ def _tokens(values: list[ShardedTensor], rows: _Rows) -> dict[Any, Dim]:
     sizes: dict[Any, int] = {}
     tokens: dict[Any, Dim] = {}
     for v, mine in sorted(zip(values, rows, strict=True), key=lambda r: -r[0].padded_shape.numel()):
-        if v.sharding.skew:
-            raise Unfit("a skewed operand")
         for label, n, token in zip(mine, v.padded_shape, v.dims, strict=True):
             if label is None or n == 1:
                 continue

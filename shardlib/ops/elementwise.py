@@ -27,7 +27,6 @@ from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
     ShardedTensor,
-    Unfit,
     blockwise,
     call_error,
     implements,
@@ -48,41 +47,20 @@ _NAMES = names_of(kind="pointwise")
 _LINEAR = {name: how for how in ("alone", "sum", "scale") for name in names_of(linear=how)}
 
 
-_OPERANDS = {  # names of the operands in positional order; all others: input, other
-    "where": ("condition", "input", "other"),
-    "lerp": ("input", "end", "weight"),
-    "addcmul": ("input", "tensor1", "tensor2"),
-    "addcdiv": ("input", "tensor1", "tensor2"),
-    "masked_fill": ("input", "mask", "value"),
-    "pow": ("input", "exponent"),
-    "clamp": ("input", "min", "max"),
-    "clamp_min": ("input", "min"),
-    "clamp_max": ("input", "max"),
-    "copy": ("input", "src", "non_blocking"),
-    "full_like": ("input", "fill_value"),
-}
-_ALIASES = {"self": "input", "x": "input", "x1": "input", "x2": "other"}
-_NUMBERS = frozenset(("alpha", "value"))
+_FIRST = ("condition", "input", "self", "x", "x1")
+_NUMBERS = ("alpha", "value")
 
 
-def _placed(
-    func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call with its operands by position; other arguments stay by keyword."""
-    names = _OPERANDS.get(func.__name__.rstrip("_"), ("input", "other"))
-    if func.__name__.startswith("__") and kwargs.keys() - {"other"}:
-        raise Unfit("Python's operators know no other names")
-    rest = {n if n in names else _ALIASES.get(n, n): v for n, v in kwargs.items()}
-    if len(rest) < len(kwargs):
-        raise Unfit("one argument came under two names")
-    for name in names[len(args) :]:
-        if name not in rest:
-            break
-        args = (*args, rest.pop(name))
-    for name in _NUMBERS.intersection(rest):  # where torch takes a scalar tensor for its number
-        if isinstance(rest[name], Tensor):
-            rest[name] = rest[name].item()
-    return args, rest
+def _placed(func: Func, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return the call with its first operand by position, and numbers where torch takes no others."""
+    masked, given = "masked_fill" in func.__name__, {}
+    for name, v in kwargs.items():
+        number = name in _NUMBERS and isinstance(v, Tensor) and not masked
+        given[name] = v.item() if number else v
+    if not args:
+        first = next(name for name in _FIRST if name in given)
+        args = (given.pop(first),)
+    return args, given
 
 
 @implements(*functions_of("pointwise"), padding=by_position, takes="skew sums", repeats=True)
@@ -90,8 +68,8 @@ def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
     """Run a function that acts on each element independently."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
-    if any(isinstance(v, Tensor) for v in kwargs.values()):
-        return _general(func, args, kwargs)
+        if any(isinstance(v, Tensor) for v in kwargs.values()):
+            return _general(func, args, kwargs)
     x, *others = args
     if type(x) is ShardedTensor and not any(isinstance(y, Tensor) for y in others):
         if others and hasattr(others[0], "ndim"):  # torch compares with arrays too
@@ -119,7 +97,6 @@ def _settled_alike(x: Tensor, y: Tensor) -> bool:
 @implements(Tensor.to, Tensor.type, Tensor.type_as, takes="all")
 def converted(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Change dtype or device; a tensor argument gives only its own dtype and device."""
-    args, kwargs = _placed(func, args, kwargs)
     x, rest = args[0], [_like(a) for a in args[1:]]
     kwargs = {k: _like(v) for k, v in kwargs.items()}
     if not isinstance(x, ShardedTensor):  # a plain tensor, converted to a sharded one's dtype
@@ -165,7 +142,7 @@ def _general(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     if len(call.tensors) < len(args):
         refuse_arrays(args, name)
     values = [lift(a, mesh, name) for a in call.tensors]
-    partial = _partial(name, values, args)
+    partial = _partial(name, values)
     moved, place = aligned(name, values, partial)
     scaled = partial if len(values) == 2 and _LINEAR.get(name) == "scale" else ()
     if scaled:
@@ -185,7 +162,7 @@ def _keeping(place: Place, values: Sequence[ShardedTensor]) -> Place:
     return place
 
 
-def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> tuple[str, ...]:
+def _partial(name: str, values: list[ShardedTensor]) -> tuple[str, ...]:
     """Return the pending axes of the result; only linear functions may keep a sum pending."""
     pending = [v for v in values if v.sharding.partial]
     if not pending:
@@ -197,18 +174,18 @@ def _partial(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> t
     elif linear == "sum" and len(values) > 1:
         # of two that pend differently, the later one is named
         pending = [v for v in pending if v.sharding.partial != axes] or pending
-        stays = len(args) == 2 and all(v.sharding.partial == axes for v in values)
+        stays = all(v.sharding.partial == axes for v in values)
     elif linear == "scale":
-        stays = _is_scaled(name, values, args)
+        stays = _is_scaled(name, values)
     if stays:
         return axes
     raise partial_escape(name.strip("_"), pending[0])
 
 
-def _is_scaled(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) -> bool:
+def _is_scaled(name: str, values: list[ShardedTensor]) -> bool:
     """Check whether one operand pends, and the other is a number or a factor on other axes."""
     if len(values) == 1:
-        return args[0] is values[0]
+        return True
     summed, factor = values
     if not summed.sharding.partial:
         if name in ("div", "__truediv__", "true_divide"):
@@ -219,13 +196,14 @@ def _is_scaled(name: str, values: list[ShardedTensor], args: tuple[Any, ...]) ->
 
 
 def aligned(
-    op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...] = ()
+    op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...] = (), into: bool = False
 ) -> tuple[list[Tensor], Place]:
     """Return blocks that broadcast locally, and the result's place.
 
     ``sums``  axes over which the result is left unsummed.
+    ``into``  the result is written to the first operand, at its place.
     """
-    raws, overs, place = brought(op, values, sums)
+    raws, overs, place = brought(op, values, sums, into)
     same = len({v.dtype for v in values}) == 1
     zipped = zip(values, raws, overs, strict=True)
     return [_met(v, raw, over, place, same) if over else raw for v, raw, over in zipped], place
@@ -243,24 +221,32 @@ def _met(v: ShardedTensor, raw: Tensor, over: tuple[str, ...], place: Place, ali
     return vary(raw, v.mesh, over)
 
 
+def onto(op: str, values: Sequence[ShardedTensor]) -> list[Tensor]:
+    """Return blocks that broadcast locally with the first operand's, which stays where it is."""
+    x, *others = values
+    others = [v if v.deferred <= x.deferred else settle(v) for v in others]
+    return aligned(op, [x, *others], x.sharding.partial, into=True)[0]
+
+
 def brought(
-    op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...] = ()
+    op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...] = (), into: bool = False
 ) -> tuple[list[Tensor], list[tuple[str, ...]], Place]:
     """Do as ``aligned``, but return axes instead of inserting the psum.
 
     They are the axes over which each operand's gradient must be summed.
     """
     mesh = values[0].mesh
-    known = (sums, *[(v.place.layout, v.place.shape, v.place.deferred) for v in values])
+    known = (sums, into, *[(v.place.layout, v.place.shape, v.place.deferred) for v in values])
     plan = mesh.memo["pointwise"].get(known)
     if plan is None:
         for v in values:
             if v.sharding.partial not in ((), sums):
                 raise partial_escape(op, v)
-        plan = mesh.memo.keep("pointwise", known, _planned(op, values, sums))
+        plan = mesh.memo.keep("pointwise", known, _planned(op, values, sums, into))
     if plan.moved:
-        for i, moved in plan.moved:
-            if not may_move(float(moved)):
+        for i, words in plan.moved:
+            moved = float(words * values[i].raw.element_size())
+            if not may_move(moved):
                 raise _refused(op, i, moved, plan, values)
         targets = zip(values, plan.targets, strict=True)
         values = [v if t is None else reshard(v, t) for v, t in targets]
@@ -299,7 +285,7 @@ class _PointwisePlan(NamedTuple):
     """Place of the result, and for each operand the layout it is resharded to (None: its own).
 
     ``overs``  the axes over which each operand's gradient is summed.
-    ``moved``  (operand, bytes) of those that are resharded.
+    ``moved``  (operand, words) of those that are resharded.
     """
 
     place: Place
@@ -308,16 +294,22 @@ class _PointwisePlan(NamedTuple):
     moved: tuple[tuple[int, Any], ...]
 
 
-def _planned(op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...]) -> _PointwisePlan:
+def _planned(
+    op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...], into: bool
+) -> _PointwisePlan:
     mesh, places = values[0].mesh, [v.place for v in values]
     try:
         shape = torch.broadcast_shapes(*(p.shape for p in places))
     except RuntimeError:
         raise call_error(BadArgument, "shapes do not broadcast", op, "", *values) from None
-    if any(p.layout.skew for p in places):
-        raise Unfit("skewed operands whose places differ")
-    out = _once([_token(d, n, places) for d, n in enumerate(shape, -len(shape))], sums)
-    deferred = frozenset().union(*(p.deferred for p in places)).difference(out.axes)
+    if into:
+        out, deferred = places[0].layout, places[0].deferred
+        if shape != places[0].shape:
+            why = "the result's shape is not that of the tensor it is written to"
+            raise call_error(BadArgument, why, op, "", *values)
+    else:
+        out = _once([_token(d, n, places) for d, n in enumerate(shape, -len(shape))], sums)
+        deferred = frozenset().union(*(p.deferred for p in places)).difference(out.axes)
     # the factor of a value that is left unsummed has a part of its gradient on each rank
     meets = {*out.named, *deferred}
     targets: list[Layout | None] = []
@@ -327,10 +319,11 @@ def _planned(op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...]) ->
         layout, s, own = p.layout, p.shape, p.deferred
         front = len(shape) - len(s)
         pairs = zip(s, shape[front:], out.dims[front:], strict=True)
-        target = layout.onto(Dim() if n == 1 != m else t for n, m, t in pairs)
+        dims = (Dim() if n == 1 != m else t for n, m, t in pairs)
+        target = layout.onto(dims, "" if front else out.skew)
         targets.append(None if target == layout else target)
         if target != layout:
-            moved.append((i, (layout >> target).bytes(tuple(s), mesh)))
+            moved.append((i, (layout >> target).bytes(tuple(s), mesh, 1)))
             if not own.isdisjoint((*layout.named, *target.axes)):
                 own = frozenset()  # a reshard over one of its axes ends a deferral
         overs.append(real_axes(mesh, meets.difference(target.named, own)))
@@ -354,8 +347,7 @@ def _refused(
 ) -> ImplicitCommunication:
     name, result = list(lettered(values))[i], str(plan.place.layout)
     why = (
-        f"{name} lies otherwise than the result, and {float(moved):.0f} bytes per rank would move "
-        "unasked"
+        f"{name} lies otherwise than the result, and {moved:.0f} bytes per rank would move unasked"
     )
     fix = f"sl.reshard({name}, {str(plan.targets[i])!r})"
     return call_error(ImplicitCommunication, why, op, fix, *values, result=result)
@@ -382,12 +374,11 @@ _IN_PLACE = [getattr(Tensor, f"{n}_") for n in (*_NAMES, "copy") if hasattr(Tens
 @implements(*_IN_PLACE, padding=by_position, takes="skew sums")
 def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """Change the block in place; the result must have the tensor's own layout."""
-    if kwargs:
-        args, kwargs = _placed(func, args, kwargs)
+    args, kwargs = _placed(func, args, kwargs)
     x, op = args[0], func.__name__
     values = [lift(a, x.mesh, op) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     variant = op.strip("_").removeprefix("i")
-    partial = _partial(variant, values, args)
+    partial = _partial(variant, values)
     if partial != x.sharding.partial:
         raise partial_escape(op, next(v for v in values if v.sharding.partial))
     scaled = partial and len(values) == 2 and _LINEAR.get(variant) == "scale"
@@ -400,43 +391,11 @@ def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
             raise call_error(BadArgument, why, func, tensor=x, result=new)
         x.raw.copy_(new.raw)
         return x
-    raws = iter([x.raw, *[onto(v, x, op) for v in values[1:]]])
+    raws = iter(onto(op, values))
     blocks = [next(raws) if isinstance(a, Tensor) else a for a in args]
     named = {k: next(raws) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
     local_call(func, x.mesh, tuple(blocks), named)
     return x
-
-
-def _moved(v: ShardedTensor, want: Layout, x: ShardedTensor, op: str) -> ShardedTensor:
-    """Reshard what is written to ``x``.  Raises: ImplicitCommunication where that is not allowed."""
-    if want == v.sharding:
-        return v
-    moved = (v.sharding >> want).bytes(v.shape, x.mesh, v.raw.element_size())
-    if not may_move(float(moved)):
-        why = (
-            f"the operand lies otherwise than the tensor it changes, and {float(moved):.0f} "
-            "bytes per rank would move unasked"
-        )
-        fix = f"y = sl.reshard(y, {str(want)!r})"
-        raise call_error(ImplicitCommunication, why, op, fix, x=x, y=v)
-    return reshard(v, want)
-
-
-def onto(v: ShardedTensor, x: ShardedTensor, op: str) -> Tensor:
-    """Return an operand's block, resharded to broadcast with ``x``, whose layout stays."""
-    front = len(x.shape) - len(v.shape)
-    pairs = list(zip(v.shape, x.shape[max(front, 0) :], x.dims[max(front, 0) :], strict=False))
-    if front < 0 or any(m not in (1, n) for m, n, _ in pairs):
-        why = "the result's shape is not that of the tensor it is written to"
-        raise call_error(BadArgument, why, op, tensor=x, operand=v)
-    dims = tuple(Dim() if m == 1 != n else d for m, n, d in pairs)
-    v = _moved(v, v.sharding.onto(dims, v.sharding.skew if front else x.sharding.skew), x, op)
-    if not v.deferred <= x.deferred:
-        v = settle(v)
-    meets = {*x.sharding.named, *x.deferred}  # as in _planned
-    over = meets.difference(v.sharding.named, v.deferred)
-    axes = real_axes(x.mesh, over) if v.raw.requires_grad else ()
-    return _met(v, v.raw, axes, x.place, v.dtype == x.dtype)
 
 
 # ---------------------------------------------------------------- declared: any number of results,

@@ -25,6 +25,7 @@ from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, implements
 
 _REDUCES = frozenset("norm max mm powsum".split())
+_SCALAR = Layout()
 
 
 def _tensors(x: object) -> bool:
@@ -113,6 +114,7 @@ def _norms(func: Func, xs: Sequence[Any], order: float, dtype: torch.dtype | Non
     if not _takes(xs, order):
         return tuple(torch.linalg.vector_norm(x, order, dtype=dtype) for x in xs)
     mesh: Mesh = xs[0].mesh
+    place = Place(_SCALAR, torch.Size(()), mesh)
     flat = [flat_blocks(x.raw.detach(), mesh) for x in xs]
     local = [torch.linalg.vector_norm(x, order, -1, dtype=dtype) for x in flat]
     out: list[Any] = [None] * len(xs)
@@ -125,7 +127,6 @@ def _norms(func: Func, xs: Sequence[Any], order: float, dtype: torch.dtype | Non
         if axes:
             parts = _over(parts, mesh, axes, order)
         for i, raw in zip(members, parts.unbind(-1), strict=True):
-            place = Place(Layout(), torch.Size(()), mesh)
             out[i] = ShardedTensor(raw.to(local[i].dtype), place)
     return tuple(out)
 

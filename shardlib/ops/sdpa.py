@@ -140,7 +140,8 @@ def _as_scores(
     """Return the mask's block that fits a block of the scores."""
     scores = torch.Size((*q.padded_shape[:-1], k.padded_shape[-2]))
     place = Place(Layout(dims=(*q.dims[:-1], Dim())), scores, q.mesh, deferred=deferred)
-    return onto(mask, ShardedTensor(q.raw[..., :1], place), "scaled_dot_product_attention")
+    like = ShardedTensor(q.raw[..., :1], place)
+    return onto("scaled_dot_product_attention", [like, mask])[1]
 
 
 def _apart(dims: tuple[Dim, ...], mesh: Mesh) -> list[Dim]:

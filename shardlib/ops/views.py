@@ -626,7 +626,7 @@ def pad(
     for i, w in enumerate(widths):
         d = len(size) - 1 - i // 2
         if w and x.dims[d].is_split:
-            why = f"padding dimension {d}, which is split {x.dims[d]}, would move blocks"
+            why = f"padding dimension {d}, which is split {x.dims[d]}, would move blocks unasked"
             fix = f"sl.reshard(x, {_with(x, d, '.')!r})"
             raise call_error(ImplicitCommunication, why, "pad", fix, tensor=x)
         size[d] += w
@@ -670,6 +670,8 @@ def cat(func: Func, args: Args, kwargs: Kwargs) -> object:
     pieces = [t for t in tensors if t.shape != (0,)] or tensors  # torch joins (0,) to any shape
     if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
         only = pieces[0]
+        if len(tensors) == 1 and -only.ndim <= dim < only.ndim:
+            return only.clone(memory_format=torch.contiguous_format)
         blocks = FlatCall.of(torch.cat, [lift(t, only.mesh, "cat").raw for t in tensors], dim)
         return only.becomes(each(blocks, only.mesh))
     if not _join_as_they_are(tensors, dim):

@@ -137,7 +137,7 @@ def test_in_place_changes_the_block_and_keeps_the_layout() -> None:
         a += sl.shard(torch.ones(4), "y")
         a.mul_(3)
         assert sl.unshard(a).sum() == 96
-        with pytest.raises(sl.ShardError, match="otherwise than the tensor"):
+        with pytest.raises(sl.ShardError, match="y lies otherwise than the result"):
             sl.shard(torch.ones(4, 4), ". .").add_(a)
 
 
