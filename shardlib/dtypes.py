@@ -1,5 +1,6 @@
 """Half precision: which dtypes have it, and the dtype in which their values are summed."""
 
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,7 @@ def is_half(x: Tensor) -> bool:
     return x.dtype in HALF
 
 
+@cache
 def wider(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values are summed: fp32 for half precision, else their own.
 

@@ -77,6 +77,7 @@ def test_blocks_that_do_not_fit_are_refused_whoever_makes_them(
         params = {"w": sl.shard(torch.ones(8, 8), "...").requires_grad_()}
         before = sl.unshard(params["w"])
         monkeypatch.setattr("shardlib.capacity.LARGE", 0)
+        monkeypatch.setattr("shardlib.optim.buckets.LARGE", 0)
         monkeypatch.setattr("shardlib.capacity.available", lambda _: 10)
         with pytest.raises(sl.ShardError, match="GiB are needed") as caught:
             MAKERS[kind](params)

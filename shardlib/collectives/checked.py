@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import backward_now
-from shardlib.collectives.backends import group
 from shardlib.collectives.backends.backend import Axes
 from shardlib.collectives.count import Trace
+from shardlib.collectives.types import group
 from shardlib.errors import MOST, RankFailed, apart, clipped, user_line
 from shardlib.layouts import Layout
 from shardlib.mesh import (

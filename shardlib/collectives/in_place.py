@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardlib.collectives.backends import BACKENDS, dist, group
+from shardlib.collectives.backends import BACKENDS, dist
 from shardlib.collectives.backends.backend import Axes, Finish
 from shardlib.collectives.posted import (
     ALL_GATHER,
@@ -18,7 +18,7 @@ from shardlib.collectives.posted import (
     watched,
 )
 from shardlib.collectives.simulate import Stacked
-from shardlib.collectives.types import after_move, held, unwrap
+from shardlib.collectives.types import after_move, group, held, unwrap
 from shardlib.mesh import GROUPS, RECENT, Mesh, current_mesh, number, scope
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local
-from shardlib.collectives.backends import BACKENDS, Backend, dist, group
+from shardlib.collectives.backends import BACKENDS, Backend, dist
 from shardlib.collectives.backends.backend import AxisGroup, Finish, Pairs
 from shardlib.collectives.backends.streams import beside
 from shardlib.collectives.count import Trace, note
@@ -25,6 +25,7 @@ from shardlib.collectives.types import (
     after_move,
     flat_blocks,
     following,
+    group,
     held,
     public_name,
 )

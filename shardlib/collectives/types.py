@@ -16,14 +16,16 @@ Source: the varying manual axes of JAX's shard_map (check_vma).
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.collectives.backends import BACKENDS
+from shardlib.collectives.backends.backend import Axes
 from shardlib.collectives.simulate import Stacked, Varies, of
 from shardlib.errors import WrongAxes, axes_text
-from shardlib.mesh import Mesh, coordinates, current_mesh
+from shardlib.mesh import GROUPS, Mesh, coordinates, current_mesh
 
 Axis = str | tuple[str, ...]
 
@@ -68,6 +70,14 @@ def storage(blocks: Sequence[Tensor], mesh: Mesh) -> Tensor:
 def blocks(raw: Tensor, mesh: Mesh) -> list[Tensor]:
     """List the block of each rank of this process, as views: writes go to the storage."""
     return [raw[rank] for rank in range(len(raw))] if lead(mesh) else [raw]
+
+
+def group(mesh: Mesh, axes: Axes) -> Any:
+    """Return the back end's group of one axis or several, made once and kept on the mesh."""
+    found = mesh.memo[GROUPS].get(axes)
+    if found is None:
+        found = mesh.memo[GROUPS][axes] = BACKENDS[mesh.kind].group(mesh, axes)
+    return found
 
 
 def lead(mesh: Mesh) -> int:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import posted
-from shardlib.collectives.backends import group
 from shardlib.collectives.backends.backend import Axes
 from shardlib.collectives.posted import Collective, Counts, Pending
 from shardlib.collectives.simulate import Stacked, Varies
@@ -23,6 +22,7 @@ from shardlib.collectives.types import (
     after_move,
     differing,
     following,
+    group,
     held,
     mesh_of,
     public_name,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import storage_users
-from shardlib.capacity import refuse_beyond
+from shardlib.capacity import LARGE, refuse_beyond
 from shardlib.collectives import (
     blocks,
     gather_into,
@@ -149,16 +149,14 @@ class Bucket:
         ends = [s.offset + s.length for s in self.slots]
         return tuple((a, b) for a, b in zip(ends, starts, strict=True) if a < b)
 
-    def place(self, mesh: Mesh) -> Place:
-        """Return the place of its parts, split over its parameters' axes and its own."""
-        size = self.length * mesh.axis_size(self.axes)
-        return Place(self.layout, torch.Size([size]), mesh)
+    def place(self, mesh: Mesh, whole: bool = False, unsummed: Iterable[str] = ()) -> Place:
+        """Return the place of its parts, or of the whole, unsummed over some axes.
 
-    def whole_place(self, mesh: Mesh, over: tuple[str, ...]) -> Place:
-        """Return the place of the whole, unsummed over those of these axes that do not split it."""
-        size = self.length * mesh.axis_size(self.axes)
-        layout = Layout((Dim(self.axes),), tuple(sorted(set(over) - set(self.axes))))
-        return Place(layout.resolve(1), torch.Size([size]), mesh)
+        Axes that split its leaves are left out of these.
+        """
+        size = torch.Size([self.length * mesh.axis_size(self.axes)])
+        layout = Layout((Dim(self.axes),), tuple(set(unsummed) - set(self.axes)))
+        return Place(layout if whole else self.layout, size, mesh)
 
     def gather_later(self, flat: Tensor, mesh: Mesh, *, ahead: bool = True) -> Callable[[], object]:
         """Post the all-gather of the whole bucket in place; a second hop follows in ``finish``.
@@ -272,6 +270,14 @@ class Index:
         """Memory shared by all readings of its buckets."""
         return self.whole.room if self.whole else Room()
 
+    def of_parts(self, raws: Sequence[Tensor], mesh: Mesh) -> "Buckets":
+        """Return buckets of these parts."""
+        places: list[Place] = self.__dict__.get("places", [])
+        if not places or places[0].mesh is not mesh:
+            places = self.__dict__["places"] = [b.place(mesh) for b in self.buckets]
+        names = [b.name for b in self.buckets]
+        return Buckets(zip(names, map(ShardedTensor, raws, places), strict=True), self, mesh)
+
     def firsts(self, row: Sequence[Any]) -> list[Any]:
         """List the entry of each bucket's first leaf in a list of entries by leaf."""
         return [row[b.slots[0].leaves[0]] for b in self.buckets]
@@ -299,7 +305,6 @@ class Index:
         return Index, (*self._key, self.whole, self.keep)
 
 
-@lru_cache(maxsize=256)
 def index(
     items: tuple[Item, ...],
     hops: Hops,
@@ -651,7 +656,8 @@ def _storage(x: Tensor) -> int:
 
 def _empty(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate memory that later calls may write to, also if this one is in inference mode."""
-    if device.type == "cpu":  # the allocator of an accelerator refuses by itself, at no cost
+    # the allocator of an accelerator refuses by itself, at no cost
+    if device.type == "cpu" and n * dtype.itemsize > LARGE:
         refuse_beyond(n * dtype.itemsize, device, "zero")
     with torch.inference_mode(False):
         return torch.empty(n, dtype=dtype, device=device)
@@ -722,11 +728,9 @@ def own(flats: Sequence[Tensor], index: Index, mesh: Mesh) -> Buckets:
 
     See ``Buckets.put_back``.
     """
-    values: dict[str, ShardedTensor] = {}
-    for bucket, flat in zip(index.buckets, flats, strict=True):
-        raw = storage(own_parts(flat.detach(), bucket.over, mesh), mesh)
-        values[bucket.name] = ShardedTensor(raw, bucket.place(mesh))
-    return Buckets(values, index, mesh)
+    rows = zip(index, flats, strict=True)
+    raws = [storage(own_parts(flat.detach(), b.over, mesh), mesh) for b, flat in rows]
+    return index.of_parts(raws, mesh)
 
 
 def parts_of(
@@ -736,18 +740,17 @@ def parts_of(
 
     ``grads``  they are gradients: those of tied leaves are added, and half precision is widened.
     """
-    likes = [x.raw for x in index.firsts(leaves)]
-    dtypes = [wider(x.dtype) if grads else x.dtype for x in likes]
-    rows = list(zip(index, likes, dtypes, strict=True))
-    nbytes = sum(b.part_length * dtype.itemsize for b, _, dtype in rows)
-    refuse_beyond(nbytes * len(played(mesh)), mesh.device, "zero", mesh)
-    out = {}
-    for bucket, like, dtype in rows:
-        raw = like.new_zeros(storage_shape(mesh, bucket.part_length), dtype=dtype)
-        out[bucket.name] = ShardedTensor(raw, bucket.place(mesh))
-    buckets = Buckets(out, index, mesh)
-    fill_slots(buckets, leaves, add_tied=grads)
-    return buckets
+    rows = [(b, x.raw) for b, x in zip(index, index.firsts(leaves), strict=True)]
+    dtypes = [wider(x.dtype) if grads else x.dtype for _, x in rows]
+    sizes = [b.part_length * dtype.itemsize for (b, _), dtype in zip(rows, dtypes, strict=True)]
+    nbytes = sum(sizes) * len(played(mesh))
+    if nbytes > LARGE:
+        refuse_beyond(nbytes, mesh.device, "zero", mesh)
+    shapes = [storage_shape(mesh, b.part_length) for b in index]
+    made = zip(rows, shapes, dtypes, strict=True)
+    out = index.of_parts([x.new_zeros(s, dtype=dtype) for (_, x), s, dtype in made], mesh)
+    fill_slots(out, leaves, add_tied=grads)
+    return out
 
 
 def fill_slots(into: Buckets, leaves: Sequence[Any], *, add_tied: bool = False) -> None:

@@ -22,7 +22,7 @@ from shardlib.dtypes import HALF
 from shardlib.mesh import Mesh, bind
 from shardlib.optim.buckets import Bucket, Buckets, Index, Memory, Tree
 from shardlib.optim.index import IndexCache
-from shardlib.tensor import Place, ShardedTensor
+from shardlib.tensor import ShardedTensor
 
 _zero: Callable[[list[Tensor]], object] = foreach_ops()["zero_"]
 
@@ -133,15 +133,13 @@ class Sink:
                 self._land()
         if self.heard is not None:
             self.heard(self.order)
-        rows = [(x.bucket, x.flat) for x in self.filled]
-        values = {b.name: ShardedTensor(raw, self._place(b)) for b, raw in rows if raw is not None}
-        return self.give(Buckets(values, self.index, self.mesh))
-
-    def _place(self, bucket: Bucket) -> Place:
-        """Return the place of a bucket's gradients."""
+        raws = [x.flat for x in self.filled if x.flat is not None]
         if self.to == "part":
-            return bucket.place(self.mesh)
-        return bucket.whole_place(self.mesh, self.over if self.to == "whole" else ())
+            return self.give(self.index.of_parts(raws, self.mesh))
+        unsummed = self.over if self.to == "whole" else ()
+        places = [b.place(self.mesh, whole=True, unsummed=unsummed) for b in self.index]
+        names, values = (b.name for b in self.index), map(ShardedTensor, raws, places)
+        return self.give(Buckets(zip(names, values, strict=True), self.index, self.mesh))
 
     def _lies(self, one: Filling) -> Lies:
         """Take memory for a bucket, and zero its gaps."""

@@ -3,11 +3,10 @@
 from typing import Any, cast
 
 from shardlib.collectives.backends import dist, record, stacked
-from shardlib.collectives.backends.backend import Axes, Backend
+from shardlib.collectives.backends.backend import Backend
 from shardlib.errors import MeshError
-from shardlib.mesh import GROUPS, Mesh
 
-__all__ = ["BACKENDS", "Backend", "group"]
+__all__ = ["BACKENDS", "Backend"]
 
 
 class _Forked:
@@ -28,11 +27,3 @@ BACKENDS: dict[str, Backend[Any]] = {
     "forked": cast(Backend[Any], _Forked()),
 }
 """Back end by the kind of a mesh."""
-
-
-def group(mesh: Mesh, axes: Axes) -> Any:
-    """Return the back end's group of one axis or several, made once and kept on the mesh."""
-    found = mesh.memo[GROUPS].get(axes)
-    if found is None:
-        found = mesh.memo[GROUPS][axes] = BACKENDS[mesh.kind].group(mesh, axes)
-    return found

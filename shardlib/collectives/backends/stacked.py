@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives.backends.backend import Axes, AxisGroup, Finish, Pairs
-from shardlib.dtypes import wide
+from shardlib.dtypes import wider
 from shardlib.mesh import Mesh, coordinates, rank_along, uploaded
 
 P = ParamSpec("P")
@@ -106,7 +106,7 @@ def psum_scatter_into(
     land: Tensor | None = None,
     ahead: bool = False,
 ) -> Tensor:
-    y = g.split(wide(x))  # [groups, p, n]
+    y = g.split(x.to(wider(x.dtype)))  # [groups, p, n]
     p = y.shape[1]
     parts = y.unflatten(-1, (p, -1))  # [groups, rank, part, n / p]
     owner = torch.arange(p, device=x.device)

@@ -21,8 +21,9 @@ from shardlib.collectives import (
     unwrap,
     wrap,
 )
-from shardlib.collectives.backends import BACKENDS, Backend, group
+from shardlib.collectives.backends import BACKENDS, Backend
 from shardlib.collectives.backends.stacked import at_once
+from shardlib.collectives.types import group
 
 NAMES = [n for n, f in vars(Backend).items() if inspect.isfunction(f) and not n.startswith("_")]
 LOOKS = {"lead", "group"}
