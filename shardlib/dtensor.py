@@ -23,7 +23,8 @@ def to_dtensor(x: ShardedTensor, *, normalize: bool = False) -> "DTensor":
     """Share the blocks of a sharded tensor as a DTensor; no copy, gradients flow.
 
     ``normalize``  a layout that placements cannot express is first moved to one that they can.
-    Raises: NotExpressible (zigzag, skew, axes out of mesh order), Unsupported under simulate.
+    Raises: NotExpressible (blocks that are not contiguous, or are nested in another order than
+    the mesh's axes), Unsupported under simulate.
 
     >>> import shardlib as sl
     >>> with sl.make_mesh(x=1, device="cpu"):

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def as_dtensor(x: ShardedTensor) -> "DTensor":
     """Share the blocks as a DTensor.
 
-    Raises: NotExpressible (zigzag, skew, axes out of mesh order), Unsupported under simulate.
+    Raises: NotExpressible (blocks that are not contiguous, or are nested in another order than
+    the mesh's axes), Unsupported under simulate.
     """
     if not isinstance(x, ShardedTensor):
         why = "only sharded tensors become DTensors"

@@ -77,16 +77,16 @@ def spellings(draw: Any) -> Layout:
     if draw(st.integers(0, 4)) == 0:
         p, q, *rest = draw(st.permutations(AXES))
         partial = tuple(rest[: draw(st.integers(0, 2))])
-        return Layout(
-            (Dim((p,)), Dim((q,))),
-            partial,
-            draw(st.sampled_from("ab")),
-            draw(st.sampled_from([None, 0, 1, 2])),
-        )
+        return Layout(skewed(draw, p, q), partial, draw(st.sampled_from([None, 0, 1, 2])))
     layout = draw(layouts())
-    return Layout(
-        layout.dims, layout.partial, "", draw(st.none() | st.integers(0, len(layout.dims)))
-    )
+    return Layout(layout.dims, layout.partial, draw(st.none() | st.integers(0, len(layout.dims))))
+
+
+def skewed(draw: Any, row: str, col: str) -> tuple[Dim, Dim]:
+    """The tokens of one of Cannon's operands, split over these axes."""
+    plain = Dim((row,)), Dim((col,))
+    either = (plain[0], Dim((col,), by=row)), (Dim((row,), by=col), plain[1])
+    return draw(st.sampled_from(either))
 
 
 @st.composite
@@ -100,14 +100,14 @@ def skewable(
     sizes = [q, q, *([draw(st.integers(1, most // q**2))] if draw(st.booleans()) else [])]
     names = draw(st.permutations(AXES[: len(sizes)]))
     mesh = {a: dict(zip(names, sizes, strict=True))[a] for a in AXES[: len(sizes)]}
-    skewed = [draw(st.integers(0, 2)) > 0 for _ in range(count)]
-    skewed[draw(st.integers(0, count - 1))] = True
+    which = [draw(st.integers(0, 2)) > 0 for _ in range(count)]
+    which[draw(st.integers(0, count - 1))] = True
     chosen = []
-    for skew in skewed:
+    for skew in which:
         plain = only(draw(layouts(2, partial=partial)), mesh)
         row, col = draw(st.permutations(names[:2]))
         pending = tuple(a for a in plain.partial if a not in (row, col))
-        twisted = Layout((Dim((row,)), Dim((col,))), pending, draw(st.sampled_from("ab")))
+        twisted = Layout(skewed(draw, row, col), pending)
         chosen.append(twisted if skew else plain)
     return chosen, mesh
 

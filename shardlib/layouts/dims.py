@@ -25,10 +25,14 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """Split of one dimension: ``parts`` major first, axes (str) and unsplit factors (int)."""
+    """Split of one dimension: ``parts`` major first, axes (str) and unsplit factors (int).
+
+    ``by``  the axis by whose coordinate blocks are moved on, cyclically: Cannon's skew.
+    """
 
     parts: tuple[str | int, ...] = ()
     order: str = "contiguous"
+    by: str = ""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -41,7 +45,8 @@ class Dim:
     @property
     def is_plain(self) -> bool:
         """Whether it is split over axes alone, in contiguous blocks, or not at all."""
-        return self.order == "contiguous" and len(self.axes) == len(self.parts)
+        plain = self.order == "contiguous" and not self.by
+        return plain and len(self.axes) == len(self.parts)
 
     @property
     def ring(self) -> tuple[str, ...]:
@@ -144,6 +149,10 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
     """
     if dim.order != "contiguous":
         return _dealt_positions(dim, n, sizes, coord)
+    if dim.by:
+        (axis,) = dim.axes
+        at = (coord[axis] + coord[dim.by]) % sizes[axis]
+        return positions(Dim(dim.parts), n, sizes, {**coord, axis: at})
     # a position has one digit per part (mixed radix): an axis fixes its digit, an integer does not
     radices = [_radix(p, sizes) for p in dim.parts]
     stride = n - n % math.prod(radices)

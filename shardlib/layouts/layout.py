@@ -47,13 +47,13 @@ from shardlib.layouts.spec import (
     is_spec,
     placements,
 )
-from shardlib.layouts.text import Fields, read, written
+from shardlib.layouts.text import Fields, read, skew_of, written
 from shardlib.mesh import coordinates, scope
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One token per tensor dimension, the axes of a pending sum, and Cannon's skew.
+    """One token per tensor dimension, and the axes of a pending sum.
 
     >>> L = Layout.parse("(d x) ... y + sum(z)")
     >>> L.axes, L.partial
@@ -64,12 +64,13 @@ class Layout:
 
     dims: tuple[Dim, ...] = ()
     partial: tuple[str, ...] = ()
-    skew: str = ""
     ellipsis: int | None = None
     # mesh axes that split a dimension, in order
     axes: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
     # those, then the axes of the pending sum
     named: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
+    # "a" or "b" where its blocks are those of Cannon's operand of this name
+    skew: str = field(default="", init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +79,7 @@ class Layout:
         object.__setattr__(self, "named", self.axes + self.partial)
         if len(set(self.named)) < len(self.named):
             raise _reused(self)
+        object.__setattr__(self, "skew", skew_of(self.dims))
         object.__setattr__(self, "_hash", hash(self.fields))
 
     def __hash__(self) -> int:
@@ -85,12 +87,17 @@ class Layout:
 
     @property
     def fields(self) -> Fields:
-        """Dimensions, pending axes, skew and place of ``...``, as its text has them."""
-        return self.dims, self.partial, self.skew, self.ellipsis
+        """Dimensions, pending axes and place of ``...``, as its text has them."""
+        return self.dims, self.partial, self.ellipsis
 
-    def onto(self, dims: Iterable[Dim], skew: str = "", ellipsis: int | None = None) -> "Layout":
+    def onto(self, dims: Iterable[Dim]) -> "Layout":
         """Return the layout of a value with other dimensions and the same sum."""
-        return Layout(tuple(dims), self.partial, skew, ellipsis)
+        return Layout(tuple(dims), self.partial)
+
+    @property
+    def aligned(self) -> "Layout":
+        """The layout with each block at its own place, not moved on as Cannon's operands are."""
+        return replace(self, dims=tuple(replace(d, by="") for d in self.dims))
 
     # ------------------------------------------------------------ text
 
@@ -131,27 +138,7 @@ class Layout:
         sizes = axis_sizes(mesh)
         me = self.resolve(len(shape))
         me.check(shape, sizes)
-        at = me.holder(sizes, coord)
-        return tuple(positions(d, n, sizes, at) for d, n in zip(me.dims, shape, strict=True))
-
-    def holder(self, sizes: Mapping[str, int], coord: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the coordinate whose block the rank at ``coord`` holds: its own, without a skew.
-
-        With skew a it is (i, i+j), with b (i+j, j).
-        Raises: MeshError if there is a skew and no matrix split over two axes of equal size.
-        """
-        if not self.skew:
-            return coord
-        single = [len(d.parts) == 1 and d.is_plain for d in self.dims]
-        if single != [True, True] or len({sizes[a] for a in self.axes}) > 1:
-            text = " ".join(map(str, self.dims))
-            why = "a skew needs a matrix split over two axes of equal size"
-            given = {"layout": f"{text} skew {self.skew}"}
-            fix = f"sl.Layout.parse({text!r})"
-            raise MeshError(why, op="layout", operands=given, mesh=dict(sizes), fix=fix)
-        row, col = self.axes
-        moved = (coord[row] + coord[col]) % sizes[row]
-        return {**coord, (col if self.skew == "a" else row): moved}
+        return tuple(positions(d, n, sizes, coord) for d, n in zip(me.dims, shape, strict=True))
 
     def is_zero(self, coord: Mapping[str, int]) -> bool:
         """Check whether the rank at ``coord`` holds zeros, as all parts of a sum but the first do."""
@@ -180,10 +167,7 @@ class Layout:
         if sorted(p + len(perm) * (p < 0) for p in perm) != list(range(len(perm))):
             why = f"{perm} is no permutation"
             raise ShardError(why, op="transpose", fix=f"layout.transpose{tuple(range(len(perm)))}")
-        skew = me.skew
-        if skew and [p % len(perm) for p in perm] != list(range(len(perm))):
-            skew = _SKEW_T[skew]
-        return me.onto([me.dims[p] for p in perm], skew)
+        return me.onto([me.dims[p] for p in perm])
 
     def __mul__(self, other: "LayoutLike") -> "Layout":
         """Return the product over disjoint axes: each dimension split by both layouts.
@@ -205,10 +189,7 @@ class Layout:
         """Return the finest layout that both refine: their common leading parts."""
         a, b = _aligned(self, _operand(other))
         dims = [_common(p, q) for p, q in zip(a.dims, b.dims, strict=True)]
-        skew = a.skew if a.skew == b.skew and tuple(dims) == a.dims else ""
-        if (a.skew or b.skew) and not skew:
-            dims = [WHOLE] * len(dims)
-        return Layout(tuple(dims), tuple(sorted(set(a.partial) & set(b.partial))), skew, a.ellipsis)
+        return Layout(tuple(dims), tuple(sorted(set(a.partial) & set(b.partial))), a.ellipsis)
 
     def __le__(self, other: "LayoutLike") -> bool:
         """Check whether this is at least as split: its blocks are inside blocks of ``other``."""
@@ -345,9 +326,6 @@ NEITHER = (
 )
 
 
-_SKEW_T = {"": "", "a": "b", "b": "a"}
-
-
 def _reused(layout: Layout) -> AxisReused:
     """Return the error for an axis in two places; the fix keeps the first."""
     named = [(a, str(d)) for d in layout.dims for a in d.axes] + [
@@ -405,7 +383,11 @@ def _check(
     check_axes(layout.named, sizes, str(layout), op)
     me = layout.resolve(len(shape))
     check_sizes(me.dims, shape, sizes, str(layout), op)
-    me.holder(sizes, dict.fromkeys(sizes, 0))
+    for dim in me.dims:
+        if dim.by and (dim.by not in me.axes or sizes[dim.by] != sizes[dim.axes[0]]):
+            why = "a skew needs a matrix split over two axes of equal size"
+            fix = f"sl.Layout.parse({str(me.aligned)!r})"
+            raise MeshError(why, op="layout", operands={"layout": str(me)}, mesh=sizes, fix=fix)
 
 
 @lru_cache(maxsize=16384)
@@ -449,14 +431,14 @@ def _combined(a: Layout, b: Layout, join: Callable[[Dim, Dim], Dim], op: str) ->
             raise _pair_error(ShardError, why, op, a, b)
     if a.skew or b.skew:
         raise _pair_error(ShardError, "a skewed layout does not combine", op, a, b, "x y")
-    return Layout(tuple(dims), a.partial + b.partial, "", a.ellipsis)
+    return Layout(tuple(dims), a.partial + b.partial, a.ellipsis)
 
 
 def _common(p: Dim, q: Dim) -> Dim:
     """Return the leading parts that two tokens share, up to the last axis among them."""
     if p == q:
         return p
-    if not p.order == q.order == "contiguous":
+    if not p.order == q.order == "contiguous" or p.by or q.by:
         return WHOLE
     pairs = itertools.takewhile(
         lambda pair: pair[0] == pair[1], zip(p.parts, q.parts, strict=False)

@@ -270,7 +270,7 @@ def _order_slices(at: _SearchNode) -> _Moves:
         begun = (
             now.is_plain and want.parts[: len(now.parts)] == now.parts and inner.ring == want.ring
         )
-        if not begun or want.is_plain or used.intersection(inner.axes):
+        if not begun or want.is_plain or want.by or used.intersection(inner.axes):
             continue
         table = tuple(_table(inner, at.local(d), at.sizes))
         elements = at.block // at.ranks(inner.axes)
@@ -290,11 +290,11 @@ def _permutations(at: _SearchNode) -> _Moves:
     same = set(now.axes) == set(last.axes)
     if now.skew and not (last.skew and same):
         # a skew fits one pair of axes only, so it is undone before the axes change
-        yield from _permute_to(at, now.onto(now.dims))
+        yield from _permute_to(at, now.aligned)
     elif same and now.partial == last.partial:
         yield from _permute_to(at, last)
-    elif last.skew and now.dims == last.dims:
-        yield from _permute_to(at, now.onto(last.dims, last.skew))
+    elif last.skew and now.dims == last.aligned.dims:
+        yield from _permute_to(at, now.onto(last.dims))
 
 
 _WORLD = 64

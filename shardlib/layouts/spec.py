@@ -22,21 +22,16 @@ def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    dims, partial, skew, ellipsis = fields
+    dims, partial, ellipsis = fields
     names = list(sizes)
     if ellipsis is not None:
         why = "placements need a definite rank"
         fix = "layout.resolve(x.ndim).placements(mesh)"
         raise RankMismatch(why, op="placements", operands={"layout": written(fields)}, fix=fix)
-    unsaid = [
-        f"{d}: it nests axes in mesh order, contiguously"
-        for d in dims
-        if d != Dim(tuple(a for a in names if a in d.axes))
-    ]
-    if skew:
-        unsaid.append("a skew")
+    unsaid = [d for d in dims if d != Dim(tuple(a for a in names if a in d.axes))]
     if unsaid:
-        why = f"DTensor cannot say {unsaid[0]}"
+        what = "a skew" if unsaid[0].by else unsaid[0]
+        why = f"DTensor cannot say {what}: it nests axes in mesh order, contiguously"
         given = {"layout": written(fields)}
         fix = "sl.dtensor.to_dtensor(x, normalize=True)"
         raise NotExpressible(why, op="to_dtensor", operands=given, mesh=dict(sizes), fix=fix)
@@ -80,7 +75,7 @@ def from_placements(
     front = ndim if ndim is not None else 1 + max([-1, *parts])
     back = -min([0, *parts])
     dims = tuple(Dim(tuple(parts.get(d, ()))) for d in (*range(front), *range(-back, 0)))
-    return dims, tuple(partial), "", front if ndim is None else None
+    return dims, tuple(partial), front if ndim is None else None
 
 
 def _check_sum(p: Any, name: str, given: Sequence[Any], op: str, fix: str) -> None:
@@ -156,7 +151,7 @@ def from_spec(given: Any, sizes: Sizes | None, op: str, fix: str) -> Fields | No
     dims = [_dim(entry) for entry in given]
     if None in dims:
         return None
-    return tuple(d for d in dims if d), tuple(getattr(given, "unreduced", ())), "", len(dims)
+    return tuple(d for d in dims if d), tuple(getattr(given, "unreduced", ())), len(dims)
 
 
 def _dim(entry: Any) -> Dim | None:

@@ -1,12 +1,14 @@
 """Parser of a layout's text form into the fields of a ``Layout``; errors show the mistake."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 
 from shardlib.errors import LayoutSyntax, ShardError, similar
 from shardlib.layouts.dims import WHOLE, Dim
 from shardlib.layouts.orders import ORDERS
 
-Fields = tuple[tuple[Dim, ...], tuple[str, ...], str, int | None]
+Fields = tuple[tuple[Dim, ...], tuple[str, ...], int | None]
 
 NAME = re.compile(r"[A-Za-z_]\w*\Z")
 _RUN = re.compile(r"[0-9]{1,18}:[0-9]{1,18}(:[1-9][0-9]{0,17})?")
@@ -28,13 +30,13 @@ _MOST = 10_000  # characters of a layout's text, a bound on the time of parsing
 
 
 def read(text: str) -> Fields:
-    """Read the dimensions, pending axes, skew and place of ``...`` that a text names.
+    """Read the dimensions, pending axes and place of ``...`` that a text names.
 
     Raises: LayoutSyntax.
 
-    >>> dims, partial, skew, ellipsis = read("x ... + sum(z)")
-    >>> [str(d) for d in dims], partial, skew, ellipsis
-    (['x'], ('z',), '', 1)
+    >>> dims, partial, ellipsis = read("x ... + sum(z)")
+    >>> [str(d) for d in dims], partial, ellipsis
+    (['x'], ('z',), 1)
     """
     if len(text) > _MOST:
         why = f"a text of {len(text):,} characters is no layout: {text[:40]!r}..."
@@ -59,7 +61,19 @@ def read(text: str) -> Fields:
             ellipsis = len(dims)
         else:
             dims.append(_token(token, text))
-    return tuple(dims), partial, skew.strip(), ellipsis
+    if skew.strip():
+        dims = _skewed(dims, skew.strip(), text)
+    return tuple(dims), partial, ellipsis
+
+
+def _skewed(dims: list[Dim], skew: str, text: str) -> list[Dim]:
+    """Return the tokens of a matrix whose columns (a) or rows (b) the other's axis moves on."""
+    if len(dims) != 2 or any(len(d.parts) != 1 or not d.is_plain for d in dims):
+        raise _bad(text, "a skew needs a matrix split over two axes", f"x y skew {skew}")
+    rows, cols = dims
+    if skew == "a":
+        return [rows, replace(cols, by=rows.axes[0])]
+    return [replace(rows, by=cols.axes[0]), cols]
 
 
 def _token(token: str, text: str) -> Dim:
@@ -123,13 +137,18 @@ def written(fields: Fields) -> str:
     >>> written(read("(d  x) ... y + sum( z )"))
     '(d x) ... y + sum(z)'
     """
-    dims, partial, skew, ellipsis = fields
+    dims, partial, ellipsis = fields
     tokens = [str(d) for d in dims]
     if ellipsis is not None:
         tokens.insert(ellipsis, "...")
     body = " ".join(tokens)
     if partial:
         body += f" + sum({' '.join(partial)})"
-    if skew:
+    if skew := skew_of(dims):
         body += f" skew {skew}"
     return body.strip()
+
+
+def skew_of(dims: Sequence[Dim]) -> str:
+    """Return which operand of Cannon's product is stored so: "a", "b", or "" without a skew."""
+    return next(("ba"[d] for d, dim in enumerate(dims) if dim.by), "")

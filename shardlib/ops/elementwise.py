@@ -27,6 +27,7 @@ from shardlib.placing import reshard
 from shardlib.tensor import (
     Place,
     ShardedTensor,
+    Unfit,
     blockwise,
     call_error,
     implements,
@@ -319,8 +320,10 @@ def _planned(
         layout, s, own = p.layout, p.shape, p.deferred
         front = len(shape) - len(s)
         pairs = zip(s, shape[front:], out.dims[front:], strict=True)
-        dims = (Dim() if n == 1 != m else t for n, m, t in pairs)
-        target = layout.onto(dims, "" if front else out.skew)
+        dims = tuple(Dim() if n == 1 != m else t for n, m, t in pairs)
+        if dims != out.dims and any(t.by for t in dims):
+            raise Unfit("a skewed tensor, and an operand that is broadcast to it")
+        target = layout.onto(dims)
         targets.append(None if target == layout else target)
         if target != layout:
             moved.append((i, (layout >> target).bytes(tuple(s), mesh, 1)))
@@ -336,7 +339,7 @@ def _token(d: int, n: int, places: list[Place]) -> Dim:
 
     ``d``  counts from the last; ``n`` is the result's size.
     """
-    dims = [(p.layout.dims[d], p.shape) for p in places if -d <= len(p.shape)]
+    dims = [(p.layout.aligned.dims[d], p.shape) for p in places if -d <= len(p.shape)]
     found = {token for token, s in dims if s[d] == n and token.is_split}
     largest = {t: max(s.numel() for token, s in dims if token == t) for t in sorted(found, key=str)}
     return max(largest, key=largest.__getitem__, default=Dim())

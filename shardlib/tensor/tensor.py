@@ -611,7 +611,7 @@ def _refuse_skew(func: Func, args: Args, kwargs: Kwargs) -> object:
     found = _sharded((args, kwargs))
     x = next(x for x in found if x.sharding.skew)
     why = f"{func.__name__} has no implementation for skewed blocks"
-    fix = f"sl.reshard(x, {str(x.sharding.onto(x.dims))!r})"
+    fix = f"sl.reshard(x, {str(x.sharding.aligned)!r})"
     raise call_error(Unsupported, why, func, fix, tensor=x)
 
 

@@ -110,7 +110,7 @@ def _on(
     for ndim in ranks:
         try:
             me = lay.resolve(ndim)
-            units = [_unit(dim, mesh) for dim in me.dims]
+            units = [_unit(dim, mesh) for dim in me.aligned.dims]
             shape = tuple(
                 n if declared(dim.order) is not None else n * draw.randint(1, 3 if n < 12 else 2)
                 for dim, n in zip(me.dims, units, strict=True)
@@ -299,7 +299,7 @@ def _check_uneven(
             assert f"dimension {d} of size {uneven[d]}" in str(e), f"{law}: refused with {e}"
         else:
             raise AssertionError(f"{law}: a size that does not divide is accepted")
-        if declared(me.dims[d].order) is not None or me.skew:
+        if declared(me.dims[d].order) is not None:
             continue
         a = shard(x, given, pad=True)
         alike(f"{law} and padded: its shape", tuple(a.shape), uneven)

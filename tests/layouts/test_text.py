@@ -22,11 +22,11 @@ def test_written_is_read_back_whatever_the_spaces(layout: Layout, spaces: int) -
 @pytest.mark.parametrize(
     ("text", "fields"),
     [
-        ("x ... y", (["x", "y"], (), "", 1)),
-        ("...", ([], (), "", 0)),
-        ("(2 x) . + sum(y z)", (["(2 x)", "."], ("y", "z"), "", None)),
-        ("x y skew b", (["x", "y"], (), "b", None)),
-        ("", ([], (), "", None)),
+        ("x ... y", (["x", "y"], (), 1)),
+        ("...", ([], (), 0)),
+        ("(2 x) . + sum(y z)", (["(2 x)", "."], ("y", "z"), None)),
+        ("x y skew b", (["x", "y"], (), None)),
+        ("", ([], (), None)),
     ],
 )
 def test_a_text_is_its_fields(text: str, fields: Any) -> None:
@@ -34,7 +34,9 @@ def test_a_text_is_its_fields(text: str, fields: Any) -> None:
     assert ([str(d) for d in dims], *others) == fields
 
 
-@pytest.mark.parametrize("text", ["x skew c", "x + y", "(x", "x) .", "... x ...", "x?"])
+@pytest.mark.parametrize(
+    "text", ["x skew c", "x . skew a", "(x y) z skew b", "x + y", "(x", "x) .", "... x ...", "x?"]
+)
 def test_no_text_is_half_read(text: str) -> None:
     with pytest.raises(LayoutSyntax):
         read(text)

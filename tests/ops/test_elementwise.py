@@ -33,6 +33,8 @@ def test_pending_sums_do_not_take_a_scalar() -> None:
         lambda a, b: torch.lerp(a, a, b),
         lambda a, b: a + a,
         lambda a, b: a.clone().add_(b),
+        lambda a, b: a.clone().add_(b[0]),
+        lambda a, b: a.mT.clone().copy_(b[:, :1]),
     ],
 )
 @pytest.mark.parametrize("other", ["x y", "x y skew b", ". ."])
