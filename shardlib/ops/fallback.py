@@ -312,10 +312,22 @@ def refuse_moves(call: FallbackCall) -> object:
 
 def run_whole(call: FallbackCall) -> object:
     """Run the function on gathered operands; simulated ranks whose gradients differ in turn."""
-    gathered = _gather(call)
-    if gathered.deferred and lead(call.mesh):
-        return _in_turn(call, gathered)
-    return _on_one(call, gathered)
+    mesh, whole = call.mesh, _gather(call)
+    raws = whole.raws
+    ranks = bool(whole.deferred) and lead(mesh)  # whose gradients differ, so each runs for itself
+    before = [(writes(r), r.grad_fn) for r in raws]
+    out = each(call.flat, mesh, raws) if ranks else run(call.func, mesh, *call.flat.replaced(raws))
+    # the result is a view: run again on the original blocks so that it shares memory
+    if lead(mesh) and not ranks and _viewing(out, raws, before):
+        blocks = [v.raw for v in whole.values]
+        out = each(call.flat, mesh, blocks)
+        return replied(out, blocks, call.values, mesh, whole.deferred, True)
+    each_written = zip(call.values, whole.values, raws, before, whole.quiet, strict=True)
+    for x, moved, raw, (count, graph), quiet in each_written:
+        if quiet or writes(raw) != count:  # written to, in place or as out=
+            with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not graph):
+                _write(x, moved, raw, call.name, ranks)
+    return replied(out, raws, call.values, mesh, whole.deferred, ranks)
 
 
 HANDLERS: tuple[Handler, ...] = (
@@ -361,7 +373,7 @@ def _gather(call: FallbackCall) -> _Gathered:
     for i, v in zip(at, moved, strict=True):
         raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
         one = raw if deferred else one_copy(raw, mesh)
-        if one is raw and i in call.moved and among(i, call.written):
+        if one is raw and (i in call.moved or deferred) and among(i, call.written):
             one = raw.clone()  # autograd refuses writes to a view made by an autograd function
         raws.append(one)
     quiet = [
@@ -369,50 +381,6 @@ def _gather(call: FallbackCall) -> _Gathered:
         for i, raw in zip(at, raws, strict=True)
     ]
     return _Gathered(moved, raws, quiet, deferred)
-
-
-def _on_one(call: FallbackCall, whole: _Gathered) -> object:
-    """Run the function once, for all ranks that this process simulates."""
-    mesh, raws = call.mesh, whole.raws
-    before = [(writes(r), r.grad_fn) for r in raws]
-    out = run(call.func, mesh, *call.flat.replaced(raws))
-    # the result is a view: run again on the original blocks so that it shares memory
-    if lead(mesh) and _viewing(out, raws, before):
-        blocks = [v.raw for v in whole.values]
-        out = each(call.flat, mesh, blocks)
-        return replied(out, blocks, call.values, mesh, whole.deferred, True)
-    each_written = zip(call.values, whole.values, raws, before, whole.quiet, strict=True)
-    for x, moved, raw, (count, graph), quiet in each_written:
-        if quiet or writes(raw) != count:  # written to, in place or as out=
-            with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not graph):
-                _write(x, moved, raw, call.name, False)
-    return replied(out, raws, call.values, mesh, whole.deferred, False)
-
-
-def _in_turn(call: FallbackCall, whole: _Gathered) -> object:
-    """Run simulated ranks whose gradients differ one after the other, each on copies.
-
-    So an in-place write of one rank does not invalidate another's saved tensors.
-    """
-    mesh, values = call.mesh, call.values
-    copies = [[r[rank].clone() for rank in range(mesh.size)] for r in whole.raws]
-    marks = {id(c): _SameAsOperand(k) for k, mine in enumerate(copies) for c in mine}
-
-    def one(*blocks: object, **more: object) -> object:
-        with casting(call.func):
-            out = call.func(*blocks, **more)
-        return optree.tree_map(lambda t: marks.get(id(t), t), out, none_is_leaf=True)
-
-    before = [[writes(c) for c in mine] for mine in copies]
-    out = each(call.flat._replace(func=one), mesh, copies)
-    each_written = zip(values, whole.values, copies, before, whole.quiet, strict=True)
-    for x, moved, mine, counts, quiet in each_written:
-        if quiet or [writes(c) for c in mine] != counts:
-            _write(x, moved, torch.stack(mine), call.name, True)
-    out = optree.tree_map(
-        lambda t: values[t.at] if isinstance(t, _SameAsOperand) else t, out, none_is_leaf=True
-    )
-    return replied(out, whole.raws, values, mesh, whole.deferred, True)
 
 
 # ---------------------------------------------------------------- results that are written
@@ -510,13 +478,6 @@ def _viewing(out: object, raws: list[Tensor], before: list[Any]) -> bool:
     found = [t for t in optree.tree_leaves(out) if isinstance(t, Tensor)]  # type: ignore[arg-type]
     views = any(t is not r and same_memory(t, r) for t in found for r in raws)
     return views and all(writes(r) == old[0] for r, old in zip(raws, before, strict=True))
-
-
-@dataclass(frozen=True)
-class _SameAsOperand:
-    """Marker of a result that is an operand."""
-
-    at: int
 
 
 # position of the flag in torch.embedding_bag and F.embedding
