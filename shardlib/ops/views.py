@@ -391,18 +391,11 @@ _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 )
 def expand(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, wanted, _ = _EXPAND(*args, **kwargs).values()
-    front = len(wanted) - len(x.shape)
-    own = (*wanted[: max(0, front)], *x.shape)  # what a -1 stands for; none in front
-    new = tuple(n if s == -1 else s for s, n in zip(wanted, own, strict=False))
-    if (
-        front < 0
-        or min(new, default=0) < 0
-        or any(m not in (1, n) for m, n in zip(x.shape, new[front:], strict=True))
-    ):
-        raise call_error(BadArgument, f"cannot expand to {list(wanted)}", "expand", tensor=x)
+    new = torch.empty(1, device="meta").expand(x.shape).expand(wanted).shape
+    front = len(new) - len(x.shape)
     stored = _stored(func, x, new, lambda d, j: d + front == j)
     layout = x.sharding.onto((*[Dim()] * front, *x.dims))
-    place = x.place.becomes(layout, torch.Size(new), torch.Size(stored))
+    place = x.place.becomes(layout, new, torch.Size(stored))
     local = layout.local_shape(stored, x.mesh)
     return blockwise(func, args or (x,), kwargs, place, Tensor.expand, (local,))
 
@@ -410,18 +403,11 @@ def expand(func: Func, args: Args, kwargs: Kwargs) -> object:
 # ---------------------------------------------------------------- pieces
 
 
-def _split_sizes(func: Func, size: int, pieces: Any) -> list[int]:
-    if isinstance(pieces, int) and pieces <= 0 < size:
-        raise BadArgument(f"{pieces} pieces, or pieces of that size, of {size}", op=func.__name__)
-    if "chunk" in func.__name__:
-        if not size:
-            return [0] * pieces  # for an empty dimension torch returns as many as requested
-        pieces = -(-size // pieces)
-    if isinstance(pieces, int):
-        return [min(pieces, size - k) for k in range(0, size, pieces or 1)] or [0]
-    if sum(pieces) != size or min(pieces, default=0) < 0:
-        raise BadArgument(f"pieces of {list(pieces)} do not make {size}", op=func.__name__)
-    return list(pieces)
+@lru_cache(maxsize=4096)
+def _split_sizes(name: str, size: int, pieces: int | tuple[int, ...]) -> list[int]:
+    """List the sizes of pieces as torch cuts them."""
+    line = torch.empty(1, device="meta").expand(size)
+    return [len(t) for t in getattr(torch, name)(line, pieces)]
 
 
 _SPLIT = """
@@ -442,7 +428,8 @@ def split(
     if not x.shape:
         raise BadArgument("a scalar has no pieces", op=func.__name__)
     dim = dim_of(dim, len(x.shape), func.__name__)
-    sizes = _split_sizes(func, x.shape[dim], pieces)
+    pieces = pieces if isinstance(pieces, int) else tuple(pieces)
+    sizes = _split_sizes(func.__name__, x.shape[dim], pieces)
     token = x.dims[dim]
     ways = 1
     if token.is_split and len(sizes) > 1:
@@ -485,11 +472,19 @@ def _pieces(x: ShardedTensor, dim: int, sizes: list[int]) -> tuple[ShardedTensor
 
 
 def _refuse_pieces(func: Func, x: ShardedTensor, dim: int, sizes: list[int]) -> NoReturn:
-    token, ways = x.dims[dim], len(sizes)
-    fits = len(set(sizes)) == 1 and sizes[0] % x.mesh.axis_size(token.axes[0]) == 0
-    why = f"pieces of {sizes} along dimension {dim} cut through blocks split {token}"
-    fix = f"sl.reshard(x, {_with(x, dim, f'({ways} {token.axes[0]})' if fits else '.')!r})"
-    raise call_error(ImplicitCommunication, why, func, fix, tensor=x)
+    axis, ways = x.dims[dim].axes[0], len(sizes)
+    fits = len(set(sizes)) == 1 and sizes[0] % x.mesh.axis_size(axis) == 0
+    why = f"pieces of {sizes} cut through dimension {dim}"
+    raise _through_blocks(why, func, x, dim, f"({ways} {axis})" if fits else ".")
+
+
+def _through_blocks(
+    why: str, op: Func | str, x: ShardedTensor, dim: int, token: str = "."
+) -> ImplicitCommunication:
+    """Return the refusal of what cuts a split dimension; its fix splits it by ``token``."""
+    dims = [*map(str, x.dims[:dim]), token, *map(str, x.dims[dim + 1 :])]
+    why, fix = f"{why}, which is split {x.dims[dim]}", f"sl.reshard(x, {' '.join(dims)!r})"
+    return call_error(ImplicitCommunication, why, op, fix, tensor=x)
 
 
 def _cut(x: ShardedTensor, dim: int, start: int, stop: int) -> tuple[slice, Dim] | None:
@@ -499,12 +494,6 @@ def _cut(x: ShardedTensor, dim: int, start: int, stop: int) -> tuple[slice, Dim]
 def _piece(x: ShardedTensor, dim: int, size: int, here: slice, token: Dim) -> ShardedTensor:
     how = dim - len(x.shape), here.start, here.stop - here.start
     return _resized(x, local_call(torch.narrow, x.mesh, (x.raw, *how), {}), dim, token, size)
-
-
-def _with(x: ShardedTensor, dim: int, token: str) -> str:
-    dims = [str(d) for d in x.dims]
-    dims[dim] = token
-    return " ".join(dims)
 
 
 @by_signature("unbind(input, dim: int = 0)", Tensor.unbind, torch.unbind, along_dim=True)
@@ -603,9 +592,7 @@ def _own_share(x: ShardedTensor, d: int, i: Any) -> tuple[ShardedTensor, Any]:
         found = _cut(x, d, start, max(start, stop))
         if step == 1 and found is not None:
             return _piece(x, d, stop - start, *found), slice(None)
-    why = f"index {i!r} cuts through dimension {d}, which is split {token}"
-    fix = f"sl.reshard(x, {_with(x, d, '.')!r})"
-    raise call_error(ImplicitCommunication, why, "getitem", fix, tensor=x)
+    raise _through_blocks(f"index {i!r} cuts through dimension {d}", "getitem", x, d)
 
 
 DECLARED.add(F.pad)  # torch casts it on the blocks, since autocast covers only some modes
@@ -626,9 +613,7 @@ def pad(
     for i, w in enumerate(widths):
         d = len(size) - 1 - i // 2
         if w and x.dims[d].is_split:
-            why = f"padding dimension {d}, which is split {x.dims[d]}, would move blocks unasked"
-            fix = f"sl.reshard(x, {_with(x, d, '.')!r})"
-            raise call_error(ImplicitCommunication, why, "pad", fix, tensor=x)
+            raise _through_blocks(f"blocks would move unasked to pad dimension {d}", func, x, d)
         size[d] += w
     with casting(func):
         raw = local_call(F.pad, x.mesh, (x.raw, widths, mode, value), {})
