@@ -103,9 +103,20 @@ def topk(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, k, dim, largest, ordered = _TOPK(*args, **kwargs).values()
     if not _is_split(x, dim) or not 0 < k < _block(x, dim):
         return rows_call(func, args, kwargs, lambda a, k: along(_TOPK(*a, **k)))
-    values, where = _candidates(lambda block, d: torch.topk(block, k, d, largest), x, dim % x.ndim)
+    return torch.return_types.topk(best(x, k, dim % x.ndim, largest, ordered))
+
+
+def best(
+    x: ShardedTensor, k: int, dim: int, largest: bool = True, ordered: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the best k along a split dimension, and their positions in the tensor."""
+
+    def here(block: Tensor, d: int) -> tuple[Tensor, Tensor]:
+        return torch.topk(block, min(k, block.shape[d]), d, largest)
+
+    values, where = _candidates(here, x, dim)
     values, at = torch.topk(values, k, dim, largest, ordered)
-    return torch.return_types.topk((values, where.gather(dim, at)))
+    return values, where.gather(dim, at)
 
 
 @implements(torch.kthvalue, Tensor.kthvalue, padding=beside(the_dim(_KTH)))

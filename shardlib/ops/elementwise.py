@@ -54,6 +54,8 @@ _NUMBERS = ("alpha", "value")
 
 def _placed(func: Func, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return the call with its first operand by position, and numbers where torch takes no others."""
+    if func.__name__.startswith("__") and kwargs.keys() - {"other"}:
+        raise Unfit("Python's operators know no other names")
     masked, given = "masked_fill" in func.__name__, {}
     for name, v in kwargs.items():
         number = name in _NUMBERS and isinstance(v, Tensor) and not masked

@@ -314,7 +314,9 @@ def run_whole(call: FallbackCall) -> object:
     """Run the function on gathered operands; simulated ranks whose gradients differ in turn."""
     mesh, whole = call.mesh, _gather(call)
     raws = whole.raws
-    ranks = bool(whole.deferred) and lead(mesh)  # whose gradients differ, so each runs for itself
+    ranks = lead(mesh) > 0 and bool(
+        whole.deferred
+    )  # whose gradients differ, so each runs for itself
     before = [(writes(r), r.grad_fn) for r in raws]
     out = each(call.flat, mesh, raws) if ranks else run(call.func, mesh, *call.flat.replaced(raws))
     # the result is a view: run again on the original blocks so that it shares memory

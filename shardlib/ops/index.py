@@ -11,13 +11,22 @@ from shardlib.errors import OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import link
 from shardlib.mesh import Mesh
-from shardlib.ops.declare import Bound, declare, labelled, rows, rows_but, slots, where
+from shardlib.ops.declare import (
+    Bound,
+    by_signature,
+    declare,
+    labelled,
+    rows,
+    rows_but,
+    slots,
+    where,
+)
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.elementwise import elementwise
-from shardlib.ops.fallback import is_whole, on_whole
+from shardlib.ops.fallback import is_whole
 from shardlib.ops.id_bounds import in_range
-from shardlib.ops.padding import beside, by_position, of_true_sizes, sizes, the_dim
+from shardlib.ops.padding import by_position, of_true_sizes, sizes
 from shardlib.ops.signatures import ArgumentSlot, binder
 from shardlib.ops.views import entries, indexed_dims, named, piece, without_ellipsis
 from shardlib.opspec import Args, Func, Kwargs
@@ -120,7 +129,7 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
     if not any(isinstance(i, Tensor | list) for i in given):
         return _at(x, given) if _numbered(x, given) else piece(func, args, kwargs)
     if not isinstance(x, ShardedTensor):
-        return on_whole(func, args, {}, None)
+        raise Unfit("a plain tensor")
     given = tuple(_everywhere(i, x) for i in given)
     picks = [i for i in given if isinstance(i, Tensor)]
     for i in picks:
@@ -139,7 +148,7 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
             return found
     out = _picked(x, given)
     if out is None:
-        return on_whole(func, (x, index), {}, None)
+        raise Unfit("an index of another kind")
     if not masked and not any(i.ndim for i in picks):
         link(x.raw, out.raw)  # torch treats 0-dim indices as numbers, so its result is a view
     return out
@@ -326,14 +335,15 @@ def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
     return out.clone() if out._is_view() else out
 
 
-@implements(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
-def nonzero(func: Func, args: Args, kwargs: Kwargs) -> object:
+@by_signature(
+    "nonzero(input, *, as_tuple: bool = False)",
+    torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere,
+)  # fmt: skip
+def nonzero(func: Func, x: ShardedTensor, as_tuple: bool) -> object:
     """Find the nonzero elements, on every rank; one byte per element is gathered."""
-    x, *rest = args or (kwargs.pop("input"),)
-    args = (x, *rest)
     if type(x) is not ShardedTensor or is_whole(x) or x.sharding.partial:
-        return on_whole(func, args, kwargs, None)
-    return func(reshard(x != 0, "..."), *rest, **kwargs)
+        raise Unfit("whole elements")
+    return torch.nonzero(reshard(x != 0, "..."), as_tuple=as_tuple)  # type: ignore[arg-type, call-overload]
 
 
 @implements(torch.where, Tensor.where, padding=by_position)
@@ -346,18 +356,17 @@ def choice(func: Func, args: Args, kwargs: Kwargs) -> object:
     return elementwise(func, args, kwargs)
 
 
-_SELECTED = binder("index_select(input, dim: int, index: tensor)")
-
-
-@implements(torch.index_select, Tensor.index_select, padding=beside(the_dim(_SELECTED)))
-def index_select(func: Func, args: Args, kwargs: Kwargs) -> object:
+@by_signature(
+    "index_select(input, dim: int, index: tensor)",
+    torch.index_select, Tensor.index_select, along_dim=True,
+)  # fmt: skip
+def index_select(func: Func, x: ShardedTensor, dim: int, index: Tensor) -> Tensor:
     """Select as x[..., index] does; the result has x's layout, where it divides.
 
     A plain index counts as the same on every rank.
     """
-    x, dim, index = _SELECTED(*args, **kwargs).values()
     if not isinstance(x, ShardedTensor) or not -x.ndim <= dim < x.ndim or index.ndim > 1:
-        return on_whole(func, args, kwargs, None)
+        raise Unfit("another dimension or index")
     dim = dim % x.ndim
     if index.dtype not in (torch.int32, torch.int64):
         why = f"index_select takes int32 or int64, not {index.dtype}"
@@ -372,40 +381,37 @@ def index_select(func: Func, args: Args, kwargs: Kwargs) -> object:
     return cut.becomes(cut.raw.clone()) if cut.raw._is_view() else cut  # the caller may write to it
 
 
-_COPIED = binder("index_copy(input, dim: int, index: tensor, source: tensor)")
-
-
-@implements(Tensor.index_copy_)
-def index_copy_(func: Func, args: Args, kwargs: Kwargs) -> object:
+@by_signature("index_copy(input, dim: int, index: tensor, source: tensor)", Tensor.index_copy_)
+def index_copy_(
+    func: Func, x: ShardedTensor, dim: int, index: ShardedTensor, source: ShardedTensor
+) -> ShardedTensor:
     """Write slices along a whole dimension: each rank writes its part of them."""
-    x, dim, index, source = _COPIED(*args, **kwargs).values()
     if type(x) is not ShardedTensor or not x.ndim or source.ndim != x.ndim:
-        return on_whole(func, args, kwargs, None)
+        raise Unfit("dimensions")
     index, source = _everywhere(index, x), lift(source, x.mesh, "index_copy_")
     cut = x.dims[dim].is_split or x.sharding.partial or source.sharding.partial
     cut = cut or x.raw.requires_grad or source.raw.requires_grad or not is_whole(index)
     if cut or (source.sharding >> x.sharding).bytes(source.shape, x.mesh):
-        return on_whole(func, args, kwargs, None)
+        raise Unfit("slices that are not written as they lie")
     raws = x.raw, reshard(source, x.sharding).raw, index.raw
     for block, part, at in zip(*[blocks(raw, x.mesh) for raw in raws], strict=True):
         block.index_copy_(dim, at, part)
     return x
 
 
-_ADDED = binder("index_add(input, dim, index: tensor, source: tensor, *, alpha: number = 1)")
-
-
-@implements(Tensor.index_add_, Tensor.index_add, torch.index_add)
-def index_add(func: Func, args: Args, kwargs: Kwargs) -> object:
+@by_signature(
+    "index_add(input, dim, index: tensor, source: tensor, *, alpha: number = 1)",
+    Tensor.index_add_, Tensor.index_add, torch.index_add,
+)  # fmt: skip
+def index_add(func: Func, x: Any, dim: int, index: Any, source: Any, alpha: float) -> Tensor:
     """Add into a split dimension: each rank adds the positions of its block, and nothing moves."""
-    x, dim, index, source, alpha = _ADDED(*args, **kwargs).values()
     mesh = next(v.mesh for v in (x, index, source) if isinstance(v, ShardedTensor))
     if not isinstance(index, ShardedTensor):
         index = replicated(index, mesh)
     x, index, source = (lift(v, mesh, "index_add") for v in (x, index, source))
     dim = dim % max(1, x.ndim)
     if not _adds_in_place(x, dim, index, source):
-        return on_whole(func, args, kwargs, None)
+        raise Unfit("slices that are not added as they lie")
     lies, axes = _unsplit(x, dim), real_axes(mesh, x.dims[dim].axes)
     index, source = _whole(index), reshard(source, lies)
     ids = index.raw.long()

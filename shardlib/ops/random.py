@@ -19,11 +19,11 @@ from shardlib.collectives import storage_shape
 from shardlib.errors import ImplicitCommunication, ShardError, Unsupported
 from shardlib.kernels.bits import signed
 from shardlib.layouts import Dim, Layout
+from shardlib.ops.candidates import best
 from shardlib.ops.counter_rng import (
     DIGITS,
     Make,
     Pairs,
-    along,
     drawn,
     gaussian,
     half_open,
@@ -36,7 +36,6 @@ from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs, lines
-from shardlib.placing import reshard
 from shardlib.random import branch, next_key
 from shardlib.tensor.gradients import real_axes
 from shardlib.tensor.lifting import lift
@@ -119,7 +118,7 @@ def integers(low: int, high: int) -> Make:
     return wide
 
 
-def _largest(dtype: torch.dtype) -> int:
+def _end(dtype: torch.dtype) -> int:
     """Return the end of ``random_()``'s range: integers up to it are exact in the dtype."""
     if dtype == torch.bool:
         return 2
@@ -163,7 +162,7 @@ def _halved(x: ShardedTensor, std: float) -> float:
 
 def _between(b: dict[str, Any], x: ShardedTensor) -> Make:
     """Make integers for random_(), random_(to), random_(from, to); to=None: to the last one."""
-    top = _largest(x.dtype)
+    top = _end(x.dtype)
     high = b.get("high", top)
     return integers(b.get("low", 0), top + (x.dtype == torch.int64) if high is None else high)
 
@@ -429,13 +428,12 @@ def multinomial(
     )
     if again:
         draws, each, least = count, 1, "sum of probabilities <= 0"
-    picks = [_largest_of(x, noise(lane), each) for lane in range(draws)]
-    found = torch.cat([i for _, i in picks], -1)
-    top = picks[0][0]
-    if not raw.is_meta and bool((top[..., -1] == -math.inf).any()):
+    place = Place(x.sharding, x.shape, x.mesh)
+    picks = [_largest(ShardedTensor(noise(lane), place), each) for lane in range(draws)]
+    top: Any = picks[0][0]
+    if not raw.is_meta and bool((top.raw[..., -1] == -math.inf).any()):
         raise RuntimeError(f"invalid multinomial distribution ({least})")
-    layout = Layout((*x.sharding.resolve(x.ndim).dims[:-1], Dim()))
-    return ShardedTensor(found, Place(layout, torch.Size((*x.padded_shape[:-1], count)), x.mesh))
+    return torch.cat([where for _, where in picks], -1)  # type: ignore[return-value]
 
 
 def _check_weights(x: ShardedTensor, count: int, again: bool) -> None:
@@ -458,25 +456,11 @@ def _check_weights(x: ShardedTensor, count: int, again: bool) -> None:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
 
-def _largest_of(x: ShardedTensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest scores along the last dimension and their positions in the whole row.
-
-    They are chosen among every rank's own largest.
-    """
-    layout = x.sharding.resolve(x.ndim)
-    value, local = scores.topk(min(count, scores.shape[-1]), -1)
-    if not real_axes(x.mesh, layout.dims[-1].axes):
-        return value, local
-    where = along(x, x.ndim - 1).expand(scores.shape).gather(-1, local)
-    each = x.mesh.axis_size(layout.dims[-1].axes)
-    size = torch.Size((*x.padded_shape[:-1], value.shape[-1] * each))
-    blocks = Layout((*layout.dims[:-1], Dim(layout.dims[-1].axes)))
-    whole = Layout((*layout.dims[:-1], Dim()))
-    value, where = (
-        reshard(ShardedTensor(t, Place(blocks, size, x.mesh)), whole).raw for t in (value, where)
-    )
-    best, at = value.topk(count, -1)
-    return best, where.gather(-1, at)
+def _largest(scores: ShardedTensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest scores along the last dimension, and their positions in the row."""
+    if real_axes(scores.mesh, scores.dims[-1].axes):
+        return best(scores, count, scores.ndim - 1)
+    return torch.topk(scores, count, -1)
 
 
 # ---------------------------------------------------------------- pooling at random positions

@@ -391,7 +391,7 @@ _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 )
 def expand(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, wanted, _ = _EXPAND(*args, **kwargs).values()
-    new = torch.empty(1, device="meta").expand(x.shape).expand(wanted).shape
+    new = torch.empty((), device="meta").expand(x.shape).expand(wanted).shape
     front = len(new) - len(x.shape)
     stored = _stored(func, x, new, lambda d, j: d + front == j)
     layout = x.sharding.onto((*[Dim()] * front, *x.dims))
@@ -406,7 +406,7 @@ def expand(func: Func, args: Args, kwargs: Kwargs) -> object:
 @lru_cache(maxsize=4096)
 def _split_sizes(name: str, size: int, pieces: int | tuple[int, ...]) -> list[int]:
     """List the sizes of pieces as torch cuts them."""
-    line = torch.empty(1, device="meta").expand(size)
+    line = torch.empty((), device="meta").expand(size)
     return [len(t) for t in getattr(torch, name)(line, pieces)]
 
 
