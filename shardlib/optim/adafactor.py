@@ -20,15 +20,7 @@ from shardlib.dtypes import wider
 from shardlib.mesh import Mesh
 from shardlib.optim.matrix_owners import Laid, Spread, laid
 from shardlib.optim.norms import firsts, norms, over_ranks, scale_in_place
-from shardlib.optim.transform import (
-    AMOUNT,
-    Range,
-    Schedule,
-    Transform,
-    by_directions,
-    keep,
-    ranged,
-)
+from shardlib.optim.transform import Range, Schedule, Transform, by_directions, keep, ranged
 from shardlib.optim.trees import (
     SPAN,
     Tree,
@@ -63,8 +55,6 @@ class FactoredState(NamedTuple):
 
 @ranged(
     decay=Range("0 or less, and finite", lambda n: -math.inf < n <= 0),
-    eps1=AMOUNT,
-    eps2=AMOUNT,
     clip=Range("1 or more", lambda n: n >= 1),
 )
 def adafactor(
@@ -125,7 +115,7 @@ def adafactor(
     def groups(params: Tree) -> list[str]:
         return ["matrix" if _is_matrix(x) else "vector" for x in named(params).values()]
 
-    return by_directions("adafactor", "rows", init, lr, direct, like, groups=groups)
+    return by_directions("adafactor", "rows", init, lr, direct, like=like, groups=groups)
 
 
 def _check_state(grads: Tree, flat: Tree, state: FactoredState) -> None:

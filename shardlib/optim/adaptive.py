@@ -417,10 +417,8 @@ def lamb(
         written(lists)
         return state._replace(count=state.count + 1)
 
-    made: Any = by_directions(
-        "lamb", "tensor", beginning(MomentState, "mu", "nu"), lr, direct,
-        lambda grads, state: state.mu, moment="mu",
-    )  # fmt: skip
+    init = beginning(MomentState, "mu", "nu")
+    made: Any = by_directions("lamb", "tensor", init, lr, direct, moment="mu")
     return under(backend, made._replace(donate=donate))
 
 

@@ -560,7 +560,7 @@ def finer(value: ShardedTensor, axes: tuple[str, ...]) -> ShardedTensor:
     place, ways = value.place, value.mesh.axis_size(axes)
     for d, dim in sorted(enumerate(place.dims), key=lambda at: len(at[1].axes)):
         layout = Layout((*place.dims[:d], Dim((*dim.axes, *axes)), *place.dims[d + 1 :]))
-        plain = dim == Dim(dim.axes) and place.shape[d] == place.tiled[d] and layout <= place.layout
+        plain = dim == Dim(dim.axes) and place.shape[d] == place.tiled[d]
         n = value.raw.shape[d - len(place.dims)]
         if ways > 1 and plain and n and not n % ways:
             return reshard(value, layout)  # type: ignore[return-value]
@@ -624,10 +624,12 @@ class Memory:
 
 
 class Room:
-    """Memory shared by all readings of one index.
+    """Memory shared by all readings of one index, and records of its use.
 
-    ``order``   the buckets in the order in which the last forward read them.
-    ``flying``  callbacks that wait for gradient sums in transit.
+    ``order``     the buckets in the order in which the last forward read them.
+    ``flying``    callbacks that wait for gradient sums in transit.
+    ``recorded``  whether the order of gradients is known.
+    ``better``    the index of buckets in that order, until it is used.
     """
 
     def __init__(self) -> None:
@@ -635,6 +637,8 @@ class Room:
         self.order: list[str] = []
         self.buffers: list[Tensor] = []
         self.flying: list[Callable[[], object]] = []
+        self.recorded = False
+        self.better: Index | None = None
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a gather buffer that no tensor uses any more, or a new one."""

@@ -11,8 +11,6 @@ import torch
 from shardlib.dtypes import wider
 from shardlib.errors import BadArgument
 from shardlib.optim.transform import (
-    COUNT,
-    NUMBER,
     Range,
     Schedule,
     Step,
@@ -143,7 +141,7 @@ def identity() -> Transform:
     return stateless(lambda grads: grads)
 
 
-@ranged("sl.optim.scale(0.1)", factor=NUMBER)
+@ranged("sl.optim.scale(0.1)")
 def scale(factor: float) -> Transform:
     """Multiply updates by a number.
 
@@ -196,7 +194,7 @@ class AroundZeroState(MultiState):
     __slots__ = ()
 
 
-@ranged("tx = sl.optim.multi_steps(sl.optim.adamw(1e-3), 4)", every=COUNT)
+@ranged("tx = sl.optim.multi_steps(sl.optim.adamw(1e-3), 4)")
 def multi_steps(tx: Transform, every: int) -> Transform:
     """Update with the mean of ``every`` gradients; in between, updates are zero.
 

@@ -64,26 +64,17 @@ def masked(tx: Transform, mask: Mask) -> Transform:
     """
 
     check_transform(tx, "masked")
-
-    def meant(tree: Tree) -> dict[str, bool]:
-        return flags(mask, tree, "masked")
+    both = by_mask(mask, tx, stateless(lambda grads: grads), "masked")
 
     def init(params: Tree) -> State:
-        return _begun(tx, only(trainable(params), meant(params), True))
+        return both.init(params).inner["on"]
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
-        on = meant(grads)
-        held = None if params is None else only(trainable(params), on, True)
-        new, state = tx.update(only(grads, on, True), state, held)
-        return merged(grads, on, {True: new, False: grads}), state
+        given = PartitionState({"on": state, "off": EmptyState()})
+        updates, after = both.update(grads, given, params)
+        return updates, after.inner["on"]
 
-    def groups(params: Tree) -> list[str]:
-        return ["on" if on else "off" for on in meant(params).values()]
-
-    def part(tree: Tree) -> Tree:
-        return only(trainable(tree), meant(tree), True)
-
-    return Transform(init, update, tx.trait, groups=groups, sink=_no_sink([(tx, part)]))
+    return both._replace(init=init, update=update, donate=None, check=None, heeds=False)
 
 
 class PartitionState(NamedTuple):

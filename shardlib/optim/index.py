@@ -114,8 +114,6 @@ class IndexCache:
 
     ``apart``     whether each group of a module block has a bucket of its own, of any size: stage 3.
     ``found``     items -> their index.
-    ``recorded``  number of an index whose gradients' order is recorded -> itself, and the index
-                  with better buckets until it is used.
     ``last``      name -> a key, and the value made for it.
     """
 
@@ -128,16 +126,7 @@ class IndexCache:
         if self.apart:
             self.most_bytes = 1 << 62
         self.found: dict[tuple[Item, ...], Index] = {}
-        self.recorded: dict[int, tuple[Index, Index | None]] = {}
         self.last: dict[str, tuple[Any, Any]] = {}
-
-    def kept(self, name: str, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the last value made under a name if its key is equal; else make one."""
-        before, found = self.last.get(name, (None, None))
-        if before != key:
-            found = make()
-            self.last[name] = key, found
-        return found
 
     def find(self, params: Tree, state: State = None) -> Indexed:
         """Return a tree's trained leaves and their index: the state's own if it has one.
@@ -229,11 +218,12 @@ class IndexCache:
         It makes better buckets, which are used from the next step on, because gradients may still
         be accumulated in the old ones; at once with ``at_once``, if nothing is stored in them.
         """
-        if id(where) in self.recorded or len(where.buckets) < 2:
+        room = where.room
+        if room.recorded or len(where.buckets) < 2:
             return None
 
         def record(order: list[int]) -> None:
-            self.recorded[id(where)] = where, None
+            room.recorded = True
             said = agreed("arrival of gradients", mesh, order)
             if said is None:
                 return
@@ -243,19 +233,17 @@ class IndexCache:
             made = index(where.items, where.hops, where.sizes, self.most_bytes, every)
             if overlap(made, said) < overlap(where, said) + _WORTH:
                 return
-            self.recorded[id(made)] = made, None
+            made.room.recorded = True
             if at_once:
                 self.use(made)
             else:
-                self.recorded[id(where)] = where, made
+                room.better = made
 
         return record
 
     def better(self, where: Index) -> Index | None:
         """Return the re-ordered buckets, once, if there are any."""
-        found = self.recorded.get(id(where), (where, None))[1]
-        if found is not None:
-            self.recorded[id(where)] = where, None
+        found, where.room.better = where.room.better, None
         return found
 
     def use(self, where: Index) -> None:

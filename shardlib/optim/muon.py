@@ -57,14 +57,7 @@ from shardlib.optim.matrix_owners import (
     through_owners,
 )
 from shardlib.optim.norms import totals
-from shardlib.optim.transform import (
-    COUNT,
-    POSITIVE,
-    Schedule,
-    Transform,
-    by_directions,
-    ranged,
-)
+from shardlib.optim.transform import COUNT, Schedule, Transform, by_directions, ranged
 from shardlib.optim.trees import Tree, bucketed_in, moments, pieces, spans
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor
@@ -84,7 +77,7 @@ class MuonState(NamedTuple):
     trace: Tree
 
 
-@ranged(steps=COUNT, most_mb=POSITIVE)
+@ranged(steps=COUNT)
 def muon(
     lr: float | Schedule,
     momentum: float = 0.95,
@@ -150,10 +143,8 @@ def muon(
                 run.mul_(-rate * _adjusted(*one.spread.one, adjust))
         return state._replace(count=state.count + 1), -rate * weight_decay
 
-    core = by_directions(
-        "muon", "matrix", init, lr, direct, lambda grads, state: state.trace,
-        moment="trace", weights=bool(weight_decay),
-    )  # fmt: skip
+    weights = bool(weight_decay)
+    core = by_directions("muon", "matrix", init, lr, direct, moment="trace", weights=weights)
     return of_matrices(core, rest, matrices, "muon", 0.02)
 
 

@@ -37,8 +37,6 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, scope, within
 from shardlib.ops.padding import filled
 from shardlib.optim.transform import (
-    COUNT,
-    POSITIVE,
     STEPS,
     Later,
     Posted,
@@ -311,7 +309,7 @@ class ClipState(NamedTuple):
         return ClipState()
 
 
-@ranged("sl.optim.clip_by_global_norm(1.0)", max_norm=POSITIVE, p=POSITIVE)
+@ranged("sl.optim.clip_by_global_norm(1.0)")
 def clip_by_global_norm(
     max_norm: float, p: float = 2.0, *, check: bool = True, backend: Backend = "auto"
 ) -> Transform:
@@ -403,7 +401,7 @@ def _not_finite(grads: Tree) -> Iterator[str]:
             yield name
 
 
-@ranged("sl.optim.clip_by_value(1.0)", limit=POSITIVE)
+@ranged("sl.optim.clip_by_value(1.0)")
 def clip_by_value(limit: float) -> Transform:
     """Clamp every element of the updates to [-limit, limit]; torch.nn.utils.clip_grad_value_.
 
@@ -419,7 +417,7 @@ def clip_by_value(limit: float) -> Transform:
     return stateless(clipped)
 
 
-@ranged("sl.optim.clip_by_parameter_norm(1.0)", max_norm=POSITIVE)
+@ranged("sl.optim.clip_by_parameter_norm(1.0)")
 def clip_by_parameter_norm(max_norm: float) -> Transform:
     """Scale each tensor of the updates so that its own norm is at most ``max_norm``.
 
@@ -531,7 +529,6 @@ class ScaleState(NamedTuple):
     start=Range("more than 0, and finite", lambda n: 0 < n < math.inf),
     growth=Range("more than 1, and finite", lambda n: 1 < n < math.inf),
     backoff=Range("more than 0 and less than 1", lambda n: 0 < n < 1),
-    interval=COUNT,
 )
 def loss_scale(
     tx: Transform,

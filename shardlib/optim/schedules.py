@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from shardlib.errors import ShardError
-from shardlib.optim.transform import AMOUNT, STEPS, Schedule, ranged
+from shardlib.optim.transform import STEPS, Schedule, ranged
 
 Shape = Literal["linear", "cosine", "sqrt"]
 
 
-@ranged("sl.optim.constant(1e-3)", value=AMOUNT)
+@ranged("sl.optim.constant(1e-3)")
 def constant(value: float) -> Schedule:
     """Return the same value at every step.
 
@@ -24,7 +24,7 @@ def constant(value: float) -> Schedule:
     return lambda step: value
 
 
-@ranged("sl.optim.linear(0.0, 1e-3, 100)", end=AMOUNT, steps=STEPS)
+@ranged("sl.optim.linear(0.0, 1e-3, 100)")
 def linear(start: float, end: float, steps: int) -> Schedule:
     """Go from ``start`` at step 0 to ``end`` at step ``steps`` in a line, constant after it.
 
@@ -35,7 +35,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     return _fall(start, end, steps, lambda t: 1 - t)
 
 
-@ranged("sl.optim.cosine(1e-3, 0.0, 1000)", end=AMOUNT, steps=STEPS)
+@ranged("sl.optim.cosine(1e-3, 0.0, 1000)")
 def cosine(start: float, end: float, steps: int) -> Schedule:
     """Go from ``start`` to ``end`` in half a period of a cosine, constant after ``steps``.
 
@@ -48,9 +48,7 @@ def cosine(start: float, end: float, steps: int) -> Schedule:
     return _fall(start, end, steps, _FALLS["cosine"])
 
 
-@ranged(
-    "sl.optim.warmup_cosine(1e-3, 100, 1000)", peak=AMOUNT, warmup=STEPS, steps=STEPS, end=AMOUNT
-)
+@ranged("sl.optim.warmup_cosine(1e-3, 100, 1000)")
 def warmup_cosine(
     peak: float, warmup: int, steps: int, *, start: float = 0.0, end: float = 0.0
 ) -> Schedule:
@@ -71,10 +69,7 @@ def warmup_cosine(
     return joined([linear(start, peak, warmup), cosine(peak, end, steps - warmup)], [warmup])
 
 
-@ranged(
-    "sl.optim.wsd(1e-3, 100, 1000, 200)",
-    peak=AMOUNT, warmup=STEPS, steps=STEPS, decay=STEPS, end=AMOUNT,
-)  # fmt: skip
+@ranged("sl.optim.wsd(1e-3, 100, 1000, 200)", decay=STEPS)
 def wsd(
     peak: float,
     warmup: int,

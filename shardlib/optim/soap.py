@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.dtypes import wider
 from shardlib.errors import Unsupported
+from shardlib.kernels.adamw import AdamStep
 from shardlib.optim.groups import Mask, of_matrices
 from shardlib.optim.matrix_owners import (
     Kind,
@@ -31,15 +31,8 @@ from shardlib.optim.matrix_owners import (
     only_matrices,
     through_owners,
 )
-from shardlib.optim.transform import (
-    COUNT,
-    POSITIVE,
-    Schedule,
-    Transform,
-    by_directions,
-    ranged,
-)
-from shardlib.optim.trees import Tree, each, moments, pieces, spans
+from shardlib.optim.transform import Schedule, Transform, by_directions, ranged
+from shardlib.optim.trees import Tree, moments, pieces, spans
 
 
 class SoapState(NamedTuple):
@@ -58,7 +51,7 @@ class SoapState(NamedTuple):
     right_basis: Owned
 
 
-@ranged(every=COUNT, most=POSITIVE)
+@ranged()
 def soap(
     lr: float | Schedule,
     b1: float = 0.95,
@@ -108,9 +101,17 @@ def soap(
     ) -> tuple[SoapState, float]:
         for g, w in spans(*pieces(grads, way)):
             w.copy_(g)
-        _directed(_live(way, kernels), state, b1, b2, eps, every)
+        items, count = _live(way, kernels), state.count
+        state.mu.check(items, "soap")
+        kept = [[x.views(i) for x in state[1:]] for i in range(len(items[0].runs))]
+        hyper = AdamStep(rate, b1, b2, eps, weight_decay, count)
+
+        def compute(i: int, units: Sequence[int], batch: Tensor, side: tuple[int, int]) -> None:
+            for unit, g in zip(units, batch.unbind(), strict=True):
+                _step(g, [x[unit] for x in kept[i]], hyper, every)
+
+        through_owners(items, state.mu.held.plan, compute, state.mu.vector.dtype)
         size = decay = 0.0  # in the first step
-        count = state.count
         if count:
             size = -rate * (1 - b2**count) ** 0.5 / (1 - b1**count)
             decay = -rate * weight_decay
@@ -118,25 +119,8 @@ def soap(
             w.mul_(size)
         return state._replace(count=count + 1), decay
 
-    core = by_directions(
-        "soap", "matrix", init, lr, direct,
-        lambda grads, state: each(lambda g: g.to(wider(g.dtype)), grads),
-    )  # fmt: skip
+    core = by_directions("soap", "matrix", init, lr, direct)
     return of_matrices(core, rest, matrices, "soap", 0.003)
-
-
-def _directed(
-    items: list[Laid], state: SoapState, b1: float, b2: float, eps: float, every: int
-) -> None:
-    """Replace gradients by directions, and update the owners' state with them, in place."""
-    state.mu.check(items, "soap")
-    kept = [[x.views(i) for x in state[1:]] for i in range(len(items[0].runs))]
-
-    def compute(i: int, units: Sequence[int], batch: Tensor, side: tuple[int, int]) -> None:
-        for unit, g in zip(units, batch.unbind(), strict=True):
-            _step(g, [x[unit] for x in kept[i]], state.count, b1, b2, eps, every)
-
-    through_owners(items, state.mu.held.plan, compute, state.mu.vector.dtype)
 
 
 def _live(tree: Tree, kernels: Patterns | None) -> list[Laid]:
@@ -164,9 +148,7 @@ def _work(s: Spread) -> int:
     return 8 * m * n * (m + n) + m**3 + n**3
 
 
-def _step(
-    g: Tensor, own: Sequence[Tensor], count: int, b1: float, b2: float, eps: float, every: int
-) -> None:
+def _step(g: Tensor, own: Sequence[Tensor], h: AdamStep, every: int) -> None:
     """Step one matrix in place: ``g`` is overwritten with its direction.
 
     ``own``  its state, in the order of SoapState; empty for sides without statistics.
@@ -174,11 +156,11 @@ def _step(
     mu, nu, left, right, left_basis, right_basis = own
     sides = [(left, left_basis, 0), (right, right_basis, 1)]
     seen = g.clone()
-    if count:
-        mu.lerp_(g.to(mu.dtype), 1 - b1)
+    if h.count:
+        mu.lerp_(g.to(mu.dtype), 1 - h.b1)
         turned = _turned(seen, left_basis, right_basis)
-        nu.mul_(b2).addcmul_(turned, turned, value=1 - b2)
-        way = _turned(mu, left_basis, right_basis) / nu.sqrt().add_(eps)
+        nu.mul_(h.b2).addcmul_(turned, turned, value=1 - h.b2)
+        way = _turned(mu, left_basis, right_basis) / nu.sqrt().add_(h.eps)
         g.copy_(_turned(way, left_basis.mT, right_basis.mT))
     else:
         g.zero_()
@@ -186,15 +168,15 @@ def _step(
         if not stats.numel():
             continue
         pairs = seen @ seen.mT if dim == 0 else seen.mT @ seen
-        stats.lerp_(pairs.to(stats.dtype), 1 - b2)
-        if not count:
+        stats.lerp_(pairs.to(stats.dtype), 1 - h.b2)
+        if not h.count:
             # eigh sorts ascending, bases are kept descending
             values, found = torch.linalg.eigh(stats)
             values, found = values.flip(0), found.flip(1)
             rank = int((values > _floor(values)).sum())
             basis.copy_(found if rank == len(values) else _completed(found, rank))
         # one power iteration and QR; nu follows its columns into the new order
-        elif count % every == 0:
+        elif h.count % every == 0:
             values = (basis.mT @ stats @ basis).diagonal()
             some = values > _floor(values)
             order = values.where(some, 0).argsort(descending=True, stable=True)

@@ -74,8 +74,7 @@ class SplitState:
         state, where = self._followed(given, state, at)
         with bind(at.mesh):  # bind settles transfers that an exception left posted
             parts = self._reduced(given, where, at.mesh, self.memory)
-        flats = self._adopted(at, where)
-        mine = self._own(flats, where, at.mesh)
+        flats, mine = self._adopted(at, where)
         state = run_measured(self.inner, parts, state, mine, step)
         mine.put_back(flats)
         # a skipped step changed no parameter
@@ -116,23 +115,20 @@ class SplitState:
 
     # ------------------------------------------------------------ the parameters' memory
 
-    def _adopted(self, at: Indexed, where: Index) -> list[Tensor]:
-        """Return the buckets of which the parameters are views, cached while none is moved."""
-        if at.raws[0].is_meta:  # where all addresses are 0
-            return adopt(at.leaves, where, at.mesh)
-        before, flats = self.cache.last.get("flats", (None, None))
-        if before != (where, _addresses(at.raws)):
-            flats = adopt(at.leaves, where, at.mesh)
-            # the buckets are alive, so that no address is reused
-            self.cache.last["flats"] = (where, _addresses(at.raws)), flats
-        return flats
+    def _adopted(self, at: Indexed, where: Index) -> tuple[list[Tensor], Buckets]:
+        """Return the buckets of which the parameters are views, and each rank's own part of them.
 
-    def _own(self, flats: list[Tensor], where: Index, mesh: Mesh) -> Buckets:
-        """Return each rank's own part of the parameters; copies under simulate."""
-        if lead(mesh):
-            return own(flats, where, mesh)
-        key = where, _addresses(flats)
-        return self.cache.kept("own", key, lambda: own(flats, where, mesh))
+        Both are cached while no parameter is moved; under simulate the parts are copies.
+        """
+        before, found = self.cache.last.get("flats", (None, None))
+        if before != (where, _addresses(at.raws)) or at.raws[0].is_meta:  # all of address 0
+            flats = adopt(at.leaves, where, at.mesh)
+            found = flats, own(flats, where, at.mesh)
+            # the buckets are alive, so that no address is reused
+            self.cache.last["flats"] = (where, _addresses(at.raws)), found
+        elif lead(at.mesh):
+            found = found[0], own(found[0], where, at.mesh)
+        return found
 
     def _gather(self, flats: list[Tensor], mine: Buckets, where: Index, mesh: Mesh) -> None:
         """Make every rank's parameters whole again."""

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import below_autograd, copy_all, fused_step
+from shardlib.dtypes import wider
 from shardlib.errors import BadArgument
 from shardlib.kernels.active import checked, use
 from shardlib.optim.trees import (
@@ -475,9 +476,9 @@ def by_directions(
     init: Callable[[Any], Any],
     lr: float | Schedule,
     direct: Callable[[Any, Any, Any, Any, float], tuple[Any, float]],
-    like: Callable[[Any, Any], Any],
     *,
     moment: str | None = None,
+    like: Callable[[Any, Any], Any] | None = None,
     weights: bool = True,
     groups: Callable[[Any], list[Any]] | None = None,
 ) -> Transform:
@@ -486,20 +487,25 @@ def by_directions(
     ``direct``   ``direct(grads, state, params, way, rate)`` writes directions to ``way``, which may
                  be the gradients' memory, and overwrites the state's tensors.  It returns the state
                  and the multiple of the parameters that is added too.
-    ``like``     ``like(grads, state)`` has the dtypes of directions.
-    ``moment``   the name of a tree of the state that has a leaf for every gradient.
+    ``moment``   the name of a tree of the state that has a leaf for every gradient, of the
+                 direction's dtype; None: there is none, and directions are wider than half.
+    ``like``     ``like(grads, state)`` has the dtypes of directions, where these are others.
     ``weights``  whether ``update`` needs the parameters.
     """
 
-    def check(grads: Tree, state: State) -> None:
-        ready(grads, op, None if moment is None else getattr(state, moment))
+    def checked(grads: Tree, state: State) -> Tree:
+        """Check gradients; return a tree of the directions' dtypes."""
+        kept = None if moment is None else getattr(state, moment)
+        ready(grads, op, kept)
+        if like is not None:
+            return like(grads, state)
+        return each(lambda g: g.to(wider(g.dtype)), grads) if kept is None else kept
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
-        check(grads, state)
+        dtypes = checked(grads, state)
         if weights:
             need(params, op)
             each(lambda g, p: g, grads, params)  # refuses other layouts
-        dtypes = like(grads, state)
         each(lambda m, g: m, dtypes, grads)
         way = each(lambda g, m: _zeros(g, m.dtype), grads, dtypes)
         with torch.no_grad():
@@ -510,10 +516,10 @@ def by_directions(
         return way, state
 
     def donate(grads: Tree, state: State, params: Tree, step: Step) -> State:
-        check(grads, state)
+        dtypes = checked(grads, state)
         step.unscale(grads)
         step.lr = at_step(lr, state.count)
-        way = writable(grads, like(grads, state))
+        way = writable(grads, dtypes)
         state, decay = direct(grads, state, params, way, step.lr)
         for p, u in spans(*pieces(params, way)):
             p.add_(u.add_(p, alpha=decay) if decay else u)
@@ -550,7 +556,11 @@ STEPS = Range("a whole number, 0 or more", lambda n: n >= 0, whole=True)
 
 _NAMED = {
     **dict.fromkeys(("b1", "b2", "momentum", "decay"), SHARE),
-    **dict.fromkeys(("lr", "eps", "weight_decay", "lr_decay", "start"), AMOUNT),
+    **dict.fromkeys("lr eps eps1 eps2 weight_decay lr_decay start peak end value".split(), AMOUNT),
+    **dict.fromkeys(("max_norm", "limit", "p", "most", "most_mb"), POSITIVE),
+    **dict.fromkeys(("every", "interval"), COUNT),
+    **dict.fromkeys(("warmup", "steps"), STEPS),
+    "factor": NUMBER,
 }
 
 
@@ -559,7 +569,7 @@ def ranged(
 ) -> Callable[[Callable[Hyper, Made]], Callable[Hyper, Made]]:
     """Check hyperparameters by the names of their arguments, as torch does.
 
-    ``ranges``  of arguments without a common range.
+    ``ranges``  of arguments whose range is not that of their name.
     ``fix``     a valid call.
     ``None`` is valid if it is the default, a function where a schedule is.
     Raises: BadArgument for a number out of range, and for other types.

@@ -36,7 +36,7 @@ from shardlib.optim.buckets import (
     parts,
     pytree_node,
 )
-from shardlib.tensor import Place, ShardedTensor, raw_of, type_or_class, typeof
+from shardlib.tensor import ShardedTensor, raw_of, type_or_class, typeof
 
 __all__ = [
     "ALIGN", "SPAN", "EmptyState", "State", "TensorView", "Tree", "blocks_of",
@@ -246,23 +246,15 @@ def check_gradient(p: Tensor, g: Any, op: str) -> None:
 
     Raises: ShardError.
     """
-    sharded = isinstance(p, ShardedTensor)
-    if isinstance(g, ShardedTensor) and sharded:
-        if _same_block(p.place, g.place):
-            return
-    elif isinstance(g, Tensor) and not sharded and p.shape == g.shape:
-        return
-    why = "a gradient lies otherwise than its parameter"
-    raise ShardError(
-        "a parameter has no gradient" if g is None else why,
-        op=op,
-        operands={
-            "parameter": typeof(p),
-            "gradient": type_or_class(g),
-        },
-        mesh=getattr(p, "mesh", None),
-        fix="loss, grads = sl.value_and_grad(f)(params)",
-    )
+    if not _same_block(p, g):
+        why = "a gradient lies otherwise than its parameter"
+        raise ShardError(
+            "a parameter has no gradient" if g is None else why,
+            op=op,
+            operands={"parameter": typeof(p), "gradient": type_or_class(g)},
+            mesh=getattr(p, "mesh", None),
+            fix="loss, grads = sl.value_and_grad(f)(params)",
+        )
 
 
 def need(params: Tree, op: str) -> None:
@@ -271,47 +263,29 @@ def need(params: Tree, op: str) -> None:
         raise ShardError(f"{op} needs the parameters", op=op, fix="tx.update(grads, state, params)")
 
 
-def _alike(x: Tensor, other: Any, op: str) -> None:
+def _alike(x: Tensor, y: Any, op: str) -> None:
     """Check that blocks, which are combined by position, are the same part of a tensor."""
-    sharded = [isinstance(t, ShardedTensor) for t in (x, other)]
-    if not any(sharded):
+    both = isinstance(x, ShardedTensor) and isinstance(y, ShardedTensor)
+    one: Any = x if isinstance(x, ShardedTensor) else y
+    if not isinstance(one, ShardedTensor) or (both and x.place[:4] == y.place[:4]):
         return
-    if all(sharded):
-        _same_place(x, other, op)  # type: ignore[arg-type]
-        return
-    plain, like = ("x", "y") if sharded[1] else ("y", "x")
-    mine: Any = other if sharded[1] else x
-    raise ShardError(
-        "leaves of two trees are not both sharded",
-        op=op,
-        operands={"x": typeof(x), "y": type_or_class(other)},
-        mesh=mine.mesh,
-        fix=f"sl.shard({plain}, sl.layout_of({like}), {like}.mesh)",
-    )
-
-
-def _same_place(x: ShardedTensor, other: ShardedTensor, op: str) -> None:
-    """Refuse values on other meshes, of other sizes or in other layouts."""
-    sizes = x.padded_shape == other.padded_shape and x.shape == other.shape
-    if sizes and x.sharding == other.sharding and x.mesh is other.mesh:
-        return
-    operands = {"x": typeof(x), "y": typeof(other)}
-    why, fix = "lie differently", "sl.reshard(y, sl.layout_of(x))"
-    if x.mesh is not other.mesh:
-        why = f"lie on different meshes, {x.mesh} and {other.mesh}"
+    why, fix = "leaves of two trees lie differently", "sl.reshard(y, sl.layout_of(x))"
+    kind = ShardError
+    if not both:
+        why = "leaves of two trees are not both sharded"
+        plain, like = ("y", "x") if one is x else ("x", "y")
+        fix = f"sl.shard({plain}, sl.layout_of({like}), {like}.mesh)"
+    elif x.mesh is not y.mesh:
+        why = f"leaves of two trees lie on different meshes, {x.mesh} and {y.mesh}"
         fix = "sl.shard(sl.unshard(y), sl.layout_of(x), x.mesh)"
-    elif not sizes:
-        why, fix = "have different sizes", "tx.init(x)"
-    elif other.sharding.partial and not x.sharding.partial:
-        raise PartialEscape(
-            f"a leaf's sum over {', '.join(other.sharding.partial)} is still pending, and the "
-            "other's is not",
-            op=op,
-            operands=operands,
-            mesh=x.mesh,
-            fix=fix,
-        )
-    raise ShardError(f"leaves of two trees {why}", op=op, operands=operands, mesh=x.mesh, fix=fix)
+    elif (x.shape, x.padded_shape) != (y.shape, y.padded_shape):
+        why, fix = "leaves of two trees have different sizes", "tx.init(x)"
+    elif y.sharding.partial and not x.sharding.partial:
+        sums = ", ".join(y.sharding.partial)
+        why = f"a leaf's sum over {sums} is still pending, and the other's is not"
+        kind = PartialEscape
+    operands = {"x": typeof(x), "y": type_or_class(y)}
+    raise kind(why, op=op, operands=operands, mesh=one.mesh, fix=fix)
 
 
 def _same_tree(first: Tree, others: Sequence[Any]) -> None:
@@ -540,19 +514,18 @@ def one_block(first: Tensor, *others: Tensor) -> None:
 
     Raises: ShardError.
     """
-    where = first.place[:4] if isinstance(first, ShardedTensor) else None
     for x in others:
-        if isinstance(x, ShardedTensor):
-            if where is not None and (x.place[:4] == where or _same_block(first.place, x.place)):  # type: ignore[attr-defined]
-                continue
-        elif where is None and first.shape == x.shape:
-            continue
-        raise of_others("a leaf is another block", {"x": typeof(first), "y": typeof(x)})
+        if not _same_block(first, x):
+            raise of_others("a leaf is another block", {"x": typeof(first), "y": typeof(x)})
 
 
-def _same_block(p: Place, q: Place) -> bool:
-    """Return whether two places are equal but for pending sums."""
-    return p[1:4] == q[1:4] and p.dims == q.dims
+def _same_block(x: Tensor, y: object) -> bool:
+    """Return whether two values have equal sizes and blocks, also where a sum is pending."""
+    if isinstance(x, ShardedTensor) and isinstance(y, ShardedTensor):
+        p, q = x.place, y.place
+        return p[1:4] == q[1:4] and p.layout.dims == q.layout.dims
+    sharded = isinstance(x, ShardedTensor) or isinstance(y, ShardedTensor)
+    return isinstance(y, Tensor) and not sharded and x.shape == y.shape
 
 
 def of_others(
