@@ -27,6 +27,7 @@ from torch.profiler import record_function
 from shardlib._compat import after_backward, backward_now
 from shardlib.collectives import Moment, Trace, first_block, lead
 from shardlib.errors import BadArgument, ShardError, mesh_text, user_line
+from shardlib.memory_tracker import tensors_in
 from shardlib.mesh import Entered, Mesh, enter, leave, scope
 from shardlib.modules.paths import Paths
 from shardlib.modules.rules import stars
@@ -62,8 +63,8 @@ class Span:
 
     name: str
     kind: str
-    start: float
-    seconds: float
+    start: float = 0.0
+    seconds: float = 0.0
     rank: int = 0
     backward: bool = False
     module: str = ""
@@ -247,18 +248,17 @@ class Timeline:
         for rank, name in sorted(self.ranks.items()):
             events.append(_meta("process_name", rank, 0, name=name))
             events.append(_meta("process_sort_index", rank, 0, sort_index=rank))
-        for rank, lanes in self._lanes().items():
-            for lane, (title, spans) in enumerate(lanes):
-                events.append(_meta("thread_name", rank, lane, name=title))
-                events.append(_meta("thread_sort_index", rank, lane, sort_index=lane))
-                for s in spans:
-                    events.append(
-                        {
-                            "name": _title(s), "cat": f"{s.kind},{s.way}", "ph": "X", "pid": rank,
-                            "tid": lane, "ts": 1e6 * s.start, "dur": 1e6 * s.seconds,
-                            "args": asdict(s),
-                        }
-                    )  # fmt: skip
+        for rank, lane, title, spans in self._lanes():
+            events.append(_meta("thread_name", rank, lane, name=title))
+            events.append(_meta("thread_sort_index", rank, lane, sort_index=lane))
+            for s in spans:
+                events.append(
+                    {
+                        "name": _title(s), "cat": f"{s.kind},{s.way}", "ph": "X", "pid": rank,
+                        "tid": lane, "ts": 1e6 * s.start, "dur": 1e6 * s.seconds,
+                        "args": asdict(s),
+                    }
+                )  # fmt: skip
         about = {
             "program": MARK,
             "began": self.began,
@@ -266,29 +266,25 @@ class Timeline:
         }
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
-    def _lanes(self) -> dict[int, list[tuple[str, list[Span]]]]:
-        """Distribute the spans of each rank over tracks, without overlaps other than nesting."""
-        kinds: dict[int, dict[str, list[Span]]] = {}
-        for s in self.spans:
-            kinds.setdefault(s.rank, {}).setdefault(s.kind, []).append(s)
-        out: dict[int, list[tuple[str, list[Span]]]] = {}
-        for rank in sorted({*self.ranks, *kinds}):
-            own = kinds.get(rank, {})
-            lanes = [(f"{k}s", own[k]) for k in ("phase", "operation") if k in own]
-            moving = _apart(own.get("collective", []))
+    def _lanes(self) -> Iterator[tuple[int, int, str, list[Span]]]:
+        """Yield (rank, number, title, spans) of each track, in which spans nest or are apart."""
+        for rank in sorted({*self.ranks, *(s.rank for s in self.spans)}):
+            own: dict[str, list[Span]] = {kind: [] for kind in ("phase", "operation", "collective")}
+            for s in self.spans:
+                if s.rank == rank:
+                    own[s.kind].append(s)
+            moving = _apart(own.pop("collective"))
+            lanes = [(f"{kind}s", spans) for kind, spans in own.items() if spans]
             titles = ["collectives", *(f"collectives {i + 1}" for i in range(1, len(moving)))]
-            out[rank] = lanes + list(zip(titles, moving, strict=False))
-        return out
+            for lane, (title, spans) in enumerate([*lanes, *zip(titles, moving, strict=False)]):
+                yield rank, lane, title, spans
 
     def _tracks(self) -> list[tuple[str, list[Span]]]:
         """Return the tracks of all ranks, with their labels."""
-        lanes = self._lanes()
-        if len(self.ranks) == 1:
-            return [lane for found in lanes.values() for lane in found]
+        named = len(self.ranks) != 1
         return [
-            (f"rank {rank}: {title}", spans)
-            for rank, found in lanes.items()
-            for title, spans in found
+            (f"rank {rank}: {title}" if named else title, spans)
+            for rank, _, title, spans in self._lanes()
         ]
 
     def save(self, file: str | Path) -> None:
@@ -484,77 +480,69 @@ class timeline(Entered):
     """
 
     def __enter__(self) -> "Recording":
-        found, now = Recording(), scope()
-        self.recorder = found.recorder = recorder = _Recorder(found, now.listeners.watcher)
-        recorder.paths.__enter__()
-        enter(self, traces=(*now.listeners.traces, recorder), watcher=recorder)
-        return found
+        now = scope().listeners
+        self.line = line = Recording(now.watcher)
+        line.paths.__enter__()
+        enter(self, traces=(*now.traces, line), watcher=line)
+        return line
 
     def __exit__(self, *error: object) -> None:
         leave(self)
-        self.recorder.paths.__exit__(*error)
-        self.recorder.close()
-
-
-@dataclass(repr=False)
-class Recording(Timeline):
-    """A timeline while it is recorded."""
-
-    recorder: Any = field(default=None, repr=False, compare=False)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Name a part of the step: ``with line.phase("update"): ...``."""
-        now = self.recorder.begin(Span(name, "phase", 0.0, 0.0, line=user_line()))
-        try:
-            yield
-        finally:
-            self.recorder.end(now)
-
-    def __reduce__(self) -> Any:
-        return Timeline, (self.spans, self.ranks, self.began)
+        self.line.paths.__exit__(*error)
+        self.line.close()
 
 
 @dataclass
 class _Open:
     """A span that has begun.
 
-    ``place``   its index in the list of spans; ``event``: the index of its first transfer.
+    ``event``   the index of its first transfer.
     ``named``   its range in torch.profiler.
     ``moment``  on an accelerator, the moment at which the device begins it.
     """
 
     span: Span
-    place: int
     event: int
     named: record_function | None
     started: float = 0.0
     moment: Moment | None = None
 
 
-class _Recorder(Trace):
-    """A watcher of every function called on a sharded tensor, and of every transfer."""
+class Recording(Timeline, Trace):
+    """A timeline while it is recorded: a watcher of every function and of every transfer."""
 
-    def __init__(self, found: Timeline, outer: Any) -> None:
-        super().__init__()
-        self.found = found
+    def __init__(self, outer: Any) -> None:
+        Timeline.__init__(self, began=time.time())
+        Trace.__init__(self)
         self.outer = outer
         self.paths = Paths()
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        found.began, self.zero = time.time(), time.perf_counter()
+        self.zero = time.perf_counter()
         self.inside: _Open | None = None  # the operation that runs
         self.back: _Open | None = None  # the one whose gradient runs
         self.passes = -1  # id of the last backward pass
         self.heard = True
         self.device: torch.device | None = None  # the accelerator whose streams are timed
         self.origin: tuple[float, Moment] | None = None  # one moment on both clocks
-        self.moments: list[tuple[int, Moment, Moment]] = []  # a span's place, its begin and end
+        # begin and end of each span, on the device
+        self.moments: list[tuple[Moment, Moment] | None] = []
+
+    def __reduce__(self) -> Any:
+        return Timeline, (self.spans, self.ranks, self.began)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name a part of the step: ``with line.phase("update"): ...``."""
+        now = self.begin(Span(name, "phase", line=user_line()))
+        try:
+            yield
+        finally:
+            self.end(now)
 
     # -------------------------------------------------------- spans
 
     def begin(self, span: Span) -> _Open:
-        now = _Open(span, len(self.found.spans), len(self.events), record_function(_title(span)))
-        self.found.spans.append(_UNKNOWN)
+        now = _Open(span, len(self.events), record_function(_title(span)))
         self.name_rank(scope().mesh)
         now.named.__enter__()
         now.started = time.perf_counter()
@@ -574,46 +562,44 @@ class _Recorder(Trace):
         if now.span.kind != "operation":  # a phase counts no transfers, a collective its own
             moved = moved[: now.span.kind == "collective"]
         if keep or moved:
-            self.found.spans[now.place] = replace(
+            self.spans.append(replace(
                 now.span, start=now.started - self.zero, seconds=seconds, rank=self.rank,
                 bytes=float(sum(e.bytes for e in moved)), messages=sum(e.messages for e in moved),
-            )  # fmt: skip
+            ))  # fmt: skip
+            moments = None
             if self.device is not None and now.moment is not None:
-                self.moments.append((now.place, now.moment, Moment(self.device)))
+                moments = now.moment, Moment(self.device)
+            self.moments.append(moments)
 
     def close(self) -> None:
         """End open spans; anything that runs on the graph later is not recorded."""
         self.heard = False
         self.end(self.back)
-        self._read_the_device()
-        self.found.spans[:] = [s for s in self.found.spans if s is not _UNKNOWN]
-        self.found.ranks = self.found.ranks or {self.rank: f"rank {self.rank}"}
+        if self.origin is not None:
+            torch.accelerator.synchronize(self.device)
+        found = sorted(zip(self.spans, self.moments, strict=True), key=lambda one: one[0].start)
+        self.spans[:] = [self._on_device(*one) for one in found]
+        self.ranks = self.ranks or {self.rank: f"rank {self.rank}"}
 
-    def _read_the_device(self) -> None:
+    def _on_device(self, span: Span, moments: tuple[Moment, Moment] | None) -> Span:
         """Replace the host's times, at which work was posted, by the device's times."""
-        if self.origin is None or self.device is None:
-            return
-        torch.accelerator.synchronize(self.device)
-        host, first = self.origin
-        for place, begin, end in self.moments:
-            self.found.spans[place] = replace(
-                self.found.spans[place],
-                start=host - self.zero + begin.seconds_since(first),
-                seconds=end.seconds_since(begin),
-            )
+        if moments is None or self.origin is None:
+            return span
+        (host, first), (begin, end) = self.origin, moments
+        start = host - self.zero + begin.seconds_since(first)
+        return replace(span, start=start, seconds=end.seconds_since(begin))
 
     def name_rank(self, mesh: Mesh | None) -> None:
-        if mesh is None or self.rank in self.found.ranks:
+        if mesh is None or self.rank in self.ranks:
             return
         if mesh.device.type not in ("cpu", "meta"):
             self.device = mesh.device
+        name = f"one rank of {mesh}"
         if lead(mesh):
             name = f"{mesh.size} simulated ranks ({mesh})"
         elif mesh.coord is not None:
             name = f"rank {self.rank} ({mesh_text(mesh.coord)})"
-        else:
-            name = f"one rank of {mesh}"
-        self.found.ranks[self.rank] = name
+        self.ranks[self.rank] = name
 
     # -------------------------------------------------------- operations
 
@@ -644,14 +630,15 @@ class _Recorder(Trace):
         backward = backward_now() != -1
         if backward:  # recomputation: the gradient before it has ended
             self.end(self.back)
-        module = self.paths.now()
-        span = Span(function_name(func), "operation", 0.0, 0.0, 0, backward, module, user_line())
+        module, line = self.paths.now(), user_line()
+        span = Span(function_name(func), "operation", 0.0, 0.0, 0, backward, module, line)
         self.inside = now = self.begin(span)
         out: object = None
         try:
             out = run(func, args, kwargs)
         finally:
-            self.inside, result = None, _sharded(out)
+            self.inside = None
+            result = next((x for x in tensors_in(out) if isinstance(x, ShardedTensor)), None)
             if result is not None:
                 self.name_rank(result.mesh)
                 now.span = replace(now.span, type=typeof(result))
@@ -692,8 +679,8 @@ class _Recorder(Trace):
         of = self.inside or (self.back if backward else None)
         line, module = (of.span.line, of.span.module) if of else (user_line(), self.paths.now())
         about = module, line, typeof(first_block(raw, mesh)), " ".join(axes)
-        now = self.begin(Span(name, "collective", 0.0, 0.0, 0, backward, *about))
-        return lambda: self.end(now)
+        span = Span(name, "collective", 0.0, 0.0, 0, backward, *about)
+        return partial(self.end, self.begin(span))
 
 
 _LEAST = {5: 16, 6: 10, 7: 14, 8: 12}
@@ -725,19 +712,9 @@ def _fitted(table: list[list[str]], columns: int) -> list[list[str]]:
 
 
 _KEY = "shardlib.timeline"
-_UNKNOWN = Span("", "", 0.0, 0.0)
 _STAYING = frozenset(["pslice", "place", "pvary"])  # nothing moves
 
 
 def _runs_backward(func: Func) -> bool:
     """Return whether a function runs backward, whose operations have spans of their own."""
     return func is Tensor.backward or getattr(func, "__module__", "") == "torch.autograd"
-
-
-def _sharded(out: object) -> ShardedTensor | None:
-    """Return the first sharded tensor among an operation's results."""
-    if isinstance(out, ShardedTensor):
-        return out
-    if isinstance(out, tuple | list):
-        return next((x for x in out if isinstance(x, ShardedTensor)), None)
-    return None
