@@ -38,6 +38,7 @@ from shardlib.testing.compare import difference, whole
 
 Batch = Tensor | Sequence[object] | Mapping[str, object]
 MeshOf = Mesh | Mapping[str, int]
+Call = tuple[Args, Kwargs]
 
 _RATE = 1e-2
 
@@ -139,7 +140,7 @@ def check_model(
 class _ProofCase:
     model: nn.Module
     rules: Any
-    batch: tuple[tuple[Any, ...], dict[str, Any]]
+    batch: Call
     loss: Callable[[Any], Tensor]
     inputs: dict[str | int, LayoutLike]
     steps: int
@@ -154,12 +155,8 @@ Quantities = dict[str, Tensor]
 """Name -> value, in the order of computation."""
 
 
-def _doubled(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def cast(x: object) -> object:
-        return x.double() if _is_float(x) else x
-
-    args, kwargs = called_with(batch)
-    return tuple(map(cast, args)), {k: cast(v) for k, v in kwargs.items()}
+def _doubled(batch: Batch) -> Call:
+    return _arguments(lambda _, x: x.double() if _is_float(x) else x, *called_with(batch))
 
 
 def _outputs(output: object, left: list[str]) -> Quantities:
@@ -373,11 +370,8 @@ def _sharded(case: _ProofCase, mesh: Mesh, places: "Places | None" = None) -> Qu
                 loss = run(params)
                 return _Forward(outputs, loss, None)
             loss, grads = value_and_grad(run)(params)
-            learn = {n: p for n, p in params.items() if p.requires_grad}
-            given = {
-                n: torch.zeros_like(p) if grads[n] is None else grads[n] for n, p in learn.items()
-            }
-            return _Forward(outputs, loss, given)
+            learned = {n: g for n, g in grads.items() if params[n].requires_grad}
+            return _Forward(outputs, loss, learned)
 
         def update(gradients: Named, params: Named) -> Named:
             nonlocal state
@@ -387,7 +381,7 @@ def _sharded(case: _ProofCase, mesh: Mesh, places: "Places | None" = None) -> Qu
         return _steps(case, params, forward, global_norm, update)
 
 
-def _placed(case: _ProofCase, rules: Any, mesh: Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _placed(case: _ProofCase, rules: Any, mesh: Mesh) -> Call:
     tokens = getattr(rules, "tokens", None) or "..."
     labels = getattr(rules, "labels", None) or "..."
 
@@ -399,11 +393,12 @@ def _placed(case: _ProofCase, rules: Any, mesh: Mesh) -> tuple[tuple[Any, ...], 
             where = "..."
         return shard(x, case.inputs.get(name) or where, mesh)
 
-    args, kwargs = case.batch
-    return (
-        tuple(place(i, x) for i, x in enumerate(args)),
-        {k: place(k, x) for k, x in kwargs.items()},
-    )
+    return _arguments(place, *case.batch)
+
+
+def _arguments(f: Callable[[str | int, object], object], args: Args, kwargs: Kwargs) -> Call:
+    """Apply a function of name, or position, and value to the arguments of a call."""
+    return tuple(f(i, x) for i, x in enumerate(args)), {k: f(k, x) for k, x in kwargs.items()}
 
 
 def _compare(

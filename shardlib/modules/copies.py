@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from shardlib.collectives import checking
 from shardlib.layouts import Layout
+from shardlib.memory_sharing import writes
 from shardlib.modules.experts import divide
-from shardlib.modules.remat import remembering, version_of
+from shardlib.modules.remat import remembering
 from shardlib.modules.weightless_copy import skeleton
 from shardlib.ops.matmul.prefetch import not_prefetching
-from shardlib.tensor import promoting
+from shardlib.tensor import promoting, raw_of
 
 
 class Copies:
@@ -42,10 +43,9 @@ class Copies:
         self.bare = skeleton(self.module)  # never run: the template of further copies
         self.layouts, self.remat = layouts, remat
         self.made = [self._copy(self.module)]
-        self.modes = [
-            TrainingMode(m, own)
-            for m, own in zip(module.modules(), self.module.modules(), strict=True)
-        ]
+        pairs = zip(module.modules(), self.module.modules(), strict=True)
+        # the caller's module, its copy, and the training mode that it had at the last call
+        self.modes: list[Any] = [[weakref.ref(m), own, m.training] for m, own in pairs]
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the first tree; it no longer follows the caller's module."""
@@ -62,8 +62,12 @@ class Copies:
         return Copy(tree)
 
     def _follow(self) -> None:
+        """Set the training modes that the caller changed since the last call."""
         for mode in self.modes:
-            mode.follow()
+            of, own, known = mode
+            module = of()
+            if module is not None and module.training is not known:
+                own.training = mode[2] = module.training
 
     @contextmanager
     def taken(self) -> Iterator["Copy"]:
@@ -106,7 +110,7 @@ class Copy:
 
         ``written``  gets the values before the call of the buffers that forward changed.
         """
-        before = {n: (state[n], version_of(state[n])) for n in buffers}
+        before = {n: (state[n], writes(raw_of(state[n]))) for n in buffers}
         watch = nullcontext() if checking() is None else reported(self.module)
         self.state = state
         try:
@@ -115,7 +119,7 @@ class Copy:
         finally:
             self.state = None
             for n, (b, version) in before.items():
-                if state[n] is not b or version_of(b) != version:
+                if state[n] is not b or writes(raw_of(b)) != version:
                     written[n] = buffers[n]
 
     def swapped(
@@ -132,21 +136,6 @@ class Copy:
             return swapped(self.module, tensors, run)
         with self.lock:
             return swapped(self.module, tensors, run)
-
-
-class TrainingMode:
-    """Training mode of the caller's module, which its copy follows."""
-
-    def __init__(self, module: nn.Module, copy: nn.Module) -> None:
-        self.module = weakref.ref(module)
-        self.copy = copy
-        self.known = module.training
-
-    def follow(self) -> None:
-        """Set the copy to the mode if the caller changed it since the last call."""
-        module = self.module()
-        if module is not None and module.training is not self.known:
-            self.copy.training = self.known = module.training
 
 
 def swapped(module: nn.Module, state: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
@@ -241,7 +230,7 @@ def _attributes(module: nn.Module) -> dict[tuple[str, str], tuple[Any, Any]]:
 
 def _content(value: object) -> Any:
     if isinstance(value, Tensor):
-        return version_of(value)
+        return writes(raw_of(value))
     if isinstance(value, list | dict | set):
         return len(value)
     return None

@@ -64,6 +64,11 @@ def length(row: Iterable[Atom]) -> int:
     return math.prod(root(a).size for a in row)
 
 
+def common(row: Iterable[Atom], other: Iterable[Atom]) -> bool:
+    """Check whether two rows share a factor."""
+    return not {id(a) for a in leaves(row)}.isdisjoint(id(a) for a in leaves(other))
+
+
 def fresh(size: int, *seen: str) -> Row:
     """Return the row of a dimension of which only the size is known."""
     if size == 1:

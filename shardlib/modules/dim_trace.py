@@ -30,6 +30,7 @@ from shardlib.modules.apply import needed
 from shardlib.modules.dim_factors import (
     Atom,
     Row,
+    common,
     fresh,
     join,
     leaves,
@@ -564,11 +565,8 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         self.know(out, [*self.of(ids), rows[1]])
         if id(table) in self.origin:
             self.read("lookup", table, 0, 1, [])
-            mine, given = (
-                {id(a) for row in found for a in leaves(row)}
-                for found in (self.of(ids), self.found.numbers)
-            )
-            self.found.reads[-1].given = bool(mine & given)
+            mine, given = map(itertools.chain.from_iterable, (self.of(ids), self.found.numbers))
+            self.found.reads[-1].given = common(mine, given)
 
     @_rule("index")
     def index(self, call: _OpCall, out: Tensor) -> None:

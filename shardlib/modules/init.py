@@ -312,18 +312,12 @@ def _alike(mesh: Mesh) -> Iterator[None]:
 
     The state of torch's generators is restored afterwards.
     """
-    with torch.random.fork_rng([]):  # the host's
+    own = [] if mesh.device.type in ("cpu", "meta") else [mesh.device]
+    kind: Any = {"device_type": mesh.device.type} if own else {}
+    with torch.random.fork_rng(own, **kind):
         key = next_key(mesh)
         torch.default_generator.manual_seed(key)
-        if mesh.device.type in ("cpu", "meta"):
-            yield
-            return
-        own = torch.get_device_module(mesh.device)
-        kept = own.get_rng_state(mesh.device)
-        try:
-            own.set_rng_state(
-                torch.Generator(mesh.device).manual_seed(key).get_state(), mesh.device
-            )
-            yield
-        finally:
-            own.set_rng_state(kept, mesh.device)
+        for device in own:
+            state = torch.Generator(device).manual_seed(key).get_state()
+            torch.get_device_module(device).set_rng_state(state, device)
+        yield

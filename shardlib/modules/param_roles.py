@@ -27,7 +27,7 @@ from torch import nn
 
 from shardlib.layouts import Dim, Layout
 from shardlib.layouts.dims import joined, said
-from shardlib.modules.dim_factors import Atom, Row, leaves, length, root
+from shardlib.modules.dim_factors import Atom, Row, common, leaves, length, root
 from shardlib.modules.dim_trace import Dimensions, ParameterUse
 from shardlib.modules.rules import Suggested, stars
 
@@ -88,6 +88,12 @@ class _Found:
         every = {self.kind.get(id(a), "") for a in deep(row)}
         return next((k for k in ("inner", "residual", "") if k in every), "whole")
 
+    def axes(self, row: Row, kind: str) -> tuple[str, ...]:
+        """Return the axes that split the atoms of a kind in a row."""
+        if kind == "inner" and self.way.wide is not None and self.mlp & ids(row):
+            return self.way.wide
+        return {"inner": self.way.inner, "residual": self.way.residual}.get(kind, ())
+
     def put(self, row: Iterable[Atom], kind: str, over: tuple[str, ...] = ("",)) -> None:
         for a in deep(row):
             if self.kind.get(id(a), "") in over:
@@ -106,6 +112,11 @@ class _Found:
     def sides(self, use: ParameterUse) -> tuple[Row, Row]:
         """Return the dimensions of a parameter that a use contracts, and those that it keeps."""
         return self.row(use.name, use.inputs), self.row(use.name, use.outputs)
+
+    @property
+    def products(self) -> list[tuple[ParameterUse, Row, Row]]:
+        """All products, with what each contracts and what it keeps."""
+        return [(r, *self.sides(r)) for r in self.dims.products]
 
     @property
     def rows(self) -> list[tuple[str, int, Row]]:
@@ -142,13 +153,11 @@ def kinds(dims: Dimensions) -> _Found:
     for row in dims.sources:
         found.put(row, "residual")
     _classify_outputs(found)
-    for r in found.dims.products:
-        sides = found.sides(r)
-        if [*map(found.of, sides)] == ["inner", "inner"]:
+    for _, ins, outs in found.products:
+        if found.of(ins) == found.of(outs) == "inner":
             # the narrower side is an intermediate step
-            found.put(min(sides, key=length), "residual", ("inner",))
-    for r in found.dims.products:
-        ins, outs = found.sides(r)
+            found.put(min(ins, outs, key=length), "residual", ("inner",))
+    for _, ins, outs in found.products:
         if (found.of(ins), found.of(outs)) == ("inner", "residual") and length(ins) > length(outs):
             found.mlp |= ids(ins) - headed
     return found
@@ -157,8 +166,7 @@ def kinds(dims: Dimensions) -> _Found:
 def _classify_marked(found: _Found, headed: set[int]) -> None:
     """Classify atoms by what operators other than products did with them."""
     into, outof = Counter[int](), Counter[int]()  # numbers of products
-    for r in found.dims.products:
-        ins, outs = found.sides(r)
+    for _, ins, outs in found.products:
         into.update(ids(ins))
         outof.update(ids(outs))
     for row in [*(row for _, _, row in found.rows), *found.dims.sources]:
@@ -273,17 +281,20 @@ def _run_of(found: _Found, row: Iterable[Atom], kind: str) -> tuple[int, int, Ro
     return length(atoms[:first]), length(atoms[first:last]), parts, length(atoms[last:])
 
 
-def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tuple[int, int]]]:
+def _held(found: _Found, row: Row, kind: str, p: int) -> list[list[tuple[int, int]]]:
     """List the ranges that each rank holds of a dimension split over ``p`` in atoms of a kind."""
-    row = list(row)
     if found.of(row) != kind:
         raise _Unsaid
     before, size, parts, after = _run_of(found, row, kind)
-    if parts:
-        inside = _held_of_parts(found, parts, kind, p)
-    elif size % p:
-        raise _Unsaid
-    else:
+    inside: list[list[tuple[int, int]]] = [[] for _ in range(p)]
+    start = 0
+    for part in parts:  # each of which is split
+        for mine, ranges in zip(inside, _held(found, [part], kind, p), strict=True):
+            mine += [(start + a, start + b) for a, b in ranges]
+        start += root(part).size
+    if not parts:
+        if size % p:
+            raise _Unsaid
         inside = [[(r * size // p, (r + 1) * size // p)] for r in range(p)]
     if before * max(len(r) for r in inside) > 4096:
         raise _Unsaid
@@ -294,40 +305,29 @@ def _held(found: _Found, row: Iterable[Atom], kind: str, p: int) -> list[list[tu
     ]
 
 
-def _held_of_parts(found: _Found, parts: Row, kind: str, p: int) -> list[list[tuple[int, int]]]:
-    """List the ranges of each rank in a sliced atom, each part of which is split."""
-    inside, start = [[] for _ in range(p)], 0
-    for part in parts:
-        for mine, ranges in zip(inside, _held(found, [part], kind, p), strict=True):
-            mine += [(start + a, start + b) for a, b in ranges]
-        start += root(part).size
-    return inside
-
-
-def _split(found: _Found, row: Row, kind: str) -> str:
-    """Write the token of a dimension split in its atoms of a kind.  Raises: _Unsaid."""
-    axes = _axes(found, row, kind)
+def _split(found: _Found, row: Row, kind: str) -> Dim | None:
+    """Return the token of a dimension split in its atoms of a kind; None if there is none."""
+    axes = found.axes(row, kind)
     if not axes:
-        return "."
+        return Dim()
     p = found.way.ways(axes)
     # a vocabulary is one atom
     if found.way.pad and length(row) % p and ids(row) <= found.vocabulary and len(deep(row)) == 1:
-        return _token(axes)
-    held = _held(found, row, kind, p)
-    return str(said(axes, held, length(row)) if p > 1 else _as_if_split(found, row, kind, axes))
+        return Dim(axes)
+    try:
+        held = _held(found, row, kind, p)
+    except _Unsaid:
+        return None
+    return said(axes, held, length(row)) if p > 1 else _as_if_split(found, row, kind, axes)
 
 
-def _as_if_split(found: _Found, row: Row, kind: str, axes: Sequence[str]) -> Dim:
+def _as_if_split(found: _Found, row: Row, kind: str, axes: tuple[str, ...]) -> Dim:
     """Return the token that has axes of size one where longer ones would be."""
     before, _, parts, _ = _run_of(found, row, kind)
     if len({root(a).size for a in parts}) > 1:
-        return Dim(tuple(axes), f"runs; 0:{length(row)}")
+        return Dim(axes, f"runs; 0:{length(row)}")
     groups = before * (len(parts) or 1)
-    return Dim((groups, *axes) if groups > 1 else tuple(axes))
-
-
-def _token(axes: Sequence[str]) -> str:
-    return str(Dim(tuple(axes)))
+    return Dim((groups, *axes) if groups > 1 else axes)
 
 
 # ---------------------------------------------------------------- assignment of layouts
@@ -399,13 +399,6 @@ def _tables(dims: Dimensions) -> dict[str, str]:
     return out | dict.fromkeys(tied or first[:1], "tokens")
 
 
-def _axes(found: _Found, row: Row, kind: str) -> tuple[str, ...]:
-    """List the axes that split the atoms of a kind in a row."""
-    if kind == "inner" and found.way.wide is not None and found.mlp & ids(row):
-        return found.way.wide
-    return {"inner": found.way.inner, "residual": found.way.residual}.get(kind, ())
-
-
 def _settle(found: _Found, uses: Mapping[str, ParameterUse]) -> None:
     """Mark as whole what no layout can express, until nothing changes."""
     before: dict[int, str] | None = None
@@ -415,11 +408,10 @@ def _settle(found: _Found, uses: Mapping[str, ParameterUse]) -> None:
             for kind in ("inner", "residual"):
                 if any(found.of(some) == kind for some in (row, *([a] for a in deep(row)))):
                     _settle_row(found, name, d, row, kind, uses.get(name, _UNUSED))
-        for r in found.dims.products:
-            ends = [found.of(side) for side in found.sides(r)]
-            _settle_crossing(found, r, ends)
+        for r, ins, outs in found.products:
+            _settle_crossing(found, r, ins, outs)
             if found.way.apart:
-                _settle_apart(found, r, ends)
+                _settle_apart(found, r, ins, outs)
 
 
 _UNUSED = ParameterUse("", "", (), ())
@@ -433,14 +425,12 @@ def _settle_row(found: _Found, name: str, d: int, row: Row, kind: str, use: Para
     }
     if free.get(use.kind):
         return
-    axes = _axes(found, row, kind)
+    axes, token = found.axes(row, kind), _split(found, row, kind)
     p = found.way.ways(axes)
-    try:
-        token = _split(found, row, kind)
-    except _Unsaid:
+    if token is None:
         _settle_uneven(found, name, d, row, kind, p)
         return
-    if p == 1 or token == _token(axes):
+    if p == 1 or token == Dim(axes):
         return
     contracted = use.kind == "product" and d in use.inputs
     if contracted or (kind == "residual" and d not in use.outputs):
@@ -467,7 +457,7 @@ def _shared(found: _Found, row: Row, p: int) -> bool:
     if any("heads" not in a.seen or a.parts for a in atoms):
         return False
     for _, _, other in found.rows:
-        if _common(row, other) and found.of(other) == "inner":
+        if common(row, other) and found.of(other) == "inner":
             try:
                 _held(found, other, "inner", p)
             except _Unsaid:
@@ -476,53 +466,42 @@ def _shared(found: _Found, row: Row, p: int) -> bool:
     return False
 
 
-def _common(row: Row, other: Row) -> set[int]:
-    """Return the leaves that two rows share."""
-    return {id(a) for a in leaves(row)} & {id(a) for a in leaves(other)}
-
-
 def _text(row: Row) -> str:
     return "(" + " ".join(map(repr, leaves(row))) + ")"
 
 
-def _settle_crossing(found: _Found, r: ParameterUse, ends: Sequence[str]) -> None:
+def _settle_crossing(found: _Found, r: ParameterUse, ins: Row, outs: Row) -> None:
     """Mark a product as whole where an axis would split its own dimensions and its rows' too."""
     way = found.way
     split = {"residual": way.ways(way.residual), "inner": way.ways(way.inner), "whole": 1, "": 1}
     crossing = [a for a in r.rows if split[found.of([a])] > 1]
-    if crossing and any(split[end] > 1 for end in ends):
+    if crossing and any(split[found.of(side)] > 1 for side in (ins, outs)):
         why = f"its rows are split too, as {_text(crossing)}"
-        for side, dims in zip(found.sides(r), (r.inputs, r.outputs), strict=True):
-            found.leave(r.name, dims[0], why, side)
+        found.leave(r.name, r.inputs[0], why, ins)
+        found.leave(r.name, r.outputs[0], why, outs)
 
 
-def _settle_apart(found: _Found, r: ParameterUse, ends: Sequence[str]) -> None:
+def _settle_apart(found: _Found, r: ParameterUse, ins: Row, outs: Row) -> None:
     """Mark a product's output as whole where rows would be split otherwise than in its input."""
-    ins, outs = found.sides(r)
-    one, two = ends
-    if two == "inner" and one == "whole" and not _dropped(found, ins):
+    ends = found.of(ins), found.of(outs)
+    if ends == ("whole", "inner") and not _dropped(found, ins):
         found.leave(r.name, r.outputs[0], "what it reads is whole", outs, ("inner",))
-    elif one == "residual" and two == "whole":
+    elif ends == ("residual", "whole"):
         for name, d, row in found.rows:
-            if found.of(row) == "inner" and _common(row, outs):
+            if found.of(row) == "inner" and common(row, outs):
                 found.leave(name, d, f"{r.name} has too few heads to split", row, ("inner",))
 
 
 def _dropped(found: _Found, row: Row) -> bool:
     """Check whether all products with this output contract inner features."""
-    sides = [found.sides(r) for r in found.dims.products]
-    read = [ins for ins, outs in sides if ids(row) & ids(outs)]
+    read = [ins for _, ins, outs in found.products if ids(row) & ids(outs)]
     return bool(read) and all(found.of(ins) == "inner" for ins in read)
 
 
 def _side(found: _Found, row: Row) -> str:
     """Return the kind of a dimension, "whole" if no layout can express its split."""
     kind = found.of(row) or "whole"
-    try:
-        _split(found, row, kind)
-    except _Unsaid:
-        return "whole"
-    return kind
+    return "whole" if _split(found, row, kind) is None else kind
 
 
 def _role(found: _Found, ins: Row, outs: Row, kinds: tuple[str, str]) -> str:
@@ -535,7 +514,7 @@ def _role(found: _Found, ins: Row, outs: Row, kinds: tuple[str, str]) -> str:
         return role
     if found.way.widest and length(ins) <= length(outs):
         return "expand"
-    even = (_token(found.way.residual), ".")
+    even = (Dim(found.way.residual), Dim())
     return role if _split(found, outs, "residual") in even else "plain"
 
 
@@ -548,20 +527,19 @@ def _matrix(found: _Found, r: ParameterUse, shape: tuple[int, ...]) -> tuple[str
     out_axes, in_axes = (d.axes for d in Layout.parse(text).resolve(2).dims)
     texts = ["."] * len(shape)
     (o,), (i,) = r.outputs[:1], r.inputs[:1]
-    if out_axes and tuple(out_axes) == tuple(_axes(found, outs, out)):
-        texts[o] = _split(found, outs, out)
+    if out_axes and out_axes == found.axes(outs, out):
+        texts[o] = str(_split(found, outs, out))
     else:
         texts[o] = _fitting(found.way, out_axes, shape[o])
     texts[i] = _fitting(found.way, in_axes, shape[i])
     return (" ".join(texts), *more)
 
 
-def _fitting(way: RoleLayouts, axes: Sequence[str], n: int) -> str:
-    """Return as many of the axes, from the major one on, as divide ``n``."""
-    axes = list(axes)
+def _fitting(way: RoleLayouts, axes: tuple[str, ...], n: int) -> str:
+    """Write as many of the axes, from the major one on, as divide ``n``."""
     while axes and n % way.ways(axes):
-        axes.pop()
-    return _token(axes)
+        axes = axes[:-1]
+    return str(Dim(axes))
 
 
 def _table(found: _Found, name: str, role: str) -> str:
@@ -574,8 +552,9 @@ def _table(found: _Found, name: str, role: str) -> str:
     rows, cols = Layout.parse(text).resolve(2).dims
     if kind == "whole" and found.way.residual:
         return ". ."
-    split = _token(rows.axes) if found.way.pad and tokens else _fitting(found.way, rows.axes, n)
-    if tokens and split != _token(rows.axes):
+    wanted = str(Dim(rows.axes))
+    split = wanted if found.way.pad and tokens else _fitting(found.way, rows.axes, n)
+    if tokens and split != wanted:
         why = f"{n} rows have no even split over {found.way.ways(rows.axes)}; {_PADS} them"
         found.left.setdefault((name, 0), why)
     return f"{split} {_fitting(found.way, cols.axes, width)}"
@@ -587,8 +566,8 @@ def _by_dimension(found: _Found, rows: Sequence[Row]) -> str:
     taken: set[str] = set()
     for row in rows:
         kind = _side(found, row)
-        axes = set(_axes(found, row, kind))
-        texts.append("." if taken & axes else _split(found, row, kind))
+        axes = set(found.axes(row, kind))
+        texts.append("." if taken & axes else str(_split(found, row, kind)))
         taken |= axes
     return " ".join(texts)
 
@@ -597,24 +576,16 @@ def _by_dimension(found: _Found, rows: Sequence[Row]) -> str:
 
 
 def patterns(
-    texts: Mapping[str, tuple[str, ...]],
-    ndim: Mapping[str, int],
-    padded: Mapping[str, tuple[str, ...]] | None = None,
+    texts: Mapping[str, tuple[str, ...]], padded: Mapping[str, tuple[str, ...]] | None = None
 ) -> list[Suggested]:
     """Write few equivalent rules: layer numbers become ``*`` where all layouts are equal.
 
     ``padded``  the layouts for ``pad=True`` in ``parallelize``.
 
-    >>> patterns({"h.0.a": ("x",), "h.1.a": ("x",), "h.0.b.0": ("x",), "h.0.b.2": (".",)}, {})
-    [('h.*.a', 'x'), ('h.*.b.0', 'x'), ('h.*.b.2', '.')]
+    >>> patterns({"h.0.a": ("x",), "h.1.a": ("x",), "h.0.b.0": ("x",), "h.0.b.2": (". .",)})
+    [('h.*.a', 'x'), ('h.*.b.0', 'x'), ('h.*.b.2', '...')]
     """
-
-    def shortened(given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        return {n: (_short(text[0], ndim.get(n, 0)), *text[1:]) for n, text in given.items()}
-
-    plain = shortened(texts)
-    said = {n: (text, text) for n, text in plain.items()}
-    said |= {n: (plain[n], text) for n, text in shortened(padded or {}).items()}
+    said = {n: (_short(text), _short((padded or texts)[n])) for n, text in texts.items()}
     rules: list[Suggested] = []
     matching = cache(lambda pattern: fnmatch.filter(said, pattern))
     done: set[str] = set()
@@ -639,6 +610,7 @@ def _candidates(name: str) -> Iterable[str]:
             )
 
 
-def _short(text: str, ndim: int) -> str:
+def _short(text: tuple[str, ...]) -> tuple[str, ...]:
     """Write ``...`` for a tensor of several dimensions that is whole."""
-    return "..." if ndim > 1 and set(text.split()) == {"."} else text
+    tokens = text[0].split()
+    return ("...", *text[1:]) if len(tokens) > 1 and set(tokens) == {"."} else text

@@ -34,7 +34,7 @@ from shardlib.errors import AxisReused, BadArgument, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout, Ring
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.modules.colossalai import Legacy, from_colossalai_config
-from shardlib.modules.dim_factors import leaves
+from shardlib.modules.dim_factors import Atom, common
 from shardlib.modules.dim_trace import Dimensions, trace_dimensions
 from shardlib.modules.experts import stacks
 from shardlib.modules.param_roles import (
@@ -99,7 +99,7 @@ class Recipe(list[tuple[str, ...]]):
         zero: Mapping[str, Any] | None = None,
         documents: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(map(Suggested, rules))
+        super().__init__(r if isinstance(r, Suggested) else Suggested(r) for r in rules)
         self.tokens = tokens
         self.labels = labels
         rows, columns = Layout.parse(tokens).dims
@@ -359,8 +359,7 @@ def ring(
             raise Unsupported(why, op="ring", fix=fix)
     if weights is None:
         where = f"{_batch(mesh, data, 'ring', axis=axis)} {token}"
-        rules = [*patterns(_stacked(model, mesh, experts), {}), ("*", "...")]
-        return Recipe(rules, where, where, documents=documents)
+        return Recipe(_whole(model, mesh, experts), where, where, documents=documents)
     tokens, labels = (Layout.parse(text).dims for text in (weights.tokens, weights.labels))
     taken = {a for d in (*tokens, *labels) for a in d.axes}
     used = taken.union(*(Layout.parse(text).axes for _, text, *_ in weights))
@@ -372,7 +371,7 @@ def ring(
             f"the other recipe splits the sequence already: {weights.tokens!r}",
             "sl.recipes.ring(model, weights=sl.recipes.optimus2d(model))",
         )
-    rules = [*patterns(_stacked(model, mesh, experts), {}), *weights]
+    rules = [*_whole(model, mesh, experts)[:-1], *weights]
     tokens, labels = (f"{dims[0]} {token}" for dims in (tokens, labels))
     return Recipe(rules, tokens, labels, weights.left, documents=documents)
 
@@ -395,8 +394,8 @@ def ddp(
     {'axis': 'data', 'stage': 0}
     """
     where = f"{_batch(mesh, data, 'ddp', data=data)} ."
-    rules = [*patterns(_stacked(model, mesh, experts), {}), ("*", "...")]
-    return Recipe(rules, where, where, zero={"axis": data, "stage": 0})
+    zero = {"axis": data, "stage": 0}
+    return Recipe(_whole(model, mesh, experts), where, where, zero=zero)
 
 
 def fsdp(
@@ -431,8 +430,8 @@ def fsdp(
     """
     where = f"{_batch(mesh, '' if data == axis else data, 'fsdp', (axis,), axis=axis)} ."
     if flat:
-        rules = [*patterns(_stacked(model, mesh, experts), {}), ("*", "...")]
-        return Recipe(rules, where, where, zero={"axis": axis, "stage": 3})
+        zero = {"axis": axis, "stage": 3}
+        return Recipe(_whole(model, mesh, experts), where, where, zero=zero)
     layouts = dict.fromkeys([*MATRIX.values(), "tokens"], (f". {axis}",)) | {"positions": (". .",)}
     way = RoleLayouts(layouts, as_mesh(mesh).axes)
     return _recipe(model, way, inputs, where, where, mesh, experts)
@@ -471,9 +470,13 @@ def _recipe(
     found = inputs if isinstance(inputs, Dimensions) else trace_dimensions(model, inputs)
     texts, left = assign(model, found, way)
     padded, _ = assign(model, found, replace(way, pad=True)) if left else (texts, left)
-    ndim = {n: p.ndim for n, p in model.named_parameters()}
     left = {n: why for n, why in left.items() if n not in split}
-    return Recipe(patterns(texts | split, ndim, padded | split), tokens, labels, left)
+    return Recipe(patterns(texts | split, padded | split), tokens, labels, left)
+
+
+def _whole(model: nn.Module, mesh: Any, experts: str) -> list[tuple[str, ...]]:
+    """Write rules that leave all parameters whole but stacks of experts."""
+    return [*patterns(_stacked(model, mesh, experts)), ("*", "...")]
 
 
 def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, ...]]:
@@ -578,13 +581,12 @@ def matrices(model: nn.Module, inputs: object = None) -> list[str]:
     found = trace_dimensions(model, inputs)
     by_name = dict(model.named_parameters())
 
-    def atoms(name: str, dims: Sequence[int]) -> set[int]:
-        rows = map(found.params[name].__getitem__, dims)
-        return {id(a) for a in leaves(itertools.chain(*rows))}
+    def row(name: str, dims: Sequence[int]) -> list[Atom]:
+        return [atom for d in dims for atom in found.params[name][d]]
 
-    read = set[int]().union(*(atoms(r.name, r.inputs) for r in found.products))
+    read = [atom for r in found.products for atom in row(r.name, r.inputs)]
     apart = {r.name for r in found.lookups}
-    apart |= {r.name for r in found.products if not atoms(r.name, r.outputs) & read}
+    apart |= {r.name for r in found.products if not common(row(r.name, r.outputs), read)}
     names = dict.fromkeys(r.name for r in found.products)
     return [n for n in names if n not in apart and by_name[n].ndim > 1]
 

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlib.collectives import Away
 from shardlib.errors import RuleLint, similar
+from shardlib.memory_sharing import writes
 from shardlib.mesh import within
 from shardlib.modules.rules import Pattern, is_pattern, matches, nearest, rule_error
 from shardlib.modules.weightless_copy import Around
@@ -144,11 +145,11 @@ def _made_again(
         with within(region=kept):
             # None until the first run ends; a later run recomputes in backward
             if written is None:
-                marks = [(b, version_of(b)) for b in module.buffers()]
+                marks = [(b, writes(raw_of(b))) for b in module.buffers()]
                 try:
                     return forward(*args, **kwargs)
                 finally:
-                    written = [b for b, version in marks if version_of(b) != version]
+                    written = [b for b, version in marks if writes(raw_of(b)) != version]
             args = tuple(before[i]() if i in before else a for i, a in enumerate(args))
             kwargs = {k: before[k]() if k in before else v for k, v in kwargs.items()}
             held = [b.clone() for b in written]
@@ -160,15 +161,6 @@ def _made_again(
                         b.copy_(value)
 
     return checkpoint(region, *args, use_reentrant=False, **kwargs)
-
-
-def version_of(x: Tensor) -> int:
-    """Count in-place writes to a tensor; 0 for tensors whose writes torch does not count.
-
-    Tensors made under ``torch.inference_mode`` have no counter, and no backward reads them.
-    """
-    raw = raw_of(x)
-    return 0 if raw.is_inference() else raw._version
 
 
 _FIXED = (

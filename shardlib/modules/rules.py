@@ -67,9 +67,9 @@ class Suggested(tuple[str, ...]):
 
     padded: tuple[str, ...]
 
-    def __new__(cls, rule: Iterable[str], padded: Iterable[str] | None = None) -> "Suggested":
+    def __new__(cls, rule: Iterable[str], padded: tuple[str, ...] = ()) -> "Suggested":
         made = super().__new__(cls, rule)
-        made.padded = tuple(getattr(rule, "padded", made) if padded is None else padded)
+        made.padded = padded or made
         return made
 
 
@@ -100,33 +100,27 @@ def match_rules(
     """
     for rule in rules:
         _check_form(rule)
-    given = list(rules)
-    if pad:
-        rules = [getattr(rule, "padded", rule) for rule in given]
     first = {name: _first(rules, name, value) for name, value in named.items()}
     taken = {name: at for name, at in first.items() if at is not None}
     layouts: dict[str, Layout] = {}
     out_layouts: dict[str, Layout] = {}
     for name, at in taken.items():
-        value = named[name]
-        _, layout, *out = rules[at]
+        value, rule = named[name], rules[at]
+        _, layout, *out = rule.padded if pad and isinstance(rule, Suggested) else rule
         with naming(name, rules, named):
             read = read_layout(layout, axes, shape=value.shape, weight=True)
             layouts[name] = read.resolve(value.ndim)
             if out:
                 out_layouts[name] = read_layout(out[0], axes)
-    _refuse_unused(named, rules, given, taken)
+    _refuse_unused(named, rules, taken)
     return layouts, out_layouts
 
 
-def _refuse_unused(
-    named: Mapping[str, Tensor], rules: Rules, given: Rules, taken: Mapping[str, int]
-) -> None:
+def _refuse_unused(named: Mapping[str, Tensor], rules: Rules, taken: Mapping[str, int]) -> None:
     """Refuse parameters without a rule, and rules of the user's that no parameter takes."""
     unmatched = [name for name in named if name not in taken]
     used = set(taken.values())
-    left = [i for i, rule in enumerate(given) if i not in used and not _spare(rule, named)]
-    unused = [rules[i][0] for i in left]
+    unused = [rule[0] for i, rule in enumerate(rules) if i not in used and not _spare(rule, named)]
     if unmatched or unused:
         raise rule_error(
             _lint(unmatched, unused, named, rules),

@@ -33,6 +33,7 @@ from shardlib.planning.layer_dedup import Layer, Outline, all_products, elements
 RECIPES = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring")
 
 BUCKET = 25 * 2**20  # gradients per collective, as zero's bucket_mb
+_KEPT = 8.0  # bytes saved without remat / with it: a guess where one of them was measured
 
 
 @dataclass(frozen=True)
@@ -398,7 +399,6 @@ class _Study:
     least: int = 1
 
     def __post_init__(self, model: nn.Module) -> None:
-        self.ratio = 8.0  # bytes saved without remat / with it: a guess until both were measured
         # rows of a micro-batch and remat of the fastest way so far, where the next search starts
         self.begin: tuple[int, str] | None = None
         self.fastest = math.inf
@@ -486,7 +486,6 @@ class _Study:
         found: dict[tuple[int, str], dict[str, float]] = {}
         for _ in range(4):
             found[count, remat] = self._measured(replace(way, accumulate=count), remat)
-            self._learn(found, count)
             known, best = (self._best(way, found, keys) for keys in (list(found), every))
             if known.fits and best.seconds > 0.95 * known.seconds:
                 break  # no estimate is more than 5 % better
@@ -498,11 +497,6 @@ class _Study:
             self.fastest = known.seconds
             self.begin = self.batch // way.rows // known.way.accumulate, known.way.remat
         return [known]
-
-    def _learn(self, found: Mapping[tuple[int, str], Mapping[str, float]], count: int) -> None:
-        if (count, "") in found and (count, "full") in found:
-            plain, full = found[count, ""], found[count, "full"]
-            self.ratio = plain["saved"] / max(full["saved"], 1)
 
     def _best(
         self,
@@ -532,7 +526,7 @@ class _Study:
         by, known = near[0] / count, found[near]
         out = dict(known)
         # of a way with the other remat: without it a step keeps more, with it less
-        kept = {("full", ""): self.ratio, ("", "full"): 1 / self.ratio}.get((near[1], remat), 1.0)
+        kept = {("full", ""): _KEPT, ("", "full"): 1 / _KEPT}.get((near[1], remat), 1.0)
         out["saved"] = by * kept * known["saved"]
         if kept < 1:
             out["temporary"] += known["kept"]

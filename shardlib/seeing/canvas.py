@@ -56,10 +56,8 @@ def style() -> dict[str, Any]:
     """
     from cycler import cycler
 
-    ink = "text axes.edge axes.label axes.title xtick ytick grid legend.label".split()
-    names = {"axes.edge": "axes.edgecolor", "axes.label": "axes.labelcolor",
-             "axes.title": "axes.titlecolor", "legend.label": "legend.labelcolor"}  # fmt: skip
-    found: dict[str, Any] = {names.get(k, f"{k}.color"): INK for k in ink}
+    ink = "text.color axes.edgecolor axes.labelcolor axes.titlecolor xtick.color ytick.color"
+    found: dict[str, Any] = dict.fromkeys([*ink.split(), "grid.color", "legend.labelcolor"], INK)
     found |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none")
     found["axes.prop_cycle"] = cycler(color=PALETTE)
     found |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
