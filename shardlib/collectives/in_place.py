@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives.backends import BACKENDS, dist
-from shardlib.collectives.backends.backend import Axes, Finish
+from shardlib.collectives.backends.backend import Axes, Finish, Landing
 from shardlib.collectives.posted import (
     ALL_GATHER,
     PREDUCE,
@@ -92,15 +92,15 @@ def scatter_into(
     same order on all but NCCL; half precision in fp32, which ``out`` may keep.  ``flat`` and
     ``land`` must stay until it is finished.
     """
-    params = (0,) if wire is None or wire == flat.dtype else (0, wire)
+    to = Landing(out, None if wire == flat.dtype else wire, land, ahead)
+    params = (0,) if to.wire is None else (0, to.wire)
     g = group(mesh, axes)
     if g.size == 1:
         return lambda: out.copy_(flat)
 
-    into = partial(BACKENDS[mesh.kind].psum_scatter_into, flat, g, out, *params[1:])
+    move = partial(BACKENDS[mesh.kind].psum_scatter_into, flat, g, to)
 
     def post() -> Finish:
-        move = partial(into, land=land, ahead=ahead)
         return posted(move, PSUM_SCATTER, flat, g, params)
 
     memory = (flat, out) if land is None else (flat, out, land)

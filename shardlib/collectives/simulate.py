@@ -370,38 +370,21 @@ def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return c
 
 
-@_enter(Tensor.__getitem__)
-def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, index = args[0], _index(args[1])
-    if not isinstance(x, Stacked) or any(isinstance(i, Tensor | list) for i in index):
-        return _by_vmap(func, args, kwargs)
-    return Stacked(x.ranks[(slice(None), *index)], x.mesh)
-
-
 @_enter(Tensor.__setitem__)
 def _setitem(func: Func, args: Args, kwargs: Kwargs) -> None:
     x, index, value = args
     if type(x) is not Stacked:
         raise _plain_target(func)
-    index = _index(index)
+    index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, Tensor | list) for i in index):
         one = not isinstance(value, Tensor) or value.numel() == 1
-        if (
-            one
-            and len(index) == 1
-            and isinstance(index[0], Tensor)
-            and index[0].dtype == torch.bool
-        ):
+        if one and len(index) == 1 and getattr(index[0], "dtype", None) == torch.bool:
             mask = index[0].reshape(*index[0].shape, *[1] * (x.ndim - index[0].ndim))
             x.copy_(torch.where(mask, value, x))
         else:
             _by_vmap(_put, (x, index, value), {})
         return
     x.ranks[(slice(None), *index)] = _aligned(value, x[index].ndim)
-
-
-def _index(given: Any) -> tuple[Any, ...]:
-    return given if isinstance(given, tuple) else (given,)
 
 
 def _put(x: Tensor, index: Any, value: Any) -> Tensor:

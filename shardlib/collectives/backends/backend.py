@@ -8,7 +8,7 @@ returns ``finish``, which waits and returns the storage of the result.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,20 @@ class AxisGroup:
     axes: Axes
     size: int
     index: int | Tensor
+
+
+class Landing(NamedTuple):
+    """Memory of the caller that a sum of vectors is written to.
+
+    ``wire``   dtype in which parts are sent; None for that of the vectors.
+    ``land``   memory to receive in.
+    ``ahead``  other work comes between posting and finish.
+    """
+
+    out: Tensor
+    wire: torch.dtype | None = None
+    land: Tensor | None = None
+    ahead: bool = False
 
 
 G = TypeVar("G")
@@ -66,19 +80,8 @@ class Backend(Protocol[G]):
         self, x: Tensor, g: G, dim: int, wire: torch.dtype | None = None
     ) -> Finish: ...
 
-    def psum_scatter_into(
-        self,
-        x: Tensor,
-        g: G,
-        out: Tensor,
-        wire: torch.dtype | None = None,
-        land: Tensor | None = None,
-        ahead: bool = False,
-    ) -> Finish:
-        """Sum vectors into ``out`` as psum_scatter does, each part round the ring, its owner last.
-
-        ``land``  memory to receive in.  ``ahead``  other work comes between posting and finish.
-        """
+    def psum_scatter_into(self, x: Tensor, g: G, to: Landing) -> Finish:
+        """Sum vectors as psum_scatter does, each part round the ring, its owner last."""
         ...
 
     def all_gather_into(self, flat: Tensor, g: G, ahead: bool = False) -> Finish:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import all_gather_single, backend_name, reduce_scatter_single
-from shardlib.collectives.backends.backend import Axes, AxisGroup, Finish, Pairs
+from shardlib.collectives.backends.backend import Axes, AxisGroup, Finish, Landing, Pairs
 from shardlib.dtypes import is_half, wider
 from shardlib.kernels import active
 from shardlib.kernels.pack import dense
@@ -270,33 +270,24 @@ def psum_scatter(x: Tensor, g: _Group, dim: int, wire: torch.dtype | None = None
     return finish
 
 
-def psum_scatter_into(
-    x: Tensor,
-    g: _Group,
-    out: Tensor,
-    wire: torch.dtype | None = None,
-    land: Tensor | None = None,
-    ahead: bool = False,
-) -> Finish:
-    parts = x.view(g.size, -1)
-    alike = wire is None and out.dtype == x.dtype
+def psum_scatter_into(x: Tensor, g: _Group, to: Landing) -> Finish:
+    parts, out = x.view(g.size, -1), to.out
+    alike = to.wire is None and out.dtype == x.dtype
     if g.native and alike:
         work = reduce_scatter_single(out, g.placed(parts).view(-1), group=g.handle, async_op=True)
         return partial(_waited, [work], out)
     large = alike and not (g.native or is_half(x)) and parts[0].nbytes >= _LARGE
     if large and g.size == 2:
         return _sum_of_two(parts[1 - g.index], parts[g.index], out, g)
-    if large and g.size > 2 and not ahead:
-        return _round_sum(parts, g, out, land)
-    return _exchanged_sum(parts, g, out, wire, land)
+    if large and g.size > 2 and not to.ahead:
+        return _round_sum(parts, g, out, to.land)
+    return _exchanged_sum(parts, g, to)
 
 
-def _exchanged_sum(
-    parts: Tensor, g: _Group, out: Tensor, wire: torch.dtype | None, land: Tensor | None
-) -> Finish:
+def _exchanged_sum(parts: Tensor, g: _Group, to: Landing) -> Finish:
     """Send each rank its part, and add what comes in the order of ``_round_sum``."""
-    own, half = parts[g.index], is_half(parts)
-    sent = g.placed(parts).to(wire or parts.dtype)
+    own, half, out, land = parts[g.index], is_half(parts), to.out, to.land
+    sent = g.placed(parts).to(to.wire or parts.dtype)
     if land is not None and land.dtype == sent.dtype and land.numel() >= sent.numel():
         came = land[: sent.numel()].view_as(sent)
     else:

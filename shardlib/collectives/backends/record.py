@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardlib.collectives.backends.backend import Axes, AxisGroup, Finish, Pairs
+from shardlib.collectives.backends.backend import Axes, AxisGroup, Finish, Landing, Pairs
 from shardlib.collectives.backends.stacked import at_once
 from shardlib.dtypes import wider
 from shardlib.mesh import Mesh, rank_along
@@ -72,15 +72,8 @@ def psum_scatter(x: Tensor, g: AxisGroup, dim: int, wire: torch.dtype | None = N
 
 
 @at_once
-def psum_scatter_into(
-    x: Tensor,
-    g: AxisGroup,
-    out: Tensor,
-    wire: torch.dtype | None = None,
-    land: Tensor | None = None,
-    ahead: bool = False,
-) -> Tensor:
-    return out
+def psum_scatter_into(x: Tensor, g: AxisGroup, to: Landing) -> Tensor:
+    return to.out
 
 
 @at_once

@@ -8,7 +8,7 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
-from shardlib.collectives.backends.backend import Axes, AxisGroup, Finish, Pairs
+from shardlib.collectives.backends.backend import Axes, AxisGroup, Finish, Landing, Pairs
 from shardlib.dtypes import wider
 from shardlib.mesh import Mesh, coordinates, rank_along, uploaded
 
@@ -98,14 +98,7 @@ def psum_scatter(x: Tensor, g: _StackedGroup, dim: int, wire: torch.dtype | None
 
 
 @at_once
-def psum_scatter_into(
-    x: Tensor,
-    g: _StackedGroup,
-    out: Tensor,
-    wire: torch.dtype | None = None,
-    land: Tensor | None = None,
-    ahead: bool = False,
-) -> Tensor:
+def psum_scatter_into(x: Tensor, g: _StackedGroup, to: Landing) -> Tensor:
     y = g.split(x.to(wider(x.dtype)))  # [groups, p, n]
     p = y.shape[1]
     parts = y.unflatten(-1, (p, -1))  # [groups, rank, part, n / p]
@@ -113,10 +106,10 @@ def psum_scatter_into(
     total = None
     for i in range(1, p + 1):  # the owner's own part comes last, as in the ring of dist.py
         term = parts[:, (owner + i) % p, owner]
-        term = term if wire is None or i == p else term.to(wire).to(y.dtype)
+        term = term if to.wire is None or i == p else term.to(to.wire).to(y.dtype)
         total = term if total is None else total + term
     assert total is not None, "axes have one rank at least"
-    return out.copy_(g.merge(total))
+    return to.out.copy_(g.merge(total))
 
 
 @at_once
