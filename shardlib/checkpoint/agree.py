@@ -75,7 +75,8 @@ class Group:
     """The ranks of one call of ``op``; a single one if this process holds all ranks of the tree.
 
     ``timeout``  seconds of silence after which a rank counts as lost; the mesh's if None.
-    ``fixes``  (words of a message, fix), of which the first match counts: all ranks raise the same
+    ``call``  of the user, open: the fix of many messages is one more argument.
+    ``fixes``  (words of a message, fix).  Of all, the first match counts: all ranks raise the same
                message, and so need the same fix.
     """
 
@@ -84,10 +85,11 @@ class Group:
         op: str,
         timeout: float | None,
         alone: bool = False,
+        call: str = "",
         fixes: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.op = op
-        self.fixes = fixes
+        self.fixes = [*((words, f"{call}, {more})") for words, more in _MORE if call), *fixes]
         self.line = ""  # of the user's code, where a background thread has no frame of it
         self.said = time.monotonic()
         self.given_up = ""
@@ -254,6 +256,20 @@ class Group:
 
 
 _WHERE = "shardlib/checkpoint"
+
+_MORE = [
+    ("(missing='keep' leaves them), and", "missing='keep', extra='skip'"),
+    ("(missing='init' draws them), and", "missing='init', extra='skip'"),
+    ("(missing='keep'", "missing='keep'"),
+    ("(missing='init'", "missing='init'"),
+    ("(extra='skip'", "extra='skip'"),
+    ("cast=True", "cast=True"),
+    ("does not divide", "pad=True"),
+    ("overwrite=False", "overwrite=True"),
+    ("said nothing", "timeout=1000.0"),
+    ("nothing was written for", "timeout=1000.0"),
+]
+"""Words of a message, and the argument that its call lacked."""
 
 
 def _text(error: BaseException | None) -> str:

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from shardlib.checkpoint.huggingface import tensors_of, write_hf
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.reading import Layouts, target_of
 from shardlib.checkpoint.steps import newest
-from shardlib.checkpoint.tree import Content, Leaves, Names, Value, renamed, some
+from shardlib.checkpoint.tree import Content, Leaves, Names, renamed, some
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, MeshLike, as_mesh, simulate
@@ -71,8 +70,8 @@ def reshard(
                 name: target_of(name, old, layouts, there, pad).place
                 for name, old in manifest.places.items()
             }
-        tree = _Tree(places, manifest.values, manifest.skeleton, manifest.read)
-        _write(group, os.fspath(target), manifest.step, overwrite, tree, there.size)
+        job = SaveJob(group, os.fspath(target), manifest.step, overwrite)
+        _write(job, Content(places, manifest.values, manifest.skeleton), manifest.read, there.size)
 
 
 def to_hf(
@@ -187,8 +186,8 @@ def from_hf(
             if fill(out, box, sources[name]) != size(box):
                 raise ValueError(f"{sources[name].file} does not have all of {name!r}")
 
-        tree = _Tree(places, {}, leaves.skeleton, read)
-        _write(group, folder_of(os.fspath(target), step), step, overwrite, tree, there.size)
+        job = SaveJob(group, folder_of(os.fspath(target), step), step, overwrite)
+        _write(job, Content(places, {}, leaves.skeleton), read, there.size)
 
 
 # ---------------------------------------------------------------- shared by all three
@@ -201,25 +200,16 @@ def _mesh(mesh: Mapping[str, int] | MeshLike) -> Mesh:
 
 
 def _group(op: str, given: str) -> Group:
-    """Make the group of one process, with the fixes of its errors."""
-    fixes = [(f"{word}", f"sl.checkpoint.{op}({given}, {more}=True)") for word, more in _MORE]
-    return Group(op, 100.0, alone=True, fixes=fixes)
-
-
-_MORE = (("overwrite=False", "overwrite"), ("does not divide", "pad"))
+    """Make the group of one process."""
+    return Group(op, 100.0, True, f"sl.checkpoint.{op}({given}")
 
 
 def _opened(path: Directory) -> Folder:
     return Folder(opened(newest(os.fspath(path))))
 
 
-class _Tree(NamedTuple):
-    """The tensors and values of a checkpoint to write; ``read(name, box, out)`` fills a block."""
-
-    places: Mapping[str, SavedPlace]
-    values: Mapping[str, Value]
-    skeleton: object
-    read: Callable[[str, Box, Tensor], None]
+Read = Callable[[str, Box, Tensor], None]
+"""Function of (name, box, block) that fills the block with the tensor's values in the box."""
 
 
 def _within(names: Iterable[str], subtree: str) -> dict[str, str]:
@@ -248,31 +238,25 @@ def _companions(directory: Directory) -> list[Path]:
     ]
 
 
-def _block(
-    read: Callable[[str, Box, Tensor], None], name: str, box: Box, dtype: torch.dtype
-) -> Tensor:
+def _block(read: Read, name: str, box: Box, dtype: torch.dtype) -> Tensor:
     """Read a box of a tensor into a block that holds nothing else."""
     out = torch.empty([length(held) for held in box], dtype=dtype, device="cpu")
     read(name, packed(box), out)
     return out
 
 
-def _write(
-    group: Group, path: str, step: int | None, overwrite: bool, tree: _Tree, world: int
-) -> None:
+def _write(job: SaveJob, content: Content, read: Read, world: int) -> None:
     """Write the files that each rank would have written; a block is read when it is written.
 
     Raises: CheckpointError.
     """
     files: dict[int, list[WrittenPart]] = {rank: [] for rank in range(world)}
-    for name, place in sorted(tree.places.items()):
+    for name, place in sorted(content.places.items()):
         for rank in range(world):
             box = chunk(name, place, rank)
             if box is not None:
-                get = partial(_block, tree.read, name, box, place.dtype)
+                get = partial(_block, read, name, box, place.dtype)
                 files[rank].append(WrittenPart(name, box, place.shape, place.dtype, get))
-    content = Content.of(tree.places, tree.values, tree.skeleton)
-    job = SaveJob(group, path, step, overwrite)
     with job.leaving():
         job.begin(content, {})
     job.write(content, files)

@@ -48,7 +48,7 @@ from shardlib.checkpoint.folder import (
     write_manifest,
     write_new,
 )
-from shardlib.checkpoint.reading import Target, check, fixes, known_choices, storages
+from shardlib.checkpoint.reading import Target, check, known_choices, storages
 from shardlib.checkpoint.tree import Names as Renames
 from shardlib.checkpoint.tree import alone, boxes, renamed, renaming, sharded, some
 from shardlib.checkpoint.writing import SaveJob
@@ -127,12 +127,16 @@ def load_hf(
         directory = [directory]
     places = [os.fspath(p) for p in directory]
 
-    def alike(digests: list[str]) -> None:
-        refuse_odd(digests, "see different files")
-
-    group = Group(
-        "load_hf", timeout, not spans_processes(mesh), _fixes(names, pad, missing, extra, cast)
-    )
+    known = {
+        "names=names": names is not None,
+        "pad=True": pad,
+        "cast=True": cast,
+        "missing='init'": missing == "init",
+        "extra='skip'": extra == "skip",
+    }
+    call = ", ".join(["sl.load_hf(directory, module, rules", *(n for n, on in known.items() if on)])
+    group = Group("load_hf", timeout, not spans_processes(mesh), call)
+    alike = partial(refuse_odd, what="see different files")
     with group.phase("reading", alike) as phase, contextlib.ExitStack() as stack:
         table = _tables(places, group.progress, stack)
         about = [(n, c.file, c.offset, c.shape, str(c.dtype)) for n, c in table.items()]
@@ -155,20 +159,6 @@ def load_hf(
 
 
 load_hf.bytes_read = 0  # type: ignore[attr-defined]
-
-
-def _fixes(names: Names, pad: bool, missing: str, extra: str, cast: bool) -> list[tuple[str, str]]:
-    """Map the words of a message to its fix: the same call with one more argument."""
-    call = "sl.load_hf(directory, module, rules"
-    given = {
-        "names=names": names is not None,
-        "pad=True": pad,
-        "cast=True": cast,
-        "missing='init'": missing == "init",
-        "extra='skip'": extra == "skip",
-    }
-    call = ", ".join([call, *(word for word, used in given.items() if used)])
-    return fixes(call, "missing='init'")
 
 
 Table = Mapping[str, FileChunk]
@@ -236,61 +226,62 @@ class FilePiece:
         return fill(block, tuple(self.turned(box)), self.chunk)
 
 
-class FilePieces(list[FilePiece]):
-    """A parameter that tensors of the files make up, each in its place."""
+Reader = Callable[[Tensor, Box], int]
+"""Function that fills a block with the values in a box, and counts them."""
 
-    @property
-    def names(self) -> list[str]:
-        return [p.name for p in self]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self[0].chunk.dtype
+class Origin(NamedTuple):
+    """The values of a parameter: tensors of the files, and the reader that ``begin`` makes of them.
+
+    ``pieces``  the tensors in their places; none if transformers' own code makes the parameter.
+    """
+
+    names: list[str]
+    dtype: torch.dtype
+    begin: Callable[[], Reader]
+    pieces: Sequence[FilePiece] = ()
+
+    @staticmethod
+    def of(pieces: Sequence[FilePiece]) -> "Origin":
+        """Make up a parameter of tensors in their places."""
+
+        def read(block: Tensor, box: Box) -> int:
+            return sum(piece.fill(block, box) for piece in pieces)
+
+        return Origin([p.name for p in pieces], pieces[0].chunk.dtype, lambda: read, pieces)
 
     def check(self, name: str, x: Tensor, table: Table) -> None:
-        odd = [p for p in self if not p.fits(x.shape) or p.chunk.dtype != self.dtype]
-        if not odd and sum(p.wanted for p in self) == x.numel():
+        """Check that the pieces fill a parameter.
+
+        Raises: ValueError.
+        """
+        odd = [p for p in self.pieces if not p.fits(x.shape) or p.chunk.dtype != self.dtype]
+        if not self.pieces or (not odd and sum(p.wanted for p in self.pieces) == x.numel()):
             return
-        theirs = [*odd, *self][0].name
+        theirs = [*odd, *self.pieces][0].name
         shape = list(table[theirs].shape)
         text = f"{theirs!r} has shape {shape} in the file, {name!r} {list(x.shape)} in the module"
         if shape[::-1] == list(x.shape) and x.ndim == 2:
             text += f"; names={{{name!r}: ({theirs!r}, (1, 0))}} reads it transposed"
         raise ValueError(text)
 
-    def reader(self) -> Callable[[Tensor, Box], int]:
-        return lambda block, box: sum(piece.fill(block, box) for piece in self)
 
+def _reader_of(make: Callable[[str], Tensor], name: str) -> Reader:
+    """Make a parameter by transformers' own code, and return the reader of its values."""
+    made = make(name)
 
-class Converted(NamedTuple):
-    """A parameter that transformers' own code makes of the tensors ``names`` of the files."""
+    def read(block: Tensor, box: Box) -> int:
+        for pairs in itertools.product(*meet(whole(made.shape), box)):
+            part = made[tuple(s for s, _ in pairs)]
+            block[tuple(t for _, t in pairs)] = part.to(block.device, block.dtype)
+        return size(box)
 
-    names: list[str]
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
-
-    def check(self, name: str, x: Tensor, table: Table) -> None:
-        """Pass: transformers' own code has made it."""
-
-    def reader(self) -> Callable[[Tensor, Box], int]:
-        made = self.make()
-
-        def read(block: Tensor, box: Box) -> int:
-            for pairs in itertools.product(*meet(whole(made.shape), box)):
-                part = made[tuple(s for s, _ in pairs)]
-                block[tuple(t for _, t in pairs)] = part.to(block.device, block.dtype)
-            return size(box)
-
-        return read
-
-
-Origin = FilePieces | Converted
-"""The values of a parameter."""
+    return read
 
 
 def _fill(name: str, x: ShardedTensor, source: Origin) -> None:
     """Fill a tensor's blocks with values read from files."""
-    read = source.reader()
+    read = source.begin()
     if x.is_padded:
         x.raw.detach().zero_()
     for box, block in boxes(x):
@@ -453,7 +444,7 @@ class _Loading:
                 out[name] = self._piece(found)
         return out
 
-    def _said(self, name: str, said: Source) -> FilePieces:
+    def _said(self, name: str, said: Source) -> Origin:
         """Return the pieces that ``names=`` gives a parameter."""
         part: object = None
         if isinstance(said, str):
@@ -475,26 +466,26 @@ class _Loading:
             return self._piece(theirs, turn=part)
         return self._concatenated(called, 0)
 
-    def _piece(self, name: str, **where: Any) -> FilePieces:
+    def _piece(self, name: str, **where: Any) -> Origin:
         """Return a parameter of one tensor, placed as in ``FilePiece.of``."""
-        return FilePieces([FilePiece.of(self.table, name, **where)])
+        return Origin.of([FilePiece.of(self.table, name, **where)])
 
-    def _concatenated(self, names: Sequence[str], dim: int) -> FilePieces:
+    def _concatenated(self, names: Sequence[str], dim: int) -> Origin:
         """Put tensors one after another along a dimension."""
         ends = itertools.accumulate((self.table[n].shape[dim] for n in names), initial=0)
         places = zip(names, ends, strict=False)
-        return FilePieces(FilePiece.of(self.table, n, at={dim: at}) for n, at in places)
+        return Origin.of([FilePiece.of(self.table, n, at={dim: at}) for n, at in places])
 
-    def _stacked(self, lists: Sequence[Sequence[str]], dim: int, along: int) -> FilePieces:
+    def _stacked(self, lists: Sequence[Sequence[str]], dim: int, along: int) -> Origin:
         """Stack the tensors of each list along ``dim``, and put the stacks one after another."""
-        out = FilePieces()
+        out = []
         for which, names in enumerate(lists):
             for index, name in enumerate(names):
                 shape = list(self.table[name].shape)
                 shape.insert(dim, 1)
                 at = {along: which * shape[along], dim: index}
                 out.append(FilePiece.of(self.table, name, at=at, stack=dim))
-        return out
+        return Origin.of(out)
 
     # -------------------------------------------------------- transformers' conversions
 
@@ -536,7 +527,7 @@ class _Loading:
         meta, make = self._conversion(converter, name, ordered)
         return {
             n: self._cut_from(converter.operations, files, meta, n)
-            or Converted(files, x.dtype, partial(make, n))
+            or Origin(files, x.dtype, partial(_reader_of, make, n))
             for n, x in meta.items()
         }
 
@@ -572,7 +563,7 @@ class _Loading:
 
         return run(lambda chunk: chunk.empty("meta")), make
 
-    def _joined(self, operations: Sequence[Any], lists: list[list[str]]) -> FilePieces | None:
+    def _joined(self, operations: Sequence[Any], lists: list[list[str]]) -> Origin | None:
         """Return pieces if transformers only stacks or concatenates tensors; else None."""
         kinds = [type(op).__name__ for op in operations]
         dims = [getattr(op, "dim", 0) for op in operations]
@@ -586,7 +577,7 @@ class _Loading:
 
     def _cut_from(
         self, operations: Sequence[Any], files: list[str], made: Mapping[str, Tensor], target: str
-    ) -> FilePieces | None:
+    ) -> Origin | None:
         """Return the piece if transformers only splits or transposes one tensor; else None."""
         kinds, op = [type(op).__name__ for op in operations], operations[0]
         if len(files) != 1:
@@ -684,7 +675,8 @@ def save_hf(
     {'w': tensor([0, 1, 2, 3])}
     """
     tensors = {n: sharded(x) for n, x in params.items()}
-    group = Group("save_hf", timeout, alone(list(tensors.values())), _SAVE_FIXES)
+    mine = alone(list(tensors.values()))
+    group = Group("save_hf", timeout, mine, "sl.save_hf(directory, params", _SAVE_FIXES)
 
     def parts() -> list[WrittenPart]:
         return [
@@ -706,7 +698,6 @@ def save_hf(
 _SAVE_FIXES = [
     ("is not replaced", "sl.save_hf('exports/new', params)"),
     ("the path is empty", "sl.save_hf('exports/new', params)"),
-    ("overwrite=False", "sl.save_hf(directory, params, overwrite=True)"),
 ]
 
 
@@ -762,8 +753,13 @@ def write_hf(
 
     def commit(work: Work, _: object) -> str:
         if count > 1:
-            index = _weight_map(titles, files)
-            write_new(work.fd, f"{stem}.safetensors.index.json", index)
+            places = {
+                x.name: title for title, held in zip(titles, files, strict=True) for x in held
+            }
+            total = sum(x.nbytes for held in files for x in held)
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            text = json.dumps(index, indent=1).encode()
+            write_new(work.fd, f"{stem}.safetensors.index.json", text)
         configure(work.path)
         _say_dtype(work.path, itertools.chain.from_iterable(files))
         found = [{"file": name} for name in flushed(work.path)]
@@ -774,14 +770,6 @@ def write_hf(
         return said
 
     job.finish(put, commit, together=True)
-
-
-def _weight_map(titles: Sequence[str], files: Sequence[Sequence[WrittenPart]]) -> bytes:
-    """Return the index of several files."""
-    places = {x.name: title for title, held in zip(titles, files, strict=True) for x in held}
-    total = sum(x.nbytes for held in files for x in held)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    return json.dumps(index, indent=1).encode()
 
 
 def _called(tensors: Mapping[str, Tensor], module: object, names: Renames) -> dict[str, Tensor]:

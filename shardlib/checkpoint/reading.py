@@ -111,7 +111,9 @@ def load(
         refuse_odd(ids, f"read different checkpoints at {path}")
         refuse_odd(asked, f"read other tensors from {path}")
 
-    group = Group("load", timeout, only, _fixes(path, like, layouts))
+    given = {"path": path, "like": like, "layouts=layouts": layouts}
+    call = f"sl.load({', '.join(n for n, x in given.items() if x is not None)}"
+    group = Group("load", timeout, only, call, _fixes(path))
     with group.phase("reading", alike) as phase:
         found, readers, identity = _read(path, group, read)
         phase.value = [identity, readers.digest]
@@ -163,30 +165,9 @@ def known_choices(op: str, given: str, **words: tuple[str, str]) -> None:
             raise BadArgument(text, op=op, fix=fix)
 
 
-def fixes(call: str, missing: str) -> list[tuple[str, str]]:
-    """Map the words of a message to its fix: the same call with one more argument.
-
-    ``missing``  the argument that takes a tensor which the files lack.
-    """
-    both = {"them), and the": f"{missing}, extra='skip'", missing: missing}
-    return [(words, f"{call}, {more})") for words, more in (both | _ONE_MORE).items()]
-
-
-_ONE_MORE = {
-    "extra='skip'": "extra='skip'",
-    "cast=True": "cast=True",
-    "does not divide": "pad=True",
-    "said nothing": "timeout=1000.0",
-}
-"""Words of a message -> the argument that its call lacked."""
-
-
-def _fixes(path: str, like: object, layouts: object) -> list[tuple[str, str]]:
+def _fixes(path: str) -> list[tuple[str, str]]:
     run = os.path.dirname(path) if re.fullmatch(steps_pattern, os.path.basename(path)) else path
-    call = "sl.load(path" if like is None else "sl.load(path, like"
-    call += ", layouts=layouts" if layouts is not None else ""
     return [
-        *fixes(call, "missing='keep'"),
         ("in the tree", "print(sl.checkpoint.describe(path))"),
         ("names=", "print(sl.checkpoint.describe(path))"),
         ("No such file or directory: ", f"sl.checkpoint.steps({os.path.dirname(path) or '.'!r})"),

@@ -221,19 +221,21 @@ def said_of(place: SavedPlace) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Content:
-    """The description of a tree in a manifest: each tensor's place, the values, the containers."""
+    """A tree to write: each tensor's place, the values, the containers."""
 
-    tensors: dict[str, Mapping[str, Any]]
-    values: dict[str, Any]
+    places: Mapping[str, SavedPlace]
+    plain: Mapping[str, Value]
     skeleton: object
 
-    @staticmethod
-    def of(
-        places: Mapping[str, SavedPlace], values: Mapping[str, Value], skeleton: object
-    ) -> "Content":
-        """Describe the tensors at these places, the values and the containers of a tree."""
-        tensors = {n: said_of(place) for n, place in places.items()}
-        return Content(tensors, {n: spoken(v) for n, v in values.items()}, skeleton)
+    @cached_property
+    def tensors(self) -> dict[str, Mapping[str, Any]]:
+        """The places, as a manifest has them."""
+        return {n: said_of(place) for n, place in self.places.items()}
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The values, as a manifest has them."""
+        return {n: spoken(v) for n, v in self.plain.items()}
 
 
 def read_place(about: Any, files: int) -> SavedPlace:

@@ -144,9 +144,9 @@ def save(
         leaves = Leaves.of(tree, "save")
     except Exception as e:
         leaves, error = Leaves.of({}, "save"), e
-    group = Group("save", timeout, alone(leaves.leaves), _FIXES)
+    group = Group("save", timeout, alone(leaves.leaves), "sl.save(path, tree", _FIXES)
     places = {n: place_of(x, group.world) for n, x in leaves.tensors.items()}
-    content = Content.of(places, leaves.values, leaves.skeleton)
+    content = Content(places, leaves.values, leaves.skeleton)
     claims = _claims(group, leaves)
     job = SaveJob(group, target, step, overwrite)
     with job.leaving():
@@ -174,9 +174,6 @@ _FIXES = [
     ("holds 'step_", "sl.save(path, tree, step=100)"),
     ("is not replaced", "sl.save('checkpoints/new', tree)"),
     ("the path is empty", "sl.save('checkpoints/new', tree)"),
-    ("overwrite=False", "sl.save(path, tree)"),
-    ("nothing was written for", "sl.save(path, tree, timeout=1000.0)"),
-    ("said nothing", "sl.save(path, tree, timeout=1000.0)"),
 ]
 
 
@@ -219,14 +216,12 @@ class SaveJob:
         if isinstance(found, list):
             key, *pair = found
             differ = _differ_in if key else _differ
-            mine = None
-            if self.group.rank in pair:
-                mine = said[key]
-            self.group.agree(
-                "the difference",
-                mine,
-                decide=lambda every: differ(*(every[r] for r in pair), *pair),
-            )
+
+            def decide(every: list[Any]) -> None:
+                differ(*(every[r] for r in pair), *pair)
+
+            mine = said[key] if self.group.rank in pair else None
+            self.group.agree("the difference", mine, decide=decide)
         self.name = found
 
     def make(self) -> str:

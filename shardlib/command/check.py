@@ -10,7 +10,7 @@ import torch
 
 from shardlib.checking.proof import Proof, check_model
 from shardlib.command import datasets
-from shardlib.command.config import Config, ConfigError, answer, imported, read
+from shardlib.command.config import Config, ConfigError, answer, imported, read, takes_file
 from shardlib.command.from_config import axes_of, module_of, rows_of, rules_of
 from shardlib.command.train import check, rehearse
 from shardlib.mesh import simulate
@@ -18,11 +18,8 @@ from shardlib.mesh import simulate
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument(
-        "case",
-        help="a TOML file, or MODULE:FUNCTION, which returns the arguments of sl.check_model",
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
+    text = "a TOML file, or MODULE:FUNCTION, which returns the arguments of sl.check_model"
+    takes_file(parser, "case", text)
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps that are compared")
 
 

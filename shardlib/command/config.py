@@ -19,6 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def make(config: Config, path: Sequence[str]) -> Any:
     """
     if "make" not in config.table(*path):
         raise missing(config, path, ["make"], 'make must be given, as make = "module:function"')
-    function = called(config.table(*path)["make"], config, (*path, "make"))
+    function = imported(config.table(*path)["make"], partial(config.error, (*path, "make")))
     return call(function, config, path, beside=("make",))
 
 
@@ -221,39 +222,31 @@ def one_line(e: Exception, frames: Sequence[traceback.FrameSummary]) -> str:
     return words + "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in frames[-1:])
 
 
-def called(text: object, config: Config, path: Sequence[str]) -> Callable[..., Any]:
-    """Return the function with the name ``module:function``.
-
-    Raises: ConfigError.
-    """
-    try:
-        return imported(text)
-    except ConfigError as e:
-        raise config.error(path, str(e)) from None
-
-
-def imported(text: object) -> Callable[..., Any]:
+def imported(text: object, error: Callable[[str], ConfigError] = ConfigError) -> Callable[..., Any]:
     """Import ``module:function``, from the working directory too.
+
+    ``error``  makes the error of a message.
+    Raises: ConfigError.
 
     >>> imported("torch.nn:Linear").__name__
     'Linear'
     """
     if not isinstance(text, str) or not re.fullmatch(r"[\w.]+:[\w.]+", text):
-        raise ConfigError(f'write "module:function", not {shown(text)}')
+        raise error(f'write "module:function", not {shown(text)}')
     module, _, name = text.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
         found: object = importlib.import_module(module)
     except ImportError as e:
-        raise ConfigError(f"cannot import {module!r}: {e}") from None
+        raise error(f"cannot import {module!r}: {e}") from None
     for part in name.split("."):
         if not hasattr(found, part):
             hint = near(part, [n for n in vars(found) if not n.startswith("_")])
-            raise ConfigError(f"{module!r} has no {part!r}{hint}")
+            raise error(f"{module!r} has no {part!r}{hint}")
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigError(f"{text!r} is {shown(found)}, nothing to call")
+        raise error(f"{text!r} is {shown(found)}, nothing to call")
     return found
 
 
@@ -357,6 +350,12 @@ def shown(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
+def takes_file(parser: argparse.ArgumentParser, name: str = "file", text: str = "") -> None:
+    """Add the arguments of a command for a TOML file."""
+    parser.add_argument(name, help=text or "a TOML file, see docs/command.md")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
+
+
 def answer(given: argparse.Namespace, data: object, text: object) -> int:
     """Print a command's answer, as JSON if that is asked for."""
     if given.json:
@@ -436,9 +435,9 @@ def _function(value: object, is_schedule: bool, config: Config, path: Sequence[s
     if is_schedule and isinstance(value, Mapping):
         return named("schedule", config, path)
     if is_schedule:
-        raise _Unfit(f'a table [{".".join(path)}] with name = "{next(iter(schedules()))}"')
+        raise _Unfit(f'a table [{".".join(path)}] with name = "{next(iter(SCHEDULES))}"')
     if isinstance(value, str):
-        return called(value, config, path)
+        return imported(value, partial(config.error, path))
     raise _Unfit('"module:function"')
 
 
@@ -492,9 +491,7 @@ def named(
     ``kind``  "optimizer" or "schedule".
     Raises: ConfigError.
     """
-    known: Mapping[str, Callable[..., Any]] = {"schedule": schedules, "optimizer": transforms}[
-        kind
-    ]()
+    known: Mapping[str, Callable[..., Any]] = SCHEDULES if kind == "schedule" else TRANSFORMS
     name = config.table(*path).get("name")
     if name is None:
         text = f'name must be given, as name = "{next(iter(known))}"'
@@ -507,15 +504,13 @@ def named(
     return call(known[name], config, path, beside=("name", *beside), **more)
 
 
-def transforms() -> dict[str, Callable[..., Transform]]:
-    """List the optimizers that a file may use."""
-    names = "adamw adam sgd lion lamb muon adafactor adam8bit adagrad rmsprop"
-    return {n: getattr(optim, n) for n in names.split()}
-
-
-def schedules() -> dict[str, Callable[..., Schedule]]:
-    """List the schedules that a file may use."""
-    return {n: getattr(optim, n) for n in "constant linear cosine warmup_cosine wsd".split()}
+TRANSFORMS: dict[str, Callable[..., Transform]] = {
+    n: getattr(optim, n)
+    for n in "adamw adam sgd lion lamb muon adafactor adam8bit adagrad rmsprop".split()
+}
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    n: getattr(optim, n) for n in "constant linear cosine warmup_cosine wsd".split()
+}
 
 
 def _torchs(name: str, config: Config, path: Sequence[str], beside: Iterable[str]) -> Transform:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import optree
@@ -24,7 +25,7 @@ from shardlib.command.config import (
     ConfigError,
     arguments,
     call,
-    called,
+    imported,
     keys_of,
     make,
     missing,
@@ -40,7 +41,7 @@ from shardlib.data import Batches, data
 from shardlib.dtypes import wide
 from shardlib.errors import BadArgument, LayoutSyntax, ShardError, UnevenSplit
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, launched, make_mesh, record, simulate
+from shardlib.mesh import Mesh, current_mesh, launched, make_mesh, record, simulate
 from shardlib.mesh.mesh import check_timeout
 from shardlib.modules import init, parallelize, recipes
 from shardlib.modules.apply import Apply
@@ -327,18 +328,14 @@ def rows_of(config: Config, where: str = "data") -> Any:
 
 
 def batches(
-    config: Config,
-    rows: Any,
-    rules: Rules,
-    mesh: Mesh,
-    state: Mapping[str, int] | None = None,
-    where: str = "data",
+    made: "Built", rows: Any, state: Mapping[str, int] | None = None, where: str = "data"
 ) -> Batches:
     """Make the batches of ``[data]``, in the layouts of the recipe.
 
     ``where``  "eval" for those of ``[eval]``, which are in order.
     Raises: ConfigError.
     """
+    config = made.config
     try:
         first = rows[0]
     except (TypeError, KeyError, IndexError) as e:
@@ -347,8 +344,8 @@ def batches(
     if where == "data" and own.get("batch", 1) > len(rows):
         text = f"{own['batch']} rows of a dataset that has {len(rows)}"
         raise config.error(("data", "batch"), text)
-    layout = own["layout"] if "layout" in own else _lying(first, rules)
-    more: dict[str, Any] = {"mesh": mesh, "state": state, "layout": layout}
+    layout = own["layout"] if "layout" in own else _lying(first, made.rules)
+    more: dict[str, Any] = {"mesh": made.mesh, "state": state, "layout": layout}
     if where == "eval":
         more["shuffle"] = False
     if isinstance(first, tuple | list):  # the last field of a pair is its labels
@@ -438,6 +435,11 @@ class Built:
     policy: Precision | None
 
     @property
+    def accumulate(self) -> int:
+        """Batches per update."""
+        return self.config.tables.get("accumulate", 1)
+
+    @property
     def whole(self) -> bool:
         """Whether each rank keeps complete blocks of parameters: true but at ZeRO's stage 3."""
         return self.config.table("optimizer", "zero").get("stage", 1) < 3
@@ -451,7 +453,7 @@ class Built:
         return params if self.whole else optim.state_dict(params)
 
 
-def state_of(config: Config, made: "Built", params: Params) -> Any:
+def state_of(made: Built, params: Params) -> Any:
     """Make the optimizer's first state.
 
     Raises: ConfigError if it refuses the parameters.
@@ -459,16 +461,16 @@ def state_of(config: Config, made: "Built", params: Params) -> Any:
     try:
         return made.tx.init(params)
     except ShardError as e:
-        zero = e.op == "zero" and "axis" in config.table("optimizer", "zero")
-        raise config.error(("optimizer", *("zero", "axis") * zero), told(e)) from e
+        zero = e.op == "zero" and "axis" in made.config.table("optimizer", "zero")
+        raise made.config.error(("optimizer", *("zero", "axis") * zero), told(e)) from e
 
 
-def built(config: Config, mesh: Mesh, values: bool = True) -> Built:
-    """Make everything but the dataset; with ``values=False`` on the meta device.
+def built(config: Config, values: bool = True) -> Built:
+    """Make everything but the dataset on the mesh in scope; ``values=False``: on the meta device.
 
     Raises: ConfigError.
     """
-    made = module_of(config, meta=not values)
+    mesh, made = current_mesh(), module_of(config, meta=not values)
     takes = inspect.signature(made.module.forward).parameters
     packed = "documents" in config.table("data") and "loss" not in config.tables
     if packed and "position_ids" not in takes:
@@ -545,7 +547,7 @@ def loss_function(config: Config, module: nn.Module, apply: Apply) -> Callable[.
     """
     text = config.tables.get("loss")
     if text:
-        return _own_loss(config, called(text, config, ("loss",)), apply)
+        return _own_loss(config, imported(text, partial(config.error, ("loss",))), apply)
     takes = inspect.signature(module.forward).parameters
     known = [n for n, p in takes.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     foreign = hasattr(module, "config") and hasattr(module, "main_input_name")

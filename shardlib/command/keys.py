@@ -15,17 +15,16 @@ from shardlib import optim
 from shardlib.checkpoint import load_hf
 from shardlib.command import datasets, from_config
 from shardlib.command.config import (
+    SCHEDULES,
+    TRANSFORMS,
     Config,
     ConfigError,
     answer,
     keys_of,
     near,
-    read,
-    schedules,
-    transforms,
 )
 from shardlib.command.progress import Log
-from shardlib.command.train import Checkpoints, Evaluation, Export, check, train
+from shardlib.command.train import Checkpoints, Evaluation, Export, checked, train
 from shardlib.data import data
 from shardlib.mesh import make_mesh
 from shardlib.modules import init, parallelize, recipes
@@ -65,9 +64,9 @@ def listed() -> Iterator[Key]:
     for name in from_config.RECIPES:
         yield from _of(f"layout, {name}", getattr(recipes, name), but=("model", "mesh", "inputs"))
     yield from _of("layout", parallelize, only=from_config.PLACING)
-    for name, function in transforms().items():
+    for name, function in TRANSFORMS.items():
         yield from _of(f'optimizer, name = "{name}"', function)
-    for name, function in schedules().items():
+    for name, function in SCHEDULES.items():
         yield from _of(f'optimizer.lr, name = "{name}"', function)
     for name, function in from_config.WRAPPERS.items():
         yield from _of(f"optimizer.{name}", function, but=("tx",))
@@ -213,8 +212,7 @@ def _value(value: object) -> str:
 
 def print_config(given: argparse.Namespace) -> int:
     """Print the configuration of ``shardlib train``."""
-    config = read(given.file, given.set)
-    check(config)
+    config = checked(given.file, given.set)
     return answer(given, {"config": config.tables}, printed(config))
 
 

@@ -6,17 +6,17 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import optree
 import torch.distributed as dist
 from torch import nn
 
-from shardlib.command.config import Config, ConfigError, answer, near, read, told
+from shardlib.command.config import Config, ConfigError, answer, near, takes_file, told
 from shardlib.command.from_config import axes_of, hugging_face, module_of, rows_of, under_launcher
 from shardlib.command.keys import explained
-from shardlib.command.train import check
+from shardlib.command.train import checked
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link
 from shardlib.planning.cluster import CLUSTERS, Cluster, measured
@@ -25,11 +25,8 @@ from shardlib.planning.plan import RECIPES, Plan, Weighed, plan
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument(
-        "model",
-        help="a Hugging Face directory (its config.json is enough), MODULE:FUNCTION, "
-        "or a TOML file",
-    )
+    text = "a Hugging Face directory (its config.json is enough), MODULE:FUNCTION, or a TOML file"
+    takes_file(parser, "model", text)
     parser.add_argument(
         "--ranks",
         type=_several,
@@ -50,7 +47,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--node", type=_count, default=0, help="ranks of a node; else the cluster's"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
 
 
 def main(given: argparse.Namespace) -> int:
@@ -103,8 +99,7 @@ def _model(given: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     said: dict[str, Any] = {n: getattr(given, n) or 0 for n in ("batch", "sequence", "accumulate")}
     ranks = given.ranks
     if given.model.endswith(".toml"):
-        config = read(given.model, given.set)
-        check(config, whole=False)
+        config = checked(given.model, given.set, whole=False)
         model = module_of(config, meta=True).module
         said = _of_file(config, said)
         if not ranks:
@@ -210,23 +205,21 @@ _ARGUMENTS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 def _plain(found: Plan) -> dict[str, Any]:
     """Return a plan as JSON values."""
-    table = [_row(w) for w in found.table]
     return {
         "fits": found.best is not None,
         "memory": found.memory,
         "batch": found.batch,
         "links": _links(found.cluster),
         "looked": found.looked,
-        "table": table,
+        "table": [_row(w) for w in found.table],
     }
 
 
 def _links(cluster: Cluster | None) -> dict[str, Any]:
     if cluster is None:
         return {}
-    ways = {n: getattr(cluster, n) for n in ("inside", "between")}
-    plain = {n: {"alpha": k.alpha, "beta": k.beta} for n, k in ways.items()}
-    return {**plain, "node": cluster.node, "source": cluster.source}
+    plain = asdict(cluster)
+    return {n: plain[n] for n in ("inside", "between", "node", "source")}
 
 
 def _row(w: Weighed) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from shardlib import optim
 from shardlib.collectives import trace
 from shardlib.collectives.count import Wait, listed
-from shardlib.command.config import Config, ConfigError, answer, read
+from shardlib.command.config import Config, ConfigError, answer, takes_file
 from shardlib.command.from_config import batches, built, mesh_of, rows_of, state_of, under_launcher
-from shardlib.command.train import check, stepper
+from shardlib.command.train import checked, stepper
 from shardlib.errors import BadArgument
 from shardlib.mesh import use_mesh
 from shardlib.seeing import Timeline, timeline
@@ -18,8 +18,7 @@ from shardlib.seeing.canvas import refuse_foreign
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument("file", help="a TOML file, see docs/command.md")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
+    takes_file(parser)
     parser.add_argument(
         "--out", default="", help="step.json for ui.perfetto.dev, or a picture: .png, .svg, .pdf"
     )
@@ -33,9 +32,7 @@ def main(given: argparse.Namespace) -> int:
         _check_out(given.out)
     if given.step < 1:
         raise ConfigError(f"--step {given.step}: 1 at least")
-    config = read(given.file, given.set)
-    check(config)
-    found, waits = trace_run(config, given.step)
+    found, waits = trace_run(checked(given.file, given.set), given.step)
     if under_launcher() and 0 not in found.ranks:
         return 0
     lines = [found.text(given.by), f"waits and uploads of the next step: {len(waits)}"]
@@ -62,21 +59,19 @@ def trace_run(config: Config, step: int = 2) -> tuple[Timeline, list[Wait]]:
 
     One more is run for the waits of this rank's host, whose list makes a step slower.
     """
-    mesh = mesh_of(config, ("simulate", "ranks")[under_launcher()])
-    with use_mesh(mesh):
-        made = built(config, mesh)
-        params, accumulate = made.start(), config.tables.get("accumulate", 1)
-        state = state_of(config, made, params)
-        rows = iter(batches(config, rows_of(config), made.rules, mesh))
-        step_of = stepper(config, made, accumulate)
+    with use_mesh(mesh_of(config, ("simulate", "ranks")[under_launcher()])):
+        made = built(config)
+        params = made.start()
+        state = state_of(made, params)
+        rows, step_of = iter(batches(made, rows_of(config))), stepper(made)
         for _ in range(step):
-            taken = [next(rows) for _ in range(accumulate)]
+            taken = [next(rows) for _ in range(made.accumulate)]
             with timeline() as line:
                 with line.phase("gradients"):
                     _, grads = step_of(params, state, taken)
                 with line.phase("update"):
                     params, state, _ = optim.step(made.tx, params, grads, state)
-        taken = [next(rows) for _ in range(accumulate)]
+        taken = [next(rows) for _ in range(made.accumulate)]
         with trace(waits=True) as seen:
             _, grads = step_of(params, state, taken)
             optim.step(made.tx, params, grads, state)

@@ -4,8 +4,8 @@ import argparse
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -31,13 +31,14 @@ from shardlib.command.config import (
     keys_of,
     optional,
     read,
+    takes_file,
     told,
 )
 from shardlib.command.from_config import Built, Params, Table
 from shardlib.command.progress import Log, flops_of, number, peak_of
 from shardlib.errors import BadArgument, RankFailed, ShardError
 from shardlib.grad import value_and_grad
-from shardlib.mesh import Mesh, accelerator, current_mesh, launch, use_mesh
+from shardlib.mesh import accelerator, launch, use_mesh
 from shardlib.seeing.summary import size, summary
 
 MOST = 64  # the most processes that are started without a launcher
@@ -83,6 +84,11 @@ class Checkpoints:
     keep: int | None = None
     resume: bool = True
     wait: bool = False
+
+    @property
+    def newest(self) -> str | None:
+        """The checkpoint to continue from, or None."""
+        return latest(self.path) if self.resume else None
 
     def __post_init__(self) -> None:
         _check_path(self.path, "checkpoint")
@@ -183,6 +189,16 @@ def train(
     return start(config)
 
 
+def checked(file: str, sets: Sequence[str], whole: bool = True) -> Config:
+    """Read a file, and check it.
+
+    Raises: ConfigError.
+    """
+    config = read(file, sets)
+    check(config, whole)
+    return config
+
+
 def check(config: Config, whole: bool = True) -> None:
     """Refuse every error of keys and types, and what a run would need only at its end.
 
@@ -264,7 +280,7 @@ def _launched(config: Config, axes: Mapping[str, int], total: int, as_json: bool
     if not as_json:
         print(f"starting {total} local processes", flush=True)
     try:
-        return launch(_rank, config, as_json, device=device, **how, **axes)[0]
+        return launch(run, config, as_json, device=device, **how, **axes)[0]
     except ShardError as e:
         if isinstance(e.__cause__, ConfigError):
             raise e.__cause__ from None
@@ -276,13 +292,12 @@ def rehearse(config: Config) -> None:
 
     Raises: ConfigError.
     """
-    mesh = from_config.mesh_of(config, "record")
-    with use_mesh(mesh):
-        made = from_config.built(config, mesh, values=False)
-        from_config.state_of(config, made, made.start())
+    with use_mesh(from_config.mesh_of(config, "record")):
+        made = from_config.built(config, values=False)
+        from_config.state_of(made, made.start())
         words = config.table("data").get("text", {}).get("tokenizer", "bytes")
         if words == "bytes":  # tokenizing takes long
-            dealt = from_config.batches(config, from_config.rows_of(config), made.rules, mesh)
+            dealt = from_config.batches(made, from_config.rows_of(config))
             try:
                 next(iter(dealt))
             except ShardError as e:
@@ -290,16 +305,11 @@ def rehearse(config: Config) -> None:
                 raise config.error(path, told(e)) from e
 
 
-def _rank(config: Config, as_json: bool) -> Report:
-    """Run the training in a process started by ``launch``, with its mesh in scope."""
-    return run(config, current_mesh(), as_json)
-
-
 def _ranks(config: Config, kind: str, as_json: bool) -> Report:
     mesh = from_config.mesh_of(config, kind)
     try:
         with use_mesh(mesh):
-            return run(config, mesh, as_json)
+            return run(config, as_json)
     finally:
         if kind == "ranks" and dist.is_initialized() and not from_config.under_launcher():
             dist.destroy_process_group()
@@ -308,22 +318,21 @@ def _ranks(config: Config, kind: str, as_json: bool) -> Report:
 # ---------------------------------------------------------------- the loop
 
 
-def run(config: Config, mesh: Mesh, as_json: bool = False) -> Report:
+def run(config: Config, as_json: bool = False) -> Report:
     """Run the training loop, on every rank of the mesh in scope."""
-    steps, accumulate = config.tables["steps"], config.tables.get("accumulate", 1)
-    training = _Training(config, mesh, accumulate)
+    steps, training = config.tables["steps"], _Training(config)
     made, report, saving = training.made, training.report, training.saving
     writer: Log = call(Log, config, ("log",))
     training.resume()
     writer.open(as_json, report.first, lead=not dist.is_initialized() or dist.get_rank() == 0)
     writer.say(_opening(training, steps))
-    judges = [Evaluator(config, made) for name in config.tables if name == "eval"]
-    meter = _Meter(made, training.rows, writer, mesh)
+    judges = [Evaluator(made) for name in config.tables if name == "eval"]
+    meter = _Meter(made, training.rows, writer.flops)
     under_way = Saving("")
     batch_of = itertools.chain.from_iterable(itertools.repeat(training.dealt))
     for step in range(report.first + 1, steps + 1):
         with trace() as t:
-            taken = [next(batch_of) for _ in range(accumulate)]
+            taken = [next(batch_of) for _ in range(made.accumulate)]
             info = training.step(taken)
         meter.count(taken)
         if _due(step, steps, writer.every) or step == report.first + 1:
@@ -339,7 +348,7 @@ def run(config: Config, mesh: Mesh, as_json: bool = False) -> Report:
         if saving is not None and _due(step, steps, saving.every):
             under_way = training.save(saving)
     under_way.wait()
-    report.export = _exported(config, made, training.params)
+    report.export = _exported(made, training.params)
     writer.close()
     report.seconds = meter.total
     return report
@@ -363,22 +372,22 @@ class _Training:
     ``losses``  of the steps since the last record, not yet read from the device.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, accumulate: int) -> None:
+    def __init__(self, config: Config) -> None:
         self.saving = optional(Checkpoints, config, "checkpoint")
         torch.manual_seed(config.tables.get("seed", 0))
-        self.config, self.report = config, Report()
+        self.report = Report()
         self.losses: dict[int, Tensor] = {}
         self.rows = from_config.rows_of(config)
-        self.made = from_config.built(config, mesh)
+        self.made = from_config.built(config)
         self.params = self.made.start()
-        self.state = from_config.state_of(config, self.made, self.params)
-        self.dealt = from_config.batches(config, self.rows, self.made.rules, mesh)
-        if accumulate > len(self.dealt):
-            text = f"{accumulate} batches of an update, where the rows make {len(self.dealt)}"
-            raise config.error(("accumulate",), text)
+        self.state = from_config.state_of(self.made, self.params)
+        self.dealt = from_config.batches(self.made, self.rows)
+        if self.made.accumulate > len(self.dealt):
+            count = f"{self.made.accumulate} batches of an update"
+            raise config.error(("accumulate",), f"{count}, where the rows make {len(self.dealt)}")
         # again: building the model has drawn numbers
         torch.manual_seed(config.tables.get("seed", 0))
-        self.gradients = stepper(config, self.made, accumulate)
+        self.gradients = stepper(self.made)
 
     def step(self, taken: list[Any]) -> Any:
         """Update the parameters; return what the optimizer says."""
@@ -411,16 +420,23 @@ class _Training:
 
         Raises: ConfigError if it does not fit.
         """
-        if self.saving is None or not self.saving.resume:
-            return
-        newest = latest(self.saving.path)
+        newest = self.saving and self.saving.newest
         if newest is None:
             return
-        found = _resumed(self.config, newest, self.tree())
+        otherwise = "write resume = false or another path"
+        try:
+            found = load(newest, self.tree())
+        except ShardError as e:
+            text = f"{newest} does not go on here: {e.message.splitlines()[0]}; {otherwise}"
+            raise self.made.config.error(("checkpoint", "path"), text) from e
+        try:
+            self.dealt = from_config.batches(self.made, self.rows, found["data"])
+        except ConfigError as e:
+            text = f"{newest} does not go on with these rows: {otherwise} in [checkpoint]"
+            raise ConfigError(f"{e}; {text}") from e
         params = found["params"]
         self.params = params if self.made.whole else optim.load_state_dict(self.params, params)
         self.state = optim.load_state_dict(self.state, found["state"])
-        self.dealt = _redealt(self.config, newest, self.rows, self.made, found["data"])
         keys.set_state(found["key"])
         self.report.step = self.report.first = int(found["step"])
         self.report.path = newest
@@ -429,10 +445,10 @@ class _Training:
 class Evaluator:
     """The loss of parameters on the rows of ``[eval]``: the mean over their labels."""
 
-    def __init__(self, config: Config, made: Built) -> None:
-        self.every = _evaluation(config).every
-        self.made, self.config = made, from_config.evaluating(config)
-        self.rows = from_config.rows_of(config, "eval")
+    def __init__(self, made: Built) -> None:
+        self.every = _evaluation(made.config).every
+        self.made = replace(made, config=from_config.evaluating(made.config))
+        self.rows = from_config.rows_of(made.config, "eval")
 
     def __call__(self, params: Params) -> float:
         made, key = self.made, keys.get_state()
@@ -441,9 +457,7 @@ class Evaluator:
         total, count = 0.0, 0
         try:
             with torch.no_grad():
-                for batch in from_config.batches(
-                    self.config, self.rows, made.rules, made.mesh, where="eval"
-                ):
+                for batch in from_config.batches(made, self.rows, where="eval"):
                     labels = from_config.labels_of(batch)
                     whole = labels is None or labels.is_floating_point()
                     each = 1 if whole else int((labels != -100).sum().item())
@@ -456,8 +470,9 @@ class Evaluator:
         return total / max(count, 1)
 
 
-def _exported(config: Config, made: Built, params: Params) -> str:
+def _exported(made: Built, params: Params) -> str:
     """Export the trained model with its tokenizer; return the directory, or "" without [export]."""
+    config = made.config
     asked = optional(Export, config, "export")
     if asked is None:
         return ""
@@ -475,33 +490,11 @@ def _exported(config: Config, made: Built, params: Params) -> str:
     return asked.path
 
 
-def _resumed(config: Config, newest: str, like: dict[str, Any]) -> Any:
-    try:
-        return load(newest, like)
-    except ShardError as e:
-        raise config.error(
-            ("checkpoint", "path"),
-            f"{newest} does not go on here: {e.message.splitlines()[0]}; "
-            "write resume = false or another path",
-        ) from e
-
-
-def _redealt(config: Config, newest: str, rows: Any, made: Built, state: Any) -> Any:
-    """Return the batches after the step of the checkpoint."""
-    try:
-        return from_config.batches(config, rows, made.rules, made.mesh, state=state)
-    except ConfigError as e:
-        raise ConfigError(
-            f"{e}; {newest} does not go on with these rows: "
-            "write resume = false or another path in [checkpoint]"
-        ) from e
-
-
-def stepper(config: Config, made: Built, accumulate: int) -> Callable[..., tuple[Tensor, Any]]:
+def stepper(made: Built) -> Callable[..., tuple[Tensor, Any]]:
     """Make ``(params, state, batches) -> (loss, gradients)``: the means over some batches."""
-    zero = config.table("optimizer", "zero")
+    zero = made.config.table("optimizer", "zero")
     how: dict[str, Any] = {"pending": zero.get("axis", ())}
-    if made.tx.sink is not None and (accumulate == 1 or zero.get("stage", 1) >= 2):
+    if made.tx.sink is not None and (made.accumulate == 1 or zero.get("stage", 1) >= 2):
         how = {"into": made.tx}
 
     def scaled(params: Params, batch: object, by: float) -> Tensor:
@@ -545,20 +538,21 @@ def _opening(training: _Training, steps: int) -> str:
 
 
 class _Meter:
-    """A meter of time, tokens and operations since the last record."""
+    """A meter of time, tokens and operations since the last record.
 
-    def __init__(self, made: Built, rows: Any, writer: Log, mesh: Mesh) -> None:
+    ``share``  of the peak that one row of a second takes; None if it is not known.
+    """
+
+    def __init__(self, made: Built, rows: Any, flops: float | None) -> None:
         self.began = self.last = perf_counter()
-        self.tokens = 0
+        self.tokens = self.rows = 0
+        self.device = made.mesh.device
         dtype = next((p.dtype for p in made.module.parameters()), torch.float32)
         if made.policy is not None:
             dtype = made.policy.compute or made.policy.param
-        peak = writer.flops or peak_of(mesh.device, dtype)
-        self.device = mesh.device
-        self.peak = self.each = None
-        if peak is not None:
-            self.peak, self.each = peak * mesh.size, flops_of(made.module, rows[0])
-        self.rows = 0
+        peak = flops or peak_of(self.device, dtype)
+        each = flops_of(made.module, rows[0]) if peak is not None else None
+        self.share = each / (peak * made.mesh.size) if peak and each else None
 
     @property
     def total(self) -> float:
@@ -578,15 +572,12 @@ class _Meter:
         out: dict[str, Any] = {"step": step, "loss": loss}
         out |= {"norm": number(info.norm), "lr": number(info.lr)}
         out |= {"tokens_per_second": self.tokens / took, "bytes": float(t.bytes)}
-        mfu = None
-        if self.peak is not None and self.each is not None:
-            mfu = self.rows * self.each / took / self.peak
+        mfu = None if self.share is None else self.rows * self.share / took
         out |= {"mfu": mfu, "seconds": now - self.began}
         if (taken := most_taken(self.device)) is not None:
             out["memory"] = taken
         self.last = now
-        self.tokens = 0
-        self.rows = 0
+        self.tokens = self.rows = 0
         return out
 
 
@@ -595,20 +586,18 @@ class _Meter:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument("file", help="a TOML file, see docs/command.md")
+    takes_file(parser)
     parser.add_argument("--simulate", action="store_true", help="one process plays all ranks")
     parser.add_argument(
         "--print-config",
         action="store_true",
         help="print the file with every --set and each default, and run nothing",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="replace a key")
 
 
 def main(given: argparse.Namespace) -> int:
     """Run the command."""
-    config = read(given.file, given.set)
-    check(config)
+    config = checked(given.file, given.set)
     try:
         report = start(config, given.simulate, given.json)
     except (KeyboardInterrupt, RankFailed) as e:
@@ -630,6 +619,6 @@ def _again(config: Config) -> str:
     saving = optional(Checkpoints, config, "checkpoint")
     if saving is None or not saving.resume:
         return "the same command begins anew: a [checkpoint] that resumes would go on"
-    if (newest := latest(saving.path)) is None:
+    if saving.newest is None:
         return "the same command begins anew: nothing was saved yet"
-    return f"the same command goes on from {newest}"
+    return f"the same command goes on from {saving.newest}"

@@ -9,6 +9,7 @@ recognised by its files, never imported, and named in a warning.
 apex is no dependency, and is not imported before it is chosen.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -58,19 +59,14 @@ def probe() -> Probe:
         return Probe("none", "not installed")
     places = [Path(p) for p in spec.submodule_search_locations or ()]
     if not any((p / folder).is_dir() for p in places for folder in _FOLDERS):
-        return Probe("other", f"{_distribution()} is not NVIDIA's: {spec.origin or places}")
+        name = "the module apex"
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            name = f"the package apex {importlib.metadata.version('apex')}"
+        return Probe("other", f"{name} is not NVIDIA's: {spec.origin or places}")
+    why = "NVIDIA's"
     if importlib.util.find_spec("amp_C") is None:
-        return Probe(
-            "nvidia", "NVIDIA's, built without its extensions (APEX_CPP_EXT, APEX_CUDA_EXT)"
-        )
-    return Probe("nvidia", "NVIDIA's")
-
-
-def _distribution() -> str:
-    try:
-        return f"the package apex {importlib.metadata.version('apex')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "the module apex"
+        why += ", built without its extensions (APEX_CPP_EXT, APEX_CUDA_EXT)"
+    return Probe("nvidia", why)
 
 
 def apex(feature: str, like: Tensor) -> Callable[..., Any] | None:
@@ -90,37 +86,31 @@ def _checked(feature: str, device: torch.device, dtype: torch.dtype) -> Callable
         _warn_once(found)
         return None
     module, name = FEATURES[feature]
-    try:
-        present = callable(getattr(importlib.import_module(module), name, None))
-    except ImportError as e:
-        warnings.warn(f"apex has no {feature}: {e}", stacklevel=2)
-        return None
-    if not present:
-        warnings.warn(f"apex has no {feature}: {module} lacks {name}", stacklevel=2)
-        return None
     run, wanted = _FORMS[feature]
+    head, wrong = f"apex has no {feature}", f"{module} lacks {name}"
     try:
-        wrong = _differs(feature, run, wanted, device, dtype)
+        if callable(getattr(importlib.import_module(module), name, None)):
+            head = f"apex's {feature} is not used for {dtype} on {device}"
+            wrong = _differs(feature, run, wanted, device, dtype)
+    except ImportError as e:
+        wrong = str(e)
     except Exception as e:  # whatever an extension that was built for another torch raises
         wrong = f"it raises {type(e).__name__}: {e}"
     if wrong:
-        warnings.warn(
-            f"apex's {feature} is not used for {dtype} on {device}: {wrong}", stacklevel=2
-        )
+        warnings.warn(f"{head}: {wrong}", stacklevel=2)
         return None
     return run
 
 
 @cache
 def _warn_once(found: Probe) -> None:
+    text = "backend='apex', and apex is not installed; torch's run"
     if found.kind == "other":
-        warnings.warn(
+        text = (
             f"backend='apex' wants NVIDIA's apex, and {found.why}; torch's operations run. "
-            "NVIDIA's is built from github.com/NVIDIA/apex, and is on no registry",
-            stacklevel=2,
+            "NVIDIA's is built from github.com/NVIDIA/apex, and is on no registry"
         )
-    else:
-        warnings.warn("backend='apex', and apex is not installed; torch's run", stacklevel=2)
+    warnings.warn(text, stacklevel=2)
 
 
 def _differs(
@@ -235,14 +225,10 @@ def _torchs_l2norm(tensors: Row) -> Tensor:
     return torch.stack([t.norm(dtype=torch.float32) for t in tensors])
 
 
-def _torchs_rms_norm(x: Tensor, shape: tuple[int, ...], w: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, shape, w, eps)
-
-
 _FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "adam": (_adam, _torchs_adam),
     "lamb": (_lamb, _torchs_lamb),
     "l2norm": (_l2norm, _torchs_l2norm),
     "layer_norm": (_layer_norm, F.layer_norm),
-    "rms_norm": (_rms_norm, _torchs_rms_norm),
+    "rms_norm": (_rms_norm, F.rms_norm),
 }

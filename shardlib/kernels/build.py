@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardlib.errors import BadArgument, Unsupported
@@ -96,10 +96,8 @@ def compiled(kind: str, arch: Sequence[int]) -> Path:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     codes = [(a, f"sm_{a}") for a in archs] + [(a, f"compute_{a}") for a in archs[-1:]]
-    flags = [
-        *_FLAGS[kind].split(),
-        *(f"-gencode=arch=compute_{a},code={code}" for a, code in codes),
-    ]
+    flags = _FLAGS[kind].split()
+    flags += [f"-gencode=arch=compute_{a},code={code}" for a, code in codes]
     files = [str(p) for p in sources() if p.suffix == ".cu"]
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         made = Path(work) / path.name
@@ -170,8 +168,3 @@ def written(table: Resources) -> str:
     """
     lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(table.items())]
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def spills(table: Resources) -> Iterable[str]:
-    """List the kernels that spill registers to memory."""
-    return [name for name, (_, spilled, _) in table.items() if spilled]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardlib.kernels.active import native
 from shardlib.kernels.bits import bits, signed
-from shardlib.kernels.library import call, code
+from shardlib.kernels.library import call, code, dense_like
 from shardlib.kernels.pack import DIMS, Where, index
 
 
@@ -22,11 +22,6 @@ def bar(p: float) -> int:
     (-2147483648, 0)
     """
     return min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
-
-
-def droppable(x: Tensor, dims: int) -> bool:
-    """Return whether the kernel takes this block."""
-    return dims <= DIMS and x.is_contiguous() and native(x)
 
 
 @torch.library.custom_op("shardlib::dropout", mutates_args=())
@@ -44,7 +39,7 @@ def dropout(
     """
     scale = 1 / (1 - p) if p < 1 else 0.0
     size = list(x.shape) if len(start) == x.ndim else [x.numel()]
-    if droppable(x, len(size)):
+    if len(size) <= DIMS and x.is_contiguous() and native(x):
         y = torch.empty_like(x)
         places = map(list, (size, start, step, table))
         call("dropout", code(x), x, y, len(size), *places, signed(key), bar(p), p == 1, scale)
@@ -58,9 +53,7 @@ def dropout(
     return (x * keep.view(x.shape)).mul_(scale).contiguous()
 
 
-@dropout.register_fake
-def _(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+dropout.register_fake(dense_like)
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -142,7 +142,8 @@ def call(name: str, *args: Any) -> None:
     on the host.
     Raises: ShardError if the launcher refuses its arguments, or CUDA reports an error.
     """
-    like = _first(args)
+    lists = (a if isinstance(a, list | tuple) else (a,) for a in args)
+    like = next(x for some in lists for x in some if isinstance(x, Tensor))
     found = library(like.device)
     assert found is not None, "who calls has asked whether there is one"
     function = getattr(found, f"shardlib_{name}")
@@ -157,34 +158,25 @@ def call(name: str, *args: Any) -> None:
         raise ShardError(
             _REFUSALS.get(status, f"CUDA error {status}"),
             op=f"kernels.{name}",
-            operands={str(i): _told(a) for i, a in enumerate(args) if isinstance(a, Tensor)},
+            operands={
+                str(i): f"{a.dtype} {list(a.shape)} on {a.device}"
+                for i, a in enumerate(args)
+                if isinstance(a, Tensor)
+            },
             fix="sl.kernels.use('eager')",
         )
 
 
-def _first(args: Sequence[Any]) -> Tensor:
-    """Return the first tensor among the arguments, also inside lists."""
-    for a in args:
-        found = a if isinstance(a, list | tuple) else (a,)
-        for x in found:
-            if isinstance(x, Tensor):
-                return x
-    raise AssertionError("a kernel works on tensors")
-
-
 def _given(a: Any) -> Any:
     if isinstance(a, Tensor):
-        return a.data_ptr()
+        return a.data_ptr()  # null of an empty one
     if isinstance(a, list | tuple):
-        return ctypes.cast(_array(a), c_void_p)
+        pointers = any(isinstance(v, Tensor) or v is None for v in a)
+        kind = c_void_p if pointers else c_int64
+        return ctypes.cast((kind * len(a))(*map(_given, a)), c_void_p)
     return a
 
 
-def _array(values: Sequence[Any]) -> Any:
-    if any(isinstance(v, Tensor) or v is None for v in values):
-        return (c_void_p * len(values))(*map(_given, values))
-    return (c_int64 * len(values))(*values)
-
-
-def _told(x: Tensor) -> str:
-    return f"{x.dtype} {list(x.shape)} on {x.device}"
+def dense_like(x: Tensor, *_: object) -> Tensor:
+    """Make an uninitialised dense tensor of the shape and dtype of ``x``: the fake of many kernels."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

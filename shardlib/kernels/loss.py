@@ -8,12 +8,14 @@
 Backward needs the logits and 8 bytes per row more.  Sums are fp32 (fp64 for fp64 logits).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from shardlib.dtypes import wider
 from shardlib.kernels.active import native
-from shardlib.kernels.library import call, code
+from shardlib.kernels.library import call, code, dense_like
 
 INF = float("inf")
 
@@ -91,17 +93,9 @@ def _(parts: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def _back_into(
-    dx: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    kept: Tensor,
-    grad: Tensor,
-    cols: int,
-    first: int,
-    ignore: int,
-    smooth: float,
-    classes: int,
+    dx: Tensor, logits: Tensor, target: Tensor, kept: Tensor, grad: Tensor, *how: Any
 ) -> None:
+    cols, first, ignore, smooth, classes = how
     if _dense(logits) and _dense(dx) and _labels(target) and native(logits):
         rows, width = logits.shape
         grad = grad.to(torch.float32)  # autograd may expand it from one element
@@ -110,7 +104,7 @@ def _back_into(
         kept = kept.contiguous()
         call(
             "ce_back", code(logits), logits, dx, target, kept, grad, step, rows, cols, width,
-            logits.stride(0), dx.stride(0), first, ignore, smooth, classes,
+            logits.stride(0), dx.stride(0), *how[1:],
         )  # fmt: skip
         return
     x = logits[:, :cols].to(wider(logits.dtype))
@@ -137,14 +131,12 @@ def ce_back(
 
     The gradient of padding is 0.
     """
-    dx = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    dx = dense_like(logits)
     _back_into(dx, logits, target, kept, grad, cols, first, ignore, smooth, classes)
     return dx
 
 
-@ce_back.register_fake
-def _(logits: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+ce_back.register_fake(dense_like)
 
 
 @torch.library.custom_op("shardlib::ce_back_", mutates_args=("logits",))
@@ -187,10 +179,8 @@ def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _back(ctx, grad, _):  # type: ignore[no-untyped-def]
     logits, target, kept = ctx.saved_tensors
-    classes = logits.shape[-1]
-    dx = ce_back(
-        logits, target, kept, grad.contiguous(), classes, 0, ctx.ignore, ctx.smooth, classes
-    )
+    classes, grad = logits.shape[-1], grad.contiguous()
+    dx = ce_back(logits, target, kept, grad, classes, 0, ctx.ignore, ctx.smooth, classes)
     return dx, None, None, None
 
 

@@ -16,14 +16,19 @@ from torch import Tensor
 
 from shardlib.dtypes import wide, wider
 from shardlib.kernels.active import native
-from shardlib.kernels.library import call, code
+from shardlib.kernels.library import call, code, dense_like
 
 _LANES = 132 * 4 * 256  # threads that fill an H100: 132 SMs, 4 blocks of 256 each
 
 
-def serves(x: Tensor, w: Tensor | None, b: Tensor | None) -> bool:
-    """Return whether the kernels take rows x [R, C], dense, with factors [C] of dtypes they mix."""
+def serves(x: Tensor, w: Tensor | None, b: Tensor | None, g: Tensor | None = None) -> bool:
+    """Return whether the kernels take rows x [R, C], dense, with factors [C] of dtypes they mix.
+
+    ``g``  the gradient of rows like x, which is contiguous.
+    """
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+        return False
+    if g is not None and not (g.is_contiguous() and g.dtype == x.dtype):
         return False
     for t in (w, b):
         mixes = t is None or (t.dtype in (x.dtype, torch.float32) and t.is_contiguous())
@@ -49,10 +54,9 @@ def norm_stats(x: Tensor, centre: bool) -> Tensor:
 
     Returns [R, 2], mean and summed squared distance from it; or [R, 1], the sum of squares.
     """
-    rows, cols = x.shape
     if serves(x, None, None):
-        out = x.new_empty(rows, 1 + centre, dtype=torch.float32)
-        call("norm_stats", code(x), centre, x, out, rows, cols, x.stride(0))
+        out = x.new_empty(len(x), 1 + centre, dtype=torch.float32)
+        call("norm_stats", code(x), centre, x, out, *x.shape, x.stride(0))
         return out
     x = wide(x)
     if not centre:
@@ -77,7 +81,7 @@ def norm_settle(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Ten
     p, rows, _ = parts.shape
     if parts.is_contiguous() and native(parts):
         mean, scale = parts.new_empty(rows * int(centre), 1), parts.new_empty(rows, 1)
-        call("norm_settle", parts, p, _mean(mean), scale, rows, each, eps)
+        call("norm_settle", parts, p, mean, scale, rows, each, eps)
         return mean, scale
     if not centre:
         return parts.new_empty(0, 1), (parts.sum(0) / (p * each) + eps).rsqrt()
@@ -87,13 +91,9 @@ def norm_settle(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Ten
 
 
 @norm_settle.register_fake
-def _(parts: Tensor, centre: bool, each: int, eps: float) -> tuple[Tensor, Tensor]:
+def _(parts: Tensor, centre: bool, *_: object) -> tuple[Tensor, Tensor]:
     rows = parts.shape[1]
     return parts.new_empty(rows * int(centre), 1), parts.new_empty(rows, 1)
-
-
-def _mean(mean: Tensor) -> Tensor | None:
-    return mean if mean.numel() else None
 
 
 def _normal(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
@@ -105,11 +105,9 @@ def norm_apply(
     x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, scale: Tensor
 ) -> Tensor:
     """Compute (x - mean) * scale * w + b of dense rows [R, C]."""
-    rows, cols = x.shape
     if serves(x, w, b):
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        kinds = code(x), _factor(x, w, b)
-        call("norm_apply", *kinds, x, y, w, b, _mean(mean), scale, rows, cols, x.stride(0))
+        y, kinds = dense_like(x), (code(x), _factor(x, w, b))
+        call("norm_apply", *kinds, x, y, w, b, mean, scale, *x.shape, x.stride(0))
         return y
     y = _weighted(_normal(x, mean, scale), w)
     if b is not None:
@@ -117,19 +115,16 @@ def norm_apply(
     return y.to(x.dtype).contiguous()
 
 
-@norm_apply.register_fake
-def _(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+norm_apply.register_fake(dense_like)
 
 
 @torch.library.custom_op("shardlib::norm_back_sums", mutates_args=())
 def norm_back_sums(x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
     """Compute, for each row, the sums [R, 2] of g w y and of g w, where y is the normalised row."""
-    rows, cols = x.shape
-    if serves(x, w, None) and g.is_contiguous() and g.dtype == x.dtype:
-        out = x.new_empty(rows, 2, dtype=torch.float32)
+    if serves(x, w, None, g):
+        out = x.new_empty(len(x), 2, dtype=torch.float32)
         kinds = code(x), _factor(x, w)
-        call("norm_back_sums", *kinds, x, g, w, _mean(mean), scale, out, rows, cols, x.stride(0))
+        call("norm_back_sums", *kinds, x, g, w, mean, scale, out, *x.shape, x.stride(0))
         return out
     g = _weighted(g, w)
     both = (g * _normal(x, mean, scale)).sum(-1, keepdim=True), g.sum(-1, keepdim=True)
@@ -137,7 +132,7 @@ def norm_back_sums(x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: 
 
 
 @norm_back_sums.register_fake
-def _(x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
+def _(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], 2, dtype=wider(x.dtype))
 
 
@@ -149,12 +144,10 @@ def norm_back(
 
     ``count``  number of columns of all parts together.
     """
-    rows, cols = x.shape
-    if serves(x, w, None) and g.is_contiguous() and g.dtype == x.dtype:
-        dx = torch.empty_like(g)
-        kinds, stride = (code(x), _factor(x, w)), x.stride(0)
-        given = (x, g, dx, w, _mean(mean), scale, sums.contiguous())
-        call("norm_back", *kinds, *given, count, rows, cols, stride)
+    if serves(x, w, None, g):
+        dx, kinds = dense_like(g), (code(x), _factor(x, w))
+        given = (x, g, dx, w, mean, scale, sums.contiguous())
+        call("norm_back", *kinds, *given, count, *x.shape, x.stride(0))
         return dx
     g = _weighted(g, w)
     dx = g - _normal(x, mean, scale) * (sums[:, :1] / count)
@@ -162,25 +155,21 @@ def norm_back(
     return dx.to(x.dtype).contiguous()
 
 
-@norm_back.register_fake
-def _(
-    x: Tensor, g: Tensor, w: Tensor | None, mean: Tensor, scale: Tensor, sums: Tensor, count: int
-) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+norm_back.register_fake(dense_like)
 
 
 @torch.library.custom_op("shardlib::norm_columns", mutates_args=())
 def norm_columns(x: Tensor, g: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Compute the gradients [2, C] of weight and shift, summed over the rows."""
     rows, cols = x.shape
-    if serves(x, None, None) and g.is_contiguous() and g.dtype == x.dtype:
+    if serves(x, None, None, g):
         # two passes: sums of row chunks, enough to fill a GPU, then the sum of these
         pack = 16 // x.element_size()
         chunks = max(1, min(-(-rows // 16), _LANES * pack // max(cols, 1)))
         chunk = max(1, -(-rows // chunks))
         work = x.new_empty(-(-rows // chunk), 2, cols, dtype=torch.float32)
         out = x.new_zeros(2, cols, dtype=torch.float32)
-        given = (x, g, _mean(mean), scale, work, out)
+        given = (x, g, mean, scale, work, out)
         call("norm_columns", code(x), *given, rows, cols, x.stride(0), chunk)
         return out
     g = wide(g)
@@ -188,7 +177,7 @@ def norm_columns(x: Tensor, g: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 
 
 @norm_columns.register_fake
-def _(x: Tensor, g: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+def _(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(2, x.shape[1], dtype=wider(x.dtype))
 
 
@@ -213,8 +202,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, dtype = x.shape[0], wider(x.dtype)
     mean = x.new_empty(rows * int(centre), 1, dtype=dtype)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, mean, x.new_empty(rows, 1, dtype=dtype)
+    return dense_like(x), mean, x.new_empty(rows, 1, dtype=dtype)
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

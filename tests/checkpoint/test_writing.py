@@ -247,7 +247,7 @@ def test_savers_at_one_path_leave_one_of_theirs(
             group = writing.Group("save", 10.0, True)
             tree = writing.Leaves.of({"x": torch.full((50,), value), "n": value}, "save")
             places = {"x": place_of(tree.tensors["x"], 1)}
-            content = Content.of(places, tree.values, tree.skeleton)
+            content = Content(places, tree.values, tree.skeleton)
             job = writing.SaveJob(group, str(tmp_path / "c"), None, True)
             try:
                 job.begin(content, {})

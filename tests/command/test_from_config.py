@@ -123,9 +123,9 @@ def test_labels_lie_as_the_recipe_says() -> None:
         layout={"recipe": "cube3d"},
         data={"batch": 8, "dataset": {"make": f"{__name__}:rows"}},
     )
-    with sl.simulate(**axes) as mesh:
-        made = built(config, mesh)
-        batch = next(iter(batches(config, rows_of(config), made.rules, mesh)))
+    with sl.simulate(**axes):
+        made = built(config)
+        batch = next(iter(batches(made, rows_of(config))))
         ids, labels = (sl.unshard(batch[k]) for k in ("input_ids", "labels"))
         assert str(sl.layout_of(batch["labels"])) != str(sl.layout_of(batch["input_ids"]))
     assert torch.equal(ids[:, 1:], labels[:, :-1])
