@@ -6,7 +6,8 @@ a bias, half precision, and its predicted bytes and messages with those counted.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from shardlib.mesh import record, simulate
 from shardlib.ops.matmul.op import product
 from shardlib.ops.registry import Match, pinned, saving, why
 from shardlib.placing import shard, unshard
-from shardlib.tensor import typeof
+from shardlib.tensor import ShardedTensor, typeof
 from shardlib.testing.compare import alike, close, normal
 
 __all__ = ["check_algorithm"]
@@ -57,51 +58,56 @@ def check_algorithm(op: str, name: str, meshes: Sequence[dict[str, int]] = _MESH
     return taken
 
 
+class _Operands(NamedTuple):
+    """Shapes and layouts of X and W, and the algorithm that multiplies them."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    layouts: tuple[str, str]
+
+    def placed(self, tensors: Iterable[Tensor]) -> list[ShardedTensor]:
+        """Shard tensors of these shapes."""
+        return [shard(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]
+
+    def match(self, x: Tensor, w: Tensor) -> Match | None:
+        """Return the price of the algorithm; None if it does not take these operands."""
+        found = dict(why("matmul", x, w).verdicts)[self.name]
+        return found if isinstance(found, Match) else None
+
+
 def _check_matmul(name: str, mesh: dict[str, int]) -> Iterator[str]:
     m, k, n = 12, 24, 36
     for (rows, inner), w_tokens in itertools.product(split_ways(tuple(mesh)), repeat=2):
-        x_text, w_text = f"{rows} {inner}", " ".join(w_tokens)
+        w_text = " ".join(w_tokens)
+        flat = _Operands(name, ((m, k), (k, n)), (f"{rows} {inner}", w_text))
+        deep = _Operands(name, ((m, 3, k), (k, n)), (f"{rows} . {inner}", w_text))
         with simulate(device="cpu", **mesh) as on, saving(), pinned(matmul=name):
-            x, w = (
-                shard(torch.zeros(m, k, device="cpu"), x_text),
-                shard(torch.zeros(k, n, device="cpu"), w_text),
-            )
-            if not isinstance(dict(why("matmul", x, w).verdicts)[name], Match):
+            x, w = flat.placed(torch.zeros(s, device="cpu") for s in flat.shapes)
+            if flat.match(x, w) is None:
                 continue
             text = f"{typeof(x)} @ {typeof(w)} on {on}"
-            _equals_dense(f"{name}: {text}", (m, k), (k, n), x_text, w_text, name)
-            _equals_dense(
-                f"{name}: [m, 3, k] {text}", (m, 3, k), (k, n), f"{rows} . {inner}", w_text, name
-            )
-        _counts_alike(f"{name}: {text}", (m, k), (k, n), x_text, w_text, name, mesh)
+            _equals_dense(f"{name}: {text}", flat)
+            _equals_dense(f"{name}: [m, 3, k] {text}", deep)
+        _counts_alike(f"{name}: {text}", flat, mesh)
         yield text
 
 
-def _equals_dense(
-    text: str,
-    x_shape: tuple[int, ...],
-    w_shape: tuple[int, ...],
-    x_text: str,
-    w_text: str,
-    name: str,
-) -> None:
+def _equals_dense(text: str, operands: _Operands) -> None:
     """Compare values, gradients, costs, a bias, halves and second derivatives with dense."""
-    dense = [normal(*x_shape, seed=0), normal(*w_shape, seed=1)]
+    dense = [normal(*shape, seed=i) for i, shape in enumerate(operands.shapes)]
     x, w = (t.clone().requires_grad_() for t in dense)
     y = x @ w
     g = normal(*y.shape, seed=2)
     y.backward(g)
-    a, b = (
-        shard(t, layout).requires_grad_() for t, layout in zip(dense, (x_text, w_text), strict=True)
-    )
-    match = dict(why("matmul", a, b).verdicts)[name]
-    if not isinstance(match, Match):  # it may refuse the extra dimension
+    a, b = (t.requires_grad_() for t in operands.placed(dense))
+    match = operands.match(a, b)
+    if match is None:  # it may refuse the extra dimension
         return
     with trace() as forward:
         c = product(a, b)
     with trace() as backward:
         c.backward(shard(g, c.sharding))
-    out = Layout.parse(str(match.out)).resolve(len(x_shape))
+    out = Layout.parse(str(match.out)).resolve(x.ndim)
     alike(f"{text}: the result's layout", c.sharding, out)
     assert x.grad is not None and w.grad is not None, "both operands take part"
     assert a.grad is not None and b.grad is not None, "both operands take part"
@@ -121,19 +127,17 @@ def _equals_dense(
     ):
         (alone,) = torch.autograd.grad([product(*pair)], [of], [shard(g, c.sharding)])
         close(f"{text}: {which} gradient asked for alone", alone, want)
-    _with_bias(text, dense, (x_text, w_text), Layout(c.dims[-1:]), name)
+    _with_bias(text, dense, operands, Layout(c.dims[-1:]))
     _second(text, dense, (a, b))
 
 
-def _with_bias(
-    text: str, dense: list[Tensor], texts: tuple[str, str], over: Layout, name: str
-) -> None:
+def _with_bias(text: str, dense: list[Tensor], operands: _Operands, over: Layout) -> None:
     """Compare a product with a bias, in fp64 and in half precision, with dense."""
     bias = normal(dense[1].shape[-1], seed=3)
     for dtype, most in ((torch.float64, 1e-12), (torch.bfloat16, 3e-2)):
         low = [t.to(dtype) for t in (*dense, bias)]
-        p, q = (shard(t, layout) for t, layout in zip(low[:2], texts, strict=True))
-        if not isinstance(dict(why("matmul", p, q).verdicts)[name], Match):
+        p, q = operands.placed(low[:2])
+        if operands.match(p, q) is None:
             continue  # refused: a sum in half precision that would be rounded at every step
         got = unshard(F.linear(p, q.mT, shard(low[2], over)))
         alike(f"{text}: the dtype of {dtype} operands' result", got.dtype, dtype)
@@ -157,25 +161,14 @@ def _second(text: str, dense: list[Tensor], sharded: tuple[Tensor, Tensor]) -> N
         close(f"{text}: the second derivative by {which}", mine, theirs)
 
 
-def _counts_alike(
-    text: str,
-    x_shape: tuple[int, ...],
-    w_shape: tuple[int, ...],
-    x_text: str,
-    w_text: str,
-    name: str,
-    mesh: dict[str, int],
-) -> None:
+def _counts_alike(text: str, operands: _Operands, mesh: dict[str, int]) -> None:
     """Check that the recorded run on the meta device counts the same as the run on values."""
     counted = []
     for made in (simulate(device="cpu", **mesh), record(**mesh)):
-        with made, saving(), pinned(matmul=name), trace() as t:
-            device = made.device
-            x, w = (
-                shard(torch.ones(s, device=device), layout).requires_grad_()
-                for s, layout in ((x_shape, x_text), (w_shape, w_text))
-            )
-            y = product(x, w)
+        with made, saving(), pinned(matmul=operands.name), trace() as t:
+            ones = [torch.ones(s, device=made.device) for s in operands.shapes]
+            x, w = operands.placed(ones)
+            y = product(x.requires_grad_(), w.requires_grad_())
             y.backward(torch.ones_like(y.detach()))
         counted.append((t.bytes, t.messages))
     alike(f"{text}: bytes and messages simulated and recorded", *counted)

@@ -223,20 +223,10 @@ class Canonical(Engine):
 
         Each sum is in global order, on its owner.
         """
-        q, k, v = saved
-        plan, (dout, dlse, out, lse) = job.plan, given
-        dlses = None if dlse is None else gathered(job, dlse, plan.q_runs)
-        rows = (
-            gathered(job, dout, plan.q_runs),
-            dlses,
-            gathered(job, out, plan.q_runs),
-            gathered(job, lse, plan.q_runs),
-        )
-        whole = (
-            gathered(job, q, plan.q_runs),
-            gathered(job, k, plan.k_runs),
-            gathered(job, v, plan.k_runs),
-        )
+        (q, k, v), plan = saved, job.plan
+        rows: Any = [None if x is None else gathered(job, x, plan.q_runs) for x in given]
+        runs = plan.q_runs, plan.k_runs, plan.k_runs
+        whole = tuple(gathered(job, x, at) for x, at in zip(saved, runs, strict=True))
         all_q, all_k = ((Run(0, 1, x.shape[-2]),) for x in whole[:2])
         dq, dk, dv = sums_like(q), sums_like(k), sums_like(v)
         for rank in local_queries(job, q):
