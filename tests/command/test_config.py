@@ -9,13 +9,13 @@ import torch
 
 from shardlib import optim
 from shardlib.command.config import (
+    SCHEDULES,
+    TRANSFORMS,
     Config,
     ConfigError,
     call,
     keys_of,
     read,
-    schedules,
-    transforms,
     typed,
 )
 from shardlib.command.keys import listed
@@ -243,7 +243,7 @@ def test_nothing_and_very_much_are_taken_as_they_are_said(said: str, tmp_path: P
 
 def test_no_key_takes_nonsense(tmp_path: Path) -> None:
     """Every key of every table, with every value of another type, is refused in one line."""
-    known = {f'"{n}"': f for n, f in (transforms() | schedules()).items()}
+    known = {f'"{n}"': f for n, f in (TRANSFORMS | SCHEDULES).items()}
     given = {
         "peak": 1e-3,
         "steps": 10,
