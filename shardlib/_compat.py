@@ -448,6 +448,8 @@ def load_vmap() -> None:
 
 Ctx = Any
 """The ``ctx`` of a Function, on which forward stores whatever its backward reads."""
+Grads = tuple[torch.Tensor | None, ...]
+"""The gradients that a Function's backward returns, one for each argument of its forward."""
 
 _FunctionBase: Any = torch._C._FunctionBase
 

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlib._compat import (
     NO_SETUP,
     Ctx,
+    Grads,
     HookFunction,
     Local,
     intercept_functions,
@@ -48,9 +49,6 @@ STANDINS: dict[Any, Callable[..., Any]] = {}
 
 
 # ---------------------------------------------------------------- metadata of a raw block
-
-
-_Raws = tuple[Tensor | None, ...]
 
 
 class _Form:
@@ -141,7 +139,7 @@ def _form(x: Tensor | None, mesh: Mesh) -> "_Form":
 _FORMS: dict[type, Callable[..., _Form]] = {ShardedTensor: _Whole, Stacked: _Block}
 
 
-def _each(method: str, forms: Sequence[_Form], given: Sequence[Any], *more: str) -> _Raws:
+def _each(method: str, forms: Sequence[_Form], given: Sequence[Any], *more: str) -> Grads:
     """Call a method of each form with its value; None stays None."""
     return tuple(
         None if x is None else getattr(form, method)(x, *more)
@@ -298,7 +296,7 @@ class _Final(Local):
         return g.view_as(g)
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         raise RuntimeError(
             f"{ctx.name}: trying to differentiate twice a function that was marked with "
             "@once_differentiable"
@@ -387,7 +385,7 @@ class Node:
     def name(self) -> str:
         return self.node.name()
 
-    def _raws(self, forms: list[Any], given: object) -> _Raws | None:
+    def _raws(self, forms: list[Any], given: object) -> Grads | None:
         """Return the blocks of what a hook returned, in place of a node's gradients."""
         if given is None:
             return None
@@ -395,13 +393,13 @@ class Node:
         return _each("gradient", forms, given, "backward hook")
 
     def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        def run(grad_outputs: _Raws) -> _Raws | None:
+        def run(grad_outputs: Grads) -> Grads | None:
             return self._raws(self.outs, hook(_each("cotangent", self.outs, grad_outputs)))
 
         return self.node.register_prehook(run)
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        def run(grad_inputs: _Raws, grad_outputs: _Raws) -> _Raws | None:
+        def run(grad_inputs: Grads, grad_outputs: Grads) -> Grads | None:
             ins = _each("cotangent", self.ins, grad_inputs)
             return self._raws(self.ins, hook(ins, _each("cotangent", self.outs, grad_outputs)))
 

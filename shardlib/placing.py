@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib._compat import Ctx, Local, is_dtensor, under_transform
+from shardlib._compat import Ctx, Grads, Local, is_dtensor, under_transform
 from shardlib.capacity import LARGE, refuse_beyond
 from shardlib.collectives import (
     all_gather,
@@ -392,7 +392,7 @@ class _Reshard(Local):
         return out.view_as(out) if out is raw else out
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         if grads[0] is None:
             return None, None, None, None, None
         source, target, shape, mesh = ctx.way
@@ -497,7 +497,7 @@ class _Placed(Local):
         return _blocks(x, layout, mesh)
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         layout, shape, mesh, device = ctx.way
         return (
             unshard(ShardedTensor(grads[0], Place(layout.bare, shape, mesh))).to(device),

@@ -31,7 +31,7 @@ from shardlib.ops.each_rank import FlatCall, each, run
 from shardlib.ops.fallback import is_whole, on_whole, written_to
 from shardlib.ops.fix_line import fix_line
 from shardlib.ops.padding import check_alike, of_true_sizes
-from shardlib.ops.registry import implicit_budget
+from shardlib.ops.registry import may_move
 from shardlib.ops.signatures import ArgumentSlot
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard
@@ -95,12 +95,6 @@ def rows_call(
         place = Place(*plan.results[0], mesh)
         return blockwise(func, args, kwargs, place, partial(_of_blocks, func, mesh, plan))
     return _on_blocks(call, values, plan, sums, unsummed)
-
-
-def may_move(moved: float) -> bool:
-    """Check whether so many bytes per rank may move unasked, by the budget of ``sl.implicit``."""
-    budget = implicit_budget()
-    return not moved or (budget is not None and moved <= budget)
 
 
 def _on_blocks(
@@ -295,7 +289,7 @@ def _tokens(values: list[ShardedTensor], rows: _Rows) -> dict[Any, Dim]:
     sizes: dict[Any, int] = {}
     tokens: dict[Any, Dim] = {}
     for v, mine in sorted(zip(values, rows, strict=True), key=lambda r: -r[0].padded_shape.numel()):
-        for label, n, token in zip(mine, v.padded_shape, v.dims, strict=True):
+        for label, n, token in zip(mine, v.padded_shape, v.sharding.aligned.dims, strict=True):
             if label is None or n == 1:
                 continue
             if sizes.setdefault(label, n) != n:

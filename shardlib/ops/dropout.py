@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Ctx, Local
+from shardlib._compat import Ctx, Grads, Local
 from shardlib.collectives import block_shape, blocks, storage, storage_shape
 from shardlib.errors import ShardError
 from shardlib.kernels import active
@@ -45,7 +45,7 @@ class _KernelDrop(Local):
         return storage(made, mesh)
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         return _KernelDrop.apply(grads[0], *ctx.how), None, None, None, None
 
 

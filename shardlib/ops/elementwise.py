@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib._compat import Ctx, Local
+from shardlib._compat import Ctx, Grads, Local
 from shardlib.collectives import holds_values, unwrap, wrap
 from shardlib.dtypes import is_half
 from shardlib.errors import BadArgument, ImplicitCommunication, lettered
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind
 from shardlib.ops.declare import Bound, declare, of_kind, rows
-from shardlib.ops.dims import Labels, may_move
+from shardlib.ops.dims import Labels
 from shardlib.ops.each_rank import FlatCall, each
 from shardlib.ops.padding import by_position
+from shardlib.ops.registry import may_move, unasked
 from shardlib.opspec import Args, Func, Kwargs, functions_of, names_of
 from shardlib.placing import reshard
 from shardlib.tensor import (
@@ -86,7 +87,7 @@ def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
         place = _keeping(place, args)
         if raws[0] is x.raw and raws[1] is args[1].raw:
             return blockwise(func, args, kwargs, place)
-        return ShardedTensor(local_call(func, x.mesh, tuple(raws), {}), place)
+        return ShardedTensor(local_call(func, x.mesh, *raws), place)
     return _general(func, args, kwargs)
 
 
@@ -151,7 +152,8 @@ def _general(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     if scaled:
         pairs = zip(values, moved, strict=True)
         moved = [of_pending(raw, mesh, scaled) if v.sharding.partial else raw for v, raw in pairs]
-    raw = local_call(func, mesh, *call.replaced(moved))
+    a, k = call.replaced(moved)
+    raw = local_call(func, mesh, *a, **k)
     if len(values) == 1 and raw is values[0].raw:
         return values[0]  # a conversion that changes nothing returns its operand
     return ShardedTensor(to_pending(raw, mesh, scaled), _keeping(place, values))
@@ -278,7 +280,7 @@ class _Spread(Local):
             return unwrap(x.expand(shape))
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         with bind(ctx.mesh):
             part = unwrap(wrap(grads[0], ctx.mesh).float().sum_to_size(ctx.shape))
         return total(part, ctx.mesh, ctx.axes, grads[0].dtype), None, None, None
@@ -351,11 +353,11 @@ def _refused(
     op: str, i: int, moved: float, plan: _PointwisePlan, values: Sequence[ShardedTensor]
 ) -> ImplicitCommunication:
     name, result = list(lettered(values))[i], str(plan.place.layout)
-    why = (
-        f"{name} lies otherwise than the result, and {moved:.0f} bytes per rank would move unasked"
+    why, fix = (
+        f"{name} lies otherwise than the result",
+        f"sl.reshard({name}, {str(plan.targets[i])!r})",
     )
-    fix = f"sl.reshard({name}, {str(plan.targets[i])!r})"
-    return call_error(ImplicitCommunication, why, op, fix, *values, result=result)
+    return unasked(why, moved, op, fix, *values, result=result)
 
 
 def _once(dims: list[Dim], sums: tuple[str, ...]) -> Layout:
@@ -399,7 +401,7 @@ def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     raws = iter(onto(op, values))
     blocks = [next(raws) if isinstance(a, Tensor) else a for a in args]
     named = {k: next(raws) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    local_call(func, x.mesh, tuple(blocks), named)
+    local_call(func, x.mesh, *blocks, **named)
     return x
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Ctx, Local
+from shardlib._compat import Ctx, Grads, Local
 from shardlib.collectives import all_gather, axis_index, psum, psum_scatter, unwrap, wrap
 from shardlib.errors import BadArgument, ImplicitCommunication, OutOfRange, Unsupported
 from shardlib.layouts import Dim, Layout
@@ -70,7 +70,7 @@ class _Lookup(Local):
             return unwrap(psum_scatter(out, axes, at) if at >= 0 else psum(out, axes))
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         mesh, axes, at = ctx.place
         with bind(mesh):
             g = wrap(grads[0] if at >= 0 else vary(grads[0], mesh, axes), mesh)
@@ -131,7 +131,7 @@ def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if plan.axes:
         raw: Any = _Lookup.apply(raw_table, ids.raw, mesh, plan.axes, plan.at, padding)
     else:
-        raw = local_call(F.embedding, mesh, (ids.raw, raw_table, padding), {})
+        raw = local_call(F.embedding, mesh, ids.raw, raw_table, padding)
     return ShardedTensor(raw, plan.place)
 
 

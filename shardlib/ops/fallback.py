@@ -42,7 +42,7 @@ from shardlib.mesh import Mesh, scope, within
 from shardlib.ops.each_rank import FlatCall, each, run
 from shardlib.ops.fix_line import fix_line
 from shardlib.ops.padding import extended
-from shardlib.ops.registry import implicit_budget
+from shardlib.ops.registry import may_move, unasked
 from shardlib.opspec import Args, Func, Kwargs, draws, names_of
 from shardlib.placing import reshard, whole_of
 from shardlib.tensor.gradients import real_axes, settle, vary
@@ -292,9 +292,9 @@ def compute_apart(call: FallbackCall) -> object:
 
 def refuse_moves(call: FallbackCall) -> object:
     """Refuse to gather operands outside ``sl.implicit``, or more bytes than it allows."""
-    moved, budget, told = call.moved, implicit_budget(), call.refusal
+    moved, told = call.moved, call.refusal
     most = max(moved.values(), default=0)
-    if not most or (budget is not None and most <= budget):
+    if may_move(most):
         return NEXT
     if isinstance(told, ShardError):
         fixed = told.fix not in ("", "sl.unshard(x)")
@@ -302,12 +302,9 @@ def refuse_moves(call: FallbackCall) -> object:
             raise told
     if (refused := torch_refuses(call.func, call.args, call.kwargs)) is not None:
         raise refused
-    why = (
-        f"{call.name} needs whole operands, and {sum(moved.values()):.0f} bytes per rank "
-        "would move unasked"
-    )
     fix = fix_line(call.flat, dict.fromkeys(moved, "..."), most)
-    raise call_error(ImplicitCommunication, why, call.name, fix, *call.values)
+    why = f"{call.name} needs whole operands"
+    raise unasked(why, sum(moved.values()), call.name, fix, *call.values)
 
 
 def run_whole(call: FallbackCall) -> object:
@@ -404,15 +401,9 @@ def _refuse_target(call: FallbackCall, rest: Kwargs, target: Tensor, value: Tens
 
 def _moves_result(call: FallbackCall, target: Any, value: ShardedTensor) -> ImplicitCommunication:
     """Return the refusal of a result that would move to where it is written."""
-    cost = (value.sharding >> target.sharding).bytes(
-        tuple(value.padded_shape), value.mesh, value.raw.element_size()
-    )
-    why = (
-        f"the result lies otherwise than where it is written, and {float(cost):.0f} bytes per rank "
-        "would move unasked"
-    )
-    fix = fix_line(call.flat, most=cost)
-    return call_error(ImplicitCommunication, why, call.name, fix, out=target, result=value)
+    cost = _bytes(value, target.sharding)
+    why, fix = "the result lies otherwise than where it is written", fix_line(call.flat, most=cost)
+    return unasked(why, cost, call.name, fix, out=target, result=value)
 
 
 def _refuse_mixed(call: FallbackCall) -> None:
@@ -428,10 +419,9 @@ def _refuse_mixed(call: FallbackCall) -> None:
 
 def _refuse_moves_to_plain(call: FallbackCall) -> None:
     cost = max(map(_bytes, call.ours))
-    if cost > (implicit_budget() or 0):
-        why = f"a plain tensor is written to, and {cost:.0f} bytes per rank would move unasked"
-        fix = fix_line(call.flat, most=cost)
-        raise call_error(ImplicitCommunication, why, call.name, fix, *call.flat.tensors)
+    if not may_move(cost):
+        why, fix = "a plain tensor is written to", fix_line(call.flat, most=cost)
+        raise unasked(why, cost, call.name, fix, *call.flat.tensors)
 
 
 def _refuse_other_dtype(call: FallbackCall, old: Tensor, new: Tensor) -> None:
@@ -510,8 +500,9 @@ def _whole(shape: torch.Size) -> Layout:
     return Layout.parse("...").resolve(len(shape))
 
 
-def _bytes(x: ShardedTensor) -> float:
-    way = x.sharding >> _whole(x.padded_shape)
+def _bytes(x: ShardedTensor, to: Layout | None = None) -> float:
+    """Count the bytes per rank to reshard a value, or to gather it."""
+    way = x.sharding >> (to or _whole(x.padded_shape))
     return float(way.bytes(tuple(x.padded_shape), x.mesh, x.raw.element_size()))
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Ctx, Local
+from shardlib._compat import Ctx, Grads, Local
 from shardlib.collectives import block_shape, storage_shape
 from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument, ShardError, Unsupported
@@ -206,7 +206,7 @@ class _LinearLoss(Local):
         return reduce(torch.add, found[1:]).to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Ctx, *g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *g: Tensor) -> Grads:
         if torch.is_grad_enabled():
             raise Unsupported(
                 "its gradients are computed in forward and have no gradient themselves, as those "

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Ctx, Local, l1_weight
+from shardlib._compat import Ctx, Grads, Local, l1_weight
 from shardlib.collectives.types import blocks, played, storage, unwrap, wrap
 from shardlib.collectives.verbs import all_gather, axis_index, axis_size, pmax, psum
 from shardlib.dtypes import HALF, is_half, wide, wider
@@ -99,7 +99,7 @@ class _RowLoss(Local):
             return unwrap(loss.masked_fill(ignored, 0)), unwrap(exp)
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Any) -> Grads:
         mesh, _, count, _, smooth = classes = ctx.classes
         if torch.is_grad_enabled() or grads[0] is None or grads[1] is not None:
             return _row_gradient(ctx, *grads), None, None
@@ -161,7 +161,7 @@ class _KernelLoss(Local):
         return loss
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         mesh, _, count, ignore, smooth = classes = ctx.classes
         logits, target, kept = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the eager form is differentiable again
@@ -216,7 +216,7 @@ class _WholeRowLoss(Local):
         return loss.squeeze(-1).masked_fill_(ignored, 0)
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         logits, here, ignored = ctx.saved_tensors
         dtype = wider(logits.dtype)
         if torch.is_grad_enabled():  # create_graph: torch's operators are differentiable again
@@ -376,7 +376,7 @@ class _Mean(Local):
         return part / count
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         mesh, axes, shape, dtype = ctx.place
         each = (vary(grads[0], mesh, axes) / ctx.saved_tensors[0]).to(dtype)
         return each.unsqueeze(-1).expand(shape), None, None, None, None

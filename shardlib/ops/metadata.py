@@ -20,7 +20,7 @@ from shardlib.collectives import holds_values, lead, storage_shape
 from shardlib.errors import BadArgument, ShardError
 from shardlib.mesh import scope
 from shardlib.ops.declare import by_signature
-from shardlib.ops.dims import may_move
+from shardlib.ops.registry import may_move
 from shardlib.opspec import Args, Func, Kwargs, functions_of
 from shardlib.placing import reshard
 from shardlib.tensor import raw_of, refuse_sums

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Ctx, Local
+from shardlib._compat import Ctx, Grads, Local
 from shardlib.collectives import (
     all_gather,
     axis_size,
@@ -108,7 +108,7 @@ class _Normalise(Local):
         return out
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         norm, b = ctx.norm, ctx.shift
         saved = ctx.saved_tensors  # read once: a checkpoint may recompute them at each access
         if torch.is_grad_enabled():

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Ctx, Local
+from shardlib._compat import Ctx, Grads, Local
 from shardlib.collectives import pmax, unwrap, wrap
 from shardlib.dtypes import wide, wider
 from shardlib.errors import BadArgument
@@ -109,7 +109,7 @@ def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if half:
         more = more | {"dtype": wider(asked)}  # rounded once it is summed
     if gone:
-        raw = local_call(torch.sum, x.mesh, (x.raw, gone), {"keepdim": keepdim} | more)
+        raw = local_call(torch.sum, x.mesh, x.raw, gone, keepdim=keepdim, **more)
     else:
         exact = x.dtype.is_floating_point or x.dtype.is_complex
         asked_ = more.get("dtype") or (x.dtype if exact else torch.int64)
@@ -154,21 +154,21 @@ def extreme(
     axes = real_axes(x.mesh, axes)
     tracked = x.raw.requires_grad and torch.is_grad_enabled()
     if not axes and not (nans and tracked):
-        raw = local_call(func, x.mesh, (x.raw, gone, keepdim), {})
+        raw = local_call(func, x.mesh, x.raw, gone, keepdim)
         return x.becomes(raw, layout, shape)
     with torch.no_grad():
-        raw = local_call(func, x.mesh, (x.raw, gone, True), {})
+        raw = local_call(func, x.mesh, x.raw, gone, True)
         if axes:
             raw = _over_ranks(raw, x.mesh, axes, "max" in func.__name__)
     if tracked:
         with torch.no_grad():
             same = (x.raw == raw) | (x.raw.isnan() & raw.isnan()) if nans else x.raw == raw
             ties = same.to(x.dtype)
-            count = local_call(torch.sum, x.mesh, (ties, gone, True), {})
+            count = local_call(torch.sum, x.mesh, ties, gone, True)
             share = ties / total(count, x.mesh, axes)
         raw = _TieShares.apply(x.raw, raw, share, x.mesh, axes)
     if not keepdim:
-        raw = local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
+        raw = local_call(Tensor.squeeze, x.mesh, raw, gone)
     return x.becomes(raw, layout, shape)  # type: ignore[arg-type]
 
 
@@ -187,7 +187,7 @@ class _TieShares(Local):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         return vary(grads[0], ctx.mesh, ctx.axes) * ctx.saved_tensors[0], *[None] * 4
 
 
@@ -228,20 +228,22 @@ def merged(
     return x.becomes(run(whole, keepdim), layout, shape)
 
 
+Backward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 def _written(
-    node: type[Local],
+    back: Backward,
     x: ShardedTensor,
     dim: Dims,
     keepdim: bool,
     op: str,
     value: Callable[[Any, bool, bool], Any],
-    *how: object,
 ) -> Any:
-    """Reduce x; over split dimensions ``node`` computes the gradient in torch's formula.
+    """Reduce x; over split dimensions ``back`` computes the gradient, by torch's formula.
 
     It is finite exactly where torch's is, unlike the gradient of the composed steps.
 
-    ``value``  (dimensions, keepdim, whether ``node`` gives the gradient) -> the result.
+    ``value``  (dimensions, keepdim, whether ``back`` gives the gradient) -> the result.
     """
     gone, split, layout, shape = reduced_layout(x, dim, keepdim, op)
     axes = real_axes(x.mesh, split)
@@ -249,54 +251,45 @@ def _written(
         return value(gone, keepdim, False)
     with torch.no_grad():
         out = value(gone, True, True)
-    raw: Any = node.apply(x.raw, out.raw, x.mesh, axes, *how)
+    raw: Any = _Given.apply(x.raw, out.raw, x.mesh, axes, back)
     if not keepdim:
-        raw = local_call(Tensor.squeeze, x.mesh, (raw, gone), {})
+        raw = local_call(Tensor.squeeze, x.mesh, raw, gone)
     return x.becomes(raw, layout, shape)
 
 
-class _Reduced(Local):
-    """apply(x, out, mesh, axes, *how): ``out``, the reduction of x split over ``axes``."""
+class _Given(Local):
+    """apply(x, out, mesh, axes, back): ``out``, the reduction of x split over ``axes``.
+
+    ``back``  (cotangent, x, out) -> the gradient of x.
+    """
 
     @staticmethod
     def forward(
-        ctx: Ctx, x: Tensor, out: Tensor, mesh: Mesh, axes: tuple[str, ...], *how: Any
+        ctx: Ctx, x: Tensor, out: Tensor, mesh: Mesh, axes: tuple[str, ...], back: Backward
     ) -> Tensor:
-        ctx.mesh, ctx.axes, ctx.how = mesh, axes, how
+        ctx.mesh, ctx.axes, ctx.back = mesh, axes, back
         out = out.clone()
         ctx.save_for_backward(x, out)
         return out
 
-
-class _LogSum(_Reduced):
-    """Logarithm of the sum of exp(x)."""
-
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         x, out = ctx.saved_tensors
         g, out = (vary(t, ctx.mesh, ctx.axes) for t in (grads[0], out))
-        return g * (x - out).exp(), None, None, None
+        return ctx.back(g, x, out), None, None, None, None
 
 
-class _Norm(_Reduced):
-    """Norm of an order: apply(x, norm, mesh, axes, order)."""
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm = ctx.saved_tensors
-        g, norm = (vary(t, ctx.mesh, ctx.axes) for t in (grads[0], norm))
-        # d norm / dx = sgn(x) |x|^(p-1) / norm^(p-1); zero where the norm is zero, as in torch
-        (p,), zero = ctx.how, norm == 0
-        if p == 2:
-            found = g * (x / norm).masked_fill(zero, 0)
-        elif p < 1:
-            powers = x.abs().pow(p - 1).masked_fill(x == 0, 0)
-            found = x.sgn() * powers * g * norm.pow(1 - p)
-        else:
-            # below 2, |x|^(p-2) is infinite at 0
-            powers = x.sgn() * x.abs().pow(p - 1) if p < 2 else x * x.abs().pow(p - 2)
-            found = powers * (g / norm.pow(p - 1)).masked_fill(zero, 0)
-        return found, None, None, None, None
+def _norm_gradient(p: float, g: Tensor, x: Tensor, norm: Tensor) -> Tensor:
+    """Return g sgn(x) |x|^(p-1) / norm^(p-1), zero where the norm is zero, as in torch."""
+    zero = norm == 0
+    if p == 2:
+        return g * (x / norm).masked_fill(zero, 0)
+    if p < 1:
+        powers = x.abs().pow(p - 1).masked_fill(x == 0, 0)
+        return x.sgn() * powers * g * norm.pow(1 - p)
+    # below 2, |x|^(p-2) is infinite at 0
+    powers = x.sgn() * x.abs().pow(p - 1) if p < 2 else x * x.abs().pow(p - 2)
+    return powers * (g / norm.pow(p - 1)).masked_fill(zero, 0)
 
 
 _NORM = binder("""
@@ -347,7 +340,8 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         squares = (summed * summed.conj()).real if x.is_complex() else summed * summed
         return squares.sum(gone, keep).sqrt()
 
-    out = _written(_Norm, summed, dim, keepdim, "vector_norm", value, ord_)
+    back = partial(_norm_gradient, ord_)
+    out = _written(back, summed, dim, keepdim, "vector_norm", value)
     return out.to(x.dtype.to_real())
 
 
@@ -387,8 +381,8 @@ def softmax(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         )
     if not x.dims[dim].is_split or 0 in x.shape:
         run = torch.log_softmax if "log" in func.__name__ else torch.softmax
-        how = x.raw, dim - len(x.shape)
-        return x.becomes(local_call(run, x.mesh, how, {"dtype": given["dtype"]}))
+        raw = local_call(run, x.mesh, x.raw, dim - len(x.shape), dtype=given["dtype"])
+        return x.becomes(raw)
     x = x.to(wider(dtype))
     shifted = x - x.detach().amax(dim, keepdim=True)
     if "log" in func.__name__:
@@ -410,7 +404,10 @@ def logsumexp(func: Func, x: ShardedTensor, dim: Dims, keepdim: bool) -> Tensor:
     def value(gone: Dims, keep: bool, _: bool) -> ShardedTensor:
         return merged(torch.logsumexp, summed, gone, keep, {})
 
-    return _written(_LogSum, summed, dim, keepdim, "logsumexp", value).to(x.dtype)
+    def back(g: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        return g * (x - out).exp()
+
+    return _written(back, summed, dim, keepdim, "logsumexp", value).to(x.dtype)
 
 
 @implements(torch.var, Tensor.var, torch.std, Tensor.std, takes="all")
@@ -492,7 +489,7 @@ class _Cleared(Local):
         return x.masked_fill(nan, 0)
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         return grads[0] * ~ctx.saved_tensors[0], None
 
 

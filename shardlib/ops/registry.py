@@ -17,11 +17,15 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from shardlib.cost import Cost
-from shardlib.errors import NoImplementation, ShardError, similar
+from shardlib.errors import ImplicitCommunication, NoImplementation, ShardError, similar
 from shardlib.layouts import Layout
 from shardlib.layouts.layout import the_one
 from shardlib.mesh import Entered, Memo, Scope, scope
+from shardlib.opspec import Func
+from shardlib.tensor import call_error
 
 Answer = TypeVar("Answer", bound="Callable[[Any], Match | str]")
 """Match function of an algorithm: from a case of its operation to a match, or a refusal."""
@@ -214,9 +218,18 @@ class implicit(Entered):
         return {"budget": self.max_bytes}
 
 
-def implicit_budget() -> float | None:
-    """Return the bytes that may move implicitly, None outside ``implicit``."""
-    return scope().policy.budget
+def may_move(moved: float) -> bool:
+    """Check whether so many bytes per rank may move unasked, by the budget of ``sl.implicit``."""
+    budget = scope().policy.budget
+    return not moved or (budget is not None and moved <= budget)
+
+
+def unasked(
+    why: str, moved: float, op: Func | str, fix: str, /, *tensors: Tensor, **named: object
+) -> ImplicitCommunication:
+    """Return the refusal of a call that would move so many bytes; other arguments as call_error."""
+    why = f"{why}, and {moved:.0f} bytes per rank would move unasked"
+    return call_error(ImplicitCommunication, why, op, fix, *tensors, **named)
 
 
 class saving(Entered):

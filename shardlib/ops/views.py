@@ -6,7 +6,6 @@
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -208,7 +207,7 @@ def _view(call: _Call, x: ShardedTensor, new: tuple[int, ...]) -> Any:
         place = place._replace(merged_from=tuple(size[:-1]))
     if not copied:
         return blockwise(*call, place, run, (local,), strided=True)
-    raw = local_call(run, x.mesh, (x.raw, local), {})
+    raw = local_call(run, x.mesh, x.raw, local)
     if raw.untyped_storage().data_ptr() == x.raw.untyped_storage().data_ptr():
         raw = raw.clone()  # torch can view the block, but would copy the whole tensor
     return ShardedTensor(raw, place)
@@ -251,22 +250,16 @@ def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
 def _viewable(size: Sequence[int], stride: Sequence[int], new: Sequence[int]) -> bool:
     """Check whether a tensor of these sizes and strides has a view of ``new`` sizes.
 
-    Wherever two dimensions are not contiguous, a dimension of the view must begin too.
-    No tensor is made: on a recorded mesh one of the whole size would count as a rank's memory.
+    By torch, on one element: on a recorded mesh a tensor of the whole size would count as memory.
     """
-    if math.prod(size) == 0:
-        return True
-    begins = set(itertools.accumulate(reversed(new), operator.mul))  # in elements from the end
-    dims = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1]
-    after = 1
-    for (_, outer), (n, inner) in reversed(list(itertools.pairwise(dims))):
-        after *= n
-        if outer != n * inner and after not in begins:
-            return False
+    try:
+        torch.empty((), device="meta").as_strided(size, stride).view(new)
+    except RuntimeError:
+        return False
     return True
 
 
-VIEW = binder("""
+_VIEW = binder("""
     view(input, *size: int)
     view(input, *shape: int)
 """)
@@ -278,7 +271,7 @@ def view(func: Func, args: Args, kwargs: Kwargs) -> object:
         if {args[0].dtype} == {*args[1:], *kwargs.values()}:
             return args[0].detach()  # as in torch, where view(dtype) is not differentiable
         raise no_implementation(func, args, kwargs, "a view as another dtype")
-    x, new = VIEW(*args, **kwargs).values()
+    x, new = _VIEW(*args, **kwargs).values()
     return _view((func, args or (x,), kwargs), x, new)
 
 
@@ -440,7 +433,7 @@ def split(
     if token.is_split:
         ways = x.mesh.axis_size(token.axes)
     local = [n // ways for n in sizes]
-    raws = local_call(torch.split, x.mesh, (x.raw, local, dim - len(x.shape)), {})
+    raws = local_call(torch.split, x.mesh, x.raw, local, dim - len(x.shape))
     return tuple(_resized(x, raw, dim, token, n) for raw, n in zip(raws, sizes, strict=True))
 
 
@@ -493,7 +486,7 @@ def _cut(x: ShardedTensor, dim: int, start: int, stop: int) -> tuple[slice, Dim]
 
 def _piece(x: ShardedTensor, dim: int, size: int, here: slice, token: Dim) -> ShardedTensor:
     how = dim - len(x.shape), here.start, here.stop - here.start
-    return _resized(x, local_call(torch.narrow, x.mesh, (x.raw, *how), {}), dim, token, size)
+    return _resized(x, local_call(torch.narrow, x.mesh, x.raw, *how), dim, token, size)
 
 
 @by_signature("unbind(input, dim: int = 0)", Tensor.unbind, torch.unbind, along_dim=True)
@@ -570,7 +563,7 @@ def piece(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
                 shape.append(len(range(*i.indices(x.shape[d]))))
             d += 1
         local.append(i)
-    raw = local_call(Tensor.__getitem__, x.mesh, (x.raw, tuple(local)), {})
+    raw = local_call(Tensor.__getitem__, x.mesh, x.raw, tuple(local))
     return x.becomes(raw, x.sharding.onto(dims), shape)
 
 
@@ -616,7 +609,7 @@ def pad(
             raise _through_blocks(f"blocks would move unasked to pad dimension {d}", func, x, d)
         size[d] += w
     with casting(func):
-        raw = local_call(F.pad, x.mesh, (x.raw, widths, mode, value), {})
+        raw = local_call(F.pad, x.mesh, x.raw, widths, mode, value)
     return x.becomes(raw, shape=size)
 
 
@@ -634,7 +627,7 @@ def repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     size = repeats * x.shape[dim]
     if repeats < 0 or length not in (None, size):
         raise BadArgument(f"{repeats} repeats, output_size {length}", op="repeat_interleave")
-    raw = local_call(torch.repeat_interleave, x.mesh, (x.raw, repeats), {"dim": dim - ndim})
+    raw = local_call(torch.repeat_interleave, x.mesh, x.raw, repeats, dim=dim - ndim)
     return x.becomes(raw, shape=[*x.shape[:dim], size, *x.shape[dim + 1 :]])
 
 
@@ -663,7 +656,7 @@ def cat(func: Func, args: Args, kwargs: Kwargs) -> object:
         return rows_call(func, args, kwargs, lambda a, k: _piece_rows(**_CAT(*a, **k)))
     first = tensors[0]
     dim = dim_of(dim, first.ndim, func.__name__)
-    raw = local_call(torch.cat, first.mesh, ([t.raw for t in tensors], dim), {})
+    raw = local_call(torch.cat, first.mesh, [t.raw for t in tensors], dim)
     return _resized(first, raw, dim, Dim(), sum(t.shape[dim] for t in tensors))
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardlib._compat import Ctx, Local, backward_now
+from shardlib._compat import Ctx, Grads, Local, backward_now
 from shardlib.collectives import block_shape, flat_blocks, psum, unwrap, wrap
 from shardlib.dtypes import is_half, wide, wider
 from shardlib.mesh import Mesh, bind
@@ -77,7 +77,7 @@ class _Vary(Local):
         return raw.view_as(raw)
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         g = grads[0] if ctx.wide is None else ctx.wide.take(grads[0])
         if g is None:
             return None, None, None, None
@@ -122,7 +122,7 @@ class _Sum(Local):
         return out.clone() if out._is_view() else out  # autograd refuses writes to an alias
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         # _Vary in place of the identity, so that second derivatives are summed as well
         return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None, None, None
 
@@ -136,7 +136,7 @@ class _Marked(Local):
         return raw.view_as(raw)
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         return ctx.back(grads[0]), None
 
 
@@ -262,7 +262,7 @@ class _VaryAll(Local):
         return tuple(raw.view_as(raw) if ctx.narrow is None else raw.float() for raw in raws)
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor | None) -> Grads:
         mesh, how = ctx.mesh, (ctx.axes, ctx.narrow, ctx.wire)
         grads = tuple(
             None if g is None or _handed_over(leaf, g, mesh, *how) else g

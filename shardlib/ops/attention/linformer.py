@@ -56,10 +56,10 @@ def linformer_attention(
     projected = []
     for w, x in given:
         blocks = tuple(_varied(t, {*x.sharding.axes, *left}) for t in (w, x))
-        projected.append(local_call(torch.matmul, x.mesh, blocks, {}))
+        projected.append(local_call(torch.matmul, x.mesh, *blocks))
     mesh, dims = k.mesh, k.sharding.resolve(4).dims
     # one psum for keys and values
-    both = total(local_call(torch.cat, mesh, (projected, -1), {}), mesh, dims[2].axes)
+    both = total(local_call(torch.cat, mesh, projected, -1), mesh, dims[2].axes)
     d, e = k.padded_shape[3], v.padded_shape[3]
     size = torch.Size((*k.padded_shape[:2], keys.shape[0], d + e))
     layout = Layout((*dims[:2], Dim(), Dim()))

@@ -99,7 +99,7 @@ def _called(
     axes, (met, wide) = real_axes(x.mesh, split), varied_wide(x, over[0])
     if not (axes or over[1] or wide is not None):
         if bias is None:
-            return once(lambda: local_call(torch.matmul, x.mesh, (met, w.raw), {}))
+            return once(lambda: local_call(torch.matmul, x.mesh, met, w.raw))
         if not lead(x.mesh):
             return once(lambda: F.linear(met, w.raw.mT, bias))
     return Product.apply(Matmul1D(axes, wide), x.mesh, ((), over[1]), met, w.raw, bias)  # type: ignore[return-value]
