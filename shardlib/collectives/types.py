@@ -100,7 +100,7 @@ def storage_shape(mesh: Mesh, *block: int) -> tuple[int, ...]:
 
 def block_shape(raw: Tensor, mesh: Mesh) -> torch.Size:
     """Return the shape of the blocks of a storage."""
-    return raw.shape[lead(mesh) :]
+    return first_block(raw, mesh).shape
 
 
 def first_block(raw: Tensor, mesh: Mesh) -> Tensor:

@@ -18,7 +18,7 @@ Source: Cannon 1969.
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch import Tensor
 from shardlib.collectives import axis_size, ppermute, shift, start
 from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, accumulator, add_product, rounded
-from shardlib.ops.matmul.matmul2d import Form, sizes_2d
+from shardlib.ops.matmul.matmul2d import Form, Sizes2D, sizes_2d
 from shardlib.ops.registry import Match, algorithm
 
 
@@ -137,6 +137,18 @@ class Cannon:
             return Fraction(q - 1, q)
         return Fraction(q > 1 and name == _RESULT[form])
 
+    def words(self, z: Sizes2D, form: Form) -> Fraction:
+        """Count the words one rank receives; a sum in half precision is shifted in fp32."""
+        q, total = z.shape[0], Fraction(0)
+        for name, size in (("a", z.m * z.k), ("b", z.k * z.n)):
+            width = z.case.width if name == _RESULT[form] else 1
+            total += Fraction(size, q * q) * ((q - 1) * width + self.once(form, name, q))
+        return total
+
+    def messages(self, q: int, form: Form) -> int:
+        """Count 2(q-1) shifts, and one more for each matrix that moves once."""
+        return 2 * (q - 1) + sum(self.once(form, name, q) > 0 for name in "ab")
+
 
 _RESULT = {"ab": "c", "abt": "a", "atb": "b"}
 """The matrix that a form computes."""
@@ -157,16 +169,5 @@ def cannon(case: MatmulCase) -> Match | str:
     if skewed and z.extra:
         return "a skewed operand and rows split over further axes"
     grid = Cannon(z.row, z.col, skewed)
-
-    def words(form: Form) -> Fraction:
-        """Count the words one rank receives; a sum in half precision is shifted in fp32."""
-        total = Fraction(0)
-        for name, size in (("a", z.m * z.k), ("b", z.k * z.n)):
-            width = case.width if name == _RESULT[form] else 1
-            total += Fraction(size, q * q) * ((q - 1) * width + grid.once(form, name, q))
-        return total
-
-    def messages(form: Form) -> int:
-        return 2 * (q - 1) + sum(grid.once(form, name, q) > 0 for name in "ab")
-
+    words, messages = partial(grid.words, z), partial(grid.messages, q)
     return z.match(grid, words, messages, 3, False, "X and W rotate")
