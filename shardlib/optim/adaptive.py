@@ -24,7 +24,7 @@ from shardlib.kernels import active
 from shardlib.kernels.active import Backend
 from shardlib.kernels.adamw import AdamStep, adamw_, adamw_halves_, steppable
 from shardlib.kernels.apex import apex
-from shardlib.layouts import Dim, Layout
+from shardlib.optim.buckets import vector
 from shardlib.optim.groups import Mask, by_mask
 from shardlib.optim.norms import norms, scale_in_place
 from shardlib.optim.transform import (
@@ -40,6 +40,7 @@ from shardlib.optim.transform import (
     ranged,
     restoring,
     under,
+    widened,
     written,
 )
 from shardlib.optim.trees import (
@@ -51,13 +52,11 @@ from shardlib.optim.trees import (
     each,
     is_bucketed,
     moments,
-    need,
     pieces,
     ready,
     spans,
-    zeros_like,
 )
-from shardlib.tensor import Place, ShardedTensor, real_axes
+from shardlib.tensor import ShardedTensor, real_axes
 
 
 class MomentState(NamedTuple):
@@ -481,12 +480,13 @@ def adam8bit(
         mu, nu = _zero_codes(zeros, True), _zero_codes(zeros, False)
         return CodedState(0, mu, nu, _zero_scales(zeros), _zero_scales(zeros), _digest(zeros))
 
-    def stepped(
-        grads: Tree, state: CodedState, params: Tree, rate: float, into: Tree
-    ) -> CodedState:
-        """Add the updates to a tree, or write them where there are no parameters."""
+    def direct(
+        grads: Tree, state: CodedState, params: Tree, into: Tree, rate: float
+    ) -> tuple[CodedState, float]:
+        """Write the updates to a tree, or add them to the parameters."""
         rule = adam_rule(AdamStep(rate, b1, b2, eps, weight_decay, state.count + 1))
-        for g, p, to, mu, nu, mu_scale, nu_scale in _spans(grads, params, into, state):
+        given = params if weight_decay else grads
+        for g, p, to, mu, nu, mu_scale, nu_scale in _spans(grads, given, into, state):
             m = _decode(mu, mu_scale, True, wider(g.dtype))
             v = _decode(nu, nu_scale, False, wider(g.dtype))
             u = rule(g, m, v, *([p] if weight_decay else []))
@@ -498,26 +498,19 @@ def adam8bit(
                 new, largest = _encode(x, signed)
                 codes.copy_(new)
                 scale.copy_(largest)
-        return state._replace(count=state.count + 1)
-
-    def update(grads: Tree, state: CodedState, params: Tree = None) -> tuple[Any, CodedState]:
-        ready(grads, "adam8bit", state.mu)
-        if weight_decay:
-            need(params, "adam8bit")
-            each(lambda g, p: g, grads, params)  # refuses other layouts
-        out = zeros_like(grads)
-        rate = at_step(lr, state.count)
-        with torch.no_grad():
-            given = params if weight_decay else grads
-            return out, stepped(grads, each(torch.clone, state), given, rate, out)
+        return state._replace(count=state.count + 1), 0.0
 
     def donate(grads: Tree, state: CodedState, params: Tree, step: Step) -> CodedState:
         ready(grads, "adam8bit", state.mu)
         step.unscale(grads)
         step.lr = at_step(lr, state.count)
-        return stepped(grads, state, params, step.lr, params)
+        return direct(grads, state, params, params, step.lr)[0]
 
-    return Transform(init, update, "elementwise", donate)
+    made = by_directions(
+        "adam8bit", "elementwise", init, lr, direct,
+        moment="mu", like=lambda grads, state: widened(grads), weights=bool(weight_decay),
+    )  # fmt: skip
+    return made._replace(donate=donate)
 
 
 def _spans(
@@ -616,7 +609,5 @@ def _zero_scales(tree: Tree) -> list[Any]:
         out[i] = rows[0]
         if isinstance(x, ShardedTensor):
             axes = tuple(a for a in x.mesh.names if a in x.sharding.axes)
-            size = torch.Size([count * x.mesh.axis_size(axes)])
-            place = Place(Layout((Dim(axes),)), size, x.mesh)
-            out[i] = ShardedTensor(storage(rows, x.mesh), place)
+            out[i] = ShardedTensor(storage(rows, x.mesh), vector(count, axes, x.mesh))
     return out

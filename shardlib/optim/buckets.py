@@ -61,6 +61,12 @@ and an outer one; none if its leaves are split over all of them already."""
 _SCALAR = Layout(())
 
 
+def vector(length: int, axes: Sequence[str], mesh: Mesh, unsummed: Iterable[str] = ()) -> Place:
+    """Return the place of a vector that is split over axes, in blocks of this length."""
+    size = torch.Size([length * mesh.axis_size(tuple(axes))])
+    return Place(Layout((Dim(tuple(axes)),), tuple(unsummed)), size, mesh)
+
+
 @dataclass(frozen=True)
 class Item:
     """A leaf to place in a bucket: its block's shape, dtype, split axes and identity.
@@ -138,11 +144,6 @@ class Bucket:
         return any(len(s.leaves) > 1 for s in self.slots)
 
     @cached_property
-    def layout(self) -> Layout:
-        """The layout of its parts: split over its parameters' axes and its own."""
-        return Layout((Dim((*self.axes, *self.over)),))
-
-    @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of the padding between and after slots."""
         starts = [*(s.offset for s in self.slots[1:]), self.length]
@@ -154,9 +155,9 @@ class Bucket:
 
         Axes that split its leaves are left out of these.
         """
-        size = torch.Size([self.length * mesh.axis_size(self.axes)])
-        layout = Layout((Dim(self.axes),), tuple(set(unsummed) - set(self.axes)))
-        return Place(layout if whole else self.layout, size, mesh)
+        if whole:
+            return vector(self.length, self.axes, mesh, set(unsummed) - set(self.axes))
+        return vector(self.part_length, (*self.axes, *self.over), mesh)
 
     def gather_later(self, flat: Tensor, mesh: Mesh, *, ahead: bool = True) -> Callable[[], object]:
         """Post the all-gather of the whole bucket in place; a second hop follows in ``finish``.

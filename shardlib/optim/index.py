@@ -21,7 +21,7 @@ from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Hops, Index, Item, State, Tree, index, overlap
 from shardlib.optim.precision import Master, ZeroState
 from shardlib.optim.transform import Transform
-from shardlib.optim.trees import bucketed_in, first_of, given_for, names_of, need
+from shardlib.optim.trees import bucketed_in, first_of, given_for, names_of, need, of_others
 from shardlib.tensor import ShardedTensor, typeof
 
 MOST = 25 << 20
@@ -353,20 +353,13 @@ def changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError:
     other = [p for p in now if before.get(p, now[p]) != now[p]]
     differences = {"without": gone, "with": come, "and otherwise": other}
     told = [f"{what} {first_of(names, 3)}" for what, names in differences.items() if names]
-    operands, fix = {}, "state = tx.init(params)"
+    operands = {}
     if other:
         p = other[0]
         operands = {"when made": _lies(before[p]), "now": _lies(now[p])}
     kinds = [{p: (i.whole, i.dtype) for p, i in items.items()} for items in (before, now)]
-    if kinds[0] == kinds[1]:
-        fix = "state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))"
-    return ShardError(
-        f"the state was made for other parameters: they are {'; '.join(told)}",
-        op="zero",
-        operands=operands,
-        mesh=mesh,
-        fix=fix,
-    )
+    moved = kinds[0] == kinds[1]
+    return of_others(f"they are {'; '.join(told)}", operands, "zero", mesh, moved)
 
 
 def _lies(item: Item) -> str:

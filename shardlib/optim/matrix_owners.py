@@ -23,13 +23,13 @@ from torch import Tensor
 
 from shardlib.capacity import refuse_beyond
 from shardlib.collectives import blocks, played, ragged_all_to_all, storage, unwrap, wrap
-from shardlib.errors import ShardError, Unsupported
+from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along, uploaded
 from shardlib.modules.rules import Pattern, matches
-from shardlib.optim.buckets import Buckets, finer
+from shardlib.optim.buckets import Buckets, finer, vector
 from shardlib.optim.norms import over_ranks
-from shardlib.optim.trees import TensorView, Tree, by_tensor, named, pytree_node
+from shardlib.optim.trees import TensorView, Tree, by_tensor, named, of_others, pytree_node
 from shardlib.placing import whole_of
 from shardlib.tensor import Place, ShardedTensor, typeof
 
@@ -194,22 +194,22 @@ def listed(patterns: Patterns | None) -> tuple[Pattern[Any], ...]:
 def only_matrices(params: Tree, op: str, kernels: Patterns | None) -> None:
     """Refuse leaves that are no matrices, and more than three dimensions without ``kernels``."""
     for path, x in named(params).items():
-        if isinstance(x, Tensor) and x.ndim < 2:
-            raise Unsupported(
-                f"{path or 'the parameter'} of {x.ndim} dimensions is no matrix",
-                op=op,
-                operands={"parameter": typeof(x)},
-                fix=f"tx = sl.optim.{op}(0.02, rest=sl.optim.adamw(3e-4), "
-                "matrices=lambda tree: optree.tree_map(lambda p: p.ndim > 1, tree))",
+        if not isinstance(x, Tensor) or 1 < x.ndim < 4 or (x.ndim > 3 and kernels is not None):
+            continue
+        why = f"{path or 'the parameter'} of {x.ndim} dimensions"
+        fix = f"tx = sl.optim.{op}(0.02, kernels=[{path!r}])"
+        if x.ndim > 3:
+            why += (
+                ": kernels= names those that are one matrix [out, in x window], as a "
+                "convolution's; others are stacks of matrices"
             )
-        if isinstance(x, Tensor) and x.ndim > 3 and kernels is None:
-            raise Unsupported(
-                f"{path or 'the parameter'} of {x.ndim} dimensions: kernels= names those that are "
-                "one matrix [out, in x window], as a convolution's; others are stacks of matrices",
-                op=op,
-                operands={"parameter": typeof(x)},
-                fix=f"tx = sl.optim.{op}(0.02, kernels=[{path!r}])",
+        else:
+            why += " is no matrix"
+            fix = (
+                f"tx = sl.optim.{op}(0.02, rest=sl.optim.adamw(3e-4), "
+                "matrices=lambda tree: optree.tree_map(lambda p: p.ndim > 1, tree))"
             )
+        raise Unsupported(why, op=op, operands={"parameter": typeof(x)}, fix=fix)
 
 
 class MatrixRun(NamedTuple):
@@ -310,9 +310,16 @@ def deal(
     boxes: dict[Any, int] = {}
     holds: list[list[MatrixRun]] = [[] for _ in ranks]
     copies: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
-    for p, spread in enumerate(spreads):
-        for rank, coord in enumerate(ranks):
-            for h in _held(p, spread, coord, mesh, number, boxes):
+    for (p, spread), (rank, coord) in product(enumerate(spreads), enumerate(ranks)):
+        matrices, rows, cols = spread.block(coord, mesh)
+        size = len(rows) * len(cols)
+        box = boxes.setdefault((tuple(rows), tuple(cols)), len(boxes))
+        # a block is a stack of matrices' parts, one after the other
+        first, last, _ = spread.run(coord, mesh).indices(len(matrices) * size)
+        for k, matrix in enumerate(matrices):
+            lo, hi = max(first, k * size), min(last, (k + 1) * size)
+            if lo < hi and (p, matrix) in number:  # else it is padding
+                h = MatrixRun(p, number[p, matrix], lo - first, hi - first, lo - k * size, box)
                 holds[rank].append(h)
                 copies[h.elements].append(rank)
     owner = _dealt([work(spreads[p]) for p, _ in units], holds)
@@ -353,28 +360,6 @@ def _dealt(work: Sequence[int], holds: Sequence[Sequence[MatrixRun]]) -> list[in
     even, most = within(0)
     near, highest = within(1.02 * most)
     return near if highest <= 1.02 * most else even
-
-
-def _held(
-    p: int,
-    spread: Spread,
-    coord: dict[str, int],
-    mesh: dict[str, int],
-    number: dict[tuple[int, int], int],
-    boxes: dict[Any, int],
-) -> list[MatrixRun]:
-    matrices, rows, cols = spread.block(coord, mesh)
-    size = len(rows) * len(cols)
-    box = boxes.setdefault((tuple(rows), tuple(cols)), len(boxes))
-    # a block is a stack of matrices' parts, one after the other
-    first, last, _ = spread.run(coord, mesh).indices(len(matrices) * size)
-    out = []
-    for k, matrix in enumerate(matrices):
-        lo, hi = max(first, k * size), min(last, (k + 1) * size)
-        unit = number.get((p, matrix))
-        if lo < hi and unit is not None:
-            out.append(MatrixRun(p, unit, lo - first, hi - first, lo - k * size, box))
-    return out
 
 
 Compute = Callable[[int, Sequence[int], Tensor, tuple[int, int]], None]
@@ -639,10 +624,8 @@ class Owned:
         rows = [like.new_zeros(held.length, dtype=dtype) for _ in ranks]
         if mesh is None:
             return Owned(rows[0], held, mesh)
-        raw = storage(rows, mesh)
-        size = torch.Size([held.length * mesh.size])
-        place = Place(Layout((Dim(tuple(mesh.names)),)), size, mesh)
-        return Owned(ShardedTensor(raw, place), held, mesh)
+        place = vector(held.length, mesh.names, mesh)
+        return Owned(ShardedTensor(storage(rows, mesh), place), held, mesh)
 
     @property
     def vectors(self) -> list[Tensor]:
@@ -706,18 +689,12 @@ class Owned:
         held = self.held
         if paths == held.paths and spreads == held.plan.spreads:
             return
-        others = sorted(set(held.paths) ^ set(paths))
-        gone = others or [
-            path for path, a, b in zip(paths, spreads, held.plan.spreads, strict=True) if a != b
-        ]
-        raise ShardError(
-            f"the state was made for other parameters: they differ at {', '.join(gone[:4])}",
-            op=op,
-            mesh=self.mesh,
-            fix="state = tx.init(params)"
-            if others
-            else "state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))",
-        )
+        gone = sorted(set(held.paths) ^ set(paths))
+        moved = not gone
+        if moved:
+            rows = zip(paths, spreads, held.plan.spreads, strict=True)
+            gone = [path for path, a, b in rows if a != b]
+        raise of_others(f"they differ at {', '.join(gone[:4])}", None, op, self.mesh, moved)
 
 
 ByParameter = Buckets | Owned

@@ -522,11 +522,10 @@ def _in_matrices(s: Spread, d: int, sizes: tuple[tuple[str, int], ...]) -> bool:
 
 def _in_pieces(places: Sequence[int], n: int) -> bool:
     """Return whether positions are runs of n neighbours, each starting at a multiple of n."""
-    firsts = places[::n] if n else ()
-    return len(places) % max(n, 1) == 0 and all(
-        first % n == 0 and list(places[i * n : (i + 1) * n]) == list(range(first, first + n))
-        for i, first in enumerate(firsts)
-    )
+    firsts = places[:: max(n, 1)]
+    return not any(first % n for first in firsts) and list(places) == [
+        first + i for first in firsts for i in range(n)
+    ]
 
 
 @case_of("muon")

@@ -19,7 +19,6 @@ from torch import Tensor
 from shardlib.collectives import (
     blocks,
     flat_blocks,
-    holds_values,
     played,
     pmax,
     psum,
@@ -33,9 +32,9 @@ from shardlib.errors import ShardError
 from shardlib.kernels import active
 from shardlib.kernels.active import Backend
 from shardlib.kernels.apex import apex
-from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, scope, within
 from shardlib.ops.padding import filled
+from shardlib.optim.buckets import vector
 from shardlib.optim.transform import (
     STEPS,
     Later,
@@ -63,7 +62,7 @@ from shardlib.optim.trees import (
     nothing,
     ready,
 )
-from shardlib.tensor import Place, ShardedTensor
+from shardlib.tensor import ShardedTensor
 
 BLOCK = 1 << 16
 """Elements that are summed in fp64 at a time, so that no full fp64 copy is made."""
@@ -231,8 +230,7 @@ def _scattered(batch: Sequence[ShardedTensor]) -> ShardedTensor:
         wide, wire = (flat.float(), flat.dtype) if half else (flat, None)
         part = unwrap(psum_scatter(wrap(wide, mesh), over, 0, wire))
     axes = (*(a for a in mesh.names if a in batch[0].sharding.axes), *over)
-    size = flat.shape[-1] * mesh.axis_size(axes) // ways
-    return ShardedTensor(part, Place(Layout((Dim(axes),)), torch.Size([size]), mesh))
+    return ShardedTensor(part, vector(flat.shape[-1] // ways, axes, mesh))
 
 
 # ---------------------------------------------------------------- the global norm, and clipping
@@ -337,15 +335,15 @@ def clip_by_global_norm(
 
     def decide(norm: Tensor, grads: Tree, step: Step) -> None:
         """Refuse a norm that is not finite: on the host at once, else step only where it is."""
-        if on_host(norm):
-            _number(norm, grads, told)
-        else:
+        if not on_host(norm):
             step.require(torch.isfinite(norm))
+        elif not _is_number(norm, told):
+            raise _no_number(norm, grads)
 
     def update(grads: Tree, state: ClipState, params: Tree = None) -> tuple[Any, ClipState]:
         norm = known(grads, Step())
-        if check:
-            _number(norm, grads, Tensor.item)
+        if check and not _is_number(norm, Tensor.item):
+            raise _no_number(norm, grads)
         by = over(norm)
         return each(lambda g: g / by.to(g.device, g.dtype), grads), state
 
@@ -377,15 +375,10 @@ def _error(norm: float) -> ShardError | None:
     )
 
 
-def _number(norm: Tensor, grads: Tree, read: Callable[[Tensor], Any]) -> None:
-    """Refuse a norm that is not finite; ``read`` gives it to the host."""
-    for x in optree.tree_leaves(grads):
-        if isinstance(x, ShardedTensor) and not holds_values(x.mesh):
-            return
-    if norm.is_meta or math.isfinite(read(norm)):
-        return
+def _no_number(norm: Tensor, grads: Tree) -> ShardError:
+    """Build the error for a norm that is not finite, with gradients that are not."""
     bad = list(dict.fromkeys(_not_finite(grads)))
-    raise ShardError(
+    return ShardError(
         f"the norm of the gradients is {float(norm)}"
         + (f": not a number here are {', '.join(bad[:4])}" if bad else ""),
         op="clip_by_global_norm",
@@ -559,15 +552,14 @@ def loss_scale(
 
     check_transform(tx, "loss_scale")
 
-    def refused(scale: Any) -> ShardError:
+    def too_small(scale: float) -> ShardError | None:
+        if scale >= 2.0**-24:
+            return None
         return ShardError(
-            f"gradients are no numbers even with a loss scaled by {scale}",
+            f"gradients are no numbers even with a loss scaled by {scale / backoff}",
             op="loss_scale",
             fix="with torch.autograd.detect_anomaly(): sl.value_and_grad(loss)(params)",
         )
-
-    def too_small(scale: float) -> ShardError | None:
-        return refused(scale / backoff) if scale < 2.0**-24 else None
 
     def init(params: Tree) -> ScaleState:
         return ScaleState(start, 0, 0, tx.init(params))

@@ -137,6 +137,10 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         """Return the exact parameters: fp32 for half-precision ones, the others themselves."""
         return each(joined if rest else lambda p, m: m, trainable(params), master)
 
+    def apart(p: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rounded parameter, and its master or remainder."""
+        return halves(n) if rest else (n.to(p.dtype), n)
+
     def init(params: Tree) -> MixedState:
         if is_bucketed(params):
             raise _zeros_own()
@@ -158,7 +162,8 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         before = exact(params, state.master)
         updates, inner = tx.update(each(wide, grads), inner, before)
         new = each(lambda p, u: (p + u).to(p.dtype), before, updates)
-        high, master = _apart(new, _half(params), rest)
+        high = each(lambda p, n: apart(p, n)[0], _half(params), new)
+        master = each(lambda p, n: apart(p, n)[1], _half(params), new)
         # in fp64, so that p + u is exactly the rounded value
         steps = each(lambda p, h: h.double() - p.double(), _half(params), high)
         updates = optree.tree_map(
@@ -173,21 +178,13 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         before = exact(params, state.master)
         inner = run_in_place(tx, each(wide, grads), inner, before, step)
         for p, kept, exactly in spans(*pieces(_half(params), state.master, before)):
-            high, low = halves(exactly) if rest else (exactly, exactly)
+            high, low = apart(p, exactly)
             p.copy_(high)
             if rest:
                 kept.copy_(low)
         return MixedState(state.master, _to(inner, how.state))
 
     return Transform(init, update, tx.trait, donate, groups=tx.groups, sink=tx.sink)
-
-
-def _apart(new: Tree, half: Tree, rest: bool) -> tuple[Tree, Tree]:
-    """Return the rounded half-precision parameters, and their masters or remainders."""
-    if rest:
-        high = each(lambda p, n: halves(n)[0], half, new)
-        return high, each(lambda p, n: halves(n)[1], half, new)
-    return each(lambda p, n: n.to(p.dtype), half, new), each(lambda p, n: n, half, new)
 
 
 def _zeros_own() -> Unsupported:

@@ -160,32 +160,26 @@ class SplitState:
 
     def _reduced(self, given: Tree, where: Index, mesh: Mesh, memory: Memory) -> Buckets:
         """Return the parts of the summed gradients."""
-        if isinstance(given, Buckets):
+        whole = isinstance(given, Buckets)
+        if whole:
             same_index(given.index, where, mesh)
-            return self._scattered(given, where, memory)
-        over = _pending(given, self.how.cut)
-        if over is None:
-            return parts_of(given, where, mesh, grads=True)
-        firsts = [g.raw for g in where.firsts(given)]
-        sink = self._sink(where, mesh, firsts, memory, also=self._not_cut(over))
-        for i in (i for b in where for slot in b.slots for i in slot.leaves):
-            sink.take(i, given[i].raw)
+            over = {a for g in given.values() for a in g.sharding.partial}
+            if not over:
+                return given
+            likes = [given[b.name].raw for b in where]
+        else:
+            over = _pending(given, self.how.cut)
+            if not over:
+                return parts_of(given, where, mesh, grads=True)
+            likes = [g.raw for g in where.firsts(given)]
+        also = tuple(sorted(over - set(self.how.cut)))  # over these nothing is cut
+        sink = self._sink(where, mesh, likes, memory, also=also)
+        if whole:
+            sink.begin(likes)
+        else:
+            for i in (i for b in where for slot in b.slots for i in slot.leaves):
+                sink.take(i, given[i].raw)
         return sink.finish()
-
-    def _scattered(self, given: Buckets, where: Index, memory: Memory) -> Buckets:
-        """Return the parts of whole buckets with pending sums; parts are returned as they are."""
-        partial = {a for g in given.values() for a in g.sharding.partial}
-        if not partial:
-            return given
-        flats = [given[b.name].raw for b in where]
-        also = self._not_cut(partial)
-        sink = self._sink(where, given.mesh, flats, memory, also=also)
-        sink.begin(flats)
-        return sink.finish()
-
-    def _not_cut(self, over: set[str]) -> tuple[str, ...]:
-        """List those of these axes over which nothing is cut."""
-        return tuple(sorted(over - set(self.how.cut)))
 
     def _sink(
         self, where: Index, mesh: Mesh, like: Sequence[Tensor], memory: Memory, **more: Any
@@ -231,15 +225,15 @@ def _moves(state: State) -> bool:
     )
 
 
-def _pending(grads: list[Any], axes: tuple[str, ...]) -> set[str] | None:
-    """Return the axes over which gradients are pending; None if they are summed.
+def _pending(grads: list[Any], axes: tuple[str, ...]) -> set[str]:
+    """Return the axes over which gradients are pending.
 
     Each gradient must be pending over all of them, without those that split its leaf, and ``axes``
     must be among them; or none may be pending.
     """
     every = {a for g in grads if isinstance(g, ShardedTensor) for a in g.sharding.partial}
     if not every:
-        return None
+        return every
     asked = every | set(axes)
     odd = next((g for g in grads if asked - set(g.sharding.axes) != set(g.sharding.partial)), None)
     if odd is None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import Local, after_backward, backward_now
@@ -42,6 +43,7 @@ from shardlib.optim.index import IndexCache, ZeroSettings, changed, index_of, sa
 from shardlib.optim.norms import run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.transform import Step
+from shardlib.optim.trees import other_tree
 from shardlib.tensor import Facts, ShardedTensor, together_of, typeof
 
 
@@ -370,13 +372,12 @@ class Gradient:
 
     def part_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Return the part of these gradients' sum, differentiable again."""
-        rows, at, front = [], 0, storage_shape(self.mesh)
-        for slot, g in zip(self.bucket.slots, grads, strict=True):
-            rows.append(self.like.new_zeros(*front, slot.offset - at))
-            found = self.like.new_zeros(*front, slot.length) if g is None else g
-            rows.append(found.reshape(*front, slot.length))
-            at = slot.offset + slot.length
-        rows.append(self.like.new_zeros(*front, self.bucket.length - at))
+        rows, slots = [], self.bucket.slots
+        ends = [*(s.offset for s in slots[1:]), self.bucket.length]
+        for slot, end, g in zip(slots, ends, grads, strict=True):
+            shape = storage_shape(self.mesh, slot.length)
+            found = self.like.new_zeros(shape) if g is None else g.reshape(shape)
+            rows.append(F.pad(found, (0, end - slot.offset - slot.length)))
         with bind(self.mesh):
             whole, over = torch.cat(rows, -1), self.bucket.over
             return unwrap(psum_scatter(wrap(whole, self.mesh), over, 0)) if over else whole
@@ -518,11 +519,7 @@ def _matched(params: Tree, grads: Tree, state: State) -> tuple[Buckets, Buckets]
     if theirs is not None and theirs is not ours and theirs.items != ours.items:
         raise changed(theirs.items, ours.items, mine.mesh)
     if not isinstance(grads, Buckets) or not grads.keys() >= mine.keys():
-        raise ShardError(
-            "the gradients are another tree than the parameters",
-            op="zero",
-            fix="loss, grads = sl.value_and_grad(f)(params)",
-        )
+        raise other_tree("zero")
     if grads.index is mine.index:
         given = grads
     else:

@@ -499,7 +499,7 @@ def by_directions(
         ready(grads, op, kept)
         if like is not None:
             return like(grads, state)
-        return each(lambda g: g.to(wider(g.dtype)), grads) if kept is None else kept
+        return widened(grads) if kept is None else kept
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
         dtypes = checked(grads, state)
@@ -526,6 +526,11 @@ def by_directions(
         return state
 
     return Transform(init, update, trait, donate, groups=groups)
+
+
+def widened(tree: Tree) -> Tree:
+    """Convert half precision to fp32."""
+    return each(lambda g: g.to(wider(g.dtype)), tree)
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -42,7 +42,7 @@ __all__ = [
     "ALIGN", "SPAN", "EmptyState", "State", "TensorView", "Tree", "blocks_of",
     "bucketed_in", "by_tensor", "check_gradient", "cleared", "cuts", "each", "first_of",
     "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named", "names_of", "need",
-    "nothing", "of_others", "one_block", "only", "pieces", "pytree_node", "ready", "refuse_copies",
+    "nothing", "of_others", "one_block", "other_tree", "only", "pieces", "pytree_node", "ready", "refuse_copies",
     "settled", "spans", "trainable", "with_raw", "writable", "zeros_like",
 ]  # fmt: skip
 
@@ -234,11 +234,7 @@ def given_for(tree: Tree, grads: Tree, op: str) -> list[Any]:
     try:
         return tree.flatten_up_to(grads)
     except (ValueError, TypeError, KeyError):
-        raise ShardError(
-            "the gradients are another tree than the parameters",
-            op=op,
-            fix="loss, grads = sl.value_and_grad(f)(params)",
-        ) from None
+        raise other_tree(op) from None
 
 
 def check_gradient(p: Tensor, g: Any, op: str) -> None:
@@ -529,15 +525,24 @@ def _same_block(x: Tensor, y: object) -> bool:
 
 
 def of_others(
-    how: str, operands: dict[str, str] | None = None, op: str = "optim.step"
+    how: str,
+    operands: dict[str, str] | None = None,
+    op: str = "optim.step",
+    mesh: Mesh | None = None,
+    moved: bool = False,
 ) -> ShardError:
-    """Build the error for a state that was made for other parameters."""
-    return ShardError(
-        f"the state was made for other parameters: {how}",
-        op=op,
-        operands=operands or {},
-        fix="state = tx.init(params)",
-    )
+    """Build the error for a state of other parameters, or of these in other places: ``moved``."""
+    fix = "state = tx.init(params)"
+    if moved:
+        fix = "state = sl.optim.load_state_dict(tx.init(params), sl.optim.state_dict(state))"
+    why = f"the state was made for other parameters: {how}"
+    return ShardError(why, op=op, operands=operands or {}, mesh=mesh, fix=fix)
+
+
+def other_tree(op: str) -> ShardError:
+    """Build the error for gradients of another structure than the parameters'."""
+    why = "the gradients are another tree than the parameters"
+    return ShardError(why, op=op, fix="loss, grads = sl.value_and_grad(f)(params)")
 
 
 SPAN = 1 << 16
