@@ -110,12 +110,6 @@ def _equals_dense(text: str, operands: _Operands) -> None:
     out = Layout.parse(str(match.out)).resolve(x.ndim)
     alike(f"{text}: the result's layout", c.sharding, out)
     close(f"{text}: Y", c, y)
-    for which, t, cost in (
-        ("forward", forward, match.forward),
-        ("backward", backward, match.backward),
-    ):
-        alike(f"{text}: bytes {which}, counted and predicted", t.bytes, cost.bytes)
-        alike(f"{text}: messages {which}, counted and predicted", t.messages, cost.messages)
     for which, mine, theirs, pair in (
         ("X's", a, x, (a, b.detach())),
         ("W's", b, w, (a.detach(), b)),
@@ -125,6 +119,12 @@ def _equals_dense(text: str, operands: _Operands) -> None:
         # with the other operand frozen, it must be right too
         (alone,) = torch.autograd.grad([product(*pair)], [mine], [shard(g, c.sharding)])
         close(f"{text}: {which} gradient asked for alone", alone, theirs.grad)
+    for which, t, cost in (
+        ("forward", forward, match.forward),
+        ("backward", backward, match.backward),
+    ):
+        alike(f"{text}: bytes {which}, counted and predicted", t.bytes, cost.bytes)
+        alike(f"{text}: messages {which}, counted and predicted", t.messages, cost.messages)
     _with_bias(text, dense, operands, Layout(c.dims[-1:]))
     _second(text, dense, (a, b))
 
