@@ -112,7 +112,7 @@ class _Whole(_Form):
                 f"{'expand' if g.shape.numel() < self.shape.numel() else 'sum_to_size'}"
                 f"{tuple(self.shape)}",
             )  # fmt: skip
-        return reshard(g, gradient_place(self.place).layout).raw  # type: ignore[no-any-return]
+        return reshard(g, gradient_place(self.place).layout).raw
 
 
 class _Block(_Form):

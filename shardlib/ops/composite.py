@@ -144,7 +144,7 @@ def _copied(func: Func, args: Args, kwargs: Kwargs) -> object:
     view = _VIEWS.get(name) or getattr(torch, name, None) or getattr(Tensor, name)
     if not args:  # a method gets its tensor by position
         args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
-    return optree.tree_map(torch.clone, view(*args, **kwargs))  # type: ignore[arg-type]
+    return optree.tree_map(torch.clone, view(*args, **kwargs))
 
 
 _VIEWS = {

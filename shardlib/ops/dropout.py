@@ -123,7 +123,7 @@ def _by_kernel(x: ShardedTensor, p: float) -> Tensor | None:
     where = places(x)
     if where is None:
         return None
-    return _KernelDrop.apply(x.raw, where, x.mesh, next_key(x.mesh), p)  # type: ignore[return-value]
+    return _KernelDrop.apply(x.raw, where, x.mesh, next_key(x.mesh), p)
 
 
 def _returned(x: ShardedTensor, raw: Tensor, inplace: bool) -> ShardedTensor:

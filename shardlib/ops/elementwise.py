@@ -222,7 +222,7 @@ def _met(v: ShardedTensor, raw: Tensor, over: tuple[str, ...], place: Place, ali
     # a 0-dim operand of another dtype promotes differently once it has dimensions, so keep it
     if (alike or v.shape) and over and v.shape != place.shape and is_half(raw):
         local = place.layout.local_shape(place.shape, v.mesh)
-        return _Spread.apply(raw, v.mesh, over, local)  # type: ignore[call-overload, return-value]
+        return _Spread.apply(raw, v.mesh, over, local)
     return vary(raw, v.mesh, over)
 
 

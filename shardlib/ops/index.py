@@ -213,7 +213,7 @@ def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
 
 def _whole(i: ShardedTensor) -> ShardedTensor:
     """Gather positions to every rank."""
-    i = settle(i)  # type: ignore[assignment]
+    i = settle(i)
     return i if is_whole(i) else reshard(i, "...")
 
 
@@ -343,7 +343,7 @@ def nonzero(func: Func, x: ShardedTensor, as_tuple: bool) -> object:
     """Find the nonzero elements, on every rank; one byte per element is gathered."""
     if type(x) is not ShardedTensor or is_whole(x) or x.sharding.partial:
         raise Unfit("whole elements")
-    return torch.nonzero(reshard(x != 0, "..."), as_tuple=as_tuple)  # type: ignore[arg-type, call-overload]
+    return torch.nonzero(reshard(x != 0, "..."), as_tuple=as_tuple)
 
 
 @implements(torch.where, Tensor.where, padding=by_position)

@@ -76,7 +76,7 @@ def linear_cross_entropy(
         rows, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
         scale = _scale(labels, ignore_index, reduction)
         losses = partial(_plain_losses, how)
-        return _LinearLoss.apply(rows, labels, scale, chunks, losses, *factors)  # type: ignore[return-value]
+        return _LinearLoss.apply(rows, labels, scale, chunks, losses, *factors)
     mesh = given[0].mesh
     x, *sharded = (
         t if isinstance(t, ShardedTensor) else replicated(t, mesh) for t in (input, *factors)
@@ -135,7 +135,7 @@ def _met(
     if not ({*axes} & {*w.sharding.axes} or {*x.dims[-1].axes} & {*classes.axes}):
         return [x, *factors]
     wanted = (*x.dims[:-1], Dim()), (classes, Dim()), (classes,)
-    return [reshard(t, Layout(dims)) for t, dims in zip((x, *factors), wanted, strict=False)]  # type: ignore[misc]
+    return [reshard(t, Layout(dims)) for t, dims in zip((x, *factors), wanted, strict=False)]
 
 
 def _flat(x: ShardedTensor, axes: tuple[str, ...], features: int) -> ShardedTensor:
@@ -254,9 +254,9 @@ def _losses(
     t = ShardedTensor(labels, Place(Layout((Dim(axes),)), torch.Size([count]), mesh))
     w, b, *_ = (*map(ShardedTensor, fixed, places), None)
     with promoting():
-        logits: Any = F.linear(x, w, b)  # type: ignore[arg-type]
+        logits: Any = F.linear(x, w, b)
         if by_kernels(logits.raw):
             each = rows_given_up(logits, t, how["ignore_index"], how["label_smoothing"])
         else:
             each = F.cross_entropy(logits, t, **how)
-    return each.raw  # type: ignore[attr-defined]
+    return each.raw

@@ -290,7 +290,7 @@ def by_kernels(x: Tensor) -> bool:
 def _row_losses(x: Tensor, target: Tensor, classes: _Classes, given_up: bool) -> Tensor:
     """Compute the loss of each row; under simulate of all ranks' rows at once."""
     if by_kernels(x):
-        return _KernelLoss.apply(x, target, classes, given_up)  # type: ignore[return-value]
+        return _KernelLoss.apply(x, target, classes, given_up)
     if classes.axes or classes.count != x.shape[-1]:
         return _RowLoss.apply(x, target, classes)[0]
     ignore, smooth = classes.ignore, classes.smooth

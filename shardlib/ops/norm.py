@@ -336,7 +336,7 @@ def _normalised(
     found = None if axes else _whole(norm, *blocks_of)
     if found is None:
         found = _Normalise.apply(norm, *blocks_of)
-    return ShardedTensor(found, place)  # type: ignore[arg-type]
+    return ShardedTensor(found, place)
 
 
 def _check(op: str, values: list[ShardedTensor], shape: tuple[int, ...]) -> None:

@@ -236,12 +236,12 @@ _bernoulli_ = binder("bernoulli_(input, p=0.5, *, generator=None)")
 
 
 @implements(torch.bernoulli, Tensor.bernoulli, takes="plain")
-def bernoulli_of(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+def bernoulli_of(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Draw 1 with each element as probability, or with ``p`` everywhere."""
     b = _bernoulli(*args, **kwargs)
     x, p = b["input"], b["p"]
     if isinstance(p, Tensor):
-        return torch.empty_like(x).bernoulli_(p, generator=b["generator"])  # type: ignore[return-value]
+        return torch.empty_like(x).bernoulli_(p, generator=b["generator"])
     _asked(func, x, args[1:], kwargs)
     if p is None:
         _probabilities("bernoulli", x.raw)
@@ -278,7 +278,7 @@ def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 
 
 @by_signature("normal(mean, std=1.0, *, generator=None)", torch.normal, takes="padding skew")
-def normal_of(func: Func, mean: Any, std: Any, generator: torch.Generator | None) -> ShardedTensor:
+def normal_of(func: Func, mean: Any, std: Any, generator: torch.Generator | None) -> Tensor:
     """Draw mean + std z, for tensors that broadcast."""
     held = std.raw if isinstance(std, ShardedTensor) else torch.as_tensor(std)
     if held.numel() and not held.is_meta and held.min() < 0:
@@ -291,7 +291,7 @@ def normal_of(func: Func, mean: Any, std: Any, generator: torch.Generator | None
             drawn(frame, next_key(frame.mesh, generator), gaussian(frame.dtype), frame.dtype)
         )
         out = mean + std * z
-    return _without_gradient(out, *filter(torch.is_tensor, (mean, std)))  # type: ignore[return-value]
+    return _without_gradient(out, *filter(torch.is_tensor, (mean, std)))
 
 
 @implements(torch.poisson, takes="plain")
@@ -371,7 +371,7 @@ _LIKE: dict[Func, tuple[Func, Func, Callable[..., Make | Pairs]]] = {
 
 
 @implements(*_LIKE, takes="all")
-def like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
+def like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """Draw uniform or normal numbers, or integers in [low, high), in the tensor's layout."""
     bind, fill, make = _LIKE[func]
     b = bind(*args, **kwargs)
@@ -390,7 +390,7 @@ def like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     out = ShardedTensor(raw, Place(x.sharding.bare, x.shape, x.mesh, x.padded_shape))
     _asked(fill, out, ends, {})
     draw_into(out, make(dtype, *ends), b["generator"])
-    return out.requires_grad_(b["requires_grad"])  # type: ignore[return-value]
+    return out.requires_grad_(b["requires_grad"])
 
 
 # ---------------------------------------------------------------- samples of rows
@@ -402,7 +402,7 @@ def like(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
 )  # fmt: skip
 def multinomial(
     func: Func, x: ShardedTensor, count: int, again: bool, generator: torch.Generator | None
-) -> ShardedTensor:
+) -> Tensor:
     """Draw indices with the row's weights: the largest of log(weight) + Gumbel noise.
 
     The row may be split.
@@ -433,7 +433,7 @@ def multinomial(
     top: Any = picks[0][0]
     if not raw.is_meta and bool((top.raw[..., -1] == -math.inf).any()):
         raise RuntimeError(f"invalid multinomial distribution ({least})")
-    return torch.cat([where for _, where in picks], -1)  # type: ignore[return-value]
+    return torch.cat([where for _, where in picks], -1)
 
 
 def _check_weights(x: ShardedTensor, count: int, again: bool) -> None:

@@ -38,7 +38,7 @@ def _by_layers(implementation: Any, func: Func, args: Args, kwargs: Kwargs) -> A
     ends = []
     for n in range(layers):
         ours = slice(n * ways, (n + 1) * ways)
-        mine: Any = optree.tree_map(lambda s, ours=ours: s[ours], hx)  # type: ignore[misc]
+        mine: Any = optree.tree_map(lambda s, ours=ours: s[ours], hx)
         weights = params[n * each : (n + 1) * each]
         x, *end = func(x, mine, weights, biases, 1, 0.0, train, both, first)
         ends.append(end)

@@ -169,7 +169,7 @@ def extreme(
         raw = _TieShares.apply(x.raw, raw, share, x.mesh, axes)
     if not keepdim:
         raw = local_call(Tensor.squeeze, x.mesh, raw, gone)
-    return x.becomes(raw, layout, shape)  # type: ignore[arg-type]
+    return x.becomes(raw, layout, shape)
 
 
 class _TieShares(Local):
@@ -324,7 +324,7 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         raise Unfit("no floating point or complex numbers")
     x = _asked(x, dtype)
     if abs(ord_) == math.inf and 0 not in x.padded_shape:
-        return extreme(torch.amax if ord_ > 0 else torch.amin, x.abs(), dim, keepdim, nans=True)  # type: ignore[arg-type]
+        return extreme(torch.amax if ord_ > 0 else torch.amin, x.abs(), dim, keepdim, nans=True)
     if ord_ == 0 or 0 in x.padded_shape:
         raise Unfit("a count of elements, or the norm of none")
     if not real_axes(x.mesh, x.sharding.axes):

@@ -40,13 +40,13 @@ class Together:
 
     def __enter__(self) -> "Together":
         for i, raw in enumerate(self.raws):
-            raw.together = self, i  # type: ignore[attr-defined]
+            raw.together = self, i
         return self
 
     def __exit__(self, *_: object) -> None:
         self.open = False
         for raw in self.raws:
-            del raw.together  # type: ignore[attr-defined]
+            del raw.together
         self.raws = []  # so that no block is kept alive from here
 
     def takes(self, i: int) -> bool:

@@ -142,7 +142,7 @@ class _Marked(Local):
 
 def shared(raw: Tensor, count: int) -> Tensor:
     """Mark a value that ``count`` ranks all return: each gets 1 / count of its gradient."""
-    return _Marked.apply(raw, lambda g: g / count)  # type: ignore[return-value]
+    return _Marked.apply(raw, lambda g: g / count)
 
 
 def of_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
@@ -154,7 +154,7 @@ def of_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
     over = real_axes(mesh, axes)
     if not (over and raw.requires_grad):
         return raw
-    return _Marked.apply(raw, lambda g: shared(g, mesh.axis_size(over)))  # type: ignore[return-value]
+    return _Marked.apply(raw, lambda g: shared(g, mesh.axis_size(over)))
 
 
 def to_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
@@ -165,7 +165,7 @@ def to_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
     over = real_axes(mesh, axes)
     if not (over and raw.requires_grad):
         return raw
-    return _Marked.apply(raw, lambda g: _Vary.apply(g, mesh, over))  # type: ignore[return-value]
+    return _Marked.apply(raw, lambda g: _Vary.apply(g, mesh, over))
 
 
 def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
@@ -174,7 +174,7 @@ def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
     Identity forward; backward is one psum over ``axes``.
     """
     over = real_axes(mesh, axes)
-    return _Vary.apply(raw, mesh, over) if over and raw.requires_grad else raw  # type: ignore[return-value]
+    return _Vary.apply(raw, mesh, over) if over and raw.requires_grad else raw
 
 
 _SERIAL = itertools.count()
@@ -297,7 +297,7 @@ def total(
     """
     over = real_axes(mesh, axes)
     if over:
-        return _Sum.apply(raw, mesh, over, narrow, wire)  # type: ignore[return-value]
+        return _Sum.apply(raw, mesh, over, narrow, wire)
     return raw if narrow is None else raw.to(narrow)
 
 

@@ -109,12 +109,12 @@ class _First(Local):
 
 def copies(x: Tensor, mesh: Mesh) -> Tensor:
     """Return the storage of a tensor that every rank holds."""
-    return _Copies.apply(x, mesh.size) if lead(mesh) else x  # type: ignore[return-value]
+    return _Copies.apply(x, mesh.size) if lead(mesh) else x
 
 
 def one_copy(raw: Tensor, mesh: Mesh) -> Tensor:
     """Return the tensor of which a storage holds every rank's copy."""
-    return _First.apply(raw) if lead(mesh) else raw  # type: ignore[return-value]
+    return _First.apply(raw) if lead(mesh) else raw
 
 
 def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
@@ -147,7 +147,7 @@ def whole_now(x: Tensor) -> Tensor:
 
 def leaf_block(raw: Tensor) -> Tensor:
     """Note that a leaf of autograd's is the block of a value."""
-    raw.shardlib_block = True  # type: ignore[attr-defined]
+    raw.shardlib_block = True
     return raw
 
 

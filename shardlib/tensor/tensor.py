@@ -253,7 +253,7 @@ class ShardedTensor(torch.Tensor):
 
     # Read on every operator call; going through __torch_function__ would cost 1.5 us each time.
     @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
+    def shape(self) -> torch.Size:
         return self.place.shape
 
     @property
@@ -292,18 +292,18 @@ class ShardedTensor(torch.Tensor):
         return self.place.deferred
 
     @property
-    def ndim(self) -> int:  # type: ignore[override]
+    def ndim(self) -> int:
         return len(self.place.shape)
 
     @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
+    def dtype(self) -> torch.dtype:
         facts = self.facts  # as is_stored, without its call
         if facts is None or facts.read is None:
             return self.raw.dtype
-        return torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
+        return torch.Tensor.dtype.__get__(self)
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         facts = self.facts
         return self.raw.requires_grad if facts is None or facts.read is None else True
 
@@ -703,7 +703,7 @@ def _otherwise(refusal: Exception, func: Func, args: Args, kwargs: Kwargs) -> ob
         told = refusal if isinstance(refusal, ShardError) else e
         bad = None if isinstance(told, BadArgument) else torch_refuses(func, args, kwargs)
         told = told if bad is None else bad
-        told.final = True  # type: ignore[attr-defined]
+        told.final = True
         raise told from None
     except (RuntimeError, *_MISTAKES) as e:
         raise torch_refuses(func, args, kwargs) or e from None
@@ -842,7 +842,7 @@ torch.serialization.add_safe_globals([_unpickle])  # lets torch.load(weights_onl
 def _keep_kind(old: ShardedTensor, new: ShardedTensor) -> ShardedTensor:
     """Mark the copy of an nn.Parameter as an nn.Parameter."""
     if isinstance(old, torch.nn.Parameter):
-        new._is_param = True  # type: ignore[attr-defined]
+        new._is_param = True
     return new
 
 
@@ -1021,7 +1021,7 @@ def no_transform(name: str, args: Args = (), fix: str = "") -> Unsupported:
         mesh=found[0].mesh if found else None,
         fix=fix or _INSTEAD.get(name, "f(sl.unshard(x))"),
     )
-    refusal.final = True  # type: ignore[attr-defined]
+    refusal.final = True
     return refusal
 
 
