@@ -1,7 +1,7 @@
 """A checkpoint's manifest, and the reader of its tensors, which checks every byte."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -149,16 +149,22 @@ def _holders(place: SavedPlace, box: Box) -> tuple[int, ...]:
     # with skew a rank's rows depend on its column, so dimensions cannot be tested alone
     if place.layout.skew:
         return tuple(r for r in range(count) if all(meet(held(place, r), box)))
-
-    def along(axes: Iterable[str]) -> list[int]:
-        return [sum(at) for at in itertools.product(*(numbers[a] for a in axes))]
-
-    found = along(numbers.keys() - place.layout.axes)  # copies: all their ranks may have written
+    copies = numbers.keys() - place.layout.axes  # any of their ranks may have written
+    found = _along(numbers, copies)
     for d, dim in enumerate(place.layout.dims):
-        near = along(dim.axes)
-        if dim.is_plain and box[d]:  # blocks are in their ranks' order
-            block = place.tiled[d] // len(near)
-            near = near[min(box[d]).start // block : max(r.last for r in box[d]) // block + 1]
-        met = [r for r in near if meet(held(place, r)[d : d + 1], box[d : d + 1])[0]]
+        met = _met(place, d, box, _along(numbers, dim.axes))
         found = [a + b for a in found for b in met]
     return tuple(sorted(found))
+
+
+def _along(numbers: Mapping[str, range], axes: Iterable[str]) -> list[int]:
+    """List the sums of one number of each axis."""
+    return [sum(at) for at in itertools.product(*(numbers[a] for a in axes))]
+
+
+def _met(place: SavedPlace, d: int, box: Box, ranks: list[int]) -> list[int]:
+    """List those of the ranks along a dimension whose blocks intersect a box there."""
+    if place.layout.dims[d].is_plain and box[d]:  # blocks are in their ranks' order
+        block = place.tiled[d] // len(ranks)
+        ranks = ranks[min(box[d]).start // block : max(r.last for r in box[d]) // block + 1]
+    return [r for r in ranks if meet(held(place, r)[d : d + 1], box[d : d + 1])[0]]

@@ -30,11 +30,14 @@ def serves(x: Tensor, w: Tensor | None, b: Tensor | None, g: Tensor | None = Non
         return False
     if g is not None and not (g.is_contiguous() and g.dtype == x.dtype):
         return False
-    for t in (w, b):
-        mixes = t is None or (t.dtype in (x.dtype, torch.float32) and t.is_contiguous())
-        if not mixes or (w is not None and b is not None and w.dtype != b.dtype):
-            return False
-    return native(x, w, b)
+    return _mixed(x, [t for t in (w, b) if t is not None]) and native(x, w, b)
+
+
+def _mixed(x: Tensor, factors: list[Tensor]) -> bool:
+    """Return whether factors have one dtype, which the kernels mix with that of the rows."""
+    dtypes = {t.dtype for t in factors}
+    one = len(dtypes) < 2 and dtypes <= {x.dtype, torch.float32}
+    return one and all(t.is_contiguous() for t in factors)
 
 
 def _factor(x: Tensor, w: Tensor | None, b: Tensor | None = None) -> int:
