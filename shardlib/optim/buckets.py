@@ -558,7 +558,10 @@ def finer(value: ShardedTensor, axes: tuple[str, ...]) -> ShardedTensor:
 
     A dimension that no axis splits yet is preferred.
     """
-    place, ways = value.place, value.mesh.axis_size(axes)
+    place = value.place
+    # an axis of one rank may split it already
+    axes = tuple(a for a in axes if a not in place.layout.axes)
+    ways = value.mesh.axis_size(axes)
     for d, dim in sorted(enumerate(place.dims), key=lambda at: len(at[1].axes)):
         layout = Layout((*place.dims[:d], Dim((*dim.axes, *axes)), *place.dims[d + 1 :]))
         plain = dim == Dim(dim.axes) and place.shape[d] == place.tiled[d]

@@ -209,3 +209,18 @@ def test_a_cycle_that_has_not_begun_goes_between_zero_and_none() -> None:
                     again = runs(cycled(then), half, batch[3:])[1]
                     assert again.keys() == want.keys()
                     assert all(torch.as_tensor(again[k] == want[k]).all() for k in want)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1, "x": 2}, {"data": 2, "x": 1}, {"data": 1, "x": 1}])
+@pytest.mark.parametrize("layout", ["data x", ". x"])
+def test_an_axis_of_one_rank_may_split_a_parameter_and_its_buckets(
+    mesh: dict[str, int], layout: str
+) -> None:
+    with sl.simulate(**mesh):
+        params = {"w": sl.shard(value((4, 6), 0), layout)}
+        tx = o.zero(o.sgd(0.1, 0.9), ("data", "x"))
+        _, state = tx.update(params, tx.init(params), params)
+        kept = o.state_dict(state)
+        assert torch.equal(sl.unshard(kept["trace.w"]), value((4, 6), 0))
+        again = o.state_dict(o.load_state_dict(tx.init(params), kept))
+        assert torch.equal(sl.unshard(again["trace.w"]), value((4, 6), 0))
