@@ -135,6 +135,17 @@ def code(x: Tensor | torch.dtype) -> int:
     return CODES.get(x.dtype if isinstance(x, Tensor) else x, -1)
 
 
+def _launched(name: str, given: list[Any], device: torch.device) -> int:
+    """Launch a kernel on a device and its current stream; return its status."""
+    found = library(device)
+    assert found is not None, "who calls has asked whether there is one"
+    function = getattr(found, f"shardlib_{name}")
+    if device.type == "cpu":
+        return function(*given, None)
+    with torch.cuda.device(device):  # a launch goes to the current device, not to the pointers'
+        return function(*given, torch.cuda.current_stream().cuda_stream)
+
+
 def call(name: str, *args: Any) -> None:
     """Launch ``shardlib_NAME`` on the device and current stream of its first tensor.
 
@@ -144,16 +155,7 @@ def call(name: str, *args: Any) -> None:
     """
     lists = (a if isinstance(a, list | tuple) else (a,) for a in args)
     like = next(x for some in lists for x in some if isinstance(x, Tensor))
-    found = library(like.device)
-    assert found is not None, "who calls has asked whether there is one"
-    function = getattr(found, f"shardlib_{name}")
-    given = [_given(a) for a in args]
-    if like.is_cpu:
-        status = function(*given, None)
-    else:
-        # a launch goes to the current device, not to the pointers'
-        with torch.cuda.device(like.device):
-            status = function(*given, torch.cuda.current_stream().cuda_stream)
+    status = _launched(name, [_given(a) for a in args], like.device)
     if status:
         raise ShardError(
             _REFUSALS.get(status, f"CUDA error {status}"),
