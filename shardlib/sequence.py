@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardlib.errors import BadArgument, ShardError
 from shardlib.layouts import Layout, LayoutLike, as_layout
-from shardlib.layouts.dims import axis_sizes, check_axes
+from shardlib.layouts.dims import check_axes
 from shardlib.mesh import Mesh, MeshLike, as_mesh
 from shardlib.placing import shard
 from shardlib.tensor import ShardedTensor, typeof
@@ -72,10 +72,10 @@ def shard_sequence(
     m = as_mesh(mesh)
     length = _length(named, documents, m)
     lay = as_layout(layout, "shard_sequence", "layout = {}", shape=(1, length), mesh=m)
-    check_axes(lay.axes, axis_sizes(m), str(lay), "shard_sequence")
+    check_axes(lay.axes, m, str(lay), "shard_sequence")
     rows = lay.resolve(2)
     token = rows.dims[1]
-    block = Layout((token,)).local_shape((length,), axis_sizes(m), pad=True)[0]
+    block = Layout((token,)).local_shape((length,), m, pad=True)[0]
     room = block * m.axis_size(token.axes or ())
     out = {}
     for name, x in named.items():

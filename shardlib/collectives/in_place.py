@@ -39,7 +39,7 @@ def preduce_into(
         target.copy_(x)
         return
     raw = held(x, mesh)
-    varies = after_move("preduce", x, mesh, (axis,), ())
+    varies = after_move("preduce", x, g, ())
     if type(target) is Stacked and target.varies is not None:
         target.varies.join(varies and varies.axes)
     into = BACKENDS[mesh.kind].preduce_into

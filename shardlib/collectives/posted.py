@@ -257,11 +257,7 @@ def begin(op: Collective, raw: Tensor, g: AxisGroup, params: tuple) -> Finish:
     """Count and post a collective; return the function that waits for its result."""
     if raw.dtype not in _SENT:
         return _begin_other(op, raw, g, params)
-    note_recent(op.name, raw, g)
-    if traces := scope().listeners.traces:
-        ends = _counted(traces, op, raw, g, params)
-        return _ended(op.post(BACKENDS[g.mesh.kind])(raw, g, *params), ends)
-    return op.post(BACKENDS[g.mesh.kind])(raw, g, *params)
+    return posted(partial(op.post(BACKENDS[g.mesh.kind]), raw, g, *params), op, raw, g, params)
 
 
 def posted(
@@ -426,7 +422,7 @@ def keep_posted(finish: Finish) -> Pending:
 
 def post(op: Collective, x: Tensor, g: AxisGroup, params: tuple) -> Pending:
     """Post a collective on a block, over axes of more than one rank."""
-    varies = after_move(op.name, x, g.mesh, g.axes, params)
+    varies = after_move(op.name, x, g, params)
     return _result(_begin_ahead(op, held(x, g.mesh), g, params), g.mesh, varies)
 
 
@@ -480,7 +476,7 @@ def start_ppermutes(
     out = []
     finishes = BACKENDS[mesh.kind].ppermutes(raws, g, tables)
     for x, pairs, finish, end in zip(xs, tables, finishes, ends, strict=True):
-        varies = after_move("ppermute", x, mesh, axes, (pairs,))
+        varies = after_move("ppermute", x, g, (pairs,))
         out.append(_result(_ended(finish, end), mesh, varies))
     return out
 

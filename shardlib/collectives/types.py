@@ -14,7 +14,6 @@ Blocks created outside the body are untracked (None) and never refused.
 Source: the varying manual axes of JAX's shard_map (check_vma).
 """
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives.backends import BACKENDS
-from shardlib.collectives.backends.backend import Axes
+from shardlib.collectives.backends.backend import Axes, AxisGroup
 from shardlib.collectives.simulate import Stacked, Varies, of
 from shardlib.errors import WrongAxes, axes_text
 from shardlib.mesh import GROUPS, Mesh, coordinates, current_mesh
@@ -169,7 +168,7 @@ def _varies_over(x: Tensor, axes: Sequence[str]) -> frozenset[str] | None:
     return x.varies and x.varies.axes
 
 
-def after_move(op: str, x: Tensor, mesh: Mesh, axes: Sequence[str], params: tuple) -> Varies | None:
+def after_move(op: str, x: Tensor, g: AxisGroup, params: tuple) -> Varies | None:
     """Return the axes over which the result of a collective varies; None if ``x`` is untracked.
 
     On real ranks nothing is tracked.
@@ -177,30 +176,23 @@ def after_move(op: str, x: Tensor, mesh: Mesh, axes: Sequence[str], params: tupl
     of the collective, since its sum counts ranks.
     Raises: WrongAxes for a sum over an axis along which every rank holds the same.
     """
-    if mesh.kind != "stacked" or (now := _varies_over(x, axes)) is None:
+    if g.mesh.kind != "stacked" or (now := _varies_over(x, g.axes)) is None:
         return None
-    over = real(mesh, axes)
-    if op in _SUMS and (whole := over - now):
-        raise _whole(op, x, mesh, axes, sorted(whole, key=mesh.names.index), now)
+    over = real(g.mesh, g.axes)
+    if op in _SUMS and over - now:
+        raise _whole(op, x, g, now)
     if op in _ENDS:
         return Varies(now - over)
     if op == "ppermute":  # ranks that receive nothing have zeros, so the result varies
-        return Varies(
-            now if len(params[0]) == math.prod(mesh.axes[a] for a in axes) else now | over
-        )
+        return Varies(now if len(params[0]) == g.size else now | over)
     return Varies(now | over if op in _BEGINS else now)
 
 
-def _whole(
-    op: str,
-    x: Tensor,
-    mesh: Mesh,
-    axes: Sequence[str],
-    whole: list[str],
-    now: frozenset[str],
-) -> WrongAxes:
-    copies = math.prod(mesh.axes[a] for a in whole)
-    right = [a for a in axes if a in now] or [a for a in mesh.names if a in now]
+def _whole(op: str, x: Tensor, g: AxisGroup, now: frozenset[str]) -> WrongAxes:
+    mesh = g.mesh
+    whole = [a for a in mesh.names if a in real(mesh, g.axes) - now]
+    copies = mesh.axis_size(tuple(whole))
+    right = [a for a in g.axes if a in now] or [a for a in mesh.names if a in now]
     varies = f"varies over {', '.join(sorted(now))} only" if now else "is the same on every rank"
     return WrongAxes(
         f"the block {varies}, and a sum over {', '.join(map(repr, whole))} would add the same "

@@ -6,7 +6,7 @@ together.  A one-sized axis moves nothing.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from numbers import Number
 from typing import Any, Literal
 
@@ -44,7 +44,7 @@ def _call(op: Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
     g = group(mesh, axes)
     if mesh.kind != "stacked":
         return posted.raw_call(op, x, g, params)
-    varies = after_move(op.name, x, mesh, axes, params)
+    varies = after_move(op.name, x, g, params)
     return following(posted.raw_call(op, held(x, mesh), g, params), mesh, varies)
 
 
@@ -82,7 +82,9 @@ def _named(name: str) -> tuple[str, str]:
     return name, f"{public_name(name)}(x, {{}}{_MORE.get(name, '')})"
 
 
-_MORE = {"all_to_all": ", split_dim, concat_dim", "ppermute": ", perm"}
+_MORE = {
+    "all_to_all": ", split_dim, concat_dim", "ppermute": ", perm", "pcast": ", to='varying'"
+}  # fmt: skip
 """Arguments of a call after the axis."""
 
 
@@ -126,11 +128,11 @@ def psum(
     ...     psum(torch.ones(2), "x")
     tensor([2., 2.])
     """
-    return _call(posted.PSUM, x, axis, _narrow(x, out, wire))
+    return _call(posted.PSUM, x, axis, _narrow(x, axis, out, wire))
 
 
 def _narrow(
-    x: Tensor, out: torch.dtype | None = None, wire: torch.dtype | None = None
+    x: Tensor, axis: Axis, out: torch.dtype | None = None, wire: torch.dtype | None = None
 ) -> tuple[torch.dtype, ...]:
     if not isinstance(x, Tensor):
         return ()  # call raises for it
@@ -184,8 +186,12 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, tiled: bool = True) -> Tenso
     >>> t.bytes, t.messages  # twice two blocks of 8 bytes
     (32, 4)
     """
-    at = _dim("all_gather", x, axis, dim, False, new=not tiled)
-    return _call(posted.ALL_GATHER, x if tiled else x.unsqueeze(at), axis, (at,))
+    at = _gathered(x, axis, dim, new=not tiled)
+    return _call(posted.ALL_GATHER, x if tiled else x.unsqueeze(*at), axis, at)
+
+
+def _gathered(x: Tensor, axis: Axis, dim: int = 0, new: int = 0) -> tuple[int]:
+    return (_dim("all_gather", x, axis, dim, False, new),)
 
 
 def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, wire: torch.dtype | None = None) -> Tensor:
@@ -248,8 +254,7 @@ def _pairs(
     x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]
 ) -> tuple[tuple[tuple[int, int], ...]]:
     pairs = tuple((int(s), int(d)) for s, d in perm)
-    mesh = mesh_of(x)
-    _check_pairs(pairs, axis, mesh.axis_size(axis, *_named("ppermute")))
+    _check_pairs(pairs, axis, mesh_of(x).axis_size(axis, *_named("ppermute")))
     return (pairs,)
 
 
@@ -282,8 +287,7 @@ def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
 
 
 def _by(x: Tensor, axis: Axis, by: int = 1) -> tuple[tuple[tuple[int, int], ...]]:
-    mesh = mesh_of(x)
-    return (_cycle(mesh.axis_size(axis, *_named("shift")), by),)
+    return (_cycle(mesh_of(x).axis_size(axis, *_named("shift")), by),)
 
 
 @lru_cache(maxsize=1024)
@@ -357,7 +361,7 @@ def pbroadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     ...     pbroadcast(axis_index("x") * 10.0, "x", root=1)
     tensor(10.)
     """
-    return _call(posted.PBROADCAST, x, axis, (_root("pbroadcast", x, axis, root),))
+    return _call(posted.PBROADCAST, x, axis, _root("pbroadcast", x, axis, root))
 
 
 def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
@@ -372,17 +376,17 @@ def preduce(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     x=0: tensor([0., 0.])
     x=1: tensor([2., 2.])
     """
-    return _call(posted.PREDUCE, x, axis, (_root("preduce", x, axis, root),))
+    return _call(posted.PREDUCE, x, axis, _root("preduce", x, axis, root))
 
 
-def _root(op: str, x: Tensor, axis: Axis, root: int) -> int:
+def _root(op: str, x: Tensor, axis: Axis, root: int = 0) -> tuple[int]:
     mesh = mesh_of(x)
     p = mesh.axis_size(axis, *_named(op))
     if not 0 <= root < p:
         why = f"root {root} is not among 0..{p - 1} of {axis!r}"
         fix = f"{public_name(op)}(x, {axis!r}, 0)"
         raise ShardError(why, op=op, mesh=mesh, fix=fix)
-    return root
+    return (root,)
 
 
 def pvary(x: Tensor, axis: Axis) -> Tensor:
@@ -482,7 +486,7 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
         raise ShardError(why, op="pcast", fix=fix)
     mesh = mesh_of(x)
     axes = _axes(axis, "pcast")
-    mesh.axis_size(axes, "pcast", f"sl.collectives.pcast(x, {{}}, to={to!r})")
+    mesh.axis_size(axes, *_named("pcast"))
     if type(x) is not Stacked:
         return x
     over = real(mesh, axes)
@@ -498,22 +502,18 @@ def pcast(x: Tensor, axis: Axis, *, to: Literal["varying", "replicated"]) -> Ten
     return following(x.ranks.view_as(x.ranks), mesh, now)
 
 
-_POSTABLE: dict[
-    Callable[..., Tensor], tuple[Collective, Callable[..., tuple]]
-] = {  # verb -> its record, and the function of its arguments that checks them
-    psum: (posted.PSUM, lambda x, axis, out=None, wire=None: _narrow(x, out, wire)),
+_POSTABLE: dict[Callable[..., Tensor], tuple[Collective, Callable[..., tuple]]] = {
+    psum: (posted.PSUM, _narrow),
     pmax: (posted.PMAX, lambda x, axis: ()),
-    all_gather: (
-        posted.ALL_GATHER,
-        lambda x, axis, dim=0: (_dim("all_gather", x, axis, dim, False),),
-    ),
+    all_gather: (posted.ALL_GATHER, _gathered),
     psum_scatter: (posted.PSUM_SCATTER, _scatter),
     ppermute: (posted.PPERMUTE, _pairs),
     shift: (posted.PPERMUTE, _by),
     all_to_all: (posted.ALL_TO_ALL, _dims),
-    pbroadcast: (posted.PBROADCAST, lambda x, axis, root=0: (_root("pbroadcast", x, axis, root),)),
-    preduce: (posted.PREDUCE, lambda x, axis, root=0: (_root("preduce", x, axis, root),)),
+    pbroadcast: (posted.PBROADCAST, partial(_root, "pbroadcast")),
+    preduce: (posted.PREDUCE, partial(_root, "preduce")),
 }
+"""Verb -> its record, and the function of its arguments that checks them."""
 
 
 def start(f: Callable[..., Tensor], x: Tensor, axis: Axis, *args: Any, **kwargs: Any) -> Pending:

@@ -1,6 +1,6 @@
 """Layouts: values that state how tensors are split over a mesh, and their algebra."""
 
-from shardlib.layouts.dims import Dim, axis_sizes, positions
+from shardlib.layouts.dims import Dim, positions
 from shardlib.layouts.families import (
     Col,
     Layout2D,

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
-from shardlib.errors import MeshError, UnevenSplit, UnknownAxis, meant, similar
+from shardlib.errors import UnevenSplit, UnknownAxis, meant, similar
 from shardlib.layouts.orders import Run, block, dealt, declared, uncovered
-from shardlib.mesh import coordinates, rank_along
+from shardlib.mesh import Sizes, coordinates, rank_along
 
-Sizes = Mapping[str, int]
 D = TypeVar("D")
 
 
@@ -109,19 +108,6 @@ def leading(
         else:
             raise Apart(digit)
     return taken
-
-
-def axis_sizes(mesh: object) -> Sizes:
-    """Map axis names to sizes, for a mapping, a Mesh or a DeviceMesh."""
-    if isinstance(mesh, Mapping):
-        return mesh
-    names = getattr(mesh, "mesh_dim_names", None)
-    if not names:
-        shape = tuple(getattr(mesh, "shape", (2, 2)))
-        device = getattr(mesh, "device_type", "cpu")
-        fix = f"init_device_mesh({device!r}, {shape}, mesh_dim_names={tuple('xyzw'[: len(shape)])})"
-        raise MeshError("this mesh has no axis names", op="layout", fix=fix)
-    return dict(zip(names, mesh.shape, strict=True))
 
 
 def ring_runs(dim: Dim, n: int, sizes: Sizes, rank: int) -> tuple[Run, ...]:

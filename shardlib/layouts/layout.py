@@ -31,7 +31,6 @@ from shardlib.errors import (
 from shardlib.layouts.dims import (
     WHOLE,
     Dim,
-    axis_sizes,
     block_shape,
     check_axes,
     check_sizes,
@@ -48,7 +47,7 @@ from shardlib.layouts.spec import (
     placements,
 )
 from shardlib.layouts.text import Fields, read, skew_of, written
-from shardlib.mesh import coordinates, scope
+from shardlib.mesh import axis_sizes, coordinates, scope
 
 
 @dataclass(frozen=True)

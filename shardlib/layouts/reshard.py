@@ -34,8 +34,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from shardlib.layouts.dims import WHOLE, Dim, axis_sizes, positions
-from shardlib.mesh import coordinates
+from shardlib.layouts.dims import WHOLE, Dim, positions
+from shardlib.mesh import axis_sizes, coordinates
 
 _Layout = Any  # a Layout; layout.py imports this file
 

@@ -116,8 +116,8 @@ def _wrong(why: str, fix: str) -> LayoutSyntax:
 def _borders(ring: Ring) -> list[int]:
     """Return the borders of the documents.  Raises: LayoutSyntax."""
     borders = list(ring.cu_seqlens or ())
-    better = tuple(sorted({0, 1, *map(abs, borders)}))
     if borders[:1] != [0] or any(a > b for a, b in itertools.pairwise(borders)) or len(borders) < 2:
+        better = tuple(sorted({0, 1, *map(abs, borders)}))
         why = f"borders of documents start at 0 and rise, not {borders}"
         fix = f"sl.Ring({ring.axis!r}, schedule='documents', cu_seqlens={better})"
         raise _wrong(why, fix)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from shardlib.errors import LayoutSyntax, NotExpressible, RankMismatch
-from shardlib.layouts.dims import WHOLE, Dim, Sizes
+from shardlib.layouts.dims import WHOLE, Dim
 from shardlib.layouts.text import NAME, Fields, written
+from shardlib.mesh import Sizes
 
 
 def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:

@@ -216,21 +216,18 @@ def _unguarded(folder: str | None) -> ShardError:
 def _check_travels(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Refuse here a function that a new process could not import or unpickle."""
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    last = name.split(".")[-1]
-    fix = (
-        f"from my_module import {last if last.isidentifier() else 'fn'}  # a function that a "
-        "module of its own defines"
-    )
-    if getattr(fn, "__module__", "") == "__main__" and not hasattr(
-        sys.modules["__main__"], "__file__"
-    ):
-        why = f"{name} was defined at a prompt, where new processes cannot find it"
-        raise ShardError(why, op="launch", fix=fix)
     try:
         pickle.dumps((fn, args))
+        prompt = not hasattr(sys.modules["__main__"], "__file__")
+        if not prompt or getattr(fn, "__module__", "") != "__main__":
+            return
+        cause, why = None, "was defined at a prompt, where new processes cannot find it"
     except Exception as e:
-        why = f"{name} or its arguments cannot be pickled: {e}"
-        raise ShardError(why, op="launch", fix=fix) from e
+        cause, why = e, f"or its arguments cannot be pickled: {e}"
+    last = name.split(".")[-1]
+    last = last if last.isidentifier() else "fn"
+    fix = f"from my_module import {last}  # a function that a module of its own defines"
+    raise ShardError(f"{name} {why}", op="launch", fix=fix) from cause
 
 
 def _rank_main(

@@ -217,6 +217,22 @@ def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str
     return rank
 
 
+Sizes = Mapping[str, int]
+
+
+def axis_sizes(mesh: object, op: str = "layout") -> Sizes:
+    """Map axis names to sizes, for a mapping, a Mesh or a DeviceMesh."""
+    if isinstance(mesh, Mapping):
+        return mesh
+    names = getattr(mesh, "mesh_dim_names", None)
+    shape = tuple(getattr(mesh, "shape", (2, 2)))
+    if not names:
+        device = getattr(mesh, "device_type", "cpu")
+        fix = f"init_device_mesh({device!r}, {shape}, mesh_dim_names={tuple('xyzw'[: len(shape)])})"
+        raise MeshError("this mesh has no axis names", op=op, operands={"shape": shape}, fix=fix)
+    return dict(zip(names, shape, strict=True))
+
+
 def axes_of(axis: str | Iterable[str]) -> tuple[str, ...]:
     """Return one axis or several as a tuple."""
     return (axis,) if isinstance(axis, str) else tuple(axis)
@@ -273,16 +289,7 @@ def as_mesh(mesh: MeshLike | None = None) -> Mesh:
     # DeviceMeshes are equal by their ranks, also across a restart of the group
     found = _VIEWS.get(mesh)
     if found is None or (found.device_mesh is not mesh and found.world() is not dist.group.WORLD):
-        names = mesh.mesh_dim_names
-        if not names:
-            raise MeshError(
-                "this DeviceMesh has no axis names",
-                op="use_mesh",
-                operands={"shape": tuple(mesh.shape)},
-                fix=f"init_device_mesh({mesh.device_type!r}, {tuple(mesh.shape)}, "
-                f"mesh_dim_names={tuple('xyzw'[: mesh.ndim])})",
-            )
-        axes = dict(zip(names, mesh.shape, strict=True))
+        axes = axis_sizes(mesh, "use_mesh")
         _forget_ended()
         found = _VIEWS[mesh] = Mesh(axes, kind="dist", device=mesh.device_type, device_mesh=mesh)
         if dist.is_initialized():

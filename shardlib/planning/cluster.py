@@ -96,7 +96,8 @@ def measured(cluster: str | Cluster = "h100", ranks: int | None = None) -> Clust
 
     ``cluster``  the source of memory and operations.
     ``ranks``    ranks per node; by default LOCAL_WORLD_SIZE as torchrun sets it, else all.
-    Raises: BadArgument if the ranks are not a multiple of ``ranks``.
+    Raises: BadArgument if the ranks are not a multiple of ``ranks``; MeshError if only part of a
+    launcher's environment is set, in which nothing says whether other ranks run.
 
     >>> measured("h100") == CLUSTERS["h100"]  # one rank has no links: nothing to measure
     True

@@ -18,9 +18,8 @@ from torch import Tensor
 from shardlib.collectives import Event, Trace, trace
 from shardlib.errors import BadArgument, ShardError, Unsupported, user_line
 from shardlib.grad import deferring
-from shardlib.layouts.dims import axis_sizes
 from shardlib.memory_tracker import Live
-from shardlib.mesh import Mesh, MeshLike, record, within
+from shardlib.mesh import Mesh, MeshLike, axis_sizes, record, within
 from shardlib.modules.dim_trace import called_with
 from shardlib.modules.paths import Paths
 from shardlib.modules.rules import stars

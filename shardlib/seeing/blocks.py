@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 from torch import Tensor
 
 from shardlib.errors import OutOfRange
-from shardlib.layouts import Layout, axis_sizes
+from shardlib.layouts import Layout
 from shardlib.layouts.dims import joined
-from shardlib.mesh import coordinates
+from shardlib.mesh import axis_sizes, coordinates
 from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours, tint
 from shardlib.seeing.frames import Frames, frames

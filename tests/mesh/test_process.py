@@ -78,6 +78,7 @@ def test_half_a_launchers_environment_is_refused(env: Any, monkeypatch: Any) -> 
         lambda: sl.make_mesh(x=1),
         sl.process_index,
         lambda: sl.rank0_print("x"),
+        sl.planning.measured,
     ):
         with pytest.raises(MeshError, match="a launcher sets RANK and WORLD_SIZE, and here") as e:
             call()

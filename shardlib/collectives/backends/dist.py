@@ -158,10 +158,20 @@ def _sent_apart(
     message, which would queue behind a large block on the same link, and an exchange between two
     ranks would take twice as long as the link needs.
     """
-    tag, me = next(g.turns), g.places[g.index]
+    me = g.places[g.index]
     others = [i % g.size for i in range(me + 1, me + g.size)]
-    works = [g.handle.recv([out[peer]], peer, tag) for peer in reversed(others)]
-    return works + [g.handle.send([parts[peer]], peer, tag) for peer in others]
+    return _swapped([(out[i], i) for i in reversed(others)], [(parts[i], i) for i in others], g)
+
+
+_Sends = Sequence[tuple[Tensor, int]]
+"""Blocks, each with the rank within the process group that it goes to or comes from."""
+
+
+def _swapped(receives: _Sends, sends: _Sends, g: _Group) -> list[Any]:
+    """Post receives, then sends, under one tag; return works."""
+    tag = next(g.turns)
+    works = [g.handle.recv([out], peer, tag) for out, peer in receives]
+    return works + [g.handle.send([block], peer, tag) for block, peer in sends]
 
 
 def psum(x: Tensor, g: _Group) -> Finish:
@@ -184,8 +194,8 @@ def _sum_of_two(sent: Tensor, mine: Tensor, out: Tensor, g: _Group) -> Finish:
 
     For a whole vector this moves the bytes of an all-reduce in half its steps.
     """
-    tag, other = next(g.turns), g.places[1 - g.index]
-    works = [g.handle.recv([out], other, tag), g.handle.send([sent], other, tag)]
+    other = g.places[1 - g.index]
+    works = _swapped([(out, other)], [(sent, other)], g)
 
     def finish() -> Tensor:
         return _waited(works, out).add_(mine)
@@ -487,23 +497,18 @@ def all_to_all(x: Tensor, g: _Group, split_dim: int, concat_dim: int) -> Finish:
 
 def ragged_all_to_all(x: Tensor, g: _Group, counts: Sequence[Sequence[int]]) -> Finish:
     """Send parts of unequal length; on gloo receives are posted before sends, see ``_exchange``."""
-    me, tag = g.index, next(g.turns)
+    me = g.index
     came = [row[me] for row in counts]
     out = x.new_zeros(max(map(sum, zip(*counts, strict=True))))
     sent = list(x.contiguous()[: sum(counts[me])].split(list(counts[me])))
     got = list(out[: sum(came)].split(came))
     others = [(me + i) % g.size for i in range(1, g.size)]
-    works: list[Any]
     if g.native:
-        back = _inverse(g.places)
-        works = [
-            dist.all_to_all(
-                [got[i] for i in back], [sent[i] for i in back], group=g.handle, async_op=True
-            )
-        ]
+        outs, parts = ([blocks[i] for i in _inverse(g.places)] for blocks in (got, sent))
+        works: list[Any] = [dist.all_to_all(outs, parts, group=g.handle, async_op=True)]
     else:
-        works = [g.handle.recv([got[i]], g.places[i], tag) for i in reversed(others) if came[i]]
-        works += [g.handle.send([sent[i]], g.places[i], tag) for i in others if len(sent[i])]
+        receives = [(got[i], g.places[i]) for i in reversed(others) if came[i]]
+        works = _swapped(receives, [(sent[i], g.places[i]) for i in others if len(sent[i])], g)
         got[me].copy_(sent[me])
     return partial(_waited, works, out)
 
