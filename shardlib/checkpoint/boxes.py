@@ -10,7 +10,7 @@ import bisect
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -462,6 +462,11 @@ class ChunkChecksums:
         rows = self._rows(x, lengths, where)
         own = _crc(rows.sum(0, dtype=rows.dtype)) if self.joined else checksum(memory(x))
         return self._of_rows(rows, lengths, where), [own]
+
+    def of_all(self, strips: Iterable[Tensor]) -> list[int]:
+        """Compute the checksums of a chunk, its tiles' and then its strips', one strip at a time."""
+        found = [self.of_strip(x, i) for i, x in enumerate(strips)]
+        return [n for each in zip(*found, strict=True) for some in each for n in some]
 
     def of_tiles(self, x: Tensor, lengths: Lengths, where: Where = ()) -> list[int]:
         """Compute the checksums of adjacent tiles, given their lengths and position."""

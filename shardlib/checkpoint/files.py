@@ -157,18 +157,17 @@ def _slices(held: Sequence[BlockRun]) -> str:
 
 def written(part: WrittenPart, write: Callable[[memoryview], None]) -> list[int]:
     """Write a part strip by strip, and return the checksums of its tiles and strips."""
-    of_tiles: list[int] = []
-    of_strips: list[int] = []
     if not part.nbytes:
-        return of_tiles
+        return []
     x = part.get()
-    for i, (where, _) in enumerate(part.sums.strips):
-        strip = x[where].detach().resolve_conj().resolve_neg().cpu().contiguous()
-        write(memory(strip))
-        tiles, own = part.sums.of_strip(strip, i)
-        of_tiles += tiles
-        of_strips += own
-    return of_tiles + of_strips
+
+    def strips() -> Iterator[Tensor]:
+        for where, _ in part.sums.strips:
+            strip = x[where].detach().resolve_conj().resolve_neg().cpu().contiguous()
+            write(memory(strip))
+            yield strip
+
+    return part.sums.of_all(strips())
 
 
 def entries(parts: Mapping[str, WrittenPart]) -> tuple[dict[str, Any], int]:
@@ -308,7 +307,7 @@ def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | Non
     if not isinstance(table, dict):
         raise ValueError(f"{name}: its header is no table")
     meta = table.pop("__metadata__", {})
-    if not _is(meta, dict, str, str):
+    if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
         raise ValueError(f"{name}: its metadata is no table of text")
     says = 8 + long + _end_of(table, name)
     # nothing may follow the last tensor
@@ -323,7 +322,7 @@ def _end_of(table: dict[str, Any], name: str) -> int:
     for key, t in sorted(table.items(), key=lambda i: _begin(i[1], name)):
         a, b = t["data_offsets"]
         shape, dtype = t.get("shape"), dtype_of(t.get("dtype"))
-        if not _is(shape, list, int) or not is_shape(shape) or dtype is None:
+        if not _is_numbers(shape) or not is_shape(shape) or dtype is None:
             raise ValueError(f"{name}: {key!r} has no shape or dtype that is known")
         if a != end or b - a != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: {key!r} does not fit its place")
@@ -333,16 +332,14 @@ def _end_of(table: dict[str, Any], name: str) -> int:
 
 def _begin(entry: object, name: str) -> tuple[int, int]:
     found: Any = entry.get("data_offsets") if isinstance(entry, dict) else None
-    if not _is(found, list, int) or len(found) != 2 or found[0] < 0:
+    if not _is_numbers(found) or len(found) != 2 or found[0] < 0:
         raise ValueError(f"{name}: its header has an entry without a place")
     return found[0], found[1]
 
 
-def _is(value: object, kind: type, *inner: type) -> bool:
-    """Return whether a value is a list or dict of exactly these types; bool is not int."""
-    if isinstance(value, dict) and kind is dict:
-        return all(isinstance(k, inner[0]) and isinstance(v, inner[1]) for k, v in value.items())
-    return isinstance(value, list) and kind is list and set(map(type, value)) <= {inner[0]}
+def _is_numbers(value: object) -> bool:
+    """Return whether a value is a list of int; bool is not int."""
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def is_shape(shape: Sequence[int]) -> bool:
@@ -446,12 +443,9 @@ class Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in list(self.open):
-            self._close(name)
+        while self.open:
+            os.close(self.open.popitem()[1])
         os.close(self.fd)
-
-    def _close(self, name: str) -> None:
-        os.close(self.open.pop(name))
 
     def file(self, name: str) -> int:
         """Return the descriptor of a file.
@@ -462,7 +456,7 @@ class Folder:
             if not name or os.path.basename(name) != name or name.startswith(".") or "\0" in name:
                 raise ValueError(f"{name!r} is no file of this directory")
             if len(self.open) > _OPEN:
-                self._close(next(iter(self.open)))
+                os.close(self.open.pop(next(iter(self.open))))
             self.open[name] = open_file(self.fd, name, self.links)
         return self.open[name]
 
@@ -596,18 +590,17 @@ def check_chunk(chunk: FileChunk) -> None:
 
     Raises: ValueError, OSError.
     """
-    found: list[int] = []
-    of_strips: list[int] = []
-    sums, read = chunk.sums, chunk.reader()
     if not chunk.nbytes:
         return
-    for i, (_, lengths) in enumerate(sums.strips):
-        strip = torch.empty([sum(some) for some in lengths], dtype=chunk.dtype, device="cpu")
-        read(memory(strip))
-        tiles, own = sums.of_strip(strip, i)
-        found += tiles
-        of_strips += own
-    _check(found + of_strips, chunk)
+    sums, read = chunk.sums, chunk.reader()
+
+    def strips() -> Iterator[Tensor]:
+        for _, lengths in sums.strips:
+            strip = torch.empty([sum(some) for some in lengths], dtype=chunk.dtype, device="cpu")
+            read(memory(strip))
+            yield strip
+
+    _check(sums.of_all(strips()), chunk)
 
 
 def _packed(crcs: list[int]) -> bytes:

@@ -292,6 +292,11 @@ def read_manifest(folder: int, formats: Sequence[str] = (FORMAT,)) -> dict[str, 
     return found
 
 
+def reason(error: OSError | ValueError) -> str:
+    """Return the text of an error, without a path."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def occupied(target: str) -> str:
     """Return why a path, without links in it, may not be replaced; "" if it may."""
     try:
@@ -305,7 +310,7 @@ def occupied(target: str) -> str:
     except NotADirectoryError:
         return "it is no directory"
     except OSError as e:
-        return e.strerror or str(e)
+        return reason(e)
     if not other:
         return ""
     more = f" and {len(other) - 1} more" if len(other) > 1 else ""

@@ -18,7 +18,7 @@ from shardlib.checkpoint.files import (
     read_header,
     uncollected,
 )
-from shardlib.checkpoint.folder import MANIFEST, read_manifest
+from shardlib.checkpoint.folder import MANIFEST, read_manifest, reason
 from shardlib.checkpoint.tree import read_place, unspoken
 from shardlib.errors import ShardError
 
@@ -84,7 +84,7 @@ class Manifest:
         try:
             header = self._header(i)
         except (OSError, ValueError) as e:
-            yield _said(e, file)
+            yield _said(e, file, "")
             return
         if spare := sorted(set(header.said) - {name for name, _ in parts}):
             yield f"{file} holds {spare[0]!r}, which {MANIFEST} does not know"
@@ -92,7 +92,7 @@ class Manifest:
             try:
                 check_chunk(self.chunk_of(name, i, box))
             except (OSError, ValueError) as e:
-                yield _naming(_said(e, file), f" ({name!r})")
+                yield _said(e, file, name)
 
     def _header(self, i: int) -> Header:
         about = self.files[i]
@@ -116,23 +116,17 @@ class Manifest:
                 filled += fill(out, box, found)
             except FileNotFoundError:
                 raise
-            except OSError as e:
-                file = self.files[place.ranks[rank]]["file"]
-                raise ValueError(f"{file}: {e.strerror} ({name!r})") from e
-            except ValueError as e:
-                raise ValueError(_naming(str(e), f" ({name!r})")) from e
+            except (OSError, ValueError) as e:
+                raise ValueError(_said(e, self.files[place.ranks[rank]]["file"], name)) from e
         if filled != size(box):
             raise ValueError(f"{filled} of {size(box)} elements of {name!r} are in the files")
 
 
-def _said(error: OSError | ValueError, file: str) -> str:
-    text = getattr(error, "strerror", str(error))
-    return text if text and file in text else f"{file}: {text}"
-
-
-def _naming(text: str, name: str) -> str:
-    """Add a name in brackets to a message that lacks it."""
-    return text + name * (name.strip(" ()") not in text)
+def _said(error: OSError | ValueError, file: str, name: str) -> str:
+    """Return the text of an error, with the names of the file and the tensor."""
+    text = reason(error)
+    text = text if file in text else f"{file}: {text}"
+    return f"{text} ({name!r})" if name and repr(name) not in text else text
 
 
 @lru_cache(maxsize=1 << 14)

@@ -6,10 +6,12 @@ A large page belongs to one mapping, so smaller tensors share one: each has its 
 it, and returns its pages when it is freed.
 """
 
+import contextlib
 import ctypes
 import math
 import mmap
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -30,8 +32,6 @@ take longer.  They do if memory is fragmented and must be compacted first, or in
 whose host has reclaimed free memory.
 """
 
-_MADVISE = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
-
 
 def new(plans: Sequence[Plan]) -> list[Tensor]:
     """Allocate uninitialised tensors, each with its own storage.
@@ -42,67 +42,41 @@ def new(plans: Sequence[Plan]) -> list[Tensor]:
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in plans]
     here = [d.type == "cpu" and n >= _FEW for (_, _, d), n in zip(plans, sizes, strict=True)]
     pages = [-(-n // mmap.PAGESIZE) * mmap.PAGESIZE * h for n, h in zip(sizes, here, strict=True)]
-    room = _room(sum(pages)) if _MADVISE is not None and sum(pages) >= _LARGE else None
-    out, at = [], 0
+    room, at, out = None, 0, []
+    if hasattr(mmap, "MADV_HUGEPAGE") and sum(pages) >= _LARGE:
+        room, at = _room(sum(pages))
     for (shape, dtype, device), n, mine, taken in zip(plans, sizes, here, pages, strict=True):
         if room is None or not mine:
             out.append(torch.empty(shape, dtype=dtype, device=device))
             continue
-        held = _storage(*room, at, n, taken)
-        out.append(
-            torch.empty(0, dtype=dtype, device="cpu").set_(
-                held, 0, torch.Size(shape), torch.empty(shape, device="meta").stride()
-            )
-        )
+        strides = torch.empty(shape, device="meta").stride()
+        blank = torch.empty(0, dtype=dtype, device="cpu")
+        out.append(blank.set_(_storage(room, at, n, taken), 0, torch.Size(shape), strides))
         at += taken
     return out
 
 
 def _room(nbytes: int) -> tuple[mmap.mmap, int]:
     """Map memory; return it, and the offset of its first large page."""
-    assert _MADVISE is not None
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    found = mmap.mmap(-1, nbytes + _LARGE, flags=flags)
-    begin, large = -_address(found, 0) % _LARGE, nbytes // _LARGE * _LARGE
-    _MADVISE(_pointer(found, begin), ctypes.c_size_t(large), mmap.MADV_HUGEPAGE)
+    found = mmap.mmap(-1, nbytes + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    begin = -ctypes.addressof(ctypes.c_ubyte.from_buffer(found)) % _LARGE
+    end = begin + nbytes // _LARGE * _LARGE
+    with contextlib.suppress(OSError):  # a system without large pages
+        found.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
     slow = 0
-    for at in range(begin, begin + large, _LARGE):
-        slow = slow + 1 if _touched(found, at) > _LONG else 0
+    for at in range(begin, end, _LARGE):
+        began = time.thread_time()
+        found[at] = 0  # a page fault
+        slow = slow + 1 if time.thread_time() - began > _LONG else 0
         if slow == _OFTEN:
-            rest = ctypes.c_size_t(begin + large - at)
-            _MADVISE(_pointer(found, at), rest, mmap.MADV_NOHUGEPAGE)
+            found.madvise(mmap.MADV_NOHUGEPAGE, at, end - at)
             break
     return found, begin
 
 
-def _touched(room: mmap.mmap, at: int) -> float:
-    """Measure this thread's CPU seconds for the page fault at ``at``."""
-    began = time.thread_time()
-    room[at] = 0
-    return time.thread_time() - began
-
-
-def _address(room: mmap.mmap, at: int) -> int:
-    return ctypes.addressof(ctypes.c_ubyte.from_buffer(room, at))
-
-
-def _pointer(room: mmap.mmap, at: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(_address(room, at))
-
-
-def _storage(room: mmap.mmap, begin: int, at: int, nbytes: int, taken: int) -> torch.UntypedStorage:
-    held = (ctypes.c_ubyte * nbytes).from_buffer(room, begin + at)
-    held.pages = _Pages(room, begin + at, taken)  # type: ignore[attr-defined]
+def _storage(room: mmap.mmap, at: int, nbytes: int, taken: int) -> torch.UntypedStorage:
+    """Make a storage of a part of a room, whose pages return to the system when it is freed."""
+    held = (ctypes.c_ubyte * nbytes).from_buffer(room, at)
+    # by the room, which is kept alive for it
+    weakref.finalize(held, room.madvise, mmap.MADV_DONTNEED, at, taken).atexit = False
     return torch.frombuffer(held, dtype=torch.uint8).untyped_storage()
-
-
-class _Pages:
-    """The pages of one tensor, returned to the system when it is freed."""
-
-    def __init__(self, room: mmap.mmap, at: int, nbytes: int) -> None:
-        self.room = room  # kept alive, so that the addresses stay valid
-        self.where, self.nbytes = _pointer(room, at), ctypes.c_size_t(nbytes)
-
-    def __del__(self) -> None:
-        if _MADVISE is not None:
-            _MADVISE(self.where, self.nbytes, mmap.MADV_DONTNEED)

@@ -16,6 +16,7 @@ from shardlib.checkpoint.folder import (
     MANIFEST,
     opened,
     read_manifest,
+    reason,
     remove,
     steps_pattern,
     strangers,
@@ -87,7 +88,7 @@ def damage(path: str, group: Group) -> list[str]:
             mine = range(group.rank, len(manifest.files), group.world)
             wrong = manifest.damage(mine)
     except (OSError, ValueError) as e:
-        wrong = [getattr(e, "strerror", None) or str(e)]
+        wrong = [reason(e)]
     name = os.path.basename(path)
     return group.agree(
         f"damage of {name}", wrong, decide=lambda said: sorted({w for some in said for w in some})

@@ -47,7 +47,7 @@ class Saving:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._result = _finished()
+        self._result = _ENDED
         self._group: Group | None = None
 
     @property
@@ -66,7 +66,7 @@ class Saving:
             quiet = time.monotonic() - self._group.said
             if quiet > self._group.timeout + _SLACK and not self.done:
                 raise self._group.error(f"{self.path}: nothing was written for {quiet:.0f} s")
-        result, self._result = self._result, _finished()
+        result, self._result = self._result, _ENDED
         result.result(0)  # it is done
 
     def _start(self, run: Callable[[], None], group: Group) -> None:
@@ -78,11 +78,8 @@ class Saving:
         thread.shutdown(wait=False)
 
 
-def _finished() -> futures.Future[None]:
-    found: futures.Future[None] = futures.Future()
-    found.set_result(None)
-    return found
-
+_ENDED: futures.Future[None] = futures.Future()
+_ENDED.set_result(None)
 
 _SLACK = 10.0
 """Extra seconds in which other ranks, or the disk, may report the failure themselves."""

@@ -185,11 +185,15 @@ def call(
     try:
         return function(*given, **kwargs, **more)
     except ShardError as e:
-        raise config.error(_blamed(e, path, kwargs), told(e)) from e
+        said = [k for k in kwargs if re.search(rf"(?<!\w){re.escape(k)}\s*=", e.message)]
+        raise config.error((*path, *said[:1]), told(e)) from e
     except ConfigError:  # from an inner table
         raise
-    except Exception as e:  # the user's code: its message, and the line that raised it
-        raise config.error(path, f"{_name(function)} refuses it: {_raised(e)}") from e
+    except Exception as e:  # the user's code: its message; with its line unless a value is refused
+        said = " ".join(str(e).split())
+        if not said or not isinstance(e, ValueError | OSError):
+            said = one_line(e, traceback.extract_tb(e.__traceback__))
+        raise config.error(path, f"{named_as(function)} refuses it: {said}") from e
 
 
 def optional(function: Callable[..., Any], config: Config, table: str) -> Any:
@@ -206,14 +210,6 @@ def make(config: Config, path: Sequence[str]) -> Any:
         raise missing(config, path, ["make"], 'make must be given, as make = "module:function"')
     function = imported(config.table(*path)["make"], partial(config.error, (*path, "make")))
     return call(function, config, path, beside=("make",))
-
-
-def _raised(e: Exception) -> str:
-    """Format an error in one line; with its place, unless it is a refused value."""
-    said = " ".join(str(e).split())
-    if isinstance(e, (ValueError, OSError)) and said:
-        return said
-    return one_line(e, traceback.extract_tb(e.__traceback__))
 
 
 def one_line(e: Exception, frames: Sequence[traceback.FrameSummary]) -> str:
@@ -277,7 +273,7 @@ def arguments(
         out[key] = typed(value, hints.get(key, Any), config, (*path, key))
     lacking = [n for n, p in known.items() if p.default is p.empty and n not in table]
     if lacking:
-        raise config.error(path, f"{', '.join(lacking)} must be given, for {_name(function)}")
+        raise config.error(path, f"{', '.join(lacking)} must be given, for {named_as(function)}")
     return out
 
 
@@ -313,14 +309,9 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _name(function: Callable[..., Any]) -> str:
+def named_as(function: Callable[..., Any]) -> str:
+    """Return a function's name for a message."""
     return getattr(function, "__qualname__", repr(function))
-
-
-def _blamed(e: ShardError, path: Sequence[str], table: Mapping[str, Any]) -> Sequence[str]:
-    """Return the path of the key that an error names, else that of the table."""
-    found = [k for k in table if re.search(rf"(?<!\w){re.escape(k)}\s*=", e.message)]
-    return *path, *found[:1]
 
 
 def told(e: ShardError) -> str:
@@ -393,7 +384,10 @@ def _fit(value: object, hint: object, config: Config, path: Sequence[str]) -> ob
     if origin in (typing.Union, types.UnionType):
         return _one_of(value, inner, config, path)
     if origin is typing.Literal:
-        return _choice(value, inner)
+        # True == 1 in Python, but not in a file
+        if value not in inner or isinstance(value, bool) != isinstance(inner[0], bool):
+            raise _Unfit(f"one of {', '.join(map(shown, inner))}", near(value, map(str, inner)))
+        return value
     if isinstance(hint, type):
         return _plain(value, hint, config, path)
     if origin is collections.abc.Callable:
@@ -421,13 +415,6 @@ def _plain(value: Any, hint: type, config: Config, path: Sequence[str]) -> objec
 
 
 _DTYPES = {n: d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
-
-
-def _choice(value: object, choices: Sequence[object]) -> object:
-    # True == 1 in Python, but not in a file
-    if value in choices and isinstance(value, bool) == isinstance(choices[0], bool):
-        return value
-    raise _Unfit(f"one of {', '.join(map(shown, choices))}", near(value, map(str, choices)))
 
 
 def _function(value: object, is_schedule: bool, config: Config, path: Sequence[str]) -> object:

@@ -6,6 +6,7 @@ Every function here passes a table to one public function as its arguments, see 
 import inspect
 import itertools
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ from shardlib.command.config import (
     make,
     missing,
     named,
+    named_as,
     near,
     optional,
     shown,
@@ -58,6 +60,7 @@ DATA = ("batch", "layout", "shuffle", "seed", "last", "workers")  # of data, in 
 EVAL = ("batch", "layout", "workers")  # and in [eval]
 NO_AXES = ("schedule", "mlp", "experts")  # arguments of recipes that are other texts
 PLACING = ("pad", "axes", "inputs")  # of parallelize, in [layout]
+BESIDE_INIT = ("mesh", "remat", *PLACING)  # of init, in other tables than [init]
 WRAPPERS: dict[str, Callable[..., Any]] = {  # tables below [optimizer], the innermost first
     "clip": optim.clip_by_global_norm,
     "skip_nonfinite": optim.skip_nonfinite,
@@ -74,9 +77,10 @@ Params = Mapping[str, Tensor]
 # ---------------------------------------------------------------- [mesh]
 
 
-def axes_of(config: Config) -> dict[str, int]:
+def axes_of(config: Config, fixed: bool = False) -> dict[str, int]:
     """Return the axis sizes of ``[mesh]``.
 
+    ``fixed``  nothing but the file gives them, so a size of -1 is refused.
     Raises: ConfigError.
     """
     own = keys_of(make_mesh)
@@ -85,21 +89,11 @@ def axes_of(config: Config) -> dict[str, int]:
         if type(n) is not int or (n < 1 and n != -1):
             hint = near(axis, own) or "; an axis has a whole number of ranks, 1 at least"
             raise config.error(("mesh", axis), f"{shown(n)} is no size of an axis{hint}")
-    if not axes:
-        raise config.error(("mesh",), "a mesh has an axis: write data = 2 in [mesh]")
-    return axes
-
-
-def fixed_axes(config: Config) -> dict[str, int]:
-    """Return the axis sizes where nothing but the file gives them.
-
-    Raises: ConfigError for a size of -1.
-    """
-    axes = axes_of(config)
-    for axis, n in axes.items():
-        if n == -1:
+        if fixed and n == -1:
             text = "-1 is found from torchrun's number of processes: write a number, or start it so"
             raise config.error(("mesh", axis), text)
+    if not axes:
+        raise config.error(("mesh",), "a mesh has an axis: write data = 2 in [mesh]")
     return axes
 
 
@@ -134,7 +128,7 @@ def mesh_of(config: Config, kind: str = "ranks") -> Mesh:
     Raises: ConfigError.
     """
     if kind in _PLAYED:
-        return _PLAYED[kind](**fixed_axes(config))
+        return _PLAYED[kind](**axes_of(config, fixed=True))
     how: dict[str, Any] = {**how_to_make(config), **axes_of(config)}
     try:
         return make_mesh(**how)
@@ -265,21 +259,12 @@ def _recipe(config: Config, path: tuple[str, ...], module: nn.Module, mesh: Mesh
 
 def _check_apart(config: Config, path: tuple[str, ...], recipe: Callable[..., object]) -> None:
     """Refuse one axis for two arguments of a recipe."""
-    table = config.table(*path)
-    given = {n: p.default for n, p in keys_of(recipe, 2).items() if n not in NO_AXES}
-    axes = {n: table.get(n, text) for n, text in given.items() if isinstance(text, str)}
+    table, own = config.table(*path), keys_of(recipe, 2, NO_AXES)
+    axes = {n: table.get(n, p.default) for n, p in own.items() if isinstance(p.default, str)}
     for key, other in itertools.permutations(axes, 2):
         if key in table and axes[key] and axes[other] == axes[key]:
             text = f"{axes[key]!r} is the axis that {table['recipe']} takes for {other}"
             raise config.error((*path, key), text)
-
-
-def _axes_in(text: str) -> set[str]:
-    try:
-        found = Layout.parse(text)
-    except ShardError:
-        return set()  # the error is raised where the rules are read
-    return {*found.named}
 
 
 # ---------------------------------------------------------------- [data]
@@ -504,7 +489,8 @@ def _placed(
             return load_hf(made.directory, made.module, rules.rules, **made.load, **how)
         meta = any(p.is_meta for p in made.module.parameters())
         if values and (meta or "init" in config.tables):
-            return init(made.module, rules.rules, **init_keys(config), **how)
+            own = arguments(init, config, ("init",), 2, BESIDE_INIT)
+            return init(made.module, rules.rules, **own, **how)
         return parallelize(made.module, rules.rules, **how)
     except ShardError as e:
         raise config.error(_table_of(e, remat), e.message) from e
@@ -516,17 +502,12 @@ def _table_of(e: ShardError, remat: Sequence[tuple[str, Any]]) -> tuple[str, ...
     return ("model", "directory") if e.op == "load_hf" else ("layout",)
 
 
-def init_keys(config: Config) -> dict[str, Any]:
-    """Return the arguments of ``init`` in ``[init]``; keys of other tables are refused."""
-    return arguments(init, config, ("init",), 2, ("mesh", "remat", *PLACING))
-
-
 def _check_axes(
     config: Config, mesh: Mesh, rules: Rules, params: Mapping[str, ShardedTensor]
 ) -> None:
     """Refuse an axis of several ranks over which nothing is split: they would do equal work."""
     texts = [rules.tokens, rules.labels, str(config.table("data").get("layout", ""))]
-    used: set[str] = set().union(*map(_axes_in, texts))
+    used = set(re.findall(r"\w+", " ".join(texts)))
     for layout in map(layout_of, params.values()):
         used.update(layout.named)
     used.update(datasets.fields(config.table("optimizer", "zero").get("axis", ())))
@@ -570,7 +551,7 @@ def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable
 
     Raises: ConfigError if it is no such function.
     """
-    name = getattr(own, "__qualname__", repr(own))
+    name = named_as(own)
     try:
         inspect.signature(own).bind(apply, {}, {})
     except TypeError as e:

@@ -39,6 +39,7 @@ from shardlib.command.progress import Log, flops_of, number, peak_of
 from shardlib.errors import BadArgument, RankFailed, ShardError
 from shardlib.grad import value_and_grad
 from shardlib.mesh import accelerator, launch, use_mesh
+from shardlib.modules import init
 from shardlib.seeing.summary import size, summary
 
 MOST = 64  # the most processes that are started without a launcher
@@ -232,7 +233,7 @@ def check(config: Config, whole: bool = True) -> None:
 
 def _check_run(config: Config) -> None:
     """Refuse what a run would need only later: figures, evaluation, checkpoints and an export."""
-    from_config.init_keys(config)
+    arguments(init, config, ("init",), 2, from_config.BESIDE_INIT)
     optional(Checkpoints, config, "checkpoint")
     if "eval" in config.tables:
         from_config.check_data(from_config.evaluating(config), "eval", keys_of(Evaluation))
@@ -260,11 +261,12 @@ def start(config: Config, simulated: bool = False, as_json: bool = False) -> Rep
         return _ranks(config, "simulate", as_json)
     if from_config.under_launcher() or total in (1, -1):
         return _ranks(config, "ranks", as_json)
-    return _launched(config, from_config.fixed_axes(config), total, as_json)
+    return _launched(config, from_config.axes_of(config, fixed=True), as_json)
 
 
-def _launched(config: Config, axes: Mapping[str, int], total: int, as_json: bool) -> Report:
+def _launched(config: Config, axes: Mapping[str, int], as_json: bool) -> Report:
     """Run on local processes that are started here, on GPUs where there are enough."""
+    total = math.prod(axes.values())
     if total > MOST:
         raise config.error(
             ("mesh",),
@@ -329,6 +331,8 @@ def run(config: Config, as_json: bool = False) -> Report:
     judges = [Evaluator(made) for name in config.tables if name == "eval"]
     meter = _Meter(made, training.rows, writer.flops)
     under_way = Saving("")
+    # steps whose loss is not finite are skipped by the optimizer
+    guarded = not {"skip_nonfinite", "loss_scale"}.isdisjoint(config.table("optimizer"))
     batch_of = itertools.chain.from_iterable(itertools.repeat(training.dealt))
     for step in range(report.first + 1, steps + 1):
         with trace() as t:
@@ -339,7 +343,8 @@ def run(config: Config, as_json: bool = False) -> Report:
             loss = training.settle()
             report.bytes = float(t.bytes)
             row = meter.row(step, loss, info, t)
-            _check_finite(config, step, loss)
+            if not (guarded or math.isfinite(loss)):
+                raise ShardError(f"the loss of step {step} is {loss}", op="train")
             writer.record(row, steps)
         for judge in judges:
             if _due(step, steps, judge.every):
@@ -352,13 +357,6 @@ def run(config: Config, as_json: bool = False) -> Report:
     writer.close()
     report.seconds = meter.total
     return report
-
-
-def _check_finite(config: Config, step: int, loss: float) -> None:
-    """Refuse a loss that is not finite, unless the optimizer skips such steps."""
-    guarded = not {"skip_nonfinite", "loss_scale"}.isdisjoint(config.table("optimizer"))
-    if not (guarded or math.isfinite(loss)):
-        raise ShardError(f"the loss of step {step} is {loss}", op="train")
 
 
 def _due(step: int, steps: int, every: int) -> bool:

@@ -6,7 +6,6 @@ import mmap
 import pytest
 import torch
 
-from shardlib.checkpoint import pages
 from shardlib.checkpoint.pages import new
 from tests.checkpoint.cases import DTYPES
 
@@ -20,7 +19,7 @@ def test_each_tensor_has_a_storage_of_its_own(
     dtype: torch.dtype, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not large:
-        monkeypatch.setattr(pages, "_MADVISE", None)
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     made = new([(shape, dtype, CPU) for shape in SHAPES])
     for i, (x, shape) in enumerate(zip(made, SHAPES, strict=True)):
         assert x.shape == shape and x.dtype == dtype and x.is_contiguous() and not x._is_view()
