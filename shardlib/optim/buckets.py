@@ -58,6 +58,9 @@ Hops = tuple[tuple[str, ...], ...]
 and an outer one; none if its leaves are split over all of them already."""
 
 
+AxisSizes = tuple[tuple[str, int], ...]
+"""The axes of a mesh with their sizes, as a key."""
+
 _SCALAR = Layout(())
 
 
@@ -237,7 +240,7 @@ class Index:
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
     hops: Hops
-    sizes: tuple[tuple[str, int], ...]
+    sizes: AxisSizes
     whole: "Index | None" = None
     keep: bool = False
 
@@ -309,7 +312,7 @@ class Index:
 def index(
     items: tuple[Item, ...],
     hops: Hops,
-    sizes: tuple[tuple[str, int], ...],
+    sizes: AxisSizes,
     most_bytes: int,
     order: tuple[int, ...] | None = None,
 ) -> Index:
@@ -355,7 +358,7 @@ def _bucket(
     key: Any,
     slots: list[BucketSlot],
     hops: Hops,
-    sizes: tuple[tuple[str, int], ...],
+    sizes: AxisSizes,
 ) -> Bucket:
     dtype, axes, group = key
     left = (tuple(a for a in hop if a not in axes) for hop in hops)

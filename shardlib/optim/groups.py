@@ -6,7 +6,6 @@ paths are left of the tree.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -155,17 +154,17 @@ class _Partition:
         self.transforms = transforms
         self.labels_of = labels_of
         self.every = every
-        self.checks = {n: t.check for n, t in transforms.items() if t.check is not None}
 
     def transform(self) -> Transform:
         """Return these methods as a transform."""
         each_part = [(t, partial(self.part, label)) for label, t in self.transforms.items()]
+        checked = any(t.check is not None for t in self.transforms.values())
         return Transform(
             self.init,
             self.update,
             trait_of(*self.transforms.values()),
             self.donate,
-            check=self.check if self.checks else None,
+            check=self.check if checked else None,
             groups=self.words,
             sink=_no_sink(each_part),
             heeds=True,  # each label's transform, or what runs it
@@ -226,29 +225,29 @@ class _Partition:
         self, grads: Tree, state: PartitionState, params: Tree, step: Step
     ) -> PartitionState:
         """Step each label's leaves in place."""
-        found = self.split(params)
-        after, held = dict(state.inner), self.parts(trainable(params), found)
-        parts = self.parts(grads, found)
-        with norms_known() if self.checks else nullcontext():
-            self.checked(parts, state, held, step)
-            for n, part in parts.items():
+        after = dict(state.inner)
+        with norms_known():
+            for n, part, held in self.check(grads, state, params, step):
                 mine = replace(step, beside=None, ask=False)
-                after[n] = run_in_place(self.transforms[n], part, state.inner[n], held[n], mine)
+                after[n] = run_in_place(self.transforms[n], part, state.inner[n], held, mine)
                 step.lr = mine.lr
                 step.norm = mine.norm
         return PartitionState(after)
 
-    def check(self, grads: Tree, state: PartitionState, params: Tree, step: Step) -> None:
-        """Check every label's leaves."""
+    def check(
+        self, grads: Tree, state: PartitionState, params: Tree, step: Step
+    ) -> list[tuple[str, Tree, Tree]]:
+        """Check every label before any of them steps: on a device all step, or none.
+
+        Returns (label, gradients, parameters) of each.
+        """
         found = self.split(params)
         held = self.parts(trainable(params), found)
-        self.checked(self.parts(grads, found), state, held, step)
-
-    def checked(self, parts: Tree, state: PartitionState, held: Tree, step: Step) -> None:
-        """Check every group before any of them steps: on a device all step, or none."""
-        for n, part in parts.items():
-            if n in self.checks:
-                self.checks[n](part, state.inner[n], held[n], step)
+        rows = [(n, part, held[n]) for n, part in self.parts(grads, found).items()]
+        for n, part, mine in rows:
+            if (check := self.transforms[n].check) is not None:
+                check(part, state.inner[n], mine, step)
+        return rows
 
     def words(self, params: Tree) -> list[Any]:
         """Return each parameter's label, with its transform's own word if that has some."""

@@ -21,7 +21,7 @@ from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Hops, Index, Item, State, Tree, index, overlap
 from shardlib.optim.precision import Master, ZeroState
 from shardlib.optim.transform import Transform
-from shardlib.optim.trees import bucketed_in, first_of, given_for, names_of, need, of_others
+from shardlib.optim.trees import bucketed_in, first_of, given_for, named, names_of, need, of_others
 from shardlib.tensor import ShardedTensor, typeof
 
 MOST = 25 << 20
@@ -119,7 +119,8 @@ class IndexCache:
 
     def __init__(self, how: ZeroSettings) -> None:
         self.hops = how.hops
-        self.groups = how.tx.groups or _no_words
+        # without groups every parameter, also a frozen one, has an empty word
+        self.groups = how.tx.groups or (lambda tree: [""] * len(named(tree)))
         self.keep = how.keep
         self.apart = how.stage == 3
         self.most_bytes = MOST if how.bucket_mb is None else int(how.bucket_mb * 2**20)
@@ -185,30 +186,23 @@ class IndexCache:
 
         If ``leaves`` are all, also frozen ones, the frozen ones get buckets of their own.
         """
-        mesh, items, arrive = self._items(params, leaves, held)
+        paths, order, words = _named(params, self.groups)
+        if self.apart:
+            words = list(zip(_groups(paths, order), words, strict=True))
+        if any(held) and len(held) == len(leaves):
+            words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
+        mesh, items = _items(leaves, paths, words, self.hops)
         where = theirs or self.found.get(items)
         if where is None:
-            where = index(items, self.hops, tuple(mesh.axes.items()), self.most_bytes, arrive)
+            # until a backward has been recorded, gradients come in reverse module order
+            sizes, arrive = tuple(mesh.axes.items()), order[::-1]
+            where = index(items, self.hops, sizes, self.most_bytes, arrive)
             # gathered parameters need an index, and so memory, of their own
             where = replace(where, keep=self.keep) if self.apart else where
         if where.items != items:
             raise changed(where.items, items, mesh)
         self.found.setdefault(items, where)
         return Indexed(leaves, held, tree, [p.raw for p in leaves], where, mesh)
-
-    def _items(
-        self, params: Tree, leaves: list[Any], held: list[bool]
-    ) -> tuple[Mesh, tuple[Item, ...], tuple[int, ...]]:
-        """Return mesh, items, and the order in which gradients should arrive.
-
-        Until a backward pass has been recorded, that is reverse module order.
-        """
-        paths, order, words = _named(params, self.groups)
-        if self.apart:
-            words = list(zip(_groups(paths, order), words, strict=True))
-        if any(held) and len(held) == len(leaves):
-            words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
-        return *_items(leaves, paths, words, self.hops), order[::-1]
 
     def on_arrival(
         self, where: Index, mesh: Mesh, at_once: bool = False
@@ -250,11 +244,6 @@ class IndexCache:
         """Use this index for its items from now on."""
         self.found[where.items] = where
         self.last.pop("tree", None)
-
-
-def _no_words(params: Tree) -> list[Any]:
-    """Return an empty word for every parameter, frozen ones included."""
-    return [""] * len(optree.tree_leaves(params, none_is_leaf=True))
 
 
 def _named(params: Tree, groups: Any) -> tuple[list[str], tuple[int, ...], list[Any]]:

@@ -27,7 +27,7 @@ from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along, uploaded
 from shardlib.modules.rules import Pattern, matches
-from shardlib.optim.buckets import Buckets, finer, vector
+from shardlib.optim.buckets import AxisSizes, Buckets, finer, vector
 from shardlib.optim.norms import over_ranks
 from shardlib.optim.trees import TensorView, Tree, by_tensor, named, of_others, pytree_node
 from shardlib.placing import whole_of
@@ -288,7 +288,7 @@ class Deal:
 @lru_cache(maxsize=64)
 def deal(
     spreads: tuple[Spread, ...],
-    sizes: tuple[tuple[str, int], ...],
+    sizes: AxisSizes,
     work: Callable[[Spread], int] = attrgetter("flops"),
 ) -> Deal:
     """Deal matrices to ranks, those with most work first, each to the rank with least.
@@ -551,25 +551,13 @@ Kind = Literal["mn", "mm", "nn"]
 class OwnedNumbers:
     """A list of the numbers kept per matrix, with their owners.
 
-    ``paths``  of the parameters, in the order of ``plan.spreads``.
-    ``most``   sides with more rows, or columns, keep no pairs.
+    ``paths``   of the parameters, in the order of ``plan.spreads``.
+    ``shapes``  of the numbers per matrix, for each parameter.
     """
 
     paths: tuple[str, ...]
     plan: Deal
-    kind: Kind
-    most: float = math.inf
-
-    @cached_property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """The shape of the numbers per matrix, for each parameter."""
-        out = []
-        for spread in self.plan.spreads:
-            m, n = spread.shape[-2:]
-            side = {"mn": (m, n), "mm": (m, m), "nn": (n, n)}[self.kind]
-            kept = self.kind == "mn" or side[0] <= self.most
-            out.append(side if kept else (0, 0))
-        return tuple(out)
+    shapes: tuple[tuple[int, int], ...]
 
     @cached_property
     def places(self) -> list[list[tuple[int, int, int]]]:
@@ -616,8 +604,16 @@ class Owned:
     def zeros(
         items: Sequence[Laid], plan: Deal, kind: Kind, dtype: torch.dtype, most: float
     ) -> "Owned":
-        """Make zeros for the numbers of these matrices, on the owners of ``plan``."""
-        held, mesh = OwnedNumbers(tuple(x.path for x in items), plan, kind, most), items[0].mesh
+        """Make zeros for the numbers of these matrices, on the owners of ``plan``.
+
+        ``most``  sides with more rows, or columns, keep no pairs.
+        """
+        mesh, shapes = items[0].mesh, []
+        for spread in plan.spreads:
+            m, n = spread.shape[-2:]
+            shape = {"mn": (m, n), "mm": (m, m), "nn": (n, n)}[kind]
+            shapes.append(shape if kind == "mn" or shape[0] <= most else (0, 0))
+        held = OwnedNumbers(tuple(x.path for x in items), plan, tuple(shapes))
         like, ranks = items[0].runs[0], ranks_of(mesh)
         nbytes = held.length * dtype.itemsize * len(ranks)
         refuse_beyond(nbytes, like.device, "init", mesh)

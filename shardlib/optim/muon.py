@@ -41,6 +41,7 @@ from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Link, Mesh, bind, coordinates, record, scope, within
 from shardlib.modules.rules import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide
+from shardlib.optim.buckets import AxisSizes
 from shardlib.optim.groups import Mask, of_matrices
 from shardlib.optim.matrix_owners import (
     Laid,
@@ -271,7 +272,7 @@ class MuonCase:
     differentiable: ClassVar[bool] = False
 
     spreads: tuple[Spread, ...]
-    sizes: tuple[tuple[str, int], ...]
+    sizes: AxisSizes
     dtype: torch.dtype
     device: str
     most: float
@@ -456,7 +457,7 @@ def _beside(s: Spread) -> Spread | str:
 @lru_cache(maxsize=256)
 def _on_paper(
     s: Spread,
-    sizes: tuple[tuple[str, int], ...],
+    sizes: AxisSizes,
     dtype: torch.dtype,
     links: tuple[tuple[str, Link], ...],
     steps: int,
@@ -493,7 +494,7 @@ _IN_PLACE = {torch.ops.aten.addmm_: _added, torch.ops.aten.baddbmm_: _added}
 
 
 @lru_cache(maxsize=1024)
-def _gathered_layout(s: Spread, sizes: tuple[tuple[str, int], ...]) -> Layout:
+def _gathered_layout(s: Spread, sizes: AxisSizes) -> Layout:
     """Return the layout with whole matrices that gathers least."""
     found = list(s.layout.dims)
     for d in (-2, -1):
@@ -511,7 +512,7 @@ def _count(s: Spread, layout: Layout, mesh: Mapping[str, int]) -> int:
     return math.prod(lead) * (rows // m if m else 0) * (cols // n if n else 0)
 
 
-def _in_matrices(s: Spread, d: int, sizes: tuple[tuple[str, int], ...]) -> bool:
+def _in_matrices(s: Spread, d: int, sizes: AxisSizes) -> bool:
     """Return whether every rank's positions in dimension ``d`` are whole matrices."""
     mesh = dict(sizes)
     return all(

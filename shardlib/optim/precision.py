@@ -268,52 +268,50 @@ def with_master(
     if master is None:
         return tx
 
-    donate = partial(_with_fp32, tx)
-    if master == "bf16+rem":
-        donate = partial(_with_remainder, tx, memory)
-    begin = partial(_begun, tx, master, axis)
+    def begin(parts: Tree) -> ZeroState:
+        refuse_copies(parts, lambda _: torch.float32)
+        full = each(lambda x: x.detach().to(torch.float32, copy=True), parts)
+        if master == "fp32":
+            return ZeroState(tx.init(full), full)
+        odd = next((x for x in optree.tree_leaves(parts) if x.dtype != torch.bfloat16), None)
+        if odd is not None:
+            raise ShardError(
+                f"the remainder of {odd.dtype} parameters is not 16 bits",
+                op="zero",
+                operands={"parameters": typeof(odd)},
+                mesh=odd.mesh,
+                fix=f'tx = sl.optim.zero(tx, axis={axis!r}, master="fp32")',
+            )
+        # bfloat16 parameters are exact at first: their remainder is 0
+        rest = each(lambda x: torch.zeros_like(x, dtype=torch.int16), parts)
+        return ZeroState(tx.init(full), rest)
+
+    def donate(grads: Tree, state: ZeroState, mine: Tree, step: Step) -> ZeroState:
+        run = _with_fp32 if master == "fp32" else partial(_with_remainder, memory)
+        return ZeroState(run(tx, grads, state, mine, step), state.master)
+
     return Transform(begin, tx.update, tx.trait, donate, heeds=True)
 
 
-def _begun(tx: Transform, master: Master, axis: str | Sequence[str], parts: Tree) -> ZeroState:
-    """Initialise the state of parts, and their master."""
-    refuse_copies(parts, lambda _: torch.float32)
-    full = each(lambda x: x.detach().to(torch.float32, copy=True), parts)
-    if master == "fp32":
-        return ZeroState(tx.init(full), full)
-    odd = next((x for x in optree.tree_leaves(parts) if x.dtype != torch.bfloat16), None)
-    if odd is not None:
-        raise ShardError(
-            f"the remainder of {odd.dtype} parameters is not 16 bits",
-            op="zero",
-            operands={"parameters": typeof(odd)},
-            mesh=odd.mesh,
-            fix=f'tx = sl.optim.zero(tx, axis={axis!r}, master="fp32")',
-        )
-    # bfloat16 parameters are exact at first: their remainder is 0
-    rest = each(lambda x: torch.zeros_like(x, dtype=torch.int16), parts)
-    return ZeroState(tx.init(full), rest)
-
-
-def _with_fp32(tx: Transform, grads: Tree, state: ZeroState, mine: Tree, step: Step) -> ZeroState:
+def _with_fp32(tx: Transform, grads: Tree, state: ZeroState, mine: Tree, step: Step) -> State:
     step.beside = state.master, mine
     inner = run_in_place(tx, grads, state.inner, state.master, step)
     if step.beside is not None:
         step.beside = None
         for p, m in zip(*pieces(mine, state.master), strict=True):
             p.copy_(m)
-    return ZeroState(inner, state.master)
+    return inner
 
 
 def _with_remainder(
-    tx: Transform, memory: Memory, grads: Tree, state: ZeroState, mine: Tree, step: Step
-) -> ZeroState:
+    memory: Memory, tx: Transform, grads: Tree, state: ZeroState, mine: Tree, step: Step
+) -> State:
     first = optree.tree_leaves(mine)[0].raw
     if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
         step.beside = mine, state.master
         inner = run_in_place(tx, grads, state.inner, mine, step)
         step.beside = None  # still set if the step was skipped
-        return ZeroState(inner, state.master)
+        return inner
     full = each(lambda g: memory.take(g.shape, torch.float32, g.device).zero_(), grads)
     rows = pieces(mine, state.master, full)
     for p, rest, m in spans(*rows):
@@ -324,4 +322,4 @@ def _with_remainder(
         p.copy_(high)
         rest.copy_(low)
     memory.give(*(x.raw for x in optree.tree_leaves(full)))
-    return ZeroState(inner, state.master)
+    return inner

@@ -32,7 +32,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     >>> [f(i) for i in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    return _fall(start, end, steps, lambda t: 1 - t)
+    return _fall(start, end, steps, "linear")
 
 
 @ranged("sl.optim.cosine(1e-3, 0.0, 1000)")
@@ -45,7 +45,7 @@ def cosine(start: float, end: float, steps: int) -> Schedule:
     >>> [round(f(i), 4) for i in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
-    return _fall(start, end, steps, _FALLS["cosine"])
+    return _fall(start, end, steps, "cosine")
 
 
 @ranged("sl.optim.warmup_cosine(1e-3, 100, 1000)")
@@ -102,10 +102,9 @@ def wsd(
             op="wsd",
             fix=f"sl.optim.wsd({peak}, {warmup}, {steps}, {decay}, shape='sqrt')",
         )
-    fall = _fall(peak, end, decay, _FALLS[shape])
-    return joined(
-        [linear(start, peak, warmup), constant(peak), fall], [warmup, max(steps - decay, warmup)]
-    )
+    fall = _fall(peak, end, decay, shape)
+    parts = [linear(start, peak, warmup), constant(peak), fall]
+    return joined(parts, [warmup, max(steps - decay, warmup)])
 
 
 def joined(parts: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
@@ -141,10 +140,10 @@ _FALLS: dict[str, Callable[[float], float]] = {  # from 1 at 0 to 0 at 1
 }
 
 
-def _fall(start: float, end: float, steps: int, shape: Callable[[float], float]) -> Schedule:
+def _fall(start: float, end: float, steps: int, shape: Shape) -> Schedule:
     def schedule(step: int) -> float:
         if step >= steps:
             return end
-        return end + (start - end) * shape(max(step, 0) / steps)
+        return end + (start - end) * _FALLS[shape](max(step, 0) / steps)
 
     return schedule

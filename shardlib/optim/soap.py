@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardlib.errors import Unsupported
 from shardlib.kernels.adamw import AdamStep
+from shardlib.optim.buckets import AxisSizes
 from shardlib.optim.groups import Mask, of_matrices
 from shardlib.optim.matrix_owners import (
     Kind,
@@ -137,7 +138,7 @@ def _live(tree: Tree, kernels: Patterns | None) -> list[Laid]:
     return items
 
 
-def _sizes(items: Sequence[Laid]) -> tuple[tuple[str, int], ...]:
+def _sizes(items: Sequence[Laid]) -> AxisSizes:
     mesh = items[0].mesh
     return () if mesh is None else tuple(mesh.axes.items())
 

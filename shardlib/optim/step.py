@@ -220,7 +220,11 @@ def hand_over(params: Tree, grads: Tree, state: State, after: Any) -> tuple[Any,
     results: Any = params, after
     news: Any = optree.tree_map(successor, results, is_leaf=_one, none_is_leaf=True)
     # optree sorts the keys of a dict, also of one whose values have moved
-    donated: Any = [t for t in (params, grads, state) if type(t) is not dict or not _emptied(t)]
+    donated: Any = [
+        t
+        for t in (params, grads, state)
+        if type(t) is not dict or next(iter(t.values()), None) is not _LEFT
+    ]
     for x in optree.tree_leaves(donated):
         if type(x) is not GivenUp and isinstance(x, Tensor):
             x.__dict__.clear()
@@ -251,16 +255,11 @@ def _used() -> ShardError:
     )
 
 
-def _left() -> Tensor:
-    """Make the placeholder for values that moved out of a dict."""
-    x = torch.empty(0, device="cpu")
-    x.__class__ = GivenUp
-    return x
-
-
 _NAMES = operator.attrgetter("__dict__")  # vars() of each takes three times as long
 _SHARDED = {ShardedTensor}
-_LEFT = _left()
+_LEFT = torch.empty(0, device="cpu")
+"""The placeholder for values that moved out of a dict."""
+_LEFT.__class__ = GivenUp
 _ALONE = max(map(sys.getrefcount, {0: object()}.values()))
 """Reference count of an object that only one dict refers to, measured as in ``_movable``."""
 
@@ -283,11 +282,6 @@ def _movable(tree: dict[Any, Any]) -> bool:
     """Return whether all of a dict's values are sharded and nothing else refers to them."""
     values = tree.values()
     return set(map(type, values)) == _SHARDED and max(map(sys.getrefcount, values)) <= _ALONE
-
-
-def _emptied(tree: dict[Any, Any]) -> bool:
-    """Return whether a dict's values have moved to a result."""
-    return next(iter(tree.values()), None) is _LEFT
 
 
 def _moved(tree: dict[Any, Any]) -> dict[Any, Any]:

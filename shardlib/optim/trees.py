@@ -25,26 +25,11 @@ from shardlib.grad import frozen
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh
 from shardlib.ops.padding import filled
-from shardlib.optim.buckets import (
-    ALIGN,
-    Bucket,
-    Buckets,
-    SlotPart,
-    State,
-    Tree,
-    held,
-    parts,
-    pytree_node,
-)
+from shardlib.optim.buckets import ALIGN as ALIGN
+from shardlib.optim.buckets import Bucket, Buckets, SlotPart, Tree, held, parts
+from shardlib.optim.buckets import State as State
+from shardlib.optim.buckets import pytree_node as pytree_node
 from shardlib.tensor import ShardedTensor, raw_of, type_or_class, typeof
-
-__all__ = [
-    "ALIGN", "SPAN", "EmptyState", "State", "TensorView", "Tree", "blocks_of",
-    "bucketed_in", "by_tensor", "check_gradient", "cleared", "cuts", "each", "first_of",
-    "given_for", "is_bucketed", "lies_flat", "merged", "moments", "named", "names_of", "need",
-    "nothing", "of_others", "one_block", "other_tree", "only", "pieces", "pytree_node", "ready", "refuse_copies",
-    "settled", "spans", "trainable", "with_raw", "writable", "zeros_like",
-]  # fmt: skip
 
 
 class EmptyState(NamedTuple):

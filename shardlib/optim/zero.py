@@ -13,7 +13,6 @@ Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -97,8 +96,8 @@ def zero(
     if stage == 0:
         return tx._replace(sink=partial(summing, cache=IndexCache(how)))
     made = SplitParameters(how) if stage == 3 else SplitState(how)
-    how_given: Any = {"sink": made.sink, "shard": made.shard, "heeds": True}
-    return Transform(made.init, made.update, tx.trait, made.donate, **how_given)
+    both = {"sink": made.sink, "shard": made.shard}
+    return Transform(made.init, made.update, tx.trait, made.donate, heeds=True, **both)
 
 
 def _refuse(wrong: object, message: str, fix: str, kind: type[ShardError] = ShardError) -> None:
