@@ -44,8 +44,19 @@ class Dim:
     @property
     def is_plain(self) -> bool:
         """Whether it is split over axes alone, in contiguous blocks, or not at all."""
-        plain = self.order == "contiguous" and not self.by
-        return plain and len(self.axes) == len(self.parts)
+        return not self.is_dealt and len(self.axes) == len(self.parts)
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether a rank holds other positions than those of the block at its index."""
+        return self.order != "contiguous" or bool(self.by)
+
+    def holder(self, coord: Mapping[str, int], sizes: Sizes) -> Mapping[str, int]:
+        """Return the coordinate whose block a rank holds: its own, without a skew."""
+        if not self.by:
+            return coord
+        (axis,) = self.axes
+        return {**coord, axis: (coord[axis] + coord[self.by]) % sizes[axis]}
 
     @property
     def ring(self) -> tuple[str, ...]:
@@ -135,10 +146,6 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
     """
     if dim.order != "contiguous":
         return _dealt_positions(dim, n, sizes, coord)
-    if dim.by:
-        (axis,) = dim.axes
-        at = (coord[axis] + coord[dim.by]) % sizes[axis]
-        return positions(Dim(dim.parts), n, sizes, {**coord, axis: at})
     # a position has one digit per part (mixed radix): an axis fixes its digit, an integer does not
     radices = [_radix(p, sizes) for p in dim.parts]
     stride = n - n % math.prod(radices)
@@ -149,7 +156,7 @@ def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Seque
             start += coord[part] * stride
         else:
             offsets = [o + digit * stride for o in offsets for digit in range(radix)]
-    if dim.is_plain:
+    if offsets == [0]:
         return range(start, start + stride)
     return [start + o + k for o in offsets for k in range(stride)]
 

@@ -137,7 +137,8 @@ class Layout:
         sizes = axis_sizes(mesh)
         me = self.resolve(len(shape))
         me.check(shape, sizes)
-        return tuple(positions(d, n, sizes, coord) for d, n in zip(me.dims, shape, strict=True))
+        pairs = zip(me.dims, shape, strict=True)
+        return tuple(positions(d, n, sizes, d.holder(coord, sizes)) for d, n in pairs)
 
     def is_zero(self, coord: Mapping[str, int]) -> bool:
         """Check whether the rank at ``coord`` holds zeros, as all parts of a sum but the first do."""
@@ -437,7 +438,7 @@ def _common(p: Dim, q: Dim) -> Dim:
     """Return the leading parts that two tokens share, up to the last axis among them."""
     if p == q:
         return p
-    if not p.order == q.order == "contiguous" or p.by or q.by:
+    if p.is_dealt or q.is_dealt:
         return WHOLE
     pairs = itertools.takewhile(
         lambda pair: pair[0] == pair[1], zip(p.parts, q.parts, strict=False)

@@ -73,7 +73,7 @@ def launch(
         finally:
             del os.environ[_FOLDER]
         try:
-            silent = _wait(context.processes, Path(folder), timeout)
+            idle = _wait(context.processes, Path(folder), timeout)
             ends = [p.exitcode for p in context.processes]
         finally:
             for process in context.processes:
@@ -81,8 +81,7 @@ def launch(
                     process.kill()
                 process.join(_SLACK)
             del store
-        if error := _failure(Path(folder), ends, sizes, silent):
-            raise error
+        _refuse_failed(Path(folder), ends, sizes, idle)
         return [pickle.loads(Path(folder, f"result{r}").read_bytes()) for r in range(world)]
 
 
@@ -143,62 +142,42 @@ def _roll(folder: Path, world: int) -> dict[str, str]:
     return {f"rank {r}": p.read_text() if p.exists() else "no answer" for r, p in enumerate(places)}
 
 
-def _failure(
-    folder: Path, ends: list[int | None], sizes: Mapping[str, int], silent: dict[str, str] | None
-) -> ShardError | None:
-    """Build the error of the first cause from each rank's exit code and error file."""
+def _refuse_failed(
+    folder: Path, ends: list[int | None], sizes: Mapping[str, int], idle: dict[str, str] | None
+) -> None:
+    """Raise the first cause, by each rank's exit code and error file, if a rank failed."""
     if (folder / "unguarded").exists():
-        return _unguarded(None)
+        raise _unguarded(None)
+    failed = partial(RankFailed, op="launch", mesh=sizes)
+    _refuse_killed(ends, failed)
     errors = sorted(folder.glob("error*"), key=lambda f: f.stat().st_mtime_ns)
     said: list[Any] = [(int(f.name[5:]), *pickle.loads(f.read_bytes())) for f in errors]
-    failed = partial(RankFailed, op="launch", mesh=sizes)
-    killed = [(r, code) for r, code in enumerate(ends) if code is not None and code < 0]
-    if killed:
-        return _killed(killed, failed)
-    raised = [told for told in said if not isinstance(told[1], RankFailed)]
-    if raised:
-        rank, cause, text = raised[0]
-        return _caused(cause, ShardError(f"rank {rank} failed:\n{text}", op="launch", mesh=sizes))
-    left = [r for r, code in enumerate(ends) if code == 0 and not _ended_well(folder, r)]
-    if left:
-        return failed(f"rank {left[0]} left with exit code 0 before its function returned")
-    if said:
-        cause = said[0][1]
-        return _caused(cause, failed(cause.message, operands=cause.operands, fix=cause.fix))
-    return _unreported(ends, sizes, silent, failed)
-
-
-def _unreported(
-    ends: list[int | None],
-    sizes: Mapping[str, int],
-    silent: dict[str, str] | None,
-    failed: Callable[..., RankFailed],
-) -> RankFailed | None:
-    """Return the error for ranks that are idle, or that ended without a report."""
-    if silent is not None:
+    for rank, cause, text in said:
+        if not isinstance(cause, RankFailed):
+            raise ShardError(f"rank {rank} failed:\n{text}", op="launch", mesh=sizes) from cause
+    left = {r for r, code in enumerate(ends) if code == 0} - {r for r, *_ in said}
+    for rank in sorted(left):
+        if not (folder / f"result{rank}").exists():
+            raise failed(f"rank {rank} left with exit code 0 before its function returned")
+    for _, cause, _ in said:
+        raise failed(cause.message, operands=cause.operands, fix=cause.fix) from cause
+    if idle is not None:
         axes = ", ".join(f"{n}={s}" for n, s in sizes.items())
         fix = f"sl.launch(fn, *args, {axes}, timeout=1000.0)"
-        why = "no rank did anything for longer than its timeout"
-        return failed(why, operands=silent, fix=fix)
-    bad = [(r, code) for r, code in enumerate(ends) if code]
-    return failed("rank {} ended with exit code {}".format(*bad[0])) if bad else None
+        raise failed("no rank did anything for longer than its timeout", operands=idle, fix=fix)
+    for rank, code in enumerate(ends):
+        if code:
+            raise failed(f"rank {rank} ended with exit code {code}")
 
 
-def _killed(ends: list[tuple[int, int]], failed: Callable[..., RankFailed]) -> RankFailed:
-    """Return the error for ranks that signals ended: SIGABRT is often a consequence."""
-    rank, code = min(ends, key=lambda end: -end[1] == signal.SIGABRT)
-    if -code == signal.SIGABRT:
-        return failed(ABORTED.format(rank), fix=CHECK_IT)
-    return failed(f"rank {rank} was ended by {signal.Signals(-code).name}")
-
-
-def _caused(cause: BaseException | None, error: ShardError) -> ShardError:
-    error.__cause__ = cause
-    return error
-
-
-def _ended_well(folder: Path, rank: int) -> bool:
-    return (folder / f"result{rank}").exists() or (folder / f"error{rank}").exists()
+def _refuse_killed(ends: list[int | None], failed: Callable[..., RankFailed]) -> None:
+    """Raise for a rank that a signal ended; SIGABRT is often a consequence of another's end."""
+    killed = [(r, -code) for r, code in enumerate(ends) if code is not None and code < 0]
+    if killed:
+        rank, number = min(killed, key=lambda end: end[1] == signal.SIGABRT)
+        if number == signal.SIGABRT:
+            raise failed(ABORTED.format(rank), fix=CHECK_IT)
+        raise failed(f"rank {rank} was ended by {signal.Signals(number).name}")
 
 
 def _unguarded(folder: str | None) -> ShardError:

@@ -15,7 +15,7 @@ import torch
 
 import shardlib as sl
 from shardlib.errors import MeshError, NoMesh, RankFailed
-from shardlib.mesh.launch import _failure
+from shardlib.mesh.launch import _refuse_failed
 
 
 def test_launch_returns_by_rank_and_raises_the_first_error() -> None:
@@ -85,11 +85,11 @@ def test_launch_notices_a_rank_that_died() -> None:
 
 
 def test_a_rank_that_gloo_aborts_is_not_blamed_and_a_killed_one_is(tmp_path: Path) -> None:
-    aborted = _failure(tmp_path, [None, -6, 1], {"x": 3}, None)
-    assert "rank 1 was ended by SIGABRT: gloo ends" in str(aborted)
-    assert "check" in str(aborted.fix)
-    killed = _failure(tmp_path, [-6, None, -9], {"x": 3}, None)
-    assert "rank 2 was ended by SIGKILL" in str(killed)
+    with pytest.raises(RankFailed, match="rank 1 was ended by SIGABRT: gloo ends") as aborted:
+        _refuse_failed(tmp_path, [None, -6, 1], {"x": 3}, None)
+    assert "check" in str(aborted.value.fix)
+    with pytest.raises(RankFailed, match="rank 2 was ended by SIGKILL"):
+        _refuse_failed(tmp_path, [-6, None, -9], {"x": 3}, None)
 
 
 def test_launch_times_silence_and_leaves_no_process() -> None:
