@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -54,6 +55,7 @@ def _rest_name(given: Arguments) -> str:
     return next((n for n, kind in given if kind is inspect.Parameter.VAR_POSITIONAL), "")
 
 
+@dataclass(eq=False)
 class Calls:
     """Outside calls of a module: the layouts of their inputs, and the weights they gather early.
 
@@ -62,17 +64,12 @@ class Calls:
     ``suggested``  the recipe, or other rules, by which its parameters were sharded.
     """
 
-    def __init__(
-        self,
-        inputs: Mapping[str, Layout],
-        mesh: Mesh,
-        arguments: Arguments,
-        suggested: object,
-    ) -> None:
-        self.inputs, self.mesh, self.arguments = inputs, mesh, arguments
-        self.suggested = suggested
-        # (submodule, mesh) -> the products of its last call there, and which of them share an X
-        self.orders: dict[Any, tuple[list[Entry], list[int]]] = {}
+    inputs: Mapping[str, Layout]
+    mesh: Mesh
+    arguments: Arguments
+    suggested: object
+    # (submodule, mesh) -> the products of its last call there, and which of them share an X
+    orders: dict[Any, tuple[list[Entry], list[int]]] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the recorded orders in a copy: its first call records them."""

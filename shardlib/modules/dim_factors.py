@@ -9,10 +9,12 @@ that holds them.
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from shardlib.layouts.dims import Apart, leading
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Atom:
     """Factor of a dimension, which is elementary or made of other atoms.
 
@@ -23,14 +25,11 @@ class Atom:
               joined: it must be whole.
     """
 
-    __slots__ = ("factors", "parent", "parts", "seen", "size")
-
-    def __init__(self, size: int, parts: "list[Atom] | None" = None) -> None:
-        self.size = size
-        self.parts = parts
-        self.seen = set[str]()
-        self.factors: list[Atom] | None = None
-        self.parent: Atom | None = None
+    size: int
+    parts: "list[Atom] | None" = None
+    seen: set[str] = field(default_factory=set)
+    factors: "list[Atom] | None" = None
+    parent: "Atom | None" = None
 
     def __repr__(self) -> str:
         if not self.parts:
@@ -73,9 +72,7 @@ def fresh(size: int, *seen: str) -> Row:
     """Return the row of a dimension of which only the size is known."""
     if size == 1:
         return []
-    atom = Atom(size)
-    atom.seen.update(seen)
-    return [atom]
+    return [Atom(size, seen=set(seen))]
 
 
 def mark(row: Iterable[Atom], what: str) -> None:

@@ -120,13 +120,21 @@ def _rule(names: str) -> Callable[[R], R]:
 
 
 class _OpCall:
-    """Call of an operator: its operands that are tensors, in order, and all by their names."""
+    """Call of an operator: its operands that are tensors, in order, and all by their names.
 
-    def __init__(self, func: Func, args: Args, kwargs: Kwargs) -> None:
+    ``x``     the first of them; ``rows``: the atoms of its dimensions.
+    """
+
+    def __init__(
+        self, func: Func, args: Args, kwargs: Kwargs, of: Callable[[Tensor], list[Row]]
+    ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.operands = tensors_in((args, kwargs))
         takes = {a.name: a.default_value for a in func._schema.arguments}
         self.named = takes | dict(zip(takes, args, strict=False)) | kwargs
+        if self.operands:
+            self.x = self.operands[0]
+            self.rows = list(of(self.x))
 
     def __getitem__(self, name: str) -> Any:
         """Return an operand; None if the operator has none of this name."""
@@ -134,19 +142,20 @@ class _OpCall:
 
     def dims(self, default: object = None) -> list[int]:
         """List the dimensions of the first operand that the call names; None stands for all."""
-        ndim = self.operands[0].ndim
+        ndim = self.x.ndim
         given = self.named.get("dim", self.named.get("dims", default))
         listed = [given] if isinstance(given, int) else given or range(ndim)
         return [d % ndim for d in listed] if ndim else []
 
-    def along(self, x: Tensor) -> int:
-        """Return the dimension of ``x`` that the call is along.
+    @property
+    def along(self) -> int:
+        """The dimension of the first operand that the call is along.
 
-        Raises: Apart if ``x`` has no dimensions.
+        Raises: Apart if it has no dimensions.
         """
-        if not x.ndim:
+        if not self.x.ndim:
             raise Apart
-        return self["dim"] % x.ndim
+        return self["dim"] % self.x.ndim
 
 
 class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
@@ -183,7 +192,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         out = func(*args, **(kwargs or {}))
-        call = _OpCall(func, args, kwargs or {})
+        call = _OpCall(func, args, kwargs or {}, self.of)
         try:
             self.learn(call, out)
         except Apart:
@@ -271,7 +280,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     def reduce(self, call: _OpCall, out: object, what: str = "bound") -> None:
         if call["other"] is not None:  # elementwise maximum of two tensors
             return self.pointwise(call, out)
-        rows, gone = dict(enumerate(self.of(call.operands[0]))), call.dims()
+        rows, gone = dict(enumerate(call.rows)), call.dims()
         for d in gone:
             mark(rows[d], what)
         kept = {d: r for d, r in rows.items() if d not in gone}
@@ -288,31 +297,28 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     @_rule("topk")
     def along(self, call: _OpCall, out: object) -> None:
-        self.mixed(call.operands[0], out, call.dims(-1))
+        self.mixed(call, out, call.dims(-1))
 
     @_rule("constant_pad_nd")
     def pad(self, call: _OpCall, out: Tensor) -> None:
-        x = call.operands[0]
-        self.mixed(x, out, [d for d in range(x.ndim) if x.shape[d] != out.shape[d]])
+        sizes = enumerate(zip(call.x.shape, out.shape, strict=True))
+        self.mixed(call, out, [d for d, (n, m) in sizes if n != m])
 
-    def mixed(self, x: Tensor, out: object, dims: Sequence[int]) -> None:
-        """Give the results the dimensions of ``x``; positions of ``dims`` depend on each other."""
-        rows = self.of(x)
+    def mixed(self, call: _OpCall, out: object, dims: Sequence[int]) -> None:
+        """Give the results the operand's dimensions; positions of ``dims`` depend on each other."""
         for d in dims:
-            mark(rows[d], "bound")
+            mark(call.rows[d], "bound")
         for y in tensors_in(out):
-            sizes = zip(rows, x.shape, y.shape, strict=True)
+            sizes = zip(call.rows, call.x.shape, y.shape, strict=True)
             self.know(y, [r if n == m else fresh(m, "bound") for r, n, m in sizes])
 
     @_rule("native_layer_norm fused_rms_norm rms_norm")
     def layer_norm(self, call: _OpCall, out: object) -> None:
-        x, *affine = call.operands
-        rows, over = self.of(x), call["normalized_shape"]
-        for row in rows[x.ndim - len(over) :]:
+        for row in call.rows[-len(call["normalized_shape"]) :]:
             mark(row, "normed")
-        for w in affine:
-            self.align(rows, x.shape, w)
-        self.know(tensors_in(out)[0], rows)
+        for w in call.operands[1:]:
+            self.align(call.rows, call.x.shape, w)
+        self.know(tensors_in(out)[0], call.rows)
 
     @_rule(
         "native_batch_norm native_batch_norm_legit native_batch_norm_legit_no_training "
@@ -320,30 +326,27 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     )
     def channel_norm(self, call: _OpCall, out: object) -> None:
         """Unite the channels of a batch's or groups' norm with those of its vectors."""
-        x, *vectors = call.operands
-        rows = self.of(x)
-        for w in vectors:
-            self.join(self.of(w)[0], rows[1])
+        for w in call.operands[1:]:
+            self.join(self.of(w)[0], call.rows[1])
         if call["group"] is not None:
-            mark(rows[1], "bound")
-        self.know(tensors_in(out)[0], rows)
+            mark(call.rows[1], "bound")
+        self.know(tensors_in(out)[0], call.rows)
 
     # ------------------------------------------------------------ views and pieces
 
     @_rule("view unsafe_view reshape reshape_alias view_copy")
     def views(self, call: _OpCall, out: Tensor) -> None:
-        x = call.operands[0]
-        flat, rows = [a for row in self.of(x) for a in row], []
+        flat, rows = [*itertools.chain(*call.rows)], []
         try:
             for n in out.shape:
                 taken, flat = parted(flat, n)
                 rows.append(taken)
         except Apart:
-            mark([a for row in self.of(x) for a in row], "bound")
+            mark(itertools.chain(*call.rows), "bound")
             rows = [fresh(n, "bound") for n in out.shape]
         self.know(out, rows)
-        if id(x) in self.origin:
-            self.viewed(x, out)
+        if id(call.x) in self.origin:
+            self.viewed(call.x, out)
 
     def viewed(self, x: Tensor, out: Tensor) -> None:
         """Record that a view which only adds or drops dimensions of size 1 is of a parameter."""
@@ -359,7 +362,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
         Raises: Apart for any other view.
         """
-        x = call.operands[0]
+        x = call.x
         strides = [_STRIDE + d for d in range(x.ndim)]
         frame = torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta")
         try:
@@ -387,21 +390,19 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     @_rule("repeat")
     def repeat(self, call: _OpCall, out: Tensor) -> None:
-        x = call.operands[0]
         rows = [fresh(n) for n in out.shape]
-        for d in range(-1, -x.ndim - 1, -1):
-            rows[d] = fresh(out.shape[d] // max(1, x.shape[d])) + self.of(x)[d]
+        for d in range(-1, -call.x.ndim - 1, -1):
+            rows[d] = fresh(out.shape[d] // max(1, call.x.shape[d])) + call.rows[d]
         self.know(out, rows)
 
     @_rule("slice")
     def slice(self, call: _OpCall, out: Tensor) -> None:
-        x = call.operands[0]
-        dim, rows = call.along(x), self.of(x)
-        start, stop, step = slice(call["start"], call["end"], call["step"]).indices(x.shape[dim])
-        self.know(out, rows, self.origin.get(id(x)))
-        if (start, stop, step) != (0, x.shape[dim], 1):
-            size = out.shape[dim]
-            self.rows[id(out)][dim] = self.taken(rows[dim], start, max(start, stop), step, size)
+        dim = call.along
+        length, size = call.x.shape[dim], out.shape[dim]
+        start, stop, step = slice(call["start"], call["end"], call["step"]).indices(length)
+        if (start, stop, step) != (0, length, 1):
+            call.rows[dim] = self.taken(call.rows[dim], start, max(start, stop), step, size)
+        self.know(out, call.rows, self.origin.get(id(call.x)))
 
     def taken(self, row: Row, start: int, stop: int, step: int, size: int) -> Row:
         try:
@@ -414,8 +415,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     @_rule("split split_with_sizes")
     def split(self, call: _OpCall, out: Sequence[Tensor]) -> None:
-        x = call.operands[0]
-        dim, rows = call.along(x), list(self.of(x))
+        dim, rows = call.along, call.rows
         row, sizes = leaves(rows[dim]), [y.shape[dim] for y in out]
         ends = [*itertools.accumulate(sizes)]
         pieces = self.shares(row, sizes) or (
@@ -423,7 +423,7 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         )
         for y, mine in zip(out, pieces, strict=True):
             rows[dim] = mine
-            self.know(y, rows, self.origin.get(id(x)))
+            self.know(y, rows, self.origin.get(id(call.x)))
 
     def shares(self, row: Row, sizes: Sequence[int]) -> list[Row]:
         """Return the atoms of each of several equal parts; none if the row has no such factor."""
@@ -456,12 +456,10 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     @_rule("stack")
     def stack(self, call: _OpCall, out: Tensor) -> None:
-        first, *others = call.operands
-        rows = list(self.of(first))
-        for x in others:
-            self.align(rows, first.shape, x)
-        rows.insert(call["dim"] % out.ndim, fresh(len(others) + 1))
-        self.know(out, rows)
+        for x in call.operands[1:]:
+            self.align(call.rows, call.x.shape, x)
+        call.rows.insert(call["dim"] % out.ndim, fresh(len(call.operands)))
+        self.know(out, call.rows)
 
     # ------------------------------------------------------------ products
 
@@ -547,31 +545,27 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     )
     def pooled(self, call: _OpCall, out: object) -> None:
         """Keep the two leading dimensions; the others are space."""
-        x = call.operands[0]
-        rows = self.of(x)
-        for row in rows[2:]:
+        for row in call.rows[2:]:
             mark(row, "bound")
         for y in tensors_in(out):
-            if y.shape[:2] == x.shape[:2]:
-                self.know(y, [*rows[:2], *(fresh(n) for n in y.shape[2:])])
+            if y.shape[:2] == call.x.shape[:2]:
+                self.know(y, [*call.rows[:2], *map(fresh, y.shape[2:])])
 
     # ------------------------------------------------------------ indexing
 
     @_rule("embedding")
     def embedding(self, call: _OpCall, out: Tensor) -> None:
-        table, ids = call.operands[:2]
-        rows = self.of(table)
-        mark(rows[1], "embedded")
-        self.know(out, [*self.of(ids), rows[1]])
-        if id(table) in self.origin:
-            self.read("lookup", table, 0, 1, [])
+        ids, features = call.operands[1], call.rows[1]
+        mark(features, "embedded")
+        self.know(out, [*self.of(ids), features])
+        if id(call.x) in self.origin:
+            self.read("lookup", call.x, 0, 1, [])
             mine, given = map(itertools.chain.from_iterable, (self.of(ids), self.found.numbers))
             self.found.reads[-1].given = common(mine, given)
 
     @_rule("index")
     def index(self, call: _OpCall, out: Tensor) -> None:
-        x, index = call.operands[0], call["indices"]
-        rows = self.of(x)
+        x, rows, index = call.x, call.rows, call["indices"]
         given = {d: i for d, i in enumerate(index) if i is not None}
         for d in given:
             mark(rows[d], "bound")
@@ -592,27 +586,23 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     @_rule("index_select")
     def index_select(self, call: _OpCall, out: Tensor) -> None:
-        x, ids = call.operands
-        rows, dim = list(self.of(x)), call.along(x)
-        mark(rows[dim], "bound")
-        rows[dim] = [*itertools.chain(*self.of(ids))]
-        self.know(out, rows)
+        mark(call.rows[call.along], "bound")
+        call.rows[call.along] = [*itertools.chain(*self.of(call.operands[1]))]
+        self.know(out, call.rows)
 
     @_rule("gather")
     def gather(self, call: _OpCall, out: Tensor) -> None:
         x, ids = call.operands
-        dim = call.along(x) - x.ndim
-        mark(self.of(x)[dim], "bound")
-        rows = list(self.of(ids))
+        dim, rows = call.along - x.ndim, list(self.of(ids))
+        mark(call.rows[dim], "bound")
         self.align(rows, ids.shape, x, dim)
         self.know(out, rows)
 
     @_rule("scatter scatter_add index_add index_copy scatter_reduce index_fill")
     def scatter(self, call: _OpCall, out: Tensor) -> None:
-        x, *others = call.operands
-        rows, dim = list(self.of(x)), call.along(x) - x.ndim
+        x, rows, dim = call.x, call.rows, call.along - call.x.ndim
         mark(rows[dim], "bound")
-        for other in others:
+        for other in call.operands[1:]:
             if other.ndim == x.ndim:
                 self.align(rows, x.shape, other, dim)
         if id(out) not in self.rows:
@@ -620,20 +610,20 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     @_rule("index_put")
     def index_put(self, call: _OpCall, out: Tensor) -> None:
-        x, index, values = call.operands[0], call["indices"], call["values"]
-        rows = self.of(x)
-        for row, i in zip(rows, index, strict=False):
+        index = call["indices"]
+        for row, i in zip(call.rows, index, strict=False):
             if i is not None:
                 mark(row, "bound")
-        self.align(rows[len(index) :], x.shape[len(index) :], values)
+        count = len(index)
+        self.align(call.rows[count:], call.x.shape[count:], call["values"])
         if id(out) not in self.rows:
-            self.know(out, rows)
+            self.know(out, call.rows)
 
 
 def _keeps_shape(call: _OpCall, out: object) -> bool:
     """Check whether a call has one operand, and results of its shape alone."""
-    found = call.operands
-    return len(found) == 1 and all(y.shape == found[0].shape for y in tensors_in(out))
+    one = len(call.operands) == 1
+    return one and all(y.shape == call.x.shape for y in tensors_in(out))
 
 
 # ---------------------------------------------------------------- running the module

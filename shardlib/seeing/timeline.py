@@ -610,16 +610,12 @@ class Recording(Timeline, Trace):
         if hasattr(self.outer, "chose"):
             self.outer.chose(match, product)
 
-    def __call__(
-        self, implementation: Callable[..., Any], func: Func, args: Args, kwargs: dict[str, Any]
-    ) -> object:
-        return self._heard(self.outer, implementation, func, args, kwargs)
+    def __call__(self, *call: Any) -> object:
+        return self._heard(self.outer, *call)
 
-    def verb(
-        self, implementation: Callable[..., Any], func: Func, args: Args, kwargs: dict[str, Any]
-    ) -> object:
+    def verb(self, *call: Any) -> object:
         """Record a verb of the library."""
-        return self._heard(getattr(self.outer, "verb", None), implementation, func, args, kwargs)
+        return self._heard(getattr(self.outer, "verb", None), *call)
 
     def _heard(
         self, outer: Any, implementation: Callable[..., Any], func: Func, args: Args, kwargs: Kwargs
