@@ -205,11 +205,10 @@ def _ways_text(plan: Plan[Weighed]) -> str:
     for w in plan.table:
         parts = (w.peak, w.parameters, w.gradients, w.state, w.saved, w.temporary)
         figures = " ".join(f"{p / scale:>7.2f}" for p in parts)
-        tail = f"{w.bytes / 2**20:>11.1f} {w.messages:>9.0f} {w.seconds:>9.3g}"
-        lines.append(str(w.way))
-        if not w.fits:
-            lines[-1] += "  (does not fit)"
-        lines.append(f"        {figures} {tail}")
+        lines += [
+            str(w.way) + ("" if w.fits else "  (does not fit)"),
+            f"        {figures} {w.bytes / 2**20:>11.1f} {w.messages:>9.0f} {w.seconds:>9.3g}",
+        ]
     lines += [f"cannot be: {way}: {why}" for way, why in plan.rejected]
     lines.append(f"{plan.looked} ways were estimated, {len(plan.table)} ran on paper")
     if plan.cluster is not None:
@@ -382,6 +381,10 @@ def _loss(apply: Any, params: Any, ids: Tensor, labels: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the estimates and runs
 
 
+_Measured = dict[tuple[int, str], dict[str, float]]
+"""(micro-batches, remat) -> the cost of a micro-batch, of what has run."""
+
+
 @dataclass
 class _Study:
     """A study of one model on one cluster; its traced dimensions and counts serve every way.
@@ -483,7 +486,7 @@ class _Study:
         # the number whose micro-batches are nearest to those of the fastest way
         count = min(counts, key=lambda n: abs(math.log(self.batch / way.rows / n / rows)))
         every = list(itertools.product(counts, remats))
-        found: dict[tuple[int, str], dict[str, float]] = {}
+        found: _Measured = {}
         for _ in range(4):
             found[count, remat] = self._measured(replace(way, accumulate=count), remat)
             known, best = (self._best(way, found, keys) for keys in (list(found), every))
@@ -501,7 +504,7 @@ class _Study:
     def _best(
         self,
         way: Strategy,
-        found: Mapping[tuple[int, str], Mapping[str, float]],
+        found: _Measured,
         keys: Sequence[tuple[int, str]],
     ) -> Weighed:
         """Return the fastest that fits, else the smallest, with these micro-batches and remats."""
@@ -516,9 +519,7 @@ class _Study:
             return min(fitting, key=lambda t: (t.seconds, t.way.accumulate, t.way.stage))
         return min(tried, key=lambda t: t.peak)
 
-    def _thought(
-        self, found: Mapping[tuple[int, str], Mapping[str, float]], count: int, remat: str
-    ) -> Mapping[str, float]:
+    def _thought(self, found: _Measured, count: int, remat: str) -> Mapping[str, float]:
         """Return the cost of a micro-batch: measured, or scaled from the nearest one that was."""
         if (count, remat) in found:
             return found[count, remat]
@@ -531,11 +532,7 @@ class _Study:
         if kept < 1:
             out["temporary"] += known["kept"]
         out["temporary"] *= by
-        for key in known:
-            if key.startswith("bytes "):
-                reduced = known.get(key.replace("bytes ", "reduced "), 0.0)
-                out[key] = reduced + by * (known[key] - reduced)
-        return out
+        return out | {k: by * n for k, n in known.items() if k.startswith("own bytes ")}
 
     def _measured(self, way: Strategy, remat: str) -> dict[str, float]:
         """Measure the cost of a micro-batch on the meta device."""
@@ -569,11 +566,10 @@ class _Study:
         out: dict[str, float] = defaultdict(float)
         for late, t in enumerate((found.forward, found.backward)):
             for e in t.events:
-                out[f"bytes {e.axis}"] += float(e.bytes)
-                out[f"messages {e.axis}"] += e.messages
-                if late and e.kind == "psum" and set(e.axis.split()) <= set(way.copies):
-                    out[f"reduced {e.axis}"] += float(e.bytes)  # gradients
-                    out[f"gradients {e.axis}"] += e.messages
+                summed = e.kind == "psum" and set(e.axis.split()) <= set(way.copies)
+                of = "reduced" if late and summed else "own"  # of gradients, or all others
+                out[f"{of} bytes {e.axis}"] += float(e.bytes)
+                out[f"{of} messages {e.axis}"] += e.messages
         out |= {"parameters": found.parameters, "saved": found.saved, "transient": found.transient}
         return dict(out)
 
@@ -601,13 +597,15 @@ class _Study:
         # half of a reduction scatters gradients, the other half gathers parameters
         times = {2: (count + 1) / 2, 3: count}.get(way.stage, 1)
         along: dict[str, tuple[float, float]] = {}
-        for axis in [k.removeprefix("bytes ") for k in found if k.startswith("bytes ")]:
-            reduced, messages = (found.get(f"{of} {axis}", 0.0) for of in ("reduced", "gradients"))
-            own = found[f"bytes {axis}"] - reduced, found[f"messages {axis}"] - messages
+        for axis in dict.fromkeys(k.split(" ", 2)[2] for k in found if " " in k):
+            own, reduced = (
+                [found.get(f"{of} {what} {axis}", 0.0) for what in ("bytes", "messages")]
+                for of in ("own", "reduced")
+            )
             if way.stage:
                 p = math.prod(way.mesh[a] for a in axis.split())
-                messages = min(2 * (p - 1) * math.ceil(params / BUCKET), messages)
-            along[axis] = count * own[0] + times * reduced, count * own[1] + times * messages
+                reduced[1] = min(2 * (p - 1) * math.ceil(params / BUCKET), reduced[1])
+            along[axis] = count * own[0] + times * reduced[0], count * own[1] + times * reduced[1]
         if way.stage >= 3:
             ways, over = math.prod(way.mesh[a] for a in way.copies), " ".join(way.copies)
             had = along.get(over, (0.0, 0.0))
