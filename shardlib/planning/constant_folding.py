@@ -9,9 +9,9 @@ of products with an addend in Python, a fifth of a millisecond each: ``on_shapes
 the same shapes.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -83,13 +83,18 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         return self.values.get(id(x), x) if isinstance(x, Tensor) else x
 
 
-def _computed(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _computed(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on the host; if all rows are one expanded row, compute that row alone.
 
     The positions of a batch are one row, expanded a thousand times in a large batch.
     """
-    count, most = _equal_rows(args)
-    if count <= 1 or not _by_row(func, args, most) or func._schema.is_mutable:
+    given = tensors_in(args)
+    most = max((x.ndim for x in given), default=0)
+    widest = [x for x in given if x.ndim == most > 1]
+    # rows of stride 0 are the same memory: one of them gives all
+    one = all(x.stride(0) == 0 or x.shape[0] == 1 for x in widest)
+    count = max((x.shape[0] for x in widest if one), default=0)
+    if count <= 1 or func._schema.is_mutable or not _by_row(func, args, most):
         return func(*args, **kwargs)
     tree: Any = args
     first: Any = optree.tree_map(
@@ -99,17 +104,7 @@ def _computed(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out.expand(count, *out.shape[1:])
 
 
-def _equal_rows(args: tuple[Any, ...]) -> tuple[int, int]:
-    """Count the rows of the operands, 0 unless they are one expanded row; and their dimensions."""
-    given = tensors_in(args)
-    most = max((x.ndim for x in given), default=0)
-    widest = [x for x in given if x.ndim == most > 1]
-    # rows of stride 0 are the same memory: one of them gives all
-    one = all(x.stride(0) == 0 or x.shape[0] == 1 for x in widest)
-    return max((x.shape[0] for x in widest if one), default=0), most
-
-
-def _by_row(func: object, args: tuple[Any, ...], ndim: int) -> bool:
+def _by_row(func: object, args: Args, ndim: int) -> bool:
     """Return whether each row of the result depends only on the same row of the operands."""
     if torch.Tag.pointwise in func.tags:
         return True
@@ -121,18 +116,12 @@ def _by_row(func: object, args: tuple[Any, ...], ndim: int) -> bool:
 # ---------------------------------------------------------------- cache of shapes
 
 
-class _NewTensor(NamedTuple):
-    """A new tensor; ``size`` is None where an operation writes to and returns its first operand."""
-
-    size: torch.Size | None
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+# size, stride and dtype of a new tensor, () for the first operand; None for a view, or no simple
+# tensor: those run each time
+_MADE = Memo()
 
 
-_MADE = Memo()  # _NewTensor; None for a view, or more than one tensor: those run each time
-
-
-def on_shapes(func: Func, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def on_shapes(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation of torch, from the cache if its operands are on the meta device.
 
     >>> x = torch.empty(2, 3, device="meta")
@@ -146,16 +135,13 @@ def on_shapes(func: Func, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
         known = key in _MADE["meta"]
     except _Values:
         return func(*args, **kwargs)
+    made = _MADE["meta"][key] if known else None
+    if made is not None:
+        return torch.empty_strided(*made[:2], dtype=made[2], device="meta") if made else args[0]
+    out = func(*args, **kwargs)
     if not known:
-        out = func(*args, **kwargs)
         _MADE.keep("meta", key, _made(out, args))
-        return out
-    made = _MADE["meta"][key]
-    if made is None:
-        return func(*args, **kwargs)
-    if made.size is None:
-        return args[0]
-    return torch.empty_strided(made.size, made.stride, dtype=made.dtype, device="meta")
+    return out
 
 
 @lru_cache(maxsize=1024)
@@ -188,14 +174,14 @@ def _key(x: object) -> Hashable:
     raise _Values
 
 
-def _made(out: object, args: tuple[Any, ...]) -> _NewTensor | None:
+def _made(out: object, args: Args) -> tuple[Any, ...] | None:
     """Describe how to make an equal tensor; None if it shares memory or is not simply strided."""
     if args and out is args[0]:
-        return _NewTensor(None, (), out.dtype)
+        return ()
     if type(out) is not Tensor or not out.is_meta or out.storage_offset():
         return None
     again = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
     own = out.untyped_storage()._cdata
     alone = all(x.untyped_storage()._cdata != own for x in tensors_in(args))
     same = again.untyped_storage().nbytes() == out.untyped_storage().nbytes()
-    return _NewTensor(out.shape, out.stride(), out.dtype) if alone and same else None
+    return (out.shape, out.stride(), out.dtype) if alone and same else None

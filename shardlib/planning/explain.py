@@ -4,6 +4,7 @@ Nothing runs: blocks are on the meta device and the mesh is only a mapping of na
 a plan for 512 ranks takes as long as one for two.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -413,11 +414,7 @@ class _CallRecorder:
         self.match, self.product = match, product
 
     def __call__(
-        self,
-        implementation: Callable[..., Any],
-        func: Func,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, implementation: Callable[..., Any], func: Func, args: Args, kwargs: Kwargs
     ) -> Any:
         if self.inside:
             return implementation(func, args, kwargs)
@@ -436,18 +433,17 @@ class _CallRecorder:
     verb = __call__
 
     def _write(self, func: object, operands: list[ShardedTensor], out: Tensor, before: int) -> None:
-        row = Row(function_name(func), user_line(), tuple(typeof(x) for x in operands), typeof(out))
-        row.module, row.forward = self.paths.now(), self.t.events[before:]
+        types = tuple(map(typeof, operands))
+        row = Row(function_name(func), user_line(), types, typeof(out), module=self.paths.now())
+        row.forward = self.t.events[before:]
         if self.match is not None:
             row.algorithm, row.note = self.match.algorithm, self.match.note
             row.memory = int(self.match.forward.memory)
             row.product = self.product
             if row.product and isinstance(out, ShardedTensor):
-                k, item = operands[0].padded_shape[-1], out.raw.element_size()
-                row.bound = (
-                    lower_bound(out.padded_shape[:-1].numel(), k, out.padded_shape[-1], self.ranks)
-                    * item
-                )
+                *rows, n = out.padded_shape
+                words = lower_bound(math.prod(rows), operands[0].padded_shape[-1], n, self.ranks)
+                row.bound = words * out.raw.element_size()
         self.rows.append(row)
         node = raw_of(out).grad_fn
         if self.marks and node is not None and node not in self.nodes:
@@ -487,9 +483,8 @@ class _CallRecorder:
             self.counted(sink.finish)
         self._turn(None)
         if self.apart:
-            rest = Row(self.apart[0].kind, "gradients of several parameters", (), "")
-            rest.backward = self.apart
-            self.rows.append(rest)
+            at = "gradients of several parameters"
+            self.rows.append(Row(self.apart[0].kind, at, (), "", backward=self.apart))
 
 
 class _Together(Together):

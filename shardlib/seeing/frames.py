@@ -57,6 +57,11 @@ class Frame:
         """The operands transferred in this step; each has a colour."""
         return sorted({_kind(s) for s in self.sent})
 
+    @property
+    def operands(self) -> set[str]:
+        """Their letters; of other values "sum" or "result"."""
+        return {letter for s in self.sent for letter in _operands(s)}
+
     def __str__(self) -> str:
         lines = [f"{', '.join(self.what)}   {float(self.bytes):,.0f} B per rank"]
         for s in self.sent:
@@ -229,6 +234,7 @@ class _Camera(Trace):
         super().__init__()
         self.mesh = mesh
         self.known: dict[float, str] = {}
+        self.count = 0
         self.names = iter("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
         self.taken: list[tuple[str, list[Sent]]] = []
 
@@ -236,19 +242,15 @@ class _Camera(Trace):
         """Return the operand with elements that occur nowhere else; replicas share theirs."""
         if not x.raw.is_floating_point():
             return x
-        name, first = next(self.names), len(self.known) + 1
-        count = x.raw.numel()
+        name, start = next(self.names), self.count
+        self.count += x.raw.numel()
         # small: of large ones a softmax is one-hot, and its output a copy of an element
-        numbers = torch.arange(first, first + count, dtype=torch.float64, device="cpu")
-        values = (numbers + 0.5) * 2.0**-10
-        raw = values.reshape(x.raw.shape).clone()
-        holders = _holders(x)
-        for rank, owner in enumerate(holders):
+        numbers = torch.arange(start, self.count, dtype=torch.float64, device="cpu")
+        raw = ((numbers + 1.5) * 2.0**-10).reshape(x.raw.shape)
+        for rank, owner in enumerate(_holders(x)):
             raw[rank] = raw[owner]
             for value in raw[owner].flatten().tolist():
                 self.known.setdefault(value, f"{name}{owner}")
-        for value in values.tolist():
-            self.known.setdefault(value, name)
         wide = torch.promote_types(x.dtype, torch.float32)
         return x.becomes(raw.to(x.raw.device, wide))
 
@@ -272,14 +274,16 @@ class _Camera(Trace):
     def developed(self) -> tuple[Frame, ...]:
         """Group transfers into steps; a step ends when one of its operands moves again."""
         moved = [e for e in self.events if e.messages]
-        steps: list[tuple[set[str], list[str], list[Sent], Fraction]] = []
+        steps: list[Frame] = []
         for (what, sent), event in zip(self.taken, moved, strict=True):
-            operands = {letter for s in sent for letter in _operands(s)}
-            if not steps or operands & steps[-1][0] or (operands | steps[-1][0]) & _OWN:
-                steps.append((set(), [], [], Fraction(0)))
-            seen, whats, blocks, total = steps.pop()
-            steps.append((seen | operands, [*whats, what], [*blocks, *sent], total + event.bytes))
-        return tuple(Frame(tuple(s), tuple(w), n) for _, w, s, n in steps)
+            new = Frame(tuple(sent), (what,), event.bytes)
+            before = steps[-1].operands if steps else _OWN
+            if before & new.operands or (before | new.operands) & _OWN:
+                steps.append(new)
+            else:
+                old = steps.pop()
+                steps.append(Frame(old.sent + new.sent, old.what + new.what, old.bytes + new.bytes))
+        return tuple(steps)
 
 
 _ADDING = ("psum", "psum_scatter", "preduce", "pmean")
