@@ -116,7 +116,7 @@ def from_colossalai_config(config: Mapping[str, Any], world: int | None = None) 
     parallel = _table(config.get("parallel"), "parallel")
     pipeline = _size(parallel.get("pipeline", 1), "parallel.pipeline")
     if pipeline != 1:
-        raise _unsupported(
+        raise _refused(
             f"parallel.pipeline of {pipeline} stages: there are no pipelines here; "
             "a mesh of the same number of ranks splits each layer instead"
         )
@@ -140,7 +140,12 @@ def _tensor(given: object) -> tuple[dict[str, int], str]:
     if isinstance(given, int) and not isinstance(given, bool):
         given = {"size": given}
     table = _table(given, "parallel.tensor")
-    size, mode = _size(table.get("size", 1), "parallel.tensor.size"), _mode(table.get("mode"))
+    size, mode = _size(table.get("size", 1), "parallel.tensor.size"), table.get("mode")
+    if mode is not None:
+        given, mode = mode, str(mode).lower()
+        if mode not in MODES:
+            hint = meant(similar(str(given), MODES, 1, 0.3))
+            raise _bad(f"parallel.tensor.mode={given!r} is none of {', '.join(MODES)}{hint}")
     if "depth" in table and mode != "2.5d":
         raise _bad(f"parallel.tensor.depth is of mode '2.5d', not {mode!r}")
     if size == 1 and mode is None:
@@ -162,18 +167,9 @@ def _tensor(given: object) -> tuple[dict[str, int], str]:
     return mesh, recipe
 
 
-def _mode(given: object) -> str | None:
-    if given is None:
-        return None
-    if str(given).lower() not in MODES:
-        hint = meant(similar(str(given), MODES, 1, 0.3))
-        raise _bad(f"parallel.tensor.mode={given!r} is none of {', '.join(MODES)}{hint}")
-    return str(given).lower()
-
-
 def _data(given: object, tensor: int, world: int | None) -> int:
-    if world is not None and (isinstance(world, bool) or not isinstance(world, int) or world < 1):
-        raise _bad(f"world={world!r} is no number of processes")
+    if world is not None:
+        _size(world, "world")
     if given is not None:
         size = _size(given, "parallel.data")
         if world is not None and size * tensor != world:
@@ -204,7 +200,7 @@ def _zero(given: object, notes: list[str]) -> dict[str, Any]:
     }
     policy = str(inner.get("tensor_placement_policy", "cuda"))
     if policy not in ("cuda", "auto") or inner.get("cpu_offload"):
-        raise _unsupported(
+        raise _refused(
             f"zero.model_config: tensor_placement_policy={policy!r} keeps parameters in host "
             'memory; what is kept for backward can go there: remat=[("h.*", "host")]'
         )
@@ -243,7 +239,7 @@ def _table(given: object, name: str) -> Mapping[str, Any]:
         if known is not None and key not in known:
             hint = meant(similar(str(key), known, 1, 0.5)) or f" (there are {', '.join(known)})"
             where = f"{name}.{key}" if name else key
-            raise _unsupported(f"{where} has no counterpart{hint}")
+            raise _refused(f"{where} has no counterpart{hint}")
     return given
 
 
@@ -264,7 +260,7 @@ def _clip(given: Any) -> float | None:
     return given if given > 0 else None
 
 
-def _unsupported(message: str) -> Unsupported:
+def _refused(message: str) -> Unsupported:
     return Unsupported(message, op="from_colossalai_config", fix=FIX)
 
 
