@@ -11,7 +11,8 @@ results of these rows are dropped.  ``generate`` shards its batches by the recip
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -139,21 +140,14 @@ _EVEN = (-1, -1)
 """Rows of a batch that is not filled up."""
 
 
-def _batches(calls: Calls, named: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor, Layout]]:
-    """List the plain inputs whose rows are split, with their layouts."""
-    for name, x in named:
-        if isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and x.ndim:
-            layout = _layout(calls, name, x)
-            if layout is not None:
-                yield name, x, layout
-
-
 def _rows(calls: Calls, named: list[tuple[str, Any]]) -> tuple[int, int]:
     """Count the rows of a batch that does not divide, and the rows to which it is filled up."""
-    found = sorted(_batches(calls, named), key=lambda batch: batch[1].shape[0] <= 1)
-    if not found:
+    given = [(n, x) for n, x in named if isinstance(x, Tensor) and x.ndim]
+    plain = [(n, x, _layout(calls, n, x)) for n, x in given if not isinstance(x, ShardedTensor)]
+    split = [(x.shape[0] <= 1, n, x, layout) for n, x, layout in plain if layout is not None]
+    if not split:
         return _EVEN
-    name, value, layout = found[0]
+    _, name, value, layout = min(split, key=operator.itemgetter(0))
     count, ranks = value.shape[0], calls.mesh.axis_size(layout.dims[0].axes)
     if torch.is_grad_enabled():
         if count > 1 and count % ranks:
@@ -173,11 +167,9 @@ def _rows(calls: Calls, named: list[tuple[str, Any]]) -> tuple[int, int]:
 
 def _placed(calls: Calls, name: str, value: object, rows: tuple[int, int]) -> Any:
     if not isinstance(value, Tensor | nn.Module | Mapping):
-        for cache in (
-            value,
-            *(getattr(value, f"{n}_attention_cache", None) for n in ("self", "cross")),
-        ):
-            _laid_with_keys(cache)
+        _laid_with_keys(value)
+        _laid_with_keys(getattr(value, "self_attention_cache", None))
+        _laid_with_keys(getattr(value, "cross_attention_cache", None))
     return _mapped(lambda x: _placed_tensor(calls, name, x, rows), value)
 
 

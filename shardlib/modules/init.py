@@ -8,6 +8,7 @@ temporaries of that code itself.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -211,23 +212,22 @@ def _back(x: ShardedTensor, like: ShardedTensor) -> Tensor:
     return reshard(x, like.sharding).raw
 
 
+@dataclass(eq=False)
 class _Unwritten:
     """Tensors of a module without values, and the ways to give them one; alike on every rank.
 
     ``aside``  temporaries for the module's other tensors, to which its code may write.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        tensors: Mapping[str, ShardedTensor],
-        mesh: Mesh,
-        aside: Mapping[str, Tensor],
-    ) -> None:
-        self.module, self.tensors, self.mesh, self.aside = module, tensors, mesh, aside
-        self.written = set[str]()
-        self.at: dict[str, tuple[Tensor, int]] = {}
-        for n, t in tensors.items():
+    module: nn.Module
+    tensors: Mapping[str, ShardedTensor]
+    mesh: Mesh
+    aside: Mapping[str, Tensor]
+    written: set[str] = field(default_factory=set)
+    at: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for n, t in self.tensors.items():
             self._track(n, t)
 
     def run(self, names: list[str], code: Code) -> None:

@@ -219,8 +219,7 @@ def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
     stay = {raw_of(w).untyped_storage()._cdata for w in weights}
 
     def pack(x: Tensor) -> object:
-        small = x.numel() * x.element_size() < _SMALL
-        if x.device.type == "cpu" or small or x.untyped_storage()._cdata in stay:
+        if x.device.type == "cpu" or x.nbytes < _SMALL or x.untyped_storage()._cdata in stay:
             return x
         if x.is_meta:  # a planned call: count nothing on the device
             return x.shape, x.dtype

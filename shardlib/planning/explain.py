@@ -368,8 +368,7 @@ def _of(kind: type[T], tree: Any) -> list[T]:
 
 def _bytes(tree: object) -> int:
     """Count the bytes of the tensors in a tree, on one rank."""
-    raws = map(raw_of, _of(Tensor, tree))
-    return sum(x.numel() * x.element_size() for x in raws)
+    return sum(raw_of(x).nbytes for x in _of(Tensor, tree))
 
 
 def _on_paper(x: object, mesh: Mesh) -> Any:

@@ -16,7 +16,7 @@ from shardlib.layouts import Layout
 from shardlib.layouts.dims import joined
 from shardlib.mesh import axis_sizes, coordinates
 from shardlib.ops.attention.engine import AttentionPlan
-from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours, tint
+from shardlib.seeing.canvas import INK, Picture, Pieces, Shown, canvas, colours, tint
 from shardlib.seeing.frames import Frames, frames
 from shardlib.tensor import layout_of, named_tensors, typeof
 
@@ -72,7 +72,7 @@ class Drawing(Shown, str):
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self.grids, self.note
 
-    def pieces(self) -> list[tuple[str, int | None]]:
+    def pieces(self) -> Pieces:
         """Return the drawing as runs of text, each with the number of its colour."""
         return _pieces(self.grids, self.note)
 
@@ -283,9 +283,9 @@ def _common(ranks: Sequence[int], mesh: Mapping[str, int]) -> str:
     return " ".join(f"{n}{places[0][n]}" for n in same)
 
 
-def _pieces(drawn: Sequence[PieceGrid], note: str) -> list[tuple[str, int | None]]:
+def _pieces(drawn: Sequence[PieceGrid], note: str) -> Pieces:
     """Return the drawing as runs of text, each with its colour's number or None."""
-    out: list[tuple[str, int | None]] = []
+    out: Pieces = []
     for grid in drawn:
         if grid.title:
             out.append((f"{grid.title}\n", None))

@@ -117,6 +117,10 @@ def html_table(rows: Sequence[Sequence[str]], style: str = "text-align:left") ->
     return "<table>" + "".join(f"<tr>{row}</tr>" for row in out) + "</table>"
 
 
+Pieces = list[tuple[str, int | None]]
+"""Runs of text, each with the number of its colour or None."""
+
+
 class Picture:
     """A figure that a notebook shows and ``save`` writes: ``.png``, ``.svg`` or ``.pdf``.
 
@@ -206,7 +210,7 @@ class Shown:
     ``pieces()``  lists (text, number of its colour or None).
     """
 
-    pieces: Callable[[], list[tuple[str, int | None]]]
+    pieces: Callable[[], Pieces]
 
     def __rich__(self) -> Any:
         from rich.text import Text

@@ -26,7 +26,7 @@ from shardlib.ops.attention.engine import AttentionPlan
 from shardlib.ops.matmul import product
 from shardlib.ops.registry import Match, pinned, why
 from shardlib.placing import shard
-from shardlib.seeing.canvas import INK, Picture, Shown, canvas, colours
+from shardlib.seeing.canvas import INK, Picture, Pieces, Shown, canvas, colours
 from shardlib.tensor import ShardedTensor, typeof
 
 Spot = tuple[float, float]
@@ -101,9 +101,9 @@ class Frames(Shown):
 
     __repr__ = __str__
 
-    def pieces(self) -> list[tuple[str, int | None]]:
+    def pieces(self) -> Pieces:
         """Return the text in runs, each with its colour's number or None."""
-        out: list[tuple[str, int | None]] = [(f"{self.title}   on {self.mesh}", None)]
+        out: Pieces = [(f"{self.title}   on {self.mesh}", None)]
         for i, frame in enumerate(self.frames, 1):
             head, *rows = str(frame).splitlines()
             out.append((f"\n{i}. {head}", None))
