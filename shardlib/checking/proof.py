@@ -29,7 +29,7 @@ from shardlib.layouts import Layout, LayoutLike
 from shardlib.mesh import Mesh, simulate, use_mesh, within
 from shardlib.modules.dim_trace import called_with
 from shardlib.modules.parallelize import parallelize
-from shardlib.modules.rules import Rules
+from shardlib.modules.rules import Named, Rules
 from shardlib.opspec import Args, Func, Kwargs, draws
 from shardlib.optim import adamw, apply_updates, global_norm
 from shardlib.placing import shard
@@ -150,7 +150,6 @@ class _ProofCase:
     """Whether the loss has a gradient."""
 
 
-Named = Mapping[str, Tensor]
 Quantities = dict[str, Tensor]
 """Name -> value, in the order of computation."""
 

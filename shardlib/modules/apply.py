@@ -23,7 +23,7 @@ from shardlib.errors import RuleLint, ShardError, UnknownParameter, meant, simil
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, within
 from shardlib.modules.copies import Copies
-from shardlib.modules.rules import stars
+from shardlib.modules.rules import Layouts, Named, stars
 from shardlib.ops.matmul.prefetch import Entry, prefetching
 from shardlib.opspec import Args, Kwargs
 from shardlib.placing import reshard, shard, unshard
@@ -64,7 +64,7 @@ class Calls:
     ``suggested``  the recipe, or other rules, by which its parameters were sharded.
     """
 
-    inputs: Mapping[str, Layout]
+    inputs: Layouts
     mesh: Mesh
     arguments: Arguments
     suggested: object
@@ -76,7 +76,7 @@ class Calls:
         return {**self.__dict__, "orders": {}}
 
     @contextmanager
-    def calling(self, params: Mapping[str, Tensor], of: str = "") -> Iterator[None]:
+    def calling(self, params: Named, of: str = "") -> Iterator[None]:
         """Run a call inside the ``with``, with weights gathered early in the last call's order.
 
         Plain tensors count as the same on every rank.
@@ -170,9 +170,9 @@ class Apply(Calls):
         module: nn.Module,
         layouts: dict[str, Layout],
         tied: dict[str, str],
-        inputs: Mapping[str, Layout],
+        inputs: Layouts,
         mesh: Mesh,
-        out_layouts: Mapping[str, Layout],
+        out_layouts: Layouts,
         remat: Mapping[str, str],
         suggested: object,
     ) -> None:
@@ -193,7 +193,7 @@ class Apply(Calls):
         new.__dict__.update(self.__dict__)
         return new
 
-    def __call__(self, params: Mapping[str, Tensor], *args: object, **kwargs: object) -> Any:
+    def __call__(self, params: Named, *args: object, **kwargs: object) -> Any:
         """Run the module's forward.
         Inputs: plain tensors are sharded by ``inputs=``, or replicated without a layout there.
 
@@ -214,8 +214,8 @@ class Apply(Calls):
 
     def mutable(
         self,
-        params: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        params: Named,
+        buffers: Named,
         *args: object,
         **kwargs: object,
     ) -> tuple[Any, dict[str, Tensor]]:
@@ -225,8 +225,8 @@ class Apply(Calls):
 
     def _run(
         self,
-        params: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        params: Named,
+        buffers: Named,
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
@@ -251,7 +251,7 @@ class Apply(Calls):
 
         return self.plain.alike(run, self.mesh), {n: state[n] for n in buffers}
 
-    def _refuse_blank(self, buffers: Mapping[str, Tensor]) -> None:
+    def _refuse_blank(self, buffers: Named) -> None:
         """Refuse a buffer of a module on the meta device that has no value yet."""
         blank = [n for n, b in buffers.items() if b.device.type == "meta"]
         if blank and holds_values(self.mesh):
@@ -285,7 +285,7 @@ class Apply(Calls):
         """Return the layouts of the parameters of a submodule."""
         return {n: lay for n, lay in self.layouts.items() if not path or n.startswith(f"{path}.")}
 
-    def check(self, params: Mapping[str, Tensor]) -> None:
+    def check(self, params: Named) -> None:
         """Check that exactly the module's parameters are given, by name."""
         for name in params:
             if name not in self.layouts:
@@ -315,7 +315,7 @@ def _raised_in(e: ShardError, module: nn.Module) -> str:
     return path
 
 
-def giving(params: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
+def giving(params: Named, layouts: Layouts) -> dict[str, Tensor]:
     """Return the same parameters, some with ``out_layout``, the layout required of products."""
     found = dict(params)
     for name, layout in layouts.items():

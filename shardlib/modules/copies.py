@@ -21,6 +21,7 @@ from shardlib.layouts import Layout
 from shardlib.memory_sharing import writes
 from shardlib.modules.experts import divide
 from shardlib.modules.remat import remembering
+from shardlib.modules.rules import Named
 from shardlib.modules.weightless_copy import skeleton
 from shardlib.ops.matmul.prefetch import not_prefetching
 from shardlib.tensor import promoting, raw_of
@@ -35,7 +36,7 @@ class Copies:
     def __init__(
         self,
         module: nn.Module,
-        buffers: Mapping[str, Tensor],
+        buffers: Named,
         layouts: dict[str, Layout],
         remat: Mapping[str, str],
     ) -> None:
@@ -101,7 +102,7 @@ class Copy:
     def run(
         self,
         state: dict[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        buffers: Named,
         written: dict[str, Tensor],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -122,9 +123,7 @@ class Copy:
                 if state[n] is not b or writes(raw_of(b)) != version:
                     written[n] = buffers[n]
 
-    def swapped(
-        self, state: Mapping[str, Tensor], written: Mapping[str, Tensor], run: Callable[[], Any]
-    ) -> Any:
+    def swapped(self, state: Named, written: Named, run: Callable[[], Any]) -> Any:
         """Call ``run()`` again on the tensors of the call with ``state``.
 
         That call may be the one that runs.
@@ -138,7 +137,7 @@ class Copy:
             return swapped(self.module, tensors, run)
 
 
-def swapped(module: nn.Module, state: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+def swapped(module: nn.Module, state: Named, run: Callable[[], Any]) -> Any:
     """Call ``run()`` again on the tensors, ``state``, of an earlier call."""
     with promoting(), not_prefetching(), exchanged(module, dict(state)):
         return run()

@@ -23,7 +23,7 @@ from shardlib.modules.apply import Apply, needed
 from shardlib.modules.copies import swapped
 from shardlib.modules.parallelize import placed
 from shardlib.modules.remat import Remat
-from shardlib.modules.rules import Axes, Rules, matches
+from shardlib.modules.rules import LogicalAxes, Named, Rules, matches
 from shardlib.placing import lengthened, reshard, shard
 from shardlib.random import next_key, rewind, rewound, seeded
 from shardlib.tensor import Place, ShardedTensor, promoting, real_axes, replicated
@@ -37,7 +37,7 @@ def init(
     seed: int | None = None,
     *,
     mesh: MeshLike | None = None,
-    axes: Mapping[str, Axes] | None = None,
+    axes: LogicalAxes = None,
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
     remat: Remat = (),
@@ -222,7 +222,7 @@ class _Unwritten:
     module: nn.Module
     tensors: Mapping[str, ShardedTensor]
     mesh: Mesh
-    aside: Mapping[str, Tensor]
+    aside: Named
     written: set[str] = field(default_factory=set)
     at: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
 

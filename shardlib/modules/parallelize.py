@@ -25,7 +25,9 @@ from shardlib.modules.apply import Apply, arguments
 from shardlib.modules.remat import Remat, regions
 from shardlib.modules.rules import (
     UNFIT,
-    Axes,
+    Layouts,
+    LogicalAxes,
+    Named,
     Rules,
     match_rules,
     misfits,
@@ -43,7 +45,7 @@ def parallelize(
     rules: Rules,
     *,
     mesh: MeshLike | None = None,
-    axes: Mapping[str, Axes] | None = None,
+    axes: LogicalAxes = None,
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
     remat: Remat = (),
@@ -92,7 +94,7 @@ def placed(
     rules: Rules,
     *,
     mesh: Mesh,
-    axes: Mapping[str, Axes] | None = None,
+    axes: LogicalAxes = None,
     inputs: Mapping[str, LayoutLike] | None = None,
     pad: bool = False,
     remat: Remat = (),
@@ -131,7 +133,7 @@ def _tied(module: nn.Module) -> dict[str, str]:
     return {n: first[id(p)] for n, p in every if first[id(p)] != n}
 
 
-def _refuse_unsized(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
+def _refuse_unsized(tensors: Named, mesh: Mesh) -> None:
     """Refuse the tensors of Lazy modules, which have no size yet."""
     for n, t in tensors.items():
         if isinstance(t, UninitializedTensorMixin):
@@ -141,9 +143,7 @@ def _refuse_unsized(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
             raise ShardError(why, op="parallelize", operands=given, mesh=mesh, fix=fix)
 
 
-def _input_layout(
-    name: str, layout: LayoutLike, axes: Mapping[str, Axes] | None, mesh: Mesh
-) -> Layout:
+def _input_layout(name: str, layout: LayoutLike, axes: LogicalAxes, mesh: Mesh) -> Layout:
     """Return the layout of an argument of forward.  Raises: a layout's error that names it."""
     try:
         return read_layout(layout, axes, mesh)
@@ -152,9 +152,7 @@ def _input_layout(
         raise renamed(f"the layout of input {name!r} does not fit", e, fix) from None
 
 
-def _refuse_too_large(
-    named: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh
-) -> None:
+def _refuse_too_large(named: Named, layouts: Layouts, mesh: Mesh) -> None:
     """Refuse parameters whose blocks do not fit into the device's memory."""
     if not holds_values(mesh):
         return

@@ -43,6 +43,10 @@ MATRIX = {
 }
 
 
+Texts = Mapping[str, tuple[str, ...]]
+"""Parameter, or role -> the text of its layout, and of its products' if that is not plain."""
+
+
 @dataclass(frozen=True)
 class RoleLayouts:
     """Layouts that a recipe gives to the roles of parameters.
@@ -57,7 +61,7 @@ class RoleLayouts:
     ``pad``       split a vocabulary that does not divide, since its rows will be padded.
     """
 
-    layouts: Mapping[str, tuple[str, ...]]
+    layouts: Texts
     sizes: Mapping[str, int]
     residual: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
@@ -575,9 +579,7 @@ def _by_dimension(found: _Found, rows: Sequence[Row]) -> str:
 # ---------------------------------------------------------------- patterns
 
 
-def patterns(
-    texts: Mapping[str, tuple[str, ...]], padded: Mapping[str, tuple[str, ...]] | None = None
-) -> list[Suggested]:
+def patterns(texts: Texts, padded: Texts | None = None) -> list[Suggested]:
     """Write few equivalent rules: layer numbers become ``*`` where all layouts are equal.
 
     ``padded``  the layouts for ``pad=True`` in ``parallelize``.

@@ -40,6 +40,7 @@ from shardlib.modules.experts import stacks
 from shardlib.modules.param_roles import (
     MATRIX,
     RoleLayouts,
+    Texts,
     assign,
     patterns,
     role_names,
@@ -444,9 +445,7 @@ def _plane(rows: str, cols: str, mesh: Any) -> RoleLayouts:
     return RoleLayouts(layouts, as_mesh(mesh).axes, (cols,), (cols,), widest=True)
 
 
-def _layouts(
-    residual: str, inner: str, own: Mapping[str, tuple[str, ...]]
-) -> dict[str, tuple[str, ...]]:
+def _layouts(residual: str, inner: str, own: Texts) -> dict[str, tuple[str, ...]]:
     """Return the layouts of all roles: those of a recipe's ``own``, else of a matrix's sides.
 
     ``residual``, ``inner``  the tokens of features of the two kinds.

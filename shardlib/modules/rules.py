@@ -49,6 +49,13 @@ def matches(pattern: Pattern[T], name: str, value: T) -> bool:
 Axes: TypeAlias = str | tuple[str, ...] | None
 """Mesh axes that split a logical dimension: one, several, or None."""
 
+LogicalAxes: TypeAlias = Mapping[str, Axes] | None
+"""Logical dimension -> mesh axes."""
+
+Named: TypeAlias = Mapping[str, Tensor]
+Layouts: TypeAlias = Mapping[str, Layout]
+"""Tensors and layouts, by the names of parameters or inputs."""
+
 Rules = Sequence[
     tuple[Pattern[Tensor], LayoutLike]
     | tuple[Pattern[Tensor], LayoutLike, LayoutLike]
@@ -86,9 +93,9 @@ def stars(name: str) -> str:
 
 
 def match_rules(
-    named: Mapping[str, Tensor],
+    named: Named,
     rules: Rules,
-    axes: Mapping[str, Axes] | None = None,
+    axes: LogicalAxes = None,
     pad: bool = False,
 ) -> tuple[dict[str, Layout], dict[str, Layout]]:
     """Find the layout of every parameter, and that of its products where the rule names one.
@@ -116,7 +123,7 @@ def match_rules(
     return layouts, out_layouts
 
 
-def _refuse_unused(named: Mapping[str, Tensor], rules: Rules, taken: Mapping[str, int]) -> None:
+def _refuse_unused(named: Named, rules: Rules, taken: Mapping[str, int]) -> None:
     """Refuse parameters without a rule, and rules of the user's that no parameter takes."""
     unmatched = [name for name in named if name not in taken]
     used = set(taken.values())
@@ -155,14 +162,14 @@ def _first(rules: Rules, name: str, value: Tensor) -> int | None:
     return next((i for i, (p, *_) in enumerate(rules) if matches(p, name, value)), None)
 
 
-def _spare(rule: object, named: Mapping[str, Tensor]) -> bool:
+def _spare(rule: object, named: Named) -> bool:
     """Check for a recipe's rule that earlier rules shadow, which is no mistake of the user's."""
     return isinstance(rule, Suggested) and any(matches(rule[0], n, v) for n, v in named.items())
 
 
 def read_layout(
     layout: object,
-    axes: Mapping[str, Axes] | None,
+    axes: LogicalAxes,
     mesh: Mesh | None = None,
     shape: Sequence[int] = (1,),
     weight: bool = False,
@@ -223,9 +230,7 @@ def rule_error(why: str, fix: str, operands: Mapping[str, object] | None = None)
 # ---------------------------------------------------------------- lint
 
 
-def _lint(
-    unmatched: list[str], unused: list[Pattern[Tensor]], named: Mapping[str, Tensor], rules: Rules
-) -> str:
+def _lint(unmatched: list[str], unused: list[Pattern[Tensor]], named: Named, rules: Rules) -> str:
     lines = []
     for name in unmatched:
         globs = [p for p, *_ in rules if isinstance(p, str)]
@@ -268,7 +273,7 @@ def _kept(unused: Sequence[Pattern[Tensor]], rules: Rules) -> str:
 def naming(
     name: str,
     rules: Rules,
-    named: Mapping[str, Tensor],
+    named: Named,
     others: Callable[[], Sequence[str]] = tuple,
 ) -> Iterator[None]:
     """Refuse a layout that does not fit a parameter, with a rule for it and all ``others``."""
@@ -288,9 +293,7 @@ def renamed(what: str, e: ShardError, fix: str) -> ShardError:
     )
 
 
-def misfits(
-    named: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh, pad: bool
-) -> list[str]:
+def misfits(named: Named, layouts: Layouts, mesh: Mesh, pad: bool) -> list[str]:
     """List the parameters that their layouts do not fit."""
     found = []
     for n, p in named.items():
@@ -302,7 +305,7 @@ def misfits(
     return found
 
 
-def _rest(names: Sequence[str], rules: Rules, named: Mapping[str, Tensor]) -> str:
+def _rest(names: Sequence[str], rules: Rules, named: Named) -> str:
     """Write the rules that still match something after rules for these parameters come first."""
     first = [_first(rules, n, v) for n, v in named.items() if n not in names]
     kept = [rules[i][0] for i in first if i is not None]
