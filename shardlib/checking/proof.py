@@ -117,7 +117,7 @@ def check_model(
     """
     several = [meshes] if isinstance(meshes, Mesh | Mapping) else list(meshes)
     model = copy.deepcopy(module).double()
-    given = _doubled(batch)
+    given = _arguments(lambda _, x: x.double() if _is_float(x) else x, *called_with(batch))
     proof = Proof()
     case = _ProofCase(model, rules, given, loss or _loss, dict(inputs or {}), steps, pad, proof)
     with torch.random.fork_rng():
@@ -152,10 +152,6 @@ class _ProofCase:
 
 Quantities = dict[str, Tensor]
 """Name -> value, in the order of computation."""
-
-
-def _doubled(batch: Batch) -> Call:
-    return _arguments(lambda _, x: x.double() if _is_float(x) else x, *called_with(batch))
 
 
 def _outputs(output: object, left: list[str]) -> Quantities:

@@ -201,9 +201,9 @@ def reported(module: nn.Module) -> Iterator[None]:
     before = _attributes(module)
     yield
     after = _attributes(module)
-    none: Any = (None, None)
-    names = {**before, **after}
-    changed = [at for at in names if _differ(before.get(at, none), after.get(at, none))]
+    changed = [
+        at for at in {**before, **after} if before.get(at, _NONE)[1] != after.get(at, _NONE)[1]
+    ]
     if changed:
         path, name = changed[0]
         more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -227,18 +227,13 @@ def _attributes(module: nn.Module) -> dict[tuple[str, str], tuple[Any, Any]]:
     }
 
 
-def _content(value: object) -> Any:
+_NONE = (None, None)
+
+
+def _content(value: object) -> tuple[Any, Any]:
+    """Return the type and value of a number or text; of others the identity, and size or writes."""
+    if isinstance(value, int | float | complex | str | tuple | None):
+        return type(value), value
     if isinstance(value, Tensor):
-        return writes(raw_of(value))
-    if isinstance(value, list | dict | set):
-        return len(value)
-    return None
-
-
-def _differ(a: Any, b: Any) -> bool:
-    if a[1] != b[1]:
-        return True
-    if a[0] is b[0]:
-        return False
-    plain = (int, float, complex, str, tuple, type(None))
-    return not (isinstance(a[0], plain) and type(a[0]) is type(b[0]) and a[0] == b[0])
+        return id(value), writes(raw_of(value))
+    return id(value), len(value) if isinstance(value, list | dict | set) else 0

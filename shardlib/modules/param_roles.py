@@ -62,13 +62,13 @@ class RoleLayouts:
     """
 
     layouts: Texts
-    sizes: Mapping[str, int]
     residual: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
     wide: tuple[str, ...] | None = None
     widest: bool = False
     apart: bool = False
     pad: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def ways(self, axes: Iterable[str]) -> int:
         """Count the blocks of a split over these axes."""
@@ -83,7 +83,7 @@ class _Found:
     kind: dict[int, str] = field(default_factory=dict)
     mlp: set[int] = field(default_factory=set)
     vocabulary: set[int] = field(default_factory=set)
-    way: RoleLayouts = RoleLayouts({}, {})
+    way: RoleLayouts = RoleLayouts({})
     # (parameter, dimension) left whole -> why
     left: dict[tuple[str, int], str] = field(default_factory=dict)
 

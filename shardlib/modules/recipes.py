@@ -185,7 +185,7 @@ def megatron1d(
         "plain": (". .",),
         "tokens": (f"{axis} .",),
     }
-    way = RoleLayouts(_layouts(".", axis, own), as_mesh(mesh).axes, inner=(axis,))
+    way = RoleLayouts(_layouts(".", axis, own), inner=(axis,))
     return _recipe(model, way, inputs, where, f"{batch} .", mesh, experts)
 
 
@@ -214,7 +214,7 @@ def optimus2d(
     ([('0.weight', 'y x'), ('*.bias', 'y'), ('2.weight', 'x y')], '(data x) .')
     """
     where = f"{_batch(mesh, data, 'optimus2d', (rows,), rows=rows, cols=cols)} ."
-    return _recipe(model, _plane(rows, cols, mesh), inputs, where, where, mesh, experts)
+    return _recipe(model, _plane(rows, cols), inputs, where, where, mesh, experts)
 
 
 def tesseract(
@@ -244,7 +244,7 @@ def tesseract(
     """
     batch = _batch(mesh, data, "tesseract", (depth, rows), depth=depth, rows=rows, cols=cols)
     where = f"{batch} ."
-    return _recipe(model, _plane(rows, cols, mesh), inputs, where, where, mesh, experts)
+    return _recipe(model, _plane(rows, cols), inputs, where, where, mesh, experts)
 
 
 def cube3d(
@@ -307,7 +307,7 @@ def cube3d(
         own["down"] = (f"{_token(k)} {_token(n, m)}", f"{rows} ... {z}")
         wider = tuple(n.split())
     layouts = _layouts(z, y, own)
-    way = RoleLayouts(layouts, as_mesh(mesh).axes, (z,), (y,), wider, apart=True)
+    way = RoleLayouts(layouts, (z,), (y,), wider, apart=True)
     return _recipe(model, way, inputs, f"{rows} .", f"{wide} .", mesh, experts)
 
 
@@ -434,15 +434,15 @@ def fsdp(
         zero = {"axis": axis, "stage": 3}
         return Recipe(_whole(model, mesh, experts), where, where, zero=zero)
     layouts = dict.fromkeys([*MATRIX.values(), "tokens"], (f". {axis}",)) | {"positions": (". .",)}
-    way = RoleLayouts(layouts, as_mesh(mesh).axes)
+    way = RoleLayouts(layouts)
     return _recipe(model, way, inputs, where, where, mesh, experts)
 
 
-def _plane(rows: str, cols: str, mesh: Any) -> RoleLayouts:
+def _plane(rows: str, cols: str) -> RoleLayouts:
     wide, narrow = (f"{cols} {rows}",), (f"{rows} {cols}",)
     own = {"expand": wide, "contract": narrow, "plain": wide, "tokens": narrow}
     layouts = _layouts(cols, cols, own)
-    return RoleLayouts(layouts, as_mesh(mesh).axes, (cols,), (cols,), widest=True)
+    return RoleLayouts(layouts, (cols,), (cols,), widest=True)
 
 
 def _layouts(residual: str, inner: str, own: Texts) -> dict[str, tuple[str, ...]]:
@@ -461,12 +461,13 @@ def _recipe(
     inputs: object,
     tokens: str,
     labels: str,
-    mesh: object,
+    mesh: MeshLike | None,
     experts: str,
 ) -> Recipe:
     """Write rules by traced roles.  Raises: Unsupported where the module cannot be run."""
     split = _stacked(model, mesh, experts)
     found = inputs if isinstance(inputs, Dimensions) else trace_dimensions(model, inputs)
+    way = replace(way, sizes=as_mesh(mesh).axes)
     texts, left = assign(model, found, way)
     padded, _ = assign(model, found, replace(way, pad=True)) if left else (texts, left)
     left = {n: why for n, why in left.items() if n not in split}

@@ -183,11 +183,9 @@ class Plan(Generic[W]):
 
     def __str__(self) -> str:
         grids = [g for g in self.table if isinstance(g, Grid3)]
-        return (
-            grids_text(grids, len(self.rejected))
-            if grids
-            else _ways_text(cast("Plan[Weighed]", self))
-        )
+        if grids:
+            return grids_text(grids, len(self.rejected))
+        return _ways_text(cast("Plan[Weighed]", self))
 
     __repr__ = __str__
 
