@@ -77,10 +77,9 @@ def _halves(h: Tensor) -> Tensor:
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def half_open(h: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return uniform numbers in [0, 1), with as many digits as ``dtype`` has, in fp64."""
-    digits = DIGITS.get(dtype, 53)
-    return (h >> (64 - digits)).bitwise_and_((1 << digits) - 1).double().mul_(2.0**-digits)
+def half_open(h: Tensor) -> Tensor:
+    """Return uniform numbers in [0, 1), in fp64, with all its digits."""
+    return (h >> 11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
 
 
 def open_unit(h: Tensor) -> Tensor:

@@ -383,7 +383,8 @@ def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     """Change the block in place; the result must have the tensor's own layout."""
     args, kwargs = _placed(func, args, kwargs)
     x, op = args[0], func.__name__
-    values = [lift(a, x.mesh, op) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    call = FlatCall.of(func, *args, **kwargs)
+    values = [lift(a, x.mesh, op) for a in call.tensors]
     variant = op.strip("_").removeprefix("i")
     partial = _partial(variant, values)
     if partial != x.sharding.partial:
@@ -398,10 +399,8 @@ def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
             raise call_error(BadArgument, why, func, tensor=x, result=new)
         x.raw.copy_(new.raw)
         return x
-    raws = iter(onto(op, values))
-    blocks = [next(raws) if isinstance(a, Tensor) else a for a in args]
-    named = {k: next(raws) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    local_call(func, x.mesh, *blocks, **named)
+    a, k = call.replaced(onto(op, values))
+    local_call(func, x.mesh, *a, **k)
     return x
 
 

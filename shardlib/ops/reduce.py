@@ -108,12 +108,7 @@ def sums(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     half = wider(asked) != asked
     if half:
         more = more | {"dtype": wider(asked)}  # rounded once it is summed
-    if gone:
-        raw = local_call(torch.sum, x.mesh, x.raw, gone, keepdim=keepdim, **more)
-    else:
-        exact = x.dtype.is_floating_point or x.dtype.is_complex
-        asked_ = more.get("dtype") or (x.dtype if exact else torch.int64)
-        raw = x.raw.to(asked_, copy=True)  # torch returns a new tensor even if nothing is reduced
+    raw = local_call(torch.sum, x.mesh, x.raw, gone, keepdim=keepdim, **more)
     # a part that is a single half precision element is sent as such, without loss
     wire = x.dtype if half and x.dtype == asked and raw.numel() == x.raw.numel() else None
     if func in (torch.mean, Tensor.mean):

@@ -198,11 +198,6 @@ def made_of(x: ShardedTensor) -> dict[Any, Any]:
     return facts.derived
 
 
-def varied(x: ShardedTensor, axes: Collection[str]) -> Tensor:
-    """Call ``vary`` once per value: all its readers add their gradients before the one psum."""
-    return varied_wide(x, axes)[0]
-
-
 def varied_wide(x: ShardedTensor, axes: Collection[str]) -> tuple[Tensor, Wide | None]:
     """Call ``vary`` once per value; products of half precision add their gradients in fp32."""
     over = real_axes(x.mesh, axes)

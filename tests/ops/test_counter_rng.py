@@ -6,7 +6,7 @@ import torch
 
 import shardlib as sl
 from shardlib.kernels.bits import bits
-from shardlib.ops.counter_rng import half_open, normal, open_unit
+from shardlib.ops.counter_rng import Pairs, normal, open_unit, unit
 from shardlib.random import branch
 from tests.ops.test_random import N, chi2
 
@@ -47,7 +47,8 @@ def test_uniform_numbers_stay_in_their_interval() -> None:
     ends = torch.tensor([0, -1, 1 << 62, (1 << 63) - 1, -(1 << 63), 0xFFF, ~0xFFF])
     assert ((open_unit(ends) > 0) & (open_unit(ends) < 1)).all() and normal(ends).isfinite().all()
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        u = half_open(ends, dtype).to(dtype)
+        make = unit(dtype)
+        u = (make.make if isinstance(make, Pairs) else make)(ends).to(dtype)
         assert ((u >= 0) & (u < 1)).all()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with sl.simulate(x=2):
