@@ -66,13 +66,12 @@ class _DimPlan(NamedTuple):
 
 def rows_call(
     func: Func, args: Args, kwargs: Kwargs, labels: Callable[[Any, Any], Labels],
-    sums: bool = False, quiet: bool = False, free: bool = False, unsummed: bool = False,
+    sums: bool = False, free: bool = False, unsummed: bool = False,
 ) -> Any:  # fmt: skip
     """Run a call whose operands have the labels that ``labels(args, kwargs)`` returns.
 
     Tensors are Slots there.
     ``sums``   the function is linear in every operand, so a label that no result has is contracted.
-    ``quiet``  nothing may move, not even within ``implicit``.
     ``free``   return None if something would have to move, or the labels do not cover the call.
     ``unsummed`` keep a contracted result as the ranks' parts of a sum.
     """
@@ -82,13 +81,13 @@ def rows_call(
     mesh: Mesh = next(x.mesh for x in call.tensors if isinstance(x, ShardedTensor))
     values = [lift(x, mesh, func.__name__) for x in call.tensors]
     if all(map(is_whole, values)):
-        return on_whole(func, args, kwargs, opens=False)
+        return on_whole(func, args, kwargs, Unfit("rows"))
     plan = mesh.memo("dims", _key(call, values, sums), partial(_made, call, values, labels, sums))
     if free and (plan.moved or not plan.fits):
         return None
     if not plan.fits:
-        return on_whole(func, args, kwargs, opens=False)
-    if plan.moved and (quiet or not may_move(max(plan.moved))):
+        return on_whole(func, args, kwargs, Unfit("rows"))
+    if plan.moved and not may_move(max(plan.moved)):
         raise _refused(call, values, plan)
     values = written_to(func, args, kwargs, values)
     if not lead(mesh) and _repeats(call, args, values, plan):

@@ -8,6 +8,7 @@ these refuse, operands are gathered as for any other operator (``sl.implicit``).
 
 import string
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,15 +69,13 @@ def contract(product: Callable[..., Any], equation: str, *operands: Any, exact: 
                 operands={"xyzuvw"[i % 6]: typeof(t) for i, t in enumerate(operands)},
             )
     local = ",".join(terms) + "->" + right
+    call = partial(rows_call, torch.einsum, (local, *operands), {}, _labels(terms), sums=True)
+    if (own := call(free=True)) is not None:
+        return own
     try:
-        return rows_call(
-            torch.einsum, (local, *operands), {}, _labels(terms), sums=True, quiet=True
-        )
-    except ShardError:
-        try:
-            return _as_product(product, terms, right, *operands)
-        except (ShardError, Unfit):
-            return rows_call(torch.einsum, (local, *operands), {}, _labels(terms), sums=True)
+        return _as_product(product, terms, right, *operands)
+    except (ShardError, Unfit):
+        return call()
 
 
 def _as_product(product: Callable[..., Any], terms: list[str], right: str, *operands: Any) -> Any:

@@ -70,16 +70,12 @@ def is_whole(x: ShardedTensor) -> bool:
 
 @dataclass
 class FallbackCall:
-    """Call without an implementation, and the refusal that was raised for it so far.
-
-    ``opens``  whether the function's Python body may be tried.
-    """
+    """Call without an implementation, and the refusal that was raised for it so far."""
 
     func: Any
     args: Any
     kwargs: Any
     refusal: Exception | None
-    opens: bool
 
     @property
     def name(self) -> str:
@@ -142,14 +138,12 @@ NEXT = object()
 """Answer of a handler that does not serve a call."""
 
 
-def on_whole(
-    func: Func, args: Args, kwargs: Kwargs, refusal: Exception | None = None, opens: bool = True
-) -> object:
+def on_whole(func: Func, args: Args, kwargs: Kwargs, refusal: Exception | None = None) -> object:
     """Run a call without an implementation: the first handler that serves it answers or refuses.
 
-    ``opens`` False: its Python body need not be tried.
+    Its Python body is tried only where there is no refusal yet.
     """
-    call = FallbackCall(func, args, kwargs, refusal, opens)
+    call = FallbackCall(func, args, kwargs, refusal)
     for handler in HANDLERS:
         if (answer := handler(call)) is not NEXT:
             return answer
@@ -213,7 +207,7 @@ def write_plain(call: FallbackCall) -> object:
 def open_body(call: FallbackCall) -> object:
     """Run the Python body of a torch function: the operators inside have implementations."""
     func, args, kwargs = call.func, call.args, call.kwargs
-    if call.refusal is not None or not call.opens or call.name in _PLAINLY:
+    if call.refusal is not None or call.name in _PLAINLY:
         return NEXT
     if func in scope().call.opened:
         return NEXT  # its body calls it again through a helper

@@ -85,8 +85,6 @@ def _moments(x: Tensor, axes: Axes, count: int) -> tuple[Tensor, Tensor]:
     """Compute mean and variance over the last dimension and ``axes``: [R, H/axes] -> [R, 1]."""
     mean = x.mean(-1, keepdim=True)
     m2 = (x - mean).square().sum(-1, keepdim=True)
-    if not axes:
-        return mean, m2 / count
     parts = all_gather(torch.cat([mean, m2], -1).unsqueeze(0), axes, 0)  # [p, R, 2]
     means, m2s = parts[..., 0:1], parts[..., 1:2]
     mean = means.mean(0)

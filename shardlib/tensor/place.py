@@ -65,11 +65,6 @@ class Place(_Fields):
         return self.layout.dims
 
     @property
-    def partial(self) -> tuple[str, ...]:
-        """The mesh axes over which a sum is pending."""
-        return self.layout.partial
-
-    @property
     def settled(self) -> bool:
         """Whether no sum is left open: of the value's parts, or of its gradient's."""
         return not (self.layout.partial or self.deferred)
