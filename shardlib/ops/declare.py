@@ -117,7 +117,7 @@ def _enter(spec: OpSpec, labels: Callable[[Bound], Labels]) -> None:
 
         functions = homes(name)
         if functions:
-            implements(*functions, takes="all", repeats=True)(implementation)
+            implements(*functions, takes="all")(implementation)
             autocast.DECLARED.update(functions)
             DECLARED[name] = Declared(tuple(functions), bind, labels)
 

@@ -67,7 +67,7 @@ def _placed(func: Func, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return args, given
 
 
-@implements(*functions_of("pointwise"), padding=by_position, takes="skew sums", repeats=True)
+@implements(*functions_of("pointwise"), padding=by_position, takes="skew sums")
 def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Run a function that acts on each element independently."""
     if kwargs:

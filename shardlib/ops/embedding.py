@@ -107,7 +107,7 @@ def _padded_vocabulary(run: Func, func: Func, args: Args, kwargs: Kwargs) -> obj
     raise call_error(Unsupported, why, "embedding", fix, ids=ids, table=table)
 
 
-@implements(F.embedding, padding=_padded_vocabulary, takes="plain", repeats=True)
+@implements(F.embedding, padding=_padded_vocabulary, takes="plain")
 def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Look up ids, split or not, in a table whose rows and columns may be split over any axes."""
     given = _EMBEDDING(*args, **kwargs)

@@ -375,8 +375,9 @@ def _tail(bind: Func, *args: Any, **kwargs: Any) -> range:
     return range(-len(given["normalized_shape"]), 0)
 
 
-@implements(F.layer_norm, torch.layer_norm, padding=beside(partial(_tail, _LAYER), 1), takes="plain",
-            repeats=True)  # fmt: skip
+@implements(
+    F.layer_norm, torch.layer_norm, padding=beside(partial(_tail, _LAYER), 1), takes="plain"
+)
 def layer_norm(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Normalise as F.layer_norm, with the normalised dimensions split or whole."""
     x, shape, w, b, eps, *_ = _LAYER(*args, **kwargs).values()

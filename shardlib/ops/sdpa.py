@@ -37,7 +37,7 @@ _SDPA = binder(
 )
 
 
-@implements(F.scaled_dot_product_attention, takes="plain", repeats=True)
+@implements(F.scaled_dot_product_attention, takes="plain")
 def scaled_dot_product_attention(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Attend over q, k, v [B, H, S, D]: B and H split alike, D whole, S whole or split in all.
 

@@ -265,7 +265,7 @@ _VIEW = binder("""
 """)
 
 
-@implements(Tensor.view, Tensor.reshape, torch.reshape, takes="padding sums", repeats=True)
+@implements(Tensor.view, Tensor.reshape, torch.reshape, takes="padding sums")
 def view(func: Func, args: Args, kwargs: Kwargs) -> object:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         if {args[0].dtype} == {*args[1:], *kwargs.values()}:
@@ -287,7 +287,7 @@ def sized_as(func: Func, x: Tensor, other: Tensor) -> object:
 _FLATTEN = binder("flatten(input, start_dim: int = 0, end_dim: int = -1)")
 
 
-@implements(Tensor.flatten, torch.flatten, takes="padding sums", repeats=True)
+@implements(Tensor.flatten, torch.flatten, takes="padding sums")
 def flatten(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, *ends = _FLATTEN(*args, **kwargs).values()
     start, end = (dim_of(d, len(x.shape), "flatten") for d in ends)
@@ -302,7 +302,7 @@ def flatten(func: Func, args: Args, kwargs: Kwargs) -> object:
 _UNFLATTEN = binder("unflatten(input, dim: int, sizes: ints)")
 
 
-@implements(Tensor.unflatten, torch.unflatten, takes="padding sums", repeats=True)
+@implements(Tensor.unflatten, torch.unflatten, takes="padding sums")
 def unflatten(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, dim, sizes = _UNFLATTEN(*args, **kwargs).values()
     dim = dim_of(dim, len(x.shape), "unflatten")
@@ -318,7 +318,7 @@ def unflatten(func: Func, args: Args, kwargs: Kwargs) -> object:
     Tensor.permute, torch.permute, Tensor.transpose, torch.transpose,
     Tensor.swapaxes, torch.swapaxes, Tensor.swapdims, Tensor.movedim, torch.movedim,
     Tensor.moveaxis, torch.moveaxis, Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__,
-    padding=of_true_sizes, takes="skew sums", repeats=True,
+    padding=of_true_sizes, takes="skew sums",
 )  # fmt: skip
 def permuted(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Reorder dimensions as torch reorders those of a stand-in, whose strides are their numbers."""
@@ -350,7 +350,7 @@ def _regrouped(x: ShardedTensor, dims: Iterable[Dim], shape: Iterable[int]) -> P
 _UNSQUEEZE = binder("unsqueeze(input, dim: int)")
 
 
-@implements(Tensor.unsqueeze, torch.unsqueeze, padding=of_true_sizes, repeats=True)
+@implements(Tensor.unsqueeze, torch.unsqueeze, padding=of_true_sizes)
 def unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, dim = _UNSQUEEZE(*args, **kwargs).values()
     dim = dim_of(dim, len(x.shape) + 1, "unsqueeze")
@@ -364,7 +364,7 @@ def unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> object:
 _SQUEEZE = binder("squeeze(input)\nsqueeze(input, *dim: int)")
 
 
-@implements(Tensor.squeeze, torch.squeeze, padding=of_true_sizes, repeats=True)
+@implements(Tensor.squeeze, torch.squeeze, padding=of_true_sizes)
 def squeeze(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, *where = _SQUEEZE(*args, **kwargs).values()
     ndim = len(x.shape)
@@ -379,9 +379,7 @@ def squeeze(func: Func, args: Args, kwargs: Kwargs) -> object:
 _EXPAND = binder("expand(input, *size: int, implicit: bool = False)")
 
 
-@implements(
-    Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, takes="padding sums", repeats=True
-)
+@implements(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, takes="padding sums")
 def expand(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, wanted, _ = _EXPAND(*args, **kwargs).values()
     new = torch.empty((), device="meta").expand(x.shape).expand(wanted).shape

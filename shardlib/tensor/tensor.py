@@ -66,7 +66,7 @@ Filled by ``implements`` in the files of ops/.
 """
 
 REPEATS: set[Any] = set()
-"""Functions whose calls may be cached, see ``blockwise``."""
+"""Functions of which a call is cached, see ``blockwise``."""
 
 FALLBACK: list[Implementation] = []
 """At most one implementation, for every function that is not in ``TABLE``; see ops/fallback.py."""
@@ -94,7 +94,6 @@ def implements(
     *funcs: Func,
     takes: str = "sums",
     padding: Padding | None = None,
-    repeats: bool = False,
 ) -> Callable[[Implementation], Implementation]:
     """Register the implementation of torch functions; two for one function raise ValueError.
 
@@ -105,7 +104,6 @@ def implements(
                 Others are refused, or gathered within ``sl.implicit``.
     ``padding`` handler of operands with padding, called as ``padding(implementation, func, args,
                 kwargs)``.
-    ``repeats`` whether the implementation ends some calls with ``blockwise``.
     """
     kinds = sum(_KINDS[word] for word in takes.split())
 
@@ -119,8 +117,6 @@ def implements(
             _TAKES[func] = kinds, padding
             if kinds == _KINDS["all"]:
                 _ANY.add(func)
-            if repeats:
-                REPEATS.add(func)
         return implementation
 
     return enter
@@ -521,7 +517,8 @@ def blockwise(
     out = _run(repeat, args, kwargs)
     if isinstance(out, Tensor | tuple) and out is not args[0] and not written(func, args, kwargs):
         key = _call_key(scope(), func, args, kwargs)
-        if key is not None:
+        if key is not None and func in TABLE:
+            REPEATS.add(func)
             place.mesh.memo.keep("call", key, repeat)
     return out
 

@@ -77,7 +77,7 @@ def _composed_linear(run: Any, func: Func, args: Args, kwargs: Kwargs) -> Any:
 @implements(
     torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.linalg.matmul,
     torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot, Tensor.dot,
-    padding=_padded_product, takes="skew sums", repeats=True,
+    padding=_padded_product, takes="skew sums",
 )  # fmt: skip
 def matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, w = args if len(args) == 2 and not kwargs else _MM(*args, **kwargs).values()
@@ -138,7 +138,7 @@ def _check_bias(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
         )
 
 
-@implements(F.linear, padding=_composed_linear, takes="skew sums", repeats=True)
+@implements(F.linear, padding=_composed_linear, takes="skew sums")
 def linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Compute x @ w.T + b; w is stored (out, in)."""
     x, w, bias = args if len(args) == 3 and not kwargs else _LINEAR(*args, **kwargs).values()
