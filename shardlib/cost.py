@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from shardlib.mesh import Link
+from shardlib.mesh import Axes, Link, Sizes
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Cost:
     bytes: Fraction | int = 0
     messages: int = 0
     memory: Fraction | int = 0
-    along: tuple[tuple[tuple[str, ...], Fraction | int, int], ...] = ()
+    along: tuple[tuple[Axes, Fraction | int, int], ...] = ()
     compute: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -49,9 +49,7 @@ class Cost:
         return total
 
 
-def moving(
-    axes: tuple[str, ...], nbytes: Fraction | int, messages: int, memory: Fraction | int = 0
-) -> Cost:
+def moving(axes: Axes, nbytes: Fraction | int, messages: int, memory: Fraction | int = 0) -> Cost:
     """Price one movement over ``axes``.
 
     >>> p, block = 4, 4096  # an all-gather of blocks of 4096 bytes
@@ -62,9 +60,7 @@ def moving(
     return Cost(nbytes, messages, memory, ((axes, nbytes, messages),) if axes else ())
 
 
-def summing(
-    nbytes: Fraction | int, axes: tuple[str, ...], mesh: Mapping[str, int], width: int = 1
-) -> Cost:
+def summing(nbytes: Fraction | int, axes: Axes, mesh: Sizes, width: int = 1) -> Cost:
     """Price a psum over ``axes``; its parts are ``width`` times as wide as the result.
 
     >>> price = summing(4096, ("x",), {"x": 4})

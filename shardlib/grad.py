@@ -22,7 +22,7 @@ from optree import PyTreeSpec
 from torch import Tensor
 
 from shardlib.errors import ShardError
-from shardlib.mesh import axes_of, scope, within
+from shardlib.mesh import Axes, axes_of, scope, within
 from shardlib.tensor import (
     Place,
     ShardedTensor,
@@ -139,7 +139,7 @@ def value_and_grad(
 
 
 def _run(
-    f: Callable[..., Any], numbers: Sequence[int], has_aux: bool, over: tuple[str, ...],
+    f: Callable[..., Any], numbers: Sequence[int], has_aux: bool, over: Axes,
     into: TakesGradients | None, args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
     """Call ``f``; return its value and the gradients of the arguments ``numbers``, or buckets."""
@@ -191,7 +191,7 @@ class _Leaves(NamedTuple):
         return optree.tree_unflatten(self.tree, [None if f else next(each) for f in self.frozen])
 
 
-def _leaves(given: Any, over: tuple[str, ...], inside: bool) -> _Leaves:
+def _leaves(given: Any, over: Axes, inside: bool) -> _Leaves:
     leaves, tree = optree.tree_flatten(given)
     frozen_at = [f for one in given for f in frozen(optree.tree_leaves(one))]
     pairs = list(zip(leaves, frozen_at, strict=True))
@@ -221,7 +221,7 @@ def _scalar(loss: object) -> Tensor:
     raise _error(why, fix)
 
 
-def _check_into(into: TakesGradients, axes: tuple[str, ...], argnums: object) -> None:
+def _check_into(into: TakesGradients, axes: Axes, argnums: object) -> None:
     if getattr(into, "sink", None) is None:
         why = f"{type(into).__name__} has no buckets for gradients"
         fix = 'tx = sl.optim.zero(tx, axis="data", stage=2)'
@@ -290,7 +290,7 @@ def grad(
     return lambda *args, **kwargs: both(*args, **kwargs)[1]
 
 
-def _leaf(x: object, axes: tuple[str, ...], inside: bool) -> Tensor:
+def _leaf(x: object, axes: Axes, inside: bool) -> Tensor:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         what = typeof(x) if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
         why = f"only floating point leaves have gradients, this is {what}"
@@ -309,7 +309,7 @@ def _apart(raw: Tensor, inside: bool) -> Tensor:
     return raw.clone() if inside and raw.requires_grad else raw.detach().requires_grad_()
 
 
-def deferring(x: ShardedTensor, axes: tuple[str, ...]) -> Place:
+def deferring(x: ShardedTensor, axes: Axes) -> Place:
     """Return the place of a leaf whose gradient stays unsummed over axes that do not split it."""
     for a in axes:
         x.mesh.axis_size(a, "value_and_grad", "sl.value_and_grad(f, pending={})(params)")

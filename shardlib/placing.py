@@ -47,6 +47,7 @@ from shardlib.layouts import (
 )
 from shardlib.memory_sharing import one_storage
 from shardlib.mesh import (
+    Axes,
     Mesh,
     MeshLike,
     as_mesh,
@@ -154,12 +155,7 @@ def _shard_tree(x: Any, layout: object, m: Mesh, src: int | None, pad: bool) -> 
     listed = isinstance(x, list | tuple) and leaves
     if not any(isinstance(leaf, Tensor) for leaf in leaves) and (listed or tree.is_leaf()):
         raise no_tensor(x, "shard", str(layout) if isinstance(layout, Layout | str) else "...")
-    layouts = per_leaf(layout, x, "shard", "sl.shard(x, {})")
-    placed = [
-        _each(shard, leaf, lay, m, src=src, pad=pad)
-        for leaf, lay in zip(leaves, layouts, strict=True)
-    ]
-    return optree.tree_unflatten(tree, placed)
+    return _mapped(shard, x, layout, mesh=m, src=src, pad=pad)
 
 
 def _refuse_placed(x: Tensor, layout: object, m: Mesh) -> None:
@@ -222,21 +218,22 @@ def placed_like(x: Tensor, like: ShardedTensor) -> ShardedTensor:
     return placed.at(like.place)
 
 
-def _each(f: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``f`` on a pytree's leaf; return any other than a tensor as it is."""
-    if isinstance(x, Tensor):
-        return f(x, *args, **kwargs)
-    if getattr(x, "ndim", 0) and hasattr(x, "__array__"):
-        raise no_tensor(x, f.__name__)
-    return x
+def _mapped(f: Any, x: Any, *layout: Any, **how: Any) -> Any:
+    """Call ``f`` on each tensor of a pytree, with its layout if there are any; others stay.
 
-
-def _flat(x: Any, op: str) -> tuple[list[Any], Any]:
-    """Flatten a pytree; refuse a single object that is neither a tensor nor a number."""
-    leaves, spec = optree.tree_flatten(x)
-    if spec.is_leaf() and not isinstance(x, int | float | complex):
-        raise no_tensor(x, op)
-    return leaves, spec
+    Raises: PlainTensor for a single object that is neither a tensor nor a number, or an array.
+    """
+    name = f.__name__
+    leaves, tree = optree.tree_flatten(x)
+    if tree.is_leaf() and not isinstance(x, int | float | complex):
+        raise no_tensor(x, name)
+    layouts = [per_leaf(given, x, name, f"sl.{name}(x, {{}})") for given in layout]
+    for a in leaves:
+        if not isinstance(a, Tensor) and getattr(a, "ndim", 0) and hasattr(a, "__array__"):
+            raise no_tensor(a, name)
+    each = zip(leaves, *layouts, strict=True)
+    found = [f(*one, **how) if isinstance(one[0], Tensor) else one[0] for one in each]
+    return optree.tree_unflatten(tree, found)
 
 
 def _placed(x: Tensor, layout: Layout, m: Mesh) -> Tensor:
@@ -316,7 +313,7 @@ def _reordered(x: Tensor, step: ReshardStep) -> Tensor:
     return torch.index_select(x, step.dim, uploaded(step.table, x.device))
 
 
-def _of_first(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+def _of_first(x: Tensor, axes: Axes) -> Tensor:
     """Keep the block of the first rank along ``axes``, and zero the others."""
     if x.is_meta:
         return x.clone()
@@ -325,7 +322,7 @@ def _of_first(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return x.masked_fill(away, 0)  # not x * 0, which makes nan of infinity
 
 
-def _exchanged(x: Tensor, axes: tuple[str, ...], plan: Exchange) -> Tensor:
+def _exchanged(x: Tensor, axes: Axes, plan: Exchange) -> Tensor:
     """Send all rounds, then copy the part that stays while they run, then what arrives."""
     mesh, raw = current_mesh(), unwrap(x)
     kernels = (not raw.is_cpu or active.cpu) and packable(raw, len(block_shape(raw, mesh)))
@@ -421,11 +418,7 @@ def reshard(x: object, layout: LayoutTree) -> object:
     'f32[4, 2@x]'
     """
     if not isinstance(x, Tensor):
-        leaves, spec = _flat(x, "reshard")
-        layouts = per_leaf(layout, x, "reshard", "sl.reshard(x, {})")
-        return optree.tree_unflatten(
-            spec, [_each(reshard, a, lay) for a, lay in zip(leaves, layouts, strict=True)]
-        )
+        return _mapped(reshard, x, layout)
     if is_dtensor(x):
         return as_dtensor(reshard(from_dtensor(x), layout))
     if not isinstance(x, ShardedTensor):
@@ -524,8 +517,7 @@ def unshard(x: object) -> object:
     tensor([0, 1, 2, 3])
     """
     if not isinstance(x, Tensor):
-        leaves, spec = _flat(x, "unshard")
-        return optree.tree_unflatten(spec, [_each(unshard, leaf) for leaf in leaves])
+        return _mapped(unshard, x)
     if is_dtensor(x):
         return unshard(from_dtensor(x))
     if not isinstance(x, ShardedTensor):

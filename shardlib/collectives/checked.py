@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import backward_now
-from shardlib.collectives.backends.backend import Axes
 from shardlib.collectives.count import Trace
 from shardlib.collectives.types import group
 from shardlib.errors import MOST, RankFailed, apart, clipped, user_line
@@ -36,6 +35,7 @@ from shardlib.layouts import Layout
 from shardlib.mesh import (
     POSTED,
     RECENT,
+    Axes,
     Entered,
     JobProcesses,
     Mesh,
@@ -325,9 +325,9 @@ def _job_of(mesh: Mesh) -> JobProcesses | None:
 
 def _groups(
     mesh: Mesh, values: Mapping[str, tuple[Tensor, Layout]], said: Mapping[str, object]
-) -> dict[tuple[str, ...], list[str]]:
+) -> dict[Axes, list[str]]:
     """Group the names of values, and of what is said, by the axes along which they are copies."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[Axes, list[str]] = {}
     if said:
         groups[alike(mesh, Layout(()))] = list(said)
     for name, (raw, layout) in values.items():
@@ -355,7 +355,7 @@ def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None
     return tuple(json.loads(said))
 
 
-def alike(mesh: Mesh, layout: Layout) -> tuple[str, ...]:
+def alike(mesh: Mesh, layout: Layout) -> Axes:
     """List the axes of more than one rank along which a layout gives every rank the same block."""
     return tuple([a for a in mesh.names if mesh.axes[a] > 1 and a not in layout.named])
 

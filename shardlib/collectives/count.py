@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardlib._compat import DispatchMode
 from shardlib.errors import UnexpectedComm, package_line, user_line
-from shardlib.mesh import Entered, enter, leave, scope
+from shardlib.mesh import Axes, Entered, enter, leave, scope
 from shardlib.opspec import Args, Func, Kwargs, names_of
 
 _WAITS = frozenset(names_of(waits=True))
@@ -166,7 +166,7 @@ class Trace:
     waits: list[Wait] = field(default_factory=list)
 
     def before(
-        self, name: str, raw: Any, mesh: Any, axes: tuple[str, ...], params: tuple
+        self, name: str, raw: Any, mesh: Any, axes: Axes, params: tuple
     ) -> Callable[[], None] | None:
         """Observe a transfer that is about to begin; a returned function is called at its end."""
 
@@ -283,7 +283,7 @@ class expect_comm(trace):
 def note(
     traces: tuple[Trace, ...],
     kind: str,
-    axes: tuple[str, ...],
+    axes: Axes,
     numerator: int,
     denominator: int,
     messages: int,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives.backends import BACKENDS, dist
-from shardlib.collectives.backends.backend import Axes, Finish, Landing
+from shardlib.collectives.backends.backend import Finish, Landing
 from shardlib.collectives.posted import (
     ALL_GATHER,
     PREDUCE,
@@ -19,7 +19,7 @@ from shardlib.collectives.posted import (
 )
 from shardlib.collectives.simulate import Stacked
 from shardlib.collectives.types import after_move, group, held, unwrap
-from shardlib.mesh import GROUPS, RECENT, Mesh, current_mesh, number, scope
+from shardlib.mesh import GROUPS, RECENT, Axes, Mesh, current_mesh, number, scope
 
 
 def preduce_into(

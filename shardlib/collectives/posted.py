@@ -20,20 +20,13 @@ from shardlib.collectives.backends.backend import AxisGroup, Finish, Pairs
 from shardlib.collectives.backends.streams import beside
 from shardlib.collectives.count import Trace, note
 from shardlib.collectives.simulate import Stacked, Varies
-from shardlib.collectives.types import (
-    Axis,
-    after_move,
-    flat_blocks,
-    following,
-    group,
-    held,
-    public_name,
-)
+from shardlib.collectives.types import after_move, flat_blocks, following, group, held, public_name
 from shardlib.errors import ShardError, Unsupported, axes_text
 from shardlib.mesh import (
     GROUPS,
     POSTED,
     RECENT,
+    Axis,
     Mesh,
     axes_of,
     current_mesh,

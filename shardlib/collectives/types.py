@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives.backends import BACKENDS
-from shardlib.collectives.backends.backend import Axes, AxisGroup
+from shardlib.collectives.backends.backend import AxisGroup
 from shardlib.collectives.simulate import Stacked, Varies, of
 from shardlib.errors import WrongAxes, axes_text
-from shardlib.mesh import GROUPS, Mesh, coordinates, current_mesh
-
-Axis = str | tuple[str, ...]
+from shardlib.mesh import GROUPS, Axes, Mesh, coordinates, current_mesh
 
 
 def wrap(raw: Tensor, mesh: Mesh) -> Tensor:

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import posted
-from shardlib.collectives.backends.backend import Axes
 from shardlib.collectives.posted import Collective, Counts, Pending
 from shardlib.collectives.simulate import Stacked, Varies
 from shardlib.collectives.types import (
-    Axis,
     after_move,
     differing,
     following,
@@ -29,7 +27,7 @@ from shardlib.collectives.types import (
     real,
 )
 from shardlib.errors import BadArgument, RankMismatch, ShardError, UnevenSplit, WrongAxes
-from shardlib.mesh import current_mesh, uploaded
+from shardlib.mesh import Axes, Axis, current_mesh, uploaded
 
 
 def _call(op: Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:

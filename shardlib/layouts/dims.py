@@ -10,14 +10,14 @@ dealt in that order.
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
 from shardlib.errors import UnevenSplit, UnknownAxis, meant, similar
 from shardlib.layouts.orders import Run, block, dealt, declared, uncovered
-from shardlib.mesh import Sizes, coordinates, rank_along
+from shardlib.mesh import Axes, Coord, MeshKey, Sizes, coordinates, rank_along
 
 D = TypeVar("D")
 
@@ -34,7 +34,7 @@ class Dim:
     by: str = ""
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def axes(self) -> Axes:
         return tuple(p for p in self.parts if isinstance(p, str))
 
     @property
@@ -51,7 +51,7 @@ class Dim:
         """Whether a rank holds other positions than those of the block at its index."""
         return self.order != "contiguous" or bool(self.by)
 
-    def holder(self, coord: Mapping[str, int], sizes: Sizes) -> Mapping[str, int]:
+    def holder(self, coord: Coord, sizes: Sizes) -> Coord:
         """Return the coordinate whose block a rank holds: its own, without a skew."""
         if not self.by:
             return coord
@@ -59,7 +59,7 @@ class Dim:
         return {**coord, axis: (coord[axis] + coord[self.by]) % sizes[axis]}
 
     @property
-    def ring(self) -> tuple[str, ...]:
+    def ring(self) -> Axes:
         """The axes among whose ranks an order deals positions: those after the last integer."""
         return tuple(itertools.takewhile(lambda p: isinstance(p, str), reversed(self.parts)))[::-1]  # type: ignore[return-value]
 
@@ -139,7 +139,7 @@ def without_ones(dim: Dim, sizes: Sizes) -> Dim:
     return Dim(parts, dim.order) if any(isinstance(p, str) for p in parts) else WHOLE
 
 
-def positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Sequence[int]:
+def positions(dim: Dim, n: int, sizes: Sizes, coord: Coord) -> Sequence[int]:
     """Return the positions of a dimension of size n that a rank holds, in the rank's own order.
 
     Groups and contiguous dimensions must divide; a sequence in another order may have any length.
@@ -165,7 +165,7 @@ def _radix(part: str | int, sizes: Sizes) -> int:
     return part if isinstance(part, int) else sizes[part]
 
 
-def _dealt_positions(dim: Dim, n: int, sizes: Sizes, coord: Mapping[str, int]) -> Sequence[int]:
+def _dealt_positions(dim: Dim, n: int, sizes: Sizes, coord: Coord) -> Sequence[int]:
     """List the positions of a rank in another order: those of its ring, in each group."""
     groups, rank = dim.groups, rank_along(dim.ring, coord, sizes)
     each = n // _groups(dim, sizes)
@@ -214,9 +214,7 @@ def said(axes: Sequence[str], held: Sequence[Sequence[tuple[int, int]]], n: int)
 
 
 @lru_cache(maxsize=4096)
-def cut(
-    dim: Dim, n: int, mesh: tuple[tuple[str, int], ...], start: int, stop: int
-) -> tuple[slice, Dim] | None:
+def cut(dim: Dim, n: int, mesh: MeshKey, start: int, stop: int) -> tuple[slice, Dim] | None:
     """Return the slice every rank takes for positions start to stop, and the token of the result.
 
     None if the slice differs from rank to rank.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shardlib.errors import LayoutSyntax
 from shardlib.layouts.dims import Dim
 from shardlib.layouts.layout import Layout, taken
+from shardlib.mesh import Axes, Axis
 
 
 def Replicated() -> Layout:
@@ -45,7 +46,7 @@ def Col(*axes: str) -> Layout:
     return Layout((Dim(axes),), ellipsis=0)
 
 
-def P(*dims: str | tuple[str, ...] | None) -> Layout:
+def P(*dims: Axis | None) -> Layout:
     """Name the mesh axes that split each dimension, as JAX's PartitionSpec does.
 
     Dimensions that are left out are not split.  A plain tuple of these is also accepted as the
@@ -162,7 +163,7 @@ class Layout3D:
         return Layout3D(self.x, self.z, self.y).act
 
 
-def split_ways(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def split_ways(names: Axes) -> Iterator[tuple[str, str]]:
     """List every way to split two dimensions, each over none, one or two axes.
 
     >>> list(split_ways(("x",)))

@@ -47,7 +47,7 @@ from shardlib.layouts.spec import (
     placements,
 )
 from shardlib.layouts.text import Fields, read, skew_of, written
-from shardlib.mesh import axis_sizes, coordinates, scope
+from shardlib.mesh import Axes, Coord, MeshKey, axis_sizes, coordinates, scope
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Layout:
     """
 
     dims: tuple[Dim, ...] = ()
-    partial: tuple[str, ...] = ()
+    partial: Axes = ()
     ellipsis: int | None = None
     # mesh axes that split a dimension, in order
-    axes: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
+    axes: Axes = field(default=(), init=False, repr=False, compare=False)
     # those, then the axes of the pending sum
-    named: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
+    named: Axes = field(default=(), init=False, repr=False, compare=False)
     # "a" or "b" where its blocks are those of Cannon's operand of this name
     skew: str = field(default="", init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
@@ -131,7 +131,7 @@ class Layout:
         return _local_shape(self, tuple(shape), tuple(axis_sizes(mesh).items()), pad)
 
     def indices(
-        self, shape: Sequence[int], mesh: object, coord: Mapping[str, int]
+        self, shape: Sequence[int], mesh: object, coord: Coord
     ) -> tuple[Sequence[int], ...]:
         """List per dimension the global positions that the rank at ``coord`` holds."""
         sizes = axis_sizes(mesh)
@@ -140,13 +140,11 @@ class Layout:
         pairs = zip(me.dims, shape, strict=True)
         return tuple(positions(d, n, sizes, d.holder(coord, sizes)) for d, n in pairs)
 
-    def is_zero(self, coord: Mapping[str, int]) -> bool:
+    def is_zero(self, coord: Coord) -> bool:
         """Check whether the rank at ``coord`` holds zeros, as all parts of a sum but the first do."""
         return any(coord[a] for a in self.partial)
 
-    def slices(
-        self, shape: Sequence[int], mesh: object, coord: Mapping[str, int]
-    ) -> tuple[Any, ...]:
+    def slices(self, shape: Sequence[int], mesh: object, coord: Coord) -> tuple[Any, ...]:
         """Return ``indices`` as slices where they are contiguous or strided, else as lists."""
         return tuple(_slice(i) for i in self.indices(shape, mesh, coord))
 
@@ -376,9 +374,7 @@ def the_one(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=8192)
-def _check(
-    layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], op: str
-) -> None:
+def _check(layout: Layout, shape: tuple[int, ...], mesh: MeshKey, op: str) -> None:
     sizes = dict(mesh)
     check_axes(layout.named, sizes, str(layout), op)
     me = layout.resolve(len(shape))
@@ -392,7 +388,7 @@ def _check(
 
 @lru_cache(maxsize=16384)
 def _local_shape(
-    layout: Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...], pad: bool
+    layout: Layout, shape: tuple[int, ...], mesh: MeshKey, pad: bool
 ) -> tuple[int, ...]:
     me = layout.resolve(len(shape))
     if not pad:

@@ -35,7 +35,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardlib.layouts.dims import WHOLE, Dim, positions
-from shardlib.mesh import axis_sizes, coordinates
+from shardlib.mesh import Axes, MeshKey, Sizes, axis_sizes, coordinates
 
 _Layout = Any  # a Layout; layout.py imports this file
 
@@ -48,7 +48,7 @@ class ReshardStep:
     """One move; ``words`` received per rank on average, ``elements`` of the block afterwards."""
 
     kind: str
-    axes: tuple[str, ...] = ()
+    axes: Axes = ()
     dim: int = 0
     to: int = 0
     table: tuple[Any, ...] = ()
@@ -103,7 +103,7 @@ Box = tuple[Sequence[int], ...]  # positions per dimension: of a rank in the ten
 
 @lru_cache(maxsize=4096)
 def _search(
-    source: _Layout, target: _Layout, shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]
+    source: _Layout, target: _Layout, shape: tuple[int, ...], mesh: MeshKey
 ) -> tuple[ReshardStep, ...]:
     sizes = dict(mesh)
     first, last = (layout.resolve(len(shape)) for layout in (source, target))
@@ -151,7 +151,7 @@ class _SearchNode(NamedTuple):
     state: _Layout
     last: _Layout
     shape: tuple[int, ...]
-    sizes: Mapping[str, int]
+    sizes: Sizes
     block: int
 
     def local(self, d: int) -> int:
@@ -161,7 +161,7 @@ class _SearchNode(NamedTuple):
     def ranks(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
-    def held(self, state: _Layout, axes: tuple[str, ...]) -> tuple[Box, ...]:
+    def held(self, state: _Layout, axes: Axes) -> tuple[Box, ...]:
         """Return the positions that every rank along ``axes`` holds in a state."""
         return _held(state, self.shape, tuple(self.sizes.items()), axes)
 
@@ -177,9 +177,7 @@ class _SearchNode(NamedTuple):
         return replace(self.state, dims=dims, partial=sums)
 
 
-def _moves(
-    state: _Layout, last: _Layout, shape: tuple[int, ...], sizes: Mapping[str, int]
-) -> _Moves:
+def _moves(state: _Layout, last: _Layout, shape: tuple[int, ...], sizes: Sizes) -> _Moves:
     # of equal words the first plan found wins, so the order of the moves is part of the result
     block = math.prod(
         n // math.prod(sizes[a] for a in d.axes) for d, n in zip(state.dims, shape, strict=True)
@@ -278,7 +276,7 @@ def _order_slices(at: _SearchNode) -> _Moves:
         yield step, at.changed({d: want})
 
 
-def _table(dim: Dim, n: int, sizes: Mapping[str, int]) -> list[int]:
+def _table(dim: Dim, n: int, sizes: Sizes) -> list[int]:
     """List the global positions, rank after rank along the token's axes."""
     ranks = coordinates({a: sizes[a] for a in dim.axes})
     return [i for coord in ranks for i in positions(dim, n, sizes, coord)]
@@ -313,7 +311,7 @@ def _exchanges(at: _SearchNode) -> _Moves:
             yield ReshardStep("exchange", axes, table=(state,), words=words, elements=block), last
 
 
-def _between(a: _Layout, b: _Layout, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _between(a: _Layout, b: _Layout, sizes: Sizes) -> Axes:
     return tuple(n for n in sizes if n in a.axes + b.axes)
 
 
@@ -321,7 +319,7 @@ def _settled(
     path: tuple[ReshardStep, ...],
     last: _Layout,
     shape: tuple[int, ...],
-    mesh: tuple[tuple[str, int], ...],
+    mesh: MeshKey,
 ) -> tuple[ReshardStep, ...]:
     """Return the path; an exchange at its end gets its rounds."""
     if not path or path[-1].kind != "exchange":
@@ -417,8 +415,8 @@ def exchange(old: Sequence[Box], new: Sequence[Box]) -> Exchange:
 def _held(
     state: _Layout,
     shape: tuple[int, ...],
-    mesh: tuple[tuple[str, int], ...],
-    axes: tuple[str, ...],
+    mesh: MeshKey,
+    axes: Axes,
 ) -> tuple[Box, ...]:
     """Return the positions that every rank along ``axes`` holds, in rank order."""
     sizes = dict(mesh)

@@ -14,7 +14,7 @@ from shardlib.errors import LayoutSyntax
 from shardlib.layouts.dims import Dim
 from shardlib.layouts.layout import Layout
 from shardlib.layouts.orders import ORDERS, Run, block, dealt, uncovered
-from shardlib.mesh import axes_of
+from shardlib.mesh import Axis, axes_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Ring:
     Layout('. runs(s; 0:2 6:8 | 2:6) ...')
     """
 
-    axis: str | tuple[str, ...]
+    axis: Axis
     dim: int = 1
     schedule: str | Sequence[Sequence[range]] = "contiguous"
     cu_seqlens: Sequence[int] | None = None

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from shardlib.errors import LayoutSyntax, NotExpressible, RankMismatch
 from shardlib.layouts.dims import WHOLE, Dim
 from shardlib.layouts.text import NAME, Fields, written
-from shardlib.mesh import Sizes
+from shardlib.mesh import Axis, Sizes
 
 
 def placements(fields: Fields, sizes: Sizes) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ class PartitionSpecLike(Protocol):
     def __iter__(self) -> Iterator[object]: ...
 
 
-Names: TypeAlias = tuple[str | tuple[str, ...] | None, ...]
+Names: TypeAlias = tuple[Axis | None, ...]
 """Entries of a PartitionSpec: per dimension a mesh axis, several, or None."""
 
 

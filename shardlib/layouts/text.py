@@ -7,8 +7,9 @@ from dataclasses import replace
 from shardlib.errors import LayoutSyntax, ShardError, similar
 from shardlib.layouts.dims import WHOLE, Dim
 from shardlib.layouts.orders import ORDERS
+from shardlib.mesh import Axes
 
-Fields = tuple[tuple[Dim, ...], tuple[str, ...], int | None]
+Fields = tuple[tuple[Dim, ...], Axes, int | None]
 
 NAME = re.compile(r"[A-Za-z_]\w*\Z")
 _RUN = re.compile(r"[0-9]{1,18}:[0-9]{1,18}(:[1-9][0-9]{0,17})?")
@@ -43,7 +44,7 @@ def read(text: str) -> Fields:
         raise LayoutSyntax(why, op="layout", fix="sl.Layout.parse('x ... y')")
     body, _, skew = f" {text}".partition(" skew ")
     body, plus, tail = body.partition("+")
-    partial: tuple[str, ...] = ()
+    partial: Axes = ()
     if plus:
         found = re.fullmatch(r"\s*sum\(([\w\s]+)\)\s*", tail)
         if not found:

@@ -13,8 +13,12 @@ from shardlib.mesh.failures import (
 from shardlib.mesh.launch import launch
 from shardlib.mesh.memo import GROUPS, Memo
 from shardlib.mesh.mesh import (
+    Axes,
+    Axis,
+    Coord,
     Link,
     Mesh,
+    MeshKey,
     MeshLike,
     Sizes,
     as_mesh,

@@ -469,12 +469,8 @@ class JobProcesses:
         """Return ``gone``, ``stopped`` or ``runs``; on another host, the state reported there."""
         if rank not in self._known and (found := self.said(f"process/{rank}")):
             self._known[rank] = _Process(*found)
-        state = ""
-        if rank in self._known:
-            state = self._known[rank].state()
-        if not state and self._has(f"gone/{rank}"):
-            state = "gone"
-        return state
+        state = self._known[rank].state() if rank in self._known else ""
+        return state or ("gone" if self._has(f"gone/{rank}") else "")
 
     # -------------------------------------------------------- the watching thread
 

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import wait
@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 from shardlib.errors import RankFailed, ShardError, user_line
 from shardlib.mesh.devices import backend_of, take_device
 from shardlib.mesh.failures import ABORTED, CHECK_IT, current_job, lost, operations, position
-from shardlib.mesh.mesh import TIMEOUT, check_device, check_timeout, make_mesh, sizes_of
+from shardlib.mesh.mesh import TIMEOUT, Sizes, check_device, check_timeout, make_mesh, sizes_of
 
 _START = 180.0  # seconds that processes may take to import the script and connect
 _SLACK = 6.0  # extra seconds before this process gives up: the ranks' own errors are better
@@ -143,7 +143,7 @@ def _roll(folder: Path, world: int) -> dict[str, str]:
 
 
 def _refuse_failed(
-    folder: Path, ends: list[int | None], sizes: Mapping[str, int], idle: dict[str, str] | None
+    folder: Path, ends: list[int | None], sizes: Sizes, idle: dict[str, str] | None
 ) -> None:
     """Raise the first cause, by each rank's exit code and error file, if a rank failed."""
     if (folder / "unguarded").exists():

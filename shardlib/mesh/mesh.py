@@ -43,6 +43,17 @@ from shardlib.mesh.scope import Entered, enter, leave, scope
 
 Kind = Literal["dist", "stacked", "record", "forked"]
 
+Axes = tuple[str, ...]
+Axis = str | Axes
+Sizes = Mapping[str, int]
+"""Axis -> number of its ranks."""
+
+Coord = Mapping[str, int]
+"""Axis -> index of a rank along it."""
+
+MeshKey = tuple[tuple[str, int], ...]
+"""Axes and sizes as a key of a cache."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -72,7 +83,7 @@ class Mesh(Mapping[str, int]):
 
     def __init__(
         self,
-        axes: Mapping[str, int],
+        axes: Sizes,
         *,
         kind: Kind = "stacked",
         device: torch.device | str | int = "cpu",
@@ -98,7 +109,7 @@ class Mesh(Mapping[str, int]):
             here = device_mesh.get_coordinate()
             if here is not None:
                 self._coord = dict(zip(self.names, here, strict=True))
-        self._known: dict[str | tuple[str, ...], int] = dict(self.axes)
+        self._known: dict[Axis, int] = dict(self.axes)
         self.memo = Memo()
         self.stream: Any = None  # of random draws; filled by random.py
 
@@ -135,9 +146,7 @@ class Mesh(Mapping[str, int]):
         """Whether this process was forked from a rank, and is none itself."""
         return self.kind == "forked"
 
-    def axis_size(
-        self, axis: str | tuple[str, ...], op: str = "axis_size", fix: str = "mesh.axis_size({})"
-    ) -> int:
+    def axis_size(self, axis: Axis, op: str = "axis_size", fix: str = "mesh.axis_size({})") -> int:
         """Return the size of an axis, or the product of several.
 
         ``op``, ``fix``  for the error: the caller's name, and its fix line with {} for the axis.
@@ -195,7 +204,7 @@ class Mesh(Mapping[str, int]):
         _refuse_left(error)
 
 
-def coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+def coordinates(sizes: Sizes) -> list[dict[str, int]]:
     """List every coordinate of a mesh, in rank order: the last axis changes first.
 
     >>> coordinates({"x": 2, "y": 2})
@@ -205,7 +214,7 @@ def coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
     return [dict(zip(sizes, place, strict=True)) for place in places]
 
 
-def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+def rank_along(axes: Iterable[str], coord: Coord, sizes: Sizes) -> int:
     """Return a rank's index on several axes taken as one, the first axis major.
 
     >>> rank_along(("x", "y"), {"x": 1, "y": 2}, {"x": 2, "y": 3})
@@ -215,9 +224,6 @@ def rank_along(axes: Iterable[str], coord: Mapping[str, int], sizes: Mapping[str
     for a in axes:
         rank = rank * sizes[a] + coord[a]
     return rank
-
-
-Sizes = Mapping[str, int]
 
 
 def axis_sizes(mesh: object, op: str = "layout") -> Sizes:
@@ -233,12 +239,12 @@ def axis_sizes(mesh: object, op: str = "layout") -> Sizes:
     return dict(zip(names, shape, strict=True))
 
 
-def axes_of(axis: str | Iterable[str]) -> tuple[str, ...]:
+def axes_of(axis: str | Iterable[str]) -> Axes:
     """Return one axis or several as a tuple."""
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def unknown_axis(axis: str, axes: Mapping[str, int], op: str, fix: str) -> UnknownAxis:
+def unknown_axis(axis: str, axes: Sizes, op: str, fix: str) -> UnknownAxis:
     """Build the error for an axis that is not in the mesh, with similar names."""
     hint = meant(similar(str(axis), axes))
     why = f"unknown axis {axis!r}; this mesh has {', '.join(axes)}{hint}"
@@ -349,7 +355,7 @@ _FIRST = {"launch": "fn, *args, "}
 """Arguments of a call before its axes, for fix lines."""
 
 
-def sizes_of(op: str, axes: Mapping[str, int]) -> dict[str, int]:
+def sizes_of(op: str, axes: Sizes) -> dict[str, int]:
     bad = {n: s for n, s in axes.items() if not isinstance(s, int) or s is True or s < 1}
     if bad or not axes:
         why = f"axis sizes must be positive integers, got {bad or 'no axis at all'}"
@@ -525,9 +531,7 @@ _STEPS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
 """Launchers that set no RANK -> their variable for the number of processes."""
 
 
-def _sizes(
-    given: tuple[Any, ...], timeout: float | None, axes: Mapping[str, int], op: str
-) -> dict[str, int]:
+def _sizes(given: tuple[Any, ...], timeout: float | None, axes: Sizes, op: str) -> dict[str, int]:
     """Check a call's arguments; return the sizes, 1 for one that is to be inferred.
 
     Raises: MeshError.
@@ -542,7 +546,7 @@ def _sizes(
     return sizes_of(op, {**axes, **dict.fromkeys(free, 1)})
 
 
-def check_device(device: Any, op: str, axes: Mapping[str, int]) -> str | None:
+def check_device(device: Any, op: str, axes: Sizes) -> str | None:
     """Return a device's type; refuse one that this process does not have.  Raises: MeshError."""
     device = device.type if isinstance(device, torch.device) else device
     here = ["cpu", *([found.type] if (found := accelerator()) else [])]

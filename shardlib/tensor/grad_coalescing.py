@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives import flat_blocks, psum, start, unwrap, wrap
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Axes, Mesh, bind
 
 LEAST, MOST = 1 << 20, 25 << 20
 """Bytes of a bucket: below LEAST, latency costs more than overlap hides; MOST is DDP's default."""
 
-_Key = tuple[Mesh, tuple[str, ...], torch.dtype, torch.dtype | None, torch.dtype | None]
+_Key = tuple[Mesh, Axes, torch.dtype, torch.dtype | None, torch.dtype | None]
 
 
 class Together:
@@ -58,7 +58,7 @@ class Together:
         i: int,
         g: Tensor,
         mesh: Mesh,
-        axes: tuple[str, ...],
+        axes: Axes,
         out: torch.dtype | None,
         wire: torch.dtype | None,
     ) -> None:

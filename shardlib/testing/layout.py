@@ -7,7 +7,7 @@ and compares with dense: the ranks' blocks, the bytes moved, values and gradient
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from shardlib.data import from_local
 from shardlib.errors import ShardError, UnevenSplit
 from shardlib.layouts import Dim, Layout, LayoutFamily, LayoutLike, as_layout
 from shardlib.layouts.orders import declared
-from shardlib.mesh import Mesh, coordinates, scope, simulate
+from shardlib.mesh import Coord, Mesh, Sizes, coordinates, scope, simulate
 from shardlib.ops.matmul.op import product
 from shardlib.placing import reshard, shard, unshard
 from shardlib.tensor import layout_of
@@ -31,7 +31,7 @@ _TRIED = 256  # sizes tried until one divides
 
 
 def check_layout(
-    layout: LayoutLike, meshes: Sequence[Mapping[str, int]] | None = None, *, seed: int = 0
+    layout: LayoutLike, meshes: Sequence[Sizes] | None = None, *, seed: int = 0
 ) -> list[str]:
     """Check a layout on shapes and meshes that are drawn at random, and list those.
 
@@ -77,7 +77,7 @@ def check_layout(
     return [str(case) for case in checked]
 
 
-def _value(given: LayoutLike, mesh: Mesh | Mapping[str, int] | None) -> Layout:
+def _value(given: LayoutLike, mesh: Mesh | Sizes | None) -> Layout:
     """Return the layout, checked to be one hashable value that parses back from its text."""
     fix = "sl.testing.check_layout({})"
     lay, again = (as_layout(given, "check_layout", fix, mesh=mesh) for _ in range(2))
@@ -152,7 +152,7 @@ def _check_blocks(
     """Check that blocks tile the tensor, have the layout's shape, and are on the right rank."""
     x = normal(*shape, seed=1).requires_grad_()
 
-    def places(coord: Mapping[str, int]) -> tuple[Tensor, ...]:
+    def places(coord: Coord) -> tuple[Tensor, ...]:
         """Return the position of each element of a rank's block, per dimension."""
         at = [torch.tensor(list(i), device="cpu").long() for i in me.indices(shape, mesh, coord)]
         return torch.meshgrid(*at, indexing="ij") if at else ()
@@ -173,7 +173,7 @@ def _check_blocks(
             f"element {wrong}, not {copies}"
         )
 
-    def mine(coord: Mapping[str, int]) -> Tensor:
+    def mine(coord: Coord) -> Tensor:
         block = x.detach()[places(coord)]
         return torch.zeros_like(block) if me.is_zero(coord) else block
 

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from shardlib.mesh import Mesh
+from shardlib.mesh import Axes, Mesh
 
-Axes = tuple[str, ...]
 Finish = Callable[[], Tensor]
 Pairs = Sequence[tuple[int, int]]
 

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib._compat import all_gather_single, backend_name, reduce_scatter_single
-from shardlib.collectives.backends.backend import Axes, AxisGroup, Finish, Landing, Pairs
+from shardlib.collectives.backends.backend import AxisGroup, Finish, Landing, Pairs
 from shardlib.dtypes import is_half, wider
 from shardlib.kernels import active
 from shardlib.kernels.pack import dense
-from shardlib.mesh import GROUPS, POSTED, Mesh, current_job, lost
+from shardlib.mesh import GROUPS, POSTED, Axes, Mesh, current_job, lost
 
 holds_values = True
 spans_processes = True

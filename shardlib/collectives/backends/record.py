@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardlib.collectives.backends.backend import Axes, AxisGroup, Finish, Landing, Pairs
+from shardlib.collectives.backends.backend import AxisGroup, Finish, Landing, Pairs
 from shardlib.collectives.backends.stacked import at_once
 from shardlib.dtypes import wider
-from shardlib.mesh import Mesh, rank_along
+from shardlib.mesh import Axes, Mesh, rank_along
 
 holds_values = False
 spans_processes = False

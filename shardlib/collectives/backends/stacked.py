@@ -8,9 +8,9 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
-from shardlib.collectives.backends.backend import Axes, AxisGroup, Finish, Landing, Pairs
+from shardlib.collectives.backends.backend import AxisGroup, Finish, Landing, Pairs
 from shardlib.dtypes import wider
-from shardlib.mesh import Mesh, coordinates, rank_along, uploaded
+from shardlib.mesh import Axes, Mesh, coordinates, rank_along, uploaded
 
 P = ParamSpec("P")
 
