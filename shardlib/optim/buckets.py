@@ -527,11 +527,6 @@ class Buckets(dict[str, Any]):
         """Return buckets of other values with the same index."""
         return type(self)(values, self.index, self.mesh)
 
-    def vectors(self, names: Iterable[str]) -> list[Tensor]:
-        """List the vectors of some buckets, of the ranks in this process: detached views."""
-        mesh = self.mesh
-        return [vector for n in names for vector in blocks(self[n].raw.detach(), mesh)]
-
     def whole(self) -> dict[int, Tensor]:
         """Gather parts to whole buckets, in new memory; map each leaf's number to its block."""
         rows = [(b, self[b.name].raw) for b in self.index]

@@ -157,16 +157,15 @@ class _Partition:
 
     def transform(self) -> Transform:
         """Return these methods as a transform."""
-        each_part = [(t, partial(self.part, label)) for label, t in self.transforms.items()]
-        checked = any(t.check is not None for t in self.transforms.values())
+        every = self.transforms.values()
         return Transform(
             self.init,
             self.update,
-            trait_of(*self.transforms.values()),
+            trait_of(*every),
             self.donate,
-            check=self.check if checked else None,
+            check=self.check if any(t.check is not None for t in every) else None,
             groups=self.words,
-            sink=_no_sink(each_part),
+            sink=self.sink if any(t.sink is not None for t in every) else None,
             heeds=True,  # each label's transform, or what runs it
         )
 
@@ -188,9 +187,19 @@ class _Partition:
         parts = {label: only(tree, found, label) for label in self.transforms}
         return {n: part for n, part in parts.items() if optree.tree_leaves(part)}
 
-    def part(self, label: str, tree: Tree) -> Tree:
-        """Return the trained leaves of a label."""
-        return only(trainable(tree), self.split(tree), label)
+    def sink(self, params: Tree) -> Any:
+        """Refuse a sink: a group's transform has buckets of its own."""
+        found, over = self.split(params), []
+        for label, t in self.transforms.items():
+            part = only(trainable(params), found, label)
+            over += [] if t.sink is None else [getattr(t.sink(part), "over", ())]
+        split = any(t.shard is not kept_whole for t in self.transforms.values())
+        how = f", pending={axes_text(next(filter(None, over), ()))}" if split else ""
+        raise Unsupported(
+            "each group has buckets of its own, so their gradients come as a tree",
+            op="value_and_grad",
+            fix=f"sl.value_and_grad(f{how})(params)",
+        )
 
     def init(self, params: Tree) -> PartitionState:
         """Initialise the state of each transform that has parameters."""
@@ -272,27 +281,6 @@ def _begun(tx: Transform, part: Tree) -> State:
     return tx.init(part)
 
 
-def _no_sink(
-    transforms: Sequence[tuple[Transform, Callable[[Any], Any]]],
-) -> Callable[[Any], Any] | None:
-    """Return a sink that refuses, if some group's transform has its own buckets."""
-
-    sinks = [(tx.sink, part) for tx, part in transforms if tx.sink is not None]
-    split = any(tx.shard is not kept_whole for tx, _ in transforms)
-
-    def refuse(params: Tree) -> Any:
-        over = [getattr(sink(part(params)), "over", ()) for sink, part in sinks]
-        pending = next(filter(None, over), ())
-        how = f", pending={axes_text(pending)}" if split else ""
-        raise Unsupported(
-            "each group has buckets of its own, so their gradients come as a tree",
-            op="value_and_grad",
-            fix=f"sl.value_and_grad(f{how})(params)",
-        )
-
-    return refuse if sinks else None
-
-
 def set_to_zero() -> Transform:
     """Replace updates by zero, so that the parameters do not change.
 
@@ -318,7 +306,7 @@ def flags(mask: Mask, tree: Tree, op: str) -> dict[str, bool]:
     if patterns is None:
         fix = "mask = optree.tree_map(lambda p: p.ndim > 1, params)"
         return {n: bool(v) for n, v in _by_tree(mask, tree, known, op, fix).items()}
-    _all_match(patterns, known, tree, op, lambda p: "")
+    _all_match(patterns, known, tree, op)
     return {n: any(matches(p, n, v) for p in patterns) for n, v in known.items()}
 
 
@@ -341,7 +329,8 @@ def labels(which: Labels, tree: Tree, op: str) -> dict[str, str]:
                 fix=f"which = [*which, ('*', {pairs[-1][1]!r})]",
             )
         out[n] = found
-    _all_match([p for p, _ in pairs], known, tree, op, lambda p: _without(p, pairs))
+    fix = "which = [r for i, r in enumerate(which) if i != {}]"
+    _all_match([p for p, _ in pairs], known, tree, op, fix)
     return out
 
 
@@ -361,14 +350,6 @@ def _patterns(mask: Any) -> Sequence[Pattern[Any]] | None:
     return list(mask) if several and all(isinstance(m, str | re.Pattern) for m in mask) else None
 
 
-def _without(pattern: Any, pairs: Any) -> str:
-    """Format the fix that drops a pair, by its text, or by its number for a function."""
-    if isinstance(pattern, str | re.Pattern):
-        return f"which = [r for r in which if r[0] != {pattern!r}]"
-    at = next(i for i, (p, _) in enumerate(pairs) if p is pattern)
-    return f"which = [r for i, r in enumerate(which) if i != {at}]"
-
-
 def _by_tree(which: Any, tree: Tree, known: Mapping[str, Any], op: str, fix: str) -> dict[str, Any]:
     """Return a tree of values, or the result of a function of the tree, path by path."""
     given = named(which(dict(known) if is_bucketed(tree) else tree) if callable(which) else which)
@@ -383,18 +364,15 @@ def _by_tree(which: Any, tree: Tree, known: Mapping[str, Any], op: str, fix: str
 
 
 def _all_match(
-    patterns: Sequence[Pattern[Any]],
-    known: Mapping[str, Any],
-    tree: Tree,
-    op: str,
-    fix: Callable[[Pattern[Any]], str],
+    patterns: Sequence[Pattern[Any]], known: Mapping[str, Any], tree: Tree, op: str, fix: str = ""
 ) -> None:
-    """Refuse a pattern that matches no parameter; buckets of one group lack the others' paths."""
-    for p in () if is_bucketed(tree) else patterns:
+    """Refuse a pattern that matches no parameter; buckets of one group lack the others' paths.
+
+    ``fix``  drops a pattern by its number; "": the nearest path replaces it.
+    """
+    for i, p in enumerate(() if is_bucketed(tree) else patterns):
         if not any(matches(p, n, v) for n, v in known.items()):
             near = similar(str(p), list(known), 1, 0.0)
-            raise RuleLint(
-                f"{p!r} matches no parameter" + (f"; there is {near[0]!r}" if near else ""),
-                op=op,
-                fix=fix(p) or f"mask = {near[0] if near else '*'!r}",
-            )
+            there = f"; there is {near[0]!r}" if near else ""
+            other = f"mask = {near[0] if near else '*'!r}"
+            raise RuleLint(f"{p!r} matches no parameter{there}", op=op, fix=fix.format(i) or other)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from shardlib.errors import Unsupported
 from shardlib.kernels.adamw import AdamStep
-from shardlib.optim.buckets import AxisSizes
 from shardlib.optim.groups import Mask, of_matrices
 from shardlib.optim.matrix_owners import (
     Kind,
@@ -90,7 +89,8 @@ def soap(
     def init(params: Tree) -> SoapState:
         only_matrices(params, "soap", kernels)
         items = _live(moments(params, "mu")["mu"], kernels)
-        plan = deal(tuple(x.spread for x in items), _sizes(items), _work)
+        axes = {} if items[0].mesh is None else items[0].mesh.axes
+        plan = deal(tuple(x.spread for x in items), tuple(axes.items()), _work)
         dtype = items[0].runs[0].dtype
         for x in items:
             dtype = torch.promote_types(dtype, x.runs[0].dtype)
@@ -136,11 +136,6 @@ def _live(tree: Tree, kernels: Patterns | None) -> list[Laid]:
             fix="params = sl.shard(params, '...')",
         )
     return items
-
-
-def _sizes(items: Sequence[Laid]) -> AxisSizes:
-    mesh = items[0].mesh
-    return () if mesh is None else tuple(mesh.axes.items())
 
 
 def _work(s: Spread) -> int:

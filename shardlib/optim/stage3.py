@@ -345,7 +345,16 @@ class Gradient:
                 self.flat = self._memory(self.bucket.length)
             # discard what a backward that raised has left here
             first, self.task = self.task != backward_now(), backward_now()
-            _pack(self.flat, self.bucket, grads, add=not first)
+            for slot, g in zip(self.bucket.slots, grads, strict=True):
+                place = slot.of(self.flat)
+                if g is None and first:
+                    place.zero_()
+                elif g is not None and first:
+                    place.copy_(g)
+                elif g is not None:
+                    place.add_(g)
+            for start, stop in self.bucket.gaps:
+                self.flat[..., start:stop] = 0
 
     def post(self) -> Callable[[], Tensor] | None:
         """Post the reduction if this backward added gradients; at most two are in transit."""
@@ -385,20 +394,6 @@ class Gradient:
     def _memory(self, n: int) -> Tensor:
         memory, like = self.index.room.memory, self.like
         return memory.take(storage_shape(self.mesh, n), like.dtype, like.device)
-
-
-def _pack(flat: Tensor, bucket: Bucket, grads: tuple[Tensor | None, ...], add: bool) -> None:
-    for slot, g in zip(bucket.slots, grads, strict=True):
-        place = slot.of(flat)
-        if g is None:
-            if not add:
-                place.zero_()
-        elif add:
-            place.add_(g)
-        else:
-            place.copy_(g)
-    for start, stop in bucket.gaps:
-        flat[..., start:stop] = 0
 
 
 class _BucketPart(Local):
@@ -525,12 +520,7 @@ def _matched(params: Tree, grads: Tree, state: State) -> tuple[Buckets, Buckets]
     else:
         same_index(grads.index.all, ours, mine.mesh)
         given = mine.like({n: grads[n] for n in mine})
-    _refuse_pending(given)
-    return mine, given
-
-
-def _refuse_pending(grads: Buckets) -> None:
-    odd = next((g for g in grads.values() if g.place.layout.partial), None)
+    odd = next((g for g in given.values() if g.place.layout.partial), None)
     if odd is not None:
         raise PartialEscape(
             "the gradient of a part is summed already, and this one is pending",
@@ -539,3 +529,4 @@ def _refuse_pending(grads: Buckets) -> None:
             mesh=odd.mesh,
             fix="loss, grads = sl.value_and_grad(f)(params)",
         )
+    return mine, given

@@ -425,22 +425,18 @@ def only(tree: Tree, values: Mapping[str, Any], value: Any) -> Tree:
     """
     if is_bucketed(tree):
         return tree.subset(tuple(n for n, v in _by_bucket(tree, values).items() if v == value))
-    leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
-    kept = [x if values[n] == value else None for n, x in zip(named(tree), leaves, strict=True)]
-    return optree.tree_unflatten(shape, kept)
+    kept = [x if values[n] == value else None for n, x in named(tree).items()]
+    return optree.tree_unflatten(optree.tree_structure(tree, none_is_leaf=True), kept)
 
 
 def merged(tree: Tree, values: Mapping[str, Any], parts: Mapping[Any, Any]) -> Tree:
     """Build a tree like ``tree``, taking each leaf from the part of its path's value."""
     if is_bucketed(tree):
         return tree.like({n: parts[v][n] for n, v in _by_bucket(tree, values).items()})
-    leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
     rows = {v: optree.tree_leaves(part, none_is_leaf=True) for v, part in parts.items()}
-    out = [
-        rows[values[n]][i] if values[n] in rows else x
-        for i, (n, x) in enumerate(zip(named(tree), leaves, strict=True))
-    ]
-    return optree.tree_unflatten(shape, out)
+    found = enumerate(named(tree).items())
+    out = [rows[values[n]][i] if values[n] in rows else x for i, (n, x) in found]
+    return optree.tree_unflatten(optree.tree_structure(tree, none_is_leaf=True), out)
 
 
 def _by_bucket(tree: Buckets, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -467,7 +463,7 @@ def pieces(first: Tree, *others: Tree) -> list[list[Tensor]]:
     if is_bucketed(first) and all([getattr(t, "index", None) is first.index for t in others]):
         trees = (first, *others)
         names = [n for n in first if all([t[n] is not None for t in trees])]
-        return [t.vectors(names) for t in trees]
+        return [[vector for n in names for vector in blocks_of(t[n])] for t in trees]
     out: list[list[Tensor]] = [[] for _ in range(1 + len(others))]
     for row in _rows(first, *others):
         for kept, x in zip(out, row, strict=True):
