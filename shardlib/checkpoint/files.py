@@ -287,6 +287,18 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def _header_of(fd: int, name: str, have: int, crc: int | None) -> bytes:
+    """Read the text of a file's header.  Raises: ValueError."""
+    first = os.pread(fd, 8, 0)
+    long = int.from_bytes(first, "little")
+    if len(first) < 8 or long > min(have - 8, _HEADER):
+        raise ValueError(f"{name} has no whole header")
+    text = os.pread(fd, long, 8)
+    if crc is not None and zlib.crc32(first + text) != crc:
+        raise ValueError(f"{name}: the checksum of its header is wrong")
+    return text
+
+
 @uncollected()
 def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | None = None) -> Any:
     """Read (table, metadata, offset of the data) of a safetensors file.
@@ -296,24 +308,19 @@ def layout_of_file(fd: int, name: str, nbytes: int | None = None, crc: int | Non
     have = os.fstat(fd).st_size
     if nbytes is not None and have != nbytes:
         raise ValueError(f"{name} has {have} bytes, not {nbytes}")
-    first = os.pread(fd, 8, 0)
-    long = int.from_bytes(first, "little")
-    if len(first) < 8 or long > min(have - 8, _HEADER):
-        raise ValueError(f"{name} has no whole header")
-    text = os.pread(fd, long, 8)
-    if crc is not None and zlib.crc32(first + text) != crc:
-        raise ValueError(f"{name}: the checksum of its header is wrong")
+    text = _header_of(fd, name, have, crc)
     table = parsed(text, name)
     if not isinstance(table, dict):
         raise ValueError(f"{name}: its header is no table")
     meta = table.pop("__metadata__", {})
     if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
         raise ValueError(f"{name}: its metadata is no table of text")
-    says = 8 + long + _end_of(table, name)
+    start = 8 + len(text)
+    says = start + _end_of(table, name)
     # nothing may follow the last tensor
     if says != have:
         raise ValueError(f"{name} has {have} bytes, its header says {says}")
-    return table, meta, 8 + long
+    return table, meta, start
 
 
 def _end_of(table: dict[str, Any], name: str) -> int:

@@ -134,7 +134,7 @@ def load_hf(
         "missing='init'": missing == "init",
         "extra='skip'": extra == "skip",
     }
-    call = ", ".join(["sl.load_hf(directory, module, rules", *(n for n, on in known.items() if on)])
+    call = ", ".join(["sl.load_hf(directory, module, rules", *filter(known.get, known)])
     group = Group("load_hf", timeout, not spans_processes(mesh), call)
     alike = partial(refuse_odd, what="see different files")
     with group.phase("reading", alike) as phase, contextlib.ExitStack() as stack:
@@ -701,6 +701,14 @@ _SAVE_FIXES = [
 ]
 
 
+def _index_of(titles: Sequence[str], files: Sequence[Sequence[WrittenPart]]) -> bytes:
+    """Return the text of an index: which of several files has each tensor."""
+    places = {x.name: title for title, held in zip(titles, files, strict=True) for x in held}
+    total = sum(x.nbytes for held in files for x in held)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    return json.dumps(index, indent=1).encode()
+
+
 def write_hf(
     group: Group,
     directory: Path,
@@ -753,13 +761,7 @@ def write_hf(
 
     def commit(work: Work, _: object) -> str:
         if count > 1:
-            places = {
-                x.name: title for title, held in zip(titles, files, strict=True) for x in held
-            }
-            total = sum(x.nbytes for held in files for x in held)
-            index = {"metadata": {"total_size": total}, "weight_map": places}
-            text = json.dumps(index, indent=1).encode()
-            write_new(work.fd, f"{stem}.safetensors.index.json", text)
+            write_new(work.fd, f"{stem}.safetensors.index.json", _index_of(titles, files))
         configure(work.path)
         _say_dtype(work.path, itertools.chain.from_iterable(files))
         found = [{"file": name} for name in flushed(work.path)]

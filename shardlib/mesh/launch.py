@@ -142,6 +142,25 @@ def _roll(folder: Path, world: int) -> dict[str, str]:
     return {f"rank {r}": p.read_text() if p.exists() else "no answer" for r, p in enumerate(places)}
 
 
+def _refuse_ended(ends: list[int | None], failed: Callable[..., RankFailed]) -> None:
+    for rank, code in enumerate(ends):
+        if code:
+            raise failed(f"rank {rank} ended with exit code {code}")
+
+
+def _said(folder: Path, sizes: dict[str, int]) -> list[Any]:
+    """List (rank, error, text) of the ranks that lost others, in the order of time.
+
+    Raises: ShardError for a rank with an error of its own.
+    """
+    errors = sorted(folder.glob("error*"), key=lambda f: f.stat().st_mtime_ns)
+    said: list[Any] = [(int(f.name[5:]), *pickle.loads(f.read_bytes())) for f in errors]
+    for rank, cause, text in said:
+        if not isinstance(cause, RankFailed):
+            raise ShardError(f"rank {rank} failed:\n{text}", op="launch", mesh=sizes) from cause
+    return said
+
+
 def _refuse_failed(
     folder: Path, ends: list[int | None], sizes: Sizes, idle: dict[str, str] | None
 ) -> None:
@@ -150,11 +169,7 @@ def _refuse_failed(
         raise _unguarded(None)
     failed = partial(RankFailed, op="launch", mesh=sizes)
     _refuse_killed(ends, failed)
-    errors = sorted(folder.glob("error*"), key=lambda f: f.stat().st_mtime_ns)
-    said: list[Any] = [(int(f.name[5:]), *pickle.loads(f.read_bytes())) for f in errors]
-    for rank, cause, text in said:
-        if not isinstance(cause, RankFailed):
-            raise ShardError(f"rank {rank} failed:\n{text}", op="launch", mesh=sizes) from cause
+    said = _said(folder, sizes)
     left = {r for r, code in enumerate(ends) if code == 0} - {r for r, *_ in said}
     for rank in sorted(left):
         if not (folder / f"result{rank}").exists():
@@ -165,9 +180,7 @@ def _refuse_failed(
         axes = ", ".join(f"{n}={s}" for n, s in sizes.items())
         fix = f"sl.launch(fn, *args, {axes}, timeout=1000.0)"
         raise failed("no rank did anything for longer than its timeout", operands=idle, fix=fix)
-    for rank, code in enumerate(ends):
-        if code:
-            raise failed(f"rank {rank} ended with exit code {code}")
+    _refuse_ended(ends, failed)
 
 
 def _refuse_killed(ends: list[int | None], failed: Callable[..., RankFailed]) -> None:

@@ -25,6 +25,7 @@ import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -581,14 +582,17 @@ def matrices(model: nn.Module, inputs: object = None) -> list[str]:
     found = trace_dimensions(model, inputs)
     by_name = dict(model.named_parameters())
 
-    def row(name: str, dims: Sequence[int]) -> list[Atom]:
-        return [atom for d in dims for atom in found.params[name][d]]
-
+    row = partial(_atoms, found.params)
     read = [atom for r in found.products for atom in row(r.name, r.inputs)]
     apart = {r.name for r in found.lookups}
     apart |= {r.name for r in found.products if not common(row(r.name, r.outputs), read)}
     names = dict.fromkeys(r.name for r in found.products)
     return [n for n in names if n not in apart and by_name[n].ndim > 1]
+
+
+def _atoms(params: Mapping[str, Sequence[Any]], name: str, dims: Sequence[int]) -> list[Atom]:
+    """List the atoms of some dimensions of a parameter."""
+    return [atom for d in dims for atom in params[name][d]]
 
 
 def beside(rules: Iterable[Sequence[Any]]) -> list[tuple[Any, tuple[int, int]]]:

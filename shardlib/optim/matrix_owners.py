@@ -407,23 +407,41 @@ def join(items: Sequence[Laid], mesh: Mesh, dtype: torch.dtype) -> list[list[Ten
 
     Moves: (N-1)/N of the blocks, for N ranks along those axes, in one exchange.
     """
-    cut, like = items[0].spread.cut, items[0].runs[0].new_empty(0, dtype=dtype)
+    cut = items[0].spread.cut
+    like = items[0].runs[0].new_empty(0, dtype=dtype)
     runs = list(zip(*(x.spread.runs for x in items), strict=True))  # by rank along the axes
-    lengths, ways = [sum(stop - start for start, stop in row) for row in runs], range(len(runs))
-    counts = tuple(tuple(n * (i != j) for j in ways) for i, n in enumerate(lengths))
     own = [[x.runs[i].to(dtype) for x in items] for i in range(len(items[0].runs))]
     sent = [row * (len(runs) - 1) for row in own]
-    arrived = exchange(sent, counts, mesh, like, cut)
+    arrived = exchange(sent, _counts(runs), mesh, like, cut)
     out = [[like.new_empty(math.prod(x.spread.block_shape(mesh.axes))) for _ in own] for x in items]
     for i, coord in enumerate(played(mesh)):
-        at = 0
-        for rank, row in enumerate(runs):
-            mine = rank == rank_along(cut, coord, mesh.axes)
-            for p, (start, stop) in enumerate(row):
-                n = stop - start
-                out[p][i][start:stop] = own[i][p] if mine else arrived[i][at : at + n]
-                at += 0 if mine else n
+        parts = _by_rank(runs, rank_along(cut, coord, mesh.axes), own[i], arrived[i])
+        for into, (start, stop), part in parts:
+            out[into][i][start:stop] = part
     return out
+
+
+_RunsOfRank = Sequence[tuple[int, int]]
+"""Start and stop of a rank's run of each matrix."""
+
+
+def _counts(runs: Sequence[_RunsOfRank]) -> tuple[tuple[int, ...], ...]:
+    """Return how many numbers rank i sends to rank j: all of its runs, to every other one."""
+    lengths = [sum(stop - start for start, stop in row) for row in runs]
+    return tuple(tuple(n if i != j else 0 for j in range(len(runs))) for i, n in enumerate(lengths))
+
+
+def _by_rank(
+    runs: Sequence[_RunsOfRank], mine: int, own: Sequence[Tensor], arrived: Tensor
+) -> Iterator[tuple[int, tuple[int, int], Tensor]]:
+    """Yield (matrix, its run, the numbers) of every rank: others' arrive one after the other."""
+    for rank, row in enumerate(runs):
+        for matrix, (start, stop) in enumerate(row):
+            if rank == mine:
+                yield matrix, (start, stop), own[matrix]
+            else:
+                yield matrix, (start, stop), arrived[: stop - start]
+                arrived = arrived[stop - start :]
 
 
 def exchange(

@@ -177,8 +177,7 @@ class SplitState:
         if whole:
             sink.begin(likes)
         else:
-            for i in (i for b in where for slot in b.slots for i in slot.leaves):
-                sink.take(i, given[i].raw)
+            _take_all(sink, given)
         return sink.finish()
 
     def _sink(
@@ -205,6 +204,14 @@ class SplitState:
         # four in transit: on slow links backward must not wait for them
         more: dict[str, Any] = {"heard": heard, "most": 4, "ahead": True}
         return self._sink(at.where, at.mesh, like, self.memory, **more)
+
+
+def _take_all(sink: Sink, given: Sequence[ShardedTensor]) -> None:
+    """Give a sink the gradients of all leaves, in the order of its buckets."""
+    for bucket in sink.index:
+        for slot in bucket.slots:
+            for i in slot.leaves:
+                sink.take(i, given[i].raw)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:

@@ -246,27 +246,38 @@ def need(params: Tree, op: str) -> None:
 
 def _alike(x: Tensor, y: Any, op: str) -> None:
     """Check that blocks, which are combined by position, are the same part of a tensor."""
-    both = isinstance(x, ShardedTensor) and isinstance(y, ShardedTensor)
-    one: Any = x if isinstance(x, ShardedTensor) else y
-    if not isinstance(one, ShardedTensor) or (both and x.place[:4] == y.place[:4]):
+    sharded = [name for name, t in (("x", x), ("y", y)) if isinstance(t, ShardedTensor)]
+    if not sharded or (len(sharded) == 2 and x.place[:4] == y.place[:4]):
         return
-    why, fix = "leaves of two trees lie differently", "sl.reshard(y, sl.layout_of(x))"
+    if isinstance(x, ShardedTensor) and isinstance(y, ShardedTensor):
+        raise _difference(x, y, op)
+    (like,) = sharded
+    plain = "y" if like == "x" else "x"
+    raise ShardError(
+        "leaves of two trees are not both sharded",
+        op=op,
+        operands={"x": type_or_class(x), "y": type_or_class(y)},
+        mesh=(x if like == "x" else y).mesh,
+        fix=f"sl.shard({plain}, sl.layout_of({like}), {like}.mesh)",
+    )
+
+
+def _difference(x: ShardedTensor, y: ShardedTensor, op: str) -> ShardError:
+    """Build the error for blocks that are different parts of a tensor."""
+    why = "leaves of two trees lie differently"
+    fix = "sl.reshard(y, sl.layout_of(x))"
     kind = ShardError
-    if not both:
-        why = "leaves of two trees are not both sharded"
-        plain, like = ("y", "x") if one is x else ("x", "y")
-        fix = f"sl.shard({plain}, sl.layout_of({like}), {like}.mesh)"
-    elif x.mesh is not y.mesh:
+    if x.mesh is not y.mesh:
         why = f"leaves of two trees lie on different meshes, {x.mesh} and {y.mesh}"
         fix = "sl.shard(sl.unshard(y), sl.layout_of(x), x.mesh)"
     elif (x.shape, x.padded_shape) != (y.shape, y.padded_shape):
-        why, fix = "leaves of two trees have different sizes", "tx.init(x)"
+        why = "leaves of two trees have different sizes"
+        fix = "tx.init(x)"
     elif y.sharding.partial and not x.sharding.partial:
         sums = ", ".join(y.sharding.partial)
         why = f"a leaf's sum over {sums} is still pending, and the other's is not"
         kind = PartialEscape
-    operands = {"x": typeof(x), "y": type_or_class(y)}
-    raise kind(why, op=op, operands=operands, mesh=one.mesh, fix=fix)
+    return kind(why, op=op, operands={"x": typeof(x), "y": typeof(y)}, mesh=x.mesh, fix=fix)
 
 
 def _same_tree(first: Tree, others: Sequence[Any]) -> None:
