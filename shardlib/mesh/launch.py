@@ -148,7 +148,7 @@ def _refuse_ended(ends: list[int | None], failed: Callable[..., RankFailed]) -> 
             raise failed(f"rank {rank} ended with exit code {code}")
 
 
-def _said(folder: Path, sizes: dict[str, int]) -> list[Any]:
+def _said(folder: Path, sizes: Sizes) -> list[Any]:
     """List (rank, error, text) of the ranks that lost others, in the order of time.
 
     Raises: ShardError for a rank with an error of its own.
