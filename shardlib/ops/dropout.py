@@ -10,43 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib._compat import Ctx, Grads, Local
 from shardlib.collectives import block_shape, blocks, storage, storage_shape
 from shardlib.errors import ShardError
 from shardlib.kernels import active
 from shardlib.kernels.bits import signed
 from shardlib.kernels.dropout import dropout as by_kernel
-from shardlib.kernels.pack import Where
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh
 from shardlib.ops.counter_rng import Make, Pairs, drawn, kept, places, then, unit
 from shardlib.ops.declare import by_signature
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.random import next_key
-from shardlib.tensor import ShardedTensor, call_error, implements
+from shardlib.tensor import ShardedTensor, call_error, implements, mapped
 
 
 def _dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:
     """Drop elements, and scale those that are kept so that the mean stays; the mask is saved."""
     return (x * keep).mul_(1 / (1 - p) if p < 1 else 0.0)
-
-
-class _KernelDrop(Local):
-    """apply(x, places, mesh, key, p): dropout by a kernel that recomputes the mask in backward."""
-
-    @staticmethod
-    def forward(ctx: Ctx, x: Tensor, where: list[Where], mesh: Mesh, key: int, p: float) -> Tensor:
-        ctx.how = where, mesh, key, p
-        made = [
-            by_kernel(block.contiguous(), at.start, at.step, at.table, signed(key), p)
-            for block, at in zip(blocks(x, mesh), where, strict=True)
-        ]
-        return storage(made, mesh)
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
-        return _KernelDrop.apply(grads[0], *ctx.how), None, None, None, None
 
 
 _FORMS = """
@@ -123,7 +103,19 @@ def _by_kernel(x: ShardedTensor, p: float) -> Tensor | None:
     where = places(x)
     if where is None:
         return None
-    return _KernelDrop.apply(x.raw, where, x.mesh, next_key(x.mesh), p)
+    mesh, key = x.mesh, signed(next_key(x.mesh))
+
+    def run(raw: Tensor) -> Tensor:
+        made = [
+            by_kernel(block.contiguous(), at.start, at.step, at.table, key, p)
+            for block, at in zip(blocks(raw, mesh), where, strict=True)
+        ]
+        return storage(made, mesh)
+
+    def drop(raw: Tensor) -> Tensor:  # backward recomputes the mask
+        return mapped(raw, drop, run)
+
+    return drop(x.raw)
 
 
 def _returned(x: ShardedTensor, raw: Tensor, inplace: bool) -> ShardedTensor:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib._compat import Ctx, Grads, Local
-from shardlib.collectives import holds_values, unwrap, wrap
+from shardlib.collectives import block_shape, holds_values, unwrap, wrap
 from shardlib.dtypes import is_half
 from shardlib.errors import BadArgument, ImplicitCommunication, lettered
 from shardlib.layouts import Dim, Layout
@@ -34,6 +33,7 @@ from shardlib.tensor import (
     implements,
     lift,
     local_call,
+    mapped,
     of_pending,
     partial_escape,
     real_axes,
@@ -222,7 +222,7 @@ def _met(v: ShardedTensor, raw: Tensor, over: tuple[str, ...], place: Place, ali
     # a 0-dim operand of another dtype promotes differently once it has dimensions, so keep it
     if (alike or v.shape) and over and v.shape != place.shape and is_half(raw):
         local = place.layout.local_shape(place.shape, v.mesh)
-        return _Spread.apply(raw, v.mesh, over, local)
+        return _spread(raw, v.mesh, over, local)
     return vary(raw, v.mesh, over)
 
 
@@ -263,27 +263,23 @@ def brought(
     return raws, overs, plan.place
 
 
-class _Spread(Local):
+def _spread(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
     """Broadcast a half precision block to ``shape``; its gradient is summed in fp32.
 
     The sum is also over ``axes``.
     """
+    own = block_shape(raw, mesh)
 
-    @staticmethod
-    def forward(
-        ctx: Ctx, raw: Tensor, mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]
-    ) -> Tensor:
-        ctx.mesh, ctx.axes = mesh, axes
+    def expand(x: Tensor) -> Tensor:
         with bind(mesh):
-            x = wrap(raw, mesh)
-            ctx.shape = x.shape
-            return unwrap(x.expand(shape))
+            return unwrap(wrap(x, mesh).expand(shape))
 
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
-        with bind(ctx.mesh):
-            part = unwrap(wrap(grads[0], ctx.mesh).float().sum_to_size(ctx.shape))
-        return total(part, ctx.mesh, ctx.axes, grads[0].dtype), None, None, None
+    def back(g: Tensor) -> Tensor:
+        with bind(mesh):
+            part = unwrap(wrap(g, mesh).float().sum_to_size(own))
+        return total(part, mesh, axes, g.dtype)
+
+    return mapped(raw, back, expand)
 
 
 class _PointwisePlan(NamedTuple):

@@ -6,6 +6,7 @@ from shardlib.tensor.gradients import (
     gradient_of,
     gradient_place,
     made_of,
+    mapped,
     of_pending,
     real_axes,
     settle,

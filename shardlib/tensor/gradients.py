@@ -32,6 +32,7 @@ from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import Facts, ShardedTensor
 
 Value = TypeVar("Value", bound=Tensor)
+Map = Callable[[Tensor], Tensor]
 
 
 class Wide:
@@ -127,22 +128,31 @@ class _Sum(Local):
         return _Vary.apply(grads[0], ctx.mesh, ctx.axes), None, None, None, None
 
 
-class _Marked(Local):
-    """Identity; the gradient is ``back`` of the cotangent."""
+class _Mapped(Local):
+    """apply(raw, back, f): see ``mapped``."""
 
     @staticmethod
-    def forward(ctx: Ctx, raw: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Ctx, raw: Tensor, back: Map, f: Map | None) -> Tensor:
         ctx.back = back
-        return raw.view_as(raw)
+        ctx.set_materialize_grads(False)
+        return raw.view_as(raw) if f is None else f(raw)
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> Grads:
-        return ctx.back(grads[0]), None
+        return None if grads[0] is None else ctx.back(grads[0]), None, None
+
+
+def mapped(raw: Tensor, back: Map, f: Map | None = None) -> Tensor:
+    """Return ``f`` of a block, the identity if None; its gradient is ``back`` of the cotangent.
+
+    Neither keeps a tensor: what backward reads is saved by a Function of its own.
+    """
+    return _Mapped.apply(raw, back, f)
 
 
 def shared(raw: Tensor, count: int) -> Tensor:
     """Mark a value that ``count`` ranks all return: each gets 1 / count of its gradient."""
-    return _Marked.apply(raw, lambda g: g / count)
+    return mapped(raw, lambda g: g / count)
 
 
 def of_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
@@ -154,7 +164,7 @@ def of_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
     over = real_axes(mesh, axes)
     if not (over and raw.requires_grad):
         return raw
-    return _Marked.apply(raw, lambda g: shared(g, mesh.axis_size(over)))
+    return mapped(raw, lambda g: shared(g, mesh.axis_size(over)))
 
 
 def to_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
@@ -165,7 +175,7 @@ def to_pending(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:
     over = real_axes(mesh, axes)
     if not (over and raw.requires_grad):
         return raw
-    return _Marked.apply(raw, lambda g: _Vary.apply(g, mesh, over))
+    return mapped(raw, lambda g: _Vary.apply(g, mesh, over))
 
 
 def vary(raw: Tensor, mesh: Mesh, axes: Collection[str]) -> Tensor:

@@ -1,14 +1,16 @@
 """Plain tensors as operands of sharded ones: refused, or lifted to replicated values."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from shardlib._compat import Ctx, Local, under_transform
+from shardlib._compat import under_transform
 from shardlib.collectives import holds_values, lead, spans_processes, verify
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
 from shardlib.mesh import Entered, Mesh, Scope, scope, within
+from shardlib.tensor.gradients import mapped
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error, no_transform, typeof
 
@@ -80,41 +82,18 @@ def lifted(op: str, *values: Any) -> list[ShardedTensor]:
     return [lift(x, mesh, op) for x in values]
 
 
-class _Copies(Local):
-    """One copy for each simulated rank; all copies have the same cotangent as the original."""
-
-    @staticmethod
-    def forward(ctx: Ctx, x: Tensor, count: int) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return x.unsqueeze(0).repeat(count, *[1] * x.ndim)
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, None]:
-        return None if grads[0] is None else _First.apply(grads[0]), None
-
-
-class _First(Local):
-    """Rank 0's copy of a replicated value; the cotangent goes to every copy."""
-
-    @staticmethod
-    def forward(ctx: Ctx, raw: Tensor) -> Tensor:
-        ctx.ranks = raw.shape[0]
-        ctx.set_materialize_grads(False)
-        return raw[0].clone()
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> Tensor | None:
-        return None if grads[0] is None else _Copies.apply(grads[0], ctx.ranks)
-
-
 def copies(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return the storage of a tensor that every rank holds."""
-    return _Copies.apply(x, mesh.size) if lead(mesh) else x
+    """Return the storage of a tensor that every rank holds; its copies have the same cotangent."""
+    if not lead(mesh):
+        return x
+    return mapped(
+        x, partial(one_copy, mesh=mesh), lambda t: t.unsqueeze(0).repeat(mesh.size, *[1] * t.ndim)
+    )
 
 
 def one_copy(raw: Tensor, mesh: Mesh) -> Tensor:
-    """Return the tensor of which a storage holds every rank's copy."""
-    return _First.apply(raw) if lead(mesh) else raw
+    """Return the tensor of which a storage holds every rank's copy; its cotangent goes to each."""
+    return mapped(raw, partial(copies, mesh=mesh), lambda t: t[0].clone()) if lead(mesh) else raw
 
 
 def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
