@@ -402,7 +402,7 @@ def like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 )  # fmt: skip
 def multinomial(
     func: Func, x: ShardedTensor, count: int, again: bool, generator: torch.Generator | None
-) -> Tensor:
+) -> ShardedTensor:
     """Draw indices with the row's weights: the largest of log(weight) + Gumbel noise.
 
     The row may be split.
@@ -428,12 +428,13 @@ def multinomial(
     )
     if again:
         draws, each, least = count, 1, "sum of probabilities <= 0"
-    place = Place(x.sharding, x.shape, x.mesh)
-    picks = [_largest(ShardedTensor(noise(lane), place), each) for lane in range(draws)]
+    picks = [_largest(x, noise(lane), each) for lane in range(draws)]
     top: Any = picks[0][0]
-    if not raw.is_meta and bool((top.raw[..., -1] == -math.inf).any()):
+    if not raw.is_meta and bool((top[..., -1] == -math.inf).any()):
         raise RuntimeError(f"invalid multinomial distribution ({least})")
-    return torch.cat([where for _, where in picks], -1)
+    layout = Layout((*x.dims[:-1], Dim()))
+    place = Place(layout, torch.Size((*x.padded_shape[:-1], count)), x.mesh)
+    return ShardedTensor(torch.cat([where for _, where in picks], -1), place)
 
 
 def _check_weights(x: ShardedTensor, count: int, again: bool) -> None:
@@ -456,11 +457,12 @@ def _check_weights(x: ShardedTensor, count: int, again: bool) -> None:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
 
-def _largest(scores: ShardedTensor, count: int) -> tuple[Tensor, Tensor]:
+def _largest(x: ShardedTensor, scores: Tensor, count: int) -> Sequence[Tensor]:
     """Return the largest scores along the last dimension, and their positions in the row."""
-    if real_axes(scores.mesh, scores.dims[-1].axes):
-        return best(scores, count, scores.ndim - 1)
-    return torch.topk(scores, count, -1)
+    if not real_axes(x.mesh, x.dims[-1].axes):
+        return scores.topk(count, -1)
+    value = ShardedTensor(scores, Place(x.sharding, x.shape, x.mesh))
+    return [t.raw for t in best(value, count, x.ndim - 1)]
 
 
 # ---------------------------------------------------------------- pooling at random positions
