@@ -139,7 +139,8 @@ class Cannon:
 
     def words(self, z: Sizes2D, form: Form) -> Fraction:
         """Count the words one rank receives; a sum in half precision is shifted in fp32."""
-        q, total = z.shape[0], Fraction(0)
+        q = z.shape[0]
+        total = Fraction(0)
         for name, size in (("a", z.m * z.k), ("b", z.k * z.n)):
             width = z.case.width if name == _RESULT[form] else 1
             total += Fraction(size, q * q) * ((q - 1) * width + self.once(form, name, q))

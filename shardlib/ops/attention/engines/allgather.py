@@ -223,7 +223,8 @@ class Canonical(Engine):
 
         Each sum is in global order, on its owner.
         """
-        (q, k, v), plan = saved, job.plan
+        q, k, v = saved
+        plan = job.plan
         rows: Any = [None if x is None else gathered(job, x, plan.q_runs) for x in given]
         runs = plan.q_runs, plan.k_runs, plan.k_runs
         whole = tuple(gathered(job, x, at) for x, at in zip(saved, runs, strict=True))
