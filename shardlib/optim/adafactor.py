@@ -113,7 +113,7 @@ def adafactor(
         return merged(grads, _parted(grads), {True: grads, False: state.full})
 
     def groups(params: Tree) -> list[str]:
-        return ["matrix" if _is_matrix(x) else "vector" for x in named(params).values()]
+        return ["matrix" if found else "vector" for found in _parted(params).values()]
 
     return by_directions("adafactor", "rows", init, lr, direct, like=like, groups=groups)
 

@@ -49,11 +49,6 @@ class ZeroSettings(NamedTuple):
     keep: bool
 
     @property
-    def axis(self) -> str | tuple[str, ...]:
-        """The axes as a caller writes them: the name of a single one."""
-        return self.axes[0] if len(self.axes) == 1 else self.axes
-
-    @property
     def cut(self) -> tuple[str, ...]:
         """The axes over which buckets are cut, major first."""
         return self.axes if self.inner is None else (self.inner, *self.axes)
@@ -320,10 +315,10 @@ def _items(
             p.mesh.axis_size(hop, "zero", "tx = sl.optim.zero(tx, axis={})")
         # an axis of one rank splits nothing, and must not make another bucket
         axes = tuple(a for a in p.mesh.names if a in p.sharding.axes and p.mesh.axes[a] > 1)
-        shape = p.sharding.local_shape(tuple(p.padded_shape), p.mesh)
-        place = f"{p.sharding} of {list(p.padded_shape)} on {p.mesh.axes}"
-        value = values.setdefault(id(p.raw), i)
         whole, tiled = tuple(p.shape), tuple(p.padded_shape)
+        shape = p.sharding.local_shape(tiled, p.mesh)
+        place = f"{p.sharding} of {list(tiled)} on {p.mesh.axes}"
+        value = values.setdefault(id(p.raw), i)
         layout = p.sharding.bare
         items.append(Item(path, shape, p.raw.dtype, axes, value, place, whole, word, layout, tiled))
     if not leaves:

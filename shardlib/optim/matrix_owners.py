@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardlib.capacity import refuse_beyond
 from shardlib.collectives import blocks, played, ragged_all_to_all, storage, unwrap, wrap
+from shardlib.collectives.posted import Counts
 from shardlib.errors import Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, bind, coordinates, rank_along, uploaded
@@ -250,7 +251,7 @@ class Deal:
     sends: tuple[tuple[MatrixRun, ...], ...]
     boxes: tuple["Box", ...]
 
-    def _counts(self, parts: Sequence[Sequence[MatrixRun]]) -> tuple[tuple[int, ...], ...]:
+    def _counts(self, parts: Sequence[Sequence[MatrixRun]]) -> Counts:
         table = [[0] * len(parts) for _ in parts]
         for rank, mine in enumerate(parts):
             for h in mine:
@@ -259,12 +260,12 @@ class Deal:
         return tuple(map(tuple, table))
 
     @cached_property
-    def there(self) -> tuple[tuple[int, ...], ...]:
+    def there(self) -> Counts:
         """Elements sent from each rank to each."""
         return self._counts(self.sends)
 
     @cached_property
-    def back(self) -> tuple[tuple[int, ...], ...]:
+    def back(self) -> Counts:
         """Elements of results sent from each rank to each."""
         return tuple(zip(*self._counts(self.holds), strict=True))
 
@@ -446,7 +447,7 @@ def _by_rank(
 
 def exchange(
     parts: Sequence[Sequence[Tensor]],
-    counts: tuple[tuple[int, ...], ...],
+    counts: Counts,
     mesh: Mesh | None,
     like: Tensor,
     axes: tuple[str, ...] = (),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardlib.dtypes import HALF, wide, wider
-from shardlib.errors import ShardError, Unsupported
+from shardlib.errors import ShardError, Unsupported, axes_text
 from shardlib.kernels import active
 from shardlib.optim.buckets import Memory
 from shardlib.optim.transform import Step, Transform, check_transform, kept_whole, run_in_place
@@ -132,6 +132,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         raise _zeros_own()
     how = precision or Precision()
     rest = how.master == "bf16+rem"
+    computed = how.state and wider(how.state)
 
     def exact(params: Tree, master: Any) -> Tree:
         """Return the exact parameters: fp32 for half-precision ones, the others themselves."""
@@ -155,7 +156,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
 
     def update(grads: Tree, state: MixedState, params: Tree = None) -> tuple[Any, MixedState]:
         need(params, "mixed")
-        inner = _back(state.inner, how.state)
+        inner = _to(state.inner, computed)
         if how.master is None:
             updates, inner = tx.update(grads, inner, params)
             return updates, MixedState((), _to(inner, how.state))
@@ -172,7 +173,7 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         return updates, MixedState(master, _to(inner, how.state))
 
     def donate(grads: Tree, state: MixedState, params: Tree, step: Step) -> MixedState:
-        inner = _back(state.inner, how.state)
+        inner = _to(state.inner, computed)
         if how.master is None:
             return MixedState((), _to(run_in_place(tx, grads, inner, params, step), how.state))
         before = exact(params, state.master)
@@ -203,15 +204,10 @@ def _half(params: Tree) -> Tree:
 
 
 def _to(state: State, dtype: torch.dtype | None) -> State:
-    """Cast the state's tensors to the dtype in which they are kept."""
+    """Cast the state's tensors to a dtype."""
     if dtype is None:
         return state
     return each(lambda x: x.to(dtype) if x.is_floating_point() else x, state)
-
-
-def _back(state: State, dtype: torch.dtype | None) -> State:
-    """Cast the state's tensors to the dtype of computation."""
-    return state if dtype is None else _to(state, wider(dtype))
 
 
 # ---------------------------------------------------------------- fp32 in two halves
@@ -261,7 +257,7 @@ class ZeroState(NamedTuple):
 def with_master(
     tx: Transform,
     master: Master | None,
-    axis: str | Sequence[str],
+    axes: Sequence[str],
     memory: Memory,
 ) -> Transform:
     """Run ``tx`` on a master of parts of parameters, which are the rounded master; in place only."""
@@ -280,7 +276,7 @@ def with_master(
                 op="zero",
                 operands={"parameters": typeof(odd)},
                 mesh=odd.mesh,
-                fix=f'tx = sl.optim.zero(tx, axis={axis!r}, master="fp32")',
+                fix=f'tx = sl.optim.zero(tx, axis={axes_text(axes)}, master="fp32")',
             )
         # bfloat16 parameters are exact at first: their remainder is 0
         rest = each(lambda x: torch.zeros_like(x, dtype=torch.int16), parts)

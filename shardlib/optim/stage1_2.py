@@ -37,7 +37,7 @@ class SplitState:
         self.how = how
         self.cache = IndexCache(how)
         self.memory = Memory()
-        self.inner = with_master(how.tx, how.master, how.axis, self.memory)
+        self.inner = with_master(how.tx, how.master, how.axes, self.memory)
 
     def shard(self, params: Tree) -> Tree:
         """Return the parameters, which stay whole."""

@@ -445,7 +445,7 @@ class SplitParameters:
         self.how = how
         self.cache = IndexCache(how)
         memory = Memory()
-        self.inner = with_master(how.tx, how.master, how.axis, memory)
+        self.inner = with_master(how.tx, how.master, how.axes, memory)
 
     def shard(self, params: Tree) -> Parts:
         """Keep only this rank's parts of the parameters; frozen ones get buckets of their own."""

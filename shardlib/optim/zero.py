@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from shardlib.errors import BadArgument, ShardError, Unsupported
+from shardlib.errors import BadArgument, ShardError, Unsupported, axes_text
 from shardlib.mesh import axes_of
 from shardlib.optim.index import IndexCache, ZeroSettings
 from shardlib.optim.precision import Master
@@ -108,7 +108,7 @@ def _refuse(wrong: object, message: str, fix: str, kind: type[ShardError] = Shar
 def _check_stage(how: ZeroSettings) -> None:
     """Refuse axes, stages and transforms."""
     _refuse(not how.axes, "there is no axis to split over", 'sl.optim.zero(tx, axis="data")')
-    stage, call = how.stage, f"sl.optim.zero(tx, axis={how.axis!r}"
+    stage, call = how.stage, f"sl.optim.zero(tx, axis={axes_text(how.axes)}"
     _refuse(
         type(stage) is not int or not 0 <= stage <= 3,
         f"there is no stage {stage}; 1 splits state, 2 gradients too, 3 parameters too",
@@ -125,7 +125,7 @@ def _check_stage(how: ZeroSettings) -> None:
     _refuse(
         stage and how.tx.trait in (None, "tree"),
         f"{why}, and zero shows it flat vectors of many parameters",
-        f'tx = sl.optim.zero(tx._replace(trait="elementwise"), axis={how.axis!r})  # if that alone',
+        f'tx = sl.optim.zero(tx._replace(trait="elementwise"), axis={axes_text(how.axes)})  # if that alone',
         Unsupported,
     )
     _refuse(how.inner in how.axes, f"inner={how.inner!r} is in axis= already", f"{call})")
@@ -139,7 +139,7 @@ def _check_stage(how: ZeroSettings) -> None:
 
 def _check_dtypes(how: ZeroSettings) -> None:
     """Refuse masters, and dtypes in which values are sent."""
-    call, narrow = f"sl.optim.zero(tx, axis={how.axis!r}", how.gather_dtype
+    call, narrow = f"sl.optim.zero(tx, axis={axes_text(how.axes)}", how.gather_dtype
     _refuse(
         how.master not in (None, "fp32", "bf16+rem"),
         f"master={how.master!r} is none of 'fp32', 'bf16+rem', None",
