@@ -42,9 +42,8 @@ def _host_memory() -> int | None:
     ):
         most, now = (_text(f"/sys/fs/cgroup/{name}").strip() for name in (limit, used))
         # the kernel frees inactive file pages on demand, but counts them as used
-        cached = re.search(
-            r"^(?:total_)?inactive_file (\d+)", _text(f"/sys/fs/cgroup/{details}"), re.M
-        )
+        text = _text(f"/sys/fs/cgroup/{details}")
+        cached = re.search(r"^(?:total_)?inactive_file (\d+)", text, re.M)
         if most.isdigit() and now.isdigit():
             found.append(max(int(most) - int(now) + (int(cached[1]) if cached else 0), 0))
     return min(found, default=None)

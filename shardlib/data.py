@@ -1,6 +1,7 @@
 """Batches as global tensors; the order of rows does not depend on the number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal, Protocol, TypeVar, overload
 
 import optree
@@ -204,24 +205,17 @@ class Batches:
         ...     rows.state()
         {'epoch': 0, 'row': 2, 'seed': 0, 'shuffle': 1, 'length': 8}
         """
-        return {
-            "epoch": self.epoch,
-            "row": self.row,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-            "length": self.length,
-        }
+        names = ("epoch", "row", "seed", "shuffle", "length")
+        return {name: int(getattr(self, name)) for name in names}
 
     def _resume(self, state: Mapping[str, int]) -> None:
-        if set(state) != {"epoch", "row", "seed", "shuffle", "length"}:
+        if set(state) != set(self.state()):
             text = f"this is no state of batches: {dict(state)!r}"
-            fix = f"state = sl.data(dataset, {self.batch}).state()"
-            raise _bad(text, fix)
+            raise _bad(text, f"state = sl.data(dataset, {self.batch}).state()")
         if state["length"] != self.length:
-            raise _bad(
-                f"the state is of a dataset of {state['length']} rows, this one has {self.length}",
-                f"sl.data(dataset, {self.batch}, layout, state=None)",
-            )
+            there = f"the state is of a dataset of {state['length']} rows"
+            fix = f"sl.data(dataset, {self.batch}, layout, state=None)"
+            raise _bad(f"{there}, this one has {self.length}", fix)
         self.epoch, self.row = int(state["epoch"]), int(state["row"])
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
 
@@ -344,12 +338,10 @@ class _Rows(Dataset[Any]):
 def _check_numbers(batch: object, last: object, workers: object) -> None:
     if last not in ("fill", "drop") or not isinstance(batch, int) or batch < 1:
         text = f"batch= is a number of rows and last= 'fill' or 'drop', not {batch!r} and {last!r}"
-        fix = "sl.data(dataset, 32, last='drop')"
-        raise _bad(text, fix)
+        raise _bad(text, "sl.data(dataset, 32, last='drop')")
     if not isinstance(workers, int) or workers < 0:
         text = f"workers={workers!r} is no number of processes: 0 reads in this one"
-        fix = "sl.data(dataset, 32, workers=0)"
-        raise _bad(text, fix)
+        raise _bad(text, "sl.data(dataset, 32, workers=0)")
 
 
 def _bad(why: str, fix: str) -> BadArgument:
@@ -357,13 +349,10 @@ def _bad(why: str, fix: str) -> BadArgument:
 
 
 def _length(dataset: Any) -> int:
-    try:
-        length = len(dataset)
-    except TypeError:
-        length = 0
-    if not length:
-        raise _bad("a dataset has a length and rows", "sl.data(list(dataset), 32)")
-    return length
+    with suppress(TypeError):
+        if length := len(dataset):
+            return length
+    raise _bad("a dataset has a length and rows", "sl.data(list(dataset), 32)")
 
 
 def _together(rows: list[Any]) -> object:

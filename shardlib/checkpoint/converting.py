@@ -19,9 +19,9 @@ from shardlib.checkpoint.files import Folder, WrittenPart, fill
 from shardlib.checkpoint.folder import MANIFEST, folder_of, opened
 from shardlib.checkpoint.huggingface import tensors_of, write_hf
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.reading import Layouts, target_of
+from shardlib.checkpoint.reading import Layouts, like_saved
 from shardlib.checkpoint.steps import newest
-from shardlib.checkpoint.tree import Content, Leaves, Names, renamed, some
+from shardlib.checkpoint.tree import Content, Leaves, Names, place_of, renamed, some
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, MeshLike, as_mesh, simulate
@@ -67,7 +67,7 @@ def reshard(
         with group.phase("reading"):
             manifest = Manifest.of(stack.enter_context(_opened(path)))
             places = {
-                name: target_of(name, old, layouts, there, pad).place
+                name: place_of(like_saved(name, old, layouts, there, pad), there.size)
                 for name, old in manifest.places.items()
             }
         job = SaveJob(group, os.fspath(target), manifest.step, overwrite)
@@ -179,7 +179,8 @@ def from_hf(
             places = {}
             for name, c in chunks.items():
                 plain = SavedPlace.of_plain(c.shape, c.dtype, 1)
-                places[full[name]] = target_of(name, plain, layouts, there, pad).place
+                like = like_saved(name, plain, layouts, there, pad)
+                places[full[name]] = place_of(like, there.size)
         sources = {full[n]: c for n, c in chunks.items()}
 
         def read(name: str, box: Box, out: Tensor) -> None:

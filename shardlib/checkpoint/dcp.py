@@ -66,24 +66,20 @@ def _write_items(self: ShardedTensor, fqn: str, object: Any) -> list[Any]:
 
     if self.sharding.partial:
         raise partial_escape("dcp.save", self)
-    place, out = place_of(self, 1), []
+    place, found = place_of(self, 1), []
     for rank, block in blocks(self, 0):
         box = chunk(fqn, place, rank)
-        if box is None:
-            continue
-        if not size(box):
-            zero = torch.Size([0] * self.ndim)
-            found = [_ContiguousBox(zero, self.shape, block)]
-        else:
-            found = _pieces(self, box, block)
-        for piece in found:
-            about = TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets=piece.offset, sizes=piece.sizes),
-                properties=TensorProperties(dtype=self.dtype),
-                size=self.shape,
-            )
-            index = MetadataIndex(fqn, piece.offset)
-            out.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=about))
+        if box is not None and size(box):
+            found += _pieces(self, box, block)
+        elif box is not None:
+            found.append(_ContiguousBox(torch.Size([0] * self.ndim), self.shape, block))
+    out = []
+    for piece in found:
+        there = ChunkStorageMetadata(offsets=piece.offset, sizes=piece.sizes)
+        properties = TensorProperties(dtype=self.dtype)
+        about = TensorWriteData(chunk=there, properties=properties, size=self.shape)
+        index = MetadataIndex(fqn, piece.offset)
+        out.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=about))
     return out
 
 

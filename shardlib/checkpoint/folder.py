@@ -389,10 +389,11 @@ def _listed(path: str, found: dict[str, str]) -> set[str] | None:
     return set()
 
 
-def _head(path: str) -> str:
+def _head(path: str, nbytes: int = 64) -> str:
+    """Return the first line of a file, of so many bytes at most; "" without one."""
     try:
         with open(path, "rb") as f:
-            return f.read(64).decode()
+            return f.readline(nbytes).decode()
     except (OSError, UnicodeError):
         return ""
 
@@ -578,11 +579,9 @@ def _check_free(target: str, overwrite: bool) -> None:
 
 
 def _id(path: str) -> str:
-    try:
-        with open(os.path.join(path, MANIFEST)) as f:
-            return json.loads(f.readline()).get("id", "")
-    except (OSError, ValueError):
-        return ""
+    with contextlib.suppress(ValueError):
+        return json.loads(_head(os.path.join(path, MANIFEST), _LONGEST)).get("id", "")
+    return ""
 
 
 def _leftovers(parent: str, base: str) -> list[tuple[str, str, str]]:

@@ -48,7 +48,7 @@ from shardlib.checkpoint.folder import (
     write_manifest,
     write_new,
 )
-from shardlib.checkpoint.reading import Target, check, known_choices, storages
+from shardlib.checkpoint.reading import check, known_choices, storages
 from shardlib.checkpoint.tree import Names as Renames
 from shardlib.checkpoint.tree import alone, boxes, renamed, renaming, sharded, some
 from shardlib.checkpoint.writing import SaveJob
@@ -148,7 +148,7 @@ def load_hf(
             x = wanted[name]
             check(name, x, x.shape, source.dtype, cast)
             if name in apply.buffers:
-                (raw,) = storages([Target.of(x)])
+                (raw,) = storages([x])
                 apply.buffers[name] = x = x.becomes(raw)
             _fill(name, x, source)
         read = {id(c.folder): c.folder.bytes_read for c in table.values()}
@@ -446,13 +446,9 @@ class _Loading:
 
     def _said(self, name: str, said: Source) -> Origin:
         """Return the pieces that ``names=`` gives a parameter."""
-        part: object = None
-        if isinstance(said, str):
-            called = [said]
-        elif len(said) == 2 and isinstance(said[1], slice | tuple):
-            called, part = [str(said[0])], said[1]
-        else:
-            called = [str(t) for t in said]
+        called: list[Any] = [said] if isinstance(said, str) else [*said]
+        some_of = len(called) == 2 and isinstance(called[1], slice | tuple)
+        part = called.pop() if some_of else None
         if lost := [t for t in called if t not in self.table]:
             raise ValueError(f"names= calls {name!r} {lost[0]!r}, which no file has")
         theirs, shape = called[0], self.table[called[0]].shape

@@ -5,7 +5,6 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -29,7 +28,6 @@ from shardlib.checkpoint.tree import (
     alone,
     boxes,
     built,
-    place_of,
     renamed,
     some,
     world_of,
@@ -180,52 +178,40 @@ def _fixes(path: str) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- destinations
 
 
-@dataclass(frozen=True)
-class Target:
-    """A tensor's destination: its place on a mesh, or (None) plain and whole."""
-
-    place: SavedPlace
-    device: torch.device
-    mesh: Mesh | None = None
-
-    @staticmethod
-    def of(x: Tensor) -> "Target":
-        """Return the target with a tensor's own layout and mesh."""
-        place = place_of(x, 1)
-        if isinstance(x, ShardedTensor):
-            return Target(place, x.mesh.device, x.mesh)
-        return Target(place, torch.device("cpu") if x.is_meta else x.device)
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Shape of its storage: the blocks of the ranks in this process."""
-        if self.mesh is None:
-            return self.place.shape
-        block = self.place.layout.local_shape(self.place.tiled, self.mesh)
-        return storage_shape(self.mesh, *block)
-
-    def tensor(self, raw: Tensor) -> Tensor:
-        """Make a tensor of a storage."""
-        if self.mesh is None:
-            return raw
-        shape, tiled = torch.Size(self.place.shape), torch.Size(self.place.tiled)
-        return ShardedTensor(raw, Place(self.place.layout, shape, self.mesh, tiled))
+def _device(like: Tensor) -> torch.device:
+    """Return the device of the values that are read for a tensor, which may be on the meta device."""
+    if isinstance(like, ShardedTensor):
+        return like.mesh.device
+    return torch.device("cpu") if like.is_meta else like.device
 
 
-def storages(targets: Sequence[Target]) -> list[Tensor]:
-    """Allocate a storage for each target, zeroed if it has padding.
+def storages(likes: Sequence[Tensor]) -> list[Tensor]:
+    """Allocate a storage for a value like each of these, zeroed if it has padding.
 
     Raises: ShardError where they do not fit in their device.
     """
-    for device in {t.device for t in targets}:
-        here = [t for t in targets if t.device == device]
-        nbytes = sum(math.prod(t.stored) * t.place.dtype.itemsize for t in here)
-        refuse_beyond(nbytes, device, "load", here[0].mesh)
-    out = new([(t.stored, t.place.dtype, t.device) for t in targets])
-    for target, raw in zip(targets, out, strict=True):
-        if target.place.tiled != target.place.shape:
+    raws = [x.raw if isinstance(x, ShardedTensor) else x for x in likes]
+    plans = [(tuple(r.shape), r.dtype, _device(x)) for r, x in zip(raws, likes, strict=True)]
+    for device in {device for *_, device in plans}:
+        nbytes = sum(math.prod(n) * dtype.itemsize for n, dtype, d in plans if d == device)
+        refuse_beyond(nbytes, device, "load", next(filter(None, map(_mesh, likes)), None))
+    out = new(plans)
+    for x, raw in zip(likes, out, strict=True):
+        if isinstance(x, ShardedTensor) and x.is_padded:
             raw.zero_()
     return out
+
+
+def _mesh(x: Tensor) -> Mesh | None:
+    return x.mesh if isinstance(x, ShardedTensor) else None
+
+
+def _tensor(like: Tensor, raw: Tensor) -> Tensor:
+    """Make a value like another of its storage."""
+    if not isinstance(like, ShardedTensor):
+        return raw
+    tiled = torch.Size(like.padded_shape)
+    return ShardedTensor(raw, Place(like.sharding, like.shape, like.mesh, tiled))
 
 
 _MANY = 8
@@ -246,14 +232,14 @@ class _Readers:
         self.later: list[tuple[Tensor, Mesh, tuple[str, ...], int]] = []
         self.digest = 0
 
-    def is_read_here(self, name: str, raw: Tensor, target: Target) -> bool:
+    def is_read_here(self, name: str, raw: Tensor, like: Tensor) -> bool:
         """Return whether this rank reads the block; if not, ``spread`` fills it."""
-        mesh = target.mesh or scope().mesh
+        mesh = _mesh(like) or scope().mesh
         if mesh is None or not spans_processes(mesh) or mesh.coord is None:
             return True
-        if target.mesh is None and (mesh.size != world_of(mesh) or raw.device != mesh.device):
+        if _mesh(like) is None and (mesh.size != world_of(mesh) or raw.device != mesh.device):
             return True
-        split = target.place.layout.axes
+        split = like.sharding.axes if isinstance(like, ShardedTensor) else ()
         free = tuple(a for a, n in mesh.axes.items() if n > 1 and a not in split)
         copies = math.prod(mesh.axes[a] for a in free)
         if copies < _MANY or raw.nbytes < _WORTH:
@@ -273,17 +259,18 @@ class _Readers:
                 bits.copy_(pbroadcast(bits, free, root))
 
 
-def _storages_read(
-    manifest: Manifest, readers: _Readers, targets: Mapping[str, Target]
+def _read_like(
+    manifest: Manifest, readers: _Readers, likes: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a storage for each target, with the values that are read here."""
-    names = sorted(targets)  # the same order on every rank, for _Readers
-    raws = dict(zip(names, storages([targets[n] for n in names]), strict=True))
-    for name, raw in raws.items():
-        if readers.is_read_here(name, raw, targets[name]):
-            for box, block in boxes(targets[name].tensor(raw)):
+    """Return a tensor like each of these, with the values that are read here."""
+    names = sorted(likes)  # the same order on every rank, for _Readers
+    out = {}
+    for name, raw in zip(names, storages([likes[n] for n in names]), strict=True):
+        out[name] = _tensor(likes[name], raw.requires_grad_(likes[name].requires_grad))
+        if readers.is_read_here(name, raw, likes[name]):
+            for box, block in boxes(out[name]):
                 manifest.read(name, box, block)
-    return raws
+    return out
 
 
 def _as_wanted(
@@ -305,10 +292,9 @@ def _as_wanted(
             place = manifest.places[saved]
             check(saved, x, place.shape, place.dtype, cast)
             tensors[saved] = i, x
-    targets = {saved: Target.of(x) for saved, (_, x) in tensors.items()}
-    raws = _storages_read(manifest, readers, targets)
-    for saved, (i, x) in tensors.items():
-        out[i] = targets[saved].tensor(raws[saved].requires_grad_(x.requires_grad))
+    found = _read_like(manifest, readers, {saved: x for saved, (_, x) in tensors.items()})
+    for saved, (i, _) in tensors.items():
+        out[i] = found[saved]
     return optree.tree_unflatten(wanted.spec, out)
 
 
@@ -319,15 +305,12 @@ def _value(name: str, saved: Value, x: object) -> Value:
     """
     if isinstance(x, Tensor):
         raise ValueError(f"{name!r} is a value in the checkpoint, and a tensor in the tree")
-    if _kind(x) != _kind(saved) and None not in (x, saved):
+    # an int may replace a float
+    alike = all(isinstance(v, int | float | complex) for v in (x, saved)) or type(x) is type(saved)
+    if not alike and None not in (x, saved):
         text = f"{name!r} is {saved!r} in the checkpoint, and {type(x).__name__} in the tree"
         raise ValueError(text)
     return saved
-
-
-def _kind(x: object) -> type:
-    """Return the type of a value; numbers count as one type, so an int may replace a float."""
-    return complex if isinstance(x, bool | int | float | complex) else type(x)
 
 
 def _differing(missing: list[str], extra: list[str]) -> str:
@@ -351,10 +334,8 @@ def check(name: str, x: object, shape: Sequence[int], dtype: torch.dtype, cast: 
         text = f"{name!r} has shape {list(shape)} in the checkpoint, {list(x.shape)} in the tree"
         raise ValueError(text)
     if x.dtype != dtype and not cast:
-        raise ValueError(
-            f"{name!r} is {code_of(dtype)} in the checkpoint, {code_of(x.dtype)} in the tree; "
-            "cast=True converts"
-        )
+        text = f"{name!r} is {code_of(dtype)} in the checkpoint, {code_of(x.dtype)} in the tree"
+        raise ValueError(f"{text}; cast=True converts")
 
 
 def _as_saved(
@@ -362,29 +343,26 @@ def _as_saved(
     pad: bool,
 ) -> Any:  # fmt: skip
     """Return the tree as it was saved, its tensors on ``mesh``."""
-    targets = {
-        name: target_of(name, place, layouts, mesh, pad) for name, place in manifest.places.items()
-    }
-    raws = _storages_read(manifest, readers, targets)
-    found = manifest.values | {name: t.tensor(raws[name]) for name, t in targets.items()}
+    likes = {n: like_saved(n, place, layouts, mesh, pad) for n, place in manifest.places.items()}
+    found = manifest.values | _read_like(manifest, readers, likes)
     try:
         return built(manifest.skeleton, found)
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(f"{MANIFEST} does not describe a tree") from None
 
 
-def target_of(name: str, place: SavedPlace, layouts: Any, mesh: Mesh | None, pad: bool) -> Target:
-    """Return the target of a tensor that was saved at ``place``.
+def like_saved(name: str, place: SavedPlace, layouts: Any, mesh: Mesh | None, pad: bool) -> Tensor:
+    """Return a tensor without values like that to read, which was saved at ``place``.
 
     Raises: ShardError.
     """
     shape, dtype = place.shape, place.dtype
-    if mesh is None:
-        return Target(SavedPlace.of_plain(shape, dtype, 1), torch.device("cpu"))
     like = torch.empty(shape, dtype=dtype, device="meta")
+    if mesh is None:
+        return like
     given = _given(name, layouts, like)
     if given is None and place.plain:
-        return Target(SavedPlace.of_plain(shape, dtype, mesh.size), mesh.device)
+        return torch.empty((), dtype=dtype, device=mesh.device).expand(shape)
     # a tensor that was saved with padding may have it again
     grown = pad or (given is None and place.tiled != shape)
     given = place.layout if given is None else given
@@ -396,9 +374,9 @@ def target_of(name: str, place: SavedPlace, layouts: Any, mesh: Mesh | None, pad
         raise UnknownAxis(text, op="load", mesh=mesh, fix=fix)
     tiled = tuple(padded_size(lay, like, mesh)) if grown else shape
     lay.check(tiled, mesh, op="load")
-    axes = tuple(mesh.axes.items())
-    there = SavedPlace(shape, dtype, lay, tiled, axes, tuple(range(mesh.size)))
-    return Target(there, mesh.device, mesh)
+    block = lay.local_shape(tiled, mesh)
+    raw = torch.empty(storage_shape(mesh, *block), dtype=dtype, device="meta")
+    return ShardedTensor(raw, Place(lay, torch.Size(shape), mesh, torch.Size(tiled)))
 
 
 def _given(name: str, layouts: Any, like: Tensor) -> Any:

@@ -6,7 +6,6 @@ import os
 import re
 import uuid
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,5 +280,5 @@ def _about(path: str, manifest: Manifest) -> About:
             layout, mesh = "", {}
         nbytes = math.prod(place.shape) * place.dtype.itemsize
         tensors[name] = Saved(code_of(place.dtype) or "", place.shape, layout, mesh, nbytes)
-    files: Mapping[str, int] = {f["file"]: f["bytes"] for f in manifest.files}
-    return About(path, manifest.step, tensors, manifest.values, dict(files))
+    files = {f["file"]: f["bytes"] for f in manifest.files}
+    return About(path, manifest.step, tensors, manifest.values, files)

@@ -97,31 +97,22 @@ def _check(name: str, x: object, op: str) -> None:
         name.encode()
     except UnicodeError:
         raise ShardError(f"{name!r} is no text that a file can hold", op=op, fix="") from None
+    why = ""
     if isinstance(x, ByParameter):
-        raise Unsupported(
-            f"{name!r} lies in flat vectors, whose order of elements is that of one mesh",
-            op=op,
-            fix="tree = {'params': sl.optim.state_dict(params), "
-            "'state': sl.optim.state_dict(state)}",
-        )
-    if not isinstance(x, Tensor):
-        if not isinstance(x, Value):
-            raise Unsupported(
-                f"{name!r} is a {type(x).__name__}: only tensors, numbers, text and None are saved",
-                op=op,
-                fix="tree = {'params': params, 'step': step}",
-            )
-        return
-    if code_of(x.dtype) is None:
-        raise Unsupported(f"{name!r} is of {x.dtype}, which no file holds", op=op, fix="x.float()")
+        why = f"{name!r} lies in flat vectors, whose order of elements is that of one mesh"
+        fix = "tree = {'params': sl.optim.state_dict(params), 'state': sl.optim.state_dict(state)}"
+    elif not isinstance(x, Tensor | Value):
+        kind = type(x).__name__
+        why = f"{name!r} is a {kind}: only tensors, numbers, text and None are saved"
+        fix = "tree = {'params': params, 'step': step}"
+    elif isinstance(x, Tensor) and code_of(x.dtype) is None:
+        why, fix = f"{name!r} is of {x.dtype}, which no file holds", "x.float()"
+    elif not isinstance(x, ShardedTensor | Value) and x.layout is not torch.strided:
+        why, leaf = f"{name!r} is not dense", "isinstance(x, torch.Tensor)"
+        fix = f"tree = optree.tree_map(lambda x: x.to_dense() if {leaf} else x, tree)"
+    if why:
+        raise Unsupported(why, op=op, fix=fix)
     if not isinstance(x, ShardedTensor):
-        if x.layout is not torch.strided:
-            raise Unsupported(
-                f"{name!r} is not dense",
-                op=op,
-                fix="tree = optree.tree_map("
-                "lambda x: x.to_dense() if isinstance(x, torch.Tensor) else x, tree)",
-            )
         return
     if x.sharding.partial:
         text = f"{name!r} is a sum that is still pending"

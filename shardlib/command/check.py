@@ -10,9 +10,9 @@ import torch
 
 from shardlib.checking.proof import Proof, check_model
 from shardlib.command import datasets
-from shardlib.command.config import Config, ConfigError, answer, imported, read, takes_file
+from shardlib.command.config import Config, ConfigError, answer, imported, takes_file
 from shardlib.command.from_config import axes_of, module_of, rows_of, rules_of
-from shardlib.command.train import check, rehearse
+from shardlib.command.train import checked, rehearse
 from shardlib.mesh import simulate
 
 
@@ -28,7 +28,7 @@ def main(given: argparse.Namespace) -> int:
     if given.steps < 0:
         raise ConfigError(f"--steps {given.steps}: 0 at least")
     if given.case.endswith(".toml"):
-        proof = check_run(read(given.case, given.set), given.steps)
+        proof = check_run(checked(given.case, given.set), given.steps)
     else:
         made = imported(given.case)()
         proof = check_model(**made) if isinstance(made, dict) else check_model(*made)
@@ -37,7 +37,6 @@ def main(given: argparse.Namespace) -> int:
 
 def check_run(config: Config, steps: int = 3) -> Proof:
     """Compare a file's model on its mesh with the same on one device, on one of its batches."""
-    check(config)
     rehearse(config)
     axes = axes_of(config)
     made = module_of(config, real=True)

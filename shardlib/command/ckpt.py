@@ -8,40 +8,37 @@ from shardlib.checkpoint import describe, from_hf, reshard, steps, to_hf, verify
 from shardlib.command.config import ConfigError, answer
 from shardlib.errors import CheckpointError, ShardError
 
+_ACTIONS = {
+    "ls": "the checkpoints of a run, and what the newest holds",
+    "verify": "read every byte and compare all checksums",
+    "reshard": "write a checkpoint anew, as another mesh would have",
+    "to-hf": "write parameters as from_pretrained reads them",
+    "from-hf": "make a checkpoint of a Hugging Face directory",
+}
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    one = actions.add_parser("ls", help="the checkpoints of a run, and what the newest holds")
-    one.add_argument("path")
-    one = actions.add_parser("verify", help="read every byte and compare all checksums")
-    one.add_argument("path")
-    one = actions.add_parser("reshard", help="write a checkpoint anew, as another mesh would have")
-    one.add_argument("path")
-    one.add_argument("target")
-    one.add_argument("--mesh", required=True, help="axis sizes, as data=2,x=4")
-    one.add_argument(
-        "--rule", action="append", default=[], metavar="PATTERN=LAYOUT", help='as "*.weight=x ."'
-    )
-    one.add_argument("--pad", action="store_true", help="allow sizes that do not divide")
-    one = actions.add_parser("to-hf", help="write parameters as from_pretrained reads them")
-    one.add_argument("path")
-    one.add_argument("target")
-    one.add_argument(
-        "--config",
-        required=True,
-        help="a directory whose configuration and tokenizer are copied: weights alone do not load",
-    )
-    one.add_argument("--subtree", default="params", help="where the parameters are in the tree")
-    one = actions.add_parser("from-hf", help="make a checkpoint of a Hugging Face directory")
-    one.add_argument("path")
-    one.add_argument("target")
-    one.add_argument("--subtree", default="params", help="where they go in the tree")
-    for action in actions.choices.values():
+    ones = {name: actions.add_parser(name, help=text) for name, text in _ACTIONS.items()}
+    for name, one in ones.items():
+        one.add_argument("path")
         for flag in ("--json", "--traceback"):
-            action.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
-        if any(a.dest == "target" for a in action._actions):
-            action.add_argument("--overwrite", action="store_true", help="replace what is there")
+            one.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
+        if name in ("ls", "verify"):
+            continue
+        one.add_argument("target")
+        one.add_argument("--overwrite", action="store_true", help="replace what is there")
+        if name != "reshard":
+            one.add_argument(
+                "--subtree", default="params", help="where the parameters are in the tree"
+            )
+    one, rule = ones["reshard"], 'as "*.weight=x ."'
+    one.add_argument("--mesh", required=True, help="axis sizes, as data=2,x=4")
+    one.add_argument("--rule", action="append", default=[], metavar="PATTERN=LAYOUT", help=rule)
+    one.add_argument("--pad", action="store_true", help="allow sizes that do not divide")
+    text = "a directory whose configuration and tokenizer are copied: weights alone do not load"
+    ones["to-hf"].add_argument("--config", required=True, help=text)
 
 
 def main(given: argparse.Namespace) -> int:

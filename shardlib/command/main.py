@@ -96,8 +96,7 @@ class _Parser(argparse.ArgumentParser):
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if wrong:
             choices = [c.strip(" '") for c in wrong[2].split(",")]
-            found = similar(wrong[1], choices, 1, 0.5)
-            message += meant(found)
+            message += meant(similar(wrong[1], choices, 1, 0.5))
         raise _Wrong(f"{self.prog}: {message}")
 
 

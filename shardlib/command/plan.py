@@ -81,14 +81,11 @@ def _cluster(given: argparse.Namespace) -> Cluster:
         # one rank plans, the others end here
         dist.destroy_process_group()
     said = {n: link for n in ("inside", "between") if (link := getattr(given, n)) is not None}
-    if given.node:
-        found = replace(found, node=given.node)
-    if len(said) == 2:
-        return replace(found, **said, source="as given")
-    for name, link in said.items():
-        (other,) = {"inside", "between"} - {name}
-        found = replace(found, **{name: link}, source=f"{name} as given, {other} {found.source}")
-    return found
+    source = found.source
+    if said:
+        others = [f"{n} {source}" for n in ("inside", "between") if n not in said]
+        source = ", ".join([f"{n} as given" for n in said] + others) if others else "as given"
+    return replace(found, **said, node=given.node or found.node, source=source)
 
 
 def _model(given: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:

@@ -4,12 +4,11 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from shardlib import optim
 from shardlib.collectives import trace
 from shardlib.collectives.count import Wait, listed
 from shardlib.command.config import Config, ConfigError, answer, takes_file
-from shardlib.command.from_config import batches, built, mesh_of, rows_of, state_of, under_launcher
-from shardlib.command.train import checked, stepper
+from shardlib.command.from_config import mesh_of, under_launcher
+from shardlib.command.train import Training, checked
 from shardlib.errors import BadArgument
 from shardlib.mesh import use_mesh
 from shardlib.seeing import Timeline, timeline
@@ -60,19 +59,15 @@ def trace_run(config: Config, step: int = 2) -> tuple[Timeline, list[Wait]]:
     One more is run for the waits of this rank's host, whose list makes a step slower.
     """
     with use_mesh(mesh_of(config, ("simulate", "ranks")[under_launcher()])):
-        made = built(config)
-        params = made.start()
-        state = state_of(made, params)
-        rows, step_of = iter(batches(made, rows_of(config))), stepper(made)
+        training = Training(config)
         for _ in range(step):
-            taken = [next(rows) for _ in range(made.accumulate)]
+            taken = training.take()
             with timeline() as line:
                 with line.phase("gradients"):
-                    _, grads = step_of(params, state, taken)
+                    found = training.gradients(taken)
                 with line.phase("update"):
-                    params, state, _ = optim.step(made.tx, params, grads, state)
-        taken = [next(rows) for _ in range(made.accumulate)]
+                    training.update(*found)
+        taken = training.take()
         with trace(waits=True) as seen:
-            _, grads = step_of(params, state, taken)
-            optim.step(made.tx, params, grads, state)
+            training.update(*training.gradients(taken))
         return line.gathered(), seen.waits

@@ -1,10 +1,9 @@
 """``shardlib train run.toml``: a training run from a file; the same command continues it."""
 
 import argparse
-import itertools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -322,7 +321,7 @@ def _ranks(config: Config, kind: str, as_json: bool) -> Report:
 
 def run(config: Config, as_json: bool = False) -> Report:
     """Run the training loop, on every rank of the mesh in scope."""
-    steps, training = config.tables["steps"], _Training(config)
+    steps, training = config.tables["steps"], Training(config)
     made, report, saving = training.made, training.report, training.saving
     writer: Log = call(Log, config, ("log",))
     training.resume()
@@ -333,11 +332,10 @@ def run(config: Config, as_json: bool = False) -> Report:
     under_way = Saving("")
     # steps whose loss is not finite are skipped by the optimizer
     guarded = not {"skip_nonfinite", "loss_scale"}.isdisjoint(config.table("optimizer"))
-    batch_of = itertools.chain.from_iterable(itertools.repeat(training.dealt))
     for step in range(report.first + 1, steps + 1):
         with trace() as t:
-            taken = [next(batch_of) for _ in range(made.accumulate)]
-            info = training.step(taken)
+            taken = training.take()
+            info = training.update(*training.gradients(taken))
         meter.count(taken)
         if _due(step, steps, writer.every) or step == report.first + 1:
             loss = training.settle()
@@ -364,7 +362,7 @@ def _due(step: int, steps: int, every: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
 
 
-class _Training:
+class Training:
     """The values that a training loop changes: parameters, optimizer state, batches, report.
 
     ``losses``  of the steps since the last record, not yet read from the device.
@@ -385,11 +383,23 @@ class _Training:
             raise config.error(("accumulate",), f"{count}, where the rows make {len(self.dealt)}")
         # again: building the model has drawn numbers
         torch.manual_seed(config.tables.get("seed", 0))
-        self.gradients = stepper(self.made)
+        self.stepper, self.epochs = stepper(self.made), self.dealing()
 
-    def step(self, taken: list[Any]) -> Any:
+    def dealing(self) -> Iterator[Any]:
+        """Yield batches, epoch after epoch."""
+        while True:
+            yield from self.dealt
+
+    def take(self) -> list[Any]:
+        """Return the batches of the next update."""
+        return [next(self.epochs) for _ in range(self.made.accumulate)]
+
+    def gradients(self, taken: list[Any]) -> tuple[Tensor, Any]:
+        """Return the loss and the gradients of some batches."""
+        return self.stepper(self.params, self.state, taken)
+
+    def update(self, loss: Tensor, grads: Any) -> Any:
         """Update the parameters; return what the optimizer says."""
-        loss, grads = self.gradients(self.params, self.state, taken)
         self.params, self.state, info = optim.step(self.made.tx, self.params, grads, self.state)
         self.report.step += 1
         self.losses[self.report.step] = loss
@@ -518,7 +528,7 @@ def stepper(made: Built) -> Callable[..., tuple[Tensor, Any]]:
     return step
 
 
-def _opening(training: _Training, steps: int) -> str:
+def _opening(training: Training, steps: int) -> str:
     made, report, saving = training.made, training.report, training.saving
     found = summary(dict(made.params))
     held = f"{size(found.bytes)} of {size(found.whole)} on each rank"

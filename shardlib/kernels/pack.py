@@ -122,7 +122,7 @@ def pack(x: Tensor, size: Places, start: Places, step: Places, table: Tables) ->
 
 
 @pack.register_fake
-def _(x: Tensor, size: Places, start: Places, step: Places, table: Tables) -> Tensor:
+def _(x: Tensor, size: Places, *_: object) -> Tensor:
     return x.new_empty(tuple(size))
 
 
@@ -137,32 +137,25 @@ def unpack(
 
 
 @unpack.register_fake
-def _(
-    block: Tensor, shape: Places, size: Places, start: Places, step: Places, table: Tables
-) -> Tensor:
+def _(block: Tensor, shape: Places, *_: object) -> Tensor:
     return block.new_empty(tuple(shape))
 
 
-def _keep_shape(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, *ctx.how = inputs
     ctx.shape = list(x.shape)
 
 
 def _pack_back(ctx, grad):  # type: ignore[no-untyped-def]
-    return unpack(grad, ctx.shape, *ctx.how), None, None, None, None
-
-
-def _keep_box(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    block, _, *ctx.how = inputs
-    ctx.shape = block.shape
+    return unpack(grad, ctx.shape, *ctx.how), *[None] * 4
 
 
 def _unpack_back(ctx, grad):  # type: ignore[no-untyped-def]
-    return pack(grad.contiguous(), *ctx.how).view(ctx.shape), *[None] * 5
+    return pack(grad.contiguous(), *ctx.how[1:]).view(ctx.shape), *[None] * 5
 
 
-pack.register_autograd(_pack_back, setup_context=_keep_shape)
-unpack.register_autograd(_unpack_back, setup_context=_keep_box)
+pack.register_autograd(_pack_back, setup_context=_keep)
+unpack.register_autograd(_unpack_back, setup_context=_keep)
 
 
 def dense(x: Tensor) -> Tensor:
