@@ -445,7 +445,7 @@ def _settle_uneven(found: _Found, name: str, d: int, row: Row, kind: str, p: int
     """Mark a dimension as whole that does not divide over ``p`` ranks."""
     if length(row) == 1:
         return
-    if kind == "inner" and _shared(found, row, p):
+    if kind == "inner" and _shared(found, row):
         return  # fewer heads of keys than ranks: only keys and values stay whole
     why = f"{_text(row)} has no even split over {p}"
     tied = found.rows if ids(row) & found.vocabulary else []
@@ -455,19 +455,13 @@ def _settle_uneven(found: _Found, name: str, d: int, row: Row, kind: str, p: int
     found.leave(name, d, why, row, (kind,))
 
 
-def _shared(found: _Found, row: Row, p: int) -> bool:
+def _shared(found: _Found, row: Row) -> bool:
     """Check whether a row is of heads, which other rows contain that can be split."""
     atoms = [a for a in leaves(row) if found.of([a]) == "inner"]
     if any("heads" not in a.seen or a.parts for a in atoms):
         return False
-    for _, _, other in found.rows:
-        if common(row, other) and found.of(other) == "inner":
-            try:
-                _held(found, other, "inner", p)
-            except _Unsaid:
-                continue
-            return True
-    return False
+    others = [other for _, _, other in found.rows if common(row, other)]
+    return any(found.of(o) == "inner" and _split(found, o, "inner") is not None for o in others)
 
 
 def _text(row: Row) -> str:
