@@ -176,10 +176,32 @@ def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[PieceGrid]:
     whole = _cut(layout, stored, true, mesh)
     pieces = [some[:_MOST] for some in whole]
     cut = any(len(whole[d]) > _MOST for d in (*front, *shown))
-    return [
-        replace(_grid(chosen, front, shown, pieces, true, mesh), cut=cut)
-        for chosen in itertools.product(*(range(len(pieces[d])) for d in front))
-    ]
+    every = frozenset(range(math.prod(mesh.values())))
+    one = [_Interval(0, 1, every)]
+    down, across = ([one, one] + [pieces[d] for d in shown])[-2:]  # one row of a vector
+    # where the padding begins; a scalar has none
+    rows, columns = [*(true[d] for d in shown[:1] + shown[-1:]), 1, 1][:2]
+    out = []
+    for chosen in itertools.product(*(pieces[d] for d in front)):
+        above = every.intersection(*(piece.ranks for piece in chosen))
+
+        def cell(row: _Interval, column: _Interval, above: frozenset[int] = above) -> PieceCell:
+            held = tuple(sorted(above & column.ranks & row.ranks))
+            padding = row.start >= rows or column.start >= columns
+            return PieceCell(held, _common(held, mesh), padding)
+
+        where = [":"] * len(true)
+        for d, piece in zip(front, chosen, strict=True):
+            where[d] = f"{piece.start}:{piece.stop}"
+        grid = PieceGrid(
+            tuple((row.start, row.stop) for row in down),
+            tuple((column.start, column.stop) for column in across),
+            tuple(tuple(cell(row, column) for column in across) for row in down),
+            f"[{', '.join(where)}]" if front else "",
+            cut,
+        )
+        out.append(grid)
+    return out
 
 
 def _shown(layout: Layout) -> tuple[list[int], list[int]]:
@@ -227,40 +249,6 @@ def _runs(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
     if isinstance(positions, range) and positions.step == 1:
         return joined([(positions.start, positions.stop)])
     return joined((p, p + 1) for p in sorted(positions))
-
-
-def _grid(
-    chosen: tuple[int, ...],
-    front: list[int],
-    shown: list[int],
-    pieces: list[list[_Interval]],
-    true: tuple[int, ...],
-    mesh: Mapping[str, int],
-) -> PieceGrid:
-    every = frozenset(range(math.prod(mesh.values())))
-    above = every.intersection(*(pieces[d][i].ranks for d, i in zip(front, chosen, strict=True)))
-    one = _Interval(0, 1, every)
-    across, down = [one], [one]
-    if shown:  # no scalar
-        across = pieces[shown[-1]]
-    if len(shown) == 2:
-        down = pieces[shown[0]]
-    # where the padding begins; a scalar has none
-    rows, columns = [*(true[d] for d in shown[:1] + shown[-1:]), 1, 1][:2]
-
-    def cell(row: _Interval, column: _Interval) -> PieceCell:
-        held = tuple(sorted(above & column.ranks & row.ranks))
-        return PieceCell(held, _common(held, mesh), row.start >= rows or column.start >= columns)
-
-    where = [":"] * len(true)
-    for d, i in zip(front, chosen, strict=True):
-        where[d] = f"{pieces[d][i].start}:{pieces[d][i].stop}"
-    return PieceGrid(
-        tuple((row.start, row.stop) for row in down),
-        tuple((column.start, column.stop) for column in across),
-        tuple(tuple(cell(row, column) for column in across) for row in down),
-        f"[{', '.join(where)}]" if front else "",
-    )
 
 
 def _names(ranks: Sequence[int], most: int = 8) -> str:
