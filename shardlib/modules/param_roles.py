@@ -524,7 +524,7 @@ def _matrix(found: _Found, r: ParameterUse, shape: tuple[int, ...]) -> tuple[str
     text, *more = found.way.layouts[_role(found, ins, outs, (out, into))]
     out_axes, in_axes = (d.axes for d in Layout.parse(text).resolve(2).dims)
     texts = ["."] * len(shape)
-    (o,), (i,) = r.outputs[:1], r.inputs[:1]
+    o, i = r.outputs[0], r.inputs[0]
     if out_axes and out_axes == found.axes(outs, out):
         texts[o] = str(_split(found, outs, out))
     else:

@@ -38,10 +38,6 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         self.values: dict[int, Tensor] = {}
         self.alive: list[Tensor] = []  # kept alive: an id is reused once its tensor is gone
 
-    def _keep(self, x: Tensor, value: Tensor) -> None:
-        self.values[id(x)] = value
-        self.alive.append(x)
-
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
@@ -62,8 +58,10 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             args = (torch.empty(out.shape, dtype=out.dtype, device="cpu"), *args[1:])
         if small and self._has_values(func, args, kwargs):
             host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
-            beside: Any = optree.tree_map(self._twin, (args, host))  # type: ignore[arg-type]
-            self._keep(out, _computed(func, *beside))
+            given: Any = args, host
+            beside: Any = optree.tree_map(lambda x: self.values.get(id(x), x), given)
+            self.values[id(out)] = _computed(func, *beside)
+            self.alive.append(out)
         else:
             self.values.pop(id(out), None)  # written in place with unknown values
 
@@ -78,9 +76,6 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         if not given:
             return "device" in kwargs
         return all(id(x) in self.values or not x.is_meta for x in given)
-
-    def _twin(self, x: object) -> object:
-        return self.values.get(id(x), x) if isinstance(x, Tensor) else x
 
 
 def _computed(func: Func, args: Args, kwargs: Kwargs) -> Any:

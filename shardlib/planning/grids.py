@@ -135,9 +135,7 @@ def divides(
 
 def _sizes(layer: Layer, m: int, k: int, n: int, mlp: str) -> tuple[int, int, int]:
     """Return (pm, pk, pn) of a layer, after swapping the roles of x, y and z in MLPs."""
-    if not layer.mlp or mlp == "mnk":
-        return m, k, n
-    sizes = list(zip(mlp, (m, n, k), strict=True))
+    sizes = list(zip(mlp if layer.mlp else "mnk", (m, n, k), strict=True))
     pm, pk, pn = (math.prod(s for role, s in sizes if role == wanted) for wanted in "mkn")
     return pm, pk, pn
 
