@@ -430,7 +430,6 @@ def _differs(
     case: _ProofCase, mesh: Mesh, mode: str, name: str, mine: Tensor, right: Tensor, off: float
 ) -> ModelDiffers:
     rows: dict[str, object] = {"on one device": _shown(right), "on the mesh": _shown(mine)}
-    found = ""
     for gradients in (False, True):
         places = Places(gradients)
         try:
@@ -438,10 +437,9 @@ def _differs(
         except ShardError as e:
             rows["looking for it"] = e.message
             break
-        found = places.found
-        if found:
+        if places.found:
             break
-    rows["made by"] = found or "no single operator: each equals torch's on the same operands"
+    rows["made by"] = places.found or "no single operator: each equals torch's on the same operands"
     return ModelDiffers(
         f"{mode}{name} differs by {off:.1e} relative to its largest value",
         op="check_model",
@@ -509,18 +507,18 @@ class Places:
         if not at:
             return 0.0
 
-        def loss(over: Sequence[Any], given: Sequence[Any]) -> Tensor:
-            filled = list(given)
-            for i, x in zip(at, over, strict=True):
-                filled[i] = x
-            args, kwargs = optree.tree_unflatten(tree, filled)
-            outs = [x for x in optree.tree_leaves(func(*args, **kwargs)) if _is_float(x)]
-            return sum((_weighed(x) for x in outs), start=torch.zeros((), device="cpu"))  # type: ignore[return-value]
+        def gradients(given: list[Any]) -> Any:
+            def loss(over: Sequence[Any]) -> Tensor:
+                filled = dict(enumerate(given)) | dict(zip(at, over, strict=True))
+                args, kwargs = optree.tree_unflatten(tree, filled.values())
+                outs = [x for x in optree.tree_leaves(func(*args, **kwargs)) if _is_float(x)]
+                return sum((_weighed(x) for x in outs), start=torch.zeros((), device="cpu"))  # type: ignore[return-value]
+
+            return grad(loss)([given[i] for i in at])
 
         try:
             with torch.enable_grad(), within(watcher=None):
-                mine: Any = grad(lambda o: loss(o, leaves))([leaves[i] for i in at])
-                right: Any = grad(lambda o: loss(o, dense))([dense[i] for i in at])
+                mine, right = gradients(leaves), gradients(dense)
         except (ShardError, RuntimeError, TypeError):
             return 0.0  # it is not differentiable, or cannot be run alone
         return max(difference(m, r) for m, r in zip(mine, right, strict=True))

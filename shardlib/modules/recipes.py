@@ -612,11 +612,9 @@ def beside(rules: Iterable[Sequence[Any]]) -> list[tuple[Any, tuple[int, int]]]:
             continue
         if layout.ellipsis is not None and len(layout.dims) < 2:
             layout = layout.resolve(2)
-        if len(layout.dims) < 2:
-            continue
-        rows, cols = map(_groups, layout.dims[-2:])
-        if (rows, cols) != (1, 1):
-            out.append((pattern, (rows, cols)))
+        sides = tuple(map(_groups, layout.dims[-2:]))
+        if len(sides) == 2 and sides != (1, 1):
+            out.append((pattern, sides))
     return out
 
 
