@@ -203,33 +203,19 @@ class Apply(Calls):
         if opened is not None:  # parts of flat buckets, which are gathered when they are read
             with opened() as whole:
                 return self(whole, *args, **kwargs)
-        self.check(params)
         mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)
         if mesh is self.mesh:
-            return self._run(params, self.buffers, args, kwargs)[0]
+            return self.mutable(params, self.buffers, *args, **kwargs)[0]
         moved = copy.copy(self)
         moved.mesh = mesh
         moved.buffers = {n: replicated(unshard(b), mesh) for n, b in self.buffers.items()}
-        return moved._run(params, moved.buffers, args, kwargs)[0]
+        return moved.mutable(params, moved.buffers, *args, **kwargs)[0]
 
     def mutable(
-        self,
-        params: Named,
-        buffers: Named,
-        *args: object,
-        **kwargs: object,
+        self, params: Named, buffers: Named, /, *args: object, **kwargs: object
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call a module that writes to its buffers in forward; return (output, new buffers)."""
         self.check(params)
-        return self._run(params, buffers, args, kwargs)
-
-    def _run(
-        self,
-        params: Named,
-        buffers: Named,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Any:
         self._refuse_blank(buffers)
         params = giving(params, self.out_layouts)
         state = {**params, **{n: b.clone() for n, b in buffers.items()}}
