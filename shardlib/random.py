@@ -151,7 +151,9 @@ def _shared(mesh: Mesh) -> _Stream:
 
 
 def _streams() -> list[_Stream]:
-    return [_HERE, *(s for streams in _STREAMS.values() for s in streams.values())]
+    """List the random streams in use."""
+    made = [_HERE, *(s for streams in _STREAMS.values() for s in streams.values())]
+    return [s for s in made if s.heard is not None]
 
 
 def mixed(x: int) -> int:
@@ -375,7 +377,7 @@ Marks = dict[_Stream, tuple[_Seed, int]]
 def marks() -> Marks:
     """Return seed and count of every random stream in use, or of its substitute in this scope."""
     draws = scope().random.draws
-    here = [(s, draws.get(s, s)) for s in _streams() if s.heard is not None]
+    here = [(s, draws.get(s, s)) for s in _streams()]
     return {s: (now.follow(), now.count) for s, now in here}
 
 
@@ -383,8 +385,8 @@ def marks() -> Marks:
 def replayed(at: Marks) -> Iterator[None]:
     """Repeat, inside it, the draws after ``marks()``; the streams themselves do not advance."""
     told, draws = (SEEDED.calls, _TOLD.calls), scope().random.draws
-    before = [draws.get(s, s) for s in _streams() if s.heard is not None]
-    again = {s: s.at(*at.get(s, (s.first, 0))) for s in _streams() if s.heard is not None}
+    before = [draws.get(s, s) for s in _streams()]
+    again = {s: s.at(*at.get(s, (s.first, 0))) for s in _streams()}
     try:
         with within(draws={**draws, **again}):
             yield

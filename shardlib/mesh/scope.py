@@ -155,14 +155,14 @@ class within:
             drain(error)
 
 
-class bind:
+class bind(within):
     """Mesh put in scope at low cost, or a whole scope kept for backward.
 
     A kept scope restores the program's settings (mesh, algorithms, budgets, promotion).  Traces and
     watchers are those of the current scope, and prefetch is off, since the call is a repetition.
     """
 
-    __slots__ = ("before", "given")
+    __slots__ = ("given",)
 
     def __init__(self, given: Any) -> None:
         self.given = given
@@ -187,11 +187,6 @@ class bind:
             else:
                 _NOW.set(_new(Scope, (given, *outer[1:-1], None)))
         return given
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        _NOW.set(self.before)
-        if error is not None and POSTED:
-            drain(error)
 
 
 _new = tuple.__new__  # a third of the time of _replace; bind runs on every operator

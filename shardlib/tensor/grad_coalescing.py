@@ -19,6 +19,9 @@ LEAST, MOST = 1 << 20, 25 << 20
 
 _Key = tuple[Mesh, Axes, torch.dtype, torch.dtype | None, torch.dtype | None]
 
+_Sums = Callable[[], list[tuple[int, Tensor]]]
+"""Function that waits for the sums of some leaves: (leaf, sum)."""
+
 
 class Together:
     """Gradient buckets of one call: attached to its leaves within ``with``, where forward runs.
@@ -35,8 +38,8 @@ class Together:
         self.most = min(max(sum(r.nbytes for r in self.raws) // 5, LEAST), MOST)
         self.open = False
         self.waiting: dict[_Key, list[tuple[int, Tensor]]] = {}
-        self.owed: list[tuple[int, Callable[[], Tensor]]] = []
-        self.flying: list[tuple[list[tuple[int, torch.Size, int]], Callable[[], Tensor]]] = []
+        self.owed: list[_Sums] = []
+        self.flying: list[_Sums] = []
 
     def __enter__(self) -> "Together":
         for i, raw in enumerate(self.raws):
@@ -71,23 +74,16 @@ class Together:
 
     def owe(self, i: int, wait: Callable[[], Tensor]) -> None:
         """Add the gradient that ``wait()`` returns, summed elsewhere."""
-        self.owed.append((i, wait))
+        self.owed.append(lambda: [(i, wait())])
 
     def finish(self) -> dict[int, Tensor]:
         """Post the remaining gradients and wait for all: leaf index -> its summed gradient."""
         for key in list(self.waiting):
             self._post(key)
         found: dict[int, Tensor] = {}
-        # a leaf used in several places has a gradient from each
-        for parts, wait in self.flying:
-            flat, at = wait(), 0
-            for i, shape, n in parts:
-                g = flat[..., at : at + n].view(shape)
+        for wait in (*self.flying, *self.owed):
+            for i, g in wait():  # a leaf used in several places has a gradient from each
                 found[i] = found[i] + g if i in found else g
-                at += n
-        for i, wait in self.owed:
-            g = wait()
-            found[i] = found[i] + g if i in found else g
         self.flying, self.owed = [], []
         return found
 
@@ -98,8 +94,14 @@ class Together:
         with torch.no_grad(), bind(mesh):
             flat = vectors[0] if len(vectors) == 1 else torch.cat(vectors, -1)
             later = start(psum, wrap(flat, mesh), axes, out=out, wire=wire)
-        parts = [(i, g.shape, v.shape[-1]) for (i, g), v in zip(rows, vectors, strict=True)]
-        self.flying.append((parts, lambda: unwrap(later.wait())))
+        leaves = [(i, g.shape) for i, g in rows]
+        sizes = [v.shape[-1] for v in vectors]
+
+        def wait() -> list[tuple[int, Tensor]]:
+            parts = unwrap(later.wait()).split(sizes, -1)
+            return [(i, g.view(s)) for (i, s), g in zip(leaves, parts, strict=True)]
+
+        self.flying.append(wait)
 
 
 def together_of(raw: Tensor) -> tuple[Together, int] | None:

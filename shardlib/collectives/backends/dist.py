@@ -582,7 +582,7 @@ def _sent(work: Any, block: Tensor, key: tuple[_Group, int]) -> None:
     try:
         work.wait()
     except RuntimeError as e:
-        lost(e)
+        lost(e, None, key[0].ranks)
         raise
 
 
@@ -590,12 +590,7 @@ def _reduced(target: Tensor, x: Tensor, g: _Group, tag: int, root: int) -> Calla
     work: Any = dist.reduce(x, g.ranks[root], group=g.handle, async_op=True)
 
     def finish() -> None:
-        POSTED.pop((g, tag), None)
-        try:
-            work.wait()
-        except RuntimeError as e:
-            lost(e, None, g.ranks)
-            raise
+        _sent(work, x, (g, tag))
         if g.index == root:
             target.copy_(x)
 
