@@ -6,6 +6,8 @@ a copy, and torch would show a write to one in the other: ``link`` records such 
 """
 
 import inspect
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,6 +51,19 @@ def link(a: Tensor, b: Tensor) -> None:
         LINKS.pop(key, None)
     LINKS.setdefault(one.cdata, []).append((one, two))
     LINKS.setdefault(two.cdata, []).append((two, one))
+
+
+def link_views(
+    results: Iterable[tuple[Tensor, Tensor]], operands: Iterable[tuple[Tensor, Tensor]]
+) -> None:
+    """Link results that are views of an operand's copy to the operand, as torch's would be.
+
+    ``results``   each as it was computed, and as it is returned.
+    ``operands``  each as it was computed with, and as it was given.
+    """
+    for (found, out), (used, given) in itertools.product(results, operands):
+        if used is not given and alike(found, used):
+            link(out, given)
 
 
 WRITERS = frozenset(

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from shardlib import autocast
 from shardlib.errors import BadArgument
 from shardlib.ops.dims import Labels, rows_call
@@ -170,11 +168,6 @@ def _taken(
 ) -> object:
     call = FlatCall.of(func, *args, **kwargs)
     met = next((x.mesh for x in call.tensors if isinstance(x, ShardedTensor)), None)
-    key = (
-        func,
-        call.tree,
-        *((x.shape, x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in call.leaves),
-    )
 
     def check() -> None:
         if (refused := torch_refuses(func, args, kwargs)) is not None:
@@ -183,7 +176,7 @@ def _taken(
     if met is None:
         check()
     else:
-        met.memo("taken", key, check)
+        met.memo("taken", call.key, check)
     return body(**bind(*args, **kwargs))
 
 

@@ -25,7 +25,7 @@ from shardlib.collectives import block_shape, lead
 from shardlib.dtypes import is_half
 from shardlib.errors import BadArgument, ImplicitCommunication, PartialEscape, UnevenSplit
 from shardlib.layouts import Dim, Layout
-from shardlib.memory_sharing import WRITERS, alike, link, written
+from shardlib.memory_sharing import WRITERS, link_views, written
 from shardlib.mesh import Mesh
 from shardlib.ops.each_rank import FlatCall, each, run
 from shardlib.ops.fallback import is_whole, on_whole, written_to
@@ -104,7 +104,10 @@ def _on_blocks(
     raws, dtype = _operands(call, values, plan, sums)
     deferred = frozenset().union(*(v.deferred for v in values)) - set(plan.used)
     found, shape = optree.tree_flatten(each(call, mesh, raws), none_is_leaf=True)
-    _link_views(found, raws, values, plan)
+    moved = [
+        (raw, v.raw) for raw, v, t in zip(raws, values, plan.targets, strict=True) if t is not None
+    ]
+    link_views(zip(found, found, strict=True), moved)
     if call.func in WRITERS:
         if plan.targets[0] is not None:
             result = ShardedTensor(found[0], Place(*plan.results[0], mesh, deferred=deferred))
@@ -153,16 +156,6 @@ def _operands(
 
 def _dense(x: ShardedTensor) -> ShardedTensor:
     return x if x.raw.is_contiguous() else x.becomes(x.raw.contiguous())
-
-
-def _link_views(
-    found: list[Any], raws: list[Tensor], values: list[ShardedTensor], plan: _DimPlan
-) -> None:
-    """Link results that are views of a resharded copy to the operand, as torch's would be."""
-    for given, v, target in zip(raws, values, plan.targets, strict=True):
-        for raw in found if target is not None else ():
-            if alike(raw, given):
-                link(raw, v.raw)
 
 
 def _beside_padding(

@@ -4,7 +4,7 @@ The answers of simulated ranks are stacked, or returned as one view of the opera
 each is the same view of its own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -18,7 +18,7 @@ from shardlib.errors import ShardError
 from shardlib.memory_sharing import WRITERS, link, same_memory
 from shardlib.mesh import Mesh
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.tensor import Unfit, on_shapes
+from shardlib.tensor import ShardedTensor, Unfit, on_shapes
 
 
 class FlatCall(NamedTuple):
@@ -41,6 +41,11 @@ class FlatCall(NamedTuple):
     def tensors(self) -> list[Any]:
         """The tensors among the arguments."""
         return [self.leaves[i] for i in self.at]
+
+    @property
+    def key(self) -> Hashable:
+        """All that the results' sizes depend on."""
+        return (self.func, self.tree, *map(_fixed, self.leaves))
 
     def replaced(self, values: Iterable[object]) -> tuple[Args, Kwargs]:
         """Return the arguments with other values in place of the tensors."""
@@ -67,6 +72,18 @@ class FlatCall(NamedTuple):
         if not all(type(t) is Tensor for t in found):
             raise Unfit("a result is no tensor")
         return [t.shape for t in found]
+
+
+def size_of(x: Tensor) -> torch.Size | None:
+    """Return the size of a tensor; None for a number, whose value may decide the results' sizes."""
+    return x.shape if isinstance(x, ShardedTensor) or x.ndim else None
+
+
+def _fixed(x: object) -> object:
+    """Return what of an argument the results' sizes depend on; a list if it cannot be a key."""
+    if isinstance(x, Tensor):
+        return [x] if size_of(x) is None else (x.shape, x.dtype)
+    return (slice, x.start, x.stop, x.step) if isinstance(x, slice) else (type(x), x)
 
 
 def run(func: Func, mesh: Mesh, args: Args, kwargs: Kwargs) -> Any:

@@ -6,7 +6,6 @@ fills the padding first with a neutral value (zero before a sum, the lowest numb
 maximum), and results there have no gradient.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -20,11 +19,11 @@ from torch import Tensor
 from shardlib.collectives import holds_values, played, storage
 from shardlib.errors import ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.memory_sharing import alike, link, written
+from shardlib.memory_sharing import link_views, written
 from shardlib.mesh import Mesh
-from shardlib.ops.each_rank import FlatCall
+from shardlib.ops.each_rank import FlatCall, size_of
 from shardlib.opspec import Args, Func, Kwargs, records
-from shardlib.tensor import Place, ShardedTensor, Unfit, call_error, has_padding
+from shardlib.tensor import Place, ShardedTensor, Unfit, call_error, has_padding, raw_of
 
 
 def filled(x: Any, value: float | bool | None) -> Any:
@@ -210,8 +209,7 @@ def of_true_sizes(
     """
     call = FlatCall.of(func, *args, **kwargs)
     mesh = next(x.mesh for x in call.tensors if isinstance(x, ShardedTensor))
-    key = (func, call.tree, *map(_fixed, call.leaves))
-    true = mesh.memo("true sizes", key, lambda: call.shapes(map(_size, call.tensors)))
+    true = mesh.memo("true sizes", call.key, lambda: call.shapes(map(size_of, call.tensors)))
     given = [filled(x, fill) for x in call.tensors]
     a, k = call.replaced(given)
     found, shape = optree.tree_flatten(run(func, a, k), none_is_leaf=True)
@@ -219,31 +217,10 @@ def of_true_sizes(
         raise Unfit("a dimension of one element, and of more with its padding")
     each = [padded_to(y, size, zeros) for y, size in zip(found, true, strict=True)]
     if fill is not None:
-        _link_views(zip(found, each, strict=True), zip(given, call.tensors, strict=True))
+        moved = (found, each), (given, call.tensors)
+        pairs = (zip(map(raw_of, a), map(raw_of, b), strict=True) for a, b in moved)
+        link_views(*pairs)
     return optree.tree_unflatten(shape, each)
-
-
-def _link_views(results: Iterable[tuple[Any, Any]], operands: Iterable[tuple[Any, Any]]) -> None:
-    """Link results that are views of a filled copy to the operand, as torch's would be.
-
-    ``results``   each as it was computed, and as it is returned.
-    ``operands``  each as it was computed with, and as it was given.
-    """
-    for (y, new), (v, x) in itertools.product(results, operands):
-        if v is not x and alike(y.raw, v.raw):
-            link(new.raw, x.raw)
-
-
-def _size(x: Tensor) -> torch.Size | None:
-    """Return the size of a tensor; None for a number, whose value may decide the results' sizes."""
-    return x.shape if isinstance(x, ShardedTensor) or x.ndim else None
-
-
-def _fixed(x: object) -> object:
-    """Return what of an argument the results' sizes depend on; a list if it cannot be a key."""
-    if isinstance(x, Tensor):
-        return [x] if _size(x) is None else (x.shape, x.dtype)
-    return (slice, x.start, x.stop, x.step) if isinstance(x, slice) else (type(x), x)
 
 
 def cuts_padding(what: str, op: Func | str, x: ShardedTensor) -> ShardError:

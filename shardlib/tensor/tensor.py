@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, overload
@@ -69,7 +70,7 @@ REPEATS: set[Any] = set()
 """Functions of which a call is cached, see ``blockwise``."""
 
 FALLBACK: list[Implementation] = []
-"""At most one implementation, for every function that is not in ``TABLE``; see ops/fallback.py."""
+"""The implementation for every function that is not in ``TABLE``; see ops/fallback.py."""
 
 
 _UNCAST: set[Any] = set()
@@ -621,11 +622,8 @@ def _refuse_padding(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Refuse a call that would read padding, unless the fallback can run it."""
     if _asks_no_value(func):
         return _unknown(func, args, kwargs)
-    if FALLBACK:
-        try:
-            return FALLBACK[0](func, args, kwargs, None)
-        except ShardError:
-            pass
+    with suppress(ShardError):
+        return FALLBACK[0](func, args, kwargs, None)
     found = _sharded((args, kwargs))
     x = next(x for x in found if x.is_padded)
     why = (
@@ -692,7 +690,7 @@ def _recovered(e: Exception, func: Func, args: Args, kwargs: Kwargs) -> object:
 
 def _otherwise(refusal: Exception, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run a refused call on whole operands, if they may be gathered; else raise the refusal."""
-    if not FALLBACK or getattr(refusal, "final", False):
+    if getattr(refusal, "final", False):
         raise refusal
     try:
         return FALLBACK[0](func, args, kwargs, refusal)
@@ -1061,9 +1059,7 @@ def _unknown(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
     if _asks_no_value(func):
         with no_torch_function():
             return func(*args, **kwargs)
-    if FALLBACK:
-        return FALLBACK[0](func, args, kwargs)
-    raise no_implementation(func, args, kwargs)
+    return FALLBACK[0](func, args, kwargs)
 
 
 def no_implementation(
