@@ -102,7 +102,7 @@ def shard_map(
         raise BadArgument(why, op="shard_map", fix=fix)
     each: Any = in_layouts
     flat = _several(each) and all(map(is_layout, each))
-    made = partial(_BodyCall, mesh=mesh, layouts=in_layouts, flat=flat)
+    made = partial(_BodyCall, mesh=mesh, layouts=in_layouts, flat=flat, known={})
     run = partial(_run, f, made, out_layouts)
 
     @wraps(f)
@@ -137,6 +137,9 @@ def _run(
     return optree.tree_unflatten(tree, values)
 
 
+_Known = dict[tuple[object, int], Layout]
+"""A layout as it was given, and a number of dimensions -> the layout that it stands for."""
+
 _Line = Callable[[object], str]
 """Layout of a result -> the call with this layout in place of its own, for a fix line."""
 
@@ -145,12 +148,14 @@ class _BodyCall:
     """Operands of one call: their tensors, the layout of each and its block on this rank.
 
     ``flat``   whether ``layouts`` are one layout per operand.
+    ``known``  the layouts of earlier calls.
     """
 
     def __init__(
-        self, args: tuple[Any, ...], mesh: MeshLike | None, layouts: Any, flat: bool
+        self, args: tuple[Any, ...], mesh: MeshLike | None, layouts: Any, flat: bool, known: _Known
     ) -> None:
         self.args: Any = args
+        self.known = known
         self.leaves, self.tree = optree.tree_flatten(self.args)
         sharded = [a.mesh for a in self.leaves if isinstance(a, ShardedTensor)]
         self.mesh = sharded[0] if sharded else as_mesh(mesh)
@@ -184,8 +189,13 @@ class _BodyCall:
         m = self.mesh
         x = lift(self.leaves[i], m, "shard_map")
         shape = x.padded_shape
-        want = as_layout(given, "shard_map", "in_layouts = {}", shape=shape, mesh=m)
-        want = want.resolve(len(shape))
+        fixed = type(given) in (str, Layout)  # stands for the same on every mesh
+        want = self.known.get((given, len(shape))) if fixed else None
+        if want is None:
+            found = as_layout(given, "shard_map", "in_layouts = {}", shape=shape, mesh=m)
+            want = found.resolve(len(shape))
+            if fixed:
+                self.known[given, len(shape)] = want
         if x.sharding != want:
             name = self.name(i)
             why = f"operand {name} is laid out {x.sharding}, not {want}"
