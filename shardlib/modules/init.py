@@ -9,6 +9,7 @@ temporaries of that code itself.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,10 +121,10 @@ def _write(apply: Apply, todo: "_Unwritten", fill: Fill) -> list[str]:
     Return the names of those that got none.
     """
     with torch.no_grad(), _alike(todo.mesh):
-        for code, owned in _code(todo.module, apply.tied):
-            own = [n for n in owned if n in todo.tensors]
+        for sub, owner, names in _submodules(todo.module, "", None, set()):
+            own = [n for n in (apply.tied.get(n, n) for n in names) if n in todo.tensors]
             if own or not todo.aside:
-                todo.run(own, code)
+                todo.run(own, partial(_initialise, todo, own, sub, owner))
         todo.fill(fill)
         todo.keep()
     return todo.names(todo.tensors)
@@ -144,27 +145,17 @@ def _blank(b: ShardedTensor, mesh: Mesh) -> ShardedTensor:
 # ---------------------------------------------------------------- initialisation code of submodules
 
 
-Code = Callable[["_Unwritten", list[str]], None]
-
-
-def _code(module: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[Code, list[str]]]:
-    """List (function that fills a submodule's own tensors, their names), children first."""
-
-    def walk(
-        sub: nn.Module, path: str, owner: nn.Module | None
-    ) -> Iterator[tuple[Code, list[str]]]:
-        owner = sub if _initialises(sub) else owner
-        for name, child in sub.named_children():
-            if child not in seen:
-                seen.add(child)
-                yield from walk(child, f"{path}{name}.", owner)
-        own = [
-            f"{path}{n}" for n, x in {**sub._parameters, **sub._buffers}.items() if x is not None
-        ]
-        yield _filling(sub, owner), [tied.get(n, n) for n in own]
-
-    seen = {module}
-    yield from walk(module, "", None)
+def _submodules(
+    sub: nn.Module, path: str, owner: nn.Module | None, seen: set[nn.Module]
+) -> Iterator[tuple[nn.Module, nn.Module | None, list[str]]]:
+    """List (submodule, module whose ``_init_weights`` fills it, its own tensors), children first."""
+    seen.add(sub)
+    owner = sub if _initialises(sub) else owner
+    for name, child in sub.named_children():
+        if child not in seen:
+            yield from _submodules(child, f"{path}{name}.", owner, seen)
+    own = {**sub._parameters, **sub._buffers}
+    yield sub, owner, [f"{path}{n}" for n, x in own.items() if x is not None]
 
 
 def _initialises(module: nn.Module) -> bool:
@@ -173,18 +164,17 @@ def _initialises(module: nn.Module) -> bool:
     return found is not None and needed(found) == 2
 
 
-def _filling(sub: nn.Module, owner: nn.Module | None) -> Code:
+def _initialise(
+    todo: "_Unwritten", names: list[str], sub: nn.Module, owner: nn.Module | None
+) -> None:
+    """Run the code that fills a submodule's own tensors, of these names."""
     reset: Any = getattr(sub, "reset_parameters", None) or getattr(sub, "_reset_parameters", None)
-
-    def run(todo: "_Unwritten", names: list[str]) -> None:
+    if owner is not None:
+        owner._init_weights(sub)  # type: ignore[operator]
+    if callable(reset) and names and todo.names(names):
+        reset()
         if owner is not None:
             owner._init_weights(sub)  # type: ignore[operator]
-        if callable(reset) and names and todo.names(names):
-            reset()
-            if owner is not None:
-                owner._init_weights(sub)  # type: ignore[operator]
-
-    return run
 
 
 def _moved(x: ShardedTensor, on: int) -> ShardedTensor:
@@ -230,7 +220,7 @@ class _Unwritten:
         for n, t in self.tensors.items():
             self._track(n, t)
 
-    def run(self, names: list[str], code: Code) -> None:
+    def run(self, names: list[str], code: Callable[[], None]) -> None:
         """Run one submodule's code.
 
         Where it needs a whole dimension that is split, retry with another one split, or none.
@@ -244,7 +234,7 @@ class _Unwritten:
                 if t.raw is not self.at[n][0]:
                     self._track(n, t)
             try:
-                swapped(self.module, state, lambda: code(self, names))
+                swapped(self.module, state, code)
             except ShardError as e:
                 refusals.append(e)
                 rewind(self.mesh, at)

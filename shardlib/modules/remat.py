@@ -18,7 +18,6 @@ import enum
 import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
@@ -207,15 +206,10 @@ _SMALL = 4096  # bytes, below which a move costs more than the memory it saves
 def _on_host(
     module: nn.Module, forward: Callable[..., Any], /, *args: object, **kwargs: object
 ) -> Any:
-    """Run the forward with its saved tensors in host memory until backward; the weights stay."""
+    """Run forward with its large saved tensors in host memory until backward; the weights stay."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    with _host_memory([*module.parameters(), *module.buffers()]):
-        return forward(*args, **kwargs)
-
-
-def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    """Move tensors saved inside to the host, if they are large and on a device."""
+    weights = (*module.parameters(), *module.buffers())
     stay = {raw_of(w).untyped_storage()._cdata for w in weights}
 
     def pack(x: Tensor) -> object:
@@ -233,4 +227,5 @@ def _host_memory(weights: Sequence[Tensor]) -> AbstractContextManager[Any]:
         shape, dtype = kept
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    return saved_tensors_hooks(pack, unpack)
+    with saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)
