@@ -163,16 +163,7 @@ def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[PieceGrid]:
     mesh = axis_sizes(getattr(x, "mesh", None) or x.device_mesh)  # type: ignore[attr-defined]
     stored = tuple(getattr(x, "padded_shape", x.shape))
     layout, true = layout_of(x).resolve(len(stored)), tuple(x.shape)
-    front, shown = _shown(layout)
-    if dims is not None:
-        if min(dims, default=0) < -len(true) or max(dims, default=-1) >= len(true):
-            raise OutOfRange(
-                f"dimensions {dims} of a tensor that has {len(true)}",
-                op="visualize",
-                operands={"tensor": typeof(x)},
-                fix="sl.visualize(x)",
-            )
-        front, shown = [], [d % len(true) for d in dims]
+    front, shown = _shown(layout) if dims is None else ([], _asked(x, dims))
     whole = _cut(layout, stored, true, mesh)
     pieces = [some[:_MOST] for some in whole]
     cut = any(len(whole[d]) > _MOST for d in (*front, *shown))
@@ -209,6 +200,18 @@ def _shown(layout: Layout) -> tuple[list[int], list[int]]:
     split = [d for d, token in enumerate(layout.dims) if token.is_split]
     rest = [d for d, token in enumerate(layout.dims) if not token.is_split]
     return split[:-2], sorted((split[-2:] + rest[::-1])[:2])
+
+
+def _asked(x: Tensor, dims: tuple[int, int]) -> list[int]:
+    """Return the dimensions that a caller asks for.  Raises: OutOfRange."""
+    if min(dims, default=0) < -x.ndim or max(dims, default=-1) >= x.ndim:
+        raise OutOfRange(
+            f"dimensions {dims} of a tensor that has {x.ndim}",
+            op="visualize",
+            operands={"tensor": typeof(x)},
+            fix="sl.visualize(x)",
+        )
+    return [d % x.ndim for d in dims]
 
 
 _MOST = 64  # the most pieces of a dimension that are drawn
