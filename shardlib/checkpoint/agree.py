@@ -112,16 +112,14 @@ class Group:
         if timeout is not None:
             self.timeout = timeout
 
-    def error(
-        self, message: str, cause: BaseException | None = None, own: str = "", **operands: object
-    ) -> Any:
+    def error(self, message: str, cause: BaseException | None = None, own: str = "") -> Any:
         """Build the error that every rank raises.
 
         ``own``  the fix of the error that another rank passed.
         """
         own = own or getattr(cause, "fix", "")
         fix = next((line for words, line in self.fixes if words in message), own)
-        return CheckpointError(message, op=self.op, operands=operands, fix=fix, line=self.line)
+        return CheckpointError(message, op=self.op, fix=fix, line=self.line)
 
     def progress(self) -> None:
         """Store a sign of life of this rank, from time to time."""

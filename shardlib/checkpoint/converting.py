@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.boxes import Box, SavedPlace, chunk, length, packed, size, whole
 from shardlib.checkpoint.files import Folder, WrittenPart, fill
-from shardlib.checkpoint.folder import MANIFEST, folder_of, opened
+from shardlib.checkpoint.folder import MANIFEST, Directory, folder_of, opened
 from shardlib.checkpoint.huggingface import tensors_of, write_hf
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.reading import Layouts, like_saved
@@ -25,8 +25,6 @@ from shardlib.checkpoint.tree import Content, Leaves, Names, place_of, renamed, 
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, MeshLike, as_mesh, simulate
-
-Directory = str | os.PathLike[str]
 
 
 def reshard(

@@ -36,6 +36,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+Directory = str | os.PathLike[str]
+"""A path of a user."""
+
 # ---------------------------------------------------------------- disk
 
 SILENT = 1800.0
@@ -201,6 +204,7 @@ class Behind:
 
 # ---------------------------------------------------------------- contents
 
+READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 MANIFEST, LOCK = "shardlib.json", "lock"
 FORMAT = "shardlib checkpoint 4"
 
@@ -265,7 +269,7 @@ def directory(path: str) -> contextlib.AbstractContextManager[int]:
 
     Raises: OSError.
     """
-    return _descriptor(path, os.O_RDONLY | os.O_DIRECTORY)
+    return _descriptor(path, READ_FOLDER)
 
 
 def write_manifest(folder: int, manifest: Mapping[str, object]) -> None:
@@ -464,7 +468,7 @@ class Work:
         until = time.monotonic() + 1.0
         while True:
             try:
-                return os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                return os.open(self.path, READ_FOLDER)
             except FileNotFoundError:
                 if time.monotonic() > until:
                     raise FileNotFoundError(
@@ -664,12 +668,11 @@ def opened(path: str) -> int:
 
     Raises: OSError.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
-        return os.open(path, flags)
+        return os.open(path, READ_FOLDER)
     except FileNotFoundError:
         parent, base = os.path.split(os.path.realpath(path))
         for kind, aside, _ in _leftovers(parent, re.escape(base)):
             if kind == "old":
-                return os.open(aside, flags)
+                return os.open(aside, READ_FOLDER)
         raise

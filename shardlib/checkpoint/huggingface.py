@@ -39,6 +39,8 @@ from shardlib.checkpoint.files import (
 from shardlib.checkpoint.folder import (
     FORMAT,
     LOCK,
+    READ_FOLDER,
+    Directory,
     Work,
     flushed,
     memory,
@@ -65,7 +67,6 @@ from shardlib.tensor import ShardedTensor
 
 Source = str | Sequence[str] | tuple[str, slice] | tuple[str, tuple[int, ...]]
 Names = Mapping[str, Source] | Callable[[str], Source] | None
-Path = str | os.PathLike[str]
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ _ONE, _ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
 
 def load_hf(
-    directory: Path | Sequence[Path],
+    directory: Directory | Sequence[Directory],
     module: nn.Module,
     rules: Rules,
     *,
@@ -316,8 +317,7 @@ def tensors_of(path: str, progress: Callable[[], None], stack: contextlib.ExitSt
     directory, only = path, ""
     if not os.path.isdir(path):
         directory, only = os.path.split(os.path.abspath(path))
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    folder = stack.enter_context(Folder(fd, True, progress))
+    folder = stack.enter_context(Folder(os.open(directory, READ_FOLDER), True, progress))
     only = only or _main_file(os.listdir(directory), path)
     if not only.endswith(".index.json"):
         return _in_file(folder, only)
@@ -640,7 +640,7 @@ def _read(chunk: FileChunk) -> Tensor:
 
 
 def save_hf(
-    directory: Path,
+    directory: Directory,
     params: Mapping[str, Tensor],
     module: Any = None,
     *,
@@ -707,7 +707,7 @@ def _index_of(titles: Sequence[str], files: Sequence[Sequence[WrittenPart]]) -> 
 
 def write_hf(
     group: Group,
-    directory: Path,
+    directory: Directory,
     parts: Callable[[], Sequence[WrittenPart]],
     configure: Callable[[str], None],
     one: str,
@@ -831,7 +831,7 @@ def _gathered(x: Tensor) -> Tensor:
         return unshard(bits).contiguous().view(x.dtype)
 
 
-def _say_dtype(directory: Path, tensors: Iterable[WrittenPart]) -> None:
+def _say_dtype(directory: Directory, tensors: Iterable[WrittenPart]) -> None:
     """Put the floating dtype of most bytes into a model's ``config.json``, if it has one."""
     found: Counter[torch.dtype] = Counter()
     for x in tensors:

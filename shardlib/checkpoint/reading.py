@@ -17,7 +17,7 @@ from shardlib.capacity import refuse_beyond
 from shardlib.checkpoint.agree import Group, refuse_odd
 from shardlib.checkpoint.boxes import SavedPlace
 from shardlib.checkpoint.files import Folder, code_of
-from shardlib.checkpoint.folder import MANIFEST, opened, steps_pattern
+from shardlib.checkpoint.folder import MANIFEST, Directory, opened, steps_pattern
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.pages import new
 from shardlib.checkpoint.steps import newest
@@ -48,7 +48,7 @@ Layouts: TypeAlias = (
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: Directory,
     like: Any = None,
     *,
     layouts: Layouts | None = None,

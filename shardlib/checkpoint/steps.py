@@ -13,6 +13,7 @@ from shardlib.checkpoint.agree import Group
 from shardlib.checkpoint.files import Folder, code_of
 from shardlib.checkpoint.folder import (
     MANIFEST,
+    Directory,
     opened,
     read_manifest,
     reason,
@@ -25,7 +26,7 @@ from shardlib.checkpoint.tree import alone
 from shardlib.errors import mesh_text
 
 
-def steps(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
+def steps(path: Directory) -> list[tuple[int, str]]:
     """Find the checkpoints of a run, (step, directory) of each valid manifest, newest first.
 
     >>> import tempfile, shardlib as sl
@@ -45,9 +46,7 @@ def steps(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
     return sorted(found, reverse=True)
 
 
-def latest(
-    path: str | os.PathLike[str], *, verify: bool = False, timeout: float | None = None
-) -> str | None:
+def latest(path: Directory, *, verify: bool = False, timeout: float | None = None) -> str | None:
     """Find the newest checkpoint that ``save(path, tree, step=...)`` wrote; None if there is none.
 
     Only complete ones count; leftovers of a crash are ignored.
@@ -221,7 +220,7 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def describe(path: str | os.PathLike[str]) -> About:
+def describe(path: Directory) -> About:
     """Read the manifest of a checkpoint, no tensor; of a directory of steps, the newest.
 
     Raises: CheckpointError.
@@ -239,7 +238,7 @@ def describe(path: str | os.PathLike[str]) -> About:
             return _about(place, Manifest.of(folder))
 
 
-def verify(path: str | os.PathLike[str], *, timeout: float | None = None) -> About:
+def verify(path: Directory, *, timeout: float | None = None) -> About:
     """Read every byte of a checkpoint and compare all checksums.
 
     Of a directory of steps, the newest.  In a job every rank calls, and reads a part of the files.

@@ -21,6 +21,7 @@ from shardlib.checkpoint.boxes import Box, chunk, coordinate, held, length
 from shardlib.checkpoint.files import WrittenPart, write_file
 from shardlib.checkpoint.folder import (
     FORMAT,
+    Directory,
     Work,
     folder_of,
     remove,
@@ -96,7 +97,7 @@ def _unheard() -> None:
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: Directory,
     tree: Any,
     *,
     step: int | None = None,

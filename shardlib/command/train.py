@@ -154,24 +154,27 @@ def _has_tokenizer(directory: str) -> bool:
     return any(os.path.isfile(os.path.join(directory, f)) for f in files)
 
 
+_NONE: Table = {}
+
+
 def train(
     steps: int,
     *,
     seed: int = 0,
     accumulate: int = 1,
     loss: str = "",
-    mesh: Table = {},  # noqa: B006  tables are read, never written
-    model: Table = {},  # noqa: B006
-    init: Table = {},  # noqa: B006
-    data: Table = {},  # noqa: B006
-    layout: Table = {},  # noqa: B006
-    optimizer: Table = {},  # noqa: B006
-    precision: Table = {},  # noqa: B006
-    remat: Table = {},  # noqa: B006
-    checkpoint: Table = {},  # noqa: B006
-    eval: Table = {},  # noqa: B006
-    export: Table = {},  # noqa: B006
-    log: Table = {},  # noqa: B006
+    mesh: Table = _NONE,
+    model: Table = _NONE,
+    init: Table = _NONE,
+    data: Table = _NONE,
+    layout: Table = _NONE,
+    optimizer: Table = _NONE,
+    precision: Table = _NONE,
+    remat: Table = _NONE,
+    checkpoint: Table = _NONE,
+    eval: Table = _NONE,
+    export: Table = _NONE,
+    log: Table = _NONE,
 ) -> Report:
     """Train as the tables specify, on the ranks of ``[mesh]``.
 

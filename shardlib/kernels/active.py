@@ -8,7 +8,6 @@ everywhere else, always on CPUs.  The test has two steps, so that a call on a CP
 """
 
 import threading
-from types import TracebackType
 from typing import Literal
 
 from torch import Tensor
@@ -61,12 +60,7 @@ class use:
         with _LOCK:
             cpu += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global cpu
         with _LOCK:
             cpu -= 1
