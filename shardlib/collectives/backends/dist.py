@@ -466,24 +466,14 @@ def ppermutes(xs: Sequence[Tensor], g: _Group, tables: Sequence[Pairs]) -> list[
         if target is not None:
             sends.append((n, dist.isend, x, target, tag))
     posts = [*receives, *sends]
-    works: list[tuple[int, Any]] = []
-    if g.native:
+    works: list[list[Any]] = [[] for _ in xs]
+    if g.native and posts:
         ops = [dist.P2POp(f, t, g.ranks[peer], group=g.handle) for _, f, t, peer, _ in posts]
-        together = dist.batch_isend_irecv(ops) if ops else []
-        works = [(n, work) for n in range(len(xs)) for work in together]
+        works = [dist.batch_isend_irecv(ops)] * len(xs)
     else:
-        works = [
-            (n, _SEND_OR_RECV[f](g.handle, [t], g.places[peer], tag))
-            for n, f, t, peer, tag in posts
-        ]
-
-    def finish(n: int) -> Tensor:
-        for of, work in works:
-            if of == n:
-                work.wait()
-        return outs[n]
-
-    return [lambda n=n: finish(n) for n in range(len(xs))]
+        for n, f, t, peer, tag in posts:
+            works[n].append(_SEND_OR_RECV[f](g.handle, [t], g.places[peer], tag))
+    return [partial(_waited, done, out) for done, out in zip(works, outs, strict=True)]
 
 
 _SEND_OR_RECV = {dist.isend: dist.ProcessGroup.send, dist.irecv: dist.ProcessGroup.recv}
