@@ -39,7 +39,7 @@ from shardlib.layouts import LayoutLike, as_layout, is_layout, taken
 from shardlib.mesh import Mesh, MeshLike, as_mesh, rank_along, scope, use_mesh
 from shardlib.modules.rules import Pattern, matches
 from shardlib.placing import padded_size
-from shardlib.tensor import Place, ShardedTensor
+from shardlib.tensor import Place, ShardedTensor, raw_of
 
 Layouts: TypeAlias = (
     LayoutLike | Mapping[str, LayoutLike] | Sequence[tuple[Pattern[Tensor], LayoutLike]]
@@ -190,7 +190,7 @@ def storages(likes: Sequence[Tensor]) -> list[Tensor]:
 
     Raises: ShardError where they do not fit in their device.
     """
-    raws = [x.raw if isinstance(x, ShardedTensor) else x for x in likes]
+    raws = list(map(raw_of, likes))
     plans = [(tuple(r.shape), r.dtype, _device(x)) for r, x in zip(raws, likes, strict=True)]
     for device in {device for *_, device in plans}:
         nbytes = sum(math.prod(n) * dtype.itemsize for n, dtype, d in plans if d == device)

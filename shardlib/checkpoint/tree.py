@@ -112,8 +112,11 @@ def _check(name: str, x: object, op: str) -> None:
         fix = f"tree = optree.tree_map(lambda x: x.to_dense() if {leaf} else x, tree)"
     if why:
         raise Unsupported(why, op=op, fix=fix)
-    if not isinstance(x, ShardedTensor):
-        return
+    if isinstance(x, ShardedTensor):
+        _check_sharded(name, x, op)
+
+
+def _check_sharded(name: str, x: ShardedTensor, op: str) -> None:
     if x.sharding.partial:
         text = f"{name!r} is a sum that is still pending"
         fix = f"sl.reshard(x, {str(x.sharding.bare)!r})"

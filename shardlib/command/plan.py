@@ -81,11 +81,16 @@ def _cluster(given: argparse.Namespace) -> Cluster:
         # one rank plans, the others end here
         dist.destroy_process_group()
     said = {n: link for n in ("inside", "between") if (link := getattr(given, n)) is not None}
-    source = found.source
-    if said:
-        others = [f"{n} {source}" for n in ("inside", "between") if n not in said]
-        source = ", ".join([f"{n} as given" for n in said] + others) if others else "as given"
-    return replace(found, **said, node=given.node or found.node, source=source)
+    node = given.node or found.node
+    return replace(found, **said, node=node, source=_source(found.source, said))
+
+
+def _source(source: str, said: Mapping[str, Link]) -> str:
+    """Write where the figures of the links come from, if some are given."""
+    if not said:
+        return source
+    others = [f"{n} {source}" for n in ("inside", "between") if n not in said]
+    return ", ".join([f"{n} as given" for n in said] + others) if others else "as given"
 
 
 def _model(given: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:

@@ -645,17 +645,21 @@ def cat(func: Func, args: Args, kwargs: Kwargs) -> object:
     tensors, dim = _CAT(*args, **kwargs).values()
     pieces = [t for t in tensors if t.shape != (0,)] or tensors  # torch joins (0,) to any shape
     if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
-        only = pieces[0]
-        if len(tensors) == 1 and -only.ndim <= dim < only.ndim:
-            return only.clone(memory_format=torch.contiguous_format)
-        blocks = FlatCall.of(torch.cat, [lift(t, only.mesh, "cat").raw for t in tensors], dim)
-        return only.becomes(each(blocks, only.mesh))
+        return _joined_alone(pieces[0], tensors, dim)
     if not _join_as_they_are(tensors, dim):
         return rows_call(func, args, kwargs, lambda a, k: _piece_rows(**_CAT(*a, **k)))
     first = tensors[0]
     dim = dim_of(dim, first.ndim, func.__name__)
     raw = local_call(torch.cat, first.mesh, [t.raw for t in tensors], dim)
     return _resized(first, raw, dim, Dim(), sum(t.shape[dim] for t in tensors))
+
+
+def _joined_alone(only: ShardedTensor, tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Join one piece with others of shape (0,), or with none."""
+    if len(tensors) == 1 and -only.ndim <= dim < only.ndim:
+        return only.clone(memory_format=torch.contiguous_format)
+    blocks = FlatCall.of(torch.cat, [lift(t, only.mesh, "cat").raw for t in tensors], dim)
+    return only.becomes(each(blocks, only.mesh))
 
 
 def _join_as_they_are(pieces: Sequence[Any], dim: int) -> bool:

@@ -172,27 +172,28 @@ def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[PieceGrid]:
     down, across = ([one, one] + [pieces[d] for d in shown])[-2:]  # one row of a vector
     # where the padding begins; a scalar has none
     rows, columns = [*(true[d] for d in shown[:1] + shown[-1:]), 1, 1][:2]
+
+    def cell(row: _Interval, column: _Interval, above: frozenset[int]) -> PieceCell:
+        held = tuple(sorted(above & column.ranks & row.ranks))
+        padding = row.start >= rows or column.start >= columns
+        return PieceCell(held, _common(held, mesh), padding)
+
     out = []
     for chosen in itertools.product(*(pieces[d] for d in front)):
         above = every.intersection(*(piece.ranks for piece in chosen))
-
-        def cell(row: _Interval, column: _Interval, above: frozenset[int] = above) -> PieceCell:
-            held = tuple(sorted(above & column.ranks & row.ranks))
-            padding = row.start >= rows or column.start >= columns
-            return PieceCell(held, _common(held, mesh), padding)
-
-        where = [":"] * len(true)
-        for d, piece in zip(front, chosen, strict=True):
-            where[d] = f"{piece.start}:{piece.stop}"
-        grid = PieceGrid(
-            tuple((row.start, row.stop) for row in down),
-            tuple((column.start, column.stop) for column in across),
-            tuple(tuple(cell(row, column) for column in across) for row in down),
-            f"[{', '.join(where)}]" if front else "",
-            cut,
-        )
-        out.append(grid)
+        cells = tuple(tuple(cell(row, column, above) for column in across) for row in down)
+        ends = _ends(down), _ends(across)
+        out.append(PieceGrid(*ends, cells, _place(len(true), front, chosen), cut))
     return out
+
+
+def _asked(x: Tensor, dims: tuple[int, int]) -> list[int]:
+    """Return the numbers of the dimensions to show.  Raises: OutOfRange."""
+    if min(dims, default=0) < -x.ndim or max(dims, default=-1) >= x.ndim:
+        why = f"dimensions {dims} of a tensor that has {x.ndim}"
+        given = {"tensor": typeof(x)}
+        raise OutOfRange(why, op="visualize", operands=given, fix="sl.visualize(x)")
+    return [d % x.ndim for d in dims]
 
 
 def _shown(layout: Layout) -> tuple[list[int], list[int]]:
@@ -224,6 +225,18 @@ class _Interval:
     start: int
     stop: int
     ranks: frozenset[int]
+
+
+def _ends(pieces: Sequence[_Interval]) -> tuple[tuple[int, int], ...]:
+    return tuple((piece.start, piece.stop) for piece in pieces)
+
+
+def _place(ndim: int, front: Sequence[int], chosen: Sequence[_Interval]) -> str:
+    """Write the part of a tensor that pieces of its other dimensions choose; "" for all of it."""
+    where = [":"] * ndim
+    for d, piece in zip(front, chosen, strict=True):
+        where[d] = f"{piece.start}:{piece.stop}"
+    return f"[{', '.join(where)}]" if front else ""
 
 
 def _cut(
