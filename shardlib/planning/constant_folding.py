@@ -83,12 +83,7 @@ def _computed(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
     The positions of a batch are one row, expanded a thousand times in a large batch.
     """
-    given = tensors_in(args)
-    most = max((x.ndim for x in given), default=0)
-    widest = [x for x in given if x.ndim == most > 1]
-    # rows of stride 0 are the same memory: one of them gives all
-    one = all(x.stride(0) == 0 or x.shape[0] == 1 for x in widest)
-    count = max((x.shape[0] for x in widest if one), default=0)
+    count, most = _equal_rows(args)
     if count <= 1 or func._schema.is_mutable or not _by_row(func, args, most):
         return func(*args, **kwargs)
     tree: Any = args
@@ -97,6 +92,16 @@ def _computed(func: Func, args: Args, kwargs: Kwargs) -> Any:
     )
     out = func(*first, **kwargs)
     return out.expand(count, *out.shape[1:])
+
+
+def _equal_rows(args: Args) -> tuple[int, int]:
+    """Count the rows of the operands, 0 unless they are one expanded row; and their dimensions."""
+    given = tensors_in(args)
+    most = max((x.ndim for x in given), default=0)
+    widest = [x for x in given if x.ndim == most > 1]
+    # rows of stride 0 are the same memory: one of them gives all
+    one = all(x.stride(0) == 0 or x.shape[0] == 1 for x in widest)
+    return max((x.shape[0] for x in widest if one), default=0), most
 
 
 def _by_row(func: object, args: Args, ndim: int) -> bool:

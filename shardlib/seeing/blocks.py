@@ -172,28 +172,13 @@ def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[PieceGrid]:
     down, across = ([one, one] + [pieces[d] for d in shown])[-2:]  # one row of a vector
     # where the padding begins; a scalar has none
     rows, columns = [*(true[d] for d in shown[:1] + shown[-1:]), 1, 1][:2]
-
-    def cell(row: _Interval, column: _Interval, above: frozenset[int]) -> PieceCell:
-        held = tuple(sorted(above & column.ranks & row.ranks))
-        padding = row.start >= rows or column.start >= columns
-        return PieceCell(held, _common(held, mesh), padding)
-
     out = []
     for chosen in itertools.product(*(pieces[d] for d in front)):
         above = every.intersection(*(piece.ranks for piece in chosen))
-        cells = tuple(tuple(cell(row, column, above) for column in across) for row in down)
+        cells = tuple(_row_of(row, across, above, (rows, columns), mesh) for row in down)
         ends = _ends(down), _ends(across)
         out.append(PieceGrid(*ends, cells, _place(len(true), front, chosen), cut))
     return out
-
-
-def _asked(x: Tensor, dims: tuple[int, int]) -> list[int]:
-    """Return the numbers of the dimensions to show.  Raises: OutOfRange."""
-    if min(dims, default=0) < -x.ndim or max(dims, default=-1) >= x.ndim:
-        why = f"dimensions {dims} of a tensor that has {x.ndim}"
-        given = {"tensor": typeof(x)}
-        raise OutOfRange(why, op="visualize", operands=given, fix="sl.visualize(x)")
-    return [d % x.ndim for d in dims]
 
 
 def _shown(layout: Layout) -> tuple[list[int], list[int]]:
@@ -225,6 +210,22 @@ class _Interval:
     start: int
     stop: int
     ranks: frozenset[int]
+
+
+def _row_of(
+    row: _Interval,
+    across: Sequence[_Interval],
+    above: frozenset[int],
+    ends: tuple[int, int],
+    mesh: Mapping[str, int],
+) -> tuple[PieceCell, ...]:
+    """Return the cells of a row: the ranks that hold them, and whether they are padding."""
+    out = []
+    for column in across:
+        held = tuple(sorted(above & column.ranks & row.ranks))
+        padding = row.start >= ends[0] or column.start >= ends[1]
+        out.append(PieceCell(held, _common(held, mesh), padding))
+    return tuple(out)
 
 
 def _ends(pieces: Sequence[_Interval]) -> tuple[tuple[int, int], ...]:
