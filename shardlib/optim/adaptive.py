@@ -495,9 +495,7 @@ def adam8bit(
             else:
                 to.copy_(u)
             for codes, scale, x, signed in ((mu, mu_scale, m, True), (nu, nu_scale, v, False)):
-                new, largest = _encode(x, signed)
-                codes.copy_(new)
-                scale.copy_(largest)
+                codes[:], scale[:] = _encode(x, signed)
         return state._replace(count=state.count + 1), 0.0
 
     def donate(grads: Tree, state: CodedState, params: Tree, step: Step) -> CodedState:

@@ -444,6 +444,9 @@ def parts(bucket: Bucket, rank: int, ways: int) -> tuple[SlotPart, ...]:
     return tuple(out)
 
 
+Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""What a dict is made of."""
+
 Node = TypeVar("Node", bound=type[Any])
 
 
@@ -463,9 +466,7 @@ class Buckets(dict[str, Any]):
     ``mesh``   the mesh over whose axes they are cut.
     """
 
-    def __init__(
-        self, values: Mapping[str, Any] | Iterable[tuple[str, Any]], index: Index, mesh: Mesh
-    ) -> None:
+    def __init__(self, values: Named, index: Index, mesh: Mesh) -> None:
         super().__init__(values)
         self.index, self.mesh = index, mesh
 
@@ -523,7 +524,7 @@ class Buckets(dict[str, Any]):
         """Return the buckets of these names, in the same memory."""
         return type(self)({n: self[n] for n in names}, self.index.subset(names), self.mesh)
 
-    def like(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> "Buckets":
+    def like(self, values: Named) -> "Buckets":
         """Return buckets of other values with the same index."""
         return type(self)(values, self.index, self.mesh)
 

@@ -113,10 +113,9 @@ class IndexCache:
     """
 
     def __init__(self, how: ZeroSettings) -> None:
-        self.hops = how.hops
+        self.how = how
         # without groups every parameter, also a frozen one, has an empty word
         self.groups = how.tx.groups or (lambda tree: [""] * len(named(tree)))
-        self.keep = how.keep
         self.apart = how.stage == 3
         self.most_bytes = MOST if how.bucket_mb is None else int(how.bucket_mb * 2**20)
         if self.apart:
@@ -186,14 +185,13 @@ class IndexCache:
             words = list(zip(_groups(paths, order), words, strict=True))
         if any(held) and len(held) == len(leaves):
             words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
-        mesh, items = _items(leaves, paths, words, self.hops)
+        mesh, items = _items(leaves, paths, words, self.how.hops)
         where = theirs or self.found.get(items)
         if where is None:
             # until a backward has been recorded, gradients come in reverse module order
             sizes, arrive = tuple(mesh.axes.items()), order[::-1]
-            where = index(items, self.hops, sizes, self.most_bytes, arrive)
-            # gathered parameters need an index, and so memory, of their own
-            where = replace(where, keep=self.keep) if self.apart else where
+            where = index(items, self.how.hops, sizes, self.most_bytes, arrive)
+            where = replace(where, keep=self.how.keep)
         if where.items != items:
             raise changed(where.items, items, mesh)
         self.found.setdefault(items, where)

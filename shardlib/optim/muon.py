@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -592,9 +593,12 @@ def _placed(mesh: Mesh, items: Sequence[Laid], how: Iteration) -> None:
         plan = deal(tuple(x.spread for x in dealt), case.sizes)
         through_owners(dealt, plan, in_batches(how), case.dtype)
     placed = [(x, _WAYS[w]) for x, w in zip(items, ways, strict=True) if w in _WAYS]
-    for cut in dict.fromkeys(x.spread.cut for x, _ in placed):
-        some = [(x, way) for x, way in placed if x.spread.cut == cut]
-        _in_place(mesh, some, how, case.dtype)
+    for _, some in groupby(sorted(placed, key=_cut), key=_cut):
+        _in_place(mesh, list(some), how, case.dtype)
+
+
+def _cut(one: tuple[Laid, Any]) -> tuple[str, ...]:
+    return one[0].spread.cut
 
 
 def _in_place(

@@ -76,7 +76,7 @@ def load_state_dict(state: Kept, kept: Mapping[str, object]) -> Kept:
     >>> again.count, sl.unshard(state_dict(again)["trace.w"])
     (1, tensor([1., 1., 1., 1.]))
     """
-    if not isinstance(kept, Mapping) or any(isinstance(v, Mapping) for v in kept.values()):
+    if not _is_flat(kept):
         raise ShardError(
             "what state_dict gave is a flat mapping from names to values, "
             f"not {type(kept).__name__}",
@@ -94,6 +94,10 @@ def load_state_dict(state: Kept, kept: Mapping[str, object]) -> Kept:
         new = [_loaded(x, keys, kept, empty) for keys, x in nodes]
     new_state: Any = optree.tree_unflatten(tree, new)
     return new_state
+
+
+def _is_flat(kept: object) -> bool:
+    return isinstance(kept, Mapping) and not any(isinstance(v, Mapping) for v in kept.values())
 
 
 def _loaded(
@@ -136,13 +140,7 @@ def _empty(state: State, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ..
     Raises: ShardError for a cycle that has begun, if ``state`` is around ``zero``.
     """
     paths = optree.tree_accessors(state, is_leaf=_has_names, none_is_leaf=True)
-    rows = zip(nodes, paths, strict=True)
-    # the first field of each MultiState
-    minis = [
-        keys[""]
-        for (keys, _), p in rows
-        if p and issubclass(p[-1].type, MultiState) and not p[-1].entry
-    ]
+    minis = [keys[""] for (keys, _), path in zip(nodes, paths, strict=True) if _is_mini(path)]
     every, out = [name for keys, _ in nodes for name in keys.values()], []
     for mini in minis:
         total, count = mini.removesuffix("mini") + "total", kept.get(mini)
@@ -154,6 +152,11 @@ def _empty(state: State, nodes: Nodes, kept: Mapping[str, Any]) -> tuple[str, ..
                 "accumulated as they come: keep a state when a cycle ends"
             )
     return tuple(out)
+
+
+def _is_mini(path: Any) -> bool:
+    """Return whether a path leads to the first field of a MultiState."""
+    return bool(path) and issubclass(path[-1].type, MultiState) and path[-1].entry == 0
 
 
 def _no_cycle(state: State) -> None:

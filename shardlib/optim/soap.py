@@ -11,6 +11,7 @@ Source: Vyas et al., arXiv 2409.11321, algorithm 3; Gupta et al., arXiv 1802.095
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -91,9 +92,7 @@ def soap(
         items = _live(moments(params, "mu")["mu"], kernels)
         axes = {} if items[0].mesh is None else items[0].mesh.axes
         plan = deal(tuple(x.spread for x in items), tuple(axes.items()), _work)
-        dtype = items[0].runs[0].dtype
-        for x in items:
-            dtype = torch.promote_types(dtype, x.runs[0].dtype)
+        dtype = reduce(torch.promote_types, (x.runs[0].dtype for x in items))
         kinds: tuple[Kind, ...] = ("mn", "mn", "mm", "nn", "mm", "nn")
         return SoapState(0, *(Owned.zeros(items, plan, k, dtype, most) for k in kinds))
 
@@ -102,16 +101,9 @@ def soap(
     ) -> tuple[SoapState, float]:
         for g, w in spans(*pieces(grads, way)):
             w.copy_(g)
-        items, count = _live(way, kernels), state.count
-        state.mu.check(items, "soap")
-        kept = [[x.views(i) for x in state[1:]] for i in range(len(items[0].runs))]
+        count = state.count
         hyper = AdamStep(rate, b1, b2, eps, weight_decay, count)
-
-        def compute(i: int, units: Sequence[int], batch: Tensor, side: tuple[int, int]) -> None:
-            for unit, g in zip(units, batch.unbind(), strict=True):
-                _step(g, [x[unit] for x in kept[i]], hyper, every)
-
-        through_owners(items, state.mu.held.plan, compute, state.mu.vector.dtype)
+        _directed(_live(way, kernels), state, hyper, every)
         size = decay = 0.0  # in the first step
         if count:
             size = -rate * (1 - b2**count) ** 0.5 / (1 - b1**count)
@@ -122,6 +114,18 @@ def soap(
 
     core = by_directions("soap", "matrix", init, lr, direct)
     return of_matrices(core, rest, matrices, "soap", 0.003)
+
+
+def _directed(items: list[Laid], state: SoapState, hyper: AdamStep, every: int) -> None:
+    """Replace gradients by directions, and update the owners' state with them, in place."""
+    state.mu.check(items, "soap")
+    kept = [[x.views(i) for x in state[1:]] for i in range(len(items[0].runs))]
+
+    def compute(i: int, units: Sequence[int], batch: Tensor, side: tuple[int, int]) -> None:
+        for unit, g in zip(units, batch.unbind(), strict=True):
+            _step(g, [x[unit] for x in kept[i]], hyper, every)
+
+    through_owners(items, state.mu.held.plan, compute, state.mu.vector.dtype)
 
 
 def _live(tree: Tree, kernels: Patterns | None) -> list[Laid]:

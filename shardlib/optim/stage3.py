@@ -520,7 +520,12 @@ def _matched(params: Tree, grads: Tree, state: State) -> tuple[Buckets, Buckets]
     else:
         same_index(grads.index.all, ours, mine.mesh)
         given = mine.like({n: grads[n] for n in mine})
-    odd = next((g for g in given.values() if g.place.layout.partial), None)
+    _refuse_pending(given)
+    return mine, given
+
+
+def _refuse_pending(grads: Buckets) -> None:
+    odd = next((g for g in grads.values() if g.place.layout.partial), None)
     if odd is not None:
         raise PartialEscape(
             "the gradient of a part is summed already, and this one is pending",
@@ -529,4 +534,3 @@ def _matched(params: Tree, grads: Tree, state: State) -> tuple[Buckets, Buckets]
             mesh=odd.mesh,
             fix="loss, grads = sl.value_and_grad(f)(params)",
         )
-    return mine, given

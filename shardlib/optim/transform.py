@@ -506,8 +506,8 @@ def by_directions(
         if weights:
             need(params, op)
             each(lambda g, p: g, grads, params)  # refuses other layouts
-        each(lambda m, g: m, dtypes, grads)
-        way = each(lambda g, m: _zeros(g, m.dtype), grads, dtypes)
+        how: Any = {"memory_format": torch.contiguous_format}
+        way = each(lambda g, m: torch.zeros_like(g, dtype=m.dtype, **how), grads, dtypes)
         with torch.no_grad():
             rate = at_step(lr, state.count)
             state, decay = direct(grads, each(torch.clone, state), params, way, rate)
@@ -531,10 +531,6 @@ def by_directions(
 def widened(tree: Tree) -> Tree:
     """Convert half precision to fp32."""
     return each(lambda g: g.to(wider(g.dtype)), tree)
-
-
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 # ---------------------------------------------------------------- ranges of hyperparameters, and rates at a step
