@@ -7,7 +7,7 @@
    is whole; outside, ImplicitCommunication gives the number of bytes and the line to write.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -303,11 +303,11 @@ def refuse_moves(call: FallbackCall) -> object:
 
 def run_whole(call: FallbackCall) -> object:
     """Run the function on gathered operands; simulated ranks whose gradients differ in turn."""
-    mesh, whole = call.mesh, _gather(call)
+    mesh = call.mesh
+    whole = _gather(call)
     raws = whole.raws
-    ranks = lead(mesh) > 0 and bool(
-        whole.deferred
-    )  # whose gradients differ, so each runs for itself
+    # gradients that are left unsummed differ between ranks, so each runs for itself
+    ranks = lead(mesh) > 0 and bool(whole.deferred)
     before = [(writes(r), r.grad_fn) for r in raws]
     out = each(call.flat, mesh, raws) if ranks else run(call.func, mesh, *call.flat.replaced(raws))
     # the result is a view: run again on the original blocks so that it shares memory
@@ -315,11 +315,7 @@ def run_whole(call: FallbackCall) -> object:
         blocks = [v.raw for v in whole.values]
         out = each(call.flat, mesh, blocks)
         return replied(out, blocks, call.values, mesh, whole.deferred, True)
-    each_written = zip(call.values, whole.values, raws, before, whole.quiet, strict=True)
-    for x, moved, raw, (count, graph), quiet in each_written:
-        if quiet or writes(raw) != count:  # written to, in place or as out=
-            with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not graph):
-                _write(x, moved, raw, call.name, ranks)
+    _write_back(call, whole, before, ranks)
     return replied(out, raws, call.values, mesh, whole.deferred, ranks)
 
 
@@ -350,6 +346,20 @@ class _Gathered(NamedTuple):
     raws: list[Tensor]
     quiet: list[bool]
     deferred: frozenset[str]
+
+
+def _write_back(
+    call: FallbackCall, whole: _Gathered, before: Sequence[tuple[int, object]], ranks: bool
+) -> None:
+    """Write to the operands what the function wrote to their gathered copies.
+
+    ``before``  writes to each copy, and its node of the graph, before the call.
+    """
+    rows = zip(call.values, whole.values, whole.raws, before, whole.quiet, strict=True)
+    for x, moved, raw, (count, graph), quiet in rows:
+        if quiet or writes(raw) != count:  # in place or as out=
+            with torch.set_grad_enabled(torch.is_grad_enabled() and raw.grad_fn is not graph):
+                _write(x, moved, raw, call.name, ranks)
 
 
 def _gather(call: FallbackCall) -> _Gathered:
