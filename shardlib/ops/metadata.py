@@ -233,12 +233,10 @@ def _of_size(gradient: ShardedTensor, x: ShardedTensor) -> Tensor:
     if gradient.padded_shape == x.padded_shape:
         return gradient.raw
     more: list[int] = []  # for dimensions that x stores larger but does not split
-    for n, m, token in zip(gradient.padded_shape, x.padded_shape, x.dims, strict=True):
+    given, wanted = gradient.padded_shape, x.padded_shape
+    for n, m, token in zip(given, wanted, x.dims, strict=True):
         if n > m or (n < m and token.is_split):
-            why = (
-                f"the cotangent is padded to {list(gradient.padded_shape)}, the value to "
-                f"{list(x.padded_shape)}"
-            )
+            why = f"the cotangent is padded to {list(given)}, the value to {list(wanted)}"
             raise call_error(ShardError, why, "backward", value=x, cotangent=gradient)
         more = [0, m - n, *more]
     return torch.nn.functional.pad(gradient.raw, more)

@@ -380,12 +380,13 @@ def like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if "high" in b:
         ends = int(b.get("low", 0)), int(b["high"])
     elsewhere = b["device"] is not None and torch.device(b["device"]).type != x.raw.device.type
+    why = ""
     if elsewhere or b["layout"] not in (None, torch.strided) or b["pin_memory"]:
         why = "its result lies where the tensor lies, dense"
-        raise call_error(Unsupported, why, func, f"torch.{func.__name__}(x)", input=x)
-    if b["memory_format"] not in (None, torch.preserve_format, torch.contiguous_format):
+    elif b["memory_format"] not in (None, torch.preserve_format, torch.contiguous_format):
         why = f"the memory format {b['memory_format']}"
-        raise call_error(Unsupported, why, func, f"torch.{func.__name__}(x)")
+    if why:
+        raise call_error(Unsupported, why, func, f"torch.{func.__name__}(x)", input=x)
     raw = x.raw.new_empty(x.raw.shape, dtype=dtype)
     out = ShardedTensor(raw, Place(x.sharding.bare, x.shape, x.mesh, x.padded_shape))
     _asked(fill, out, ends, {})

@@ -90,13 +90,8 @@ def _depthwise(k: int) -> None:
 
     def implementation(func: Func, args: Args, kwargs: Kwargs) -> object:
         x, w, bias, stride, padding, dilation, groups = bind(*args, **kwargs).values()
-        one = (
-            isinstance(x, Tensor)
-            and isinstance(w, Tensor)
-            and w.ndim == k + 2
-            and x.ndim in (k + 1, k + 2)
-        )
-        if not one or not groups == w.shape[0] == x.shape[-k - 1] or w.shape[1] != 1 or groups == 1:
+        channels = x.shape[-k - 1 : -k]
+        if groups == 1 or w.shape[1:2] != (1,) or not channels == w.shape[:1] == (groups,):
             return usual(func, args, kwargs)
         return rows_call(apart, (x, w, bias, stride, padding, dilation, groups), {}, labels)
 
