@@ -218,6 +218,11 @@ def placed_like(x: Tensor, like: ShardedTensor) -> ShardedTensor:
     return placed.at(like.place)
 
 
+def _refuse_array(x: object, op: str) -> None:
+    if not isinstance(x, Tensor) and getattr(x, "ndim", 0) and hasattr(x, "__array__"):
+        raise no_tensor(x, op)
+
+
 def _mapped(f: Any, x: Any, *layout: Any, **how: Any) -> Any:
     """Call ``f`` on each tensor of a pytree, with its layout if there are any; others stay.
 
@@ -228,9 +233,8 @@ def _mapped(f: Any, x: Any, *layout: Any, **how: Any) -> Any:
     if tree.is_leaf() and not isinstance(x, int | float | complex):
         raise no_tensor(x, name)
     layouts = [per_leaf(given, x, name, f"sl.{name}(x, {{}})") for given in layout]
-    for a in leaves:
-        if not isinstance(a, Tensor) and getattr(a, "ndim", 0) and hasattr(a, "__array__"):
-            raise no_tensor(a, name)
+    for leaf in leaves:
+        _refuse_array(leaf, name)
     each = zip(leaves, *layouts, strict=True)
     found = [f(*one, **how) if isinstance(one[0], Tensor) else one[0] for one in each]
     return optree.tree_unflatten(tree, found)
