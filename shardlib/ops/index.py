@@ -403,7 +403,9 @@ def index_copy_(
     "index_add(input, dim, index: tensor, source: tensor, *, alpha: number = 1)",
     Tensor.index_add_, Tensor.index_add, torch.index_add,
 )  # fmt: skip
-def index_add(func: Func, x: Any, dim: int, index: Any, source: Any, alpha: float) -> Tensor:
+def index_add(
+    func: Func, x: Tensor, dim: int, index: Tensor, source: Tensor, alpha: float
+) -> Tensor:
     """Add into a split dimension: each rank adds the positions of its block, and nothing moves."""
     mesh = next(v.mesh for v in (x, index, source) if isinstance(v, ShardedTensor))
     if not isinstance(index, ShardedTensor):

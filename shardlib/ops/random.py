@@ -430,7 +430,7 @@ def multinomial(
     if again:
         draws, each, least = count, 1, "sum of probabilities <= 0"
     picks = [_largest(x, noise(lane), each) for lane in range(draws)]
-    top: Any = picks[0][0]
+    top = picks[0][0]
     if not raw.is_meta and bool((top[..., -1] == -math.inf).any()):
         raise RuntimeError(f"invalid multinomial distribution ({least})")
     layout = Layout((*x.dims[:-1], Dim()))

@@ -444,7 +444,7 @@ def _from_a_worker(text: str) -> None:
 # ---------------------------------------------------------------- calls on local blocks
 
 
-def local_call(func: Func, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
+def local_call(func: Func, mesh: Mesh, *args: object, **kwargs: object) -> Any:
     """Run a torch function on local blocks: raw tensors in ``args`` and in the result."""
     return _on_storages(func, mesh)(*args, **kwargs)
 
