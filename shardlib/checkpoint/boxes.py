@@ -507,7 +507,8 @@ class ChunkChecksums:
             tiles = (lanes[tile] for tile in itertools.product(*map(_pieces, heights)))
             work = zip(tiles, ((n,) for n in tall), sums.split(1), strict=True)
         for block, each, into in work:
-            rows, into = block.reshape(-1, width), into.unbind()
+            rows = block.reshape(-1, width)
+            into = into.unbind()
             for a, b, tile, factors in _walk(each, some, first):
                 if a % some == 0:  # mixed together with those of the next tiles
                     part = rows[a : a + some]

@@ -42,7 +42,9 @@ def new(plans: Sequence[Plan]) -> list[Tensor]:
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in plans]
     here = [d.type == "cpu" and n >= _FEW for (_, _, d), n in zip(plans, sizes, strict=True)]
     pages = [-(-n // mmap.PAGESIZE) * mmap.PAGESIZE * h for n, h in zip(sizes, here, strict=True)]
-    room, at, out = None, 0, []
+    room = None
+    at = 0
+    out = []
     if hasattr(mmap, "MADV_HUGEPAGE") and sum(pages) >= _LARGE:
         room, at = _room(sum(pages))
     for (shape, dtype, device), n, mine, taken in zip(plans, sizes, here, pages, strict=True):

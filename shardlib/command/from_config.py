@@ -259,7 +259,8 @@ def _recipe(config: Config, path: tuple[str, ...], module: nn.Module, mesh: Mesh
 
 def _check_apart(config: Config, path: tuple[str, ...], recipe: Callable[..., object]) -> None:
     """Refuse one axis for two arguments of a recipe."""
-    table, own = config.table(*path), keys_of(recipe, 2, NO_AXES)
+    table = config.table(*path)
+    own = keys_of(recipe, 2, NO_AXES)
     axes = {n: table.get(n, p.default) for n, p in own.items() if isinstance(p.default, str)}
     for key, other in itertools.permutations(axes, 2):
         if key in table and axes[key] and axes[other] == axes[key]:
@@ -455,7 +456,8 @@ def built(config: Config, values: bool = True) -> Built:
 
     Raises: ConfigError.
     """
-    mesh, made = current_mesh(), module_of(config, meta=not values)
+    mesh = current_mesh()
+    made = module_of(config, meta=not values)
     takes = inspect.signature(made.module.forward).parameters
     packed = "documents" in config.table("data") and "loss" not in config.tables
     if packed and "position_ids" not in takes:

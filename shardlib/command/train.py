@@ -324,7 +324,8 @@ def _ranks(config: Config, kind: str, as_json: bool) -> Report:
 
 def run(config: Config, as_json: bool = False) -> Report:
     """Run the training loop, on every rank of the mesh in scope."""
-    steps, training = config.tables["steps"], Training(config)
+    steps = config.tables["steps"]
+    training = Training(config)
     made, report, saving = training.made, training.report, training.saving
     writer: Log = call(Log, config, ("log",))
     training.resume()

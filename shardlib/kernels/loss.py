@@ -179,7 +179,8 @@ def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _back(ctx, grad, _):  # type: ignore[no-untyped-def]
     logits, target, kept = ctx.saved_tensors
-    classes, grad = logits.shape[-1], grad.contiguous()
+    classes = logits.shape[-1]
+    grad = grad.contiguous()
     dx = ce_back(logits, target, kept, grad, classes, 0, ctx.ignore, ctx.smooth, classes)
     return dx, None, None, None
 

@@ -109,7 +109,8 @@ def norm_apply(
 ) -> Tensor:
     """Compute (x - mean) * scale * w + b of dense rows [R, C]."""
     if serves(x, w, b):
-        y, kinds = dense_like(x), (code(x), _factor(x, w, b))
+        y = dense_like(x)
+        kinds = (code(x), _factor(x, w, b))
         call("norm_apply", *kinds, x, y, w, b, mean, scale, *x.shape, x.stride(0))
         return y
     y = _weighted(_normal(x, mean, scale), w)
@@ -148,7 +149,8 @@ def norm_back(
     ``count``  number of columns of all parts together.
     """
     if serves(x, w, None, g):
-        dx, kinds = dense_like(g), (code(x), _factor(x, w))
+        dx = dense_like(g)
+        kinds = (code(x), _factor(x, w))
         given = (x, g, dx, w, mean, scale, sums.contiguous())
         call("norm_back", *kinds, *given, count, *x.shape, x.stride(0))
         return dx

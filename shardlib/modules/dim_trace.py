@@ -280,7 +280,8 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     def reduce(self, call: _OpCall, out: object, what: str = "bound") -> None:
         if call["other"] is not None:  # elementwise maximum of two tensors
             return self.pointwise(call, out)
-        rows, gone = dict(enumerate(call.rows)), call.dims()
+        rows = dict(enumerate(call.rows))
+        gone = call.dims()
         for d in gone:
             mark(rows[d], what)
         kept = {d: r for d, r in rows.items() if d not in gone}
@@ -336,7 +337,8 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     @_rule("view unsafe_view reshape reshape_alias view_copy")
     def views(self, call: _OpCall, out: Tensor) -> None:
-        flat, rows = [*itertools.chain(*call.rows)], []
+        flat = [*itertools.chain(*call.rows)]
+        rows = []
         try:
             for n in out.shape:
                 taken, flat = parted(flat, n)
@@ -415,7 +417,8 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
 
     @_rule("split split_with_sizes")
     def split(self, call: _OpCall, out: Sequence[Tensor]) -> None:
-        dim, rows = call.along, call.rows
+        dim = call.along
+        rows = call.rows
         row, sizes = leaves(rows[dim]), [y.shape[dim] for y in out]
         ends = [*itertools.accumulate(sizes)]
         pieces = self.shares(row, sizes) or (
@@ -593,7 +596,8 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
     @_rule("gather")
     def gather(self, call: _OpCall, out: Tensor) -> None:
         x, ids = call.operands
-        dim, rows = call.along - x.ndim, list(self.of(ids))
+        dim = call.along - x.ndim
+        rows = list(self.of(ids))
         mark(call.rows[dim], "bound")
         self.align(rows, ids.shape, x, dim)
         self.know(out, rows)

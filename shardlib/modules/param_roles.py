@@ -429,7 +429,8 @@ def _settle_row(found: _Found, name: str, d: int, row: Row, kind: str, use: Para
     }
     if free.get(use.kind):
         return
-    axes, token = found.axes(row, kind), _split(found, row, kind)
+    axes = found.axes(row, kind)
+    token = _split(found, row, kind)
     p = found.way.ways(axes)
     if token is None:
         _settle_uneven(found, name, d, row, kind, p)

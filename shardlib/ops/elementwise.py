@@ -57,7 +57,8 @@ def _placed(func: Func, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return the call with its first operand by position, and numbers where torch takes no others."""
     if func.__name__.startswith("__") and kwargs.keys() - {"other"}:
         raise Unfit("Python's operators know no other names")
-    masked, given = "masked_fill" in func.__name__, {}
+    masked = "masked_fill" in func.__name__
+    given = {}
     for name, v in kwargs.items():
         number = name in _NUMBERS and isinstance(v, Tensor) and not masked
         given[name] = v.item() if number else v

@@ -463,7 +463,8 @@ def _pieces(x: ShardedTensor, dim: int, sizes: list[int]) -> tuple[ShardedTensor
 
 
 def _refuse_pieces(func: Func, x: ShardedTensor, dim: int, sizes: list[int]) -> NoReturn:
-    axis, ways = x.dims[dim].axes[0], len(sizes)
+    axis = x.dims[dim].axes[0]
+    ways = len(sizes)
     fits = len(set(sizes)) == 1 and sizes[0] % x.mesh.axis_size(axis) == 0
     why = f"pieces of {sizes} cut through dimension {dim}"
     raise _through_blocks(why, func, x, dim, f"({ways} {axis})" if fits else ".")

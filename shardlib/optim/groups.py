@@ -189,7 +189,8 @@ class _Partition:
 
     def sink(self, params: Tree) -> Any:
         """Refuse a sink: a group's transform has buckets of its own."""
-        found, over = self.split(params), []
+        found = self.split(params)
+        over = []
         for label, t in self.transforms.items():
             part = only(trainable(params), found, label)
             over += [] if t.sink is None else [getattr(t.sink(part), "over", ())]

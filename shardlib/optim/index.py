@@ -189,7 +189,8 @@ class IndexCache:
         where = theirs or self.found.get(items)
         if where is None:
             # until a backward has been recorded, gradients come in reverse module order
-            sizes, arrive = tuple(mesh.axes.items()), order[::-1]
+            sizes = tuple(mesh.axes.items())
+            arrive = order[::-1]
             where = index(items, self.how.hops, sizes, self.most_bytes, arrive)
             where = replace(where, keep=self.how.keep)
         if where.items != items:

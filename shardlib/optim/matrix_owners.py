@@ -627,7 +627,8 @@ class Owned:
 
         ``most``  sides with more rows, or columns, keep no pairs.
         """
-        mesh, shapes = items[0].mesh, []
+        mesh = items[0].mesh
+        shapes = []
         for spread in plan.spreads:
             m, n = spread.shape[-2:]
             shape = {"mn": (m, n), "mm": (m, m), "nn": (n, n)}[kind]

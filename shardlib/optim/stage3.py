@@ -381,7 +381,8 @@ class Gradient:
 
     def part_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Return the part of these gradients' sum, differentiable again."""
-        rows, slots = [], self.bucket.slots
+        rows = []
+        slots = self.bucket.slots
         ends = [*(s.offset for s in slots[1:]), self.bucket.length]
         for slot, end, g in zip(slots, ends, grads, strict=True):
             shape = storage_shape(self.mesh, slot.length)

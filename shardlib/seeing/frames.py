@@ -242,7 +242,8 @@ class _Camera(Trace):
         """Return the operand with elements that occur nowhere else; replicas share theirs."""
         if not x.raw.is_floating_point():
             return x
-        name, start = next(self.names), self.count
+        name = next(self.names)
+        start = self.count
         self.count += x.raw.numel()
         # small: of large ones a softmax is one-hot, and its output a copy of an element
         numbers = torch.arange(start, self.count, dtype=torch.float64, device="cpu")

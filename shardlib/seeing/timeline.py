@@ -626,7 +626,8 @@ class Recording(Timeline, Trace):
         backward = backward_now() != -1
         if backward:  # recomputation: the gradient before it has ended
             self.end(self.back)
-        module, line = self.paths.now(), user_line()
+        module = self.paths.now()
+        line = user_line()
         span = Span(function_name(func), "operation", 0.0, 0.0, 0, backward, module, line)
         self.inside = now = self.begin(span)
         out: object = None

@@ -281,7 +281,8 @@ def psum_scatter(x: Tensor, g: _Group, dim: int, wire: torch.dtype | None = None
 
 
 def psum_scatter_into(x: Tensor, g: _Group, to: Landing) -> Finish:
-    parts, out = x.view(g.size, -1), to.out
+    parts = x.view(g.size, -1)
+    out = to.out
     alike = to.wire is None and out.dtype == x.dtype
     if g.native and alike:
         work = reduce_scatter_single(out, g.placed(parts).view(-1), group=g.handle, async_op=True)
@@ -296,7 +297,10 @@ def psum_scatter_into(x: Tensor, g: _Group, to: Landing) -> Finish:
 
 def _exchanged_sum(parts: Tensor, g: _Group, to: Landing) -> Finish:
     """Send each rank its part, and add what comes in the order of ``_round_sum``."""
-    own, half, out, land = parts[g.index], is_half(parts), to.out, to.land
+    own = parts[g.index]
+    half = is_half(parts)
+    out = to.out
+    land = to.land
     sent = g.placed(parts).to(to.wire or parts.dtype)
     if land is not None and land.dtype == sent.dtype and land.numel() >= sent.numel():
         came = land[: sent.numel()].view_as(sent)

@@ -35,13 +35,15 @@ class _StackedGroup(AxisGroup):
 
     def split(self, x: Tensor) -> Tensor:
         """[P, *local] -> [groups, p, *local]."""
-        sizes, n = self.mesh.sizes, len(self.order)
+        sizes = self.mesh.sizes
+        n = len(self.order)
         y = x.reshape(*sizes, *x.shape[1:]).permute(*self.order, *range(n, n + x.ndim - 1))
         return y.reshape(self.mesh.size // self.size, self.size, *x.shape[1:])
 
     def merge(self, y: Tensor) -> Tensor:
         """[groups, p, *local] -> [P, *local], in memory of its own."""
-        n, local = len(self.order), y.shape[2:]
+        n = len(self.order)
+        local = y.shape[2:]
         y = y.reshape(*[self.mesh.sizes[i] for i in self.order], *local)
         back = [self.order.index(i) for i in range(n)]
         y = y.permute(*back, *range(n, n + len(local)))
