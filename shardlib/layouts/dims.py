@@ -223,7 +223,7 @@ def cut(dim: Dim, n: int, mesh: MeshKey, start: int, stop: int) -> tuple[slice, 
 
     >>> fused = Dim(("x",), "runs; 0:4 8:9 | 4:8 9:10")
     >>> cut(fused, 10, (("x", 2),), 0, 8), cut(fused, 10, (("x", 2),), 0, 6)
-    ((slice(0, 4, None), Dim(parts=('x',), order='contiguous')), None)
+    ((slice(0, 4, None), Dim(parts=('x',), order='contiguous', by='')), None)
     """
     sizes = dict(mesh)
     taken, held = set(), []
