@@ -34,7 +34,9 @@ from shardlib import (
     seeing,
     testing,
 )
-from shardlib import autograd_function as autograd_function  # patches autograd.Function
+
+# patches autograd.Function
+from shardlib import autograd_function as autograd_function
 from shardlib import ops as ops  # registers every operator
 from shardlib import recompute as recompute
 from shardlib.checking.proof import check_model

@@ -84,7 +84,8 @@ def is_dtensor(x: object) -> "TypeGuard[DTensor]":
     Its module takes longer to import than torch; until it is imported there is no DTensor.
     """
     module = sys.modules.get("torch.distributed.tensor")
-    kind = getattr(module, "DTensor", None)  # None while it is being imported
+    # None while it is being imported
+    kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(x, kind)
 
 
@@ -109,7 +110,8 @@ def is_strided(placement: object) -> bool:
     return type(placement).__name__ == "_StridedShard"
 
 
-_ATTENTION = {  # op -> the leading names of its arguments
+# op -> the leading names of its arguments
+_ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": "query key value dropout_p is_causal attn_mask "
     "scale",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "grad_out query key value out logsumexp "
@@ -303,7 +305,8 @@ def set_timeout(group: object, seconds: float) -> None:
     other than the CPU and CUDA with a warning.  When that is gone: call the public one.
     """
     for device in group._device_types:
-        with suppress(RuntimeError, AttributeError):  # one that takes no timeout
+        with suppress(RuntimeError, AttributeError):
+            # one that takes no timeout
             group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 
@@ -573,7 +576,8 @@ class _SavedInputs:
     """Saved inputs of a region in torch 2.11, wrapped again when they are read."""
 
     def __init__(self, kept: object, wraps: dict[int, Callable[[Any], Any]]) -> None:
-        self.kept, self.wraps = kept, wraps  # the tensor keeps its graph node alive
+        # the tensor keeps its graph node alive
+        self.kept, self.wraps = kept, wraps
 
     @property
     def grad_fn(self) -> "_SavedInputs":
@@ -747,7 +751,8 @@ class _AtEnd:
         if failed is not None:
             failed()
 
-    __del__ = fail  # the engine drops it uncalled where the pass fails
+    # the engine drops it uncalled where the pass fails
+    __del__ = fail
 
 
 _ENDS: ContextVar[list[_AtEnd] | None] = ContextVar("shardlib.ends", default=None)
@@ -792,7 +797,8 @@ def _keep_callers() -> None:
     def noted(*args: object, **kwargs: object) -> object:
         ends: list[_AtEnd] = []
         outer, thread = _ENDS.set(ends), get_ident()
-        first = not _PASSED_ON and backward_now() == -1  # inside backward the outer caller counts
+        # inside backward the outer caller counts
+        first = not _PASSED_ON and backward_now() == -1
         if first:
             _CALLERS[thread] = copy_context()
         try:
@@ -802,7 +808,8 @@ def _keep_callers() -> None:
                 end.fail()
             raise
         finally:
-            ends.clear()  # copies of this context keep the list
+            # copies of this context keep the list
+            ends.clear()
             _ENDS.reset(outer)
             if first:
                 del _CALLERS[thread]

@@ -98,7 +98,8 @@ def _device(tree: Any) -> str:
     device = "meta" if first is None else first.device.type
     if isinstance(mesh, Mesh):
         device = mesh.device_type
-    if device == "meta":  # recorded ranks: take the device whose autocast is on
+    if device == "meta":
+        # recorded ranks: take the device whose autocast is on
         here = accelerator()
         return "cpu" if here is None or torch.is_autocast_enabled("cpu") else here.type
     return device

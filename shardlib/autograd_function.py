@@ -80,7 +80,8 @@ class _Whole(_Form):
     def __init__(self, x: ShardedTensor, mesh: Mesh) -> None:
         super().__init__(x, mesh)
         self.shape, self.dtype = x.shape, x.dtype
-        self.place = x.place  # not x itself: hooks of autograd may move its saved block
+        # not x itself: hooks of autograd may move its saved block
+        self.place = x.place
 
     @staticmethod
     def raw(x: object) -> Tensor:

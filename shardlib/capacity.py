@@ -65,7 +65,8 @@ def _asked(device: torch.device, general: str, own: str) -> Any:
     for module, name in ((torch.accelerator, general), (torch.get_device_module(device), own)):
         asked = getattr(module, name, None)
         if asked is not None:
-            with suppress(RuntimeError, NotImplementedError):  # an allocator that does not count
+            with suppress(RuntimeError, NotImplementedError):
+                # an allocator that does not count
                 return asked(device)
     return None
 

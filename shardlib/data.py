@@ -80,7 +80,8 @@ def from_local(local: object, layout: LayoutTree, mesh: MeshLike | None = None) 
         fix = "sl.from_local(lambda: {'ids': ids, 'labels': labels}, layout)  # on every rank"
         raise RankMismatch(text, op="from_local", operands=given, mesh=m, fix=fix)
     layouts = per_leaf(layout, parts[0], "from_local", "sl.from_local(local, {})")
-    blocks = zip(*(leaves for leaves, _ in flat), strict=True)  # of each leaf, one per rank
+    # of each leaf, one per rank
+    blocks = zip(*(leaves for leaves, _ in flat), strict=True)
     made = [_joined(list(of), lay, m) for of, lay in zip(blocks, layouts, strict=True)]
     return optree.tree_unflatten(spec, made)
 
@@ -244,22 +245,26 @@ class Batches:
             batch_sampler=[[rows[i] for i in part] for rows in batches for part in parts],  # type: ignore[arg-type]
             collate_fn=self.collate or _together,
             num_workers=self.workers,
-            generator=torch.Generator(),  # DataLoader would draw from the user's
+            # DataLoader would draw from the user's
+            generator=torch.Generator(),
         )
         with torch.device("cpu"):  # where that generator is
             return iter(loader)
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._batches()
-        if not batches:  # the saved state was at the end of an epoch
+        if not batches:
+            # the saved state was at the end of an epoch
             self._next_epoch()
             return
-        parts = list(dict.fromkeys(self._rows_of))  # ranks with the same rows read them once
+        # ranks with the same rows read them once
+        parts = list(dict.fromkeys(self._rows_of))
         reading = self._reading([rows for _, rows in batches], parts)
         for stop, _ in batches:
             read = {part: next(reading) for part in parts}
             held = [read[part] for part in self._rows_of]
-            ranks = zip(held, played(self.mesh), strict=True)  # in the order of from_local's calls
+            # in the order of from_local's calls
+            ranks = zip(held, played(self.mesh), strict=True)
             out = from_local(lambda ranks=ranks: self._cut(*next(ranks)), self.layout, self.mesh)
             self.row = stop
             if stop == batches[-1][0]:
@@ -288,7 +293,8 @@ class Batches:
         """List the rows of a batch that a rank reads: those that any of its fields needs."""
         fix = "sl.data(dataset, 32, {})"
         given = [self.layout]
-        if not is_layout(self.layout):  # a tuple is one layout or a tree of them: rows decide
+        if not is_layout(self.layout):
+            # a tuple is one layout or a tree of them: rows decide
             row = (self.collate or _together)([self.dataset[0]])
             given = per_leaf(self.layout, row, "data", fix) or ["..."]
         held: set[int] = set()
@@ -303,7 +309,8 @@ class Batches:
     def _block(self, x: Tensor, layout: Layout, coord: Mapping[str, int]) -> Tensor:
         layout.check((self.batch, *x.shape[1:]), self.mesh, op="data")
         where = layout.indices((self.batch, *x.shape[1:]), self.mesh, coord)
-        if len(where[0]) != len(x):  # the rank read more rows, for fields with another layout
+        if len(where[0]) != len(x):
+            # the rank read more rows, for fields with another layout
             at = {row: i for i, row in enumerate(self._dealt(coord))}
             x = x.index_select(0, torch.tensor([at[row] for row in where[0]], device=x.device))
         for d, held in enumerate(where[1:], 1):

@@ -28,7 +28,8 @@ def as_dtensor(x: ShardedTensor) -> "DTensor":
     if not spans_processes(x.mesh):
         why = "simulated ranks have no DTensor"
         raise Unsupported(why, op="to_dtensor", mesh=x.mesh, fix="sl.unshard(x)")
-    x = settle(x)  # DTensor's use is one more use of x, and its gradient comes summed
+    # DTensor's use is one more use of x, and its gradient comes summed
+    x = settle(x)
     from torch.distributed.tensor import DTensor
 
     placements = x.sharding.placements(x.mesh)
@@ -62,7 +63,8 @@ def from_dtensor(t: "DTensor") -> ShardedTensor:
 
     cotangent = [Replicate() if isinstance(p, Partial) else p for p in t.placements]
     local = t.to_local(grad_placements=cotangent)
-    local = local.wait() if hasattr(local, "wait") else local  # an async result of DTensor
+    # an async result of DTensor
+    local = local.wait() if hasattr(local, "wait") else local
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
         why = f"its blocks are no plain tensors but {type(local).__name__}"
         given = {"dtensor": typeof(t)}

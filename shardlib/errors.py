@@ -277,7 +277,8 @@ class BadArgument(ShardError):
     shardlib.errors.BadArgument: reshape: shape [3] is invalid for 4 elements...
     """
 
-    final = True  # no retry on whole operands: torch refuses those as well
+    # no retry on whole operands: torch refuses those as well
+    final = True
 
 
 class OutOfRange(BadArgument, IndexError):
@@ -463,7 +464,8 @@ def user_line(frame: FrameType | None = None, *, only: bool = False, line: int =
             part in name for part in ("/torch/", "/optree/", "/contextlib.py", "/threading.py")
         )
         if not inside:
-            file = "cell" if "ipykernel_" in name else Path(name).name  # a notebook's cell
+            # a notebook's cell
+            file = "cell" if "ipykernel_" in name else Path(name).name
             return f"{file}:{line or frame.f_lineno}"
         frame = None if only else frame.f_back
     return ""

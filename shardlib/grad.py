@@ -47,9 +47,11 @@ class TakesGradients(Protocol):
 
 
 P = ParamSpec("P")
-Params = TypeVar("Params", bound=Any)  # any tree: a lambda's argument has no type
+# any tree: a lambda's argument has no type
+Params = TypeVar("Params", bound=Any)
 Second = TypeVar("Second", bound=Any)
-Value = TypeVar("Value", bound=Any)  # a loss, or with has_aux a pair of it and more
+# a loss, or with has_aux a pair of it and more
+Value = TypeVar("Value", bound=Any)
 
 
 class _Options(TypedDict, total=False):
@@ -152,8 +154,10 @@ def _run(
     for i, one in zip(at, leaves.arguments, strict=True):
         inner[i] = one
     with ExitStack() as stack:
-        stack.enter_context(within())  # if backward raises, no transfer stays posted
-        alone = sink is not None or inside  # nothing is left to be summed with others
+        # if backward raises, no transfer stays posted
+        stack.enter_context(within())
+        # nothing is left to be summed with others
+        alone = sink is not None or inside
         together = stack.enter_context(Together([] if alone else leaves.wanted))
         with torch.enable_grad(), within(differentiated=True):
             out: Any = f(*inner, **kwargs)

@@ -323,7 +323,8 @@ def _of_first(x: Tensor, axes: Axes) -> Tensor:
         return x.clone()
     away: Any = axis_index(axes) != 0
     away = away if isinstance(away, Tensor) else uploaded((away,), x.device, torch.bool)[0]
-    return x.masked_fill(away, 0)  # not x * 0, which makes nan of infinity
+    # not x * 0, which makes nan of infinity
+    return x.masked_fill(away, 0)
 
 
 def _exchanged(x: Tensor, axes: Axes, plan: Exchange) -> Tensor:
@@ -389,7 +390,8 @@ class _Reshard(Local):
                 x = _MOVES[step.kind](x, step)
         out = unwrap(x)
         if not out.numel():
-            return out.clone()  # autograd forbids writes to a view made in a Function
+            # autograd forbids writes to a view made in a Function
+            return out.clone()
         return out.view_as(out) if out is raw else out
 
     @staticmethod

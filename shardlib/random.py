@@ -67,7 +67,8 @@ class _Stream:
         self.count = 0
         # counts of torch's and our seedings that were applied
         self.heard: tuple[int, int] | None = None
-        self.lock = threading.Lock()  # two threads that draw at once must get two keys
+        # two threads that draw at once must get two keys
+        self.lock = threading.Lock()
 
     def at(self, seed: "_Seed", count: int) -> "_Stream":
         """Return a stream of the same ranks with another seed and count."""

@@ -52,8 +52,10 @@ class Kept:
 
     def __init__(self) -> None:
         self.results: list[tuple[tuple[Any, ...], list[tuple[Tensor, int]]]] = []
-        self.at = -1  # the operation that called given() last
-        self.first = False  # whether this is the first run
+        # the operation that called given() last
+        self.at = -1
+        # whether this is the first run
+        self.first = False
 
     def begin(self) -> None:
         """Start another run of the region from its first operation."""

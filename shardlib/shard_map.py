@@ -131,7 +131,8 @@ def _run(
     results, tree = call.results(out, out_layouts)
     given = set(map(id, call.blocks))
     values = [
-        _result(call, x.clone() if id(x) in given else x, layout, i, line)  # an operand is copied
+        # an operand is copied
+        _result(call, x.clone() if id(x) in given else x, layout, i, line)
         for i, (x, layout, line) in enumerate(results)
     ]
     return optree.tree_unflatten(tree, values)
@@ -189,7 +190,8 @@ class _BodyCall:
         m = self.mesh
         x = lift(self.leaves[i], m, "shard_map")
         shape = x.padded_shape
-        fixed = type(given) in (str, Layout)  # stands for the same on every mesh
+        # stands for the same on every mesh
+        fixed = type(given) in (str, Layout)
         want = self.known.get((given, len(shape))) if fixed else None
         if want is None:
             found = as_layout(given, "shard_map", "in_layouts = {}", shape=shape, mesh=m)
@@ -300,7 +302,8 @@ def _operands(args: Sequence[Any]) -> dict[str, str]:
 def _result(call: _BodyCall, block: Tensor, layout: Layout, i: int, line: _Line) -> ShardedTensor:
     """Make a sharded result of a block."""
     mesh = call.mesh
-    raw = held(block, mesh)  # a plain tensor made in the body is the same on all ranks
+    # a plain tensor made in the body is the same on all ranks
+    raw = held(block, mesh)
     local = list(block.shape)
     try:
         layout = layout.resolve(len(local))

@@ -229,7 +229,8 @@ class _Doubles(TorchFunctionMode):
         if name in ("float", "half", "bfloat16"):
             asked, func = [getattr(torch, name)], Tensor.double
             args = args[:1]
-        if asked and name != "view":  # view reads the same bits as another dtype
+        if asked and name != "view":
+            # view reads the same bits as another dtype
             text = f"{name} to {str(asked[0]).removeprefix('torch.')}"
             if text not in self.raised:
                 self.raised.append(text)
@@ -520,7 +521,8 @@ class Places:
             with torch.enable_grad(), within(watcher=None):
                 mine, right = gradients(leaves), gradients(dense)
         except (ShardError, RuntimeError, TypeError):
-            return 0.0  # it is not differentiable, or cannot be run alone
+            # it is not differentiable, or cannot be run alone
+            return 0.0
         return max(difference(m, r) for m, r in zip(mine, right, strict=True))
 
 

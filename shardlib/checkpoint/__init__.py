@@ -1,6 +1,7 @@
 """Checkpoints: directories that appear complete or not at all, and load under any layout."""
 
-from shardlib.checkpoint import dcp as dcp  # sharded tensors in torch.distributed.checkpoint
+# sharded tensors in torch.distributed.checkpoint
+from shardlib.checkpoint import dcp as dcp
 from shardlib.checkpoint.converting import from_hf, reshard, to_hf
 from shardlib.checkpoint.huggingface import load_hf, save_hf
 from shardlib.checkpoint.reading import load

@@ -52,7 +52,8 @@ class _Calls:
         self.spoken: dict[int, int] = {}
         self.alive: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self.others: dict[int, int] = {}
-        self.lock = threading.Lock()  # a save in the background runs in its own thread
+        # a save in the background runs in its own thread
+        self.lock = threading.Lock()
 
     @property
     def first(self) -> int:
@@ -90,19 +91,22 @@ class Group:
     ) -> None:
         self.op = op
         self.fixes = [*((words, f"{call}, {more})") for words, more in _MORE if call), *fixes]
-        self.line = ""  # of the user's code, where a background thread has no frame of it
+        # of the user's code, where a background thread has no frame of it
+        self.line = ""
         self.said = time.monotonic()
         self.given_up = ""
         self.rank, self.world = 0, 1
         self.timeout = SILENT
         real = not alone and dist.is_available() and dist.is_initialized()
-        if real and (job := join_job()) is not None:  # None: no other process, or no way to it
+        if real and (job := join_job()) is not None:
+            # None: no other process, or no way to it
             self.rank, self.world = job.rank, job.world
             self.timeout = job.seconds
             self.job, self.store = job, job.store
             self.calls = _OF_JOB.setdefault(dist.group.WORLD, _Calls())
             number = self.calls.count + 1
-            while self.store.check(f"{_WHERE}/{number}/gave up"):  # a call that not all ranks made
+            while self.store.check(f"{_WHERE}/{number}/gave up"):
+                # a call that not all ranks made
                 number += 1
             self.number, self.where = number, f"{_WHERE}/{number}"
             with self.calls.lock:

@@ -165,7 +165,8 @@ def chunk(name: str, place: SavedPlace, rank: int) -> Box | None:
     sizes = dict(place.mesh)
     coord = coordinate(rank, sizes)
     box = held(place, rank)
-    if not size(box):  # an empty tensor is written too, once
+    if not size(box):
+        # an empty tensor is written too, once
         return box if rank == 0 and not math.prod(place.shape) else None
     # ranks that differ along these axes hold copies
     free = [a for a in sizes if a not in place.layout.axes]
@@ -497,20 +498,23 @@ class ChunkChecksums:
         lanes, heights = self._lanes(x), lengths[: self.last]
         width = lanes.shape[-1]
         sums = torch.zeros(math.prod(map(len, heights)), width, dtype=torch.int32, device="cpu")
-        some = min(_ROWS, max(1, _PIECE // (4 * width)))  # rows that fit the processor's cache
+        # rows that fit the processor's cache
+        some = min(_ROWS, max(1, _PIECE // (4 * width)))
         room = torch.empty(some, width, dtype=torch.int32, device="cpu")
         # a row is counted from the chunk's first if strips are joined, else from its tile's
         first = where[self.last - 1].start if self.joined else None
         tall = tuple(math.prod(sizes) for sizes in itertools.product(*heights))
         work = [(lanes, tall, sums)]
-        if sum(h != [1] for h in heights) > 1:  # rows of neighbours do not follow one another
+        if sum(h != [1] for h in heights) > 1:
+            # rows of neighbours do not follow one another
             tiles = (lanes[tile] for tile in itertools.product(*map(_pieces, heights)))
             work = zip(tiles, ((n,) for n in tall), sums.split(1), strict=True)
         for block, each, into in work:
             rows = block.reshape(-1, width)
             into = into.unbind()
             for a, b, tile, factors in _walk(each, some, first):
-                if a % some == 0:  # mixed together with those of the next tiles
+                if a % some == 0:
+                    # mixed together with those of the next tiles
                     part = rows[a : a + some]
                     self._mix(part, room[: len(part)])
                 into[tile].addmv_(room[a % some : a % some + b - a].t(), factors)

@@ -489,7 +489,8 @@ class Folder:
         Raises: ValueError, OSError.
         """
         strides = torch.empty(c.shape, device="meta").stride()
-        run = 1  # elements that are contiguous in the file
+        # elements that are contiguous in the file
+        run = 1
         for n, all_of_it in zip(reversed(out.shape), reversed(c.shape), strict=True):
             run *= n
             if n < all_of_it:
@@ -656,7 +657,8 @@ def _groups(n: int, cuts: Sequence[int], pairs: list[Pair], checked: bool) -> li
     groups = [(i, c, _inside(pairs, slice(c[0].start, c[-1].stop))) for i, c, _ in out]
     if checked:
         return groups
-    return [  # only the wanted positions: there is no checksum that needs the rest
+    # only the wanted positions: there is no checksum that needs the rest
+    return [
         (
             i,
             [slice(c[0].start + s.start, c[0].start + s.stop)],

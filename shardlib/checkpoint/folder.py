@@ -64,7 +64,8 @@ def memory(x: Tensor) -> memoryview:
     nbytes = x.numel() * x.dtype.itemsize
     if not nbytes:
         return memoryview(b"")
-    held = (ctypes.c_ubyte * nbytes).from_address(x.data_ptr())  # numpy is not a dependency
+    # numpy is not a dependency
+    held = (ctypes.c_ubyte * nbytes).from_address(x.data_ptr())
     held.tensor = x  # type: ignore[attr-defined]  # kept alive as long as the view
     return memoryview(held).cast("B")
 
@@ -185,7 +186,8 @@ class Behind:
                 self._write(own, *due)
             except Exception as e:
                 self.error = e
-            del due  # frees a copy as soon as it is written
+            # frees a copy as soon as it is written
+            del due
             self.idle.release()
         os.close(own)
 
@@ -347,7 +349,8 @@ def remove(path: str) -> bool:
     with contextlib.suppress(OSError):
         if os.path.islink(path) or strangers(path):
             return False
-        found = [*_within(path)][::-1]  # a folder after all that is in it
+        # a folder after all that is in it
+        found = [*_within(path)][::-1]
         for name, kind in sorted(found, key=lambda f: (f[0] == MANIFEST, f[0] == LOCK)):
             take_away = os.rmdir if kind == "folder" else os.unlink
             take_away(os.path.join(path, name))
@@ -431,7 +434,8 @@ def _make_parents(path: str) -> None:
         return
     above = os.path.dirname(path)
     _make_parents(above)
-    with contextlib.suppress(FileExistsError):  # another process was quicker
+    with contextlib.suppress(FileExistsError):
+        # another process was quicker
         os.mkdir(path)
     fsync_folder(above)
 
@@ -510,15 +514,18 @@ class Work:
         # the names in the directory must be on the disk before the rename
         os.fsync(self.fd)
         while not self._placed(overwrite):
-            pass  # another save was quicker: look again
+            # another save was quicker: look again
+            pass
         try:
             fsync_folder(self.parent)
-        except OSError as e:  # the old one is kept until the next save
+        except OSError as e:
+            # the old one is kept until the next save
             return (
                 f"{self.target} is written and stands there, but the disk did not confirm its name "
                 f"({e.strerror}): after a power cut what it replaced may be back"
             )
-        remove(self.path)  # the old one, if names were exchanged
+        # the old one, if names were exchanged
+        remove(self.path)
         remove(self._aside)
         return ""
 

@@ -626,7 +626,8 @@ def _conversions(module: nn.Module) -> Sequence[Any]:
         importlib.import_module("transformers.core_model_loading")
         known = importlib.import_module("transformers.conversion_mapping")
         return known.get_model_conversion_mapping(module)
-    except (ImportError, AttributeError):  # transformers before 5 has no conversions
+    except (ImportError, AttributeError):
+        # transformers before 5 has no conversions
         return ()
 
 
@@ -751,7 +752,8 @@ def write_hf(
                     _write_whole(work.fd, title, held, own)
                 deque(own, maxlen=0)
         except (OSError, ValueError):
-            deque(tensors, maxlen=0)  # all ranks take part in each
+            # all ranks take part in each
+            deque(tensors, maxlen=0)
             raise
         return []
 
@@ -813,7 +815,8 @@ def _write_whole(
         at = write_all(fd, memoryview(header))
         for x in tensors:
             at = write_all(fd, memory(x.cpu().contiguous()), at)
-            del x  # before the next is gathered
+            # before the next is gathered
+            del x
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

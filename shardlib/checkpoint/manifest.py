@@ -34,7 +34,8 @@ class Manifest:
     values: dict[str, Any]
     skeleton: object
     files: list[dict[str, Any]]
-    headers: dict[str, Header]  # of the files opened so far
+    # of the files opened so far
+    headers: dict[str, Header]
 
     @staticmethod
     @uncollected()
@@ -143,7 +144,8 @@ def _holders(place: SavedPlace, box: Box) -> tuple[int, ...]:
     # with skew a rank's rows depend on its column, so dimensions cannot be tested alone
     if place.layout.skew:
         return tuple(r for r in range(count) if all(meet(held(place, r), box)))
-    copies = numbers.keys() - place.layout.axes  # any of their ranks may have written
+    # any of their ranks may have written
+    copies = numbers.keys() - place.layout.axes
     found = _along(numbers, copies)
     for d, dim in enumerate(place.layout.dims):
         met = _met(place, d, box, _along(numbers, dim.axes))
@@ -158,7 +160,8 @@ def _along(numbers: Mapping[str, range], axes: Iterable[str]) -> list[int]:
 
 def _met(place: SavedPlace, d: int, box: Box, ranks: list[int]) -> list[int]:
     """List those of the ranks along a dimension whose blocks intersect a box there."""
-    if place.layout.dims[d].is_plain and box[d]:  # blocks are in their ranks' order
+    if place.layout.dims[d].is_plain and box[d]:
+        # blocks are in their ranks' order
         block = place.tiled[d] // len(ranks)
         ranks = ranks[min(box[d]).start // block : max(r.last for r in box[d]) // block + 1]
     return [r for r in ranks if meet(held(place, r)[d : d + 1], box[d : d + 1])[0]]

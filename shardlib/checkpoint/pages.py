@@ -63,7 +63,8 @@ def _room(nbytes: int) -> tuple[mmap.mmap, int]:
     found = mmap.mmap(-1, nbytes + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     begin = -ctypes.addressof(ctypes.c_ubyte.from_buffer(found)) % _LARGE
     end = begin + nbytes // _LARGE * _LARGE
-    with contextlib.suppress(OSError):  # a system without large pages
+    with contextlib.suppress(OSError):
+        # a system without large pages
         found.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
     slow = 0
     for at in range(begin, end, _LARGE):

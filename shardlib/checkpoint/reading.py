@@ -263,7 +263,8 @@ def _read_like(
     manifest: Manifest, readers: _Readers, likes: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a tensor like each of these, with the values that are read here."""
-    names = sorted(likes)  # the same order on every rank, for _Readers
+    # the same order on every rank, for _Readers
+    names = sorted(likes)
     out = {}
     for name, raw in zip(names, storages([likes[n] for n in names]), strict=True):
         out[name] = _tensor(likes[name], raw.requires_grad_(likes[name].requires_grad))
@@ -382,7 +383,8 @@ def like_saved(name: str, place: SavedPlace, layouts: Any, mesh: Mesh | None, pa
 def _given(name: str, layouts: Any, like: Tensor) -> Any:
     """Return the layout that the rules give a tensor, or None."""
     one = is_layout(layouts) or (isinstance(layouts, tuple) and taken(layouts) is not None)
-    if layouts is None or one or callable(layouts):  # a tuple of axes is a layout; rules are a list
+    if layouts is None or one or callable(layouts):
+        # a tuple of axes is a layout; rules are a list
         return layouts
     rules: Any = layouts.items() if isinstance(layouts, Mapping) else layouts
     return next((layout for pattern, layout, *_ in rules if matches(pattern, name, like)), None)

@@ -310,7 +310,8 @@ def _skeleton(spec: optree.PyTreeSpec, names: Iterator[str]) -> object:
 
 def built(skeleton: Any, found: Mapping[str, Any]) -> Any:
     """Build the containers of a skeleton around the leaves found."""
-    if isinstance(skeleton, str):  # the form of older checkpoints for a tree of one leaf
+    if isinstance(skeleton, str):
+        # the form of older checkpoints for a tree of one leaf
         return found[skeleton]
     if "name" in skeleton:
         return found[skeleton["name"]]

@@ -71,7 +71,8 @@ class Saving:
         result.result(0)  # it is done
 
     def _start(self, run: Callable[[], None], group: Group) -> None:
-        group.said = time.monotonic()  # the copies may have taken long
+        # the copies may have taken long
+        group.said = time.monotonic()
         group.line = user_line()
         self._group = group
         thread = futures.ThreadPoolExecutor(1, "shardlib save")
@@ -226,7 +227,8 @@ class SaveJob:
         """Make the work directory, on rank 0, and return its name."""
         # leftovers of other steps are removed too
         siblings = "" if self.step is None else steps_pattern
-        seconds = self.group.timeout / 2  # the other ranks wait for it
+        # the other ranks wait for it
+        seconds = self.group.timeout / 2
         self.work = Work.make(self.target, self.overwrite, siblings, seconds)
         self.name = self.work.name
         return self.name

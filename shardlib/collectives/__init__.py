@@ -50,7 +50,8 @@ from shardlib.collectives.verbs import (
     start,
 )
 
-__all__ = [  # names for local code; the rest of the library uses the others too
+# names for local code; the rest of the library uses the others too
+__all__ = [
     "Event", "Pending", "Stacked", "Trace", "all_gather", "all_to_all", "axis_index", "axis_size",
     "expect_comm", "pbroadcast", "pcast", "pick", "pmax", "pmean", "ppermute", "preduce", "pslice",
     "psum",

@@ -60,7 +60,8 @@ class CheckMode(Trace):
         self.crc = 0
         self.made = 0
         self.texts: dict[Any, str] = {}
-        self.groups: dict[str, Any] = {}  # those that had a transfer since ``ended``
+        # those that had a transfer since ``ended``
+        self.groups: dict[str, Any] = {}
 
     # -------------------------------------------------------- calls
 
@@ -188,7 +189,8 @@ def _tagged(raw: Tensor) -> str:
 
 
 _STAYING = frozenset(["pslice", "place", "pvary"])
-_KEEP = 256  # entries left in the store, for ranks that are some calls behind
+# entries left in the store, for ranks that are some calls behind
+_KEEP = 256
 
 
 def _thread() -> str:
@@ -337,7 +339,8 @@ def _groups(
     return groups
 
 
-_KEEP_COPIES = 16  # entries left in the store, for ranks that are some calls behind
+# entries left in the store, for ranks that are some calls behind
+_KEEP_COPIES = 16
 
 
 def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None:

@@ -96,7 +96,8 @@ def _asked(name: str, args: Args, kwargs: Kwargs, out: Any) -> list[str]:
     if name in _INDEXED:
         return _indexed(first, *args[1:3])
     if name == "lift_fresh" and first.device.type != "cpu" and first.numel():
-        return ["upload", "wait"]  # torch.tensor(numbers, device=...)
+        # torch.tensor(numbers, device=...)
+        return ["upload", "wait"]
     return []
 
 
@@ -106,7 +107,8 @@ def _indexed(x: Tensor, places: Iterable[object], values: Tensor | None = None) 
     if any(i.device != x.device for i in given):
         return ["upload", "wait"]
     if values is not None and values.numel() == 1:
-        return []  # torch fills by the mask itself
+        # torch fills by the mask itself
+        return []
     return ["wait"] if any(i.dtype in _MASKS for i in given) else []
 
 

@@ -172,7 +172,8 @@ PVARY = Collective("pvary", _nothing_moves, lambda: (PSUM, ()))
 _ADDING = frozenset({PSUM, PMAX, PSUM_SCATTER, PREDUCE})
 
 
-_SIDE = dict.fromkeys(_ADDING, "sum")  # kind of side stream; that of all others is "gather"
+# kind of side stream; that of all others is "gather"
+_SIDE = dict.fromkeys(_ADDING, "sum")
 
 
 def note_recent(name: str, raw: Tensor, g: AxisGroup, wire: Any = None) -> None:
@@ -303,7 +304,8 @@ def _begin_other(op: Collective, raw: Tensor, g: AxisGroup, params: tuple) -> Fi
             fix=f"{public_name(op.name)}({'x.abs()' if dtype.is_complex else 'x.float()'}, "
             f"{axes_text(g.axes)})",
         )
-    if dtype.is_complex:  # sent as pairs of reals, which is the same memory
+    if dtype.is_complex:
+        # sent as pairs of reals, which is the same memory
         pairs = begin(op, torch.view_as_real(raw.resolve_conj()), g, params)
         return lambda: torch.view_as_complex(pairs().contiguous())
     bits = begin(op, raw.view(_BITS[dtype.itemsize]), g, params)

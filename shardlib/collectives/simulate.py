@@ -62,7 +62,8 @@ class Stacked(torch.Tensor):
 
     ranks: Tensor
     mesh: Mesh
-    varies: Varies | None = None  # axes along which it varies, where that is tracked
+    # axes along which it varies, where that is tracked
+    varies: Varies | None = None
 
     @staticmethod
     def __new__(cls: type, ranks: Tensor, mesh: Mesh) -> "Stacked":
@@ -87,7 +88,8 @@ class Stacked(torch.Tensor):
         out = implementation(func, args, kwargs or {})
         for x in args:
             if type(x) is Stacked:
-                if x.varies is None:  # outside a body of shard_map
+                if x.varies is None:
+                    # outside a body of shard_map
                     return out
                 break
         _follow(func, args, kwargs or {}, out)
@@ -162,7 +164,8 @@ def _memory(x: Tensor) -> object:
         return id(base)
     try:
         return x.untyped_storage().data_ptr() or id(base)
-    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func has no data pointer
+    except (RuntimeError, NotImplementedError):
+        # a wrapper of torch.func has no data pointer
         return id(base)
 
 
@@ -243,7 +246,8 @@ def _each(func: Func, args: Args, kwargs: Kwargs) -> Any:
     mesh = _mesh_of((args, kwargs))
     found: list[Any] = []
     in_place = writes(func.__name__)
-    itself = type(args[0]) is Stacked if args else False  # whether all results are the operands
+    # whether all results are the operands
+    itself = type(args[0]) is Stacked if args else False
     for rank in range(mesh.size):
         a, k = tree([x.ranks[rank] if type(x) is Stacked else x for x in leaves])
         # Ranks share one storage and so one autograd version counter: rank 1's write would look
@@ -327,7 +331,8 @@ def _pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     ndim = max(x.ranks.ndim - 1 if type(x) is Stacked else x.ndim for x in tensors)
     raws = [_aligned(x, ndim) for x in args]
     out = func(*raws, **{k: _aligned(v, ndim) for k, v in kwargs.items()})
-    if out is NotImplemented:  # x == None: Python then tries the other operand, and returns False
+    if out is NotImplemented:
+        # x == None: Python then tries the other operand, and returns False
         return out
     return args[0] if out is raws[0] else Stacked(out, args[0].mesh)
 
@@ -397,7 +402,8 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 3 or kwargs.get("dropout_p") or args[0].ndim < 3:
         return _by_vmap(func, args, kwargs)
     mesh = _mesh_of((args, kwargs))
-    lead = len(args[0].shape) - 3  # batch dimensions to be merged with the rank dimension
+    # batch dimensions to be merged with the rank dimension
+    lead = len(args[0].shape) - 3
     q, k, v = (of(t, mesh).flatten(0, lead) for t in args)
     mask = kwargs.get("attn_mask")
     if type(mask) is Stacked or (mask is not None and mask.ndim > 2):

@@ -181,7 +181,8 @@ def after_move(op: str, x: Tensor, g: AxisGroup, params: tuple) -> Varies | None
         raise _whole(op, x, g, now)
     if op in _ENDS:
         return Varies(now - over)
-    if op == "ppermute":  # ranks that receive nothing have zeros, so the result varies
+    if op == "ppermute":
+        # ranks that receive nothing have zeros, so the result varies
         return Varies(now if len(params[0]) == g.size else now | over)
     return Varies(now | over if op in _BEGINS else now)
 

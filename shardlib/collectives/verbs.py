@@ -35,9 +35,8 @@ def _call(op: Collective, x: Tensor, axis: Axis, params: tuple) -> Tensor:
         _check_block(op.name, x, axis)
     mesh = mesh_of(x)
     axes = _axes(axis, op.name)
-    if mesh.axis_size(axes, *_named(op.name)) == 1 and params != (
-        (),
-    ):  # one rank keeps its block, except under ppermute without pairs, which gives zeros
+    if mesh.axis_size(axes, *_named(op.name)) == 1 and params != ((),):
+        # one rank keeps its block, except under ppermute without pairs, which gives zeros
         return x.to(params[0]) if op is posted.PSUM and params else x
     g = group(mesh, axes)
     if mesh.kind != "stacked":

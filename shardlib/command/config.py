@@ -121,7 +121,8 @@ def _set(tables: dict[str, Any], said: str) -> Keys:
         if not isinstance(tables, dict):
             raise ConfigError(f"--set {said}: {key} is a value, not a table")
     tables[path[-1]] = text
-    with contextlib.suppress(tomllib.TOMLDecodeError):  # a word without quotes is text
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        # a word without quotes is text
         tables[path[-1]] = tomllib.loads(f"v = {text}")["v"]
     return path
 
@@ -189,7 +190,8 @@ def call(
         raise config.error((*path, *said[:1]), told(e)) from e
     except ConfigError:  # from an inner table
         raise
-    except Exception as e:  # the user's code: its message; with its line unless a value is refused
+    except Exception as e:
+        # the user's code: its message; with its line unless a value is refused
         said = " ".join(str(e).split())
         if not said or not isinstance(e, ValueError | OSError):
             said = one_line(e, traceback.extract_tb(e.__traceback__))
@@ -305,7 +307,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     target = function.__init__ if isinstance(function, type) else function
     try:
         return typing.get_type_hints(target)
-    except (NameError, TypeError, AttributeError):  # a foreign function's own annotations
+    except (NameError, TypeError, AttributeError):
+        # a foreign function's own annotations
         return {}
 
 

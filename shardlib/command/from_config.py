@@ -56,12 +56,17 @@ RecipeName = Literal["megatron1d", "optimus2d", "tesseract", "cube3d", "ring", "
 RECIPES: tuple[str, ...] = get_args(RecipeName)
 SOURCES = ("text", "documents", "tokens", "dataset")
 LOADING = ("missing", "extra", "cast", "timeout")  # of load_hf, in [model]
-DATA = ("batch", "layout", "shuffle", "seed", "last", "workers")  # of data, in [data]
+# of data, in [data]
+DATA = ("batch", "layout", "shuffle", "seed", "last", "workers")
 EVAL = ("batch", "layout", "workers")  # and in [eval]
-NO_AXES = ("schedule", "mlp", "experts")  # arguments of recipes that are other texts
-PLACING = ("pad", "axes", "inputs")  # of parallelize, in [layout]
-BESIDE_INIT = ("mesh", "remat", *PLACING)  # of init, in other tables than [init]
-WRAPPERS: dict[str, Callable[..., Any]] = {  # tables below [optimizer], the innermost first
+# arguments of recipes that are other texts
+NO_AXES = ("schedule", "mlp", "experts")
+# of parallelize, in [layout]
+PLACING = ("pad", "axes", "inputs")
+# of init, in other tables than [init]
+BESIDE_INIT = ("mesh", "remat", *PLACING)
+# tables below [optimizer], the innermost first
+WRAPPERS: dict[str, Callable[..., Any]] = {
     "clip": optim.clip_by_global_norm,
     "skip_nonfinite": optim.skip_nonfinite,
     "ema": optim.ema,
@@ -253,7 +258,8 @@ def _recipe(config: Config, path: tuple[str, ...], module: nn.Module, mesh: Mesh
         more["weights"] = _recipe(config, (*path, "weights"), module, mesh)
     beside = ("recipe", "weights", "inputs", *(PLACING if path == ("layout",) else ()))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # guessed roles are still right
+        # guessed roles are still right
+        warnings.simplefilter("ignore")
         return call(function, config, path, module, mesh, beside=beside, **more)
 
 
@@ -334,7 +340,8 @@ def batches(
     more: dict[str, Any] = {"mesh": made.mesh, "state": state, "layout": layout}
     if where == "eval":
         more["shuffle"] = False
-    if isinstance(first, tuple | list):  # the last field of a pair is its labels
+    if isinstance(first, tuple | list):
+        # the last field of a pair is its labels
         more["ignore"] = {len(first) - 1: -100}
     try:
         return call(data, config, (where,), rows, beside=("layout", "every", *SOURCES), **more)
@@ -559,7 +566,8 @@ def _own_loss(config: Config, own: Callable[..., Any], apply: Apply) -> Callable
     except TypeError as e:
         text = f"{name} must be a function of (apply, params, batch): {e}"
         raise config.error(("loss",), text) from None
-    except ValueError:  # a builtin without a signature
+    except ValueError:
+        # a builtin without a signature
         pass
 
     def loss(params: Params, batch: object) -> Tensor:

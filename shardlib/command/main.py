@@ -18,7 +18,8 @@ from typing import NoReturn
 
 from shardlib.errors import RankFailed, ShardError, clipped, meant, similar
 
-COMMANDS = {  # name -> help; each is the module of that name in this folder
+# name -> help; each is the module of that name in this folder
+COMMANDS = {
     "train": "train as a TOML file says, and go on where a run was killed",
     "plan": "which mesh: what a step moves and holds on each, and whether it fits",
     "explain": "every operation of a step: layouts, algorithm, bytes, memory; nothing runs",
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser(*arguments[:1])
     try:
         said = parser.parse_args(arguments)
-    except SystemExit:  # argparse has printed the help
+    except SystemExit:
+        # argparse has printed the help
         return DONE
     except _Wrong as e:
         return _report(clipped(str(e)), "", WRONG, "--json" in arguments)
@@ -77,7 +79,8 @@ def _told(e: Exception, command: str) -> tuple[int, str]:
 
 def script() -> None:
     """Run the entry point of the console's ``shardlib`` and of ``python -m shardlib``."""
-    gc.disable()  # with it on, importing torch and transformers, and planning, take a fifth longer
+    # with it on, importing torch and transformers, and planning, take a fifth longer
+    gc.disable()
     raise SystemExit(main(sys.argv[1:]))
 
 

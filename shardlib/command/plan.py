@@ -54,7 +54,8 @@ def main(given: argparse.Namespace) -> int:
     model, said = _model(given)
     cluster = _cluster(given)
     if under_launcher() and int(os.environ["RANK"]) > 0:
-        return 0  # it took part in the measurement; one rank plans
+        # it took part in the measurement; one rank plans
+        return 0
     how = {k: v for k in _ARGUMENTS if (v := said.get(k, getattr(given, k))) is not None}
     try:
         found = {n: plan(model, n, cluster=cluster, **how) for n in said["ranks"]}

@@ -133,7 +133,8 @@ def _line(row: Mapping[str, Any], steps: int) -> str:
     return "  ".join(parts)
 
 
-_FIGURES = (  # key of a record, factor, and its text in a line
+# key of a record, factor, and its text in a line
+_FIGURES = (
     ("norm", 1, "norm {:.3g}"),
     ("lr", 1, "lr {:.2e}"),
     ("tokens_per_second", 1, "{:,.0f} tokens/s"),
@@ -145,7 +146,8 @@ _FIGURES = (  # key of a record, factor, and its text in a line
 
 # ---------------------------------------------------------------- operations of a step
 
-PEAKS = {  # dense bfloat16, operations per second, from the vendors' data sheets
+# dense bfloat16, operations per second, from the vendors' data sheets
+PEAKS = {
     "B200": 2.25e15,
     "H200": 989e12,
     "H100": 989e12,
@@ -180,7 +182,8 @@ def flops_of(module: nn.Module, row: object) -> float | None:
     try:
         with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as count:
             torch.func.functional_call(module, state, (given,), tie_weights=False)
-    except Exception:  # a foreign module's own code
+    except Exception:
+        # a foreign module's own code
         return None
     # backward has two products for each of forward's
     return 3.0 * count.get_total_flops() or None

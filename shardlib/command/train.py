@@ -41,7 +41,8 @@ from shardlib.mesh import accelerator, launch, use_mesh
 from shardlib.modules import init
 from shardlib.seeing.summary import size, summary
 
-MOST = 64  # the most processes that are started without a launcher
+# the most processes that are started without a launcher
+MOST = 64
 
 
 @dataclass

@@ -26,7 +26,8 @@ from torch import Tensor
 from shardlib.kernels.active import chosen
 from shardlib.kernels.adamw import AdamStep, Row
 
-_FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")  # of NVIDIA's package
+# of NVIDIA's package
+_FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")
 FEATURES = {
     "adam": ("amp_C", "multi_tensor_adam"),
     "lamb": ("amp_C", "multi_tensor_lamb"),
@@ -94,7 +95,8 @@ def _checked(feature: str, device: torch.device, dtype: torch.dtype) -> Callable
             wrong = _differs(feature, run, wanted, device, dtype)
     except ImportError as e:
         wrong = str(e)
-    except Exception as e:  # whatever an extension that was built for another torch raises
+    except Exception as e:
+        # whatever an extension that was built for another torch raises
         wrong = f"it raises {type(e).__name__}: {e}"
     if wrong:
         warnings.warn(f"{head}: {wrong}", stacklevel=2)

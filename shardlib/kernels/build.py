@@ -21,7 +21,8 @@ HERE = Path(__file__).resolve().parent
 ARCHS = (80, 90)
 """Compute capabilities that are compiled by default: A100, H100 and H200."""
 
-_FLAGS = {  # neither contracts a * b + c into an fma: GPU and CPU give the same bits
+# neither contracts a * b + c into an fma: GPU and CPU give the same bits
+_FLAGS = {
     "cuda": "-std=c++17 -O3 -fmad=false -Xptxas -v -Xcompiler "
     "-fPIC,-fno-strict-aliasing,-fvisibility=hidden -shared",
     "host": "-std=c++17 -O2 -ffp-contract=off -fno-strict-aliasing -fPIC -shared "

@@ -142,7 +142,8 @@ def _launched(name: str, given: list[Any], device: torch.device) -> int:
     function = getattr(found, f"shardlib_{name}")
     if device.type == "cpu":
         return function(*given, None)
-    with torch.cuda.device(device):  # a launch goes to the current device, not to the pointers'
+    with torch.cuda.device(device):
+        # a launch goes to the current device, not to the pointers'
         return function(*given, torch.cuda.current_stream().cuda_stream)
 
 

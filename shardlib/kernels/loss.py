@@ -98,7 +98,8 @@ def _back_into(
     cols, first, ignore, smooth, classes = how
     if _dense(logits) and _dense(dx) and _labels(target) and native(logits):
         rows, width = logits.shape
-        grad = grad.to(torch.float32)  # autograd may expand it from one element
+        # autograd may expand it from one element
+        grad = grad.to(torch.float32)
         # stride 0: one gradient for all rows
         step = 0 if grad.numel() == 1 else grad.stride(0)
         kept = kept.contiguous()

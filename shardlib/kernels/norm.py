@@ -18,7 +18,8 @@ from shardlib.dtypes import wide, wider
 from shardlib.kernels.active import native
 from shardlib.kernels.library import call, code, dense_like
 
-_LANES = 132 * 4 * 256  # threads that fill an H100: 132 SMs, 4 blocks of 256 each
+# threads that fill an H100: 132 SMs, 4 blocks of 256 each
+_LANES = 132 * 4 * 256
 
 
 def serves(x: Tensor, w: Tensor | None, b: Tensor | None, g: Tensor | None = None) -> bool:

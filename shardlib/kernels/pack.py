@@ -16,7 +16,8 @@ from shardlib.kernels.active import serving
 from shardlib.kernels.library import call
 
 DIMS = 8
-_SIZES = (1, 2, 4, 8)  # bytes per element that the kernel copies
+# bytes per element that the kernel copies
+_SIZES = (1, 2, 4, 8)
 
 
 class Where(NamedTuple):

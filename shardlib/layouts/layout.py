@@ -562,7 +562,8 @@ def _meant(given: object, called: bool, shape: tuple[int, ...], mesh: object) ->
         lay = as_layout(found, "", "").resolve(len(shape))
         if mesh is not None:
             lay.check(shape, mesh)
-    except Exception:  # also of a user's own family, whose constructor takes more than axes
+    except Exception:
+        # also of a user's own family, whose constructor takes more than axes
         return "'...'"
     return code
 
@@ -623,7 +624,8 @@ def _spread(given: Any, node: Any, path: tuple[Any, ...], op: str, fix: str) -> 
             and not isinstance(node, tuple | list)
             and taken(given)
         ):
-            return [given] * count  # one PartitionSpec for all tensors of a dictionary
+            # one PartitionSpec for all tensors of a dictionary
+            return [given] * count
         where = f" at {'.'.join(map(str, path))}" if path else ""
         why = f"{given!r} is no layout, and no tree of layouts like {_outline(node, keys)}{where}"
         raise LayoutSyntax(why, op=op, fix=fix.format("'...'"))

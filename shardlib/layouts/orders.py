@@ -61,7 +61,8 @@ def uncovered(order: str) -> str:
         return ""
     held = sorted(i for rank in parse_runs(given) for run in rank for i in run.positions)
     for i, at in enumerate(held):
-        if i != at:  # sorted, so a position that is held twice is below its index
+        if i != at:
+            # sorted, so a position that is held twice is below its index
             return f"{at} twice" if at < i else f"{i} by nobody"
     return ""
 

@@ -37,7 +37,8 @@ from typing import Any, NamedTuple
 from shardlib.layouts.dims import WHOLE, Dim, positions
 from shardlib.mesh import Axes, MeshKey, Sizes, axis_sizes, coordinates
 
-_Layout = Any  # a Layout; layout.py imports this file
+# a Layout; layout.py imports this file
+_Layout = Any
 
 _OF_BLOCKS = ("psum", "mask", "ppermute", "exchange")
 """Kinds of steps that are of no one dimension."""
@@ -98,7 +99,8 @@ class ReshardPlan:
 
 
 _Moves = Iterator[tuple[ReshardStep, _Layout]]
-Box = tuple[Sequence[int], ...]  # positions per dimension: of a rank in the tensor, or of a block
+# positions per dimension: of a rank in the tensor, or of a block
+Box = tuple[Sequence[int], ...]
 
 
 @lru_cache(maxsize=4096)
@@ -241,7 +243,8 @@ def _gather_order(at: _SearchNode, d: int) -> tuple[ReshardStep, _Layout]:
 def _slices(at: _SearchNode) -> _Moves:
     """Yield slices over the axes of the target that nothing uses yet."""
     used, goal = at.state.named, at.last.named
-    for axis, p in at.sizes.items():  # in mesh order, so that every rank finds the same plan
+    for axis, p in at.sizes.items():
+        # in mesh order, so that every rank finds the same plan
         if axis in used or axis not in goal:
             continue
         for d in at.splits(axis):
@@ -306,7 +309,8 @@ def _exchanges(at: _SearchNode) -> _Moves:
     if state.partial == last.partial and axes and at.ranks(axes) <= _WORLD:
         old, new = at.held(state, axes), at.held(last, axes)
         lacking = sum(map(_lacking, old, new))
-        if lacking or last.skew:  # without words to receive, every rank can slice its own block
+        if lacking or last.skew:
+            # without words to receive, every rank can slice its own block
             words, block = Fraction(lacking, len(new)), math.prod(map(len, new[0]))
             yield ReshardStep("exchange", axes, table=(state,), words=words, elements=block), last
 
@@ -336,7 +340,8 @@ def _permute_to(at: _SearchNode, b: _Layout) -> _Moves:
         holders = {held: rank for rank, held in enumerate(old)}
         pairs = tuple((holders.get(held, -1), rank) for rank, held in enumerate(new))
         fits = len(holders) == len(old) and all(source >= 0 for source, _ in pairs)
-    else:  # empty blocks: a block is in the right place if it has the right shape
+    else:
+        # empty blocks: a block is in the right place if it has the right shape
         pairs = tuple((rank, rank) for rank in range(len(old)))
         fits = [*map(len, old[0])] == [*map(len, new[0])]
     if fits:

@@ -125,7 +125,8 @@ def is_spec(given: object) -> bool:
     return type(given).__name__ == _JAX or _is_placement(given)
 
 
-_JAX = "PartitionSpec"  # matched by name, so that jax need not be installed
+# matched by name, so that jax need not be installed
+_JAX = "PartitionSpec"
 
 
 def _is_placement(p: object) -> bool:

@@ -27,7 +27,8 @@ def _is_given(order: str, text: str) -> bool:
 _WRITTEN = {"documents": "documents(s; 0 5 8)", "runs": "runs(s; 0:2 6:8 | 2:6)"}
 
 
-_MOST = 10_000  # characters of a layout's text, a bound on the time of parsing
+# characters of a layout's text, a bound on the time of parsing
+_MOST = 10_000
 
 
 def read(text: str) -> Fields:
@@ -105,7 +106,8 @@ def _token(token: str, text: str) -> Dim:
     if given:
         order = f"{order}; {' '.join(given.split())}"
     while parts and isinstance(parts[-1], int):
-        parts.pop()  # a trailing factor does not change which positions a rank holds
+        # a trailing factor does not change which positions a rank holds
+        parts.pop()
     return Dim(tuple(parts), order)
 
 
@@ -125,7 +127,8 @@ def _bad(text: str, what: str, example: str) -> LayoutSyntax:
         wrong = len(set(used)) < len(used)
     except ShardError:
         wrong = True
-    if wrong:  # the text has a second mistake, so the example could not be parsed either
+    if wrong:
+        # the text has a second mistake, so the example could not be parsed either
         example = "x ... y"
     return LayoutSyntax(
         f"cannot read {text!r}: {what}", op="layout", fix=f"sl.Layout.parse({example!r})"

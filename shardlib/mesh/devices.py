@@ -55,7 +55,8 @@ def backend_of(kind: str, op: str) -> str:
         raise MeshError(why, op=op, fix=fix) from e
 
 
-_PINNED = 1 << 26  # bytes: pinned memory is kept for the next copy
+# bytes: pinned memory is kept for the next copy
+_PINNED = 1 << 26
 
 
 def brought(x: Tensor, device: torch.device) -> Tensor:

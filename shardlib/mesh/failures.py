@@ -49,11 +49,16 @@ number = itertools.count(1).__next__
 _TRANSFERS = os.path.join("shardlib", "collectives", "")
 """Part of the paths of the files in which a rank waits for a transfer."""
 
-_TICK = 0.5  # seconds between two checks of the thread that answers the roll
-_GRACE = 3.0  # seconds to wait for answers to the roll, and for the store once the job has failed
-_GOING = 0.2  # seconds that a process may take to end after its sockets are closed
-_LOOK = 0.1  # seconds between two checks for failures while waiting for a key
-_BESIDE = 4  # neighbours before and after its own rank whose processes a rank checks
+# seconds between two checks of the thread that answers the roll
+_TICK = 0.5
+# seconds to wait for answers to the roll, and for the store once the job has failed
+_GRACE = 3.0
+# seconds that a process may take to end after its sockets are closed
+_GOING = 0.2
+# seconds between two checks for failures while waiting for a key
+_LOOK = 0.1
+# neighbours before and after its own rank whose processes a rank checks
+_BESIDE = 4
 
 
 def spelled(entry: Sequence[Any]) -> str:
@@ -140,7 +145,8 @@ def _linked(name: str, text: str) -> str:
             os.link(mine, place)
         mine.unlink()
         return place.read_text()
-    except OSError:  # no directory that can be written to
+    except OSError:
+        # no directory that can be written to
         return text
 
 
@@ -158,7 +164,8 @@ def _stat(pid: int) -> tuple[str, str, int]:
         # proc(5), fields 3, 22 and 52; the name in parentheses may contain spaces
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19], int(fields[49])
-    except (OSError, IndexError):  # it has ended, or too many files are open, or there is no /proc
+    except (OSError, IndexError):
+        # it has ended, or too many files are open, or there is no /proc
         return "", "", 0
 
 
@@ -182,18 +189,23 @@ class JobProcesses:
         self.store = Client(dist.PrefixStore("shardlib/job", store), seconds, self._without_store)
         self.rank, self.world, self.pid = rank, world, os.getpid()
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.release: Callable[[Any], None] = lambda mesh: None  # filled by the back end
+        # filled by the back end
+        self.release: Callable[[Any], None] = lambda mesh: None
         # number of comparisons of each group; in check mode, the last calls on sharded tensors
         self.turns: dict[str, int] = {}
         self.calls: deque[tuple[int, str, str]] = deque(maxlen=20 * KEPT)
-        self.members: dict[tuple[str, ...], tuple[int, ...]] = {}  # ranks of each group of axes
-        self.first = ""  # the first cause, once this rank has read it
+        # ranks of each group of axes
+        self.members: dict[tuple[str, ...], tuple[int, ...]] = {}
+        # the first cause, once this rank has read it
+        self.first = ""
         self.wrote = False
         self.failed = (
-            False  # whether a cause is known; calls to the store then have a short timeout
+            # whether a cause is known; calls to the store then have a short timeout
+            False
         )
         self._known: dict[int, _Process] = {}
-        self._waits: dict[int, tuple[str, Callable[[], Sequence[int]]]] = {}  # by thread
+        # by thread
+        self._waits: dict[int, tuple[str, Callable[[], Sequence[int]]]] = {}
         self._ended = threading.Event()
         self._main = threading.main_thread()
         mine = _Process.own()
@@ -219,7 +231,8 @@ class JobProcesses:
         """Report a cause; return the one that was reported first, which holds."""
         self._set(f"calls/{self.rank}", list(self.calls))
         self.fail()
-        with suppress(RankFailed):  # without the store there is a first cause, too
+        with suppress(RankFailed):
+            # without the store there is a first cause, too
             self.first = self.first or self.store.compare_set("first", "", cause)
             self.store.set("roll", "called")
         self.write()
@@ -233,7 +246,8 @@ class JobProcesses:
         """Report the error that ended this rank, unless another rank's end caused it."""
         if isinstance(error, RankFailed) or _from_transport(error) or self.failed:
             return
-        if isinstance(error, CheckpointError):  # raised on every rank alike, so no rank is named
+        if isinstance(error, CheckpointError):
+            # raised on every rank alike, so no rank is named
             self.report_cause(error.message)
             return
         line = _line_of(error.__traceback__)
@@ -291,7 +305,8 @@ class JobProcesses:
         doing = f"{op} ({doing})"
         if not self.wait(f"{at}/all", missing, doing, self.seconds):
             raise self.lost(None, f"{doing}, at {user_line()}", missing(), fix)
-        if n > 1:  # a rank in this call has read all words of the last one, so they can go
+        if n > 1:
+            # a rank in this call has read all words of the last one, so they can go
             self.store.delete(f"{before}/{self.rank}")
             if self.rank == ranks[0]:
                 self.store.delete(f"{before}/came", f"{before}/all")
@@ -391,7 +406,8 @@ class JobProcesses:
 
     def _first(self) -> str:
         """Return the first cause; empty if there is none, or the store cannot be read."""
-        with suppress(RankFailed):  # then ``_without_store`` has set it
+        with suppress(RankFailed):
+            # then ``_without_store`` has set it
             self.first = self.first or (self.store.get("first") or b"").decode()
         if self.first:
             self.fail()
@@ -408,12 +424,14 @@ class JobProcesses:
         host = self._known.get(0) if self.rank else None
         until = time.monotonic() + _GOING
         while (state := host.state() if host else "") == "runs" and time.monotonic() < until:
-            time.sleep(0.01)  # sockets close before a process is gone
+            # sockets close before a process is gone
+            time.sleep(0.01)
         cause = {
             "gone": "rank 0 died: its process is gone, and the store of the job with it",
             "stopped": "rank 0 is stopped, and the store of the job with it",
         }.get(state, "the store of the job is gone")
-        name = getattr(self, "name", "")  # none if the store failed before the job had one
+        # none if the store failed before the job had one
+        name = getattr(self, "name", "")
         self.first = _linked(name, cause) if name else cause
         return self.first
 
@@ -494,7 +512,8 @@ class JobProcesses:
                     for mesh in list(self.meshes):
                         self.release(mesh)
                     return
-            except RankFailed:  # without the store the job has ended
+            except RankFailed:
+                # without the store the job has ended
                 return
 
     def _look_beside(self, ranks: set[int]) -> set[int]:
@@ -536,7 +555,8 @@ class JobProcesses:
             if place.exists() and not place.read_bytes()[:9] == b'{"rank": ':
                 raise FileExistsError(f"{place} is not replaced: shardlib did not write it")
             place.write_text(json.dumps(found))
-        except OSError as e:  # printed only: the failure that is being reported matters more
+        except OSError as e:
+            # printed only: the failure that is being reported matters more
             print(f"the last operations could not be written: {e}", file=sys.stderr)
 
     # -------------------------------------------------------- the store
@@ -544,7 +564,8 @@ class JobProcesses:
     def _set(self, key: str, value: Any) -> None:
         try:
             self.store.set(key, json.dumps(value))
-        except RankFailed:  # the host of the store is gone
+        except RankFailed:
+            # the host of the store is gone
             self.fail()
 
     def _has(self, key: str) -> bool:

@@ -32,8 +32,10 @@ from shardlib.mesh.devices import backend_of, take_device
 from shardlib.mesh.failures import ABORTED, CHECK_IT, current_job, lost, operations, position
 from shardlib.mesh.mesh import TIMEOUT, Sizes, check_device, check_timeout, make_mesh, sizes_of
 
-_START = 180.0  # seconds that processes may take to import the script and connect
-_SLACK = 6.0  # extra seconds before this process gives up: the ranks' own errors are better
+# seconds that processes may take to import the script and connect
+_START = 180.0
+# extra seconds before this process gives up: the ranks' own errors are better
+_SLACK = 6.0
 
 
 def launch(
@@ -268,7 +270,8 @@ def _rank_main(
         _tell(Path(folder), rank, e)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # a group whose transfers failed can abort the process at its teardown
+        # a group whose transfers failed can abort the process at its teardown
+        os._exit(1)
 
 
 def _tell(folder: Path, rank: int, error: BaseException) -> None:

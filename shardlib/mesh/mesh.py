@@ -98,8 +98,10 @@ class Mesh(Mapping[str, int]):
         # type of device that the ranks compute on; of recorded ranks the one that record was given
         self.device_type = self.device.type
         self.device_mesh = device_mesh
-        self.timeout: float | None = None  # seconds that a transfer may take; None: torch's own
-        self.links: dict[str, Link] = {}  # axis -> its measured price; see sl.probe
+        # seconds that a transfer may take; None: torch's own
+        self.timeout: float | None = None
+        # axis -> its measured price; see sl.probe
+        self.links: dict[str, Link] = {}
         self._coord: dict[str, int] | None = None
         # the group of all ranks when the mesh was made; not kept alive
         self.world: Callable[[], Any] = lambda: None
@@ -111,7 +113,8 @@ class Mesh(Mapping[str, int]):
                 self._coord = dict(zip(self.names, here, strict=True))
         self._known: dict[Axis, int] = dict(self.axes)
         self.memo = Memo()
-        self.stream: Any = None  # of random draws; filled by random.py
+        # of random draws; filled by random.py
+        self.stream: Any = None
 
     @property
     def coord(self) -> dict[str, int] | None:
@@ -139,7 +142,8 @@ class Mesh(Mapping[str, int]):
         """Ranks of the job in this mesh, in order; 0, 1, ... where one process simulates them."""
         if self.device_mesh is None:
             return tuple(range(self.size))
-        return tuple(self.device_mesh.mesh.flatten().tolist())  # torch builds it at each access
+        # torch builds it at each access
+        return tuple(self.device_mesh.mesh.flatten().tolist())
 
     @property
     def forked(self) -> bool:
@@ -317,7 +321,8 @@ def _let_go() -> None:
     for view in list(_VIEWS.values()):
         view.memo.clear()
     _VIEWS.clear()
-    gc.collect()  # a group's threads end with its last handle, which must not be at teardown
+    # a group's threads end with its last handle, which must not be at teardown
+    gc.collect()
 
 
 class use_mesh(Entered):
@@ -362,7 +367,8 @@ def sizes_of(op: str, axes: Sizes) -> dict[str, int]:
         fix = f"sl.{op}({_FIRST.get(op, '')}x=2, y=2)"
         raise MeshError(why, op=op, fix=fix)
     named = {n: s for n, s in axes.items() if not (n.isidentifier() and n.isascii())}
-    if named:  # the text of a layout could not contain it
+    if named:
+        # the text of a layout could not contain it
         wrong = ", ".join(map(repr, named))
         right = ", ".join(f"{n}={s}" for n, s in lettered(axes.values()).items())
         why = f"{wrong} cannot name an axis: letters, digits and underscores do"

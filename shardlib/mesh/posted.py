@@ -26,12 +26,14 @@ def drain(error: BaseException | None = None) -> None:
 
     A holder of one of these transfers still finds its result in it.
     """
-    if isinstance(error, GeneratorExit):  # raised by garbage collection, at a time of its own
+    if isinstance(error, GeneratorExit):
+        # raised by garbage collection, at a time of its own
         return
     try:
         while POSTED and not isinstance(error, RankFailed):
             next(iter(POSTED.values()))()
-    except Exception:  # a peer is gone; the error that led here is more useful
+    except Exception:
+        # a peer is gone; the error that led here is more useful
         pass
     POSTED.clear()
 

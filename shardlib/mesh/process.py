@@ -65,5 +65,6 @@ def rank0_print(
     ...     sl.rank0_print("mean", sl.shard(torch.arange(8.0), "x").mean().item())
     mean 3.5
     """
-    if process_index() == 0:  # one write, so that other processes cannot print inside the line
+    if process_index() == 0:
+        # one write, so that other processes cannot print inside the line
         print(sep.join(map(str, values)) + end, end="", file=file, flush=flush)

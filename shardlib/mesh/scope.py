@@ -24,18 +24,24 @@ class Policy(NamedTuple):
     """Choices of the user for the operations inside; part of the key of each cached choice."""
 
     pins: tuple[tuple[str, str], ...] = ()  # (operation, algorithm) of sl.algorithm
-    budget: float | None = None  # bytes that may move implicitly: sl.implicit
-    saving: float | None = None  # bytes that a product may gather and save: sl.saving
-    casts: tuple[str, Any] | None = None  # (device, function) that torch itself is to cast
-    backend: str = "auto"  # kernels that run operations: sl.kernels.use
+    # bytes that may move implicitly: sl.implicit
+    budget: float | None = None
+    # bytes that a product may gather and save: sl.saving
+    saving: float | None = None
+    # (device, function) that torch itself is to cast
+    casts: tuple[str, Any] | None = None
+    # kernels that run operations: sl.kernels.use
+    backend: str = "auto"
 
 
 class Listeners(NamedTuple):
     """Objects that are called when something moves or is computed."""
 
     traces: tuple[Any, ...] = ()  # counters of communication
-    watcher: Any = None  # called for every function of a sharded tensor: sl.explain
-    rehearsal: Any = None  # counts reads of values in a call that is planned
+    # called for every function of a sharded tensor: sl.explain
+    watcher: Any = None
+    # counts reads of values in a call that is planned
+    rehearsal: Any = None
 
 
 class CallState(NamedTuple):
@@ -44,21 +50,29 @@ class CallState(NamedTuple):
     # plain operands of sharded tensors count as the same on every rank; "verified": they are
     # compared, see sl.constants
     promoting: bool | Literal["verified"] = False
-    placed: bool = False  # a module of sl.as_module runs, and its inputs are placed
-    generating: bool = False  # its generate runs, and every batch has the layout of its recipe
-    differentiated: bool = False  # a function runs whose gradient is taken: grad.py
-    body: bool = False  # of shard_map, whose tensors are blocks
+    # a module of sl.as_module runs, and its inputs are placed
+    placed: bool = False
+    # its generate runs, and every batch has the layout of its recipe
+    generating: bool = False
+    # a function runs whose gradient is taken: grad.py
+    differentiated: bool = False
+    # of shard_map, whose tensors are blocks
+    body: bool = False
     # runs a function with the results that a checkpoint kept of this call
     again: Callable[[Callable[[], Any]], Any] | None = None
-    prefetch: Any = None  # the products of the call that runs
-    opened: tuple[Any, ...] = ()  # functions of torch whose Python bodies run
-    region: Any = None  # a recompute.Kept, which saves results of products and attention
+    # the products of the call that runs
+    prefetch: Any = None
+    # functions of torch whose Python bodies run
+    opened: tuple[Any, ...] = ()
+    # a recompute.Kept, which saves results of products and attention
+    region: Any = None
 
 
 class RandomState(NamedTuple):
     """Sources of random numbers."""
 
-    draws: Mapping[Any, Any] = {}  # stream of random numbers -> the one that is drawn from instead
+    # stream of random numbers -> the one that is drawn from instead
+    draws: Mapping[Any, Any] = {}
     keys: list[int] | None = None  # [how many numbers torch's generator gave for keys]
 
 
@@ -73,8 +87,10 @@ class Scope(NamedTuple):
     listeners: Listeners = Listeners()
     call: CallState = CallState()
     random: RandomState = RandomState()
-    reading: tuple[Any, dict[str, int]] | None = None  # (mesh, coordinate whose part is read)
-    norms: dict[Any, Any] | None = None  # norms of gradients computed in this step
+    # (mesh, coordinate whose part is read)
+    reading: tuple[Any, dict[str, int]] | None = None
+    # norms of gradients computed in this step
+    norms: dict[Any, Any] | None = None
     # (the context manager that entered this scope, the scope that it replaced)
     before: "tuple[Any, Scope] | None" = None
 
@@ -182,12 +198,14 @@ class bind(within):
             )
         elif now.mesh is not given:
             outer = scope() if now is _NOTHING else now
-            if outer is _NOTHING:  # the usual case costs a third of the other
+            if outer is _NOTHING:
+                # the usual case costs a third of the other
                 _NOW.set(_new(Scope, (given,) + _NO_MESH))  # noqa: RUF005
             else:
                 _NOW.set(_new(Scope, (given, *outer[1:-1], None)))
         return given
 
 
-_new = tuple.__new__  # a third of the time of _replace; bind runs on every operator
+# a third of the time of _replace; bind runs on every operator
+_new = tuple.__new__
 _NO_MESH = _NOTHING[1:]

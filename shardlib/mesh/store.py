@@ -65,9 +65,11 @@ class Client:
 
     def _serve(self) -> None:
         while True:
-            answer, name, args = self._asked.get()  # a daemon thread: it ends with the process
+            # a daemon thread: it ends with the process
+            answer, name, args = self._asked.get()
             try:
                 answer.put((None, getattr(self._store, name)(*args)))
             except RuntimeError as e:
                 answer.put((e, None))
-            del answer, args  # else a large value would stay alive until the next call
+            # else a large value would stay alive until the next call
+            del answer, args

@@ -200,7 +200,8 @@ class Apply(Calls):
         Runs on the mesh of ``params``, which may be another than the one it was made for.
         """
         opened = getattr(params, "opened", None)
-        if opened is not None:  # parts of flat buckets, which are gathered when they are read
+        if opened is not None:
+            # parts of flat buckets, which are gathered when they are read
             with opened() as whole:
                 return self(whole, *args, **kwargs)
         mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)

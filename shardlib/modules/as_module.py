@@ -160,7 +160,8 @@ def _rows(calls: Calls, named: list[tuple[str, Any]]) -> tuple[int, int]:
                 fix="DataLoader(data, batch_size, drop_last=True)",
             )
         return _EVEN
-    split = [lay.dims[0].axes for lay in _recipes(calls)]  # logits have the labels' layout
+    # logits have the labels' layout
+    split = [lay.dims[0].axes for lay in _recipes(calls)]
     ranks = math.lcm(ranks, *(calls.mesh.axis_size(axes) for axes in split))
     return (count, -(-count // ranks) * ranks) if count % ranks else _EVEN
 

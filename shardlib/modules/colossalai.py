@@ -150,7 +150,8 @@ def _tensor(given: object) -> tuple[dict[str, int], str]:
         raise _bad(f"parallel.tensor.depth is of mode '2.5d', not {mode!r}")
     if size == 1 and mode is None:
         return {}, "ddp"
-    depth = _size(table.get("depth", 1), "parallel.tensor.depth")  # known to be of mode 2.5d
+    # known to be of mode 2.5d
+    depth = _size(table.get("depth", 1), "parallel.tensor.depth")
     if size % depth:
         raise _bad(f"parallel.tensor: {size} ranks are no whole planes of depth={depth}")
     recipe, axes = MODES[mode or "1d"]

@@ -41,7 +41,8 @@ class Copies:
         remat: Mapping[str, str],
     ) -> None:
         self.module = skeleton(module, buffers)
-        self.bare = skeleton(self.module)  # never run: the template of further copies
+        # never run: the template of further copies
+        self.bare = skeleton(self.module)
         self.layouts, self.remat = layouts, remat
         self.made = [self._copy(self.module)]
         pairs = zip(module.modules(), self.module.modules(), strict=True)
@@ -55,7 +56,8 @@ class Copies:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.made = [Copy(self.module)]  # the tree has its experts and regions of remat
+        # the tree has its experts and regions of remat
+        self.made = [Copy(self.module)]
 
     def _copy(self, tree: nn.Module) -> "Copy":
         divide(tree, self.layouts)
@@ -77,7 +79,8 @@ class Copies:
         copy = next((c for c in self.made if c.lock.acquire(blocking=False)), None)
         if copy is None:
             copy = self._copy(skeleton(self.bare))
-            copy.lock.acquire(blocking=False)  # before it is shared, so this cannot fail
+            # before it is shared, so this cannot fail
+            copy.lock.acquire(blocking=False)
             self.made.append(copy)
         try:
             if copy.module is not self.module:

@@ -206,7 +206,8 @@ def piece(row: Row, start: int, stop: int) -> Row:
     last, rest = divmod(stop, minor)
     apart = bool(begin or rest)
     if (stop - 1) // minor == first and (apart or row[0].parts is None):
-        mark(row[:1], "bound")  # one index of the leading atom leaves the others
+        # one index of the leading atom leaves the others
+        mark(row[:1], "bound")
         return piece(row[1:], begin, begin + stop - start)
     if apart:
         raise Apart

@@ -103,7 +103,8 @@ _MADE = ("new_", "empty", "zeros", "ones", "full", "rand")
 
 
 _Origin = tuple[str, tuple[int | None, ...]]
-_STRIDE = 1 << 20  # twice a stride is none of the others
+# twice a stride is none of the others
+_STRIDE = 1 << 20
 
 _RULES: dict[str, Callable[[Any, "_OpCall", Any], None]] = {}
 """Operator -> its rule; others go by their kind in the table of operators."""
@@ -167,7 +168,8 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         self.rows: dict[int, list[Row]] = {}
         # id of a tensor -> its parameter, and the parameter's dimension for each of its own
         self.origin: dict[int, _Origin] = {}
-        self.alive: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
+        # keeps tensors alive, so that their ids stay unique
+        self.alive: list[Tensor] = []
 
     def know(self, x: Tensor, rows: Sequence[Row], origin: _Origin | None = None) -> None:
         self.rows[id(x)] = [list(r) for r in rows]
@@ -275,10 +277,12 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         only = [x for x in operands if x.ndim]
         return self.origin.get(id(only[0])) if [x.shape for x in only] == [y.shape] else None
 
-    @_rule("median")  # its dimensions go as a reduction's do
+    # its dimensions go as a reduction's do
+    @_rule("median")
     @_rule(" ".join(n.replace(".", "_") for n in names_of(kind="reduce")))
     def reduce(self, call: _OpCall, out: object, what: str = "bound") -> None:
-        if call["other"] is not None:  # elementwise maximum of two tensors
+        if call["other"] is not None:
+            # elementwise maximum of two tensors
             return self.pointwise(call, out)
         rows = dict(enumerate(call.rows))
         gone = call.dims()
@@ -369,11 +373,13 @@ class _DimensionTracer(DispatchMode):  # type: ignore[misc, valid-type]
         frame = torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta")
         try:
             views = tensors_in(call.func(frame, *call.args[1:], **call.kwargs))
-        except RuntimeError as e:  # view_as_complex and its kin take only some strides
+        except RuntimeError as e:
+            # view_as_complex and its kin take only some strides
             raise Apart from e
         for y, view in zip(tensors_in(out), views, strict=True):
             left = {s: d for d, s in enumerate(strides)}
-            order = [left.pop(s, None) for s in reversed(view.stride())][::-1]  # the last first
+            # the last first
+            order = [left.pop(s, None) for s in reversed(view.stride())][::-1]
             for n, s, d in zip(y.shape, view.stride(), order, strict=True):
                 if n != 1 and s and (d is None or x.shape[d] != n):
                     raise Apart
@@ -654,7 +660,8 @@ def trace_dimensions(model: nn.Module, inputs: object = None) -> Dimensions:
         for device in ("meta", None) if real else ("meta",):
             try:
                 return _run(model, args, kwargs, device)
-            except Exception as e:  # the module's own code may raise anything
+            except Exception as e:
+                # the module's own code may raise anything
                 what = (str(e) or type(e).__name__).splitlines()[0]
                 failed = f"it does not run on example inputs: {what}"
     why = f"what feeds what in {type(model).__name__} is not known: {failed}"
@@ -682,7 +689,8 @@ def _suggested(model: nn.Module) -> str:
         given = _zeros(model, 2, 8, n)
         try:
             _run(model, (), {names[0]: given}, "meta")
-        except Exception:  # the module's own code may raise anything
+        except Exception:
+            # the module's own code may raise anything
             continue
         shown = f"2, 8, {n}" + (f", dtype={given.dtype}" if given.dtype != torch.float32 else "")
         return f"{{{names[0]!r}: torch.zeros({shown})}}"
@@ -723,8 +731,10 @@ def _run(model: nn.Module, args: Args, kwargs: Kwargs, device: str | None) -> Di
     where = torch.device(device) if device else nullcontext()
     try:
         with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
-            warnings.simplefilter("ignore")  # the user did not start this run
-            with where, sdpa_kernel(SDPBackend.MATH):  # composed of operators that have rules
+            # the user did not start this run
+            warnings.simplefilter("ignore")
+            with where, sdpa_kernel(SDPBackend.MATH):
+                # composed of operators that have rules
                 functional_call(model, state, given[0], given[1])
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -191,7 +191,8 @@ def own_experts(
     """
     stack = module()
     assert stack is not None, "a call keeps its module alive"
-    if hidden.is_meta:  # routing needs values; on meta only use every operand, for the graph
+    if hidden.is_meta:
+        # routing needs values; on meta only use every operand, for the graph
         out = hidden * weights.sum(-1, keepdim=True).to(hidden.dtype)
         return out + sum(p.sum().to(hidden.dtype) for p in params)
     place = own.new_full((int(stack.num_experts),), -1)  # type: ignore[arg-type]
@@ -206,6 +207,7 @@ def own_experts(
             _parameters=dict(zip(names, params, strict=True)), num_experts=len(own)
         )
         y = type(stack).forward(local, x, at[row, slot][:, None], w)
-    else:  # without rows, keep params in the graph: gradients are summed over all ranks
+    else:
+        # without rows, keep params in the graph: gradients are summed over all ranks
         y = x * w.to(x.dtype) + sum(p.flatten()[:0].sum().to(x.dtype) for p in params)
     return torch.zeros_like(hidden).index_add(0, row, y.to(hidden.dtype))

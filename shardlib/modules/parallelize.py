@@ -105,7 +105,8 @@ def placed(
     inputs = inputs or {}
     named = dict(module.named_parameters())
     _refuse_unsized({**named, **dict(module.named_buffers())}, mesh)
-    with bind(mesh):  # DTensor placements in a rule refer to the axes of this mesh
+    with bind(mesh):
+        # DTensor placements in a rule refer to the axes of this mesh
         layouts, out_layouts = match_rules(named, rules, axes, pad)
     tied = _tied(module)
     _check_inputs(module, inputs)

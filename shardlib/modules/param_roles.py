@@ -424,8 +424,10 @@ _UNUSED = ParameterUse("", "", (), ())
 def _settle_row(found: _Found, name: str, d: int, row: Row, kind: str, use: ParameterUse) -> None:
     """Mark a dimension as whole if it cannot be split, or not as its use needs it."""
     free = {
-        "product": d not in use.inputs + use.outputs,  # the expert dimension of a stack
-        "lookup": d in use.inputs,  # a vocabulary, whose split affects its table alone
+        # the expert dimension of a stack
+        "product": d not in use.inputs + use.outputs,
+        # a vocabulary, whose split affects its table alone
+        "lookup": d in use.inputs,
     }
     if free.get(use.kind):
         return
@@ -447,7 +449,8 @@ def _settle_uneven(found: _Found, name: str, d: int, row: Row, kind: str, p: int
     if length(row) == 1:
         return
     if kind == "inner" and _shared(found, row):
-        return  # fewer heads of keys than ranks: only keys and values stay whole
+        # fewer heads of keys than ranks: only keys and values stay whole
+        return
     why = f"{_text(row)} has no even split over {p}"
     tied = found.rows if ids(row) & found.vocabulary else []
     for other, at, theirs in tied:

@@ -33,7 +33,8 @@ class Paths:
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
-        self.roots: list[nn.Module] = []  # kept alive, so that their ids stay unique
+        # kept alive, so that their ids stay unique
+        self.roots: list[nn.Module] = []
         self.here = threading.local()
         self.hooks: list[Any] = []
 
@@ -76,7 +77,9 @@ class Paths:
 
     def _leave(self, *_: object) -> None:
         if stack := self._stack():
-            error = sys.exc_info()[1]  # torch runs this hook while an error propagates
-            if error is not None:  # stored on the error: a reference here would keep its frames
+            # torch runs this hook while an error propagates
+            error = sys.exc_info()[1]
+            if error is not None:
+                # stored on the error: a reference here would keep its frames
                 error.__dict__.setdefault(_FROM, stack[-1])
             stack.pop()

@@ -143,8 +143,10 @@ class Recipe(list[tuple[str, ...]]):
                 operands={"documents": self.documents, "tokens": list(tokens.shape)},
                 fix=f"sl.recipes.ring(model, documents=(0, {tokens.shape[1]}))",
             )
-        borders = [*self.documents, tokens.shape[1]]  # the rest of a row is one more document
-        where = tokens.device  # made there: nothing is uploaded
+        # the rest of a row is one more document
+        borders = [*self.documents, tokens.shape[1]]
+        # made there: nothing is uploaded
+        where = tokens.device
         runs = [torch.arange(b - a, device=where) for a, b in itertools.pairwise(borders)]
         return out | {"position_ids": torch.cat(runs)[None]}
 
@@ -544,7 +546,8 @@ def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, st
         if data in names and data != "data":
             given["data"] = data
         return f"sl.recipes.{recipe}(model, {', '.join(f'{k}={a!r}' for k, a in given.items())})"
-    if not own:  # the batch's axis is the only one: recipes that need no other
+    if not own:
+        # the batch's axis is the only one: recipes that need no other
         alone = {"fsdp": "fsdp(model, axis"}.get(recipe, "ddp(model, data")
         return f"sl.recipes.{alone}={data!r})"
     wants = f"  # {recipe} wants axes {', '.join(axes.values())}" if len(axes) > 1 else ""

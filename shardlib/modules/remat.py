@@ -59,7 +59,8 @@ def regions(module: nn.Module, remat: Remat) -> dict[str, str]:
         if not called:
             raise _no_module(pattern, policy, names, found)
         for n in called:
-            if not any(n.startswith(f"{o}.") for o in called):  # the outermost alone
+            if not any(n.startswith(f"{o}.") for o in called):
+                # the outermost alone
                 taken.setdefault(n, policy)
     return taken
 
@@ -183,7 +184,8 @@ class _Twin:
         writer.persistent_id = self._place  # type: ignore[method-assign]
         try:
             writer.dump(x)
-        except Exception:  # not picklable: a lock, a file, a local class
+        except Exception:
+            # not picklable: a lock, a file, a local class
             self.text = io.BytesIO()
 
     def _place(self, x: object) -> int | None:
@@ -200,7 +202,8 @@ class _Twin:
         return reader.load()
 
 
-_SMALL = 4096  # bytes, below which a move costs more than the memory it saves
+# bytes, below which a move costs more than the memory it saves
+_SMALL = 4096
 
 
 def _on_host(
@@ -215,7 +218,8 @@ def _on_host(
     def pack(x: Tensor) -> object:
         if x.device.type == "cpu" or x.nbytes < _SMALL or x.untyped_storage()._cdata in stay:
             return x
-        if x.is_meta:  # a planned call: count nothing on the device
+        if x.is_meta:
+            # a planned call: count nothing on the device
             return x.shape, x.dtype
         return Away(x)
 

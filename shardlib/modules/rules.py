@@ -180,7 +180,8 @@ def read_layout(
     found = logical(str(layout), axes or {})
     if mesh is not None:
         for axis in (a for a in found.named if a not in mesh.axes):
-            raise unknown_axis(axis, mesh.axes, "parallelize", "")  # ``renamed`` adds the fix
+            # ``renamed`` adds the fix
+            raise unknown_axis(axis, mesh.axes, "parallelize", "")
     return found
 
 

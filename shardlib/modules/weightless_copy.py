@@ -95,9 +95,12 @@ def copied(module: nn.Module, swap: Mapping[int, Tensor]) -> dict[int, nn.Module
         for key, value in m.__dict__.items():
             own[key] = exchange(value)
             if own[key] is value and isinstance(value, dict) and key.startswith("_"):
-                own[key] = value.copy()  # parameters, hooks: additions must not affect the original
-        own.pop("_compiled_call_impl", None)  # set by module.compile(); it calls the original
-        if "_orig_mod" in own.get("_modules", {}):  # a torch.compile wrapper calls the original too
+                # parameters, hooks: additions must not affect the original
+                own[key] = value.copy()
+        # set by module.compile(); it calls the original
+        own.pop("_compiled_call_impl", None)
+        if "_orig_mod" in own.get("_modules", {}):
+            # a torch.compile wrapper calls the original too
             own["forward"] = own["_modules"]["_orig_mod"]
     return copies
 
@@ -107,7 +110,8 @@ class _Exchange:
 
     def __init__(self, instead: Mapping[int, Any]) -> None:
         self.instead = dict(instead)
-        self.apart: dict[int, Any] = {}  # values found to reference no copied object
+        # values found to reference no copied object
+        self.apart: dict[int, Any] = {}
 
     def __call__(self, value: object) -> Any:
         if id(value) in self.instead:

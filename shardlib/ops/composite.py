@@ -142,7 +142,8 @@ def _copied(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run ``permute_copy`` and others: the view, then a copy of it."""
     name = func.__name__.removesuffix("_copy")
     view = _VIEWS.get(name) or getattr(torch, name, None) or getattr(Tensor, name)
-    if not args:  # a method gets its tensor by position
+    if not args:
+        # a method gets its tensor by position
         args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
     return optree.tree_map(torch.clone, view(*args, **kwargs))
 

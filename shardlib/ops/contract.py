@@ -75,7 +75,8 @@ def _sum_and_product(line: str, bind: Func, func: Func, args: Args, kwargs: Kwar
         raise Unfit("dimensions")
     _check_factors(a.dtype, beta, alpha)
     if c.ndim == 1 and line == "mk,kn->mn" and alpha == beta == 1:
-        return F.linear(a, b.mT, c)  # rounds once, as torch does
+        # rounds once, as torch does
+        return F.linear(a, b.mT, c)
     dtype = a.dtype
     if is_half(a):
 
@@ -87,7 +88,8 @@ def _sum_and_product(line: str, bind: Func, func: Func, args: Args, kwargs: Kwar
         own = rows_call(func, (c, a, b), {"beta": beta, "alpha": alpha}, labels, free=True)
         if own is not None:
             return own
-        a, b, c = a.float(), b.float(), c.float()  # a sum over ranks, rounded with the summand
+        # a sum over ranks, rounded with the summand
+        a, b, c = a.float(), b.float(), c.float()
     plain = line in ("mk,kn->mn", "bmk,bkn->bmn", "mk,k->m")
     out = torch.matmul(a, b) if plain else contract(line, a, b)
     sizes = zip(reversed(c.shape), reversed(out.shape), strict=False)
@@ -132,7 +134,8 @@ def tensordot(func: Func, a: Tensor, b: Tensor, dims: Any) -> object:
     left, right = _contracted(a, b, dims)
     sizes = [a.shape[d] for d in left]
     if sizes != [b.shape[d] for d in right] or a.dtype != b.dtype:
-        raise Unfit("sizes differ")  # torch broadcasts ones here
+        # torch broadcasts ones here
+        raise Unfit("sizes differ")
     if any_autocast() and a.numel() == b.numel() == math.prod(sizes):
         raise Unfit("torch sums products of elements here, which autocast leaves alone")
     letters = iter(string.ascii_letters)

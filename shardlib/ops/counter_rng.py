@@ -29,7 +29,8 @@ from shardlib.layouts import Layout
 from shardlib.mesh import uploaded
 from shardlib.tensor import ShardedTensor
 
-_STEP = 1 << 14  # elements at once: they fit a cache, and torch starts threads only for more
+# elements at once: they fit a cache, and torch starts threads only for more
+_STEP = 1 << 14
 
 Make = Callable[[Tensor], Tensor]
 """Function from 1-D bits to as many numbers; it may overwrite the bits."""

@@ -126,7 +126,8 @@ def _on_blocks(
 
 def _key(call: FlatCall, values: list[ShardedTensor], sums: bool) -> tuple[Any, ...]:
     fixed = tuple(None if isinstance(x, Tensor) else x for x in call.leaves)
-    kinds = tuple(map(type, fixed))  # 1, True and 1.0 are equal keys, but different arguments
+    # 1, True and 1.0 are equal keys, but different arguments
+    kinds = tuple(map(type, fixed))
     places = tuple((v.sharding, v.padded_shape, v.dtype) for v in values)
     return call.func, call.tree, places, fixed, kinds, sums
 
@@ -145,7 +146,8 @@ def _operands(
     ]
     deferred = frozenset().union(*(v.deferred for v in values)) - set(plan.used)
     overs = [(over | deferred) - v.deferred for v, over in zip(brought, plan.overs, strict=True)]
-    linear = sums and func is not torch.einsum  # torch.linear and the like have no fp32 form
+    # torch.linear and the like have no fp32 form
+    linear = sums and func is not torch.einsum
     dtype = None if linear or func in WRITERS else _rounded_to(brought, overs, plan)
     raws = [v.raw for v in brought]
     if dtype is not None:
@@ -224,7 +226,8 @@ def _repeats(call: FlatCall, args: Args, values: list[ShardedTensor], plan: _Dim
         return False
     if call.func in WRITERS or plan.summed or any(plan.targets):
         return False
-    return not (is_half(values[0].raw) and any(plan.overs))  # these parts are kept in fp32
+    # these parts are kept in fp32
+    return not (is_half(values[0].raw) and any(plan.overs))
 
 
 def _of_blocks(func: Func, mesh: Mesh, plan: _DimPlan, *args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,8 @@ _FORMS = """
     dropout(input, p=0.5, train=True)
 """
 _bind = binder(_FORMS)
-_bind_off = binder(_FORMS.replace("training=True", "training=False"))  # F.alpha_dropout's default
+# F.alpha_dropout's default
+_bind_off = binder(_FORMS.replace("training=True", "training=False"))
 
 
 def _checked(name: str, func: Func, x: Any, p: float) -> None:
@@ -42,7 +43,8 @@ def _checked(name: str, func: Func, x: Any, p: float) -> None:
         why = f"dropout probability has to be between 0 and 1, but got {p}"
         raise call_error(ShardError, why, name, f"F.{name}(x, 0.5)", input=x)
     if not (x.is_floating_point() or x.is_complex()):
-        func(torch.ones(2, dtype=x.dtype, device="cpu"), p, True)  # raises torch's own error
+        # raises torch's own error
+        func(torch.ones(2, dtype=x.dtype, device="cpu"), p, True)
 
 
 def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bool) -> Tensor:
@@ -112,7 +114,8 @@ def _by_kernel(x: ShardedTensor, p: float) -> Tensor | None:
         ]
         return storage(made, mesh)
 
-    def drop(raw: Tensor) -> Tensor:  # backward recomputes the mask
+    def drop(raw: Tensor) -> Tensor:
+        # backward recomputes the mask
         return mapped(raw, drop, run)
 
     return drop(x.raw)

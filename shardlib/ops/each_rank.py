@@ -67,7 +67,8 @@ class FlatCall(NamedTuple):
         try:
             with torch.no_grad():
                 found = optree.tree_leaves(self.func(*args, **kwargs), none_is_leaf=True)
-        except Exception as e:  # torch refuses wrong shapes with errors of any class
+        except Exception as e:
+            # torch refuses wrong shapes with errors of any class
             raise Unfit(f"{type(e).__name__}: {e}") from None
         if not all(type(t) is Tensor for t in found):
             raise Unfit("a result is no tensor")
@@ -93,7 +94,8 @@ def run(func: Func, mesh: Mesh, args: Args, kwargs: Kwargs) -> Any:
             return func(*args, **kwargs)
     try:
         return func(*args, **kwargs)
-    except RuntimeError as e:  # also NotImplementedError, its subclass
+    except RuntimeError as e:
+        # also NotImplementedError, its subclass
         if "meta" not in str(e).lower():
             raise
         raise on_shapes(func, mesh) from e
@@ -141,7 +143,8 @@ def _joined(func: Func, mesh: Mesh, values: Any, blocks: Sequence[Any]) -> Any:
             )
         return first
     view = _block_view(values, blocks)
-    if view is not None:  # a view as another dtype is not differentiable
+    if view is not None:
+        # a view as another dtype is not differentiable
         return view.detach() if view.requires_grad and not first.requires_grad else view
     stacked = torch.stack(values)
     for raw in blocks:
@@ -159,12 +162,14 @@ def _block_view(found: Any, blocks: Sequence[Any]) -> Tensor | None:
         return None
     shared = any(not s and n > 1 for s, n in zip(raw.stride(), raw.shape, strict=True))
     if shared and raw.requires_grad and is_half(raw):
-        return None  # as_strided sums gradients of a shared element in half precision
+        # as_strided sums gradients of a shared element in half precision
+        return None
     try:
         raw = _in_terms_of(first, raw)
         starts = [first.storage_offset() + rank * raw.stride(0) for rank in range(len(found))]
         if raw.dtype != first.dtype or [t.storage_offset() for t in found] != starts:
-            return None  # the offset depends on data, so ranks differ
+            # the offset depends on data, so ranks differ
+            return None
         return raw.as_strided(
             (raw.shape[0], *first.shape), (raw.stride(0), *first.stride()), first.storage_offset()
         )

@@ -31,7 +31,8 @@ def _parsed(equation: str, ndims: list[int]) -> tuple[list[str], str]:
     if len(terms) != len(ndims):
         raise Unfit("operands")
     widths = [n - len(t.replace("...", "")) for t, n in zip(terms, ndims, strict=True)]
-    width = max(widths)  # 0 where no term has dots, if the operands have the terms' dimensions
+    # 0 where no term has dots, if the operands have the terms' dimensions
+    width = max(widths)
     dots = "".join([c for c in string.ascii_letters if c not in equation][:width])
     letters = "".join(terms).replace(".", "")
     if not arrow:

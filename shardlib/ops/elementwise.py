@@ -77,7 +77,8 @@ def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ob
             return _general(func, args, kwargs)
     x, *others = args
     if type(x) is ShardedTensor and not any(isinstance(y, Tensor) for y in others):
-        if others and hasattr(others[0], "ndim"):  # torch compares with arrays too
+        if others and hasattr(others[0], "ndim"):
+            # torch compares with arrays too
             refuse_arrays(args, func.__name__)
         if not x.sharding.partial:
             return blockwise(func, args, kwargs, x.place)
@@ -104,7 +105,8 @@ def converted(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Change dtype or device; a tensor argument gives only its own dtype and device."""
     x, rest = args[0], [_like(a) for a in args[1:]]
     kwargs = {k: _like(v) for k, v in kwargs.items()}
-    if not isinstance(x, ShardedTensor):  # a plain tensor, converted to a sharded one's dtype
+    if not isinstance(x, ShardedTensor):
+        # a plain tensor, converted to a sharded one's dtype
         return func(x, *rest, **kwargs)
     if any(isinstance(v, torch.memory_format) for v in (*rest, *kwargs.values())):
         # the format is a block's, but stacked blocks of simulated ranks have one more dimension
@@ -112,7 +114,8 @@ def converted(func: Func, args: Args, kwargs: Kwargs) -> object:
     else:
         out = func(x.raw, *rest, **kwargs)
     if not isinstance(out, Tensor):
-        return out  # Tensor.type() without arguments: a string
+        # Tensor.type() without arguments: a string
+        return out
     if out is x.raw:
         return x
     if out.is_meta and not x.raw.is_meta and holds_values(x.mesh):
@@ -156,7 +159,8 @@ def _general(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     a, k = call.replaced(moved)
     raw = local_call(func, mesh, *a, **k)
     if len(values) == 1 and raw is values[0].raw:
-        return values[0]  # a conversion that changes nothing returns its operand
+        # a conversion that changes nothing returns its operand
+        return values[0]
     return ShardedTensor(to_pending(raw, mesh, scaled), _keeping(place, values))
 
 
@@ -329,7 +333,8 @@ def _planned(
         if target != layout:
             moved.append((i, (layout >> target).bytes(tuple(s), mesh, 1)))
             if not own.isdisjoint((*layout.named, *target.axes)):
-                own = frozenset()  # a reshard over one of its axes ends a deferral
+                # a reshard over one of its axes ends a deferral
+                own = frozenset()
         overs.append(real_axes(mesh, meets.difference(target.named, own)))
     place = Place(out, torch.Size(shape), mesh, deferred=deferred)
     return _PointwisePlan(place, tuple(targets), tuple(overs), tuple(moved))

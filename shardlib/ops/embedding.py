@@ -119,7 +119,8 @@ def embedding(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     key = of_ids.layout, of_ids.shape, of_table.layout, of_table.shape, of_table.deferred
     plan = mesh.memo("lookup", key, lambda: _planned(ids, table))
     fits = count == of_table.shape[0]
-    if plan.axes or not fits:  # otherwise torch's own kernel checks the ids
+    if plan.axes or not fits:
+        # otherwise torch's own kernel checks the ids
         in_range(ids.raw, count, "embedding", "id")
     raw_table = vary(table.raw, mesh, plan.meets)
     own = plan.own and fits and raw_table is table.raw

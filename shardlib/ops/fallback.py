@@ -106,7 +106,8 @@ class FallbackCall:
     def values(self) -> list[ShardedTensor]:
         """The tensors among the arguments, as sharded ones of one mesh."""
         mesh, found = self.mesh, self.flat.tensors
-        if self.name in ("__getitem__", "__setitem__"):  # torch takes plain indices of any device
+        if self.name in ("__getitem__", "__setitem__"):
+            # torch takes plain indices of any device
             found = [x if isinstance(x, ShardedTensor) else replicated(x, mesh) for x in found]
         return [lift(x, mesh, self.name) for x in found]
 
@@ -210,7 +211,8 @@ def open_body(call: FallbackCall) -> object:
     if call.refusal is not None or call.name in _PLAINLY:
         return NEXT
     if func in scope().call.opened:
-        return NEXT  # its body calls it again through a helper
+        # its body calls it again through a helper
+        return NEXT
     if (body := opened(func)) is None:
         return NEXT
     # tensors that the body creates are the same on every rank; given ones need not be
@@ -377,7 +379,8 @@ def _gather(call: FallbackCall) -> _Gathered:
         raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
         one = raw if deferred else one_copy(raw, mesh)
         if one is raw and (i in call.moved or deferred) and among(i, call.written):
-            one = raw.clone()  # autograd refuses writes to a view made by an autograd function
+            # autograd refuses writes to a view made by an autograd function
+            one = raw.clone()
         raws.append(one)
     quiet = [
         among(i, call.written if raw.is_inference() else call.statistics)

@@ -31,7 +31,8 @@ def fix_line(call: FlatCall, to: Mapping[int, str] = {}, most: float = 0) -> str
         parts.append(_Text(text))
     a, k = optree.tree_unflatten(call.tree, parts)
     if name in _SPREAD and len(a) == 1 and isinstance(a[0], tuple | list):
-        a = a[0]  # torch's Python wrapper passes its tensors on as one sequence
+        # torch's Python wrapper passes its tensors on as one sequence
+        a = a[0]
     line = f"{title}({', '.join([*map(_text, a), *(f'{n}={_text(v)}' for n, v in k.items())])})"
     return f"with sl.implicit({math.ceil(most)}): {line}" if in_place or "out" in k else line
 
@@ -41,7 +42,8 @@ _SPREAD = frozenset("block_diag broadcast_tensors cartesian_prod meshgrid".split
 
 def _title(func: Func) -> str:
     """Return the qualified name of a function, as torch.overrides lists it or as it says itself."""
-    if type(func).__name__.startswith("OpOverload"):  # torch.ops.aten.f.default
+    if type(func).__name__.startswith("OpOverload"):
+        # torch.ops.aten.f.default
         return f"torch.ops.{func!s}"
     if listed := torch.overrides.resolve_name(func):
         return listed
@@ -49,7 +51,8 @@ def _title(func: Func) -> str:
     if (
         inspect.isbuiltin(func) and getattr(torch, name, func) is not func and name not in _SPREAD
     ):  # torch's function of this name is in Python, and takes
-        return f"torch.ops.aten.{name}"  # other arguments than the aten function that it calls
+        # other arguments than the aten function that it calls
+        return f"torch.ops.aten.{name}"
     module = getattr(func, "__module__", None) or "torch"
     return f"{module}.{name}" if module.startswith("torch") else f"torch.{name}"
 

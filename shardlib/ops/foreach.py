@@ -40,7 +40,8 @@ def _block(x: Tensor, first: ShardedTensor) -> Tensor | None:
         own = x.sharding, x.padded_shape, x.shape
         if own == (first.sharding, first.padded_shape, first.shape):
             return x.raw
-        x = blocks(x.raw, x.mesh)[0]  # of a number every rank's is the same
+        # of a number every rank's is the same
+        x = blocks(x.raw, x.mesh)[0]
     return None if x.ndim else x
 
 
@@ -88,7 +89,8 @@ def _on_lists(name: str, func: Func, args: Args, kwargs: Kwargs) -> object:
 
 def _one_by_one(name: str, args: Args, kwargs: Kwargs) -> object:
     """Run the operator of the same name on each tensor, with its entry of every list."""
-    if name.startswith("addc") and len(args) > 3:  # addcmul and addcdiv take value by keyword
+    if name.startswith("addc") and len(args) > 3:
+        # addcmul and addcdiv take value by keyword
         *rest, number = args
         args, kwargs = tuple(rest), kwargs | {"value": number}
     operator = getattr(torch if name == "pow" else Tensor, name)
@@ -190,7 +192,8 @@ def unscale(func: Func, args: Args, kwargs: Kwargs) -> None:
         func(plain, *bare)
     for mesh, raws in per_mesh.items():
         func(raws, *bare)
-        if spans_processes(mesh):  # the overflow may be on another process
+        if spans_processes(mesh):
+            # the overflow may be on another process
             with bind(mesh):
                 bare[0].copy_(unwrap(pmax(wrap(bare[0].clone(), mesh), mesh.names)))
     if isinstance(found, ShardedTensor):

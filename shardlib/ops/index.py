@@ -150,7 +150,8 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
     if out is None:
         raise Unfit("an index of another kind")
     if not masked and not any(i.ndim for i in picks):
-        link(x.raw, out.raw)  # torch treats 0-dim indices as numbers, so its result is a view
+        # torch treats 0-dim indices as numbers, so its result is a view
+        link(x.raw, out.raw)
     return out
 
 
@@ -202,7 +203,8 @@ def _here(n: int, token: Dim, mesh: Mesh) -> Tensor:
     """Return a table: index in each rank's block of ``n`` positions, the block's size if absent."""
 
     def make() -> Tensor:
-        with torch.inference_mode(False):  # cached, so a later backward may save it
+        with torch.inference_mode(False):
+            # cached, so a later backward may save it
             mine = shard(torch.arange(n, device="cpu"), Layout((token,)), mesh).raw
             size = mine.shape[-1]
             table = mine.new_full((*mine.shape[:-1], n), size)
@@ -302,9 +304,12 @@ def _picked_dims(x: ShardedTensor, index: tuple[Any, ...]) -> tuple[Dim, ...]:
     """
     shapes = {k: block_shape(i, x.mesh) for k, i in enumerate(index) if isinstance(i, Tensor)}
     tokens = iter(x.dims)
-    kept: list[Dim] = []  # tokens of the dimensions not indexed by tensors, in order
-    at: list[int] = []  # of the indices with dimensions
-    before: list[int] = []  # the kept dimensions before each of them, counted
+    # tokens of the dimensions not indexed by tensors, in order
+    kept: list[Dim] = []
+    # of the indices with dimensions
+    at: list[int] = []
+    # the kept dimensions before each of them, counted
+    before: list[int] = []
     for k, i in enumerate(index):
         token = Dim() if i is None else next(tokens)
         if i is None or isinstance(i, slice):
@@ -327,7 +332,8 @@ def _copied(raw: Tensor, index: tuple[Any, ...]) -> Tensor:
     for i in index:
         if isinstance(i, Tensor) and not i.ndim:
             d = sum(r is not None for r in rest)
-            at = torch.where(i < 0, i + raw.shape[d], i)  # index_select counts from the front alone
+            # index_select counts from the front alone
+            at = torch.where(i < 0, i + raw.shape[d], i)
             raw = raw.index_select(d, at.reshape(1)).squeeze(d)
         else:
             rest.append(i)
@@ -351,7 +357,8 @@ def choice(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Return the positions where a condition is true; with three arguments, torch.where."""
     if len(args) + len(kwargs) == 1:
         (condition,) = (*args, *kwargs.values())
-        condition = condition if condition.ndim else condition.unsqueeze(0)  # as torch does
+        # as torch does
+        condition = condition if condition.ndim else condition.unsqueeze(0)
         return condition.nonzero().unbind(1)
     return elementwise(func, args, kwargs)
 
@@ -378,7 +385,8 @@ def index_select(func: Func, x: ShardedTensor, dim: int, index: Tensor) -> Tenso
     if kept or out.shape[dim] % x.mesh.axis_size(token.axes):
         return out
     cut = reshard(out, Layout((*out.dims[:dim], token, *out.dims[dim + 1 :])))
-    return cut.becomes(cut.raw.clone()) if cut.raw._is_view() else cut  # the caller may write to it
+    # the caller may write to it
+    return cut.becomes(cut.raw.clone()) if cut.raw._is_view() else cut
 
 
 @by_signature("index_copy(input, dim: int, index: tensor, source: tensor)", Tensor.index_copy_)
@@ -468,7 +476,8 @@ declare("one_hot(tensor, num_classes: int)")(rows)
     """)
 def _looked_up(b: Bound) -> Labels:
     """Label the sought values rows; the values they are compared with are whole."""
-    *sought, among = slots(b)  # a sought number is no slot
+    # a sought number is no slot
+    *sought, among = slots(b)
     return {s.at: tuple(range(s.ndim)) for s in sought} | {among.at: (None,) * among.ndim}
 
 

@@ -85,7 +85,8 @@ def trunc_normal_(
         torch.special.ndtr(torch.tensor((v - mean) / std, dtype=torch.float64, device="cpu")).item()
         for v in (a, b)
     )
-    flip = low > 0.5  # fp64 has few digits left near 1, so mirror an upper tail to the lower one
+    # fp64 has few digits left near 1, so mirror an upper tail to the lower one
+    flip = low > 0.5
     if flip:
         low, high = (
             torch.special.ndtr(

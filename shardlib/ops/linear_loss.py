@@ -199,7 +199,8 @@ class _LinearLoss(Local):
                 asked = list(itertools.compress(operands, wants))
                 made = torch.autograd.grad(each, asked, weights)
                 _add_gradients(grads, out, dict(zip(needed, made, strict=True)))
-        if len(found) == 1:  # no rows: torch's mean over nothing is NaN, and its sum is zero
+        if len(found) == 1:
+            # no rows: torch's mean over nothing is NaN, and its sum is zero
             found.append(found[0] * scale.to(rows.dtype))
         ctx.dtypes = [t.dtype for t in (rows, *factors)]
         ctx.save_for_backward(*grads)

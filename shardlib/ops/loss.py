@@ -90,7 +90,8 @@ class _RowLoss(Local):
             flat = torch.zeros_like(top)
             if smooth:
                 flat = classes.fill(shifted, 0).sum(-1)
-            exp = shifted.exp_()  # in place: logits are the largest tensors of all
+            # in place: logits are the largest tensors of all
+            exp = shifted.exp_()
             sums = psum(torch.stack([exp.sum(-1), picked, flat], -1), axes)
             lse = sums[..., 0].log()
             loss = lse - (1 - smooth) * sums[..., 1] - smooth / count * sums[..., 2]
@@ -164,7 +165,8 @@ class _KernelLoss(Local):
     def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         mesh, _, count, ignore, smooth = classes = ctx.classes
         logits, target, kept = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: the eager form is differentiable again
+        if torch.is_grad_enabled():
+            # create_graph: the eager form is differentiable again
             rows, _ = _RowLoss.apply(logits, target, classes)
             g = grads[0].to(rows.dtype)
             return *torch.autograd.grad(rows, logits, g, create_graph=True), None, None, None
@@ -219,7 +221,8 @@ class _WholeRowLoss(Local):
     def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         logits, here, ignored = ctx.saved_tensors
         dtype = wider(logits.dtype)
-        if torch.is_grad_enabled():  # create_graph: torch's operators are differentiable again
+        if torch.is_grad_enabled():
+            # create_graph: torch's operators are differentiable again
             x = logits.to(dtype)
             rows = F.cross_entropy(
                 x, here.squeeze(-1), label_smoothing=ctx.smooth, reduction="none"
@@ -254,7 +257,8 @@ def _split_cross_entropy(given: dict[str, Any], given_up: bool = False) -> Shard
     ``given``  its arguments by name, weight and deprecated ones apart.
     """
     logits, target = lifted("cross_entropy", given["input"], given["target"])
-    classes = logits.shape[-1]  # the columns beyond are padding
+    # the columns beyond are padding
+    classes = logits.shape[-1]
     reduction, of_logits, of_target = given["reduction"], logits.place, target.place
     mesh, shape = of_logits.mesh, of_logits.shape
     key = of_logits.layout, shape, of_target.layout, of_target.shape
@@ -452,7 +456,8 @@ def _row_loss(
         return ShardedTensor.__torch_function__(func, (), (), given | {"weight": w})
     how = _how(func, given)
     if how == "mean" and func in (F.mse_loss, F.l1_loss) and isinstance(given["weight"], Tensor):
-        how = "by weights"  # the other losses divide by the number of elements
+        # the other losses divide by the number of elements
+        how = "by weights"
     return _of_rows(given, how, partial(rows_call, func, (), labels=lambda a, k: labels(k)))
 
 

@@ -182,7 +182,8 @@ def _with_cotangents(tensors: list[Tensor], cotangents: Any) -> tuple[list[Any],
 @implements(Tensor.register_hook, takes="all")
 def _register_hook(func: Func, args: Args, kwargs: Kwargs) -> object:
     x, hook = args
-    place = gradient_place(x.place)  # not x: the hook would keep x and its memory alive
+    # not x: the hook would keep x and its memory alive
+    place = gradient_place(x.place)
 
     def run(raw: Tensor) -> Tensor | None:
         given = ShardedTensor(raw, place)
@@ -232,7 +233,8 @@ def _of_size(gradient: ShardedTensor, x: ShardedTensor) -> Tensor:
     """Return the blocks of a cotangent with the padding of ``x``."""
     if gradient.padded_shape == x.padded_shape:
         return gradient.raw
-    more: list[int] = []  # for dimensions that x stores larger but does not split
+    # for dimensions that x stores larger but does not split
+    more: list[int] = []
     given, wanted = gradient.padded_shape, x.padded_shape
     for n, m, token in zip(given, wanted, x.dims, strict=True):
         if n > m or (n < m and token.is_split):
@@ -281,8 +283,10 @@ def _formatted(x: ShardedTensor, form: torch.memory_format) -> ShardedTensor:
         return x.becomes(x.raw.clone(memory_format=form))
     ndim = len(x.padded_shape)
     if ndim != (4 if form is torch.channels_last else 5):
-        return x.becomes(block_of(x).clone(memory_format=form))  # raises torch's own error
-    last = (0, 1, *range(3, ndim + 1), 2)  # ranks, batch, space, channels
+        # raises torch's own error
+        return x.becomes(block_of(x).clone(memory_format=form))
+    # ranks, batch, space, channels
+    last = (0, 1, *range(3, ndim + 1), 2)
     back = [last.index(d) for d in range(ndim + 1)]
     return x.becomes(x.raw.permute(last).clone(memory_format=torch.contiguous_format).permute(back))
 
@@ -311,7 +315,8 @@ def _set_data(func: Func, args: Args, kwargs: Kwargs) -> None:
     """Assign ``x.data = y``: x holds y's blocks; its dtype may change, and no graph records it."""
     x = args[0]
     x.raw.data = _as_data(*args).raw.detach()
-    with no_torch_function():  # also set the wrapper's own dtype and device
+    with no_torch_function():
+        # also set the wrapper's own dtype and device
         func(x, x.becomes(x.raw.detach()))
 
 

@@ -55,7 +55,8 @@ Axes = tuple[str, ...]
 TorchCall = tuple[Func, Args, Kwargs]
 Factor = Tensor | None
 """Scale or shift, if there is one."""
-_OPS = "rms_norm", "layer_norm"  # without and with the mean subtracted
+# without and with the mean subtracted
+_OPS = "rms_norm", "layer_norm"
 
 
 class _RowNorm(NamedTuple):
@@ -108,7 +109,8 @@ class _Normalise(Local):
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         norm, b = ctx.norm, ctx.shift
-        saved = ctx.saved_tensors  # read once: a checkpoint may recompute them at each access
+        # read once: a checkpoint may recompute them at each access
+        saved = ctx.saved_tensors
         if torch.is_grad_enabled():
             raws = (*saved[:2], b)
             again = vjp_again(
@@ -116,7 +118,8 @@ class _Normalise(Local):
             )
             return None, *again
         found = None
-        rounds = norm.overs[0] and is_half(saved[0])  # kernels do so before the sum over ranks
+        # kernels do so before the sum over ranks
+        rounds = norm.overs[0] and is_half(saved[0])
         if not rounds and (not saved[0].is_cpu or active.cpu):
             found = _kernels_back(norm, saved, b, grads[0])
         return None, *(found or _eager_back(norm, saved, b, grads[0]))
@@ -185,7 +188,8 @@ def _kernels(
         with bind(mesh):
             if centre:
                 parts = unwrap(all_gather(wrap(parts, mesh), axes, 0))
-            else:  # sums of squares merge by addition, so psum is enough
+            else:
+                # sums of squares merge by addition, so psum is enough
                 parts, each = unwrap(psum(wrap(parts, mesh), axes)), each * axis_size(axes)
     found = [norm_settle(part, centre, each, norm.eps) for part in blocks(parts, mesh)]
     out = [

@@ -37,7 +37,8 @@ def filled(x: Any, value: float | bool | None) -> Any:
     if value is None or not holds_values(x.mesh):
         return whole
     if x.raw.dtype == torch.bool:
-        value = bool(value)  # a number would promote the dtype
+        # a number would promote the dtype
+        value = bool(value)
     return whole.becomes(torch.where(inside(x).raw, x.raw, value))
 
 
@@ -53,7 +54,8 @@ def _mask(
     layout: Layout, shape: torch.Size, true: torch.Size, device: torch.device, mesh: Mesh
 ) -> Tensor:
     masks = []
-    with torch.inference_mode(False):  # cached, so a later backward may save it
+    with torch.inference_mode(False):
+        # cached, so a later backward may save it
         for c in played(mesh):
             here = torch.ones((), dtype=torch.bool, device=device)
             for d, index in enumerate(layout.indices(shape, mesh, c)):

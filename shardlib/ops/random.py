@@ -152,7 +152,8 @@ def draw_into(
     return x
 
 
-_ENDS = {"from": "low", "to": "high"}  # torch's names, of which one is reserved in Python
+# torch's names, of which one is reserved in Python
+_ENDS = {"from": "low", "to": "high"}
 
 
 def _halved(x: ShardedTensor, std: float) -> float:

@@ -325,7 +325,8 @@ def vector_norm(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if not real_axes(x.mesh, x.sharding.axes):
         raise Unfit("whole blocks")
     summed = wide(x)
-    if ord_ == 1:  # not by merged norms: with a NaN in a block, other elements keep a gradient
+    if ord_ == 1:
+        # not by merged norms: with a NaN in a block, other elements keep a gradient
         return summed.abs().sum(dim, keepdim).to(x.dtype.to_real())
 
     def value(gone: Dims, keep: bool, tracked: bool) -> Any:
@@ -421,7 +422,8 @@ def variance(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     count = math.prod(x.shape[d] for d in gone)
     dtype, x = x.dtype, wide(x)
     centred = x - x.mean(gone, keepdim=True)
-    out = (centred * centred).sum(gone, keepdim=keepdim) / max(0, count - unbiased)  # of NaN 0 too
+    # of NaN 0 too
+    out = (centred * centred).sum(gone, keepdim=keepdim) / max(0, count - unbiased)
     if func in (torch.std, Tensor.std):
         square: Any = out
         out = square.becomes(_root(square.raw))
@@ -451,7 +453,8 @@ def prod(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 def _prods(x: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:
     # torch.prod needs an explicit dtype to keep bool
     kept = x.dtype if x.dtype == torch.bool else None
-    if not dim or (len(dim) == x.ndim and not keepdim):  # its gradient near zeros differs per dim
+    if not dim or (len(dim) == x.ndim and not keepdim):
+        # its gradient near zeros differs per dim
         return x.prod(dtype=kept)
     for d in reversed(dim):
         x = x.prod(d, keepdim, dtype=kept)
@@ -468,7 +471,8 @@ def _nansum(input: Tensor, dim: Dims, keepdim: bool, dtype: torch.dtype | None) 
     if input.is_complex() or (dtype is not None and dtype.is_complex):
         raise Unfit("torch sums no complex numbers here on every device")
     known: Any = input
-    refuse_sums("nansum", known)  # a NaN part makes the sum NaN, which parts alone cannot show
+    # a NaN part makes the sum NaN, which parts alone cannot show
+    refuse_sums("nansum", known)
     if input.dtype.is_floating_point:
         nan: Any = input.isnan()
         known = known.becomes(_Cleared.apply(known.raw, nan.raw))

@@ -98,8 +98,10 @@ class _Algorithm:
     takes: str
 
 
-_ALGORITHMS: dict[str, list[_Algorithm]] = {}  # by operation, in their order
-_CHOSEN = Memo()  # of cases without a mesh object
+# by operation, in their order
+_ALGORITHMS: dict[str, list[_Algorithm]] = {}
+# of cases without a mesh object
+_CHOSEN = Memo()
 
 
 def algorithm(

@@ -104,7 +104,8 @@ def _check_heads(given: Operands, sizes: list[torch.Size], grouped: bool) -> Non
     """Refuse heads of keys and values that the queries' heads do not share evenly."""
     heads, *others = (size[-3] if len(size) > 2 else 1 for size in sizes)
     shares = all(n and heads % n == 0 for n in others)
-    if shares if grouped else len({heads, *others} - {1}) < 2:  # a single head is broadcast
+    if shares if grouped else len({heads, *others} - {1}) < 2:
+        # a single head is broadcast
         return
     why = f"{heads} heads of queries, {others[0]} of keys and {others[1]} of values"
     if shares:
@@ -154,7 +155,8 @@ def _round_a_ring(
 ) -> ShardedTensor:
     """Call ``ring_attention`` with F.scaled_dot_product_attention's arguments (mask as bias)."""
     heads = [t.padded_shape[1] for t in (q, k, v)]
-    if heads[1] != heads[2] or heads[0] < heads[1]:  # ring_attention only groups heads of queries
+    if heads[1] != heads[2] or heads[0] < heads[1]:
+        # ring_attention only groups heads of queries
         q, k, v = (
             t.repeat_interleave(max(heads) // n, 1) if n < max(heads) else t
             for t, n in zip((q, k, v), heads, strict=True)
@@ -179,7 +181,8 @@ def _heads_of(q: ShardedTensor, t: ShardedTensor, grouped: bool) -> ShardedTenso
     ):
         return t
     if set(mine[-3].axes) & set(t.sharding.axes):
-        return t  # split otherwise than the queries: refused or gathered later
+        # split otherwise than the queries: refused or gathered later
+        return t
     if q.padded_shape[-3] != t.padded_shape[-3]:
         if not grouped:
             return t

@@ -79,7 +79,8 @@ def _compiled(line: str) -> Callable[..., dict[str, Any]]:
                 f"    if {spare}not _is_{p.annotation.id}({p.arg}): raise TypeError({p.arg!r})"
             )
         p.annotation = None
-    if a.vararg:  # by position, as one sequence, or by keyword
+    if a.vararg:
+        # by position, as one sequence, or by keyword
         v = a.vararg.arg
         a.vararg.annotation = None
         a.kwonlyargs.append(ast.arg(arg=f"_{v}"))
@@ -131,7 +132,8 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
                 continue
         if kwargs.keys() & _ALIASES.keys():
             renamed = {str(_ALIASES.get(n, n)): v for n, v in kwargs.items()}
-            if len(renamed) == len(kwargs):  # otherwise one argument came under two names
+            if len(renamed) == len(kwargs):
+                # otherwise one argument came under two names
                 return call(*args, **renamed)
         raise Unfit(str(error)) from None
 

@@ -45,7 +45,8 @@ _Digit = tuple[str | Dim | None, int]
 
 def _digits(dim: Dim, size: int, mesh: dict[str, int]) -> list[_Digit]:
     """List the digits of a dimension, major first."""
-    if dim.order != "contiguous":  # a ring-ordered split cannot be factored further: one digit
+    if dim.order != "contiguous":
+        # a ring-ordered split cannot be factored further: one digit
         groups = _digits(dim.groups, size, mesh)[:-1] if dim.groups.parts else []
         return [*groups, (Dim(dim.ring, dim.order), size // math.prod(r for _, r in groups))]
     out: list[_Digit] = [(p, mesh[p]) if isinstance(p, str) else (None, p) for p in dim.parts]
@@ -71,7 +72,8 @@ def view_layout(
     for dim, n in zip(layout.dims, shape, strict=True):
         for axis, radix in _digits(dim, n, mesh):
             if axis is None and left and left[-1][0] is None:
-                left[-1] = (None, left[-1][1] * radix)  # adjacent unsplit ones merge
+                # adjacent unsplit ones merge
+                left[-1] = (None, left[-1][1] * radix)
             else:
                 left.append((axis, radix))
     dims = []
@@ -209,7 +211,8 @@ def _view(call: _Call, x: ShardedTensor, new: tuple[int, ...]) -> Any:
         return blockwise(*call, place, run, (local,), strided=True)
     raw = local_call(run, x.mesh, x.raw, local)
     if raw.untyped_storage().data_ptr() == x.raw.untyped_storage().data_ptr():
-        raw = raw.clone()  # torch can view the block, but would copy the whole tensor
+        # torch can view the block, but would copy the whole tensor
+        raw = raw.clone()
     return ShardedTensor(raw, place)
 
 
@@ -239,7 +242,8 @@ def _mergeable(x: ShardedTensor, new: tuple[int, ...]) -> bool:
     size = x.padded_shape
     block, local = block_strides(x), x.sharding.local_shape(size, x.mesh)
     whole = [0] * len(size)
-    inner, outer = 1, 1  # next strides without a gap, of the block and of the whole tensor
+    # next strides without a gap, of the block and of the whole tensor
+    inner, outer = 1, 1
     for d in sorted(range(len(whole)), key=lambda d: (block[d], local[d] > 1, -d)):
         if block[d]:
             whole[d] = outer if block[d] <= inner else 2 * outer
@@ -269,7 +273,8 @@ _VIEW = binder("""
 def view(func: Func, args: Args, kwargs: Kwargs) -> object:
     if (len(args) == 2 and isinstance(args[1], torch.dtype)) or "dtype" in kwargs:
         if {args[0].dtype} == {*args[1:], *kwargs.values()}:
-            return args[0].detach()  # as in torch, where view(dtype) is not differentiable
+            # as in torch, where view(dtype) is not differentiable
+            return args[0].detach()
         raise no_implementation(func, args, kwargs, "a view as another dtype")
     x, new = _VIEW(*args, **kwargs).values()
     return _view((func, args or (x,), kwargs), x, new)
@@ -328,7 +333,8 @@ def permuted(func: Func, args: Args, kwargs: Kwargs) -> object:
         raise Unfit("a dimension that is a tensor")
     ndim = len(x.shape)
     order = tuple(reversed(range(ndim)))
-    if func != Tensor.T.__get__:  # which warns of more than two dimensions
+    if func != Tensor.T.__get__:
+        # which warns of more than two dimensions
         frame = torch.empty([1] * ndim, device="meta").as_strided([1] * ndim, list(range(ndim)))
         a, k = call.replaced([frame])
         order = func(*a, **k).stride()
@@ -372,7 +378,8 @@ def squeeze(func: Func, args: Args, kwargs: Kwargs) -> object:
     gone = sorted(d for d in chosen if x.shape[d] == 1)
     keep = sorted(set(range(ndim)).difference(gone))
     place = _regrouped(x, [x.dims[d] for d in keep], [x.shape[d] for d in keep])
-    at = tuple(d - ndim for d in gone)  # reshape could give other strides than squeeze
+    # reshape could give other strides than squeeze
+    at = tuple(d - ndim for d in gone)
     return blockwise(func, args or (x,), kwargs, place, Tensor.squeeze, (at,))
 
 
@@ -587,7 +594,8 @@ def _own_share(x: ShardedTensor, d: int, i: Any) -> tuple[ShardedTensor, Any]:
     raise _through_blocks(f"index {i!r} cuts through dimension {d}", "getitem", x, d)
 
 
-DECLARED.add(F.pad)  # torch casts it on the blocks, since autocast covers only some modes
+# torch casts it on the blocks, since autocast covers only some modes
+DECLARED.add(F.pad)
 
 
 @by_signature("pad(input, pad: ints, mode='constant', value: number = None)", F.pad)
@@ -644,7 +652,8 @@ def stack(func: Func, args: Args, kwargs: Kwargs) -> object:
 def cat(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Join pieces along a whole dimension: those of one layout as they are, others as rows."""
     tensors, dim = _CAT(*args, **kwargs).values()
-    pieces = [t for t in tensors if t.shape != (0,)] or tensors  # torch joins (0,) to any shape
+    # torch joins (0,) to any shape
+    pieces = [t for t in tensors if t.shape != (0,)] or tensors
     if len(pieces) == 1 and isinstance(pieces[0], ShardedTensor):
         return _joined_alone(pieces[0], tensors, dim)
     if not _join_as_they_are(tensors, dim):

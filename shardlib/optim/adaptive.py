@@ -519,7 +519,8 @@ def _spans(
     A tensor that is not contiguous is copied, and the target written back.
     """
     trees = (grads, params, into, state.mu, state.nu, state.mu_scale, state.nu_scale)
-    pieces(*trees[:5])  # refuses other trees before anything is written
+    # refuses other trees before anything is written
+    pieces(*trees[:5])
     leaves = (optree.tree_leaves(t, none_is_leaf=True) for t in trees)
     for row in zip(*leaves, strict=True):
         if not all(isinstance(x, Tensor) for x in row) or not row[0].numel():

@@ -129,7 +129,8 @@ class Bucket:
     ways: int
 
     def __hash__(self) -> int:
-        return hash(self.name)  # of its leaves' places: many slots are hashed slowly
+        # of its leaves' places: many slots are hashed slowly
+        return hash(self.name)
 
     @cached_property
     def part_length(self) -> int:
@@ -177,7 +178,8 @@ class Bucket:
         def finish() -> None:
             first()
             for view, block in zip(views, blocks(part, mesh), strict=True):
-                if view is not block:  # a copy, where one process has several ranks
+                if view is not block:
+                    # a copy, where one process has several ranks
                     view.copy_(block)
             gather_into(flat, mesh, inner)()
 
@@ -209,7 +211,8 @@ class Bucket:
         if rest:
             mid = memory.take((*flat.shape[:-1], flat.shape[-1] // inner), out.dtype, out.device)
         room = flat.shape if ahead or wire is not None else (min(flat.numel(), _ROOM),)
-        pair = inner == 2 and wire is None and mid.dtype == flat.dtype  # received in ``mid``
+        # received in ``mid``
+        pair = inner == 2 and wire is None and mid.dtype == flat.dtype
         land = None if pair else memory.take(room, wire or flat.dtype, flat.device)
         finish_first = scatter_into(flat, mid, mesh, first, wire=wire, land=land, ahead=ahead)
 
@@ -576,7 +579,8 @@ def placed(value: Tensor, layout: Layout, mesh: Mesh) -> ShardedTensor:
         try:
             return reshard(value, layout)  # type: ignore[return-value]
         except ShardError:
-            pass  # it does not divide there: padded below
+            # it does not divide there: padded below
+            pass
     return shard(whole_of(value), layout, mesh, pad=True)  # type: ignore[return-value]
 
 
@@ -602,7 +606,8 @@ class Memory:
     def __init__(self) -> None:
         self.free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self.lent: set[int] = set()
-        self.views: dict[int, Any] = {}  # address -> the views last made of the memory there
+        # address -> the views last made of the memory there
+        self.views: dict[int, Any] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised contiguous tensor; pass it to ``give`` after the last read."""

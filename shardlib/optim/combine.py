@@ -114,7 +114,8 @@ class _Chain:
         for t, s in zip(self.transforms, state, strict=True):
             if t.check is not None:
                 t.check(grads, s, params, step)
-            if t.rescale is None:  # it changes gradients, so later checks cannot run before it
+            if t.rescale is None:
+                # it changes gradients, so later checks cannot run before it
                 return
 
     def groups(self, params: Tree) -> list[Any]:
@@ -241,7 +242,8 @@ def multi_steps(tx: Transform, every: int) -> Transform:
     def donate(grads: Tree, state: MultiState, params: Tree, step: Step) -> MultiState:
         step.unscale(grads)
         total = state.total
-        both = pieces(total, grads) if total != () else []  # refuses other parameters
+        # refuses other parameters
+        both = pieces(total, grads) if total != () else []
         if state.mini or (both and _lie_alike(total, grads)):
             for t, g in zip(*both, strict=True):
                 t.add_(g) if state.mini else t.copy_(g)
@@ -252,7 +254,8 @@ def multi_steps(tx: Transform, every: int) -> Transform:
         for t in pieces(total)[0]:
             t.div_(every)
         inner = run_in_place(tx, total, state.inner, params, step)
-        for t in pieces(total)[0]:  # padding too: a divided 0 may be NaN
+        for t in pieces(total)[0]:
+            # padding too: a divided 0 may be NaN
             t.zero_()
         return begun(total, inner)
 
@@ -408,7 +411,8 @@ def averaged(tx: Transform, decay: float = 0.999) -> Transform:
         return updates, AveragedState(mean, inner)
 
     def donate(grads: Tree, state: AveragedState, params: Tree, step: Step) -> AveragedState:
-        pieces(state.mean, params)  # refuses other parameters before anything is written
+        # refuses other parameters before anything is written
+        pieces(state.mean, params)
         inner = run_in_place(tx, grads, state.inner, params, step)
         if not step.skipped:
             for m, p in spans(*pieces(state.mean, params)):

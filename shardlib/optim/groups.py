@@ -166,7 +166,8 @@ class _Partition:
             check=self.check if any(t.check is not None for t in every) else None,
             groups=self.words,
             sink=self.sink if any(t.sink is not None for t in every) else None,
-            heeds=True,  # each label's transform, or what runs it
+            # each label's transform, or what runs it
+            heeds=True,
         )
 
     def split(self, tree: Tree) -> dict[str, str]:
@@ -206,7 +207,8 @@ class _Partition:
         """Initialise the state of each transform that has parameters."""
         found = self.split(params)
         unused = sorted(set(self.transforms) - set(found.values()))
-        if unused and self.every and not is_bucketed(params):  # buckets have no frozen leaves
+        if unused and self.every and not is_bucketed(params):
+            # buckets have no frozen leaves
             raise ShardError(
                 f"no parameter is labelled {', '.join(map(repr, unused))}",
                 op="partition",

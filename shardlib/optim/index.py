@@ -147,7 +147,8 @@ class IndexCache:
         before, (chosen, tree) = self.last.get("names", (None, (None, None)))
         if names == before:
             every = list(chosen(params))
-            if set(map(type, every)) == _SHARDED:  # else it may have nested trees now
+            if set(map(type, every)) == _SHARDED:
+                # else it may have nested trees now
                 return every, tree
         every, tree = optree.tree_flatten(params)  # type: ignore[arg-type]
         if len(every) == len(names) > 1:

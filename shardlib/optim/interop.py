@@ -272,7 +272,8 @@ class as_torch(torch.optim.Optimizer):
             for p, u in zip(*pieces(self._params, updates), strict=True):
                 p.add_(u, alpha=factor)
         for state, group in zip(_injected(self._state), self.param_groups, strict=False):
-            group.update(state.hyperparams)  # the transform's own schedules
+            # the transform's own schedules
+            group.update(state.hyperparams)
         return loss
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]

@@ -410,7 +410,8 @@ def join(items: Sequence[Laid], mesh: Mesh, dtype: torch.dtype) -> list[list[Ten
     """
     cut = items[0].spread.cut
     like = items[0].runs[0].new_empty(0, dtype=dtype)
-    runs = list(zip(*(x.spread.runs for x in items), strict=True))  # by rank along the axes
+    # by rank along the axes
+    runs = list(zip(*(x.spread.runs for x in items), strict=True))
     own = [[x.runs[i].to(dtype) for x in items] for i in range(len(items[0].runs))]
     sent = [row * (len(runs) - 1) for row in own]
     arrived = exchange(sent, _counts(runs), mesh, like, cut)

@@ -185,7 +185,8 @@ def _adjusted(m: int, n: int, adjust: Adjust) -> float:
     """Compute the factor of a matrix's rate, as torch.optim.Muon's adjust_lr_fn."""
     if adjust == "original":
         return math.sqrt(max(1, m / max(n, 1)))
-    return 0.2 * math.sqrt(max(m, n))  # to match the RMS of AdamW's updates
+    # to match the RMS of AdamW's updates
+    return 0.2 * math.sqrt(max(m, n))
 
 
 # ---------------------------------------------------------------- Newton-Schulz iteration
@@ -390,7 +391,8 @@ def _owners(case: MuonCase) -> Match | str:
     messages = 2 * (case.ranks - 1)
     asked = 3.0
     share = max(plan.load) / max(sum(plan.load), 1)
-    if case.share is not None:  # one of many matrices: its part of their exchange and work
+    if case.share is not None:
+        # one of many matrices: its part of their exchange and work
         work = sum(plan.load) * case.share
         messages = 1
         asked = 0.0
@@ -545,7 +547,8 @@ def _case(*operands: Tree) -> MuonCase:
             op="why",
             fix='with sl.simulate(x=2, y=2): print(sl.why("muon", sl.shard(w, "...")))',
         )
-    once = {x.path: x for x in reversed(found)}  # the first of a parameter and its state
+    # the first of a parameter and its state
+    once = {x.path: x for x in reversed(found)}
     paths = tuple(reversed(once))
     return replace(_case_of([once[p] for p in paths], TORCHS), paths=paths)
 

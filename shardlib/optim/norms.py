@@ -78,7 +78,8 @@ def squares(x: Tensor) -> Tensor:
     flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
     if (not x.is_cpu or active.cpu) and (norm := apex("l2norm", flat)) is not None:
         return norm([flat]).double().square().sum()
-    if not x.is_cpu:  # the kernel widens while it reads, and adds in a tree
+    if not x.is_cpu:
+        # the kernel widens while it reads, and adds in a tree
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for part in flat.split(BLOCK):
@@ -267,7 +268,8 @@ def global_norm(tree: Tree, p: float = 2.0) -> Tensor:
     together = torch.stack([t.to(parts[0].device) for t in parts])
     total = together.amax() if p == math.inf else together.sum() ** (1 / p)
     if known is not None:
-        known[key] = leaves, total  # the leaves are kept alive, so that no id is reused
+        # the leaves are kept alive, so that no id is reused
+        known[key] = leaves, total
     return total
 
 
@@ -485,7 +487,8 @@ def skip_nonfinite(tx: Transform, most: int = 100) -> Transform:
             sound = _asked(grads, step)
             if sound is False:
                 return after(state)
-            if state.running > most:  # a device counted the last one
+            if state.running > most:
+                # a device counted the last one
                 raise refused()
             inner = run_in_place(tx, grads, state.inner, params, step)
         running, skipped, _ = state

@@ -150,7 +150,8 @@ def mixed(tx: Transform, precision: Precision | None = None) -> Transform:
         # bfloat16 parameters are exact at first: their remainder is 0
         begin = (lambda p: torch.zeros_like(p, dtype=torch.int16)) if rest else Tensor.float
         half = _half(params)
-        refuse_copies(half, lambda _: torch.float32)  # of the remainders, until the state is made
+        # of the remainders, until the state is made
+        refuse_copies(half, lambda _: torch.float32)
         master = each(lambda p: begin(p.detach()), half)
         return MixedState(master, _to(tx.init(exact(params, master)), how.state))
 
@@ -306,7 +307,8 @@ def _with_remainder(
     if tx.halves and (not first.is_cpu or active.cpu) and active.serving(first):
         step.beside = mine, state.master
         inner = run_in_place(tx, grads, state.inner, mine, step)
-        step.beside = None  # still set if the step was skipped
+        # still set if the step was skipped
+        step.beside = None
         return inner
     full = each(lambda g: memory.take(g.shape, torch.float32, g.device).zero_(), grads)
     rows = pieces(mine, state.master, full)

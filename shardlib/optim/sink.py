@@ -95,7 +95,8 @@ class Sink:
     def __post_init__(self) -> None:
         self.where = self.index.where
         self.filled = list(map(Filling, self.index.buckets, self.dtypes))
-        self.ahead &= len(self.filled) > 1  # a single bucket is full only at the end
+        # a single bucket is full only at the end
+        self.ahead &= len(self.filled) > 1
         self.over = (*(a for hop in self.index.hops for a in hop), *self.also)
         self.order: list[int] = []
         self.flying: list[tuple[Filling, Callable[[], Tensor]]] = []
@@ -117,7 +118,8 @@ class Sink:
             lies.slots[n].copy_(g)
             one.left.remove(n)
             self.order.append(leaf)
-        else:  # a tied leaf's second gradient
+        else:
+            # a tied leaf's second gradient
             lies.slots[n].add_(g)
         if not one.left and b == self.next:
             with torch.no_grad():
@@ -148,7 +150,8 @@ class Sink:
         lies = self.memory.views.get(flat.data_ptr())
         if lies is None or lies.bucket is not bucket or lies.kind != (flat.shape, dtype):
             lies = self.memory.views[flat.data_ptr()] = Lies(flat, bucket)
-        if lies.gaps:  # they would count in the norm
+        if lies.gaps:
+            # they would count in the norm
             _zero(lies.gaps)
         one.lies, one.flat = lies, flat
         return lies
@@ -172,7 +175,8 @@ class Sink:
         while len(self.flying) >= self.most:
             self._land()
         post = self._summed if self.to == "sum" else self._scattered
-        assert one.flat is not None  # allocated when its first slot was filled or zeroed
+        # allocated when its first slot was filled or zeroed
+        assert one.flat is not None
         self.flying.append((one, post(one.flat, one)))
 
     def _scattered(self, flat: Tensor, one: Filling) -> Callable[[], Tensor]:

@@ -72,7 +72,8 @@ class SplitState:
         at = self.cache.find(params, state)
         given = self._given(grads, at)
         state, where = self._followed(given, state, at)
-        with bind(at.mesh):  # bind settles transfers that an exception left posted
+        with bind(at.mesh):
+            # bind settles transfers that an exception left posted
             parts = self._reduced(given, where, at.mesh, self.memory)
         flats, mine = self._adopted(at, where)
         state = run_measured(self.inner, parts, state, mine, step)
@@ -83,7 +84,8 @@ class SplitState:
             # blocks have versions of their own: backward through an older graph must raise
             torch.autograd.graph.increment_version(at.raws)
         self.memory.give(*(g.raw for g in parts.values()))
-        if isinstance(given, Buckets):  # only now: a refused step keeps its gradients
+        if isinstance(given, Buckets):
+            # only now: a refused step keeps its gradients
             self.memory.give(*(g.raw for g in given.values()))
         return self._reordered(state, at, where)
 
@@ -121,7 +123,8 @@ class SplitState:
         Both are cached while no parameter is moved; under simulate the parts are copies.
         """
         before, found = self.cache.last.get("flats", (None, None))
-        if before != (where, _addresses(at.raws)) or at.raws[0].is_meta:  # all of address 0
+        if before != (where, _addresses(at.raws)) or at.raws[0].is_meta:
+            # all of address 0
             flats = adopt(at.leaves, where, at.mesh)
             found = flats, own(flats, where, at.mesh)
             # the buckets are alive, so that no address is reused
@@ -172,7 +175,8 @@ class SplitState:
             if not over:
                 return parts_of(given, where, mesh, grads=True)
             likes = [g.raw for g in where.firsts(given)]
-        also = tuple(sorted(over - set(self.how.cut)))  # over these nothing is cut
+        # over these nothing is cut
+        also = tuple(sorted(over - set(self.how.cut)))
         sink = self._sink(where, mesh, likes, memory, also=also)
         if whole:
             sink.begin(likes)

@@ -273,7 +273,8 @@ class Reading:
 
     def pack(self, x: Tensor) -> Any:
         """Return the bucket and offset of a saved weight; other saved tensors unchanged."""
-        if type(x) not in (Tensor, torch.nn.Parameter):  # a checkpoint saves whole values
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            # a checkpoint saves whole values
             return x
         one = self.at.get(x.untyped_storage()._cdata)
         return x if one is None else (one, x.shape, x.stride(), x.storage_offset())

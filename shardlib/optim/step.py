@@ -104,7 +104,8 @@ def step(
     if norm and tx.shard is kept_whole:
         told.norm = global_norm(mine)
     after = run_in_place(tx, mine, begun(state), params, told)
-    del mine  # it may hold the gradients a second time
+    # it may hold the gradients a second time
+    del mine
     news = hand_over(params, grads, state, after)
     compare("optim.step", *news, tx, lr=told.lr, skipped=told.skipped)
     return *news, Info(told.norm, told.lr, told.unchanged)
@@ -162,7 +163,8 @@ def _parted(grads: Tree) -> Tree:
     """Copy gradients that share memory: one tensor for two leaves, or a repeated element."""
     leaves, tree = optree.tree_flatten(grads)
     raws = [raw_of(g) for g in leaves]
-    held: dict[int, list[int]] = {}  # gradients that were summed together are views of one vector
+    # gradients that were summed together are views of one vector
+    held: dict[int, list[int]] = {}
     for i, raw in enumerate(raws):
         if isinstance(raw, Tensor) and raw.numel():
             held.setdefault(raw.untyped_storage().data_ptr(), []).append(i)
@@ -255,7 +257,8 @@ def _used() -> ShardError:
     )
 
 
-_NAMES = operator.attrgetter("__dict__")  # vars() of each takes three times as long
+# vars() of each takes three times as long
+_NAMES = operator.attrgetter("__dict__")
 _SHARDED = {ShardedTensor}
 _LEFT = torch.empty(0, device="cpu")
 """The placeholder for values that moved out of a dict."""
@@ -299,7 +302,8 @@ def _moved(tree: dict[Any, Any]) -> dict[Any, Any]:
 def _again(x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
         new: Tensor = ShardedTensor(x.raw, x.place)
-        if "_is_param" in x.__dict__:  # a read through the class costs more than all of this
+        if "_is_param" in x.__dict__:
+            # a read through the class costs more than all of this
             new._is_param = True  # type: ignore[attr-defined]
         return new
     new = x.detach().requires_grad_(x.requires_grad)

@@ -549,7 +549,8 @@ class Range(NamedTuple):
 
 
 AMOUNT = Range("0 or more, and finite", lambda n: 0 <= n < math.inf)
-SHARE = Range("at least 0 and less than 1", lambda n: 0 <= n < 1)  # a weight of the old value
+# a weight of the old value
+SHARE = Range("at least 0 and less than 1", lambda n: 0 <= n < 1)
 POSITIVE = Range("more than 0", lambda n: n > 0)
 NUMBER = Range("a finite number", math.isfinite)
 COUNT = Range("a whole number, 1 or more", lambda n: n >= 1, whole=True)
@@ -662,7 +663,8 @@ class Posted:
             try:
                 self._done = torch.Event(x.device)
                 self._done.record()
-            except RuntimeError:  # a registered device may have no events: its copy waits
+            except RuntimeError:
+                # a registered device may have no events: its copy waits
                 self._there, self._done = x.cpu(), None
 
     def read(self) -> Any:

@@ -66,7 +66,8 @@ def _told(link: Link) -> tuple[str, str]:
 
 _SHEETS = "half of data sheets, nothing was measured"
 
-CLUSTERS = {  # data sheets' memory; half of the data sheets' operations and links
+# data sheets' memory; half of the data sheets' operations and links
+CLUSTERS = {
     "a100": Cluster(80e9, 156e12, 8, Link(5e-6, 1 / 150e9), Link(1e-5, 1 / 12.5e9), _SHEETS),
     "h100": Cluster(80e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS),
     "h200": Cluster(141e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS),
@@ -153,7 +154,8 @@ def probe(
         # a ring takes p - 1 hops, each of ``words`` fp32 words
         hops = m.axes[axis] - 1
         m.links[axis] = Link(small / hops, max((large - small) / (hops * 4 * words), 1e-15))
-    m.memo.forget()  # choices that depend on the old prices
+    # choices that depend on the old prices
+    m.memo.forget()
     return {axis: m.links.get(axis, Link()) for axis in m.names}
 
 
@@ -162,7 +164,8 @@ def _seconds(axis: str, words: int, mesh: object, repeats: int) -> float:
     x = torch.zeros(words, device=mesh.device)
     best = math.inf
     for _ in range(repeats + 1):
-        float(psum(x[:1], mesh.names))  # a barrier, so that all ranks start together
+        # a barrier, so that all ranks start together
+        float(psum(x[:1], mesh.names))
         began = time.perf_counter()
         float(psum_scatter(all_gather(x, axis), axis)[-1])
         best = min(best, time.perf_counter() - began)

@@ -22,7 +22,8 @@ from shardlib.memory_tracker import tensors_in
 from shardlib.mesh import Memo
 from shardlib.opspec import Args, Func, Kwargs
 
-MOST = 1 << 22  # the most elements that are computed on the host
+# the most elements that are computed on the host
+MOST = 1 << 22
 
 
 class Known(DispatchMode):  # type: ignore[misc, valid-type]
@@ -36,14 +37,16 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
     def __init__(self) -> None:
         super().__init__()
         self.values: dict[int, Tensor] = {}
-        self.alive: list[Tensor] = []  # kept alive: an id is reused once its tensor is gone
+        # kept alive: an id is reused once its tensor is gone
+        self.alive: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name == "_local_scalar_dense" and id(args[0]) in self.values:  # item()
+        if name == "_local_scalar_dense" and id(args[0]) in self.values:
+            # item()
             return self.values[id(args[0])].item()
         out = on_shapes(func, args, kwargs)
         if isinstance(out, Tensor) and out.is_meta and not out.is_floating_point():
@@ -63,7 +66,8 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             self.values[id(out)] = _computed(func, *beside)
             self.alive.append(out)
         else:
-            self.values.pop(id(out), None)  # written in place with unknown values
+            # written in place with unknown values
+            self.values.pop(id(out), None)
 
     def _has_values(self, func: Func, args: Args, kwargs: Kwargs) -> bool:
         """Return whether the values of all operands are known, and so those of the result."""
@@ -168,7 +172,8 @@ def _key(x: object) -> Hashable:
     if isinstance(x, list | tuple):
         return tuple(map(_key, x))
     if x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device):
-        return type(x), x  # 1 and 1.0 give different dtypes
+        # 1 and 1.0 give different dtypes
+        return type(x), x
     if isinstance(x, torch.layout | torch.memory_format):
         return x
     raise _Values

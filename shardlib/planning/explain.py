@@ -276,7 +276,8 @@ def explain(
             return planned(call.rehearse, lambda: call.explain(backward, tx, paths))
         except ShardError:
             raise
-        except Exception as e:  # raised by the code of a foreign module
+        except Exception as e:
+            # raised by the code of a foreign module
             raise _refused(e, paths, inputs, sizes) from e
 
 
@@ -328,7 +329,8 @@ class _Call(NamedTuple):
             trained = [x for x in _of(ShardedTensor, params) if x.raw.requires_grad]
             raws = [x.raw for x in trained]
             sink = _sink(tx, params) if backward and trained and tx is not None else None
-            if sink is not None:  # as value_and_grad(into=) does
+            if sink is not None:
+                # as value_and_grad(into=) does
                 for i, x in enumerate(trained):
                     x.place = deferring(x, sink.over)
                     x.raw.register_hook(partial(watch.counted, sink.take, i))
@@ -375,7 +377,8 @@ def _on_paper(x: object, mesh: Mesh) -> Any:
     """Return the value as a tensor on the meta device, placed on another mesh."""
     if isinstance(x, ShardedTensor):
         place = x.place._replace(mesh=mesh, deferred=frozenset())
-        if x.is_padded:  # the padding depends on the mesh
+        if x.is_padded:
+            # the padding depends on the mesh
             size = padded_size(x.sharding, torch.empty(x.shape, device="meta"), mesh)
             place = place._replace(tiled=size)
         block = torch.empty(

@@ -32,8 +32,10 @@ from shardlib.planning.layer_dedup import Layer, Outline, all_products, elements
 
 RECIPES = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring")
 
-BUCKET = 25 * 2**20  # gradients per collective, as zero's bucket_mb
-_KEPT = 8.0  # bytes saved without remat / with it: a guess where one of them was measured
+# gradients per collective, as zero's bucket_mb
+BUCKET = 25 * 2**20
+# bytes saved without remat / with it: a guess where one of them was measured
+_KEPT = 8.0
 
 
 @dataclass(frozen=True)
@@ -438,7 +440,8 @@ class _Study:
     def estimate(self, way: Strategy) -> float:
         """Estimate a step's seconds from its products; 1e9 more where its state cannot fit."""
         mesh, links = dict(way.mesh), self.cluster.links(way.mesh)
-        if way.recipe == "megatron1d":  # the axis n of the grid, which is y there
+        if way.recipe == "megatron1d":
+            # the axis n of the grid, which is y there
             mesh["y"], links["y"] = mesh.pop("x"), links.pop("x")
         data = mesh.get("data", 1) * mesh.get("s", 1)
         m, k, n = mesh.get("x", 1), mesh.get("z", 1), mesh.get("y", 1)
@@ -448,7 +451,8 @@ class _Study:
         weights = elements(self.layers)
         held = weights * (self.item + (self.item + self.state) / data) / (m * k * n)
         seconds = cost.seconds(links)
-        if way.recipe == "ring":  # keys and values go round, with their gradients on the way back
+        if way.recipe == "ring":
+            # keys and values go round, with their gradients on the way back
             p, own = mesh["s"], self.batch // mesh.get("data", 1) * self.sequence
             seconds += 3 * (p - 1) / p * own * self.keys * self.item * links["s"].beta
         if data > 1:
@@ -489,7 +493,8 @@ class _Study:
             found[count, remat] = self._measured(replace(way, accumulate=count), remat)
             known, best = (self._best(way, found, keys) for keys in (list(found), every))
             if known.fits and best.seconds > 0.95 * known.seconds:
-                break  # no estimate is more than 5 % better
+                # no estimate is more than 5 % better
+                break
             count, remat = best.way.accumulate, best.way.remat
             if (count, remat) in found:
                 break
@@ -543,7 +548,8 @@ class _Study:
         # temporaries do not grow with the number of layers: take those of the largest small model
         held = max(last["saved"], last["parameters"])
         whole["temporary"] = max(last["transient"] - held, 0)
-        for of, name in (("parameters", "layer"), ("saved", "kept")):  # of one layer
+        for of, name in (("parameters", "layer"), ("saved", "kept")):
+            # of one layer
             whole[name] = max((f[of] - first[of] for f in found[1:]), default=0)
         return whole
 
@@ -553,7 +559,8 @@ class _Study:
         """Run one of the smaller models on the meta device."""
         with record(**way.mesh) as mesh:
             make = getattr(recipes, way.recipe)
-            if way.recipe not in ("ddp", "ring"):  # these take the whole of each parameter
+            if way.recipe not in ("ddp", "ring"):
+                # these take the whole of each parameter
                 make = partial(make, inputs=dims)
             rules = make(model, mesh)
             apply, params = parallelize(model, rules, mesh=mesh, pad=True, remat=remat)
@@ -565,7 +572,8 @@ class _Study:
         for late, t in enumerate((found.forward, found.backward)):
             for e in t.events:
                 summed = e.kind == "psum" and set(e.axis.split()) <= set(way.copies)
-                of = "reduced" if late and summed else "own"  # of gradients, or all others
+                # of gradients, or all others
+                of = "reduced" if late and summed else "own"
                 out[f"{of} bytes {e.axis}"] += float(e.bytes)
                 out[f"{of} messages {e.axis}"] += e.messages
         out |= {"parameters": found.parameters, "saved": found.saved, "transient": found.transient}

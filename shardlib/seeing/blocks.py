@@ -169,7 +169,8 @@ def grids(x: Tensor, dims: tuple[int, int] | None = None) -> list[PieceGrid]:
     cut = any(len(whole[d]) > _MOST for d in (*front, *shown))
     every = frozenset(range(math.prod(mesh.values())))
     one = [_Interval(0, 1, every)]
-    down, across = ([one, one] + [pieces[d] for d in shown])[-2:]  # one row of a vector
+    # one row of a vector
+    down, across = ([one, one] + [pieces[d] for d in shown])[-2:]
     # where the padding begins; a scalar has none
     rows, columns = [*(true[d] for d in shown[:1] + shown[-1:]), 1, 1][:2]
     out = []
@@ -200,7 +201,8 @@ def _asked(x: Tensor, dims: tuple[int, int]) -> list[int]:
     return [d % x.ndim for d in dims]
 
 
-_MOST = 64  # the most pieces of a dimension that are drawn
+# the most pieces of a dimension that are drawn
+_MOST = 64
 
 
 @dataclass(frozen=True)
@@ -372,7 +374,8 @@ def _write(
 ) -> None:
     """Write a piece's ranks and coordinates where they fit."""
     text = piece.name(4)
-    size = min(7.5, 100 * height)  # smaller in a thin band, down to a readable size
+    # smaller in a thin band, down to a readable size
+    size = min(7.5, 100 * height)
     if width <= 0.03 * len(text) or size <= 4:
         return
     if piece.label and height > 0.2 and width > 0.03 * len(piece.label):

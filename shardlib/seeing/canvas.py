@@ -14,9 +14,11 @@ from typing import Any, BinaryIO
 
 from shardlib.errors import BadArgument, Unsupported
 
-INK = "#808080"  # 4 : 1 on white, 5 : 1 on black
+# 4 : 1 on white, 5 : 1 on black
+INK = "#808080"
 
-PALETTE = (  # white text is readable on them
+# white text is readable on them
+PALETTE = (
     "#4c78a8", "#e0883c", "#4f9d5b", "#c8504b", "#8a6bb8", "#9a7b4f", "#c46aa8", "#3f9fb5",
     "#8f9a2f", "#6f7fcf", "#b5772f", "#5f8f7f",
 )  # fmt: skip
@@ -159,7 +161,8 @@ class Picture:
 MARK = "written by shardlib.seeing"
 """Words near the beginning or the end of every file that ``save`` writes."""
 
-_MARKED = {".png": "Software", ".svg": "Creator", ".pdf": "Creator"}  # key of metadata
+# key of metadata
+_MARKED = {".png": "Software", ".svg": "Creator", ".pdf": "Creator"}
 _EDGE = 1 << 16  # bytes
 
 
@@ -190,7 +193,8 @@ def replacing(file: str | Path, fix: str) -> Iterator[BinaryIO]:
     """
     refuse_foreign(file, "save", fix)
     place = os.path.realpath(file)  # through links
-    if os.path.exists(place) and not os.path.isfile(place):  # a device; or a directory, refused
+    if os.path.exists(place) and not os.path.isfile(place):
+        # a device; or a directory, refused
         with open(place, "wb") as f:
             yield f
         return

@@ -464,7 +464,8 @@ def _arrows(frame: Frame) -> list[_Arrows]:
     ]
 
 
-_BEND, _ABOVE = 0.18, 0.48  # curvature of an arrow; free space above and below the ranks
+# curvature of an arrow; free space above and below the ranks
+_BEND, _ABOVE = 0.18, 0.48
 
 
 def _draw(panel: Any, frame: Frame, at: list[Spot]) -> None:
@@ -499,7 +500,8 @@ def _laid(frame: Frame, at: list[Spot]) -> tuple[list[tuple[_Arrows, Spot]], tup
     """
     arrows = _arrows(frame)
     out: dict[int, Spot] = {}
-    taken = [(x, y, 0.13, 0.13) for x, y in at]  # middle, half a width, half a height
+    # middle, half a width, half a height
+    taken = [(x, y, 0.13, 0.13) for x, y in at]
     for i in sorted(range(len(arrows)), key=lambda i: _length(arrows[i], at)):
         arrow = arrows[i]
         half = 0.035 * len(arrow.label) + 0.03
@@ -557,7 +559,8 @@ def _svg(frame: Frame, at: list[Spot], scale: float = 84.0) -> str:
             (ax, ay), (bx, by) = at[sender], at[to]
             middle = ((ax + bx) / 2 + _BEND * (by - ay), (ay + by) / 2 - _BEND * (bx - ax))
             length = math.hypot(bx - ax, by - ay) or 1.0
-            cut = 0.19 / length  # the arrow ends at the circle
+            # the arrow ends at the circle
+            cut = 0.19 / length
             tip = (bx + (middle[0] - bx) * 2 * cut, by + (middle[1] - by) * 2 * cut)
             (x0, y0), (xm, ym), (x1, y1) = spot(at[sender]), spot(middle), spot(tip)
             out.append(

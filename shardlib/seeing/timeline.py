@@ -347,7 +347,8 @@ class Timeline:
         from matplotlib.patches import Patch
 
         panel = axes[0][0]
-        gap = 0.0015 * 1e3 * self.seconds  # between bars, to separate those of one colour
+        # between bars, to separate those of one colour
+        gap = 0.0015 * 1e3 * self.seconds
         shades = self._shades()
         used: dict[str, str] = {}
         for row, (_, spans) in enumerate(shown):
@@ -519,11 +520,15 @@ class Recording(Timeline, Trace):
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.zero = time.perf_counter()
         self.inside: _Open | None = None  # the operation that runs
-        self.back: _Open | None = None  # the one whose gradient runs
-        self.passes = -1  # id of the last backward pass
+        # the one whose gradient runs
+        self.back: _Open | None = None
+        # id of the last backward pass
+        self.passes = -1
         self.heard = True
-        self.device: torch.device | None = None  # the accelerator whose streams are timed
-        self.origin: tuple[float, Moment] | None = None  # one moment on both clocks
+        # the accelerator whose streams are timed
+        self.device: torch.device | None = None
+        # one moment on both clocks
+        self.origin: tuple[float, Moment] | None = None
         # begin and end of each span, on the device
         self.moments: list[tuple[Moment, Moment] | None] = []
 
@@ -559,7 +564,8 @@ class Recording(Timeline, Trace):
         now.named.__exit__(None, None, None)
         now.named = None
         moved = self.events[now.event :]
-        if now.span.kind != "operation":  # a phase counts no transfers, a collective its own
+        if now.span.kind != "operation":
+            # a phase counts no transfers, a collective its own
             moved = moved[: now.span.kind == "collective"]
         if keep or moved:
             self.spans.append(replace(
@@ -624,7 +630,8 @@ class Recording(Timeline, Trace):
         if self.inside is not None or not self.heard or _runs_backward(func):
             return run(func, args, kwargs)
         backward = backward_now() != -1
-        if backward:  # recomputation: the gradient before it has ended
+        if backward:
+            # recomputation: the gradient before it has ended
             self.end(self.back)
         module = self.paths.now()
         line = user_line()

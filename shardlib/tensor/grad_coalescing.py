@@ -50,7 +50,8 @@ class Together:
         self.open = False
         for raw in self.raws:
             del raw.together
-        self.raws = []  # so that no block is kept alive from here
+        # so that no block is kept alive from here
+        self.raws = []
 
     def takes(self, i: int) -> bool:
         """Check whether leaf ``i``'s gradient may come later: plain backward and no hook on it."""
@@ -82,7 +83,8 @@ class Together:
             self._post(key)
         found: dict[int, Tensor] = {}
         for wait in (*self.flying, *self.owed):
-            for i, g in wait():  # a leaf used in several places has a gradient from each
+            for i, g in wait():
+                # a leaf used in several places has a gradient from each
                 found[i] = found[i] + g if i in found else g
         self.flying, self.owed = [], []
         return found

@@ -53,7 +53,8 @@ class Wide:
         task = backward_now()
         if self.task == task and self.sum is not None:
             self.sum += g
-        else:  # a sum left by another backward that never reached the summing node is dropped
+        else:
+            # a sum left by another backward that never reached the summing node is dropped
             self.task, self.sum = task, g
 
     def take(self, g: Tensor | None) -> Tensor | None:
@@ -120,7 +121,8 @@ class _Sum(Local):
         ctx.mesh, ctx.axes = mesh, axes
         with bind(mesh):
             out = unwrap(psum(wrap(raw, mesh), axes, out=narrow, wire=wire))
-        return out.clone() if out._is_view() else out  # autograd refuses writes to an alias
+        # autograd refuses writes to an alias
+        return out.clone() if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> Grads:

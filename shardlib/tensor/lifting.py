@@ -106,7 +106,8 @@ def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
     if not holds_values(mesh):
         raw = x.to("meta")
     elif x.is_meta:
-        raw = copies(x, mesh)  # a module without values, whose values a loader will fill in
+        # a module without values, whose values a loader will fill in
+        raw = copies(x, mesh)
     elif spans_processes(mesh):
         if x.ndim and x.device.type != mesh.device.type:
             raw = x.to(mesh.device)

@@ -86,7 +86,8 @@ class Unfit(Exception):
 
 
 _TAKES: dict[Any, tuple[int, Padding | None]] = {}
-_ANY: set[Any] = set()  # functions that take all operands: the dispatcher need not look at theirs
+# functions that take all operands: the dispatcher need not look at theirs
+_ANY: set[Any] = set()
 _PADDING, _SKEW, _SUMS = 1, 2, 4
 _KINDS = {"plain": 0, "padding": _PADDING, "skew": _SKEW, "sums": _SUMS, "all": 7}
 
@@ -294,7 +295,8 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def dtype(self) -> torch.dtype:
-        facts = self.facts  # as is_stored, without its call
+        # as is_stored, without its call
+        facts = self.facts
         if facts is None or facts.read is None:
             return self.raw.dtype
         return torch.Tensor.dtype.__get__(self)
@@ -337,7 +339,8 @@ class ShardedTensor(torch.Tensor):
             return cast(_guarded(implementation), func, args, given, known=func in TABLE)
         try:
             return implementation(func, args, given)
-        except (Unfit, RuntimeError, *_MISTAKES) as e:  # ShardError is a ValueError
+        except (Unfit, RuntimeError, *_MISTAKES) as e:
+            # ShardError is a ValueError
             return _recovered(e, func, args, given)
 
     def backward(
@@ -387,7 +390,8 @@ class ShardedTensor(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        if func in TABLE:  # a method that reaches dispatch without __torch_function__
+        if func in TABLE:
+            # a method that reaches dispatch without __torch_function__
             return TABLE[func](func, args, kwargs or {})
         if name := transform_called():
             raise no_transform(name, (args, kwargs or {}))
@@ -411,7 +415,8 @@ class ShardedTensor(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        if self.mesh.forked:  # an error raised here, in a queue's feeder thread, would be lost
+        if self.mesh.forked:
+            # an error raised here, in a queue's feeder thread, would be lost
             return _from_a_worker, (typeof(self),)
         if spans_processes(self.mesh):
             why = "a block of a running job cannot be pickled as the whole tensor"
@@ -432,7 +437,8 @@ def _wrapped(raw: Tensor, place: Place) -> ShardedTensor:
     return self
 
 
-_SHOWN = 64  # elements that repr prints, over all simulated ranks
+# elements that repr prints, over all simulated ranks
+_SHOWN = 64
 
 
 def _from_a_worker(text: str) -> None:
@@ -545,8 +551,10 @@ def _repeated(func: Func, args: Args, kwargs: Kwargs) -> object:
                 raise told from e
             raise
         if type(e) not in (RuntimeError, NotImplementedError) or _out_of_memory(e):
-            raise  # of the device or a transport: another run would meet it again
-        return None  # the implementation's error names what torch refuses
+            # of the device or a transport: another run would meet it again
+            raise
+        # the implementation's error names what torch refuses
+        return None
 
 
 def _run(repeat: _Repeat, args: Args, kwargs: dict[str, Any]) -> Any:
@@ -562,7 +570,8 @@ def _run(repeat: _Repeat, args: Args, kwargs: dict[str, Any]) -> Any:
         else:
             out = run(*given)
     if out is given[0]:
-        return args[0]  # torch's function returned its operand, so return ours
+        # torch's function returned its operand, so return ours
+        return args[0]
     return _wrapped(out, place) if isinstance(out, Tensor) else out
 
 
@@ -590,7 +599,8 @@ def _call_key(now: Scope, func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, 
         elif kind in _NUMBERS:
             key += (kind, a)
         elif kind is tuple or kind is torch.Size:
-            for n in a:  # 2.0 and True hash and compare equal to ints but behave differently
+            for n in a:
+                # 2.0 and True hash and compare equal to ints but behave differently
                 if type(n) is not int:
                     return None
             key += (a,)
@@ -726,7 +736,8 @@ def torch_refuses(func: Func, args: Args, kwargs: Kwargs) -> BadArgument | None:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             func(*a, **k)
-    except (NotImplementedError, RecursionError, ArithmeticError):  # some divide by a count of 0
+    except (NotImplementedError, RecursionError, ArithmeticError):
+        # some divide by a count of 0
         return None
     except (*_MISTAKES, ValueError, RuntimeError) as e:
         text = str(e).partition("\n")[0]
@@ -789,7 +800,8 @@ def _of_gradcheck() -> Unsupported | None:
 
 def heard(run: Callable[..., Any], verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a library verb, through the watcher's ``verb`` method if it has one."""
-    if name := under_transform():  # autograd's functions cannot run in it
+    if name := under_transform():
+        # autograd's functions cannot run in it
         raise no_transform(name, args)
     told = getattr(scope().listeners.watcher, "verb", None)
     if told is None:
@@ -820,7 +832,8 @@ def _unpickle(raw: Tensor, place: Any, grad: bool, is_parameter: bool) -> Sharde
         raw.requires_grad_(grad),
         Place(
             Layout.parse(lies),
-            torch.Size(shape or tiled),  # earlier versions wrote None where nothing is padded
+            # earlier versions wrote None where nothing is padded
+            torch.Size(shape or tiled),
             mesh,
             torch.Size(tiled),
             frozenset(deferred),
@@ -831,7 +844,8 @@ def _unpickle(raw: Tensor, place: Any, grad: bool, is_parameter: bool) -> Sharde
     return torch.nn.Parameter(x, requires_grad=grad) if is_parameter else x  # type: ignore[return-value]
 
 
-torch.serialization.add_safe_globals([_unpickle])  # lets torch.load(weights_only=True) read us
+# lets torch.load(weights_only=True) read us
+torch.serialization.add_safe_globals([_unpickle])
 
 
 def _keep_kind(old: ShardedTensor, new: ShardedTensor) -> ShardedTensor:
@@ -912,7 +926,8 @@ def typeof(x: object) -> object:
     if not isinstance(x, Tensor):
         return _of_leaves(typeof, x)
     if is_dtensor(x):
-        nowhere: Any = None  # its type does not name the mesh
+        # its type does not name the mesh
+        nowhere: Any = None
         place = Place(Layout.from_dtensor(x), x.shape, nowhere)
         x = ShardedTensor(torch.empty(0, dtype=x.dtype, device="meta"), place)
     if not isinstance(x, ShardedTensor):
@@ -1045,7 +1060,8 @@ class _Traced:
 
 patch("make_fx", lambda: intercept_proxies(lambda mode: enter(mode, watcher=_Traced()), leave))
 
-_VALUES = frozenset("real imag H mH".split())  # properties that are functions of the values
+# properties that are functions of the values
+_VALUES = frozenset("real imag H mH".split())
 
 
 def _asks_no_value(func: Func) -> bool:

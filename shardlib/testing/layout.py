@@ -26,8 +26,10 @@ from shardlib.testing.compare import alike, close, normal
 
 __all__ = ["check_layout"]
 
-_MOST = 12  # the most ranks of a mesh that is drawn
-_TRIED = 256  # sizes tried until one divides
+# the most ranks of a mesh that is drawn
+_MOST = 12
+# sizes tried until one divides
+_TRIED = 256
 
 
 def check_layout(

@@ -101,7 +101,8 @@ def _equals_dense(text: str, operands: _Operands) -> None:
     y.backward(g)
     a, b = (t.requires_grad_() for t in operands.placed(dense))
     match = operands.match(a, b)
-    if match is None:  # it may refuse the extra dimension
+    if match is None:
+        # it may refuse the extra dimension
         return
     with trace() as forward:
         c = product(a, b)
@@ -136,7 +137,8 @@ def _with_bias(text: str, dense: list[Tensor], operands: _Operands, over: Layout
         low = [t.to(dtype) for t in (*dense, bias)]
         p, q = operands.placed(low[:2])
         if operands.match(p, q) is None:
-            continue  # refused: a sum in half precision that would be rounded at every step
+            # refused: a sum in half precision that would be rounded at every step
+            continue
         got = unshard(F.linear(p, q.mT, shard(low[2], over)))
         alike(f"{text}: the dtype of {dtype} operands' result", got.dtype, dtype)
         x, w, b = (t.double() for t in low)

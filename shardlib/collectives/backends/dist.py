@@ -46,8 +46,10 @@ class _Group(AxisGroup):
 
     index: int
     ranks: tuple[int, ...]
-    places: tuple[int, ...]  # rank within the process group of each flattened index
-    order: tuple[int, ...] | None  # the same, None where it is 0, 1, 2, ...
+    # rank within the process group of each flattened index
+    places: tuple[int, ...]
+    # the same, None where it is 0, 1, 2, ...
+    order: tuple[int, ...] | None
 
     @cached_property
     def handle(self) -> Any:
@@ -87,7 +89,8 @@ def group(mesh: Mesh, axes: Axes) -> _Group:
     )
     at = [mesh.names.index(a) for a in axes]
     pick = tuple(slice(None) if n in axes else mesh.coord[n] for n in mesh.names)
-    kept = sorted(at)  # dims left after picking, in mesh order
+    # dims left after picking, in mesh order
+    kept = sorted(at)
     grid = mesh.device_mesh.mesh[pick].permute(*[kept.index(i) for i in at])
     ranks = tuple(grid.reshape(-1).tolist())
     # torch numbers the ranks of a group in ascending order, the flattened axes may not
@@ -132,7 +135,8 @@ def _summed(blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return out.to(dtype)
 
 
-_LARGE = 1 << 15  # bytes of a block from which our own exchange is faster than gloo's
+# bytes of a block from which our own exchange is faster than gloo's
+_LARGE = 1 << 15
 
 
 def _exchange(out: Tensor, parts: Tensor, g: _Group, own: bool = True) -> list[Any]:
@@ -312,7 +316,8 @@ def _exchanged_sum(parts: Tensor, g: _Group, to: Landing) -> Finish:
         _waited(works, came)
         blocks = [came[i] for i in g.places]
         blocks[g.index] = own
-        blocks = [*blocks[g.index + 1 :], *blocks[: g.index + 1]]  # so that both round alike
+        # so that both round alike
+        blocks = [*blocks[g.index + 1 :], *blocks[: g.index + 1]]
         if half or {b.dtype for b in blocks} != {out.dtype}:
             wide = torch.float32 if half else parts.dtype
             return out.copy_(_summed([b.to(wide) for b in blocks], wide))
@@ -390,7 +395,8 @@ def _round_sum(parts: Tensor, g: _Group, out: Tensor, land: Tensor | None) -> Fi
                 sent.append(send([summed], right, tag))
             elif k + 2 < len(steps):
                 begin(k + 2)
-            sent.popleft().wait()  # the send of two steps ago, whose slot is reused now
+            # the send of two steps ago, whose slot is reused now
+            sent.popleft().wait()
             if k >= 2 and k + per - 2 < len(steps):
                 expect(k + per - 2)
         return out
@@ -457,7 +463,8 @@ def ppermutes(xs: Sequence[Tensor], g: _Group, tables: Sequence[Pairs]) -> list[
     """Permute several at once: NCCL's group call, or on gloo every receive before any send."""
     receives, sends, outs = [], [], []
     for n, (x, pairs) in enumerate(zip(xs, tables, strict=True)):
-        tag = next(g.turns)  # also on ranks that send nothing, so that all count alike
+        # also on ranks that send nothing, so that all count alike
+        tag = next(g.turns)
         source = next((s for s, d in pairs if d == g.index), None)
         target = next((d for s, d in pairs if s == g.index), None)
         if source == g.index:

@@ -93,7 +93,8 @@ def psum_scatter(x: Tensor, g: _StackedGroup, dim: int, wire: torch.dtype | None
     y = g.split(x)
     tiles = dim + 2, (y.shape[1], y.shape[dim + 2] // y.shape[1])
     parts = y.unflatten(*tiles)
-    if wire is not None:  # a rank's own part is not sent, so it is not rounded
+    if wire is not None:
+        # a rank's own part is not sent, so it is not rounded
         own, parts = parts.diagonal(dim1=1, dim2=dim + 2), y.to(wire).to(x.dtype).unflatten(*tiles)
         parts.diagonal(dim1=1, dim2=dim + 2).copy_(own)
     return g.merge(parts.sum(1, dtype=y.dtype).movedim(dim + 1, 1))
@@ -106,7 +107,8 @@ def psum_scatter_into(x: Tensor, g: _StackedGroup, to: Landing) -> Tensor:
     parts = y.unflatten(-1, (p, -1))  # [groups, rank, part, n / p]
     owner = torch.arange(p, device=x.device)
     total = None
-    for i in range(1, p + 1):  # the owner's own part comes last, as in the ring of dist.py
+    for i in range(1, p + 1):
+        # the owner's own part comes last, as in the ring of dist.py
         term = parts[:, (owner + i) % p, owner]
         term = term if to.wire is None or i == p else term.to(to.wire).to(y.dtype)
         total = term if total is None else total + term
@@ -190,7 +192,8 @@ def preduce_into(
 ) -> Finish:
     roots = uploaded(tuple(i for i, place in enumerate(g.places) if place == root), x.device)
     parts = x.to(wire).to(x.dtype)
-    if x.dtype != wire:  # the root's own part is not sent; it and the sum are rounded once
+    if x.dtype != wire:
+        # the root's own part is not sent; it and the sum are rounded once
         parts[roots] = x[roots]
     target[roots] = preduce(parts, g, root)()[roots].to(target.dtype)
     return lambda: target

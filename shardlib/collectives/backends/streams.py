@@ -34,7 +34,8 @@ def side(device: torch.device, kind: str) -> torch.Stream | None:
         return None
     try:
         return torch.Stream(device)
-    except (RuntimeError, NotImplementedError, TypeError):  # a device of one queue
+    except (RuntimeError, NotImplementedError, TypeError):
+        # a device of one queue
         return None
 
 

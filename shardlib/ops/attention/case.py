@@ -39,8 +39,10 @@ from shardlib.tensor import Place, ShardedTensor, call_error, refuse_sums, repli
 Runs = tuple[tuple[Run, ...], ...]
 """For each rank of the ring, the global positions of its rows."""
 
-_RATE = {"cpu": 3e10, "meta": 3e10}  # assumed flops per second, to price compute
-_ACCELERATED = 3e14  # about the bf16 peak of an A100, 312 Tflop/s
+# assumed flops per second, to price compute
+_RATE = {"cpu": 3e10, "meta": 3e10}
+# about the bf16 peak of an A100, 312 Tflop/s
+_ACCELERATED = 3e14
 
 
 class Sizes(NamedTuple):

@@ -90,7 +90,8 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 # ---------------------------------------------------------------- the math block
 
-_ROWS = 256  # rows of scores held at once, a bound on memory
+# rows of scores held at once, a bound on memory
+_ROWS = 256
 
 
 def _heads(x: Tensor, groups: int) -> Tensor:
@@ -278,7 +279,8 @@ def _efficient_backward(
     b: Block, dout: Tensor, dlse: None, out: Tensor, lse: Tensor, wants_bias: bool = False
 ) -> Grads:
     k, v, r = _shared(b)
-    lse = F.pad(_finite(lse), (0, -lse.shape[-1] % 32))  # the kernel reads lse in rows of 32
+    # the kernel reads lse in rows of 32
+    lse = F.pad(_finite(lse), (0, -lse.shape[-1] % 32))
     seed = torch.zeros((), dtype=torch.int64, device=b.q.device)
     asked = [True, True, True, False]
     dq, dk, dv, _ = _ATEN["efficient"][1](
@@ -392,8 +394,10 @@ class ScorePiece(NamedTuple):
         return q * (q + 1) // 2 if self.kind == "causal" else q * k
 
 
-_CALL = 1024  # price of one more kernel call, in scores
-_TILE = 64  # rows of a masked tile, at least
+# price of one more kernel call, in scores
+_CALL = 1024
+# rows of a masked tile, at least
+_TILE = 64
 
 
 @lru_cache(maxsize=4096)

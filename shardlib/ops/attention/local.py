@@ -90,7 +90,8 @@ class LocalQueries:
         """Return this with the queries of some heads alone; ``view`` too gives those heads."""
 
         def some(block: Tensor) -> Tensor:
-            return block if block.shape[1] == 1 else block[:, lo:hi]  # one head serves all
+            # one head serves all
+            return block if block.shape[1] == 1 else block[:, lo:hi]
 
         def view(raw: Tensor) -> Tensor:
             return some(self.view(raw))
@@ -127,7 +128,8 @@ class LocalQueries:
         dtype = acc_dtype(self.q.dtype)
 
         def kept_rows(r0: int, r1: int) -> Tensor:
-            if self.q.is_meta:  # on meta nothing is drawn, and positions are on the CPU
+            if self.q.is_meta:
+                # on meta nothing is drawn, and positions are on the CPU
                 return self.q.new_empty((len(batch), len(heads), r1 - r0, len(k_at)), dtype=dtype)
             kept = keep_mask(row[..., r0:r1, :] * t + k_at, seed, p)
             return kept.to(dtype).div_(1 - p) if p < 1 else kept.to(dtype).zero_()
@@ -203,7 +205,8 @@ class LocalQueries:
             if dbias is not None and g.bias is not None:
                 self.add_bias(dbias, slice(q0, q1), k_at[k0:k1], g.bias)
             new_dk, new_dv = g.k, g.v
-            del g  # dq and dbias are added: free them before keys() receives more
+            # dq and dbias are added: free them before keys() receives more
+            del g
             dk, dv = keys()
             add(dk[:, :, k0:k1], new_dk)
             add(dv[:, :, k0:k1], new_dv)
@@ -379,7 +382,8 @@ def _rows(runs: Runs, rows: int, device: torch.device) -> Tensor:
         held = [i for run in share for i in run.positions]
         for n, i in enumerate(held):
             row[i] = owner * rows + n
-    with torch.inference_mode(False):  # cached: a later backward may save it
+    with torch.inference_mode(False):
+        # cached: a later backward may save it
         return torch.tensor(row, dtype=torch.int64, device=device)
 
 

@@ -365,7 +365,8 @@ class _DocumentNumbers:
     numbers: Tensor
     borders: tuple[int, ...]
     value: Any
-    rising: bool = False  # 0, 1, 2, ... between the borders
+    # 0, 1, 2, ... between the borders
+    rising: bool = False
     there: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod

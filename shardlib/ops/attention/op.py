@@ -164,7 +164,8 @@ class _Attend(Local):
             return (None,) * 6
         dout = torch.zeros_like(out) if dout is None else dout
         given = dout, dlse, out, lse
-        if torch.is_grad_enabled():  # create_graph: the gradient must be differentiable
+        if torch.is_grad_enabled():
+            # create_graph: the gradient must be differentiable
             _check_saved(job)
             return None, *second_gradients(job, (*saved[:3], bias, sink), given)
         wants_bias = bias is not None and ctx.needs_input_grad[4]
@@ -248,7 +249,8 @@ def _dense(
     job: AttentionJob, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     runs = job.plan.k_runs
-    split = len(runs) > 1 and bool(job.plan.case.rows)  # otherwise every rank holds all keys
+    # otherwise every rank holds all keys
+    split = len(runs) > 1 and bool(job.plan.case.rows)
     keys, values = (gathered(job, x, runs) if split else x for x in (k, v))
     t = sum(map(length, runs if split else runs[:1]))
     k_at = torch.arange(t, device=q.device)

@@ -36,7 +36,8 @@ def cannon_ab(
     """Compute C = A B.  a A(i, i+j) [M/row, K/col], b B(i+j, j) [K/row, N/col] -> [M/row, N/col]."""
     q = axis_size(row)
     c = accumulator(a, *a.shape[:-1], b.shape[-1])
-    for t in range(q):  # rank (i, j) holds A(i, i+j+t), B(i+j+t, j)
+    for t in range(q):
+        # rank (i, j) holds A(i, i+j+t), B(i+j+t, j)
         coming = start(shift, a, col, -1) if t < q - 1 else None
         add_product(c, a, b)
         if coming is not None:
@@ -49,7 +50,8 @@ def cannon_abt(c: Tensor, b: Tensor, row: str, col: str, over: Axes = ()) -> Ten
     """Compute A = C B^T.  c [M/row, N/col], b B(i+j, j) [K/row, N/col] -> A(i, i+j-1)."""
     q = axis_size(row)
     a = accumulator(c, *c.shape[:-1], b.shape[-2])
-    for t in range(q):  # rank (i, j) adds to A(i, i+j+t)
+    for t in range(q):
+        # rank (i, j) adds to A(i, i+j+t)
         add_product(a, c, b.mT)
         if t < q - 1:
             a, b = shift(a, col, -1), shift(b, row, -1)
@@ -60,7 +62,8 @@ def cannon_atb(a: Tensor, c: Tensor, row: str, col: str, over: Axes = ()) -> Ten
     """Compute B = A^T C.  a A(i, i+j) [M/row, K/col], c [M/row, N/col] -> B(i+j-1, j)."""
     q = axis_size(row)
     b = accumulator(c, *a.shape[:-2], a.shape[-1], c.shape[-1])
-    for t in range(q):  # rank (i, j) adds to B(i+j+t, j)
+    for t in range(q):
+        # rank (i, j) adds to B(i+j+t, j)
         add_product(b, a.mT, c)
         if t < q - 1:
             b, a = shift(b, row, -1), shift(a, col, -1)

@@ -94,7 +94,8 @@ class Product(Local):
         ctx.call = schedule, mesh, over
         with bind(mesh):
             region = scope().call.region
-            if region is None and not lead(mesh):  # the usual case: storages are blocks
+            if region is None and not lead(mesh):
+                # the usual case: storages are blocks
                 y, *saved = schedule.forward(x, w, bias)
                 ctx.save_for_backward(*saved)
                 return owned(y)
@@ -118,10 +119,12 @@ class Product(Local):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         schedule, mesh, over = ctx.call
         x, w = ctx.saved_tensors
-        if x.is_complex():  # dX = dY W^H, but schedules only transpose, so conjugate here
+        if x.is_complex():
+            # dX = dY W^H, but schedules only transpose, so conjugate here
             x, w = x.conj().resolve_conj(), w.conj().resolve_conj()
         need = ctx.needs_input_grad[3:5]
-        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
+        if torch.is_grad_enabled():
+            # create_graph: the gradients must be differentiable
             return None, None, None, *_recorded(schedule, mesh, over, grads[0], x, w, need), None
         if not lead(mesh):
             with bind(mesh):
@@ -277,7 +280,8 @@ class Panels(NamedTuple):
     """K panels; ``steps``: A's owner along ``col`` and slot there, B's along ``row`` and slot."""
 
     steps: list[tuple[int, int, int, int]]
-    of_a: int  # panels that a rank owns of A, and of B
+    # panels that a rank owns of A, and of B
+    of_a: int
     of_b: int
 
 

@@ -73,7 +73,8 @@ class Streamed(ReadsShared):
     ) -> Gradients:
         """Compute dX of this product alone, whole; dW [K/axis, N] is summed at its owner."""
         x = self.whole(x, need[1])
-        if torch.is_grad_enabled():  # differentiable: gather W instead of sending panels
+        if torch.is_grad_enabled():
+            # differentiable: gather W instead of sending panels
             return gradients(dy, x, w, Cube((), (DimMove((self.axis,), 0),), ()), need)
         dx, rows = None, dy.reshape(-1, dy.shape[-1])
         if need[0]:
@@ -88,7 +89,8 @@ class Streamed(ReadsShared):
         added = nothing
         for k, part in enumerate(x.reshape(-1, x.shape[-1]).chunk(axis_size(self.axis), -1)):
             here = partial_product(part.mT, dy)
-            added()  # the part before this one was sent meanwhile
+            # the part before this one was sent meanwhile
+            added()
             added = sum_into(dw, here, k)
         added()
         return rounded(dw, w.dtype, over, True)

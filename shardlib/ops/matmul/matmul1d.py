@@ -52,7 +52,8 @@ class Matmul1D:
         elif need[0]:
             dx = summed_product(dy, w.mT, over[0])
         if need[1]:
-            if w.ndim < x.ndim:  # leading dimensions of x are rows
+            if w.ndim < x.ndim:
+                # leading dimensions of x are rows
                 x, dy = x.flatten(0, -2), dy.flatten(0, -2)
             dw = summed_product(x.mT, dy, over[1])
         return dx, dw
@@ -61,7 +62,8 @@ class Matmul1D:
 @algorithm("matmul", name="oned", order=0)
 def oned(case: MatmulCase) -> Match | str:
     """Match a contraction not split, or split alike in both: a local product, and a psum."""
-    case.batch()  # refuses batches that lie differently
+    # refuses batches that lie differently
+    case.batch()
     mesh = case.axes
     xk, wk, columns = case.x.dims[-1], case.w.dims[-2], case.w.dims[-1]
     if xk != wk:
@@ -73,7 +75,8 @@ def oned(case: MatmulCase) -> Match | str:
     out = case.rows_by(columns)
     forward = summing(case.bytes_of(out, case.y_shape), xk.axes, mesh)
     over = case.over(out)
-    held = ("vary", over[0]) in case.held  # X's gradient is summed with another product's
+    # X's gradient is summed with another product's
+    held = ("vary", over[0]) in case.held
     backward = summing(case.x_bytes, () if held else columns.axes, mesh)
     backward += summing(case.w_bytes, tuple(row_axes - set(case.w.axes)), mesh)
     kind = "row-parallel" if xk.is_split else "column-parallel" if columns.is_split else "local"

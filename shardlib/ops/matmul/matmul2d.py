@@ -37,7 +37,8 @@ from shardlib.ops.registry import DoesNotFit, Match
 
 Form = Literal["ab", "abt", "atb"]
 
-ROLES: dict[Form, dict[str, str]] = {  # the role each of A, B, C plays in Y = X W
+# the role each of A, B, C plays in Y = X W
+ROLES: dict[Form, dict[str, str]] = {
     "ab": {"A": "x", "B": "w", "C": "y"},
     "abt": {"A": "y", "B": "w", "C": "x"},
     "atb": {"A": "x", "B": "y", "C": "w"},

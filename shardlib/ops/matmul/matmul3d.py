@@ -262,7 +262,8 @@ def movements(case: MatmulCase) -> Movements:
     x_k, w_k = kept[len(case.x.dims) - 1], kept[-2]
     if x_k != w_k or (x_k.is_split and x_k.order != "contiguous"):
         raise DoesNotFit(f"contraction split {x_k} in x and {w_k} in w once they are gathered")
-    whole = (*kept[: len(case.x.dims) - 1], kept[-1])  # Y's layout before the sum over k
+    # Y's layout before the sum over k
+    whole = (*kept[: len(case.x.dims) - 1], kept[-1])
     shape = (*case.x_shape[:-1], case.w_shape[-1])
     out, y_moves, psummed = _scattered(case, whole, summed, shape)
     return Movements(Cube(x_moves, w_moves, y_moves), out, Layout(dims=whole), psummed)
@@ -334,7 +335,8 @@ def _match(case: MatmulCase, save: str) -> Match:
         _moved(cube),
         gathers=True,
         gathered=temporary,
-        shared=more_x if case.more and not held else 0,  # kept for other products as well
+        # kept for other products as well
+        shared=more_x if case.more and not held else 0,
         saved=more_x * keeps_x + more_w * ("w" in save),
         call=partial(_call, cube, shared),
     )

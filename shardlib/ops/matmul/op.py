@@ -435,9 +435,11 @@ class _Biased(Local):
         with bind(mesh):
             g = wrap(grads[0], mesh)
             rows = g.flatten(0, -2)
-            if axes and is_half(grads[0]):  # in fp32, 512 rows at a time to bound the memory
+            if axes and is_half(grads[0]):
+                # in fp32, 512 rows at a time to bound the memory
                 rows = torch.stack([part.float().sum(0) for part in rows.split(512)]).sum(0)
                 rows = rounded(rows, dtype, axes, wire=True)
-            else:  # torch's own sum accumulates in fp32
+            else:
+                # torch's own sum accumulates in fp32
                 rows = rounded(rows.sum(0), dtype, axes)
             return grads[0], unwrap(rows), None, None

@@ -100,7 +100,8 @@ class RingSchedule:
     ) -> Gradients:
         """Compute dX by the other form with W^T; dW is summed as the blocks pass."""
         axis, dim, ways = self.axis, self.dim, self.ways
-        if torch.is_grad_enabled():  # rotate has no gradient, so use two collectives
+        if torch.is_grad_enabled():
+            # rotate has no gradient, so use two collectives
             move = (DimMove((axis,), dim),)
             cube = Cube(move, (), ()) if self.form == "gather" else Cube((), (), move)
             return gradients(dy, x, w, cube, need)

@@ -33,7 +33,8 @@ class Again:
     def __init__(self, moves: tuple[DimMove, ...], over: Axes, mesh: Mesh) -> None:
         self.moves, self.over, self.mesh = moves, over, mesh
         self.readers = self.done = 0
-        self.sum = Wide()  # fp32 sum of half precision gradients
+        # fp32 sum of half precision gradients
+        self.sum = Wide()
         self.wide: Tensor | None = None
 
     def gather(self, raw: Tensor) -> Tensor:

@@ -71,7 +71,8 @@ def summa_abt(
     added = nothing
     for (owner, i, _, _), b_k in zip(steps, arriving, strict=True):
         part = partial_product(c, b_k.wait().mT)  # [M/row, N/col] [K/n, N/col]^T
-        added()  # the part before this one was sent meanwhile
+        # the part before this one was sent meanwhile
+        added()
         added = sum_into(a_cut[i], part, owner)
     added()
     return rounded(a, c.dtype, over, True, bias) if more else a
@@ -173,7 +174,8 @@ class Summa:
         return _FORMS[form, self.stay](p, q, self.row, self.col, self.cuts, over, bias)
 
 
-_SWAPPED = (("abt", "B"), ("atb", "A"))  # results that are transposed after they are rounded
+# results that are transposed after they are rounded
+_SWAPPED = (("abt", "B"), ("atb", "A"))
 
 _FORMS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("ab", "C"): summa_ab,
@@ -204,7 +206,8 @@ def _summa(case: MatmulCase, role: str | None) -> Match | str:
     stay = min(stays, key=lambda s: (summa_words(z.m, z.k, z.n, row, col, s), s != "C"))
     words = summa_words(z.m, z.k, z.n, row, col, stay)
     slices = 1
-    if case.links:  # panels are sliced for the measured latency and bandwidth
+    if case.links:
+        # panels are sliced for the measured latency and bandwidth
         met = [link for axis, link in case.links if axis in (z.row, z.col)]
         seconds = max(k.beta for k in met) * float(words) * case.itemsize * z.copies
         slices = summa_slices(

@@ -240,7 +240,8 @@ class _ChunkTransfers:
 
     def __init__(self, job: AttentionJob, k: Tensor, v: Tensor) -> None:
         self.chunks, self.d = job.plan.chunks, k.shape[-1]
-        kv = torch.cat([k, v], -1) if self.chunks else k  # one transfer for both
+        # one transfer for both
+        kv = torch.cat([k, v], -1) if self.chunks else k
         self.held = {(n, 0): kv.narrow(-2, c.lo, c.hi - c.lo) for n, c in enumerate(self.chunks)}
         self.coming: Coming = {}
 
@@ -347,7 +348,8 @@ def both_ways(q_runs: Runs, k_runs: Runs, mask: Mask, rows: int) -> tuple[RowChu
         return ()
     hulls = _hulls(q_runs, k_runs, mask)
     edges = sorted({0, rows, *(n for hull in hulls.values() for n in hull)})
-    if len(edges) > 9:  # more chunks save fewer bytes than their messages cost
+    if len(edges) > 9:
+        # more chunks save fewer bytes than their messages cost
         edges = [0, rows]
     chunks = []
     for lo, hi in itertools.pairwise(edges):
@@ -386,7 +388,8 @@ def _reach(distances: list[int], p: int, others: bool) -> tuple[int, int]:
     Ties: evenly, or, where ``others`` are sent the other way meanwhile, all forward.
     """
     ahead = sorted(distances)
-    forward = [0, *ahead]  # forward to the i nearest, backward to the rest
+    # forward to the i nearest, backward to the rest
+    forward = [0, *ahead]
     backward = [*(p - distance for distance in ahead), 0]
 
     def cost(hops: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -504,7 +507,8 @@ class PassQ(Engine):
             AttentionMove(rows * z.d * z.itemsize, 1),
             AttentionMove(rows * (z.e + 1) * z.acc_itemsize, 1),
         ]
-        packed = AttentionMove(rows * (z.d + 2 * z.e) * z.itemsize, 1)  # q, dout and out
+        # q, dout and out
+        packed = AttentionMove(rows * (z.d + 2 * z.e) * z.itemsize, 1)
         back = [
             packed,
             AttentionMove(rows * z.acc_itemsize, 1),

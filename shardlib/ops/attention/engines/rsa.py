@@ -105,7 +105,8 @@ class RSA(Engine):
     ) -> Gradients:
         """Compute the gradients: a round of values for the scores', of keys for the queries'."""
         (q, k, v, probs), dtype = saved, acc_dtype(saved[0].dtype)
-        if sink is not None:  # scale by the share of each softmax that the sink does not take
+        if sink is not None:
+            # scale by the share of each softmax that the sink does not take
             probs = probs * -(sink.to(dtype) - given[3]).expm1().unsqueeze(-1).to(probs.dtype)
         ranks, p = local_queries(job, q, bias), job.plan.p
         dscores = torch.zeros_like(probs, dtype=dtype)

@@ -215,7 +215,8 @@ class _Swap:
         self.job, self.sizes = job, job.plan.case.sizes
         self.u, self.heads, self.inner = _swap_of(job.plan)
         self.outer_axes = self.inner.case.axes
-        self.axes = job.axes[len(self.outer_axes) :]  # over which heads are swapped
+        # over which heads are swapped
+        self.axes = job.axes[len(self.outer_axes) :]
 
     def job_between(self) -> AttentionJob:
         """Return the job of the inner plan."""
