@@ -31,6 +31,7 @@ from shardlib._compat import (
 from shardlib.collectives import Stacked, blocks
 from shardlib.errors import ShardError, lettered
 from shardlib.mesh import Mesh, bind
+from shardlib.opspec import Args, Func
 from shardlib.placing import reshard
 from shardlib.tensor import (
     Facts,
@@ -44,7 +45,7 @@ from shardlib.tensor import (
 
 _WRAPPERS: frozenset[type] = frozenset({ShardedTensor, Stacked})
 
-STANDINS: dict[Any, Callable[..., Any]] = {}
+STANDINS: dict[Any, Func] = {}
 """Function class -> its substitute where a wrapper is among its arguments."""
 
 
@@ -105,13 +106,12 @@ class _Whole(_Form):
             g = replicated(g, self.mesh)
         if g.shape != self.shape:
             like = self.output(g.raw.new_empty((), dtype=self.dtype))
+            verb = "expand" if g.shape.numel() < self.shape.numel() else "sum_to_size"
             raise ShardError(
                 f"backward returned a gradient of shape {list(g.shape)} for an input of shape "
                 f"{list(self.shape)}",
                 op=op, operands={"input": typeof(like), "grad": typeof(g)}, mesh=self.mesh,
-                fix="return grad."
-                f"{'expand' if g.shape.numel() < self.shape.numel() else 'sum_to_size'}"
-                f"{tuple(self.shape)}",
+                fix=f"return grad.{verb}{tuple(self.shape)}",
             )  # fmt: skip
         return reshard(g, gradient_place(self.place).layout).raw
 
@@ -156,11 +156,11 @@ class _Context:
 
     def __init__(self, needs: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs
-        self._saved: tuple[Any, ...] = ()
-        self._dirty: tuple[Any, ...] = ()
-        self._constant: tuple[Any, ...] = ()
+        self._saved: Args = ()
+        self._dirty: Args = ()
+        self._constant: Args = ()
         self._fill = True
-        self._read: Callable[[], tuple[Any, ...]] | None = None
+        self._read: Callable[[], Args] | None = None
 
     def save_for_backward(self, *tensors: object) -> None:
         self._saved = tensors
@@ -178,7 +178,7 @@ class _Context:
         self._fill = value
 
     @property
-    def saved_tensors(self) -> tuple[Any, ...]:
+    def saved_tensors(self) -> Args:
         return () if self._read is None else self._read()
 
 
@@ -211,7 +211,7 @@ class _FunctionCall:
         self.args = []
         return tuple(f.raw(outs[i]) for i, f in zip(self.put, self.outs, strict=True))
 
-    def _called(self, values: list[Any]) -> tuple[Any, ...]:
+    def _called(self, values: list[Any]) -> Args:
         """Call the user's forward, in one of torch's two forms; return its results as a tuple."""
         if self.cls.setup_context is NO_SETUP:
             out = self.cls.forward(self.user, *values)
@@ -272,7 +272,7 @@ class _FunctionCall:
             out = [None if g is None else _Final.apply(g, cls.__name__, *near) for g in out]
         return out
 
-    def _blocks(self, found: tuple[Any, ...]) -> list[Tensor | None]:
+    def _blocks(self, found: Args) -> list[Tensor | None]:
         """Return the blocks of the gradients of the tensors among the arguments."""
         name = self.cls.__name__
         if any(g is not None for g in found[self.count :]):
@@ -320,7 +320,7 @@ class _Run(Local):
 _RUNS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
-def _apply(cls: type, args: tuple[Any, ...]) -> object:
+def _apply(cls: type, args: Args) -> object:
     """Run ``cls.apply(*args)`` where a wrapper is among args."""
     if cls in STANDINS:
         return STANDINS[cls](*args)
@@ -345,7 +345,7 @@ def _apply(cls: type, args: tuple[Any, ...]) -> object:
     return out[0] if call.single else tuple(out)
 
 
-def _mixed(name: str, args: tuple[Any, ...], mesh: Mesh) -> ShardError:
+def _mixed(name: str, args: Args, mesh: Mesh) -> ShardError:
     """Make the error of a block of one rank that meets a sharded value."""
     given = lettered(a for a in args if isinstance(a, Tensor))
     names = ", ".join(given)
@@ -359,7 +359,7 @@ def _mixed(name: str, args: tuple[Any, ...], mesh: Mesh) -> ShardError:
     return ShardError("a block and a sharded value meet", op=name, mesh=mesh, fix=fix)
 
 
-def _hid(cls: type, args: tuple[Any, ...], out: object) -> object:
+def _hid(cls: type, args: Args, out: object) -> object:
     """Refuse sharded results of plain arguments that have a gradient, which would be lost."""
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
         raise ShardError(
@@ -393,13 +393,13 @@ class Node:
         given = given if isinstance(given, tuple) else (given,)
         return _each("gradient", forms, given, "backward hook")
 
-    def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
+    def register_prehook(self, hook: Func) -> RemovableHandle:
         def run(grad_outputs: Grads) -> Grads | None:
             return self._raws(self.outs, hook(_each("cotangent", self.outs, grad_outputs)))
 
         return self.node.register_prehook(run)
 
-    def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+    def register_hook(self, hook: Func) -> RemovableHandle:
         def run(grad_inputs: Grads, grad_outputs: Grads) -> Grads | None:
             ins = _each("cotangent", self.ins, grad_inputs)
             return self._raws(self.ins, hook(ins, _each("cotangent", self.outs, grad_outputs)))

@@ -105,7 +105,15 @@ def lines(text: str) -> dict[str, str]:
     return {name: "\n".join(signatures) for name, signatures in found.items()}
 
 
+def _each(form: str, names: str) -> str:
+    """Write each of some names in a form that they share."""
+    return " ".join(map(form.format, names.split()))
+
+
 _INF = float("inf")
+# on accelerators alone
+_WIDE = {"cast": "wide on accelerator"}
+_WIDEST = {"cast": "widest on accelerator"}
 _TABLE: dict[Kind, dict[str, dict[str, Any]]] = {
     "pointwise": {
         "neg __neg__ float double half bfloat16 chalf cfloat cdouble": {"linear": "alone"},
@@ -124,8 +132,8 @@ _TABLE: dict[Kind, dict[str, dict[str, Any]]] = {
         """
         pow __pow__ __rpow__ __rtruediv__ exp expm1 log log2 log10 log1p rsqrt reciprocal asin acos
         tan sinh cosh erfc softplus
-        """: {"cast": "wide on accelerator"},
-        "addcmul addcdiv atan2": {"cast": "widest on accelerator"},
+        """: _WIDE,
+        "addcmul addcdiv atan2": _WIDEST,
         "zeros_like ones_like empty_like full_like": {"ignores": "first"},
     },
     "rows": {
@@ -135,25 +143,24 @@ _TABLE: dict[Kind, dict[str, dict[str, Any]]] = {
         isclose isneginf isposinf isreal ldexp lgamma mvlgamma logaddexp2 logit negative nextafter
         complex polygamma imag rsub sgn signbit sinc subtract multiply divide greater greater_equal
         less less_equal not_equal bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
-        __rlshift__ __rrshift__ __rfloordiv__ __rmod__ threshold broadcast_tensors special.airy_ai
-        special.bessel_j0 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.entr
-        special.erfcx special.exp2 special.expit special.gammainc special.gammaincc special.gammaln
-        special.i0 special.i0e special.i1 special.i1e special.log_ndtr special.ndtr special.ndtri
-        special.modified_bessel_i0 special.modified_bessel_i1 special.modified_bessel_k0
-        special.modified_bessel_k1 special.scaled_modified_bessel_k0
-        special.scaled_modified_bessel_k1 special.spherical_bessel_j0 special.xlog1py special.zeta
-        special.psi special.logit special.sinc special.round special.erf special.digamma
-        special.polygamma special.xlogy special.chebyshev_polynomial_t
-        special.chebyshev_polynomial_u special.chebyshev_polynomial_v
-        special.chebyshev_polynomial_w special.hermite_polynomial_h special.hermite_polynomial_he
-        special.laguerre_polynomial_l special.legendre_polynomial_p
-        special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u
-        special.shifted_chebyshev_polynomial_v special.shifted_chebyshev_polynomial_w
-        """: {},
+        __rlshift__ __rrshift__ __rfloordiv__ __rmod__ threshold broadcast_tensors
+        """
+        + _each(
+            "special.{}",
+            """
+            airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx exp2 expit gammainc gammaincc
+            gammaln i0 i0e i1 i1e log_ndtr ndtr ndtri modified_bessel_i0 modified_bessel_i1
+            modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0
+            scaled_modified_bessel_k1 spherical_bessel_j0 xlog1py zeta psi logit sinc round erf
+            digamma polygamma xlogy chebyshev_polynomial_t chebyshev_polynomial_u
+            chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he
+            laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
+            shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+            shifted_chebyshev_polynomial_w
+            """,
+        ): {},
         "polar": {"cast": "wide on cpu"},
-        "erfinv special.erfc special.erfinv special.expm1 special.log1p": {
-            "cast": "wide on accelerator"
-        },
+        "erfinv special.erfc special.erfinv special.expm1 special.log1p": _WIDE,
         "conj conj_physical real": {"itself": lambda x: not x.is_complex()},
         "positive": {"itself": lambda x: x.dtype is not torch.bool},
         "resolve_conj": {"itself": lambda x: not x.is_conj()},
@@ -164,15 +171,12 @@ _TABLE: dict[Kind, dict[str, dict[str, Any]]] = {
         "amax max": {"fill": -_INF},
         "amin min": {"fill": _INF},
         "prod": {"cast": "wide", "fill": 1},
-        "sum linalg.vector_norm": {"cast": "wide on accelerator", "fill": 0},
-        "std var norm linalg.norm linalg.matrix_norm": {"cast": "wide on accelerator"},
-        "logsumexp special.logsumexp": {"cast": "wide on accelerator", "fill": -_INF},
+        "sum linalg.vector_norm": _WIDE | {"fill": 0},
+        "std var norm linalg.norm linalg.matrix_norm": _WIDE,
+        "logsumexp special.logsumexp": _WIDE | {"fill": -_INF},
     },
     "along": {
-        "softmax special.softmax log_softmax special.log_softmax": {
-            "cast": "wide on accelerator",
-            "fill": -_INF,
-        },
+        "softmax special.softmax log_softmax special.log_softmax": _WIDE | {"fill": -_INF},
         """
         cummax cummin logcumsumexp(input, dim)
         flip(input, *dims: int)
@@ -202,8 +206,8 @@ _TABLE: dict[Kind, dict[str, dict[str, Any]]] = {
         cumsum cumprod(input, dim, *, dtype=None)
         softmin(input, dim: int, _stacklevel=3, dtype=None)
         cosine_similarity(x1, x2, dim=1, eps=1e-8)
-        """: {"cast": "wide on accelerator"},
-        "linalg.cross(input, other, *, dim=-1)": {"cast": "widest on accelerator"},
+        """: _WIDE,
+        "linalg.cross(input, other, *, dim=-1)": _WIDEST,
     },
     "matrices": {
         """
@@ -249,11 +253,15 @@ _TABLE: dict[Kind, dict[str, dict[str, Any]]] = {
     },
     "metadata": {
         """
-        shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ itemsize.__get__
-        is_sparse.__get__ is_quantized.__get__ is_meta.__get__ is_cuda.__get__ is_cpu.__get__
-        is_nested.__get__ size dim numel nelement element_size __len__ __hash__ is_floating_point
-        is_complex is_signed
-        """: {},
+        size dim numel nelement element_size __len__ __hash__ is_floating_point is_complex is_signed
+        """
+        + _each(
+            "{}.__get__",
+            """
+            shape dtype device ndim layout itemsize is_sparse is_quantized is_meta is_cuda is_cpu
+            is_nested
+            """,
+        ): {},
     },
     "own": {
         """
@@ -268,10 +276,10 @@ _TABLE: dict[Kind, dict[str, dict[str, Any]]] = {
         multi_margin_loss kl_div multilabel_margin_loss binary_cross_entropy_with_logits
         """: {"cast": "wide"},
         "binary_cross_entropy avg_pool3d view_as_complex": {"cast": "wide on cpu"},
-        "__rdiv__ dist group_norm layer_norm rms_norm renorm": {"cast": "wide on accelerator"},
+        "__rdiv__ dist group_norm layer_norm rms_norm renorm": _WIDE,
         "cat stack": {"cast": "widest"},
         "concat concatenate index_copy": {"cast": "widest on cpu"},
-        "bilinear cross dot grid_sample scatter_add vdot": {"cast": "widest on accelerator"},
+        "bilinear cross dot grid_sample scatter_add vdot": _WIDEST,
         "tensordot": {"cast": "widest on accelerator", "parts": True},
         "einsum inner": {"parts": True},
         "rand_like randn_like randint_like new_zeros new_ones new_empty new_full": {
@@ -286,8 +294,8 @@ _TABLE: dict[Kind, dict[str, dict[str, Any]]] = {
         "chain_matmul": {"cast": "lower on accelerator"},
         "ctc_loss": {"cast": "wide"},
         "stft": {"cast": "wide on cpu"},
-        "normalize pdist": {"cast": "wide on accelerator"},
-        "index_put": {"cast": "widest on accelerator"},
+        "normalize pdist": _WIDE,
+        "index_put": _WIDEST,
         "rrelu_with_noise pca_lowrank svd_lowrank": {"draws": True},
         "masked_select bincount histc is_nonzero unique_consecutive": {"waits": True},
     },

@@ -27,6 +27,8 @@ from shardlib.opspec import OPERATORS, Args, Func, Kind, Kwargs, OpSpec, homes, 
 from shardlib.tensor import ShardedTensor, Unfit, implements, torch_refuses
 
 Bound = dict[str, Any]
+Labelling = Callable[[Bound], Labels]
+"""Function from a bound call to the labels of its operands."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +36,25 @@ class Declared:
     """Declaration of an operator, for tests of its labels."""
 
     functions: tuple[Any, ...]
-    bind: Callable[..., Bound]
-    labels: Callable[[Bound], Labels]
+    bind: Func
+    labels: Labelling
 
 
 DECLARED: dict[str, Declared] = {}
 """Every declared operator that this torch has, by its name."""
 
 
-def declare(text: str) -> Callable[[Callable[[Bound], Labels]], Callable[[Bound], Labels]]:
+def declare(text: str) -> Callable[[Labelling], Labelling]:
     """Register for every operator of a table the implementation that the decorated labels describe."""
 
-    def enter(labels: Callable[[Bound], Labels]) -> Callable[[Bound], Labels]:
+    def enter(labels: Labelling) -> Labelling:
         _enter(OpSpec(text, "own"), labels)
         return labels
 
     return enter
 
 
-def of_kind(kind: Kind, labels: Callable[[Bound], Labels]) -> None:
+def of_kind(kind: Kind, labels: Labelling) -> None:
     """Register the operators of a kind by the labels that all of them have."""
     for spec in OPERATORS:
         if spec.kind == kind and (kind == "rows" or "(" in spec.names):
@@ -102,7 +104,7 @@ def operator(spec: OpSpec) -> None:
     autocast.forget()
 
 
-def _enter(spec: OpSpec, labels: Callable[[Bound], Labels]) -> None:
+def _enter(spec: OpSpec, labels: Labelling) -> None:
     itself = spec.itself
     for name, signature in spec.entries.items():
         bind = binder(signature) if signature else _bare
@@ -127,7 +129,7 @@ def _bare(*args: object, **kwargs: object) -> Bound:
 
 def by_signature(
     signature: str, *funcs: Func, along_dim: bool = False, **how: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Func], Func]:
     """Register an implementation that takes torch's function, then the arguments of its signature.
 
     ``along_dim``  it works along ``dim``; the other dimensions of its operands may have padding.
@@ -137,7 +139,7 @@ def by_signature(
     if along_dim:
         how["padding"] = beside(the_dim(bind))
 
-    def enter(body: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(body: Func) -> Func:
         def implementation(func: Func, args: Args, kwargs: Kwargs) -> object:
             return body(func, *bind(*args, **kwargs).values())
 
@@ -147,7 +149,7 @@ def by_signature(
     return enter
 
 
-def spelled(text: str, takes: str = "all") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def spelled(text: str, takes: str = "all") -> Callable[[Func], Func]:
     """Declare operators as a composition of others: a function of the bound arguments.
 
     It may accept calls that torch refuses, so torch is tried first on meta tensors.
@@ -155,7 +157,7 @@ def spelled(text: str, takes: str = "all") -> Callable[[Callable[..., Any]], Cal
     ``takes``  its operands, as in ``implements``.
     """
 
-    def enter(body: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(body: Func) -> Func:
         for name, signature in lines(text).items():
             implements(*homes(name), takes=takes)(partial(_taken, binder(signature), body))
         return body
@@ -163,9 +165,7 @@ def spelled(text: str, takes: str = "all") -> Callable[[Callable[..., Any]], Cal
     return enter
 
 
-def _taken(
-    bind: Callable[..., Bound], body: Func, func: Func, args: Args, kwargs: Kwargs
-) -> object:
+def _taken(bind: Func, body: Func, func: Func, args: Args, kwargs: Kwargs) -> object:
     call = FlatCall.of(func, *args, **kwargs)
     met = next((x.mesh for x in call.tensors if isinstance(x, ShardedTensor)), None)
 
@@ -231,12 +231,12 @@ def along(bound: Bound) -> Labels:
     return rows(bound, lambda s: where(value, s.ndim))
 
 
-def last(n: int) -> Callable[[Bound], Labels]:
+def last(n: int) -> Labelling:
     """Keep the last ``n`` dimensions whole."""
     return lambda bound: rows(bound, lambda s: set(range(max(0, s.ndim - n), s.ndim)))
 
 
-def leading(n: int, *alike: str) -> Callable[[Bound], Labels]:
+def leading(n: int, *alike: str) -> Labelling:
     """Label all but the last ``n`` dimensions of the first operand, and of ``alike``, rows.
 
     The other operands are whole.
@@ -251,7 +251,7 @@ def leading(n: int, *alike: str) -> Callable[[Bound], Labels]:
     return labels
 
 
-_BY_LABELS: dict[str, Callable[[Bound], Labels]] = {
+_BY_LABELS: dict[str, Labelling] = {
     "pointwise": rows,
     "rows": rows,
     "along": along,

@@ -16,7 +16,7 @@ from shardlib.collectives import block_shape, holds_values, unwrap, wrap
 from shardlib.dtypes import is_half
 from shardlib.errors import BadArgument, ImplicitCommunication, lettered
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Axes, Mesh, bind
 from shardlib.ops.declare import Bound, declare, of_kind, rows
 from shardlib.ops.dims import Labels
 from shardlib.ops.each_rank import FlatCall, each
@@ -69,7 +69,7 @@ def _placed(func: Func, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 @implements(*functions_of("pointwise"), padding=by_position, takes="skew sums")
-def elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def elementwise(func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run a function that acts on each element independently."""
     if kwargs:
         args, kwargs = _placed(func, args, kwargs)
@@ -143,7 +143,7 @@ def _same_place(x: object, y: object) -> bool:
     return p.settled and q.settled
 
 
-def _general(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _general(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     name = func.__name__
     call = FlatCall.of(func, *args, **kwargs)
     mesh = next(a.mesh for a in call.tensors if isinstance(a, ShardedTensor))
@@ -172,7 +172,7 @@ def _keeping(place: Place, values: Sequence[ShardedTensor]) -> Place:
     return place
 
 
-def _partial(name: str, values: list[ShardedTensor]) -> tuple[str, ...]:
+def _partial(name: str, values: list[ShardedTensor]) -> Axes:
     """Return the pending axes of the result; only linear functions may keep a sum pending."""
     pending = [v for v in values if v.sharding.partial]
     if not pending:
@@ -206,7 +206,7 @@ def _is_scaled(name: str, values: list[ShardedTensor]) -> bool:
 
 
 def aligned(
-    op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...] = (), into: bool = False
+    op: str, values: Sequence[ShardedTensor], sums: Axes = (), into: bool = False
 ) -> tuple[list[Tensor], Place]:
     """Return blocks that broadcast locally, and the result's place.
 
@@ -219,7 +219,7 @@ def aligned(
     return [_met(v, raw, over, place, same) if over else raw for v, raw, over in zipped], place
 
 
-def _met(v: ShardedTensor, raw: Tensor, over: tuple[str, ...], place: Place, alike: bool) -> Tensor:
+def _met(v: ShardedTensor, raw: Tensor, over: Axes, place: Place, alike: bool) -> Tensor:
     """Broadcast over axes where ``v`` is replicated; its gradient is summed over them.
 
     ``alike``  whether all operands have its dtype.
@@ -239,8 +239,8 @@ def onto(op: str, values: Sequence[ShardedTensor]) -> list[Tensor]:
 
 
 def brought(
-    op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...] = (), into: bool = False
-) -> tuple[list[Tensor], list[tuple[str, ...]], Place]:
+    op: str, values: Sequence[ShardedTensor], sums: Axes = (), into: bool = False
+) -> tuple[list[Tensor], list[Axes], Place]:
     """Do as ``aligned``, but return axes instead of inserting the psum.
 
     They are the axes over which each operand's gradient must be summed.
@@ -268,7 +268,7 @@ def brought(
     return raws, overs, plan.place
 
 
-def _spread(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
+def _spread(raw: Tensor, mesh: Mesh, axes: Axes, shape: tuple[int, ...]) -> Tensor:
     """Broadcast a half precision block to ``shape``; its gradient is summed in fp32.
 
     The sum is also over ``axes``.
@@ -287,7 +287,7 @@ def _spread(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ..
     return mapped(raw, back, expand)
 
 
-class _PointwisePlan(NamedTuple):
+class _Plan(NamedTuple):
     """Place of the result, and for each operand the layout it is resharded to (None: its own).
 
     ``overs``  the axes over which each operand's gradient is summed.
@@ -296,13 +296,11 @@ class _PointwisePlan(NamedTuple):
 
     place: Place
     targets: tuple[Layout | None, ...]
-    overs: tuple[tuple[str, ...], ...]
+    overs: tuple[Axes, ...]
     moved: tuple[tuple[int, Any], ...]
 
 
-def _planned(
-    op: str, values: Sequence[ShardedTensor], sums: tuple[str, ...], into: bool
-) -> _PointwisePlan:
+def _planned(op: str, values: Sequence[ShardedTensor], sums: Axes, into: bool) -> _Plan:
     mesh, places = values[0].mesh, [v.place for v in values]
     try:
         shape = torch.broadcast_shapes(*(p.shape for p in places))
@@ -320,7 +318,7 @@ def _planned(
     meets = {*out.named, *deferred}
     targets: list[Layout | None] = []
     moved: list[tuple[int, Any]] = []
-    overs: list[tuple[str, ...]] = []
+    overs: list[Axes] = []
     for i, p in enumerate(places):
         layout, s, own = p.layout, p.shape, p.deferred
         front = len(shape) - len(s)
@@ -337,7 +335,7 @@ def _planned(
                 own = frozenset()
         overs.append(real_axes(mesh, meets.difference(target.named, own)))
     place = Place(out, torch.Size(shape), mesh, deferred=deferred)
-    return _PointwisePlan(place, tuple(targets), tuple(overs), tuple(moved))
+    return _Plan(place, tuple(targets), tuple(overs), tuple(moved))
 
 
 def _token(d: int, n: int, places: list[Place]) -> Dim:
@@ -352,17 +350,15 @@ def _token(d: int, n: int, places: list[Place]) -> Dim:
 
 
 def _refused(
-    op: str, i: int, moved: float, plan: _PointwisePlan, values: Sequence[ShardedTensor]
+    op: str, i: int, moved: float, plan: _Plan, values: Sequence[ShardedTensor]
 ) -> ImplicitCommunication:
-    name, result = list(lettered(values))[i], str(plan.place.layout)
-    why, fix = (
-        f"{name} lies otherwise than the result",
-        f"sl.reshard({name}, {str(plan.targets[i])!r})",
-    )
-    return unasked(why, moved, op, fix, *values, result=result)
+    name = list(lettered(values))[i]
+    why = f"{name} lies otherwise than the result"
+    fix = f"sl.reshard({name}, {str(plan.targets[i])!r})"
+    return unasked(why, moved, op, fix, *values, result=str(plan.place.layout))
 
 
-def _once(dims: list[Dim], sums: tuple[str, ...]) -> Layout:
+def _once(dims: list[Dim], sums: Axes) -> Layout:
     """Return a layout with no axis twice: a later dimension loses an axis to an earlier one."""
     seen: set[str] = set(sums)
     kept = []
@@ -372,16 +368,13 @@ def _once(dims: list[Dim], sums: tuple[str, ...]) -> Layout:
     return Layout(tuple(kept), sums)
 
 
-_WRITES = [n.removesuffix("__").removeprefix("__") for n in _NAMES if n.startswith("__")]
-_IN_PLACE = [getattr(Tensor, f"{n}_") for n in (*_NAMES, "copy") if hasattr(Tensor, f"{n}_")] + [
-    f
-    for n in _WRITES
-    if n not in ("eq", "ne") and (f := getattr(Tensor, f"__i{n}__", None)) is not None
-]
+_OPERATORS = [f"__i{n[2:]}" for n in _NAMES if n.startswith("__")]
+_METHODS = [f"{n}_" for n in (*_NAMES, "copy")]
+_IN_PLACE = [getattr(Tensor, n) for n in (*_METHODS, *_OPERATORS) if hasattr(Tensor, n)]
 
 
 @implements(*_IN_PLACE, padding=by_position, takes="skew sums")
-def in_place(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def in_place(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Change the block in place; the result must have the tensor's own layout."""
     args, kwargs = _placed(func, args, kwargs)
     x, op = args[0], func.__name__

@@ -231,10 +231,7 @@ def refuse_draws(call: FallbackCall) -> object:
     """Refuse functions that draw random numbers, which have no whole operand to agree on."""
     if not draws(call.func, call.args, call.kwargs):
         return NEXT
-    why = (
-        "this draws random numbers from each rank's own generator, and the ranks' copies would "
-        "differ"
-    )
+    why = "this draws random numbers from each rank's own generator, so the copies would differ"
     raise call_error(Unsupported, why, call.name, "torch.rand_like(x)", tensor=call.ours[0])
 
 
@@ -450,10 +447,7 @@ def _stored(x: object, value: object, op: str) -> Tensor:
             "a plain tensor cannot take a sharded value", op=op, fix="x = sl.shard(x, '...')"
         )
     if x.shape != value.shape or not torch.can_cast(value.dtype, x.dtype):
-        why = (
-            f"a result of shape {list(value.shape)} and dtype {value.dtype} cannot be written to "
-            "this tensor"
-        )
+        why = "a result of this shape and dtype cannot be written to this tensor"
         raise call_error(BadArgument, why, op, tensor=x, result=value)
     return x.copy_(value)
 

@@ -48,9 +48,9 @@ def _title(func: Func) -> str:
     if listed := torch.overrides.resolve_name(func):
         return listed
     name = getattr(func, "__name__", "f")
-    if (
-        inspect.isbuiltin(func) and getattr(torch, name, func) is not func and name not in _SPREAD
-    ):  # torch's function of this name is in Python, and takes
+    wrapped = getattr(torch, name, func) is not func and name not in _SPREAD
+    if inspect.isbuiltin(func) and wrapped:
+        # torch's function of this name is in Python, and takes
         # other arguments than the aten function that it calls
         return f"torch.ops.aten.{name}"
     module = getattr(func, "__module__", None) or "torch"

@@ -17,7 +17,7 @@ from shardlib.collectives.types import blocks, flat_blocks, spans_processes, unw
 from shardlib.collectives.verbs import pmax, psum
 from shardlib.errors import PlainTensor, ShardError
 from shardlib.layouts import Layout
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Axes, Mesh, bind
 from shardlib.ops.declare import by_signature
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.gradients import real_axes
@@ -120,7 +120,7 @@ def _norms(func: Func, xs: Sequence[Any], order: float, dtype: torch.dtype | Non
     flat = [flat_blocks(x.raw.detach(), mesh) for x in xs]
     local = [torch.linalg.vector_norm(x, order, -1, dtype=dtype) for x in flat]
     out: list[Any] = [None] * len(xs)
-    groups: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[Axes, list[int]] = {}
     for i, x in enumerate(xs):
         groups.setdefault(real_axes(mesh, x.sharding.axes), []).append(i)
     for axes, members in groups.items():
@@ -144,7 +144,7 @@ def _takes(xs: Sequence[Any], order: float) -> bool:
     return order > 0 and not _tracked([xs])
 
 
-def _over(parts: Tensor, mesh: Mesh, axes: tuple[str, ...], order: float) -> Tensor:
+def _over(parts: Tensor, mesh: Mesh, axes: Axes, order: float) -> Tensor:
     """Return the norms of what all ranks along ``axes`` hold, from the norms of their parts."""
     with bind(mesh):
         if order == float("inf"):

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from shardlib._compat import intercept_init, patch
 from shardlib.collectives import blocks
@@ -48,7 +48,7 @@ def _kaiming(
     a: float = 0,
     mode: str = "fan_in",
     nonlinearity: Any = "leaky_relu",
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
 ) -> Tensor:
     if 0 in tensor.shape:
         return tensor
@@ -74,26 +74,19 @@ def trunc_normal_(
     std: float = 1.0,
     a: float = -2.0,
     b: float = 2.0,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
 ) -> ShardedTensor:
     """Draw one number per element, by the inverse of the normal distribution between a and b.
 
     Unlike rejection, this draws each number once.
     """
     refuse_sums("trunc_normal_", x)
-    low, high = (
-        torch.special.ndtr(torch.tensor((v - mean) / std, dtype=torch.float64, device="cpu")).item()
-        for v in (a, b)
-    )
+    ends = torch.tensor([(v - mean) / std for v in (a, b)], dtype=torch.float64, device="cpu")
+    low, high = torch.special.ndtr(ends).tolist()
     # fp64 has few digits left near 1, so mirror an upper tail to the lower one
     flip = low > 0.5
     if flip:
-        low, high = (
-            torch.special.ndtr(
-                torch.tensor((mean - v) / std, dtype=torch.float64, device="cpu")
-            ).item()
-            for v in (b, a)
-        )
+        high, low = torch.special.ndtr(-ends).tolist()
 
     def make(h: Tensor) -> Tensor:
         z = torch.special.ndtri(open_unit(h).mul_(high - low).add_(low))
@@ -104,7 +97,7 @@ def trunc_normal_(
 
 
 def orthogonal_(
-    x: ShardedTensor, gain: float = 1.0, generator: torch.Generator | None = None
+    x: ShardedTensor, gain: float = 1.0, generator: Generator | None = None
 ) -> ShardedTensor:
     """Factor the same whole matrix on every rank, and keep its block; it needs memory for all."""
     refuse_sums("orthogonal_", x)
@@ -161,7 +154,7 @@ def eye_(x: ShardedTensor) -> ShardedTensor:
 
 
 def sparse_(
-    x: ShardedTensor, sparsity: float, std: float = 0.01, generator: torch.Generator | None = None
+    x: ShardedTensor, sparsity: float, std: float = 0.01, generator: Generator | None = None
 ) -> ShardedTensor:
     """Draw normal numbers, and set the share ``sparsity`` of each column's rows to zero.
 
@@ -183,11 +176,8 @@ def sparse_(
         for at in range(0, columns.shape[-1], 1024):
             some = columns[..., at : at + 1024]
             # every rank draws whole columns, so all choose the same zeros; 1024 bound the memory
-            most = (
-                bits(every[:, None] * x.shape[1] + some, key)
-                .kthvalue(zeros, -2, keepdim=True)
-                .values
-            )
+            numbers = bits(every[:, None] * x.shape[1] + some, key)
+            most = numbers.kthvalue(zeros, -2, keepdim=True).values
             gone = bits(rows * x.shape[1] + some, key) <= most
             x.raw[..., at : at + 1024].masked_fill_(gone, 0.0)
     return x

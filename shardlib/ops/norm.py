@@ -42,7 +42,7 @@ from shardlib.kernels.norm import (
     norm_stats,
     serves,
 )
-from shardlib.mesh import Mesh, bind
+from shardlib.mesh import Axes, Mesh, bind
 from shardlib.ops.elementwise import brought
 from shardlib.ops.padding import beside
 from shardlib.ops.signatures import binder
@@ -51,7 +51,6 @@ from shardlib.tensor.gradients import vary, vjp_again, widened
 from shardlib.tensor.lifting import lifted
 from shardlib.tensor.tensor import ShardedTensor, Unfit, blockwise, call_error, implements
 
-Axes = tuple[str, ...]
 TorchCall = tuple[Func, Args, Kwargs]
 Factor = Tensor | None
 """Scale or shift, if there is one."""
@@ -361,9 +360,8 @@ def _check(op: str, values: list[ShardedTensor], shape: tuple[int, ...]) -> None
 
 
 _LAYER = binder(
-    "layer_norm(input: tensor, normalized_shape, weight: tensor = None, bias: tensor = None, eps: "
-    "number = 1e-5, "
-    "cudnn_enable=True)"
+    "layer_norm(input: tensor, normalized_shape, weight: tensor = None, bias: tensor = None, "
+    "eps: number = 1e-5, cudnn_enable=True)"
 )
 _RMS = binder(
     "rms_norm(input: tensor, normalized_shape, weight: tensor = None, eps: number = None)"

@@ -30,8 +30,7 @@ def _samples(b: Bound) -> Labels:
 
 @declare(
     "instance_norm(input, weight=None, bias=None, running_mean=None, running_var=None, "
-    "use_input_stats=True, "
-    "momentum=0.1, eps=1e-05, cudnn_enabled=True)"
+    "use_input_stats=True, momentum=0.1, eps=1e-05, cudnn_enabled=True)"
 )
 def _instances(b: Bound) -> Labels:
     """Label samples and channels rows: each channel of a sample is normalised independently."""
@@ -78,8 +77,8 @@ def _check(x: Any, factors: tuple[Any, Any], running: tuple[Any, Any], training:
     ):
         raise Unfit("plain running statistics are written to by torch")
     if not x.is_floating_point():
-        raise BadArgument("only floating point is normalised", op="batch_norm",
-                          operands={"tensor": typeof(x)}, fix="x.float()")  # fmt: skip
+        why = "only floating point is normalised"
+        raise call_error(BadArgument, why, "batch_norm", "x.float()", tensor=x)
     dtypes = {x.dtype, wider(x.dtype)}
     for t in (*factors, *running):
         if t is not None and t.dtype not in dtypes:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Generator, Tensor
 
 from shardlib._compat import builtin
 from shardlib.collectives import storage_shape
@@ -31,7 +31,7 @@ from shardlib.ops.counter_rng import (
     then,
     unit,
 )
-from shardlib.ops.declare import by_signature
+from shardlib.ops.declare import Bound, by_signature
 from shardlib.ops.dims import Labels, rows_call
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.signatures import binder
@@ -61,14 +61,10 @@ def _asked(func: Func, x: ShardedTensor, args: Args, kwargs: Kwargs) -> None:
 
 def uniform(low: float, high: float, dtype: torch.dtype) -> Make | Pairs:
     """Return a maker of numbers in [low, high), also after rounding to ``dtype``."""
-    top = (
-        torch.nextafter(
-            torch.tensor(high, dtype=dtype, device="cpu"),
-            torch.tensor(low, dtype=dtype, device="cpu"),
-        ).item()
-        if high > low
-        else low
-    )
+    top = low
+    if high > low:
+        ends = torch.tensor([high, low], dtype=dtype, device="cpu")
+        top = torch.nextafter(*ends).item()
     return then(unit(dtype), lambda u: u.mul_(high - low).add_(low).to(dtype).clamp_(max=top))
 
 
@@ -86,11 +82,10 @@ def cauchy(median: float, sigma: float) -> Make:
 
 def geometric(p: float) -> Make:
     """Return a maker of the number of trials until the first success."""
-    return lambda h: (
-        open_unit(h).log_().div_(math.log1p(-p)).ceil_().clamp_(min=1)
-        if p < 1
-        else torch.ones_like(h)
-    )
+    if p == 1:
+        return torch.ones_like
+    rate = math.log1p(-p)
+    return lambda h: open_unit(h).log_().div_(rate).ceil_().clamp_(min=1)
 
 
 def log_normal(mean: float, std: float, dtype: torch.dtype) -> Make | Pairs:
@@ -132,7 +127,7 @@ def _end(dtype: torch.dtype) -> int:
 
 
 def draw_into(
-    x: ShardedTensor, make: Make | Pairs, generator: torch.Generator | None = None
+    x: ShardedTensor, make: Make | Pairs, generator: Generator | None = None
 ) -> ShardedTensor:
     """Draw ``x``'s elements in place; no second block is made where its memory is dense."""
     raw = x.raw
@@ -161,14 +156,14 @@ def _halved(x: ShardedTensor, std: float) -> float:
     return std / math.sqrt(2) if x.is_complex() else std
 
 
-def _between(b: dict[str, Any], x: ShardedTensor) -> Make:
+def _between(b: Bound, x: ShardedTensor) -> Make:
     """Make integers for random_(), random_(to), random_(from, to); to=None: to the last one."""
     top = _end(x.dtype)
     high = b.get("high", top)
     return integers(b.get("low", 0), top + (x.dtype == torch.int64) if high is None else high)
 
 
-_IN_PLACE: dict[str, Callable[[dict[str, Any], ShardedTensor], Make | Pairs]] = {
+_IN_PLACE: dict[str, Callable[[Bound, ShardedTensor], Make | Pairs]] = {
     "normal_(input, mean=0.0, std=1.0, *, generator=None)": lambda b, x: spread(
         b["mean"], _halved(x, b["std"]), x.dtype.to_real()
     ),
@@ -193,7 +188,7 @@ _IN_PLACE: dict[str, Callable[[dict[str, Any], ShardedTensor], Make | Pairs]] = 
 
 
 def _drawn_in_place(
-    bind: Func, make: Callable[..., Make | Pairs], func: Func, args: Args, kwargs: Kwargs
+    bind: Func, make: Func, func: Func, args: Args, kwargs: Kwargs
 ) -> ShardedTensor:
     x = args[0]
     _asked(func, x, args[1:], kwargs)
@@ -259,9 +254,8 @@ def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     x, p = b["input"], b["p"]
     if not isinstance(x, ShardedTensor):
         why = "a plain tensor cannot take a sharded value in place"
-        raise call_error(
-            ImplicitCommunication, why, "bernoulli_", "x = torch.bernoulli(p)", tensor=x
-        )
+        fix = "x = torch.bernoulli(p)"
+        raise call_error(ImplicitCommunication, why, func, fix, tensor=x)
     if not isinstance(p, Tensor):
         _asked(func, x, args[1:], kwargs)
         return draw_into(x, bernoulli(p), b["generator"])
@@ -270,28 +264,24 @@ def bernoulli_(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
     raws, place = aligned("bernoulli_", [x, p])
     if (place.layout, place.shape) != (x.sharding, x.padded_shape):
         why = "the probabilities lie otherwise than the tensor they are drawn for"
-        raise call_error(
-            ImplicitCommunication, why, "bernoulli_", "torch.bernoulli(p)", tensor=x, p=p
-        )
+        raise call_error(ImplicitCommunication, why, func, "torch.bernoulli(p)", tensor=x, p=p)
     u = _uniforms(x, next_key(x.mesh, b["generator"]))
     x.raw.copy_(u < raws[1])
     return x
 
 
 @by_signature("normal(mean, std=1.0, *, generator=None)", torch.normal, takes="padding skew")
-def normal_of(func: Func, mean: Any, std: Any, generator: torch.Generator | None) -> Tensor:
+def normal_of(func: Func, mean: Any, std: Any, generator: Generator | None) -> Tensor:
     """Draw mean + std z, for tensors that broadcast."""
     held = std.raw if isinstance(std, ShardedTensor) else torch.as_tensor(std)
     if held.numel() and not held.is_meta and held.min() < 0:
-        raise RuntimeError(
-            f"normal expects all elements of std >= 0.0, but found std {float(held.min())}"
-        )
+        least = float(held.min())
+        raise RuntimeError(f"normal expects all elements of std >= 0.0, but found std {least}")
     with torch.no_grad():
         frame = mean + std * 0 if isinstance(std, Tensor) else mean + 0.0
-        z = frame.becomes(
-            drawn(frame, next_key(frame.mesh, generator), gaussian(frame.dtype), frame.dtype)
-        )
-        out = mean + std * z
+        key, dtype = next_key(frame.mesh, generator), frame.dtype
+        z = drawn(frame, key, gaussian(dtype), dtype)
+        out = mean + std * frame.becomes(z)
     return _without_gradient(out, *filter(torch.is_tensor, (mean, std)))
 
 
@@ -359,7 +349,7 @@ _rand = binder(f"rand_like(input, *, {_OPTIONS})")
 _randint = binder(
     f"randint_like(input, high: int, *, {_OPTIONS})\nrandint_like(input, low, high, *, {_OPTIONS})"
 )
-_LIKE: dict[Func, tuple[Func, Func, Callable[..., Make | Pairs]]] = {
+_LIKE: dict[Func, tuple[Func, Func, Func]] = {
     torch.rand_like: (_rand, Tensor.uniform_, lambda t: uniform(0.0, 1.0, t.to_real())),
     torch.randn_like: (
         _rand,
@@ -380,12 +370,13 @@ def like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     ends: tuple[int, ...] = ()
     if "high" in b:
         ends = int(b.get("low", 0)), int(b["high"])
-    elsewhere = b["device"] is not None and torch.device(b["device"]).type != x.raw.device.type
+    device, memory = b["device"], b["memory_format"]
+    elsewhere = device is not None and torch.device(device).type != x.raw.device.type
     why = ""
     if elsewhere or b["layout"] not in (None, torch.strided) or b["pin_memory"]:
         why = "its result lies where the tensor lies, dense"
-    elif b["memory_format"] not in (None, torch.preserve_format, torch.contiguous_format):
-        why = f"the memory format {b['memory_format']}"
+    elif memory not in (None, torch.preserve_format, torch.contiguous_format):
+        why = f"the memory format {memory}"
     if why:
         raise call_error(Unsupported, why, func, f"torch.{func.__name__}(x)", input=x)
     raw = x.raw.new_empty(x.raw.shape, dtype=dtype)
@@ -403,7 +394,7 @@ def like(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     torch.multinomial, Tensor.multinomial, takes="plain",
 )  # fmt: skip
 def multinomial(
-    func: Func, x: ShardedTensor, count: int, again: bool, generator: torch.Generator | None
+    func: Func, x: ShardedTensor, count: int, again: bool, generator: Generator | None
 ) -> ShardedTensor:
     """Draw indices with the row's weights: the largest of log(weight) + Gumbel noise.
 
@@ -423,14 +414,12 @@ def multinomial(
         # -log of an exponential number is Gumbel noise
         return weight - drawn(x, branch(key, lane), exponential(1.0), torch.float64).log_()
 
-    draws, each, least = (
-        1,
-        count,
-        "with replacement=False, not enough non-negative category to sample",
-    )
     if again:
-        draws, each, least = count, 1, "sum of probabilities <= 0"
-    picks = [_largest(x, noise(lane), each) for lane in range(draws)]
+        least = "sum of probabilities <= 0"
+        picks = [_largest(x, noise(lane), 1) for lane in range(count)]
+    else:
+        least = "with replacement=False, not enough non-negative category to sample"
+        picks = [_largest(x, noise(0), count)]
     top = picks[0][0]
     if not raw.is_meta and bool((top[..., -1] == -math.inf).any()):
         raise RuntimeError(f"invalid multinomial distribution ({least})")
@@ -510,8 +499,7 @@ def _each(value: Any, d: int) -> Sequence[Any]:
 def _starts(x: ShardedTensor, d: int) -> Tensor:
     """Draw a number in [0, 1) for each sample, channel and dimension."""
     single = x.ndim == d + 1
-    rows = (*x.sharding.resolve(x.ndim).dims[: x.ndim - d], Dim())
-    layout = Layout((Dim(), *rows) if single else rows)
-    shape = torch.Size(([1] if single else []) + [*x.shape[: x.ndim - d], d])
+    layout = Layout((*[Dim()] * single, *x.dims[:-d], Dim()))
+    shape = torch.Size([*[1] * single, *x.shape[:-d], d])
     block = x.raw.new_empty(storage_shape(x.mesh, *layout.local_shape(shape, x.mesh)))
     return torch.rand_like(ShardedTensor(block, Place(layout, shape, x.mesh)))

@@ -13,12 +13,10 @@ from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import TABLE, Unfit
 
 
-@declare("""
-    lstm(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    gru(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    rnn_tanh(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    rnn_relu(input, hx, params: tensors, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    """)
+@declare(
+    "lstm gru rnn_tanh rnn_relu(input, hx, params: tensors, has_biases, num_layers, dropout, train, "
+    "bidirectional, batch_first)"
+)
 def _recurrent(b: Bound) -> Labels:
     x = b["input"]
     if x.ndim != 3 or (b["dropout"] and b["train"]):

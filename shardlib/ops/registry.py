@@ -23,7 +23,7 @@ from shardlib.cost import Cost
 from shardlib.errors import ImplicitCommunication, NoImplementation, ShardError, similar
 from shardlib.layouts import Layout
 from shardlib.layouts.layout import the_one
-from shardlib.mesh import Entered, Memo, Scope, scope
+from shardlib.mesh import Axes, Entered, Memo, Scope, scope
 from shardlib.opspec import Func
 from shardlib.tensor import call_error
 
@@ -69,13 +69,13 @@ class Match:
     backward: Cost = _FREE
     note: str = ""
     gathers: bool = False
-    over: tuple[tuple[str, ...], ...] = ()
+    over: tuple[Axes, ...] = ()
     gathered: int = 0
     shared: int = 0
     saved: int = 0
     adds: bool = False
     local: bool = False
-    call: Callable[..., Any] | None = None
+    call: Func | None = None
     algorithm: str = ""
 
     @property
@@ -129,14 +129,12 @@ def algorithm(
     """
 
     def enter(match: Answer) -> Answer:
-        known = _ALGORITHMS.get(op, [])
-        place = (
-            order if order is not None else next((a.order for a in known if a.name == name), 100)
-        )
-        others = [a for a in known if a.name != name]
-        _ALGORITHMS[op] = sorted(
-            [*others, _Algorithm(name, match, place, takes)], key=lambda a: (a.order, a.name)
-        )
+        named = {a.name: a for a in _ALGORITHMS.get(op, [])}
+        place = order
+        if place is None:
+            place = named[name].order if name in named else 100
+        named[name] = _Algorithm(name, match, place, takes)
+        _ALGORITHMS[op] = sorted(named.values(), key=lambda a: (a.order, a.name))
         Memo.version += 1
         return match
 
@@ -305,11 +303,12 @@ def _best(verdicts: list[tuple[str, Match | str]], case: Any) -> tuple[str, Matc
     else:
         least = [(n, m) for n, m in alike if m.gathered + m.saved <= room]
     links = dict(getattr(case, "links", ()))
-    return min(
-        least or alike,
-        key=lambda nm: (nm[1].cost.seconds(links), nm[1].cost.messages),
-        default=None,
-    )
+
+    def price(offer: tuple[str, Match]) -> tuple[float, float]:
+        cost = offer[1].cost
+        return cost.seconds(links), cost.messages
+
+    return min(least or alike, key=price, default=None)
 
 
 def decide(op: str, case: Any) -> Match:
@@ -320,27 +319,18 @@ def decide(op: str, case: Any) -> Match:
     asked = dict(scope().policy.pins).get(op)
     verdicts = _verdicts(op, case)
     best = _best(verdicts, case)
+    name, match = best or ("", None)
     if asked is not None:
-        match = dict(verdicts)[asked]
-        if isinstance(match, str):
-            raise NoImplementation(
-                f"{asked} does not fit: {match}",
-                op=op,
-                operands=case.operands(),
-                mesh=dict(case.mesh),
-                fix=f"sl.algorithm({op}={best[0]!r})" if best else case.fix()[0],
-            )
-        return replace(match, algorithm=asked, out=the_one(match.out))
-    if best is None:
-        fix, error = case.fix()
-        raise error(
-            "no algorithm fits these layouts\n" + "\n".join(f"    {n}: {m}" for n, m in verdicts),
-            op=op,
-            operands=case.operands(),
-            mesh=dict(case.mesh),
-            fix=fix,
-        )
-    return replace(best[1], algorithm=best[0], out=the_one(best[1].out))
+        name, match = asked, dict(verdicts)[asked]
+    if isinstance(match, Match):
+        return replace(match, algorithm=name, out=the_one(match.out))
+    fix, error = case.fix()
+    why = "\n    ".join(["no algorithm fits these layouts", *(f"{n}: {m}" for n, m in verdicts)])
+    if asked is not None:
+        error = NoImplementation
+        why = f"{asked} does not fit: {match}"
+        fix = f"sl.algorithm({op}={best[0]!r})" if best else fix
+    raise error(why, op=op, operands=case.operands(), mesh=dict(case.mesh), fix=fix)
 
 
 @dataclass(frozen=True)
@@ -392,13 +382,13 @@ def explain_choice(op: str, case: Any) -> Why:
     return Why(op, case.operands(), best[0] if best else "", tuple(verdicts), notes, both)
 
 
-_CASES: dict[str, Callable[..., Any]] = {}
+_CASES: dict[str, Func] = {}
 
 
-def case_of(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def case_of(op: str) -> Callable[[Func], Func]:
     """Register the function that turns an operation's operands into a case (for ``why``)."""
 
-    def enter(make: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(make: Func) -> Func:
         _CASES[op] = make
         return make
 

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from shardlib.errors import BadArgument, OutOfRange
-from shardlib.opspec import Args, Kwargs
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor import Unfit, call_error
 
 
@@ -57,21 +57,16 @@ _OMITTED = object()
 _ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x2": "other", "self": "input"}
 
 
-def _compiled(line: str) -> Callable[..., dict[str, Any]]:
+def _compiled(line: str) -> Func:
     """Compile one overload as a function of its parameters that returns them by name."""
     tree = ast.parse(f"def {line.strip()}: pass").body[0]
     assert isinstance(tree, ast.FunctionDef), "a signature is one line of a def"
     a = tree.args
     plain = [*a.posonlyargs, *a.args]
-    names = (
-        [p.arg for p in plain]
-        + ([a.vararg.arg] if a.vararg else [])
-        + [p.arg for p in a.kwonlyargs]
-    )
+    several = [a.vararg] if a.vararg else []
+    names = [p.arg for p in (*plain, *several, *a.kwonlyargs)]
+    optional = {p.arg for p in (*plain[len(plain) - len(a.defaults) :], *a.kwonlyargs)}
     checks = []
-    optional = {p.arg for p in plain[len(plain) - len(a.defaults) :]} | {
-        p.arg for p in a.kwonlyargs
-    }
     for p in [*plain, *a.kwonlyargs]:
         if isinstance(p.annotation, ast.Name):
             spare = f"{p.arg} is not None and " if p.arg in optional else ""
@@ -97,18 +92,23 @@ def _compiled(line: str) -> Callable[..., dict[str, Any]]:
     tree.body = [ast.Pass()]
     head = ast.unparse(ast.fix_missing_locations(tree)).rsplit(":", 1)[0]
     body = "\n".join([*checks, "    return {" + ", ".join(f"{n!r}: {n}" for n in names) + "}"])
-    scope: dict[str, Any] = {"_OMITTED": _OMITTED} | {f"_is_{n}": f for n, f in _TYPES.items()}
+    scope: Kwargs = {"_OMITTED": _OMITTED} | {f"_is_{n}": f for n, f in _TYPES.items()}
     exec(f"{head}:\n{body}", scope)
     made = scope[tree.name]
     if a.vararg:
         v = a.vararg.arg
-        inner = made
-        return lambda *args, **kw: inner(*args, **({f"_{v}": kw.pop(v)} if v in kw else {}), **kw)
+
+        def renamed(*args: object, **kwargs: object) -> Kwargs:
+            if v in kwargs:
+                kwargs[f"_{v}"] = kwargs.pop(v)
+            return made(*args, **kwargs)
+
+        return renamed
     return made
 
 
 @cache
-def binder(signature: str) -> Callable[..., dict[str, Any]]:
+def binder(signature: str) -> Func:
     """Return a function (*args, **kwargs) -> arguments by name, by the first line that fits.
 
     Raises: Unfit.
@@ -117,14 +117,14 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
     {'input': 0, 'dim': 1, 'correction': 1}
     """
 
-    def compiled(*args: object, **kwargs: object) -> dict[str, Any]:
+    def compiled(*args: object, **kwargs: object) -> Kwargs:
         """Compile at the first call: compiling all at import would take a third of its time."""
         lines[:] = [_compiled(line) for line in signature.strip().splitlines() if line.strip()]
         return lines[0](*args, **kwargs)
 
-    lines: list[Callable[..., dict[str, Any]]] = [compiled]
+    lines: list[Func] = [compiled]
 
-    def later(error: TypeError, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    def later(error: TypeError, args: Args, kwargs: Kwargs) -> Kwargs:
         for bind in lines[1:]:
             try:
                 return bind(*args, **kwargs)
@@ -137,7 +137,7 @@ def binder(signature: str) -> Callable[..., dict[str, Any]]:
                 return call(*args, **renamed)
         raise Unfit(str(error)) from None
 
-    def call(*args: object, **kwargs: object) -> dict[str, Any]:
+    def call(*args: object, **kwargs: object) -> Kwargs:
         try:
             return lines[0](*args, **kwargs)
         except TypeError as e:
