@@ -111,4 +111,6 @@ def _to(tree: Any, dtype: torch.dtype) -> Any:
         return tree.to(dtype) if eligible else tree
     if isinstance(tree, dict):
         return {k: _to(v, dtype) for k, v in tree.items()}
-    return type(tree)(_to(v, dtype) for v in tree) if type(tree) in (tuple, list) else tree
+    if type(tree) in (tuple, list):
+        return type(tree)(_to(v, dtype) for v in tree)
+    return tree

@@ -80,7 +80,8 @@ class _Whole(_Form):
 
     def __init__(self, x: ShardedTensor, mesh: Mesh) -> None:
         super().__init__(x, mesh)
-        self.shape, self.dtype = x.shape, x.dtype
+        self.shape = x.shape
+        self.dtype = x.dtype
         # not x itself: hooks of autograd may move its saved block
         self.place = x.place
 
@@ -186,7 +187,9 @@ class _FunctionCall:
     """State of one ``cls.apply(*args)``."""
 
     def __init__(self, cls: Any, args: Sequence[Any], mesh: Mesh) -> None:
-        self.cls, self.mesh, self.args = cls, mesh, list(args)
+        self.cls = cls
+        self.mesh = mesh
+        self.args = list(args)
         self.at = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         self.forms = [_form(args[i], mesh) for i in self.at]
         self.count = len(self.args)
@@ -362,12 +365,10 @@ def _mixed(name: str, args: Args, mesh: Mesh) -> ShardError:
 def _hid(cls: type, args: Args, out: object) -> object:
     """Refuse sharded results of plain arguments that have a gradient, which would be lost."""
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-        raise ShardError(
-            "its results are sharded and its arguments are not: their gradient would be lost",
-            op=f"{cls.__name__}.apply",
-            fix=f"{cls.__name__}.apply(x, ...)  "
-            "# each sharded value an argument of its own, not in a list",
-        )
+        op = f"{cls.__name__}.apply"
+        why = "its results are sharded and its arguments are not: their gradient would be lost"
+        fix = f"{op}(x, ...)  # each sharded value an argument of its own, not in a list"
+        raise ShardError(why, op=op, fix=fix)
     return out
 
 
@@ -378,7 +379,9 @@ class Node:
     """Graph node whose hooks receive and return values; for torch's module backward hooks."""
 
     def __init__(self, node: object, ins: list[Any], outs: list[Any]) -> None:
-        self.node, self.ins, self.outs = node, ins, outs
+        self.node = node
+        self.ins = ins
+        self.outs = outs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.node, name)

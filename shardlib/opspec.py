@@ -365,17 +365,17 @@ def records() -> dict[Any, OpSpec]:
 
 def writes(name: str) -> bool:
     """Check by its name whether a function writes to its first operand."""
+    if name.startswith("__i"):
+        return hasattr(Tensor, f"__{name[3:]}")
     if name.startswith("__"):
-        return name == "__setitem__" or (
-            name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
-        )
+        return name == "__setitem__"
     return name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
 
 
 _NO_WRITES = {"requires_grad_", "detach_", "retain_grad_", "share_memory_", "rename_"}
 
 
-def draws(func: Any, args: Any, kwargs: Any) -> bool:
+def draws(func: Func, args: Args, kwargs: Kwargs) -> bool:
     """Check whether a call draws random numbers: torch tags its function nondeterministic_seeded."""
     name = getattr(func, "__name__", "")
     if name in _DRAWS:
@@ -387,9 +387,10 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
         flags = [i for i, a in enumerate(args) if isinstance(a, bool)]
         return bool(flags and args[flags[0] + 2] and args[flags[0] + 3])
     packet = getattr(torch.ops.aten, name, None) if name and not name.startswith("__") else None
-    return packet is not None and any(
-        torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads()[:3]
-    )
+    if packet is None:
+        return False
+    tags = [getattr(packet, o).tags for o in packet.overloads()[:3]]
+    return any(torch.Tag.nondeterministic_seeded in t for t in tags)
 
 
 _DRAWS = frozenset(names_of(draws=True))

@@ -57,6 +57,10 @@ class Pairs:
     make: Make
 
 
+Maker = Make | Pairs
+"""Maker of one number from 64 bits, or of two."""
+
+
 def kept(p: float) -> Pairs:
     """Return a maker of booleans, true with probability 1 - p, to 32 bits."""
     # compared as signed int32, hence the shift by 2^31
@@ -88,7 +92,7 @@ def open_unit(h: Tensor) -> Tensor:
     return (h >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
 
 
-def unit(dtype: torch.dtype) -> Make | Pairs:
+def unit(dtype: torch.dtype) -> Maker:
     """Return a maker of uniform numbers in [0, 1), with as many digits as ``dtype`` has.
 
     In fp64 for fp64, else in fp32.
@@ -107,7 +111,7 @@ def normal(h: Tensor) -> Tensor:
     return torch.special.ndtri(open_unit(h))
 
 
-def gaussian(dtype: torch.dtype) -> Make | Pairs:
+def gaussian(dtype: torch.dtype) -> Maker:
     """Return ``normal`` for fp64; otherwise Box-Muller, two numbers from 64 bits in fp32."""
     if dtype == torch.float64:
         return normal
@@ -123,7 +127,7 @@ def gaussian(dtype: torch.dtype) -> Make | Pairs:
     return Pairs(make)
 
 
-def then(make: Make | Pairs, f: Callable[[Tensor], Tensor]) -> Make | Pairs:
+def then(make: Maker, f: Callable[[Tensor], Tensor]) -> Make | Pairs:
     """Return ``make`` followed by ``f``, which may overwrite the numbers."""
     if isinstance(make, Pairs):
         return Pairs(lambda h: f(make.make(h)))
@@ -134,7 +138,7 @@ def then(make: Make | Pairs, f: Callable[[Tensor], Tensor]) -> Make | Pairs:
 
 
 def drawn(
-    x: ShardedTensor, key: int, make: Make | Pairs, dtype: torch.dtype, out: Tensor | None = None
+    x: ShardedTensor, key: int, make: Maker, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
     """Return the raw blocks of the numbers that ``make`` computes at ``x``'s positions.
 
@@ -168,7 +172,8 @@ def places(x: ShardedTensor) -> list[Where] | None:
 
     None if there are more dimensions than kernels support.
     """
-    size, strides = tuple(x.padded_shape), [1]
+    size = tuple(x.padded_shape)
+    strides = [1]
     for n in reversed(tuple(x.shape)[1:]):
         strides.insert(0, strides[0] * n)
     if len(size) > DIMS:
@@ -178,7 +183,7 @@ def places(x: ShardedTensor) -> list[Where] | None:
     return [box(h, strides[: len(size)], device) for h in held]
 
 
-def _numbers(index: Tensor, key: int, make: Make | Pairs, paired: bool) -> Tensor:
+def _numbers(index: Tensor, key: int, make: Maker, paired: bool) -> Tensor:
     """Return ``make``'s number at each index, or at both positions of each pair."""
     if not isinstance(make, Pairs):
         return make(bits(index, key))
@@ -229,7 +234,8 @@ def _tables(
     """
     sizes = dict(axes)
     held = layout.resolve(len(size)).indices(size, sizes, dict(zip(sizes, coord, strict=True)))
-    stride, out = 1, []
+    stride = 1
+    out = []
     for d in range(len(size) - 1, -1, -1):
         index = held[d]
         ahead = isinstance(index, range)
@@ -258,7 +264,8 @@ def _chunks(tables: tuple[Tensor, ...], device: torch.device) -> Iterator[tuple[
     if 0 in sizes:
         return
     step = _STEP if device.type == "cpu" else math.prod(sizes)
-    cut, columns = len(sizes), 1
+    cut = len(sizes)
+    columns = 1
     while cut and (columns < 128 or columns * sizes[cut - 1] <= step):
         cut -= 1
         columns *= sizes[cut]

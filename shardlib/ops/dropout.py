@@ -16,7 +16,7 @@ from shardlib.kernels import active
 from shardlib.kernels.bits import signed
 from shardlib.kernels.dropout import dropout as by_kernel
 from shardlib.layouts import Dim, Layout
-from shardlib.ops.counter_rng import Make, Pairs, drawn, kept, places, then, unit
+from shardlib.ops.counter_rng import Maker, drawn, kept, places, then, unit
 from shardlib.ops.declare import by_signature
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
@@ -47,7 +47,7 @@ def _checked(name: str, func: Func, x: Any, p: float) -> None:
         func(torch.ones(2, dtype=x.dtype, device="cpu"), p, True)
 
 
-def _keep(x: ShardedTensor, make: Make | Pairs, dtype: torch.dtype, features: bool) -> Tensor:
+def _keep(x: ShardedTensor, make: Maker, dtype: torch.dtype, features: bool) -> Tensor:
     """Draw raw numbers for each element, or for each [sample, channel] with ones beyond."""
     key = next_key(x.mesh)
     if not features:

@@ -130,7 +130,9 @@ def converted(func: Func, args: Args, kwargs: Kwargs) -> object:
 
 def _like(x: object) -> Any:
     """Return a plain tensor that stands for a sharded argument: its dtype and device count."""
-    return torch.empty(0, dtype=x.dtype, device=x.raw.device) if isinstance(x, ShardedTensor) else x
+    if not isinstance(x, ShardedTensor):
+        return x
+    return torch.empty(0, dtype=x.dtype, device=x.raw.device)
 
 
 def _same_place(x: object, y: object) -> bool:
@@ -177,7 +179,8 @@ def _partial(name: str, values: list[ShardedTensor]) -> Axes:
     pending = [v for v in values if v.sharding.partial]
     if not pending:
         return ()
-    axes, linear = pending[0].sharding.partial, _LINEAR.get(name)
+    axes = pending[0].sharding.partial
+    linear = _LINEAR.get(name)
     stays = False
     if linear == "alone":
         stays = len(values) == 1
@@ -307,8 +310,10 @@ def _planned(op: str, values: Sequence[ShardedTensor], sums: Axes, into: bool) -
     except RuntimeError:
         raise call_error(BadArgument, "shapes do not broadcast", op, "", *values) from None
     if into:
-        out, deferred = places[0].layout, places[0].deferred
-        if shape != places[0].shape:
+        first = places[0]
+        out = first.layout
+        deferred = first.deferred
+        if shape != first.shape:
             why = "the result's shape is not that of the tensor it is written to"
             raise call_error(BadArgument, why, op, "", *values)
     else:

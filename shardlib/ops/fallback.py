@@ -85,6 +85,11 @@ class FallbackCall:
         """Return the error for a call that no handler can run."""
         return self.refusal or no_implementation(self.func, self.args, self.kwargs)
 
+    def check(self) -> None:
+        """Raise torch's own refusal of the call, if there is one."""
+        if (refused := torch_refuses(self.func, self.args, self.kwargs)) is not None:
+            raise refused
+
     @cached_property
     def flat(self) -> FlatCall:
         """The call with its arguments flattened."""
@@ -129,7 +134,10 @@ class FallbackCall:
         if at is None:
             return []
         flag = "use_input_stats" if "instance" in self.name else "training"
-        if not (args[5] if len(args) > 5 else given.get(flag, self.func is not F.batch_norm)):
+        used = given.get(flag, self.func is not F.batch_norm)
+        if len(args) > 5:
+            used = args[5]
+        if not used:
             return []
         return [*args[at : at + 2], given.get("running_mean"), given.get("running_var")]
 
@@ -167,14 +175,13 @@ def refuse_no_value(call: FallbackCall) -> object:
 
 def write_out(call: FallbackCall) -> object:
     """Run a call with ``out=``: copy the result to the target."""
-    func, args, kwargs = call.func, call.args, call.kwargs
-    if not isinstance(kwargs.get("out"), Tensor | tuple | list):
+    rest = dict(call.kwargs)
+    out = rest.pop("out", None)
+    if not isinstance(out, Tensor | tuple | list):
         return NEXT
-    out, rest = kwargs["out"], {k: v for k, v in kwargs.items() if k != "out"}
-    if (refused := torch_refuses(func, args, kwargs)) is not None:
-        raise refused
-    with casting(func):
-        result = func(*args, **rest)
+    call.check()
+    with casting(call.func):
+        result = call.func(*call.args, **rest)
     pairs = [(out, result)] if isinstance(out, Tensor) else list(zip(out, result, strict=True))
     for target, value in pairs:
         _refuse_target(call, rest, target, value)
@@ -237,7 +244,8 @@ def refuse_draws(call: FallbackCall) -> object:
 
 def refuse_sparse_gradients(call: FallbackCall) -> object:
     """Refuse sparse gradients, with the call without them as the fix."""
-    args, flags = call.args, ("sparse_grad", "sparse")
+    args = call.args
+    flags = "sparse_grad", "sparse"
     at = _SPARSE.get(call.name, len(args))
     if not (any(map(call.kwargs.get, flags)) or any(args[at : at + 1])):
         return NEXT
@@ -268,8 +276,7 @@ def compute_apart(call: FallbackCall) -> object:
     x = call.values[0]
     if call.name in _UNDERIVED and torch.is_grad_enabled() and x.requires_grad:
         return NEXT
-    if (refused := torch_refuses(call.func, call.args, call.kwargs)) is not None:
-        raise refused
+    call.check()
     try:
         # a clone, since backward may read the values that are overwritten
         old = x.clone() if torch.is_grad_enabled() else x
@@ -285,7 +292,8 @@ def compute_apart(call: FallbackCall) -> object:
 
 def refuse_moves(call: FallbackCall) -> object:
     """Refuse to gather operands outside ``sl.implicit``, or more bytes than it allows."""
-    moved, told = call.moved, call.refusal
+    moved = call.moved
+    told = call.refusal
     most = max(moved.values(), default=0)
     if may_move(most):
         return NEXT
@@ -293,8 +301,7 @@ def refuse_moves(call: FallbackCall) -> object:
         fixed = told.fix not in ("", "sl.unshard(x)")
         if fixed or not isinstance(told, NoImplementation):
             raise told
-    if (refused := torch_refuses(call.func, call.args, call.kwargs)) is not None:
-        raise refused
+    call.check()
     fix = fix_line(call.flat, dict.fromkeys(moved, "..."), most)
     why = f"{call.name} needs whole operands"
     raise unasked(why, sum(moved.values()), call.name, fix, *call.values)
@@ -406,7 +413,8 @@ def _refuse_target(call: FallbackCall, rest: Kwargs, target: Tensor, value: Tens
 def _moves_result(call: FallbackCall, target: Any, value: ShardedTensor) -> ImplicitCommunication:
     """Return the refusal of a result that would move to where it is written."""
     cost = _bytes(value, target.sharding)
-    why, fix = "the result lies otherwise than where it is written", fix_line(call.flat, most=cost)
+    why = "the result lies otherwise than where it is written"
+    fix = fix_line(call.flat, most=cost)
     return unasked(why, cost, call.name, fix, out=target, result=value)
 
 
@@ -424,7 +432,8 @@ def _refuse_mixed(call: FallbackCall) -> None:
 def _refuse_moves_to_plain(call: FallbackCall) -> None:
     cost = max(map(_bytes, call.ours))
     if not may_move(cost):
-        why, fix = "a plain tensor is written to", fix_line(call.flat, most=cost)
+        why = "a plain tensor is written to"
+        fix = fix_line(call.flat, most=cost)
         raise unasked(why, cost, call.name, fix, *call.flat.tensors)
 
 
@@ -522,7 +531,8 @@ def _write(x: ShardedTensor, moved: ShardedTensor, raw: Tensor, name: str, ranks
 
     ``ranks``  the copy holds every rank's.
     """
-    mesh, what = x.mesh, {"tensor": typeof(x)}
+    mesh = x.mesh
+    what = {"tensor": typeof(x)}
     if raw is moved.raw and moved is x:
         return
     refuse_write(x.raw, name, what, mesh)

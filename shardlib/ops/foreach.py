@@ -74,7 +74,8 @@ def _tracked(args: Sequence[Any]) -> bool:
 
 def _on_lists(name: str, func: Func, args: Args, kwargs: Kwargs) -> object:
     """Run a foreach function such as ``_foreach_add_(xs, ys, alpha=2)``."""
-    given, raws = [*args, *kwargs.values()], None
+    given = [*args, *kwargs.values()]
+    raws = None
     sharded = _tensors(args[0]) and all(isinstance(x, ShardedTensor) for x in args[0])
     if sharded and name.strip("_") not in _REDUCES and not _tracked(given):
         raws = _blocks(given)

@@ -100,7 +100,8 @@ class _Normalise(Local):
 
     @staticmethod
     def forward(ctx: Ctx, norm: _RowNorm, x: Tensor, w: Factor, b: Factor) -> Tensor:
-        ctx.norm, ctx.shift = norm, b
+        ctx.norm = norm
+        ctx.shift = b
         out, mean, scale = _forward(norm, x, w, b)
         ctx.save_for_backward(x, w, mean, scale)
         return out
@@ -132,7 +133,8 @@ def _forward(
         found = _kernels(norm, x_raw, w_raw, b_raw)
         if found is not None:
             return found
-    mesh, axes, mean = norm.mesh, norm.axes, None
+    mesh, axes = norm.mesh, norm.axes
+    mean = None
     with bind(mesh):
         x = wrap(x_raw, mesh)
         rows = norm.rows(wide(x))
@@ -243,7 +245,8 @@ def _flat_blocks(
     """Return each rank's rows x [R, H] and factors [H]; None if kernels do not support them."""
     if not active.native(x_raw, *factors):
         return None
-    mesh, tail = norm.mesh, x_raw.shape[x_raw.ndim - len(norm.shape) :]
+    mesh = norm.mesh
+    tail = x_raw.shape[x_raw.ndim - len(norm.shape) :]
     if any(f is not None and block_shape(f, mesh) != tail for f in factors):
         return None
     xs = list(map(norm.rows, blocks(x_raw, mesh)))
@@ -270,7 +273,8 @@ def _whole(norm: _RowNorm, x: Tensor, w: Factor, b: Factor) -> Tensor | None:
     The scale and the shift of half precision values are widened first, so that their gradients are
     summed, over the mesh too, before they are rounded.
     """
-    mesh, (over_x, *overs), run = norm.mesh, norm.overs, None
+    mesh, run = norm.mesh, None
+    over_x, *overs = norm.overs
     if (not x.is_cpu or active.cpu) and norm.single:
         run = apex(_OPS[norm.centre], x)
     if run is None and not norm.centre:

@@ -23,7 +23,7 @@ from shardlib.ops.candidates import best
 from shardlib.ops.counter_rng import (
     DIGITS,
     Make,
-    Pairs,
+    Maker,
     drawn,
     gaussian,
     half_open,
@@ -59,7 +59,7 @@ def _asked(func: Func, x: ShardedTensor, args: Args, kwargs: Kwargs) -> None:
 # ---------------------------------------------------------------- distributions
 
 
-def uniform(low: float, high: float, dtype: torch.dtype) -> Make | Pairs:
+def uniform(low: float, high: float, dtype: torch.dtype) -> Maker:
     """Return a maker of numbers in [low, high), also after rounding to ``dtype``."""
     top = low
     if high > low:
@@ -68,7 +68,7 @@ def uniform(low: float, high: float, dtype: torch.dtype) -> Make | Pairs:
     return then(unit(dtype), lambda u: u.mul_(high - low).add_(low).to(dtype).clamp_(max=top))
 
 
-def spread(mean: float, std: float, dtype: torch.dtype) -> Make | Pairs:
+def spread(mean: float, std: float, dtype: torch.dtype) -> Maker:
     return then(gaussian(dtype), lambda z: z.mul_(std).add_(mean))
 
 
@@ -88,7 +88,7 @@ def geometric(p: float) -> Make:
     return lambda h: open_unit(h).log_().div_(rate).ceil_().clamp_(min=1)
 
 
-def log_normal(mean: float, std: float, dtype: torch.dtype) -> Make | Pairs:
+def log_normal(mean: float, std: float, dtype: torch.dtype) -> Maker:
     return then(gaussian(dtype), lambda z: z.mul_(std).add_(mean).exp_())
 
 
@@ -126,9 +126,7 @@ def _end(dtype: torch.dtype) -> int:
 # ---------------------------------------------------------------- in place
 
 
-def draw_into(
-    x: ShardedTensor, make: Make | Pairs, generator: Generator | None = None
-) -> ShardedTensor:
+def draw_into(x: ShardedTensor, make: Maker, generator: Generator | None = None) -> ShardedTensor:
     """Draw ``x``'s elements in place; no second block is made where its memory is dense."""
     raw = x.raw
     if torch.is_grad_enabled() and raw.requires_grad and raw.is_leaf:
@@ -160,10 +158,12 @@ def _between(b: Bound, x: ShardedTensor) -> Make:
     """Make integers for random_(), random_(to), random_(from, to); to=None: to the last one."""
     top = _end(x.dtype)
     high = b.get("high", top)
-    return integers(b.get("low", 0), top + (x.dtype == torch.int64) if high is None else high)
+    if high is None:
+        high = top + (x.dtype == torch.int64)
+    return integers(b.get("low", 0), high)
 
 
-_IN_PLACE: dict[str, Callable[[Bound, ShardedTensor], Make | Pairs]] = {
+_IN_PLACE: dict[str, Callable[[Bound, ShardedTensor], Maker]] = {
     "normal_(input, mean=0.0, std=1.0, *, generator=None)": lambda b, x: spread(
         b["mean"], _halved(x, b["std"]), x.dtype.to_real()
     ),
@@ -310,28 +310,32 @@ def _counts(x: ShardedTensor, rate: Tensor, key: int) -> Tensor:
     u = _uniforms(x, branch(key, 0))
     term = torch.exp(-rate)
     # P(k >= 200) is below 1e-170 at these rates
-    below, k = term.clone(), 0
+    below = term.clone()
+    k = 0
     while bool((todo := small & (u >= below) & (k < 200)).any()):
         k += 1
         term = term * rate / k
         out += todo
         below = below + term
-    todo, turn = ~small, 1
+    todo = ~small
+    turn = 1
     # constants of PTRS in the paper
     r = rate.clamp(min=10)
     b = 0.931 + 2.53 * r.sqrt()
     a = -0.059 + 0.02483 * b
-    inverse, squeeze = 1.1239 + 1.1328 / (b - 3.4), 0.9277 - 3.6224 / (b - 2)
+    inverse = 1.1239 + 1.1328 / (b - 3.4)
+    squeeze = 0.9277 - 3.6224 / (b - 2)
     while bool(todo.any()):
         u = _uniforms(x, branch(key, turn)) - 0.5
         v = drawn(x, branch(key, turn + 1), open_unit, torch.float64)
         turn += 2
         us = 0.5 - u.abs()
         found = ((2 * a / us + b) * u + r + 0.43).floor()
+        some = found.clamp(min=0)
         # most draws are accepted here, without logarithms
         fast = (us >= 0.07) & (v <= squeeze)
         left = v.log() + inverse.log() - (a / (us * us) + b).log()
-        right = -r + found.clamp(min=0) * r.log() - torch.lgamma(found.clamp(min=0) + 1)
+        right = -r + some * r.log() - torch.lgamma(some + 1)
         good = fast | ((found >= 0) & ~((us < 0.013) & (v > us)) & (left <= right))
         out = torch.where(todo & good, found, out)
         todo = todo & ~good

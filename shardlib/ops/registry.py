@@ -159,7 +159,8 @@ def remove(op: str, name: str) -> None:
 
 
 def _check_known(op: str, name: str, by: str) -> None:
-    names, some = [a.name for a in _ALGORITHMS.get(op, [])], op
+    some = op
+    names = [a.name for a in _ALGORITHMS.get(op, [])]
     if name in names:
         return
     what = f"{op} has {', '.join(names)}"

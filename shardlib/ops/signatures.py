@@ -34,11 +34,17 @@ class ArgumentSlot:
     __slots__ = ("at", "ndim", "shape")
 
     def __init__(self, at: int, shape: Sequence[int]) -> None:
-        self.at, self.shape, self.ndim = at, shape, len(shape)
+        self.at = at
+        self.shape = shape
+        self.ndim = len(shape)
 
 
 def _is_int(v: object) -> bool:
     return isinstance(v, int) and not isinstance(v, bool)
+
+
+def _is_tensor(v: object) -> bool:
+    return isinstance(v, Tensor | ArgumentSlot)
 
 
 # annotation -> whether a value fits; unlike in Python, bool is not an int here
@@ -47,10 +53,8 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "bool": lambda v: isinstance(v, bool),
     "ints": lambda v: _is_int(v) or (isinstance(v, tuple | list) and all(map(_is_int, v))),
     "number": lambda v: isinstance(v, int | float | complex) and not isinstance(v, bool),
-    "tensor": lambda v: isinstance(v, Tensor | ArgumentSlot),
-    "tensors": lambda v: (
-        isinstance(v, tuple | list) and all(isinstance(t, Tensor | ArgumentSlot) for t in v)
-    ),
+    "tensor": _is_tensor,
+    "tensors": lambda v: isinstance(v, tuple | list) and all(map(_is_tensor, v)),
     "none": lambda v: v is None,
 }
 _OMITTED = object()
