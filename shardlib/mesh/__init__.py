@@ -20,6 +20,7 @@ from shardlib.mesh.mesh import (
     Mesh,
     MeshKey,
     MeshLike,
+    Outer,
     Sizes,
     as_mesh,
     auto_mesh,

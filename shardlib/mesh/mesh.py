@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, Never
+from typing import Any, Literal, NamedTuple, Never
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from shardlib.errors import (
 from shardlib.mesh import posted
 from shardlib.mesh.devices import accelerator, backend_of, placed, take_device
 from shardlib.mesh.failures import current_job, join_job
-from shardlib.mesh.memo import Memo
+from shardlib.mesh.memo import GROUPS, Memo
 from shardlib.mesh.process import launched, world_size
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
@@ -68,6 +68,18 @@ class Link:
 
     alpha: float = 2e-5
     beta: float = 1e-9
+
+
+class Outer(NamedTuple):
+    """Mesh around that of one stage of a pipeline, see ``Mesh.without``.
+
+    ``axis``    the axis of ``mesh`` along which the stages are placed.
+    ``copies``  names of parameters of this rank that an earlier stage counts in sums over stages.
+    """
+
+    mesh: "Mesh"
+    axis: str
+    copies: set[str]
 
 
 class Mesh(Mapping[str, int]):
@@ -115,6 +127,8 @@ class Mesh(Mapping[str, int]):
         self.memo = Memo()
         # of random draws; filled by random.py
         self.stream: Any = None
+        # of the mesh of one stage
+        self.outer: Outer | None = None
 
     @property
     def coord(self) -> dict[str, int] | None:
@@ -171,6 +185,24 @@ class Mesh(Mapping[str, int]):
             found = self._known[axes] = math.prod([self.axes[a] for a in axes])
         return found
 
+    def without(self, axis: str) -> "Mesh":
+        """Return the mesh of one stage of a pipeline: the other axes, at this rank's place on it.
+
+        Its ranks are those with the same index on ``axis``; where no other axis is left it has one,
+        "one", of size 1.  All ranks call this together, once.
+
+        >>> import shardlib as sl
+        >>> mesh = sl.simulate(pipe=4, x=2)
+        >>> mesh.without("pipe"), mesh.without("pipe").outer.mesh is mesh
+        (Mesh(x=2, stacked), True)
+        """
+        self.axis_size(axis, "without", "mesh.without({})")
+        # as process groups, it is never dropped: its ranks made it together
+        found = self.memo[GROUPS].get(("without", axis))
+        if found is None:
+            found = self.memo.keep(GROUPS, ("without", axis), _stage_mesh(self, axis))
+        return found
+
     def __getitem__(self, axis: str) -> int:
         return self.axes[axis]
 
@@ -206,6 +238,22 @@ class Mesh(Mapping[str, int]):
     def __exit__(self, *error: object) -> None:
         leave(self)
         _refuse_left(error)
+
+
+def _stage_mesh(mesh: Mesh, axis: str) -> Mesh:
+    axes = {a: n for a, n in mesh.axes.items() if a != axis}
+    grid = mesh.device_mesh
+    if grid is None:
+        new = Mesh(axes or {"one": 1}, kind=mesh.kind, device=mesh.device)
+        new.device_type = mesh.device_type
+    else:
+        if not axes:
+            alone = grid.mesh.reshape(-1, 1)
+            grid = DeviceMesh(grid.device_type, alone, mesh_dim_names=(axis, "one"))
+        new = with_timeout(as_mesh(grid[tuple(axes) or ("one",)]), mesh.timeout)
+    new.links = {a: link for a, link in mesh.links.items() if a != axis}
+    new.outer = Outer(mesh, axis, set())
+    return new
 
 
 def coordinates(sizes: Sizes) -> list[dict[str, int]]:

@@ -358,3 +358,23 @@ def test_a_size_is_an_integer_and_no_truth() -> None:
     for make in (sl.simulate, sl.record):
         with pytest.raises(MeshError, match="positive integers"):
             make(x=True)
+
+
+@pytest.mark.parametrize("axes", [{"pipe": 4}, {"pipe": 2, "x": 2}, {"x": 2, "pipe": 2}])
+def test_the_mesh_of_a_stage_has_the_other_axes(axes: dict[str, int], pool: Any) -> None:
+    others = {a: n for a, n in axes.items() if a != "pipe"} or {"one": 1}
+    inner = sl.simulate(**axes).without("pipe")
+    assert dict(inner) == others and inner.outer is not None and inner.outer.axis == "pipe"
+    for sizes, same, total, mine in pool.run(_stage_sums, **axes):
+        assert sizes == others and same and total == mine
+
+
+def _stage_sums() -> tuple[dict[str, int], bool, float, float]:
+    """Sum the ranks of a stage on its mesh, and by the coordinates of the whole mesh."""
+    mesh = sl.current_mesh()
+    inner = mesh.without("pipe")
+    assert mesh.coord is not None
+    ranks = mesh.device_mesh.mesh.select(mesh.names.index("pipe"), mesh.coord["pipe"])
+    with inner:
+        total = sl.psum(torch.tensor([float(dist.get_rank())]), tuple(inner))
+    return dict(inner), mesh.without("pipe") is inner, total.item(), float(ranks.sum())
