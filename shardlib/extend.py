@@ -5,7 +5,8 @@ checks a case and returns a ``Match`` (the result's layout, its price, a functio
 sentence with the reason why it does not fit.  An algorithm of matmul runs a ``Schedule``; one of
 attention is an ``Engine``: it makes plans, lists their communication, and runs them.
 
-``operator`` declares an operator of torch.library by one record, an ``OpSpec``.
+``operator`` declares an operator of torch.library by one record, an ``OpSpec``.  ``schedule``
+registers a schedule of pipelines: a function that lists the actions of each rank.
 """
 
 from shardlib.cost import Cost, moving, summing
@@ -37,10 +38,12 @@ from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Schedule
 from shardlib.ops.registry import Match, algorithm, remove
 from shardlib.opspec import OpSpec
+from shardlib.pipeline.schedules import register as schedule
 
 __all__ = [
     "At", "AttentionCase", "AttentionJob", "AttentionMove", "AttentionPlan", "Cost", "Engine",
     "LayoutFamily", "LocalQueries", "Mask", "Match", "MatmulCase", "Moves", "OpSpec", "Relation",
     "Run", "Schedule", "add_sink", "algorithm", "gathered", "local_queries", "moving", "operator",
-    "positions", "register_engine", "remove", "scattered", "started", "summing", "sums_like", "viewed",
+    "positions", "register_engine", "remove", "scattered", "schedule", "started", "summing", "sums_like",
+    "viewed",
 ]  # fmt: skip

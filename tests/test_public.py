@@ -39,7 +39,7 @@ MODULES = {
         UnknownParameter Unsupported WrongAxes""",
     "extend": """At AttentionCase AttentionJob AttentionMove AttentionPlan Cost Engine LayoutFamily LocalQueries Mask Match MatmulCase Moves OpSpec Relation Run
         Schedule add_sink algorithm gathered local_queries moving operator positions register_engine remove
-        scattered started
+        scattered schedule started
         summing sums_like viewed""",
     "kernels": "build info use",
     "masks": "ALiBi Bias Causal Documents Full Mask Padding Prefix Window mask_mod",

@@ -1,0 +1,489 @@
+"""Schedules of a pipeline as data: for each rank of the pipe axis, its actions in order.
+
+An *action* has a kind, a stage and a micro-batch: ``F`` forward, ``B`` backward, or in place of B
+first ``I``, the gradient of the stage's inputs, and later ``W``, that of its weights.  Nothing runs
+here: ``schedule`` makes the tables, ``check`` proves that they end, ``timeline`` computes when.
+
+Sources: GPipe arXiv 1811.06965; 1F1B arXiv 1806.03377; interleaved arXiv 2104.04473, section 2.2;
+zero bubble arXiv 2401.10241, sections 2 (ZB-H1) and 6 (ZB-V); DualPipeV, one half of DualPipe in
+arXiv 2412.19437, as in github.com/deepseek-ai/DualPipe.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product, zip_longest
+from operator import index
+from typing import NamedTuple, TypeVar
+
+from shardlib.errors import ShardError, meant, similar
+
+
+class Action(NamedTuple):
+    """Action of a rank: one kind (F, B, I or W) of work for a stage and a micro-batch.
+
+    >>> str(Action("F", 0, 3))
+    'F0.3'
+    """
+
+    kind: str
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.micro}"
+
+
+Row = list[Action]
+Tables = Sequence[Sequence[tuple[str, int, int]]]
+"""Actions of each rank in order; an action may be a plain (kind, stage, micro-batch)."""
+
+Made = TypeVar("Made", bound=Callable[[int, int, int], Tables])
+Needs = Mapping[int, Iterable[int]]
+"""Stages from which each stage receives in forward."""
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """Schedule of a pipeline: the rank of each stage, and the actions of each rank in order."""
+
+    name: str
+    micros: int
+    ranks: tuple[int, ...]
+    tables: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.ranks)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.tables)
+
+    def held(self, rank: int) -> int:
+        """Count the most forwards of a rank that wait for their B or W at a time.
+
+        >>> [schedule("1f1b", 4, 8).held(rank) for rank in range(4)]
+        [4, 3, 2, 1]
+        """
+        return max(accumulate(_HELD[a.kind] for a in self.tables[rank]), default=0)
+
+
+_HELD = {"F": 1, "B": -1, "I": 0, "W": -1}
+
+
+# ------------------------------------------------------------ registry
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Registered maker of tables; the fields as in ``register``."""
+
+    tables: Callable[[int, int, int], Tables]
+    stages_per_rank: int | None
+    ranks: Callable[[int, int], Iterable[int]]
+
+
+_MAKERS: dict[str, _Maker] = {}
+
+
+def loop(p: int, v: int) -> Iterable[int]:
+    """List the ranks of p * v stages that go round the ranks v times.
+
+    >>> list(loop(2, 2))
+    [0, 1, 0, 1]
+    """
+    return [*range(p)] * v
+
+
+def vee(p: int, v: int = 2) -> Iterable[int]:
+    """List the ranks of 2 p stages that go up the ranks and back, in the shape of a V.
+
+    >>> list(vee(2))
+    [0, 1, 1, 0]
+    """
+    return [*range(p), *reversed(range(p))]
+
+
+def register(
+    name: str,
+    stages_per_rank: int | None = None,
+    ranks: Callable[[int, int], Iterable[int]] = loop,
+) -> Callable[[Made], Made]:
+    """Register a pipeline's schedule: a function (p, m, v) that lists the actions of each rank.
+
+    p ranks, m micro-batches, v stages per rank.  An action is (kind, stage, micro-batch), its kind
+    "F" forward, "B" backward, or "I" and later "W", the gradients of inputs and of weights.
+    Whenever it is used the tables are checked, see ``shardlib.pipeline.schedules.check``.  A name
+    of one's own may be registered anew.
+
+    ``stages_per_rank``  the only v that it takes; None for any.
+    ``ranks``  a function (p, v) that lists the rank of each stage; by default they go round.
+    Raises: ShardError for the name of a built-in schedule.
+
+    >>> import shardlib as sl
+    >>> from shardlib.pipeline.schedules import schedule
+    >>> @sl.extend.schedule("one_by_one", stages_per_rank=1)
+    ... def one_by_one(p, m, v):
+    ...     return [[(kind, rank, k) for k in range(m) for kind in "FB"] for rank in range(p)]
+    >>> schedule("one_by_one", 2, 2).held(0)
+    1
+    """
+    fix = "sl.extend.schedule('mine', stages_per_rank=1)"
+    if not (isinstance(name, str) and name):
+        raise ShardError(f"{name!r} is no name", op="extend.schedule", fix=fix)
+    if name in _MAKERS and _MAKERS[name].tables.__module__ == __name__:
+        raise ShardError(f"{name!r} is a built-in schedule", op="extend.schedule", fix=fix)
+    if stages_per_rank is not None and not _is_count(stages_per_rank):
+        why = f"stages_per_rank is a number of stages or None, not {stages_per_rank!r}"
+        raise ShardError(why, op="extend.schedule", fix=fix)
+
+    def enter(tables: Made) -> Made:
+        _MAKERS[name] = _Maker(tables, stages_per_rank, ranks)
+        return tables
+
+    return enter
+
+
+def schedule(name: str, p: int, m: int, v: int = 1) -> PipelineSchedule:
+    """Make the tables of a schedule for p ranks, m micro-batches and v stages per rank.
+
+    The most that rank i of p holds, in micro-batches of one stage, see ``PipelineSchedule.held``:
+
+    ``gpipe``        m v; any v.
+    ``1f1b``         p - i; one stage per rank.
+    ``interleaved``  2 (p - 1 - i) + (v - 1) p + 1; m must be a multiple of p.
+    ``zb``           p v, ZB-H1; with v > 1 interleaved, and m must be a multiple of p.
+    ``zbv``          2 p, of two stages per rank in the shape of a V.
+    ``dualpipev``    2 p + 1, likewise; at least 2 p micro-batches.
+
+    v = 1 stands for a schedule's own number of stages per rank where it takes only one.
+    Raises: ShardError for an unknown name, numbers that it does not take, or a faulty table.
+
+    >>> print(*schedule("zb", 2, 2).tables[1])
+    F1.0 I1.0 F1.1 I1.1 W1.0 W1.1
+    """
+    ranks = placing(name, p, v)
+    if not _is_count(m):
+        why = f"{name} takes one micro-batch or more, not {m!r}"
+        raise _refused(why, f"sl.value_and_grad(loss, microbatches={2 * p})")
+    made = _MAKERS[name].tables(p, m, len(ranks) // p)
+    try:
+        tables = tuple(tuple(Action(k, index(s), index(n)) for k, s, n in row) for row in made)
+    except (TypeError, ValueError) as e:
+        why = f"{name}: its tables are not (kind, stage, micro-batch) of each rank: {e}"
+        raise _refused(why) from None
+    found = PipelineSchedule(name, m, ranks, tables)
+    check(found)
+    return found
+
+
+def placing(name: str, p: int, v: int = 1) -> tuple[int, ...]:
+    """List the rank of each stage under a schedule of p ranks with v stages each.
+
+    Raises: ShardError for an unknown name, or a number of stages that the schedule does not take.
+
+    >>> placing("interleaved", 2, 2), placing("zbv", 2)
+    ((0, 1, 0, 1), (0, 1, 1, 0))
+    """
+    if name not in _MAKERS:
+        near = similar(str(name), _MAKERS)
+        why = f"unknown schedule {name!r}; there are {', '.join(_MAKERS)}{meant(near)}"
+        raise _refused(why, f"sl.Stages('pipe', schedule={[*near, '1f1b'][0]!r})")
+    maker = _MAKERS[name]
+    only = maker.stages_per_rank
+    if not (_is_count(p) and _is_count(v)) or (only and v not in (1, only)):
+        takes = only or "any number"
+        why = f"{name} of {p!r} ranks with {v!r} stages each; it takes {takes} of them"
+        raise _refused(why, f"sl.Stages('pipe', per_rank={only or 1}, schedule={name!r})")
+    v = only or v
+    ranks = tuple(maker.ranks(p, v))
+    if sorted(ranks) != sorted(loop(p, v)):
+        raise _refused(f"{name}: of {p} ranks each must have {v} stages, not {list(ranks)}")
+    return ranks
+
+
+def _is_count(n: object) -> bool:
+    return isinstance(n, int) and n >= 1
+
+
+def _refused(why: str, fix: str = "sl.Stages('pipe', schedule='1f1b')") -> ShardError:
+    return ShardError(why, op="schedule", fix=fix)
+
+
+# ------------------------------------------------------------ built-in schedules
+
+
+@register("gpipe")
+def _gpipe(p: int, m: int, v: int) -> list[Row]:
+    """List all forwards, then all backwards, stage by stage."""
+    rows = []
+    for i in range(p):
+        own = range(i, p * v, p)
+        row = [Action("F", s, k) for s in own for k in range(m)]
+        rows.append(row + [Action("B", s, k) for s in reversed(own) for k in range(m)])
+    return rows
+
+
+@register("1f1b", stages_per_rank=1)
+def _one_f_one_b(p: int, m: int, v: int) -> list[Row]:
+    return [_in_turn(p, m, v, i, ahead=p - 1 - i) for i in range(p)]
+
+
+@register("interleaved")
+def _interleaved(p: int, m: int, v: int) -> list[Row]:
+    _check_rounds("interleaved", p, m)
+    return [_in_turn(p, m, v, i, ahead=2 * (p - 1 - i)) for i in range(p)]
+
+
+@register("zb")
+def _zb_h1(p: int, m: int, v: int) -> list[Row]:
+    """List 1F1B with I for B and, after as many I as ranks are before, a W after each.
+
+    So every rank holds p micro-batches, as the first one does in 1F1B, and of its idle time
+    (p - 1) (F + I + W) remains (p - 1) (F + I - W).
+    """
+    if v > 1:
+        _check_rounds(f"zb with {v} stages per rank", p, m)
+    return [_in_turn(p, m, v, i, ahead=p - 1 - i, parted=True) for i in range(p)]
+
+
+def _check_rounds(what: str, p: int, m: int) -> None:
+    """Check that micro-batches can be taken p at a time."""
+    if m % p:
+        why = f"{what} takes micro-batches {p} at a time, one per rank; {m} is no multiple of {p}"
+        raise _refused(why, f"sl.value_and_grad(loss, microbatches={-(-m // p) * p})")
+
+
+def _in_turn(p: int, m: int, v: int, i: int, ahead: int, parted: bool = False) -> Row:
+    """List forwards ahead, then a forward and a backward in turn, in rounds of p micro-batches.
+
+    A round passes through the first stage of the rank, then through its next one.
+    ``ahead``   the number of forwards ahead, beyond those of the stages before the last.
+    ``parted``  I in place of B, and i actions later its W.
+    """
+
+    def listed(kind: str) -> Row:
+        own = range(i, p * v, p) if kind == "F" else range(i, p * v, p)[::-1]
+        return [Action(kind, own[n // p % v], n // (p * v) * p + n % p) for n in range(m * v)]
+
+    forward, backward = listed("F"), listed("I" if parted else "B")
+    late: list[Action | None] = [*[None] * i, *listed("W")] if parted else []
+    first = ahead + (v - 1) * p
+    rest = zip_longest(forward[first:], backward, late)
+    return forward[:first] + [a for group in rest for a in group if a is not None]
+
+
+@register("zbv", stages_per_rank=2, ranks=vee)
+def _zb_v(p: int, m: int, v: int) -> list[Row]:
+    """List ZB-V; of fewer than 2 p - 1 micro-batches, the actions that are left of so many."""
+    n, rows = max(2 * p - 1, m), []
+    for i in range(p):
+        up = p - i
+        text = (
+            "F0 " * (2 * up - 1) + "F1 F0 " * i + "F1 I1 W1 " * up
+            + "F0 I0 W0 F1 I1 W1 " * (n - p - up + 1) + "I0 W0 F1 I1 W1 " * (up - 1)
+            + "I0 I1 " * i + "I0 W0 " * up + "W1 " * i + "W0 " * i
+        )  # fmt: skip
+        rows.append([a for a in _numbered(text, (i, 2 * p - 1 - i)) if a.micro < m])
+    return rows
+
+
+@register("dualpipev", stages_per_rank=2, ranks=vee)
+def _dualpipe_v(p: int, m: int, v: int) -> list[Row]:
+    """List DualPipeV; a forward and the backward that it overlaps with are two actions."""
+    if m < 2 * p:
+        why = f"dualpipev takes at least {2 * p} micro-batches, one per stage, not {m}"
+        raise _refused(why, f"sl.value_and_grad(loss, microbatches={2 * p})")
+    rows = []
+    for i in range(p):
+        up, half = p - 1 - i, (i + 1) // 2
+        text = (
+            "F0 " * (2 * up) + "F0 F1 " * (i + 1) + "I1 W F1 " * up
+            + "F0 B1 F1 B0 " * (m - p - up) + "B1 F1 B0 " * up
+            + "B1 B0 " * half + "B1 I0 " * (1 - i % 2) + "I1 I0 " * half
+            + "W I0 " * up + "W " * (i + 1)
+        )  # fmt: skip
+        rows.append(_numbered(text, (i, 2 * p - 1 - i)))
+    return rows
+
+
+def _numbered(text: str, own: tuple[int, int]) -> Row:
+    """Number the micro-batches of actions that are given by kind and which of two stages.
+
+    A W without a stage is that of the oldest I.
+
+    >>> print(*_numbered("F0 F0 I0 I0 W0 W", (2, 5)))
+    F2.0 F2.1 I2.0 I2.1 W2.0 W2.1
+    """
+    row: Row = []
+    late: Row = []
+    counts: Counter[tuple[bool, int]] = Counter()
+    for kind, *which in text.split():
+        stages = [own[int(n)] for n in which] or own
+        if kind == "W":
+            oldest = next(a for a in late if a.stage in stages)
+            late.remove(oldest)
+            row.append(oldest._replace(kind="W"))
+            continue
+        n = kind == "F", stages[0]
+        row.append(Action(kind, stages[0], counts[n]))
+        counts[n] += 1
+        if kind == "I":
+            late.append(row[-1])
+    return row
+
+
+# ------------------------------------------------------------ time
+
+
+@dataclass(frozen=True)
+class PipelineTimeline:
+    """Timeline of a schedule: when each action begins and ends, in the unit of the costs.
+
+    ``busy``       per rank, the sum of its actions' costs.
+    ``in_flight``  per rank, see ``PipelineSchedule.held``.
+    """
+
+    begins: dict[Action, float]
+    ends: dict[Action, float]
+    busy: tuple[float, ...]
+    in_flight: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The time at which the last action ends."""
+        return max(self.ends.values())
+
+    @property
+    def bubble(self) -> float:
+        """The idle part of all ranks' time, from 0 to 1."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
+
+
+def ticks(action: Action) -> float:
+    """Return the cost of an action where B costs 2, and F, I and W cost 1 each."""
+    return 2.0 if action.kind == "B" else 1.0
+
+
+def timeline(
+    s: PipelineSchedule,
+    cost: Callable[[Action], float] = ticks,
+    hop: Callable[[int, int], float] = lambda source, target: 0.0,
+    needs: Needs | None = None,
+) -> PipelineTimeline:
+    """Compute when each action of a schedule begins and ends.
+
+    ``cost``   of an action.
+    ``hop``    the time of a transfer between two ranks, during which both compute.
+    ``needs``  the stages from which each stage receives; by default the one before.
+    Raises: ShardError, with the action at which each rank waits, for a table that does not end.
+
+    >>> found = timeline(schedule("zb", 4, 8))
+    >>> round(found.bubble, 3), found.seconds, found.in_flight
+    (0.111, 27.0, (4, 4, 4, 4))
+    """
+    before = _inputs(s, needs)
+    begins: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
+    done: dict[Action, float] = {}
+    free = [0.0] * s.size
+    left = [deque(row) for row in s.tables]
+
+    def arrives(source: Action, rank: int) -> float:
+        at = s.ranks[source.stage]
+        return done[source] + (hop(at, rank) if at != rank else 0.0)
+
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(left):
+            while row and all(source in done for source in before(row[0])):
+                a, progress = row.popleft(), True
+                begins[a] = max([free[rank], *(arrives(x, rank) for x in before(a))])
+                ends[a] = done[_result(a)] = free[rank] = begins[a] + cost(a)
+    if any(left):
+        stuck = [f"rank {r} at {row[0]}" for r, row in enumerate(left) if row]
+        raise _refused(f"{s.name} does not end: {', '.join(stuck)} wait for each other")
+    busy = tuple(sum(cost(a) for a in row) for row in s.tables)
+    return PipelineTimeline(begins, ends, busy, tuple(s.held(r) for r in range(s.size)))
+
+
+def _result(a: Action) -> Action:
+    """Return the action under which a result is known: B gives the gradient of inputs as I does."""
+    return a._replace(kind="I") if a.kind == "B" else a
+
+
+def _inputs(s: PipelineSchedule, needs: Needs | None) -> Callable[[Action], Row]:
+    """Return the function from an action to those whose results it takes."""
+    sources = {t: [t - 1] for t in range(1, s.stages)} if needs is None else needs
+    targets = defaultdict(list)
+    for t, stages in sources.items():
+        for stage in stages:
+            targets[stage].append(t)
+
+    def before(a: Action) -> Row:
+        if a.kind == "F":
+            return [a._replace(stage=t) for t in sources.get(a.stage, ())]
+        if a.kind == "W":
+            return [a._replace(kind="I")]
+        return [a._replace(kind="F"), *(Action("I", t, a.micro) for t in targets[a.stage])]
+
+    return before
+
+
+# ------------------------------------------------------------ proof
+
+
+def check(s: PipelineSchedule) -> None:
+    """Check that the tables of a schedule can run.
+
+    Every micro-batch has at each stage, on the rank of that stage, F and then B, or F, I and W in
+    this order, each once.  All stages take the micro-batches in one order, so the n-th receive from
+    a stage pairs with its n-th send to this one.  And the tables end: sends are asynchronous, and
+    receives are posted for the next action at most, so a rank waits for nothing but the results
+    that its action takes.
+
+    Raises: ShardError with the first fault.
+    """
+    for find in (_misplaced, _incomplete, _unpaired):
+        if why := next(find(s), ""):
+            raise _refused(f"{s.name}: {why}")
+    timeline(s)
+
+
+def _misplaced(s: PipelineSchedule) -> Iterator[str]:
+    if set(s.ranks) != set(range(s.size)):
+        yield f"there are {s.size} tables, and stages on the ranks {sorted(set(s.ranks))}"
+    for rank, row in enumerate(s.tables):
+        for a in row:
+            if a.kind not in _HELD or a.stage not in range(s.stages):
+                yield f"rank {rank} has {a}, which is no F, B, I or W of {s.stages} stages"
+            elif a.micro not in range(s.micros):
+                yield f"rank {rank} has {a}, and there are {s.micros} micro-batches"
+            elif s.ranks[a.stage] != rank:
+                yield f"rank {rank} has {a}, whose stage is on rank {s.ranks[a.stage]}"
+
+
+def _incomplete(s: PipelineSchedule) -> Iterator[str]:
+    found = defaultdict(list)
+    for row in s.tables:
+        for a in row:
+            found[a.stage, a.micro].append(a.kind)
+    for stage, micro in product(range(s.stages), range(s.micros)):
+        kinds = " ".join(found[stage, micro])
+        if kinds not in ("F B", "F I W"):
+            yield f"stage {stage} has for micro-batch {micro} '{kinds}', not 'F B' or 'F I W'"
+
+
+def _unpaired(s: PipelineSchedule) -> Iterator[str]:
+    order = defaultdict(list)
+    for row in s.tables:
+        for a in map(_result, row):
+            order[a.kind, a.stage].append(a.micro)
+    for kind, stage in product("FI", range(s.stages)):
+        first, here = order[kind, 0], order[kind, stage]
+        if first != here:
+            yield f"stage 0 takes the micro-batches of {kind} as {first}, stage {stage} as {here}"
