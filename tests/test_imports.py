@@ -116,6 +116,7 @@ ORDER = [  # each may import from those before it
     "planning",
     "seeing.canvas",
     "seeing.frames",
+    "seeing.pipelines",
     "seeing.blocks",
     "seeing.summary",
     "seeing.timeline",

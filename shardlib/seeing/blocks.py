@@ -16,8 +16,10 @@ from shardlib.layouts import Layout
 from shardlib.layouts.dims import joined
 from shardlib.mesh import axis_sizes, coordinates
 from shardlib.ops.attention.engine import AttentionPlan
+from shardlib.pipeline.schedules import PipelineSchedule
 from shardlib.seeing.canvas import INK, Picture, Pieces, Shown, canvas, colours, tint
 from shardlib.seeing.frames import Frames, frames
+from shardlib.seeing.pipelines import ScheduleChart
 from shardlib.tensor import layout_of, named_tensors, typeof
 
 
@@ -110,6 +112,8 @@ Given = TypeVar("Given")
 @overload
 def visualize(x: str | AttentionPlan, /, dims: None = None, **axes: int) -> Frames: ...
 @overload
+def visualize(x: PipelineSchedule, /, dims: None = None) -> ScheduleChart: ...
+@overload
 def visualize(x: Tensors, /, dims: tuple[int, int] | None = None) -> Drawing: ...
 @overload
 def visualize(x: Given, /, dims: None = None) -> Given: ...
@@ -117,10 +121,11 @@ def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) ->
     """Draw a tensor: the ranks that hold each block; for an algorithm or a plan, every step.
 
     An algorithm is given by its name and the sizes of a mesh, ``sl.visualize("cannon", x=3, y=3)``;
-    a plan is that of an attention; results of ``sl.seeing.frames`` and the like are returned as
-    they are.  A notebook shows the result as a table, ``.show()`` prints it in colours if rich is
-    installed.  For more than two split dimensions there is a table for each piece of the leading
-    ones; for a tree of tensors, the drawing of each under its name.
+    a plan is that of an attention; a schedule is that of a pipeline, with a row for each rank and a
+    column for each tick; results of ``sl.seeing.frames`` and the like are returned as they are.  A
+    notebook shows the result as a table, ``.show()`` prints it in colours if rich is installed.
+    For more than two split dimensions there is a table for each piece of the leading ones; for a
+    tree of tensors, the drawing of each under its name.
 
     ``dims``  the two dimensions to draw; if None, the last two that are split.
     Raises: OutOfRange for dimensions that the tensor does not have; PlainTensor for an object that
@@ -141,9 +146,16 @@ def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) ->
     ...     plan = sl.planning.attention_plan(q, q, q, sl.masks.Causal(), "ring")
     >>> len(sl.visualize(plan)), sl.visualize("ring", s=4)[0].sent[0].block
     (3, 'B0+C0')
+    >>> from shardlib.pipeline.schedules import schedule
+    >>> print(sl.visualize(schedule("1f1b", 2, 3)))
+    1f1b of 2 ranks, 3 micro-batches: 12 ticks, 25.0 % idle, in flight 2 1
+    0  F0 F1 .  .  B0--- F2 B1--- .  B2---
+    1  .  F0 B0--- F1 B1--- F2 B2--- .  .
     """
     if isinstance(x, str | AttentionPlan):
         return frames(x, **axes)
+    if isinstance(x, PipelineSchedule):
+        return ScheduleChart(x)
     if not isinstance(x, Tensor) and hasattr(x, "_repr_html_"):
         return x
     drawn, notes = [], {}
