@@ -91,6 +91,7 @@ from shardlib.ops.linear_loss import linear_cross_entropy
 from shardlib.ops.matmul import product as matmul
 from shardlib.ops.registry import implicit, saving, why
 from shardlib.ops.registry import pinned as algorithm
+from shardlib.pipeline.stages import Stages
 from shardlib.placing import constrain, reshard, shard, unshard
 from shardlib.planning import choose, probe
 from shardlib.planning.explain import explain
@@ -115,7 +116,7 @@ __all__ = [
     "shard_map", "psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size",
     # computing and training
-    "matmul", "ring_attention", "linear_cross_entropy", "grad", "value_and_grad", "parallelize",
+    "matmul", "ring_attention", "linear_cross_entropy", "grad", "value_and_grad", "parallelize", "Stages",
     "init", "as_module", "save", "load", "latest", "save_hf", "load_hf",
     # choosing and seeing
     "algorithm", "saving", "implicit", "constants", "why", "explain", "trace", "expect_comm", "check",

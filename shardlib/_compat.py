@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from shardlib.errors import BadArgument
@@ -51,6 +52,12 @@ StorageWeakRef: Any = reductions.StorageWeakRef
 # name; torch's page "Extending PyTorch" documents it.  When it goes: allocations are not counted,
 # and attention's peak memory is not predicted.
 DispatchMode: Any = TorchDispatchMode
+
+# Flattening by torch's own registry, in which transformers has its outputs and caches, dicts by
+# class.  In 2.11 to 2.15; torch.utils has no public name for it.  When it goes: optree, with each
+# class of transformers registered.
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
+tree_unflatten: Callable[[Any, Any], Any] = _pytree.tree_unflatten
 
 
 def watched() -> bool:

@@ -257,6 +257,19 @@ class RankFailed(ShardError):
     """
 
 
+class StageFailed(ShardError):
+    """Exception in a stage of a pipeline: the message names the stage, its action and micro-batch.
+
+    >>> import torch, shardlib as sl; from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> with sl.simulate(pipe=2):
+    ...     apply, params = sl.parallelize(model, [("*", "...")], stages=sl.Stages("pipe"))
+    ...     sl.value_and_grad(lambda p, x: apply(p, x)[0, 9], microbatches=2)(params, torch.ones(4, 4))
+    Traceback (most recent call last):
+    shardlib.errors.StageFailed: value_and_grad: stage 1 (1), forward of micro-batch 0: IndexError...
+    """
+
+
 class WrongAxes(ShardError):
     """Block that varies along other mesh axes than its sum, or the layout of a result, states.
 

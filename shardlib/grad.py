@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import (
     Any,
@@ -21,8 +22,11 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor
 
+from shardlib.dtypes import wider
 from shardlib.errors import ShardError
-from shardlib.mesh import Axes, axes_of, scope, within
+from shardlib.mesh import Axes, Mesh, axes_of, scope, within
+from shardlib.microbatches import MicroBatches
+from shardlib.opspec import Args, Kwargs
 from shardlib.tensor import (
     Place,
     ShardedTensor,
@@ -62,6 +66,8 @@ class _Options(TypedDict, total=False):
 
 class _AuxOptions(_Options, total=False):
     has_aux: bool
+    microbatches: int | None
+    weigh: Callable[..., object] | None
 
 
 @overload
@@ -78,7 +84,12 @@ def value_and_grad(
 ) -> Callable[Concatenate[Params, Second, P], tuple[Value, tuple[Params, Second]]]: ...
 @overload
 def value_and_grad(
-    f: Callable[Concatenate[Params, P], Value], *, has_aux: bool = False, into: TakesGradients
+    f: Callable[Concatenate[Params, P], Value],
+    *,
+    has_aux: bool = False,
+    into: TakesGradients,
+    microbatches: int | None = None,
+    weigh: Callable[..., object] | None = None,
 ) -> Callable[Concatenate[Params, P], tuple[Value, dict[str, ShardedTensor]]]: ...
 @overload
 def value_and_grad(
@@ -99,6 +110,8 @@ def value_and_grad(
     has_aux: bool = False,
     pending: str | Sequence[str] = (),
     into: TakesGradients | None = None,
+    microbatches: int | None = None,
+    weigh: Callable[..., object] | None = None,
 ) -> Callable[..., tuple[object, object]]:
     """Turn a loss into ``(params, ...) -> (loss, grads)``; grads in the parameters' layouts.
 
@@ -109,6 +122,13 @@ def value_and_grad(
                  which ``zero(..., axis)`` reduce-scatters instead of all-reducing.
     ``into``     a transform made by ``zero``: backward copies each gradient into its buckets, and
                  at stage 2 reduce-scatters it meanwhile; the result is a ``Buckets``.
+
+    ``microbatches``  the other arguments are cut along their first dimension into so many parts,
+                 and f runs on one after the other; the loss is their mean.  Of a module with
+                 ``stages``, whose stages run at the same time on different parts, in the order of
+                 their schedule: each rank gets the gradients of the parameters that it holds.
+    ``weigh``    with ``microbatches``, their weights in the mean: a function of a part's arguments,
+                 such as ``lambda batch: (batch["labels"] != -100).sum()``.
 
     A leaf that the loss does not use gets zeros.  Where some leaves of an argument require grad,
     the others are frozen: their gradient is None, nothing is computed or moved for it, and
@@ -132,8 +152,12 @@ def value_and_grad(
         _check_into(into, axes, argnums)
     several = not isinstance(argnums, int)
     numbers: Sequence[int] = argnums if not isinstance(argnums, int) else (argnums,)
+    parts = _Parts(f, microbatches, weigh, axes, into)
 
     def run(*args: object, **kwargs: object) -> tuple[Any, Any]:
+        if microbatches is not None or (args and _stage_of(args[0]) is not None):
+            _check_parts(microbatches, has_aux, argnums)
+            return parts(args[0], args[1:], kwargs)
         value, grads = _run(f, numbers, has_aux, axes, into, args, kwargs)
         return value, tuple(grads) if several else grads[0]
 
@@ -162,7 +186,7 @@ def _run(
         with torch.enable_grad(), within(differentiated=True):
             out: Any = f(*inner, **kwargs)
             loss, aux = out if has_aux else (out, None)
-            raw = _scalar(loss)
+            raw = loss_block(loss).sum()
         if sink is not None:
             hooks = [w.register_hook(partial(sink.take, i)) for i, w in enumerate(leaves.wanted)]
             stack.callback(lambda: [hook.remove() for hook in hooks])
@@ -216,10 +240,10 @@ def _sink(into: TakesGradients, params: object, inside: bool) -> Any:
     return sink(params)
 
 
-def _scalar(loss: object) -> Tensor:
-    """Return the loss's block, of no dimensions.  Raises: ShardError if the loss is no scalar."""
+def loss_block(loss: object) -> Tensor:
+    """Return the loss's block.  Raises: ShardError if the loss is no scalar."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        return _ready(loss).sum()
+        return _ready(loss)
     why = f"the loss is {type_or_class(loss)}, not a scalar"
     fix = "sl.value_and_grad(lambda p: f(p).mean())(params)"
     raise _error(why, fix)
@@ -343,3 +367,172 @@ def _with_sums(found: Sequence[Tensor | None], sums: dict[int, Tensor]) -> list[
 def _grad(x: Tensor, raw: Tensor, found: Tensor | None) -> Tensor:
     found = torch.zeros_like(raw) if found is None else found
     return gradient_of(x, found) if isinstance(x, ShardedTensor) else whole_now(found)
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+class GradientSums:
+    """Gradients of micro-batches added up, and summed over mesh axes once, at the end.
+
+    ``axes``  those over which they are left unsummed.
+    ``sink``  takes them in the place of the result.
+    """
+
+    def __init__(self, params: Any, axes: Axes, sink: Any = None) -> None:
+        self.params, self.axes, self.sink = params, axes, sink
+        self.mesh = _mesh_of(params)
+        # parts of buckets are reduced when they are gathered again
+        open_axes = () if hasattr(params, "opened") or self.mesh is None else self.mesh.names
+        self.over = tuple(a for a in open_axes if self.mesh.axes[a] > 1)
+        self.sums: dict[int, Tensor] = {}
+
+    def leaves(self) -> _Leaves:
+        """Return new leaves of the parameters, with gradients unsummed over all axes."""
+        return _leaves([self.params], self.over, False)
+
+    def add(self, found: Sequence[Tensor | None]) -> None:
+        """Add the gradients of the leaves' blocks, in their order; half precision in fp32."""
+        for i, g in enumerate(found):
+            if g is None:
+                continue
+            old = self.sums.get(i)
+            if old is None:
+                self.sums[i] = g.to(wider(g.dtype), copy=True)
+            else:
+                old.add_(g)
+
+    def of(self, name: str) -> Tensor:
+        """Return the sum for a parameter of a dict, zeros where there is none."""
+        i = self._index(name)
+        if i not in self.sums:
+            raw = self.params[name].raw
+            self.sums[i] = torch.zeros_like(raw, dtype=wider(raw.dtype))
+        return self.sums[i]
+
+    def set(self, name: str, total: Tensor) -> None:
+        """Replace the sum for a parameter of a dict."""
+        self.sums[self._index(name)] = total
+
+    def _index(self, name: str) -> int:
+        # optree sorts the keys of a dict, and frozen leaves have no gradient
+        names = sorted(self.params)
+        held = frozen([self.params[n] for n in names])
+        return [n for n, f in zip(names, held, strict=True) if not f].index(name)
+
+    def finish(self) -> Any:
+        """Return the gradients as a tree like the parameters, or what the sink makes of them."""
+        leaves = _leaves([self.params], self.axes if self.sink is None else self.sink.over, False)
+        together = Together(list(self.sums.values()))
+        found: list[Tensor | None] = []
+        for i, (x, raw) in enumerate(zip(leaves.asked, leaves.wanted, strict=True)):
+            g = self.sums.pop(i, None)
+            g = torch.zeros_like(raw) if g is None else g
+            kept = x.place.deferred if isinstance(x, ShardedTensor) else ()
+            axes = tuple(a for a in self.over if a not in kept and a not in _split(x))
+            if axes:
+                together.take(i, g, x.mesh, axes, raw.dtype, raw.dtype)
+            found.append(None if axes else g.to(raw.dtype))
+        sums = _with_sums(found, together.finish())
+        if self.sink is None:
+            return leaves.gradients(sums)[0]
+        for i, g in enumerate(sums):
+            assert g is not None, "each leaf has a sum"
+            self.sink.take(i, g)
+        return self.sink.finish()
+
+
+def _split(x: object) -> Axes:
+    return x.sharding.axes if isinstance(x, ShardedTensor) else ()
+
+
+def _mesh_of(tree: Any) -> Mesh | None:
+    """Return the mesh of a tree's first sharded leaf."""
+    return next((x.mesh for x in optree.tree_leaves(tree) if isinstance(x, ShardedTensor)), None)
+
+
+def _stage_of(params: Any) -> Mesh | None:
+    """Return the mesh of the parameters, if it is that of one stage of a pipeline."""
+    mesh = _mesh_of(params)
+    return None if mesh is None or mesh.outer is None else mesh
+
+
+def _check_parts(microbatches: object, has_aux: bool, argnums: object) -> None:
+    whole = isinstance(microbatches, int) and not isinstance(microbatches, bool)
+    if microbatches is not None and (not whole or microbatches < 1):
+        why = f"microbatches={microbatches!r} is no positive whole number"
+        raise _error(why, "sl.value_and_grad(f, microbatches=4)")
+    if has_aux or argnums != 0:
+        why = "micro-batches give one loss and the gradients of the first argument"
+        raise _error(
+            why, "sl.value_and_grad(lambda params, *batch: f(params, *batch)[0], microbatches=4)"
+        )
+    if scope().call.differentiated and torch.is_grad_enabled():
+        why = "a call in micro-batches cannot be differentiated itself"
+        raise _error(why, "sl.value_and_grad(f)(params)")
+
+
+class _Reached(BaseException):
+    """The module with stages that a function calls first."""
+
+
+class _Search:
+    """Scope in which a call of a module with stages raises ``_Reached``."""
+
+    def entered(self, pipeline: object) -> None:
+        raise _Reached(pipeline)
+
+
+@dataclass(eq=False)
+class _Parts:
+    """A loss to be run on micro-batches; ``pipeline`` is the module with stages that it calls."""
+
+    f: Callable[..., Any]
+    count: int | None
+    weigh: Callable[..., Any] | None
+    axes: Axes
+    into: TakesGradients | None
+    pipeline: Any = None
+
+    def __call__(self, params: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        stage = _stage_of(params)
+        batch = MicroBatches(args, kwargs, self.count or 1, self.weigh, stage)
+        sink = None if self.into is None else _sink(self.into, params, False)
+        with within(), within(mesh=stage or scope().mesh):
+            sums = GradientSums(params, self.axes, sink)
+            if stage is None:
+                loss = _accumulated(self.f, batch, sums)
+            else:
+                self.pipeline = self.pipeline or self._reached(params, batch)
+                loss = self.pipeline.step(self.f, params, batch, sums)
+            return loss, sums.finish()
+
+    def _reached(self, params: Any, batch: MicroBatches) -> Any:
+        """Return the module with stages that the loss calls.  Raises: ShardError for none."""
+        args, kwargs = batch[0]
+        try:
+            with within(stage=_Search()):
+                self.f(params, *args, **kwargs)
+        except _Reached as found:
+            return found.args[0]
+        why = "the parameters are those of stages, and the loss calls no module that has stages"
+        raise _error(why, "loss = lambda params, *batch: apply(params, *batch).mean()")
+
+
+def _accumulated(f: Callable[..., Any], batch: MicroBatches, sums: GradientSums) -> Any:
+    """Run a loss on one micro-batch after the other; return the mean."""
+    total: Any = None
+    for k in range(batch.count):
+        leaves, (args, kwargs) = sums.leaves(), batch[k]
+        with torch.enable_grad(), within(differentiated=True):
+            loss = f(leaves.arguments[0], *args, **kwargs)
+            raw = loss_block(loss) * batch.share(k)
+        if raw.requires_grad:
+            sums.add(torch.autograd.grad(raw.sum(), leaves.wanted, allow_unused=True))
+        total = raw.detach() if total is None else total + raw.detach()
+    return with_block(loss, total)
+
+
+def with_block(loss: Tensor, raw: Tensor) -> Tensor:
+    """Return a loss with another block, and no sum left open."""
+    return settle(loss).becomes(raw) if isinstance(loss, ShardedTensor) else raw

@@ -182,6 +182,9 @@ def next_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     the key itself: rank 0's, sent to all.  On a mesh without values nothing is drawn.
     """
     if not holds_values(mesh):
+        if (whole := scope().call.stage) is not None:
+            # the stages of a pipeline draw what the whole forward would
+            whole.drawn += 1
         return 0
     if generator is not None:
         return _named(mesh, generator)
@@ -368,6 +371,43 @@ def set_state(state: Mapping[str, int], mesh: MeshLike | None = None) -> None:
     stream = _stream(as_mesh(mesh))
     stream.follow()
     stream.seed, stream.count = _Seed(int(state["seed"]) & _WORD, exact=True), int(state["count"])
+
+
+# ---------------------------------------------------------------- parts of a program, out of order
+
+
+class Draws:
+    """Random keys of a mesh drawn from a chosen place of its stream, within ``with draws.used():``.
+
+    ``first``  the count of draws before the first of them.
+
+    The stream itself does not advance: ``Draws.passed`` moves it past draws made so.
+    """
+
+    def __init__(self, mesh: Mesh, first: int) -> None:
+        self.stream = _stream(mesh)
+        self.own = self.stream.at(self.stream.follow(), first)
+        self.first = first
+
+    def go_to(self, n: int) -> None:
+        """Draw next what would be the ``n``-th key from the first."""
+        self.own.count = self.first + n
+
+    def used(self) -> within:
+        """Return the context in which the mesh's keys are drawn from here."""
+        return within(draws={**scope().random.draws, self.stream: self.own})
+
+    @staticmethod
+    def begun(mesh: Mesh) -> int:
+        """Return the count of draws so far, once all ranks agree on the seed."""
+        stream = _stream(mesh)
+        stream.agree()
+        return stream.count
+
+    @staticmethod
+    def passed(mesh: Mesh, count: int) -> None:
+        """Continue the stream after ``count`` draws."""
+        _stream(mesh).count = count
 
 
 # ---------------------------------------------------------------- recomputation

@@ -249,7 +249,7 @@ class _Max(Local):
 
 def begin(op: Collective, raw: Tensor, g: AxisGroup, params: tuple) -> Finish:
     """Count and post a collective; return the function that waits for its result."""
-    if raw.dtype not in _SENT:
+    if raw.dtype not in SENT:
         return _begin_other(op, raw, g, params)
     return posted(partial(op.post(BACKENDS[g.mesh.kind]), raw, g, *params), op, raw, g, params)
 
@@ -308,11 +308,11 @@ def _begin_other(op: Collective, raw: Tensor, g: AxisGroup, params: tuple) -> Fi
         # sent as pairs of reals, which is the same memory
         pairs = begin(op, torch.view_as_real(raw.resolve_conj()), g, params)
         return lambda: torch.view_as_complex(pairs().contiguous())
-    bits = begin(op, raw.view(_BITS[dtype.itemsize]), g, params)
+    bits = begin(op, raw.view(BITS[dtype.itemsize]), g, params)
     return lambda: bits().view(dtype)
 
 
-_SENT = frozenset(
+SENT = frozenset(
     getattr(torch, name)
     for name in "float64 float32 float16 bfloat16 int64 int32 int8 uint8".split()
 )
@@ -324,7 +324,7 @@ others are sent as an integer or half type of the same width.
 _SMALL = frozenset({torch.bool, torch.int16})
 
 
-_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64, 16: torch.float64}
 
 
 def _counted(
@@ -460,7 +460,7 @@ def start_ppermutes(
     g = group(mesh, axes)
     if g.size == 1:
         return [Pending(partial(_alone, x, pairs)) for x, pairs in zip(xs, tables, strict=True)]
-    if any(x.dtype not in _SENT for x in xs):
+    if any(x.dtype not in SENT for x in xs):
         each = zip(xs, tables, strict=True)
         return [post(PPERMUTE, x, g, (pairs,)) for x, pairs in each]
     raws = [held(x, mesh) for x in xs]

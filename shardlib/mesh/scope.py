@@ -64,6 +64,8 @@ class CallState(NamedTuple):
     prefetch: Any = None
     # functions of torch whose Python bodies run
     opened: tuple[Any, ...] = ()
+    # run of a module's forward on one stage of a pipeline: pipeline/forward.py
+    stage: Any = None
     # a recompute.Kept, which saves results of products and attention
     region: Any = None
 

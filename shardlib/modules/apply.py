@@ -7,7 +7,7 @@ multiplied with are gathered ahead.  The caller's module keeps its own tensors.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from shardlib._compat import uncompiled
 from shardlib.collectives import holds_values
 from shardlib.errors import RuleLint, ShardError, UnknownParameter, meant, similar
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, within
+from shardlib.mesh import Mesh, scope, within
 from shardlib.modules.copies import Copies
 from shardlib.modules.rules import Layouts, Named, stars
 from shardlib.ops.matmul.prefetch import Entry, prefetching
@@ -87,7 +87,8 @@ class Calls:
             for n, p in params.items()
             if isinstance(p, ShardedTensor) and p.ndim == 2 and p.is_stored
         }
-        where = of, tuple(self.mesh.axes.items())
+        stage = getattr(scope().call.stage, "number", None)
+        where = of, stage, tuple(self.mesh.axes.items())
         order, reads = self.orders.setdefault(where, ([], []))
         refuse_trace()
         with promoting(), prefetching(order, weights, reads):
@@ -186,6 +187,13 @@ class Apply(Calls):
         self.layouts, self.tied = layouts, tied
         self.plain = Plain()
         self.buffers = {n: replicated(b, mesh) for n, b in plain.items()}
+        # the pipeline.Pipeline whose stages run parts of the module
+        self.stages: Any = None
+
+    def staged(self, pipeline: object, units: Sequence[str]) -> None:
+        """Have the stages of a pipeline run these submodules, each its own."""
+        self.stages = pipeline
+        self.copies.ask(units)
 
     def __copy__(self) -> "Apply":
         """Share the tree and the buffers."""
@@ -204,6 +212,8 @@ class Apply(Calls):
             # parts of flat buckets, which are gathered when they are read
             with opened() as whole:
                 return self(whole, *args, **kwargs)
+        if self.stages is not None:
+            params = self._on_stage(params)
         mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)
         if mesh is self.mesh:
             return self.mutable(params, self.buffers, *args, **kwargs)[0]
@@ -211,6 +221,22 @@ class Apply(Calls):
         moved.mesh = mesh
         moved.buffers = {n: replicated(unshard(b), mesh) for n, b in self.buffers.items()}
         return moved.mutable(params, moved.buffers, *args, **kwargs)[0]
+
+    def _on_stage(self, params: Named) -> Named:
+        """Return the parameters with stand-ins for those of stages that do not run.
+
+        Raises: ShardError outside a step.
+        """
+        stage = scope().call.stage
+        if stage is None:
+            raise ShardError(
+                "a module in stages runs in a step, in which each stage has its turn",
+                op="apply",
+                mesh=self.stages.mesh,
+                fix="step = sl.value_and_grad(lambda p, x: apply(p, x).mean(), microbatches=4)",
+            )
+        stage.entered(self.stages)
+        return self.stages.completed(params)
 
     def mutable(
         self, params: Named, buffers: Named, /, *args: object, **kwargs: object

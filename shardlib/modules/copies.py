@@ -10,7 +10,7 @@ A pure function would lose attributes that forward sets: ``reported`` warns of t
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from shardlib.collectives import checking
 from shardlib.layouts import Layout
 from shardlib.memory_sharing import writes
+from shardlib.mesh import scope
 from shardlib.modules.experts import divide
 from shardlib.modules.remat import remembering
 from shardlib.modules.rules import Named
-from shardlib.modules.weightless_copy import skeleton
+from shardlib.modules.weightless_copy import Around, skeleton
 from shardlib.ops.matmul.prefetch import not_prefetching
 from shardlib.tensor import promoting, raw_of
 
@@ -44,6 +45,8 @@ class Copies:
         # never run: the template of further copies
         self.bare = skeleton(self.module)
         self.layouts, self.remat = layouts, remat
+        # submodules that ask the stage that runs whether they are called
+        self.units: Sequence[str] = ()
         self.made = [self._copy(self.module)]
         pairs = zip(module.modules(), self.module.modules(), strict=True)
         # the caller's module, its copy, and the training mode that it had at the last call
@@ -62,7 +65,14 @@ class Copies:
     def _copy(self, tree: nn.Module) -> "Copy":
         divide(tree, self.layouts)
         remembering(tree, self.remat)
+        asking(tree, self.units)
         return Copy(tree)
+
+    def ask(self, units: Sequence[str]) -> None:
+        """Have these submodules ask the stage of a pipeline that runs whether they are called."""
+        self.units = units
+        for copy in self.made:
+            asking(copy.module, units)
 
     def _follow(self) -> None:
         """Set the training modes that the caller changed since the last call."""
@@ -138,6 +148,21 @@ class Copy:
             return swapped(self.module, tensors, run)
         with self.lock:
             return swapped(self.module, tensors, run)
+
+
+def asking(module: nn.Module, units: Sequence[str]) -> None:
+    """Wrap the forwards of units: the stage that runs decides whether each is called."""
+    for name in units:
+        Around(module.get_submodule(name), "forward", _ask, name)
+
+
+def _ask(
+    module: nn.Module, forward: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any
+) -> Any:
+    stage = scope().call.stage
+    if stage is None:
+        return forward(*args, **kwargs)
+    return stage.call(name, module, forward, args, kwargs)
 
 
 def swapped(module: nn.Module, state: Named, run: Callable[[], Any]) -> Any:

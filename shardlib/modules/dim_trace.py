@@ -652,7 +652,7 @@ def trace_dimensions(model: nn.Module, inputs: object = None) -> Dimensions:
     >>> found.params["0.weight"], [(r.name, r.inputs, r.outputs) for r in found.reads]
     ([[16], [4]], [('0.weight', (1,), (0,)), ('2.weight', (1,), (0,))])
     """
-    candidates = list(_examples(model)) if inputs is None else [inputs]
+    candidates = list(example_inputs(model)) if inputs is None else [inputs]
     failed = "no example inputs are known"
     real = not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
     for given in candidates:
@@ -750,7 +750,7 @@ def _zeros(model: nn.Module, *size: int) -> Tensor:
     return torch.zeros(size, dtype=dtype, device="cpu")
 
 
-def _examples(model: nn.Module) -> Iterator[Any]:
+def example_inputs(model: nn.Module) -> Iterator[Any]:
     """List arguments that the module's forward may accept."""
     inner: Any = model
     while isinstance(inner, nn.Module) and not hasattr(inner, "main_input_name"):

@@ -8,7 +8,7 @@ tensors, which are freed with it.  Nothing is replicated, or sharded, by acciden
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ def parallelize(
     pad: bool = False,
     remat: Remat = (),
     src: int | None = None,
+    stages: Any = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Turn a module into ``(apply, params)``, each parameter sharded by the first rule it matches.
 
@@ -69,6 +70,8 @@ def parallelize(
                 that match, a module the first rule that takes it.  Gradients are the same, bit for
                 bit.
     ``src``     0: rank 0's values are used.  Without it the ranks verify that theirs are the same.
+    ``stages``  ``sl.Stages("pipe")``: blocks of the module run on different ranks of that axis, and
+                ``params`` has only the parameters that this rank's stages read.
 
     Tied parameters are one leaf under their first name.  The module is read, never changed:
     ``apply`` runs on a copy of its tree that has no weights, so they are freed with the module.
@@ -86,6 +89,8 @@ def parallelize(
     ('f32[6@y, 4@x]', 'f32[2@x, 6@y]')
     """
     given: dict[str, Any] = {"axes": axes, "inputs": inputs, "pad": pad, "remat": remat}
+    if stages is not None:
+        return stages.parallelized(module, rules, mesh=as_mesh(mesh), src=src, **given)
     return placed(module, rules, mesh=as_mesh(mesh), src=src, **given)
 
 
@@ -100,8 +105,12 @@ def placed(
     remat: Remat = (),
     blank: bool = False,
     src: int | None = None,
+    only: Container[str] | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
-    """Implement ``parallelize``; with ``blank`` no value is read, and blocks hold NaN."""
+    """Implement ``parallelize``; with ``blank`` no value is read, and blocks hold NaN.
+
+    ``only``  names of the parameters that are placed; None: all.
+    """
     inputs = inputs or {}
     named = dict(module.named_parameters())
     _refuse_unsized({**named, **dict(module.named_buffers())}, mesh)
@@ -116,9 +125,10 @@ def placed(
             read_layout(lay, None, mesh)
     given = {n: _input_layout(n, lay, axes, mesh) for n, lay in inputs.items()}
     unfit = misfits(named, layouts, mesh, pad)
-    _refuse_too_large({n: p for n, p in named.items() if n not in unfit}, layouts, mesh)
+    own = {n: p for n, p in named.items() if only is None or n in only}
+    _refuse_too_large({n: p for n, p in own.items() if n not in unfit}, layouts, mesh)
     params = {}
-    for n, p in named.items():
+    for n, p in own.items():
         with naming(n, rules, named, lambda: unfit):
             params[n] = _place_parameter(p, layouts[n], mesh, pad, blank, src)
     if src is None and not blank:

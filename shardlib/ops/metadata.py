@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -378,7 +379,12 @@ def _fill(func: Func, args: Args, kwargs: Kwargs) -> ShardedTensor:
             Tensor.__index__, Tensor.__complex__, takes="all")  # fmt: skip
 def _item(func: Func, args: Args, kwargs: Kwargs) -> object:
     (x,) = (*args, *kwargs.values())
-    _whole_here(x, func, "item" if x.padded_shape.numel() == 1 else "tolist")
+    verb = "item" if x.padded_shape.numel() == 1 else "tolist"
+    if not holds_values(x.mesh) and not x.sharding.named:
+        # a plan knows the values of masks and positions
+        with suppress(RuntimeError):
+            return func(block_of(x))
+    _whole_here(x, func, verb)
     return func(block_of(x))
 
 

@@ -24,6 +24,11 @@ from shardlib.opspec import Args, Func, Kwargs
 
 # the most elements that are computed on the host
 MOST = 1 << 22
+_MOST_FLOATS = 1 << 16
+
+
+def _limit(dtype: torch.dtype) -> int:
+    return _MOST_FLOATS if dtype.is_floating_point else MOST
 
 
 class Known(DispatchMode):  # type: ignore[misc, valid-type]
@@ -49,9 +54,16 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             # item()
             return self.values[id(args[0])].item()
         out = on_shapes(func, args, kwargs)
-        if isinstance(out, Tensor) and out.is_meta and not out.is_floating_point():
+        # masks are often made of ones in floating point
+        if isinstance(out, Tensor) and out.is_meta and out.numel() <= _limit(out.dtype):
             self._learn(out, func, args, kwargs)
         return out
+
+    def tell(self, x: Tensor, value: Tensor) -> None:
+        """Give a tensor on the meta device the values of one on the host."""
+        if x.is_meta and value.numel() <= MOST:
+            self.values[id(x)] = value.detach().cpu()
+            self.alive.append(x)
 
     def _learn(self, out: Tensor, func: Func, args: Args, kwargs: Kwargs) -> None:
         """Keep the values of a result, if they are known, else forget what it held before."""

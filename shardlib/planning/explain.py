@@ -351,13 +351,13 @@ def _papers(tree: Any, paper: Mesh) -> Any:
 
     def one(x: object) -> object:
         if not isinstance(x, Buckets):
-            return _on_paper(x, paper)
+            return on_paper(x, paper)
         if dict(x.mesh.axes) != dict(paper.axes):
             why = "parts of buckets are cut for one mesh"
             fix = "sl.explain(apply, params, inputs, tx=tx)"
             raise Unsupported(why, op="explain", mesh=x.mesh, fix=fix)
         # an index of its own has no memory yet, as that of a first step
-        return type(x)({n: _on_paper(v, paper) for n, v in x.items()}, replace(x.index), paper)
+        return type(x)({n: on_paper(v, paper) for n, v in x.items()}, replace(x.index), paper)
 
     buckets = lambda x: isinstance(x, Buckets)  # noqa: E731
     return optree.tree_map(one, tree, is_leaf=buckets, none_is_leaf=True)
@@ -373,7 +373,7 @@ def _bytes(tree: object) -> int:
     return sum(raw_of(x).nbytes for x in _of(Tensor, tree))
 
 
-def _on_paper(x: object, mesh: Mesh) -> Any:
+def on_paper(x: object, mesh: Mesh) -> Any:
     """Return the value as a tensor on the meta device, placed on another mesh."""
     if isinstance(x, ShardedTensor):
         place = x.place._replace(mesh=mesh, deferred=frozenset())

@@ -298,7 +298,7 @@ class _Refuses(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.how == "value":
-            return x if torch.ones(1, device=x.device).mul(2.5).item() > 1 else -x
+            return x if torch.rand(1, device=x.device).item() >= 0 else -x
         raise KeyError("no such option")
 
 

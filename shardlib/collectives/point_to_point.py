@@ -1,0 +1,101 @@
+"""Messages from one rank of an axis to another: what crosses between the stages of a pipeline.
+
+Between two ranks, messages arrive in the order in which they are sent.  Receives are therefore
+posted in the order of the sender's program, which the receiver knows, and no transport needs tags
+(NCCL has none).  Where one process runs all ranks, a message is handed over in memory.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives.posted import BITS, SENT
+from shardlib.collectives.types import group
+from shardlib.mesh import RECENT, Mesh, lost, number
+
+Label = Hashable
+
+_TAG = 1 << 21
+"""Tag of all messages: gloo delivers messages of one tag in order, and others take smaller ones."""
+
+
+class Message(NamedTuple):
+    """A block that a rank sends to another: its label, and the block's shape and dtype."""
+
+    label: Label
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Messages:
+    """Messages of one program along an axis.
+
+    ``coming``  rank on the axis -> the messages that it sends here, in its order.
+    """
+
+    def __init__(self, mesh: Mesh, axis: str, coming: Mapping[int, Iterator[Message]]) -> None:
+        self.coming = coming
+        self.group: Any = group(mesh, (axis,)) if mesh.kind == "dist" else None
+        self.device = mesh.device
+        self.here: dict[Label, Tensor] = {}
+        self.posted: dict[Label, tuple[Any, Tensor, tuple[Any, ...]]] = {}
+        self.leaving: list[tuple[Any, Tensor, tuple[Any, ...]]] = []
+
+    def send(self, label: Label, block: Tensor, to: int) -> None:
+        """Post a message; the block is kept until ``finish``."""
+        g = self.group
+        if g is None or to == g.index:
+            self.here[label] = block
+            return
+        block = block.contiguous()
+        entry = self._recent("send", label, block)
+        self.leaving.append((g.handle.send([_wire(block)], g.places[to], _TAG), block, entry))
+
+    def expect(self, label: Label, source: int) -> None:
+        """Post the receive of a message, and those of its sender's messages before it."""
+        g = self.group
+        if g is None or source == g.index:
+            return
+        while label not in self.posted:
+            message = next(self.coming[source])
+            block = torch.empty(message.shape, dtype=message.dtype, device=self.device)
+            work = g.handle.recv([_wire(block)], g.places[source], _TAG)
+            entry = self._recent("receive", message.label, block)
+            self.posted[message.label] = work, block, entry
+
+    def arrived(self, label: Label) -> bool:
+        """Check whether a message was handed over, where one process runs all ranks."""
+        return label in self.here
+
+    def take(self, label: Label) -> Tensor:
+        """Wait for a message, and return its block.  Raises: RankFailed where its sender failed."""
+        if label in self.here:
+            return self.here.pop(label)
+        work, block, entry = self.posted.pop(label)
+        self._wait(work, entry)
+        return block
+
+    def finish(self) -> None:
+        """Wait until all blocks have left."""
+        while self.leaving:
+            work, _, entry = self.leaving.pop(0)
+            self._wait(work, entry)
+
+    def _wait(self, work: Any, entry: tuple[Any, ...]) -> None:
+        try:
+            work.wait()
+        except RuntimeError as e:
+            lost(e, entry, self.group.ranks)
+            raise
+
+    def _recent(self, verb: str, label: Label, block: Tensor) -> tuple[Any, ...]:
+        entry = number(), f"{verb} of {label}", self.group.axes, block.shape, block.dtype
+        RECENT.append(entry)
+        return entry
+
+
+def _wire(block: Tensor) -> Tensor:
+    """View a block in a dtype that transports send."""
+    return block if block.dtype in SENT else block.view(BITS[block.dtype.itemsize])

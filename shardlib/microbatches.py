@@ -1,0 +1,109 @@
+"""Micro-batches of a call: its batch arguments cut along their first dimension into equal parts.
+
+A loss that is a mean over rows is then the mean of the micro-batches' losses.  Where it is a mean
+over something else, as the tokens that are not ignored, a weight for each micro-batch says how much
+of the whole it has.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardlib.collectives import lead
+from shardlib.errors import ShardError, UnevenSplit
+from shardlib.mesh import Mesh
+from shardlib.opspec import Args, Kwargs
+from shardlib.tensor import ShardedTensor, settle, typeof
+
+
+class MicroBatches:
+    """The arguments of a call in ``count`` parts; numbers and tensors of one row are in each part.
+
+    ``weigh``  micro-batch's arguments -> its weight in the mean; None: all weigh the same.
+    ``stage``  the mesh of one stage, on which values of the whole mesh are placed.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        kwargs: Kwargs,
+        count: int,
+        weigh: Callable[..., Any] | None = None,
+        stage: Mesh | None = None,
+    ) -> None:
+        self.count = count
+        leaves, self.tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
+        leaves = [x if stage is None else inward(x, stage) for x in leaves]
+        rows = max((_rows(x) for x in leaves), default=1)
+        self.parts = [_parts(x, count, rows) for x in leaves]
+        self.weigh = weigh
+        self._total: Any = None
+
+    def __getitem__(self, k: int) -> tuple[Args, Kwargs]:
+        """Return the arguments of micro-batch ``k``."""
+        found: Any = optree.tree_unflatten(self.tree, [parts[k] for parts in self.parts])
+        return found
+
+    def share(self, k: int) -> Tensor | float:
+        """Return the share of micro-batch ``k`` in the mean."""
+        if self.weigh is None:
+            return 1 / self.count
+        if self._total is None:
+            self._weights = [
+                _weight(self.weigh(*a, **kw)) for a, kw in map(self.__getitem__, range(self.count))
+            ]
+            self._total = sum(self._weights)
+        return self._weights[k] / self._total
+
+
+def _weight(x: Any) -> Any:
+    """Return a weight as a number or as the storage of a value that every rank has."""
+    if not isinstance(x, Tensor):
+        return float(x)
+    return settle(x).raw.detach().double() if isinstance(x, ShardedTensor) else x.detach().double()
+
+
+def inward(x: Any, stage: Mesh) -> Any:
+    """Place a value of the whole mesh, the same at all stages, on the mesh of one stage."""
+    outer = stage.outer
+    if outer is None or not isinstance(x, ShardedTensor) or x.mesh is not outer.mesh:
+        return x
+    if outer.axis in x.sharding.axes:
+        why = f"a batch is split over {outer.axis!r}, along which the stages are placed"
+        fix = "batch = sl.reshard(batch, '...')"
+        given = {"batch": typeof(x)}
+        raise ShardError(why, op="value_and_grad", operands=given, mesh=outer.mesh, fix=fix)
+    raw = x.raw
+    if lead(outer.mesh):
+        ranks = raw.unflatten(0, outer.mesh.sizes).select(outer.mesh.names.index(outer.axis), 0)
+        raw = ranks.reshape(stage.size, *raw.shape[1:])
+    return ShardedTensor(raw, x.place._replace(mesh=stage))
+
+
+def _rows(x: Any) -> int:
+    return x.shape[0] if isinstance(x, Tensor) and x.ndim else 1
+
+
+def _parts(x: Any, count: int, rows: int) -> list[Any]:
+    """Cut one argument.  Raises: UnevenSplit, with a number of micro-batches that fits."""
+    if not isinstance(x, Tensor) or x.ndim == 0 or (x.shape[0] == 1 and rows > 1):
+        return [x] * count
+    sharded = isinstance(x, ShardedTensor)
+    dim = lead(x.mesh) if isinstance(x, ShardedTensor) else 0
+    raw = x.raw if isinstance(x, ShardedTensor) else x
+    here = raw.shape[dim]
+    if here % count or (sharded and x.is_padded):
+        fits = next(d for d in range(count, 0, -1) if here % d == 0)
+        where = " on each rank" if sharded and here != x.shape[0] else ""
+        why = f"{here} rows{where} are not {count} equal micro-batches"
+        if sharded and x.is_padded:
+            why = f"a padded batch cannot be cut into {count} micro-batches"
+        fix = f"sl.value_and_grad(loss, microbatches={fits})"
+        raise UnevenSplit(why, op="value_and_grad", operands={"batch": typeof(x)}, fix=fix)
+    if not isinstance(x, ShardedTensor):
+        return list(x.chunk(count))
+    size = torch.Size((x.shape[0] // count, *x.shape[1:]))
+    return [x.becomes(part.contiguous(), None, size) for part in raw.chunk(count, dim)]

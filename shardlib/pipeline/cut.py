@@ -1,0 +1,221 @@
+"""Cut of a function into stages: which calls each stage makes, and the tensors that cross.
+
+The function runs on shapes alone, once whole and once for each stage, from last to first; what a
+stage's results depend on (parameters, outputs of earlier stages) is found by ``Dependences``.  So
+skip connections, tied weights, repeated blocks and tables that each stage can make itself are no
+special cases.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import tree_flatten
+from shardlib.errors import ShardError
+from shardlib.mesh import Mesh
+from shardlib.pipeline.flow import Dependences
+from shardlib.pipeline.forward import (
+    AllSent,
+    CallRecord,
+    Output,
+    OutputSpec,
+    StageForward,
+    UnitCall,
+    WholeForward,
+    block_of_output,
+    running,
+)
+from shardlib.pipeline.units import dealt
+from shardlib.tensor import ShardedTensor
+
+Params = Mapping[str, ShardedTensor]
+Function = Callable[[Params], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The stages of one function on inputs of one shape.
+
+    ``owner``   call -> its stage; calls without one are made by every stage.
+    ``needs``   of each stage, the outputs of earlier stages on which its results depend.
+    ``makes``   of each stage, its outputs that later stages need.
+    ``params``  of each stage, the names of the parameters that it reads.
+    ``draws``   random keys that a whole forward draws.
+    ``loss``    shape and dtype of the function's result.
+    """
+
+    calls: CallRecord
+    owner: Mapping[UnitCall, int]
+    needs: Sequence[Sequence[Output]]
+    makes: Sequence[Sequence[Output]]
+    params: Sequence[Sequence[str]]
+    draws: int
+    loss: Any
+
+    @property
+    def stages(self) -> int:
+        return len(self.needs)
+
+    @property
+    def begins(self) -> list[UnitCall]:
+        """List the first call of each stage."""
+        own = [c for c in self.calls.order if c in self.owner]
+        return [next(c for c in own if self.owner[c] == s) for s in range(self.stages)]
+
+    def spec(self, output: Output) -> OutputSpec:
+        """Return shape and dtype of a tensor that crosses."""
+        return self.calls.spec(output)
+
+    def source(self, output: Output) -> int:
+        """Return the stage that makes an output."""
+        return self.owner[output.call]
+
+    def users(self, output: Output) -> list[int]:
+        """List the stages that need an output."""
+        return [s for s, needed in enumerate(self.needs) if output in needed]
+
+    def holders(self, name: str, ranks: Sequence[int]) -> list[int]:
+        """List the ranks of the pipe axis whose stages read a parameter, by first stage."""
+        return list(dict.fromkeys(ranks[s] for s, read in enumerate(self.params) if name in read))
+
+    def named(self, stage: int) -> str:
+        """Return the first and last call of a stage, for messages."""
+        own = [c for c in self.calls.order if self.owner.get(c) == stage and "/" not in c.unit]
+        return f"{own[0]} to {own[-1]}" if len(own) > 1 else str(own[0]) if own else "no unit"
+
+
+@dataclass(frozen=True, eq=False)
+class Cutting:
+    """A function that is cut: on a mesh of shapes, with its blocks and where each stage begins.
+
+    ``stages``  how many, dealt by the ``price`` of the units; or the first block of each, by name
+                or as the call with which it begins.
+    """
+
+    f: Function
+    params: Params
+    mesh: Mesh
+    blocks: Sequence[str]
+    stages: int | Sequence[str | UnitCall]
+    price: Mapping[str, float]
+
+    def cut(self) -> Cut:
+        """Return the cut.  Raises: ShardError where a stage would lack what it needs."""
+        whole = WholeForward(CallRecord())
+        reads, loss = self._whole(whole)
+        owner = self._owners(whole.calls)
+        count = self.stages if isinstance(self.stages, int) else len(self.stages)
+        needs: list[list[Output]] = [[] for _ in range(count)]
+        read: list[list[str]] = [[] for _ in range(count)]
+        for s in reversed(range(count)):
+            wanted = frozenset(k for row in needs[s + 1 :] for k in row if owner[k.call] == s)
+            stage = StageForward(
+                whole.calls,
+                mesh=self.mesh,
+                owner=owner,
+                number=s,
+                wanted=wanted,
+                flow=Dependences(),
+            )
+            found = self._stage(stage, last=s == count - 1)
+            outputs = [k for k in found if isinstance(k, Output)]
+            needs[s] = sorted(outputs, key=whole.calls.rank)
+            read[s] = [n for n in self.params if n in found]
+            _refuse_later(s, needs[s], owner)
+        _refuse_unread(reads, read)
+        makes = [
+            sorted({k for row in needs for k in row if owner[k.call] == s}, key=whole.calls.rank)
+            for s in range(count)
+        ]
+        return Cut(whole.calls, owner, needs, makes, read, whole.drawn, loss)
+
+    def _run(self, flow: Dependences, into: list[Any]) -> None:
+        # values derived from a parameter are kept with it: each run has parameters of its own
+        own = {n: p.becomes(p.raw.detach().requires_grad_()) for n, p in self.params.items()}
+        for name, p in own.items():
+            flow.mark(p.raw, name)
+        with flow, torch.enable_grad():
+            into.append(self.f(own))
+
+    def _whole(self, whole: WholeForward) -> tuple[frozenset[Any], Any]:
+        """Run all units; return what the result depends on, and the result."""
+        out: list[Any] = []
+        with running(whole):
+            self._run(whole.flow, out)
+            ends = [block_of_output(x) for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
+            return whole.flow.of(ends), out[0]
+
+    def _stage(self, stage: StageForward, last: bool) -> frozenset[Any]:
+        """Run the units of one stage; return what its results depend on."""
+        out: list[Any] = []
+        assert stage.flow is not None
+        with running(stage):
+            try:
+                self._run(stage.flow, out)
+            except AllSent:
+                out = []
+            missing = sorted(stage.wanted - set(stage.found), key=stage.calls.rank)
+            if missing:
+                raise _error(f"stage {stage.number} never made {missing[0].call}")
+            ends = tree_flatten(out)[0] if last else list(stage.found.values())
+            raws = [block_of_output(x) for x in ends if isinstance(x, Tensor)]
+            return stage.flow.of(raws)
+
+    def _owners(self, calls: CallRecord) -> dict[UnitCall, int]:
+        """Deal the calls to stages; a unit between two blocks goes with the block before it."""
+        order, blocks = calls.order, set(self.blocks)
+        at = [i for i, c in enumerate(order) if c.unit in blocks]
+        if not at:
+            raise _error(f"no block of {', '.join(self.blocks) or 'the module'} was called")
+        owner: dict[UnitCall, int] = {}
+        stage, begins = 0, self._begins(order, at)
+        for i, c in enumerate(order):
+            if i in begins:
+                stage = begins[i]
+            owner[c] = stage
+        for around, rows in calls.inner.items():
+            owner.update({inner: owner[around] for _, inner in rows})
+        for c in calls.free:
+            owner.pop(c, None)
+        return owner
+
+    def _begins(self, order: Sequence[UnitCall], at: Sequence[int]) -> dict[int, int]:
+        """Return index of a call -> the stage that begins there."""
+        if not isinstance(self.stages, int):
+            first = {
+                UnitCall(c, 0) if isinstance(c, str) else c: s for s, c in enumerate(self.stages)
+            }
+            found = {i: first[c] for i, c in enumerate(order) if first.get(c)}
+            if len(found) < len(first) - 1:
+                unknown = next(c for c in [*first][1:] if c not in order)
+                why = f"cut: no block {str(unknown)!r} is called"
+                fix = f"sl.Stages('pipe', cut={list(self.blocks)[: len(self.stages)]})"
+                raise ShardError(why, op="parallelize", fix=fix)
+            return found
+        costs = [self.price.get(order[i].unit, 0.0) for i in at]
+        # the units after the last block belong to its stage
+        costs[-1] += sum(self.price.get(c.unit, 0.0) for c in order[at[-1] + 1 :])
+        return {at[i]: s for s, i in enumerate(dealt(costs, self.stages)) if s}
+
+
+def _refuse_later(stage: int, needs: Sequence[Output], owner: Mapping[UnitCall, int]) -> None:
+    for k in needs:
+        if owner[k.call] > stage:
+            raise _error(
+                f"stage {stage} needs {k.call}, which stage {owner[k.call]} makes after it"
+            )
+
+
+def _refuse_unread(whole: frozenset[Any], read: Sequence[Sequence[str]]) -> None:
+    """Refuse a cut in which no stage reads a parameter that the whole function reads."""
+    for name in sorted(n for n in whole if isinstance(n, str)):
+        if not any(name in row for row in read):
+            raise _error(f"parameter {name!r} is read by the whole and by no stage")
+
+
+def _error(why: str) -> ShardError:
+    fix = 'sl.Stages("pipe", cut=["blocks.0", "blocks.4"])'
+    return ShardError(f"the module cannot be cut so: {why}", op="parallelize", fix=fix)

@@ -1,0 +1,319 @@
+"""Forward of a module on one stage: its own units run, the others return what was received.
+
+The module's own code runs on every stage.  A unit of another stage is not called: it returns the
+tensors that its stage sent, or *ghosts*, NaN of the right shape in no memory, where nothing that
+this stage computes depends on them.  The run is broken off once all that other stages need is there.
+``WholeForward`` runs every unit and records the calls, on shapes alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardlib._compat import tree_flatten, tree_unflatten
+from shardlib.collectives import storage_shape
+from shardlib.errors import ShardError, Unsupported
+from shardlib.mesh import Mesh, within
+from shardlib.pipeline.flow import Dependences
+from shardlib.random import Draws
+from shardlib.tensor import Place, ShardedTensor, settle
+
+
+class UnitCall(NamedTuple):
+    """The ``turn``-th call of a unit in a forward."""
+
+    unit: str
+    turn: int
+
+    def __str__(self) -> str:
+        return f"{self.unit}, call {self.turn + 1}" if self.turn else self.unit
+
+
+class Output(NamedTuple):
+    """A tensor that a call returns: leaf number ``leaf`` of its result."""
+
+    call: UnitCall
+    leaf: int
+
+
+class OutputSpec(NamedTuple):
+    """Shape and dtype of an output; ``place`` None: a plain tensor, the same on every rank.
+
+    ``grad``  whether it depends on parameters, so that a gradient comes back for it.
+    """
+
+    place: Place | None
+    shape: torch.Size
+    dtype: torch.dtype
+    grad: bool
+
+    def block(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the shape of its storage on a mesh."""
+        if self.place is None:
+            return tuple(self.shape)
+        return storage_shape(mesh, *self.place.layout.local_shape(tuple(self.place.tiled), mesh))
+
+    def nbytes(self, mesh: Mesh) -> int:
+        """Return the bytes of one rank's block."""
+        shape = self.shape
+        if self.place is not None:
+            shape = torch.Size(self.place.layout.local_shape(tuple(self.place.tiled), mesh))
+        return shape.numel() * self.dtype.itemsize
+
+    def value(self, raw: Tensor, mesh: Mesh) -> Tensor:
+        """Return the output with this storage."""
+        if self.place is None:
+            return raw
+        return ShardedTensor(raw, self.place._replace(mesh=mesh))
+
+    def ghost(self, mesh: Mesh) -> Tensor:
+        """Return an output of NaN, in the memory of one element."""
+        return self.value(nan(self.dtype, mesh).expand(self.block(mesh)), mesh)
+
+
+def nan(dtype: torch.dtype, mesh: Mesh) -> Tensor:
+    """Return one element that must not be used: NaN, so that a use shows in the loss."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=mesh.device)
+
+
+def block_of_output(x: Tensor) -> Tensor:
+    """Return the storage of an output, whose gradient is whole on every rank."""
+    return settle(x).raw if isinstance(x, ShardedTensor) else x
+
+
+def _spec(x: Any) -> Any:
+    """Return the spec of a tensor, any other value as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    if not isinstance(x, ShardedTensor):
+        return OutputSpec(None, x.shape, x.dtype, x.requires_grad)
+    x = settle(x)
+    place = x.place._replace(deferred=frozenset())
+    return OutputSpec(place, x.shape, x.raw.dtype, x.raw.requires_grad)
+
+
+class Returned(NamedTuple):
+    """Result of a call: specs of its tensors and other leaves, and their tree.
+
+    ``draws``  random keys that the forward had drawn before the call, and after it.
+    """
+
+    leaves: tuple[Any, ...]
+    tree: Any
+    draws: tuple[int, int] = (0, 0)
+
+
+class AllSent(BaseException):
+    """All outputs that other stages need are computed: the rest of forward is not run."""
+
+
+@dataclass(eq=False)
+class CallRecord:
+    """Calls of units in a forward, in order, and what each returns.
+
+    ``inner``  for a call, those of its submodules whose hooks take outputs (path, call), as
+               transformers collects hidden states and router logits.
+    ``free``   calls that depend on no parameter and no input: every stage makes them.
+    """
+
+    order: list[UnitCall] = field(default_factory=list)
+    returned: dict[UnitCall, Returned] = field(default_factory=dict)
+    inner: dict[UnitCall, list[tuple[str, UnitCall]]] = field(default_factory=dict)
+    free: set[UnitCall] = field(default_factory=set)
+
+    def spec(self, output: Output) -> OutputSpec:
+        return self.returned[output.call].leaves[output.leaf]
+
+    def rank(self, output: Output) -> tuple[int, int]:
+        """Return a key by which outputs are sorted as forward makes them."""
+        return self.order.index(output.call), output.leaf
+
+
+@dataclass(eq=False)
+class _Forward:
+    """State of one run: how often each unit was called.
+
+    ``pipeline``  the module with stages that it runs, if it is known: no other is called.
+    """
+
+    calls: CallRecord
+    pipeline: object = None
+    turns: dict[str, int] = field(default_factory=dict)
+
+    def next_call(self, unit: str) -> UnitCall:
+        turn = self.turns[unit] = self.turns.get(unit, -1) + 1
+        return UnitCall(unit, turn)
+
+    def entered(self, pipeline: object) -> None:
+        """Begin a call of a module with stages.  Raises: ShardError for a second one."""
+        if self.turns or self.pipeline not in (None, pipeline):
+            why = "a loss calls one module with stages, once"
+            fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
+            raise ShardError(why, op="value_and_grad", fix=fix)
+
+    @contextmanager
+    def hooked(self, call: UnitCall, m: nn.Module) -> Iterator[None]:
+        """Call ``took`` with the results of submodules that have hooks, during a call of a unit."""
+        handles = [
+            sub.register_forward_hook(partial(self._hook, call, path))
+            for path, sub in m.named_modules()
+            if path and sub._forward_hooks
+        ]
+        try:
+            yield
+        finally:
+            for h in handles:
+                h.remove()
+
+    def _hook(self, around: UnitCall, path: str, m: nn.Module, args: Any, out: Any) -> None:
+        self.took(around, path, self.next_call(f"{around.unit}/{path}"), out)
+
+    def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class WholeForward(_Forward):
+    """A run of every unit on shapes, which records the calls.
+
+    ``drawn``  random keys drawn so far; random.py counts them.
+    """
+
+    flow: Dependences = field(default_factory=Dependences)
+    drawn: int = 0
+    number = None
+
+    def call(
+        self, unit: str, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        call = self.next_call(unit)
+        self.calls.order.append(call)
+        before = self.drawn
+        with self.hooked(call, m):
+            out = forward(*args, **kwargs)
+        self._note(call, out, (before, self.drawn))
+        raws = [block_of_output(x) for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
+        if not any(x.requires_grad or self.flow.reaches(x) for x in raws):
+            self.calls.free.add(call)
+        return out
+
+    def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
+        self.calls.order.append(call)
+        self._note(call, out)
+        self.calls.inner.setdefault(around, []).append((path, call))
+
+    def _note(self, call: UnitCall, out: Any, draws: tuple[int, int] = (0, 0)) -> None:
+        leaves, tree = tree_flatten(out)
+        self.calls.returned[call] = Returned(tuple(map(_spec, leaves)), tree, draws)
+
+
+@dataclass(eq=False)
+class StageForward(_Forward):
+    """A run of the units of one stage.
+
+    ``owner``   call -> its stage; a call without one is made by every stage.
+    ``given``   outputs of other stages that were received.
+    ``wanted``  outputs that other stages need; ``found`` those computed so far.
+    ``flow``    of a run on shapes: marks the ghosts.
+    ``draws``   the random keys of this run, which follow the whole forward's.
+    """
+
+    mesh: Mesh = field(kw_only=True)
+    owner: Mapping[UnitCall, int] = field(kw_only=True)
+    number: int = field(kw_only=True)
+    wanted: frozenset[Output] = field(kw_only=True)
+    given: Mapping[Output, Tensor] = field(default_factory=dict)
+    found: dict[Output, Tensor] = field(default_factory=dict)
+    flow: Dependences | None = None
+    draws: Draws | None = None
+    drawn: int = 0
+
+    def call(
+        self, unit: str, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        call = self.next_call(unit)
+        returned = self.calls.returned.get(call)
+        if returned is None:
+            why = f"{call} was not called when the stages were cut"
+            raise Unsupported(
+                why, op="apply", mesh=self.mesh, fix="apply, params = sl.parallelize(module, rules)"
+            )
+        if self.draws is not None:
+            self.draws.go_to(returned.draws[0])
+        if self.owner.get(call, self.number) == self.number:
+            with self.hooked(call, m):
+                out = forward(*args, **kwargs)
+            self._keep(call, out)
+        else:
+            out = self._left_out(call, m, returned)
+        if self.draws is not None:
+            self.draws.go_to(returned.draws[1])
+        return out
+
+    def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
+        self._keep(call, out, last=False)
+
+    def _keep(self, call: UnitCall, out: Any, last: bool = True) -> None:
+        """Keep the wanted outputs of a call; break the run off if all of them are there."""
+        for i, x in enumerate(tree_flatten(out)[0]):
+            if (output := Output(call, i)) in self.wanted:
+                self.found[output] = x
+        if last and self.wanted and len(self.found) == len(self.wanted):
+            raise AllSent
+
+    def _left_out(self, call: UnitCall, m: nn.Module, returned: Returned) -> Any:
+        """Return the result of a call of another stage, and give its submodules' hooks theirs."""
+        for path, inner in self.calls.inner.get(call, ()):
+            sub, out = m.get_submodule(path), self._result(inner, self.calls.returned[inner])
+            for key, hook in list(sub._forward_hooks.items()):
+                given = ({},) if key in sub._forward_hooks_with_kwargs else ()
+                hook(sub, _Unsent(inner), *given, out)
+        return self._result(call, returned)
+
+    def _result(self, call: UnitCall, returned: Returned) -> Any:
+        leaves = [self._leaf(Output(call, i), x) for i, x in enumerate(returned.leaves)]
+        return tree_unflatten(leaves, returned.tree)
+
+    def _leaf(self, output: Output, spec: Any) -> Any:
+        if output in self.given:
+            return self.given[output]
+        if not isinstance(spec, OutputSpec):
+            return spec
+        ghost = spec.ghost(self.mesh)
+        if self.flow is not None:
+            raw = block_of_output(ghost)
+            if raw.is_floating_point():
+                raw.requires_grad_()
+            self.flow.mark(raw, output)
+        return ghost
+
+
+class _Unsent(tuple[Any, ...]):
+    """Arguments of a submodule's call on another stage, which are not sent: a read raises."""
+
+    def __new__(cls, call: UnitCall) -> "_Unsent":
+        new = super().__new__(cls)
+        new.call = call
+        return new
+
+    call: UnitCall
+
+    def _refuse(self, *_: object) -> Any:
+        why = f"a forward hook of {self.call} reads its input, which only its own stage has"
+        fix = 'stages = sl.Stages("pipe", cut=1)  # or read the output in the hook'
+        raise ShardError(why, op="apply", fix=fix)
+
+    __getitem__ = __iter__ = __len__ = _refuse  # type: ignore[assignment]
+
+
+@contextmanager
+def running(stage: WholeForward | StageForward) -> Iterator[None]:
+    """Have the units inside the ``with`` ask this run whether they are called."""
+    with within(stage=stage):
+        yield

@@ -1,0 +1,275 @@
+"""Stages of a module along a mesh axis: ``sl.parallelize(module, rules, stages=sl.Stages("pipe"))``.
+
+``Stages`` says how a module is cut and in which order micro-batches run.  ``Pipeline`` is a module
+that was cut: which rank runs which stage, and the cut of each function of it, kept by the shapes of
+its inputs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import optree
+from torch import Tensor, nn
+
+from shardlib.dtypes import wider
+from shardlib.errors import ShardError, Unsupported
+from shardlib.grad import GradientSums, frozen
+from shardlib.mesh import Mesh, record, within
+from shardlib.microbatches import MicroBatches
+from shardlib.modules.apply import Apply
+from shardlib.modules.dim_trace import called_with, example_inputs
+from shardlib.modules.parallelize import placed
+from shardlib.pipeline.cut import Cut, Cutting, Function, Params
+from shardlib.pipeline.forward import UnitCall, nan
+from shardlib.pipeline.schedules import placing, schedule
+from shardlib.pipeline.step import PipelineStep
+from shardlib.pipeline.units import blocks_of, units_of, weights
+from shardlib.planning.constant_folding import Known
+from shardlib.planning.explain import on_paper
+from shardlib.tensor import ShardedTensor
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a module is cut into stages along a mesh axis, and in which order micro-batches run.
+
+    ``axis``      the mesh axis; layouts use the others.
+    ``cut``       "auto": as many stages as the schedule places on the axis, with blocks dealt by
+                  their parameters; a number of stages; or the name of the first block of each.
+    ``per_rank``  stages on each rank: more than one for "interleaved".
+    ``schedule``  "gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev", or one of your own, see
+                  ``sl.extend.schedule``.
+    ``example``   forward's arguments, a tuple or a dict, where the module's configuration or first
+                  layer does not say what it accepts.
+    ``blocks``    names of the submodules between which it may be cut; by default the items of its
+                  lists of alike modules.
+
+    >>> import torch, shardlib as sl; from torch import nn
+    >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    >>> with sl.simulate(pipe=2, data=2):
+    ...     rules = [("*", "...")]
+    ...     apply, params = sl.parallelize(
+    ...         model, rules, inputs={"input": "data ."}, stages=sl.Stages("pipe"))
+    ...     step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=4)
+    ...     loss, grads = step(params, torch.ones(8, 8))
+    >>> print(apply.stages)
+    2 stages on pipe=2, 1f1b: 0 to 1 | 2 to 3
+    """
+
+    axis: str
+    cut: str | int | Sequence[str] = "auto"
+    per_rank: int = 1
+    schedule: str = "1f1b"
+    example: Any = None
+    blocks: Sequence[str] | None = None
+
+    def parallelized(
+        self, module: nn.Module, rules: Any, *, mesh: Mesh, src: int | None, **given: Any
+    ) -> tuple[Apply, dict[str, ShardedTensor]]:
+        """Implement ``parallelize`` with stages: place the parameters that this rank's stages read."""
+        mesh.axis_size(self.axis, "parallelize", "sl.Stages({})")
+        inner = mesh.without(self.axis)
+        paper = record(device=inner.device_type, **inner.axes)
+        _, whole = placed(module, rules, mesh=paper, blank=True, **given)
+        ranks = placing(self.schedule, mesh.axes[self.axis], self.per_rank)
+        pipeline = Pipeline(self, mesh, inner, paper, ranks, whole, self._blocks(module))
+        first = pipeline.first_cut(module, rules, given, self._count(len(ranks)))
+        own = [n for n in whole if pipeline.here & set(first.holders(n, ranks))]
+        apply, params = placed(module, rules, mesh=inner, src=src, only=own, **given)
+        apply.staged(pipeline, units_of(module, pipeline.blocks))
+        assert inner.outer is not None
+        counted = min(pipeline.here)
+        copies = [n for n in own if first.holders(n, ranks)[0] != counted]
+        if mesh.kind == "dist":
+            inner.outer.copies.update(copies)
+        return apply, params
+
+    def _blocks(self, module: nn.Module) -> list[str]:
+        names = list(self.blocks or blocks_of(module))
+        known = dict(module.named_modules())
+        for n in names:
+            if n not in known:
+                why = f"blocks: {type(module).__name__} has no submodule {n!r}"
+                raise _error(
+                    why, "sl.Stages('pipe', blocks=[n for n, _ in model.named_children()])"
+                )
+        if not names:
+            why = f"{type(module).__name__} has no list of alike modules to cut between"
+            raise _error(why, "sl.Stages('pipe', blocks=['encoder', 'decoder'])")
+        return names
+
+    def _count(self, placed_on_ranks: int) -> int | Sequence[str]:
+        """Return the number of stages, or their first blocks.  Raises: ShardError."""
+        if self.cut == "auto":
+            return placed_on_ranks
+        count = self.cut if isinstance(self.cut, int) else len(self.cut)
+        if isinstance(self.cut, str) or count != placed_on_ranks:
+            why = (
+                f"cut={self.cut!r} does not give the {placed_on_ranks} stages of {self.schedule!r}"
+            )
+            raise _error(why, f"sl.Stages({self.axis!r}, cut={placed_on_ranks})")
+        return self.cut
+
+
+def _error(why: str, fix: str) -> ShardError:
+    return ShardError(why, op="parallelize", fix=fix)
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """A module cut into stages; ``print`` shows which blocks each stage has.
+
+    ``mesh``    the whole mesh; ``inner`` that of one stage; ``paper`` the same for shapes alone.
+    ``ranks``   of each stage, its place on the axis.
+    ``whole``   all parameters of the module, as shapes.
+    ``begins``  the call with which each stage begins.
+    """
+
+    stages: Stages
+    mesh: Mesh
+    inner: Mesh
+    paper: Mesh
+    ranks: Sequence[int]
+    whole: Params
+    blocks: Sequence[str]
+    price: Mapping[str, float] = field(default_factory=dict)
+    begins: Sequence[UnitCall] = ()
+    cuts: dict[Any, Cut] = field(default_factory=dict)
+
+    @property
+    def here(self) -> set[int]:
+        """Places on the axis whose stages this process runs: all of them under simulate."""
+        if self.mesh.kind != "dist":
+            return set(self.ranks)
+        assert self.mesh.coord is not None
+        return {self.mesh.coord[self.stages.axis]}
+
+    def __str__(self) -> str:
+        axis, size = self.stages.axis, self.mesh.axes[self.stages.axis]
+        first = next(reversed(self.cuts.values()))
+        parts = " | ".join(first.named(s) for s in range(first.stages))
+        return f"{first.stages} stages on {axis}={size}, {self.stages.schedule}: {parts}"
+
+    @cached_property
+    def tied(self) -> dict[str, list[int]]:
+        """Trained parameters that stages of several ranks read -> these places on the axis."""
+        held = {n: self.cuts["first"].holders(n, self.ranks) for n in self.whole}
+        asks = dict(zip(self.whole, frozen(list(self.whole.values())), strict=True))
+        return {n: ranks for n, ranks in sorted(held.items()) if len(ranks) > 1 and not asks[n]}
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of one rank's block of a parameter's gradient."""
+        x = self.whole[name]
+        return x.raw.numel() * wider(x.dtype).itemsize
+
+    # ------------------------------------------------------------ cuts
+
+    def first_cut(
+        self, module: nn.Module, rules: Any, given: Mapping[str, Any], stages: int | Sequence[str]
+    ) -> Cut:
+        """Cut forward on example inputs, where every axis has one rank, so that any size divides."""
+        alone = record(device=self.inner.device_type, **dict.fromkeys(self.inner.axes, 1))
+        apply, params = placed(module, rules, mesh=alone, blank=True, **given)
+        units = units_of(module, self.blocks)
+        self.price = weights(module, units)
+        apply.staged(self, units)
+        failed = "no example inputs are known"
+        examples = [self.stages.example] if self.stages.example is not None else []
+        for example in examples or example_inputs(module):
+            args, kwargs = called_with(example)
+            try:
+                cut = self._cut(
+                    lambda p, *a, **k: apply(p, *a, **k), alone, params, stages, args, kwargs
+                )
+            except ShardError:
+                raise
+            except Exception as e:
+                # the module's own code may raise anything
+                failed = f"{type(e).__name__}: {e}".splitlines()[0]
+                continue
+            self.begins = cut.begins
+            self.cuts["first"] = cut
+            return cut
+        why = f"the stages of {type(module).__name__} are not known: {failed}"
+        raise Unsupported(why, op="parallelize", fix="sl.Stages('pipe', example=(inputs,))")
+
+    def cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any) -> Cut:
+        """Return the cut of ``f(params, *args)`` for these shapes."""
+        leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+        key = f, tree, tuple(map(_shape, leaves))
+        found = self.cuts.get(key)
+        if found is None:
+            if len(self.cuts) > 64:
+                self.cuts = {"first": self.cuts["first"]}
+            found = self._cut(f, self.paper, self.whole, self.begins, args, kwargs)
+            self._refuse_unheld(found)
+            self.cuts[key] = found
+        return found
+
+    def _refuse_unheld(self, cut: Cut) -> None:
+        """Refuse a function in which a stage reads a parameter that its rank does not hold."""
+        first = self.cuts["first"]
+        for name in self.whole:
+            more = set(cut.holders(name, self.ranks)) - set(first.holders(name, self.ranks))
+            if more:
+                where = f"{self.stages.axis}={min(more)}"
+                why = f"the function reads {name!r} at {where}, and the module does not"
+                fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
+                raise ShardError(why, op="value_and_grad", mesh=self.mesh, fix=fix)
+
+    def _cut(
+        self, f: Callable[..., Any], paper: Mesh, params: Params,
+        stages: int | Sequence[Any], args: Any, kwargs: Any,
+    ) -> Cut:  # fmt: skip
+        with ExitStack() as stack:
+            stack.enter_context(paper)
+            known = stack.enter_context(Known())
+            stack.enter_context(within(traces=(), differentiated=True))
+            told = partial(_told, known, paper)
+            inputs: Any = optree.tree_map(told, (args, kwargs), none_is_leaf=True)
+            run: Function = lambda p: f(p, *inputs[0], **inputs[1])  # noqa: E731
+            return Cutting(run, params, paper, self.blocks, stages, self.price).cut()
+
+    # ------------------------------------------------------------ runs
+
+    def completed(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parameters with NaN for those of other stages."""
+        found = dict(params)
+        like = next(iter(params.values()))
+        for name, x in self.whole.items():
+            if name not in found:
+                place = x.place._replace(mesh=like.mesh)
+                ghost = nan(x.dtype, like.mesh)
+                block = place.layout.local_shape(tuple(place.tiled), like.mesh)
+                found[name] = ShardedTensor(ghost.expand(block), place)
+        return found
+
+    def step(
+        self, f: Callable[..., Any], params: Any, batch: MicroBatches, sums: GradientSums
+    ) -> Tensor:
+        """Run forward and backward of every micro-batch; gradients are added to ``sums``."""
+        cut = self.cut_for(f, *batch[0])
+        table = schedule(
+            self.stages.schedule,
+            self.mesh.axes[self.stages.axis],
+            batch.count,
+            self.stages.per_rank,
+        )
+        return PipelineStep(self, f, cut, table, batch, sums).run()
+
+
+def _shape(x: object) -> object:
+    if isinstance(x, ShardedTensor):
+        return x.place, x.dtype
+    return (x.shape, x.dtype) if isinstance(x, Tensor) else x
+
+
+def _told(known: Known, paper: Mesh, x: Any) -> Any:
+    """Return an argument on shapes; the values of plain integer tensors are known there."""
+    shape = on_paper(x, paper)
+    if isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and not x.is_floating_point():
+        known.tell(shape, x)
+    return shape

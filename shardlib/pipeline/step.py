@@ -1,0 +1,268 @@
+"""One step of a pipeline: forwards and backwards of all micro-batches, in the order of a schedule.
+
+Each rank performs the actions of its row of the table.  A forward keeps what its backward needs;
+blocks are sent straight to the ranks whose stages need them.  Where one process runs all ranks, it
+performs of all rows the next action whose messages have arrived.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import pbroadcast, unwrap, wrap
+from shardlib.collectives.count import note
+from shardlib.collectives.point_to_point import Message, Messages
+from shardlib.errors import RankFailed, StageFailed
+from shardlib.grad import GradientSums, loss_block, with_block
+from shardlib.mesh import bind, scope, within
+from shardlib.microbatches import MicroBatches
+from shardlib.pipeline.cut import Cut
+from shardlib.pipeline.forward import AllSent, Output, StageForward, block_of_output, running
+from shardlib.pipeline.schedules import Action, PipelineSchedule
+from shardlib.random import Draws
+from shardlib.tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from shardlib.pipeline.stages import Pipeline
+
+Label = tuple[str, Output, int, int]
+"""Direction ("F" or "B"), the output, its micro-batch, the stage that uses it."""
+
+
+@dataclass
+class Forwarded:
+    """Tensors that a forward of a stage leaves for its backward.
+
+    ``received``  blocks of outputs of earlier stages, leaves of autograd.
+    ``made``      blocks of outputs that later stages need.
+    ``leaves``    blocks of the parameters.
+    """
+
+    received: dict[Output, Tensor]
+    made: dict[Output, Tensor]
+    leaves: Sequence[Tensor]
+    loss: Tensor | None = None
+    later: list[Any] = field(default_factory=list)
+
+
+class PipelineStep:
+    """A step; ``run`` returns the loss, and adds gradients to ``sums``."""
+
+    def __init__(
+        self, pipeline: "Pipeline", f: Callable[..., Any], cut: Cut, table: PipelineSchedule,
+        batch: MicroBatches, sums: GradientSums,
+    ) -> None:  # fmt: skip
+        self.pipeline, self.f, self.cut, self.table = pipeline, f, cut, table
+        self.batch, self.sums = batch, sums
+        self.mesh, self.inner, self.axis = pipeline.mesh, pipeline.inner, pipeline.stages.axis
+        self.ranks = table.ranks
+        self.users = {k: cut.users(k) for row in cut.makes for k in row}
+        self.first = Draws.begun(self.inner)
+        self.kept: dict[tuple[int, int], Forwarded] = {}
+        self.loss: Tensor | None = None
+        self.held = [0] * table.stages
+        here = pipeline.here
+        peers = [r for r in range(table.size) if r not in here]
+        coming = {r: self._sent(r, min(here)) for r in peers}
+        self.messages = Messages(self.mesh, self.axis, coming)
+
+    def run(self) -> Tensor:
+        """Perform all actions; return the loss, on every rank."""
+        rows = [list(self.table.tables[r]) for r in sorted(self.pipeline.here)]
+        if self.mesh.kind == "dist":
+            self._perform(rows[0])
+            self._add_ties()
+            self.messages.finish()
+        else:
+            self._perform_all(rows)
+        Draws.passed(self.inner, self.first + self.cut.draws * self.batch.count)
+        self._count()
+        return self._whole_loss()
+
+    def _perform(self, row: Sequence[Action]) -> None:
+        for i, action in enumerate(row):
+            # the next action's receives are posted before this one computes
+            for coming in row[i : i + 2]:
+                for label, source in self._receives(coming):
+                    self.messages.expect(label, self.ranks[source])
+            self._do(action)
+
+    def _perform_all(self, rows: list[list[Action]]) -> None:
+        while any(rows):
+            before = sum(map(len, rows))
+            for row in rows:
+                while row and all(self.messages.arrived(x) for x, _ in self._receives(row[0])):
+                    self._do(row.pop(0))
+            assert sum(map(len, rows)) < before, "a checked table ends"
+
+    # ------------------------------------------------------------ messages
+
+    def _receives(self, a: Action) -> Iterator[tuple[Label, int]]:
+        """List the messages that an action needs, each with the stage that sends it."""
+        if a.kind == "F":
+            for k in self.cut.needs[a.stage]:
+                yield ("F", k, a.micro, a.stage), self.cut.source(k)
+        elif a.kind in "BI":
+            for k in self.cut.makes[a.stage]:
+                for user in self.users[k] if self.cut.spec(k).grad else ():
+                    yield ("B", k, a.micro, user), user
+
+    def _sends(self, a: Action) -> Iterator[tuple[Label, int]]:
+        """List the messages that an action sends, each with the stage that gets it."""
+        if a.kind == "F":
+            for k in self.cut.makes[a.stage]:
+                for user in self.users[k]:
+                    yield ("F", k, a.micro, user), user
+        elif a.kind in "BI":
+            for k in self.cut.needs[a.stage]:
+                if self.cut.spec(k).grad:
+                    yield ("B", k, a.micro, a.stage), self.cut.source(k)
+
+    def _sent(self, rank: int, to: int) -> Iterator[Message]:
+        """List the messages from a rank to another, in the order of its actions."""
+        for a in self.table.tables[rank]:
+            for label, stage in self._sends(a):
+                if self.ranks[stage] == to:
+                    spec = self.cut.spec(label[1])
+                    yield Message(label, spec.block(self.inner), spec.dtype)
+        for name, ranks in self.pipeline.tied.items():
+            if rank in ranks and to in ranks:
+                g = self.sums.of(name)
+                yield Message(("tied", name, rank), tuple(g.shape), g.dtype)
+
+    def _add_ties(self) -> None:
+        """Add up the gradients of parameters that the stages of several ranks read."""
+        (me,) = self.pipeline.here
+        tied = {n: ranks for n, ranks in self.pipeline.tied.items() if me in ranks}
+        for name, ranks in tied.items():
+            for rank in ranks:
+                if rank != me:
+                    self.messages.send(("tied", name, me), self.sums.of(name), rank)
+                    self.messages.expect(("tied", name, rank), rank)
+        for name, ranks in tied.items():
+            parts = [
+                self.sums.of(name) if r == me else self.messages.take(("tied", name, r))
+                for r in sorted(ranks)
+            ]
+            # in one order on all ranks, so that copies stay equal bit for bit
+            self.sums.set(name, sum(parts[1:], parts[0]))
+
+    def _count(self) -> None:
+        """Count the messages of all ranks in the traces, on every rank alike."""
+        traces = scope().listeners.traces
+        for row in self.table.tables if traces else ():
+            for a in row:
+                for label, stage in self._sends(a):
+                    if self.ranks[stage] != self.ranks[a.stage]:
+                        n = self.cut.spec(label[1]).nbytes(self.inner)
+                        note(traces, "send", (self.axis,), n, self.table.size, 1)
+        for name, ranks in self.pipeline.tied.items() if traces else ():
+            n, sends = self.pipeline.nbytes(name), len(ranks) * (len(ranks) - 1)
+            note(traces, "send", (self.axis,), n * sends, self.table.size, sends)
+
+    # ------------------------------------------------------------ actions
+
+    def _do(self, a: Action) -> None:
+        doing = {"F": self._forward, "W": self._weights}.get(a.kind, self._backward)
+        try:
+            doing(a)
+        except (RankFailed, StageFailed):
+            raise
+        except Exception as e:
+            raise self._failed(a, e) from e
+        self.held[a.stage] = max(self.held[a.stage], sum(s == a.stage for s, _ in self.kept))
+
+    def _failed(self, a: Action, e: Exception) -> StageFailed:
+        part = {"F": "forward", "W": "gradients of weights"}.get(a.kind, "backward")
+        text = (str(e) or type(e).__name__).splitlines()[0]
+        why = (
+            f"stage {a.stage} ({self.cut.named(a.stage)}), {part} of micro-batch {a.micro}: "
+            f"{type(e).__name__}: {text}"
+        )
+        fix = getattr(e, "fix", None) or "sl.value_and_grad(loss, microbatches=1)  # to look at one"
+        return StageFailed(why, op="value_and_grad", mesh=self.mesh, fix=fix)
+
+    def _forward(self, a: Action) -> None:
+        received: dict[Output, Tensor] = {}
+        given: dict[Output, Tensor] = {}
+        for label, _ in self._receives(a):
+            k = label[1]
+            spec = self.cut.spec(k)
+            raw = self.messages.take(label).detach()
+            if spec.grad:
+                received[k] = raw.requires_grad_()
+            given[k] = spec.value(raw, self.inner)
+        draws = Draws(self.inner, self.first + self.cut.draws * a.micro)
+        stage = StageForward(
+            self.cut.calls, mesh=self.inner, owner=self.cut.owner, number=a.stage,
+            wanted=frozenset(self.cut.makes[a.stage]), given=given, draws=draws,
+            pipeline=self.pipeline,
+        )  # fmt: skip
+        leaves = self.sums.leaves()
+        kept = Forwarded(received, {}, leaves.wanted)
+        args, kwargs = self.batch[a.micro]
+        with running(stage), within(differentiated=True), draws.used(), torch.enable_grad():
+            try:
+                out = self.f(leaves.arguments[0], *args, **kwargs)
+                if a.stage == self.table.stages - 1:
+                    kept.loss = self._add_loss(out, a.micro)
+            except AllSent:
+                pass
+        kept.made = {k: block_of_output(stage.found[k]) for k in self.cut.makes[a.stage]}
+        self.kept[a.stage, a.micro] = kept
+        for label, user in self._sends(a):
+            self.messages.send(label, kept.made[label[1]].detach(), self.ranks[user])
+
+    def _add_loss(self, loss: Tensor, micro: int) -> Tensor:
+        """Add a micro-batch's share to the loss of the step; return what backward starts from."""
+        share = loss_block(loss) * self.batch.share(micro)
+        done = share.detach() if self.loss is None else loss_block(self.loss) + share.detach()
+        self.loss = with_block(loss.detach(), done)
+        return share
+
+    def _backward(self, a: Action) -> None:
+        kept = self.kept[a.stage, a.micro]
+        cotangents: dict[Output, Tensor] = {}
+        for label, _ in self._receives(a):
+            g, k = self.messages.take(label), label[1]
+            cotangents[k] = cotangents[k] + g if k in cotangents else g
+        asked = {k: g for k, g in cotangents.items() if kept.made[k].requires_grad}
+        ends, grads = [kept.made[k] for k in asked], list(asked.values())
+        if kept.loss is not None and kept.loss.requires_grad:
+            ends.append(kept.loss)
+            grads.append(torch.ones_like(kept.loss))
+        wanted = [*kept.received.values(), *kept.leaves]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if ends:
+            found = torch.autograd.grad(ends, wanted, grads, allow_unused=True)
+        inputs = dict(zip(kept.received, found, strict=False))
+        for label, source in self._sends(a):
+            g = inputs[label[1]]
+            g = torch.zeros_like(kept.received[label[1]]) if g is None else g
+            self.messages.send(label, g, self.ranks[source])
+        self.sums.add(found[len(kept.received) :])
+        del self.kept[a.stage, a.micro]
+
+    def _weights(self, a: Action) -> None:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ results
+
+    def _whole_loss(self) -> Tensor:
+        """Return the loss of the last stage, on every rank."""
+        if self.mesh.kind != "dist":
+            assert self.loss is not None, "the last stage has run"
+            return self.loss
+        like = self.cut.loss
+        raw = torch.zeros((), dtype=like.dtype, device=self.inner.device)
+        if self.loss is not None:
+            raw = loss_block(self.loss)
+        with bind(self.mesh):
+            sent = wrap(raw.reshape(1), self.mesh)
+            raw = unwrap(pbroadcast(sent, self.axis, self.ranks[-1])).reshape(())
+        if not isinstance(like, ShardedTensor):
+            return raw
+        return ShardedTensor(raw, like.place._replace(mesh=self.inner))
