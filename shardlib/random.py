@@ -147,8 +147,20 @@ def _stream(mesh: Mesh) -> _Stream:
 def _shared(mesh: Mesh) -> _Stream:
     if not spans_processes(mesh):
         return _HERE
+    while mesh.outer is not None:
+        # the ranks of all stages of a pipeline draw from one seed
+        mesh = mesh.outer.mesh
     ranks = tuple(sorted(mesh.ranks))
     return _STREAMS.setdefault(mesh.world(), {}).setdefault(ranks, _Stream(ranks))
+
+
+def agreed(mesh: Mesh) -> int:
+    """Return the seed of a mesh's draws, on which its ranks agree here if they have not yet.
+
+    The ranks of all stages of a pipeline agree together, so all call this before they wait for
+    one another's results: a later draw waits for no rank.
+    """
+    return _stream(mesh).agree()
 
 
 def _streams() -> list[_Stream]:
@@ -340,8 +352,8 @@ def get_state(mesh: MeshLike | None = None) -> dict[str, int]:
     ...     torch.equal(sl.unshard(a), sl.unshard(torch.rand_like(x)))
     True
     """
-    stream = _stream(as_mesh(mesh))
-    return {"seed": stream.agree(), "count": stream.count}
+    mesh = as_mesh(mesh)
+    return {"seed": agreed(mesh), "count": _stream(mesh).count}
 
 
 def set_state(state: Mapping[str, int], mesh: MeshLike | None = None) -> None:

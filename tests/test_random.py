@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.errors import ShardError
+from shardlib.random import agreed
 from tests.workers import Pool
 
 
@@ -81,6 +82,32 @@ def test_a_part_of_the_job_has_a_stream_of_its_own(pool: Any) -> None:
         )
     for rank, got in enumerate(pool.run(parts_of_the_job, x=2, y=2)):
         want = [*here(7), named, *here(7 + rank // 2)]
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def by_stage() -> list[torch.Tensor]:
+    """Stages whose ranks seed apart, and draw one after the other: what they agreed on is kept."""
+    mesh, out = sl.current_mesh(), []
+    inner, at = mesh.without("pipe"), (mesh.coord or {})["pipe"]
+    for number in (7, 8):
+        torch.manual_seed(number + dist.get_rank())
+        agreed(inner)
+        for turn in range(2):
+            if at == turn:
+                with inner:
+                    out.append(draw("x ."))
+            sl.psum(torch.ones(1), "pipe")
+    return [*out, draw("pipe x")]
+
+
+def test_stages_of_a_pipeline_draw_from_one_seed(pool: Any) -> None:
+    want = []
+    with sl.simulate(x=2):
+        for number in (7, 8):
+            torch.manual_seed(number)
+            want.append(draw("x ."))
+        want.append(draw("x ."))
+    for got in pool.run(by_stage, pipe=2, x=2):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

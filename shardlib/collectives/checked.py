@@ -3,7 +3,8 @@
 A fingerprint holds the operation, its axes, shape, dtype and arguments, the line of the user's
 code, and a digest of all earlier calls on sharded tensors, with their layouts, Python numbers and
 plain tensors.  The first rank stores its fingerprint in the job's store; a rank whose own differs
-raises, before anything is sent: one request to the store for each transfer, and no wait.
+raises, before anything is sent: one request to the store for each transfer, and no wait.  Earlier
+calls count within a stage of a pipeline only, since those of other stages differ.
 
 Under simulate one process runs all ranks, so they cannot diverge in this way; whether a block
 varies along an axis is tracked there always (types.py).
@@ -124,7 +125,8 @@ class CheckMode(Trace):
         given = "".join(f", {p!r}" for p in params if not isinstance(p, torch.dtype))
         aside = f", with {unseen} unchecked before it" if unseen else ""
         thread = _thread()
-        mine = f"{doing}{_tagged(raw)}{given}{thread}{aside}, at {line or 'no line of the user'}"
+        value = "" if _between_stages(g) else _tagged(raw)
+        mine = f"{doing}{value}{given}{thread}{aside}, at {line or 'no line of the user'}"
         where = "-".join(map(str, g.ranks)) + "/" + ".".join(axes)
         self.groups[where] = g
         self._compare(job, where, mine)
@@ -139,7 +141,8 @@ class CheckMode(Trace):
 
     def _compare(self, job: JobProcesses, group: str, mine: str) -> None:
         """Compare what this rank is at with the first rank of a group to come here."""
-        g, state = self.groups[group], f"{self.crc:08x}"
+        g = self.groups[group]
+        state = "" if _between_stages(g) else f"{self.crc:08x}"
         n, said = job.first_word(f"check/{group}", f"{job.rank}|{state}|{mine}")
         if n > _KEEP and n % g.size == g.index:
             job.store.delete(f"check/{group}/{n - _KEEP}")
@@ -177,6 +180,11 @@ class CheckMode(Trace):
                     f"{its} at {line}"
                 )
         return ""
+
+
+def _between_stages(g: Any) -> bool:
+    """Check whether a group has ranks of several stages of a pipeline."""
+    return not g.mesh.stages.keys().isdisjoint(g.axes)
 
 
 _TAG = "shardlib_made"
@@ -306,7 +314,7 @@ def verify(
             for n, (raw, layout) in values.items()
             if n in names
         ]
-        key = f"alike/{mesh}/{apart}/{op} {line} {zlib.crc32(repr(kinds).encode()):08x}"
+        key = f"alike/{mesh.key}/{apart}/{op} {line} {zlib.crc32(repr(kinds).encode()):08x}"
         n = job.turns[key] = job.turns.get(key, 0) + 1
         if n > 1 and not always:
             continue
@@ -354,7 +362,7 @@ def agreed(what: str, mesh: Mesh, mine: Sequence[int]) -> tuple[int, ...] | None
     job = current_job()
     if job is None:
         return None
-    _, said = job.first_word(f"agreed/{mesh}/{what}", json.dumps(list(mine)))
+    _, said = job.first_word(f"agreed/{mesh.key}/{what}", json.dumps(list(mine)))
     return tuple(json.loads(said))
 
 

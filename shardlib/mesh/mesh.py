@@ -37,7 +37,7 @@ from shardlib.errors import (
 from shardlib.mesh import posted
 from shardlib.mesh.devices import accelerator, backend_of, placed, take_device
 from shardlib.mesh.failures import current_job, join_job
-from shardlib.mesh.memo import GROUPS, Memo
+from shardlib.mesh.memo import Memo
 from shardlib.mesh.process import launched, world_size
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
@@ -129,6 +129,8 @@ class Mesh(Mapping[str, int]):
         self.stream: Any = None
         # of the mesh of one stage
         self.outer: Outer | None = None
+        # axis -> the mesh of one stage along it; never dropped, since its ranks made it together
+        self.stages: dict[str, Mesh] = {}
 
     @property
     def coord(self) -> dict[str, int] | None:
@@ -158,6 +160,11 @@ class Mesh(Mapping[str, int]):
             return tuple(range(self.size))
         # torch builds it at each access
         return tuple(self.device_mesh.mesh.flatten().tolist())
+
+    @cached_property
+    def key(self) -> str:
+        """Axes and ranks as text: a name in the job's store that stages do not have in common."""
+        return f"{self} of {'-'.join(map(str, self.ranks))}"
 
     @property
     def forked(self) -> bool:
@@ -197,11 +204,9 @@ class Mesh(Mapping[str, int]):
         (Mesh(x=2, stacked), True)
         """
         self.axis_size(axis, "without", "mesh.without({})")
-        # as process groups, it is never dropped: its ranks made it together
-        found = self.memo[GROUPS].get(("without", axis))
-        if found is None:
-            found = self.memo.keep(GROUPS, ("without", axis), _stage_mesh(self, axis))
-        return found
+        if axis not in self.stages:
+            self.stages[axis] = _stage_mesh(self, axis)
+        return self.stages[axis]
 
     def __getitem__(self, axis: str) -> int:
         return self.axes[axis]

@@ -36,6 +36,7 @@ from shardlib.optim.trees import (
     named,
     only,
     settled,
+    stages_around,
     trainable,
 )
 
@@ -207,14 +208,15 @@ class _Partition:
         """Initialise the state of each transform that has parameters."""
         found = self.split(params)
         unused = sorted(set(self.transforms) - set(found.values()))
-        if unused and self.every and not is_bucketed(params):
-            # buckets have no frozen leaves
+        if unused and self.every and not _lacks_names(params):
             raise ShardError(
                 f"no parameter is labelled {', '.join(map(repr, unused))}",
                 op="partition",
                 fix=f"transforms = {{k: v for k, v in transforms.items() if k != {unused[0]!r}}}",
             )
         parts = self.parts(trainable(params), found)
+        if len(parts) < len(self.transforms) and stages_around(params) is not None:
+            _have_no_norm({n: t for n, t in self.transforms.items() if n not in parts})
         return PartitionState(
             {
                 n: _begun(t, parts[n]) if n in parts else EmptyState()
@@ -270,6 +272,23 @@ class _Partition:
             (label, own[label][i]) if label in own else label
             for i, label in enumerate(found.values())
         ]
+
+
+def _lacks_names(tree: Tree) -> bool:
+    """Check whether a tree lacks names: frozen ones in buckets, those of other stages."""
+    return is_bucketed(tree) or stages_around(tree) is not None
+
+
+def _have_no_norm(absent: Mapping[str, Transform]) -> None:
+    """Refuse labels without parameters in a stage, if their norms are of all stages."""
+    for label, t in absent.items():
+        if t.check is not None or t.trait == "norm":
+            raise Unsupported(
+                f"no parameter of this stage is labelled {label!r}, whose norm is of all stages",
+                op="partition",
+                fix="tx = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), "
+                'sl.optim.partition({"all": sl.optim.adamw(1e-3)}, [("*", "all")]))',
+            )
 
 
 def _begun(tx: Transform, part: Tree) -> State:
@@ -369,11 +388,11 @@ def _by_tree(which: Any, tree: Tree, known: Mapping[str, Any], op: str, fix: str
 def _all_match(
     patterns: Sequence[Pattern[Any]], known: Mapping[str, Any], tree: Tree, op: str, fix: str = ""
 ) -> None:
-    """Refuse a pattern that matches no parameter; buckets of one group lack the others' paths.
+    """Refuse a pattern that matches no parameter of a tree with all names.
 
     ``fix``  drops a pattern by its number; "": the nearest path replaces it.
     """
-    for i, p in enumerate(() if is_bucketed(tree) else patterns):
+    for i, p in enumerate(() if _lacks_names(tree) else patterns):
         if not any(matches(p, n, v) for n, v in known.items()):
             near = similar(str(p), list(known), 1, 0.0)
             there = f"; there is {near[0]!r}" if near else ""

@@ -21,7 +21,16 @@ from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Hops, Index, Item, State, Tree, index, overlap
 from shardlib.optim.precision import Master, ZeroState
 from shardlib.optim.transform import Transform
-from shardlib.optim.trees import bucketed_in, first_of, given_for, named, names_of, need, of_others
+from shardlib.optim.trees import (
+    bucketed_in,
+    first_of,
+    given_for,
+    named,
+    names_of,
+    need,
+    of_others,
+    stages_around,
+)
 from shardlib.tensor import ShardedTensor, typeof
 
 MOST = 25 << 20
@@ -184,6 +193,10 @@ class IndexCache:
         paths, order, words = _named(params, self.groups)
         if self.apart:
             words = list(zip(_groups(paths, order), words, strict=True))
+        if (outer := stages_around(leaves[:1])) is not None and outer.copies:
+            # a norm over all stages leaves them out, bucket by bucket
+            rows = zip(words, paths, strict=True)
+            words = [(w, "copy") if n in outer.copies else w for w, n in rows]
         if any(held) and len(held) == len(leaves):
             words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
         mesh, items = _items(leaves, paths, words, self.how.hops)

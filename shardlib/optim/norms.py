@@ -61,6 +61,8 @@ from shardlib.optim.trees import (
     named,
     nothing,
     ready,
+    stages_around,
+    without,
 )
 from shardlib.tensor import ShardedTensor
 
@@ -241,7 +243,8 @@ def global_norm(tree: Tree, p: float = 2.0) -> Tensor:
     """Compute the p-norm of all leaves together, counting each element once in any layout.
 
     ``p``  positive, or inf for the largest.
-    Powers accumulate in fp64.  Moves one psum of a scalar over the whole mesh; leaves with a
+    Powers accumulate in fp64.  Moves one psum of a scalar over the whole mesh, and one over the
+    stages of a pipeline, of which a parameter that several stages hold counts once; leaves with a
     pending sum are reduce-scattered first, (N-1)/N of their bytes, since the norm of a sum needs
     the sum.
 
@@ -261,16 +264,27 @@ def global_norm(tree: Tree, p: float = 2.0) -> Tensor:
     known = scope().norms
     if known is not None and key in known:
         return known[key][1]
+    outer = stages_around(leaves[:1] or tree)
+    total = _together(leaves if outer is None else without(tree, outer.copies), p)
+    if outer is not None:
+        with bind(outer.mesh):
+            by = pmax if p == math.inf else psum
+            total = by(total.to(outer.mesh.device).reshape(1), outer.axis).reshape(())
+    total = total if p == math.inf else total ** (1 / p)
+    if known is not None:
+        # the leaves are kept alive, so that no id is reused
+        known[key] = leaves, total
+    return total
+
+
+def _together(leaves: Sequence[Tensor], p: float) -> Tensor:
+    """Sum the p-th powers of all leaves, or find the largest for p = inf."""
     (found,) = totals(summed(leaves), of=powers(p), most=p == math.inf)
     parts = [t for t in found if t is not None]
     if not parts:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     together = torch.stack([t.to(parts[0].device) for t in parts])
-    total = together.amax() if p == math.inf else together.sum() ** (1 / p)
-    if known is not None:
-        # the leaves are kept alive, so that no id is reused
-        known[key] = leaves, total
-    return total
+    return together.amax() if p == math.inf else together.sum()
 
 
 def run_measured(tx: Transform, grads: Tree, state: State, params: Tree, step: Step) -> State:

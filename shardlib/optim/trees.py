@@ -8,7 +8,7 @@ either kind of tree, so that a transform knows nothing of buckets.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from shardlib.capacity import refuse_beyond
-from shardlib.collectives import blocks, played
+from shardlib.collectives import blocks, played, spans_processes
 from shardlib.dtypes import HALF, wider
 from shardlib.errors import PartialEscape, ShardError
 from shardlib.grad import frozen
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh
+from shardlib.mesh import Mesh, Outer, scope
 from shardlib.ops.padding import filled
 from shardlib.optim.buckets import ALIGN as ALIGN
 from shardlib.optim.buckets import Bucket, Buckets, SlotPart, Tree, held, parts
@@ -310,6 +310,20 @@ def _differing(tree: Any, other: Any) -> str:
 # ---------------------------------------------------------------- tensors of either kind of tree
 
 
+def stages_around(tree: Tree) -> Outer | None:
+    """Return the pipeline of which a tree's mesh is one stage, if processes run the others.
+
+    The trees of these ranks differ.  One without leaves is of the mesh in scope, or a stage of it.
+    """
+    if leaves := optree.tree_leaves(tree):
+        outer = leaves[0].place.mesh.outer if isinstance(leaves[0], ShardedTensor) else None
+    else:
+        mesh = getattr(tree, "mesh", None) or scope().mesh
+        known = () if mesh is None else (mesh, *mesh.stages.values())
+        outer = next((m.outer for m in known if m.outer is not None), None)
+    return outer if outer is not None and spans_processes(outer.mesh) else None
+
+
 def is_bucketed(tree: Tree) -> bool:
     """Return whether a tree is ``Buckets``, of which each rank has parts."""
     return isinstance(tree, Buckets)
@@ -427,6 +441,14 @@ def named(tree: Tree, once: bool = False) -> dict[str, Any]:
         return {item.path: torch.empty(item.whole, device="meta") for item in items}
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     return dict(zip(names_of(paths), leaves, strict=True))
+
+
+def without(tree: Tree, names: Collection[str]) -> list[Tensor]:
+    """List the leaves of a tree but those of ``names``, which share no bucket with others."""
+    if not is_bucketed(tree):
+        return [x for n, x in named(tree).items() if isinstance(x, Tensor) and n not in names]
+    rows = zip(tree.index, tree.index.firsts(tree.paths), strict=True)
+    return [tree[b.name] for b, first in rows if first not in names]
 
 
 def only(tree: Tree, values: Mapping[str, Any], value: Any) -> Tree:

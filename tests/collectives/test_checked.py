@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from shardlib.collectives import checking, digest
+from shardlib.collectives import agreed, checking, digest
 from shardlib.mesh import posted, within
 from tests import faults
 from tests.workers import Pool
@@ -43,6 +43,22 @@ def _both() -> tuple[Any, Any]:
         assert w.grad is not None
         found.append((loss.item(), sl.unshard(w.grad).tolist(), out.tolist(), t.bytes, t.messages))
     return found[0], found[1]
+
+
+def _stages_apart() -> tuple[int, ...] | None:
+    """Other calls and values in each stage, at the same lines, and sums over both."""
+    mesh = sl.current_mesh()
+    inner, at = mesh.without("pipe"), (mesh.coord or {})["pipe"]
+    with sl.check():
+        x = sl.shard(torch.full((4,), float(at)), "...", inner)
+        for _ in range(at):
+            x = x * 2.0
+        assert sl.psum(x.raw, "pipe").tolist() == [2.0] * 4
+    return agreed("order", inner, [at])
+
+
+def test_stages_of_a_pipeline_are_compared_apart(pool: Any) -> None:
+    assert pool.run(_stages_apart, pipe=2, data=2) == [(0,), (0,), (1,), (1,)]
 
 
 def test_check_is_ambient_and_outside_it_nothing_listens() -> None:
