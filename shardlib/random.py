@@ -412,9 +412,8 @@ class Draws:
     @staticmethod
     def begun(mesh: Mesh) -> int:
         """Return the count of draws so far, once all ranks agree on the seed."""
-        stream = _stream(mesh)
-        stream.agree()
-        return stream.count
+        agreed(mesh)
+        return _stream(mesh).count
 
     @staticmethod
     def passed(mesh: Mesh, count: int) -> None:
