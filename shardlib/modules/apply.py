@@ -213,7 +213,11 @@ class Apply(Calls):
             with opened() as whole:
                 return self(whole, *args, **kwargs)
         if self.stages is not None:
-            params = self._on_stage(params)
+            stage = scope().call.stage
+            if stage is None:
+                return self.stages.forward(params, args, kwargs)
+            stage.entered(self.stages)
+            params = self.stages.completed(params)
         mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)
         if mesh is self.mesh:
             return self.mutable(params, self.buffers, *args, **kwargs)[0]
@@ -221,22 +225,6 @@ class Apply(Calls):
         moved.mesh = mesh
         moved.buffers = {n: replicated(unshard(b), mesh) for n, b in self.buffers.items()}
         return moved.mutable(params, moved.buffers, *args, **kwargs)[0]
-
-    def _on_stage(self, params: Named) -> Named:
-        """Return the parameters with stand-ins for those of stages that do not run.
-
-        Raises: ShardError outside a step.
-        """
-        stage = scope().call.stage
-        if stage is None:
-            raise ShardError(
-                "a module in stages runs in a step, in which each stage has its turn",
-                op="apply",
-                mesh=self.stages.mesh,
-                fix="step = sl.value_and_grad(lambda p, x: apply(p, x).mean(), microbatches=4)",
-            )
-        stage.entered(self.stages)
-        return self.stages.completed(params)
 
     def mutable(
         self, params: Named, buffers: Named, /, *args: object, **kwargs: object

@@ -54,7 +54,7 @@ class Copies:
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the first tree; it no longer follows the caller's module."""
-        self._follow()
+        self.follow()
         return {**self.__dict__, "made": [], "modes": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ class Copies:
         for copy in self.made:
             asking(copy.module, units)
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Set the training modes that the caller changed since the last call."""
         for mode in self.modes:
             of, own, known = mode
@@ -85,7 +85,7 @@ class Copies:
     @contextmanager
     def taken(self) -> Iterator["Copy"]:
         """Take a copy of the tree for a call, with current training modes."""
-        self._follow()
+        self.follow()
         copy = next((c for c in self.made if c.lock.acquire(blocking=False)), None)
         if copy is None:
             copy = self._copy(skeleton(self.bare))

@@ -87,7 +87,7 @@ def block_of_output(x: Tensor) -> Tensor:
     return settle(x).raw if isinstance(x, ShardedTensor) else x
 
 
-def _spec(x: Any) -> Any:
+def spec_of(x: Any) -> Any:
     """Return the spec of a tensor, any other value as it is."""
     if not isinstance(x, Tensor):
         return x
@@ -210,7 +210,7 @@ class WholeForward(_Forward):
 
     def _note(self, call: UnitCall, out: Any, draws: tuple[int, int] = (0, 0)) -> None:
         leaves, tree = tree_flatten(out)
-        self.calls.returned[call] = Returned(tuple(map(_spec, leaves)), tree, draws)
+        self.calls.returned[call] = Returned(tuple(map(spec_of, leaves)), tree, draws)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,9 @@ from functools import cached_property, partial
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported
@@ -22,10 +24,11 @@ from shardlib.microbatches import MicroBatches
 from shardlib.modules.apply import Apply
 from shardlib.modules.dim_trace import called_with, example_inputs
 from shardlib.modules.parallelize import placed
+from shardlib.opspec import Args, Kwargs
 from shardlib.pipeline.cut import Cut, Cutting, Function, Params
 from shardlib.pipeline.forward import UnitCall, nan
 from shardlib.pipeline.schedules import placing, schedule
-from shardlib.pipeline.step import PipelineStep
+from shardlib.pipeline.step import PipelineStep, forward_only
 from shardlib.pipeline.units import blocks_of, units_of, weights
 from shardlib.planning.constant_folding import Known
 from shardlib.planning.explain import on_paper
@@ -79,6 +82,7 @@ class Stages:
         first = pipeline.first_cut(module, rules, given, self._count(len(ranks)))
         own = [n for n in whole if pipeline.here & set(first.holders(n, ranks))]
         apply, params = placed(module, rules, mesh=inner, src=src, only=own, **given)
+        pipeline.apply = apply
         apply.staged(pipeline, units_of(module, pipeline.blocks))
         assert inner.outer is not None
         counted = min(pipeline.here)
@@ -126,6 +130,7 @@ class Pipeline:
     ``ranks``   of each stage, its place on the axis.
     ``whole``   all parameters of the module, as shapes.
     ``begins``  the call with which each stage begins.
+    ``apply``   the call of the module.
     """
 
     stages: Stages
@@ -137,6 +142,7 @@ class Pipeline:
     blocks: Sequence[str]
     price: Mapping[str, float] = field(default_factory=dict)
     begins: Sequence[UnitCall] = ()
+    apply: Any = None
     cuts: dict[Any, Cut] = field(default_factory=dict)
 
     @property
@@ -199,9 +205,12 @@ class Pipeline:
     def cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any) -> Cut:
         """Return the cut of ``f(params, *args)`` for these shapes."""
         leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)
-        key = f, tree, tuple(map(_shape, leaves))
+        self.apply.copies.follow()
+        modules = list(self.apply.module.modules())
+        key = f, tree, tuple(map(_shape, leaves)), tuple(m.training for m in modules)
         found = self.cuts.get(key)
         if found is None:
+            _refuse_statistics(modules)
             if len(self.cuts) > 64:
                 self.cuts = {"first": self.cuts["first"]}
             found = self._cut(f, self.paper, self.whole, self.begins, args, kwargs)
@@ -259,6 +268,30 @@ class Pipeline:
             self.stages.per_rank,
         )
         return PipelineStep(self, f, cut, table, batch, sums).run()
+
+    def forward(self, params: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run forward alone; return its result on every rank.
+
+        Raises: Unsupported where a gradient could be asked for.
+        """
+        if torch.is_grad_enabled() and any(x.requires_grad for x in optree.tree_leaves(params)):
+            why = "gradients of a module in stages are those of a step"
+            fix = "with torch.no_grad(): out = apply(params, x)  # or sl.value_and_grad(loss)"
+            raise Unsupported(why, op="apply", mesh=self.mesh, fix=fix)
+        batch = MicroBatches(args, kwargs, 1, stage=self.inner)
+        cut = self.cut_for(self.apply, *batch[0])
+        table = forward_only(self.ranks)
+        with within(), within(mesh=self.inner):
+            return PipelineStep(self, self.apply, cut, table, batch, GradientSums(params, ())).out()
+
+
+def _refuse_statistics(modules: Sequence[nn.Module]) -> None:
+    """Refuse statistics of a batch: they would be those of each micro-batch."""
+    for m in modules:
+        if isinstance(m, _BatchNorm) and m.training:
+            why = f"{type(m).__name__} in training takes the statistics of each micro-batch alone"
+            fix = "module.eval()  # or a norm over features, as nn.GroupNorm(8, channels)"
+            raise Unsupported(why, op="value_and_grad", fix=fix)
 
 
 def _shape(x: object) -> object:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardlib._compat import tree_flatten, tree_unflatten
 from shardlib.collectives import pbroadcast, unwrap, wrap
 from shardlib.collectives.count import note
 from shardlib.collectives.point_to_point import Message, Messages
@@ -20,10 +21,16 @@ from shardlib.grad import GradientSums, loss_block, with_block
 from shardlib.mesh import bind, scope, within
 from shardlib.microbatches import MicroBatches
 from shardlib.pipeline.cut import Cut
-from shardlib.pipeline.forward import AllSent, Output, StageForward, block_of_output, running
+from shardlib.pipeline.forward import (
+    AllSent,
+    Output,
+    StageForward,
+    block_of_output,
+    running,
+    spec_of,
+)
 from shardlib.pipeline.schedules import Action, PipelineSchedule
 from shardlib.random import Draws
-from shardlib.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from shardlib.pipeline.stages import Pipeline
@@ -63,6 +70,8 @@ class PipelineStep:
         self.first = Draws.begun(self.inner)
         self.kept: dict[tuple[int, int], Forwarded] = {}
         self.loss: Tensor | None = None
+        self.result: Any = None
+        self.train = table.name != "forward"
         self.held = [0] * table.stages
         here = pipeline.here
         peers = [r for r in range(table.size) if r not in here]
@@ -71,16 +80,28 @@ class PipelineStep:
 
     def run(self) -> Tensor:
         """Perform all actions; return the loss, on every rank."""
+        self._run()
+        return self._everywhere(self.loss, self.cut.loss)
+
+    def out(self) -> Any:
+        """Perform a table of forwards; return the function's result, on every rank."""
+        self._run()
+        leaves, tree = tree_flatten(self.cut.loss)
+        here = tree_flatten(self.result)[0] if self.result is not None else [None] * len(leaves)
+        each = zip(here, leaves, strict=True)
+        return tree_unflatten([self._everywhere(x, like) for x, like in each], tree)
+
+    def _run(self) -> None:
         rows = [list(self.table.tables[r]) for r in sorted(self.pipeline.here)]
         if self.mesh.kind == "dist":
             self._perform(rows[0])
-            self._add_ties()
+            if self.train:
+                self._add_ties()
             self.messages.finish()
         else:
             self._perform_all(rows)
         Draws.passed(self.inner, self.first + self.cut.draws * self.batch.count)
         self._count()
-        return self._whole_loss()
 
     def _perform(self, row: Sequence[Action]) -> None:
         for i, action in enumerate(row):
@@ -129,7 +150,7 @@ class PipelineStep:
                     spec = self.cut.spec(label[1])
                     yield Message(label, spec.block(self.inner), spec.dtype)
         for name, ranks in self.pipeline.tied.items():
-            if rank in ranks and to in ranks:
+            if rank in ranks and to in ranks and self.train:
                 g = self.sums.of(name)
                 yield Message(("tied", name, rank), tuple(g.shape), g.dtype)
 
@@ -159,7 +180,7 @@ class PipelineStep:
                     if self.ranks[stage] != self.ranks[a.stage]:
                         n = self.cut.spec(label[1]).nbytes(self.inner)
                         note(traces, "send", (self.axis,), n, self.table.size, 1)
-        for name, ranks in self.pipeline.tied.items() if traces else ():
+        for name, ranks in self.pipeline.tied.items() if traces and self.train else ():
             n, sends = self.pipeline.nbytes(name), len(ranks) * (len(ranks) - 1)
             note(traces, "send", (self.axis,), n * sends, self.table.size, sends)
 
@@ -204,15 +225,19 @@ class PipelineStep:
         leaves = self.sums.leaves()
         kept = Forwarded(received, {}, leaves.wanted)
         args, kwargs = self.batch[a.micro]
-        with running(stage), within(differentiated=True), draws.used(), torch.enable_grad():
+        train = within(differentiated=self.train)
+        with running(stage), train, draws.used(), torch.set_grad_enabled(self.train):
             try:
                 out = self.f(leaves.arguments[0], *args, **kwargs)
-                if a.stage == self.table.stages - 1:
+                if a.stage == self.table.stages - 1 and self.train:
                     kept.loss = self._add_loss(out, a.micro)
+                elif a.stage == self.table.stages - 1:
+                    self.result = out
             except AllSent:
                 pass
         kept.made = {k: block_of_output(stage.found[k]) for k in self.cut.makes[a.stage]}
-        self.kept[a.stage, a.micro] = kept
+        if self.train:
+            self.kept[a.stage, a.micro] = kept
         for label, user in self._sends(a):
             self.messages.send(label, kept.made[label[1]].detach(), self.ranks[user])
 
@@ -251,18 +276,23 @@ class PipelineStep:
 
     # ------------------------------------------------------------ results
 
-    def _whole_loss(self) -> Tensor:
-        """Return the loss of the last stage, on every rank."""
-        if self.mesh.kind != "dist":
-            assert self.loss is not None, "the last stage has run"
-            return self.loss
-        like = self.cut.loss
-        raw = torch.zeros((), dtype=like.dtype, device=self.inner.device)
-        if self.loss is not None:
-            raw = loss_block(self.loss)
+    def _everywhere(self, x: Any, like: Any) -> Any:
+        """Return a value of the last stage on every rank; ``like``: the value on shapes."""
+        if self.mesh.kind != "dist" or not isinstance(like, Tensor):
+            return x if self.mesh.kind != "dist" else like
+        spec = spec_of(like)
+        raw = torch.zeros(spec.block(self.inner), dtype=spec.dtype, device=self.inner.device)
+        if x is not None:
+            raw = block_of_output(x).detach()
         with bind(self.mesh):
-            sent = wrap(raw.reshape(1), self.mesh)
-            raw = unwrap(pbroadcast(sent, self.axis, self.ranks[-1])).reshape(())
-        if not isinstance(like, ShardedTensor):
-            return raw
-        return ShardedTensor(raw, like.place._replace(mesh=self.inner))
+            # a transfer has one dimension at least
+            sent = wrap(raw[None], self.mesh)
+            raw = unwrap(pbroadcast(sent, self.axis, self.ranks[-1]))[0]
+        return spec.value(raw, self.inner)
+
+
+def forward_only(ranks: Sequence[int]) -> PipelineSchedule:
+    """Return the table of one forward of the stages on these ranks."""
+    size = max(ranks) + 1
+    rows = [[Action("F", s, 0) for s, r in enumerate(ranks) if r == rank] for rank in range(size)]
+    return PipelineSchedule("forward", 1, tuple(ranks), tuple(map(tuple, rows)))
