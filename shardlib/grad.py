@@ -406,7 +406,7 @@ class GradientSums:
         """Return the sum for a parameter of a dict, zeros where there is none."""
         i = self._index(name)
         if i not in self.sums:
-            raw = self.params[name].raw
+            raw = _leaves([self.params], (), False).wanted[i]
             self.sums[i] = torch.zeros_like(raw, dtype=wider(raw.dtype))
         return self.sums[i]
 
@@ -415,6 +415,11 @@ class GradientSums:
         self.sums[self._index(name)] = total
 
     def _index(self, name: str) -> int:
+        """Return the number of a parameter's leaf among those that are trained."""
+        if hasattr(self.params, "opened"):
+            # a tied parameter has a bucket of its own
+            leaf = self.params.paths.index(name)
+            return self.params.index.where[leaf][0]
         # optree sorts the keys of a dict, and frozen leaves have no gradient
         names = sorted(self.params)
         held = frozen([self.params[n] for n in names])
@@ -452,9 +457,9 @@ def _mesh_of(tree: Any) -> Mesh | None:
 
 
 def _stage_of(params: Any) -> Mesh | None:
-    """Return the mesh of the parameters, if it is that of one stage of a pipeline."""
+    """Return the mesh of the parameters, if modules were cut into stages on it."""
     mesh = _mesh_of(params)
-    return None if mesh is None or mesh.outer is None else mesh
+    return mesh if mesh is not None and mesh.outer is not None and mesh.outer.staged else None
 
 
 def _check_parts(microbatches: object, has_aux: bool, argnums: object) -> None:

@@ -12,10 +12,10 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Never
+from typing import Any, Literal, Never
 
 import torch
 import torch.distributed as dist
@@ -70,16 +70,42 @@ class Link:
     beta: float = 1e-9
 
 
-class Outer(NamedTuple):
+@dataclass(eq=False)
+class Outer:
     """Mesh around that of one stage of a pipeline, see ``Mesh.without``.
 
-    ``axis``    the axis of ``mesh`` along which the stages are placed.
-    ``copies``  names of parameters of this rank that an earlier stage counts in sums over stages.
+    ``axis``     the axis of ``mesh`` along which the stages are placed.
+    ``holders``  parameter name -> the places on the axis that hold it, first the one that counts it
+                 in sums over stages.
+    ``tied``     names that several places hold, each in a bucket of its own.
+    ``copies``   those that another place than this rank's counts.
+    ``staged``   whether a module was cut into stages on it.
     """
 
     mesh: "Mesh"
     axis: str
-    copies: set[str]
+    holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tied: set[str] = field(default_factory=set)
+    copies: set[str] = field(default_factory=set)
+    staged: bool = False
+
+    def hold(self, holders: Mapping[str, tuple[int, ...]], here: int) -> None:
+        """Note which places hold the parameters of a model.  Raises: MeshError for a second model
+        that has one of the names at other places.
+        """
+        for name, places in holders.items():
+            if self.holders.get(name, places) != places:
+                why = f"two models in stages on one mesh have a parameter {name!r} at other stages"
+                raise MeshError(
+                    why,
+                    op="parallelize",
+                    mesh=self.mesh,
+                    fix="nn.ModuleDict({'first': first, 'second': second})",
+                )
+        self.holders.update(holders)
+        several = [n for n, places in holders.items() if len(places) > 1]
+        self.tied.update(several)
+        self.copies.update(n for n in several if holders[n][0] != here)
 
 
 class Mesh(Mapping[str, int]):
@@ -257,7 +283,7 @@ def _stage_mesh(mesh: Mesh, axis: str) -> Mesh:
             grid = DeviceMesh(grid.device_type, alone, mesh_dim_names=(axis, "one"))
         new = with_timeout(as_mesh(grid[tuple(axes) or ("one",)]), mesh.timeout)
     new.links = {a: link for a, link in mesh.links.items() if a != axis}
-    new.outer = Outer(mesh, axis, set())
+    new.outer = Outer(mesh, axis)
     return new
 
 

@@ -193,10 +193,10 @@ class IndexCache:
         paths, order, words = _named(params, self.groups)
         if self.apart:
             words = list(zip(_groups(paths, order), words, strict=True))
-        if (outer := stages_around(leaves[:1])) is not None and outer.copies:
-            # a norm over all stages leaves them out, bucket by bucket
+        if (outer := stages_around(leaves[:1])) is not None and outer.tied:
+            # gradients of a bucket are added up over stages, and a norm leaves copies out
             rows = zip(words, paths, strict=True)
-            words = [(w, "copy") if n in outer.copies else w for w, n in rows]
+            words = [(w, "tied", n) if n in outer.tied else w for w, n in rows]
         if any(held) and len(held) == len(leaves):
             words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
         mesh, items = _items(leaves, paths, words, self.how.hops)

@@ -85,10 +85,10 @@ class Stages:
         pipeline.apply = apply
         apply.staged(pipeline, units_of(module, pipeline.blocks))
         assert inner.outer is not None
-        counted = min(pipeline.here)
-        copies = [n for n in own if first.holders(n, ranks)[0] != counted]
+        inner.outer.staged = True
         if mesh.kind == "dist":
-            inner.outer.copies.update(copies)
+            (here,) = pipeline.here
+            inner.outer.hold({n: tuple(first.holders(n, ranks)) for n in own}, here)
         return apply, params
 
     def _blocks(self, module: nn.Module) -> list[str]:

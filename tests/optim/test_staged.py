@@ -91,11 +91,13 @@ def stage() -> Iterator[tuple[Any, list[str]]]:
     ends = [*range(1, stages), len(WIDTHS) - 1]
     mine = [f"layers.{i}.{k}" for i in range(at, ends[at]) for k in ("weight", "bias")]
     assert inner.outer is not None
-    inner.outer.copies.update([TIED] if at == stages - 1 else [])
+    inner.outer.hold({TIED: (0, stages - 1)}, at)
     try:
         yield inner, [TIED, *mine] if at in (0, stages - 1) else mine
     finally:
-        inner.outer.copies.clear()  # the mesh is kept, and other tests use it
+        inner.outer.__init__(
+            inner.outer.mesh, inner.outer.axis
+        )  # the mesh is kept, and other tests use it
 
 
 def taken(tx: Any, params: Any, given: dict[str, Tensor]) -> Any:
