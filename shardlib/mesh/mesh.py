@@ -105,7 +105,7 @@ class Outer:
         self.holders.update(holders)
         several = [n for n, places in holders.items() if len(places) > 1]
         self.tied.update(several)
-        self.copies.update(n for n in several if holders[n][0] != here)
+        self.copies.update(n for n in several if here in holders[n][1:])
 
 
 class Mesh(Mapping[str, int]):
