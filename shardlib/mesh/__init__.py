@@ -37,5 +37,5 @@ from shardlib.mesh.mesh import (
 )
 from shardlib.mesh.posted import POSTED, drain, refuse_posted
 from shardlib.mesh.process import launched, process_index, rank0_print, world_size
-from shardlib.mesh.scope import Entered, Scope, bind, enter, leave, scope, within
+from shardlib.mesh.scope import Entered, Scope, bind, bound_scope, enter, leave, scope, within
 from shardlib.mesh.tables import uploaded

@@ -32,6 +32,8 @@ class Policy(NamedTuple):
     casts: tuple[str, Any] | None = None
     # kernels that run operations: sl.kernels.use
     backend: str = "auto"
+    # products of weights are recorded so that backward may leave their gradients for later
+    split_backward: bool = False
 
 
 class Listeners(NamedTuple):
@@ -68,6 +70,8 @@ class CallState(NamedTuple):
     stage: Any = None
     # a recompute.Kept, which saves results of products and attention
     region: Any = None
+    # a WeightGradients, in which backward queues gradients of weights
+    later: Any = None
 
 
 class RandomState(NamedTuple):
@@ -111,6 +115,10 @@ _NOTHING = Scope()
 _GROUPS = {"policy": Policy, "listeners": Listeners, "call": CallState, "random": RandomState}
 _GROUP_OF = {field: group for group, kind in _GROUPS.items() for field in kind._fields}
 _NOW: ContextVar[Scope] = ContextVar("shardlib.scope", default=_NOTHING)
+
+
+# reads the scope inside ``bind`` by one call of C, where ``scope()`` would be one of Python
+bound_scope: Callable[[], Scope] = _NOW.get
 
 
 def scope() -> Scope:

@@ -34,6 +34,7 @@ from shardlib.tensor.gradients import real_axes, total, vary
 from shardlib.tensor.lifting import promoting, replicated
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import ShardedTensor, call_error
+from shardlib.tensor.weight_gradients import queued
 
 
 def linear_cross_entropy(
@@ -218,9 +219,14 @@ class _LinearLoss(Local):
         out: list[Any] = [None] * len(ctx.dtypes)
         for i, (grad, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes, strict=True)):
             if grad is not None:
-                factor = g[0].reshape(*g[0].shape, *[1] * (grad.ndim - g[0].ndim))
-                out[i] = (grad * factor).to(dtype)
+                scaled = partial(_scaled, grad, g[0], dtype)
+                # rows, labels and scale are tensors before the weight
+                out[i] = None if i and queued(ctx, i + 2, scaled) else scaled()
         return out[0], None, None, None, None, *out[1:]
+
+
+def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return (grad * factor.reshape(*factor.shape, *[1] * (grad.ndim - factor.ndim))).to(dtype)
 
 
 def _add_gradients(grads: list[Any], out: Tensor, found: dict[int, Tensor]) -> None:

@@ -6,7 +6,7 @@ performs of all rows the next action whose messages have arrived.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,7 @@ from shardlib.pipeline.forward import (
 )
 from shardlib.pipeline.schedules import Action, PipelineSchedule
 from shardlib.random import Draws
+from shardlib.tensor.weight_gradients import WeightGradients
 
 if TYPE_CHECKING:
     from shardlib.pipeline.stages import Pipeline
@@ -52,7 +53,7 @@ class Forwarded:
     made: dict[Output, Tensor]
     leaves: Sequence[Tensor]
     loss: Tensor | None = None
-    later: list[Any] = field(default_factory=list)
+    later: WeightGradients | None = None
 
 
 class PipelineStep:
@@ -72,6 +73,7 @@ class PipelineStep:
         self.loss: Tensor | None = None
         self.result: Any = None
         self.train = table.name != "forward"
+        self.split = any(a.kind == "I" for row in table.tables for a in row)
         self.held = [0] * table.stages
         here = pipeline.here
         peers = [r for r in range(table.size) if r not in here]
@@ -225,7 +227,7 @@ class PipelineStep:
         leaves = self.sums.leaves()
         kept = Forwarded(received, {}, leaves.wanted)
         args, kwargs = self.batch[a.micro]
-        train = within(differentiated=self.train)
+        train = within(differentiated=self.train, split_backward=self.split)
         with running(stage), train, draws.used(), torch.set_grad_enabled(self.train):
             try:
                 out = self.f(leaves.arguments[0], *args, **kwargs)
@@ -261,18 +263,29 @@ class PipelineStep:
             grads.append(torch.ones_like(kept.loss))
         wanted = [*kept.received.values(), *kept.leaves]
         found: Sequence[Tensor | None] = [None] * len(wanted)
+        split = a.kind == "I"
+        later = WeightGradients(kept.leaves) if split else None
         if ends:
-            found = torch.autograd.grad(ends, wanted, grads, allow_unused=True)
+            with within(later=later):
+                found = torch.autograd.grad(
+                    ends, wanted, grads, allow_unused=True, retain_graph=split
+                )
         inputs = dict(zip(kept.received, found, strict=False))
         for label, source in self._sends(a):
             g = inputs[label[1]]
             g = torch.zeros_like(kept.received[label[1]]) if g is None else g
             self.messages.send(label, g, self.ranks[source])
         self.sums.add(found[len(kept.received) :])
-        del self.kept[a.stage, a.micro]
+        if split:
+            # only what the gradients of weights need is kept
+            self.kept[a.stage, a.micro] = Forwarded({}, {}, kept.leaves, later=later)
+        else:
+            del self.kept[a.stage, a.micro]
 
     def _weights(self, a: Action) -> None:
-        raise NotImplementedError
+        later = self.kept.pop((a.stage, a.micro)).later
+        assert later is not None, "a checked table has I before W"
+        self.sums.add(later.run())
 
     # ------------------------------------------------------------ results
 

@@ -56,3 +56,4 @@ from shardlib.tensor.tensor import (
     type_or_class,
     typeof,
 )
+from shardlib.tensor.weight_gradients import WeightGradients

@@ -424,7 +424,7 @@ def test_a_setting_is_changed_by_its_own_name_and_the_others_stay() -> None:
         within(promoting=True, pins=(("matmul", "summa"),)),
     ):
         now = scope()
-        assert now.policy == (now.policy.pins, 8, None, None, "auto")
+        assert now.policy == (now.policy.pins, 8, None, None, "auto", False)
         assert now.policy.pins == (("matmul", "summa"),) and now.call.promoting is True
         with within(keys=[3], budget=None):
             assert scope().random.keys == [3] and scope().policy == now.policy._replace(budget=None)

@@ -14,6 +14,7 @@ import shardlib as sl
 from benchmarks import models
 from benchmarks.zoo import SMALL, TEXT
 from shardlib.modules.experts import stacks
+from tests.tensor.test_weight_gradients import Split, leaves_of, split
 
 D, T, E = 8, 16, 4
 
@@ -342,3 +343,67 @@ def test_a_stack_split_in_other_dimensions_too_is_refused_with_the_rule_to_write
 def test_a_stack_is_known_by_what_it_holds_and_takes() -> None:
     assert list(stacks(Mixture())) == ["experts"]
     assert not stacks(Listed())
+
+
+# ---------------------------------------------------------------- backward in two passes
+
+
+def two_passes(module: nn.Module, rules: Any, hidden: Tensor, place: str, **how: Any) -> Split:
+    apply, params = sl.parallelize(module, rules, **how)
+    held = leaves_of(params)
+    x = sl.shard(hidden, place).requires_grad_()
+
+    def f() -> Tensor:
+        with sl.implicit():
+            return apply(held, x).raw
+
+    return split(f, [x.raw], [p.raw for p in held.values()], torchs="remat" not in how)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_of_experts_may_wait_for_a_second_pass(place: str) -> None:
+    mesh, axes, lay = PLACES[place]
+    rules = [("experts.*", f"{axes} ..."), ("*", "...")]
+    with sl.simulate(**mesh):
+        for how in ({}, {"remat": [("experts", "full")]}):
+            made = two_passes(Mixture(), rules, HIDDEN, lay, **how)
+            assert made.gap < 1e-12 and sum(made.flops) <= 1.02
+            # of each expert that has rows two, on each rank, and those of router and head
+            assert made.count >= 2 * E + 2 and made.flops[1] > 0.25
+
+
+class Alone(nn.Module):
+    """A mixture's block without its router's answers."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = self.block(hidden)
+        return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_gradients_of_mixtures_may_wait_for_a_second_pass(name: str, implementation: str) -> None:
+    config(name)
+    block = mixture(name, implementation).module.get_submodule("model.layers.0.mlp")
+    hidden = HIDDEN.new_ones(4, 8, 32).cumsum(0).cos() + HIDDEN.repeat(1, 2, 4)
+    hidden = hidden.to(next(block.parameters()).dtype)
+    rules = [("block.experts.*", "x ..."), ("*", "...")]
+    with sl.simulate(x=2):
+        made = two_passes(Alone(block), rules, hidden, ". . .")
+    assert made.gap < (1e-4 if implementation == "grouped_mm" else 1e-12)
+    assert sum(made.flops) <= 1.02
+    # batched_mm copies weights for each row, and its products are torch's own
+    assert made.flops[1] > (0 if implementation == "batched_mm" else 0.45)
+
+
+def _two_passes_on_ranks() -> Split:
+    return two_passes(Mixture(), [("experts.*", "x ..."), ("*", "...")], HIDDEN, "data . .")
+
+
+def test_gradients_of_experts_wait_on_real_ranks_too(pool: Any) -> None:
+    for made in pool.run(_two_passes_on_ranks, data=2, x=2):
+        assert made.gap < 1e-12 and made.count >= 2 and sum(made.flops) <= 1.02

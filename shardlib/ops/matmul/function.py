@@ -8,7 +8,7 @@ fp32, and K panels.
 
 import math
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from shardlib._compat import Local, owned
 from shardlib.collectives import Pending, axis_size, lead, psum, start, unwrap, wrap
 from shardlib.dtypes import HALF, wider
-from shardlib.mesh import Mesh, bind, scope
+from shardlib.mesh import Mesh, bind, bound_scope, scope
 from shardlib.tensor import total, vary
 
 Axes = tuple[str, ...]
@@ -126,15 +126,32 @@ class Product(Local):
         if torch.is_grad_enabled():
             # create_graph: the gradients must be differentiable
             return None, None, None, *_recorded(schedule, mesh, over, grads[0], x, w, need), None
-        if not lead(mesh):
-            with bind(mesh):
-                return None, None, None, *schedule.gradients(grads[0], x, w, need, over), None
         with bind(mesh):
+            queued, later = False, bound_scope().call.later
+            if later is not None and all(need):
+                # detached, since x's graph holds what the layers before it saved
+                of_w = partial(_of_w, schedule, mesh, over, grads[0], x.detach(), w)
+                queued = later.put(ctx.next_functions[1], of_w, w)
+                need = True, not queued
+            if not lead(mesh):
+                dx, dw = schedule.gradients(grads[0], x, w, need, over)
+                return None, None, None, dx, None if queued else dw, None
             dx, dw = schedule.gradients(
                 wrap(grads[0], mesh), wrap(x, mesh), wrap(w, mesh), need, over
             )
         dx = None if dx is None else unwrap(dx)
-        return None, None, None, dx, None if dw is None else unwrap(dw), None
+        return None, None, None, dx, None if queued or dw is None else unwrap(dw), None
+
+
+def _of_w(
+    schedule: Schedule, mesh: Mesh, over: tuple[Axes, Axes], dy: Tensor, x: Tensor, w: Tensor
+) -> Tensor | None:
+    """Compute the gradient of W alone, after the backward that computed that of X."""
+    with bind(mesh):
+        _, dw = schedule.gradients(
+            wrap(dy, mesh), wrap(x, mesh), wrap(w, mesh), (False, True), over
+        )
+    return None if dw is None else unwrap(dw)
 
 
 def _without_product(schedule: Schedule, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

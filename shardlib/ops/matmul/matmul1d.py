@@ -94,13 +94,15 @@ def _called(
     w: ShardedTensor,
     over: tuple[Axes, Axes],
     bias: Tensor | None = None,
+    torchs: bool = True,
 ) -> Tensor:
     """Multiply as torch does, or sum X's gradient once for all products that read it.
 
-    ``split``  axes over which the contraction is split.
+    ``split``   axes over which the contraction is split.
+    ``torchs``  whether torch's own product may do it all, with its gradients.
     """
     axes, (met, wide) = real_axes(x.mesh, split), varied_wide(x, over[0])
-    if not (axes or over[1] or wide is not None):
+    if torchs and not (axes or over[1] or wide is not None):
         if bias is None:
             return once(lambda: local_call(torch.matmul, x.mesh, met, w.raw))
         if not lead(x.mesh):

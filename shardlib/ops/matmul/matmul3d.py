@@ -124,7 +124,8 @@ def gradients(
     both = [(1, of_w), (0, of_x)] if cube.w_first else [(0, of_x), (1, of_w)]
     sums: dict[int, Pending] = {}
     for turn, (which, of) in enumerate(both):
-        if turn == 1:
+        if turn == 1 and need[0]:
+            # the product before needs its W for its dX, as this one did
             gather.start_previous()
         if need[which]:
             sums[which] = of()

@@ -345,6 +345,10 @@ def _planned(
     over = (real_axes(mesh, over_x), real_axes(mesh, over_w))
     place = Place(match.out, torch.Size(case.y_shape), mesh, deferred=deferred)
     adds = None if bias is None else _adds(bias, place, match, dtype)
+    if match.local and match.adds and match.call and scope().policy.split_backward:
+        # torch's own product computes both gradients at once
+        match = replace(match, call=partial(match.call, torchs=False), local=False)
+        adds = None if adds is None else adds._replace(torchs=False)
     own = match.local and not (over[0] or over[1])
     if bias is not None:
         own = own and adds is not None and adds.torchs and not adds.met

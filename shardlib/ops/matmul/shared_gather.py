@@ -8,6 +8,7 @@ The copy is freed after the last product that reads it, where that is known (pre
 the value.
 """
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,20 +57,22 @@ class Again:
 class ReadsShared:
     """Part of a schedule whose X was gathered for several products.
 
-    ``again``  the gather of the block ``x`` that backward makes once for all of them.
+    ``again``  the gather of the block ``x`` that backward makes once for all of them; the schedule
+               may outlive the graph of x (tensor/weight_gradients.py).
     ``wide``   fp32 accumulator of X's gradient, for the node that scatters it for all.
     """
 
     again: Again | None = None
-    x: Tensor | None = None
+    x: "weakref.ref[Tensor] | None" = None
     wide: Wide | None = None
 
     def blocks(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return the blocks for backward: X's own block, if it will be gathered again."""
-        if self.again is None or self.x is None:
+        block = None if self.x is None else self.x()
+        if self.again is None or block is None:
             return x, w
         self.again.readers += 1
-        return wrap(self.x, current_mesh()), w
+        return wrap(block, current_mesh()), w
 
     def whole(self, x: Tensor, needed: bool) -> Tensor:
         """Return backward's X, gathered again from the block that was saved."""
@@ -135,7 +138,7 @@ def gathered(
     shared: dict[str, Any] = {"wide": once.sum if is_half(whole) else None}
     if again:
         found["again", moves, over] = None
-        shared |= {"again": once, "x": x.raw}
+        shared |= {"again": once, "x": weakref.ref(x.raw)}
     return whole, shared
 
 

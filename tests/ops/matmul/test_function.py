@@ -1,5 +1,7 @@
 """Gradients of products of complex numbers: dX is dY times the adjoint of W."""
 
+import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -7,8 +9,11 @@ import torch
 from torch import Tensor
 
 import shardlib as sl
+from shardlib.mesh import bind
+from shardlib.ops.matmul.function import Product
 from tests.ops.cases import r
 from tests.ops.matmul.test_matmul2d import relative
+from tests.tensor.test_weight_gradients import split
 
 LAYOUTS = [
     ("x .", ". ."),
@@ -66,3 +71,44 @@ def test_only_blocks_are_saved_for_backward() -> None:
             ):
                 _ = a @ b
         assert sum(t.numel() for t in held) == a.raw.numel() + b.raw.numel(), rule
+
+
+@dataclass(frozen=True)
+class Both:
+    """A user's schedule that computes both gradients whatever is needed."""
+
+    summed: tuple[str, ...] = ()
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return x @ w, x, w
+
+    def gradients(self, dy: Tensor, x: Tensor, w: Tensor, need: Any, over: Any) -> Any:
+        return dy @ w.mT, sl.psum(x.mT @ dy, over[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_a_gradient_that_waits_for_a_second_pass_is_added_once(dtype: torch.dtype) -> None:
+    x, w = (r(2, 4, 4, seed=k).to(dtype).requires_grad_() for k in range(2))
+    with sl.simulate(x=2) as mesh:
+        found = split(lambda: Product.apply(Both(), mesh, ((), ("x",)), x, w * 2).abs(), [x], [w])
+    assert found.gap < 1e-12 and found.count == 1
+
+
+def test_without_a_second_pass_backward_reads_the_scope_by_no_call() -> None:
+    """A call of Python is a tenth of what a small product costs."""
+    called = []
+
+    def watch(frame: Any, event: str, arg: object) -> None:
+        if event == "call" and frame.f_back.f_code is run.__code__:
+            called.append(frame.f_code)
+
+    run: Any = Product.backward
+    run = next(c.cell_contents for c in run.__closure__ if callable(c.cell_contents))
+    with sl.simulate(x=2):
+        x, w = (sl.shard(r(4, 4, seed=k), "x .").requires_grad_() for k in range(2))
+        y = (x @ w).sum()
+        sys.setprofile(watch)
+        y.backward()
+        sys.setprofile(None)
+    names = [c.co_name for c in called]
+    assert bind.__enter__.__code__ in called and "scope" not in names and "put" not in names
