@@ -92,7 +92,6 @@ ORDER = [  # each may import from those before it
     "modules.colossalai",
     "modules.recipes",
     "modules",
-    "pipeline",
     "optim.buckets",
     "optim.trees",
     "optim.transform",

@@ -22,7 +22,7 @@ FACE = """
     Layout Row Col Layout2D Layout25D Layout3D Ring Replicated Partial P LayoutLike
     Mesh MeshLike make_mesh simulate record use_mesh current_mesh launch auto_mesh process_index rank0_print
     shard_map psum pmean pmax all_gather psum_scatter all_to_all ppermute axis_index axis_size
-    matmul ring_attention linear_cross_entropy grad value_and_grad parallelize init as_module save load latest save_hf load_hf
+    matmul ring_attention linear_cross_entropy grad value_and_grad parallelize Stages init as_module save load latest save_hf load_hf
     algorithm saving implicit constants why explain trace expect_comm check check_model choose probe visualize summary
     ShardError
 """.split()
@@ -34,7 +34,7 @@ MODULES = {
         verify""",
     "dtensor": "from_dtensor rules to_dtensor",
     "errors": """AxisReused BadArgument CheckpointError ImplicitCommunication LayoutSyntax MeshError ModelDiffers NoMesh NoImplementation NotExpressible
-        OutOfRange PartialEscape PlainTensor RankFailed RankMismatch RuleLint ShardError UnevenSplit
+        OutOfRange PartialEscape PlainTensor RankFailed RankMismatch RuleLint ShardError StageFailed UnevenSplit
         UnexpectedComm UnknownAxis
         UnknownParameter Unsupported WrongAxes""",
     "extend": """At AttentionCase AttentionJob AttentionMove AttentionPlan Cost Engine LayoutFamily LocalQueries Mask Match MatmulCase Moves OpSpec Relation Run

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlib.collectives.posted import BITS, SENT
-from shardlib.collectives.types import group
+from shardlib.collectives.types import group, spans_processes
 from shardlib.mesh import RECENT, Mesh, lost, number
 
 Label = Hashable
@@ -37,7 +37,7 @@ class Messages:
 
     def __init__(self, mesh: Mesh, axis: str, coming: Mapping[int, Iterator[Message]]) -> None:
         self.coming = coming
-        self.group: Any = group(mesh, (axis,)) if mesh.kind == "dist" else None
+        self.group: Any = group(mesh, (axis,)) if spans_processes(mesh) else None
         self.device = mesh.device
         self.here: dict[Label, Tensor] = {}
         self.posted: dict[Label, tuple[Any, Tensor, tuple[Any, ...]]] = {}

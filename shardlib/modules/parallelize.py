@@ -9,7 +9,7 @@ tensors, which are freed with it.  Nothing is replicated, or sharded, by acciden
 import inspect
 import math
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,16 @@ from shardlib.placing import padded_size, place_whole
 from shardlib.tensor import Place, ShardedTensor
 
 
+class CutsIntoStages(Protocol):
+    """Type of ``stages=``: see ``sl.Stages``."""
+
+    def parallelized(
+        self, module: nn.Module, rules: Rules, *, mesh: Mesh, src: int | None, **given: object
+    ) -> tuple[Apply, dict[str, ShardedTensor]]:
+        """Return the call and the parameters of the stages that run here."""
+        ...
+
+
 def parallelize(
     module: nn.Module,
     rules: Rules,
@@ -50,7 +60,7 @@ def parallelize(
     pad: bool = False,
     remat: Remat = (),
     src: int | None = None,
-    stages: Any = None,
+    stages: CutsIntoStages | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Turn a module into ``(apply, params)``, each parameter sharded by the first rule it matches.
 

@@ -14,8 +14,8 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardlib.collectives import spans_processes
 from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.grad import GradientSums, frozen
@@ -86,7 +86,7 @@ class Stages:
         apply.staged(pipeline, units_of(module, pipeline.blocks))
         assert inner.outer is not None
         inner.outer.staged = True
-        if mesh.kind == "dist":
+        if spans_processes(mesh):
             (here,) = pipeline.here
             inner.outer.hold({n: tuple(first.holders(n, ranks)) for n in own}, here)
         return apply, params
@@ -148,7 +148,7 @@ class Pipeline:
     @property
     def here(self) -> set[int]:
         """Places on the axis whose stages this process runs: all of them under simulate."""
-        if self.mesh.kind != "dist":
+        if not spans_processes(self.mesh):
             return set(self.ranks)
         assert self.mesh.coord is not None
         return {self.mesh.coord[self.stages.axis]}
@@ -285,10 +285,13 @@ class Pipeline:
             return PipelineStep(self, self.apply, cut, table, batch, GradientSums(params, ())).out()
 
 
+_OF_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def _refuse_statistics(modules: Sequence[nn.Module]) -> None:
     """Refuse statistics of a batch: they would be those of each micro-batch."""
     for m in modules:
-        if isinstance(m, _BatchNorm) and m.training:
+        if isinstance(m, _OF_BATCHES) and m.training:
             why = f"{type(m).__name__} in training takes the statistics of each micro-batch alone"
             fix = "module.eval()  # or a norm over features, as nn.GroupNorm(8, channels)"
             raise Unsupported(why, op="value_and_grad", fix=fix)

@@ -7,13 +7,13 @@ performs of all rows the next action whose messages have arrived.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib._compat import tree_flatten, tree_unflatten
-from shardlib.collectives import pbroadcast, unwrap, wrap
+from shardlib.collectives import pbroadcast, spans_processes, unwrap, wrap
 from shardlib.collectives.count import note
 from shardlib.collectives.point_to_point import Message, Messages
 from shardlib.errors import RankFailed, StageFailed
@@ -32,9 +32,6 @@ from shardlib.pipeline.forward import (
 from shardlib.pipeline.schedules import Action, PipelineSchedule
 from shardlib.random import Draws
 from shardlib.tensor.weight_gradients import WeightGradients
-
-if TYPE_CHECKING:
-    from shardlib.pipeline.stages import Pipeline
 
 Label = tuple[str, Output, int, int]
 """Direction ("F" or "B"), the output, its micro-batch, the stage that uses it."""
@@ -60,7 +57,7 @@ class PipelineStep:
     """A step; ``run`` returns the loss, and adds gradients to ``sums``."""
 
     def __init__(
-        self, pipeline: "Pipeline", f: Callable[..., Any], cut: Cut, table: PipelineSchedule,
+        self, pipeline: Any, f: Callable[..., Any], cut: Cut, table: PipelineSchedule,
         batch: MicroBatches, sums: GradientSums,
     ) -> None:  # fmt: skip
         self.pipeline, self.f, self.cut, self.table = pipeline, f, cut, table
@@ -95,7 +92,7 @@ class PipelineStep:
 
     def _run(self) -> None:
         rows = [list(self.table.tables[r]) for r in sorted(self.pipeline.here)]
-        if self.mesh.kind == "dist":
+        if spans_processes(self.mesh):
             self._perform(rows[0])
             if self.train:
                 self._add_ties()
@@ -291,8 +288,10 @@ class PipelineStep:
 
     def _everywhere(self, x: Any, like: Any) -> Any:
         """Return a value of the last stage on every rank; ``like``: the value on shapes."""
-        if self.mesh.kind != "dist" or not isinstance(like, Tensor):
-            return x if self.mesh.kind != "dist" else like
+        if not spans_processes(self.mesh):
+            return x
+        if not isinstance(like, Tensor):
+            return like
         spec = spec_of(like)
         raw = torch.zeros(spec.block(self.inner), dtype=spec.dtype, device=self.inner.device)
         if x is not None:

@@ -1,0 +1,185 @@
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from shardlib import optim
+from shardlib.pipeline import stages
+from shardlib.pipeline.schedules import schedule
+
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2, "dualpipev": 2}
+"""Name -> stages on each rank."""
+
+
+class _Net(nn.Module):
+    """Eight blocks, a tied weight and a skip over several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(8)
+        )
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Any) -> Any:
+        first = x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x + first)
+
+
+RULES = [("*.0.weight", "x ."), ("*.0.bias", "x"), ("*.2.weight", ". x"), ("*", "...")]
+
+
+def _loss(logits: Any, ids: Any) -> Any:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def _made() -> tuple[_Net, torch.Tensor]:
+    torch.manual_seed(0)
+    return _Net().double(), torch.randint(0, 8, (16, 3))
+
+
+def _staged(name: str) -> tuple[Any, dict[str, Any]]:
+    mesh, (net, _) = sl.current_mesh(), _made()
+    rules = RULES if "x" in mesh else [("*", "...")]
+    inputs = {"ids": "data ." if "data" in mesh else ". ."}
+    how = sl.Stages("pipe", schedule=name, per_rank=SCHEDULES[name])
+    return sl.parallelize(net, rules, inputs=inputs, stages=how)
+
+
+def _far(name: str, micros: int) -> tuple[float, int, Any]:
+    """The largest error of loss and gradients, the parameters held here, and bytes by axis."""
+    net, ids = _made()
+    want = _loss(net(ids), ids)
+    want.backward()
+    apply, params = _staged(name)
+    step = sl.value_and_grad(lambda p, ids: _loss(apply(p, ids), ids), microbatches=micros)
+    with sl.trace() as t:
+        loss, grads = step(params, ids)
+    errors = [abs(loss.item() - want.item())]
+    for n, g in grads.items():
+        p = net.get_parameter(n)
+        assert p.grad is not None
+        errors.append(float((sl.unshard(g) - p.grad).abs().max()))
+    return max(errors), len(params), t.by_axis().get("pipe", 0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("micros", [4, 8])
+def test_stages_give_the_gradients_of_one_process(name: str, size: int, micros: int) -> None:
+    with sl.simulate(pipe=size, data=2, x=2):
+        assert _far(name, micros)[0] < 1e-12
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("mesh", [{"pipe": 4}, {"pipe": 2, "x": 2}], ids=str)
+def test_real_stages_do_what_simulated_ones_do(name: str, mesh: dict[str, int], pool: Any) -> None:
+    with sl.simulate(**mesh):
+        _, whole, moved = _far(name, 4)
+    found = pool.run(_far, name, 4, **mesh)
+    assert max(error for error, _, _ in found) < 1e-12
+    assert all(held < whole for _, held, _ in found)
+    # the loss, 8 bytes to all other stages, is moved between processes alone
+    assert {b for _, _, b in found} == {moved + 8 * (mesh["pipe"] - 1)}
+
+
+def _trained(split: int | None) -> dict[str, torch.Tensor]:
+    """Train for three steps; return the parameters held here."""
+    _, ids = _made()
+    apply, params = _staged("1f1b")
+    tx: Any = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))
+    into: dict[str, Any] = {}
+    if split is not None:
+        tx = optim.zero(tx, axis="data", stage=split)
+        into = {"into": tx}
+    state_of: Any = tx.shard(params) if split == 3 else params
+    state = tx.init(state_of)
+    step = sl.value_and_grad(lambda p, ids: _loss(apply(p, ids), ids), microbatches=4, **into)
+    for _ in range(3):
+        _, grads = step(state_of, ids)
+        state_of, state, _ = optim.step(tx, state_of, grads, state)
+    if split == 3:
+        with state_of.opened() as whole:
+            return {n: sl.unshard(x).detach() for n, x in whole.items()}
+    return {n: sl.unshard(x).detach() for n, x in state_of.items()}
+
+
+@pytest.mark.parametrize("split", [None, 1, 2, 3])
+def test_stages_train_as_one_process_does(split: int | None, pool: Any) -> None:
+    net, ids = _made()
+    opt = torch.optim.AdamW(net.parameters(), 1e-2, weight_decay=1e-4)
+    opt.param_groups[0]["weight_decay"] = _decay()
+    for _ in range(3):
+        opt.zero_grad()
+        _loss(net(ids), ids).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        opt.step()
+    for found in pool.run(_trained, split, pipe=2, data=2):
+        for n, x in found.items():
+            assert (x - net.get_parameter(n)).abs().max() < 1e-12, n
+
+
+def _decay() -> float:
+    """AdamW's weight decay where none is given."""
+    import inspect
+
+    return inspect.signature(optim.adamw).parameters["weight_decay"].default
+
+
+@pytest.mark.parametrize(("name", "size"), itertools.product(SCHEDULES, (2, 4)))
+def test_a_stage_keeps_the_micro_batches_of_its_table(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[list[int]] = []
+
+    class Noted(stages.PipelineStep):
+        def run(self) -> Any:
+            kept.append(self.held)
+            return super().run()
+
+    monkeypatch.setattr(stages, "PipelineStep", Noted)
+    with sl.simulate(pipe=size):
+        _, ids = _made()
+        apply, params = _staged(name)
+        sl.value_and_grad(lambda p, ids: _loss(apply(p, ids), ids), microbatches=8)(params, ids)
+    table = schedule(name, size, 8, SCHEDULES[name])
+    for rank in range(size):
+        most = [n for s, n in enumerate(kept[0]) if table.ranks[s] == rank]
+        assert max(most) <= table.held(rank) <= sum(most)
+
+
+class _Sour(nn.Module):
+    """Raises on values that shapes do not show."""
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, sl.ShardedTensor) and not x.raw.is_meta and float(x.raw.sum()) == 0:
+            raise ValueError("all zeros")
+        return x
+
+
+def _fails() -> str:
+    net = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)], _Sour())
+    mesh = sl.current_mesh()
+    stage = sl.Stages("pipe", cut=["0", "1", "2", "3"], example=(torch.ones(2, 4),))
+    apply, params = sl.parallelize(net, [("*", "...")], mesh=mesh, stages=stage, src=0)
+    batch = torch.cat([torch.ones(4, 4), torch.zeros(2, 4), torch.ones(2, 4)])
+    step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=4)
+    try:
+        step(params, batch)
+    except sl.ShardError as e:
+        return f"{type(e).__name__}: {e.message}"
+    return "nothing"
+
+
+def test_a_stage_that_raises_is_named_with_its_micro_batch() -> None:
+    with sl.simulate(pipe=4):
+        assert _fails() == (
+            "StageFailed: stage 3 (3), forward of micro-batch 2: ValueError: all zeros"
+        )

@@ -1,0 +1,42 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import shardlib as sl
+from shardlib.pipeline.units import blocks_of, dealt, units_of
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+        self.body = nn.Module()
+        self.body.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.body.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 4)
+
+
+def test_units_are_the_blocks_and_the_modules_around_them() -> None:
+    net = _Net()
+    blocks = blocks_of(net)
+    assert blocks == [f"body.layers.{i}" for i in range(3)]
+    assert units_of(net, blocks) == ["embed", *blocks, "body.norm", "head"]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 7))
+def test_blocks_are_dealt_with_the_least_largest_sum(costs: list[int], parts: int) -> None:
+    if parts > len(costs):
+        with pytest.raises(sl.ShardError, match="cannot be"):
+            dealt(costs, parts)
+        return
+
+    def worst(begins: tuple[int, ...]) -> float:
+        return max(sum(costs[a:b]) for a, b in itertools.pairwise((*begins, len(costs))))
+
+    every = ((0, *rest) for rest in itertools.combinations(range(1, len(costs)), parts - 1))
+    found = dealt(costs, parts)
+    assert found[0] == 0 and sorted(set(found)) == found and len(found) == parts
+    assert worst(tuple(found)) == min(map(worst, every))

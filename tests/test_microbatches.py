@@ -1,0 +1,57 @@
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.microbatches import MicroBatches
+
+
+def test_parts_together_are_the_batch() -> None:
+    x, row = torch.arange(12).reshape(6, 2), torch.ones(1, 2)
+    batch = MicroBatches((x, 3), {"row": row}, 3)
+    parts = [batch[k] for k in range(3)]
+    assert torch.equal(torch.cat([args[0] for args, _ in parts]), x)
+    assert all(args[1] == 3 and kwargs["row"] is row for args, kwargs in parts)
+
+
+def test_a_part_of_a_split_batch_has_rows_of_each_rank() -> None:
+    with sl.simulate(data=2):
+        x = sl.shard(torch.arange(8.0), "data")
+        batch = MicroBatches((x,), {}, 2)
+        assert [sl.unshard(batch[k][0][0]).tolist() for k in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize(("rows", "count", "fits"), [(16, 7, 4), (6, 4, 3), (5, 2, 1)])
+def test_sizes_that_do_not_split_are_refused_with_one_that_does(
+    rows: int, count: int, fits: int
+) -> None:
+    with pytest.raises(sl.errors.UnevenSplit) as caught:
+        MicroBatches((torch.zeros(rows, 2),), {}, count)
+    assert f"microbatches={fits})" in (caught.value.fix or "")
+
+
+@pytest.mark.parametrize("axes", [{}, {"pipe": 2}], ids=["plain", "stages"])
+def test_weights_make_the_mean_over_tokens_that_of_the_whole(axes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 5)).double()
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 5, (8,))
+    y[[0, 1, 4]] = -100
+
+    def loss(run: Any, x: Any, y: Any) -> Any:
+        return torch.nn.functional.cross_entropy(run(x), y)
+
+    want = loss(net, x, y)
+    want.backward()
+    with sl.simulate(**axes or {"data": 1}):
+        stages = {"stages": sl.Stages("pipe")} if axes else {}
+        apply, params = sl.parallelize(net, [("*", "...")], **stages)
+        step = sl.value_and_grad(
+            lambda p, x, y: loss(lambda x: apply(p, x), x, y),
+            microbatches=4,
+            weigh=lambda x, y: (y != -100).sum(),
+        )
+        got, grads = step(params, x, y)
+    assert abs(got.item() - want.item()) < 1e-12
+    for n, p in net.named_parameters():
+        assert p.grad is not None and (sl.unshard(grads[n]) - p.grad).abs().max() < 1e-12
