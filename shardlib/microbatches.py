@@ -38,7 +38,7 @@ class MicroBatches:
         leaves, self.tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
         leaves = [x if stage is None else inward(x, stage) for x in leaves]
         rows = max((_rows(x) for x in leaves), default=1)
-        if count > 1 and rows < 2:
+        if count > 1 and not any(isinstance(x, Tensor) and x.ndim for x in leaves):
             why = f"no argument has rows, and {count} micro-batches would each be the whole batch"
             fix = f"sl.value_and_grad(lambda params, x: loss(params, x), microbatches={count})(params, x)"
             raise ShardError(why, op="value_and_grad", fix=fix)

@@ -183,7 +183,7 @@ class Pipeline:
         units = units_of(module, self.blocks)
         self.price = weights(module, units)
         apply.staged(self, units)
-        failed, refused = "no example inputs are known", None
+        failed: Exception | None = None
         own = self.stages.example
         for example in example_inputs(module) if own is None else [own]:
             args, kwargs = called_with(example)
@@ -194,20 +194,17 @@ class Pipeline:
                 cut = self._cut(
                     lambda p, *a, **k: apply(p, *a, **k), alone, params, stages, args, kwargs
                 )
-            except ShardError as e:
-                # inputs that were guessed may be of another rank
-                refused = refused or e
-                continue
             except Exception as e:
-                # the module's own code may raise anything
-                failed = f"{type(e).__name__}: {e}".splitlines()[0]
+                # the module's own code may raise anything, and guessed inputs may not fit
+                failed = failed or e
                 continue
             self.begins = cut.begins
             self.cuts["first"] = cut
             return cut
-        if refused is not None:
-            raise refused
-        why = f"the stages of {type(module).__name__} are not known: {failed}"
+        if isinstance(failed, ShardError):
+            raise failed
+        cause = f"{type(failed).__name__}: {failed}" if failed else "no example inputs are known"
+        why = f"the stages of {type(module).__name__} are not known: {cause}".splitlines()[0]
         raise Unsupported(why, op="parallelize", fix="sl.Stages('pipe', example=(inputs,))")
 
     def cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any) -> Cut:
