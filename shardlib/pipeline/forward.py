@@ -136,7 +136,7 @@ class CallRecord:
 
 
 @dataclass(eq=False)
-class _Forward:
+class _ForwardRun:
     """State of one run: how often each unit was called.
 
     ``pipeline``  the module with stages that it runs, if it is known: no other is called.
@@ -179,7 +179,7 @@ class _Forward:
 
 
 @dataclass(eq=False)
-class WholeForward(_Forward):
+class WholeForward(_ForwardRun):
     """A run of every unit on shapes, which records the calls.
 
     ``drawn``  random keys drawn so far; random.py counts them.
@@ -214,7 +214,7 @@ class WholeForward(_Forward):
 
 
 @dataclass(eq=False)
-class StageForward(_Forward):
+class StageForward(_ForwardRun):
     """A run of the units of one stage.
 
     ``owner``   call -> its stage; a call without one is made by every stage.
