@@ -91,17 +91,18 @@ def test_weights_make_a_mean_over_tokens_that_of_the_whole_batch() -> None:
             assert torch.allclose(sl.unshard(grads[name]), p.grad, rtol=1e-12, atol=1e-15), name
 
 
-def test_without_stages_micro_batches_are_accumulation() -> None:
-    """Gradients are those of the whole batch, and are summed over the mesh once."""
+@pytest.mark.parametrize("labels", ["data .", "...", "x .", "(data x) ."])
+def test_without_stages_micro_batches_are_accumulation(labels: str) -> None:
+    """Gradients are those of the whole batch, however arguments are split, and are summed once."""
     model = Skipping().double().eval()
     loss_of(model(IDS), IDS).backward()
     moved = []
-    with sl.simulate(data=2):
+    with sl.simulate(data=2, x=2), sl.implicit(1 << 30):
         apply, params = sl.parallelize(model, RULES, inputs={"ids": "data ."})
-        for m in (1, 4):
+        for m in (1, 2):
             run = sl.value_and_grad(lambda p, x, y: loss_of(apply(p, x), y), microbatches=m)
             with sl.trace() as t:
-                loss, grads = run(params, IDS, sl.shard(IDS, "data ."))
+                loss, grads = run(params, IDS, sl.shard(IDS, labels))
             moved.append(t.bytes)
             assert loss.item() == pytest.approx(loss_of(model(IDS), IDS).item(), rel=1e-12)
             for name, p in model.named_parameters():
@@ -143,9 +144,17 @@ def test_hooks_take_outputs_of_layers_on_other_stages(block: int) -> None:
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
         for (name, _), g in zip(model.named_parameters(), grads, strict=True):
             assert torch.allclose(sl.unshard(found[name]), g, rtol=1e-12, atol=1e-15), name
-        model.reads_input = True
-        with pytest.raises(sl.ShardError, match="reads its input, which only its own stage has"):
-            sl.parallelize(model, RULES, stages=stages)
+
+
+def test_a_hook_that_reads_the_input_of_another_stage_is_refused() -> None:
+    model = Collecting(0)
+    model.reads_input = True
+    stages = sl.Stages("pipe", example=torch.randn(8, 8))
+    with (
+        sl.simulate(pipe=2),
+        pytest.raises(sl.ShardError, match="reads its input, which only its own stage has"),
+    ):
+        sl.parallelize(model, RULES, stages=stages)
 
 
 def test_draws_are_the_same_for_every_cut_and_schedule() -> None:
@@ -217,7 +226,8 @@ def test_statistics_of_a_batch_are_refused() -> None:
 
 def _held(_: int) -> tuple[list[str], list[str]]:
     torch.manual_seed(0)
-    apply, params = sl.parallelize(Skipping().eval(), RULES, stages=sl.Stages("pipe"))
+    stages = sl.Stages("pipe", cut=["embed", "blocks.2"])
+    apply, params = sl.parallelize(Skipping().eval(), RULES, stages=stages)
     run = sl.value_and_grad(lambda p, x, y: loss_of(apply(p, x), y), microbatches=2)
     _, grads = run(params, IDS, sl.shard(IDS, "..."))
     return sorted(params), sorted(grads)
