@@ -262,11 +262,14 @@ class StageFailed(ShardError):
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> loss = lambda p, x, y: nn.functional.cross_entropy(apply(p, x), y)
     >>> with sl.simulate(pipe=2):
     ...     apply, params = sl.parallelize(model, [("*", "...")], stages=sl.Stages("pipe"))
-    ...     sl.value_and_grad(lambda p, x: apply(p, x)[0, 9], microbatches=2)(params, torch.ones(4, 4))
+    ...     labels = sl.shard(torch.tensor([0, 1, 2, 9]), "...")
+    ...     step = sl.value_and_grad(loss, microbatches=2)
+    ...     step(params, torch.ones(4, 4), labels)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    shardlib.errors.StageFailed: value_and_grad: stage 1 (1), forward of micro-batch 0: IndexError...
+    shardlib.errors.StageFailed: value_and_grad: stage 1 (1), forward of micro-batch 1: ...
     """
 
 

@@ -5,6 +5,7 @@ over something else, as the tokens that are not ignored, a weight for each micro
 of the whole it has.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,12 @@ class MicroBatches:
         leaves, self.tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
         leaves = [x if stage is None else inward(x, stage) for x in leaves]
         rows = max((_rows(x) for x in leaves), default=1)
-        self.parts = [_parts(x, count, rows) for x in leaves]
+        if count > 1 and not any(isinstance(x, Tensor) and x.ndim for x in leaves):
+            why = f"no argument has rows, and {count} micro-batches would each be the whole batch"
+            fix = f"sl.value_and_grad(lambda params, x: loss(params, x), microbatches={count})(params, x)"
+            raise ShardError(why, op="value_and_grad", fix=fix)
+        blocks = math.lcm(*map(_blocks, leaves))
+        self.parts = [_parts(x, count, rows, blocks) for x in leaves]
         self.weigh = weigh
         self._total: Any = None
 
@@ -87,23 +93,37 @@ def _rows(x: Any) -> int:
     return x.shape[0] if isinstance(x, Tensor) and x.ndim else 1
 
 
-def _parts(x: Any, count: int, rows: int) -> list[Any]:
-    """Cut one argument.  Raises: UnevenSplit, with a number of micro-batches that fits."""
+def _blocks(x: Any) -> int:
+    """Count the blocks into which a mesh splits the rows of an argument."""
+    if not isinstance(x, ShardedTensor) or x.ndim == 0:
+        return 1
+    return x.padded_shape[0] // max(1, x.raw.shape[lead(x.mesh)])
+
+
+def _parts(x: Any, count: int, rows: int, blocks: int) -> list[Any]:
+    """Cut one argument.  Raises: UnevenSplit, with a number of micro-batches that fits.
+
+    A micro-batch has rows of each of the ``blocks`` into which any argument is split, so that all
+    arguments have the same rows in it.
+    """
     if not isinstance(x, Tensor) or x.ndim == 0 or (x.shape[0] == 1 and rows > 1):
         return [x] * count
-    sharded = isinstance(x, ShardedTensor)
     dim = lead(x.mesh) if isinstance(x, ShardedTensor) else 0
     raw = x.raw if isinstance(x, ShardedTensor) else x
-    here = raw.shape[dim]
-    if here % count or (sharded and x.is_padded):
-        fits = next(d for d in range(count, 0, -1) if here % d == 0)
-        where = " on each rank" if sharded and here != x.shape[0] else ""
+    here, inner = raw.shape[dim], blocks // _blocks(x)
+    padded = isinstance(x, ShardedTensor) and x.is_padded
+    if here % (count * inner) or padded:
+        fits = next((d for d in range(count, 0, -1) if here % (d * inner) == 0), 1)
+        where = f" in {blocks} blocks" if inner > 1 else ""
+        where = " on each rank" if blocks > inner else where
         why = f"{here} rows{where} are not {count} equal micro-batches"
-        if sharded and x.is_padded:
+        if padded:
             why = f"a padded batch cannot be cut into {count} micro-batches"
         fix = f"sl.value_and_grad(loss, microbatches={fits})"
         raise UnevenSplit(why, op="value_and_grad", operands={"batch": typeof(x)}, fix=fix)
+    cut = raw.unflatten(dim, (inner, count, -1))
+    parts = [part.flatten(dim, dim + 1) for part in cut.unbind(dim + 1)]
     if not isinstance(x, ShardedTensor):
-        return list(x.chunk(count))
+        return parts
     size = torch.Size((x.shape[0] // count, *x.shape[1:]))
-    return [x.becomes(part.contiguous(), None, size) for part in raw.chunk(count, dim)]
+    return [x.becomes(part.contiguous(), None, size) for part in parts]

@@ -100,6 +100,14 @@ def zero(_: Path) -> list[str]:
         return entered(step)
 
 
+def pipelined(_: Path) -> list[str]:
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(2)])
+    with sl.simulate(pipe=2):
+        apply, params = sl.parallelize(model, [("*", "...")], stages=sl.Stages("pipe"))
+        step = sl.value_and_grad(lambda p, x: apply(p, x).mean(), microbatches=2)
+        return entered(lambda: step(params, torch.ones(4, 4)))
+
+
 def saved(folder: Path) -> list[str]:
     with sl.simulate(x=2):
         tree = {"w": sl.shard(torch.randn(4, 4), "x .")}
@@ -110,6 +118,7 @@ WAYS = {
     "`a @ b`": (product, "shardlib/collectives/backends/stacked.py"),
     "`ring_attention`": (attention, "shardlib/collectives/posted.py"),
     "`zero` at stage 2": (zero, "shardlib/collectives/in_place.py"),
+    "a pipelined step": (pipelined, "shardlib/collectives/point_to_point.py"),
     "a checkpoint": (saved, "shardlib/checkpoint/folder.py"),
 }
 

@@ -19,7 +19,10 @@ def test_a_part_of_a_split_batch_has_rows_of_each_rank() -> None:
     with sl.simulate(data=2):
         x = sl.shard(torch.arange(8.0), "data")
         batch = MicroBatches((x,), {}, 2)
-        assert [sl.unshard(batch[k][0][0]).tolist() for k in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+        assert [sl.unshard(batch[k][0][0]).tolist() for k in range(2)] == [
+            [0, 1, 4, 5],
+            [2, 3, 6, 7],
+        ]
 
 
 @pytest.mark.parametrize(("rows", "count", "fits"), [(16, 7, 4), (6, 4, 3), (5, 2, 1)])

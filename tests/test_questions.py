@@ -1,4 +1,4 @@
-"""Twelve questions of an outsider are answered by file names and first lines alone."""
+"""Fourteen questions of an outsider are answered by file names and first lines alone."""
 
 import ast
 import re
@@ -20,6 +20,13 @@ QUESTIONS = [  # (question, words to search for, the file, what is there)
     ("what picks a mesh for my model?", "choice mesh", "planning/plan.py", r"def plan\("),
     ("who draws dropout's numbers?", "random numbers position", "ops/counter_rng.py", "keep_mask"),
     ("what happens when a rank dies?", "failure first cause", "mesh/failures.py", "RankFailed"),
+    (
+        "where do stages send activations?",
+        "messages stages",
+        "collectives/point_to_point.py",
+        "def send",
+    ),
+    ("where is 1F1B?", "pipeline schedules", "pipeline/schedules.py", r'register\("1f1b"'),
     ("which torch internals are used?", "private torch", "_compat.py", "torch"),
 ]
 
@@ -49,5 +56,5 @@ def test_a_search_for_its_words_finds_the_file_that_answers(
     assert re.search(there, (PACKAGE / file).read_text())
 
 
-def test_there_are_twelve_and_no_file_answers_two() -> None:
-    assert len({file for _, _, file, _ in QUESTIONS}) == len(QUESTIONS) == 12
+def test_there_are_fourteen_and_no_file_answers_two() -> None:
+    assert len({file for _, _, file, _ in QUESTIONS}) == len(QUESTIONS) == 14

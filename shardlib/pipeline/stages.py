@@ -19,6 +19,7 @@ from shardlib.collectives import spans_processes
 from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported
 from shardlib.grad import GradientSums, frozen
+from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.apply import Apply
@@ -182,24 +183,28 @@ class Pipeline:
         units = units_of(module, self.blocks)
         self.price = weights(module, units)
         apply.staged(self, units)
-        failed = "no example inputs are known"
-        examples = [self.stages.example] if self.stages.example is not None else []
-        for example in examples or example_inputs(module):
+        failed: Exception | None = None
+        own = self.stages.example
+        for example in example_inputs(module) if own is None else [own]:
             args, kwargs = called_with(example)
+            if own is None:
+                layouts = map(apply.inputs.get, apply.named(len(args)))
+                args = tuple(map(_of_its_rank, args, layouts))
             try:
                 cut = self._cut(
                     lambda p, *a, **k: apply(p, *a, **k), alone, params, stages, args, kwargs
                 )
-            except ShardError:
-                raise
             except Exception as e:
-                # the module's own code may raise anything
-                failed = f"{type(e).__name__}: {e}".splitlines()[0]
+                # the module's own code may raise anything, and guessed inputs may not fit
+                failed = failed or e
                 continue
             self.begins = cut.begins
             self.cuts["first"] = cut
             return cut
-        why = f"the stages of {type(module).__name__} are not known: {failed}"
+        if isinstance(failed, ShardError):
+            raise failed
+        cause = f"{type(failed).__name__}: {failed}" if failed else "no example inputs are known"
+        why = f"the stages of {type(module).__name__} are not known: {cause}".splitlines()[0]
         raise Unsupported(why, op="parallelize", fix="sl.Stages('pipe', example=(inputs,))")
 
     def cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any) -> Cut:
@@ -295,6 +300,12 @@ def _refuse_statistics(modules: Sequence[nn.Module]) -> None:
             why = f"{type(m).__name__} in training takes the statistics of each micro-batch alone"
             fix = "module.eval()  # or a norm over features, as nn.GroupNorm(8, channels)"
             raise Unsupported(why, op="value_and_grad", fix=fix)
+
+
+def _of_its_rank(x: Any, layout: Layout | None) -> Any:
+    """Return a guessed input with as many dimensions as its layout has."""
+    more = 0 if layout is None or layout.ellipsis is not None else x.ndim - len(layout.dims)
+    return x.flatten(0, more) if more > 0 else x
 
 
 def _shape(x: object) -> object:

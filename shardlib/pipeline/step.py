@@ -7,7 +7,7 @@ performs of all rows the next action whose messages have arrived.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +33,18 @@ from shardlib.pipeline.schedules import Action, PipelineSchedule
 from shardlib.random import Draws
 from shardlib.tensor.weight_gradients import WeightGradients
 
-Label = tuple[str, Output, int, int]
-"""Direction ("F" or "B"), the output, its micro-batch, the stage that uses it."""
+
+class Crossing(NamedTuple):
+    """Message between two stages: "F" or "B", the output, its micro-batch, the stage that uses it."""
+
+    direction: str
+    output: Output
+    micro: int
+    user: int
+
+    def __str__(self) -> str:
+        gradient = "the gradient of " if self.direction == "B" else ""
+        return f"{gradient}{self.output.call} (stage {self.user}, micro-batch {self.micro})"
 
 
 @dataclass
@@ -120,26 +130,26 @@ class PipelineStep:
 
     # ------------------------------------------------------------ messages
 
-    def _receives(self, a: Action) -> Iterator[tuple[Label, int]]:
+    def _receives(self, a: Action) -> Iterator[tuple[Crossing, int]]:
         """List the messages that an action needs, each with the stage that sends it."""
         if a.kind == "F":
             for k in self.cut.needs[a.stage]:
-                yield ("F", k, a.micro, a.stage), self.cut.source(k)
+                yield Crossing("F", k, a.micro, a.stage), self.cut.source(k)
         elif a.kind in "BI":
             for k in self.cut.makes[a.stage]:
                 for user in self.users[k] if self.cut.spec(k).grad else ():
-                    yield ("B", k, a.micro, user), user
+                    yield Crossing("B", k, a.micro, user), user
 
-    def _sends(self, a: Action) -> Iterator[tuple[Label, int]]:
+    def _sends(self, a: Action) -> Iterator[tuple[Crossing, int]]:
         """List the messages that an action sends, each with the stage that gets it."""
         if a.kind == "F":
             for k in self.cut.makes[a.stage]:
                 for user in self.users[k]:
-                    yield ("F", k, a.micro, user), user
+                    yield Crossing("F", k, a.micro, user), user
         elif a.kind in "BI":
             for k in self.cut.needs[a.stage]:
                 if self.cut.spec(k).grad:
-                    yield ("B", k, a.micro, a.stage), self.cut.source(k)
+                    yield Crossing("B", k, a.micro, a.stage), self.cut.source(k)
 
     def _sent(self, rank: int, to: int) -> Iterator[Message]:
         """List the messages from a rank to another, in the order of its actions."""

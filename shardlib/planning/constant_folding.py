@@ -101,6 +101,9 @@ def _computed(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """
     count, most = _equal_rows(args)
     if count <= 1 or func._schema.is_mutable or not _by_row(func, args, most):
+        if func.overloadpacket.__name__ == "view":
+            # an expanded row has strides of its own
+            args = args[0].contiguous(), *args[1:]
         return func(*args, **kwargs)
     tree: Any = args
     first: Any = optree.tree_map(

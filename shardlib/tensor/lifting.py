@@ -46,6 +46,11 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
         if x.mesh is not mesh:
             why = "operands live on different meshes"
             fix = "sl.shard(sl.unshard(x), '...', mesh=mesh)"
+            if scope().call.stage is not None:
+                why = "a value of the whole mesh met one of a stage; a step takes it as an argument"
+                fix = (
+                    "sl.value_and_grad(lambda p, *args: loss(p, *args), microbatches=4)(params, x)"
+                )
             raise call_error(
                 ShardError, why, op, fix, mesh=str(mesh), x=x, of=f"another mesh, {x.mesh}"
             )

@@ -63,7 +63,9 @@ def test_dropout_draws_what_the_whole_would() -> None:
     for axes in ({"data": 2}, {"pipe": 2, "data": 2}, {"pipe": 4, "data": 2}):
         with sl.simulate(**axes):
             stages = {"stages": sl.Stages("pipe")} if "pipe" in axes else {}
-            apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data ."}, **stages)
+            apply, params = sl.parallelize(
+                net, [("*", "...")], inputs={"input": "data ."}, **stages
+            )
             sl.random.seed(1)
             step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=2)  # noqa: B023
             found.append([step(params, x)[0].item() for _ in range(2)])

@@ -46,7 +46,9 @@ def test_statistics_of_a_batch_are_refused() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with sl.simulate(pipe=2):
         example = (torch.zeros(4, 4),)
-        apply, params = sl.parallelize(net, [("*", "...")], stages=sl.Stages("pipe", example=example))
+        apply, params = sl.parallelize(
+            net, [("*", "...")], stages=sl.Stages("pipe", example=example)
+        )
         step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=2)
         with pytest.raises(sl.ShardError, match="BatchNorm1d in training"):
             step(params, torch.zeros(4, 4))
