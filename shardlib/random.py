@@ -397,9 +397,15 @@ class Draws:
     """
 
     def __init__(self, mesh: Mesh, first: int) -> None:
+        self.mesh, self.first = mesh, first
         self.stream = _stream(mesh)
         self.own = self.stream.at(self.stream.follow(), first)
-        self.first = first
+
+    def replaced(self) -> "Draws":
+        """Return the same draws from the stream that takes this one's place in this scope."""
+        new = Draws(self.mesh, self.first)
+        new.own = new.stream
+        return new
 
     def go_to(self, n: int) -> None:
         """Draw next what would be the ``n``-th key from the first."""

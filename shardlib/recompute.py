@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shardlib._compat import FUSED_ATTENTION, PRODUCTS, DispatchMode, intercept_recompute, patch
-from shardlib.mesh import bind, scope
+from shardlib.mesh import bind, scope, within
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.random import marks, replayed
 
@@ -20,9 +20,10 @@ from shardlib.random import marks, replayed
 def kept(run: Callable[..., Any]) -> Callable[..., Any]:
     """Save the current scope with ``run``, for any time and thread; draws are repeated."""
     here, at = scope(), marks()
+    region = getattr(here.call.stage, "region", lambda: lambda: None)()
 
     def again(*args: object) -> Any:
-        with bind(here), replayed(at):
+        with bind(here), replayed(at), within(stage=region()):
             return run(*args) if here.call.again is None else here.call.again(lambda: run(*args))
 
     return again

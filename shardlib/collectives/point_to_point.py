@@ -47,7 +47,8 @@ class Messages:
         """Post a message; the block is kept until ``finish``."""
         g = self.group
         if g is None or to == g.index:
-            self.here[label] = block
+            # the receiver may write to its block in place
+            self.here[label] = block.clone()
             return
         block = block.contiguous()
         entry = self._recent("send", label, block)

@@ -78,8 +78,12 @@ class Cut:
         return [s for s, needed in enumerate(self.needs) if output in needed]
 
     def holders(self, name: str, ranks: Sequence[int]) -> list[int]:
-        """List the ranks of the pipe axis whose stages read a parameter, by first stage."""
-        return list(dict.fromkeys(ranks[s] for s, read in enumerate(self.params) if name in read))
+        """List the ranks of the pipe axis whose stages read a parameter, by first stage.
+
+        One that is read by none is on the first rank.
+        """
+        readers = [ranks[s] for s, read in enumerate(self.params) if name in read]
+        return list(dict.fromkeys(readers or ranks[:1]))
 
     def named(self, stage: int) -> str:
         """Return the first and last call of a stage, for messages."""
@@ -105,7 +109,7 @@ class Cutting:
     def cut(self) -> Cut:
         """Return the cut.  Raises: ShardError where a stage would lack what it needs."""
         whole = WholeForward(CallRecord())
-        reads, loss = self._whole(whole)
+        reads, loss, draws = self._whole(whole)
         owner = self._owners(whole.calls)
         count = self.stages if isinstance(self.stages, int) else len(self.stages)
         needs: list[list[Output]] = [[] for _ in range(count)]
@@ -130,46 +134,51 @@ class Cutting:
             sorted({k for row in needs for k in row if owner[k.call] == s}, key=whole.calls.rank)
             for s in range(count)
         ]
-        return Cut(whole.calls, owner, needs, makes, read, whole.drawn, loss)
+        return Cut(whole.calls, owner, needs, makes, read, draws, loss)
 
-    def _run(self, flow: Dependences, into: list[Any]) -> None:
+    def _run(self, flow: Dependences, ends: Callable[[Any], Any]) -> Sequence[Tensor]:
+        """Run the function; return the blocks of the tensors in ``ends(result)``.
+
+        ``ends``  is given None where the run was broken off.
+        """
         # values derived from a parameter are kept with it: each run has parameters of its own
         own = {n: p.becomes(p.raw.detach().requires_grad_()) for n, p in self.params.items()}
         for name, p in own.items():
             flow.mark(p.raw, name)
         with flow, torch.enable_grad():
-            into.append(self.f(own))
+            try:
+                out = self.f(own)
+            except AllSent:
+                out = None
+            # a sum that is left open is made here, where its operands are known
+            return [block_of_output(x) for x in tree_flatten(ends(out))[0] if isinstance(x, Tensor)]
 
-    def _whole(self, whole: WholeForward) -> tuple[frozenset[Any], Any]:
-        """Run all units; return what the result depends on, and the result."""
+    def _whole(self, whole: WholeForward) -> tuple[frozenset[Any], Any, int]:
+        """Run all units; return what the result depends on, the result, and the draws."""
         out: list[Any] = []
         with running(whole):
-            self._run(whole.flow, out)
-            ends = [block_of_output(x) for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
-            return whole.flow.of(ends), out[0]
+            ends = self._run(whole.flow, lambda found: out.append(found) or found)
+            # dependences are found by a backward, in which regions of remat draw again
+            draws = whole.drawn
+            return whole.flow.of(ends), out[0], draws
 
     def _stage(self, stage: StageForward, last: bool) -> frozenset[Any]:
         """Run the units of one stage; return what its results depend on."""
-        out: list[Any] = []
         assert stage.flow is not None
         with running(stage):
-            try:
-                self._run(stage.flow, out)
-            except AllSent:
-                out = []
+            ends = self._run(stage.flow, lambda out: out if last else list(stage.found.values()))
             missing = sorted(stage.wanted - set(stage.found), key=stage.calls.rank)
             if missing:
                 raise _error(f"stage {stage.number} never made {missing[0].call}")
-            ends = tree_flatten(out)[0] if last else list(stage.found.values())
-            raws = [block_of_output(x) for x in ends if isinstance(x, Tensor)]
-            return stage.flow.of(raws)
+            return stage.flow.of(ends)
 
     def _owners(self, calls: CallRecord) -> dict[UnitCall, int]:
         """Deal the calls to stages; a unit between two blocks goes with the block before it."""
         order, blocks = calls.order, set(self.blocks)
-        at = [i for i, c in enumerate(order) if c.unit in blocks]
+        at = [i for i, c in enumerate(order) if c.unit in blocks and c not in calls.free]
         if not at:
-            raise _error(f"no block of {', '.join(self.blocks) or 'the module'} was called")
+            named = ", ".join(self.blocks) or "the module"
+            raise _error(f"no block of {named} was called on what depends on parameters")
         owner: dict[UnitCall, int] = {}
         stage, begins = 0, self._begins(order, at)
         for i, c in enumerate(order):
@@ -180,6 +189,9 @@ class Cutting:
             owner.update({inner: owner[around] for _, inner in rows})
         for c in calls.free:
             owner.pop(c, None)
+        empty = set(range(stage + 1)) - set(owner.values())
+        if empty:
+            raise _error(f"stage {min(empty)} has no call that depends on parameters")
         return owner
 
     def _begins(self, order: Sequence[UnitCall], at: Sequence[int]) -> dict[int, int]:

@@ -15,10 +15,10 @@ from shardlib.opspec import Args, Func, Kwargs
 
 Names = frozenset[Hashable]
 
-# their results have the sizes of an operand, and none of its values
+# their results have the sizes of an operand, and none of its values; not empty_like and new_empty,
+# with which transfers make their results on shapes
 _FILLS = frozenset(
-    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty rand_like "
-    "randn_like".split()
+    "zeros_like ones_like full_like new_zeros new_ones new_full rand_like randn_like".split()
 )
 
 

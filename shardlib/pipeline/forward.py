@@ -1,14 +1,14 @@
 """Forward of a module on one stage: its own units run, the others return what was received.
 
 The module's own code runs on every stage.  A unit of another stage is not called: it returns the
-tensors that its stage sent, or *ghosts*, NaN of the right shape in no memory, where nothing that
-this stage computes depends on them.  The run is broken off once all that other stages need is there.
+tensors that its stage sent, or *ghosts*, NaN of the right shape, where nothing that this stage
+computes depends on them.  The run is broken off once all that other stages need is there.
 ``WholeForward`` runs every unit and records the calls, on shapes alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,15 +71,27 @@ class OutputSpec(NamedTuple):
             return raw
         return ShardedTensor(raw, self.place._replace(mesh=mesh))
 
-    def ghost(self, mesh: Mesh) -> Tensor:
-        """Return an output of NaN, in the memory of one element."""
-        return self.value(nan(self.dtype, mesh).expand(self.block(mesh)), mesh)
-
 
 def nan(dtype: torch.dtype, mesh: Mesh) -> Tensor:
     """Return one element that must not be used: NaN, so that a use shows in the loss."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=mesh.device)
+
+
+class _Unlocked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+def unlocked(leaf: Tensor) -> Tensor:
+    """Return a leaf of autograd as a tensor in the same memory that may be written in place."""
+    found: Tensor = _Unlocked.apply(leaf) if leaf.requires_grad else leaf
+    return found
 
 
 def block_of_output(x: Tensor) -> Tensor:
@@ -157,6 +169,10 @@ class UnitForward:
             fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
             raise ShardError(why, op="value_and_grad", fix=fix)
 
+    def region(self) -> "Callable[[], _Forward]":
+        """Begin a region that is recomputed; return the function that makes a run for it."""
+        raise NotImplementedError
+
     @contextmanager
     def hooked(self, call: UnitCall, m: nn.Module) -> Iterator[None]:
         """Call ``took`` with the results of submodules that have hooks, during a call of a unit."""
@@ -203,6 +219,9 @@ class WholeForward(UnitForward):
             self.calls.free.add(call)
         return out
 
+    def region(self) -> Callable[[], _Forward]:
+        return lambda: WholeForward(CallRecord())
+
     def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
         self.calls.order.append(call)
         self._note(call, out)
@@ -222,6 +241,8 @@ class StageForward(UnitForward):
     ``wanted``  outputs that other stages need; ``found`` those computed so far.
     ``flow``    of a run on shapes: marks the ghosts.
     ``draws``   the random keys of this run, which follow the whole forward's.
+    ``ghosts``  the ghosts' memory, by shape and dtype: all share it, and it may be written to.
+    ``copies``  whether copies of what was received are handed out.
     """
 
     mesh: Mesh = field(kw_only=True)
@@ -233,6 +254,8 @@ class StageForward(UnitForward):
     flow: Dependences | None = None
     draws: Draws | None = None
     drawn: int = 0
+    ghosts: dict[Any, Tensor] = field(default_factory=dict)
+    copies: bool = False
 
     def call(
         self, unit: str, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -256,6 +279,18 @@ class StageForward(UnitForward):
             self.draws.go_to(returned.draws[1])
         return out
 
+    def region(self) -> Callable[[], _Forward]:
+        # the region may write to what was received, which its recomputation needs again
+        self.copies, turns = True, dict(self.turns)
+
+        def again() -> StageForward:
+            flow = None if self.flow is None else Dependences()
+            draws = None if self.draws is None else self.draws.replaced()
+            more: Any = {"turns": dict(turns), "wanted": frozenset(), "found": {}}
+            return replace(self, flow=flow, draws=draws, **more)
+
+        return again
+
     def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
         self._keep(call, out, last=False)
 
@@ -266,11 +301,14 @@ class StageForward(UnitForward):
                 self.found[output] = x
         if last and self.wanted and len(self.found) == len(self.wanted):
             raise AllSent
+        # what follows may write to an output in place
+        self.found.update({k: x.clone() for k, x in self.found.items() if k.call == call})
 
     def _left_out(self, call: UnitCall, m: nn.Module, returned: Returned) -> Any:
         """Return the result of a call of another stage, and give its submodules' hooks theirs."""
         for path, inner in self.calls.inner.get(call, ()):
             sub, out = m.get_submodule(path), self._result(inner, self.calls.returned[inner])
+            self.turns[inner.unit] = inner.turn
             for key, hook in list(sub._forward_hooks.items()):
                 given = ({},) if key in sub._forward_hooks_with_kwargs else ()
                 hook(sub, _Unsent(inner), *given, out)
@@ -282,16 +320,17 @@ class StageForward(UnitForward):
 
     def _leaf(self, output: Output, spec: Any) -> Any:
         if output in self.given:
-            return self.given[output]
+            given = self.given[output]
+            return given.clone() if self.copies else given
         if not isinstance(spec, OutputSpec):
             return spec
-        ghost = spec.ghost(self.mesh)
+        key = block, _ = spec.block(self.mesh), spec.dtype
+        if key not in self.ghosts:
+            self.ghosts[key] = nan(spec.dtype, self.mesh).repeat(block)
+        raw = self.ghosts[key].detach()
         if self.flow is not None:
-            raw = block_of_output(ghost)
-            if raw.is_floating_point():
-                raw.requires_grad_()
-            self.flow.mark(raw, output)
-        return ghost
+            self.flow.mark(raw.requires_grad_(raw.is_floating_point()), output)
+        return spec.value(unlocked(raw), self.mesh)
 
 
 class _Unsent(tuple[Any, ...]):

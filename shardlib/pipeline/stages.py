@@ -228,7 +228,7 @@ class Pipeline:
         first = self.cuts["first"]
         for name in self.whole:
             more = set(cut.holders(name, self.ranks)) - set(first.holders(name, self.ranks))
-            if more:
+            if more and any(name in read for read in cut.params):
                 where = f"{self.stages.axis}={min(more)}"
                 why = f"the function reads {name!r} at {where}, and the module does not"
                 fix = "loss = lambda params, *batch: apply(params, *batch).mean()"

@@ -28,6 +28,7 @@ from shardlib.pipeline.forward import (
     block_of_output,
     running,
     spec_of,
+    unlocked,
 )
 from shardlib.pipeline.schedules import Action, PipelineSchedule
 from shardlib.random import Draws
@@ -82,6 +83,7 @@ class PipelineStep:
         self.train = table.name != "forward"
         self.split = any(a.kind == "I" for row in table.tables for a in row)
         self.held = [0] * table.stages
+        self.ghosts: dict[Any, Tensor] = {}
         here = pipeline.here
         peers = [r for r in range(table.size) if r not in here]
         coming = {r: self._sent(r, min(here)) for r in peers}
@@ -224,12 +226,12 @@ class PipelineStep:
             raw = self.messages.take(label).detach()
             if spec.grad:
                 received[k] = raw.requires_grad_()
-            given[k] = spec.value(raw, self.inner)
+            given[k] = spec.value(unlocked(raw), self.inner)
         draws = Draws(self.inner, self.first + self.cut.draws * a.micro)
         stage = StageForward(
             self.cut.calls, mesh=self.inner, owner=self.cut.owner, number=a.stage,
             wanted=frozenset(self.cut.makes[a.stage]), given=given, draws=draws,
-            pipeline=self.pipeline,
+            pipeline=self.pipeline, ghosts=self.ghosts,
         )  # fmt: skip
         leaves = self.sums.leaves()
         kept = Forwarded(received, {}, leaves.wanted)
