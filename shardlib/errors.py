@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 __all__ = [
     "AxisReused", "BadArgument", "CheckpointError", "ImplicitCommunication", "LayoutSyntax",
     "MeshError", "ModelDiffers", "NoMesh", "NoImplementation", "NotExpressible", "OutOfRange",
-    "PartialEscape", "PlainTensor", "RankFailed", "RankMismatch", "RuleLint", "ShardError",
+    "PartialEscape", "PlainTensor", "RankFailed", "RankMismatch", "RuleLint", "ShardError", "StageFailed",
     "UnevenSplit", "UnexpectedComm", "UnknownAxis", "UnknownParameter", "Unsupported", "WrongAxes",
 ]  # fmt: skip
 

@@ -169,7 +169,7 @@ class UnitForward:
             fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
             raise ShardError(why, op="value_and_grad", fix=fix)
 
-    def region(self) -> "Callable[[], _Forward]":
+    def region(self) -> "Callable[[], UnitForward]":
         """Begin a region that is recomputed; return the function that makes a run for it."""
         raise NotImplementedError
 
@@ -219,7 +219,7 @@ class WholeForward(UnitForward):
             self.calls.free.add(call)
         return out
 
-    def region(self) -> Callable[[], _Forward]:
+    def region(self) -> Callable[[], UnitForward]:
         return lambda: WholeForward(CallRecord())
 
     def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
@@ -279,7 +279,7 @@ class StageForward(UnitForward):
             self.draws.go_to(returned.draws[1])
         return out
 
-    def region(self) -> Callable[[], _Forward]:
+    def region(self) -> Callable[[], UnitForward]:
         # the region may write to what was received, which its recomputation needs again
         self.copies, turns = True, dict(self.turns)
 

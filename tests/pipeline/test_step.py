@@ -133,7 +133,7 @@ def _decay() -> float:
     return inspect.signature(optim.adamw).parameters["weight_decay"].default
 
 
-@pytest.mark.parametrize(("name", "size"), itertools.product(SCHEDULES, (2, 4)))
+@pytest.mark.parametrize(("name", "size"), [*itertools.product(SCHEDULES, (2, 4))])
 def test_a_stage_keeps_the_micro_batches_of_its_table(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
