@@ -463,8 +463,8 @@ def _stage_of(params: Any) -> Mesh | None:
 
 
 def _check_parts(microbatches: object, has_aux: bool, argnums: object) -> None:
-    whole = isinstance(microbatches, int) and not isinstance(microbatches, bool)
-    if microbatches is not None and (not whole or microbatches < 1):
+    whole = isinstance(microbatches, int) and microbatches is not True and microbatches > 0
+    if microbatches is not None and not whole:
         why = f"microbatches={microbatches!r} is no positive whole number"
         raise _error(why, "sl.value_and_grad(f, microbatches=4)")
     if has_aux or argnums != 0:

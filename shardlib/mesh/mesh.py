@@ -75,8 +75,8 @@ class Outer:
     """Mesh around that of one stage of a pipeline, see ``Mesh.without``.
 
     ``axis``     the axis of ``mesh`` along which the stages are placed.
-    ``holders``  parameter name -> the places on the axis that hold it, first the one that counts it
-                 in sums over stages.
+    ``models``   each module in stages -> parameter name -> the places on the axis that hold it,
+                 first the one that counts it in sums over stages.
     ``tied``     names that several places hold, each in a bucket of its own.
     ``copies``   those that another place than this rank's counts.
     ``staged``   whether a module was cut into stages on it.
@@ -84,28 +84,35 @@ class Outer:
 
     mesh: "Mesh"
     axis: str
-    holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    models: Any = field(default_factory=weakref.WeakKeyDictionary)
     tied: set[str] = field(default_factory=set)
     copies: set[str] = field(default_factory=set)
     staged: bool = False
 
-    def hold(self, holders: Mapping[str, tuple[int, ...]], here: int) -> None:
-        """Note which places hold the parameters of a model.  Raises: MeshError for a second model
-        that has one of the names at other places.
+    def hold(self, model: object, holders: Mapping[str, tuple[int, ...]], here: int) -> None:
+        """Note which places hold the parameters of a model.
+
+        Raises: MeshError where another model in use has one of the names at other places.
         """
-        for name, places in holders.items():
-            if self.holders.get(name, places) != places:
-                why = f"two models in stages on one mesh have a parameter {name!r} at other stages"
-                raise MeshError(
-                    why,
-                    op="parallelize",
-                    mesh=self.mesh,
-                    fix="nn.ModuleDict({'first': first, 'second': second})",
-                )
-        self.holders.update(holders)
-        several = [n for n, places in holders.items() if len(places) > 1]
-        self.tied.update(several)
-        self.copies.update(n for n in several if here in holders[n][1:])
+        if self._at_other_places(holders):
+            # a model that is no longer in use may wait for the collector
+            gc.collect()
+        if (name := self._at_other_places(holders)) is not None:
+            why = f"two models in stages on one mesh have a parameter {name!r} at other stages"
+            fix = "nn.ModuleDict({'first': first, 'second': second})"
+            raise MeshError(why, op="parallelize", mesh=self.mesh, fix=fix)
+        self.models[model] = holders
+        self.tied.clear()
+        self.copies.clear()
+        for held in self.models.values():
+            several = [n for n, places in held.items() if len(places) > 1]
+            self.tied.update(several)
+            self.copies.update(n for n in several if here in held[n][1:])
+
+    def _at_other_places(self, holders: Mapping[str, tuple[int, ...]]) -> str | None:
+        """Return a parameter that another model has at other places, if there is one."""
+        pairs = ((n, held[n]) for held in self.models.values() for n in holders if n in held)
+        return next((n for n, places in pairs if places != holders[n]), None)
 
 
 class Mesh(Mapping[str, int]):

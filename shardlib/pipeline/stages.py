@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
@@ -89,7 +89,8 @@ class Stages:
         inner.outer.staged = True
         if spans_processes(mesh):
             (here,) = pipeline.here
-            inner.outer.hold({n: tuple(first.holders(n, ranks)) for n in own}, here)
+            holders = {n: tuple(first.holders(n, ranks)) for n in own}
+            inner.outer.hold(pipeline, holders, here)
         return apply, params
 
     def _blocks(self, module: nn.Module) -> list[str]:
@@ -209,7 +210,8 @@ class Pipeline:
 
     def cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any) -> Cut:
         """Return the cut of ``f(params, *args)`` for these shapes."""
-        leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+        given: Any = args, kwargs
+        leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
         self.apply.copies.follow()
         modules = list(self.apply.module.modules())
         key = f, tree, tuple(map(_shape, leaves)), tuple(m.training for m in modules)
@@ -242,8 +244,8 @@ class Pipeline:
             stack.enter_context(paper)
             known = stack.enter_context(Known())
             stack.enter_context(within(traces=(), differentiated=True))
-            told = partial(_told, known, paper)
-            inputs: Any = optree.tree_map(told, (args, kwargs), none_is_leaf=True)
+            told, given = partial(_told, known, paper), cast(Any, (args, kwargs))
+            inputs: Any = optree.tree_map(told, given, none_is_leaf=True)
             run: Function = lambda p: f(p, *inputs[0], **inputs[1])  # noqa: E731
             return Cutting(run, params, paper, self.blocks, stages, self.price).cut()
 

@@ -91,7 +91,8 @@ def stage() -> Iterator[tuple[Any, list[str]]]:
     ends = [*range(1, stages), len(WIDTHS) - 1]
     mine = [f"layers.{i}.{k}" for i in range(at, ends[at]) for k in ("weight", "bias")]
     assert inner.outer is not None
-    inner.outer.hold({TIED: (0, stages - 1)}, at)
+    inner.outer.staged = False
+    inner.outer.hold(mesh, {TIED: (0, stages - 1)}, at)
     try:
         yield inner, [TIED, *mine] if at in (0, stages - 1) else mine
     finally:

@@ -37,7 +37,8 @@ RULES = [("*.0.weight", "x ."), ("*.0.bias", "x"), ("*.2.weight", ". x"), ("*", 
 
 
 def _loss(logits: Any, ids: Any) -> Any:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    with sl.constants():
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
 def _made() -> tuple[_Net, torch.Tensor]:
@@ -74,6 +75,8 @@ def _far(name: str, micros: int) -> tuple[float, int, Any]:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("micros", [4, 8])
 def test_stages_give_the_gradients_of_one_process(name: str, size: int, micros: int) -> None:
+    # its rounds want a micro-batch for each stage
+    micros = max(micros, 2 * size) if name == "dualpipev" else micros
     with sl.simulate(pipe=size, data=2, x=2):
         assert _far(name, micros)[0] < 1e-12
 
@@ -81,13 +84,14 @@ def test_stages_give_the_gradients_of_one_process(name: str, size: int, micros: 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("mesh", [{"pipe": 4}, {"pipe": 2, "x": 2}], ids=str)
 def test_real_stages_do_what_simulated_ones_do(name: str, mesh: dict[str, int], pool: Any) -> None:
+    micros = 8 if name == "dualpipev" else 4
     with sl.simulate(**mesh):
-        _, whole, moved = _far(name, 4)
-    found = pool.run(_far, name, 4, **mesh)
+        _, whole, moved = _far(name, micros)
+    found = pool.run(_far, name, micros, **mesh)
     assert max(error for error, _, _ in found) < 1e-12
     assert all(held < whole for _, held, _ in found)
     # the loss, 8 bytes to all other stages, is moved between processes alone
-    assert {b for _, _, b in found} == {moved + 8 * (mesh["pipe"] - 1)}
+    assert {b for _, _, b in found} == {moved + 8 * (mesh["pipe"] - 1) // mesh["pipe"]}
 
 
 def _trained(split: int | None) -> dict[str, torch.Tensor]:
@@ -159,7 +163,7 @@ class _Sour(nn.Module):
     """Raises on values that shapes do not show."""
 
     def forward(self, x: Any) -> Any:
-        if isinstance(x, sl.ShardedTensor) and not x.raw.is_meta and float(x.raw.sum()) == 0:
+        if isinstance(x, sl.ShardedTensor) and not x.raw.is_meta and float(x.raw.detach().sum()) == 0:
             raise ValueError("all zeros")
         return x
 
