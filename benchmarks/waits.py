@@ -156,7 +156,7 @@ def measured(
         layouts = {"ids": rules.tokens, "labels": rules.labels}
         data = [{"ids": x[:-1], "labels": x[1:]} for x in rows]
         batches = iter(sl.data(data, 8, layouts, shuffle=False))
-        into = {"into": tx} if row.stage else {}
+        into: dict[str, Any] = {"into": tx} if row.stage else {}
 
         def loss_of(p: Any, batch: Any, scale: Any) -> Any:
             with torch.autocast(device.type, torch.bfloat16, enabled=row.half):

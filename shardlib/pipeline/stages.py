@@ -267,6 +267,7 @@ class Pipeline:
         self, f: Callable[..., Any], params: Any, batch: MicroBatches, sums: GradientSums
     ) -> Tensor:
         """Run forward and backward of every micro-batch; gradients are added to ``sums``."""
+        _refuse_all_frozen(params, self)
         cut = self.cut_for(f, *batch[0])
         table = schedule(
             self.stages.schedule,
@@ -290,6 +291,16 @@ class Pipeline:
         table = forward_only(self.ranks)
         with within(), within(mesh=self.inner):
             return PipelineStep(self, self.apply, cut, table, batch, GradientSums(params, ())).out()
+
+
+def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:
+    """Refuse parameters of which none is trained here, and some are at other stages."""
+    asks = [x.requires_grad for x in optree.tree_leaves(params)]
+    trains = any(x.requires_grad for x in pipeline.whole.values())
+    if spans_processes(pipeline.mesh) and trains and not any(asks):
+        why = "all parameters of this rank's stages are frozen, and others are trained"
+        fix = f"sl.Stages({pipeline.stages.axis!r}, cut=[...])  # with a trained block in each"
+        raise Unsupported(why, op="value_and_grad", mesh=pipeline.mesh, fix=fix)
 
 
 _OF_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

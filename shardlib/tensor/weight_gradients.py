@@ -9,7 +9,7 @@ Source: Qi et al., arXiv 2401.10241, section 2.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class WeightGradients:
         lives = not isinstance(node, BackwardCFunction) or (w is not None and w.grad_fn is node)
         if node is None or not lives or not self._is_weight(node):
             return False
-        self.queued.append((GradientEdge(node, number, w), of_w))
+        self.queued.append((GradientEdge(node, number, cast(Any, w)), of_w))
         return True
 
     def _is_weight(self, node: Node) -> bool:

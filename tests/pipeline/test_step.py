@@ -163,7 +163,11 @@ class _Sour(nn.Module):
     """Raises on values that shapes do not show."""
 
     def forward(self, x: Any) -> Any:
-        if isinstance(x, sl.ShardedTensor) and not x.raw.is_meta and float(x.raw.detach().sum()) == 0:
+        if (
+            isinstance(x, sl.ShardedTensor)
+            and not x.raw.is_meta
+            and float(x.raw.detach().sum()) == 0
+        ):
             raise ValueError("all zeros")
         return x
 
