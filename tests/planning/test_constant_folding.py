@@ -52,6 +52,13 @@ def test_rows_that_are_one_row_are_computed_once() -> None:
     assert [got.stride(0) for got in found[:4]] == [0] * 4
 
 
+def test_rows_that_were_expanded_are_viewed_as_one_dimension() -> None:
+    with Known() as known:
+        row = torch.arange(6, device="meta")[None]
+        x = row.expand(4, 6) + row.expand(4, 6)
+        assert known.values[id(x.view(24))].tolist() == [2 * i for i in range(6)] * 4
+
+
 def test_of_data_nothing_is_known() -> None:
     with Known():
         ids = torch.empty(4, dtype=torch.int64, device="meta")
