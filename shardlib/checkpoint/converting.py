@@ -257,5 +257,5 @@ def _write(job: SaveJob, content: Content, read: Read, world: int) -> None:
                 get = partial(_block, read, name, box, place.dtype)
                 files[rank].append(WrittenPart(name, box, place.shape, place.dtype, get))
     with job.leaving():
-        job.begin(content, {})
-    job.write(content, files)
+        job.begin(content.leaves, content.skeleton)
+    job.write(files)
