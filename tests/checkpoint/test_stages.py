@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.checkpoint import reading
+from shardlib.checkpoint import huggingface, reading
 from shardlib.checkpoint.stages import groups_of, joined, union
 from tests.checkpoint.cases import same, whole
-from tests.checkpoint.test_writing import told
+from tests.checkpoint.test_writing import _full, told
 
 o = sl.optim
 BLOCKS = 4
@@ -317,6 +317,47 @@ def test_one_of_the_holders_in_a_stage_reads(pool: Any, tmp_path: Path) -> None:
     assert all(right for *_, right in found)
     for stage, blocks in enumerate((3, 2)):  # and each rank its plain tensor
         assert sum(read for at, read, _ in found if at == stage) == blocks + 2
+
+
+def _exported(path: str, most: int) -> list[str]:
+    """Write all stages as Hugging Face would; names that another stage has too are refused."""
+    names = {n: f"model.{n}" for n in values()}
+    sl.save_hf(path, parts(), names=names, max_bytes=most)
+    stage = place()[0]
+    wrong = [told(lambda: sl.save_hf(path + "x", parts(), names=lambda n: f"{n[-1]} {n[:2]}"))]
+    wrong += [
+        told(lambda: sl.save_hf(path + "x", {f"a{stage}": parts()[TIED]}, names=lambda n: "a"))
+    ]
+    less = dict(list(parts().items())[dist.get_rank() == 3 :])
+    wrong += [told(lambda: sl.save_hf(path + "x", less))]
+    if dist.get_rank() == 3:
+        write, huggingface.write_all = huggingface.write_all, _full
+    wrong += [told(lambda: sl.save_hf(path + "x", parts(), max_bytes=1))]
+    if dist.get_rank() == 3:
+        huggingface.write_all = write
+    return wrong
+
+
+@pytest.mark.parametrize("most", [1000, 1 << 30])
+@pytest.mark.parametrize("axes", [{"pipe": 2, "x": 2}, {"data": 2, "pipe": 2}], ids=str)
+def test_an_export_of_stages_is_that_of_the_whole_model(
+    pool: Any, axes: dict[str, int], most: int, tmp_path: Path
+) -> None:
+    with sl.simulate(x=2):
+        sl.save_hf(tmp_path / "one", {f"model.{n}": x for n, x in parts().items()}, max_bytes=most)
+    said = pool.run(_exported, str(tmp_path / "many"), most, **axes)
+    assert said == [said[0]] * 4
+    assert "names= calls two tensors" in said[0][0]
+    assert said[0][1].startswith("'a' is ['a1', [16, 8], 'float32'] on rank ")
+    lacking = "'h.2.w' is nothing on rank 3 and ['h.2.w', [8, 12], 'float32'] on rank "
+    assert said[0][2] == f"{lacking}{2 if 'x' in axes else 1}"
+    assert said[0][3] == "rank 3: No space left on device"
+    one, many = (
+        {p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("one", "many")
+    )
+    assert one.keys() == many.keys() and len(one) == (2 if most > 1000 else 5)
+    assert all(one[n] == many[n] for n in one if n != "shardlib.json")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["many", "one"]
 
 
 def test_ranks_of_no_stage_are_one_group() -> None:
