@@ -30,14 +30,16 @@ def first_odd(values: Sequence[object]) -> int | None:
     return next((r for r, v in enumerate(values) if v != values[0]), None)
 
 
-def refuse_odd(values: Sequence[object], what: str) -> None:
-    """Refuse a rank whose value is not rank 0's: ``what``  the two of them do then.
+def refuse_odd(values: Sequence[object], what: str, ranks: Sequence[int] = ()) -> None:
+    """Refuse a rank whose value is not the first one's: ``what``  the two of them do then.
 
+    ``ranks``  those that have the values, unless all do.
     Raises: ValueError.
     """
     odd = first_odd(values)
     if odd is not None:
-        raise ValueError(f"rank {odd} and rank 0 {what}")
+        one, other = (ranks[i] if ranks else i for i in (0, odd))
+        raise ValueError(f"rank {other} and rank {one} {what}")
 
 
 class _Calls:

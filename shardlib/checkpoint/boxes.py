@@ -76,6 +76,11 @@ class SavedPlace(NamedTuple):
         """Whether the tensor was saved as a plain tensor."""
         return self.mesh[:1] == ((_PROCESSES, len(self.ranks)),)
 
+    def among(self, ranks: Sequence[int]) -> "SavedPlace":
+        """Return the place of a plain tensor that only these processes hold; else itself."""
+        mesh = ((_PROCESSES, len(ranks)),)
+        return self._replace(mesh=mesh, ranks=tuple(ranks)) if self.plain else self
+
 
 def _run(start: int, stride: int, count: int, at: int = 0) -> Held:
     """Return one run, whose stride is 1 if it has one position; none without positions."""

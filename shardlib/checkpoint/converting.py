@@ -108,12 +108,12 @@ def to_hf(
         with group.phase("reading"):
             manifest = Manifest.of(stack.enter_context(_opened(path)))
             called = renamed(list(within := _within(manifest.places, subtree)), names)
-            tensors = []
+            tensors = {}
             for ours, theirs in called.items():
                 name = within[ours]
                 shape, dtype, *_ = manifest.places[name]
                 get = partial(_block, manifest.read, name, whole(shape), dtype)
-                tensors.append(WrittenPart.of_whole(theirs, shape, dtype, get))
+                tensors[ours] = WrittenPart.of_whole(theirs, shape, dtype, get)
 
         def configure(into: str) -> None:
             if config is not None:
@@ -257,5 +257,5 @@ def _write(job: SaveJob, content: Content, read: Read, world: int) -> None:
                 get = partial(_block, read, name, box, place.dtype)
                 files[rank].append(WrittenPart(name, box, place.shape, place.dtype, get))
     with job.leaving():
-        job.begin(content, {})
-    job.write(content, files)
+        job.begin(content.leaves, content.skeleton)
+    job.write(files)

@@ -253,9 +253,12 @@ def _descriptor(path: str, flags: int, folder: int | None = None) -> Iterator[in
 
 
 @contextlib.contextmanager
-def new_file(folder: int, name: str) -> Iterator[int]:
-    """Make a new file of a directory; flush it at the end of the ``with``, and close it."""
-    with _descriptor(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder) as fd:
+def new_file(folder: int, name: str, shared: bool = False) -> Iterator[int]:
+    """Make a new file of a directory; flush it at the end of the ``with``, and close it.
+
+    ``shared``  other processes write other parts of it, and the first makes it.
+    """
+    with _descriptor(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL * (not shared), folder) as fd:
         yield fd
         os.fsync(fd)
 

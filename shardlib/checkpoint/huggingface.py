@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -51,6 +51,7 @@ from shardlib.checkpoint.folder import (
     write_new,
 )
 from shardlib.checkpoint.reading import check, known_choices, storages
+from shardlib.checkpoint.stages import stage_of
 from shardlib.checkpoint.tree import Names as Renames
 from shardlib.checkpoint.tree import alone, boxes, renamed, renaming, sharded, some
 from shardlib.checkpoint.writing import SaveJob
@@ -653,7 +654,7 @@ def save_hf(
 ) -> None:
     """Write whole tensors in the form of ``from_pretrained``, split by size; every rank calls.
 
-    ``params``     name -> tensor, sharded or plain.
+    ``params``     name -> tensor, sharded or plain; each stage of a pipeline has its own.
     ``module``     a model of transformers, whose configuration is written too, with the dtype of
                    ``params``; or of peft: then only the adapter is written, with its configuration.
     ``names``      a parameter's name -> the name in the files.
@@ -675,11 +676,11 @@ def save_hf(
     mine = alone(list(tensors.values()))
     group = Group("save_hf", timeout, mine, "sl.save_hf(directory, params", _SAVE_FIXES)
 
-    def parts() -> list[WrittenPart]:
-        return [
-            WrittenPart.of_whole(n, tuple(x.shape), x.dtype, lambda x=x: _gathered(x))
-            for n, x in _called(tensors, module, names).items()
-        ]
+    def parts() -> dict[str, WrittenPart]:
+        return {
+            n: WrittenPart.of_whole(theirs, tuple(x.shape), x.dtype, lambda x=x: _gathered(x))
+            for n, (theirs, x) in _called(tensors, module, names).items()
+        }
 
     def configure(path: str) -> None:
         adapters = list(getattr(module, "peft_config", {}).values())
@@ -689,7 +690,8 @@ def save_hf(
                 config.save_pretrained(path)
 
     one = _ADAPTER if hasattr(module, "peft_config") else _ONE
-    write_hf(group, directory, parts, configure, one, max_bytes, overwrite)
+    stage = stage_of(tensors.values()) or []
+    write_hf(group, directory, parts, configure, one, max_bytes, overwrite, stage)
 
 
 _SAVE_FIXES = [
@@ -709,30 +711,23 @@ def _index_of(titles: Sequence[str], files: Sequence[Sequence[WrittenPart]]) -> 
 def write_hf(
     group: Group,
     directory: Directory,
-    parts: Callable[[], Sequence[WrittenPart]],
+    parts: Callable[[], Mapping[str, WrittenPart]],
     configure: Callable[[str], None],
     one: str,
     max_bytes: int,
     overwrite: bool,
+    stage: Sequence[int] = (),
 ) -> None:
     """Write a directory that appears complete or not at all.
 
-    ``parts``      lists its tensors.
+    ``parts``      gives its tensors, by their names here.
     ``configure``  writes the other files into it.
     ``one``        the file's name if there is only one.
+    ``stage``      the ranks of the stage of a pipeline that has these parts.
     Raises: CheckpointError, the same on every rank of the group.
     """
     job = SaveJob(group, os.fspath(directory), None, overwrite)
-
-    def begin(digests: list[str]) -> str:
-        refuse_odd(digests, "do not save the same tensors to one directory")
-        return job.make()
-
-    with group.phase("the tree", begin) as phase:
-        files = _split(parts(), max_bytes)
-        said = [(x.name, x.shape, str(x.dtype)) for held in files for x in held]
-        phase.value = hashlib.sha256(repr((job.target, said)).encode()).hexdigest()
-    job.name = phase.answer
+    files, here = _begun(job, parts, max_bytes, stage)
     stem = one.removesuffix(".safetensors")
     count = len(files)
     titles = [one]
@@ -744,13 +739,13 @@ def write_hf(
         return x.get()
 
     def put(work: Work) -> list[Any]:
-        tensors = map(gathered, itertools.chain.from_iterable(files))
+        tensors = map(gathered, itertools.chain.from_iterable(here))
         try:
-            for i, (title, held) in enumerate(zip(titles, files, strict=True)):
-                own = itertools.islice(tensors, len(held))
-                if i % group.world == group.rank:
-                    _write_whole(work.fd, title, held, own)
-                deque(own, maxlen=0)
+            for i, (title, held, own) in enumerate(zip(titles, files, here, strict=True)):
+                some = itertools.islice(tensors, len(own))
+                if group.rank == job.team[i % len(job.team)] and (own or not held):
+                    _write_whole(work.fd, title, held, own, some)
+                deque(some, maxlen=0)
         except (OSError, ValueError):
             # all ranks take part in each
             deque(tensors, maxlen=0)
@@ -772,17 +767,50 @@ def write_hf(
     job.finish(put, commit, together=True)
 
 
-def _called(tensors: Mapping[str, Tensor], module: object, names: Renames) -> dict[str, Tensor]:
-    """Return the tensors to write, under their names in the files."""
+Parts = list[list[WrittenPart]]
+"""The tensors of each file."""
+
+
+def _begun(
+    job: SaveJob,
+    parts: Callable[[], Mapping[str, WrittenPart]],
+    most: int,
+    stage: Sequence[int],
+) -> tuple[Parts, Parts]:
+    """Agree on the tensors of all stages; return those of each file, and those that are of here."""
+    ours: dict[str, WrittenPart] = {}
+    said, error = {}, None
+    try:
+        for name, x in parts().items():
+            ours[x.name], said[x.name] = x, [name, list(x.of), str(x.dtype)[6:]]
+        _split(list(ours.values()), most)
+    except Exception as e:
+        error = e
+    with job.leaving():
+        job.begin(said, error=error, stage=stage, everywhere=True)
+        ours = {n: x for n, x in ours.items() if job.writes(n)}
+        every = [
+            # without values where another stage writes it
+            ours.get(n) or WrittenPart.of_whole(n, tuple(shape), getattr(torch, dtype), Tensor)
+            for n, (_, shape, dtype) in job.leaves.items()
+        ]
+        files = _split(every, most)
+    return files, [[x for x in held if x.name in ours] for held in files]
+
+
+def _called(
+    tensors: Mapping[str, Tensor], module: object, names: Renames
+) -> dict[str, tuple[str, Tensor]]:
+    """Return the tensors to write, with their names in the files."""
     if hasattr(module, "peft_config"):
         adapter = re.compile(r"\.(lora_\w+|modules_to_save|ia3_\w+|vera_\w+)(\.|$)")
         tensors = {_forms(n)[1]: x for n, x in tensors.items() if adapter.search(n)}
     if isinstance(names, Mapping):
         names = {n: t for n, t in names.items() if n in tensors}
-    return {theirs: tensors[n] for n, theirs in renamed(list(tensors), names).items()}
+    return {n: (theirs, tensors[n]) for n, theirs in renamed(list(tensors), names).items()}
 
 
-def _split(tensors: Sequence[WrittenPart], most: int) -> list[list[WrittenPart]]:
+def _split(tensors: Sequence[WrittenPart], most: int) -> Parts:
     """Distribute tensors over files.
 
     Raises: ValueError for a tensor that a safetensors file cannot store.
@@ -802,19 +830,25 @@ def _split(tensors: Sequence[WrittenPart], most: int) -> list[list[WrittenPart]]
 
 
 def _write_whole(
-    folder: int, title: str, held: Sequence[WrittenPart], tensors: Iterable[Tensor]
+    folder: int,
+    title: str,
+    held: Sequence[WrittenPart],
+    own: Sequence[WrittenPart],
+    tensors: Iterator[Tensor],
 ) -> None:
-    """Write whole tensors into a file, each when it is gathered.
+    """Write a file's header and its ``own`` of its whole tensors, each when it is gathered.
 
     Raises: OSError, ValueError.
     """
     # sizes are known, so the header comes first
     table, _ = entries({x.name: x for x in held})
     header = framed(json.dumps({"__metadata__": {"format": "pt"}, **table}))
-    with new_file(folder, title) as fd:
-        at = write_all(fd, memoryview(header))
-        for x in tensors:
-            at = write_all(fd, memory(x.cpu().contiguous()), at)
+    with new_file(folder, title, shared=True) as fd:
+        write_all(fd, memoryview(header))
+        for part in own:
+            x = next(tensors)
+            at = len(header) + table[part.name]["data_offsets"][0]
+            write_all(fd, memory(x.cpu().contiguous()), at)
             # before the next is gathered
             del x
 

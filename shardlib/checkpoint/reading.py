@@ -1,5 +1,6 @@
 """Reading of checkpoints: each rank reads the tiles that it needs, for any mesh and layout."""
 
+import json
 import math
 import os
 import re
@@ -17,9 +18,10 @@ from shardlib.capacity import refuse_beyond
 from shardlib.checkpoint.agree import Group, refuse_odd
 from shardlib.checkpoint.boxes import SavedPlace
 from shardlib.checkpoint.files import Folder, code_of
-from shardlib.checkpoint.folder import MANIFEST, Directory, opened, steps_pattern
+from shardlib.checkpoint.folder import MANIFEST, Directory, opened, steps_pattern, world_size
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.pages import new
+from shardlib.checkpoint.stages import stage_of
 from shardlib.checkpoint.steps import newest
 from shardlib.checkpoint.tree import (
     Leaves,
@@ -65,7 +67,7 @@ def load(
     ``path``     written by ``save``, or a directory of steps: then the newest.
     ``like``     a tree whose leaves name the tensors to read and give their layouts; their values
                  are not used, so they may be on the meta device, but a number stands for a number.
-                 None: the tree as it was saved.
+                 None: the tree as it was saved.  Each stage of a pipeline asks for its own names.
     ``layouts``  without ``like``: one layout, or rules (pattern of the name, layout) of which the
                  first match counts; other tensors keep their saved layout.  ``mesh``  their mesh,
                  by default the one in scope; without a mesh, tensors are returned plain and whole.
@@ -96,25 +98,24 @@ def load(
         text = "like= says where each tensor goes; layouts= and mesh= do so where there is no like="
         fix = "sl.load(path, layouts='...')"
         raise BadArgument(text, op="load", fix=fix)
+    stage = None
     if like is None:
         here = scope().mesh if mesh is None else as_mesh(mesh)
         only, read = world_of(here) == 1, partial(_as_saved, layouts=layouts, mesh=here, pad=pad)
     else:
         wanted = Leaves.of(like, "load")
+        only = alone(wanted.leaves)
+        stage = None if only or world_size() == 1 else stage_of(wanted.leaves)
         how = {"names": names, "missing": missing, "extra": extra, "cast": cast}
-        only, read = alone(wanted.leaves), partial(_as_wanted, wanted=wanted, **how)
-
-    def alike(said: list[list[Any]]) -> None:
-        ids, asked = zip(*said, strict=True)
-        refuse_odd(ids, f"read different checkpoints at {path}")
-        refuse_odd(asked, f"read other tensors from {path}")
+        read = partial(_as_wanted, wanted=wanted, stage=stage, **how)
 
     given = {"path": path, "like": like, "layouts=layouts": layouts}
     call = f"sl.load({', '.join(n for n, x in given.items() if x is not None)}"
     group = Group("load", timeout, only, call, _fixes(path))
-    with group.phase("reading", alike) as phase:
+    with group.phase("reading", partial(_refuse_unlike, path)) as phase:
         found, readers, identity = _read(path, group, read)
-        phase.value = [identity, readers.digest]
+        first = not stage or group.rank == stage[0]
+        phase.value = [identity, readers.digests, readers.spare if first else None]
     # collectives come only after all have agreed that reading succeeded
     readers.spread()
     if like is None:
@@ -149,6 +150,23 @@ def _read(
             if identity == before:
                 raise
             before = identity
+
+
+def _refuse_unlike(path: str, said: list[list[Any]]) -> None:
+    """Refuse ranks that read other checkpoints or tensors, and tensors that no stage has.
+
+    ``said``  of each rank: the checkpoint's id, and ``digests`` and ``spare`` of its readers.
+    Raises: ValueError.
+    """
+    ids, digests, spare = zip(*said, strict=True)
+    refuse_odd(ids, f"read different checkpoints at {path}")
+    for key in {key: 0 for each in digests for key in each}:
+        ranks = [r for r in json.loads(key) if r < len(said)]
+        found = [digests[r].get(key) for r in ranks]
+        refuse_odd(found, f"read other tensors from {path}", ranks)
+    every = [set(names) for names in spare if names is not None]
+    if every and (of_no_stage := set.intersection(*every)):
+        raise ValueError(f"rank 0: {_differing([], sorted(of_no_stage))}")
 
 
 def known_choices(op: str, given: str, **words: tuple[str, str]) -> None:
@@ -230,11 +248,21 @@ class _Readers:
     def __init__(self) -> None:
         self.loads: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
         self.later: list[tuple[Tensor, Mesh, tuple[str, ...], int]] = []
-        self.digest = 0
+        # ranks of a mesh, as text -> digest of what all of them do alike
+        self.digests: dict[str, int] = {}
+        # the mesh whose ranks all read a plain tensor
+        self.mesh = scope().mesh
+        # names that the tree of a stage of a pipeline has no leaf for
+        self.spare: list[str] | None = None
+
+    def note(self, ranks: Sequence[int], what: object) -> None:
+        """Add to the digest of what these ranks do alike."""
+        key = json.dumps(ranks)
+        self.digests[key] = zlib.crc32(repr(what).encode(), self.digests.get(key, 0))
 
     def is_read_here(self, name: str, raw: Tensor, like: Tensor) -> bool:
         """Return whether this rank reads the block; if not, ``spread`` fills it."""
-        mesh = _mesh(like) or scope().mesh
+        mesh = _mesh(like) or self.mesh
         if mesh is None or not spans_processes(mesh) or mesh.coord is None:
             return True
         if _mesh(like) is None and (mesh.size != world_of(mesh) or raw.device != mesh.device):
@@ -248,7 +276,7 @@ class _Readers:
         root = loads.index(min(loads))
         loads[root] += raw.nbytes
         self.later.append((raw, mesh, free, root))
-        self.digest = zlib.crc32(repr((name, raw.nbytes, free, root)).encode(), self.digest)
+        self.note(mesh.ranks, (name, raw.nbytes, free, root))
         return rank_along(free, mesh.coord, mesh.axes) == root
 
     def spread(self) -> None:
@@ -275,13 +303,25 @@ def _read_like(
 
 
 def _as_wanted(
-    manifest: Manifest, readers: _Readers, wanted: Leaves, names: Names,
+    manifest: Manifest, readers: _Readers, wanted: Leaves, stage: list[int] | None, names: Names,
     missing: str, extra: str, cast: bool,
 ) -> object:  # fmt: skip
-    """Return the tree of ``like`` with the saved values."""
+    """Return the tree of ``like`` with the saved values.
+
+    ``stage``  of a pipeline: other ranks may have leaves for other names.  None: they have not.
+    """
+    if stage:
+        readers.mesh = None
+    if stage and isinstance(names, Mapping):
+        names = {n: names[n] for n in wanted.names if n in names}
     theirs = renamed(wanted.names, names)
     lacking = [n for n in wanted.names if theirs[n] not in manifest.names]
     spare = sorted(manifest.names - set(theirs.values()))
+    if stage is not None and extra == "error":
+        # another stage may have them: all ranks together find those that none has
+        readers.spare = spare
+        readers.note(stage, spare)
+        spare = [] if stage or not lacking else spare
     if (lacking and missing == "error") or (spare and extra == "error"):
         raise ValueError(_differing([theirs[n] for n in lacking], spare))
     out, tensors = list(wanted.leaves), {}

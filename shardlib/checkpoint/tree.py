@@ -226,10 +226,10 @@ class Content:
         """The places, as a manifest has them."""
         return {n: said_of(place) for n, place in self.places.items()}
 
-    @cached_property
-    def values(self) -> dict[str, Any]:
-        """The values, as a manifest has them."""
-        return {n: spoken(v) for n, v in self.plain.items()}
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """The places and the values, as a manifest has them."""
+        return {**self.tensors, **{n: spoken(v) for n, v in self.plain.items()}}
 
 
 def read_place(about: Any, files: int) -> SavedPlace:

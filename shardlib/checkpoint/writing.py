@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from shardlib.checkpoint.folder import (
     steps_pattern,
     write_manifest,
 )
+from shardlib.checkpoint.stages import groups_of, refuse_difference, stage_of, union
 from shardlib.checkpoint.steps import remove_old
 from shardlib.checkpoint.tree import Content, Leaves, alone, blocks, fingerprint, place_of
 from shardlib.errors import BadArgument, user_line
@@ -110,7 +111,8 @@ def save(
     """Write a pytree into a directory; every rank calls, and each writes only the blocks it owns.
 
     ``tree``       tensors, sharded or the same on every rank, numbers, text and None, in any nested
-                   containers.  Replicas are written once, in equal parts.
+                   containers.  Replicas are written once, in equal parts.  Each stage of a pipeline
+                   gives the tree of its own parameters, and the union of all is written.
     ``step``       write ``path/step_00000100``; ``keep``  only the newest N up to this one.
     ``overwrite``  replace an existing checkpoint.  A directory with other contents, a file, a mount
                    point and the working directory are refused; of a link, the target is replaced.
@@ -144,19 +146,20 @@ def save(
     except Exception as e:
         leaves, error = Leaves.of({}, "save"), e
     group = Group("save", timeout, alone(leaves.leaves), "sl.save(path, tree", _FIXES)
+    stage = stage_of(leaves.leaves) or []
     places = {n: place_of(x, group.world) for n, x in leaves.tensors.items()}
     content = Content(places, leaves.values, leaves.skeleton)
-    claims = _claims(group, leaves)
     job = SaveJob(group, target, step, overwrite)
     with job.leaving():
-        job.begin(content, claims, error)
-        files = _parts(group, leaves)
+        claims = partial(_claims, group, leaves, stage)
+        job.begin(content.leaves, leaves.skeleton, claims, error, stage)
+        files = _parts(job, leaves)
         if not wait:
             # the caller changes its tensors while the copy is written
             files = {rank: [_copied(p) for p in parts] for rank, parts in files.items()}
 
     def finish() -> None:
-        job.write(content, files)
+        job.write(files)
         if keep is not None and step is not None and group.rank == 0:
             remove_old(path, keep, step)
 
@@ -203,25 +206,80 @@ class SaveJob:
         self.step, self.overwrite = step, overwrite
         self.name: str = ""
         self.work: Work | None = None
+        self.team = list(range(group.world))
+        self.leaves: dict[str, Any] = {}
+        self.containers: Any = {}
+        self.copies: dict[str, int] = {}
 
-    def begin(self, content: Content, claims: Claims, error: Exception | None = None) -> None:
-        """Agree on one tree and path, and on the work directory that rank 0 makes."""
-        said: Claims = {"": [self.target, self.step, content.tensors | content.values], **claims}
+    def writes(self, name: str) -> bool:
+        """Return whether this rank's stage of a pipeline, and not an earlier one, writes a leaf."""
+        return self.copies.get(name, self.team[0]) == self.team[0]
+
+    def begin(
+        self,
+        leaves: dict[str, Any],
+        containers: Any = None,
+        claims: Callable[[Collection[str] | None], Claims] = lambda copies: {},
+        error: Exception | None = None,
+        stage: Sequence[int] = (),
+        everywhere: bool = False,
+    ) -> None:
+        """Agree on one tree and path, and on the work directory that rank 0 makes.
+
+        ``leaves``      name -> description, in the manifest's form as the ``containers`` are.
+        ``claims``      gives fingerprints of this rank's replicas, or of copies of other stages'.
+        ``stage``       the ranks of this rank's stage; the others of the pipeline have other trees.
+        ``everywhere``  each rank needs the leaves of all stages, and not only rank 0.
+        """
+        self.leaves, self.containers = leaves, containers or {}
+        said = [self.target, self.step, leaves, self.containers]
+        found = self._compared("the tree", {"": said[:3], **claims(None)}, error, stage)
+        if isinstance(found, list):
+            self.team = next(ranks for ranks in found if self.group.rank in ranks)
+
+            def join(every: list[Any]) -> Any:
+                trees = {tuple(ranks): every[ranks[0]] for ranks in found}
+                self.leaves, self.containers, copies = union(trees)
+                return (self.leaves if everywhere else None), copies
+
+            mine = said if self.group.rank == self.team[0] else None
+            whole, self.copies = self.group.agree("the stages", mine, decide=join)
+            self.leaves = whole or self.leaves
+            found = self._compared("the copies", claims(self.copies))
+        self.name = found
+
+    def _compared(
+        self,
+        phase: str,
+        said: Claims,
+        error: Exception | None = None,
+        stage: Sequence[int] = (),
+    ) -> Any:
+        """Agree that ranks with one key say the same under it, and under "" the ranks of a stage.
+
+        Return the name of the work directory that rank 0 makes then, or several stages' ranks.
+        """
         texts = {key: json.dumps(claim, sort_keys=True) for key, claim in said.items()}
         digests = {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
-        found: Any = self.group.agree(
-            "the tree", digests, error, lambda every: _unlike(every) or self.make()
-        )
-        if isinstance(found, list):
-            key, *pair = found
-            differ = _differ_in if key else _differ
+
+        def compare(every: list[Any]) -> Any:
+            stages, sums = zip(*every, strict=True)
+            groups = groups_of(stages)
+            if odd := _unlike(sums, groups):
+                return {"odd": odd}
+            return groups if len(groups) > 1 else self.make()
+
+        found: Any = self.group.agree(phase, [stage, digests], error, compare)
+        if isinstance(found, dict):
+            key, *pair = found["odd"]
+            differ = _differ_in if key else refuse_difference
 
             def decide(every: list[Any]) -> None:
                 differ(*(every[r] for r in pair), *pair)
 
             mine = said[key] if self.group.rank in pair else None
             self.group.agree("the difference", mine, decide=decide)
-        self.name = found
+        return found
 
     def make(self) -> str:
         """Make the work directory, on rank 0, and return its name."""
@@ -251,7 +309,7 @@ class SaveJob:
             said = f": {type(e).__name__}: {e}" if isinstance(e, Exception) else " was interrupted"
             self.group.give_up(f"rank {self.group.rank}{said}")
 
-    def write(self, content: Content, files: Mapping[int, list[WrittenPart]]) -> None:
+    def write(self, files: Mapping[int, list[WrittenPart]]) -> None:
         """Write these files, by rank; rank 0 then renames the directory to the target."""
         group = self.group
 
@@ -268,9 +326,9 @@ class SaveJob:
                 "format": FORMAT,
                 "id": work.id,
                 "step": self.step,
-                "tensors": content.tensors,
-                "values": content.values,
-                "tree": content.skeleton,
+                "tensors": {n: x for n, x in self.leaves.items() if isinstance(x, dict)},
+                "values": {n: x for n, x in self.leaves.items() if not isinstance(x, dict)},
+                "tree": self.containers,
                 "files": [file for files in said for file in files],
             }
             write_manifest(work.fd, manifest)
@@ -318,27 +376,14 @@ class SaveJob:
             raise group.error(unsure)
 
 
-def _differ(a: list[Any], b: list[Any], zero: int, rank: int) -> None:
-    """Raise an error with the first difference of rank 0's tree and another's."""
-    (path, step, said), (other, step_there, said_there) = a, b
-    if path != other:
-        raise ValueError(f"rank {rank} saves to {other}, rank 0 to {path}")
-    if step != step_there:
-        raise ValueError(f"rank {rank} saves step {step_there}, rank 0 step {step}")
-    name = next(
-        n for n in sorted({*said, *said_there}) if said.get(n, ...) != said_there.get(n, ...)
-    )
-    mine, theirs = (x.get(name, "nothing") for x in (said, said_there))
-    raise ValueError(f"{name!r} is {theirs} on rank {rank} and {mine} on rank 0")
-
-
-def _unlike(sums: list[dict[str, str]]) -> list[Any] | None:
+def _unlike(sums: Sequence[dict[str, str]], groups: Sequence[list[int]]) -> list[Any] | None:
     """Return (key, rank, rank) of two holders with different sums, or None; the call comes first."""
-    first: dict[str, tuple[int, str]] = {}
+    home = {rank: i for i, ranks in enumerate(groups) for rank in ranks}
+    first: dict[str | int, tuple[int, str]] = {}
     odd = []
     for rank, said in enumerate(sums):
         for key, value in said.items():
-            holder, theirs = first.setdefault(key, (rank, value))
+            holder, theirs = first.setdefault(key or home[rank], (rank, value))
             if value != theirs:
                 odd.append([key, holder, rank])
     return min(odd, key=lambda found: bool(found[0]), default=None)
@@ -353,30 +398,43 @@ def _differ_in(a: dict[str, int], b: dict[str, int], one: int, other: int) -> No
 # ---------------------------------------------------------------- the parts of a rank
 
 
-def _claims(group: Group, leaves: Leaves) -> Claims:
-    """Fingerprint this rank's replicas, which must be equal on every holder."""
+def _claims(
+    group: Group,
+    leaves: Leaves,
+    stage: Sequence[int] = (),
+    copies: Collection[str] | None = None,
+) -> Claims:
+    """Fingerprint this rank's replicas, which must be equal on every holder.
+
+    ``copies``  instead, the tensors that other stages of a pipeline have too.
+    """
     out: Claims = {}
     if group.world == 1:
         return out
-    for name, x in leaves.tensors.items():
+    for name in leaves.tensors if copies is None else leaves.tensors.keys() & copies:
+        x = leaves.tensors[name]
         place = place_of(x, group.world)
         for rank, block in blocks(x, group.rank):
             where = coordinate(rank, dict(place.mesh))
             free = [a for a, n in place.mesh if a not in place.layout.axes and n > 1]
-            if not free:
+            if not free and copies is None:
                 continue
             apart = {a: i for a, i in where.items() if a not in free}
-            key = json.dumps([place.mesh, place.ranks, apart])
+            holders = [place.mesh, place.ranks, *stage] if copies is None else [name]
+            key = json.dumps([*holders, apart])
             out.setdefault(key, {})[name] = fingerprint(_cut(block, held(place, rank)))
     return out
 
 
-def _parts(group: Group, leaves: Leaves) -> dict[int, list[WrittenPart]]:
+def _parts(job: SaveJob, leaves: Leaves) -> dict[int, list[WrittenPart]]:
     """List the parts to write for each rank in this process, also for one that writes none."""
+    group = job.group
     out: dict[int, list[WrittenPart]] = {group.rank: []}
     for name, x in leaves.tensors.items():
-        place = place_of(x, group.world)
-        for rank, block in blocks(x, group.rank):
+        if not job.writes(name):
+            continue
+        place = place_of(x, group.world).among(job.team)
+        for rank, block in blocks(x, job.team.index(group.rank)):
             file = out.setdefault(place.ranks[rank], [])
             box = chunk(name, place, rank)
             if box is not None:

@@ -34,7 +34,7 @@ WORLD, TIMEOUT = 4, 8.0
 
 class Case(NamedTuple):
     """``victims`` die before their ``nth`` operation; ``how``: a save in
-    place, without an exchange of names, of a step, or asynchronous.
+    place, without an exchange of names, of a step, asynchronous, or of two stages of a pipeline.
 
     ``point``  where rank 0 dies instead, from the begin of its commit on: "after rename 2".
     """
@@ -51,10 +51,16 @@ POINTS = {
     "step": "fsync 1, rename 1, fsync 2, set 1, rename 2, unlink 1, unlink 3, rmdir 1",
 }
 """Operations of a commit, by ``how``, and of what follows: the removal of the old one, a word."""
-POINTS["later"] = POINTS["place"]
+POINTS["later"] = POINTS["stages"] = POINTS["place"]
 
 
 def tree(k: int) -> dict[str, Any]:
+    mesh = sl.current_mesh()
+    if "pipe" in mesh:
+        assert mesh.coord is not None
+        stage, own = mesh.without("pipe"), "wr"[mesh.coord["pipe"]]
+        both = sl.shard(torch.full((30,), float(k)), "...", stage)
+        return {own: sl.shard(torch.full((96, 64), float(k)), "x .", stage), "t": both, "step": k}
     return {
         "w": sl.shard(torch.full((96, 64), float(k)), "x y"),
         "r": sl.shard(torch.full((300, 300), float(k)), "..."),
@@ -114,7 +120,8 @@ def rank_main(rank: int, place: str, case: Case) -> None:
         if since and f"{when} {name} {since.count(name)}" == case.point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with sl.make_mesh(x=2, y=2, device="cpu"):
+    axes = {"pipe": 2, "x": 2} if case.how == "stages" else {"x": 2, "y": 2}
+    with sl.make_mesh(device="cpu", **axes):
         save(f"{place}/c", 1, case.how)
         write = open
         counting(before, lambda name: named("after", name))
@@ -199,7 +206,7 @@ def drawn(count: int, seed: int = 0) -> list[Case]:
         victims = draw.choice(
             [(0,), (draw.randrange(1, WORLD),), (1, 2), (0, 3), tuple(range(WORLD))]
         )
-        how = draw.choice(["place", "place", "aside", "step", "later"])
+        how = draw.choice(["place", "place", "aside", "step", "later", "stages"])
         top = most if 0 in victims else most // 2
         cases.append(Case(victims, draw.randrange(1, top + 1), how))
     return cases

@@ -11,6 +11,8 @@ CASES = [
     Case((3,), 5),
     Case((0, 1, 2, 3), 7, "step"),
     Case((0,), 27, "later"),
+    Case((2,), 3, "stages"),
+    Case((), 0, "stages", "after exchange 1"),
     Case((), 0, "place", "after exchange 1"),
     Case((), 0, "aside", "after rename 1"),
     Case((), 0, "step", "after unlink 1"),

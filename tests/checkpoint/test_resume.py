@@ -21,18 +21,22 @@ def windows() -> list[dict[str, Any]]:
 
 def run(
     path: str, steps: int, *, recipe: str, stage: int = 1, resume: bool = False, wait: bool = True,
-    config: GPTConfig = CONFIG,
+    config: GPTConfig = CONFIG, microbatches: int | None = None,
 ) -> list[float]:  # fmt: skip
     """Losses of ``steps`` steps, from a checkpoint or from the start; a checkpoint at the end."""
     torch.manual_seed(0)
-    model = GPT(config)
-    rules = getattr(sl.recipes, recipe)(model)
-    apply, params = sl.parallelize(model, rules)
+    model, mesh = GPT(config), sl.current_mesh()
+    inner = mesh.without("pipe") if "pipe" in mesh else mesh
+    with inner:
+        rules = getattr(sl.recipes, recipe)(model)
+    stages = sl.Stages("pipe") if "pipe" in mesh else None
+    apply, params = sl.parallelize(model, rules, stages=stages)
     clipped = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(1e-2))
     tx = sl.optim.zero(clipped, axis="data", stage=stage)
     params = tx.shard(params)
     state, done = tx.init(params), 0
-    rows = sl.data(windows(), 8, {"idx": rules.tokens, "labels": rules.labels}, seed=1)
+    layouts = {"idx": rules.tokens, "labels": rules.labels}
+    rows = sl.data(windows(), 8, layouts, seed=1, mesh=inner)
     torch.manual_seed(5)
 
     def everything(done: int) -> dict[str, Any]:
@@ -43,9 +47,11 @@ def run(
         found = sl.load(path, everything(0))
         params, done = sl.optim.load_state_dict(params, found["params"]), found["step"]
         state = sl.optim.load_state_dict(state, found["state"])
-        rows = sl.data(windows(), 8, rows.layout, state=found["data"])
+        rows = sl.data(windows(), 8, rows.layout, state=found["data"], mesh=inner)
         sl.random.set_state(found["key"])
-    grads_of = sl.value_and_grad(lambda p, b: apply(p, b["idx"], targets=b["labels"]), into=tx)
+    grads_of = sl.value_and_grad(
+        lambda p, b: apply(p, b["idx"], targets=b["labels"]), into=tx, microbatches=microbatches
+    )
     losses: list[float] = []
     while len(losses) < steps:
         for batch in rows:
@@ -177,6 +183,28 @@ def test_processes_go_on_where_simulated_ranks_stopped_and_back(
 def _resumed(path: str, steps: int, stage: int) -> list[float]:
     recipe = "megatron1d" if "x" in sl.current_mesh().axes else "ddp"
     return run(path, steps, recipe=recipe, stage=stage, resume=True)
+
+
+TALL = GPTConfig(ctx=8, layers=4, heads=4, embed=16, dropout=0.0, vocab=32)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_pipeline_goes_on_with_other_stages_or_none(
+    pool: Any, stage: int, tmp_path: Path
+) -> None:
+    """Its first and last stage have one parameter, which is tied."""
+    losses = pool.run(_piped, str(tmp_path / "whole"), 5, stage, False, pipe=2, data=2)[0]
+    found, path = [], str(tmp_path / "parts")
+    for steps, axes in ((2, {"pipe": 2, "data": 2}), (2, {"data": 4}), (1, {"data": 2, "pipe": 2})):
+        said = pool.run(_piped, path, steps, stage, bool(found), **axes)
+        assert said == [said[0]] * 4
+        found += said[0]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=2e-6, atol=1e-6)
+
+
+def _piped(path: str, steps: int, stage: int, resume: bool) -> list[float]:
+    how: Any = {"config": TALL, "microbatches": 2, "stage": stage, "resume": resume}
+    return run(path, steps, recipe="ddp", **how)
 
 
 def test_a_state_in_buckets_is_refused_with_the_way_to_save_it(tmp_path: Path) -> None:

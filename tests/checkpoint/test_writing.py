@@ -250,8 +250,8 @@ def test_savers_at_one_path_leave_one_of_theirs(
             content = Content(places, tree.values, tree.skeleton)
             job = writing.SaveJob(group, str(tmp_path / "c"), None, True)
             try:
-                job.begin(content, {})
-                job.write(content, writing._parts(group, tree))
+                job.begin(content.leaves, tree.skeleton)
+                job.write(writing._parts(job, tree))
                 found = sl.load(tmp_path / "c")
             except CheckpointError as e:
                 wrong.append(e.message)
