@@ -226,24 +226,23 @@ class _SplitProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        x, w, bias = (*args, None, None, None)[:3]
-        given = {k: v for k, v in (kwargs or {}).items() if v is not None}
-        name = getattr(func, "__name__", "")
-        if name == "linear":
-            bias = given.pop("bias", bias)
-        taken = name in _PRODUCTS and len(args) <= 3 and given.keys() <= {"offs"}
-        if not taken or not (_has_gradient(x) and _has_gradient(w)) or x.ndim != 2:
+        name, given = getattr(func, "__name__", ""), dict(kwargs or {})
+        x, w, *more = (*args, None, None)[: max(len(args), 2)]
+        bias = more.pop() if name == "linear" and more else given.pop("bias", None)
+        more += [k for k, v in given.items() if v is not None and k != "offs"]
+        if more or not (_is_factor(x, 2) and _is_factor(w, _PRODUCTS.get(name, -1))):
             return func(*args, **(kwargs or {}))
         if name == "_grouped_mm":
             return _Product.apply(partial(func, **given), x, w)
         return _Product.apply(torch.mm, x, w.mT if name == "linear" else w, bias)
 
 
-_PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "_grouped_mm"}
+# the dimensions of their second factors
+_PRODUCTS = {"linear": 2, "matmul": 2, "__matmul__": 2, "mm": 2, "_grouped_mm": 3}
 
 
-def _has_gradient(x: object) -> bool:
-    return type(x) is Tensor and x.requires_grad
+def _is_factor(x: Any, dims: int) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and x.ndim == dims
 
 
 class _Product(Local):
@@ -261,6 +260,6 @@ class _Product(Local):
     def backward(ctx: Ctx, *grads: Tensor) -> Grads:
         multiply, (x, w), dy = ctx.multiply, ctx.saved_tensors, grads[0]
         of_w = partial(multiply, x.mT.detach(), dy)
-        dw = None if queued(ctx, 1, of_w, w) else multiply(x.mT, dy)
+        dw = None if queued(ctx.next_functions[1], of_w, w) else multiply(x.mT, dy)
         dbias = dy.sum(0) if ctx.needs_input_grad[3:] == (True,) else None
         return None, multiply(dy, w.mT), dw, dbias

@@ -221,7 +221,7 @@ class _LinearLoss(Local):
             if grad is not None:
                 scaled = partial(_scaled, grad, g[0], dtype)
                 # rows, labels and scale are tensors before the weight
-                out[i] = None if i and queued(ctx, i + 2, scaled) else scaled()
+                out[i] = None if i and queued(ctx.next_functions[i + 2], scaled) else scaled()
         return out[0], None, None, None, None, *out[1:]
 
 

@@ -1,112 +1,83 @@
 """Queue of weight gradients: backward in two passes, for zero bubble schedules of pipelines.
 
-The first pass, I, computes the gradients of inputs, which the stage before waits for; the second,
-W, those of weights, at any later time.  Where forward runs ``within(split_backward=True)`` and I
-``within(later=queue)``, the backward of a product Y = X W computes dX and queues dW.
+The first pass, I, computes gradients of inputs, for which the stage before waits; the second, W,
+those of weights, at any later time.  Where forward runs ``within(split_backward=True)`` and I
+``within(later=queue)``, the backward of a product Y = X W computes dX alone and queues dW.
 
-Source: Qi et al., arXiv 2401.10241, section 2.
+Source: Qi et al., arXiv 2401.10241.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardlib._compat import Ctx, Grads, Local
 from shardlib.mesh import scope
+from shardlib.tensor.gradients import mapped
 
-OfW = Callable[[], Tensor | None]
-
-OPERATIONS = 12
-"""Most nodes between a product and the leaves of its weight; what has more is an activation."""
+# nodes of a weight's graph, down to its leaves; an operand with more is an activation
+MOST = 12
 
 
 class WeightGradients:
-    """Gradients of weights that one backward leaves for later; ``leaves``: the weights' storages.
+    """Gradients of ``leaves`` that one backward leaves for later; they are storages of weights.
 
-    >>> import shardlib as sl
-    >>> from shardlib.mesh import within
-    >>> with sl.simulate(x=2):
-    ...     x, w = (sl.shard(torch.ones(2, 2), "x .").requires_grad_() for _ in range(2))
-    ...     queue, leaves = WeightGradients([w.raw]), [x.raw, w.raw]
-    ...     with within(split_backward=True):
-    ...         loss = sl.unshard((x @ w).sum())
-    ...     with within(later=queue):
-    ...         found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
-    ...     (of_w,) = queue.run()
-    >>> found[1] is None, of_w.tolist()  # each rank's block
-    (True, [[[2.0, 2.0]], [[2.0, 2.0]]])
+    >>> w, x = (torch.ones(2).requires_grad_() for _ in range(2))
+    >>> queue, y = WeightGradients([w]), 2 * w + x
+    >>> (of_w, of_x), later = (f for f, _ in y.grad_fn.next_functions), lambda: torch.ones(2)
+    >>> queue.put((of_w, 0), later), queue.put((of_x, 0), later), queue.run()
+    (True, False, [tensor([2., 2.])])
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self.leaves = list(leaves)
-        self.ids = {id(x) for x in leaves}
-        self.queued: deque[tuple[GradientEdge, OfW]] = deque()
+        self.leaves, self.ids = list(leaves), {id(x) for x in leaves}
+        self.queued: list[tuple[GradientEdge, Callable[[], Tensor | None]]] = []
 
-    def put(self, edge: tuple[Node | None, int], of_w: OfW, w: Tensor | None = None) -> bool:
+    def put(self, edge: Any, of_w: Callable[[], Tensor | None], w: Tensor | None = None) -> bool:
         """Queue ``of_w()``, the gradient of an operand; False if that is no weight of the leaves.
 
-        ``edge``  the operand's, of ``ctx.next_functions``.
-        ``w``     the operand as it was saved: a Function's node is alive as long as its output,
-                  not as long as its Python object.
+        ``edge``  the operand's, of ``ctx.next_functions``; ``w``  the operand, as it was saved.
         """
-        node, number = edge
-        lives = not isinstance(node, BackwardCFunction) or (w is not None and w.grad_fn is node)
-        if node is None or not lives or not self._is_weight(node):
-            return False
-        self.queued.append((GradientEdge(node, number, cast(Any, w)), of_w))
-        return True
-
-    def _is_weight(self, node: Node) -> bool:
-        """Check whether a value is computed from the leaves alone, by few operations."""
-        nodes = [node]
-        for at in nodes:
-            leaf = getattr(at, "variable", None)
-            if len(nodes) > OPERATIONS or not (leaf is None or id(leaf) in self.ids):
+        edge = GradientEdge(*edge)
+        if isinstance(edge.node, BackwardCFunction):
+            # before torch 2.13 a Function's node lives as long as its output only
+            if w is None or w.grad_fn is not edge.node:
                 return False
-            nodes += [n for n, _ in at.next_functions if n is not None and n not in nodes]
+            edge = get_gradient_edge(w)
+        nodes = [edge.node]
+        for node in nodes:
+            leaf = getattr(node, "variable", None)
+            if len(nodes) > MOST or (leaf is not None and id(leaf) not in self.ids):
+                return False
+            nodes += [n for n, _ in node.next_functions if n is not None and n not in nodes]
+        self.queued.append((edge, of_w))
         return True
 
     def run(self) -> list[Tensor | None]:
         """Compute the queued gradients; return the sum for each leaf, or None."""
-        edges: dict[tuple[Node, int], GradientEdge] = {}
-        sums: dict[tuple[Node, int], Tensor] = {}
+        sums: dict[Any, tuple[GradientEdge, Tensor]] = {}
 
-        def compute() -> None:
+        def compute(start: Tensor) -> Tensor:
             while self.queued:
-                edge, of_w = self.queued.popleft()
-                if (g := of_w()) is not None:
-                    at = edge.node, edge.output_nr
-                    edges[at], sums[at] = edge, sums[at] + g if at in sums else g
+                edge, of_w = self.queued.pop(0)
+                at, g = edge[:2], of_w()
+                if g is not None:
+                    sums[at] = edge, sums[at][1] + g if at in sums else g
+            return start
 
         start = torch.zeros((), device="cpu", requires_grad=True)
-        torch.autograd.backward(_InBackward.apply(start, compute))
+        # within a backward, in which schedules may queue callbacks
+        mapped(start, compute).backward()
         if not sums:
             return [None] * len(self.leaves)
-        given = list(edges.values()), self.leaves, list(sums.values())
-        return list(torch.autograd.grad(*given, allow_unused=True))
+        edges, grads = zip(*sums.values(), strict=True)
+        return list(torch.autograd.grad(edges, self.leaves, grads, allow_unused=True))
 
 
-class _InBackward(Local):
-    """apply(start, compute): call ``compute`` in backward, where a schedule may queue callbacks."""
-
-    @staticmethod
-    def forward(ctx: Ctx, start: Tensor, compute: Callable[[], None]) -> Tensor:
-        ctx.compute = compute
-        return start.clone()
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
-        ctx.compute()
-        return None, None
-
-
-def queued(ctx: Any, at: int, of_w: OfW, w: Tensor | None = None) -> bool:
-    """Queue the gradient of a Function's tensor number ``at``, where backward leaves it for later."""
+def queued(edge: Any, of_w: Any, w: Tensor | None = None) -> bool:
+    """Queue a gradient, as ``put`` does, where the backward that runs leaves some for later."""
     later = scope().call.later
-    allowed = later is not None and not torch.is_grad_enabled()
-    return allowed and later.put(ctx.next_functions[at], of_w, w)
+    return later is not None and not torch.is_grad_enabled() and later.put(edge, of_w, w)
