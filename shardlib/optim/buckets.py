@@ -448,7 +448,7 @@ def parts(bucket: Bucket, rank: int, ways: int) -> tuple[SlotPart, ...]:
 
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
-"""What a dict is made of."""
+"""Items of a dict: a mapping, or pairs."""
 
 Node = TypeVar("Node", bound=type[Any])
 

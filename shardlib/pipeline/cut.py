@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlib._compat import tree_flatten
 from shardlib.errors import ShardError
-from shardlib.mesh import Mesh
+from shardlib.mesh import Mesh, within
 from shardlib.pipeline.flow import Dependences
 from shardlib.pipeline.forward import (
     AllSent,
@@ -26,7 +26,6 @@ from shardlib.pipeline.forward import (
     UnitCall,
     WholeForward,
     block_of_output,
-    running,
 )
 from shardlib.pipeline.units import dealt
 from shardlib.tensor import ShardedTensor
@@ -156,7 +155,7 @@ class Cutting:
     def _whole(self, whole: WholeForward) -> tuple[frozenset[Any], Any, int]:
         """Run all units; return what the result depends on, the result, and the draws."""
         out: list[Any] = []
-        with running(whole):
+        with within(stage=whole):
             ends = self._run(whole.flow, lambda found: out.append(found) or found)
             # dependences are found by a backward, in which regions of remat draw again
             draws = whole.drawn
@@ -165,7 +164,7 @@ class Cutting:
     def _stage(self, stage: StageForward, last: bool) -> frozenset[Any]:
         """Run the units of one stage; return what its results depend on."""
         assert stage.flow is not None
-        with running(stage):
+        with within(stage=stage):
             ends = self._run(stage.flow, lambda out: out if last else list(stage.found.values()))
             missing = sorted(stage.wanted - set(stage.found), key=stage.calls.rank)
             if missing:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from shardlib._compat import tree_flatten, tree_unflatten
 from shardlib.collectives import storage_shape
 from shardlib.errors import ShardError, Unsupported
-from shardlib.mesh import Mesh, within
+from shardlib.mesh import Mesh
 from shardlib.pipeline.flow import Dependences
 from shardlib.random import Draws
 from shardlib.tensor import Place, ShardedTensor, settle
+from shardlib.tensor.gradients import mapped
 
 
 class UnitCall(NamedTuple):
@@ -78,20 +79,9 @@ def nan(dtype: torch.dtype, mesh: Mesh) -> Tensor:
     return torch.full((), value, dtype=dtype, device=mesh.device)
 
 
-class _Unlocked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
-
-
 def unlocked(leaf: Tensor) -> Tensor:
     """Return a leaf of autograd as a tensor in the same memory that may be written in place."""
-    found: Tensor = _Unlocked.apply(leaf) if leaf.requires_grad else leaf
-    return found
+    return mapped(leaf, lambda g: g, Tensor.detach) if leaf.requires_grad else leaf
 
 
 def block_of_output(x: Tensor) -> Tensor:
@@ -349,10 +339,3 @@ class _Unsent(tuple[Any, ...]):
         raise ShardError(why, op="apply", fix=fix)
 
     __getitem__ = __iter__ = __len__ = _refuse  # type: ignore[assignment]
-
-
-@contextmanager
-def running(stage: WholeForward | StageForward) -> Iterator[None]:
-    """Have the units inside the ``with`` ask this run whether they are called."""
-    with within(stage=stage):
-        yield

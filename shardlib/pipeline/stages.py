@@ -27,7 +27,7 @@ from shardlib.modules.dim_trace import called_with, example_inputs
 from shardlib.modules.parallelize import placed
 from shardlib.opspec import Args, Kwargs
 from shardlib.pipeline.cut import Cut, Cutting, Function, Params
-from shardlib.pipeline.forward import UnitCall, nan
+from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.schedules import placing, schedule
 from shardlib.pipeline.step import PipelineStep, forward_only
 from shardlib.pipeline.units import blocks_of, units_of, weights
@@ -38,7 +38,7 @@ from shardlib.tensor import ShardedTensor
 
 @dataclass(frozen=True)
 class Stages:
-    """How a module is cut into stages along a mesh axis, and in which order micro-batches run.
+    """Cut of a module into stages along a mesh axis, and the order in which micro-batches run.
 
     ``axis``      the mesh axis; layouts use the others.
     ``cut``       "auto": as many stages as the schedule places on the axis, with blocks dealt by
@@ -192,9 +192,7 @@ class Pipeline:
                 layouts = map(apply.inputs.get, apply.named(len(args)))
                 args = tuple(map(_of_its_rank, args, layouts))
             try:
-                cut = self._cut(
-                    lambda p, *a, **k: apply(p, *a, **k), alone, params, stages, args, kwargs
-                )
+                cut = self._cut(apply, alone, params, stages, args, kwargs)
             except Exception as e:
                 # the module's own code may raise anything, and guessed inputs may not fit
                 failed = failed or e
@@ -257,10 +255,9 @@ class Pipeline:
         like = next(iter(params.values()))
         for name, x in self.whole.items():
             if name not in found:
-                place = x.place._replace(mesh=like.mesh)
-                ghost = nan(x.dtype, like.mesh)
-                block = place.layout.local_shape(tuple(place.tiled), like.mesh)
-                found[name] = ShardedTensor(ghost.expand(block), place)
+                spec = spec_of(x)
+                ghost = nan(spec.dtype, like.mesh).expand(spec.block(like.mesh))
+                found[name] = spec.value(ghost, like.mesh)
         return found
 
     def step(

@@ -26,7 +26,6 @@ from shardlib.pipeline.forward import (
     Output,
     StageForward,
     block_of_output,
-    running,
     spec_of,
     unlocked,
 )
@@ -80,7 +79,7 @@ class PipelineStep:
         self.kept: dict[tuple[int, int], Forwarded] = {}
         self.loss: Tensor | None = None
         self.result: Any = None
-        self.train = table.name != "forward"
+        self.train = any(a.kind != "F" for row in table.tables for a in row)
         self.split = any(a.kind == "I" for row in table.tables for a in row)
         self.held = [0] * table.stages
         self.ghosts: dict[Any, Tensor] = {}
@@ -236,8 +235,8 @@ class PipelineStep:
         leaves = self.sums.leaves()
         kept = Forwarded(received, {}, leaves.wanted)
         args, kwargs = self.batch[a.micro]
-        train = within(differentiated=self.train, split_backward=self.split)
-        with running(stage), train, draws.used(), torch.set_grad_enabled(self.train):
+        here = within(stage=stage, differentiated=self.train, split_backward=self.split)
+        with here, draws.used(), torch.set_grad_enabled(self.train):
             try:
                 out = self.f(leaves.arguments[0], *args, **kwargs)
                 if a.stage == self.table.stages - 1 and self.train:

@@ -345,15 +345,21 @@ def _planned(
     over = (real_axes(mesh, over_x), real_axes(mesh, over_w))
     place = Place(match.out, torch.Size(case.y_shape), mesh, deferred=deferred)
     adds = None if bias is None else _adds(bias, place, match, dtype)
-    if match.local and match.adds and match.call and scope().policy.split_backward:
-        # torch's own product computes both gradients at once
-        match = replace(match, call=partial(match.call, torchs=False), local=False)
-        adds = None if adds is None else adds._replace(torchs=False)
+    if scope().policy.split_backward:
+        match, adds = _in_two_passes(match, adds)
     own = match.local and not (over[0] or over[1])
     if bias is not None:
         own = own and adds is not None and adds.torchs and not adds.met
     fixed = match.call is None and not (over[1] and match.adds)
     return _ProductPlan(match, over, place, adds, own, fixed)
+
+
+def _in_two_passes(match: Match, adds: _Adds | None) -> tuple[Match, _Adds | None]:
+    """Return the product with a backward of ours: torch's own computes both gradients at once."""
+    if not (match.local and match.adds and match.call):
+        return match, adds
+    call = partial(match.call, torchs=False)
+    return replace(match, call=call, local=False), adds and adds._replace(torchs=False)
 
 
 def _may_move(x: Place, w: Place, out: Layout | str | None) -> bool:
