@@ -84,7 +84,7 @@ def inward(x: Any, stage: Mesh) -> Any:
         raise ShardError(why, op="value_and_grad", operands=given, mesh=outer.mesh, fix=fix)
     raw = x.raw
     if lead(outer.mesh):
-        ranks = raw.unflatten(0, outer.mesh.sizes).select(outer.mesh.names.index(outer.axis), 0)
+        ranks = raw.unflatten(0, outer.mesh.sizes).unbind(outer.mesh.names.index(outer.axis))[0]
         raw = ranks.reshape(stage.size, *raw.shape[1:])
     return ShardedTensor(raw, x.place._replace(mesh=stage))
 

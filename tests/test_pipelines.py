@@ -57,7 +57,7 @@ IDS = torch.arange(48).reshape(8, 6)
 
 def step(model: nn.Module, pipe: int, m: int = 4, **stages: Any) -> tuple[Any, Any]:
     with sl.simulate(pipe=pipe):
-        sl.random.seed(0)
+        torch.manual_seed(0)
         cut = sl.Stages("pipe", **stages)
         apply, params = sl.parallelize(model, RULES, stages=cut)
         run = sl.value_and_grad(lambda p, x, y: loss_of(apply(p, x), y), microbatches=m)

@@ -15,6 +15,7 @@ SHORT = "it is held for some lines that wait for nothing"
 
 OTHER_CLOCKS = [
     ("collectives/posted.py", "self.wait()", TRANSFER),
+    ("collectives/point_to_point.py", "work.wait()", TRANSFER),
     ("collectives/ring.py", "c.wait()", TRANSFER),
     ("collectives/backends/dist.py", "*coming*.wait()", TRANSFER),
     ("collectives/backends/dist.py", "sent.popleft().wait()", TRANSFER),
