@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from shardlib._compat import tree_flatten
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, within
-from shardlib.pipeline.flow import Dependences
+from shardlib.pipeline.flow import INPUT, Dependences
 from shardlib.pipeline.forward import (
     AllSent,
     CallRecord,
@@ -31,7 +32,7 @@ from shardlib.pipeline.units import dealt
 from shardlib.tensor import ShardedTensor
 
 Params = Mapping[str, ShardedTensor]
-Function = Callable[[Params], Any]
+Function = Callable[[Params, Any], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +95,14 @@ class Cut:
 class Cutting:
     """A function that is cut: on a mesh of shapes, with its blocks and where each stage begins.
 
+    ``inputs``  the function's second argument, a tree.
     ``stages``  how many, dealt by the ``price`` of the units; or the first block of each, by name
                 or as the call with which it begins.
     """
 
     f: Function
     params: Params
+    inputs: Any
     mesh: Mesh
     blocks: Sequence[str]
     stages: int | Sequence[str | UnitCall]
@@ -110,6 +113,7 @@ class Cutting:
         whole = WholeForward(CallRecord())
         reads, loss, draws = self._whole(whole)
         owner = self._owners(whole.calls)
+        _refuse_strays(whole.flow, owner)
         count = self.stages if isinstance(self.stages, int) else len(self.stages)
         needs: list[list[Output]] = [[] for _ in range(count)]
         read: list[list[str]] = [[] for _ in range(count)]
@@ -121,13 +125,14 @@ class Cutting:
                 owner=owner,
                 number=s,
                 wanted=wanted,
-                flow=Dependences(),
+                flow=Dependences(whole.flow),
             )
             found = self._stage(stage, last=s == count - 1)
             outputs = [k for k in found if isinstance(k, Output)]
             needs[s] = sorted(outputs, key=whole.calls.rank)
             read[s] = [n for n in self.params if n in found]
             _refuse_later(s, needs[s], owner)
+            _refuse_strays(stage.flow, owner)
         _refuse_unread(reads, read)
         makes = [
             sorted({k for row in needs for k in row if owner[k.call] == s}, key=whole.calls.rank)
@@ -140,13 +145,17 @@ class Cutting:
 
         ``ends``  is given None where the run was broken off.
         """
-        # values derived from a parameter are kept with it: each run has parameters of its own
+        # values derived from a tensor are kept with it: each run has tensors of its own
         own = {n: p.becomes(p.raw.detach().requires_grad_()) for n, p in self.params.items()}
         for name, p in own.items():
             flow.mark(p.raw, name)
+        inputs = optree.tree_map(_again, self.inputs, none_is_leaf=True)
+        for x in optree.tree_leaves(inputs):
+            if isinstance(x, Tensor):
+                flow.mark_input(x.raw if isinstance(x, ShardedTensor) else x)
         with flow, torch.enable_grad():
             try:
-                out = self.f(own)
+                out = self.f(own, inputs)
             except AllSent:
                 out = None
             # a sum that is left open is made here, where its operands are known
@@ -159,6 +168,8 @@ class Cutting:
             ends = self._run(whole.flow, lambda found: out.append(found) or found)
             # dependences are found by a backward, in which regions of remat draw again
             draws = whole.drawn
+            for x in ends:
+                whole.flow.read(x, None)
             return whole.flow.of(ends), out[0], draws
 
     def _stage(self, stage: StageForward, last: bool) -> frozenset[Any]:
@@ -220,11 +231,26 @@ def _refuse_later(stage: int, needs: Sequence[Output], owner: Mapping[UnitCall, 
             )
 
 
+def _refuse_strays(flow: Dependences, owner: Mapping[UnitCall, int]) -> None:
+    """Refuse tensors that pass from one stage to another otherwise than as outputs."""
+    one = len(set(owner.values())) == 1
+    for maker, reader in () if one else flow.strays:
+        there = None if maker is INPUT else owner.get(maker)
+        if maker is INPUT or (there is not None and there != owner.get(reader)):
+            made = "a block of another stage" if maker is INPUT else maker
+            read = f"{reader} reads" if reader else "what runs between the blocks reads"
+            raise _error(f"{read} a tensor that {made} made or wrote to, and did not return")
+
+
 def _refuse_unread(whole: frozenset[Any], read: Sequence[Sequence[str]]) -> None:
     """Refuse a cut in which no stage reads a parameter that the whole function reads."""
     for name in sorted(n for n in whole if isinstance(n, str)):
         if not any(name in row for row in read):
             raise _error(f"parameter {name!r} is read by the whole and by no stage")
+
+
+def _again(x: Any) -> Any:
+    return x.becomes(x.raw) if isinstance(x, ShardedTensor) else x
 
 
 def _error(why: str) -> ShardError:

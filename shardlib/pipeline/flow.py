@@ -5,7 +5,8 @@ knows tensors that need no gradient (an encoder's mask, a position bias of zeros
 operators that compute only shapes where there are no values (rings of attention).
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from shardlib._compat import DispatchMode, tree_flatten
 from shardlib.opspec import Args, Func, Kwargs
 
 Names = frozenset[Hashable]
+
+INPUT = object()
+"""Name of every tensor among the inputs: all stages have them."""
 
 # their results have the sizes of an operand, and none of its values; not empty_like and new_empty,
 # with which transfers make their results on shapes
@@ -33,12 +37,20 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
     ...     c = a * 2 + torch.zeros_like(b)
     >>> sorted(flow.of([c]))
     ['a']
+
+    A tensor made of inputs within ``call(name)`` reaches other calls as its result alone.  ``strays``
+    lists reads of any other: the call in which the tensor was made, and the one that reads it, None
+    where none is open.  ``whole``: a run of all calls before this one, whose tensors are strays here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whole: "Dependences | None" = None) -> None:
         super().__init__()
         self.names: dict[int, Names] = {}
         self.marked: dict[Hashable, Tensor] = {}
+        self.before: dict[int, Names] = {} if whole is None else whole.names
+        self.open: list[Hashable] = []
+        self.makers: dict[int, Hashable] = {}
+        self.strays: dict[tuple[Hashable, Hashable], None] = {}
         # an address is used again once its tensor is gone
         self.alive: list[Tensor] = []
 
@@ -47,13 +59,46 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         self.marked[name] = x
         self._add(x, frozenset([name]))
 
+    def mark_input(self, x: Tensor) -> None:
+        """Mark a tensor that every call may read."""
+        self._add(x, frozenset([INPUT]))
+
+    @contextmanager
+    def call(self, name: Hashable) -> Iterator[None]:
+        """Name the call that makes tensors in this context."""
+        self.open.append(name)
+        try:
+            yield
+        finally:
+            self.open.pop()
+
+    def hand_over(self, results: Iterable[Tensor], call: Hashable) -> None:
+        """Let all calls read the results of a call, once checked that it made them."""
+        for x in results:
+            if self.makers.get(x._cdata, call) != call:
+                self.read(x, call)
+            self.makers.pop(x._cdata, None)
+
+    def belongs(self, x: Tensor, call: Hashable) -> None:
+        """Record that a call wrote to a tensor."""
+        if INPUT in self.names.get(x._cdata, ()):
+            self.makers[x._cdata] = call
+
+    def read(self, x: Tensor, call: Hashable) -> None:
+        """Record that a call reads a tensor, if it is a stray."""
+        maker = self.makers.get(x._cdata)
+        if x._cdata not in self.names and INPUT in self.before.get(x._cdata, ()):
+            maker = INPUT
+        if maker is not None and maker not in self.open:
+            self.strays[maker, call] = None
+
     def reaches(self, x: Tensor) -> bool:
-        """Check whether a tensor was computed from a marked one."""
-        return bool(self.names.get(x._cdata))
+        """Check whether a tensor was computed from a marked one, other than inputs."""
+        return bool(self.names.get(x._cdata, frozenset()) - {INPUT})
 
     def of(self, results: Sequence[Tensor]) -> Names:
         """Return the names of the marked tensors that any of these results depends on."""
-        found = _joined(self.names.get(x._cdata, frozenset()) for x in results)
+        found = _joined(self.names.get(x._cdata, frozenset()) for x in results) - {INPUT}
         ends = [x for x in results if x.requires_grad]
         leaves = {n: x for n, x in self.marked.items() if x.requires_grad}
         if not ends or not leaves:
@@ -67,6 +112,8 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         if x._cdata not in self.names:
             self.alive.append(x)
         self.names[x._cdata] = self.names.get(x._cdata, frozenset()) | names
+        if self.open and INPUT in names:
+            self.makers[x._cdata] = self.open[-1]
 
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -77,6 +124,8 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
             return out
         operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         names = _joined(self.names.get(x._cdata, frozenset()) for x in operands)
+        for x in operands:
+            self.read(x, self.open[-1] if self.open else None)
         if names:
             written = [
                 x

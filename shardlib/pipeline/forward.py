@@ -19,6 +19,7 @@ from shardlib._compat import tree_flatten, tree_unflatten
 from shardlib.collectives import storage_shape
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Mesh
+from shardlib.opspec import Args, Kwargs
 from shardlib.pipeline.flow import Dependences
 from shardlib.random import Draws
 from shardlib.tensor import Place, ShardedTensor, settle
@@ -184,6 +185,34 @@ class UnitForward:
         raise NotImplementedError
 
 
+class Given:
+    """Arguments of a call, whose tensors are views: the call's own, in the caller's memory."""
+
+    def __init__(self, args: Args, kwargs: Kwargs) -> None:
+        given = [x for x in [*args, *kwargs.values()] if isinstance(x, Tensor)]
+        self.raws = {id(x): _raw(x) for x in given}
+        self.versions = {i: raw._version for i, raw in self.raws.items()}
+        self.views = {i: raw.view_as(raw) for i, raw in self.raws.items()}
+        self.own: dict[int, Tensor] = dict(self.views)
+        for x in given:
+            if isinstance(x, ShardedTensor):
+                self.own[id(x)] = x.becomes(self.views[id(x)])
+        self.args = tuple(self.own.get(id(x), x) for x in args)
+        self.kwargs = {k: self.own.get(id(x), x) for k, x in kwargs.items()}
+
+    def written(self) -> list[Tensor]:
+        """List the blocks of arguments that the call wrote to."""
+        return [
+            raw
+            for i, raw in self.raws.items()
+            if raw._version != self.versions[i] or _raw(self.own[i]) is not self.views[i]
+        ]
+
+
+def _raw(x: Tensor) -> Tensor:
+    return x.raw if isinstance(x, ShardedTensor) else x
+
+
 @dataclass(eq=False)
 class WholeForward(UnitForward):
     """A run of every unit on shapes, which records the calls.
@@ -201,9 +230,12 @@ class WholeForward(UnitForward):
         call = self.next_call(unit)
         self.calls.order.append(call)
         before = self.drawn
-        with self.hooked(call, m):
-            out = forward(*args, **kwargs)
-        self._note(call, out, (before, self.drawn))
+        with self.hooked(call, m), self.flow.call(call):
+            given = Given(args, kwargs)
+            out = forward(*given.args, **given.kwargs)
+        for x in given.written():
+            self.flow.belongs(x, call)
+        self._note(call, out, call, (before, self.drawn))
         raws = [block_of_output(x) for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
         if not any(x.requires_grad or self.flow.reaches(x) for x in raws):
             self.calls.free.add(call)
@@ -214,11 +246,14 @@ class WholeForward(UnitForward):
 
     def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
         self.calls.order.append(call)
-        self._note(call, out)
+        self._note(call, out, around)
         self.calls.inner.setdefault(around, []).append((path, call))
 
-    def _note(self, call: UnitCall, out: Any, draws: tuple[int, int] = (0, 0)) -> None:
+    def _note(
+        self, call: UnitCall, out: Any, around: UnitCall, draws: tuple[int, int] = (0, 0)
+    ) -> None:
         leaves, tree = tree_flatten(out)
+        self.flow.hand_over((_raw(x) for x in leaves if isinstance(x, Tensor)), around)
         self.calls.returned[call] = Returned(tuple(map(spec_of, leaves)), tree, draws)
 
 

@@ -244,8 +244,8 @@ class Pipeline:
             stack.enter_context(within(traces=(), differentiated=True))
             told, given = partial(_told, known, paper), cast(Any, (args, kwargs))
             inputs: Any = optree.tree_map(told, given, none_is_leaf=True)
-            run: Function = lambda p: f(p, *inputs[0], **inputs[1])  # noqa: E731
-            return Cutting(run, params, paper, self.blocks, stages, self.price).cut()
+            run: Function = lambda p, given: f(p, *given[0], **given[1])  # noqa: E731
+            return Cutting(run, params, inputs, paper, self.blocks, stages, self.price).cut()
 
     # ------------------------------------------------------------ runs
 
