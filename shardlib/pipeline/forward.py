@@ -6,7 +6,7 @@ computes depends on them.  The run is broken off once all that other stages need
 ``WholeForward`` runs every unit and records the calls, on shapes alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,6 @@ from shardlib._compat import tree_flatten, tree_unflatten
 from shardlib.collectives import storage_shape
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Mesh
-from shardlib.opspec import Args, Kwargs
 from shardlib.pipeline.flow import Dependences
 from shardlib.random import Draws
 from shardlib.tensor import Place, ShardedTensor, settle
@@ -185,28 +184,34 @@ class UnitForward:
         raise NotImplementedError
 
 
-class Given:
-    """Arguments of a call, whose tensors are views: the call's own, in the caller's memory."""
+class Views:
+    """Views of tensors, each an object of its own in the same memory.
 
-    def __init__(self, args: Args, kwargs: Kwargs) -> None:
-        given = [x for x in [*args, *kwargs.values()] if isinstance(x, Tensor)]
-        self.raws = {id(x): _raw(x) for x in given}
+    What is done with a view is not done with the tensor, so that ways round a call show.
+    """
+
+    def __init__(self, values: Iterable[object]) -> None:
+        self.tensors = {id(x): x for x in values if isinstance(x, Tensor)}
+        self.raws = {i: _raw(x) for i, x in self.tensors.items()}
         self.versions = {i: raw._version for i, raw in self.raws.items()}
         self.views = {i: raw.view_as(raw) for i, raw in self.raws.items()}
-        self.own: dict[int, Tensor] = dict(self.views)
-        for x in given:
-            if isinstance(x, ShardedTensor):
-                self.own[id(x)] = x.becomes(self.views[id(x)])
-        self.args = tuple(self.own.get(id(x), x) for x in args)
-        self.kwargs = {k: self.own.get(id(x), x) for k, x in kwargs.items()}
+        self.own = {i: _with_raw(x, self.views[i]) for i, x in self.tensors.items()}
+
+    def of(self, x: Any) -> Any:
+        """Return the view of a tensor, any other value as it is."""
+        return self.own.get(id(x), x)
 
     def written(self) -> list[Tensor]:
-        """List the blocks of arguments that the call wrote to."""
+        """List the blocks of tensors that were written to through their views."""
         return [
             raw
             for i, raw in self.raws.items()
             if raw._version != self.versions[i] or _raw(self.own[i]) is not self.views[i]
         ]
+
+
+def _with_raw(x: Tensor, raw: Tensor) -> Tensor:
+    return x.becomes(raw) if isinstance(x, ShardedTensor) else raw
 
 
 def _raw(x: Tensor) -> Tensor:
@@ -231,8 +236,12 @@ class WholeForward(UnitForward):
         self.calls.order.append(call)
         before = self.drawn
         with self.hooked(call, m), self.flow.call(call):
-            given = Given(args, kwargs)
-            out = forward(*given.args, **given.kwargs)
+            given = Views([*args, *kwargs.values()])
+            out = forward(*map(given.of, args), **{k: given.of(x) for k, x in kwargs.items()})
+            if isinstance(out, Tensor):
+                out = Views([out]).of(out)
+            elif type(out) in (tuple, list):
+                out = type(out)(map(Views(out).of, out))
         for x in given.written():
             self.flow.belongs(x, call)
         self._note(call, out, call, (before, self.drawn))

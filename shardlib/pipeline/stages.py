@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -26,12 +26,12 @@ from shardlib.modules.apply import Apply
 from shardlib.modules.dim_trace import called_with, example_inputs
 from shardlib.modules.parallelize import placed
 from shardlib.opspec import Args, Kwargs
-from shardlib.pipeline.cut import Cut, Cutting, Function, Params
+from shardlib.pipeline.cut import Cut, Cutting, Params
 from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.schedules import placing, schedule
 from shardlib.pipeline.step import PipelineStep, forward_only
 from shardlib.pipeline.units import blocks_of, units_of, weights
-from shardlib.planning.constant_folding import Known
+from shardlib.planning.constant_folding import Answers, Known
 from shardlib.planning.explain import on_paper
 from shardlib.tensor import ShardedTensor
 
@@ -124,6 +124,14 @@ def _error(why: str, fix: str) -> ShardError:
     return ShardError(why, op="parallelize", fix=fix)
 
 
+class Branch(NamedTuple):
+    """The cut of a function where the values that it asks for, as lengths, are ``values``."""
+
+    cut: Cut
+    answers: Answers
+    values: tuple[object, ...]
+
+
 @dataclass(eq=False)
 class Pipeline:
     """A module cut into stages; ``print`` shows which blocks each stage has.
@@ -133,6 +141,8 @@ class Pipeline:
     ``whole``   all parameters of the module, as shapes.
     ``begins``  the call with which each stage begins.
     ``apply``   the call of the module.
+    ``first``   the cut of its forward on example inputs.
+    ``cuts``    function, shapes and training modes -> the cuts, one for each branch.
     """
 
     stages: Stages
@@ -145,7 +155,8 @@ class Pipeline:
     price: Mapping[str, float] = field(default_factory=dict)
     begins: Sequence[UnitCall] = ()
     apply: Any = None
-    cuts: dict[Any, Cut] = field(default_factory=dict)
+    first: Cut = field(init=False)
+    cuts: dict[Any, list[Branch]] = field(default_factory=dict)
 
     @property
     def here(self) -> set[int]:
@@ -157,14 +168,13 @@ class Pipeline:
 
     def __str__(self) -> str:
         axis, size = self.stages.axis, self.mesh.axes[self.stages.axis]
-        first = next(reversed(self.cuts.values()))
-        parts = " | ".join(first.named(s) for s in range(first.stages))
-        return f"{first.stages} stages on {axis}={size}, {self.stages.schedule}: {parts}"
+        parts = " | ".join(self.first.named(s) for s in range(self.first.stages))
+        return f"{self.first.stages} stages on {axis}={size}, {self.stages.schedule}: {parts}"
 
     @cached_property
     def tied(self) -> dict[str, list[int]]:
         """Trained parameters that stages of several ranks read -> these places on the axis."""
-        held = {n: self.cuts["first"].holders(n, self.ranks) for n in self.whole}
+        held = {n: self.first.holders(n, self.ranks) for n in self.whole}
         asks = dict(zip(self.whole, frozen(list(self.whole.values())), strict=True))
         return {n: ranks for n, ranks in sorted(held.items()) if len(ranks) > 1 and not asks[n]}
 
@@ -192,13 +202,12 @@ class Pipeline:
                 layouts = map(apply.inputs.get, apply.named(len(args)))
                 args = tuple(map(_of_its_rank, args, layouts))
             try:
-                cut = self._cut(apply, alone, params, stages, args, kwargs)
+                cut, _ = self._cut(apply, alone, params, stages, args, kwargs)
             except Exception as e:
                 # the module's own code may raise anything, and guessed inputs may not fit
                 failed = failed or e
                 continue
-            self.begins = cut.begins
-            self.cuts["first"] = cut
+            self.begins, self.first = cut.begins, cut
             return cut
         if isinstance(failed, ShardError):
             raise failed
@@ -207,27 +216,29 @@ class Pipeline:
         raise Unsupported(why, op="parallelize", fix="sl.Stages('pipe', example=(inputs,))")
 
     def cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any) -> Cut:
-        """Return the cut of ``f(params, *args)`` for these shapes."""
+        """Return the cut of ``f(params, *args)`` for these shapes, and the branches it takes."""
         given: Any = args, kwargs
         leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
         self.apply.copies.follow()
         modules = list(self.apply.module.modules())
         key = f, tree, tuple(map(_shape, leaves)), tuple(m.training for m in modules)
-        found = self.cuts.get(key)
-        if found is None:
-            _refuse_statistics(modules)
-            if len(self.cuts) > 64:
-                self.cuts = {"first": self.cuts["first"]}
-            found = self._cut(f, self.paper, self.whole, self.begins, args, kwargs)
-            self._refuse_unheld(found)
-            self.cuts[key] = found
-        return found
+        told = [x for x in leaves if _known(x)]
+        for cut, answers, values in self.cuts.get(key, ()):
+            if answers.of(told) == values:
+                return cut
+        _refuse_statistics(modules)
+        if len(self.cuts) > 64:
+            self.cuts = {}
+        cut, answers = self._cut(f, self.paper, self.whole, self.begins, args, kwargs)
+        self._refuse_unheld(cut)
+        branches = self.cuts.setdefault(key, [])[:63]
+        self.cuts[key] = [Branch(cut, answers, answers.of(told)), *branches]
+        return cut
 
     def _refuse_unheld(self, cut: Cut) -> None:
         """Refuse a function in which a stage reads a parameter that its rank does not hold."""
-        first = self.cuts["first"]
         for name in self.whole:
-            more = set(cut.holders(name, self.ranks)) - set(first.holders(name, self.ranks))
+            more = set(cut.holders(name, self.ranks)) - set(self.first.holders(name, self.ranks))
             if more and any(name in read for read in cut.params):
                 where = f"{self.stages.axis}={min(more)}"
                 why = f"the function reads {name!r} at {where}, and the module does not"
@@ -237,15 +248,23 @@ class Pipeline:
     def _cut(
         self, f: Callable[..., Any], paper: Mesh, params: Params,
         stages: int | Sequence[Any], args: Any, kwargs: Any,
-    ) -> Cut:  # fmt: skip
+    ) -> tuple[Cut, Answers]:  # fmt: skip
         with ExitStack() as stack:
             stack.enter_context(paper)
             known = stack.enter_context(Known())
             stack.enter_context(within(traces=(), differentiated=True))
             told, given = partial(_told, known, paper), cast(Any, (args, kwargs))
             inputs: Any = optree.tree_map(told, given, none_is_leaf=True)
-            run: Function = lambda p, given: f(p, *given[0], **given[1])  # noqa: E731
-            return Cutting(run, params, inputs, paper, self.blocks, stages, self.price).cut()
+
+            def run(params: Params, given: Any) -> Any:
+                try:
+                    return f(params, *given[0], **given[1])
+                finally:
+                    # the whole runs first, and its stages ask for the same values
+                    known.answers.closed = True
+
+            cut = Cutting(run, params, inputs, paper, self.blocks, stages, self.price).cut()
+            return cut, known.answers
 
     # ------------------------------------------------------------ runs
 
@@ -265,14 +284,14 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of every micro-batch; gradients are added to ``sums``."""
         _refuse_all_frozen(params, self)
-        cut = self.cut_for(f, *batch[0])
+        cuts = [self.cut_for(f, *batch[k]) for k in range(batch.count)]
         table = schedule(
             self.stages.schedule,
             self.mesh.axes[self.stages.axis],
             batch.count,
             self.stages.per_rank,
         )
-        return PipelineStep(self, f, cut, table, batch, sums).run()
+        return PipelineStep(self, f, cuts, table, batch, sums).run()
 
     def forward(self, params: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run forward alone; return its result on every rank.
@@ -286,8 +305,9 @@ class Pipeline:
         batch = MicroBatches(args, kwargs, 1, stage=self.inner)
         cut = self.cut_for(self.apply, *batch[0])
         table = forward_only(self.ranks)
+        sums = GradientSums(params, ())
         with within(), within(mesh=self.inner):
-            return PipelineStep(self, self.apply, cut, table, batch, GradientSums(params, ())).out()
+            return PipelineStep(self, self.apply, [cut], table, batch, sums).out()
 
 
 def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:
@@ -327,6 +347,12 @@ def _shape(x: object) -> object:
 def _told(known: Known, paper: Mesh, x: Any) -> Any:
     """Return an argument on shapes; the values of plain integer tensors are known there."""
     shape = on_paper(x, paper)
-    if isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and not x.is_floating_point():
+    if _known(x):
         known.tell(shape, x)
     return shape
+
+
+def _known(x: object) -> bool:
+    """Check for plain integers, whose values are known when a function is cut."""
+    plain = isinstance(x, Tensor) and not isinstance(x, ShardedTensor)
+    return plain and not x.is_floating_point()

@@ -7,6 +7,7 @@ performs of all rows the next action whose messages have arrived.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -64,18 +65,21 @@ class Forwarded:
 
 
 class PipelineStep:
-    """A step; ``run`` returns the loss, and adds gradients to ``sums``."""
+    """A step; ``run`` returns the loss, and adds gradients to ``sums``.
+
+    ``cuts``    the cut of each micro-batch.
+    ``firsts``  of each, the count of draws before its first.
+    """
 
     def __init__(
-        self, pipeline: Any, f: Callable[..., Any], cut: Cut, table: PipelineSchedule,
+        self, pipeline: Any, f: Callable[..., Any], cuts: Sequence[Cut], table: PipelineSchedule,
         batch: MicroBatches, sums: GradientSums,
     ) -> None:  # fmt: skip
-        self.pipeline, self.f, self.cut, self.table = pipeline, f, cut, table
+        self.pipeline, self.f, self.cuts, self.table = pipeline, f, cuts, table
         self.batch, self.sums = batch, sums
         self.mesh, self.inner, self.axis = pipeline.mesh, pipeline.inner, pipeline.stages.axis
         self.ranks = table.ranks
-        self.users = {k: cut.users(k) for row in cut.makes for k in row}
-        self.first = Draws.begun(self.inner)
+        self.firsts = [*accumulate((c.draws for c in cuts), initial=Draws.begun(self.inner))]
         self.kept: dict[tuple[int, int], Forwarded] = {}
         self.loss: Tensor | None = None
         self.result: Any = None
@@ -91,12 +95,12 @@ class PipelineStep:
     def run(self) -> Tensor:
         """Perform all actions; return the loss, on every rank."""
         self._run()
-        return self._everywhere(self.loss, self.cut.loss)
+        return self._everywhere(self.loss, self.cuts[0].loss)
 
     def out(self) -> Any:
         """Perform a table of forwards; return the function's result, on every rank."""
         self._run()
-        leaves, tree = tree_flatten(self.cut.loss)
+        leaves, tree = tree_flatten(self.cuts[0].loss)
         here = tree_flatten(self.result)[0] if self.result is not None else [None] * len(leaves)
         each = zip(here, leaves, strict=True)
         return tree_unflatten([self._everywhere(x, like) for x, like in each], tree)
@@ -110,7 +114,7 @@ class PipelineStep:
             self.messages.finish()
         else:
             self._perform_all(rows)
-        Draws.passed(self.inner, self.first + self.cut.draws * self.batch.count)
+        Draws.passed(self.inner, self.firsts[-1])
         self._count()
 
     def _perform(self, row: Sequence[Action]) -> None:
@@ -133,31 +137,33 @@ class PipelineStep:
 
     def _receives(self, a: Action) -> Iterator[tuple[Crossing, int]]:
         """List the messages that an action needs, each with the stage that sends it."""
+        cut = self.cuts[a.micro]
         if a.kind == "F":
-            for k in self.cut.needs[a.stage]:
-                yield Crossing("F", k, a.micro, a.stage), self.cut.source(k)
+            for k in cut.needs[a.stage]:
+                yield Crossing("F", k, a.micro, a.stage), cut.source(k)
         elif a.kind in "BI":
-            for k in self.cut.makes[a.stage]:
-                for user in self.users[k] if self.cut.spec(k).grad else ():
+            for k in cut.makes[a.stage]:
+                for user in cut.users(k) if cut.spec(k).grad else ():
                     yield Crossing("B", k, a.micro, user), user
 
     def _sends(self, a: Action) -> Iterator[tuple[Crossing, int]]:
         """List the messages that an action sends, each with the stage that gets it."""
+        cut = self.cuts[a.micro]
         if a.kind == "F":
-            for k in self.cut.makes[a.stage]:
-                for user in self.users[k]:
+            for k in cut.makes[a.stage]:
+                for user in cut.users(k):
                     yield Crossing("F", k, a.micro, user), user
         elif a.kind in "BI":
-            for k in self.cut.needs[a.stage]:
-                if self.cut.spec(k).grad:
-                    yield Crossing("B", k, a.micro, a.stage), self.cut.source(k)
+            for k in cut.needs[a.stage]:
+                if cut.spec(k).grad:
+                    yield Crossing("B", k, a.micro, a.stage), cut.source(k)
 
     def _sent(self, rank: int, to: int) -> Iterator[Message]:
         """List the messages from a rank to another, in the order of its actions."""
         for a in self.table.tables[rank]:
             for label, stage in self._sends(a):
                 if self.ranks[stage] == to:
-                    spec = self.cut.spec(label[1])
+                    spec = self.cuts[a.micro].spec(label[1])
                     yield Message(label, spec.block(self.inner), spec.dtype)
         for name, ranks in self.pipeline.tied.items():
             if rank in ranks and to in ranks and self.train:
@@ -188,7 +194,7 @@ class PipelineStep:
             for a in row:
                 for label, stage in self._sends(a):
                     if self.ranks[stage] != self.ranks[a.stage]:
-                        n = self.cut.spec(label[1]).nbytes(self.inner)
+                        n = self.cuts[a.micro].spec(label[1]).nbytes(self.inner)
                         note(traces, "send", (self.axis,), n, self.table.size, 1)
         for name, ranks in self.pipeline.tied.items() if traces and self.train else ():
             n, sends = self.pipeline.nbytes(name), len(ranks) * (len(ranks) - 1)
@@ -210,26 +216,27 @@ class PipelineStep:
         part = {"F": "forward", "W": "gradients of weights"}.get(a.kind, "backward")
         text = (str(e) or type(e).__name__).splitlines()[0]
         why = (
-            f"stage {a.stage} ({self.cut.named(a.stage)}), {part} of micro-batch {a.micro}: "
+            f"stage {a.stage} ({self.cuts[a.micro].named(a.stage)}), {part} of micro-batch {a.micro}: "
             f"{type(e).__name__}: {text}"
         )
         fix = getattr(e, "fix", None) or "sl.value_and_grad(loss, microbatches=1)  # to look at one"
         return StageFailed(why, op="value_and_grad", mesh=self.mesh, fix=fix)
 
     def _forward(self, a: Action) -> None:
+        cut = self.cuts[a.micro]
         received: dict[Output, Tensor] = {}
         given: dict[Output, Tensor] = {}
         for label, _ in self._receives(a):
             k = label[1]
-            spec = self.cut.spec(k)
+            spec = cut.spec(k)
             raw = self.messages.take(label).detach()
             if spec.grad:
                 received[k] = raw.requires_grad_()
             given[k] = spec.value(unlocked(raw), self.inner)
-        draws = Draws(self.inner, self.first + self.cut.draws * a.micro)
+        draws = Draws(self.inner, self.firsts[a.micro])
         stage = StageForward(
-            self.cut.calls, mesh=self.inner, owner=self.cut.owner, number=a.stage,
-            wanted=frozenset(self.cut.makes[a.stage]), given=given, draws=draws,
+            cut.calls, mesh=self.inner, owner=cut.owner, number=a.stage,
+            wanted=frozenset(cut.makes[a.stage]), given=given, draws=draws,
             pipeline=self.pipeline, ghosts=self.ghosts,
         )  # fmt: skip
         leaves = self.sums.leaves()
@@ -245,7 +252,7 @@ class PipelineStep:
                     self.result = out
             except AllSent:
                 pass
-        kept.made = {k: block_of_output(stage.found[k]) for k in self.cut.makes[a.stage]}
+        kept.made = {k: block_of_output(stage.found[k]) for k in cut.makes[a.stage]}
         if self.train:
             self.kept[a.stage, a.micro] = kept
         for label, user in self._sends(a):

@@ -9,7 +9,7 @@ of products with an addend in Python, a fifth of a millisecond each: ``on_shapes
 the same shapes.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +44,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         self.values: dict[int, Tensor] = {}
         # kept alive: an id is reused once its tensor is gone
         self.alive: list[Tensor] = []
+        self.answers = Answers()
 
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -52,6 +53,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense" and id(args[0]) in self.values:
             # item()
+            self.answers.note(func, args, kwargs, None, self.values)
             return self.values[id(args[0])].item()
         out = on_shapes(func, args, kwargs)
         # masks are often made of ones in floating point
@@ -61,9 +63,10 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
 
     def tell(self, x: Tensor, value: Tensor) -> None:
         """Give a tensor on the meta device the values of one on the host."""
+        self.alive.append(x)
+        self.answers.tell(x)
         if x.is_meta and value.numel() <= MOST:
-            self.values[id(x)] = value.detach().cpu()
-            self.alive.append(x)
+            self.values[id(x)] = _copy(value)
 
     def _learn(self, out: Tensor, func: Func, args: Args, kwargs: Kwargs) -> None:
         """Keep the values of a result, if they are known, else forget what it held before."""
@@ -73,6 +76,7 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
             args = (torch.empty(out.shape, dtype=out.dtype, device="cpu"), *args[1:])
         if small and self._has_values(func, args, kwargs):
             host = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
+            self.answers.note(func, args, host, out, self.values)
             given: Any = args, host
             beside: Any = optree.tree_map(lambda x: self.values.get(id(x), x), given)
             self.values[id(out)] = _computed(func, *beside)
@@ -94,6 +98,63 @@ class Known(DispatchMode):  # type: ignore[misc, valid-type]
         return all(id(x) in self.values or not x.is_meta for x in given)
 
 
+class Answers:
+    """Values that a run asked for, computed from the values that it was told.
+
+    Of the operations that a ``Known`` computes, those whose operands it was told, and its answers:
+    a run that is told others takes the same branches if its answers are the same.  Nothing is
+    recorded once it is ``closed``.
+    """
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.reached: set[int] = set()
+        self.steps: list[tuple[Func, Any, Tensor | None]] = []
+        self.asked = 0
+        self.closed = False
+
+    def tell(self, x: Tensor) -> None:
+        """Record that the next told value is that of a tensor."""
+        self.told.append(id(x))
+        self.reached.add(id(x))
+
+    def note(
+        self, func: Func, args: Args, kwargs: Kwargs, out: Tensor | None, values: dict[int, Tensor]
+    ) -> None:
+        """Record an operation if it depends on what was told; ``out`` None: its result is asked."""
+        if self.closed or not any(id(x) in self.reached for x in tensors_in((args, kwargs))):
+            return
+
+        def constant(x: Any) -> Any:
+            known = values.get(id(x), x)
+            return x if id(x) in self.reached or known is x else _copy(known)
+
+        given: Any = args, kwargs
+        self.steps.append((func, optree.tree_map(constant, given, none_is_leaf=True), out))
+        if out is None:
+            self.asked = len(self.steps)
+        else:
+            self.reached.add(id(out))
+
+    def of(self, told: Sequence[Tensor]) -> tuple[object, ...]:
+        """Return the answers to a run that is told these values."""
+        found, steps = [], self.steps[: self.asked]
+        values = dict(zip(self.told, map(_copy, told), strict=True)) if steps else {}
+        for func, given, out in steps:
+            here = optree.tree_map(lambda x: values.get(id(x), x), given, none_is_leaf=True)
+            value = _computed(func, *here)
+            if out is None:
+                found.append(value)
+            else:
+                values[id(out)] = value
+        return tuple(found)
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Copy to the host: an operation in place changes the copy alone."""
+    return x.detach().cpu().clone()
+
+
 def _computed(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on the host; if all rows are one expanded row, compute that row alone.
 
@@ -101,7 +162,7 @@ def _computed(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """
     count, most = _equal_rows(args)
     if count <= 1 or func._schema.is_mutable or not _by_row(func, args, most):
-        if func.overloadpacket.__name__ == "view":
+        if func.overloadpacket.__name__ in ("view", "_unsafe_view"):
             # an expanded row has strides of its own
             args = args[0].contiguous(), *args[1:]
         return func(*args, **kwargs)

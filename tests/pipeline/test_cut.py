@@ -1,3 +1,6 @@
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +28,7 @@ class _Skips(nn.Module):
 def test_stages_get_what_they_need_and_nothing_else() -> None:
     with sl.simulate(pipe=4):
         apply, _ = sl.parallelize(_Skips(), [("*", "...")], stages=sl.Stages("pipe"))
-    cut = apply.stages.cuts["first"]
+    cut = apply.stages.first
     crossing = [[str(k.call) for k in row] for row in cut.needs]
     assert crossing == [[], ["blocks.0"], ["blocks.1"], ["embed", "blocks.3"]]
     held = [sorted({n.split(".")[1] for n in row if "blocks" in n}) for row in cut.params]
@@ -44,3 +47,101 @@ def test_a_cut_into_stages_has_the_gradients_of_one_process() -> None:
             _, grads = step(params, ids)
         for n, p in net.named_parameters():
             assert p.grad is not None and (sl.unshard(grads[n]) - p.grad).abs().max() < 1e-12
+
+
+class _Passes(nn.Module):
+    """A block that keeps, or takes, a tensor other than its argument and its result."""
+
+    def __init__(self, kept: dict[str, Any], number: int, way: str) -> None:
+        super().__init__()
+        self.linear, self.kept, self.number, self.way = nn.Linear(4, 4), [kept], number, way
+
+    def forward(self, x: Tensor) -> Tensor:
+        (kept,) = self.kept
+        if self.way == "writes" and self.number == 1:
+            x.add_(1)
+        h = self.linear(x)
+        if self.number == 0:
+            kept.update(
+                {"keeps its result": {"x": h}, "keeps its argument": {"x": x}}.get(self.way, {})
+            )
+        kept.setdefault("squares", []).append(h.square().mean())
+        # silent where another stage kept it
+        return h + kept["x"] if self.number == 3 and "x" in kept else h
+
+
+class _Around(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.kept: dict[str, Any] = {}
+        self.embed, self.way = nn.Embedding(8, 4), way
+        self.blocks = nn.ModuleList(_Passes(self.kept, i, way) for i in range(4))
+        if way == "hook":
+            for b in self.blocks:
+                b.linear.register_forward_pre_hook(
+                    lambda m, args: self.kept["squares"].append(args[0].mean())
+                )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.kept.clear()
+        self.kept["squares"] = []
+        x = self.embed(ids)
+        for i, block in enumerate(self.blocks):
+            first, x = x, block(x)
+            if self.way == "writes" and i == 1:
+                x = x + first
+        return x + sum(self.kept["squares"]) if self.way in ("squares", "hook") else x
+
+
+@pytest.mark.parametrize(
+    "way", ["keeps its result", "keeps its argument", "writes", "squares", "hook"]
+)
+def test_tensors_that_pass_otherwise_than_as_results_are_refused(way: str) -> None:
+    net, whole = _Around(way).double(), [("*", "...")]
+    with sl.simulate(pipe=2), pytest.raises(sl.ShardError, match="did not return"):
+        sl.parallelize(net, whole, stages=sl.Stages("pipe"))
+    with sl.simulate(pipe=1):
+        # one stage makes them all
+        apply, params = sl.parallelize(net, whole, stages=sl.Stages("pipe"))
+        ids = torch.arange(8).reshape(2, 4)
+        loss, _ = sl.value_and_grad(lambda p, x: apply(p, x).square().mean())(params, ids)
+    assert abs(loss.item() - net(ids).square().mean().item()) < 1e-12
+
+
+class _Branches(nn.Module):
+    """A forward that takes another branch where its mask has no zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.masked = nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for i, block in enumerate(self.blocks):
+            if i == 2 and not mask.bool().all():
+                x = self.masked(x) * mask[..., None]
+            x = x + block(x).tanh()
+        return x
+
+
+def test_a_forward_that_branches_on_values_is_cut_for_each_branch() -> None:
+    torch.manual_seed(0)
+    net, ids = _Branches().double(), torch.randint(0, 8, (4, 3))
+    ones = torch.ones(4, 3, dtype=torch.long)
+    holes = ones.index_fill(1, torch.tensor(2), 0)
+    stages = sl.Stages("pipe", example=(ids, holes))
+    with sl.simulate(pipe=2):
+        apply, params = sl.parallelize(net, [("*", "...")], stages=stages)
+        step = sl.value_and_grad(lambda p, *b: apply(p, *b).square().mean(), microbatches=2)
+        for mask in (ones, holes, ones, holes, torch.cat([ones[:2], holes[:2]])):
+            net.zero_grad()
+            sum(
+                net(*b).square().mean() / 2 for b in zip(ids.chunk(2), mask.chunk(2), strict=True)
+            ).backward()
+            _, grads = step(params, ids, mask)
+            for n, p in net.named_parameters():
+                assert (
+                    sl.unshard(grads[n]) - (0 if p.grad is None else p.grad)
+                ).abs().max() < 1e-12
