@@ -108,22 +108,29 @@ def _parts(x: Any, count: int, rows: int, blocks: int) -> list[Any]:
     """
     if not isinstance(x, Tensor) or x.ndim == 0 or (x.shape[0] == 1 and rows > 1):
         return [x] * count
-    dim = lead(x.mesh) if isinstance(x, ShardedTensor) else 0
-    raw = x.raw if isinstance(x, ShardedTensor) else x
-    here, inner = raw.shape[dim], blocks // _blocks(x)
-    padded = isinstance(x, ShardedTensor) and x.is_padded
-    if here % (count * inner) or padded:
-        fits = next((d for d in range(count, 0, -1) if here % (d * inner) == 0), 1)
-        where = f" in {blocks} blocks" if inner > 1 else ""
-        where = " on each rank" if blocks > inner else where
-        why = f"{here} rows{where} are not {count} equal micro-batches"
-        if padded:
-            why = f"a padded batch cannot be cut into {count} micro-batches"
-        fix = f"sl.value_and_grad(loss, microbatches={fits})"
-        raise UnevenSplit(why, op="value_and_grad", operands={"batch": typeof(x)}, fix=fix)
-    cut = raw.unflatten(dim, (inner, count, -1))
-    parts = [part.flatten(dim, dim + 1) for part in cut.unbind(dim + 1)]
+    inner = blocks // _blocks(x)
     if not isinstance(x, ShardedTensor):
-        return parts
+        return _cut(x, x, 0, count, inner, blocks)
+    if x.is_padded:
+        raise _uneven(f"a padded batch cannot be cut into {count} micro-batches", x, 1)
+    parts = _cut(x, x.raw, lead(x.mesh), count, inner, blocks)
     size = torch.Size((x.shape[0] // count, *x.shape[1:]))
     return [x.becomes(part.contiguous(), None, size) for part in parts]
+
+
+def _cut(x: Tensor, raw: Tensor, dim: int, count: int, inner: int, blocks: int) -> list[Tensor]:
+    """Cut the storage of an argument, ``inner`` blocks of rows, each into ``count`` parts."""
+    here = raw.shape[dim]
+    if here % (count * inner):
+        where = f" in {blocks} blocks" if inner > 1 else ""
+        if blocks > inner:
+            where = " on each rank"
+        fits = next((d for d in range(count, 0, -1) if here % (d * inner) == 0), 1)
+        raise _uneven(f"{here} rows{where} are not {count} equal micro-batches", x, fits)
+    cut = raw.unflatten(dim, (inner, count, -1))
+    return [part.flatten(dim, dim + 1) for part in cut.unbind(dim + 1)]
+
+
+def _uneven(why: str, x: Tensor, fits: int) -> UnevenSplit:
+    fix = f"sl.value_and_grad(loss, microbatches={fits})"
+    return UnevenSplit(why, op="value_and_grad", operands={"batch": typeof(x)}, fix=fix)

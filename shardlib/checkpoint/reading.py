@@ -315,15 +315,14 @@ def _as_wanted(
     if stage and isinstance(names, Mapping):
         names = {n: names[n] for n in wanted.names if n in names}
     theirs = renamed(wanted.names, names)
-    lacking = [n for n in wanted.names if theirs[n] not in manifest.names]
+    lacking = [theirs[n] for n in wanted.names if theirs[n] not in manifest.names]
     spare = sorted(manifest.names - set(theirs.values()))
     if stage is not None and extra == "error":
         # another stage may have them: all ranks together find those that none has
         readers.spare = spare
         readers.note(stage, spare)
         spare = [] if stage or not lacking else spare
-    if (lacking and missing == "error") or (spare and extra == "error"):
-        raise ValueError(_differing([theirs[n] for n in lacking], spare))
+    _refuse_differing(lacking, spare, missing, extra)
     out, tensors = list(wanted.leaves), {}
     for i, (name, x) in enumerate(zip(wanted.names, wanted.leaves, strict=True)):
         saved = theirs[name]
@@ -337,6 +336,11 @@ def _as_wanted(
     for saved, (i, _) in tensors.items():
         out[i] = found[saved]
     return optree.tree_unflatten(wanted.spec, out)
+
+
+def _refuse_differing(lacking: list[str], spare: list[str], missing: str, extra: str) -> None:
+    if (lacking and missing == "error") or (spare and extra == "error"):
+        raise ValueError(_differing(lacking, spare))
 
 
 def _value(name: str, saved: Value, x: object) -> Value:

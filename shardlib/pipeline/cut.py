@@ -134,10 +134,8 @@ class Cutting:
             _refuse_later(s, needs[s], owner)
             _refuse_strays(stage.flow, owner)
         _refuse_unread(reads, read)
-        makes = [
-            sorted({k for row in needs for k in row if owner[k.call] == s}, key=whole.calls.rank)
-            for s in range(count)
-        ]
+        crossing = sorted({k for row in needs for k in row}, key=whole.calls.rank)
+        makes = [[k for k in crossing if owner[k.call] == s] for s in range(count)]
         return Cut(whole.calls, owner, needs, makes, read, draws, loss)
 
     def _run(self, flow: Dependences, ends: Callable[[Any], Any]) -> Sequence[Tensor]:
