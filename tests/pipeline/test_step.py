@@ -46,12 +46,12 @@ def _made() -> tuple[_Net, torch.Tensor]:
     return _Net().double(), torch.randint(0, 8, (16, 3))
 
 
-def _staged(name: str) -> tuple[Any, dict[str, Any]]:
+def _staged(name: str, **more: Any) -> tuple[Any, dict[str, Any]]:
     mesh, (net, _) = sl.current_mesh(), _made()
     rules = RULES if "x" in mesh else [("*", "...")]
     inputs = {"ids": "data ." if "data" in mesh else ". ."}
     how = sl.Stages("pipe", schedule=name, per_rank=SCHEDULES[name])
-    return sl.parallelize(net, rules, inputs=inputs, stages=how)
+    return sl.parallelize(net, rules, inputs=inputs, stages=how, **more)
 
 
 def _far(name: str, micros: int) -> tuple[float, int, Any]:
@@ -94,10 +94,13 @@ def test_real_stages_do_what_simulated_ones_do(name: str, mesh: dict[str, int], 
     assert {b for _, _, b in found} == {moved + 8 * (mesh["pipe"] - 1) // mesh["pipe"]}
 
 
-def _trained(split: int | None) -> dict[str, torch.Tensor]:
-    """Train for three steps; return the parameters held here."""
+STEPS = 20
+
+
+def _trained(split: int | None, name: str, remat: str) -> dict[str, torch.Tensor]:
+    """Train, and return the parameters held here."""
     _, ids = _made()
-    apply, params = _staged("1f1b")
+    apply, params = _staged(name, remat=[("blocks.*", remat)])
     tx: Any = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))
     into: dict[str, Any] = {}
     if split is not None:
@@ -106,7 +109,7 @@ def _trained(split: int | None) -> dict[str, torch.Tensor]:
     state_of: Any = tx.shard(params) if split == 3 else params
     state = tx.init(state_of)
     step = sl.value_and_grad(lambda p, ids: _loss(apply(p, ids), ids), microbatches=4, **into)
-    for _ in range(3):
+    for _ in range(STEPS):
         _, grads = step(state_of, ids)
         state_of, state, _ = optim.step(tx, state_of, grads, state)
     if split == 3:
@@ -115,17 +118,22 @@ def _trained(split: int | None) -> dict[str, torch.Tensor]:
     return {n: sl.unshard(x).detach() for n, x in state_of.items()}
 
 
-@pytest.mark.parametrize("split", [None, 1, 2, 3])
-def test_stages_train_as_one_process_does(split: int | None, pool: Any) -> None:
+@pytest.mark.parametrize(
+    ("split", "name", "remat"),
+    [(None, "zb", "full"), (1, "interleaved", "all"), (2, "1f1b", "products"), (3, "zbv", "full")],
+)
+def test_stages_train_as_one_process_does(
+    split: int | None, name: str, remat: str, pool: Any
+) -> None:
     net, ids = _made()
     opt = torch.optim.AdamW(net.parameters(), 1e-2, weight_decay=1e-4)
     opt.param_groups[0]["weight_decay"] = _decay()
-    for _ in range(3):
+    for _ in range(STEPS):
         opt.zero_grad()
         _loss(net(ids), ids).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         opt.step()
-    for found in pool.run(_trained, split, pipe=2, data=2):
+    for found in pool.run(_trained, split, name, remat, pipe=2, data=2):
         for n, x in found.items():
             assert (x - net.get_parameter(n)).abs().max() < 1e-12, n
 
