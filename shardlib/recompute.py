@@ -19,8 +19,10 @@ from shardlib.random import marks, replayed
 
 def kept(run: Callable[..., Any]) -> Callable[..., Any]:
     """Save the current scope with ``run``, for any time and thread; draws are repeated."""
-    here, at = scope(), marks()
-    region = getattr(here.call.stage, "region", lambda: lambda: None)()
+    region = getattr(scope().call.stage, "region", lambda: lambda: None)()
+    with within(stage=None):
+        # a stage has its outputs, whose graph has this function: neither would ever be freed
+        here, at = scope(), marks()
 
     def again(*args: object) -> Any:
         with bind(here), replayed(at), within(stage=region()):

@@ -315,13 +315,14 @@ class StageForward(UnitForward):
 
     def region(self) -> Callable[[], UnitForward]:
         # the region may write to what was received, which its recomputation needs again
-        self.copies, turns = True, dict(self.turns)
+        self.copies = True
+        # without its outputs, see recompute.py
+        bare = replace(self, turns=dict(self.turns), wanted=frozenset(), found={})
 
         def again() -> StageForward:
-            flow = None if self.flow is None else Dependences()
-            draws = None if self.draws is None else self.draws.replaced()
-            more: Any = {"turns": dict(turns), "wanted": frozenset(), "found": {}}
-            return replace(self, flow=flow, draws=draws, **more)
+            flow = None if bare.flow is None else Dependences()
+            draws = None if bare.draws is None else bare.draws.replaced()
+            return replace(bare, turns=dict(bare.turns), flow=flow, draws=draws, found={})
 
         return again
 

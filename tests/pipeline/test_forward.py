@@ -1,3 +1,4 @@
+import gc
 from typing import Any
 
 import pytest
@@ -71,3 +72,19 @@ def test_dropout_draws_what_the_whole_would() -> None:
             found.append([step(params, x)[0].item() for _ in range(2)])
     sl.random.seed(None)
     assert found[0] == found[1] == found[2] and found[0][0] != found[0][1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+@pytest.mark.parametrize("remat", ["full", "products"])
+def test_a_step_leaves_nothing_behind(schedule: str, remat: str) -> None:
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4)])
+    x, counts = torch.randn(4, 4), []
+    with sl.simulate(pipe=2):
+        stages = sl.Stages("pipe", schedule=schedule)
+        apply, params = sl.parallelize(net, [("*", "...")], remat=[("*", remat)], stages=stages)
+        step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=4)
+        for _ in range(3):
+            step(params, x)
+            gc.collect()
+            counts.append(sum(type(o) is torch.Tensor for o in gc.get_objects()))
+    assert counts[1] == counts[2]
