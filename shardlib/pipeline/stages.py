@@ -71,8 +71,9 @@ class Stages:
     blocks: Sequence[str] | None = None
 
     def parallelized(
-        self, module: nn.Module, rules: Any, *, mesh: Mesh, src: int | None, **given: Any
-    ) -> tuple[Apply, dict[str, ShardedTensor]]:
+        self, module: nn.Module, rules: Any, *, mesh: Mesh, src: int | None,
+        blank: bool = False, **given: Any,
+    ) -> tuple[Apply, dict[str, ShardedTensor]]:  # fmt: skip
         """Implement ``parallelize`` with stages: place the parameters that this rank's stages read."""
         mesh.axis_size(self.axis, "parallelize", "sl.Stages({})")
         inner = mesh.without(self.axis)
@@ -82,7 +83,7 @@ class Stages:
         pipeline = Pipeline(self, mesh, inner, paper, ranks, whole, self._blocks(module))
         first = pipeline.first_cut(module, rules, given, self._count(len(ranks)))
         own = [n for n in whole if pipeline.here & set(first.holders(n, ranks))]
-        apply, params = placed(module, rules, mesh=inner, src=src, only=own, **given)
+        apply, params = placed(module, rules, mesh=inner, src=src, only=own, blank=blank, **given)
         pipeline.apply = apply
         apply.staged(pipeline, units_of(module, pipeline.blocks))
         assert inner.outer is not None
