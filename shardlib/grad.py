@@ -277,9 +277,18 @@ def _position(n: int, count: int) -> int:
 
 
 def frozen(leaves: Sequence[Any]) -> list[bool]:
-    """Return whether each leaf of a tree is frozen: it requires no grad, and another leaf does."""
+    """Return whether each leaf of a tree is frozen: it requires no grad, and another leaf does.
+
+    The other leaf may be one of another stage of a pipeline.
+    """
     asks = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-    return [not a for a in asks] if True in asks else [False] * len(asks)
+    some = True in asks or any(isinstance(x, ShardedTensor) and is_frozen(x.mesh) for x in leaves)
+    return [some and not a for a in asks]
+
+
+def is_frozen(mesh: Mesh) -> bool:
+    """Return whether a mesh is that of a stage of which no parameter is trained."""
+    return mesh.outer is not None and mesh.outer.frozen
 
 
 @overload

@@ -190,7 +190,8 @@ class IndexCache:
 
         If ``leaves`` are all, also frozen ones, the frozen ones get buckets of their own.
         """
-        paths, order, words = _named(params, self.groups)
+        kept = [i for i, f in enumerate(held) if not f or len(held) == len(leaves)]
+        paths, order, words = _named(params, self.groups, kept)
         if self.apart:
             words = list(zip(_groups(paths, order), words, strict=True))
         if (outer := stages_around(leaves[:1])) is not None and outer.tied:
@@ -199,7 +200,7 @@ class IndexCache:
             words = [(w, "tied", n) if n in outer.tied else w for w, n in rows]
         if any(held) and len(held) == len(leaves):
             words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
-        mesh, items = _items(leaves, paths, words, self.how.hops)
+        mesh, items = _items(leaves or optree.tree_leaves(params), paths, words, self.how.hops)
         where = theirs or self.found.get(items)
         if where is None:
             # until a backward has been recorded, gradients come in reverse module order
@@ -254,14 +255,15 @@ class IndexCache:
         self.last.pop("tree", None)
 
 
-def _named(params: Tree, groups: Any) -> tuple[list[str], tuple[int, ...], list[Any]]:
-    """Return the trained leaves' paths, their numbers in insertion order, and their groups.
+def _named(
+    params: Tree, groups: Any, kept: list[int]
+) -> tuple[list[str], tuple[int, ...], list[Any]]:
+    """Return the kept leaves' paths, their numbers in insertion order, and their groups.
 
     optree sorts dicts by key; their insertion order is that of the modules.
     """
     paths, every, _ = optree.tree_flatten_with_path(params, none_is_leaf=True)
     leaves, tree = optree.tree_flatten(params)
-    kept = [i for i, f in enumerate(frozen(leaves)) if not f]
     number = {at: i for i, at in enumerate(kept)}
     numbers: Any = optree.tree_unflatten(tree, range(len(leaves)))
     with optree.dict_insertion_ordered(True, namespace="shardlib"):
@@ -316,7 +318,8 @@ def _items(
 ) -> tuple[Mesh, tuple[Item, ...]]:
     items: list[Item] = []
     values: dict[int, int] = {}
-    for i, (p, path, word) in enumerate(zip(leaves, paths, words, strict=True)):
+    # a stage of a pipeline may train none of its parameters
+    for i, (p, path, word) in enumerate(zip(leaves, paths, words, strict=bool(paths))):
         if not isinstance(p, ShardedTensor):
             raise PlainTensor(
                 "zero splits sharded parameters; this one is plain",

@@ -88,6 +88,8 @@ class Stages:
         apply.staged(pipeline, units_of(module, pipeline.blocks))
         assert inner.outer is not None
         inner.outer.staged = True
+        trained = {n for n, x in whole.items() if x.requires_grad}
+        inner.outer.frozen = bool(trained) and trained.isdisjoint(own)
         if spans_processes(mesh):
             (here,) = pipeline.here
             holders = {n: tuple(first.holders(n, ranks)) for n in own}
@@ -292,12 +294,13 @@ class Pipeline:
 
 
 def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:
-    """Refuse parameters of which none is trained here, and some are at other stages."""
-    asks = [x.requires_grad for x in optree.tree_leaves(params)]
+    """Refuse leaves that all were frozen after the module was cut: other stages are trained."""
+    leaves = optree.tree_leaves(params)
     trains = any(x.requires_grad for x in pipeline.whole.values())
-    if spans_processes(pipeline.mesh) and trains and not any(asks):
+    held = any(x.requires_grad for x in leaves) or all(frozen(leaves))
+    if spans_processes(pipeline.mesh) and trains and not held:
         why = "all parameters of this rank's stages are frozen, and others are trained"
-        fix = f"sl.Stages({pipeline.stages.axis!r}, cut=[...])  # with a trained block in each"
+        fix = "module.get_submodule(name).requires_grad_(False)  # before sl.parallelize"
         raise Unsupported(why, op="value_and_grad", mesh=pipeline.mesh, fix=fix)
 
 
