@@ -465,9 +465,22 @@ def _mesh_of(tree: Any) -> Mesh | None:
     return next((x.mesh for x in optree.tree_leaves(tree) if isinstance(x, ShardedTensor)), None)
 
 
+def stage_mesh(tree: Any) -> Mesh | None:
+    """Return the mesh of a tree, if it is that of one stage of a pipeline.
+
+    A tree without leaves is of the mesh in scope, or a stage of it.
+    """
+    mesh: Mesh | None = _mesh_of(tree) or getattr(tree, "mesh", None)
+    known = [mesh]
+    if not optree.tree_leaves(tree):
+        near = mesh or scope().mesh
+        known = [] if near is None else [near, *near.stages.values()]
+    return next((m for m in known if m is not None and m.outer is not None), None)
+
+
 def _stage_of(params: Any) -> Mesh | None:
     """Return the mesh of the parameters, if modules were cut into stages on it."""
-    mesh = _mesh_of(params)
+    mesh = stage_mesh(params)
     return mesh if mesh is not None and mesh.outer is not None and mesh.outer.staged else None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardlib.collectives import agreed
 from shardlib.errors import PlainTensor, ShardError, Unsupported
-from shardlib.grad import frozen
+from shardlib.grad import frozen, stage_mesh
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Hops, Index, Item, State, Tree, index, overlap
 from shardlib.optim.precision import Master, ZeroState
@@ -200,7 +200,15 @@ class IndexCache:
             words = [(w, "tied", n) if n in outer.tied else w for w, n in rows]
         if any(held) and len(held) == len(leaves):
             words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
-        mesh, items = _items(leaves or optree.tree_leaves(params), paths, words, self.how.hops)
+        items = _items(leaves, paths, words, self.how.hops)
+        # a stage may have no parameters, or train none
+        mesh = leaves[0].mesh if leaves else stage_mesh(params)
+        if mesh is None:
+            raise ShardError(
+                "there are no parameters",
+                op="zero",
+                fix="apply, params = sl.parallelize(module, rules); state = tx.init(params)",
+            )
         where = theirs or self.found.get(items)
         if where is None:
             # until a backward has been recorded, gradients come in reverse module order
@@ -313,13 +321,10 @@ def _groups(paths: Sequence[str], order: Sequence[int]) -> list[str]:
     return out
 
 
-def _items(
-    leaves: list[Any], paths: list[str], words: list[Any], hops: Hops
-) -> tuple[Mesh, tuple[Item, ...]]:
+def _items(leaves: list[Any], paths: list[str], words: list[Any], hops: Hops) -> tuple[Item, ...]:
     items: list[Item] = []
     values: dict[int, int] = {}
-    # a stage of a pipeline may train none of its parameters
-    for i, (p, path, word) in enumerate(zip(leaves, paths, words, strict=bool(paths))):
+    for i, (p, path, word) in enumerate(zip(leaves, paths, words, strict=True)):
         if not isinstance(p, ShardedTensor):
             raise PlainTensor(
                 "zero splits sharded parameters; this one is plain",
@@ -337,13 +342,7 @@ def _items(
         value = values.setdefault(id(p.raw), i)
         layout = p.sharding.bare
         items.append(Item(path, shape, p.raw.dtype, axes, value, place, whole, word, layout, tiled))
-    if not leaves:
-        raise ShardError(
-            "there are no parameters",
-            op="zero",
-            fix="apply, params = sl.parallelize(module, rules); state = tx.init(params)",
-        )
-    return leaves[0].mesh, tuple(items)
+    return tuple(items)
 
 
 def changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError:

@@ -255,12 +255,12 @@ class Pipeline:
     def completed(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parameters with NaN for those of other stages."""
         found = dict(params)
-        like = next(iter(params.values()))
+        mesh = next((x.mesh for x in params.values()), self.inner)
         for name, x in self.whole.items():
             if name not in found:
                 spec = spec_of(x)
-                ghost = nan(spec.dtype, like.mesh).expand(spec.block(like.mesh))
-                found[name] = spec.value(ghost, like.mesh)
+                ghost = nan(spec.dtype, mesh).expand(spec.block(mesh))
+                found[name] = spec.value(ghost, mesh)
         return found
 
     def step(

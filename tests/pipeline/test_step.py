@@ -160,14 +160,19 @@ def test_a_stage_keeps_the_micro_batches_of_its_table(
 
 
 def _partly(split: int | None, *frozen: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train a net with frozen modules for three steps; return norms and the parameters held here."""
+    """Train a net with frozen modules, or none in its second half, for three steps.
+
+    Return norms and the parameters held here.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(8, 4), *[nn.Linear(4, 4) for _ in range(3)]).double()
     for name in frozen:
         net.get_submodule(name).requires_grad_(False)
+    if not frozen:
+        net[2], net[3] = nn.Tanh(), nn.Tanh()
     ids = torch.arange(16) % 8
     order = "zb" if split == 2 else "1f1b"
-    stages = sl.Stages("pipe", schedule=order, example=(ids,))
+    stages = sl.Stages("pipe", cut=["0", "2"], schedule=order, example=(ids,))
     stages = stages if "pipe" in sl.current_mesh() else None
     apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data"}, stages=stages)
     tx: Any = optim.chain(optim.clip_by_global_norm(0.01), optim.adamw(1e-2))
@@ -189,8 +194,8 @@ def _partly(split: int | None, *frozen: str) -> tuple[list[float], dict[str, tor
 
 
 @pytest.mark.parametrize("split", [None, 1, 2, 3])
-@pytest.mark.parametrize("frozen", [("0", "1"), ("2", "3")], ids=["first", "last"])
-def test_a_stage_without_trained_parameters_passes_gradients_on(
+@pytest.mark.parametrize("frozen", [("0", "1"), ("2", "3"), ()], ids=["first", "last", "none"])
+def test_a_stage_without_trained_parameters_takes_part(
     split: int | None, frozen: tuple[str, ...], pool: Any
 ) -> None:
     with sl.simulate(data=1):
