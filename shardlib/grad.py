@@ -277,9 +277,18 @@ def _position(n: int, count: int) -> int:
 
 
 def frozen(leaves: Sequence[Any]) -> list[bool]:
-    """Return whether each leaf of a tree is frozen: it requires no grad, and another leaf does."""
+    """Return whether each leaf of a tree is frozen: it requires no grad, and another leaf does.
+
+    The other leaf may be one of another stage of a pipeline.
+    """
     asks = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-    return [not a for a in asks] if True in asks else [False] * len(asks)
+    some = True in asks or any(isinstance(x, ShardedTensor) and is_frozen(x.mesh) for x in leaves)
+    return [some and not a for a in asks]
+
+
+def is_frozen(mesh: Mesh) -> bool:
+    """Return whether a mesh is that of a stage of which no parameter is trained."""
+    return mesh.outer is not None and mesh.outer.frozen
 
 
 @overload
@@ -456,9 +465,22 @@ def _mesh_of(tree: Any) -> Mesh | None:
     return next((x.mesh for x in optree.tree_leaves(tree) if isinstance(x, ShardedTensor)), None)
 
 
+def stage_mesh(tree: Any) -> Mesh | None:
+    """Return the mesh of a tree, if it is that of one stage of a pipeline.
+
+    A tree without leaves is of the mesh in scope, or a stage of it.
+    """
+    mesh: Mesh | None = _mesh_of(tree) or getattr(tree, "mesh", None)
+    known = [mesh]
+    if not optree.tree_leaves(tree):
+        near = mesh or scope().mesh
+        known = [] if near is None else [near, *near.stages.values()]
+    return next((m for m in known if m is not None and m.outer is not None), None)
+
+
 def _stage_of(params: Any) -> Mesh | None:
     """Return the mesh of the parameters, if modules were cut into stages on it."""
-    mesh = _mesh_of(params)
+    mesh = stage_mesh(params)
     return mesh if mesh is not None and mesh.outer is not None and mesh.outer.staged else None
 
 

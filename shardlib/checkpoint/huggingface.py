@@ -60,7 +60,7 @@ from shardlib.layouts import LayoutLike
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.modules.apply import Apply
 from shardlib.modules.init import restored
-from shardlib.modules.parallelize import placed
+from shardlib.modules.parallelize import CutsIntoStages, placed
 from shardlib.modules.remat import Remat
 from shardlib.modules.rules import Axes, Rules
 from shardlib.placing import unshard
@@ -89,6 +89,7 @@ def load_hf(
     extra: str = "error",
     cast: bool = False,
     timeout: float | None = None,
+    stages: CutsIntoStages | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Make ``(apply, params)`` as ``parallelize`` does, with values of a Hugging Face directory.
 
@@ -121,10 +122,11 @@ def load_hf(
     """
     given = "directory, module, rules"
     known_choices("load_hf", given, missing=(missing, "init"), extra=(extra, "skip"))
-    mesh = as_mesh(mesh)
-    apply, params = placed(
-        module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, remat=remat, blank=True
-    )
+    place = placed if stages is None else stages.parallelized
+    apply, params = place(
+        module, rules, mesh=as_mesh(mesh), src=None, axes=axes, inputs=inputs, pad=pad,
+        remat=remat, blank=True,
+    )  # fmt: skip
     if isinstance(directory, str | os.PathLike):
         directory = [directory]
     places = [os.fspath(p) for p in directory]
@@ -137,7 +139,7 @@ def load_hf(
         "extra='skip'": extra == "skip",
     }
     call = ", ".join(["sl.load_hf(directory, module, rules", *filter(known.get, known)])
-    group = Group("load_hf", timeout, not spans_processes(mesh), call)
+    group = Group("load_hf", timeout, not spans_processes(apply.mesh), call)
     alike = partial(refuse_odd, what="see different files")
     with group.phase("reading", alike) as phase, contextlib.ExitStack() as stack:
         table = _tables(places, group.progress, stack)
@@ -145,18 +147,19 @@ def load_hf(
         phase.value = hashlib.sha256(repr(sorted(about)).encode()).hexdigest()
         loading = _Loading(module, apply, params, table)
         plan, lacking = loading.plan(names, missing, extra)
-        wanted = loading.wanted
+        wanted, others = loading.wanted, apply.elsewhere(params)
         for name, source in plan.items():
             x = wanted[name]
             check(name, x, x.shape, source.dtype, cast)
             if name in apply.buffers:
                 (raw,) = storages([x])
                 apply.buffers[name] = x = x.becomes(raw)
-            _fill(name, x, source)
+            if name not in others:
+                _fill(name, x, source)
         read = {id(c.folder): c.folder.bytes_read for c in table.values()}
         load_hf.bytes_read = sum(read.values())  # type: ignore[attr-defined]
     blank = [n for n, b in apply.buffers.items() if b.raw.is_meta]
-    restored(module, apply, params, [*lacking, *blank], mesh)
+    restored(module, apply, params, [*lacking, *blank], apply.mesh)
     return apply, params
 
 
@@ -378,8 +381,8 @@ class _Loading:
 
     @property
     def wanted(self) -> dict[str, Any]:
-        """The module's parameters and buffers."""
-        return {**self.params, **self.apply.buffers}
+        """The module's parameters, also those of other stages, and its buffers."""
+        return {**self.apply.elsewhere(self.params), **self.params, **self.apply.buffers}
 
     def plan(self, names: Names, missing: str, extra: str) -> tuple[dict[str, Origin], list[str]]:
         """Map parameter names to their chunks, and list the parameters that no file has.
@@ -400,7 +403,7 @@ class _Loading:
             )
         if words:
             raise ValueError(f"{', and '.join(words)}; there are {some(sorted(self.table))}")
-        return plan, [n for n in lacking if n in self.params]
+        return plan, [n for n in lacking if n not in self.apply.buffers]
 
     def _lacking(self, plan: Mapping[str, Origin]) -> list[str]:
         """List the names without a source whose values neither a file nor the module has."""

@@ -80,6 +80,7 @@ class Outer:
     ``tied``     names that several places hold, each in a bucket of its own.
     ``copies``   those that another place than this rank's counts.
     ``staged``   whether a module was cut into stages on it.
+    ``frozen``   whether no parameter of this rank's stages is trained, and others are.
     """
 
     mesh: "Mesh"
@@ -88,6 +89,7 @@ class Outer:
     tied: set[str] = field(default_factory=set)
     copies: set[str] = field(default_factory=set)
     staged: bool = False
+    frozen: bool = False
 
     def hold(self, model: object, holders: Mapping[str, tuple[int, ...]], here: int) -> None:
         """Note which places hold the parameters of a model.

@@ -7,7 +7,7 @@ multiplied with are gathered ahead.  The caller's module keeps its own tensors.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -194,6 +194,14 @@ class Apply(Calls):
         """Have the stages of a pipeline run these submodules, each its own."""
         self.stages = pipeline
         self.copies.ask(units)
+
+    def elsewhere(self, params: Container[str]) -> dict[str, ShardedTensor]:
+        """Return the parameters that stages of other ranks alone hold, without values."""
+        whole = getattr(self.stages, "whole", {})
+        others = {n: x for n, x in whole.items() if n not in params}
+        return {
+            n: ShardedTensor(x.raw, x.place._replace(mesh=self.mesh)) for n, x in others.items()
+        }
 
     def __copy__(self) -> "Apply":
         """Share the tree and the buffers."""

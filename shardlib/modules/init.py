@@ -3,11 +3,13 @@
 Every submodule's own code runs, ``reset_parameters`` or the model's ``_init_weights``, with sharded
 parameters in place of its own.  It fills blocks by global position, so the values are the same
 under every layout and mesh, and no rank holds a whole tensor, except in ``orthogonal_`` and
-temporaries of that code itself.
+temporaries of that code itself.  Random keys of a submodule do not depend on the draws of others,
+so that a stage of a pipeline runs the code of its own submodules alone.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,14 +24,19 @@ from shardlib.memory_sharing import writes
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
 from shardlib.modules.apply import Apply, needed
 from shardlib.modules.copies import swapped
-from shardlib.modules.parallelize import placed
+from shardlib.modules.parallelize import CutsIntoStages, placed
 from shardlib.modules.remat import Remat
 from shardlib.modules.rules import LogicalAxes, Named, Rules, matches
 from shardlib.placing import lengthened, reshard, shard
-from shardlib.random import next_key, rewind, rewound, seeded
+from shardlib.random import Draws, next_key, rewind, rewound, seeded
 from shardlib.tensor import Place, ShardedTensor, promoting, real_axes, replicated
 
 Fill = Mapping[Any, Callable[[Tensor], Any] | Tensor]
+Keys = Iterator[AbstractContextManager[None]]
+"""Contexts in each of which the random keys are others, whether or not one is entered."""
+
+_MOST_KEYS = 1 << 20
+"""Number of random keys that one submodule may draw."""
 
 
 def init(
@@ -43,6 +50,7 @@ def init(
     pad: bool = False,
     remat: Remat = (),
     fill: Fill | None = None,
+    stages: CutsIntoStages | None = None,
 ) -> tuple[Apply, dict[str, ShardedTensor]]:
     """Make ``(apply, params)`` as ``parallelize`` does, with fresh values, drawn shard by shard.
 
@@ -70,16 +78,18 @@ def init(
     ...     sl.typeof(params["0.weight"]), apply(params, torch.ones(2, 8)).shape
     ('f32[16@x, 8]', torch.Size([2, 16]))
     """
-    mesh = as_mesh(mesh)
-    apply, params = placed(
-        module, rules, mesh=mesh, axes=axes, inputs=inputs, pad=pad, remat=remat, blank=True
-    )
+    place = placed if stages is None else stages.parallelized
+    apply, params = place(
+        module, rules, mesh=as_mesh(mesh), src=None, axes=axes, inputs=inputs, pad=pad,
+        remat=remat, blank=True,
+    )  # fmt: skip
+    mesh = apply.mesh
     if not holds_values(mesh):
         return apply, params
     apply.buffers = {n: _blank(b, mesh) if b.raw.is_meta else b for n, b in apply.buffers.items()}
     tensors: dict[str, ShardedTensor] = {**params, **apply.buffers}
     with seeded(mesh, seed):
-        todo = _Unwritten(module, tensors, mesh, {})
+        todo = _Unwritten(module, tensors, mesh, apply.elsewhere(params))
         missing = _write(apply, todo, fill or {})
     if missing:
         zeros = ", ".join(f"{n!r}: torch.nn.init.zeros_" for n in missing)
@@ -103,9 +113,10 @@ def restored(
     if not names:
         return
     apply.buffers |= {n: _blank(apply.buffers[n], mesh) for n in names if n in apply.buffers}
-    every = {**params, **apply.buffers}
+    every, others = {**params, **apply.buffers}, apply.elsewhere(params)
     aside = {n: torch.empty_like(x, device="meta") for n, x in _real(module).items()}
-    todo = _Unwritten(module, {n: every[n] for n in names}, mesh, aside)
+    aside |= {n: others[n] for n in names if n in others}
+    todo = _Unwritten(module, {n: every[n] for n in names if n in every}, mesh, aside)
     if missing := _write(apply, todo, {}):
         fix = f"apply.buffers[{missing[0]!r}] = sl.shard(value, '...')"
         raise _valueless(missing, "no file, and no", op="load_hf", mesh=mesh, fix=fix)
@@ -120,12 +131,13 @@ def _write(apply: Apply, todo: "_Unwritten", fill: Fill) -> list[str]:
 
     Return the names of those that got none.
     """
-    with torch.no_grad(), _alike(todo.mesh):
-        for sub, owner, names in _submodules(todo.module, "", None, set()):
+    with torch.no_grad(), _keys(todo.mesh) as keys:
+        for path, sub, owner, names in _submodules(todo.module, "", None, set()):
             own = [n for n in (apply.tied.get(n, n) for n in names) if n in todo.tensors]
-            if own or not todo.aside:
-                todo.run(own, partial(_initialise, todo, own, sub, owner))
-        todo.fill(fill)
+            with next(keys):
+                if own or any(n.startswith(path) for n in todo.tensors):
+                    todo.run(own, partial(_initialise, todo, own, sub, owner))
+        todo.fill(fill, keys)
         todo.keep()
     return todo.names(todo.tensors)
 
@@ -147,15 +159,17 @@ def _blank(b: ShardedTensor, mesh: Mesh) -> ShardedTensor:
 
 def _submodules(
     sub: nn.Module, path: str, owner: nn.Module | None, seen: set[nn.Module]
-) -> Iterator[tuple[nn.Module, nn.Module | None, list[str]]]:
-    """List (submodule, module whose ``_init_weights`` fills it, its own tensors), children first."""
+) -> Iterator[tuple[str, nn.Module, nn.Module | None, list[str]]]:
+    """List (path, submodule, module whose ``_init_weights`` fills it, its own tensors), children
+    first.
+    """
     seen.add(sub)
     owner = sub if _initialises(sub) else owner
     for name, child in sub.named_children():
         if child not in seen:
             yield from _submodules(child, f"{path}{name}.", owner, seen)
     own = {**sub._parameters, **sub._buffers}
-    yield sub, owner, [f"{path}{n}" for n, x in own.items() if x is not None]
+    yield path, sub, owner, [f"{path}{n}" for n, x in own.items() if x is not None]
 
 
 def _initialises(module: nn.Module) -> bool:
@@ -248,21 +262,23 @@ class _Unwritten:
             return
         raise refusals[0]
 
-    def fill(self, fill: Fill) -> None:
+    def fill(self, fill: Fill, keys: Keys) -> None:
         """Give the values that the caller names by patterns."""
+        every = {**self.aside, **self.tensors}
         for i, (pattern, value) in enumerate(fill.items()):
-            names = [n for n, t in self.tensors.items() if matches(pattern, n, t)]
+            names = [n for n in _real(self.module) if matches(pattern, n, every[n])]
             if not names:
-                near = similar(str(pattern), list(self.tensors), 1, 0.0)
+                near = similar(str(pattern), list(every), 1, 0.0)
                 why = f"fill: {pattern!r} matches no parameter or buffer"
-                given = {"tensors": ", ".join(self.tensors)}
+                given = {"tensors": ", ".join(every)}
                 fix = f"fill = {{{(near or ['*'])[0]!r}: fill.pop(list(fill)[{i}]), **fill}}"
                 raise UnknownParameter(why, op="init", operands=given, fix=fix)
-            for name in names:
-                to = self.tensors[name]
-                with promoting():
-                    to.copy_(value) if isinstance(value, Tensor) else value(to)
-                self.written.add(name)
+            for name, own in zip(names, keys, strict=False):
+                if name in self.tensors:
+                    to = self.tensors[name]
+                    with own, promoting():
+                        to.copy_(value) if isinstance(value, Tensor) else value(to)
+                    self.written.add(name)
 
     def keep(self) -> None:
         """Keep a constructor's value of each tensor that the module's initialisation left out."""
@@ -297,14 +313,22 @@ class _Unwritten:
 
 
 @contextmanager
-def _alike(mesh: Mesh) -> Iterator[None]:
-    """Draw plain tensors in the modules' code alike on every rank.
+def _keys(mesh: Mesh) -> Iterator[Keys]:
+    """Draw from the mesh's stream in the contexts that it gives, which stands after them at last."""
+    places = itertools.count(Draws.begun(mesh), _MOST_KEYS)
+    yield (_alike(mesh, first) for first in places)
+    Draws.passed(mesh, next(places))
+
+
+@contextmanager
+def _alike(mesh: Mesh, first: int) -> Iterator[None]:
+    """Draw from a place of the mesh's stream, and plain tensors alike on every rank.
 
     The state of torch's generators is restored afterwards.
     """
     own = [] if mesh.device.type in ("cpu", "meta") else [mesh.device]
     kind: Any = {"device_type": mesh.device.type} if own else {}
-    with torch.random.fork_rng(own, **kind):
+    with torch.random.fork_rng(own, **kind), Draws(mesh, first).used():
         key = next_key(mesh)
         torch.default_generator.manual_seed(key)
         for device in own:

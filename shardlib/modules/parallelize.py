@@ -44,8 +44,9 @@ class CutsIntoStages(Protocol):
     """Type of ``stages=``: see ``sl.Stages``."""
 
     def parallelized(
-        self, module: nn.Module, rules: Rules, *, mesh: Mesh, src: int | None, **given: object
-    ) -> tuple[Apply, dict[str, ShardedTensor]]:
+        self, module: nn.Module, rules: Rules, *, mesh: Mesh, src: int | None,
+        blank: bool = False, **given: object,
+    ) -> tuple[Apply, dict[str, ShardedTensor]]:  # fmt: skip
         """Return the call and the parameters of the stages that run here."""
         ...
 

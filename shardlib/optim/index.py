@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardlib.collectives import agreed
 from shardlib.errors import PlainTensor, ShardError, Unsupported
-from shardlib.grad import frozen
+from shardlib.grad import frozen, stage_mesh
 from shardlib.mesh import Mesh
 from shardlib.optim.buckets import Buckets, Hops, Index, Item, State, Tree, index, overlap
 from shardlib.optim.precision import Master, ZeroState
@@ -190,7 +190,8 @@ class IndexCache:
 
         If ``leaves`` are all, also frozen ones, the frozen ones get buckets of their own.
         """
-        paths, order, words = _named(params, self.groups)
+        kept = [i for i, f in enumerate(held) if not f or len(held) == len(leaves)]
+        paths, order, words = _named(params, self.groups, kept)
         if self.apart:
             words = list(zip(_groups(paths, order), words, strict=True))
         if (outer := stages_around(leaves[:1])) is not None and outer.tied:
@@ -199,7 +200,15 @@ class IndexCache:
             words = [(w, "tied", n) if n in outer.tied else w for w, n in rows]
         if any(held) and len(held) == len(leaves):
             words = [(w, "frozen") if f else w for w, f in zip(words, held, strict=True)]
-        mesh, items = _items(leaves, paths, words, self.how.hops)
+        items = _items(leaves, paths, words, self.how.hops)
+        # a stage may have no parameters, or train none
+        mesh = leaves[0].mesh if leaves else stage_mesh(params)
+        if mesh is None:
+            raise ShardError(
+                "there are no parameters",
+                op="zero",
+                fix="apply, params = sl.parallelize(module, rules); state = tx.init(params)",
+            )
         where = theirs or self.found.get(items)
         if where is None:
             # until a backward has been recorded, gradients come in reverse module order
@@ -254,14 +263,15 @@ class IndexCache:
         self.last.pop("tree", None)
 
 
-def _named(params: Tree, groups: Any) -> tuple[list[str], tuple[int, ...], list[Any]]:
-    """Return the trained leaves' paths, their numbers in insertion order, and their groups.
+def _named(
+    params: Tree, groups: Any, kept: list[int]
+) -> tuple[list[str], tuple[int, ...], list[Any]]:
+    """Return the kept leaves' paths, their numbers in insertion order, and their groups.
 
     optree sorts dicts by key; their insertion order is that of the modules.
     """
     paths, every, _ = optree.tree_flatten_with_path(params, none_is_leaf=True)
     leaves, tree = optree.tree_flatten(params)
-    kept = [i for i, f in enumerate(frozen(leaves)) if not f]
     number = {at: i for i, at in enumerate(kept)}
     numbers: Any = optree.tree_unflatten(tree, range(len(leaves)))
     with optree.dict_insertion_ordered(True, namespace="shardlib"):
@@ -311,9 +321,7 @@ def _groups(paths: Sequence[str], order: Sequence[int]) -> list[str]:
     return out
 
 
-def _items(
-    leaves: list[Any], paths: list[str], words: list[Any], hops: Hops
-) -> tuple[Mesh, tuple[Item, ...]]:
+def _items(leaves: list[Any], paths: list[str], words: list[Any], hops: Hops) -> tuple[Item, ...]:
     items: list[Item] = []
     values: dict[int, int] = {}
     for i, (p, path, word) in enumerate(zip(leaves, paths, words, strict=True)):
@@ -334,13 +342,7 @@ def _items(
         value = values.setdefault(id(p.raw), i)
         layout = p.sharding.bare
         items.append(Item(path, shape, p.raw.dtype, axes, value, place, whole, word, layout, tiled))
-    if not leaves:
-        raise ShardError(
-            "there are no parameters",
-            op="zero",
-            fix="apply, params = sl.parallelize(module, rules); state = tx.init(params)",
-        )
-    return leaves[0].mesh, tuple(items)
+    return tuple(items)
 
 
 def changed(old: Sequence[Item], new: Sequence[Item], mesh: Mesh) -> ShardError:

@@ -123,7 +123,7 @@ class SplitState:
         Both are cached while no parameter is moved; under simulate the parts are copies.
         """
         before, found = self.cache.last.get("flats", (None, None))
-        if before != (where, _addresses(at.raws)) or at.raws[0].is_meta:
+        if before != (where, _addresses(at.raws)) or any(x.is_meta for x in at.raws[:1]):
             # all of address 0
             flats = adopt(at.leaves, where, at.mesh)
             found = flats, own(flats, where, at.mesh)
@@ -194,7 +194,7 @@ class SplitState:
         dtypes = [(t.dtype, wider(t.dtype) if exact else t.dtype) for t in like]
         if {t.dtype for t in like} == {wire}:
             wire = None
-        return Sink(where, mesh, memory, dtypes, device=like[0].device, wire=wire, **more)
+        return Sink(where, mesh, memory, dtypes, device=mesh.device, wire=wire, **more)
 
     def sink(self, params: Tree) -> Sink:
         """Make a sink: stage 1 keeps gradients whole, in fp32; stage 2 reduces them to parts."""
@@ -202,7 +202,7 @@ class SplitState:
         like = at.where.firsts(at.raws)
         if self.how.stage == 1:
             dtypes = [(wider(t.dtype), wider(t.dtype)) for t in like]
-            device = like[0].device
+            device = at.mesh.device
             return Sink(at.where, at.mesh, self.memory, dtypes, device=device, to="whole")
         heard = self.cache.on_arrival(at.where, at.mesh)
         # four in transit: on slow links backward must not wait for them

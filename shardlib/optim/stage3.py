@@ -456,9 +456,7 @@ class SplitParameters:
         leaves, tree = optree.tree_flatten(params)
         held = frozen(leaves)
         asked = [isinstance(x, ShardedTensor) and x.raw.requires_grad for x in leaves]
-        # detached, no leaf counts as frozen
-        every = optree.tree_map(lambda x: x.detach() if any(held) else x, params)
-        at = self.cache.index(every, optree.tree_leaves(every), held, tree)
+        at = self.cache.index(params, leaves, held, tree)
         out = Parts(dict(parts_of(at.leaves, at.where, at.mesh)), at.where, at.mesh)
         for bucket in at.where:
             flags = {asked[i] for s in bucket.slots for i in s.leaves}
@@ -501,10 +499,9 @@ def _parted(params: Tree) -> Parts:
 
 def _trained(params: Buckets) -> Buckets:
     """Return the buckets that are trained."""
-    asked = {x.requires_grad for x in params.values()}
-    if len(asked) == 1:
-        return params
     held = frozen(list(params.values()))
+    if not any(held):
+        return params
     return params.subset(tuple(n for n, f in zip(params, held, strict=True) if not f))
 
 

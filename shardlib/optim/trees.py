@@ -21,9 +21,9 @@ from shardlib.capacity import refuse_beyond
 from shardlib.collectives import blocks, played, spans_processes
 from shardlib.dtypes import HALF, wider
 from shardlib.errors import PartialEscape, ShardError
-from shardlib.grad import frozen
+from shardlib.grad import frozen, stage_mesh
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Mesh, Outer, scope
+from shardlib.mesh import Mesh, Outer
 from shardlib.ops.padding import filled
 from shardlib.optim.buckets import ALIGN as ALIGN
 from shardlib.optim.buckets import Bucket, Buckets, SlotPart, Tree, held, parts
@@ -313,14 +313,10 @@ def _differing(tree: Any, other: Any) -> str:
 def stages_around(tree: Tree) -> Outer | None:
     """Return the pipeline of which a tree's mesh is one stage, if processes run the others.
 
-    The trees of these ranks differ.  One without leaves is of the mesh in scope, or a stage of it.
+    The trees of these ranks differ.
     """
-    if leaves := optree.tree_leaves(tree):
-        outer = leaves[0].place.mesh.outer if isinstance(leaves[0], ShardedTensor) else None
-    else:
-        mesh = getattr(tree, "mesh", None) or scope().mesh
-        known = () if mesh is None else (mesh, *mesh.stages.values())
-        outer = next((m.outer for m in known if m.outer is not None), None)
+    mesh = stage_mesh(tree)
+    outer = None if mesh is None else mesh.outer
     return outer if outer is not None and spans_processes(outer.mesh) else None
 
 

@@ -71,8 +71,9 @@ class Stages:
     blocks: Sequence[str] | None = None
 
     def parallelized(
-        self, module: nn.Module, rules: Any, *, mesh: Mesh, src: int | None, **given: Any
-    ) -> tuple[Apply, dict[str, ShardedTensor]]:
+        self, module: nn.Module, rules: Any, *, mesh: Mesh, src: int | None,
+        blank: bool = False, **given: Any,
+    ) -> tuple[Apply, dict[str, ShardedTensor]]:  # fmt: skip
         """Implement ``parallelize`` with stages: place the parameters that this rank's stages read."""
         mesh.axis_size(self.axis, "parallelize", "sl.Stages({})")
         inner = mesh.without(self.axis)
@@ -82,11 +83,13 @@ class Stages:
         pipeline = Pipeline(self, mesh, inner, paper, ranks, whole, self._blocks(module))
         first = pipeline.first_cut(module, rules, given, self._count(len(ranks)))
         own = [n for n in whole if pipeline.here & set(first.holders(n, ranks))]
-        apply, params = placed(module, rules, mesh=inner, src=src, only=own, **given)
+        apply, params = placed(module, rules, mesh=inner, src=src, only=own, blank=blank, **given)
         pipeline.apply = apply
         apply.staged(pipeline, units_of(module, pipeline.blocks))
         assert inner.outer is not None
         inner.outer.staged = True
+        trained = {n for n, x in whole.items() if x.requires_grad}
+        inner.outer.frozen = bool(trained) and trained.isdisjoint(own)
         if spans_processes(mesh):
             (here,) = pipeline.here
             holders = {n: tuple(first.holders(n, ranks)) for n in own}
@@ -271,12 +274,12 @@ class Pipeline:
     def completed(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parameters with NaN for those of other stages."""
         found = dict(params)
-        like = next(iter(params.values()))
+        mesh = next((x.mesh for x in params.values()), self.inner)
         for name, x in self.whole.items():
             if name not in found:
                 spec = spec_of(x)
-                ghost = nan(spec.dtype, like.mesh).expand(spec.block(like.mesh))
-                found[name] = spec.value(ghost, like.mesh)
+                ghost = nan(spec.dtype, mesh).expand(spec.block(mesh))
+                found[name] = spec.value(ghost, mesh)
         return found
 
     def step(
@@ -311,12 +314,13 @@ class Pipeline:
 
 
 def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:
-    """Refuse parameters of which none is trained here, and some are at other stages."""
-    asks = [x.requires_grad for x in optree.tree_leaves(params)]
+    """Refuse leaves that all were frozen after the module was cut: other stages are trained."""
+    leaves = optree.tree_leaves(params)
     trains = any(x.requires_grad for x in pipeline.whole.values())
-    if spans_processes(pipeline.mesh) and trains and not any(asks):
+    held = any(x.requires_grad for x in leaves) or all(frozen(leaves))
+    if spans_processes(pipeline.mesh) and trains and not held:
         why = "all parameters of this rank's stages are frozen, and others are trained"
-        fix = f"sl.Stages({pipeline.stages.axis!r}, cut=[...])  # with a trained block in each"
+        fix = "module.get_submodule(name).requires_grad_(False)  # before sl.parallelize"
         raise Unsupported(why, op="value_and_grad", mesh=pipeline.mesh, fix=fix)
 
 

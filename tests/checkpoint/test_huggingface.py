@@ -266,6 +266,37 @@ def test_what_is_missing_is_named_or_drawn(tmp_path: Path) -> None:
         assert torch.equal(embed, dense.get_parameter("model.embed_tokens.weight"))
 
 
+def _in_stages(folder: str) -> tuple[dict[str, torch.Tensor], int, torch.Tensor]:
+    """Values here, the bytes that were read for them, and the model's output."""
+    stages = sl.Stages("pipe") if "pipe" in sl.current_mesh() else None
+    torch.manual_seed(1)
+    apply, params = sl.load_hf(
+        folder, meta(llama()), [("*", "... x")], missing="init", stages=stages
+    )
+    values = {n: sl.unshard(t).detach() for n, t in {**params, **apply.buffers}.items()}
+    return values, sl.load_hf.bytes_read, logits(apply, params)  # type: ignore[attr-defined]
+
+
+def test_a_rank_reads_and_draws_the_values_of_its_stages_alone(pool: Any, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    for lacking in "layers.0.self_attn.q_proj", "layers.1.mlp.up_proj":
+        del held[f"model.{lacking}.weight"]
+    save_file(held, tmp_path / "model.safetensors")
+    with sl.simulate(x=2):
+        want, whole, out = _in_stages(str(tmp_path))
+    found = pool.run(_in_stages, str(tmp_path), pipe=2, x=2)
+    for values, read, there in found:
+        assert values and all(torch.equal(x, want[n]) for n, x in values.items())
+        # half of the ranks' half, and tables that every rank reads
+        assert read < 0.4 * whole
+        torch.testing.assert_close(there, out, rtol=1e-5, atol=1e-5)
+    assert {n for values, *_ in found for n in values} == want.keys()
+    with sl.simulate(pipe=2, x=2):
+        values, _, _ = _in_stages(str(tmp_path))
+        assert all(torch.equal(x, want[n]) for n, x in values.items())
+
+
 def test_a_cast_is_asked_for_and_padding_is_zero(tmp_path: Path) -> None:
     save_file({"weight": torch.arange(21.0).reshape(7, 3).bfloat16()}, tmp_path / "one.safetensors")
     with torch.device("meta"):

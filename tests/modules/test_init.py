@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig, ViTConfig
+from transformers import (
+    AutoModel,
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    ViTConfig,
+)
 
 import shardlib as sl
 from shardlib.errors import ShardError, UnknownParameter
@@ -103,6 +110,70 @@ def test_real_ranks_draw_what_simulated_ranks_draw(pool: Any) -> None:
     for got in pool.run(everything, x=2, y=2):
         for a, b in zip(got, want, strict=True):
             assert all(torch.equal(a[n], b[n]) for n in b)
+
+
+class Ends(nn.Module):
+    """Own parameters that the first and the last stage read, filled by one function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def reset_parameters(self) -> None:
+        for p in self.first, self.blocks[2].weight, self.last:
+            nn.init.normal_(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.first
+        for block in self.blocks:
+            x = block(x)
+        return x * self.last
+
+
+STAGED: dict[str, Any] = {
+    "ends": Ends,
+    "llama": lambda: AutoModel.from_config(
+        LlamaConfig(vocab_size=64, pad_token_id=0, **(SMALL | {"num_hidden_layers": 4}))
+    ),
+    # a block fills the weights of its submodules
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+    ),
+}
+FILLS: dict[str, Any] = {"ends": {"blocks.*.bias": nn.init.normal_}}
+
+
+def in_stages(name: str) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Values here, the bytes of all blocks made meanwhile, and a draw afterwards."""
+    with torch.device("meta"):
+        model = STAGED[name]()
+    stages = sl.Stages("pipe") if "pipe" in sl.current_mesh() else None
+    rules = [("*", "... x")]
+    apply, params = sl.init(model, rules, None, fill=FILLS.get(name), stages=stages)
+    values = {n: sl.unshard(t).detach() for n, t in {**params, **apply.buffers}.items()}
+    after = torch.rand_like(sl.shard(torch.zeros(4), "...", apply.mesh)).raw.flatten()[0].item()
+    held = sum(p.raw.nbytes for p in params.values())
+    return values, held, after
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_rank_draws_the_values_of_its_stages_alone(name: str, pool: Any) -> None:
+    torch.manual_seed(0)
+    with sl.simulate(x=1):
+        want, every, after = in_stages(name)
+    torch.manual_seed(0)
+    with sl.simulate(pipe=2, x=2):
+        simulated, _, drawn = in_stages(name)
+    assert drawn == after and simulated.keys() == want.keys()
+    assert all(torch.equal(simulated[n], x) for n, x in want.items())
+    found = pool.run(in_stages, name, pipe=2, x=2)
+    for values, held, drawn in found:
+        assert drawn == after and held < every / 2
+        assert all(torch.equal(x, want[n]) for n, x in values.items())
+    assert {n for values, *_ in found for n in values} == want.keys()
+    tied = want["transformer.wte.weight"].nbytes if name == "gpt2" else 0
+    assert sum(held for _, held, _ in found) == every + tied
 
 
 class _Largest(TorchDispatchMode):

@@ -167,6 +167,53 @@ def test_a_stage_keeps_the_micro_batches_of_its_table(
         assert max(most) <= table.held(rank) <= sum(most)
 
 
+def _partly(split: int | None, *frozen: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train a net with frozen modules, or none in its second half, for three steps.
+
+    Return norms and the parameters held here.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 4), *[nn.Linear(4, 4) for _ in range(3)]).double()
+    for name in frozen:
+        net.get_submodule(name).requires_grad_(False)
+    if not frozen:
+        net[2], net[3] = nn.Tanh(), nn.Tanh()
+    ids = torch.arange(16) % 8
+    order = "zb" if split == 2 else "1f1b"
+    stages = sl.Stages("pipe", cut=["0", "2"], schedule=order, example=(ids,))
+    stages = stages if "pipe" in sl.current_mesh() else None
+    apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data"}, stages=stages)
+    tx: Any = optim.chain(optim.clip_by_global_norm(0.01), optim.adamw(1e-2))
+    into: dict[str, Any] = {}
+    if split is not None:
+        tx = optim.zero(tx, axis="data", stage=split)
+        into = {"into": tx}
+    kept: Any = tx.shard(params) if split == 3 else params
+    state, norms = tx.init(kept), []
+    step = sl.value_and_grad(lambda p, ids: apply(p, ids).square().mean(), microbatches=4, **into)
+    for _ in range(3):
+        _, grads = step(kept, ids)
+        kept, state, info = optim.step(tx, kept, grads, state, norm=True)
+        norms.append(float(info.norm))
+    if split == 3:
+        with kept.opened() as whole:
+            kept = dict(whole)
+    return norms, {n: sl.unshard(x).detach() for n, x in kept.items()}
+
+
+@pytest.mark.parametrize("split", [None, 1, 2, 3])
+@pytest.mark.parametrize("frozen", [("0", "1"), ("2", "3"), ()], ids=["first", "last", "none"])
+def test_a_stage_without_trained_parameters_takes_part(
+    split: int | None, frozen: tuple[str, ...], pool: Any
+) -> None:
+    with sl.simulate(data=1):
+        norms, want = _partly(None, *frozen)
+    for there, found in pool.run(_partly, split, *frozen, pipe=2, data=2):
+        assert there == pytest.approx(norms, rel=1e-12)
+        for n, x in found.items():
+            assert (x - want[n]).abs().max() < 1e-12, n
+
+
 class _Sour(nn.Module):
     """Raises on values that shapes do not show."""
 
