@@ -5,13 +5,12 @@ what runs: operations, bytes moved inside a stage, and tensors that a forward ke
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from shardlib._compat import tree_flatten
 from shardlib.collectives import Event, Trace, trace
@@ -21,7 +20,8 @@ from shardlib.mesh import Link, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.paths import Paths
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.pipeline.cut import Cut, Function
+from shardlib.pipeline.cut import Cut
+from shardlib.pipeline.flow import operations
 from shardlib.pipeline.forward import block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
 from shardlib.pipeline.step import PipelineStep
@@ -51,9 +51,7 @@ class _FlopMeter(Live):
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        self.flops += operations(func, out, args, kwargs or {})
         return out
 
 
@@ -79,7 +77,7 @@ class _PaperStep(PipelineStep):
     """
 
     def __init__(
-        self, pipeline: Any, f: Function, given: tuple[Args, Kwargs], cuts: Sequence[Cut],
+        self, pipeline: Any, f: Callable[..., Any], given: tuple[Args, Kwargs], cuts: Sequence[Cut],
         table: PipelineSchedule, tx: Any, parts: bool,
     ) -> None:  # fmt: skip
         axes = {pipeline.stages.axis: table.size, **pipeline.paper.axes}
@@ -168,7 +166,7 @@ class _PaperStep(PipelineStep):
 
 
 def explained(
-    pipeline: Any, f: Function, given: tuple[Args, Kwargs], cuts: Sequence[Cut], table: PipelineSchedule,
+    pipeline: Any, f: Callable[..., Any], given: tuple[Args, Kwargs], cuts: Sequence[Cut], table: PipelineSchedule,
     tx: Any, cluster: Cluster, parts: bool = False,
 ) -> PipelineExplanation:  # fmt: skip
     """Explain a step: ``given`` are the arguments of its first micro-batch, on shapes.

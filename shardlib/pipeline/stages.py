@@ -31,7 +31,7 @@ from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.prices import explained
 from shardlib.pipeline.schedules import PipelineSchedule, placing, schedule
 from shardlib.pipeline.step import PipelineStep, forward_only
-from shardlib.pipeline.units import blocks_of, units_of, weights
+from shardlib.pipeline.units import blocks_of, units_of
 from shardlib.planning.cluster import Cluster
 from shardlib.planning.constant_folding import Answers, Known
 from shardlib.planning.explain import on_paper
@@ -44,8 +44,9 @@ class Stages:
     """Cut of a module into stages along a mesh axis, and the order in which micro-batches run.
 
     ``axis``      the mesh axis; layouts use the others.
-    ``cut``       "auto": as many stages as the schedule places on the axis, with blocks dealt by
-                  their parameters; a number of stages; or the name of the first block of each.
+    ``cut``       "auto": as many stages as the schedule places on the axis, with blocks dealt so
+                  that the slowest stage has as few operations as possible; a number of stages; or
+                  the name of the first block of each.
     ``per_rank``  stages on each rank: more than one for "interleaved".
     ``schedule``  "gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev", or one of your own, see
                   ``sl.extend.schedule``.
@@ -159,7 +160,6 @@ class Pipeline:
     ranks: Sequence[int]
     whole: Params
     blocks: Sequence[str]
-    price: Mapping[str, float] = field(default_factory=dict)
     begins: Sequence[UnitCall] = ()
     apply: Any = None
     first: Cut = field(init=False)
@@ -199,7 +199,6 @@ class Pipeline:
         alone = record(device=self.inner.device_type, **dict.fromkeys(self.inner.axes, 1))
         apply, params = placed(module, rules, mesh=alone, blank=True, **given)
         units = units_of(module, self.blocks)
-        self.price = weights(module, units)
         apply.staged(self, units)
         failed: Exception | None = None
         own = self.stages.example
@@ -265,7 +264,7 @@ class Pipeline:
                     # the whole runs first, and its stages ask for the same values
                     known.answers.closed = True
 
-            cut = Cutting(run, params, inputs, paper, self.blocks, stages, self.price).cut()
+            cut = Cutting(run, params, inputs, paper, self.blocks, stages).cut()
             return cut, known.answers
 
     # ------------------------------------------------------------ runs
