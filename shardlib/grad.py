@@ -155,7 +155,7 @@ def value_and_grad(
     parts = _Parts(f, microbatches, weigh, axes, into)
 
     def run(*args: object, **kwargs: object) -> tuple[Any, Any]:
-        if microbatches is not None or (args and _stage_of(args[0]) is not None):
+        if microbatches is not None or (args and staged_mesh(args[0]) is not None):
             _check_parts(microbatches, has_aux, argnums)
             return parts(args[0], args[1:], kwargs)
         value, grads = _run(f, numbers, has_aux, axes, into, args, kwargs)
@@ -478,7 +478,7 @@ def stage_mesh(tree: Any) -> Mesh | None:
     return next((m for m in known if m is not None and m.outer is not None), None)
 
 
-def _stage_of(params: Any) -> Mesh | None:
+def staged_mesh(params: Any) -> Mesh | None:
     """Return the mesh of the parameters, if modules were cut into stages on it."""
     mesh = stage_mesh(params)
     return mesh if mesh is not None and mesh.outer is not None and mesh.outer.staged else None
@@ -522,7 +522,7 @@ class _Parts:
     pipeline: Any = None
 
     def __call__(self, params: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-        stage = _stage_of(params)
+        stage = staged_mesh(params)
         batch = MicroBatches(args, kwargs, self.count or 1, self.weigh, stage)
         sink = None if self.into is None else _sink(self.into, params, False)
         with within(), within(mesh=stage or scope().mesh):
@@ -530,20 +530,21 @@ class _Parts:
             if stage is None:
                 loss = _accumulated(self.f, batch, sums)
             else:
-                self.pipeline = self.pipeline or self._reached(params, batch)
+                self.pipeline = self.pipeline or pipeline_of(self.f, params, batch)
                 loss = self.pipeline.step(self.f, params, batch, sums)
             return loss, sums.finish()
 
-    def _reached(self, params: Any, batch: MicroBatches) -> Any:
-        """Return the module with stages that the loss calls.  Raises: ShardError for none."""
-        args, kwargs = batch[0]
-        try:
-            with within(stage=_Search()):
-                self.f(params, *args, **kwargs)
-        except _Reached as found:
-            return found.args[0]
-        why = "the parameters are those of stages, and the loss calls no module that has stages"
-        raise _error(why, "loss = lambda params, *batch: apply(params, *batch).mean()")
+
+def pipeline_of(f: Callable[..., Any], params: Any, batch: MicroBatches) -> Any:
+    """Return the module with stages that a loss calls.  Raises: ShardError for none."""
+    args, kwargs = batch[0]
+    try:
+        with within(stage=_Search()):
+            f(params, *args, **kwargs)
+    except _Reached as found:
+        return found.args[0]
+    why = "the parameters are those of stages, and the loss calls no module that has stages"
+    raise _error(why, "loss = lambda params, *batch: apply(params, *batch).mean()")
 
 
 def _accumulated(f: Callable[..., Any], batch: MicroBatches, sums: GradientSums) -> Any:

@@ -41,7 +41,7 @@ from shardlib.errors import mesh_text
 from shardlib.mesh import Mesh, scope, within
 from shardlib.optim.step import GivenUp
 from shardlib.optim.transform import Transform
-from shardlib.planning.explain import Explanation
+from shardlib.planning.explanation import Explanation
 from shardlib.seeing.timeline import Timeline
 from shardlib.tensor import promoting
 

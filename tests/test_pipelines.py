@@ -18,7 +18,7 @@ NUMBER = re.compile(r"\d+\.\d+")
 RULES = [("*", "...")]
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(7))
 def test_the_page_prints_what_stands_below_its_blocks(
     number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

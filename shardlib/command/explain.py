@@ -6,7 +6,8 @@ from shardlib.command.config import Config, answer, takes_file
 from shardlib.command.from_config import batches, built, mesh_of, rows_of
 from shardlib.command.train import checked
 from shardlib.mesh import use_mesh
-from shardlib.planning.explain import Explanation, explain
+from shardlib.planning.explain import explain
+from shardlib.planning.explanation import Explanation
 
 
 def add(parser: argparse.ArgumentParser) -> None:

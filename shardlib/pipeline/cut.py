@@ -8,6 +8,7 @@ special cases.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import optree
@@ -96,8 +97,8 @@ class Cutting:
     """A function that is cut: on a mesh of shapes, with its blocks and where each stage begins.
 
     ``inputs``  the function's second argument, a tree.
-    ``stages``  how many, dealt by the ``price`` of the units; or the first block of each, by name
-                or as the call with which it begins.
+    ``stages``  how many, dealt so that the slowest takes as little time as possible; or the first
+                block of each, by name or as the call with which it begins.
     """
 
     f: Function
@@ -106,13 +107,12 @@ class Cutting:
     mesh: Mesh
     blocks: Sequence[str]
     stages: int | Sequence[str | UnitCall]
-    price: Mapping[str, float]
 
     def cut(self) -> Cut:
         """Return the cut.  Raises: ShardError where a stage would lack what it needs."""
         whole = WholeForward(CallRecord())
         reads, loss, draws = self._whole(whole)
-        owner = self._owners(whole.calls)
+        owner = self._owners(whole.calls, whole.flops)
         _refuse_strays(whole.flow, owner)
         count = self.stages if isinstance(self.stages, int) else len(self.stages)
         needs: list[list[Output]] = [[] for _ in range(count)]
@@ -165,7 +165,7 @@ class Cutting:
         with within(stage=whole):
             ends = self._run(whole.flow, lambda found: out.append(found) or found)
             # dependences are found by a backward, in which regions of remat draw again
-            draws = whole.drawn
+            draws, whole.flops = whole.drawn, whole.flow.flops
             for x in ends:
                 whole.flow.read(x, None)
             return whole.flow.of(ends), out[0], draws
@@ -180,7 +180,7 @@ class Cutting:
                 raise _error(f"stage {stage.number} never made {missing[0].call}")
             return stage.flow.of(ends)
 
-    def _owners(self, calls: CallRecord) -> dict[UnitCall, int]:
+    def _owners(self, calls: CallRecord, flops: float) -> dict[UnitCall, int]:
         """Deal the calls to stages; a unit between two blocks goes with the block before it."""
         order, blocks = calls.order, set(self.blocks)
         at = [i for i, c in enumerate(order) if c.unit in blocks and c not in calls.free]
@@ -188,7 +188,7 @@ class Cutting:
             named = ", ".join(self.blocks) or "the module"
             raise _error(f"no block of {named} was called on what depends on parameters")
         owner: dict[UnitCall, int] = {}
-        stage, begins = 0, self._begins(order, at)
+        stage, begins = 0, self._begins(calls, at, flops)
         for i, c in enumerate(order):
             if i in begins:
                 stage = begins[i]
@@ -202,8 +202,9 @@ class Cutting:
             raise _error(f"stage {min(empty)} has no call that depends on parameters")
         return owner
 
-    def _begins(self, order: Sequence[UnitCall], at: Sequence[int]) -> dict[int, int]:
+    def _begins(self, calls: CallRecord, at: Sequence[int], flops: float) -> dict[int, int]:
         """Return index of a call -> the stage that begins there."""
+        order = calls.order
         if not isinstance(self.stages, int):
             first = {
                 UnitCall(c, 0) if isinstance(c, str) else c: s for s, c in enumerate(self.stages)
@@ -215,10 +216,14 @@ class Cutting:
                 fix = f"sl.Stages('pipe', cut={list(self.blocks)[: len(self.stages)]})"
                 raise ShardError(why, op="parallelize", fix=fix)
             return found
-        costs = [self.price.get(order[i].unit, 0.0) for i in at]
-        # the units after the last block belong to its stage
-        costs[-1] += sum(self.price.get(c.unit, 0.0) for c in order[at[-1] + 1 :])
-        return {at[i]: s for s, i in enumerate(dealt(costs, self.stages)) if s}
+        # what is before the first block belongs to its stage, and what follows a block to the block's
+        ends = [0.0, *(calls.began[order[i]] for i in at[1:]), flops]
+        costs = [after - before for before, after in pairwise(ends)]
+        return {
+            at[i]: s
+            for s, i in enumerate(dealt(costs if any(costs) else [1.0] * len(at), self.stages))
+            if s
+        }
 
 
 def _refuse_later(stage: int, needs: Sequence[Output], owner: Mapping[UnitCall, int]) -> None:

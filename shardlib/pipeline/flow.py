@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from shardlib._compat import DispatchMode, tree_flatten
 from shardlib.opspec import Args, Func, Kwargs
@@ -53,6 +54,8 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         self.strays: dict[tuple[Hashable, Hashable], None] = {}
         # an address is used again once its tensor is gone
         self.alive: list[Tensor] = []
+        # of products and attention so far
+        self.flops = 0.0
 
     def mark(self, x: Tensor, name: Hashable) -> None:
         """Give a tensor a name, under which results computed from it are found."""
@@ -120,6 +123,7 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
     ) -> object:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        self.flops += operations(func, out, args, kwargs)
         if func.overloadpacket.__name__ in _FILLS:
             return out
         operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
@@ -136,6 +140,12 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
                 if isinstance(x, Tensor):
                     self._add(x, names)
         return out
+
+
+def operations(func: Func, out: object, args: Args, kwargs: Kwargs) -> float:
+    """Count the floating point operations of an operator: of products, convolutions, attention."""
+    count = flop_registry.get(func.overloadpacket)
+    return 0.0 if count is None else count(*args, **kwargs, out_val=out)
 
 
 def _joined(names: Iterable[Names]) -> Names:

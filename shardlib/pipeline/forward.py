@@ -121,12 +121,14 @@ class CallRecord:
 
     ``inner``  for a call, those of its submodules whose hooks take outputs (path, call), as
                transformers collects hidden states and router logits.
+    ``began``  operations of the forward before each call.
     ``free``   calls that depend on no parameter and no input: every stage makes them.
     """
 
     order: list[UnitCall] = field(default_factory=list)
     returned: dict[UnitCall, Returned] = field(default_factory=dict)
     inner: dict[UnitCall, list[tuple[str, UnitCall]]] = field(default_factory=dict)
+    began: dict[UnitCall, float] = field(default_factory=dict)
     free: set[UnitCall] = field(default_factory=set)
 
     def spec(self, output: Output) -> OutputSpec:
@@ -223,10 +225,12 @@ class WholeForward(UnitForward):
     """A run of every unit on shapes, which records the calls.
 
     ``drawn``  random keys drawn so far; random.py counts them.
+    ``flops``  operations of the whole forward.
     """
 
     flow: Dependences = field(default_factory=Dependences)
     drawn: int = 0
+    flops: float = 0.0
     number = None
 
     def call(
@@ -234,6 +238,7 @@ class WholeForward(UnitForward):
     ) -> Any:
         call = self.next_call(unit)
         self.calls.order.append(call)
+        self.calls.began[call] = self.flow.flops
         before = self.drawn
         with self.hooked(call, m), self.flow.call(call):
             given = Views([*args, *kwargs.values()])

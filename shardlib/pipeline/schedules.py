@@ -377,7 +377,8 @@ def timeline(
     """Compute when each action of a schedule begins and ends.
 
     ``cost``   of an action.
-    ``hop``    the time of a transfer between two ranks, during which both compute.
+    ``hop``    the time of a transfer from a stage to another on another rank; both compute
+               meanwhile, and from one rank to another one message follows the other.
     ``needs``  the stages from which each stage receives; by default the one before.
     Raises: ShardError, with the action at which each rank waits, for a table that does not end.
 
@@ -385,25 +386,35 @@ def timeline(
     >>> round(found.bubble, 3), found.seconds, found.in_flight
     (0.111, 27.0, (4, 4, 4, 4))
     """
-    before = _inputs(s, needs)
+    before, users = _inputs(s, needs)
     begins: dict[Action, float] = {}
     ends: dict[Action, float] = {}
-    done: dict[Action, float] = {}
+    # (result, stage) -> when it is there; (rank, rank) -> until when that link carries messages
+    there: dict[tuple[Action, int], float] = {}
+    carries: dict[tuple[int, int], float] = {}
     free = [0.0] * s.size
     left = [deque(row) for row in s.tables]
 
-    def arrives(source: Action, rank: int) -> float:
-        at = s.ranks[source.stage]
-        return done[source] + (hop(at, rank) if at != rank else 0.0)
+    def sent(a: Action) -> None:
+        result, at = _result(a), s.ranks[a.stage]
+        there[result, a.stage] = ends[a]
+        for stage in users(result):
+            link = at, s.ranks[stage]
+            if link[0] == link[1]:
+                there[result, stage] = ends[a]
+                continue
+            carries[link] = max(ends[a], carries.get(link, 0.0)) + hop(a.stage, stage)
+            there[result, stage] = carries[link]
 
     progress = True
     while progress:
         progress = False
         for rank, row in enumerate(left):
-            while row and all(source in done for source in before(row[0])):
+            while row and all((x, row[0].stage) in there for x in before(row[0])):
                 a, progress = row.popleft(), True
-                begins[a] = max([free[rank], *(arrives(x, rank) for x in before(a))])
-                ends[a] = done[_result(a)] = free[rank] = begins[a] + cost(a)
+                begins[a] = max([free[rank], *(there[x, a.stage] for x in before(a))])
+                ends[a] = free[rank] = begins[a] + cost(a)
+                sent(a)
     if any(left):
         stuck = [f"rank {r} at {row[0]}" for r, row in enumerate(left) if row]
         raise _refused(f"{s.name} does not end: {', '.join(stuck)} wait for each other")
@@ -416,8 +427,10 @@ def _result(a: Action) -> Action:
     return a._replace(kind="I") if a.kind == "B" else a
 
 
-def _inputs(s: PipelineSchedule, needs: Needs | None) -> Callable[[Action], Row]:
-    """Return the function from an action to those whose results it takes."""
+def _inputs(
+    s: PipelineSchedule, needs: Needs | None
+) -> tuple[Callable[[Action], Row], Callable[[Action], Iterable[int]]]:
+    """Return two functions: the results that an action takes, and the stages that take a result."""
     sources = {t: [t - 1] for t in range(1, s.stages)} if needs is None else needs
     targets = defaultdict(list)
     for t, stages in sources.items():
@@ -431,7 +444,12 @@ def _inputs(s: PipelineSchedule, needs: Needs | None) -> Callable[[Action], Row]
             return [a._replace(kind="I")]
         return [a._replace(kind="F"), *(Action("I", t, a.micro) for t in targets[a.stage])]
 
-    return before
+    def users(result: Action) -> Iterable[int]:
+        if result.kind == "F":
+            return targets[result.stage]
+        return sources.get(result.stage, ()) if result.kind == "I" else ()
+
+    return before, users
 
 
 # ------------------------------------------------------------ proof

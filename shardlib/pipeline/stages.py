@@ -5,8 +5,8 @@ that was cut: which rank runs which stage, and the cut of each function of it, k
 its inputs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -28,11 +28,14 @@ from shardlib.modules.parallelize import placed
 from shardlib.opspec import Args, Kwargs
 from shardlib.pipeline.cut import Cut, Cutting, Params
 from shardlib.pipeline.forward import UnitCall, nan, spec_of
-from shardlib.pipeline.schedules import placing, schedule
+from shardlib.pipeline.prices import explained
+from shardlib.pipeline.schedules import PipelineSchedule, placing, schedule
 from shardlib.pipeline.step import PipelineStep, forward_only
-from shardlib.pipeline.units import blocks_of, units_of, weights
+from shardlib.pipeline.units import blocks_of, units_of
+from shardlib.planning.cluster import Cluster
 from shardlib.planning.constant_folding import Answers, Known
 from shardlib.planning.explain import on_paper
+from shardlib.planning.explanation import PipelineExplanation
 from shardlib.tensor import ShardedTensor
 
 
@@ -41,8 +44,9 @@ class Stages:
     """Cut of a module into stages along a mesh axis, and the order in which micro-batches run.
 
     ``axis``      the mesh axis; layouts use the others.
-    ``cut``       "auto": as many stages as the schedule places on the axis, with blocks dealt by
-                  their parameters; a number of stages; or the name of the first block of each.
+    ``cut``       "auto": as many stages as the schedule places on the axis, with blocks dealt so
+                  that the slowest stage has as few operations as possible; a number of stages; or
+                  the name of the first block of each.
     ``per_rank``  stages on each rank: more than one for "interleaved".
     ``schedule``  "gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev", or one of your own, see
                   ``sl.extend.schedule``.
@@ -95,6 +99,10 @@ class Stages:
             holders = {n: tuple(first.holders(n, ranks)) for n in own}
             inner.outer.hold(pipeline, holders, here)
         return apply, params
+
+    def table(self, mesh: Mesh, micros: int) -> PipelineSchedule:
+        """Return the schedule of so many micro-batches."""
+        return schedule(self.schedule, mesh.axes[self.axis], micros, self.per_rank)
 
     def _blocks(self, module: nn.Module) -> list[str]:
         names = list(self.blocks or blocks_of(module))
@@ -155,7 +163,6 @@ class Pipeline:
     ranks: Sequence[int]
     whole: Params
     blocks: Sequence[str]
-    price: Mapping[str, float] = field(default_factory=dict)
     begins: Sequence[UnitCall] = ()
     apply: Any = None
     first: Cut = field(init=False)
@@ -195,7 +202,6 @@ class Pipeline:
         alone = record(device=self.inner.device_type, **dict.fromkeys(self.inner.axes, 1))
         apply, params = placed(module, rules, mesh=alone, blank=True, **given)
         units = units_of(module, self.blocks)
-        self.price = weights(module, units)
         apply.staged(self, units)
         failed: Exception | None = None
         own = self.stages.example
@@ -252,12 +258,7 @@ class Pipeline:
         self, f: Callable[..., Any], paper: Mesh, params: Params,
         stages: int | Sequence[Any], args: Any, kwargs: Any,
     ) -> tuple[Cut, Answers]:  # fmt: skip
-        with ExitStack() as stack:
-            stack.enter_context(paper)
-            known = stack.enter_context(Known())
-            stack.enter_context(within(traces=(), differentiated=True))
-            told, given = partial(_told, known, paper), cast(Any, (args, kwargs))
-            inputs: Any = optree.tree_map(told, given, none_is_leaf=True)
+        with _drafted(paper, args, kwargs) as (known, inputs):
 
             def run(params: Params, given: Any) -> Any:
                 try:
@@ -266,7 +267,7 @@ class Pipeline:
                     # the whole runs first, and its stages ask for the same values
                     known.answers.closed = True
 
-            cut = Cutting(run, params, inputs, paper, self.blocks, stages, self.price).cut()
+            cut = Cutting(run, params, inputs, paper, self.blocks, stages).cut()
             return cut, known.answers
 
     # ------------------------------------------------------------ runs
@@ -288,13 +289,17 @@ class Pipeline:
         """Run forward and backward of every micro-batch; gradients are added to ``sums``."""
         _refuse_all_frozen(params, self)
         cuts = [self.cut_for(f, *batch[k]) for k in range(batch.count)]
-        table = schedule(
-            self.stages.schedule,
-            self.mesh.axes[self.stages.axis],
-            batch.count,
-            self.stages.per_rank,
-        )
+        table = self.stages.table(self.mesh, batch.count)
         return PipelineStep(self, f, cuts, table, batch, sums).run()
+
+    def explained(
+        self, f: Callable[..., Any], batch: MicroBatches, tx: Any, cluster: Cluster, parts: bool
+    ) -> PipelineExplanation:
+        """Explain a step, see ``shardlib.pipeline.prices``."""
+        cuts = [self.cut_for(f, *batch[k]) for k in range(batch.count)]
+        table = self.stages.table(self.mesh, batch.count)
+        with _drafted(self.paper, *batch[0]) as (_, given):
+            return explained(self, f, given, cuts, table, tx, cluster, parts)
 
     def forward(self, params: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run forward alone; return its result on every rank.
@@ -346,6 +351,14 @@ def _shape(x: object) -> object:
     if isinstance(x, ShardedTensor):
         return x.place, x.dtype
     return (x.shape, x.dtype) if isinstance(x, Tensor) else x
+
+
+@contextmanager
+def _drafted(paper: Mesh, args: Any, kwargs: Any) -> Iterator[tuple[Known, Any]]:
+    """Open a mesh of shapes; yield the values that are known there, and the arguments on it."""
+    with paper, Known() as known, within(traces=(), differentiated=True):
+        given = cast(Any, (args, kwargs))
+        yield known, optree.tree_map(partial(_told, known, paper), given, none_is_leaf=True)
 
 
 def _told(known: Known, paper: Mesh, x: Any) -> Any:

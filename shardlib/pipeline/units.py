@@ -5,7 +5,7 @@ children of the modules around them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -94,12 +94,3 @@ def dealt(costs: Sequence[float], parts: int) -> list[int]:
             if any(begin < end for begin in best)
         }
     return best[count][1]
-
-
-def weights(module: nn.Module, units: Sequence[str]) -> Mapping[str, float]:
-    """Return the price of each unit: its parameters, without those of an embedding's table."""
-    return {
-        u: float(sum(p.numel() for p in m.parameters()))
-        for u, m in ((u, module.get_submodule(u)) for u in units)
-        if not isinstance(m, nn.Embedding)
-    }

@@ -8,22 +8,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import optree
 import torch
 from torch import Tensor
 
 from shardlib.collectives import Event, Trace, trace
-from shardlib.errors import BadArgument, ShardError, Unsupported, user_line
-from shardlib.grad import deferring
+from shardlib.errors import ShardError, Unsupported, user_line
+from shardlib.grad import deferring, pipeline_of, staged_mesh
 from shardlib.memory_tracker import Live
 from shardlib.mesh import Mesh, MeshLike, axis_sizes, record, within
+from shardlib.microbatches import MicroBatches
 from shardlib.modules.dim_trace import called_with
 from shardlib.modules.paths import Paths
-from shardlib.modules.rules import stars
 from shardlib.ops.matmul.prefetch import planned
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
@@ -31,214 +30,46 @@ from shardlib.optim.buckets import Buckets, Memory
 from shardlib.optim.sink import Sink
 from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size
+from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Known
+from shardlib.planning.explanation import Explanation, PipelineExplanation, Row
 from shardlib.planning.grids import lower_bound
 from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
 
 T = TypeVar("T")
+Inputs = Tensor | Sequence[object] | Mapping[str, object]
 
 
-@dataclass
-class Row:
-    """One operation: bytes and messages are per rank, ``memory`` is temporaries at the peak.
-
-    ``module``  the submodule whose forward calls it, as ``named_modules`` names it.
-    """
-
-    op: str
-    at: str
-    operands: tuple[str, ...]
-    out: str
-    algorithm: str = ""
-    note: str = ""
-    forward: list[Event] = field(default_factory=list)
-    backward: list[Event] = field(default_factory=list)
-    memory: int = 0
-    bound: float = 0.0
-    product: bool = False
-    module: str = ""
-
-    @property
-    def bytes(self) -> int | Fraction:
-        """Bytes received in both passes."""
-        return Trace(self.forward).bytes + Trace(self.backward).bytes
-
-    @property
-    def pattern(self) -> str:
-        """The operation's module with a ``*`` for every number: the same in every layer."""
-        return stars(self.module)
-
-    @property
-    def same(self) -> tuple[Any, ...]:
-        """A key that is the same for this operation in every layer."""
-        call = self.op, self.at, self.pattern, self.operands, self.out, self.algorithm
-        return *call, *self.forward, "backward", *self.backward
-
-
-@dataclass
-class Explanation:
-    """The operations that communicate or multiply, and the totals.
-
-    ``rows``                   in the order they run.
-    ``bytes``                  received per rank, forward and backward; ``messages`` likewise.
-    ``parameters``, ``state``  bytes of the parameters and of the optimizer's state, per rank.
-    ``transient``              the most bytes alive on top of these: tensors saved for backward, as
-                               ``remat`` sets them, temporaries, gradients.
-    ``peak``                   all three together.
-    ``bound``                  the least bytes that any algorithm must receive for the forward
-                               products, each alone (Al Daas et al., SPAA 2022); ``products`` has
-                               the bytes received for them here.
-    """
-
-    rows: list[Row]
-    mesh: Mapping[str, int]
-    parameters: int
-    transient: int
-    state: int = 0
-    saved: int = 0
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that one rank holds: parameters, state and transient tensors."""
-        return self.parameters + self.state + self.transient
-
-    @property
-    def forward(self) -> Trace:
-        """The events of the forward pass."""
-        return Trace([e for row in self.rows for e in row.forward])
-
-    @property
-    def backward(self) -> Trace:
-        """The events of the backward pass."""
-        return Trace([e for row in self.rows for e in row.backward])
-
-    @property
-    def bytes(self) -> int | Fraction:
-        """Bytes that one rank receives in both passes."""
-        return self.forward.bytes + self.backward.bytes
-
-    @property
-    def messages(self) -> int:
-        """Messages that one rank receives in both passes."""
-        return self.forward.messages + self.backward.messages
-
-    @property
-    def memory(self) -> int:
-        """Bytes of temporaries of the operation that needs most."""
-        return max((row.memory for row in self.rows), default=0)
-
-    @property
-    def products(self) -> int | Fraction:
-        """Bytes received for the products of the forward pass."""
-        return Trace([e for row in self.rows if row.product for e in row.forward]).bytes
-
-    @property
-    def bound(self) -> float:
-        """The least bytes that any algorithms must receive for the products of the forward pass."""
-        return sum(row.bound for row in self.rows)
-
-    def kinds(self, by: str = "order") -> list[list[Row]]:
-        """Group the operations that communicate or multiply: equal calls of all layers together.
-
-        ``by``  "order", in which they run; or "bytes" or "memory", most first.
-        Raises: BadArgument for another order.
-        """
-        if by not in ("order", "bytes", "memory"):
-            raise BadArgument(f"no order {by!r}", op="explain", fix="plan.kinds('bytes')")
-        found: dict[tuple[Any, ...], list[Row]] = {}
-        for row in self.rows:
-            if row.algorithm or row.forward or row.backward:
-                found.setdefault(row.same, []).append(row)
-        kinds = list(found.values())
-        if by == "bytes":
-            kinds.sort(key=lambda rows: -len(rows) * rows[0].bytes)
-        elif by == "memory":
-            kinds.sort(key=lambda rows: -rows[0].memory)
-        return kinds
-
-    def json(self) -> dict[str, Any]:
-        """Return the totals and a row per kind of operation as plain values, bytes per rank.
-
-        >>> import json, torch, shardlib as sl; from torch import nn
-        >>> with sl.simulate(x=2):
-        ...     apply, params = sl.parallelize(nn.Linear(4, 4, bias=False), [("weight", ". x")])
-        >>> found = sl.explain(apply, params, torch.empty(2, 4)).json()
-        >>> found["bytes"] == found["rows"][0]["bytes"], json.loads(json.dumps(found)) == found
-        (True, True)
-        """
-        rows = [
-            {
-                "op": row.op, "module": row.pattern, "at": row.at, "count": len(rows),
-                "operands": list(row.operands), "out": row.out, "algorithm": row.algorithm,
-                "note": row.note, "forward_bytes": _plain(Trace(row.forward).bytes * len(rows)),
-                "backward_bytes": _plain(Trace(row.backward).bytes * len(rows)),
-                "bytes": _plain(row.bytes * len(rows)), "memory": row.memory,
-            }
-            for rows in self.kinds()
-            for row in rows[:1]
-        ]  # fmt: skip
-        return {
-            "mesh": dict(self.mesh), "bytes": _plain(self.bytes), "messages": self.messages,
-            "forward_bytes": _plain(self.forward.bytes),
-            "backward_bytes": _plain(self.backward.bytes),
-            "parameters": self.parameters, "state": self.state, "transient": self.transient,
-            "peak": self.peak, "bound": _plain(self.bound), "rows": rows,
-        }  # fmt: skip
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, by: str = "order") -> str:
-        """Format operands, result and traffic of each kind of operation, and the totals.
-
-        ``by``  the order of the kinds, as ``kinds`` takes it.
-        """
-        lines = [f"on {' '.join(f'{a}={n}' for a, n in self.mesh.items())}, per rank"]
-        for rows in self.kinds(by):
-            lines += self._of_kind(rows[0], len(rows))
-        lines.append(f"parameters  {size(self.parameters)}")
-        if self.state:
-            lines.append(f"state       {size(self.state)} of the optimizer")
-        lines.append(f"transient   {size(self.transient)} at the most, beside them")
-        lines.append(f"peak        {size(self.peak)}")
-        for name, t in (("forward", self.forward), ("backward", self.backward)):
-            lines.append(f"{name:<11} {size(t.bytes)} in {t.messages} messages")
-        if self.bound:
-            ratio = float(self.products) / self.bound
-            lines.append(
-                f"products    {size(self.products)} forward, {ratio:.2f} x the lower bound of "
-                "each alone"
-            )
-        return "\n".join(lines)
-
-    def _of_kind(self, row: Row, count: int) -> Iterator[str]:
-        """Format one kind of operation, of which there are so many."""
-        op = f"{count} x {row.op}" if count > 1 else row.op
-        chosen = row.algorithm
-        if chosen and row.note:
-            chosen += f": {row.note}"
-        yield "   ".join(filter(None, [op, row.pattern, row.at, chosen]))
-        if row.out:
-            yield f"    {', '.join(row.operands)} -> {row.out}"
-        there, back = Trace(row.forward), Trace(row.backward)
-        moved = f"    forward {size(there.bytes)}, backward {size(back.bytes)}"
-        if row.bytes:
-            moved += f" ({100 * float(row.bytes * count / self.bytes):.0f} % of all)"
-        if row.memory:
-            moved += f", temporaries {size(row.memory)}"
-        yield moved
-
-    __repr__ = __str__
-
-
+@overload
 def explain(
     apply: Callable[..., object],
     params: object,
-    inputs: Tensor | Sequence[object] | Mapping[str, object] = (),
+    inputs: Inputs = (),
     *,
     mesh: MeshLike | Mapping[str, int] | None = None,
     backward: bool = True,
     tx: Transform | None = None,
+) -> Explanation: ...
+@overload
+def explain(
+    apply: Callable[..., object],
+    params: object,
+    inputs: Inputs = (),
+    *,
+    tx: Transform | None = None,
+    microbatches: int,
+    cluster: str | Cluster = "h100",
+) -> PipelineExplanation: ...
+def explain(
+    apply: Callable[..., object],
+    params: object,
+    inputs: Inputs = (),
+    *,
+    mesh: MeshLike | Mapping[str, int] | None = None,
+    backward: bool = True,
+    tx: Transform | None = None,
+    microbatches: int | None = None,
+    cluster: str | Cluster = "h100",
 ) -> Explanation:
     """Run ``apply(params, *inputs)`` on the meta device and list every operation with its cost.
 
@@ -250,6 +81,10 @@ def explain(
                   gradients go into its buckets, as in ``value_and_grad(..., into=tx)``; at stage 3
                   pass it with ``tx.shard(params)``.  The update's own transfers are not counted.
 
+    ``microbatches``  of a module in stages, those of a step, in which ``inputs`` are cut; the result
+                  has each stage's cost and the timeline of the schedule.
+    ``cluster``   the speed and the links by which the seconds of stages are priced, as
+                  ``sl.planning.plan`` takes it; links that ``sl.probe`` measured go before its own.
     Raises: the errors of ``apply``, for example UnevenSplit at another size; Unsupported, with the
     submodule, where a module's own code raises on the meta device.
 
@@ -266,6 +101,8 @@ def explain(
         fix = "sl.explain(apply, sl.shard(params, '...'), inputs)"
         raise ShardError("no parameter is sharded", op="explain", fix=fix)
     own = leaves[0].mesh
+    if staged_mesh(params) is not None or microbatches is not None:
+        return _explained_stages(apply, params, inputs, microbatches or 1, tx, cluster_of(cluster))
     if mesh is None:
         mesh = own
     sizes = dict(axis_sizes(mesh))
@@ -279,6 +116,20 @@ def explain(
         except Exception as e:
             # raised by the code of a foreign module
             raise _refused(e, paths, inputs, sizes) from e
+
+
+def _explained_stages(
+    f: Callable[..., Any], params: object, inputs: Inputs, count: int, tx: Any, cluster: Cluster
+) -> PipelineExplanation:
+    """Explain a step of a module in stages.  Raises: ShardError for another module."""
+    stage = staged_mesh(params)
+    if stage is None:
+        why = "microbatches= are those of a module in stages"
+        fix = "sl.explain(loss, params, inputs)  # of one micro-batch"
+        raise ShardError(why, op="explain", fix=fix)
+    batch = MicroBatches(*called_with(inputs), count, stage=stage)
+    pipeline = pipeline_of(f, params, batch)
+    return pipeline.explained(f, batch, tx, cluster, hasattr(params, "opened"))
 
 
 def _refused(
@@ -325,10 +176,10 @@ class _Call(NamedTuple):
 
     def explain(self, backward: bool, tx: Transform | None, paths: Paths) -> Explanation:
         with self.opened() as (paper, params, run), trace() as t:
-            watch = _CallRecorder(t, paper.size, backward, paths)
+            watch = CallRecorder(t, paper.size, backward, paths)
             trained = [x for x in _of(ShardedTensor, params) if x.raw.requires_grad]
             raws = [x.raw for x in trained]
-            sink = _sink(tx, params) if backward and trained and tx is not None else None
+            sink = sink_of(tx, params) if backward and trained and tx is not None else None
             if sink is not None:
                 # as value_and_grad(into=) does
                 for i, x in enumerate(trained):
@@ -341,8 +192,8 @@ class _Call(NamedTuple):
                 saved = live.now
                 if backward:
                     watch.back(out, raws, together, sink)
-            state = 0 if tx is None else _bytes(tx.init(params))
-        own = _bytes(params)
+            state = 0 if tx is None else bytes_of(tx.init(params))
+        own = bytes_of(params)
         return Explanation(watch.rows, dict(paper.axes), own, live.peak, state, saved)
 
 
@@ -368,7 +219,7 @@ def _of(kind: type[T], tree: Any) -> list[T]:
     return [x for x in optree.tree_leaves(tree) if isinstance(x, kind)]
 
 
-def _bytes(tree: object) -> int:
+def bytes_of(tree: object) -> int:
     """Count the bytes of the tensors in a tree, on one rank."""
     return sum(raw_of(x).nbytes for x in _of(Tensor, tree))
 
@@ -389,7 +240,7 @@ def on_paper(x: object, mesh: Mesh) -> Any:
 
 
 @dataclass(eq=False)
-class _CallRecorder:
+class CallRecorder:
     """A watcher that adds a row per function called on sharded tensors.
 
     Calls inside such a function belong to its row.
@@ -451,9 +302,9 @@ class _CallRecorder:
         if self.marks and node is not None and node not in self.nodes:
             self.nodes.add(node)
             # events between two of these hooks belong to the gradient of the first
-            node.register_prehook(lambda *_: self._turn(row))
+            node.register_prehook(lambda *_: self.turn(row))
 
-    def _turn(self, row: Row | None) -> None:
+    def turn(self, row: Row | None) -> None:
         """Assign the events since the last call to the row whose gradient was computed."""
         if self.row is not None:
             known = set(map(id, self.apart))
@@ -473,7 +324,7 @@ class _CallRecorder:
         """Run backward; gradients that are summed together get a row of their own, the last."""
         found = [settle(x).raw for x in _of(ShardedTensor, out)]
         ends = [raw for raw in found if raw.requires_grad]
-        self._turn(self.rows[-1] if self.rows else None)
+        self.turn(self.rows[-1] if self.rows else None)
         together.open = True
         # blocks have no values: any cotangent of the right shape does
         if ends and starts:
@@ -483,7 +334,7 @@ class _CallRecorder:
         together.finish()
         if sink is not None:
             self.counted(sink.finish)
-        self._turn(None)
+        self.turn(None)
         if self.apart:
             at = "gradients of several parameters"
             self.rows.append(Row(self.apart[0].kind, at, (), "", backward=self.apart))
@@ -492,7 +343,7 @@ class _CallRecorder:
 class _Together(Together):
     """Gradients that one collective sums together, as in ``value_and_grad``, with their events."""
 
-    def __init__(self, raws: list[Tensor], watch: _CallRecorder) -> None:
+    def __init__(self, raws: list[Tensor], watch: CallRecorder) -> None:
         super().__init__(raws)
         self.watch = watch
 
@@ -500,7 +351,7 @@ class _Together(Together):
         self.watch.counted(super()._post, key)
 
 
-def _sink(tx: Transform, params: object) -> Sink | None:
+def sink_of(tx: Transform, params: object) -> Sink | None:
     """Return the buckets that take the gradients, as in a first step; None: they come as a tree."""
     if tx.sink is None:
         return None
@@ -523,20 +374,3 @@ def function_name(func: object) -> str:
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", name)
     return name.strip("_")
-
-
-def _plain(n: float | Fraction) -> int | float:
-    """Return the number as int or float, which JSON can store."""
-    return int(n) if n == int(n) else float(n)
-
-
-def size(n: float | Fraction) -> str:
-    """Format a number of bytes with its unit.
-
-    >>> size(100), size(2048), size(3 * 2**20)
-    ('100 B', '2.00 KiB', '3.00 MiB')
-    """
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= scale:
-            return f"{float(n) / scale:.2f} {unit}"
-    return f"{float(n):.0f} B"

@@ -26,7 +26,8 @@ from shardlib.modules import parallelize, recipes
 from shardlib.modules.dim_trace import Dimensions, trace_dimensions
 from shardlib.placing import shard
 from shardlib.planning.cluster import Cluster, cluster_of
-from shardlib.planning.explain import explain, size
+from shardlib.planning.explain import explain
+from shardlib.planning.explanation import size
 from shardlib.planning.grids import Grid3, factorizations, grids_text, step_cost
 from shardlib.planning.layer_dedup import Layer, Outline, all_products, elements, outline
 

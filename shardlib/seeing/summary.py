@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardlib.collectives import block_shape
 from shardlib.optim.buckets import Buckets
-from shardlib.planning.explain import size
+from shardlib.planning.explanation import size
 from shardlib.seeing.canvas import html_table, text_table
 from shardlib.tensor import ShardedTensor, named_tensors, typeof
 

@@ -33,7 +33,8 @@ from shardlib.modules.paths import Paths
 from shardlib.modules.rules import stars
 from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
-from shardlib.planning.explain import function_name, size
+from shardlib.planning.explain import function_name
+from shardlib.planning.explanation import size
 from shardlib.seeing.canvas import (
     INK,
     MARK,

@@ -145,3 +145,55 @@ def test_a_forward_that_branches_on_values_is_cut_for_each_branch() -> None:
                 assert (
                     sl.unshard(grads[n]) - (0 if p.grad is None else p.grad)
                 ).abs().max() < 1e-12
+
+
+class _Repeats(nn.Linear):
+    """A block that multiplies with its weight several times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(8, 8)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = super().forward(x)
+        return x
+
+
+class _Worded(nn.Module):
+    def __init__(self, times: list[int], words: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, 8)
+        self.blocks = nn.ModuleList(map(_Repeats, times))
+        self.head = nn.Linear(8, words)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("times", "words", "first"),
+    [([5, 1, 1, 1, 1, 1], 8, 1), ([1, 1, 1, 1, 1, 1], 24, 4), ([1, 1, 1, 3], 8, 3)],
+)
+def test_blocks_are_dealt_by_their_operations(times: list[int], words: int, first: int) -> None:
+    with sl.simulate(pipe=2):
+        apply, params = sl.parallelize(
+            _Worded(times, words), [("*", "...")], stages=sl.Stages("pipe")
+        )
+        found = sl.explain(apply, params, torch.zeros(2, 8, dtype=torch.int64), microbatches=2)
+    cut = apply.stages.first
+    assert [str(c) for c in cut.begins] == ["embed", f"blocks.{first}"]
+    work = [stage.seconds["F"] for stage in found.stages]
+    total = sum(times) + words / 8
+    parts = [max(sum(times[:i]), total - sum(times[:i])) for i in range(1, len(times))]
+    assert max(work) / sum(work) == pytest.approx(min(parts) / total)
+
+
+def test_blocks_without_products_are_dealt_evenly() -> None:
+    with sl.simulate(pipe=2):
+        model = nn.Sequential(*[nn.LayerNorm(8) for _ in range(4)])
+        apply, _ = sl.parallelize(model, [("*", "...")], stages=sl.Stages("pipe"))
+    assert [str(c) for c in apply.stages.first.begins] == ["0", "2"]

@@ -1,0 +1,219 @@
+"""Prices of a pipeline's step: each action of each stage runs once on shapes, then a timeline.
+
+The actions are those of ``PipelineStep``, on a mesh of shapes with all stages, so what is priced is
+what runs: operations, bytes moved inside a stage, and tensors that a forward keeps for backward.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import tree_flatten
+from shardlib.collectives import Event, Trace, trace
+from shardlib.grad import GradientSums, frozen
+from shardlib.memory_tracker import Live
+from shardlib.mesh import Link, record, within
+from shardlib.microbatches import MicroBatches
+from shardlib.modules.paths import Paths
+from shardlib.opspec import Args, Func, Kwargs
+from shardlib.pipeline.cut import Cut
+from shardlib.pipeline.flow import operations
+from shardlib.pipeline.forward import block_of_output
+from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
+from shardlib.pipeline.step import PipelineStep
+from shardlib.planning.cluster import Cluster
+from shardlib.planning.explain import CallRecorder, bytes_of, sink_of
+from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost
+
+
+class ActionCost(NamedTuple):
+    """Cost of an action: its operations, transfers inside the stage, and bytes of memory.
+
+    ``kept``  the bytes that it leaves, fewer than 0 where it frees some; ``most`` it needs meanwhile.
+    """
+
+    flops: float
+    events: list[Event]
+    kept: int
+    most: int
+
+
+class _FlopMeter(Live):
+    """Live bytes, and the operations of products and attention so far."""
+
+    flops = 0.0
+
+    def __torch_dispatch__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.flops += operations(func, out, args, kwargs or {})
+        return out
+
+
+class _Mail:
+    """Messages on shapes: each is received into memory of its own."""
+
+    def __init__(self) -> None:
+        self.sent: dict[Any, tuple[torch.Size, torch.dtype]] = {}
+
+    def send(self, label: object, block: Tensor, to: int) -> None:
+        self.sent[label] = block.shape, block.dtype
+
+    def take(self, label: object) -> Tensor:
+        shape, dtype = self.sent.pop(label)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class _PaperStep(PipelineStep):
+    """A step on shapes, of one micro-batch for each way in which the schedule computes gradients.
+
+    ``own``      of each place on the axis, its parameters; ``parts`` the same in ZeRO's buckets.
+    ``of_place``  the sums of their gradients.
+    """
+
+    def __init__(
+        self, pipeline: Any, f: Callable[..., Any], given: tuple[Args, Kwargs], cuts: Sequence[Cut],
+        table: PipelineSchedule, tx: Any, parts: bool,
+    ) -> None:  # fmt: skip
+        axes = {pipeline.stages.axis: table.size, **pipeline.paper.axes}
+        paper = replace(pipeline, mesh=record(**axes), inner=pipeline.paper)
+        paper.ranks, paper.first = table.ranks, cuts[0]
+        held = {n: cuts[0].holders(n, table.ranks) for n in paper.whole}
+        self.own = [
+            {n: x for n, x in paper.whole.items() if r in held[n]} for r in range(table.size)
+        ]
+        self.parts = [tx.shard(x) if parts else x for x in self.own]
+        sinks = [None if tx is None else sink_of(tx, x) for x in self.parts]
+        self.of_place = [GradientSums(x, (), k) for x, k in zip(self.parts, sinks, strict=True)]
+        super().__init__(paper, f, cuts, table, MicroBatches(*given, 1), self.of_place[0])
+        self.messages: Any = _Mail()
+        self.costs: dict[tuple[str, int], ActionCost] = {}
+        self.tx, self.module = tx, pipeline
+
+    def rehearse(self) -> None:
+        """Price the actions of a micro-batch."""
+        for names, total in zip(self.own, self.of_place, strict=True):
+            for n, held_back in zip(names, frozen(list(names.values())), strict=True):
+                if not held_back:
+                    # made here, so that no action makes it
+                    total.of(n)
+        kinds = {a.kind for row in self.table.tables for a in row}
+        # the call of the module knows this one
+        self.pipeline, paper = self.module, self.pipeline
+        with Paths() as paths, trace() as t, _FlopMeter(paper=True) as meter:
+            self.watch = CallRecorder(t, self.inner.size, True, paths)
+            self.meter, self.events = meter, t.events
+            for after in [["B"]] * ("B" in kinds) + [["I", "W"]] * ("I" in kinds) or [[]]:
+                for s in range(self.table.stages):
+                    self._do(Action("F", s, 0))
+                for kind in after:
+                    for s in reversed(range(self.table.stages)):
+                        self._do(Action(kind, s, 0))
+        self.pipeline = paper
+
+    def _do(self, a: Action) -> None:
+        self.sums, m, n = self.of_place[self.ranks[a.stage]], self.meter, len(self.events)
+        flops, before, m.peak = m.flops, m.now, m.now
+        self.watch.turn(None)
+        with within(watcher=self.watch):
+            super()._do(a)
+        self.watch.turn(None)
+        self.costs[a.kind, a.stage] = ActionCost(
+            m.flops - flops, self.events[n:], m.now - before, m.peak - before
+        )
+
+    def stage(self, s: int, links: Mapping[str, Link], speed: float) -> StageCost:
+        """Return the cost of a stage, at so many operations per second."""
+        found = {kind: cost for (kind, at), cost in self.costs.items() if at == s}
+        sends: dict[int, int] = defaultdict(int)
+        for kind in "FB":
+            for label, to in self._sends(Action(kind, s, 0)):
+                if self.ranks[to] != self.ranks[s]:
+                    sends[to] += self.cuts[0].spec(label.output).nbytes(self.inner)
+        return StageCost(
+            self.cuts[0].named(s), self.ranks[s],
+            {k: c.flops / speed + _moving(c.events, links) for k, c in found.items()},
+            {k: Trace(c.events) for k, c in found.items()}, dict(sends), found["F"].kept,
+        )  # fmt: skip
+
+    def place(self, r: int, links: Mapping[str, Link]) -> PlaceCost:
+        """Return the cost of a place on the axis; its sums of gradients end."""
+        with trace() as t, _FlopMeter(paper=True) as meter:
+            self.of_place[r].finish()
+        tied, nbytes = self.pipeline.tied, self.pipeline.nbytes
+        ties = [nbytes(n) for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]
+        seconds = _moving(t.events, links) + sum(_over(links[self.axis], 1, n) for n in ties)
+        most = max(_most(self.table.tables[r], self.costs), meter.peak)
+        state = 0 if self.tx is None else bytes_of(self.tx.init(self.parts[r]))
+        gradients = sum(map(nbytes, self.own[r]))
+        return PlaceCost(bytes_of(self.parts[r]), state, gradients, most, t, seconds)
+
+    def sent(self) -> Trace:
+        """Count the messages of a step between stages."""
+        with trace() as t:
+            self._count()
+        return t
+
+    def _add_loss(self, loss: Any, micro: int) -> Tensor:
+        # blocks have no values: any scalar that depends on the whole result does
+        ends = [block_of_output(x) for x in tree_flatten(loss)[0] if isinstance(x, Tensor)]
+        return torch.stack([x.sum() for x in ends if x.requires_grad]).sum()
+
+
+def explained(
+    pipeline: Any, f: Callable[..., Any], given: tuple[Args, Kwargs], cuts: Sequence[Cut], table: PipelineSchedule,
+    tx: Any, cluster: Cluster, parts: bool = False,
+) -> PipelineExplanation:  # fmt: skip
+    """Explain a step: ``given`` are the arguments of its first micro-batch, on shapes.
+
+    ``cuts``   of each micro-batch; seconds and memory are the first one's.
+    ``parts``  whether the parameters are those of ZeRO's stage 3.
+    """
+    step = _PaperStep(pipeline, f, given, cuts, table, tx, parts)
+    step.rehearse()
+    # links as measured, else those of the cluster
+    links = {"one": Link(), **cluster.links(pipeline.mesh.axes), **pipeline.mesh.links}
+    stages = [step.stage(s, links, cluster.flops) for s in range(table.stages)]
+    places = [step.place(r, links) for r in range(table.size)]
+    line = timeline(
+        table,
+        lambda a: stages[a.stage].seconds[a.kind],
+        lambda source, to: _over(links[step.axis], 1, stages[source].sends.get(to, 0)),
+        {s: sorted({cuts[0].source(k) for k in cuts[0].needs[s]}) for s in range(table.stages)},
+    )
+    top = max(places, key=lambda p: p.peak)
+    return PipelineExplanation(
+        step.watch.rows, dict(pipeline.mesh.axes), top.parameters,
+        top.gradients + top.transient, top.state,
+        stages=stages, places=places, schedule=table, line=line, sent=step.sent(),
+    )  # fmt: skip
+
+
+def _most(row: Sequence[Action], costs: Mapping[tuple[str, int], ActionCost]) -> int:
+    """Compute the most bytes on a rank, of all micro-batches in flight and of what an action needs."""
+    now = most = 0
+    kept: dict[tuple[int, int], int] = defaultdict(int)
+    for a in row:
+        cost, key = costs[a.kind, a.stage], (a.stage, a.micro)
+        most = max(most, now + cost.most)
+        # backward frees all that is left
+        change = -kept[key] if a.kind in "BW" else cost.kept
+        kept[key] += change
+        now += change
+    return most
+
+
+def _over(link: Link, messages: int, nbytes: float) -> float:
+    return link.alpha * messages + link.beta * nbytes
+
+
+def _moving(events: Sequence[Event], links: Mapping[str, Link]) -> float:
+    """Add the seconds of transfers; one over several axes is as slow as the slowest."""
+    return sum(
+        max(_over(links[a], e.messages, float(e.bytes)) for a in e.axis.split()) for e in events
+    )
