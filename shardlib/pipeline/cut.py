@@ -234,10 +234,10 @@ def _refuse_later(stage: int, needs: Sequence[Output], owner: Mapping[UnitCall, 
             )
 
 
-def _refuse_strays(flow: Dependences, owner: Mapping[UnitCall, int]) -> None:
+def _refuse_strays(flow: Dependences | None, owner: Mapping[UnitCall, int]) -> None:
     """Refuse tensors that pass from one stage to another otherwise than as outputs."""
-    one = len(set(owner.values())) == 1
-    for maker, reader in () if one else flow.strays:
+    strays: Any = () if flow is None or len(set(owner.values())) == 1 else flow.strays
+    for maker, reader in strays:
         there = None if maker is INPUT else owner.get(maker)
         if maker is INPUT or (there is not None and there != owner.get(reader)):
             made = "a block of another stage" if maker is INPUT else maker

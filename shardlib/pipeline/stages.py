@@ -30,7 +30,7 @@ from shardlib.pipeline.cut import Cut, Cutting, Params
 from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.prices import explained
 from shardlib.pipeline.schedules import PipelineSchedule, placing, schedule
-from shardlib.pipeline.step import PipelineStep, forward_only
+from shardlib.pipeline.step import PipelineStep, Traffic, forward_only
 from shardlib.pipeline.units import blocks_of, units_of
 from shardlib.planning.cluster import Cluster
 from shardlib.planning.constant_folding import Answers, Known
@@ -153,7 +153,8 @@ class Pipeline:
     ``begins``  the call with which each stage begins.
     ``apply``   the call of the module.
     ``first``   the cut of its forward on example inputs.
-    ``cuts``    function, shapes and training modes -> the cuts, one for each branch.
+    ``cuts``    function, shapes, modes and hooks -> the cuts, one for each branch.
+    ``traffic`` the cuts of a step's micro-batches -> their messages.
     """
 
     stages: Stages
@@ -167,6 +168,8 @@ class Pipeline:
     apply: Any = None
     first: Cut = field(init=False)
     cuts: dict[Any, list[Branch]] = field(default_factory=dict)
+    absent: dict[str, Params] = field(default_factory=dict)
+    traffic: dict[tuple[Cut, ...], Traffic] = field(default_factory=dict)
 
     @property
     def here(self) -> set[int]:
@@ -224,18 +227,21 @@ class Pipeline:
         why = f"the stages of {type(module).__name__} are not known: {cause}".splitlines()[0]
         raise Unsupported(why, op="parallelize", fix="sl.Stages('pipe', example=(inputs,))")
 
-    def cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any) -> Cut:
+    def modes(self) -> tuple[Any, ...]:
+        """Return the training modes of all submodules, and which have hooks that take outputs."""
+        self.apply.copies.follow()
+        return tuple((m.training, bool(m._forward_hooks)) for m in self.apply.module.modules())
+
+    def cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any, modes: object) -> Cut:
         """Return the cut of ``f(params, *args)`` for these shapes, and the branches it takes."""
         given: Any = args, kwargs
         leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
-        self.apply.copies.follow()
-        modules = list(self.apply.module.modules())
-        key = f, tree, tuple(map(_shape, leaves)), tuple(m.training for m in modules)
+        key = f, tree, tuple(map(_shape, leaves)), modes
         told = [x for x in leaves if _known(x)]
         for cut, answers, values in self.cuts.get(key, ()):
             if answers.of(told) == values:
                 return cut
-        _refuse_statistics(modules)
+        _refuse_statistics(self.apply.module)
         if len(self.cuts) > 64:
             self.cuts = {}
         cut, answers = self._cut(f, self.paper, self.whole, self.begins, args, kwargs)
@@ -272,32 +278,39 @@ class Pipeline:
 
     # ------------------------------------------------------------ runs
 
-    def completed(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def completed(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters with NaN for those of other stages."""
-        found = dict(params)
+        if len(params) == len(self.whole):
+            return params
         mesh = next((x.mesh for x in params.values()), self.inner)
-        for name, x in self.whole.items():
-            if name not in found:
-                spec = spec_of(x)
-                ghost = nan(spec.dtype, mesh).expand(spec.block(mesh))
-                found[name] = spec.value(ghost, mesh)
-        return found
+        if mesh.kind not in self.absent:
+            specs = {n: spec_of(x) for n, x in self.whole.items()}
+            self.absent[mesh.kind] = {
+                n: s.value(nan(s.dtype, mesh).expand(s.block(mesh)), mesh) for n, s in specs.items()
+            }
+        return {**self.absent[mesh.kind], **params}
 
     def step(
         self, f: Callable[..., Any], params: Any, batch: MicroBatches, sums: GradientSums
     ) -> Tensor:
         """Run forward and backward of every micro-batch; gradients are added to ``sums``."""
         _refuse_all_frozen(params, self)
-        cuts = [self.cut_for(f, *batch[k]) for k in range(batch.count)]
-        table = self.stages.table(self.mesh, batch.count)
-        return PipelineStep(self, f, cuts, table, batch, sums).run()
+        cuts = self._cuts(f, batch)
+        if (traffic := self.traffic.get(cuts)) is None:
+            traffic = Traffic(cuts, self.stages.table(self.mesh, batch.count), self.inner)
+            # of the last steps, since branches on values may combine in many ways
+            self.traffic = {**dict([*self.traffic.items()][-15:]), cuts: traffic}
+        return PipelineStep(self, f, traffic, batch, sums).run()
+
+    def _cuts(self, f: Callable[..., Any], batch: MicroBatches) -> tuple[Cut, ...]:
+        modes = self.modes()
+        return tuple(self.cut_for(f, *batch[k], modes) for k in range(batch.count))
 
     def explained(
         self, f: Callable[..., Any], batch: MicroBatches, tx: Any, cluster: Cluster, parts: bool
     ) -> PipelineExplanation:
         """Explain a step, see ``shardlib.pipeline.prices``."""
-        cuts = [self.cut_for(f, *batch[k]) for k in range(batch.count)]
-        table = self.stages.table(self.mesh, batch.count)
+        cuts, table = self._cuts(f, batch), self.stages.table(self.mesh, batch.count)
         with _drafted(self.paper, *batch[0]) as (_, given):
             return explained(self, f, given, cuts, table, tx, cluster, parts)
 
@@ -311,11 +324,11 @@ class Pipeline:
             fix = "with torch.no_grad(): out = apply(params, x)  # or sl.value_and_grad(loss)"
             raise Unsupported(why, op="apply", mesh=self.mesh, fix=fix)
         batch = MicroBatches(args, kwargs, 1, stage=self.inner)
-        cut = self.cut_for(self.apply, *batch[0])
-        table = forward_only(self.ranks)
+        cut = self.cut_for(self.apply, *batch[0], self.modes())
+        traffic = Traffic([cut], forward_only(self.ranks), self.inner)
         sums = GradientSums(params, ())
         with within(), within(mesh=self.inner):
-            return PipelineStep(self, self.apply, [cut], table, batch, sums).out()
+            return PipelineStep(self, self.apply, traffic, batch, sums).out()
 
 
 def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:
@@ -332,9 +345,9 @@ def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:
 _OF_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def _refuse_statistics(modules: Sequence[nn.Module]) -> None:
+def _refuse_statistics(module: nn.Module) -> None:
     """Refuse statistics of a batch: they would be those of each micro-batch."""
-    for m in modules:
+    for m in module.modules():
         if isinstance(m, _OF_BATCHES) and m.training:
             why = f"{type(m).__name__} in training takes the statistics of each micro-batch alone"
             fix = "module.eval()  # or a norm over features, as nn.GroupNorm(8, channels)"
