@@ -27,4 +27,7 @@ def explain_run(config: Config) -> Explanation:
     with use_mesh(mesh_of(config, "record")):
         made = built(config, values=False)
         batch = next(iter(batches(made, rows_of(config))))
-        return explain(made.loss, made.params, (batch,), tx=made.tx)
+        if "stages" not in config.tables:
+            return explain(made.loss, made.params, (batch,), tx=made.tx)
+        count = config.tables.get("microbatches", 1)
+        return explain(made.loss, made.params, (batch,), tx=made.tx, microbatches=count)

@@ -49,6 +49,7 @@ from shardlib.modules import init, parallelize, recipes
 from shardlib.modules.apply import Apply
 from shardlib.modules.rules import Rules as ModuleRules
 from shardlib.optim import Precision, Transform
+from shardlib.pipeline.stages import Stages
 from shardlib.planning.plan import loss_of
 from shardlib.tensor import ShardedTensor, layout_of
 
@@ -64,7 +65,7 @@ NO_AXES = ("schedule", "mlp", "experts")
 # of parallelize, in [layout]
 PLACING = ("pad", "axes", "inputs")
 # of init, in other tables than [init]
-BESIDE_INIT = ("mesh", "remat", *PLACING)
+BESIDE_INIT = ("mesh", "remat", "stages", *PLACING)
 # tables below [optimizer], the innermost first
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "clip": optim.clip_by_global_norm,
@@ -359,6 +360,14 @@ def labels_of(batch: object) -> Any:
     return datasets.fields(batch)[-1]
 
 
+def counted(batch: object) -> Any:
+    """Count the labels that are not ignored; 1 for a batch without such labels."""
+    labels = labels_of(batch)
+    if labels is None or labels.is_floating_point():
+        return 1
+    return (labels != -100).sum()
+
+
 def _lying(row: Any, rules: Rules) -> object:
     """Return a layout per field of a row: the recipe's for labels, its tokens' for others."""
     paths, leaves, tree = optree.tree_flatten_with_path(row)
@@ -493,6 +502,7 @@ def _placed(
     """Call ``parallelize``, ``init`` or ``load_hf``, as the file's tables require."""
     remat = list(config.table("remat").items())
     how: dict[str, Any] = {"mesh": mesh, "remat": remat, **placing(config)}
+    how["stages"] = optional(Stages, config, "stages")
     try:
         if values and made.directory:
             return load_hf(made.directory, made.module, rules.rules, **made.load, **how)
@@ -506,6 +516,8 @@ def _placed(
 
 
 def _table_of(e: ShardError, remat: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+    if "sl.Stages" in (e.fix or ""):
+        return ("stages",)
     if "remat" in e.message:
         return ("remat", *(k for k, v in remat if repr(k) in e.message or repr(v) in e.message))[:2]
     return ("model", "directory") if e.op == "load_hf" else ("layout",)
@@ -520,6 +532,7 @@ def _check_axes(
     for layout in map(layout_of, params.values()):
         used.update(layout.named)
     used.update(datasets.fields(config.table("optimizer", "zero").get("axis", ())))
+    used.add(config.table("stages").get("axis", ""))
     own = keys_of(getattr(recipes, config.table("layout").get("recipe", "ddp")))
     names = used | {p.default for p in own.values() if isinstance(p.default, str)} - {*mesh.axes}
     for axis, n in mesh.axes.items():

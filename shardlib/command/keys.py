@@ -28,6 +28,7 @@ from shardlib.command.train import Checkpoints, Evaluation, Export, checked, tra
 from shardlib.data import data
 from shardlib.mesh import make_mesh
 from shardlib.modules import init, parallelize, recipes
+from shardlib.pipeline.stages import Stages
 
 
 class Key(NamedTuple):
@@ -64,6 +65,7 @@ def listed() -> Iterator[Key]:
     for name in from_config.RECIPES:
         yield from _of(f"layout, {name}", getattr(recipes, name), but=("model", "mesh", "inputs"))
     yield from _of("layout", parallelize, only=from_config.PLACING)
+    yield from _of("stages", Stages, but=("example",))
     for name, function in TRANSFORMS.items():
         yield from _of(f'optimizer, name = "{name}"', function)
     for name, function in SCHEDULES.items():

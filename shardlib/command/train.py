@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -36,9 +37,11 @@ from shardlib.command.config import (
 from shardlib.command.from_config import Built, Params, Table
 from shardlib.command.progress import Log, flops_of, number, peak_of
 from shardlib.errors import BadArgument, RankFailed, ShardError
-from shardlib.grad import value_and_grad
+from shardlib.grad import staged_mesh, value_and_grad
 from shardlib.mesh import accelerator, launch, use_mesh
+from shardlib.microbatches import inward
 from shardlib.modules import init
+from shardlib.pipeline.stages import Stages
 from shardlib.seeing.summary import size, summary
 
 # the most processes that are started without a launcher
@@ -163,12 +166,14 @@ def train(
     *,
     seed: int = 0,
     accumulate: int = 1,
+    microbatches: int | None = None,
     loss: str = "",
     mesh: Table = _NONE,
     model: Table = _NONE,
     init: Table = _NONE,
     data: Table = _NONE,
     layout: Table = _NONE,
+    stages: Table = _NONE,
     optimizer: Table = _NONE,
     precision: Table = _NONE,
     remat: Table = _NONE,
@@ -182,12 +187,14 @@ def train(
     ``steps``       updates in all, including those of a run that this one continues.
     ``seed``        of dropout and all other random numbers.
     ``accumulate``  batches per update; their gradients are averaged.
+    ``microbatches``  parts into which each batch is cut; of a model in stages, those that are at
+                    different stages at the same time.
     ``loss``        "module:function" of (apply, params, batch); by default the loss of forward's
                     output, or its logits against the labels.
     The tables are those of docs/command.md.
     Raises: ConfigError in one line; ShardError for failures of the run.
     """
-    given = {k: v for k, v in locals().items() if v not in ({}, "")}
+    given = {k: v for k, v in locals().items() if v not in ({}, "", None)}
     config = Config(given)
     check(config)
     return start(config)
@@ -211,7 +218,7 @@ def check(config: Config, whole: bool = True) -> None:
     """
     lacks = not whole and "steps" not in config.tables
     arguments(train, config, (), beside=("steps",) * lacks)
-    for key in ("steps", "accumulate"):
+    for key in ("steps", "accumulate", "microbatches"):
         if config.tables.get(key, 1) < 1:
             raise config.error((key,), f"1 at least, not {config.tables[key]}")
     for path in (("seed",), ("init", "seed"), ("data", "seed")):
@@ -237,6 +244,7 @@ def check(config: Config, whole: bool = True) -> None:
 def _check_run(config: Config) -> None:
     """Refuse what a run would need only later: figures, evaluation, checkpoints and an export."""
     arguments(init, config, ("init",), 2, from_config.BESIDE_INIT)
+    optional(Stages, config, "stages")
     optional(Checkpoints, config, "checkpoint")
     if "eval" in config.tables:
         from_config.check_data(from_config.evaluating(config), "eval", keys_of(Evaluation))
@@ -468,13 +476,14 @@ class Evaluator:
         training = {m: m.training for m in made.module.modules()}
         made.module.eval()
         total, count = 0.0, 0
+        stage = staged_mesh(params)
+        here = partial(inward, stage=stage) if stage else lambda x: x
         try:
             with torch.no_grad():
                 for batch in from_config.batches(made, self.rows, where="eval"):
-                    labels = from_config.labels_of(batch)
-                    whole = labels is None or labels.is_floating_point()
-                    each = 1 if whole else int((labels != -100).sum().item())
-                    total += each * made.loss(params, batch).item()
+                    each = int(from_config.counted(batch))
+                    placed = optree.tree_map(here, batch)
+                    total += each * made.loss(params, placed).item()
                     count += each
         finally:
             keys.set_state(key)
@@ -509,6 +518,10 @@ def stepper(made: Built) -> Callable[..., tuple[Tensor, Any]]:
     how: dict[str, Any] = {"pending": zero.get("axis", ())}
     if made.tx.sink is not None and (made.accumulate == 1 or zero.get("stage", 1) >= 2):
         how = {"into": made.tx}
+    if (count := made.config.tables.get("microbatches")) is not None:
+        how["microbatches"] = count
+        if "loss" not in made.config.tables:
+            how["weigh"] = lambda batch, *_: from_config.counted(batch)
 
     def scaled(params: Params, batch: object, by: float) -> Tensor:
         return made.loss(params, batch) * by

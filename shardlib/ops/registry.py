@@ -387,7 +387,7 @@ _CASES: dict[str, Func] = {}
 
 
 def case_of(op: str) -> Callable[[Func], Func]:
-    """Register the function that turns an operation's operands into a case (for ``why``)."""
+    """Register the function that turns an operation's operands into a case, or a ``Why``."""
 
     def enter(make: Func) -> Func:
         _CASES[op] = make
@@ -413,7 +413,8 @@ def why(op: str, *operands: Any) -> Why:
     except TypeError as e:
         names = ", ".join(inspect.signature(_CASES[op]).parameters)
         raise ShardError(f"{op}({names}): {e}", op="why", fix=_why_line(op)) from None
-    return explain_choice(op, _CASES[op](*operands))
+    case = _CASES[op](*operands)
+    return case if isinstance(case, Why) else explain_choice(op, case)
 
 
 def _why_line(op: str) -> str:

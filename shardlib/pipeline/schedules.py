@@ -180,6 +180,13 @@ def schedule(name: str, p: int, m: int, v: int = 1) -> PipelineSchedule:
     return found
 
 
+def offered(v: int) -> Iterator[tuple[str, int]]:
+    """List every schedule, and its number of stages per rank: its own, or ``v`` where it takes any."""
+    for name, maker in _MAKERS.items():
+        any_number = max(v, 2) if name == "interleaved" else v
+        yield name, maker.stages_per_rank or any_number
+
+
 def placing(name: str, p: int, v: int = 1) -> tuple[int, ...]:
     """List the rank of each stage under a schedule of p ranks with v stages each.
 

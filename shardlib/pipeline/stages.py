@@ -25,16 +25,17 @@ from shardlib.microbatches import MicroBatches
 from shardlib.modules.apply import Apply
 from shardlib.modules.dim_trace import called_with, example_inputs
 from shardlib.modules.parallelize import placed
+from shardlib.ops.registry import Why, case_of
 from shardlib.opspec import Args, Kwargs
 from shardlib.pipeline.cut import Cut, Cutting, Params
 from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.prices import explained
-from shardlib.pipeline.schedules import PipelineSchedule, placing, schedule
+from shardlib.pipeline.schedules import PipelineSchedule, offered, placing, schedule
 from shardlib.pipeline.step import PipelineStep, Traffic, forward_only
 from shardlib.pipeline.units import blocks_of, units_of
-from shardlib.planning.cluster import Cluster
+from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Answers, Known
-from shardlib.planning.explain import on_paper
+from shardlib.planning.explain import Inputs, call_of_stages, on_paper
 from shardlib.planning.explanation import PipelineExplanation
 from shardlib.tensor import ShardedTensor
 
@@ -314,6 +315,36 @@ class Pipeline:
         with _drafted(self.paper, *batch[0]) as (_, given):
             return explained(self, f, given, cuts, table, tx, cluster, parts)
 
+    def compared(
+        self, f: Callable[..., Any], batch: MicroBatches, tx: Any, cluster: Cluster, parts: bool
+    ) -> Why:
+        """List the cost of a step under every schedule."""
+        size, own = self.mesh.axes[self.stages.axis], self.stages.per_rank
+        begins: dict[int, Sequence[UnitCall]] = {len(self.ranks): self.begins}
+        found: dict[str, PipelineExplanation] = {}
+        verdicts: list[tuple[str, Any]] = []
+        for name, v in offered(own):
+            try:
+                table = schedule(name, size, batch.count, v)
+                n = table.stages
+                cut, _ = self._cut(f, self.paper, self.whole, begins.get(n, n), *batch[0])
+                begins[n] = cut.begins
+                with _drafted(self.paper, *batch[0]) as (_, given):
+                    cuts = [cut] * batch.count
+                    found[name] = explained(self, f, given, cuts, table, tx, cluster, parts)
+                verdicts.append((name, found[name].summary(cluster.memory)))
+            except ShardError as e:
+                verdicts.append((name, e.message.splitlines()[0]))
+        notes = [f"{n} stages begin at {', '.join(map(str, c))}" for n, c in begins.items()]
+        fits = [name for name, x in found.items() if x.peak <= cluster.memory]
+        best = min(fits, key=lambda name: found[name].seconds, default=self.stages.schedule)
+        if best != self.stages.schedule:
+            v = found[best].schedule.stages // size
+            more = f"per_rank={v}, schedule={best!r}"
+            notes.append(f"the fastest: sl.Stages({self.stages.axis!r}, {more})")
+        given_text = {"stages": str(self), "microbatches": f"{batch.count} micro-batches"}
+        return Why("pipeline", given_text, self.stages.schedule, tuple(verdicts), tuple(notes))
+
     def forward(self, params: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run forward alone; return its result on every rank.
 
@@ -329,6 +360,17 @@ class Pipeline:
         sums = GradientSums(params, ())
         with within(), within(mesh=self.inner):
             return PipelineStep(self, self.apply, traffic, batch, sums).out()
+
+
+@case_of("pipeline")
+def _schedules(
+    loss: Callable[..., Any], params: Any, inputs: Inputs = (), microbatches: int = 1,
+    cluster: str | Cluster = "h100", tx: Any = None,
+) -> Why:  # fmt: skip
+    """Compare the schedules of a module in stages, for ``sl.why``."""
+    pipeline, batch = call_of_stages(loss, params, inputs, microbatches, "why")
+    parts = hasattr(params, "opened")
+    return pipeline.compared(loss, batch, tx, cluster_of(cluster), parts)
 
 
 def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:

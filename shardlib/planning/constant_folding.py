@@ -126,8 +126,8 @@ class Answers:
             return
 
         def constant(x: Any) -> Any:
-            known = values.get(id(x), x)
-            return x if id(x) in self.reached or known is x else _copy(known)
+            known = None if id(x) in self.reached else values.get(id(x))
+            return x if known is None else _copy(known)
 
         given: Any = args, kwargs
         self.steps.append((func, optree.tree_map(constant, given, none_is_leaf=True), out))
@@ -141,7 +141,7 @@ class Answers:
         found, steps = [], self.steps[: self.asked]
         values = dict(zip(self.told, map(_copy, told), strict=True)) if steps else {}
         for func, given, out in steps:
-            here = optree.tree_map(lambda x: values.get(id(x), x), given, none_is_leaf=True)
+            here: Any = optree.tree_map(lambda x: values.get(id(x), x), given, none_is_leaf=True)
             value = _computed(func, *here)
             if out is None:
                 found.append(value)

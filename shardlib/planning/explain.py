@@ -102,7 +102,9 @@ def explain(
         raise ShardError("no parameter is sharded", op="explain", fix=fix)
     own = leaves[0].mesh
     if staged_mesh(params) is not None or microbatches is not None:
-        return _explained_stages(apply, params, inputs, microbatches or 1, tx, cluster_of(cluster))
+        pipeline, batch = call_of_stages(apply, params, inputs, microbatches or 1)
+        parts = hasattr(params, "opened")
+        return pipeline.explained(apply, batch, tx, cluster_of(cluster), parts)
     if mesh is None:
         mesh = own
     sizes = dict(axis_sizes(mesh))
@@ -118,18 +120,20 @@ def explain(
             raise _refused(e, paths, inputs, sizes) from e
 
 
-def _explained_stages(
-    f: Callable[..., Any], params: object, inputs: Inputs, count: int, tx: Any, cluster: Cluster
-) -> PipelineExplanation:
-    """Explain a step of a module in stages.  Raises: ShardError for another module."""
+def call_of_stages(
+    f: Callable[..., Any], params: object, inputs: Inputs, count: int, op: str = "explain"
+) -> tuple[Any, MicroBatches]:
+    """Return the module in stages that a loss calls, and the micro-batches of a step.
+
+    Raises: ShardError for another module.
+    """
     stage = staged_mesh(params)
     if stage is None:
-        why = "microbatches= are those of a module in stages"
-        fix = "sl.explain(loss, params, inputs)  # of one micro-batch"
-        raise ShardError(why, op="explain", fix=fix)
+        why = "the parameters are not those of a module in stages, which has micro-batches"
+        fix = 'apply, params = sl.parallelize(model, rules, stages=sl.Stages("pipe"))'
+        raise ShardError(why, op=op, fix=fix)
     batch = MicroBatches(*called_with(inputs), count, stage=stage)
-    pipeline = pipeline_of(f, params, batch)
-    return pipeline.explained(f, batch, tx, cluster, hasattr(params, "opened"))
+    return pipeline_of(f, params, batch), batch
 
 
 def _refused(

@@ -284,6 +284,15 @@ class PipelineExplanation(Explanation):
         inside = [self.stages[a.stage].moved[a.kind].bytes for row in rows for a in row]
         return self.sent.bytes + Fraction(sum(inside) + sum(ends)) / len(rows)
 
+    def summary(self, memory: float) -> str:
+        """Format seconds, bubble, peaks and bytes of a step in one line."""
+        peaks = ", ".join(size(p.peak) for p in self.places)
+        text = (
+            f"{self.seconds:.3g} s, {100 * self.bubble:.1f} % idle, {size(self.sent.bytes)} between "
+            f"stages, peaks {peaks}"
+        )
+        return text + ("" if self.peak <= memory else f", more than {size(memory)}")
+
     def json(self) -> dict[str, Any]:
         """Return the figures of a step and of each stage as plain values."""
         stages = [

@@ -361,3 +361,45 @@ def test_local_processes_train(tmp_path: Path, capsys: pytest.CaptureFixture[str
     resumed = start(demo(tmp_path, "steps=7"), simulated=True)  # which it finds
     whole = start(demo(tmp_path / "whole", "steps=7"), simulated=True)
     assert resumed.first == 6 and close(losses(resumed), losses(whole)[6:])
+
+
+STAGED = (
+    'mesh={"data" = 2, "pipe" = 2}',
+    "model.layers=2",
+    'layout={"recipe" = "ddp"}',
+    "steps=3",
+    'optimizer={"name" = "sgd", "lr" = 0.1}',
+    "checkpoint.every=1",
+)
+
+
+def test_stages_of_a_file_train_as_one_process_does(tmp_path: Path) -> None:
+    one = start(demo(tmp_path / "one", *STAGED, "mesh.pipe=1", "mesh.data=1"), simulated=True)
+    how = ('stages={"axis" = "pipe", "schedule" = "zb"}', "microbatches=2")
+    two = start(demo(tmp_path / "two", *STAGED, *how, 'eval={"every" = 3}', EVAL), simulated=True)
+    assert close(losses(one), losses(two))
+    assert two.evaluations[3] > 0
+
+
+EVAL = 'eval.text={"path" = "README.md", "context" = 16}'
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (['stages={"axis" = "pip"}'], "[stages]: unknown axis 'pip'"),
+        (['stages={"axis" = "pipe", "schedule" = "1f1"}'], "[stages]: unknown schedule '1f1'"),
+        (
+            ['stages={"axis" = "pipe", "cuts" = 2}'],
+            "[stages] cuts: unknown key; did you mean 'cut'",
+        ),
+        (['stages={"axis" = "pipe", "per_rank" = "2"}'], "[stages] per_rank: must be"),
+        (["microbatches=0"], "microbatches: 1 at least"),
+    ],
+)
+def test_errors_of_stages_name_their_table(tmp_path: Path, sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        config = demo(tmp_path, *STAGED, *sets)
+        check(config)
+        start(config, simulated=True)
+    assert said in str(e.value)

@@ -52,3 +52,30 @@ def test_statistics_of_a_batch_are_refused() -> None:
         step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=2)
         with pytest.raises(sl.ShardError, match="BatchNorm1d in training"):
             step(params, torch.zeros(4, 4))
+
+
+def test_why_lists_every_schedule_with_its_cost() -> None:
+    slow = sl.planning.Link(1e-5, 1e-8)
+    cluster = sl.planning.Cluster(1e9, 1e8, inside=slow, between=slow)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
+    with sl.simulate(pipe=2):
+        apply, params = sl.parallelize(model, [("*", "...")], stages=sl.Stages("pipe"))
+        f = lambda p, x: apply(p, x).square().mean()  # noqa: E731
+        found = sl.why("pipeline", f, params, torch.ones(12, 32), 6, cluster)
+        told = sl.explain(f, params, torch.ones(12, 32), microbatches=6, cluster=cluster)
+    lines = dict(found.verdicts)
+    assert found.chosen == "1f1b" and lines["1f1b"] == told.summary(1e9)
+    assert {"gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"} <= {*lines}
+    text = str(found)
+    assert (
+        "-> 1f1b" in text
+        and "2 stages begin at 0, 3" in text
+        and "4 stages begin at 0, 1, " in text
+    )
+    assert "the fastest: sl.Stages('pipe', per_rank=2, schedule='" in text
+    few = sl.why("pipeline", f, params, torch.ones(12, 32), 3, "h100")
+    assert "takes micro-batches 2 at a time" in dict(few.verdicts)["interleaved"]
+    tight = sl.planning.Cluster(1e3, 1e8)
+    with pytest.raises(sl.ShardError, match="not those of a module in stages"):
+        sl.why("pipeline", f, {"w": torch.ones(2)})
+    assert "more than 1000 B" in str(sl.why("pipeline", f, params, torch.ones(12, 32), 6, tight))
