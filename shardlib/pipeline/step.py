@@ -18,7 +18,7 @@ from shardlib.collectives.count import note
 from shardlib.collectives.point_to_point import Message, Messages
 from shardlib.errors import RankFailed, StageFailed
 from shardlib.grad import GradientSums, loss_block, with_block
-from shardlib.mesh import bind, scope, within
+from shardlib.mesh import bind, current_job, scope, within
 from shardlib.microbatches import MicroBatches
 from shardlib.pipeline.cut import Cut
 from shardlib.pipeline.forward import (
@@ -214,7 +214,11 @@ class PipelineStep:
             f"{type(e).__name__}: {text}"
         )
         fix = getattr(e, "fix", None) or "sl.value_and_grad(loss, microbatches=1)  # to look at one"
-        return StageFailed(why, op="value_and_grad", mesh=self.mesh, fix=fix)
+        failed = StageFailed(why, op="value_and_grad", mesh=self.mesh, fix=fix)
+        if spans_processes(self.mesh) and (job := current_job()) is not None:
+            # the others wait for this rank, also if its caller catches the error
+            job.raised(failed.with_traceback(e.__traceback__))
+        return failed
 
     def _forward(self, a: Action) -> None:
         received: dict[Output, Tensor] = {}
