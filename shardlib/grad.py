@@ -561,7 +561,7 @@ def _accumulated(f: Callable[..., Any], batch: MicroBatches, sums: GradientSums)
         leaves, (args, kwargs) = sums.leaves(), batch[k]
         with torch.enable_grad(), within(differentiated=True):
             loss = f(leaves.arguments[0], *args, **kwargs)
-            raw = loss_block(loss) * batch.share(k)
+            raw = batch.part(loss_block(loss), k)
         if raw.requires_grad:
             sums.add(torch.autograd.grad(raw.sum(), leaves.wanted, allow_unused=True))
         total = raw.detach() if total is None else total + raw.detach()

@@ -6,7 +6,7 @@ of the whole it has.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -38,31 +38,50 @@ class MicroBatches:
         self.count = count
         leaves, self.tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)  # type: ignore[arg-type]
         leaves = [x if stage is None else inward(x, stage) for x in leaves]
+        _refuse_arrays(leaves, stage is not None)
         rows = max((_rows(x) for x in leaves), default=1)
         if count > 1 and not any(isinstance(x, Tensor) and x.ndim for x in leaves):
             why = f"no argument has rows, and {count} micro-batches would each be the whole batch"
-            fix = f"sl.value_and_grad(lambda params, x: loss(params, x), microbatches={count})(params, x)"
+            fix = f"sl.value_and_grad(lambda params, x: loss(params, x), microbatches={count})"
             raise ShardError(why, op="value_and_grad", fix=fix)
         blocks = math.lcm(*map(_blocks, leaves))
         self.parts = [_parts(x, count, rows, blocks) for x in leaves]
         self.weigh = weigh
-        self._total: Any = None
+        self._shares: list[Any] = []
 
     def __getitem__(self, k: int) -> tuple[Args, Kwargs]:
         """Return the arguments of micro-batch ``k``."""
         found: Any = optree.tree_unflatten(self.tree, [parts[k] for parts in self.parts])
         return found
 
-    def share(self, k: int) -> Tensor | float:
-        """Return the share of micro-batch ``k`` in the mean."""
-        if self.weigh is None:
-            return 1 / self.count
-        if self._total is None:
-            self._weights = [
-                _weight(self.weigh(*a, **kw)) for a, kw in map(self.__getitem__, range(self.count))
-            ]
-            self._total = sum(self._weights)
-        return self._weights[k] / self._total
+    def part(self, loss: Tensor, k: int) -> Tensor:
+        """Return the part of the mean that micro-batch ``k`` with this loss has.
+
+        The loss of one without weight may be NaN, as a mean over no tokens is: its part is 0.
+        """
+        if not self._shares:
+            weights: list[Any] = [1] * self.count
+            if self.weigh is not None:
+                every = map(self.__getitem__, range(self.count))
+                weights = [_weight(self.weigh(*args, **kwargs)) for args, kwargs in every]
+            if all(map(_is_zero, weights)):
+                why = f"the {self.count} micro-batches weigh 0 together"
+                raise ShardError(why, op="value_and_grad", fix="sl.value_and_grad(loss)")
+            total = sum(weights)
+            self._shares = [None if _is_zero(w) else w / total for w in weights]
+        share = self._shares[k]
+        return torch.zeros_like(loss) if share is None else loss * share
+
+
+def _refuse_arrays(leaves: Sequence[object], staged: bool) -> None:
+    """Refuse arrays of other libraries, and in stages any value by which no call is known again."""
+    for x in leaves:
+        array = hasattr(x, "__array__")
+        if not isinstance(x, Tensor) and type(x).__hash__ is None and (staged or array):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}"
+            why = f"an argument is a {kind}, neither a tensor nor a hashable value"
+            fix = "x = torch.as_tensor(x)" if array else "x = vars(x)"
+            raise ShardError(why, op="value_and_grad", operands={"x": kind}, fix=fix)
 
 
 def _weight(x: Any) -> Any:
@@ -70,6 +89,12 @@ def _weight(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return float(x)
     return settle(x).raw.detach().double() if isinstance(x, ShardedTensor) else x.detach().double()
+
+
+def _is_zero(weight: Any) -> bool:
+    if isinstance(weight, Tensor):
+        return not weight.is_meta and not bool(weight.any())
+    return weight == 0
 
 
 def inward(x: Any, stage: Mesh) -> Any:

@@ -165,7 +165,8 @@ def names(fix: str) -> set[str]:
         a.arg
         for n in ast.walk(ast.parse(fix))
         if isinstance(n, ast.arguments)
-        for a in (*n.args, *n.kwonlyargs)
+        for a in (*n.args, *n.kwonlyargs, n.vararg, n.kwarg)
+        if a is not None
     }
     read: set[str] = set()
     for line in ast.parse(fix).body:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,181 @@ def test_statistics_of_a_batch_are_refused() -> None:
             model, RULES, stages=sl.Stages("pipe", example=torch.ones(4, 8))
         )
         sl.value_and_grad(lambda p, x: apply(p, x).mean(), microbatches=2)(params, torch.ones(4, 8))
+
+
+class Skips(nn.Module):
+    """Leaves a block out, at random or of a given number."""
+
+    def __init__(self, rate: float = 0.0, left: int = -1, layerdrop: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.rate, self.left, self.layerdrop = rate, left, layerdrop
+
+    def forward(self, x: Any) -> Any:
+        for i, block in enumerate(self.blocks):
+            if i != self.left and not (self.training and torch.rand(()) < self.rate):
+                x = block(x)
+        return x
+
+
+X = torch.randn(8, 8)
+MISUSED: dict[str, tuple[nn.Module, Any, Any, str]] = {
+    "numpy": (Skips(), None, (X.numpy(),), "is a numpy.ndarray, neither a tensor nor"),
+    "random": (Skips(rate=1.0), None, (X,), "skipped at random, as by LayerDrop"),
+    "layerdrop": (Skips(layerdrop=0.5), None, (X,), "Skips in training skips blocks at random"),
+    "text": (Skips(), "pipe", (X,), "stages='pipe' is no sl.Stages"),
+    "per_rank": (Skips(), {"per_rank": 2}, (X,), "1f1b of 2 ranks with 2 stages each"),
+    "rows": (Skips(), None, (X[:7],), "7 rows are not 2 equal micro-batches"),
+    "axis": (Skips(), {"axis": "x"}, (X,), "unknown axis 'x'; this mesh has pipe"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSED)
+def test_a_misuse_is_refused_by_name(name: str) -> None:
+    model, how, batch, why = MISUSED[name]
+    with sl.simulate(pipe=2), pytest.raises(sl.ShardError, match=why):
+        stages = (
+            how
+            if isinstance(how, str)
+            else sl.Stages(**{"axis": "pipe", "example": X, **(how or {})})
+        )
+        apply, params = sl.parallelize(model, RULES, stages=stages)
+        sl.value_and_grad(lambda p, x: apply(p, x).mean(), microbatches=2)(params, *batch)
+
+
+def _paired() -> tuple[nn.Module, type]:
+    """A module whose blocks pass a dataclass, and that class."""
+
+    @dataclass
+    class Pair:
+        a: torch.Tensor
+        b: torch.Tensor
+
+    class Paired(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            x = x if isinstance(x, Pair) else Pair(x, x)
+            return Pair(super().forward(x.a), x.b)
+
+    class First(nn.Sequential):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x).a
+
+    return First(*(Paired(8, 8) for _ in range(2))), Pair
+
+
+def test_a_dataclass_between_blocks_is_refused_unless_it_is_registered() -> None:
+    stages = sl.Stages("pipe", example=X)
+    with sl.simulate(pipe=2):
+        with pytest.raises(sl.ShardError, match="0 returns a Pair, whose tensors are not known"):
+            model, Pair = _paired()  # noqa: RUF059 the fix names it
+            sl.parallelize(model, RULES, stages=stages)
+        model, registered = _paired()
+        torch.export.register_dataclass(registered)
+        apply, params = sl.parallelize(model, RULES, stages=stages)
+        run = sl.value_and_grad(lambda p, x: apply(p, x).mean(), microbatches=2)
+        assert run(params, X)[0].item() == pytest.approx(model(X).mean().item(), rel=1e-5)
+
+
+def test_an_array_is_not_cut_without_stages_either() -> None:
+    with sl.simulate(data=1), pytest.raises(sl.ShardError, match=r"is a numpy.ndarray"):
+        apply, params = sl.parallelize(Skips(), RULES)
+        loss = lambda p, x, y: apply(p, x).mean() + y.mean()  # noqa: E731
+        sl.value_and_grad(loss, microbatches=2)(params, X, X.numpy())
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_a_block_that_is_skipped_after_the_cut_is_refused(left: int) -> None:
+    with sl.simulate(pipe=2):
+        apply, params = sl.parallelize(Skips(), RULES, stages=sl.Stages("pipe", example=X))
+        run = sl.value_and_grad(lambda p, x: apply(p, x).mean(), microbatches=2)
+        run(params, X)
+        apply.module.left = left
+        with pytest.raises(
+            sl.errors.StageFailed, match=f"blocks.{left} was called when the stages"
+        ):
+            run(params, X)
+
+
+def test_a_loss_that_reads_a_value_is_refused() -> None:
+    with sl.simulate(pipe=2), pytest.raises(sl.ShardError, match="stages are cut by shapes alone"):
+        apply, params = sl.parallelize(Skips(), RULES, stages=sl.Stages("pipe", example=X))
+
+        def loss(p: Any, x: Any) -> Any:
+            out = apply(p, x)
+            return out.mean() * out.sum().item()
+
+        sl.value_and_grad(loss, microbatches=2)(params, X)
+
+
+def test_a_staged_model_is_no_module() -> None:
+    with sl.simulate(pipe=2), pytest.raises(sl.errors.Unsupported, match="no forward of its own"):
+        sl.as_module(*sl.parallelize(Skips(), RULES, stages=sl.Stages("pipe", example=X)))
+
+
+def test_an_axis_of_one_rank_is_one_stage() -> None:
+    model = Skips().double()
+    with sl.simulate(pipe=1, data=2):
+        apply, params = sl.parallelize(model, RULES, stages=sl.Stages("pipe", example=X.double()))
+        run = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=2)
+        loss, _ = run(params, X.double())
+        assert loss.item() == pytest.approx(model(X.double()).square().mean().item(), rel=1e-12)
+
+
+def test_recipes_suggest_axes_that_layouts_may_name() -> None:
+    with sl.simulate(pipe=2, data=2), pytest.raises(sl.errors.UnknownAxis) as e:
+        sl.recipes.fsdp(Skips())
+    assert e.value.fix == "sl.recipes.fsdp(model, axis='data')"
+
+
+def test_a_micro_batch_without_weight_is_left_out(pool: Any) -> None:
+    """The mean over its tokens is NaN, whose gradient would be too."""
+    with sl.simulate(data=1):
+        want, grads = _some_ignored()
+    with sl.simulate(pipe=2):
+        for loss, found in [_some_ignored(), *pool.run(_some_ignored, pipe=4)]:
+            assert loss == pytest.approx(want, rel=1e-12)
+            for name, g in found.items():
+                assert torch.allclose(g, grads[name], rtol=1e-12, atol=1e-15), name
+
+
+def _some_ignored() -> tuple[float, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Skipping().double().eval()
+    labels = torch.where(IDS < 12, -100, IDS)
+
+    def loss(logits: Any, y: Any) -> Any:
+        kept = (y != -100).double()
+        each = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+        return (each.view(y.shape) * kept).sum() / kept.sum()
+
+    stages = sl.Stages("pipe") if "pipe" in sl.current_mesh() else None
+    apply, params = sl.parallelize(model, RULES, stages=stages)
+    parts = {"microbatches": 4, "weigh": lambda x, y: (y != -100).sum()} if stages else {}
+    run = sl.value_and_grad(lambda p, x, y: loss(apply(p, x), y), **parts)
+    value, grads = run(params, IDS, sl.shard(labels, "..."))
+    return value.item(), {n: sl.unshard(g) for n, g in grads.items()}
+
+
+def _written(_: int = 0) -> list[int]:
+    """Write four tokens, each the likeliest after those before."""
+    torch.manual_seed(0)
+    model = Skipping().eval()
+    stages = sl.Stages("pipe") if "pipe" in sl.current_mesh() else None
+    apply, params = sl.parallelize(model, RULES, stages=stages)
+    ids = IDS[:1, :3]
+    with torch.no_grad():
+        for _ in range(4):
+            logits = sl.unshard(apply(params, ids))
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+    return ids[0].tolist()
+
+
+def test_tokens_are_generated_by_forwards_through_all_stages(pool: Any) -> None:
+    with sl.simulate(data=1):
+        want = _written()
+    with sl.simulate(pipe=4):
+        assert _written() == want
+    assert pool.run(_written, pipe=4) == [want] * 4
 
 
 def _held(_: int) -> tuple[list[str], list[str]]:

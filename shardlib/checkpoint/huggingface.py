@@ -60,7 +60,7 @@ from shardlib.layouts import LayoutLike
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.modules.apply import Apply
 from shardlib.modules.init import restored
-from shardlib.modules.parallelize import CutsIntoStages, placed
+from shardlib.modules.parallelize import CutsIntoStages, placing
 from shardlib.modules.remat import Remat
 from shardlib.modules.rules import Axes, Rules
 from shardlib.placing import unshard
@@ -122,8 +122,7 @@ def load_hf(
     """
     given = "directory, module, rules"
     known_choices("load_hf", given, missing=(missing, "init"), extra=(extra, "skip"))
-    place = placed if stages is None else stages.parallelized
-    apply, params = place(
+    apply, params = placing(stages)(
         module, rules, mesh=as_mesh(mesh), src=None, axes=axes, inputs=inputs, pad=pad,
         remat=remat, blank=True,
     )  # fmt: skip

@@ -290,7 +290,12 @@ def _stage_mesh(mesh: Mesh, axis: str) -> Mesh:
         if not axes:
             alone = grid.mesh.reshape(-1, 1)
             grid = DeviceMesh(grid.device_type, alone, mesh_dim_names=(axis, "one"))
-        new = with_timeout(as_mesh(grid[tuple(axes) or ("one",)]), mesh.timeout)
+        part = grid[tuple(axes) or ("one",)]
+        new = Mesh(axes or {"one": 1}, kind="dist", device=part.device_type, device_mesh=part)
+        # not the view of these ranks: another mesh may have the same, and no stages or others
+        _VIEWS[part, grid] = new
+        join_job(new)
+        with_timeout(new, mesh.timeout)
     new.links = {a: link for a, link in mesh.links.items() if a != axis}
     new.outer = Outer(mesh, axis)
     return new
@@ -367,7 +372,7 @@ def current_mesh() -> Mesh:
 # Kept until the group of all ranks ends: garbage is collected at different times on the ranks, so
 # a view that ended with its last user could exist on some ranks only, and the ranks would
 # communicate in different groups.
-_VIEWS: dict[DeviceMesh, Mesh] = {}
+_VIEWS: dict[DeviceMesh | tuple[DeviceMesh, DeviceMesh], Mesh] = {}
 
 
 MeshLike = Mesh | DeviceMesh
@@ -385,7 +390,8 @@ def as_mesh(mesh: MeshLike | None = None) -> Mesh:
             f"not a mesh: {mesh!r}", op="use_mesh", fix="sl.use_mesh(sl.simulate(x=2, y=2))"
         )
     # DeviceMeshes are equal by their ranks, also across a restart of the group
-    found = _VIEWS.get(mesh)
+    same = (view for view in _VIEWS.values() if view.device_mesh is mesh)
+    found = next(same, _VIEWS.get(mesh))
     if found is None or (found.device_mesh is not mesh and found.world() is not dist.group.WORLD):
         axes = axis_sizes(mesh, "use_mesh")
         _forget_ended()
@@ -656,7 +662,12 @@ def _made_before(device: str, axes: dict[str, int]) -> Mesh | None:
     """Return an equal mesh of this job, whose groups exist already."""
     for view in list(_VIEWS.values()):
         alike = tuple(view.axes.items()) == tuple(axes.items()) and view.device.type == device
-        if alike and view.world() is dist.group.WORLD and view.ranks == tuple(range(view.size)):
+        if (
+            alike
+            and view.outer is None
+            and view.world() is dist.group.WORLD
+            and view.ranks == tuple(range(view.size))
+        ):
             return view
     return None
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib.collectives import verify
-from shardlib.errors import UnevenSplit
+from shardlib.errors import UnevenSplit, Unsupported
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import scope, within
 from shardlib.modules.apply import (
@@ -42,7 +42,7 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
     ``params``  as ``parallelize`` returned them; the module's parameters share their memory.
     ``whole``   results are plain tensors, as without sharding.  False: they stay sharded.
     The module given to ``parallelize`` is not changed, and buffers are the copy's own.
-    Raises: UnknownParameter.
+    Raises: UnknownParameter; Unsupported for a module in stages.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> with sl.simulate(x=2):
@@ -52,6 +52,10 @@ def as_module(apply: Apply, params: Mapping[str, Tensor], *, whole: bool = True)
     >>> type(model).__name__, sl.typeof(model.weight), sl.typeof(model.weight.grad)
     ('Linear', 'f32[6@x, 4]', 'f32[6@x, 4]')
     """
+    if apply.stages is not None:
+        why = "a module in stages has no forward of its own: each rank holds a part of it"
+        fix = "forward = torch.no_grad()(lambda *inputs: apply(params, *inputs))"
+        raise Unsupported(why, op="as_module", mesh=apply.mesh, fix=fix)
     apply.check(params)
     leaves = {
         n: nn.Parameter(p.detach(), requires_grad=p.requires_grad)

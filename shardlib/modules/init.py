@@ -24,7 +24,7 @@ from shardlib.memory_sharing import writes
 from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
 from shardlib.modules.apply import Apply, needed
 from shardlib.modules.copies import swapped
-from shardlib.modules.parallelize import CutsIntoStages, placed
+from shardlib.modules.parallelize import CutsIntoStages, placing
 from shardlib.modules.remat import Remat
 from shardlib.modules.rules import LogicalAxes, Named, Rules, matches
 from shardlib.placing import lengthened, reshard, shard
@@ -78,8 +78,7 @@ def init(
     ...     sl.typeof(params["0.weight"]), apply(params, torch.ones(2, 8)).shape
     ('f32[16@x, 8]', torch.Size([2, 16]))
     """
-    place = placed if stages is None else stages.parallelized
-    apply, params = place(
+    apply, params = placing(stages)(
         module, rules, mesh=as_mesh(mesh), src=None, axes=axes, inputs=inputs, pad=pad,
         remat=remat, blank=True,
     )  # fmt: skip

@@ -8,7 +8,7 @@ tensors, which are freed with it.  Nothing is replicated, or sharded, by acciden
 
 import inspect
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -100,9 +100,19 @@ def parallelize(
     ('f32[6@y, 4@x]', 'f32[2@x, 6@y]')
     """
     given: dict[str, Any] = {"axes": axes, "inputs": inputs, "pad": pad, "remat": remat}
-    if stages is not None:
-        return stages.parallelized(module, rules, mesh=as_mesh(mesh), src=src, **given)
-    return placed(module, rules, mesh=as_mesh(mesh), src=src, **given)
+    return placing(stages)(module, rules, mesh=as_mesh(mesh), src=src, **given)
+
+
+def placing(stages: CutsIntoStages | None) -> Callable[..., tuple[Apply, dict[str, ShardedTensor]]]:
+    """Return the function that places a module's parameters, or those of its stages."""
+    if stages is None:
+        return placed
+    if not hasattr(stages, "parallelized"):
+        axis = stages if isinstance(stages, str) else "pipe"
+        why = f"stages={stages!r} is no sl.Stages"
+        fix = f"sl.parallelize(module, rules, stages=sl.Stages({axis!r}))"
+        raise ShardError(why, op="parallelize", fix=fix)
+    return stages.parallelized
 
 
 def placed(

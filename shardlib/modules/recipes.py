@@ -538,7 +538,8 @@ def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), /, **a
 
 def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, str]) -> str:
     """Write a call that fits this mesh's axes: this recipe with other axes, or another recipe."""
-    own = [n for n in names if n != data]
+    # by custom the axis of stages, which layouts do not name
+    own = [n for n in names if n not in (data, "pipe")]
     left = [n for n in own if n not in axes.values()]
     lacks = [argument for argument, n in axes.items() if n not in own]
     if len(left) >= len(lacks):
@@ -546,12 +547,12 @@ def _instead(names: Sequence[str], data: str, recipe: str, axes: Mapping[str, st
         if data in names and data != "data":
             given["data"] = data
         return f"sl.recipes.{recipe}(model, {', '.join(f'{k}={a!r}' for k, a in given.items())})"
-    if not own:
+    if not own and data in names:
         # the batch's axis is the only one: recipes that need no other
         alone = {"fsdp": "fsdp(model, axis"}.get(recipe, "ddp(model, data")
         return f"sl.recipes.{alone}={data!r})"
     wants = f"  # {recipe} wants axes {', '.join(axes.values())}" if len(axes) > 1 else ""
-    return f"sl.recipes.megatron1d(model, axis={own[0]!r}){wants}"
+    return f"sl.recipes.megatron1d(model, axis={[*own, *names][0]!r}){wants}"
 
 
 def roles(model: nn.Module, inputs: object = None) -> dict[str, str]:

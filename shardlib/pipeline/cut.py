@@ -8,6 +8,7 @@ special cases.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -65,6 +66,15 @@ class Cut:
         """List the first call of each stage."""
         own = [c for c in self.calls.order if c in self.owner]
         return [next(c for c in own if self.owner[c] == s) for s in range(self.stages)]
+
+    @cached_property
+    def expected(self) -> list[list[UnitCall]]:
+        """List for each stage the calls of units up to the last that others need, or its last."""
+        order = self.calls.order
+        own = [[c for c in order if self.owner.get(c) == s] for s in range(self.stages)]
+        last = [[k.call for k in row] or own[s][-1:] for s, row in enumerate(self.makes)]
+        ends = [max(map(order.index, row), default=-1) for row in last]
+        return [[c for c in order[: end + 1] if "/" not in c.unit] for end in ends]
 
     def spec(self, output: Output) -> OutputSpec:
         """Return shape and dtype of a tensor that crosses."""
@@ -186,7 +196,10 @@ class Cutting:
         at = [i for i, c in enumerate(order) if c.unit in blocks and c not in calls.free]
         if not at:
             named = ", ".join(self.blocks) or "the module"
-            raise _error(f"no block of {named} was called on what depends on parameters")
+            raise _error(
+                f"no block of {named} was called on what depends on parameters; blocks that are "
+                "skipped at random, as by LayerDrop, are not cut"
+            )
         owner: dict[UnitCall, int] = {}
         stage, begins = 0, self._begins(calls, at, flops)
         for i, c in enumerate(order):

@@ -8,7 +8,7 @@ computes depends on them.  The run is broken off once all that other stages need
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -268,7 +268,17 @@ class WholeForward(UnitForward):
     ) -> None:
         leaves, tree = tree_flatten(out)
         self.flow.hand_over((_raw(x) for x in leaves if isinstance(x, Tensor)), around)
+        _refuse_unregistered(call, leaves)
         self.calls.returned[call] = Returned(tuple(map(spec_of, leaves)), tree, draws)
+
+
+def _refuse_unregistered(call: UnitCall, leaves: Iterable[object]) -> None:
+    for x in leaves:
+        if is_dataclass(x) and any(isinstance(t, Tensor) for t in vars(x).values()):
+            kind = type(x).__name__
+            why = f"{call} returns a {kind}, whose tensors are not known to torch's trees"
+            fix = f"torch.export.register_dataclass({kind})"
+            raise Unsupported(why, op="parallelize", fix=fix)
 
 
 @dataclass(eq=False)
@@ -303,9 +313,8 @@ class StageForward(UnitForward):
         returned = self.calls.returned.get(call)
         if returned is None:
             why = f"{call} was not called when the stages were cut"
-            raise Unsupported(
-                why, op="apply", mesh=self.mesh, fix="apply, params = sl.parallelize(module, rules)"
-            )
+            fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
+            raise Unsupported(why, op="apply", mesh=self.mesh, fix=fix)
         if self.draws is not None:
             self.draws.go_to(returned.draws[0])
         if self.owner.get(call, self.number) == self.number:

@@ -209,6 +209,7 @@ class Pipeline:
         apply.staged(self, units)
         failed: Exception | None = None
         own = self.stages.example
+        _refuse_in_training(module, only_calls=True)
         for example in example_inputs(module) if own is None else [own]:
             args, kwargs = called_with(example)
             if own is None:
@@ -242,7 +243,7 @@ class Pipeline:
         for cut, answers, values in self.cuts.get(key, ()):
             if answers.of(told) == values:
                 return cut
-        _refuse_statistics(self.apply.module)
+        _refuse_in_training(self.apply.module)
         if len(self.cuts) > 64:
             self.cuts = {}
         cut, answers = self._cut(f, self.paper, self.whole, self.begins, args, kwargs)
@@ -387,10 +388,15 @@ def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:
 _OF_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def _refuse_statistics(module: nn.Module) -> None:
-    """Refuse statistics of a batch: they would be those of each micro-batch."""
-    for m in module.modules():
-        if isinstance(m, _OF_BATCHES) and m.training:
+def _refuse_in_training(module: nn.Module, only_calls: bool = False) -> None:
+    """Refuse statistics of a batch, which would be those of each micro-batch, and LayerDrop."""
+    for m in (m for m in module.modules() if m.training):
+        drops = getattr(m, "layerdrop", getattr(getattr(m, "config", None), "layerdrop", 0))
+        if isinstance(drops, float) and drops > 0:
+            why = f"{type(m).__name__} in training skips blocks at random (layerdrop={drops})"
+            fix = "module.eval()  # or module.layerdrop = 0.0"
+            raise Unsupported(why, op="parallelize", fix=fix)
+        if isinstance(m, _OF_BATCHES) and not only_calls:
             why = f"{type(m).__name__} in training takes the statistics of each micro-batch alone"
             fix = "module.eval()  # or a norm over features, as nn.GroupNorm(8, channels)"
             raise Unsupported(why, op="value_and_grad", fix=fix)

@@ -17,9 +17,9 @@ from shardlib._compat import tree_flatten, tree_unflatten
 from shardlib.collectives import pbroadcast, spans_processes, unwrap, wrap
 from shardlib.collectives.count import note
 from shardlib.collectives.point_to_point import Message, Messages
-from shardlib.errors import RankFailed, StageFailed
+from shardlib.errors import RankFailed, StageFailed, Unsupported
 from shardlib.grad import GradientSums, loss_block, with_block
-from shardlib.mesh import Mesh, bind, scope, within
+from shardlib.mesh import Mesh, bind, current_job, scope, within
 from shardlib.microbatches import MicroBatches
 from shardlib.pipeline.cut import Cut
 from shardlib.pipeline.forward import (
@@ -244,7 +244,11 @@ class PipelineStep:
             f"{type(e).__name__}: {text}"
         )
         fix = getattr(e, "fix", None) or "sl.value_and_grad(loss, microbatches=1)  # to look at one"
-        return StageFailed(why, op="value_and_grad", mesh=self.mesh, fix=fix)
+        failed = StageFailed(why, op="value_and_grad", mesh=self.mesh, fix=fix)
+        if spans_processes(self.mesh) and (job := current_job()) is not None:
+            # the others wait for this rank, also if its caller catches the error
+            job.raised(failed.with_traceback(e.__traceback__))
+        return failed
 
     def _forward(self, a: Action) -> None:
         cut = self.cuts[a.micro]
@@ -279,6 +283,11 @@ class PipelineStep:
                     self.result = out
             except AllSent:
                 pass
+        calls = cut.expected[a.stage]
+        if left := [c for c in calls if stage.turns.get(c.unit, -1) < c.turn]:
+            why = f"{left[0]} was called when the stages were cut, and was skipped now"
+            fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
+            raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
         kept.made = {k: block_of_output(stage.found[k]) for k in cut.makes[a.stage]}
         if self.train:
             self.kept[a.stage, a.micro] = kept
@@ -287,7 +296,7 @@ class PipelineStep:
 
     def _add_loss(self, loss: Tensor, micro: int) -> Tensor:
         """Add a micro-batch's share to the loss of the step; return what backward starts from."""
-        share = loss_block(loss) * self.batch.share(micro)
+        share = self.batch.part(loss_block(loss), micro)
         done = share.detach() if self.loss is None else loss_block(self.loss) + share.detach()
         self.loss = with_block(loss.detach(), done)
         return share

@@ -48,9 +48,7 @@ def check_met(x: Any, mesh: Mesh, op: str) -> None:
             fix = "sl.shard(sl.unshard(x), '...', mesh=mesh)"
             if scope().call.stage is not None:
                 why = "a value of the whole mesh met one of a stage; a step takes it as an argument"
-                fix = (
-                    "sl.value_and_grad(lambda p, *args: loss(p, *args), microbatches=4)(params, x)"
-                )
+                fix = "sl.value_and_grad(lambda p, *args: loss(p, *args), microbatches=4)"
             raise call_error(
                 ShardError, why, op, fix, mesh=str(mesh), x=x, of=f"another mesh, {x.mesh}"
             )

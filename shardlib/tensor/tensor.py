@@ -1093,6 +1093,9 @@ def on_shapes(func: Func, mesh: Mesh) -> Unsupported:
     name = getattr(func, "__name__", str(func))
     why = f"what {name} answers hangs on values, and a recorded mesh has shapes alone"
     fix = f"sl.simulate({', '.join(f'{n}={s}' for n, s in mesh.axes.items())})"
+    if scope().call.stage is not None:
+        why = f"what {name} answers hangs on values, and stages are cut by shapes alone"
+        fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
     return Unsupported(why, op=name, mesh=mesh, fix=fix)
 
 

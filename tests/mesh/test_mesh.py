@@ -304,6 +304,7 @@ def test_a_mesh_made_after_the_old_groups_are_gone_is_new(
 
 ALONE = """
 import shardlib as sl
+from shardlib.mesh import as_mesh
 try:
     sl.make_mesh(x=2, y=2)
 except sl.ShardError as e:
@@ -378,3 +379,21 @@ def _stage_sums() -> tuple[dict[str, int], bool, float, float]:
     with inner:
         total = sl.psum(torch.tensor([float(dist.get_rank())]), tuple(inner))
     return dict(inner), mesh.without("pipe") is inner, total.item(), float(ranks.sum())
+
+
+def _shares() -> tuple[list[str], list[bool]]:
+    """The meshes around stages of two meshes of the same ranks, and whether meshes are distinct."""
+    mesh = sl.current_mesh()
+    stage = mesh.without("pipe")
+    other = sl.make_mesh(data=4)
+    there = other.without("data")
+    whole = sl.make_mesh(pipe=1, data=4).without("pipe")
+    around = [str(m.outer.mesh) for m in (stage, there, whole) if m.outer is not None]
+    assert stage.device_mesh is not None
+    distinct = [stage is not there, whole is not other, other.outer is None]
+    return around, [*distinct, sl.make_mesh(data=4) is other, as_mesh(stage.device_mesh) is stage]
+
+
+def test_meshes_of_the_same_ranks_do_not_share_the_mesh_of_a_stage(pool: Any) -> None:
+    for around, said in pool.run(_shares, pipe=4):
+        assert around == ["pipe=4", "data=4", "pipe=1 data=4"] and said == [True] * 5

@@ -1,4 +1,8 @@
 import itertools
+import json
+import re
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,3 +277,22 @@ def test_a_hook_added_between_two_steps_takes_outputs_of_other_stages() -> None:
         assert before[0] != pytest.approx(after[0])
         for n, p in net.named_parameters():
             torch.testing.assert_close(sl.unshard(grads[n]), p.grad)
+
+
+def _fails_and_stays(folder: Path) -> None:
+    """Write how the step failed here, and after how long; the rank that failed goes on."""
+    said = _fails()
+    place = folder / str(sl.axis_index("pipe"))
+    place.write_text(json.dumps([said, time.time()]))
+    time.sleep(5 * said.startswith("StageFailed"))
+
+
+def test_a_stage_that_raises_is_named_on_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
+    """Its caller catches the error, so that its process does not end."""
+    why = "stage 3 (3), forward of micro-batch 2: ValueError: all zeros"
+    with pytest.raises(sl.errors.RankFailed, match=re.escape(why)):
+        sl.launch(_fails_and_stays, tmp_path, pipe=4, timeout=20.0)
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    for rank, (said, at) in enumerate(found):
+        assert said.startswith(f"{'StageFailed' if rank == 3 else 'RankFailed'}: ") and why in said
+        assert at - found[3][1] < 5
