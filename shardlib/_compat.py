@@ -48,10 +48,19 @@ no_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableT
 # that object then lives as long.
 StorageWeakRef: Any = reductions.StorageWeakRef
 
-# The base of modes that intercept every aten call.  In 2.11 to 2.15 under this underscored
-# name; torch's page "Extending PyTorch" documents it.  When it goes: allocations are not counted,
-# and attention's peak memory is not predicted.
-DispatchMode: Any = TorchDispatchMode
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[misc]
+    """Base of modes that intercept every aten call.
+
+    In 2.11 to 2.15 under this underscored name; torch's page "Extending PyTorch" documents it.
+    When it goes: allocations are not counted, and attention's peak memory is not predicted.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # else a mode's first call imports torch's compiler, which takes more time than most models
+        return False
+
 
 # Flattening by torch's own registry, in which transformers has its outputs and caches, dicts by
 # class.  In 2.11 to 2.15; torch.utils has no public name for it.  When it goes: optree, with each
