@@ -395,10 +395,17 @@ class GradientSums:
         open_axes = () if hasattr(params, "opened") or self.mesh is None else self.mesh.names
         self.over = tuple(a for a in open_axes if self.mesh.axes[a] > 1)
         self.sums: dict[int, Tensor] = {}
+        self.first: _Leaves | None = None
 
     def leaves(self) -> _Leaves:
         """Return new leaves of the parameters, with gradients unsummed over all axes."""
-        return _leaves([self.params], self.over, False)
+        if hasattr(self.params, "opened"):
+            return _leaves([self.params], self.over, False)
+        self.first = self.first or _leaves([self.params], self.over, False)
+        # the same blocks, in values of their own: what is derived from a value is kept with it
+        old = optree.tree_leaves(self.first.arguments)
+        new = [x.at(x.place) if isinstance(x, ShardedTensor) else x for x in old]
+        return self.first._replace(arguments=optree.tree_unflatten(self.first.tree, new))
 
     def add(self, found: Sequence[Tensor | None]) -> None:
         """Add the gradients of the leaves' blocks, in their order; half precision in fp32."""
