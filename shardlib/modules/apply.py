@@ -82,6 +82,12 @@ class Calls:
         Plain tensors count as the same on every rank.
         ``of``  the submodule that is called, whose parameters these are.
         """
+        refuse_trace()
+        if self.mesh.size == 1:
+            # nothing is gathered
+            with promoting():
+                yield
+            return
         weights = {
             n: p.raw
             for n, p in params.items()
@@ -90,7 +96,6 @@ class Calls:
         stage = getattr(scope().call.stage, "number", None)
         where = of, stage, tuple(self.mesh.axes.items())
         order, reads = self.orders.setdefault(where, ([], []))
-        refuse_trace()
         with promoting(), prefetching(order, weights, reads):
             yield
 
