@@ -389,7 +389,7 @@ def set_state(state: Mapping[str, int], mesh: MeshLike | None = None) -> None:
 
 
 class Draws:
-    """Random keys of a mesh drawn from a chosen place of its stream, within ``with draws.used():``.
+    """Random keys of a mesh drawn from a chosen place of its stream, ``within(draws=d.instead)``.
 
     ``first``  the count of draws before the first of them.
 
@@ -411,9 +411,10 @@ class Draws:
         """Draw next what would be the ``n``-th key from the first."""
         self.own.count = self.first + n
 
-    def used(self) -> within:
-        """Return the context in which the mesh's keys are drawn from here."""
-        return within(draws={**scope().random.draws, self.stream: self.own})
+    @property
+    def instead(self) -> dict["_Stream", "_Stream"]:
+        """Map the streams of this scope to those that are drawn from, the mesh's from here."""
+        return {**scope().random.draws, self.stream: self.own}
 
     @staticmethod
     def begun(mesh: Mesh) -> int:

@@ -7,7 +7,7 @@ computes depends on them.  The run is broken off once all that other stages need
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -309,7 +309,7 @@ class StageForward(UnitForward):
         if self.draws is not None:
             self.draws.go_to(returned.draws[0])
         if self.owner.get(call, self.number) == self.number:
-            with self.hooked(call, m):
+            with self.hooked(call, m) if call in self.calls.inner else nullcontext():
                 out = forward(*args, **kwargs)
             self._keep(call, out)
         else:

@@ -30,7 +30,7 @@ from shardlib.pipeline.cut import Cut, Cutting, Params
 from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.prices import explained
 from shardlib.pipeline.schedules import PipelineSchedule, placing, schedule
-from shardlib.pipeline.step import PipelineStep, forward_only
+from shardlib.pipeline.step import PipelineStep, Traffic, forward_only
 from shardlib.pipeline.units import blocks_of, units_of
 from shardlib.planning.cluster import Cluster
 from shardlib.planning.constant_folding import Answers, Known
@@ -153,7 +153,8 @@ class Pipeline:
     ``begins``  the call with which each stage begins.
     ``apply``   the call of the module.
     ``first``   the cut of its forward on example inputs.
-    ``cuts``    function, shapes and training modes -> the cuts, one for each branch.
+    ``cuts``    function, shapes, modes and hooks -> the cuts, one for each branch.
+    ``traffic`` the cuts of a step's micro-batches -> their messages.
     """
 
     stages: Stages
@@ -167,6 +168,7 @@ class Pipeline:
     apply: Any = None
     first: Cut = field(init=False)
     cuts: dict[Any, list[Branch]] = field(default_factory=dict)
+    traffic: dict[tuple[Cut, ...], Traffic] = field(default_factory=dict)
 
     @property
     def here(self) -> set[int]:
@@ -224,18 +226,23 @@ class Pipeline:
         why = f"the stages of {type(module).__name__} are not known: {cause}".splitlines()[0]
         raise Unsupported(why, op="parallelize", fix="sl.Stages('pipe', example=(inputs,))")
 
-    def cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any) -> Cut:
-        """Return the cut of ``f(params, *args)`` for these shapes, and the branches it takes."""
+    def cuts_for(self, f: Callable[..., Any], batch: MicroBatches) -> tuple[Cut, ...]:
+        """Return the cut of ``f(params, *args)`` for each micro-batch."""
+        self.apply.copies.follow()
+        # which submodules train, and which have hooks that take outputs
+        modes = [(m.training, bool(m._forward_hooks)) for m in self.apply.module.modules()]
+        return tuple(self._cut_for(f, *batch[k], tuple(modes)) for k in range(batch.count))
+
+    def _cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any, modes: object) -> Cut:
+        """Return the cut for these shapes, and the branches that these values take."""
         given: Any = args, kwargs
         leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
-        self.apply.copies.follow()
-        modules = list(self.apply.module.modules())
-        key = f, tree, tuple(map(_shape, leaves)), tuple(m.training for m in modules)
+        key = f, tree, tuple(map(_shape, leaves)), modes
         told = [x for x in leaves if _known(x)]
         for cut, answers, values in self.cuts.get(key, ()):
             if answers.of(told) == values:
                 return cut
-        _refuse_statistics(modules)
+        _refuse_statistics(self.apply.module)
         if len(self.cuts) > 64:
             self.cuts = {}
         cut, answers = self._cut(f, self.paper, self.whole, self.begins, args, kwargs)
@@ -272,31 +279,38 @@ class Pipeline:
 
     # ------------------------------------------------------------ runs
 
-    def completed(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parameters with NaN for those of other stages."""
-        found = dict(params)
-        mesh = next((x.mesh for x in params.values()), self.inner)
+    @cached_property
+    def absent(self) -> dict[str, Tensor]:
+        """Parameters that no stage of this process reads, as NaN in the memory of one element."""
+        found = {}
         for name, x in self.whole.items():
-            if name not in found:
+            if not self.here & set(self.first.holders(name, self.ranks)):
                 spec = spec_of(x)
-                ghost = nan(spec.dtype, mesh).expand(spec.block(mesh))
-                found[name] = spec.value(ghost, mesh)
+                ghost = nan(spec.dtype, self.inner).expand(spec.block(self.inner))
+                found[name] = spec.value(ghost, self.inner)
         return found
+
+    def completed(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the parameters with NaN for those of other stages."""
+        return params if len(params) == len(self.whole) else {**self.absent, **params}
 
     def step(
         self, f: Callable[..., Any], params: Any, batch: MicroBatches, sums: GradientSums
     ) -> Tensor:
         """Run forward and backward of every micro-batch; gradients are added to ``sums``."""
         _refuse_all_frozen(params, self)
-        cuts = [self.cut_for(f, *batch[k]) for k in range(batch.count)]
-        table = self.stages.table(self.mesh, batch.count)
-        return PipelineStep(self, f, cuts, table, batch, sums).run()
+        cuts = self.cuts_for(f, batch)
+        if (traffic := self.traffic.get(cuts)) is None:
+            traffic = Traffic(cuts, self.stages.table(self.mesh, batch.count), self.inner)
+            # of the last steps, since branches on values may combine in many ways
+            self.traffic = {**dict([*self.traffic.items()][-15:]), cuts: traffic}
+        return PipelineStep(self, f, traffic, batch, sums).run()
 
     def explained(
         self, f: Callable[..., Any], batch: MicroBatches, tx: Any, cluster: Cluster, parts: bool
     ) -> PipelineExplanation:
         """Explain a step, see ``shardlib.pipeline.prices``."""
-        cuts = [self.cut_for(f, *batch[k]) for k in range(batch.count)]
+        cuts = self.cuts_for(f, batch)
         table = self.stages.table(self.mesh, batch.count)
         with _drafted(self.paper, *batch[0]) as (_, given):
             return explained(self, f, given, cuts, table, tx, cluster, parts)
@@ -311,11 +325,11 @@ class Pipeline:
             fix = "with torch.no_grad(): out = apply(params, x)  # or sl.value_and_grad(loss)"
             raise Unsupported(why, op="apply", mesh=self.mesh, fix=fix)
         batch = MicroBatches(args, kwargs, 1, stage=self.inner)
-        cut = self.cut_for(self.apply, *batch[0])
-        table = forward_only(self.ranks)
+        cuts = self.cuts_for(self.apply, batch)
+        traffic = Traffic(cuts, forward_only(self.ranks), self.inner)
         sums = GradientSums(params, ())
         with within(), within(mesh=self.inner):
-            return PipelineStep(self, self.apply, [cut], table, batch, sums).out()
+            return PipelineStep(self, self.apply, traffic, batch, sums).out()
 
 
 def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:
@@ -332,9 +346,9 @@ def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:
 _OF_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def _refuse_statistics(modules: Sequence[nn.Module]) -> None:
+def _refuse_statistics(module: nn.Module) -> None:
     """Refuse statistics of a batch: they would be those of each micro-batch."""
-    for m in modules:
+    for m in module.modules():
         if isinstance(m, _OF_BATCHES) and m.training:
             why = f"{type(m).__name__} in training takes the statistics of each micro-batch alone"
             fix = "module.eval()  # or a norm over features, as nn.GroupNorm(8, channels)"

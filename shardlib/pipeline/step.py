@@ -19,7 +19,7 @@ from shardlib.collectives.count import note
 from shardlib.collectives.point_to_point import Message, Messages
 from shardlib.errors import RankFailed, StageFailed
 from shardlib.grad import GradientSums, loss_block, with_block
-from shardlib.mesh import bind, scope, within
+from shardlib.mesh import Mesh, bind, scope, within
 from shardlib.microbatches import MicroBatches
 from shardlib.pipeline.cut import Cut
 from shardlib.pipeline.forward import (
@@ -64,6 +64,51 @@ class Forwarded:
     later: WeightGradients | None = None
 
 
+class Traffic:
+    """Messages of a table, listed once for all steps whose micro-batches have these cuts.
+
+    ``receives``  action -> (label, the stage that sends it) of each message that it needs.
+    ``sends``     action -> (label, the stage that gets it) of each message that it sends.
+    ``between``   (rank, rank) -> what the first sends to the second, in the order of its actions.
+    """
+
+    def __init__(self, cuts: Sequence[Cut], table: PipelineSchedule, inner: Mesh) -> None:
+        self.cuts, self.table = cuts, table
+        actions = [a for row in table.tables for a in row]
+        self.train = any(a.kind != "F" for a in actions)
+        self.split = any(a.kind == "I" for a in actions)
+        self.receives = {a: list(self._receives(a, cuts[a.micro])) for a in actions}
+        self.sends = {a: list(self._sends(a, cuts[a.micro])) for a in actions}
+        self.between: dict[tuple[int, int], list[Message]] = {}
+        for a in actions:
+            for label, stage in self.sends[a]:
+                spec, pair = (
+                    cuts[a.micro].spec(label.output),
+                    (table.ranks[a.stage], table.ranks[stage]),
+                )
+                message = Message(label, spec.block(inner), spec.dtype)
+                self.between.setdefault(pair, []).append(message)
+
+    def _receives(self, a: Action, cut: Cut) -> Iterator[tuple[Crossing, int]]:
+        if a.kind == "F":
+            for k in cut.needs[a.stage]:
+                yield Crossing("F", k, a.micro, a.stage), cut.source(k)
+        elif a.kind in "BI":
+            for k in cut.makes[a.stage]:
+                for user in cut.users(k) if cut.spec(k).grad else ():
+                    yield Crossing("B", k, a.micro, user), user
+
+    def _sends(self, a: Action, cut: Cut) -> Iterator[tuple[Crossing, int]]:
+        if a.kind == "F":
+            for k in cut.makes[a.stage]:
+                for user in cut.users(k):
+                    yield Crossing("F", k, a.micro, user), user
+        elif a.kind in "BI":
+            for k in cut.needs[a.stage]:
+                if cut.spec(k).grad:
+                    yield Crossing("B", k, a.micro, a.stage), cut.source(k)
+
+
 class PipelineStep:
     """A step; ``run`` returns the loss, and adds gradients to ``sums``.
 
@@ -72,24 +117,24 @@ class PipelineStep:
     """
 
     def __init__(
-        self, pipeline: Any, f: Callable[..., Any], cuts: Sequence[Cut], table: PipelineSchedule,
+        self, pipeline: Any, f: Callable[..., Any], traffic: Traffic,
         batch: MicroBatches, sums: GradientSums,
     ) -> None:  # fmt: skip
-        self.pipeline, self.f, self.cuts, self.table = pipeline, f, cuts, table
+        self.pipeline, self.f, self.traffic = pipeline, f, traffic
+        self.cuts, self.table, self.train = traffic.cuts, traffic.table, traffic.train
         self.batch, self.sums = batch, sums
         self.mesh, self.inner, self.axis = pipeline.mesh, pipeline.inner, pipeline.stages.axis
-        self.ranks = table.ranks
-        self.firsts = [*accumulate((c.draws for c in cuts), initial=Draws.begun(self.inner))]
+        self.ranks = self.table.ranks
+        draws = (c.draws for c in self.cuts)
+        self.firsts = [*accumulate(draws, initial=Draws.begun(self.inner))]
         self.kept: dict[tuple[int, int], Forwarded] = {}
         self.loss: Tensor | None = None
         self.result: Any = None
-        self.train = any(a.kind != "F" for row in table.tables for a in row)
-        self.split = any(a.kind == "I" for row in table.tables for a in row)
-        self.held = [0] * table.stages
+        self.held = [0] * self.table.stages
         self.ghosts: dict[Any, Tensor] = {}
         here = pipeline.here
-        peers = [r for r in range(table.size) if r not in here]
-        coming = {r: self._sent(r, min(here)) for r in peers}
+        peers = [r for r in range(self.table.size) if r not in here]
+        coming = {r: self._coming(r, min(here)) for r in peers}
         self.messages = Messages(self.mesh, self.axis, coming)
 
     def run(self) -> Tensor:
@@ -121,7 +166,7 @@ class PipelineStep:
         for i, action in enumerate(row):
             # the next action's receives are posted before this one computes
             for coming in row[i : i + 2]:
-                for label, source in self._receives(coming):
+                for label, source in self.traffic.receives[coming]:
                     self.messages.expect(label, self.ranks[source])
             self._do(action)
 
@@ -129,42 +174,17 @@ class PipelineStep:
         while any(rows):
             before = sum(map(len, rows))
             for row in rows:
-                while row and all(self.messages.arrived(x) for x, _ in self._receives(row[0])):
+                while row and all(
+                    self.messages.arrived(x) for x, _ in self.traffic.receives[row[0]]
+                ):
                     self._do(row.pop(0))
             assert sum(map(len, rows)) < before, "a checked table ends"
 
     # ------------------------------------------------------------ messages
 
-    def _receives(self, a: Action) -> Iterator[tuple[Crossing, int]]:
-        """List the messages that an action needs, each with the stage that sends it."""
-        cut = self.cuts[a.micro]
-        if a.kind == "F":
-            for k in cut.needs[a.stage]:
-                yield Crossing("F", k, a.micro, a.stage), cut.source(k)
-        elif a.kind in "BI":
-            for k in cut.makes[a.stage]:
-                for user in cut.users(k) if cut.spec(k).grad else ():
-                    yield Crossing("B", k, a.micro, user), user
-
-    def _sends(self, a: Action) -> Iterator[tuple[Crossing, int]]:
-        """List the messages that an action sends, each with the stage that gets it."""
-        cut = self.cuts[a.micro]
-        if a.kind == "F":
-            for k in cut.makes[a.stage]:
-                for user in cut.users(k):
-                    yield Crossing("F", k, a.micro, user), user
-        elif a.kind in "BI":
-            for k in cut.needs[a.stage]:
-                if cut.spec(k).grad:
-                    yield Crossing("B", k, a.micro, a.stage), cut.source(k)
-
-    def _sent(self, rank: int, to: int) -> Iterator[Message]:
-        """List the messages from a rank to another, in the order of its actions."""
-        for a in self.table.tables[rank]:
-            for label, stage in self._sends(a):
-                if self.ranks[stage] == to:
-                    spec = self.cuts[a.micro].spec(label[1])
-                    yield Message(label, spec.block(self.inner), spec.dtype)
+    def _coming(self, rank: int, to: int) -> Iterator[Message]:
+        """List the messages from a rank to another, in the order in which it sends them."""
+        yield from self.traffic.between.get((rank, to), ())
         for name, ranks in self.pipeline.tied.items():
             if rank in ranks and to in ranks and self.train:
                 g = self.sums.of(name)
@@ -192,7 +212,7 @@ class PipelineStep:
         traces = scope().listeners.traces
         for row in self.table.tables if traces else ():
             for a in row:
-                for label, stage in self._sends(a):
+                for label, stage in self.traffic.sends[a]:
                     if self.ranks[stage] != self.ranks[a.stage]:
                         n = self.cuts[a.micro].spec(label[1]).nbytes(self.inner)
                         note(traces, "send", (self.axis,), n, self.table.size, 1)
@@ -226,7 +246,7 @@ class PipelineStep:
         cut = self.cuts[a.micro]
         received: dict[Output, Tensor] = {}
         given: dict[Output, Tensor] = {}
-        for label, _ in self._receives(a):
+        for label, _ in self.traffic.receives[a]:
             k = label[1]
             spec = cut.spec(k)
             raw = self.messages.take(label).detach()
@@ -242,8 +262,11 @@ class PipelineStep:
         leaves = self.sums.leaves()
         kept = Forwarded(received, {}, leaves.wanted)
         args, kwargs = self.batch[a.micro]
-        here = within(stage=stage, differentiated=self.train, split_backward=self.split)
-        with here, draws.used(), torch.set_grad_enabled(self.train):
+        inside = within(
+            stage=stage, differentiated=self.train, split_backward=self.traffic.split,
+            draws=draws.instead,
+        )  # fmt: skip
+        with inside, torch.set_grad_enabled(self.train):
             try:
                 out = self.f(leaves.arguments[0], *args, **kwargs)
                 if a.stage == self.table.stages - 1 and self.train:
@@ -255,7 +278,7 @@ class PipelineStep:
         kept.made = {k: block_of_output(stage.found[k]) for k in cut.makes[a.stage]}
         if self.train:
             self.kept[a.stage, a.micro] = kept
-        for label, user in self._sends(a):
+        for label, user in self.traffic.sends[a]:
             self.messages.send(label, kept.made[label[1]].detach(), self.ranks[user])
 
     def _add_loss(self, loss: Tensor, micro: int) -> Tensor:
@@ -268,7 +291,7 @@ class PipelineStep:
     def _backward(self, a: Action) -> None:
         kept = self.kept[a.stage, a.micro]
         cotangents: dict[Output, Tensor] = {}
-        for label, _ in self._receives(a):
+        for label, _ in self.traffic.receives[a]:
             g, k = self.messages.take(label), label[1]
             cotangents[k] = cotangents[k] + g if k in cotangents else g
         asked = {k: g for k, g in cotangents.items() if kept.made[k].requires_grad}
@@ -286,7 +309,7 @@ class PipelineStep:
                     ends, wanted, grads, allow_unused=True, retain_graph=split
                 )
         inputs = dict(zip(kept.received, found, strict=False))
-        for label, source in self._sends(a):
+        for label, source in self.traffic.sends[a]:
             g = inputs[label[1]]
             g = torch.zeros_like(kept.received[label[1]]) if g is None else g
             self.messages.send(label, g, self.ranks[source])
