@@ -24,7 +24,7 @@ from shardlib.pipeline.cut import Cut
 from shardlib.pipeline.flow import operations
 from shardlib.pipeline.forward import block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
-from shardlib.pipeline.step import PipelineStep
+from shardlib.pipeline.step import PipelineStep, Traffic
 from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import CallRecorder, bytes_of, sink_of
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost
@@ -90,7 +90,8 @@ class _PaperStep(PipelineStep):
         self.parts = [tx.shard(x) if parts else x for x in self.own]
         sinks = [None if tx is None else sink_of(tx, x) for x in self.parts]
         self.of_place = [GradientSums(x, (), k) for x, k in zip(self.parts, sinks, strict=True)]
-        super().__init__(paper, f, cuts, table, MicroBatches(*given, 1), self.of_place[0])
+        traffic = Traffic(cuts, table, paper.inner)
+        super().__init__(paper, f, traffic, MicroBatches(*given, 1), self.of_place[0])
         self.messages: Any = _Mail()
         self.costs: dict[tuple[str, int], ActionCost] = {}
         self.tx, self.module = tx, pipeline
@@ -132,7 +133,7 @@ class _PaperStep(PipelineStep):
         found = {kind: cost for (kind, at), cost in self.costs.items() if at == s}
         sends: dict[int, int] = defaultdict(int)
         for kind in "FB":
-            for label, to in self._sends(Action(kind, s, 0)):
+            for label, to in self.traffic.sends(Action(kind, s, 0)):
                 if self.ranks[to] != self.ranks[s]:
                     sends[to] += self.cuts[0].spec(label.output).nbytes(self.inner)
         return StageCost(

@@ -155,6 +155,7 @@ class Pipeline:
     ``first``   the cut of its forward on example inputs.
     ``cuts``    function, shapes, modes and hooks -> the cuts, one for each branch.
     ``traffic`` the cuts of a step's micro-batches -> their messages.
+    ``absent``  mesh -> what stands for parameters of other stages there.
     """
 
     stages: Stages
@@ -169,6 +170,7 @@ class Pipeline:
     first: Cut = field(init=False)
     cuts: dict[Any, list[Branch]] = field(default_factory=dict)
     traffic: dict[tuple[Cut, ...], Traffic] = field(default_factory=dict)
+    absent: dict[Mesh, dict[str, Tensor]] = field(default_factory=dict)
 
     @property
     def here(self) -> set[int]:
@@ -279,20 +281,16 @@ class Pipeline:
 
     # ------------------------------------------------------------ runs
 
-    @cached_property
-    def absent(self) -> dict[str, Tensor]:
-        """Parameters that no stage of this process reads, as NaN in the memory of one element."""
-        found = {}
-        for name, x in self.whole.items():
-            if not self.here & set(self.first.holders(name, self.ranks)):
-                spec = spec_of(x)
-                ghost = nan(spec.dtype, self.inner).expand(spec.block(self.inner))
-                found[name] = spec.value(ghost, self.inner)
-        return found
-
     def completed(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the parameters with NaN for those of other stages."""
-        return params if len(params) == len(self.whole) else {**self.absent, **params}
+        """Return the parameters with NaN for those of other stages, in the memory of one element."""
+        if len(params) == len(self.whole):
+            return params
+        mesh = next((x.mesh for x in params.values()), self.inner)
+        if mesh not in self.absent:
+            specs = {n: spec_of(x) for n, x in self.whole.items()}
+            ghosts = {n: nan(s.dtype, mesh).expand(s.block(mesh)) for n, s in specs.items()}
+            self.absent[mesh] = {n: specs[n].value(x, mesh) for n, x in ghosts.items()}
+        return {**self.absent[mesh], **params}
 
     def step(
         self, f: Callable[..., Any], params: Any, batch: MicroBatches, sums: GradientSums

@@ -88,7 +88,7 @@ def test_a_rank_sends_and_holds_what_was_said(name: str, split: int | None, pool
     assert {4 * said for said, *_ in found} == {sum(sent for _, sent, *_ in found)}
     for _, _, told, counted, (most, peak) in found:
         assert told == counted
-        assert 0.8 < most / peak < 1.25
+        assert 0.75 < most / peak < 1.25
 
 
 def test_micro_batches_belong_to_stages() -> None:
