@@ -345,13 +345,14 @@ class StageForward(UnitForward):
 
     def _keep(self, call: UnitCall, out: Any, last: bool = True) -> None:
         """Keep the wanted outputs of a call; break the run off if all of them are there."""
-        for i, x in enumerate(tree_flatten(out)[0]):
-            if (output := Output(call, i)) in self.wanted:
-                self.found[output] = x
+        own = [k for k in self.wanted if k.call == call]
+        if own:
+            leaves = tree_flatten(out)[0]
+            self.found.update({k: leaves[k.leaf] for k in own})
         if last and self.wanted and len(self.found) == len(self.wanted):
             raise AllSent
         # what follows may write to an output in place
-        self.found.update({k: x.clone() for k, x in self.found.items() if k.call == call})
+        self.found.update({k: self.found[k].clone() for k in own})
 
     def _left_out(self, call: UnitCall, m: nn.Module, returned: Returned) -> Any:
         """Return the result of a call of another stage, and give its submodules' hooks theirs."""

@@ -91,8 +91,6 @@ class _PaperStep(PipelineStep):
         sinks = [None if tx is None else sink_of(tx, x) for x in self.parts]
         self.of_place = [GradientSums(x, (), k) for x, k in zip(self.parts, sinks, strict=True)]
         traffic = Traffic(cuts, table, paper.inner)
-        for a in (Action(kind, s, 0) for s in range(table.stages) for kind in "FBIW"):
-            traffic.add(a)
         super().__init__(paper, f, traffic, MicroBatches(*given, 1), self.of_place[0])
         self.messages: Any = _Mail()
         self.costs: dict[tuple[str, int], ActionCost] = {}
@@ -135,7 +133,7 @@ class _PaperStep(PipelineStep):
         found = {kind: cost for (kind, at), cost in self.costs.items() if at == s}
         sends: dict[int, int] = defaultdict(int)
         for kind in "FB":
-            for label, to in self.traffic.sends[Action(kind, s, 0)]:
+            for label, to in self.traffic.sends(Action(kind, s, 0)):
                 if self.ranks[to] != self.ranks[s]:
                     sends[to] += self.cuts[0].spec(label.output).nbytes(self.inner)
         return StageCost(

@@ -156,6 +156,7 @@ class Pipeline:
     ``first``   the cut of its forward on example inputs.
     ``cuts``    function, shapes, modes and hooks -> the cuts, one for each branch.
     ``traffic`` the cuts of a step's micro-batches -> their messages.
+    ``absent``  mesh -> what stands for parameters of other stages there.
     """
 
     stages: Stages
@@ -169,8 +170,8 @@ class Pipeline:
     apply: Any = None
     first: Cut = field(init=False)
     cuts: dict[Any, list[Branch]] = field(default_factory=dict)
-    absent: dict[str, Params] = field(default_factory=dict)
     traffic: dict[tuple[Cut, ...], Traffic] = field(default_factory=dict)
+    absent: dict[Mesh, dict[str, Tensor]] = field(default_factory=dict)
 
     @property
     def here(self) -> set[int]:
@@ -229,13 +230,15 @@ class Pipeline:
         why = f"the stages of {type(module).__name__} are not known: {cause}".splitlines()[0]
         raise Unsupported(why, op="parallelize", fix="sl.Stages('pipe', example=(inputs,))")
 
-    def modes(self) -> tuple[Any, ...]:
-        """Return the training modes of all submodules, and which have hooks that take outputs."""
+    def cuts_for(self, f: Callable[..., Any], batch: MicroBatches) -> tuple[Cut, ...]:
+        """Return the cut of ``f(params, *args)`` for each micro-batch."""
         self.apply.copies.follow()
-        return tuple((m.training, bool(m._forward_hooks)) for m in self.apply.module.modules())
+        # which submodules train, and which have hooks that take outputs
+        modes = [(m.training, bool(m._forward_hooks)) for m in self.apply.module.modules()]
+        return tuple(self._cut_for(f, *batch[k], tuple(modes)) for k in range(batch.count))
 
-    def cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any, modes: object) -> Cut:
-        """Return the cut of ``f(params, *args)`` for these shapes, and the branches it takes."""
+    def _cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any, modes: object) -> Cut:
+        """Return the cut for these shapes, and the branches that these values take."""
         given: Any = args, kwargs
         leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
         key = f, tree, tuple(map(_shape, leaves)), modes
@@ -281,38 +284,34 @@ class Pipeline:
     # ------------------------------------------------------------ runs
 
     def completed(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the parameters with NaN for those of other stages."""
+        """Return the parameters with NaN for those of other stages, in the memory of one element."""
         if len(params) == len(self.whole):
             return params
         mesh = next((x.mesh for x in params.values()), self.inner)
-        if mesh.kind not in self.absent:
+        if mesh not in self.absent:
             specs = {n: spec_of(x) for n, x in self.whole.items()}
-            self.absent[mesh.kind] = {
-                n: s.value(nan(s.dtype, mesh).expand(s.block(mesh)), mesh) for n, s in specs.items()
-            }
-        return {**self.absent[mesh.kind], **params}
+            ghosts = {n: nan(s.dtype, mesh).expand(s.block(mesh)) for n, s in specs.items()}
+            self.absent[mesh] = {n: specs[n].value(x, mesh) for n, x in ghosts.items()}
+        return {**self.absent[mesh], **params}
 
     def step(
         self, f: Callable[..., Any], params: Any, batch: MicroBatches, sums: GradientSums
     ) -> Tensor:
         """Run forward and backward of every micro-batch; gradients are added to ``sums``."""
         _refuse_all_frozen(params, self)
-        cuts = self._cuts(f, batch)
+        cuts = self.cuts_for(f, batch)
         if (traffic := self.traffic.get(cuts)) is None:
             traffic = Traffic(cuts, self.stages.table(self.mesh, batch.count), self.inner)
             # of the last steps, since branches on values may combine in many ways
             self.traffic = {**dict([*self.traffic.items()][-15:]), cuts: traffic}
         return PipelineStep(self, f, traffic, batch, sums).run()
 
-    def _cuts(self, f: Callable[..., Any], batch: MicroBatches) -> tuple[Cut, ...]:
-        modes = self.modes()
-        return tuple(self.cut_for(f, *batch[k], modes) for k in range(batch.count))
-
     def explained(
         self, f: Callable[..., Any], batch: MicroBatches, tx: Any, cluster: Cluster, parts: bool
     ) -> PipelineExplanation:
         """Explain a step, see ``shardlib.pipeline.prices``."""
-        cuts, table = self._cuts(f, batch), self.stages.table(self.mesh, batch.count)
+        cuts = self.cuts_for(f, batch)
+        table = self.stages.table(self.mesh, batch.count)
         with _drafted(self.paper, *batch[0]) as (_, given):
             return explained(self, f, given, cuts, table, tx, cluster, parts)
 
@@ -356,8 +355,8 @@ class Pipeline:
             fix = "with torch.no_grad(): out = apply(params, x)  # or sl.value_and_grad(loss)"
             raise Unsupported(why, op="apply", mesh=self.mesh, fix=fix)
         batch = MicroBatches(args, kwargs, 1, stage=self.inner)
-        cut = self.cut_for(self.apply, *batch[0], self.modes())
-        traffic = Traffic([cut], forward_only(self.ranks), self.inner)
+        cuts = self.cuts_for(self.apply, batch)
+        traffic = Traffic(cuts, forward_only(self.ranks), self.inner)
         sums = GradientSums(params, ())
         with within(), within(mesh=self.inner):
             return PipelineStep(self, self.apply, traffic, batch, sums).out()

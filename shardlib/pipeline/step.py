@@ -5,8 +5,10 @@ blocks are sent straight to the ranks whose stages need them.  Where one process
 performs of all rows the next action whose messages have arrived.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -67,50 +69,39 @@ class Forwarded:
 class Traffic:
     """Messages of a table, listed once for all steps whose micro-batches have these cuts.
 
-    ``receives``  action -> (label, the stage that sends it) of each message that it needs.
-    ``sends``     action -> (label, the stage that gets it) of each message that it sends.
+    ``receives``  of an action: (label, the stage that sends it) of each message that it needs.
+    ``sends``     of an action: (label, the stage that gets it) of each message that it sends.
     ``between``   (rank, rank) -> what the first sends to the second, in the order of its actions.
     """
 
     def __init__(self, cuts: Sequence[Cut], table: PipelineSchedule, inner: Mesh) -> None:
         self.cuts, self.table = cuts, table
+        self.receives, self.sends = cache(self._receives), cache(self._sends)
         actions = [a for row in table.tables for a in row]
         self.train = any(a.kind != "F" for a in actions)
         self.split = any(a.kind == "I" for a in actions)
-        self.receives: dict[Action, list[tuple[Crossing, int]]] = {}
-        self.sends: dict[Action, list[tuple[Crossing, int]]] = {}
-        self.between: dict[tuple[int, int], list[Message]] = {}
+        self.between: dict[tuple[int, int], list[Message]] = defaultdict(list)
         for a in actions:
-            self.add(a)
-            for label, stage in self.sends[a]:
+            for label, stage in self.sends(a):
                 spec = cuts[a.micro].spec(label.output)
                 message = Message(label, spec.block(inner), spec.dtype)
-                pair = table.ranks[a.stage], table.ranks[stage]
-                self.between.setdefault(pair, []).append(message)
+                self.between[table.ranks[a.stage], table.ranks[stage]].append(message)
 
-    def add(self, a: Action) -> None:
-        """List the messages of an action."""
-        self.receives[a] = list(self._receives(a, self.cuts[a.micro]))
-        self.sends[a] = list(self._sends(a, self.cuts[a.micro]))
-
-    def _receives(self, a: Action, cut: Cut) -> Iterator[tuple[Crossing, int]]:
+    def _receives(self, a: Action) -> list[tuple[Crossing, int]]:
+        cut = self.cuts[a.micro]
         if a.kind == "F":
-            for k in cut.needs[a.stage]:
-                yield Crossing("F", k, a.micro, a.stage), cut.source(k)
-        elif a.kind in "BI":
-            for k in cut.makes[a.stage]:
-                for user in cut.users(k) if cut.spec(k).grad else ():
-                    yield Crossing("B", k, a.micro, user), user
+            needs = cut.needs[a.stage]
+            return [(Crossing("F", k, a.micro, a.stage), cut.source(k)) for k in needs]
+        made = [k for k in cut.makes[a.stage] if a.kind in "BI" and cut.spec(k).grad]
+        return [(Crossing("B", k, a.micro, u), u) for k in made for u in cut.users(k)]
 
-    def _sends(self, a: Action, cut: Cut) -> Iterator[tuple[Crossing, int]]:
+    def _sends(self, a: Action) -> list[tuple[Crossing, int]]:
+        cut = self.cuts[a.micro]
         if a.kind == "F":
-            for k in cut.makes[a.stage]:
-                for user in cut.users(k):
-                    yield Crossing("F", k, a.micro, user), user
-        elif a.kind in "BI":
-            for k in cut.needs[a.stage]:
-                if cut.spec(k).grad:
-                    yield Crossing("B", k, a.micro, a.stage), cut.source(k)
+            makes = cut.makes[a.stage]
+            return [(Crossing("F", k, a.micro, u), u) for k in makes for u in cut.users(k)]
+        back = [k for k in cut.needs[a.stage] if a.kind in "BI" and cut.spec(k).grad]
+        return [(Crossing("B", k, a.micro, a.stage), cut.source(k)) for k in back]
 
 
 class PipelineStep:
@@ -170,7 +161,7 @@ class PipelineStep:
         for i, action in enumerate(row):
             # the next action's receives are posted before this one computes
             for coming in row[i : i + 2]:
-                for label, source in self.traffic.receives[coming]:
+                for label, source in self.traffic.receives(coming):
                     self.messages.expect(label, self.ranks[source])
             self._do(action)
 
@@ -179,7 +170,7 @@ class PipelineStep:
             before = sum(map(len, rows))
             for row in rows:
                 while row and all(
-                    self.messages.arrived(x) for x, _ in self.traffic.receives[row[0]]
+                    self.messages.arrived(x) for x, _ in self.traffic.receives(row[0])
                 ):
                     self._do(row.pop(0))
             assert sum(map(len, rows)) < before, "a checked table ends"
@@ -188,7 +179,7 @@ class PipelineStep:
 
     def _coming(self, rank: int, to: int) -> Iterator[Message]:
         """List the messages from a rank to another, in the order in which it sends them."""
-        yield from self.traffic.between.get((rank, to), ())
+        yield from self.traffic.between[rank, to]
         for name, ranks in self.pipeline.tied.items():
             if rank in ranks and to in ranks and self.train:
                 g = self.sums.of(name)
@@ -216,7 +207,7 @@ class PipelineStep:
         traces = scope().listeners.traces
         for row in self.table.tables if traces else ():
             for a in row:
-                for label, stage in self.traffic.sends[a]:
+                for label, stage in self.traffic.sends(a):
                     if self.ranks[stage] != self.ranks[a.stage]:
                         n = self.cuts[a.micro].spec(label[1]).nbytes(self.inner)
                         note(traces, "send", (self.axis,), n, self.table.size, 1)
@@ -254,7 +245,7 @@ class PipelineStep:
         cut = self.cuts[a.micro]
         received: dict[Output, Tensor] = {}
         given: dict[Output, Tensor] = {}
-        for label, _ in self.traffic.receives[a]:
+        for label, _ in self.traffic.receives(a):
             k = label[1]
             spec = cut.spec(k)
             raw = self.messages.take(label).detach()
@@ -291,7 +282,7 @@ class PipelineStep:
         kept.made = {k: block_of_output(stage.found[k]) for k in cut.makes[a.stage]}
         if self.train:
             self.kept[a.stage, a.micro] = kept
-        for label, user in self.traffic.sends[a]:
+        for label, user in self.traffic.sends(a):
             self.messages.send(label, kept.made[label[1]].detach(), self.ranks[user])
 
     def _add_loss(self, loss: Tensor, micro: int) -> Tensor:
@@ -304,7 +295,7 @@ class PipelineStep:
     def _backward(self, a: Action) -> None:
         kept = self.kept[a.stage, a.micro]
         cotangents: dict[Output, Tensor] = {}
-        for label, _ in self.traffic.receives[a]:
+        for label, _ in self.traffic.receives(a):
             g, k = self.messages.take(label), label[1]
             cotangents[k] = cotangents[k] + g if k in cotangents else g
         asked = {k: g for k, g in cotangents.items() if kept.made[k].requires_grad}
@@ -322,7 +313,7 @@ class PipelineStep:
                     ends, wanted, grads, allow_unused=True, retain_graph=split
                 )
         inputs = dict(zip(kept.received, found, strict=False))
-        for label, source in self.traffic.sends[a]:
+        for label, source in self.traffic.sends(a):
             g = inputs[label[1]]
             g = torch.zeros_like(kept.received[label[1]]) if g is None else g
             self.messages.send(label, g, self.ranks[source])
