@@ -199,6 +199,7 @@ _ARGUMENTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "state": (float, ""),
     "recipe": (_recipes, ", as megatron1d,fsdp"),
     "most": (int, ""),
+    "pipe": (_count, ""),
 }
 """Argument of ``sl.plan`` -> its type here, and an example of it."""
 
@@ -236,11 +237,15 @@ def _tables(w: Weighed, batch: int) -> str:
     """Format the tables of a file that trains this way."""
     count = w.way.accumulate
     lines = []
+    piped = w.way.pipe > 1
     if count > 1:
-        lines.append(f"accumulate = {count}")
+        lines.append(f"{'microbatches' if piped else 'accumulate'} = {count}")
     lines += ["[mesh]", *(f"{a} = {n}" for a, n in w.way.mesh.items())]
     lines += ["[layout]", f'recipe = "{w.way.recipe}"', "pad = true"]
-    lines += ["[data]", f"batch = {batch // count}"]
+    if piped:
+        lines += ["[stages]", 'axis = "pipe"']
+    # a batch is cut into micro-batches, or is one of several
+    lines += ["[data]", f"batch = {batch if piped else batch // count}"]
     if w.way.stage:
         axis = ", ".join(f'"{a}"' for a in w.way.copies)
         if len(w.way.copies) > 1:

@@ -12,24 +12,28 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar, cast
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from shardlib.dtypes import wide
 from shardlib.errors import BadArgument, ShardError, similar
-from shardlib.mesh import record
+from shardlib.mesh import Link, record
 from shardlib.modules import parallelize, recipes
 from shardlib.modules.dim_trace import Dimensions, trace_dimensions
+from shardlib.pipeline.schedules import schedule, timeline
 from shardlib.placing import shard
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explain import explain
 from shardlib.planning.explanation import size
 from shardlib.planning.grids import Grid3, factorizations, grids_text, step_cost
 from shardlib.planning.layer_dedup import Layer, Outline, all_products, elements, outline
+from shardlib.tensor import raw_of
 
 RECIPES = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring")
 
@@ -43,6 +47,7 @@ _KEPT = 8.0
 class Strategy:
     """A way to train: a recipe on a mesh, ZeRO's stage, remat and micro-batches.
 
+    ``mesh``        its axis "pipe", if any, is that of stages; the recipe uses the others.
     ``accumulate``  micro-batches of a step: forward and backward run once for each.
     ``mlp``         roles of the axes in MLPs, as ``recipes.cube3d`` takes them.
     """
@@ -53,6 +58,16 @@ class Strategy:
     remat: str = ""
     accumulate: int = 1
     mlp: str = field(default="mnk", repr=False)
+
+    @property
+    def pipe(self) -> int:
+        """The number of stages of a pipeline."""
+        return self.mesh.get("pipe", 1)
+
+    @property
+    def inner(self) -> dict[str, int]:
+        """The axes of each stage."""
+        return {a: n for a, n in self.mesh.items() if a != "pipe"}
 
     @property
     def copies(self) -> tuple[str, ...]:
@@ -267,6 +282,7 @@ def plan(
     loss: Callable[..., Tensor] | None = None,
     most: int = 4,
     accumulate: int = 1,
+    pipe: int | None = None,
 ) -> Plan[Weighed]:
     """Find how to train a language model on ``ranks`` ranks: mesh, recipe, ZeRO, micro-batches.
 
@@ -283,6 +299,9 @@ def plan(
                     logits.
     ``accumulate``  micro-batches of a step at the least; there are more where a whole batch does
                     not fit.
+    ``pipe``        stages of a pipeline over an axis of this name, in the order of 1F1B; by default
+                    every number that divides the ranks is considered, up to 16
+                    and to the repeated layers.
     ZeRO is used over the axes that copy parameters.  Among its stages from 1 on, numbers of
     micro-batches and ``remat`` of whole layers, the fastest that fits is taken: each micro-batch
     adds messages, stages 2 and 3 reduce gradients once per micro-batch, stage 3 also gathers
@@ -305,12 +324,13 @@ def plan(
     """
     names = [recipe] if isinstance(recipe, str) else list(recipe)
     counts = {"batch": batch, "sequence": sequence, "accumulate": accumulate, "most": most}
+    counts["pipe"] = 1 if pipe is None else pipe
     _check(ranks, counts, state, memory, names)
     where = cluster_of(cluster)
     if memory is None:
         memory = where.memory
     study = _Study(model, where, batch, sequence, state, loss or _loss, memory, accumulate)
-    ways = study.ways(ranks, names)
+    ways = study.ways(ranks, names, pipe)
     table, rejected = search(study.tried(ways, most), study.weigh, _order)
     return Plan(table, memory, len(ways), rejected, batch, where)
 
@@ -344,8 +364,8 @@ def _bad(why: str, fix: str) -> BadArgument:
     return BadArgument(why, op="plan", fix=fix)
 
 
-_RANKS, _ROWS = 2**20, 2**40
-"""Upper limits: ranks (their divisors are counted one by one), and rows and tokens per row."""
+_RANKS, _ROWS, _STAGES = 2**20, 2**40, 16
+"""Upper limits: ranks (their divisors are counted one by one), rows and tokens per row, stages."""
 
 
 def loss_of(out: object, labels: object) -> Tensor | None:
@@ -415,12 +435,18 @@ class _Study:
         forward = self.outline.total([{"": _flops(m, self.sequence)} for m in self.models])
         self.flops = 3 * self.batch * forward[""]
         self.heads, self.keys = _heads(model), _keys(model)
+        self.depth = 1 + max(self.outline.repeats, default=0)
 
-    def ways(self, ranks: int, names: Sequence[str]) -> list[Strategy]:
-        """List every recipe on every mesh that divides the sizes."""
-        every = (_strategies(data, ranks // data) for data in _divisors(ranks))
-        ways = (way for some in every for way in some if way.recipe in names)
-        return [*filter(self._divides, ways)]
+    def ways(self, ranks: int, names: Sequence[str], pipe: int | None = None) -> list[Strategy]:
+        """List every recipe on every mesh that divides the sizes, with and without a pipeline."""
+        pipes = [n for n in _divisors(ranks) if n <= min(self.depth, _STAGES) and pipe in (None, n)]
+        ways = [
+            replace(way, mesh={"pipe": n, **way.mesh} if n > 1 else way.mesh)
+            for n in pipes
+            for data in _divisors(ranks // n)
+            for way in _strategies(data, ranks // n // data)
+        ]
+        return [way for way in ways if way.recipe in names and self._divides(way)]
 
     def tried(self, ways: Sequence[Strategy], most: int) -> list[Strategy]:
         """Return the best, and each recipe's best if its estimate is at most twice the best one."""
@@ -440,7 +466,7 @@ class _Study:
 
     def estimate(self, way: Strategy) -> float:
         """Estimate a step's seconds from its products; 1e9 more where its state cannot fit."""
-        mesh, links = dict(way.mesh), self.cluster.links(way.mesh)
+        mesh, links = way.inner, self.cluster.links(way.mesh)
         if way.recipe == "megatron1d":
             # the axis n of the grid, which is y there
             mesh["y"], links["y"] = mesh.pop("x"), links.pop("x")
@@ -448,14 +474,25 @@ class _Study:
         m, k, n = mesh.get("x", 1), mesh.get("z", 1), mesh.get("y", 1)
         tokens = self.batch * self.sequence // data
         cost = step_cost(self.layers, m, k, n, "", tokens, self.item, 0)
-        ranks = math.prod(mesh.values())
-        weights = elements(self.layers)
+        ranks = math.prod(way.mesh.values())
+        # of a stage
+        weights = elements(self.layers) / way.pipe
         held = weights * (self.item + (self.item + self.state) / data) / (m * k * n)
-        seconds = cost.seconds(links)
+        seconds = cost.seconds(links) / way.pipe
         if way.recipe == "ring":
             # keys and values go round, with their gradients on the way back
             p, own = mesh["s"], self.batch // mesh.get("data", 1) * self.sequence
-            seconds += 3 * (p - 1) / p * own * self.keys * self.item * links["s"].beta
+            turns = 3 * (p - 1) / p * own * self.keys * self.item * links["s"].beta
+            seconds += turns / way.pipe
+        seconds += self.flops / ranks / self.cluster.flops
+        if way.pipe > 1:
+            width = min(min(layer.inputs, layer.outputs) for layer in self.layers)
+            whole = tokens * width * self.item / (m * n)
+            # as many micro-batches as hide the bubble: messages take their turns with stages
+            count = max(c for c in _divisors(self.batch // way.rows) if c <= 4 * way.pipe)
+            trips = 2 * (way.pipe - 1) * math.ceil(count / way.pipe)
+            seconds *= (count + way.pipe - 1) / count
+            seconds += trips * _over(links["pipe"], 1, whole / count)
         if data > 1:
             link = links.get("data", links.get("s", self.cluster.between))
             # a ring all-reduce of gradients in buckets: (data - 1) / data of them, twice
@@ -465,7 +502,7 @@ class _Study:
             )
         if (held / data if way.recipe in ("ddp", "ring") else held) > self.room:
             seconds += 1e9
-        return seconds + self.flops / ranks / self.cluster.flops
+        return seconds
 
     def weigh(self, way: Strategy) -> list[Weighed]:
         """Find the micro-batches, remat and stage that fit and take least time, with their cost.
@@ -536,6 +573,7 @@ class _Study:
         if kept < 1:
             out["temporary"] += known["kept"]
         out["temporary"] *= by
+        out["crossing"] *= by
         return out | {k: by * n for k, n in known.items() if k.startswith("own bytes ")}
 
     def _measured(self, way: Strategy, remat: str) -> dict[str, float]:
@@ -549,6 +587,7 @@ class _Study:
         # temporaries do not grow with the number of layers: take those of the largest small model
         held = max(last["saved"], last["parameters"])
         whole["temporary"] = max(last["transient"] - held, 0)
+        whole["crossing"] = last["crossing"]
         for of, name in (("parameters", "layer"), ("saved", "kept")):
             # of one layer
             whole[name] = max((f[of] - first[of] for f in found[1:]), default=0)
@@ -558,7 +597,7 @@ class _Study:
         self, way: Strategy, model: nn.Module, dims: Dimensions, remat: Any
     ) -> dict[str, float]:
         """Run one of the smaller models on the meta device."""
-        with record(**way.mesh) as mesh:
+        with record(**way.inner) as mesh, _Crossing(model, self.outline) as crossing:
             make = getattr(recipes, way.recipe)
             if way.recipe not in ("ddp", "ring"):
                 # these take the whole of each parameter
@@ -578,31 +617,45 @@ class _Study:
                 out[f"{of} bytes {e.axis}"] += float(e.bytes)
                 out[f"{of} messages {e.axis}"] += e.messages
         out |= {"parameters": found.parameters, "saved": found.saved, "transient": found.transient}
+        out["crossing"] = crossing.most
         return dict(out)
 
     def _staged(self, way: Strategy, found: Mapping[str, float]) -> Weighed:
         """Compute a step's cost from that of a micro-batch, under a stage of ZeRO."""
         ways = math.prod(way.mesh[a] for a in way.copies)
+        if way.pipe > 1:
+            found = self._of_stage(way, found)
         params = gradients = float(found["parameters"])
         state = params / self.item * self.state
         temporary = float(found["temporary"])
         along = self._along(way, found)
         if way.stage >= 1:
             state /= ways
-        if way.stage >= 2:
+        if way.stage >= 2 and way.pipe == 1:
             gradients, temporary = gradients / ways, temporary + found["layer"]
         if way.stage >= 3:
             params, temporary = params / ways, temporary + 2 * found["layer"]
-        seconds = self._seconds(way, along)
+        seconds = self._seconds(way, along, found)
         weighed = Weighed(way, along, params, gradients, state, found["saved"], temporary, seconds)
         stacks = tuple(path for path, _ in self.outline.stacks) if way.remat else ()
         return replace(weighed, fits=weighed.peak <= self.room, layers=stacks)
+
+    def _of_stage(self, way: Strategy, found: Mapping[str, float]) -> dict[str, float]:
+        """Return the cost of a micro-batch in one stage: of a mean one, but memory of the first."""
+        out = {
+            k: v / way.pipe if k.startswith(("own ", "reduced ")) else v for k, v in found.items()
+        }
+        # what is outside the layers, as an embedding and a head, may be on one stage
+        fewer = self.depth - math.ceil(self.depth / way.pipe)
+        out["parameters"] -= fewer * found["layer"]
+        out["saved"] *= min(way.accumulate, way.pipe) / way.pipe
+        return out
 
     def _along(self, way: Strategy, found: Mapping[str, float]) -> dict[str, tuple[float, float]]:
         """Count the bytes and messages of a step over each axis."""
         params, count = float(found["parameters"]), way.accumulate
         # half of a reduction scatters gradients, the other half gathers parameters
-        times = {2: (count + 1) / 2, 3: count}.get(way.stage, 1)
+        times = {2: (count + 1) / 2, 3: count}.get(way.stage, 1) if way.pipe == 1 else 1
         along: dict[str, tuple[float, float]] = {}
         for axis in dict.fromkeys(k.split(" ", 2)[2] for k in found if " " in k):
             own, reduced = (
@@ -618,19 +671,91 @@ class _Study:
             had = along.get(over, (0.0, 0.0))
             gathered = params * (ways - 1) / ways
             along[over] = had[0] + count * gathered, had[1] + count * (ways - 1)
+        if way.pipe > 1:
+            messages = 2 * count * (way.pipe - 1) / way.pipe
+            along["pipe"] = messages * found["crossing"], messages
         return along
 
-    def _seconds(self, way: Strategy, along: Mapping[str, tuple[float, float]]) -> float:
+    def _seconds(
+        self,
+        way: Strategy,
+        along: Mapping[str, tuple[float, float]],
+        found: Mapping[str, float],
+    ) -> float:
         """Add the seconds of a step's products and transfers."""
         links = self.cluster.links(way.mesh)
         # remat runs forward twice: 4 products instead of 3
         products = 4 / 3 if way.remat else 1
         seconds = self.flops * products / math.prod(way.mesh.values()) / self.cluster.flops
-        for axis, (nbytes, messages) in along.items():
-            # a collective over several axes is as slow as the slowest link
-            met = [links[a] for a in axis.split()]
-            seconds += max(m.alpha for m in met) * messages + max(m.beta for m in met) * nbytes
-        return seconds
+        seconds += _moving({a: moved for a, moved in along.items() if a != "pipe"}, links)
+        if way.pipe == 1:
+            return seconds
+        # gradients are reduced once all micro-batches are through
+        once = {k: v for k, v in found.items() if k.startswith("reduced ")}
+        after = _moving(
+            self._along(
+                replace(way, accumulate=0),
+                once | {"crossing": 0.0, "parameters": found["parameters"]},
+            ),
+            links,
+        )
+        count, hop = way.accumulate, _over(links["pipe"], 1, found["crossing"])
+        return after + _pipelined(way.pipe, count, (seconds - after) / count, hop)
+
+
+def _over(link: Link, messages: float, nbytes: float) -> float:
+    return link.alpha * messages + link.beta * nbytes
+
+
+def _moving(along: Mapping[str, tuple[float, float]], links: Mapping[str, Link]) -> float:
+    """Add the seconds of transfers; a collective over several axes is as slow as the slowest."""
+    seconds = 0.0
+    for axis, (nbytes, messages) in along.items():
+        met = [links[a] for a in axis.split()]
+        seconds += max(m.alpha for m in met) * messages + max(m.beta for m in met) * nbytes
+    return seconds
+
+
+def _pipelined(p: int, count: int, stage: float, hop: float) -> float:
+    """Compute the seconds of 1F1B, given those of a micro-batch in a stage and of a message.
+
+    >>> _pipelined(4, 8, 3.0, 0.0)
+    33.0
+    """
+    few, ratio = min(count, 3 * p), float(f"{hop / max(stage, 1e-12):.2g}")
+    beats = _beats(p, few, ratio)
+    if count > few:
+        # each round of p micro-batches takes as long as the last
+        beats += (count - few) * (beats - _beats(p, 2 * p, ratio)) / p
+    return stage * beats
+
+
+@lru_cache(1024)
+def _beats(p: int, count: int, hop: float) -> float:
+    """Compute the time of 1F1B in that of a micro-batch in a stage, a third of which is forward."""
+    table = schedule("1f1b", p, count)
+    return timeline(table, lambda a: (1 if a.kind == "F" else 2) / 3, lambda *_: hop).seconds
+
+
+class _Crossing:
+    """The most bytes of a block that a repeated layer returns, on one rank: ``most``."""
+
+    def __init__(self, model: nn.Module, outline: Outline) -> None:
+        stacks = [model.get_submodule(path) for path, _ in outline.stacks]
+        self.kinds = {type(m) for stack in stacks for m in stack.children()}
+        self.most = 0
+
+    def __enter__(self) -> "_Crossing":
+        self.hook = register_module_forward_hook(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hook.remove()
+
+    def _note(self, module: nn.Module, _: object, out: Any) -> None:
+        if type(module) in self.kinds:
+            first = next(x for x in optree.tree_leaves(out) if isinstance(x, Tensor))
+            self.most = max(self.most, raw_of(first).nbytes)
 
 
 def _strategies(data: int, rest: int) -> list[Strategy]:

@@ -33,7 +33,7 @@ def test_a_files_micro_batches_are_those_of_its_plan(
 ) -> None:
     """A file's batch is a micro-batch's; links are said, and what they are is told."""
     file = str(ROOT / "examples" / "demo.toml")
-    given = [file, "--set", "accumulate=4", "--recipe", "megatron1d"]
+    given = [file, "--set", "accumulate=4", "--recipe", "megatron1d", "--pipe", "1"]
     links = ["--inside", "5e-6,1e9", "--between", "1e-5,1e8", "--node", "4"]
     assert main(["plan", *given, *links, "--ranks", "4", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
@@ -45,6 +45,15 @@ def test_a_files_micro_batches_are_those_of_its_plan(
     assert "nothing was measured" in said
     written = tomllib.loads(said.partition("\nwrite\n")[2])
     assert written["accumulate"] == 4 and written["data"] == {"batch": 16}
+
+
+def test_a_plan_with_stages_is_a_file_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ["--between", "1e-3,6e6", "--inside", "1e-3,6e6", "--node", "1"]
+    given = ["plan", "examples.gpt:gpt", "--batch", "64", "--sequence", "64", "--ranks", "4"]
+    assert main([*given, *slow, "--pipe", "2", "--most", "1"]) == 0
+    written = tomllib.loads(capsys.readouterr().out.partition("\nwrite\n")[2])
+    assert written["stages"] == {"axis": "pipe"} and written["mesh"]["pipe"] == 2
+    assert written["microbatches"] > 1 and written["data"] == {"batch": 64}
 
 
 @pytest.mark.parametrize(

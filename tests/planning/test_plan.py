@@ -10,8 +10,10 @@ import torch
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
+from shardlib.pipeline.schedules import schedule, timeline
+from shardlib.planning import Cluster, Link
 from shardlib.planning.cluster import CLUSTERS
-from shardlib.planning.plan import Strategy, _loss, _Study
+from shardlib.planning.plan import Strategy, _loss, _pipelined, _Study
 
 CONFIG = GPTConfig(vocab=64, ctx=16, layers=5, heads=4, embed=32)
 WAYS = [
@@ -60,7 +62,7 @@ def test_less_memory_is_never_faster() -> None:
     rows = []
     for memory in (6e6, 3.2e6, 1.9e6):
         found = sl.planning.plan(
-            model, 4, batch=8, sequence=16, memory=memory, recipe="ddp", cluster="h100"
+            model, 4, batch=8, sequence=16, memory=memory, recipe="ddp", cluster="h100", pipe=1
         )
         (row,) = found.table
         assert row.fits is (row.peak <= memory)
@@ -74,7 +76,7 @@ def test_what_is_planned_is_what_a_run_of_it_moves() -> None:
     """The first line's recipe on its mesh: forward and backward on simulated ranks."""
     torch.manual_seed(0)
     model = GPT(CONFIG)
-    found = sl.planning.plan(model, 4, batch=8, sequence=16, recipe=["megatron1d"], most=2)
+    found = sl.planning.plan(model, 4, batch=8, sequence=16, recipe=["megatron1d"], most=2, pipe=1)
     best = found.best
     assert best is not None
     ids = torch.randint(64, (8, 16))
@@ -137,7 +139,7 @@ def test_what_does_not_fit_whole_fits_in_micro_batches() -> None:
     counts = []
     for memory in (2e8, 4e7, 1.5e7, 8e6):
         found = sl.planning.plan(
-            model, 4, batch=256, sequence=64, memory=memory, recipe="megatron1d"
+            model, 4, batch=256, sequence=64, memory=memory, recipe="megatron1d", pipe=1
         )
         best = found.best
         assert best is not None and best.peak <= memory, found
@@ -145,20 +147,24 @@ def test_what_does_not_fit_whole_fits_in_micro_batches() -> None:
         assert (f"fits with {counts[-1]} micro-batches" in str(found)) is (counts[-1] > 1)
     assert counts == sorted(counts) and counts[0] == 1 and counts[-1] > 2
     asked = sl.planning.plan(
-        model, 4, batch=256, sequence=64, memory=2e8, recipe="megatron1d", accumulate=3
+        model, 4, batch=256, sequence=64, memory=2e8, recipe="megatron1d", accumulate=3, pipe=1
     )
     assert asked.best is not None and asked.best.way.accumulate == 4  # 64 rows do not make three
 
 
 def test_more_micro_batches_than_rows_are_refused() -> None:
-    found = sl.planning.plan(GPT(CONFIG), 4, batch=8, sequence=16, recipe="ddp", accumulate=4)
+    found = sl.planning.plan(
+        GPT(CONFIG), 4, batch=8, sequence=16, recipe="ddp", accumulate=4, pipe=1
+    )
     assert not found.table and "no 4 micro-batches" in found.rejected[0][1]
 
 
 def test_the_links_that_are_given_are_those_that_count() -> None:
     slow = replace(CLUSTERS["h100"], inside=sl.planning.Link(1e-5, 1e-6), source="as given")
     fast, late = (
-        sl.planning.plan(GPT(CONFIG), 4, batch=8, sequence=16, recipe="megatron1d", cluster=c)
+        sl.planning.plan(
+            GPT(CONFIG), 4, batch=8, sequence=16, recipe="megatron1d", cluster=c, pipe=1
+        )
         for c in ("h100", slow)
     )
     assert late.table[0].seconds > 10 * fast.table[0].seconds
@@ -186,3 +192,58 @@ def test_mistakes_say_what_to_write() -> None:
         how = {"ranks": 2, "batch": 8, "sequence": 16, **given}
         with pytest.raises(sl.errors.BadArgument):
             sl.planning.plan(GPT(CONFIG), **how)
+
+
+SLOW = Link(1e-3, 8 / 50e6)  # 50 Mbit/s between all ranks
+RIG = Cluster(8e9, 5e10, 1, SLOW, SLOW)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("hop", [0.0, 0.3, 1.0, 5.0])
+@pytest.mark.parametrize("count", [1, 4, 6, 23, 64])
+def test_seconds_of_a_pipeline_are_those_of_its_timeline(
+    stages: int, hop: float, count: int
+) -> None:
+    table = schedule("1f1b", stages, count)
+    cost = {"F": 2.0, "B": 4.0}
+    line = timeline(table, lambda a: cost[a.kind], lambda *_: 6 * hop)
+    assert _pipelined(stages, count, 6.0, 6 * hop) == pytest.approx(line.seconds, rel=0.05)
+
+
+def test_behind_slow_links_layers_are_on_different_ranks() -> None:
+    model = GPT(GPTConfig(vocab=64, ctx=64, layers=8, heads=4, embed=128))
+    found, none = (
+        sl.planning.plan(model, 8, batch=64, sequence=64, cluster=RIG, pipe=pipe)
+        for pipe in (None, 1)
+    )
+    assert found.best is not None and none.best is not None
+    assert found.best.way.pipe in (2, 4) and found.best.seconds < none.best.seconds
+    assert f"pipe={found.best.way.pipe}" in str(found) and "micro-batches" in str(found)
+    fast = sl.planning.plan(model, 8, batch=8, sequence=64, pipe=4).best
+    assert fast is not None and fast.way.pipe == 4
+
+
+@pytest.mark.parametrize(
+    "way",
+    [Strategy("ddp", {"pipe": 5, "data": 2}), Strategy("megatron1d", {"pipe": 5, "x": 2})],
+    ids=str,
+)
+def test_a_pipeline_moves_and_holds_what_was_planned(way: Strategy) -> None:
+    way = replace(way, accumulate=4)
+    study_ = study()
+    planned = study_._staged(way, study_._measured(way, ""))
+    with sl.simulate(**way.mesh):
+        model = GPT(CONFIG)
+        rules = getattr(sl.recipes, way.recipe)(model)
+        apply, params = sl.parallelize(model, rules, pad=True, stages=sl.Stages("pipe"))
+        ids = sl.shard(torch.zeros(8, 16, dtype=torch.int64), rules.tokens)
+        f = lambda p, i: _loss(apply, p, i, i)  # noqa: E731
+        told = sl.explain(f, params, (ids,), microbatches=4)
+    # a tied weight is apart: its gradient crosses once in a step
+    tied = sum(apply.stages.nbytes(n) * 2 for n in apply.stages.tied) / 5
+    assert planned.along["pipe"][0] == pytest.approx(float(told.sent.bytes) - tied, rel=1e-12)
+    inside = float(told.bytes - told.sent.bytes)
+    assert planned.bytes - planned.along["pipe"][0] <= inside < 1.5 * planned.bytes
+    # what is outside the layers counts as if one stage had all of it
+    assert told.parameters <= planned.parameters <= 1.5 * told.parameters
+    assert planned.saved == pytest.approx(told.stages[0].kept * 4, rel=0.5)
