@@ -245,7 +245,7 @@ class Pipeline:
         with ExitStack() as stack:
             stack.enter_context(paper)
             known = stack.enter_context(Known())
-            stack.enter_context(within(traces=(), differentiated=True))
+            stack.enter_context(within(traces=(), watcher=None, differentiated=True))
             told, given = partial(_told, known, paper), cast(Any, (args, kwargs))
             inputs: Any = optree.tree_map(told, given, none_is_leaf=True)
             run: Function = lambda p: f(p, *inputs[0], **inputs[1])  # noqa: E731
