@@ -28,7 +28,7 @@ from shardlib.grad import grad, value_and_grad
 from shardlib.layouts import Layout, LayoutLike
 from shardlib.mesh import Mesh, simulate, use_mesh, within
 from shardlib.modules.dim_trace import called_with
-from shardlib.modules.parallelize import parallelize
+from shardlib.modules.parallelize import CutsIntoStages, parallelize
 from shardlib.modules.rules import Named, Rules
 from shardlib.opspec import Args, Func, Kwargs, draws
 from shardlib.optim import adamw, apply_updates, global_norm
@@ -86,6 +86,7 @@ def check_model(
     steps: int = 3,
     tolerance: float = 1e-9,
     pad: bool = False,
+    stages: CutsIntoStages | None = None,
 ) -> Proof:
     """Compare a module on every mesh with the same module on one device, in one process.
 
@@ -97,6 +98,7 @@ def check_model(
     ``inputs``  name or position -> layout; by default the recipe's ``labels`` for an argument of
                 that name and its ``tokens`` for other arguments of as many dimensions, unsplit
                 otherwise.
+    ``stages``  as for ``parallelize``: run the module as a pipeline, in one micro-batch.
     ``steps``   of AdamW, after each of which every parameter is compared.
     It compares every tensor of the output, inside mappings, dataclasses, caches and other objects,
     the loss, every gradient, their norm and these steps with torch's own values in evaluation mode.
@@ -119,7 +121,9 @@ def check_model(
     model = copy.deepcopy(module).double()
     given = _arguments(lambda _, x: x.double() if _is_float(x) else x, *called_with(batch))
     proof = Proof()
-    case = _ProofCase(model, rules, given, loss or _loss, dict(inputs or {}), steps, pad, proof)
+    case = _ProofCase(
+        model, rules, given, loss or _loss, dict(inputs or {}), steps, pad, proof, stages
+    )
     with torch.random.fork_rng():
         for mesh in several:
             if not isinstance(mesh, Mesh):
@@ -146,6 +150,7 @@ class _ProofCase:
     steps: int
     pad: bool
     proof: Proof
+    stages: CutsIntoStages | None = None
     learns: bool = True
     """Whether the loss has a gradient."""
 
@@ -344,28 +349,30 @@ def _sharded(case: _ProofCase, mesh: Mesh, places: "Places | None" = None) -> Qu
     """Run the same on a mesh; ``places`` watches every operator of a single forward."""
     with use_mesh(mesh):
         rules: Any = case.rules(case.model, mesh) if callable(case.rules) else case.rules
-        apply, params = parallelize(case.model, rules, pad=case.pad)
-        args, kwargs = _placed(case, rules, mesh)
+        apply, params = parallelize(case.model, rules, pad=case.pad, stages=case.stages)
+        batch = _placed(case, rules, mesh)
         outputs: Quantities = {}
 
-        def run(params: Named) -> Tensor:
+        def run(params: Named, args: Args, kwargs: Kwargs) -> Tensor:
             output = apply(params, *args, **kwargs)
             outputs.update(_outputs(output, []))
             return case.loss(output)
 
         if places is not None:
             torch.manual_seed(0)
-            with _doubles(case), within(watcher=places):
-                run(params)
+            # outside a step, stages run forward alone
+            learns = torch.set_grad_enabled(case.stages is None)
+            with _doubles(case), within(watcher=places), learns:
+                run(params, *batch)
             return {}
         tx = adamw(_RATE, weight_decay=0.01)
         state = tx.init(params)
 
         def forward(params: Named) -> _Forward:
             if not case.learns:
-                loss = run(params)
+                loss = run(params, *batch)
                 return _Forward(outputs, loss, None)
-            loss, grads = value_and_grad(run)(params)
+            loss, grads = value_and_grad(run)(params, *batch)
             learned = {n: g for n, g in grads.items() if params[n].requires_grad}
             return _Forward(outputs, loss, learned)
 

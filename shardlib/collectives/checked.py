@@ -123,9 +123,11 @@ class CheckMode(Trace):
         RECENT[-1] = (*now[:5], line)
         doing = spelled((0, name, axes, raw.shape, raw.dtype)).removesuffix(", operation 0")
         given = "".join(f", {p!r}" for p in params if not isinstance(p, torch.dtype))
-        aside = f", with {unseen} unchecked before it" if unseen else ""
+        # stages differ in what they compute and send between two meetings
+        alike = not _between_stages(g)
+        aside = f", with {unseen} unchecked before it" if unseen and alike else ""
         thread = _thread()
-        value = "" if _between_stages(g) else _tagged(raw)
+        value = _tagged(raw) if alike else ""
         mine = f"{doing}{value}{given}{thread}{aside}, at {line or 'no line of the user'}"
         where = "-".join(map(str, g.ranks)) + "/" + ".".join(axes)
         self.groups[where] = g

@@ -416,7 +416,7 @@ def _shape(x: object) -> object:
 @contextmanager
 def _drafted(paper: Mesh, args: Any, kwargs: Any) -> Iterator[tuple[Known, Any]]:
     """Open a mesh of shapes; yield the values that are known there, and the arguments on it."""
-    with paper, Known() as known, within(traces=(), differentiated=True):
+    with paper, Known() as known, within(traces=(), watcher=None, differentiated=True):
         given = cast(Any, (args, kwargs))
         yield known, optree.tree_map(partial(_told, known, paper), given, none_is_leaf=True)
 

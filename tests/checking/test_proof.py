@@ -251,3 +251,29 @@ def test_a_model_of_transformers_is_proved_with_its_cache_and_its_loss(recipe: s
 
     with pytest.raises(ModelDiffers, match="output logits differs by 1\\.0e-06"):
         sl.check_model(model, bent, {"x": 2, "y": 2, "z": 2}, {"input_ids": ids})
+
+
+@pytest.mark.parametrize("order", [{}, {"per_rank": 2, "schedule": "zbv"}], ids=["1f1b", "zbv"])
+def test_a_module_in_stages_is_compared_with_one_device(order: dict[str, Any]) -> None:
+    model, ids = Small(), torch.arange(24).reshape(4, 6) % 12
+    blocks = ["embed", "blocks.0", "blocks.1", "head"]
+    stages = sl.Stages("pipe", blocks=blocks, **order)
+    batch = {"ids": ids, "labels": ids}
+    meshes = [{"pipe": 2}, {"pipe": 2, "data": 2}]
+    proof = sl.check_model(model, [("*", "...")], meshes, batch, stages=stages)
+    for row in proof.errors.values():
+        assert len(row) >= 10 and max(row.values()) < 1e-12
+
+
+class Doubled(nn.Linear):
+    """Another value where it is sharded."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * (2 if isinstance(x, sl.ShardedTensor) else 1)
+
+
+def test_a_module_that_differs_in_stages_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Doubled(4, 4))
+    stages = sl.Stages("pipe")
+    with pytest.raises(ModelDiffers, match="differs"):
+        sl.check_model(model, [("*", "...")], {"pipe": 2}, torch.ones(4, 4), stages=stages)

@@ -98,6 +98,15 @@ def test_real_stages_do_what_simulated_ones_do(name: str, mesh: dict[str, int], 
     assert {b for _, _, b in found} == {moved + 8 * (mesh["pipe"] - 1) // mesh["pipe"]}
 
 
+def _checked() -> tuple[float, int, Any]:
+    with sl.check():
+        return _far("zb", 4)
+
+
+def test_check_mode_compares_what_the_ranks_of_a_stage_call(pool: Any) -> None:
+    assert max(error for error, _, _ in pool.run(_checked, pipe=2, x=2)) < 1e-12
+
+
 STEPS = 20
 
 
