@@ -32,7 +32,9 @@ from shardlib.collectives import Stacked, blocks
 from shardlib.errors import ShardError, lettered
 from shardlib.mesh import Mesh, bind
 from shardlib.opspec import Args, Func
+from shardlib.optional import unless_none
 from shardlib.placing import reshard
+from shardlib.shard_map import laid
 from shardlib.tensor import (
     Facts,
     ShardedTensor,
@@ -144,8 +146,7 @@ _FORMS: dict[type, Callable[..., _Form]] = {ShardedTensor: _Whole, Stacked: _Blo
 def _each(method: str, forms: Sequence[_Form], given: Sequence[Any], *more: str) -> Grads:
     """Call a method of each form with its value; None stays None."""
     return tuple(
-        None if x is None else getattr(form, method)(x, *more)
-        for form, x in zip(forms, given, strict=True)
+        unless_none(getattr(form, method), x, *more) for form, x in zip(forms, given, strict=True)
     )
 
 
@@ -352,9 +353,7 @@ def _mixed(name: str, args: Args, mesh: Mesh) -> ShardError:
     """Make the error of a block of one rank that meets a sharded value."""
     given = lettered(a for a in args if isinstance(a, Tensor))
     names = ", ".join(given)
-    layouts = tuple(
-        str(a.sharding) if isinstance(a, ShardedTensor) else "..." for a in given.values()
-    )
+    layouts = tuple(map(laid, given.values()))
     fix = (
         f"sl.shard_map(lambda {names}: {name}.apply({names}), "
         f"in_layouts={layouts!r}, out_layouts='...')"

@@ -85,4 +85,4 @@ def _ranks(ranks: list[int]) -> str:
 def _spelled(entry: list[Any]) -> str:
     _, name, axes, shape, dtype, *line = entry
     text = f"{name} over {' '.join(axes)} of {dtype}{list(shape)}"
-    return f"{text} at {line[0]}" if line and line[0] else text
+    return text + "".join(f" at {where}" for where in line if where)

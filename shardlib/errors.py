@@ -371,10 +371,10 @@ def apart(a: str, b: str, most: int = 400) -> tuple[str, str]:
         return a, b
     same = sum(1 for _ in itertools.takewhile(lambda c: c[0] == c[1], zip(a, b, strict=False)))
     begin = max(0, same - most // 2)
-    return _window(a, begin, most), _window(b, begin, most)
+    return window(a, begin, most), window(b, begin, most)
 
 
-def _window(text: str, begin: int, most: int) -> str:
+def window(text: str, begin: int, most: int) -> str:
     """Cut a part out of a text, with dots where something is left off."""
     part = text[begin : begin + most]
     if begin > 0:
@@ -473,7 +473,7 @@ def user_line(frame: FrameType | None = None, *, only: bool = False, line: int =
 
     ``frame``  where to begin, by default the caller's caller; ``only``: no other, at ``line``.
     """
-    frame = sys._getframe(2) if frame is None else frame
+    frame = frame or sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         inside = name.startswith((_HERE, "<")) or any(

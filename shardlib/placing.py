@@ -288,11 +288,9 @@ def _cut(x: Tensor, layout: Layout, m: Mesh, coord: dict[str, int]) -> Tensor:
             x = x.narrow(d, held.start, len(held))
         else:
             x = x.index_select(d, uploaded(tuple(held), x.device))
-    return (
-        torch.zeros_like(x)
-        if layout.is_zero(coord)
-        else x.clone(memory_format=torch.contiguous_format)
-    )
+    if layout.is_zero(coord):
+        return torch.zeros_like(x)
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 # ---------------------------------------------------------------- moving
@@ -542,8 +540,7 @@ def whole_of(x: Tensor) -> Tensor:
 
 def _whole(x: ShardedTensor) -> Tensor:
     block = x.raw
-    whole = settle(reshard(x, "..."))
-    raw = one_copy(whole.raw, x.mesh)
+    raw = one_copy(settle(reshard(x, "...")).raw, x.mesh)
     return whole_now(raw.clone() if one_storage(raw, block) else raw)
 
 

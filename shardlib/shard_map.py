@@ -167,7 +167,7 @@ class _BodyCall:
             one = ": sl.P(...) is one layout for all" if isinstance(layouts, tuple) else ""
             raise self.error(
                 f"{len(args)} operands and {len(layouts)} layouts{one}",
-                f"in_layouts = {_text(self.bound([_laid(a) for a in self.leaves]))}",
+                f"in_layouts = {_text(self.bound([laid(a) for a in self.leaves]))}",
                 **_operands(args),
             )
         if flat and len(args) == len(self.leaves) and all(map(operator.is_, args, self.leaves)):
@@ -283,7 +283,7 @@ def _several(layouts: object) -> bool:
     return isinstance(layouts, tuple | list) and not is_layout(layouts)
 
 
-def _laid(x: object) -> str:
+def laid(x: object) -> str:
     return str(x.sharding) if isinstance(x, ShardedTensor) else "..."
 
 

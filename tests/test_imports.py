@@ -15,6 +15,7 @@ PACKAGE = ROOT / "shardlib"
 
 ORDER = [  # each may import from those before it
     "errors",
+    "optional",
     "_compat",
     "opspec",
     "dtypes",

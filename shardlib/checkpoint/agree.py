@@ -19,6 +19,7 @@ import torch.distributed as dist
 from shardlib.checkpoint.folder import SILENT
 from shardlib.errors import CheckpointError, RankFailed
 from shardlib.mesh import join_job
+from shardlib.optional import optional_text
 
 
 def first_odd(values: Sequence[object]) -> int | None:
@@ -280,6 +281,6 @@ def _text(error: BaseException | None) -> str:
     if error is None:
         return ""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        return error.strerror + optional_text(": {}", error.filename)
     said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
     return getattr(error, "message", "") or said

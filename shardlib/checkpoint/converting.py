@@ -25,6 +25,7 @@ from shardlib.checkpoint.tree import Content, Leaves, Names, place_of, renamed, 
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.errors import BadArgument
 from shardlib.mesh import Mesh, MeshLike, as_mesh, simulate
+from shardlib.optional import optional_text
 
 
 def reshard(
@@ -216,7 +217,7 @@ def _within(names: Iterable[str], subtree: str) -> dict[str, str]:
 
     Raises: ValueError if that part has no tensor.
     """
-    start = f"{subtree}/" if subtree else ""
+    start = optional_text("{}/", subtree)
     found = {n.removeprefix(start): n for n in names if n.startswith(start)}
     if not found:
         tops = sorted({n.partition("/")[0] for n in names if "/" in n})

@@ -148,8 +148,7 @@ class WrittenPart(Chunk):
 
 
 def _slices(held: Sequence[BlockRun]) -> str:
-    texts = [f"{r.start}:{r.last + 1}" for r in held[:4]]
-    texts = [f"{t}:{r.stride}" if r.stride > 1 else t for t, r in zip(texts, held, strict=False)]
+    texts = [f"{r.start}:{r.last + 1}:{r.stride}".removesuffix(":1") for r in held[:4]]
     if len(held) > 4:
         texts.append("...")
     return " ".join(texts)

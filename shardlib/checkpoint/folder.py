@@ -36,6 +36,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlib.optional import optional_text
+
 Directory = str | os.PathLike[str]
 """A path of a user."""
 
@@ -322,7 +324,7 @@ def occupied(target: str) -> str:
         return reason(e)
     if not other:
         return ""
-    more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+    more = optional_text(" and {} more", len(other) - 1)
     return f"it holds {other[0]!r}{more}, which no {MANIFEST} lists"
 
 

@@ -145,8 +145,7 @@ def _holders(place: SavedPlace, box: Box) -> tuple[int, ...]:
     if place.layout.skew:
         return tuple(r for r in range(count) if all(meet(held(place, r), box)))
     # any of their ranks may have written
-    copies = numbers.keys() - place.layout.axes
-    found = _along(numbers, copies)
+    found = _along(numbers, numbers.keys() - place.layout.axes)
     for d, dim in enumerate(place.layout.dims):
         met = _met(place, d, box, _along(numbers, dim.axes))
         found = [a + b for a in found for b in met]

@@ -96,8 +96,7 @@ def load(
     known_choices("load", "path, like", missing=(missing, "keep"), extra=(extra, "skip"))
     if like is not None and (layouts is not None or mesh is not None):
         text = "like= says where each tensor goes; layouts= and mesh= do so where there is no like="
-        fix = "sl.load(path, layouts='...')"
-        raise BadArgument(text, op="load", fix=fix)
+        raise BadArgument(text, op="load", fix="sl.load(path, layouts='...')")
     stage = None
     if like is None:
         here = scope().mesh if mesh is None else as_mesh(mesh)

@@ -83,8 +83,7 @@ def damage(path: str, group: Group) -> list[str]:
     try:
         with Folder(opened(path), progress=group.progress) as folder:
             manifest = Manifest.of(folder)
-            mine = range(group.rank, len(manifest.files), group.world)
-            wrong = manifest.damage(mine)
+            wrong = manifest.damage(range(group.rank, len(manifest.files), group.world))
     except (OSError, ValueError) as e:
         wrong = [reason(e)]
     name = os.path.basename(path)

@@ -28,6 +28,7 @@ from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along, scope
 from shardlib.optim.matrix_owners import ByParameter
 from shardlib.optim.transform import at_rest
+from shardlib.optional import optional_text
 from shardlib.tensor import ShardedTensor, typeof
 
 Value = bool | int | float | complex | str | None
@@ -57,8 +58,7 @@ class Leaves:
         if len(set(names)) < len(names):
             twice = next(n for i, n in enumerate(names) if n in names[:i])
             text = f"two leaves are named {twice!r}"
-            fix = "tree = {'items': list(tree.values())}"
-            raise ShardError(text, op=op, fix=fix)
+            raise ShardError(text, op=op, fix="tree = {'items': list(tree.values())}")
         leaves = list(map(sharded, leaves))
         for name, x in zip(names, leaves, strict=True):
             _check(name, x, op)
@@ -152,7 +152,7 @@ def renamed(names: Sequence[str], given: Names) -> dict[str, str]:
 def some(names: list[str]) -> str:
     """Format the first six names and the number of others."""
     text = ", ".join(map(repr, names[:6]))
-    return f"{text} and {len(names) - 6} more" if len(names) > 6 else text
+    return text + optional_text(" and {} more", len(names[6:]))
 
 
 # ---------------------------------------------------------------- ranks and blocks

@@ -32,6 +32,7 @@ from shardlib.checkpoint.stages import groups_of, refuse_difference, stage_of, u
 from shardlib.checkpoint.steps import remove_old
 from shardlib.checkpoint.tree import Content, Leaves, alone, blocks, fingerprint, place_of
 from shardlib.errors import BadArgument, user_line
+from shardlib.optional import optional_text
 
 
 class Saving:
@@ -202,7 +203,7 @@ class SaveJob:
     """A save in phases, after each of which all ranks agree."""
 
     def __init__(self, group: Group, target: str, step: int | None, overwrite: bool) -> None:
-        self.group, self.target = group, os.path.abspath(target) if target else ""
+        self.group, self.target = group, target and os.path.abspath(target)
         self.step, self.overwrite = step, overwrite
         self.name: str = ""
         self.work: Work | None = None
@@ -391,7 +392,7 @@ def _unlike(sums: Sequence[dict[str, str]], groups: Sequence[list[int]]) -> list
 
 def _differ_in(a: dict[str, int], b: dict[str, int], one: int, other: int) -> None:
     names = [n for n in a if a[n] != b.get(n)]
-    more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+    more = optional_text(", and {} more", len(names) - 1)
     raise ValueError(f"{names[0]!r} has other values on rank {other} than on rank {one}{more}")
 
 

@@ -49,6 +49,7 @@ from shardlib.mesh import (
     spelled,
 )
 from shardlib.opspec import Args, Func, Kwargs
+from shardlib.optional import optional_text
 
 
 class CheckMode(Trace):
@@ -125,7 +126,7 @@ class CheckMode(Trace):
         given = "".join(f", {p!r}" for p in params if not isinstance(p, torch.dtype))
         # stages differ in what they compute and send between two meetings
         alike = not _between_stages(g)
-        aside = f", with {unseen} unchecked before it" if unseen and alike else ""
+        aside = optional_text(", with {} unchecked before it", unseen if alike else 0)
         thread = _thread()
         value = _tagged(raw) if alike else ""
         mine = f"{doing}{value}{given}{thread}{aside}, at {line or 'no line of the user'}"
@@ -194,8 +195,7 @@ _TAG = "shardlib_made"
 
 def _tagged(raw: Tensor) -> str:
     """Return the number of a tagged value as text; empty for others."""
-    n = getattr(raw, _TAG, 0)
-    return f" (value {n})" if n else ""
+    return optional_text(" (value {})", getattr(raw, _TAG, 0))
 
 
 _STAYING = frozenset(["pslice", "place", "pvary"])
@@ -224,12 +224,13 @@ def digest(x: Tensor) -> str:
         return ""
     flat = x.detach().reshape(-1)
     flat = flat[:: max(1, flat.numel() // 1024)]
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    if x.is_complex():
+        flat, whole = torch.view_as_real(flat).reshape(-1), x.detach().sum().abs()
+    else:
+        whole = x.detach().sum(dtype=torch.float64)
     flat = flat.to(torch.float64)
     # weights by position: a permuted tensor has another digest
     weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
-    whole = x.detach().sum() if x.is_complex() else x.detach().sum(dtype=torch.float64)
-    whole = whole.abs() if whole.is_complex() else whole
     return f"{float((flat * weights.remainder(97.0)).sum()):.6g} {float(whole):.6g}"
 
 
@@ -386,7 +387,7 @@ def _differs(
     wrong = [(n, a, b) for n, a, b in zip(names, mine, theirs, strict=False) if a != b]
     wrong = wrong or [(op, f"{len(mine)} values", f"{len(theirs)}")]
     name, ours, other_side = wrong[0]
-    more = f" and of {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    more = optional_text(" and of {} more", len(wrong) - 1)
     cause = (
         f"rank {job.rank} and rank {other} hold different values of {name}{more}, which the "
         f"layout says are the same; {op} was called at {line_of_user()}"

@@ -31,11 +31,9 @@ def rotate(
     """
     now, p = list(blocks), axis_size(axis)
     for step in range(p):
-        coming = (
-            [start(shift, x, axis, by) for x, by in zip(now, ways, strict=True)]
-            if step < p - 1
-            else []
-        )
+        coming = []
+        if step < p - 1:
+            coming = [start(shift, x, axis, by) for x, by in zip(now, ways, strict=True)]
         yield now
         now = [c.wait() for c in coming]
 

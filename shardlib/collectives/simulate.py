@@ -32,6 +32,7 @@ from shardlib._compat import (
 from shardlib.errors import PlainTensor, ShardError, Unsupported
 from shardlib.mesh import Mesh, coordinates
 from shardlib.opspec import Args, Func, Kwargs, functions_of, names_of, writes
+from shardlib.optional import unless_none
 
 _TABLE: dict[Any, Callable[..., Any]] = {}
 
@@ -84,8 +85,7 @@ class Stacked(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        implementation = _TABLE.get(func, _by_vmap)
-        out = implementation(func, args, kwargs or {})
+        out = _TABLE.get(func, _by_vmap)(func, args, kwargs or {})
         for x in args:
             if type(x) is Stacked:
                 if x.varies is None:
@@ -307,9 +307,9 @@ def _aligned(x: Any, ndim: int) -> Any:
     if type(x) is not Stacked:
         return x
     r = x.ranks
-    return (
-        r if r.ndim == ndim + 1 else r.reshape(r.shape[0], *[1] * (ndim + 1 - r.ndim), *r.shape[1:])
-    )
+    if r.ndim == ndim + 1:
+        return r
+    return r.reshape(r.shape[0], *[1] * (ndim + 1 - r.ndim), *r.shape[1:])
 
 
 _SAME_SHAPE = "where to type type_as clone contiguous detach copy_ zero_ fill_ __pos__"
@@ -506,8 +506,7 @@ def _register_hook(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, hook = args
 
     def on_ranks(grad: Tensor) -> Tensor | None:
-        new = hook(Stacked(grad, x.mesh))
-        return None if new is None else of(new, x.mesh)
+        return unless_none(of, hook(Stacked(grad, x.mesh)), x.mesh)
 
     return x.ranks.register_hook(on_ranks)
 

@@ -181,10 +181,9 @@ def after_move(op: str, x: Tensor, g: AxisGroup, params: tuple) -> Varies | None
         raise _whole(op, x, g, now)
     if op in _ENDS:
         return Varies(now - over)
-    if op == "ppermute":
-        # ranks that receive nothing have zeros, so the result varies
-        return Varies(now if len(params[0]) == g.size else now | over)
-    return Varies(now | over if op in _BEGINS else now)
+    # ranks that receive nothing have zeros, so the result varies
+    begins = op in _BEGINS or (op == "ppermute" and len(params[0]) != g.size)
+    return Varies(now | over if begins else now)
 
 
 def _whole(op: str, x: Tensor, g: AxisGroup, now: frozenset[str]) -> WrongAxes:
@@ -214,8 +213,7 @@ def differing(raw: Tensor, mesh: Mesh, axes: Sequence[str]) -> str | None:
     inexact = raw.is_floating_point() or raw.is_complex()
     slack = 64 * torch.finfo(raw.dtype).eps if inexact else 0.0
     for axis in axes:
-        at = mesh.names.index(axis)
-        first = blocks.narrow(at, 0, 1).expand_as(blocks)
+        first = blocks.narrow(mesh.names.index(axis), 0, 1).expand_as(blocks)
         if not torch.allclose(blocks, first, rtol=slack, atol=slack, equal_nan=True):
             return axis
     return None

@@ -50,8 +50,7 @@ def _digest(kind: str) -> str:
 
 
 def _folder() -> Path:
-    root = os.environ.get("SHARDLIB_CACHE")
-    return Path(root) if root else Path.home() / ".cache" / "shardlib"
+    return Path(os.environ.get("SHARDLIB_CACHE") or Path.home() / ".cache" / "shardlib")
 
 
 def packaged() -> Path:

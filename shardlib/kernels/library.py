@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardlib.errors import ShardError
 from shardlib.kernels.build import ARCHS, archs_of, cached, compiled, packaged
+from shardlib.optional import unless_none
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Numbers of dtypes in the kernels' interface."""
@@ -104,7 +105,7 @@ def library(device: torch.device) -> CDLL | None:
     """Return the loaded kernels of a device, or None; each device is looked up once."""
     with _LOCK:
         path, _ = why(device)
-        return None if path is None else _loaded(path)
+        return unless_none(_loaded, path)
 
 
 def build(kind: str = "cuda", arch: Sequence[int] = ARCHS) -> Path:

@@ -170,9 +170,9 @@ def _dealt_positions(dim: Dim, n: int, sizes: Sizes, coord: Coord) -> Sequence[i
     groups, rank = dim.groups, rank_along(dim.ring, coord, sizes)
     each = n // _groups(dim, sizes)
     held = [i for run in ring_runs(dim, each, sizes, rank) for i in run.positions]
-    starts = (
-        [s for s in positions(groups, n, sizes, coord) if s % each == 0] if groups.parts else [0]
-    )
+    starts = [0]
+    if groups.parts:
+        starts = [s for s in positions(groups, n, sizes, coord) if s % each == 0]
     return [start + i for start in starts for i in held]
 
 

@@ -48,6 +48,7 @@ from shardlib.layouts.spec import (
 )
 from shardlib.layouts.text import Fields, read, skew_of, written
 from shardlib.mesh import Axes, Coord, MeshKey, axis_sizes, coordinates, scope
+from shardlib.optional import optional_text, unless_none
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ def taken(
     if isinstance(found, Layout):
         return found
     mesh = scope().mesh if mesh is None else mesh
-    fields = from_spec(given, None if mesh is None else axis_sizes(mesh), op, fix)
+    fields = from_spec(given, unless_none(axis_sizes, mesh), op, fix)
     return None if fields is None else Layout(*fields)
 
 
@@ -626,7 +627,7 @@ def _spread(given: Any, node: Any, path: tuple[Any, ...], op: str, fix: str) -> 
         ):
             # one PartitionSpec for all tensors of a dictionary
             return [given] * count
-        where = f" at {'.'.join(map(str, path))}" if path else ""
+        where = optional_text(" at {}", ".".join(map(str, path)))
         why = f"{given!r} is no layout, and no tree of layouts like {_outline(node, keys)}{where}"
         raise LayoutSyntax(why, op=op, fix=fix.format("'...'"))
     return [

@@ -43,8 +43,8 @@ class Ring:
     cu_seqlens: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        axis = self.axis if isinstance(self.axis, str) else tuple(self.axis)
-        object.__setattr__(self, "axis", axis)
+        if not isinstance(self.axis, str):
+            object.__setattr__(self, "axis", tuple(self.axis))
         if self.cu_seqlens is not None:
             object.__setattr__(self, "cu_seqlens", tuple(int(n) for n in self.cu_seqlens))
         if not isinstance(self.schedule, str):
@@ -96,17 +96,13 @@ class Ring:
 
 def _runs_order(schedule: Sequence[Sequence[range]]) -> str:
     """Write the order that gives each rank these ranges.  Raises: LayoutSyntax."""
-    order = "runs; " + " | ".join(" ".join(map(_slice_text, rank)) or "0:0" for rank in schedule)
+    rows = ((f"{r.start}:{r.stop}:{r.step}".removesuffix(":1") for r in rank) for rank in schedule)
+    order = "runs; " + " | ".join(" ".join(row) or "0:0" for row in rows)
     if wrong := uncovered(order):
         why = f"the ranges hold position {wrong}"
         fix = "sl.Ring('s', schedule=([range(0, 2), range(6, 8)], [range(2, 6)]))"
         raise _wrong(why, fix)
     return order
-
-
-def _slice_text(r: range) -> str:
-    text = f"{r.start}:{r.stop}"
-    return text if r.step == 1 else f"{text}:{r.step}"
 
 
 def _wrong(why: str, fix: str) -> LayoutSyntax:

@@ -64,13 +64,10 @@ def from_placements(
             _check_sum(p, name, given, op, fix)
             partial.append(name)
         elif is_strided(p) or not (p.is_replicate() or p.is_shard()):
-            raise NotExpressible(
-                f"placement {p} of axis {name!r} is strided",
-                op=op,
-                fix="t.redistribute(placements=[Replicate()])"
-                if op == "from_dtensor"
-                else fix.format("'...'"),
-            )
+            why = f"placement {p} of axis {name!r} is strided"
+            if op == "from_dtensor":
+                fix = "t.redistribute(placements=[Replicate()])"
+            raise NotExpressible(why, op=op, fix=fix.format("'...'"))
         elif p.is_shard():
             parts.setdefault(p.dim if ndim is None else p.dim % ndim, []).append(name)
     front = ndim if ndim is not None else 1 + max([-1, *parts])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardlib.errors import BadArgument, Unsupported, meant, similar
+from shardlib.optional import optional_text
 
 KNOWN: dict[str, tuple[str, ...] | None] = {
     "": tuple(
@@ -239,7 +240,7 @@ def _table(given: object, name: str) -> Mapping[str, Any]:
     for key in given:
         if known is not None and key not in known:
             hint = meant(similar(str(key), known, 1, 0.5)) or f" (there are {', '.join(known)})"
-            where = f"{name}.{key}" if name else key
+            where = optional_text("{}.", name) + str(key)
             raise _refused(f"{where} has no counterpart{hint}")
     return given
 

@@ -21,7 +21,7 @@ from shardlib.collectives import flat_blocks, holds_values, pmax, storage_shape,
 from shardlib.errors import ShardError, UnknownParameter, similar
 from shardlib.layouts import Dim, Layout, LayoutLike
 from shardlib.memory_sharing import writes
-from shardlib.mesh import Mesh, MeshLike, as_mesh, bind
+from shardlib.mesh import Mesh, MeshLike, as_mesh, bind, within
 from shardlib.modules.apply import Apply, needed
 from shardlib.modules.copies import swapped
 from shardlib.modules.parallelize import CutsIntoStages, placing
@@ -327,7 +327,7 @@ def _alike(mesh: Mesh, first: int) -> Iterator[None]:
     """
     own = [] if mesh.device.type in ("cpu", "meta") else [mesh.device]
     kind: Any = {"device_type": mesh.device.type} if own else {}
-    with torch.random.fork_rng(own, **kind), Draws(mesh, first).used():
+    with torch.random.fork_rng(own, **kind), within(draws=Draws(mesh, first).instead):
         key = next_key(mesh)
         torch.default_generator.manual_seed(key)
         for device in own:

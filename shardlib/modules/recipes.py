@@ -309,8 +309,7 @@ def cube3d(
         own["up"] = (f"{_token(n)} {_token(k, m)}",)
         own["down"] = (f"{_token(k)} {_token(n, m)}", f"{rows} ... {z}")
         wider = tuple(n.split())
-    layouts = _layouts(z, y, own)
-    way = RoleLayouts(layouts, (z,), (y,), wider, apart=True)
+    way = RoleLayouts(_layouts(z, y, own), (z,), (y,), wider, apart=True)
     return _recipe(model, way, inputs, f"{rows} .", f"{wide} .", mesh, experts)
 
 
@@ -444,8 +443,7 @@ def fsdp(
 def _plane(rows: str, cols: str) -> RoleLayouts:
     wide, narrow = (f"{cols} {rows}",), (f"{rows} {cols}",)
     own = {"expand": wide, "contract": narrow, "plain": wide, "tokens": narrow}
-    layouts = _layouts(cols, cols, own)
-    return RoleLayouts(layouts, (cols,), (cols,), widest=True)
+    return RoleLayouts(_layouts(cols, cols, own), (cols,), (cols,), widest=True)
 
 
 def _layouts(residual: str, inner: str, own: Texts) -> dict[str, tuple[str, ...]]:

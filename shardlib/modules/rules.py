@@ -252,7 +252,7 @@ def _lint(unmatched: list[str], unused: list[Pattern[Tensor]], named: Named, rul
 
 def nearest(names: Sequence[str], what: str = "nearest") -> str:
     """Write the first of the names most like one that is unknown; nothing without any."""
-    return f" ({what}: {names[0]!r})" if names else ""
+    return "".join(f" ({what}: {name!r})" for name in names[:1])
 
 
 def _pattern_text(pattern: Pattern[Tensor]) -> str:

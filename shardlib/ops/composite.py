@@ -18,7 +18,7 @@ def _row(t: Tensor) -> Tensor:
 @spelled("hstack(tensors)")
 def _hstack(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [t.reshape(1) if t.ndim == 0 else t for t in tensors]
-    return torch.cat(tensors, 0 if tensors[0].ndim == 1 else 1)
+    return torch.cat(tensors, int(tensors[0].ndim != 1))
 
 
 @spelled("vstack(tensors)\n row_stack(tensors)")
@@ -91,7 +91,7 @@ def _cut(dim: int) -> Func:
 
 spelled("hsplit(input, indices_or_sections)")(
     lambda input, indices_or_sections: torch.tensor_split(
-        input, indices_or_sections, 0 if input.ndim == 1 else 1
+        input, indices_or_sections, int(input.ndim != 1)
     )
 )
 spelled("vsplit(input, indices_or_sections)")(_cut(0))

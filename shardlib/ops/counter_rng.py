@@ -238,12 +238,10 @@ def _tables(
     out = []
     for d in range(len(size) - 1, -1, -1):
         index = held[d]
-        ahead = isinstance(index, range)
-        table = (
-            torch.arange(index.start, index.stop, index.step, device="cpu")
-            if ahead
-            else torch.tensor(list(index), device="cpu")
-        )
+        if isinstance(index, range):
+            table = torch.arange(index.start, index.stop, index.step, device="cpu")
+        else:
+            table = torch.tensor(list(index), device="cpu")
         out.append(table.to(torch.int64) * stride)
         stride *= whole[d]
     out.reverse()

@@ -106,7 +106,7 @@ def each(call: FlatCall, mesh: Mesh, blocks: Sequence[Any] | None = None) -> Any
 
     ``blocks``  raw tensors in place of the call's tensors, if those are not raw themselves.
     """
-    func, given = call.func, call.tensors if blocks is None else blocks
+    func, given = call.func, blocks or call.tensors
     if not lead(mesh):
         return run(func, mesh, *call.replaced(given))
     writing = func in WRITERS and isinstance(given[0], Tensor)

@@ -63,8 +63,7 @@ def _placed(func: Func, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         number = name in _NUMBERS and isinstance(v, Tensor) and not masked
         given[name] = v.item() if number else v
     if not args:
-        first = next(name for name in _FIRST if name in given)
-        args = (given.pop(first),)
+        args = (given.pop(next(name for name in _FIRST if name in given)),)
     return args, given
 
 
@@ -229,8 +228,7 @@ def _met(v: ShardedTensor, raw: Tensor, over: Axes, place: Place, alike: bool) -
     """
     # a 0-dim operand of another dtype promotes differently once it has dimensions, so keep it
     if (alike or v.shape) and over and v.shape != place.shape and is_half(raw):
-        local = place.layout.local_shape(place.shape, v.mesh)
-        return _spread(raw, v.mesh, over, local)
+        return _spread(raw, v.mesh, over, place.layout.local_shape(place.shape, v.mesh))
     return vary(raw, v.mesh, over)
 
 

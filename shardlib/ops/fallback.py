@@ -113,7 +113,7 @@ class FallbackCall:
         mesh, found = self.mesh, self.flat.tensors
         if self.name in ("__getitem__", "__setitem__"):
             # torch takes plain indices of any device
-            found = [x if isinstance(x, ShardedTensor) else replicated(x, mesh) for x in found]
+            found = [replicated(x, mesh) for x in found]
         return [lift(x, mesh, self.name) for x in found]
 
     @cached_property
@@ -380,7 +380,7 @@ def _gather(call: FallbackCall) -> _Gathered:
     deferred = frozenset().union(*(v.deferred for v in moved))
     raws: list[Any] = []
     for i, v in zip(at, moved, strict=True):
-        raw = vary(v.raw, mesh, deferred - v.deferred) if deferred else v.raw
+        raw = vary(v.raw, mesh, deferred - v.deferred)
         one = raw if deferred else one_copy(raw, mesh)
         if one is raw and (i in call.moved or deferred) and among(i, call.written):
             # autograd refuses writes to a view made by an autograd function

@@ -93,8 +93,8 @@ def _indexed(b: Bound) -> Labels:
 def _text(i: object) -> str:
     """Write an index as in the user's code."""
     if isinstance(i, slice):
-        start, stop = ("" if n is None else repr(n) for n in (i.start, i.stop))
-        return f"{start}:{stop}" + ("" if i.step is None else f":{i.step!r}")
+        ends = ("" if n is None else repr(n) for n in (i.start, i.stop, i.step))
+        return ":".join(ends).removesuffix(":")
     return "..." if i is Ellipsis else repr(i)
 
 

@@ -79,9 +79,7 @@ def linear_cross_entropy(
         losses = partial(_plain_losses, how)
         return _LinearLoss.apply(rows, labels, scale, chunks, losses, *factors)
     mesh = given[0].mesh
-    x, *sharded = (
-        t if isinstance(t, ShardedTensor) else replicated(t, mesh) for t in (input, *factors)
-    )
+    x, *sharded = (replicated(t, mesh) for t in (input, *factors))
     axes = Layout(x.dims[:-1]).axes
     labels = filled(_labels(x, target), ignore_index)
     x, *sharded = _met(filled(x, 0), sharded, axes)

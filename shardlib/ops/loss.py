@@ -399,7 +399,9 @@ def _how(func: Func, given: dict[str, Any]) -> str:
     reduction = given.pop("reduction")
     if flags != (None, None):
         average, reduce = (flag is None or flag for flag in flags)
-        return ("mean" if average else "sum") if reduce else "none"
+        if not reduce:
+            return "none"
+        return "mean" if average else "sum"
     if reduction not in ("none", "mean", "sum", _FURTHER.get(func, "mean")):
         raise BadArgument(f"{reduction} is not a valid value for reduction", op=func.__name__)
     return reduction

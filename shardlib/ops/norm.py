@@ -47,6 +47,7 @@ from shardlib.ops.elementwise import brought
 from shardlib.ops.padding import beside
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
+from shardlib.optional import unless_none
 from shardlib.tensor.gradients import vary, vjp_again, widened
 from shardlib.tensor.lifting import lifted
 from shardlib.tensor.tensor import ShardedTensor, Unfit, blockwise, call_error, implements
@@ -141,24 +142,21 @@ def _forward(
         if norm.centre:
             mean, var = _moments(rows, axes, norm.count)
         else:
-            squares = rows.square().sum(-1, keepdim=True)
-            var = (psum(squares, axes) if axes else squares) / norm.count
+            var = psum(rows.square().sum(-1, keepdim=True), axes) / norm.count
         scale = (var + norm.eps).rsqrt()
         out = _normal(rows, mean, scale).reshape(x.shape)
         if w_raw is not None:
             out = out * wide(wrap(w_raw, mesh))
         if b_raw is not None:
             out = out + wide(wrap(b_raw, mesh))
-        return unwrap(out.to(x.dtype)), mean if mean is None else unwrap(mean), unwrap(scale)
+        return unwrap(out.to(x.dtype)), unless_none(unwrap, mean), unwrap(scale)
 
 
 def _eager_back(norm: _RowNorm, saved: Any, b_raw: Factor, grad: Tensor) -> list[Any]:
     """Return the gradients of the tensor, the scale and the shift."""
     mesh, axes, (over_x, over_w, over_b) = norm.mesh, norm.axes, norm.overs
     with bind(mesh):
-        x, w, mean, scale, b, g = (
-            None if t is None else wrap(t, mesh) for t in (*saved, b_raw, grad)
-        )
+        x, w, mean, scale, b, g = (unless_none(wrap, t, mesh) for t in (*saved, b_raw, grad))
         assert x is not None and scale is not None and g is not None, "given above"
         g, y = wide(g), _normal(norm.rows(wide(x)), mean, scale)
         db = dw = None
@@ -169,7 +167,7 @@ def _eager_back(norm: _RowNorm, saved: Any, b_raw: Factor, grad: Tensor) -> list
             g = g * wide(w)
         g = norm.rows(g)
         sums = torch.cat([(g * y).sum(-1, keepdim=True), g.sum(-1, keepdim=True)], -1)
-        sums = (psum(sums, axes) if axes else sums) / norm.count
+        sums = psum(sums, axes) / norm.count
         dx = g - y * sums[..., 0:1]
         dx = (dx if mean is None else dx - sums[..., 1:2]) * scale
         return [unwrap(_settled(dx.reshape(x.shape), over_x, x.dtype, x.dtype)), dw, db]
@@ -260,7 +258,7 @@ def _flat_blocks(
 
 def _settled(x: Tensor, over: Axes, dtype: torch.dtype, wire: torch.dtype | None = None) -> Tensor:
     """Sum over further axes and round to ``dtype``; parts are sent in ``wire``, else unrounded."""
-    return psum(x, over, out=dtype, wire=wire) if over else x.to(dtype)
+    return psum(x, over, out=dtype, wire=wire)
 
 
 def _normal(rows: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:

@@ -119,8 +119,7 @@ def _end(dtype: torch.dtype) -> int:
         return 2
     if dtype.is_floating_point:
         return 2 ** DIGITS[dtype] + 1
-    top = torch.iinfo(dtype).max
-    return top + (dtype != torch.int64)
+    return torch.iinfo(dtype).max + (dtype != torch.int64)
 
 
 # ---------------------------------------------------------------- in place

@@ -193,10 +193,12 @@ def _over_ranks(raw: Tensor, mesh: Mesh, axes: tuple[str, ...], largest: bool) -
     """
     dtype = raw.dtype
     real = dtype.is_floating_point
+    if not largest:
+        other = torch.neg if real else torch.bitwise_not
+        return other(_over_ranks(other(raw), mesh, axes, True))
     raw = raw if real or dtype == torch.int64 else raw.to(torch.int32)
     with bind(mesh):
-        found = unwrap(pmax(wrap(raw if largest else -raw if real else ~raw, mesh), axes))
-    return (found if largest else -found if real else ~found).to(dtype)
+        return unwrap(pmax(wrap(raw, mesh), axes)).to(dtype)
 
 
 def merged(

@@ -25,6 +25,7 @@ from shardlib.layouts import Layout
 from shardlib.layouts.layout import the_one
 from shardlib.mesh import Axes, Entered, Memo, Scope, scope
 from shardlib.opspec import Func
+from shardlib.optional import optional_text
 from shardlib.tensor import call_error
 
 Answer = TypeVar("Answer", bound="Callable[[Any], Match | str]")
@@ -370,7 +371,7 @@ def _priced(m: Match, both: bool) -> str:
     if both:
         text = f"forward {text}, backward {float(b.bytes):.0f} B in {b.messages}"
     text += f", temporaries {float(m.cost.memory):.0f} B"
-    return text + (f" ({m.note})" if m.note else "")
+    return text + optional_text(" ({})", m.note)
 
 
 def explain_choice(op: str, case: Any) -> Why:

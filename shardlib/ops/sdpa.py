@@ -70,8 +70,7 @@ def scaled_dot_product_attention(func: Func, args: Args, kwargs: Kwargs) -> Shar
     raws = tuple(
         vary(t.raw, mesh, deferred.difference(t.sharding.axes, t.deferred)) for t in (q, k, v)
     )
-    raw = once(lambda: local_call(run, mesh, *raws, **given))
-    return ShardedTensor(raw, place)
+    return ShardedTensor(once(lambda: local_call(run, mesh, *raws, **given)), place)
 
 
 Operands = tuple[ShardedTensor, ShardedTensor, ShardedTensor]

@@ -216,8 +216,7 @@ def adagrad(
         size = rate / (1 + (count - 1) * lr_decay)
 
         def step(g: Tensor, t: Tensor) -> Tensor:
-            root = t.addcmul_(g, g).sqrt().add_(eps)
-            return g / root * -size
+            return g / t.addcmul_(g, g).sqrt().add_(eps) * -size
 
         return step
 

@@ -367,7 +367,7 @@ def ema(decay: float, *, debias: bool = True) -> Transform:
     def update(grads: Tree, state: EmaState, params: Tree = None) -> tuple[Any, EmaState]:
         mean = each(lambda m, g: m.lerp(g.to(m.dtype), 1 - decay), state.mean, grads)
         count = state.count + 1
-        by = 1 - decay**count if debias else 1.0
+        by = 1 - debias * decay**count
         return each(lambda g, m: m / by, grads, mean), EmaState(count, mean)
 
     return Transform(init, update, "elementwise")

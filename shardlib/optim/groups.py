@@ -395,6 +395,6 @@ def _all_match(
     for i, p in enumerate(() if _lacks_names(tree) else patterns):
         if not any(matches(p, n, v) for n, v in known.items()):
             near = similar(str(p), list(known), 1, 0.0)
-            there = f"; there is {near[0]!r}" if near else ""
-            other = f"mask = {near[0] if near else '*'!r}"
+            there = "".join(f"; there is {n!r}" for n in near)
+            other = f"mask = {[*near, '*'][0]!r}"
             raise RuleLint(f"{p!r} matches no parameter{there}", op=op, fix=fix.format(i) or other)

@@ -213,8 +213,7 @@ class IndexCache:
         if where is None:
             # until a backward has been recorded, gradients come in reverse module order
             sizes = tuple(mesh.axes.items())
-            arrive = order[::-1]
-            where = index(items, self.how.hops, sizes, self.most_bytes, arrive)
+            where = index(items, self.how.hops, sizes, self.most_bytes, order[::-1])
             where = replace(where, keep=self.how.keep)
         if where.items != items:
             raise changed(where.items, items, mesh)

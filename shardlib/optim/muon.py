@@ -39,7 +39,7 @@ from shardlib.cost import Cost, moving
 from shardlib.dtypes import wider
 from shardlib.errors import BadArgument, ShardError, Unsupported
 from shardlib.layouts import Dim, Layout
-from shardlib.mesh import Link, Mesh, bind, coordinates, record, scope, within
+from shardlib.mesh import Link, Mesh, axes_of, bind, coordinates, record, scope, within
 from shardlib.modules.rules import Pattern, matches
 from shardlib.ops.registry import Match, algorithm, case_of, decide
 from shardlib.optim.buckets import AxisSizes
@@ -61,6 +61,7 @@ from shardlib.optim.matrix_owners import (
 from shardlib.optim.norms import totals
 from shardlib.optim.transform import COUNT, Schedule, Transform, by_directions, ranged
 from shardlib.optim.trees import Tree, bucketed_in, moments, pieces, spans
+from shardlib.optional import optional_text
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor
 
@@ -204,14 +205,14 @@ def orthogonal(x: Tensor, how: Iteration = TORCHS) -> Tensor:
         return x
     a, b, c = how.coefficients
     # X X^T is smaller with the short side first
-    tall = x.shape[-2] > x.shape[-1]
-    y = (x.mT if tall else x).reshape(-1, min(x.shape[-2:]), max(x.shape[-2:]))
+    if x.shape[-2] > x.shape[-1]:
+        return orthogonal(x.mT, how).mT
+    y = x.reshape(-1, *x.shape[-2:])
     y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=how.eps)
     for _ in range(how.steps):
         gram = y @ y.mT
         y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    out = y.reshape(x.mT.shape if tall else x.shape)
-    return out.mT if tall else out
+    return y.reshape(x.shape)
 
 
 def on_blocks(x: ShardedTensor, how: Iteration = TORCHS) -> ShardedTensor:
@@ -239,12 +240,12 @@ def on_blocks(x: ShardedTensor, how: Iteration = TORCHS) -> ShardedTensor:
 def _summed(x: Tensor) -> ShardedTensor:
     """Return the product with its pending sum completed, in its own layout."""
     assert isinstance(x, ShardedTensor), "a product of sharded matrices is one"
-    return reshard(x, x.sharding.bare) if x.sharding.partial else x
+    return reshard(x, x.sharding.bare)
 
 
 def _as(x: ShardedTensor, other: Tensor) -> ShardedTensor:
     assert isinstance(other, ShardedTensor), "a product of sharded matrices is one"
-    return x if x.sharding == other.sharding else reshard(x, other.sharding)
+    return reshard(x, other.sharding)
 
 
 # ---------------------------------------------------------------- choice of the algorithm
@@ -301,7 +302,7 @@ class MuonCase:
     def operands(self) -> dict[str, str]:
         """Describe the matrices: equal ones in one line, at most eight lines."""
         alike = Counter(f"{list(s.shape)} in {s.layout}" for s in self.spreads)
-        rows = [f"{n} x {row}" if n > 1 else row for row, n in alike.items()]
+        rows = [f"{n} x {row}".removeprefix("1 x ") for row, n in alike.items()]
         more = [f"and {len(rows) - 8} kinds more"] if len(rows) > 8 else []
         return {str(i): row for i, row in enumerate(rows[:8] + more)}
 
@@ -348,8 +349,7 @@ class MuonCase:
 
 
 def _some(paths: list[str]) -> str:
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join(paths[:3]) + more
+    return ", ".join(paths[:3]) + optional_text(" and {} more", len(paths[3:]))
 
 
 @algorithm("muon", "local", order=0)
@@ -480,10 +480,7 @@ def _on_paper(
             on_blocks(ShardedTensor(local, s.place(mesh)), Iteration(steps=steps))
     except ShardError as e:
         return e.message.partition("\n")[0]
-    along = tuple(
-        ((e.axis,) if isinstance(e.axis, str) else tuple(e.axis), e.bytes, e.messages)
-        for e in counted.events
-    )
+    along = tuple((axes_of(e.axis), e.bytes, e.messages) for e in counted.events)
     return Cost(counted.bytes, counted.messages, 0, along), work.get_total_flops()
 
 

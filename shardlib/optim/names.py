@@ -214,8 +214,7 @@ def _like(x: Any, name: str, value: Any) -> Any:
         return value
     _check(name, value, tuple(x.shape), x.dtype)
     if isinstance(x, ShardedTensor):
-        new = placed(value, x.sharding, x.mesh)
-        return x.becomes(_flagged(new.raw.clone(), x))
+        return x.becomes(_flagged(placed(value, x.sharding, x.mesh).raw.clone(), x))
     return _flagged(unshard(value) if isinstance(value, ShardedTensor) else value.clone(), x)
 
 

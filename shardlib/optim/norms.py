@@ -64,6 +64,7 @@ from shardlib.optim.trees import (
     stages_around,
     without,
 )
+from shardlib.optional import optional_text, unless_none
 from shardlib.tensor import ShardedTensor
 
 BLOCK = 1 << 16
@@ -144,7 +145,7 @@ def over_ranks(
 
 def norms(*trees: Tree) -> list[Numbers]:
     """Compute the Euclidean norm of each tensor of each tree, in fp64; see ``totals``."""
-    return [[None if t is None else t.sqrt() for t in row] for row in totals(*trees)]
+    return [[unless_none(torch.sqrt, t) for t in row] for row in totals(*trees)]
 
 
 def scaled(tree: Tree, numbers: Sequence[Tensor | None]) -> Tree:
@@ -396,7 +397,7 @@ def _no_number(norm: Tensor, grads: Tree) -> ShardError:
     bad = list(dict.fromkeys(_not_finite(grads)))
     return ShardError(
         f"the norm of the gradients is {float(norm)}"
-        + (f": not a number here are {', '.join(bad[:4])}" if bad else ""),
+        + optional_text(": not a number here are {}", ", ".join(bad[:4])),
         op="clip_by_global_norm",
         fix="tx = sl.optim.skip_nonfinite(tx)",
     )
@@ -588,9 +589,9 @@ def loss_scale(
         return state._replace(scale=scale, good=0, skipped=state.skipped + 1)
 
     def larger(state: ScaleState, inner: State) -> ScaleState:
-        grown = state.good + 1 >= interval
-        scale = state.scale * growth if grown else state.scale
-        return ScaleState(scale, 0 if grown else state.good + 1, state.skipped, inner)
+        if state.good + 1 >= interval:
+            return ScaleState(state.scale * growth, 0, state.skipped, inner)
+        return ScaleState(state.scale, state.good + 1, state.skipped, inner)
 
     def update(grads: Tree, state: ScaleState, params: Tree = None) -> tuple[Any, ScaleState]:
         state = state.at_rest()

@@ -78,14 +78,14 @@ class Precision:
 
     def to_param(self, tree: Tree) -> Tree:
         """Cast floating point leaves to the parameters' dtype."""
-        return _cast(tree, self.param)
+        return optree.tree_map(partial(_cast, self.param), tree)
 
     def to_compute(self, tree: Tree) -> Tree:
         """Cast the tree to the dtype of computation; gradients have the leaves' own dtype.
 
         ``loss(policy.to_compute(params), policy.to_compute(batch))``
         """
-        return _cast(tree, self.compute or self.param)
+        return optree.tree_map(partial(_cast, self.compute or self.param), tree)
 
     def for_zero(self) -> dict[str, Any]:
         """Return the arguments of ``zero(tx, "data", **policy.for_zero())``, which keeps the master."""
@@ -96,11 +96,9 @@ def _unfit(why: str, arguments: str) -> ShardError:
     return ShardError(why, op="Precision", fix=f"sl.optim.Precision({arguments})")
 
 
-def _cast(tree: Tree, dtype: torch.dtype) -> Tree:
-    def one(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    return optree.tree_map(one, tree)
+def _cast(dtype: torch.dtype, x: Any) -> Any:
+    """Convert real numbers to a dtype; other values stay."""
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 class MixedState(NamedTuple):
@@ -208,7 +206,7 @@ def _to(state: State, dtype: torch.dtype | None) -> State:
     """Cast the state's tensors to a dtype."""
     if dtype is None:
         return state
-    return each(lambda x: x.to(dtype) if x.is_floating_point() else x, state)
+    return each(partial(_cast, dtype), state)
 
 
 # ---------------------------------------------------------------- fp32 in two halves

@@ -390,8 +390,8 @@ class Gradient:
             found = self.like.new_zeros(shape) if g is None else g.reshape(shape)
             rows.append(F.pad(found, (0, end - slot.offset - slot.length)))
         with bind(self.mesh):
-            whole, over = torch.cat(rows, -1), self.bucket.over
-            return unwrap(psum_scatter(wrap(whole, self.mesh), over, 0)) if over else whole
+            whole = wrap(torch.cat(rows, -1), self.mesh)
+            return unwrap(psum_scatter(whole, self.bucket.over, 0))
 
     def _memory(self, n: int) -> Tensor:
         memory, like = self.index.room.memory, self.like
@@ -446,8 +446,7 @@ class SplitParameters:
     def __init__(self, how: ZeroSettings) -> None:
         self.how = how
         self.cache = IndexCache(how)
-        memory = Memory()
-        self.inner = with_master(how.tx, how.master, how.axes, memory)
+        self.inner = with_master(how.tx, how.master, how.axes, Memory())
 
     def shard(self, params: Tree) -> Parts:
         """Keep only this rank's parts of the parameters; frozen ones get buckets of their own."""

@@ -694,12 +694,15 @@ class Later:
 
     def read(self) -> Any:
         """Return the number."""
-        x = self._made if self._sound.read() else self._kept
-        return x.read() if isinstance(x, Later) else x
+        return _read(self._made if self._sound.read() else self._kept)
 
     def __reduce__(self) -> Any:
         x = self.read()
         return type(x), (x,)
+
+
+def _read(x: Any) -> Any:
+    return x.read() if isinstance(x, Later) else x
 
 
 def _as_number() -> None:
@@ -736,7 +739,7 @@ def begun(state: State) -> State:
             raise errors[0]
     if Later not in kinds:
         return state
-    return mapped(lambda x: x.read() if isinstance(x, Later) else x, state)
+    return mapped(_read, state)
 
 
 def at_rest(tree: Tree) -> State:
@@ -748,7 +751,7 @@ def at_rest(tree: Tree) -> State:
     def resting(x: Any) -> Any:
         if own(x):
             return type(x)(*map(at_rest, x.at_rest()))
-        return x.read() if isinstance(x, Later) else x
+        return _read(x)
 
     return mapped(resting, tree, is_leaf=own)
 

@@ -88,11 +88,11 @@ def names_of(paths: Sequence[tuple[Any, ...]]) -> list[str]:
     for (_, key), some in below.items():
         for i, name in zip(some, names_of([paths[i][1:] for i in some]), strict=True):
             rows[i] = key, name
-    joined = [f"{key}.{name}" if name else str(key) for key, name in rows]
+    joined = [_folded(row) for row in rows]
     if len(set(joined)) == len(joined):
         return joined
     quoted = [repr(key).replace("\\", r"\\").replace(".", r"\.") for key, _ in rows]
-    return [f"{q}.{name}" if name else q for q, (_, name) in zip(quoted, rows, strict=True)]
+    return [_folded((q, name)) for q, (_, name) in zip(quoted, rows, strict=True)]
 
 
 def _folded(path: tuple[Any, ...]) -> str:
@@ -246,18 +246,18 @@ def need(params: Tree, op: str) -> None:
 
 def _alike(x: Tensor, y: Any, op: str) -> None:
     """Check that blocks, which are combined by position, are the same part of a tensor."""
-    sharded = [name for name, t in (("x", x), ("y", y)) if isinstance(t, ShardedTensor)]
+    values: dict[str, Any] = {"x": x, "y": y}
+    sharded = [name for name, t in values.items() if isinstance(t, ShardedTensor)]
     if not sharded or (len(sharded) == 2 and x.place[:4] == y.place[:4]):
         return
     if isinstance(x, ShardedTensor) and isinstance(y, ShardedTensor):
         raise _difference(x, y, op)
-    (like,) = sharded
-    plain = "y" if like == "x" else "x"
+    (like,), (plain,) = sharded, values.keys() - sharded
     raise ShardError(
         "leaves of two trees are not both sharded",
         op=op,
-        operands={"x": type_or_class(x), "y": type_or_class(y)},
-        mesh=(x if like == "x" else y).mesh,
+        operands={name: type_or_class(t) for name, t in values.items()},
+        mesh=values[like].mesh,
         fix=f"sl.shard({plain}, sl.layout_of({like}), {like}.mesh)",
     )
 

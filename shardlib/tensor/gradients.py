@@ -27,6 +27,7 @@ from shardlib._compat import Ctx, Grads, Local, backward_now
 from shardlib.collectives import block_shape, flat_blocks, psum, unwrap, wrap
 from shardlib.dtypes import is_half, wide, wider
 from shardlib.mesh import Mesh, bind
+from shardlib.optional import unless_none
 from shardlib.tensor.grad_coalescing import together_of
 from shardlib.tensor.place import Place
 from shardlib.tensor.tensor import Facts, ShardedTensor
@@ -141,7 +142,7 @@ class _Mapped(Local):
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> Grads:
-        return None if grads[0] is None else ctx.back(grads[0]), None, None
+        return unless_none(ctx.back, grads[0]), None, None
 
 
 def mapped(raw: Tensor, back: Map, f: Map | None = None) -> Tensor:
@@ -321,9 +322,7 @@ def vjp_again(
     ``inputs``  saved raw inputs, still attached to their graph.
     ``overs``   for each input, the axes over which its gradient is summed.
     """
-    met = [
-        None if t is None else vary(t, mesh, over) for t, over in zip(inputs, overs, strict=True)
-    ]
+    met = [unless_none(vary, t, mesh, over) for t, over in zip(inputs, overs, strict=True)]
     need = [t for t in inputs if t is not None and t.requires_grad]
     found = iter(torch.autograd.grad(f(*met), need, g, create_graph=True, allow_unused=True))
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]

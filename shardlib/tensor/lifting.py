@@ -75,7 +75,7 @@ def _check_plain(x: Tensor, mesh: Mesh, op: str) -> None:
 def lift(x: Any, mesh: Mesh, op: str) -> "ShardedTensor":
     """Lift ``x`` to ``mesh``: plain tensors only within ``promoting``, scalars always."""
     check_met(x, mesh, op)
-    return x if isinstance(x, ShardedTensor) else replicated(x, mesh)
+    return replicated(x, mesh)
 
 
 def lifted(op: str, *values: Any) -> list[ShardedTensor]:
@@ -100,7 +100,9 @@ def one_copy(raw: Tensor, mesh: Mesh) -> Tensor:
 
 
 def replicated(x: Tensor, mesh: Mesh) -> ShardedTensor:
-    """Wrap a plain tensor that every rank holds as a replicated value."""
+    """Wrap a plain tensor that every rank holds as a replicated value; a sharded one stays."""
+    if isinstance(x, ShardedTensor):
+        return x
     if name := under_transform(x):
         raise no_transform(name)
     if x.requires_grad:

@@ -50,11 +50,13 @@ from shardlib.errors import (
     ShardError,
     Unsupported,
     lettered,
+    window,
 )
 from shardlib.layouts import Dim, Layout
 from shardlib.memory_sharing import LINKS, WRITERS, refuse_write, written
 from shardlib.mesh import Memo, Mesh, Scope, enter, leave, scope
 from shardlib.opspec import Args, Func, Kwargs
+from shardlib.optional import optional_text, unless_none
 from shardlib.tensor.place import Place
 
 Tree = TypeVar("Tree")
@@ -749,7 +751,7 @@ def torch_refuses(func: Func, args: Args, kwargs: Kwargs) -> BadArgument | None:
             f"torch refuses this call: {text}",
             op=getattr(func, "__name__", str(func)),
             operands={f"operand {i}": typeof(x) for i, x in enumerate(found)},
-            mesh=found[0].mesh if found else None,
+            mesh=next((x.mesh for x in found), None),
         )
     return None
 
@@ -822,7 +824,7 @@ def _guarded(implementation: Implementation) -> Implementation:
 def _plainly(place: Place) -> tuple[Any, ...]:
     """Convert a place to types that torch.load accepts with ``weights_only``."""
     layout, shape, mesh, tiled, deferred, out, merged = place
-    text = None if out is None else str(out)
+    text = unless_none(str, out)
     return str(layout), tuple(tiled), mesh, tuple(shape), sorted(deferred), text, merged
 
 
@@ -837,7 +839,7 @@ def _unpickle(raw: Tensor, place: Any, grad: bool, is_parameter: bool) -> Sharde
             mesh,
             torch.Size(tiled),
             frozenset(deferred),
-            None if out is None else Layout.parse(out),
+            unless_none(Layout.parse, out),
             merged,
         ),
     )
@@ -903,7 +905,7 @@ def no_tensor(x: object, op: str, layout: str = "...") -> PlainTensor:
         fix = f"sl.{op}({placed})" if op in ("layout_of", "visualize") else placed
     text = repr(x) if isinstance(x, str | int | float | complex) else ""
     why = f"{type(x).__name__} is no tensor, and no tree of them"
-    given = {"given": f"{text[:60]}..." if len(text) > 60 else text} if text else {}
+    given = {"given": window(text, 0, 60)} if text else {}
     return PlainTensor(why, op=op, operands=given, fix=fix)
 
 
@@ -936,8 +938,8 @@ def typeof(x: object) -> object:
     body = ", ".join(
         f"{n}@{d}" if d.is_split else str(n) for n, d in zip(x.shape, dims, strict=True)
     )
-    tail = f"{{sum:{' '.join(x.sharding.partial)}}}" if x.sharding.partial else ""
-    skew = f"{{skew:{x.sharding.skew}}}" if x.sharding.skew else ""
+    tail = optional_text("{{sum:{}}}", " ".join(x.sharding.partial))
+    skew = optional_text("{{skew:{}}}", x.sharding.skew)
     padded = f"{{padded:{list(x.padded_shape)}}}" if x.is_padded else ""
     return f"{_SHORT.get(x.raw.dtype, str(x.raw.dtype))}[{body}]{tail}{skew}{padded}"
 
@@ -1028,7 +1030,7 @@ def no_transform(name: str, args: Args = (), fix: str = "") -> Unsupported:
         f"torch.func's {name} does not know sharded values",
         op=f"torch.func.{name}",
         operands=lettered(map(typeof, found)),
-        mesh=found[0].mesh if found else None,
+        mesh=next((x.mesh for x in found), None),
         fix=fix or _INSTEAD.get(name, "f(sl.unshard(x))"),
     )
     refusal.final = True
@@ -1066,8 +1068,7 @@ _VALUES = frozenset("real imag H mH".split())
 
 def _asks_no_value(func: Func) -> bool:
     """Check whether it is a property without an implementation that does not depend on values."""
-    name = getattr(func, "__name__", "")
-    known = func in TABLE or name not in ("__get__", "__set__")
+    known = func in TABLE or getattr(func, "__name__", "") not in ("__get__", "__set__")
     return not known and getattr(func.__self__, "__name__", "") not in _VALUES
 
 
@@ -1084,7 +1085,7 @@ def no_implementation(
     """Return the error for a function that has no implementation."""
     name = getattr(func, "__name__", str(func))
     found = _sharded((args, kwargs))
-    reason = f"no implementation of {name}" + (f": {why}" if why else "")
+    reason = f"no implementation of {name}" + optional_text(": {}", why)
     return call_error(NoImplementation, reason, name, "sl.unshard(x)" if found else "", *found)
 
 

@@ -128,8 +128,7 @@ _NEVER = 1 << 20
 
 def _summed(blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Sum in rank order; half precision in fp32."""
-    wide = wider(dtype)
-    out = blocks[0].to(wide, copy=True)
+    out = blocks[0].to(wider(dtype), copy=True)
     for b in blocks[1:]:
         out += b
     return out.to(dtype)

@@ -67,8 +67,7 @@ def psum_scatter(x: Tensor, g: AxisGroup, dim: int, wire: torch.dtype | None = N
     parts = _parts(x, g, dim)
     sent = parts if wire is None else parts.to(wire)
     came = torch.empty_like(sent)
-    wide = wider(x.dtype)
-    return came[0].to(wide, copy=True).to(x.dtype)
+    return came[0].to(wider(x.dtype), copy=True).to(x.dtype)
 
 
 @at_once

@@ -58,8 +58,7 @@ def beside(kind: str, post: Callable[[], Finish], *memory: Tensor) -> Finish:
 
 
 def _arrive(out: Tensor, through: torch.Event) -> Tensor:
-    here = torch.accelerator.current_stream(out.device)
-    _follow(here, through)
+    _follow(torch.accelerator.current_stream(out.device), through)
     return out
 
 
@@ -99,7 +98,7 @@ class Away:
         self.near, self.before = x.detach(), getattr(_sent, "last", None)
         _sent.last = weakref.ref(self)
         one = self._before()
-        two = None if one is None else one._before()
+        two = one and one._before()
         if two is not None:
             two._leave()
 
@@ -117,7 +116,7 @@ class Away:
         return x
 
     def _before(self) -> "Away | None":
-        return None if self.before is None else self.before()
+        return self.before and self.before()
 
     def _leave(self) -> None:
         """Free the device memory, which the compute stream may reuse after the copy."""

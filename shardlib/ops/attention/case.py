@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from shardlib.ops.attention.kernels import acc_dtype
 from shardlib.ops.attention.masks import Mask, as_mask
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.registry import case_of
+from shardlib.optional import unless_none
 from shardlib.tensor import Place, ShardedTensor, call_error, refuse_sums, replicated, typeof
 
 Runs = tuple[tuple[Run, ...], ...]
@@ -120,7 +122,7 @@ def case_of_values(
     """Describe checked operands as a case."""
     mesh = q.mesh
     token, key_token = (t.sharding.resolve(4).dims[2] for t in (q, k))
-    p = mesh.axis_size(token.axes) if token.axes else 1
+    p = mesh.axis_size(token.axes)
     shape, key_shape = q.shape, k.shape  # without padding
     mask.check(shape[0], shape[1], shape[2], key_shape[2])
     b, h, lq, d = Layout(q.sharding.resolve(4).dims).local_shape(tuple(q.padded_shape), mesh)
@@ -204,7 +206,7 @@ def _placed(q: Any, k: Any, v: Any, layout: Any, keys_layout: Any) -> list[Tenso
     for x, asked in ((q, layout), (k, keys_layout), (v, keys_layout)):
         token = _token(asked, mesh)
         size = list(x.shape)
-        size[2] *= mesh.axis_size(token.axes) if token.axes else 1
+        size[2] *= mesh.axis_size(token.axes)
         out.append(
             ShardedTensor(
                 unwrap(x), Place(Layout((Dim(), Dim(), token, Dim())), torch.Size(size), mesh)
@@ -301,7 +303,7 @@ def bias_and_sink(
     q: ShardedTensor, k: ShardedTensor, bias: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the bias and the sink, where given, as raw blocks in the layout of the scores."""
-    return None if bias is None else _bias(q, k, bias), None if sink is None else _sink(q, sink)
+    return unless_none(partial(_bias, q, k), bias), unless_none(partial(_sink, q), sink)
 
 
 def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
@@ -328,8 +330,8 @@ def _sink(q: ShardedTensor, sink: Tensor) -> Tensor:
         why = f"a sink is one score for each of {h} heads, not {list(sink.shape)}"
         fix = f"sl.ring_attention(q, k, v, sink=torch.zeros({h}))"
         raise call_error(ShardError, why, "ring_attention", fix, q=q, sink=sink)
-    sink = sink if isinstance(sink, ShardedTensor) else replicated(sink, q.mesh)
-    (_, raw), *_ = aligned("ring_attention", [_scores(q, 2), sink[:, None, None]])  # type: ignore[list-item]
+    whole = replicated(sink, q.mesh)
+    (_, raw), *_ = aligned("ring_attention", [_scores(q, 2), whole[:, None, None]])  # type: ignore[list-item]
     return raw.squeeze(-1).unsqueeze(-3)
 
 

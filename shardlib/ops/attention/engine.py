@@ -98,7 +98,7 @@ def once_round(p: int, rows: int, inner: int | None = None) -> tuple[RowChunk, .
     >>> [chunk.since for chunk in once_round(4, 8, inner=2)]
     [(0, 0, 2)]
     """
-    inner = p if inner is None else inner
+    inner = inner or p
     at, since = [], []
     for step in range(1, p):
         outer, turn = divmod(step, inner)

@@ -101,11 +101,15 @@ def _heads(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(-3, (groups, x.shape[-3] // groups))
 
 
+def rows_of(bias: Tensor, first: int, end: int) -> Tensor:
+    """Return a bias's part of some rows of scores; a single row for all is left to broadcast."""
+    return bias if bias.shape[-2] == 1 else bias[..., first:end, :]
+
+
 def _scores(b: Block, q: Tensor, k: Tensor, r0: int, r1: int) -> Tensor:
     s = torch.matmul(q[:, :, :, r0:r1] * b.scale, k.mT)  # [b, g, h/g, rows, n]
     if b.bias is not None:
-        bias = b.bias if b.bias.shape[-2] == 1 else b.bias[..., r0:r1, :]
-        s = s + _heads(bias.to(s.dtype), k.shape[1])
+        s = s + _heads(rows_of(b.bias, r0, r1).to(s.dtype), k.shape[1])
     if b.causal:
         s = s.masked_fill(_above(r0, r1, s), -math.inf)
     return s
@@ -146,20 +150,20 @@ def _math_backward(
         delta = delta - dlse.to(dtype).unflatten(1, (g, -1))
     lse = lse.masked_fill(lse == -math.inf, 0.0).to(dtype).unflatten(1, (g, -1))
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    dbias = (
-        b.bias.new_zeros(b.bias.shape, dtype=dtype) if wants_bias and b.bias is not None else None
-    )
+    dbias = None
+    if wants_bias and b.bias is not None:
+        dbias = b.bias.new_zeros(b.bias.shape, dtype=dtype)
     for r0 in range(0, b.q.shape[2], _ROWS):
         r1 = min(r0 + _ROWS, b.q.shape[2])
         p = (_scores(b, q, k, r0, r1) - lse[..., r0:r1, None]).exp_()
-        keep = None if b.keep is None else _heads(b.keep(r0, r1).to(dtype), g)
-        dp = torch.matmul(dout[..., r0:r1, :], v.mT)
-        used = p if keep is None else p * keep
-        dp = dp if keep is None else dp * keep
+        used, dp = p, torch.matmul(dout[..., r0:r1, :], v.mT)
+        if b.keep is not None:
+            keep = _heads(b.keep(r0, r1).to(dtype), g)
+            used, dp = p * keep, dp * keep
         dv += torch.matmul(used.mT, dout[..., r0:r1, :]).sum(2, keepdim=True)
         ds = p * (dp - delta[..., r0:r1, None])
         if dbias is not None:
-            rows = dbias if dbias.shape[-2] == 1 else dbias[..., r0:r1, :]
+            rows = rows_of(dbias, r0, r1)
             rows += ds.flatten(1, 2).sum_to_size(rows.shape)
         dq[..., r0:r1, :] = torch.matmul(ds, k) * b.scale
         dk += torch.matmul(ds.mT, q[..., r0:r1, :]).sum(2, keepdim=True) * b.scale
@@ -249,9 +253,9 @@ def _flash_backward(
 def _shared(b: Block) -> tuple[Tensor, Tensor, int]:
     """Repeat keys and values for each head of queries, for kernels without grouped queries."""
     r = b.q.shape[1] // b.k.shape[1]
-    return (
-        (b.k, b.v, r) if r == 1 else (b.k.repeat_interleave(r, 1), b.v.repeat_interleave(r, 1), r)
-    )
+    if r == 1:
+        return b.k, b.v, r
+    return b.k.repeat_interleave(r, 1), b.v.repeat_interleave(r, 1), r
 
 
 def _folded(x: Tensor, r: int) -> Tensor:

@@ -29,9 +29,10 @@ from shardlib.layouts.orders import Run
 from shardlib.mesh import Mesh, bind, uploaded
 from shardlib.ops.attention.case import Runs, length
 from shardlib.ops.attention.engine import AttentionJob, Given, Pairs
-from shardlib.ops.attention.kernels import Block, ScorePiece, acc_dtype, merge, pieces
+from shardlib.ops.attention.kernels import Block, ScorePiece, acc_dtype, merge, pieces, rows_of
 from shardlib.ops.attention.masks import At
 from shardlib.ops.counter_rng import keep_mask
+from shardlib.optional import unless_none
 
 
 @lru_cache(maxsize=1024)
@@ -96,7 +97,7 @@ class LocalQueries:
         def view(raw: Tensor) -> Tensor:
             return some(self.view(raw))
 
-        bias = None if self.bias is None else some(self.bias)
+        bias = unless_none(some, self.bias)
         return replace(self, view=view, q=some(self.q), bias=bias, only=(lo, hi))
 
     def at(self) -> At:
@@ -141,7 +142,7 @@ class LocalQueries:
         mask, dtype = self.job.mask, acc_dtype(self.q.dtype)
         out = None
         if self.bias is not None:
-            rows = self.bias if self.bias.shape[-2] == 1 else self.bias[..., q0:q1, :]
+            rows = rows_of(self.bias, q0, q1)
             out = rows if rows.shape[-1] == 1 else rows.index_select(-1, k_at)
             out = _additive(out, dtype) if out.dtype == torch.bool else out.to(dtype)
         if not masked and not mask.biased:
@@ -154,11 +155,9 @@ class LocalQueries:
         allowed = mask.allowed(q_at.clone(), k_at.clone(), at) if masked else None
         if allowed is not None:
             allowed = _booleans(mask, allowed, len(q_at), len(k_at)).to(self.q.device)
-            out = (
-                out.masked_fill(~allowed, float("-inf"))
-                if out is not None
-                else _additive(allowed, dtype)
-            )
+            if out is None:
+                return _additive(allowed, dtype)
+            out = out.masked_fill(~allowed, float("-inf"))
         return out
 
     # ------------------------------------------------------------ several calls, merged
@@ -213,7 +212,7 @@ class LocalQueries:
 
     def add_bias(self, dbias: Tensor, rows: slice, k_at: Tensor, grad: Tensor) -> None:
         """Add the gradient of some rows' scores with the keys at ``k_at``."""
-        into = dbias if dbias.shape[-2] == 1 else dbias[..., rows, :]
+        into = rows_of(dbias, rows.start, rows.stop)
         at = torch.zeros_like(k_at[:1]) if into.shape[-1] == 1 else k_at
         summed = grad.sum_to_size(*into.shape[:-1], len(at)).to(into.dtype)
         into.index_add_(-1, at.to(into.device), summed)
@@ -258,7 +257,7 @@ def local_queries(job: AttentionJob, q: Tensor, bias: Tensor | None = None) -> l
     for coord, view in each_rank(job.mesh):
         place = job.place(coord)
         q_at = positions(job.plan.q_runs[place], q.device)
-        mine = None if bias is None else view(bias)
+        mine = unless_none(view, bias)
         out.append(LocalQueries(job, coord, place, view, view(q), q_at, mine))
     return out
 
@@ -294,6 +293,11 @@ def sums_like(x: Tensor) -> Tensor:
     return torch.zeros_like(x, dtype=acc_dtype(x.dtype), memory_format=torch.contiguous_format)
 
 
+def bias_sums(bias: Tensor | None, wanted: bool) -> Tensor | None:
+    """Return ``sums_like(bias)``; None without a bias, or where its gradient is not wanted."""
+    return unless_none(sums_like, bias) if wanted else None
+
+
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
     """Add the sink to each softmax, once, after all merges; return the new lse.
 
@@ -325,7 +329,7 @@ def viewed(given: Given, view: Callable[[Tensor], Tensor]) -> Given:
     (torch.Size([1, 1, 1, 1]), None, tensor([[[1.]]]))
     """
     dout, dlse, out, lse = given
-    return view(dout), None if dlse is None else view(dlse), view(out), view(lse)
+    return view(dout), unless_none(view, dlse), view(out), view(lse)
 
 
 def gathered(job: AttentionJob, x: Tensor, runs: Runs, dim: int = 2) -> Tensor:

@@ -11,6 +11,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -134,7 +135,9 @@ class Mask(ABC):
         if not isinstance(other, Mask):
             other = MaskMod(other)
         parts = tuple(m for m in (*_parts(self), *_parts(other)) if type(m) is not Full)
-        return parts[0] if len(parts) == 1 else _All(parts) if parts else Full()
+        if len(parts) == 1:
+            return parts[0]
+        return _All(parts) if parts else Full()
 
 
 def as_mask(mask: Any) -> Mask:
@@ -533,10 +536,8 @@ class _All(Mask):
 def _combined(
     values: list[Tensor | None], join: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | None:
-    out = None
-    for value in values:
-        out = value if out is None else out if value is None else join(out, value)
-    return out
+    given = [value for value in values if value is not None]
+    return reduce(join, given) if given else None
 
 
 def _misfit(mask: Mask, what: str, fix: str) -> ShardError:

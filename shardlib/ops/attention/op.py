@@ -42,6 +42,7 @@ from shardlib.ops.attention.local import (
 )
 from shardlib.ops.attention.masks import At, Full, Mask, as_mask
 from shardlib.ops.registry import Match
+from shardlib.optional import unless_none
 from shardlib.random import next_key
 from shardlib.tensor import Place, ShardedTensor, call_error, heard, real_axes, vary
 
@@ -120,10 +121,7 @@ def _run(
         seed=next_key(q.mesh) if p else 0,
     )
     # the gradient of unsplit keys is summed over the axes that split queries
-    blocks = [
-        vary(t.raw, q.mesh, axes) if axes else t.raw
-        for t, axes in zip((q, k, v), call.met, strict=True)
-    ]
+    blocks = [vary(t.raw, q.mesh, axes) for t, axes in zip((q, k, v), call.met, strict=True)]
     out, lse = _Attend.apply(job, *blocks, bias, sink)  # type: ignore[misc]
     return ShardedTensor(out, call.out), ShardedTensor(lse, call.lse)
 
@@ -257,7 +255,7 @@ def _dense(
     outs, lses = [], []
     for rank in local_queries(job, q, bias):
         view = rank.view
-        mine = None if sink is None else view(sink)
+        mine = unless_none(view, sink)
         o, n = _dense_rank(rank, view(keys)[:, :, :t], view(values)[:, :, :t], k_at, mine)
         spare = q.shape[-2] - len(rank.q_at)
         outs.append(torch.nn.functional.pad(o, (0, 0, 0, spare)))

@@ -19,6 +19,7 @@ from shardlib._compat import Local, owned
 from shardlib.collectives import Pending, axis_size, lead, psum, start, unwrap, wrap
 from shardlib.dtypes import HALF, wider
 from shardlib.mesh import Mesh, bind, bound_scope, scope
+from shardlib.optional import unless_none
 from shardlib.tensor import total, vary
 
 Axes = tuple[str, ...]
@@ -100,7 +101,7 @@ class Product(Local):
                 ctx.save_for_backward(*saved)
                 return owned(y)
             found = None if region is None else region.given()
-            bias = None if bias is None else wrap(bias, mesh)
+            bias = unless_none(wrap, bias, mesh)
             local = wrap(x, mesh), wrap(w, mesh)
             if found is None:
                 y, *saved = schedule.forward(*local, bias)
@@ -139,8 +140,8 @@ class Product(Local):
             dx, dw = schedule.gradients(
                 wrap(grads[0], mesh), wrap(x, mesh), wrap(w, mesh), need, over
             )
-        dx = None if dx is None else unwrap(dx)
-        return None, None, None, dx, None if queued or dw is None else unwrap(dw), None
+        dx, dw = unless_none(unwrap, dx), unless_none(unwrap, dw)
+        return None, None, None, dx, None if queued else dw, None
 
 
 def _of_w(
@@ -151,7 +152,7 @@ def _of_w(
         _, dw = schedule.gradients(
             wrap(dy, mesh), wrap(x, mesh), wrap(w, mesh), (False, True), over
         )
-    return None if dw is None else unwrap(dw)
+    return unless_none(unwrap, dw)
 
 
 def _without_product(schedule: Schedule, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,11 +173,9 @@ def _recorded(
     """Return gradients that can be differentiated: ``vary`` and ``total`` place the sums."""
     dy, x, w = vary(dy, mesh, schedule.summed), vary(x, mesh, over[0]), vary(w, mesh, over[1])
     with bind(mesh):
-        dx, dw = schedule.gradients(wrap(dy, mesh), wrap(x, mesh), wrap(w, mesh), need, NOWHERE)
-    return (
-        None if dx is None else total(unwrap(dx), mesh, over[0]),
-        None if dw is None else total(unwrap(dw), mesh, over[1]),
-    )
+        found = schedule.gradients(wrap(dy, mesh), wrap(x, mesh), wrap(w, mesh), need, NOWHERE)
+    dx, dw = (unless_none(unwrap, g) for g in found)
+    return unless_none(total, dx, mesh, over[0]), unless_none(total, dw, mesh, over[1])
 
 
 class DimMove(NamedTuple):

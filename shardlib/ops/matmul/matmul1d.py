@@ -79,8 +79,8 @@ def oned(case: MatmulCase) -> Match | str:
     held = ("vary", over[0]) in case.held
     backward = summing(case.x_bytes, () if held else columns.axes, mesh)
     backward += summing(case.w_bytes, tuple(row_axes - set(case.w.axes)), mesh)
-    kind = "row-parallel" if xk.is_split else "column-parallel" if columns.is_split else "local"
-
+    kinds = (xk, "row-parallel"), (columns, "column-parallel")
+    kind = next((name for dim, name in kinds if dim.is_split), "local")
     summed = tuple(a for a in mesh if a in xk.axes and mesh[a] > 1)
     adds = not summed and len(case.w_shape) == 2
     run, local = Matmul1D(summed), not summed

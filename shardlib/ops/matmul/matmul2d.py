@@ -70,10 +70,8 @@ class Product2D:
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute Y [.., M, N] of x [.., M, K] and w [K, N]; x and w are saved for backward."""
-        rows = x if x.ndim == 2 else self._rows(x)
-        left = rows.mT if self.form == "atb" else rows
-        right = w.mT if self.form == "abt" else w
-        y = self.grid.multiply(self.form, left, right, (), bias)
+        rows = self._rows(x)
+        y = self.grid.multiply(self.form, *_turned(self.form, rows, w), (), bias)
         return (y if rows is x else y.reshape(*x.shape[:-1], y.shape[-1])), x, w
 
     def gradients(
@@ -81,17 +79,20 @@ class Product2D:
     ) -> Gradients:
         """Compute dX = dY W^T and dW = X^T dY, by the other two forms."""
         multiply = self._recorded if torch.is_grad_enabled() else self.grid.multiply
-        rows, dy = (x, dy) if x.ndim == 2 else (self._rows(x), self._rows(dy))
-        dx = dw = None
+        rows, dy = self._rows(x), self._rows(dy)
+
+        def of(i: int, form: Form, p: Tensor, q: Tensor, turned: bool = False) -> Tensor | None:
+            if not need[i]:
+                return None
+            out = multiply(form, p, q, over[i], None)
+            return out.mT if turned else out
+
         if self.form == "ab":
-            dx = multiply("abt", dy, w, over[0], None) if need[0] else None
-            dw = multiply("atb", rows, dy, over[1], None) if need[1] else None
+            dx, dw = of(0, "abt", dy, w), of(1, "atb", rows, dy)
         elif self.form == "abt":
-            dx = multiply("ab", dy, w.mT, over[0], None) if need[0] else None
-            dw = multiply("atb", dy, rows, over[1], None).mT if need[1] else None
+            dx, dw = of(0, "ab", dy, w.mT), of(1, "atb", dy, rows, turned=True)
         else:
-            dx = multiply("abt", w, dy, over[0], None).mT if need[0] else None
-            dw = multiply("ab", rows.mT, dy, over[1], None) if need[1] else None
+            dx, dw = of(0, "abt", w, dy, turned=True), of(1, "ab", rows.mT, dy)
         return (dx if dx is None or rows is x else dx.reshape(x.shape)), dw
 
     def _rows(self, x: Tensor) -> Tensor:
@@ -105,8 +106,13 @@ class Product2D:
     ) -> Tensor:
         """Compute the same as a product of its own, so that it can be differentiated."""
         mesh, schedule = current_mesh(), replace(self, form=form)
-        x, w = (p.mT if form == "atb" else p), (q.mT if form == "abt" else q)
+        x, w = _turned(form, p, q)
         return wrap(Product.apply(schedule, mesh, NOWHERE, unwrap(x), unwrap(w), bias), mesh)  # type: ignore[arg-type]
+
+
+def _turned(form: Form, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Transpose the operand that a form takes transposed."""
+    return (p.mT if form == "atb" else p), (q.mT if form == "abt" else q)
 
 
 # ---------------------------------------------------------------- which layouts fit

@@ -27,6 +27,7 @@ from shardlib.ops.padding import of_true_sizes, sizes
 from shardlib.ops.registry import Match, decide
 from shardlib.ops.signatures import binder
 from shardlib.opspec import Args, Func, Kwargs
+from shardlib.optional import unless_none
 from shardlib.placing import reshard
 from shardlib.tensor.grad_coalescing import together_of
 from shardlib.tensor.gradients import made_of, real_axes, total, vary
@@ -344,7 +345,7 @@ def _planned(
         over_x, over_w = (meets.difference(p.layout.axes, p.deferred) for p in operands)
     over = (real_axes(mesh, over_x), real_axes(mesh, over_w))
     place = Place(match.out, torch.Size(case.y_shape), mesh, deferred=deferred)
-    adds = None if bias is None else _adds(bias, place, match, dtype)
+    adds = unless_none(_adds, bias, place, match, dtype)
     if scope().policy.split_backward:
         match, adds = _in_two_passes(match, adds)
     own = match.local and not (over[0] or over[1])

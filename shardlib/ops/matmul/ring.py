@@ -25,6 +25,7 @@ from shardlib.ops.matmul.case import MatmulCase
 from shardlib.ops.matmul.function import Axes, DimMove, Gradients
 from shardlib.ops.matmul.matmul3d import Cube, gradients, movements, price
 from shardlib.ops.registry import Match, algorithm
+from shardlib.optional import unless_none
 
 Ways = tuple[int, ...]  # (1,) for a ring, (1, -1) for halves that go opposite ways
 
@@ -114,8 +115,7 @@ class RingSchedule:
             dw = transposed.mT
         elif need[0]:
             dx = ring_ag_matmul(dy, w.mT, axis, dim, ways)
-        dx = psum(dx, over[0]) if dx is not None and over[0] else dx
-        return dx, psum(dw, over[1]) if dw is not None and over[1] else dw
+        return unless_none(psum, dx, over[0]), unless_none(psum, dw, over[1])
 
 
 def _ring(case: MatmulCase, ways: Ways) -> Match | str:
@@ -133,15 +133,17 @@ def _ring(case: MatmulCase, ways: Ways) -> Match | str:
     mesh = case.axes
     (axis,), dim = single[0].axes, single[0].dim
     p = mesh[axis]
-    form: Literal["gather", "scatter"] = "gather" if cube.x else "scatter"
-    passing, shape = (case.x, case.x_shape) if cube.x else (out, case.y_shape)
+    form: Literal["gather", "scatter"] = "scatter"
+    passing, shape, note, at = out, case.y_shape, f"Y's sum passes over {axis}", 2
+    if cube.x:
+        form, passing, shape, note, at = "gather", case.x, case.x_shape, f"X passes over {axis}", 0
     if passing.local_shape(shape, mesh)[dim] % len(ways):
         return f"{passing.local_shape(shape, mesh)[dim]} rows do not make {len(ways)} halves"
     nbytes = case.bytes_of(passing, shape)
     once = moving((axis,), (p - 1) * nbytes, (p - 1) * len(ways))
-    moved = [once if cube.x else Cost(), Cost(), once if cube.y else Cost()]
+    moved = [Cost()] * 3
+    moved[at] = once
     forward, backward = price(case, found, moved, nbytes, shares=False)
-    note = f"X passes over {axis}" if cube.x else f"Y's sum passes over {axis}"
     if len(ways) > 1:
         note += " both ways"
     return Match(out, RingSchedule(form, axis, dim, ways), forward, backward, note, gathers=True)

@@ -38,6 +38,7 @@ from shardlib.ops.attention.kernels import ScorePiece, pieces
 from shardlib.ops.attention.local import (
     LocalQueries,
     add_sink,
+    bias_sums,
     gathered,
     local_queries,
     parted,
@@ -46,6 +47,7 @@ from shardlib.ops.attention.local import (
     sums_like,
     viewed,
 )
+from shardlib.optional import unless_none
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,14 @@ class AllGather(Engine):
         """Gather the keys again, sum their gradients over the ring and scatter them."""
         q, k, v = saved
         d, shared = k.shape[-1], q.shape[-3] // k.shape[-3]
-        dq, dbias = sums_like(q), sums_like(bias) if wants_bias and bias is not None else None
+        dq, dbias = sums_like(q), bias_sums(bias, wants_bias)
         ranks, grads = local_queries(job, q, bias), []
         for (lo, hi), kv in _gathered_heads(job, k, v, self._groups(k.shape[-3])):
             dkv = sums_like(kv)
             for rank in ranks:
                 part = rank.heads(lo * shared, hi * shared)
                 rows, into = viewed(given, part.view), part.view(dq)
-                mine = None if dbias is None else part.view(dbias)
+                mine = unless_none(part.view, dbias)
                 blocks = zip(rank.view(kv), rank.view(dkv), job.plan.k_runs, strict=True)
                 for block, sums, runs in blocks:
                     keys, k_at = parted(block, d), positions(runs, q.device)
@@ -225,7 +227,7 @@ class Canonical(Engine):
         """
         q, k, v = saved
         plan = job.plan
-        rows: Any = [None if x is None else gathered(job, x, plan.q_runs) for x in given]
+        rows: Any = [unless_none(partial(gathered, job), x, plan.q_runs) for x in given]
         runs = plan.q_runs, plan.k_runs, plan.k_runs
         whole = tuple(gathered(job, x, at) for x, at in zip(saved, runs, strict=True))
         all_q, all_k = ((Run(0, 1, x.shape[-2]),) for x in whole[:2])

@@ -45,6 +45,7 @@ from shardlib.ops.attention.local import (
     Leaving,
     LocalQueries,
     add_sink,
+    bias_sums,
     local_queries,
     parted,
     positions,
@@ -55,6 +56,7 @@ from shardlib.ops.attention.local import (
     viewed,
 )
 from shardlib.ops.attention.masks import Mask
+from shardlib.optional import unless_none
 
 Calls = tuple[ScorePiece, ...]
 Keys = tuple[Tensor, Tensor]
@@ -104,9 +106,7 @@ class Routes:
             (plan.backward, backward, 2.5 * compute),
         ):
             wire = link.alpha * cost.messages + link.beta * max(float(cost.bytes), most)
-            total += (
-                max(work, wire) + min(work, wire) / (plan.steps + 1) if plan.steps else work + wire
-            )
+            total += max(work, wire) + min(work, wire) / (plan.steps + 1)
         return total
 
     def forward(
@@ -137,7 +137,7 @@ class Routes:
             sums_like(q),
             k.new_zeros((*k.shape[:-1], d + v.shape[-1]), dtype=acc_dtype(k.dtype)),
         )
-        dbias = sums_like(bias) if wants_bias and bias is not None else None
+        dbias = bias_sums(bias, wants_bias)
         ranks = local_queries(job, q, bias)
         travel, sums = _ChunkTransfers(job, k, v), _Sums(plan.chunks)
 
@@ -145,7 +145,7 @@ class Routes:
             rank: LocalQueries, calls: Calls, keys: Keys, k_at: Tensor, into: Callable[[], Keys]
         ) -> None:
             view = rank.view
-            mine = None if dbias is None else view(dbias)
+            mine = unless_none(view, dbias)
             rank.attend_back(calls, *keys, k_at, viewed(given, view), view(dq), into, mine)
 
         # one step more than forward: after the last one, gradients return to their owners

@@ -33,6 +33,7 @@ from shardlib.ops.attention.kernels import ScorePiece, acc_dtype
 from shardlib.ops.attention.local import (
     LocalQueries,
     add_sink,
+    bias_sums,
     local_queries,
     positions,
     round_trip,
@@ -110,17 +111,14 @@ class RSA(Engine):
             probs = probs * -(sink.to(dtype) - given[3]).expm1().unsqueeze(-1).to(probs.dtype)
         ranks, p = local_queries(job, q, bias), job.plan.p
         dscores = torch.zeros_like(probs, dtype=dtype)
-        dq, dbias = sums_like(q), sums_like(bias) if wants_bias and bias is not None else None
+        dq, dbias = sums_like(q), bias_sums(bias, wants_bias)
         dks, dvs = (
             x.new_zeros((*x.shape[:-2], p * x.shape[-2], x.shape[-1]), dtype=dtype) for x in (k, v)
         )
         _values_round(job, ranks, v, probs, given, dscores, dvs)
         _keys_round(job, ranks, k, dscores, dq, dks, dbias)
         with bind(job.mesh):
-            dk, dv = (
-                unwrap(psum_scatter(wrap(x, job.mesh), job.axes, 2)) if p > 1 else x
-                for x in (dks, dvs)
-            )
+            dk, dv = (unwrap(psum_scatter(wrap(x, job.mesh), job.axes, 2)) for x in (dks, dvs))
         return dq, dk, dv, dbias
 
 
