@@ -3,6 +3,7 @@
 from shardlib.layouts import ReshardPlan
 from shardlib.mesh import Link
 from shardlib.ops.attention import attention_plan
+from shardlib.pipeline.schedules import schedule
 from shardlib.planning.choose import choose
 from shardlib.planning.cluster import Cluster, measured, probe
 from shardlib.planning.grids import Grid3, lower_bound
@@ -10,5 +11,5 @@ from shardlib.planning.plan import Plan, plan
 
 __all__ = [
     "Cluster", "Grid3", "Link", "Plan", "ReshardPlan", "attention_plan", "choose",
-    "lower_bound", "measured", "plan", "probe",
+    "lower_bound", "measured", "plan", "probe", "schedule",
 ]  # fmt: skip

@@ -146,8 +146,7 @@ def visualize(x: object, /, dims: tuple[int, int] | None = None, **axes: int) ->
     ...     plan = sl.planning.attention_plan(q, q, q, sl.masks.Causal(), "ring")
     >>> len(sl.visualize(plan)), sl.visualize("ring", s=4)[0].sent[0].block
     (3, 'B0+C0')
-    >>> from shardlib.pipeline.schedules import schedule
-    >>> print(sl.visualize(schedule("1f1b", 2, 3)))
+    >>> print(sl.visualize(sl.planning.schedule("1f1b", 2, 3)))
     1f1b of 2 ranks, 3 micro-batches: 12 ticks, 25.0 % idle, in flight 2 1
     0  F0 F1 .  .  B0--- F2 B1--- .  B2---
     1  .  F0 B0--- F1 B1--- F2 B2--- .  .
