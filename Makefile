@@ -1,7 +1,8 @@
 # make demo: train a GPT on 8 local processes.  make test, make lint, make bench; nightly: make fuzz,
 # make operators, make fixes (runs the fix line of every error), make memcheck (no declaration lets a
 # kernel read past a block), make kernels (cuda/ against fp64), make faults (ranks that part ways),
-# make jobs (drawn trainings against dense), make accelerator (the suite on a device that is not the CPU).
+# make jobs (drawn trainings against dense), make pipelines (every schedule and recipe in stages), make
+# accelerator (the suite on a device that is not the CPU).
 # Each makes .venv on a fresh machine.  TORCH chooses the build: make test TORCH=torch==2.11.0
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -14,7 +15,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: accelerator copies demo test fuzz fixes kills targets operators memcheck kernels faults raising jobs lint bench gpu docs notebooks clean
+.PHONY: accelerator copies pipelines demo test fuzz fixes kills targets operators memcheck kernels faults raising jobs lint bench gpu docs notebooks clean
 .NOTPARALLEL: # one pip at a time
 
 # torch first and alone: the second install then finds it there and brings no other build.
@@ -78,6 +79,12 @@ raising: $(VENV)/test.stamp
 # Whole trainings, drawn: stages, meshes, groups, ties; parameters, states and files equal dense's.
 jobs: $(VENV)/test.stamp
 	$(PY) -m tests.optim.jobs $(ARGS)
+
+# Pipelines: drawn modules and cuts, all schedules x recipes on 4 and 8 processes, the zoo at pipe=2, 4, 8.
+pipelines: $(VENV)/test.stamp
+	$(PY) -m tests.pipeline.drawn --count 500 --split $(ARGS)
+	$(PY) -m tests.pipeline.grid
+	$(PY) -m tests.pipeline.grid --zoo --tolerance 1e-5
 
 # The suite on a pretend accelerator, simulated and real ranks; wants g++.  Then 500 drawn calls against
 # the CPU's bits, and tensors without a device, planted, that it must find.
