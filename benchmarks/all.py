@@ -22,6 +22,7 @@ PARTS = [  # module and arguments, what takes least first
     "attention --length 2048 --repetitions 1",
     "tensor_parallel --layers 2 --repeats 2 --length 64",
     "zero --layers 2 --repeats 2 --length 64",
+    "pipeline torch --widths 32 --names 1f1b --repeats 2",
     "overlap --repeats 1 --rate 200",
     "models --modules gpt2,bert",
     "waits --models gpt2 --rows clip,ring",
