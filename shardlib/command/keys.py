@@ -148,6 +148,7 @@ def printed(config: Config) -> str:
     steps = 2
     # seed = 0
     # accumulate = 1
+    # microbatches =
     <BLANKLINE>
     [checkpoint]
     path = "out"

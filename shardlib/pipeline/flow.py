@@ -29,6 +29,7 @@ _FILLS = frozenset(
 class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
     """Record, while open, which marked tensors each new tensor is computed from.
 
+    >>> import torch
     >>> flow = Dependences()
     >>> a, b = torch.ones(2, device="meta"), torch.ones(2, device="meta")
     >>> flow.mark(a, "a"), flow.mark(b, "b")

@@ -719,7 +719,7 @@ def _moving(along: Mapping[str, tuple[float, float]], links: Mapping[str, Link])
 def _pipelined(p: int, count: int, stage: float, hop: float) -> float:
     """Compute the seconds of 1F1B, given those of a micro-batch in a stage and of a message.
 
-    >>> _pipelined(4, 8, 3.0, 0.0)
+    >>> round(_pipelined(4, 8, 3.0, 0.0), 6)
     33.0
     """
     few, ratio = min(count, 3 * p), float(f"{hop / max(stage, 1e-12):.2g}")
