@@ -91,19 +91,26 @@ class Outer:
     staged: bool = False
     frozen: bool = False
 
-    def hold(self, model: object, holders: Mapping[str, tuple[int, ...]], here: int) -> None:
-        """Note which places hold the parameters of a model.
+    def hold(
+        self, model: object, holders: Mapping[str, tuple[int, ...]], here: int, frozen: bool = False
+    ) -> None:
+        """Note which places hold the parameters of a model, and whether all here are ``frozen``.
 
-        Raises: MeshError where another model in use has one of the names at other places.
+        Raises: MeshError where another model in use has one of the names at other places, or is
+                frozen here where this one is not.
         """
-        if self._at_other_places(holders):
+        if self._at_other_places(holders) or frozen != self.frozen:
             # a model that is no longer in use may wait for the collector
             gc.collect()
+        if self.models and frozen != self.frozen:
+            why = f"of two models in stages on one mesh, one is frozen at {self.axis}={here}"
+            fix = "nn.ModuleDict({'first': first, 'second': second})"
+            raise MeshError(why, op="parallelize", mesh=self.mesh, fix=fix)
         if (name := self._at_other_places(holders)) is not None:
             why = f"two models in stages on one mesh have a parameter {name!r} at other stages"
             fix = "nn.ModuleDict({'first': first, 'second': second})"
             raise MeshError(why, op="parallelize", mesh=self.mesh, fix=fix)
-        self.models[model] = holders
+        self.models[model], self.frozen = holders, frozen
         self.tied.clear()
         self.copies.clear()
         for held in self.models.values():

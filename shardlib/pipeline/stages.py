@@ -93,12 +93,12 @@ class Stages:
         apply.staged(pipeline, units_of(module, pipeline.blocks))
         assert inner.outer is not None
         inner.outer.staged = True
-        trained = {n for n, x in whole.items() if x.requires_grad}
-        inner.outer.frozen = bool(trained) and trained.isdisjoint(own)
         if spans_processes(mesh):
             (here,) = pipeline.here
             holders = {n: tuple(first.holders(n, ranks)) for n in own}
-            inner.outer.hold(pipeline, holders, here)
+            trained = {n for n, x in whole.items() if x.requires_grad}
+            frozen_here = bool(trained) and trained.isdisjoint(own)
+            inner.outer.hold(pipeline, holders, here, frozen_here)
         return apply, params
 
     def table(self, mesh: Mesh, micros: int) -> PipelineSchedule:
