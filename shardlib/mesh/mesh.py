@@ -62,12 +62,16 @@ class Link:
     Measured by ``sl.probe``; these defaults are for axes that were not measured.
 
     >>> link = Link(alpha=1e-5, beta=1e-10)  # 10 microseconds, 10 GB/s
-    >>> f"{link.alpha * 6 + link.beta * 2**20:.6f} s for 6 messages and 1 MiB"
+    >>> f"{link.seconds(2**20, 6):.6f} s for 6 messages and 1 MiB"
     '0.000165 s for 6 messages and 1 MiB'
     """
 
     alpha: float = 2e-5
     beta: float = 1e-9
+
+    def seconds(self, nbytes: float, messages: float = 1) -> float:
+        """Compute the seconds that so many bytes take."""
+        return self.alpha * messages + self.beta * nbytes
 
 
 @dataclass(eq=False)
@@ -102,13 +106,12 @@ class Outer:
         if self._at_other_places(holders) or frozen != self.frozen:
             # a model that is no longer in use may wait for the collector
             gc.collect()
+        fix = "nn.ModuleDict({'first': first, 'second': second})"
         if self.models and frozen != self.frozen:
             why = f"of two models in stages on one mesh, one is frozen at {self.axis}={here}"
-            fix = "nn.ModuleDict({'first': first, 'second': second})"
             raise MeshError(why, op="parallelize", mesh=self.mesh, fix=fix)
         if (name := self._at_other_places(holders)) is not None:
             why = f"two models in stages on one mesh have a parameter {name!r} at other stages"
-            fix = "nn.ModuleDict({'first': first, 'second': second})"
             raise MeshError(why, op="parallelize", mesh=self.mesh, fix=fix)
         self.models[model], self.frozen = holders, frozen
         self.tied.clear()

@@ -29,9 +29,10 @@ from shardlib.pipeline.forward import (
     UnitCall,
     WholeForward,
     block_of_output,
+    with_raw,
 )
 from shardlib.pipeline.units import dealt
-from shardlib.tensor import ShardedTensor
+from shardlib.tensor import ShardedTensor, raw_of
 
 Params = Mapping[str, ShardedTensor]
 Function = Callable[[Params, Any], Any]
@@ -121,8 +122,8 @@ class Cutting:
     def cut(self) -> Cut:
         """Return the cut.  Raises: ShardError where a stage would lack what it needs."""
         whole = WholeForward(CallRecord())
-        reads, loss, draws = self._whole(whole)
-        owner = self._owners(whole.calls, whole.flops)
+        reads, loss = self._whole(whole)
+        owner = self._owners(whole.calls, whole.flow.flops)
         _refuse_strays(whole.flow, owner)
         count = self.stages if isinstance(self.stages, int) else len(self.stages)
         needs: list[list[Output]] = [[] for _ in range(count)]
@@ -146,7 +147,7 @@ class Cutting:
         _refuse_unread(reads, read)
         crossing = sorted({k for row in needs for k in row}, key=whole.calls.rank)
         makes = [[k for k in crossing if owner[k.call] == s] for s in range(count)]
-        return Cut(whole.calls, owner, needs, makes, read, draws, loss)
+        return Cut(whole.calls, owner, needs, makes, read, whole.drawn, loss)
 
     def _run(self, flow: Dependences, ends: Callable[[Any], Any]) -> Sequence[Tensor]:
         """Run the function; return the blocks of the tensors in ``ends(result)``.
@@ -157,10 +158,11 @@ class Cutting:
         own = {n: p.becomes(p.raw.detach().requires_grad_()) for n, p in self.params.items()}
         for name, p in own.items():
             flow.mark(p.raw, name)
-        inputs = optree.tree_map(_again, self.inputs, none_is_leaf=True)
+        again = lambda x: with_raw(x, raw_of(x))  # noqa: E731
+        inputs = optree.tree_map(again, self.inputs, none_is_leaf=True)
         for x in optree.tree_leaves(inputs):
             if isinstance(x, Tensor):
-                flow.mark_input(x.raw if isinstance(x, ShardedTensor) else x)
+                flow.mark_input(raw_of(x))
         with flow, torch.enable_grad():
             try:
                 out = self.f(own, inputs)
@@ -169,16 +171,14 @@ class Cutting:
             # a sum that is left open is made here, where its operands are known
             return [block_of_output(x) for x in tree_flatten(ends(out))[0] if isinstance(x, Tensor)]
 
-    def _whole(self, whole: WholeForward) -> tuple[frozenset[Any], Any, int]:
-        """Run all units; return what the result depends on, the result, and the draws."""
+    def _whole(self, whole: WholeForward) -> tuple[frozenset[Any], Any]:
+        """Run all units; return what the result depends on, and the result."""
         out: list[Any] = []
         with within(stage=whole):
             ends = self._run(whole.flow, lambda found: out.append(found) or found)
-            # dependences are found by a backward, in which regions of remat draw again
-            draws, whole.flops = whole.drawn, whole.flow.flops
             for x in ends:
                 whole.flow.read(x, None)
-            return whole.flow.of(ends), out[0], draws
+            return whole.flow.of(ends), out[0]
 
     def _stage(self, stage: StageForward, last: bool) -> frozenset[Any]:
         """Run the units of one stage; return what its results depend on."""
@@ -232,11 +232,9 @@ class Cutting:
         # what is before the first block belongs to its stage, and what follows a block to the block's
         ends = [0.0, *(calls.began[order[i]] for i in at[1:]), flops]
         costs = [after - before for before, after in pairwise(ends)]
-        return {
-            at[i]: s
-            for s, i in enumerate(dealt(costs if any(costs) else [1.0] * len(at), self.stages))
-            if s
-        }
+        if not any(costs):
+            costs = [1.0] * len(at)
+        return {at[i]: s for s, i in enumerate(dealt(costs, self.stages)) if s}
 
 
 def _refuse_later(stage: int, needs: Sequence[Output], owner: Mapping[UnitCall, int]) -> None:
@@ -263,10 +261,6 @@ def _refuse_unread(whole: frozenset[Any], read: Sequence[Sequence[str]]) -> None
     for name in sorted(n for n in whole if isinstance(n, str)):
         if not any(name in row for row in read):
             raise _error(f"parameter {name!r} is read by the whole and by no stage")
-
-
-def _again(x: Any) -> Any:
-    return x.becomes(x.raw) if isinstance(x, ShardedTensor) else x
 
 
 def _error(why: str) -> ShardError:

@@ -21,7 +21,7 @@ from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Mesh
 from shardlib.pipeline.flow import Dependences
 from shardlib.random import Draws
-from shardlib.tensor import Place, ShardedTensor, settle
+from shardlib.tensor import Place, ShardedTensor, raw_of, settle
 from shardlib.tensor.gradients import mapped
 
 
@@ -194,10 +194,10 @@ class Views:
 
     def __init__(self, values: Iterable[object]) -> None:
         self.tensors = {id(x): x for x in values if isinstance(x, Tensor)}
-        self.raws = {i: _raw(x) for i, x in self.tensors.items()}
+        self.raws = {i: raw_of(x) for i, x in self.tensors.items()}
         self.versions = {i: raw._version for i, raw in self.raws.items()}
         self.views = {i: raw.view_as(raw) for i, raw in self.raws.items()}
-        self.own = {i: _with_raw(x, self.views[i]) for i, x in self.tensors.items()}
+        self.own = {i: with_raw(x, self.views[i]) for i, x in self.tensors.items()}
 
     def of(self, x: Any) -> Any:
         """Return the view of a tensor, any other value as it is."""
@@ -208,16 +208,13 @@ class Views:
         return [
             raw
             for i, raw in self.raws.items()
-            if raw._version != self.versions[i] or _raw(self.own[i]) is not self.views[i]
+            if raw._version != self.versions[i] or raw_of(self.own[i]) is not self.views[i]
         ]
 
 
-def _with_raw(x: Tensor, raw: Tensor) -> Tensor:
+def with_raw(x: Any, raw: Any) -> Any:
+    """Return a value of its own with this block; a plain value is its block."""
     return x.becomes(raw) if isinstance(x, ShardedTensor) else raw
-
-
-def _raw(x: Tensor) -> Tensor:
-    return x.raw if isinstance(x, ShardedTensor) else x
 
 
 @dataclass(eq=False)
@@ -225,12 +222,10 @@ class WholeForward(UnitForward):
     """A run of every unit on shapes, which records the calls.
 
     ``drawn``  random keys drawn so far; random.py counts them.
-    ``flops``  operations of the whole forward.
     """
 
     flow: Dependences = field(default_factory=Dependences)
     drawn: int = 0
-    flops: float = 0.0
     number = None
 
     def call(
@@ -267,7 +262,7 @@ class WholeForward(UnitForward):
         self, call: UnitCall, out: Any, around: UnitCall, draws: tuple[int, int] = (0, 0)
     ) -> None:
         leaves, tree = tree_flatten(out)
-        self.flow.hand_over((_raw(x) for x in leaves if isinstance(x, Tensor)), around)
+        self.flow.hand_over((raw_of(x) for x in leaves if isinstance(x, Tensor)), around)
         _refuse_unregistered(call, leaves)
         self.calls.returned[call] = Returned(tuple(map(spec_of, leaves)), tree, draws)
 

@@ -148,7 +148,7 @@ class _PaperStep(PipelineStep):
             self.of_place[r].finish()
         tied, nbytes = self.pipeline.tied, self.pipeline.nbytes
         ties = [nbytes(n) for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]
-        seconds = _moving(t.events, links) + sum(_over(links[self.axis], 1, n) for n in ties)
+        seconds = _moving(t.events, links) + sum(links[self.axis].seconds(n) for n in ties)
         most = max(_most(self.table.tables[r], self.costs), meter.peak)
         state = 0 if self.tx is None else bytes_of(self.tx.init(self.parts[r]))
         gradients = sum(map(nbytes, self.own[r]))
@@ -184,7 +184,7 @@ def explained(
     line = timeline(
         table,
         lambda a: stages[a.stage].seconds[a.kind],
-        lambda source, to: _over(links[step.axis], 1, stages[source].sends.get(to, 0)),
+        lambda source, to: links[step.axis].seconds(stages[source].sends.get(to, 0)),
         {s: sorted({cuts[0].source(k) for k in cuts[0].needs[s]}) for s in range(table.stages)},
     )
     top = max(places, key=lambda p: p.peak)
@@ -209,12 +209,8 @@ def _most(row: Sequence[Action], costs: Mapping[tuple[str, int], ActionCost]) ->
     return most
 
 
-def _over(link: Link, messages: int, nbytes: float) -> float:
-    return link.alpha * messages + link.beta * nbytes
-
-
 def _moving(events: Sequence[Event], links: Mapping[str, Link]) -> float:
     """Add the seconds of transfers; one over several axes is as slow as the slowest."""
     return sum(
-        max(_over(links[a], e.messages, float(e.bytes)) for a in e.axis.split()) for e in events
+        max(links[a].seconds(float(e.bytes), e.messages) for a in e.axis.split()) for e in events
     )

@@ -492,7 +492,7 @@ class _Study:
             count = max(c for c in _divisors(self.batch // way.rows) if c <= 4 * way.pipe)
             trips = 2 * (way.pipe - 1) * math.ceil(count / way.pipe)
             seconds *= (count + way.pipe - 1) / count
-            seconds += trips * _over(links["pipe"], 1, whole / count)
+            seconds += trips * links["pipe"].seconds(whole / count)
         if data > 1:
             link = links.get("data", links.get("s", self.cluster.between))
             # a ring all-reduce of gradients in buckets: (data - 1) / data of them, twice
@@ -699,12 +699,8 @@ class _Study:
             ),
             links,
         )
-        count, hop = way.accumulate, _over(links["pipe"], 1, found["crossing"])
+        count, hop = way.accumulate, links["pipe"].seconds(found["crossing"])
         return after + _pipelined(way.pipe, count, (seconds - after) / count, hop)
-
-
-def _over(link: Link, messages: float, nbytes: float) -> float:
-    return link.alpha * messages + link.beta * nbytes
 
 
 def _moving(along: Mapping[str, tuple[float, float]], links: Mapping[str, Link]) -> float:

@@ -110,15 +110,20 @@ def test_check_mode_compares_what_the_ranks_of_a_stage_call(pool: Any) -> None:
 STEPS = 20
 
 
+def _optimizer(norm: float, split: int | None) -> tuple[Any, dict[str, Any]]:
+    """A clipped AdamW, and what a step takes of it."""
+    tx: Any = optim.chain(optim.clip_by_global_norm(norm), optim.adamw(1e-2))
+    if split is None:
+        return tx, {}
+    tx = optim.zero(tx, axis="data", stage=split)
+    return tx, {"into": tx}
+
+
 def _trained(split: int | None, name: str, remat: str) -> dict[str, torch.Tensor]:
     """Train, and return the parameters held here."""
     _, ids = _made()
     apply, params = _staged(name, remat=[("blocks.*", remat)])
-    tx: Any = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))
-    into: dict[str, Any] = {}
-    if split is not None:
-        tx = optim.zero(tx, axis="data", stage=split)
-        into = {"into": tx}
+    tx, into = _optimizer(0.1, split)
     state_of: Any = tx.shard(params) if split == 3 else params
     state = tx.init(state_of)
     step = sl.value_and_grad(lambda p, ids: _loss(apply(p, ids), ids), microbatches=4, **into)
@@ -196,11 +201,7 @@ def _partly(split: int | None, *frozen: str) -> tuple[list[float], dict[str, tor
     stages = sl.Stages("pipe", cut=["0", "2"], schedule=order, example=(ids,))
     stages = stages if "pipe" in sl.current_mesh() else None
     apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data"}, stages=stages)
-    tx: Any = optim.chain(optim.clip_by_global_norm(0.01), optim.adamw(1e-2))
-    into: dict[str, Any] = {}
-    if split is not None:
-        tx = optim.zero(tx, axis="data", stage=split)
-        into = {"into": tx}
+    tx, into = _optimizer(0.01, split)
     kept: Any = tx.shard(params) if split == 3 else params
     state, norms = tx.init(kept), []
     step = sl.value_and_grad(lambda p, ids: apply(p, ids).square().mean(), microbatches=4, **into)

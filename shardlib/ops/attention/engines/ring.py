@@ -105,7 +105,7 @@ class Routes:
             (plan.forward, forward, compute),
             (plan.backward, backward, 2.5 * compute),
         ):
-            wire = link.alpha * cost.messages + link.beta * max(float(cost.bytes), most)
+            wire = link.seconds(max(float(cost.bytes), most), cost.messages)
             total += max(work, wire) + min(work, wire) / (plan.steps + 1)
         return total
 
