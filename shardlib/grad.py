@@ -407,16 +407,27 @@ class GradientSums:
         new = [x.at(x.place) if isinstance(x, ShardedTensor) else x for x in old]
         return self.first._replace(arguments=optree.tree_unflatten(self.first.tree, new))
 
-    def add(self, found: Sequence[Tensor | None]) -> None:
-        """Add the gradients of the leaves' blocks, in their order; half precision in fp32."""
-        for i, g in enumerate(found):
-            if g is None:
+    def backward(
+        self, wanted: Sequence[Tensor], ends: Any, grads: Sequence[Tensor] | None = None,
+        inputs: Sequence[Tensor] = (), retain: bool = False,
+    ) -> None:  # fmt: skip
+        """Add the gradients of the blocks ``wanted`` of the leaves; half precision in fp32.
+
+        ``ends``    where backward begins: tensors, or edges of the graph, with their ``grads``.
+        ``inputs``  other leaves, which get their gradients as ``.grad``.
+        """
+        torch.autograd.backward(ends, grads, retain, inputs=[*inputs, *wanted])
+        for i, w in enumerate(wanted):
+            g, old = w.grad, self.sums.get(i)
+            # autograd itself adds to the gradient of the same leaf, in place
+            if g is None or g is old:
                 continue
-            old = self.sums.get(i)
             if old is None:
-                self.sums[i] = g.to(wider(g.dtype), copy=True)
+                self.sums[i] = g.to(wider(g.dtype))
             else:
                 old.add_(g)
+            if self.sums[i] is not g:
+                w.grad = None
 
     def of(self, name: str) -> Tensor:
         """Return the sum for a parameter of a dict, zeros where there is none."""
@@ -563,7 +574,7 @@ def _accumulated(f: Callable[..., Any], batch: MicroBatches, sums: GradientSums)
             loss = f(leaves.arguments[0], *args, **kwargs)
             raw = batch.part(loss_block(loss), k)
         if raw.requires_grad:
-            sums.add(torch.autograd.grad(raw.sum(), leaves.wanted, allow_unused=True))
+            sums.backward(leaves.wanted, raw.sum())
         total = raw.detach() if total is None else total + raw.detach()
     return with_block(loss, total)
 

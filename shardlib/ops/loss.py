@@ -28,6 +28,7 @@ from shardlib.layouts.dims import without_ones
 from shardlib.mesh import Mesh, bind, rank_along
 from shardlib.ops.declare import Bound, labelled, last, rows, rows_but, slots
 from shardlib.ops.dims import Labels, rows_call
+from shardlib.ops.fallback import is_whole
 from shardlib.ops.id_bounds import in_range
 from shardlib.ops.padding import cuts_padding
 from shardlib.ops.signatures import binder
@@ -37,7 +38,14 @@ from shardlib.tensor import raw_of, refuse_sums
 from shardlib.tensor.gradients import real_axes, total, vary
 from shardlib.tensor.lifting import lifted
 from shardlib.tensor.place import Place
-from shardlib.tensor.tensor import ShardedTensor, Unfit, call_error, has_padding, implements
+from shardlib.tensor.tensor import (
+    ShardedTensor,
+    Unfit,
+    blockwise,
+    call_error,
+    has_padding,
+    implements,
+)
 
 
 class _Classes(NamedTuple):
@@ -460,7 +468,20 @@ def _row_loss(
     if how == "mean" and func in (F.mse_loss, F.l1_loss) and isinstance(given["weight"], Tensor):
         # the other losses divide by the number of elements
         how = "by weights"
+    if args and how in ("mean", "sum") and (place := _whole_loss(given)) is not None:
+        return blockwise(func, args, kwargs, place)
     return _of_rows(given, how, partial(rows_call, func, (), labels=lambda a, k: labels(k)))
+
+
+def _whole_loss(given: Bound) -> Place | None:
+    """Return the place of the loss of operands that every rank has alike, None for others."""
+    read = [v for v in given.values() if isinstance(v, Tensor)]
+    ours = [v for v in read if isinstance(v, ShardedTensor) and is_whole(v) and not is_half(v)]
+    kinds = {(v.mesh, v.deferred) for v in ours}
+    if len(ours) < len(read) or len(kinds) > 1:
+        return None
+    ((mesh, deferred),) = kinds
+    return Place(Layout(), torch.Size(), mesh, deferred=deferred)
 
 
 _losses("""

@@ -303,21 +303,15 @@ class PipelineStep:
         if kept.loss is not None and kept.loss.requires_grad:
             ends.append(kept.loss)
             grads.append(torch.ones_like(kept.loss))
-        wanted = [*kept.received.values(), *kept.leaves]
-        found: Sequence[Tensor | None] = [None] * len(wanted)
         split = a.kind == "I"
         later = WeightGradients(kept.leaves) if split else None
         if ends:
             with within(later=later):
-                found = torch.autograd.grad(
-                    ends, wanted, grads, allow_unused=True, retain_graph=split
-                )
-        inputs = dict(zip(kept.received, found, strict=False))
+                self.sums.backward(kept.leaves, ends, grads, [*kept.received.values()], split)
         for label, source in self.traffic.sends(a):
-            g = inputs[label[1]]
-            g = torch.zeros_like(kept.received[label[1]]) if g is None else g
+            x = kept.received[label[1]]
+            g = torch.zeros_like(x) if x.grad is None else x.grad
             self.messages.send(label, g, self.ranks[source])
-        self.sums.add(found[len(kept.received) :])
         if split:
             # only what the gradients of weights need is kept
             self.kept[a.stage, a.micro] = Forwarded({}, {}, kept.leaves, later=later)
@@ -325,9 +319,11 @@ class PipelineStep:
             del self.kept[a.stage, a.micro]
 
     def _weights(self, a: Action) -> None:
-        later = self.kept.pop((a.stage, a.micro)).later
-        assert later is not None, "a checked table has I before W"
-        self.sums.add(later.run())
+        kept = self.kept.pop((a.stage, a.micro))
+        assert kept.later is not None, "a checked table has I before W"
+        edges, grads = kept.later.run()
+        if edges:
+            self.sums.backward(kept.leaves, edges, grads)
 
     # ------------------------------------------------------------ results
 

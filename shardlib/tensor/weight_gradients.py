@@ -28,8 +28,11 @@ class WeightGradients:
     >>> w, x = (torch.ones(2).requires_grad_() for _ in range(2))
     >>> queue, y = WeightGradients([w]), 2 * w + x
     >>> (of_w, of_x), later = (f for f, _ in y.grad_fn.next_functions), lambda: torch.ones(2)
-    >>> queue.put((of_w, 0), later), queue.put((of_x, 0), later), queue.run()
-    (True, False, [tensor([2., 2.])])
+    >>> queue.put((of_w, 0), later), queue.put((of_x, 0), later)
+    (True, False)
+    >>> edges, grads = queue.run()
+    >>> torch.autograd.backward(edges, grads, inputs=[w]), w.grad
+    (None, tensor([2., 2.]))
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
@@ -56,8 +59,8 @@ class WeightGradients:
         self.queued.append((edge, of_w))
         return True
 
-    def run(self) -> list[Tensor | None]:
-        """Compute the queued gradients; return the sum for each leaf, or None."""
+    def run(self) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Compute the queued gradients; return edges of the graph from which backward goes on."""
         sums: dict[Any, tuple[GradientEdge, Tensor]] = {}
 
         def compute(start: Tensor) -> Tensor:
@@ -71,10 +74,7 @@ class WeightGradients:
         start = torch.zeros((), device="cpu", requires_grad=True)
         # within a backward, in which schedules may queue callbacks
         mapped(start, compute).backward()
-        if not sums:
-            return [None] * len(self.leaves)
-        edges, grads = zip(*sums.values(), strict=True)
-        return list(torch.autograd.grad(edges, self.leaves, grads, allow_unused=True))
+        return [edge for edge, _ in sums.values()], [g for _, g in sums.values()]
 
 
 def queued(edge: Any, of_w: Any, w: Tensor | None = None) -> bool:
