@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -111,6 +112,8 @@ class Copy:
         self.module = module
         self.lock = threading.RLock()
         self.state: Any = None
+        # the slots of the module, and the identities by which a change of its tree is noticed
+        self.slots: tuple[list[int], list[nn.Module], list[Slot]] = [], [], []
 
     def run(
         self,
@@ -128,13 +131,21 @@ class Copy:
         watch = nullcontext() if checking() is None else reported(self.module)
         self.state = state
         try:
-            with exchanged(self.module, state), watch:
+            with exchanged(self._slots(), state), watch:
                 return self.module(*args, **kwargs)
         finally:
             self.state = None
             for n, (b, version) in before.items():
                 if state[n] is not b or writes(raw_of(b)) != version:
                     written[n] = buffers[n]
+
+    def _slots(self) -> "list[Slot]":
+        """List the slots of the module, which are listed anew only when its tree has changed."""
+        known, modules, found = self.slots
+        if not known or _identities(modules) != known:
+            modules, found = list(self.module.modules()), slots(self.module)
+            self.slots = _identities(modules), modules, found
+        return found
 
     def swapped(self, state: Named, written: Named, run: Callable[[], Any]) -> Any:
         """Call ``run()`` again on the tensors of the call with ``state``.
@@ -167,15 +178,25 @@ def _ask(
 
 def swapped(module: nn.Module, state: Named, run: Callable[[], Any]) -> Any:
     """Call ``run()`` again on the tensors, ``state``, of an earlier call."""
-    with promoting(), not_prefetching(), exchanged(module, dict(state)):
+    with promoting(), not_prefetching(), exchanged(slots(module), dict(state)):
         return run()
 
 
 # ---------------------------------------------------------------- exchange of tensors
 
 
-def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
-    """List (a dict, its key there, the first name) of each place that holds a tensor."""
+# a dict, its key there, and the first name of the tensor that it holds
+Slot = tuple[dict[str, Any], str, str]
+
+
+def _identities(modules: Sequence[nn.Module]) -> list[int]:
+    """List the identities of the tensors and submodules that modules hold."""
+    held = ((m._parameters, m._buffers, m._modules) for m in modules)
+    return list(map(id, chain.from_iterable(d.values() for d in chain.from_iterable(held))))
+
+
+def slots(module: nn.Module) -> list[Slot]:
+    """List each place of a module that holds a tensor."""
     first: dict[int, str] = {}
     found = []
     for path, m in module.named_modules():
@@ -188,14 +209,14 @@ def slots(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
 
 
 @contextmanager
-def exchanged(module: nn.Module, state: dict[str, Tensor]) -> Iterator[None]:
-    """Set these tensors in the module, by their first names, inside the ``with``.
+def exchanged(found: Sequence[Slot], state: dict[str, Tensor]) -> Iterator[None]:
+    """Set these tensors in the slots of a module, by their first names, inside the ``with``.
 
     Tensors that the module assigns meanwhile are put into ``state``.
 
     Places are restored in reverse: a submodule registered twice gets its own tensors back.
     """
-    places = [(held, key, name) for held, key, name in slots(module) if name in state]
+    places = [(held, key, name) for held, key, name in found if name in state]
     own = [held[key] for held, key, _ in places]
     for held, key, name in places:
         held[key] = state[name]
