@@ -55,7 +55,11 @@ class Matmul1D:
             if w.ndim < x.ndim:
                 # leading dimensions of x are rows
                 x, dy = x.flatten(0, -2), dy.flatten(0, -2)
-            dw = summed_product(x.mT, dy, over[1])
+            if w.ndim == 2 and unwrap(w).stride(-2) == 1:
+                # a layer's weight, transposed: with its strides, gradients add up in one pass
+                dw = summed_product(dy.mT, x, over[1]).mT
+            else:
+                dw = summed_product(x.mT, dy, over[1])
         return dx, dw
 
 
