@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from shardlib.ops.attention.masks import Full
 from shardlib.random import next_key
 from shardlib.testing import dense_attention as attention
 from tests.ops.attention.test_pieces import masks
+from tests.strategies import examples
 
 ALGORITHMS = ["ring", "ring_bidirectional", "double_ring", "allgather", AllGather(1), "ulysses", "usp", "pass_q",
               "rsa", Canonical(8), "auto"]  # fmt: skip
@@ -62,7 +63,7 @@ def gap(got: Tensor, want: Tensor) -> float:
     )
 
 
-@settings(max_examples=600, deadline=None)
+@examples(150)
 @given(st.data())
 def test_ring_attention_equals_dense(data: Any) -> None:
     """And its bytes and messages are the plan's, forward and backward."""
