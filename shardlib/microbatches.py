@@ -84,20 +84,20 @@ def _refuse_arrays(leaves: Sequence[object], staged: bool) -> None:
             raise ShardError(why, op="value_and_grad", operands={"x": kind}, fix=fix)
 
 
-def _weight(x: Any) -> Any:
+def _weight(x: Tensor | float) -> Tensor | float:
     """Return a weight as a number or as the storage of a value that every rank has."""
     if not isinstance(x, Tensor):
         return float(x)
     return settle(x).raw.detach().double() if isinstance(x, ShardedTensor) else x.detach().double()
 
 
-def _is_zero(weight: Any) -> bool:
+def _is_zero(weight: object) -> bool:
     if isinstance(weight, Tensor):
         return not weight.is_meta and not bool(weight.any())
     return weight == 0
 
 
-def inward(x: Any, stage: Mesh) -> Any:
+def inward(x: object, stage: Mesh) -> object:
     """Place a value of the whole mesh, the same at all stages, on the mesh of one stage."""
     outer = stage.outer
     if outer is None or not isinstance(x, ShardedTensor) or x.mesh is not outer.mesh:
@@ -113,18 +113,18 @@ def inward(x: Any, stage: Mesh) -> Any:
     return ShardedTensor(raw, x.place._replace(mesh=stage))
 
 
-def _rows(x: Any) -> int:
+def _rows(x: object) -> int:
     return x.shape[0] if isinstance(x, Tensor) and x.ndim else 1
 
 
-def _blocks(x: Any) -> int:
+def _blocks(x: object) -> int:
     """Count the blocks into which a mesh splits the rows of an argument."""
     if not isinstance(x, ShardedTensor) or x.ndim == 0:
         return 1
     return x.padded_shape[0] // max(1, block_shape(x.raw, x.mesh)[0])
 
 
-def _parts(x: Any, count: int, rows: int, blocks: int) -> list[Any]:
+def _parts(x: object, count: int, rows: int, blocks: int) -> list[Any]:
     """Cut one argument.  Raises: UnevenSplit, with a number of micro-batches that fits.
 
     A micro-batch has rows of each of the ``blocks`` into which any argument is split, so that all

@@ -20,6 +20,7 @@ from shardlib.mesh import Link, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.paths import Paths
 from shardlib.opspec import Args, Func, Kwargs
+from shardlib.optim.transform import Transform
 from shardlib.pipeline.cut import Cut
 from shardlib.pipeline.flow import operations
 from shardlib.pipeline.forward import block_of_output
@@ -49,7 +50,7 @@ class _FlopMeter(Live):
 
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.flops += operations(func, out, args, kwargs or {})
         return out
@@ -78,7 +79,7 @@ class _PaperStep(PipelineStep):
 
     def __init__(
         self, pipeline: Any, f: Callable[..., Any], given: tuple[Args, Kwargs], cuts: Sequence[Cut],
-        table: PipelineSchedule, tx: Any, parts: bool,
+        table: PipelineSchedule, tx: Transform | None, parts: bool,
     ) -> None:  # fmt: skip
         axes = {pipeline.stages.axis: table.size, **pipeline.paper.axes}
         paper = replace(pipeline, mesh=record(**axes), inner=pipeline.paper)
@@ -160,7 +161,7 @@ class _PaperStep(PipelineStep):
             self._count()
         return t
 
-    def _add_loss(self, loss: Any, micro: int) -> Tensor:
+    def _add_loss(self, loss: object, micro: int) -> Tensor:
         # blocks have no values: any scalar that depends on the whole result does
         ends = [block_of_output(x) for x in tree_flatten(loss)[0] if isinstance(x, Tensor)]
         return torch.stack([x.sum() for x in ends if x.requires_grad]).sum()
@@ -168,7 +169,7 @@ class _PaperStep(PipelineStep):
 
 def explained(
     pipeline: Any, f: Callable[..., Any], given: tuple[Args, Kwargs], cuts: Sequence[Cut],
-    table: PipelineSchedule, tx: Any, cluster: Cluster, parts: bool = False,
+    table: PipelineSchedule, tx: Transform | None, cluster: Cluster, parts: bool = False,
 ) -> PipelineExplanation:  # fmt: skip
     """Explain a step: ``given`` are the arguments of its first micro-batch, on shapes.
 
