@@ -109,8 +109,11 @@ def test_a_stage_keeps_the_micro_batches_of_its_table(name: str, size: int, micr
         assert max(most) <= table.held(rank) <= sum(most)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("mesh", [{"pipe": 4}, {"pipe": 2, "x": 2}], ids=str)
+REAL = [(name, {"pipe": 4}) for name in SCHEDULES]
+REAL += [(name, {"pipe": 2, "x": 2}) for name in ("1f1b", "interleaved", "zbv")]
+
+
+@pytest.mark.parametrize(("name", "mesh"), REAL, ids=str)
 def test_real_stages_do_what_simulated_ones_do(name: str, mesh: dict[str, int], pool: Any) -> None:
     micros = 8 if name == "dualpipev" else 4
     with sl.simulate(**mesh):
