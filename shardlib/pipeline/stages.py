@@ -78,7 +78,7 @@ class Stages:
     blocks: Sequence[str] | None = None
 
     def parallelized(
-        self, module: nn.Module, rules: Rules, *, mesh: Mesh, src: int | None,
+        self, module: nn.Module, rules: Any, *, mesh: Mesh, src: int | None,
         blank: bool = False, **given: Any,
     ) -> tuple[Apply, dict[str, ShardedTensor]]:  # fmt: skip
         """Implement ``parallelize`` with stages: place the parameters that this rank's stages read."""
