@@ -26,7 +26,7 @@ from shardlib.pipeline.flow import operations
 from shardlib.pipeline.forward import block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
 from shardlib.pipeline.step import PipelineStep, Traffic
-from shardlib.planning.cluster import Cluster
+from shardlib.planning.cluster import Cluster, moving
 from shardlib.planning.explain import CallRecorder, bytes_of, sink_of
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost
 
@@ -139,7 +139,7 @@ class _PaperStep(PipelineStep):
                     sends[to] += self.cuts[0].spec(label.output).nbytes(self.inner)
         return StageCost(
             self.cuts[0].named(s), self.ranks[s],
-            {k: c.flops / speed + _moving(c.events, links) for k, c in found.items()},
+            {k: c.flops / speed + moving(map(_transfer, c.events), links) for k, c in found.items()},
             {k: Trace(c.events) for k, c in found.items()}, dict(sends), found["F"].kept,
         )  # fmt: skip
 
@@ -149,7 +149,9 @@ class _PaperStep(PipelineStep):
             self.of_place[r].finish()
         tied, nbytes = self.pipeline.tied, self.pipeline.nbytes
         ties = [nbytes(n) for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]
-        seconds = _moving(t.events, links) + sum(links[self.axis].seconds(n) for n in ties)
+        seconds = moving(map(_transfer, t.events), links) + sum(
+            links[self.axis].seconds(n) for n in ties
+        )
         most = max(_most(self.table.tables[r], self.costs), meter.peak)
         state = 0 if self.tx is None else bytes_of(self.tx.init(self.parts[r]))
         gradients = sum(map(nbytes, self.own[r]))
@@ -210,8 +212,5 @@ def _most(row: Sequence[Action], costs: Mapping[tuple[str, int], ActionCost]) ->
     return most
 
 
-def _moving(events: Sequence[Event], links: Mapping[str, Link]) -> float:
-    """Add the seconds of transfers; one over several axes is as slow as the slowest."""
-    return sum(
-        max(links[a].seconds(float(e.bytes), e.messages) for a in e.axis.split()) for e in events
-    )
+def _transfer(e: Event) -> tuple[str, float, float]:
+    return e.axis, float(e.bytes), e.messages
