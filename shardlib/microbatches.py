@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardlib.collectives import lead
+from shardlib.collectives import block_shape, each_rank, storage
 from shardlib.errors import ShardError, UnevenSplit
 from shardlib.mesh import Mesh
 from shardlib.opspec import Args, Kwargs
@@ -84,20 +84,20 @@ def _refuse_arrays(leaves: Sequence[object], staged: bool) -> None:
             raise ShardError(why, op="value_and_grad", operands={"x": kind}, fix=fix)
 
 
-def _weight(x: Any) -> Any:
+def _weight(x: Tensor | float) -> Tensor | float:
     """Return a weight as a number or as the storage of a value that every rank has."""
     if not isinstance(x, Tensor):
         return float(x)
     return settle(x).raw.detach().double() if isinstance(x, ShardedTensor) else x.detach().double()
 
 
-def _is_zero(weight: Any) -> bool:
+def _is_zero(weight: object) -> bool:
     if isinstance(weight, Tensor):
         return not weight.is_meta and not bool(weight.any())
     return weight == 0
 
 
-def inward(x: Any, stage: Mesh) -> Any:
+def inward(x: object, stage: Mesh) -> object:
     """Place a value of the whole mesh, the same at all stages, on the mesh of one stage."""
     outer = stage.outer
     if outer is None or not isinstance(x, ShardedTensor) or x.mesh is not outer.mesh:
@@ -107,25 +107,24 @@ def inward(x: Any, stage: Mesh) -> Any:
         fix = "batch = sl.reshard(batch, '...')"
         given = {"batch": typeof(x)}
         raise ShardError(why, op="value_and_grad", operands=given, mesh=outer.mesh, fix=fix)
-    raw = x.raw
-    if lead(outer.mesh):
-        ranks = raw.unflatten(0, outer.mesh.sizes).unbind(outer.mesh.names.index(outer.axis))[0]
-        raw = ranks.reshape(stage.size, *raw.shape[1:])
+    # one stage's blocks: of this process, or of the first of the simulated stages
+    here = [(coord[outer.axis], view(x.raw)) for coord, view in each_rank(outer.mesh)]
+    raw = storage([block for at, block in here if at == here[0][0]], stage)
     return ShardedTensor(raw, x.place._replace(mesh=stage))
 
 
-def _rows(x: Any) -> int:
+def _rows(x: object) -> int:
     return x.shape[0] if isinstance(x, Tensor) and x.ndim else 1
 
 
-def _blocks(x: Any) -> int:
+def _blocks(x: object) -> int:
     """Count the blocks into which a mesh splits the rows of an argument."""
     if not isinstance(x, ShardedTensor) or x.ndim == 0:
         return 1
-    return x.padded_shape[0] // max(1, x.raw.shape[lead(x.mesh)])
+    return x.padded_shape[0] // max(1, block_shape(x.raw, x.mesh)[0])
 
 
-def _parts(x: Any, count: int, rows: int, blocks: int) -> list[Any]:
+def _parts(x: object, count: int, rows: int, blocks: int) -> list[Any]:
     """Cut one argument.  Raises: UnevenSplit, with a number of micro-batches that fits.
 
     A micro-batch has rows of each of the ``blocks`` into which any argument is split, so that all
@@ -135,16 +134,18 @@ def _parts(x: Any, count: int, rows: int, blocks: int) -> list[Any]:
         return [x] * count
     inner = blocks // _blocks(x)
     if not isinstance(x, ShardedTensor):
-        return _cut(x, x, 0, count, inner, blocks)
+        return _cut(x, x, count, inner, blocks)
     if x.is_padded:
         raise _uneven(f"a padded batch cannot be cut into {count} micro-batches", x, 1)
-    parts = _cut(x, x.raw, lead(x.mesh), count, inner, blocks)
+    parts = _cut(x, x.raw, count, inner, blocks)
     size = torch.Size((x.shape[0] // count, *x.shape[1:]))
     return [x.becomes(part.contiguous(), None, size) for part in parts]
 
 
-def _cut(x: Tensor, raw: Tensor, dim: int, count: int, inner: int, blocks: int) -> list[Tensor]:
+def _cut(x: Tensor, raw: Tensor, count: int, inner: int, blocks: int) -> list[Tensor]:
     """Cut the storage of an argument, ``inner`` blocks of rows, each into ``count`` parts."""
+    # a storage of simulated ranks has their dimension before the rows
+    dim = raw.ndim - x.ndim
     here = raw.shape[dim]
     if here % (count * inner):
         where = f" in {blocks} blocks" if inner > 1 else ""

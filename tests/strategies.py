@@ -3,11 +3,20 @@
 import math
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from shardlib.layouts import Dim, Layout
 
 AXES = ("a", "b", "c", "d")
+
+
+def examples(count: int) -> settings:
+    """Draw so many examples in the suite, whose draws are the same on every run.
+
+    Where a profile draws more or fewer than the suite (HYPOTHESIS_PROFILE=nightly), in proportion.
+    """
+    return settings(max_examples=count * settings.default.max_examples // 50)
 
 
 @st.composite

@@ -400,7 +400,7 @@ def test_tokens_are_generated_by_forwards_through_all_stages(pool: Any) -> None:
     assert pool.run(_written, pipe=4) == [want] * 4
 
 
-def _held(_: int) -> tuple[list[str], list[str]]:
+def _held() -> tuple[list[str], list[str]]:
     torch.manual_seed(0)
     stages = sl.Stages("pipe", cut=["embed", "blocks.2"])
     apply, params = sl.parallelize(Skipping().eval(), RULES, stages=stages)
@@ -410,8 +410,8 @@ def _held(_: int) -> tuple[list[str], list[str]]:
     return sorted(params), sorted(grads)
 
 
-def test_a_rank_holds_what_its_stages_read() -> None:
-    (first, _), (last, grads) = sl.launch(_held, 0, pipe=2, timeout=60.0)
+def test_a_rank_holds_what_its_stages_read(pool: Any) -> None:
+    (first, _), *_, (last, grads) = pool.run(_held, pipe=2, data=2)
     assert set(first) & set(last) == {"embed.weight"} and last == grads
     assert set(first) | set(last) == {n for n, _ in Skipping().named_parameters()}
 

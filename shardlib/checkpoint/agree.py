@@ -119,7 +119,9 @@ class Group:
         if timeout is not None:
             self.timeout = timeout
 
-    def error(self, message: str, cause: BaseException | None = None, own: str = "") -> Any:
+    def error(
+        self, message: str, cause: BaseException | None = None, own: str = ""
+    ) -> CheckpointError:
         """Build the error that every rank raises.
 
         ``own``  the fix of the error that another rank passed.

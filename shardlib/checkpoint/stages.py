@@ -11,8 +11,11 @@ from shardlib.checkpoint.tree import read_place, said_of
 from shardlib.collectives import spans_processes
 from shardlib.tensor import ShardedTensor
 
+Containers = dict[str, Any]
+"""The containers of a tree in the manifest's form: kind and items."""
+
 Described = Sequence[Any]
-"""Path, step, name -> description of a leaf, and containers of a tree in the manifest's form."""
+"""Path, step, name -> description of a leaf, and containers of a tree."""
 
 
 def stage_of(leaves: Iterable[object]) -> list[int] | None:
@@ -85,14 +88,14 @@ def union(trees: Mapping[tuple[int, ...], Described]) -> tuple[dict[str, Any], A
     return said, containers, copies
 
 
-def _bare(about: Any) -> Any:
+def _bare(about: object) -> object:
     """Return a description without the ranks that hold the tensor."""
     if not isinstance(about, dict):
         return about
     return {key: x for key, x in about.items() if key not in ("mesh", "ranks")}
 
 
-def joined(a: Any, b: Any, at: str = "the tree") -> Any:
+def joined(a: Containers, b: Containers, at: str = "the tree") -> Containers:
     """Join the containers of two trees.
 
     Raises: ValueError if they differ in kind.

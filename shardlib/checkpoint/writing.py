@@ -209,7 +209,7 @@ class SaveJob:
         self.work: Work | None = None
         self.team = list(range(group.world))
         self.leaves: dict[str, Any] = {}
-        self.containers: Any = {}
+        self.containers: object = {}
         self.copies: dict[str, int] = {}
 
     def writes(self, name: str) -> bool:
@@ -219,7 +219,7 @@ class SaveJob:
     def begin(
         self,
         leaves: dict[str, Any],
-        containers: Any = None,
+        containers: object = None,
         claims: Callable[[Collection[str] | None], Claims] = lambda copies: {},
         error: Exception | None = None,
         stage: Sequence[int] = (),

@@ -87,8 +87,8 @@ def _entered(
     takes: Arguments,
     whole: bool,
     /,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> object:
     """Run forward for outside callers: inputs are sharded, and results are plain."""
     if scope().call.placed:

@@ -168,7 +168,7 @@ def asking(module: nn.Module, units: Sequence[str]) -> None:
 
 
 def _ask(
-    module: nn.Module, forward: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any
+    module: nn.Module, forward: Callable[..., Any], name: str, /, *args: object, **kwargs: object
 ) -> Any:
     stage = scope().call.stage
     if stage is None:

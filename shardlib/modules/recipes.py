@@ -475,12 +475,12 @@ def _recipe(
     return Recipe(patterns(texts | split, padded | split), tokens, labels, left)
 
 
-def _whole(model: nn.Module, mesh: Any, experts: str) -> list[tuple[str, ...]]:
+def _whole(model: nn.Module, mesh: MeshLike | None, experts: str) -> list[tuple[str, ...]]:
     """Write rules that leave all parameters whole but stacks of experts."""
     return [*patterns(_stacked(model, mesh, experts)), ("*", "...")]
 
 
-def _stacked(model: nn.Module, mesh: Any, experts: str) -> dict[str, tuple[str, ...]]:
+def _stacked(model: nn.Module, mesh: MeshLike | None, experts: str) -> dict[str, tuple[str, ...]]:
     """Return the layouts of experts' parameters split along E over these axes.
     Raises: Unsupported, UnknownAxis.
     """
@@ -516,7 +516,9 @@ def _refused(why: str, fix: str, operands: Mapping[str, object] | None = None) -
     return Unsupported(why, op="recipe", operands=operands, fix=fix)
 
 
-def _batch(mesh: Any, data: str, recipe: str, over: tuple[str, ...] = (), /, **axes: str) -> str:
+def _batch(
+    mesh: MeshLike | None, data: str, recipe: str, over: tuple[str, ...] = (), /, **axes: str
+) -> str:
     """Return the token of a batch dimension over ``data``, if the mesh has it, and ``over``.
 
     ``axes``  the recipe's arguments that name one.  Raises: UnknownAxis, AxisReused.

@@ -56,7 +56,7 @@ class Cut:
     makes: Sequence[Sequence[Output]]
     params: Sequence[Sequence[str]]
     draws: int
-    loss: Any
+    loss: object
 
     @property
     def stages(self) -> int:

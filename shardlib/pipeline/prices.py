@@ -20,12 +20,13 @@ from shardlib.mesh import Link, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.paths import Paths
 from shardlib.opspec import Args, Func, Kwargs
+from shardlib.optim.transform import Transform
 from shardlib.pipeline.cut import Cut
 from shardlib.pipeline.flow import operations
 from shardlib.pipeline.forward import block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
 from shardlib.pipeline.step import PipelineStep, Traffic
-from shardlib.planning.cluster import Cluster
+from shardlib.planning.cluster import Cluster, moving
 from shardlib.planning.explain import CallRecorder, bytes_of, sink_of
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost
 
@@ -49,7 +50,7 @@ class _FlopMeter(Live):
 
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.flops += operations(func, out, args, kwargs or {})
         return out
@@ -78,7 +79,7 @@ class _PaperStep(PipelineStep):
 
     def __init__(
         self, pipeline: Any, f: Callable[..., Any], given: tuple[Args, Kwargs], cuts: Sequence[Cut],
-        table: PipelineSchedule, tx: Any, parts: bool,
+        table: PipelineSchedule, tx: Transform | None, parts: bool,
     ) -> None:  # fmt: skip
         axes = {pipeline.stages.axis: table.size, **pipeline.paper.axes}
         paper = replace(pipeline, mesh=record(**axes), inner=pipeline.paper)
@@ -138,7 +139,7 @@ class _PaperStep(PipelineStep):
                     sends[to] += self.cuts[0].spec(label.output).nbytes(self.inner)
         return StageCost(
             self.cuts[0].named(s), self.ranks[s],
-            {k: c.flops / speed + _moving(c.events, links) for k, c in found.items()},
+            {k: c.flops / speed + moving(map(_transfer, c.events), links) for k, c in found.items()},
             {k: Trace(c.events) for k, c in found.items()}, dict(sends), found["F"].kept,
         )  # fmt: skip
 
@@ -148,7 +149,9 @@ class _PaperStep(PipelineStep):
             self.of_place[r].finish()
         tied, nbytes = self.pipeline.tied, self.pipeline.nbytes
         ties = [nbytes(n) for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]
-        seconds = _moving(t.events, links) + sum(links[self.axis].seconds(n) for n in ties)
+        seconds = moving(map(_transfer, t.events), links) + sum(
+            links[self.axis].seconds(n) for n in ties
+        )
         most = max(_most(self.table.tables[r], self.costs), meter.peak)
         state = 0 if self.tx is None else bytes_of(self.tx.init(self.parts[r]))
         gradients = sum(map(nbytes, self.own[r]))
@@ -160,7 +163,7 @@ class _PaperStep(PipelineStep):
             self._count()
         return t
 
-    def _add_loss(self, loss: Any, micro: int) -> Tensor:
+    def _add_loss(self, loss: object, micro: int) -> Tensor:
         # blocks have no values: any scalar that depends on the whole result does
         ends = [block_of_output(x) for x in tree_flatten(loss)[0] if isinstance(x, Tensor)]
         return torch.stack([x.sum() for x in ends if x.requires_grad]).sum()
@@ -168,7 +171,7 @@ class _PaperStep(PipelineStep):
 
 def explained(
     pipeline: Any, f: Callable[..., Any], given: tuple[Args, Kwargs], cuts: Sequence[Cut],
-    table: PipelineSchedule, tx: Any, cluster: Cluster, parts: bool = False,
+    table: PipelineSchedule, tx: Transform | None, cluster: Cluster, parts: bool = False,
 ) -> PipelineExplanation:  # fmt: skip
     """Explain a step: ``given`` are the arguments of its first micro-batch, on shapes.
 
@@ -209,8 +212,5 @@ def _most(row: Sequence[Action], costs: Mapping[tuple[str, int], ActionCost]) ->
     return most
 
 
-def _moving(events: Sequence[Event], links: Mapping[str, Link]) -> float:
-    """Add the seconds of transfers; one over several axes is as slow as the slowest."""
-    return sum(
-        max(links[a].seconds(float(e.bytes), e.messages) for a in e.axis.split()) for e in events
-    )
+def _transfer(e: Event) -> tuple[str, float, float]:
+    return e.axis, float(e.bytes), e.messages

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import optree
 import torch
@@ -25,8 +25,10 @@ from shardlib.microbatches import MicroBatches
 from shardlib.modules.apply import Apply
 from shardlib.modules.dim_trace import called_with, example_inputs
 from shardlib.modules.parallelize import placed
+from shardlib.modules.rules import Rules
 from shardlib.ops.registry import Why, case_of
 from shardlib.opspec import Args, Kwargs
+from shardlib.optim.transform import Transform
 from shardlib.pipeline.cut import Cut, Cutting, Params
 from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.prices import explained
@@ -72,7 +74,7 @@ class Stages:
     cut: str | int | Sequence[str] = "auto"
     per_rank: int = 1
     schedule: str = "1f1b"
-    example: Any = None
+    example: object = None
     blocks: Sequence[str] | None = None
 
     def parallelized(
@@ -201,7 +203,7 @@ class Pipeline:
     # ------------------------------------------------------------ cuts
 
     def first_cut(
-        self, module: nn.Module, rules: Any, given: Mapping[str, Any], stages: int | Sequence[str]
+        self, module: nn.Module, rules: Rules, given: Mapping[str, Any], stages: int | Sequence[str]
     ) -> Cut:
         """Cut forward on example inputs, where every axis has one rank, so that any size divides."""
         alone = record(device=self.inner.device_type, **dict.fromkeys(self.inner.axes, 1))
@@ -237,7 +239,7 @@ class Pipeline:
         modes = [(m.training, bool(m._forward_hooks)) for m in self.apply.module.modules()]
         return tuple(self._cut_for(f, *batch[k], tuple(modes)) for k in range(batch.count))
 
-    def _cut_for(self, f: Callable[..., Any], args: Any, kwargs: Any, modes: object) -> Cut:
+    def _cut_for(self, f: Callable[..., Any], args: Args, kwargs: Kwargs, modes: object) -> Cut:
         """Return the cut for these shapes, and the branches that these values take."""
         given: Any = args, kwargs
         leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
@@ -267,11 +269,11 @@ class Pipeline:
 
     def _cut(
         self, f: Callable[..., Any], paper: Mesh, params: Params,
-        stages: int | Sequence[Any], args: Any, kwargs: Any,
+        stages: int | Sequence[Any], args: Args, kwargs: Kwargs,
     ) -> tuple[Cut, Answers]:  # fmt: skip
         with _drafted(paper, args, kwargs) as (known, inputs):
 
-            def run(params: Params, given: Any) -> Any:
+            def run(params: Params, given: tuple[Args, Kwargs]) -> object:
                 try:
                     return f(params, *given[0], **given[1])
                 finally:
@@ -307,7 +309,12 @@ class Pipeline:
         return PipelineStep(self, f, traffic, batch, sums).run()
 
     def explained(
-        self, f: Callable[..., Any], batch: MicroBatches, tx: Any, cluster: Cluster, parts: bool
+        self,
+        f: Callable[..., Any],
+        batch: MicroBatches,
+        tx: Transform | None,
+        cluster: Cluster,
+        parts: bool,
     ) -> PipelineExplanation:
         """Explain a step, see ``shardlib.pipeline.prices``."""
         cuts = self.cuts_for(f, batch)
@@ -316,7 +323,12 @@ class Pipeline:
             return explained(self, f, given, cuts, table, tx, cluster, parts)
 
     def compared(
-        self, f: Callable[..., Any], batch: MicroBatches, tx: Any, cluster: Cluster, parts: bool
+        self,
+        f: Callable[..., Any],
+        batch: MicroBatches,
+        tx: Transform | None,
+        cluster: Cluster,
+        parts: bool,
     ) -> Why:
         """List the cost of a step under every schedule."""
         size, own = self.mesh.axes[self.stages.axis], self.stages.per_rank
@@ -365,7 +377,7 @@ class Pipeline:
 @case_of("pipeline")
 def _schedules(
     loss: Callable[..., Any], params: Any, inputs: Inputs = (), microbatches: int = 1,
-    cluster: str | Cluster = "h100", tx: Any = None,
+    cluster: str | Cluster = "h100", tx: Transform | None = None,
 ) -> Why:  # fmt: skip
     """Compare the schedules of a module in stages, for ``sl.why``."""
     pipeline, batch = call_of_stages(loss, params, inputs, microbatches, "why")
@@ -401,7 +413,7 @@ def _refuse_in_training(module: nn.Module, only_calls: bool = False) -> None:
             raise Unsupported(why, op="value_and_grad", fix=fix)
 
 
-def _of_its_rank(x: Any, layout: Layout | None) -> Any:
+def _of_its_rank(x: Tensor, layout: Layout | None) -> Tensor:
     """Return a guessed input with as many dimensions as its layout has."""
     more = 0 if layout is None or layout.ellipsis is not None else x.ndim - len(layout.dims)
     return x.flatten(0, more) if more > 0 else x
@@ -414,14 +426,14 @@ def _shape(x: object) -> object:
 
 
 @contextmanager
-def _drafted(paper: Mesh, args: Any, kwargs: Any) -> Iterator[tuple[Known, Any]]:
+def _drafted(paper: Mesh, args: Args, kwargs: Kwargs) -> Iterator[tuple[Known, Any]]:
     """Open a mesh of shapes; yield the values that are known there, and the arguments on it."""
     with paper, Known() as known, within(traces=(), watcher=None, differentiated=True):
         given = cast(Any, (args, kwargs))
         yield known, optree.tree_map(partial(_told, known, paper), given, none_is_leaf=True)
 
 
-def _told(known: Known, paper: Mesh, x: Any) -> Any:
+def _told(known: Known, paper: Mesh, x: object) -> object:
     """Return an argument on shapes; the values of plain integer tensors are known there."""
     shape = on_paper(x, paper)
     if _known(x):
@@ -429,7 +441,7 @@ def _told(known: Known, paper: Mesh, x: Any) -> Any:
     return shape
 
 
-def _known(x: object) -> bool:
+def _known(x: object) -> TypeGuard[Tensor]:
     """Check for plain integers, whose values are known when a function is cut."""
     plain = isinstance(x, Tensor) and not isinstance(x, ShardedTensor)
     return plain and not x.is_floating_point()

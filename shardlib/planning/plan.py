@@ -23,12 +23,12 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from shardlib.dtypes import wide
 from shardlib.errors import BadArgument, ShardError, similar
-from shardlib.mesh import Link, record
+from shardlib.mesh import record
 from shardlib.modules import parallelize, recipes
 from shardlib.modules.dim_trace import Dimensions, trace_dimensions
 from shardlib.pipeline.schedules import schedule, timeline
 from shardlib.placing import shard
-from shardlib.planning.cluster import Cluster, cluster_of
+from shardlib.planning.cluster import Cluster, cluster_of, moving
 from shardlib.planning.explain import explain
 from shardlib.planning.explanation import size
 from shardlib.planning.grids import Grid3, factorizations, grids_text, step_cost
@@ -687,29 +687,16 @@ class _Study:
         # remat runs forward twice: 4 products instead of 3
         products = 4 / 3 if way.remat else 1
         seconds = self.flops * products / math.prod(way.mesh.values()) / self.cluster.flops
-        seconds += _moving({a: moved for a, moved in along.items() if a != "pipe"}, links)
+        seconds += moving(((a, *moved) for a, moved in along.items() if a != "pipe"), links)
         if way.pipe == 1:
             return seconds
         # gradients are reduced once all micro-batches are through
         once = {k: v for k, v in found.items() if k.startswith("reduced ")}
-        after = _moving(
-            self._along(
-                replace(way, accumulate=0),
-                once | {"crossing": 0.0, "parameters": found["parameters"]},
-            ),
-            links,
-        )
+        once |= {"crossing": 0.0, "parameters": found["parameters"]}
+        late = self._along(replace(way, accumulate=0), once)
+        after = moving(((a, *moved) for a, moved in late.items()), links)
         count, hop = way.accumulate, links["pipe"].seconds(found["crossing"])
         return after + _pipelined(way.pipe, count, (seconds - after) / count, hop)
-
-
-def _moving(along: Mapping[str, tuple[float, float]], links: Mapping[str, Link]) -> float:
-    """Add the seconds of transfers; a collective over several axes is as slow as the slowest."""
-    seconds = 0.0
-    for axis, (nbytes, messages) in along.items():
-        met = [links[a] for a in axis.split()]
-        seconds += max(m.alpha for m in met) * messages + max(m.beta for m in met) * nbytes
-    return seconds
 
 
 def _pipelined(p: int, count: int, stage: float, hop: float) -> float:

@@ -185,18 +185,18 @@ def _resumed(path: str, steps: int, stage: int) -> list[float]:
     return run(path, steps, recipe=recipe, stage=stage, resume=True)
 
 
-TALL = GPTConfig(ctx=8, layers=4, heads=4, embed=16, dropout=0.0, vocab=32)
+TALL = GPTConfig(ctx=8, layers=2, heads=4, embed=16, dropout=0.0, vocab=32)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_pipeline_goes_on_with_other_stages_or_none(
     pool: Any, stage: int, tmp_path: Path
 ) -> None:
     """Its first and last stage have one parameter, which is tied."""
-    losses = pool.run(_piped, str(tmp_path / "whole"), 5, stage, False, pipe=2, data=2)[0]
+    losses = pool.run(_piped, str(tmp_path / "whole"), 3, stage, False, pipe=2, data=2)[0]
     found, path = [], str(tmp_path / "parts")
-    for steps, axes in ((2, {"pipe": 2, "data": 2}), (2, {"data": 4}), (1, {"data": 2, "pipe": 2})):
-        said = pool.run(_piped, path, steps, stage, bool(found), **axes)
+    for axes in ({"pipe": 2, "data": 2}, {"data": 4}, {"data": 2, "pipe": 2}):
+        said = pool.run(_piped, path, 1, stage, bool(found), **axes)
         assert said == [said[0]] * 4
         found += said[0]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=2e-6, atol=1e-6)

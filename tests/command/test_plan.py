@@ -84,16 +84,9 @@ def test_what_is_wrong_is_one_line(
     assert said in error and error.count("\n") == 1
 
 
-SHAPES = {
-    "gpt2": {"model_type": "gpt2"},
-    "8b": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16",
-    },
-    "70b": {
-        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16",
-    },
+LLAMA_70B = {
+    "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16",
 }  # fmt: skip
 
 MEASURED = """
@@ -109,14 +102,11 @@ print(code, time.process_time(), int(peak.split()[1]) / 2**20)
 """
 
 
-@pytest.mark.parametrize(("shape", "ranks"), [("gpt2", 8), ("70b", 512)])
-def test_a_plan_takes_seconds_and_less_than_a_gibibyte(
-    shape: str, ranks: int, tmp_path: Path
-) -> None:
+def test_a_plan_takes_seconds_and_less_than_a_gibibyte(tmp_path: Path) -> None:
     """Imports included, in processor seconds: other work on the machine does not count."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
-    given = ["plan", str(tmp_path), "--ranks", str(ranks), "--batch", str(2 * ranks)]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    given = ["plan", str(tmp_path), "--ranks", "512", "--batch", "1024"]
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, *given, "--sequence", "1024", "--state", "12"],
         cwd=ROOT, text=True, capture_output=True, timeout=300,

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import coordinates
-from tests.strategies import layouts, meshes, only, placed, shape_for, skewable, spellings
+from tests.strategies import examples, layouts, meshes, only, placed, shape_for, skewable, spellings
 
-laws = settings(max_examples=200, deadline=None)
+laws = examples(100)
 
 
 def count(layout: Layout, shape: tuple[int, ...], mesh: dict[str, int]) -> torch.Tensor:

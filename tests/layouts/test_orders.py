@@ -4,15 +4,16 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.layouts import Ring
 from tests.layouts.test_ring import rings
+from tests.strategies import examples
 
 
-@settings(max_examples=400, deadline=None)
+@examples(150)
 @given(rings())
 def test_positions_are_a_bijection_for_every_length(case: tuple[Ring, int, int]) -> None:
     """Each position once, in rising order on each rank, and no
@@ -26,7 +27,7 @@ def test_positions_are_a_bijection_for_every_length(case: tuple[Ring, int, int])
     assert all(run.length > 0 for r in range(size) for run in ring.runs(r, length, size))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(rings())
 def test_shares_are_balanced(case: tuple[Ring, int, int]) -> None:
     """A block is at most the even share, rounded up to chunks."""
@@ -39,7 +40,7 @@ def test_shares_are_balanced(case: tuple[Ring, int, int]) -> None:
         assert ring.block(length, size) <= bound.get(ring.schedule, math.ceil(length / size))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(st.integers(1, 12), st.integers(1, 8))
 def test_zigzag_balances_causal_work(chunk: int, size: int) -> None:
     """With even chunks every rank attends to the same number of positions."""

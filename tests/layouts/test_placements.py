@@ -3,14 +3,14 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.layouts import Dim, Layout
-from tests.strategies import layouts
+from tests.strategies import examples, layouts
 
-laws = settings(max_examples=200, deadline=None)
+laws = examples(100)
 
 
 @laws

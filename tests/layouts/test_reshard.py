@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.layouts import Layout
-from tests.strategies import only, placed
+from tests.strategies import examples, only, placed
 
-laws = settings(max_examples=200, deadline=None)
+laws = examples(80)
 
 
 @laws

@@ -3,11 +3,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.layouts import Ring
+from tests.strategies import examples
 
 BORDERS = st.lists(st.integers(0, 12), min_size=1, max_size=6).map(
     lambda n: (0, *itertools.accumulate(n))
@@ -34,7 +35,7 @@ def rings(draw: Any) -> tuple[Ring, int, int]:
     return Ring("s", schedule=ranges), length, size
 
 
-@settings(max_examples=200, deadline=None)
+@examples(80)
 @given(rings())
 def test_unshard_inverts_shard_in_every_order(case: tuple[Ring, int, int]) -> None:
     ring, length, size = case

@@ -18,8 +18,7 @@ from shardlib.errors import MeshError, NoMesh, RankFailed
 from shardlib.mesh.launch import _refuse_failed
 
 
-def test_launch_returns_by_rank_and_raises_the_first_error() -> None:
-    assert sl.launch(_rank_of, 10, x=2) == [10, 11]
+def test_launch_raises_the_first_error() -> None:
     with pytest.raises(sl.ShardError, match=r"rank 1 failed[\s\S]*ZeroDivisionError") as caught:
         sl.launch(_fails_on_one, x=2, timeout=60)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -47,11 +46,11 @@ def _everywhere(scale: float) -> Any:
 
 
 def test_launch_returns_results_by_rank() -> None:
-    got = sl.launch(_everywhere, 0.5, a=2, b=2, c=2, timeout=120)
-    assert [rank for rank, *_ in got] == list(range(8))
-    assert [c["a"] * 4 + c["b"] * 2 + c["c"] for _, c, *_ in got] == list(range(8))
-    assert all(total == 0.5 * math.comb(8, 2) for *_, total, _ in got)
-    assert all(threads == max(1, (os.cpu_count() or 1) // 8) for *_, threads in got)
+    got = sl.launch(_everywhere, 0.5, a=2, b=1, c=2, timeout=120)
+    assert [rank for rank, *_ in got] == list(range(4))
+    assert [c["a"] * 2 + c["b"] * 2 + c["c"] for _, c, *_ in got] == list(range(4))
+    assert all(total == 0.5 * math.comb(4, 2) for *_, total, _ in got)
+    assert all(threads == max(1, (os.cpu_count() or 1) // 4) for *_, threads in got)
     with pytest.raises(NoMesh):
         sl.current_mesh()
 

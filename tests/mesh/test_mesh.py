@@ -18,7 +18,6 @@ from shardlib.errors import MeshError, NoMesh, UnknownAxis
 from shardlib.mesh import Mesh, as_mesh, bind
 from tests import fixes
 from tests.ops.matmul.test_matmul2d import relative
-from tests.torchrun import torchrun
 
 
 def test_the_mesh_in_scope_nests_and_ends() -> None:
@@ -75,19 +74,6 @@ def _plain_mesh() -> list[bool]:
         torch.equal(sl.unshard(a @ b), torch.eye(4)), params["weight"].mesh is a.mesh, a.mesh.device_mesh == mesh,
         inferred.sizes == (2, 2), refused, float(sl.unshard(f(a.sum()))) == 8.0,
     ]  # fmt: skip
-
-
-def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(
-        "import torch, shardlib as sl\n"
-        "with sl.use_mesh(sl.make_mesh(x=2, device='cpu')):\n"
-        "    a = sl.shard(torch.eye(4), 'x .')\n"
-        "    total = sl.unshard(a @ sl.shard(torch.ones(4, 4), '. .')).sum().item()\n"
-        "print(f'sum {total}')\n"
-    )
-    printed, errors = torchrun(2, script)
-    assert printed == ["sum 16.0\n"] * 2, errors[-3000:]
 
 
 def test_sixty_four_simulated_ranks_multiply() -> None:
@@ -314,6 +300,7 @@ import torch
 with sl.make_mesh(x=1, y=-1) as mesh:
     a = sl.shard(torch.eye(2), "x y")
     assert (mesh.sizes, mesh.kind) == ((1, 1), "dist") and torch.equal(sl.unshard(a @ a), torch.eye(2))
+    assert sl.current_mesh() is mesh
 print("right")
 """
 

@@ -18,6 +18,9 @@ import torch, shardlib as sl
 with sl.auto_mesh(x=2, y=-1, device="cpu") as mesh:
     x = sl.shard(torch.arange(8.0), "x")
     total = sl.unshard(x).sum().item()
+    assert mesh.kind == "stacked" or sl.make_mesh(x=2, y=1, device="cpu").sizes == mesh.sizes
+    a = sl.shard(torch.eye(4), "x .") @ sl.shard(torch.ones(4, 4), ". .")
+    assert sl.unshard(a).sum().item() == 16.0
     sl.rank0_print("kind", mesh.kind, mesh, "total", total)
     if sl.process_index() == 0:
         print("once")

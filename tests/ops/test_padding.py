@@ -5,16 +5,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
 from shardlib.ops.padding import inside
 from tests.ops.cases import close, r
+from tests.strategies import examples
 
 
-@settings(max_examples=200)
+@examples(60)
 @given(
     st.lists(st.integers(1, 9), min_size=2, max_size=2),
     st.sampled_from(["x y", "(x y) .", ". x", "zigzag(x) y", "(2 x) ."]),
@@ -31,7 +32,7 @@ def test_unshard_strips_what_shard_padded(shape: Any, layout: str, grid: Any) ->
         close(sl.unshard((a * a).mean(-1, keepdim=True)), (x * x).mean(-1, keepdim=True))
 
 
-@settings(max_examples=100)
+@examples(40)
 @given(st.tuples(*[st.integers(1, 9)] * 3), st.sampled_from([(2, 2), (2, 3)]))
 def test_padded_products_equal_dense(sizes: Any, grid: Any) -> None:
     m, k, n = sizes

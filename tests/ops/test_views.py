@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.ops.views import _viewable, view_layout
 from shardlib.tensor import promoting
 from tests.ops.cases import VIEWS, run_on_meshes
-from tests.strategies import placed
+from tests.strategies import examples, placed
 
 
 def factorings(n: int) -> Any:
@@ -29,7 +29,7 @@ def factorings(n: int) -> Any:
     return draw_shape()
 
 
-@settings(max_examples=400)
+@examples(150)
 @given(placed(partial=False, most=12, most_elements=500), st.data())
 def test_a_view_is_right_or_refused(case: Any, data: Any) -> None:
     layout, shape, mesh = case
@@ -46,7 +46,7 @@ def test_a_view_is_right_or_refused(case: Any, data: Any) -> None:
         assert torch.equal(got.raw, sl.shard(x.reshape(new), out).raw)
 
 
-@settings(max_examples=200)
+@examples(80)
 @given(st.lists(st.integers(1, 6), max_size=4), st.data())
 def test_a_whole_tensor_takes_every_view(shape: list[int], data: Any) -> None:
     new = data.draw(factorings(math.prod(shape)))
@@ -56,7 +56,7 @@ def test_a_whole_tensor_takes_every_view(shape: list[int], data: Any) -> None:
     )
 
 
-@settings(max_examples=200)
+@examples(80)
 @given(placed(partial=False, most=12, most_elements=500))
 def test_a_view_of_the_same_shape_keeps_the_layout(case: Any) -> None:
     layout, shape, mesh = case

@@ -11,6 +11,7 @@ import shardlib as sl
 from shardlib.optim.buckets import ALIGN, Buckets, Item, adopt, index, own, parts
 from shardlib.optim.trees import by_tensor, pieces
 from tests.ops.cases import r
+from tests.strategies import examples
 
 shapes = st.lists(
     st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 11]), max_size=3).map(tuple),
@@ -19,7 +20,7 @@ shapes = st.lists(
 )
 
 
-@settings(max_examples=200)
+@examples(80)
 @given(shapes, st.integers(1, 7), st.integers(1, 4000), st.randoms(), st.sampled_from(["", "x"]))
 def test_slots_cover_are_disjoint_and_round_trip(
     sizes: list, data: int, most: int, random, inner: str
@@ -100,7 +101,7 @@ def test_buckets_are_a_node_of_trees_that_keeps_its_index() -> None:
     assert again == mu.index and hash(again) == hash(mu.index)
 
 
-@settings(max_examples=60)
+@examples(40)
 @given(
     st.lists(st.sampled_from([1, 3, 63, 64, 65, 128, 192, 500]), min_size=1, max_size=9),
     st.integers(1, 3),

@@ -5,11 +5,12 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.optim.trees import names_of
+from tests.strategies import examples
 
 
 def weight(layout: str) -> Any:
@@ -102,7 +103,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(150)
 @given(TREES)
 @example({"a": {"b": None}, "a.b": None})
 @example({"x": {"a": {"b": None}, "a.b": None}, "x.'a'": {"b": None}})

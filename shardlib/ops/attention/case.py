@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ from shardlib.ops.attention.kernels import acc_dtype
 from shardlib.ops.attention.masks import Mask, as_mask
 from shardlib.ops.elementwise import aligned
 from shardlib.ops.registry import case_of
-from shardlib.optional import unless_none
 from shardlib.tensor import Place, ShardedTensor, call_error, refuse_sums, replicated, typeof
 
 Runs = tuple[tuple[Run, ...], ...]
@@ -303,11 +301,13 @@ def bias_and_sink(
     q: ShardedTensor, k: ShardedTensor, bias: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the bias and the sink, where given, as raw blocks in the layout of the scores."""
-    return unless_none(partial(_bias, q, k), bias), unless_none(partial(_sink, q), sink)
+    return _bias(q, k, bias), _sink(q, sink)
 
 
-def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
+def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor | None) -> Tensor | None:
     """Align a bias [.., s, t] with this rank's queries, all keys: [b or 1, h or 1, lq or 1, t]."""
+    if bias is None:
+        return None
     s, t = q.shape[2], k.shape[2]
     fits = 2 <= bias.ndim <= 4 and bias.shape[-2] in (1, s) and bias.shape[-1] in (1, t)
     if not fits:
@@ -323,8 +323,10 @@ def _bias(q: ShardedTensor, k: ShardedTensor, bias: Tensor) -> Tensor:
     return raw
 
 
-def _sink(q: ShardedTensor, sink: Tensor) -> Tensor:
+def _sink(q: ShardedTensor, sink: Tensor | None) -> Tensor | None:
     """Align one score per local head: [1, h, 1], behind a dimension of ranks under simulate."""
+    if sink is None:
+        return None
     h = q.padded_shape[1]
     if tuple(sink.shape) != (h,):
         why = f"a sink is one score for each of {h} heads, not {list(sink.shape)}"

@@ -257,7 +257,9 @@ def local_queries(job: AttentionJob, q: Tensor, bias: Tensor | None = None) -> l
     for coord, view in each_rank(job.mesh):
         place = job.place(coord)
         q_at = positions(job.plan.q_runs[place], q.device)
-        mine = unless_none(view, bias)
+        mine = None
+        if bias is not None:
+            mine = view(bias)
         out.append(LocalQueries(job, coord, place, view, view(q), q_at, mine))
     return out
 

@@ -1,15 +1,16 @@
 """Routes: every gradient comes home from every stop."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlib.layouts.orders import dealt
 from shardlib.ops.attention.engines import BothWays, OneWay
 from shardlib.ops.attention.masks import Mask
 from tests.ops.attention.test_engine import MASKS, plan_of
+from tests.strategies import examples
 
 
-@settings(max_examples=200, deadline=None)
+@examples(60)
 @given(
     st.integers(2, 8),
     st.integers(1, 40),

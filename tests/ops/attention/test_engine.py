@@ -2,7 +2,7 @@
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlib.layouts.orders import dealt
@@ -12,6 +12,7 @@ from shardlib.ops.attention.engines import BothWays, DoubleRing, OneWay
 from shardlib.ops.attention.kernels import pieces
 from shardlib.ops.attention.masks import Causal, Full, Mask, Window
 from tests.ops.cases import case_on_paper
+from tests.strategies import examples
 
 SIZES = Sizes(1, 4, 2, 8, 8, 16, 16, 4, 4)
 MASKS = [Full(), Causal(), Window(5, 0), Window(3, 2), Causal() & Window(40)]
@@ -37,7 +38,7 @@ def covered(plan: AttentionPlan) -> set[tuple[int, int, int]]:
     return set(seen)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(60)
 @given(
     st.integers(1, 8),
     st.integers(1, 40),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from shardlib.ops.attention.masks import SOMETHING, At
 from shardlib.testing import check_mask
 from shardlib.testing import dense_attention as attention
 from tests.ops.attention.test_op import gap, normal
+from tests.strategies import examples
 
 ENGINES = [
     "ring",
@@ -88,7 +89,7 @@ def own_masks(draw: Any) -> sl.masks.Mask:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@examples(40)
 @given(
     own_masks(),
     st.sampled_from(ENGINES),

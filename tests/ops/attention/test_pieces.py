@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlib.layouts.orders import dealt
@@ -20,6 +20,7 @@ from shardlib.ops.attention.masks import (
     Prefix,
     Window,
 )
+from tests.strategies import examples
 
 AT = At(torch.arange(2), torch.arange(3))
 
@@ -58,7 +59,7 @@ def masks(draw: Any, n: int, keys: int | None = None) -> Mask:
 ORDERS = st.sampled_from(["contiguous", "zigzag", "striped"])
 
 
-@settings(max_examples=500, deadline=None)
+@examples(120)
 @given(st.data(), st.integers(1, 150), st.integers(1, 5), ORDERS, ORDERS)
 def test_pieces_cover_what_is_allowed_once(
     data: Any, n: int, p: int, q_order: str, k_order: str

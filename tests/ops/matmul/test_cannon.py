@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
 from tests.ops.matmul.test_matmul2d import relative
+from tests.strategies import examples
 
 
-@settings(max_examples=100)
+@examples(32)
 @given(st.integers(1, 4), st.integers(1, 2), st.integers(1, 2), st.integers(1, 2))
 def test_pre_skewed_operands_save_the_first_move(q: int, m: int, k: int, n: int) -> None:
     x, w = (

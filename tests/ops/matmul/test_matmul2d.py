@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import shardlib as sl
+from tests.strategies import examples
 
 GRIDS = [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 3), (4, 4)]
 RULES = ["oned", "summa", "summa_y", "summa_x", "summa_w", "cannon"]
@@ -55,7 +56,7 @@ def products(draw: Any) -> Any:
     return {"data": data, "x": row, "y": col}, rule, rows, k_token, w, (m * data, k, n), batch, form
 
 
-@settings(max_examples=1000)
+@examples(250)
 @given(products(), st.integers(0, 2**31))
 @example(({"data": 2, "x": 2, "y": 3}, "summa", "x", "y", "x y", (12, 6, 6), 3, "nt"), 0)
 def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> None:
@@ -101,7 +102,7 @@ def test_products_equal_dense_and_cost_what_they_say(case: Any, seed: int) -> No
         assert relative(db.T if form == "nt" else db, w.grad) < 1e-12
 
 
-@settings(max_examples=60)
+@examples(12)
 @given(st.sampled_from([(2, 2), (2, 3)]), st.sampled_from(["summa", "oned"]), st.integers(1, 3))
 def test_batched_products_share_their_leading_dimensions(
     grid: tuple[int, int], rule: str, b: int

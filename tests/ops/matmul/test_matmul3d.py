@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +16,7 @@ import shardlib as sl
 from shardlib.modules.apply import giving
 from tests.ops.cases import cube_words
 from tests.ops.matmul.test_matmul2d import relative
+from tests.strategies import examples
 
 SAVES = ["mm3", "mm3_x", "mm3_w", "mm3_xw"]
 GRIDS = [
@@ -62,7 +63,7 @@ def products(draw: Any) -> Any:
     )
 
 
-@settings(max_examples=250)
+@examples(80)
 @given(products(), st.integers(0, 2**31))
 @example(({"m": 2, "k": 2, "n": 2}, LAYOUTS[0], (8, 8, 8, 8), "nt", "mm3"), 0)
 @example(({"m": 4, "k": 4, "n": 4}, LAYOUTS[0], (16, 1, 16, 16), "nn", "mm3_xw"), 0)
