@@ -66,7 +66,7 @@ def choose(
     layers, depth = _layers(model)
     stages = 1 if pipe is None else pipe
     _check_counts(layers, world=world, batch=batch, sequence=sequence, pipe=stages)
-    axes = ("x", "y", "z", "pipe", "data")
+    axes: Sequence[str] = ("pipe", "data", "x", "y", "z")
     known = dict.fromkeys(axes, links) if isinstance(links, Link) else links
     room = math.inf if memory is None else memory
     step = _Step(layers, batch, sequence, itemsize, state, known, flops)
