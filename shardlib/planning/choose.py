@@ -66,10 +66,10 @@ def choose(
     layers, depth = _layers(model)
     stages = 1 if pipe is None else pipe
     _check_counts(layers, world=world, batch=batch, sequence=sequence, pipe=stages)
-    axes: Sequence[str] = ("pipe", "data", "x", "y", "z")
-    known = dict.fromkeys(axes, links) if isinstance(links, Link) else links
+    if isinstance(links, Link):
+        links = {a: links for a in ("pipe", "data", "x", "y", "z")}
     room = math.inf if memory is None else memory
-    step = _Step(layers, batch, sequence, itemsize, state, known, flops)
+    step = _Step(layers, batch, sequence, itemsize, state, links, flops)
 
     def weigh(way: Strategy) -> list[Grid3]:
         if way.pipe > 1:
