@@ -205,7 +205,7 @@ def step_chart(line: Timeline) -> StepChart:
     >>> print(sl.visualize(chart.schedule))
     1f1b of 2 ranks, 2 micro-batches: 9 ticks, 33.3 % idle, in flight 2 1
     0  F0 F1 .  .  B0--- .  B1---
-    1  .  F0 B0--- F1 B1---
+    1  .  F0 B0--- F1 B1--- .  .
     """
     rows = _recorded(line)
     places = {place: [a for a, _ in row] for (place, _), row in rows.items()}
