@@ -70,7 +70,8 @@ class MicroBatches:
             total = sum(weights)
             self._shares = [None if _is_zero(w) else w / total for w in weights]
         share = self._shares[k]
-        return torch.zeros_like(loss) if share is None else loss * share
+        # weights are fp64
+        return torch.zeros_like(loss) if share is None else (loss * share).to(loss.dtype)
 
 
 def _refuse_arrays(leaves: Sequence[object], staged: bool) -> None:

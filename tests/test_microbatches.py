@@ -59,3 +59,16 @@ def test_weights_make_the_mean_over_tokens_that_of_the_whole(axes: dict[str, int
     assert abs(got.item() - want.item()) < 1e-12
     for n, p in net.named_parameters():
         assert p.grad is not None and (sl.unshard(grads[n]) - p.grad).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"pipe": 2}], ids=["plain", "stages"])
+def test_a_weighed_loss_has_the_dtype_of_the_loss(axes: dict[str, int]) -> None:
+    """On every rank alike: the others wait for a loss as shapes alone say it."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with sl.simulate(**axes):
+        stages = sl.Stages("pipe") if "pipe" in axes else None
+        apply, params = sl.parallelize(net, [("*", "...")], stages=stages)
+        step = sl.value_and_grad(
+            lambda p, x: apply(p, x).mean(), microbatches=2, weigh=lambda x: x.sum()
+        )
+        assert step(params, sl.shard(torch.ones(4, 4), "..."))[0].dtype == torch.float32

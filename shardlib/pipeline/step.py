@@ -7,6 +7,7 @@ performs of all rows the next action whose messages have arrived.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -127,6 +128,9 @@ class PipelineStep:
         self.result: Any = None
         self.held = [0] * self.table.stages
         self.ghosts: dict[Any, Tensor] = {}
+        # timelines that are open
+        self.lines: list[Any] = [t for t in scope().listeners.traces if hasattr(t, "phase")]
+        self.act = self._recorded if self.lines else self._do
         here = pipeline.here
         peers = [r for r in range(self.table.size) if r not in here]
         coming = {r: self._coming(r, min(here)) for r in peers}
@@ -163,7 +167,7 @@ class PipelineStep:
             for coming in row[i : i + 2]:
                 for label, source in self.traffic.receives(coming):
                     self.messages.expect(label, self.ranks[source])
-            self._do(action)
+            self.act(action)
 
     def _perform_all(self, rows: list[list[Action]]) -> None:
         while any(rows):
@@ -172,7 +176,7 @@ class PipelineStep:
                 while row and all(
                     self.messages.arrived(x) for x, _ in self.traffic.receives(row[0])
                 ):
-                    self._do(row.pop(0))
+                    self.act(row.pop(0))
             assert sum(map(len, rows)) < before, "a checked table ends"
 
     # ------------------------------------------------------------ messages
@@ -226,6 +230,19 @@ class PipelineStep:
         except Exception as e:
             raise self._failed(a, e) from e
         self.held[a.stage] = max(self.held[a.stage], sum(s == a.stage for s, _ in self.kept))
+
+    def _recorded(self, a: Action) -> None:
+        """Do an action; in timelines it begins when its messages are there."""
+        for label, _ in self.traffic.receives(a):
+            self.messages.here[label] = self.messages.take(label)
+        about: Any = {
+            "module": self.cuts[a.micro].named(a.stage), "type": self.table.name,
+            "axis": f"{self.axis}={self.ranks[a.stage]}", "backward": a.kind != "F",
+        }  # fmt: skip
+        with ExitStack() as spans:
+            for line in self.lines:
+                spans.enter_context(line.phase(str(a), **about))
+            self._do(a)
 
     def _failed(self, a: Action, e: Exception) -> StageFailed:
         part = {"F": "forward", "W": "gradients of weights"}.get(a.kind, "backward")

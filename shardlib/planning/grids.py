@@ -24,7 +24,10 @@ from shardlib.planning.layer_dedup import Layer
 class Grid3:
     """A candidate: sizes of the three axes, saved operands, and the cost of a step per rank.
 
-    ``mlp``  the roles of x, y and z in MLPs, as ``recipes.cube3d`` takes them.
+    ``mlp``     the roles of x, y and z in MLPs, as ``recipes.cube3d`` takes them.
+    ``pipe``    stages of a pipeline, each with ``data`` copies of its grid; the cost is that of the
+                largest stage.
+    ``micros``  micro-batches of a step.
 
     >>> grid = Grid3(2, 1, 4, "xw", Cost(bytes=2**25), 0.1)
     >>> grid.mesh, grid.name, grid.save, f"{float(grid.cost.bytes) / 2**20:.0f} MiB"
@@ -38,11 +41,15 @@ class Grid3:
     cost: Cost
     seconds: float
     mlp: str = "mnk"
+    pipe: int = 1
+    data: int = 1
+    micros: int = 1
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Axis sizes as ``recipes.cube3d`` names them."""
-        return {"x": self.m, "y": self.n, "z": self.k}
+        """Axis sizes as ``recipes.cube3d`` names them, behind those of a pipeline."""
+        outer = {"pipe": self.pipe, "data": self.data} if self.pipe > 1 else {}
+        return outer | {"x": self.m, "y": self.n, "z": self.k}
 
     @property
     def fits(self) -> bool:
@@ -53,7 +60,8 @@ class Grid3:
     def name(self) -> str:
         """The name of this grid in the literature."""
         sizes = {"m": self.m, "k": self.k, "n": self.n}
-        return _NAMES["".join(axis for axis, size in sizes.items() if size > 1)]
+        grid = _NAMES["".join(axis for axis, size in sizes.items() if size > 1)]
+        return grid if self.pipe == 1 else f"{self.pipe} stages, {self.data} x {grid}"
 
 
 _NAMES = {
@@ -83,7 +91,9 @@ def grids_text(table: Sequence[Grid3], rejected: int) -> str:
     for g in table[:12]:
         moved, held = float(g.cost.bytes) / 2**20, float(g.cost.memory) / 2**20
         axes = f"{g.m:>2} {g.n:>3} {g.k:>3}  {g.mlp}  {g.save or '-':<5}"
-        lines.append(f"{axes} {moved:>9.3f} {g.cost.messages:>9} {held:>9.1f}  {g.seconds:.2e}")
+        figures = f"{moved:>9.3f} {g.cost.messages:>9} {held:>9.1f}  {g.seconds:.2e}"
+        outer = f"  pipe={g.pipe} data={g.data}, {g.micros} micro-batches" if g.pipe > 1 else ""
+        lines.append(f"{axes} {figures}{outer}")
     if rejected:
         lines.append(f"{rejected} more do not divide the sizes or exceed the memory")
     return "\n".join(lines)
@@ -150,8 +160,12 @@ def step_cost(
     itemsize: int,
     state: int,
     mlp: str = "mnk",
+    held: int = 1,
 ) -> Cost:
-    """Price every layer on the grid, both passes: bytes, messages, and bytes held at the peak."""
+    """Price every layer on the grid, both passes: bytes, messages, and bytes held at the peak.
+
+    ``held``  the micro-batches whose activations are held at a time.
+    """
     p, axes = m * k * n, {"x": m, "y": n, "z": k}
     total, weights, activations, widest = Cost(), 0, Fraction(0), Fraction(0)
     for layer in layers:
@@ -169,21 +183,32 @@ def step_cost(
         moves_y, wide_y = price_of_gather(y, after, axes)
         moved = moves_x + moves_w + moves_y  # forward
         moved += moves_x + moves_w + moves_y  # dX, dW, dY
-        held = x
+        saved = x
         if "x" in save:
-            held = wide_x
+            saved = wide_x
         else:
             moved += moves_x
         if "w" in save:
-            held += wide_w - w
+            saved += wide_w - w
         else:
             moved += moves_w
-        total += _times(moved, count)
+        total += times(moved, count)
         weights += count * inputs * outputs
-        activations += count * held
+        activations += count * saved
         widest = max(widest, wide_x + wide_w + wide_y)
-    held = Fraction(weights * (2 * itemsize + state), p) + activations + widest
-    return replace(total, memory=held)
+    memory = Fraction(weights * (2 * itemsize + state), p) + held * activations + widest
+    return replace(total, memory=memory)
+
+
+def in_stages(seconds: float, pipe: int, micros: int, hop: float) -> float:
+    """Estimate the seconds of 1F1B, given all those of a stage, and those of a message to the next.
+
+    >>> in_stages(8.0, 4, 8, 0.0)
+    11.0
+    """
+    # as many micro-batches as there are stages go and come while a stage computes as many
+    trips = 2 * (pipe - 1) * math.ceil(micros / pipe)
+    return seconds * (micros + pipe - 1) / micros + trips * hop
 
 
 def _gathers(playing: Mapping[str, str], role: str, *dims: str) -> tuple[DimMove, ...]:
@@ -192,8 +217,8 @@ def _gathers(playing: Mapping[str, str], role: str, *dims: str) -> tuple[DimMove
     return tuple(DimMove(axes, dim) for dim, axes in enumerate(found) if axes)
 
 
-def _times(cost: Cost, count: int) -> Cost:
-    """Return the cost of ``count`` equal products."""
+def times(cost: Cost, count: int) -> Cost:
+    """Return the cost of ``count`` equal products, or micro-batches."""
     along = tuple((axes, count * nbytes, count * n) for axes, nbytes, n in cost.along)
     return Cost(count * cost.bytes, count * cost.messages, cost.memory, along)
 

@@ -38,6 +38,11 @@ class Outline:
         return tuple(len(k) - 1 for _, alike in self.stacks for k in alike if len(k) > 1)
 
     @property
+    def depth(self) -> int:
+        """The number of equal layers, of the kind that has most: stages have one each at the least."""
+        return 1 + max(self.repeats, default=0)
+
+    @property
     def models(self) -> list[nn.Module]:
         """The smaller models whose figures make up the original's, see ``total``."""
         return [self.model(i) for i in range(1 + len(self.repeats))]
@@ -133,6 +138,15 @@ def elements(layers: Iterable[Layer]) -> int:
     32
     """
     return sum(layer.inputs * layer.outputs * layer.count for layer in layers)
+
+
+def width(layers: Iterable[Layer]) -> int:
+    """Return the features of what passes between equal layers.
+
+    >>> width([Layer(8, 24, count=2), Layer(8, 2, count=4), Layer(8, 4)])
+    8
+    """
+    return max(min(layer.inputs, layer.outputs) for layer in layers if layer.count > 1)
 
 
 def products(dims: Dimensions) -> Counter[Layer]:

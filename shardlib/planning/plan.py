@@ -31,8 +31,8 @@ from shardlib.placing import shard
 from shardlib.planning.cluster import Cluster, cluster_of, moving
 from shardlib.planning.explain import explain
 from shardlib.planning.explanation import size
-from shardlib.planning.grids import Grid3, factorizations, grids_text, step_cost
-from shardlib.planning.layer_dedup import Layer, Outline, all_products, elements, outline
+from shardlib.planning.grids import Grid3, factorizations, grids_text, in_stages, step_cost
+from shardlib.planning.layer_dedup import Layer, Outline, all_products, elements, outline, width
 from shardlib.tensor import raw_of
 
 RECIPES = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring")
@@ -435,15 +435,13 @@ class _Study:
         forward = self.outline.total([{"": _flops(m, self.sequence)} for m in self.models])
         self.flops = 3 * self.batch * forward[""]
         self.heads, self.keys = _heads(model), _keys(model)
-        self.depth = 1 + max(self.outline.repeats, default=0)
 
     def ways(self, ranks: int, names: Sequence[str], pipe: int | None = None) -> list[Strategy]:
         """List every recipe on every mesh that divides the sizes, with and without a pipeline."""
-        pipes = [n for n in _divisors(ranks) if n <= min(self.depth, _STAGES) and pipe in (None, n)]
         ways = [
             replace(way, mesh={"pipe": n, **way.mesh} if n > 1 else way.mesh)
-            for n in pipes
-            for data in _divisors(ranks // n)
+            for n in stage_counts(ranks, self.outline.depth, pipe)
+            for data in divisors(ranks // n)
             for way in _strategies(data, ranks // n // data)
         ]
         return [way for way in ways if way.recipe in names and self._divides(way)]
@@ -486,13 +484,10 @@ class _Study:
             seconds += turns / way.pipe
         seconds += self.flops / ranks / self.cluster.flops
         if way.pipe > 1:
-            width = min(min(layer.inputs, layer.outputs) for layer in self.layers)
-            whole = tokens * width * self.item / (m * n)
+            whole = tokens * width(self.layers) * self.item / (m * n)
             # as many micro-batches as hide the bubble: messages take their turns with stages
-            count = max(c for c in _divisors(self.batch // way.rows) if c <= 4 * way.pipe)
-            trips = 2 * (way.pipe - 1) * math.ceil(count / way.pipe)
-            seconds *= (count + way.pipe - 1) / count
-            seconds += trips * links["pipe"].seconds(whole / count)
+            count = max(c for c in divisors(self.batch // way.rows) if c <= 4 * way.pipe)
+            seconds = in_stages(seconds, way.pipe, count, links["pipe"].seconds(whole / count))
         if data > 1:
             link = links.get("data", links.get("s", self.cluster.between))
             # a ring all-reduce of gradients in buckets: (data - 1) / data of them, twice
@@ -511,7 +506,7 @@ class _Study:
         estimated from it, and the best estimate runs next, until the best is one that has run.
         Raises: BadArgument if the batch cannot be split into ``accumulate`` micro-batches.
         """
-        counts = [n for n in _divisors(self.batch // way.rows) if n >= self.least]
+        counts = [n for n in divisors(self.batch // way.rows) if n >= self.least]
         if not counts:
             raise _bad(
                 f"{self.batch} rows over {way.rows} parts make no {self.least} micro-batches",
@@ -646,7 +641,8 @@ class _Study:
             k: v / way.pipe if k.startswith(("own ", "reduced ")) else v for k, v in found.items()
         }
         # what is outside the layers, as an embedding and a head, may be on one stage
-        fewer = self.depth - math.ceil(self.depth / way.pipe)
+        depth = self.outline.depth
+        fewer = depth - math.ceil(depth / way.pipe)
         out["parameters"] -= fewer * found["layer"]
         out["saved"] *= min(way.accumulate, way.pipe) / way.pipe
         return out
@@ -760,7 +756,14 @@ def _order(found: Weighed) -> tuple[bool, float, float]:
     return not found.fits, found.seconds if found.fits else found.peak, found.peak
 
 
-def _divisors(n: int) -> list[int]:
+def stage_counts(ranks: int, depth: int, pipe: int | None = None) -> list[int]:
+    """List the numbers of stages to consider for a model of so many equal layers, or ``pipe``."""
+    most = min(depth, _STAGES)
+    return [n for n in divisors(ranks) if n <= most and pipe in (None, n)]
+
+
+def divisors(n: int) -> list[int]:
+    """List the divisors of a number."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 

@@ -1,11 +1,16 @@
 """Charts of a pipeline's schedule: a row for each rank, a column for each tick."""
 
 import html
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
+from typing import Any
 
-from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
+from shardlib.errors import BadArgument
+from shardlib.pipeline.schedules import Action, PipelineSchedule, PipelineTimeline, timeline
 from shardlib.seeing.canvas import Picture, Pieces, Shown, canvas, colours, tint
+from shardlib.seeing.timeline import Span, Timeline
 
 _NUMBERS = {"F": 0, "B": 1, "I": 1, "W": 2}  # of colours
 
@@ -89,24 +94,10 @@ class ScheduleChart(Shown):
 
     def picture(self) -> Picture:
         """Draw the chart to scale, the later stages of a rank paler; needs matplotlib."""
-        s = self.schedule
-        ticks = timeline(s).seconds
-        size = (max(4.0, 0.2 * ticks), 0.3 * s.size + 0.7)
+        s, line = self.schedule, timeline(self.schedule)
+        size = (max(4.0, 0.2 * line.seconds), 0.3 * s.size + 0.7)
         figure, axes = canvas("visualize", 1, 1, size, self.title())
-        panel = axes.flat[0]
-        for rank, row in enumerate(self.cells()):
-            at = 0
-            for a, wide in row:
-                if a is not None:
-                    colour = colours(1, _NUMBERS[a.kind])[0]
-                    pale = 0.65 if a.stage >= s.size else 1.0
-                    panel.barh(rank, wide, 0.9, at, color=colour, alpha=pale, ec="white", lw=0.4)
-                    where = (at + wide / 2, rank)
-                    look = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
-                    panel.text(*where, f"{a.kind}{a.micro}", **look)
-                at += wide
-        panel.set(xlim=(0, ticks), yticks=range(s.size), xlabel="ticks", ylabel="rank")
-        panel.invert_yaxis()
+        _bars(axes.flat[0], _rows(s, line), s.size, line.seconds, "ticks")
         return Picture(figure, self.title())
 
     def save(self, file: str) -> None:
@@ -119,3 +110,163 @@ class ScheduleChart(Shown):
 
 
 _CELL = "border:1px solid;padding:1px 4px;text-align:center"
+
+
+Bars = Mapping[str, Sequence[tuple[Action, float, float]]]
+"""Label of a row -> its actions, each with its begin and end."""
+
+
+@dataclass(frozen=True, repr=False)
+class StepChart:
+    """A recorded step of a pipeline: when each action ran, beside when it would at its mean cost.
+
+    ``schedule``   its table.
+    ``predicted``  the table's timeline, in seconds, where each kind of action of a stage takes as
+                   long as it took on average, and messages take no time.
+    ``measured``   of each rank, its actions; empty where one process ran all stages.
+    ``costs``      of each stage, its first and last layer and the mean seconds of each kind.
+    """
+
+    schedule: PipelineSchedule
+    predicted: PipelineTimeline
+    measured: Bars
+    costs: Mapping[int, tuple[str, Mapping[str, float]]]
+
+    @property
+    def seconds(self) -> float:
+        """The measured seconds from the first action's begin to the last one's end; else 0."""
+        return max((end for row in self.measured.values() for _, _, end in row), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The measured idle part of the ranks' time, from 0 to 1."""
+        busy = sum(end - begin for row in self.measured.values() for _, begin, end in row)
+        return 1 - busy / (len(self.measured) * self.seconds) if self.measured else 0.0
+
+    def titles(self) -> tuple[str, str]:
+        """Return what was predicted and what was measured."""
+        s, line = self.schedule, self.predicted
+        return (
+            f"{s.name} of {s.size} ranks, {s.micros} micro-batches, predicted: "
+            f"{_figures(line.seconds, line.bubble)}",
+            f"measured: {_figures(self.seconds, self.bubble)}",
+        )
+
+    def json(self) -> dict[str, Any]:
+        """Return the figures as plain values."""
+        return {
+            "name": self.schedule.name, "microbatches": self.schedule.micros,
+            "seconds": self.seconds, "bubble": self.bubble,
+            "predicted": {"seconds": self.predicted.seconds, "bubble": self.predicted.bubble},
+            "stages": [{"name": name, "seconds": dict(each)} for name, each in self.costs.values()],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = list(self.titles()[: 2 if self.measured else 1])
+        for stage, (name, each) in self.costs.items():
+            took = ", ".join(f"{kind} {1e3 * t:.3g} ms" for kind, t in each.items())
+            lines.append(f"stage {stage}   {name}: {took}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def picture(self) -> Picture:
+        """Draw the predicted step over the measured one; needs matplotlib."""
+        rows = [_rows(self.schedule, self.predicted), *[self.measured] * bool(self.measured)]
+        size = (9.0, 0.7 * len(rows) + 0.3 * sum(map(len, rows)))
+        figure, axes = canvas("visualize", len(rows), 1, size)
+        for panel, bars, title in zip(axes.flat, rows, self.titles(), strict=False):
+            wide = max(self.seconds, self.predicted.seconds)
+            _bars(panel, bars, self.schedule.size, wide, "seconds")
+            panel.set_title(title, fontsize=8)
+        return Picture(figure, self.titles()[0])
+
+    def save(self, file: str) -> None:
+        """Write the picture; needs matplotlib.
+
+        Raises: BadArgument as ``ScheduleChart.save`` does.
+        """
+        self.picture().save(file)
+
+
+def step_chart(line: Timeline) -> StepChart:
+    """Return the chart of the last step of a pipeline in a timeline, of all its ranks.
+
+    Raises: BadArgument where the timeline has no such step, or lacks the ranks of some stages.
+
+    >>> import torch, shardlib as sl; from torch import nn
+    >>> with sl.simulate(pipe=2):
+    ...     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ...     apply, params = sl.parallelize(net, [("*", "...")], stages=sl.Stages("pipe"))
+    ...     step = sl.value_and_grad(lambda p, x: apply(p, x).sum(), microbatches=2)
+    ...     with sl.seeing.timeline() as line:
+    ...         loss, grads = step(params, torch.ones(2, 4))
+    >>> chart = sl.seeing.step_chart(line)
+    >>> print(sl.visualize(chart.schedule))
+    1f1b of 2 ranks, 2 micro-batches: 9 ticks, 33.3 % idle, in flight 2 1
+    0  F0 F1 .  .  B0--- .  B1---
+    1  .  F0 B0--- F1 B1--- .  .
+    """
+    rows = _recorded(line)
+    places = {place: [a for a, _ in row] for (place, _), row in rows.items()}
+    ranks = {a.stage: place for place, row in places.items() for a in row}
+    if not rows or [*places] != [*range(len(places))] or {*ranks} != {*range(len(ranks))}:
+        why = "the timeline has no step of a pipeline with all its stages"
+        fix = "line = line.gathered()  # on all ranks, of a step inside `with timeline() as line`"
+        raise BadArgument(why, op="step_chart", fix=fix)
+    spans = [one for row in rows.values() for one in row]
+    took: dict[int, dict[str, list[float]]] = {s: defaultdict(list) for s in sorted(ranks)}
+    for a, s in spans:
+        took[a.stage][a.kind].append(s.seconds)
+    names = {a.stage: s.module for a, s in spans}
+    costs = {s: (names[s], {kind: mean(each) for kind, each in took[s].items()}) for s in took}
+    table = PipelineSchedule(
+        spans[0][1].type,
+        1 + max(a.micro for a, _ in spans),
+        tuple(ranks[s] for s in took),
+        tuple(map(tuple, places.values())),
+    )
+    zero = min(s.start for _, s in spans)
+    measured: Bars = {
+        str(rank): [(a, s.start - zero, s.end - zero) for a, s in row]
+        for (_, rank), row in rows.items()
+    }
+    simulated = len(measured) < len(rows)
+    predicted = timeline(table, lambda a: costs[a.stage][1][a.kind])
+    return StepChart(table, predicted, {} if simulated else measured, costs)
+
+
+def _recorded(line: Timeline) -> dict[tuple[int, int], list[tuple[Action, Span]]]:
+    """Return (place, rank) -> the actions of the last step in a timeline, as they began."""
+    found: dict[tuple[int, int], dict[Action, Span]] = defaultdict(dict)
+    for s in line.spans:
+        if s.is_action:
+            kind, stage, micro = s.name[0], *map(int, s.name[1:].split("."))
+            found[int(s.axis.partition("=")[2]), s.rank][Action(kind, stage, micro)] = s
+    return {at: sorted(found[at].items(), key=lambda one: one[1].start) for at in sorted(found)}
+
+
+def _figures(seconds: float, bubble: float) -> str:
+    return f"{1e3 * seconds:.4g} ms, {100 * bubble:.1f} % idle"
+
+
+def _rows(s: PipelineSchedule, line: PipelineTimeline) -> Bars:
+    return {
+        str(rank): [(a, line.begins[a], line.ends[a]) for a in row]
+        for rank, row in enumerate(s.tables)
+    }
+
+
+def _bars(panel: Any, rows: Bars, size: int, wide: float, unit: str) -> None:
+    """Draw a row for each rank, in a panel that shows so much time; of ``size`` places."""
+    for row, (_, actions) in enumerate(rows.items()):
+        for a, begin, end in actions:
+            colour = colours(1, _NUMBERS[a.kind])[0]
+            pale = 0.65 if a.stage >= size else 1.0
+            panel.barh(row, end - begin, 0.9, begin, color=colour, alpha=pale, ec="white", lw=0.4)
+            if end - begin > 0.015 * wide:
+                look = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+                panel.text((begin + end) / 2, row, f"{a.kind}{a.micro}", **look)
+    panel.set(xlim=(0, wide), xlabel=unit, ylabel="rank")
+    panel.set_yticks(range(len(rows)), [*rows])
+    panel.invert_yaxis()

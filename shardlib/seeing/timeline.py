@@ -59,6 +59,8 @@ class Span:
     ``line``    the user's line; for a gradient, the line of its operation.
     ``module``  path of the module whose forward runs.
     ``type``    of the result; for a collective, of the block that is sent.
+    ``axis``    of a collective.  A phase that is an action of a pipeline has its place here, as
+                "pipe=1", and its schedule as ``type``.
     ``bytes``   received per rank; for an operation, by the collectives inside it; so ``messages``.
     """
 
@@ -80,6 +82,11 @@ class Span:
     def way(self) -> str:
         """The pass that it belongs to: "forward" or "backward"."""
         return _WAYS[self.backward]
+
+    @property
+    def is_action(self) -> bool:
+        """Whether it is a phase that is an action of a pipeline."""
+        return self.kind == "phase" and "=" in self.axis
 
     @property
     def end(self) -> float:
@@ -270,10 +277,11 @@ class Timeline:
     def _lanes(self) -> Iterator[tuple[int, int, str, list[Span]]]:
         """Yield (rank, number, title, spans) of each track, in which spans nest or are apart."""
         for rank in sorted({*self.ranks, *(s.rank for s in self.spans)}):
-            own: dict[str, list[Span]] = {kind: [] for kind in ("phase", "operation", "collective")}
+            kinds = ("phase", "action", "operation", "collective")
+            own: dict[str, list[Span]] = {kind: [] for kind in kinds}
             for s in self.spans:
                 if s.rank == rank:
-                    own[s.kind].append(s)
+                    own["action" if s.is_action else s.kind].append(s)
             moving = _apart(own.pop("collective"))
             lanes = [(f"{kind}s", spans) for kind, spans in own.items() if spans]
             titles = ["collectives", *(f"collectives {i + 1}" for i in range(1, len(moving)))]
@@ -395,7 +403,8 @@ def _apart(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def _shade(s: Span) -> str:
-    return {"operation": s.way, "collective": s.name}.get(s.kind, "phase")
+    kind = "operation" if s.is_action else s.kind
+    return {"operation": s.way, "collective": s.name}.get(kind, "phase")
 
 
 def _order(s: Span) -> tuple[float, int]:
@@ -537,9 +546,9 @@ class Recording(Timeline, Trace):
         return Timeline, (self.spans, self.ranks, self.began)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Name a part of the step: ``with line.phase("update"): ...``."""
-        now = self.begin(Span(name, "phase", line=user_line()))
+    def phase(self, name: str, **about: Any) -> Iterator[None]:
+        """Name a part of the step, with other fields of its span: ``with line.phase("update"): ...``."""
+        now = self.begin(Span(name, "phase", line=user_line(), **about))
         try:
             yield
         finally:

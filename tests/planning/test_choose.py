@@ -11,6 +11,7 @@ import shardlib as sl
 from shardlib.planning.grids import factorizations
 from tests.ops.cases import cube_words
 from tests.planning.test_grids import MLP, Block
+from tests.planning.test_plan import GPT, RIG, SLOW, GPTConfig
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 9, 12, 16, 64, 512])
@@ -100,3 +101,45 @@ def test_a_model_that_cannot_be_run_is_chosen_for_by_its_sizes() -> None:
     with pytest.raises(sl.errors.Unsupported, match="what feeds what in Odd is not known") as e:
         sl.choose(Odd(), 4, batch=64)
     assert eval(e.value.fix, {"sl": sl}).mesh == sl.choose([(8, 32), (32, 8)], 8, batch=64).mesh
+
+
+def test_behind_slow_links_layers_are_on_different_ranks() -> None:
+    """Where links are fast a bubble is not worth it."""
+    model = GPT(GPTConfig(vocab=64, ctx=64, layers=8, heads=4, embed=128))
+    how = {"batch": 64, "sequence": 64, "heads": 4, "flops": RIG.flops}
+    slow, none, fast = (
+        sl.choose(model, 8, links=links, pipe=pipe, **how)
+        for links, pipe in ((SLOW, None), (SLOW, 1), (sl.planning.Link(5e-6, 5e-12), None))
+    )
+    assert slow.mesh["pipe"] in (2, 4) and slow.best.seconds < 0.5 * none.best.seconds
+    assert slow.recipe is sl.recipes.cube3d and "pipe=4 data=2" in str(slow)
+    assert "pipe" not in fast.mesh and none.best in slow.table
+
+
+@pytest.mark.parametrize("grid", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_a_stage_moves_what_its_grid_says(grid: tuple[int, int, int]) -> None:
+    m, k, n = grid
+    model = torch.nn.Sequential(*(MLP(48) for _ in range(8)))
+    found = sl.choose(model, 8, batch=32, flops=1e9, pipe=4)
+    like = (g for g in found.table if (g.m, g.k, g.n, g.save, g.mlp) == (m, k, n, "", "mnk"))
+    best = next(like)
+    with sl.simulate(**best.mesh), sl.algorithm(matmul="mm3"):
+        rules = sl.recipes.cube3d(model)
+        apply, params = sl.parallelize(model, rules, stages=sl.Stages("pipe"))
+        x = sl.shard(torch.randn(32, 48), f"{rules.tokens.rsplit(' ', 1)[0]} z")
+        f = lambda p, x: apply(p, x).sum()  # noqa: E731
+        told = sl.explain(f, params, (x,), microbatches=best.micros)
+    along: dict[str, float] = {}
+    for axes, nbytes, _ in best.cost.along:
+        along[" ".join(axes)] = along.get(" ".join(axes), 0) + nbytes
+    # a rank between two others gets and sends what the first and the last have half of
+    assert along.pop("pipe") * 3 / 4 == told.sent.bytes
+    moved = [sum(t.bytes for t in s.moved.values()) for s in told.stages]
+    assert sum(along.values()) == best.micros * moved[1] == best.micros * moved[2]
+
+
+def test_stages_are_made_of_blocks() -> None:
+    with pytest.raises(sl.ShardError, match="no grid of 4 ranks in 2 stages divides"):
+        sl.choose([(8, 32), (32, 8)], 4, batch=8, pipe=2)
+    with pytest.raises(sl.ShardError, match="pipe=0"):
+        sl.choose(MLP(48), 4, batch=8, pipe=0)

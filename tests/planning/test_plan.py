@@ -219,6 +219,10 @@ def test_behind_slow_links_layers_are_on_different_ranks() -> None:
     assert found.best is not None and none.best is not None
     assert found.best.way.pipe in (2, 4) and found.best.seconds < none.best.seconds
     assert f"pipe={found.best.way.pipe}" in str(found) and "micro-batches" in str(found)
+    # by formulas alone
+    grid = sl.choose(model, 8, batch=64, sequence=64, links=SLOW, flops=RIG.flops).best
+    assert grid.pipe == found.best.way.pipe
+    assert grid.seconds == pytest.approx(found.best.seconds, rel=0.15)
     fast = sl.planning.plan(model, 8, batch=8, sequence=64, pipe=4).best
     assert fast is not None and fast.way.pipe == 4
 
