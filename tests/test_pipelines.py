@@ -181,12 +181,20 @@ def test_guessed_inputs_have_the_rank_of_their_layout() -> None:
         assert "0 | 1" in str(apply.stages)
 
 
+def _beside(f: Any) -> Any:
+    """Add another module's call to a loss."""
+    other, params = sl.parallelize(nn.Linear(6, 6), RULES)
+    return lambda p, x, y: f(p, x, y) + other(params, x.float()).mean()
+
+
 Loss = Callable[..., Any]
 HEAD = "blocks.0.weight"
 REFUSED: dict[str, tuple[Callable[[Any], Loss], dict[str, Any], str]] = {
     "rows": (lambda f: f, {"microbatches": 3}, "8 rows are not 3 equal micro-batches"),
     "aux": (lambda f: lambda *a: (f(*a), 0), {"has_aux": True}, "give one loss"),
     "twice": (lambda f: lambda *a: f(*a) + f(*a), {}, "calls one module with stages, once"),
+    "other": (_beside, {}, "once, and no other module"),
+    "number": (lambda f: lambda *a: 1.0 * bool(f(*a).shape), {}, "a float, and no tensor in it"),
     "none": (lambda f: lambda p, *_: p[HEAD].sum(), {}, "calls no module that has stages"),
     "read": (lambda f: lambda p, *a: f(p, *a) + p[HEAD].sum(), {}, "at pipe=1, and the module"),
 }
@@ -265,8 +273,8 @@ def test_a_misuse_is_refused_by_name(name: str) -> None:
         sl.value_and_grad(lambda p, x: apply(p, x).mean(), microbatches=2)(params, *batch)
 
 
-def _paired() -> tuple[nn.Module, type]:
-    """A module whose blocks pass a dataclass, and that class."""
+def _paired(between: bool) -> tuple[nn.Module, type]:
+    """A module of two blocks with a dataclass between them or as its result, and that class."""
 
     @dataclass
     class Pair:
@@ -278,24 +286,28 @@ def _paired() -> tuple[nn.Module, type]:
             x = x if isinstance(x, Pair) else Pair(x, x)
             return Pair(super().forward(x.a), x.b)
 
-    class First(nn.Sequential):
+    class Outer(nn.Sequential):
         def forward(self, x: Any) -> Any:
-            return super().forward(x).a
+            out = super().forward(x)
+            return out.a if between else Pair(out, out)
 
-    return First(*(Paired(8, 8) for _ in range(2))), Pair
+    return Outer(*((Paired if between else nn.Linear)(8, 8) for _ in range(2))), Pair
 
 
-def test_a_dataclass_between_blocks_is_refused_unless_it_is_registered() -> None:
+@pytest.mark.parametrize("between", [True, False])
+def test_a_dataclass_of_tensors_is_refused_unless_it_is_registered(between: bool) -> None:
     stages = sl.Stages("pipe", example=X)
+    loss = lambda out: (out if between else out.b).mean()  # noqa: E731
     with sl.simulate(pipe=2):
-        with pytest.raises(sl.ShardError, match="0 returns a Pair, whose tensors are not known"):
-            model, Pair = _paired()  # noqa: RUF059 the fix names it
+        why = f"{'0' if between else 'the function'} returns a Pair, whose tensors are not known"
+        with pytest.raises(sl.ShardError, match=why):
+            model, Pair = _paired(between)  # noqa: RUF059 the fix names it
             sl.parallelize(model, RULES, stages=stages)
-        model, registered = _paired()
+        model, registered = _paired(between)
         torch.export.register_dataclass(registered)
         apply, params = sl.parallelize(model, RULES, stages=stages)
-        run = sl.value_and_grad(lambda p, x: apply(p, x).mean(), microbatches=2)
-        assert run(params, X)[0].item() == pytest.approx(model(X).mean().item(), rel=1e-5)
+        run = sl.value_and_grad(lambda p, x: loss(apply(p, x)), microbatches=2)
+        assert run(params, X)[0].item() == pytest.approx(loss(model(X)).item(), rel=1e-5)
 
 
 def test_an_array_is_not_cut_without_stages_either() -> None:

@@ -225,11 +225,12 @@ class Apply(Calls):
             # parts of flat buckets, which are gathered when they are read
             with opened() as whole:
                 return self(whole, *args, **kwargs)
+        stage = scope().call.stage
+        if stage is not None:
+            stage.entered(self.stages)
         if self.stages is not None:
-            stage = scope().call.stage
             if stage is None:
                 return self.stages.forward(params, args, kwargs)
-            stage.entered(self.stages)
             params = self.stages.completed(params)
         mesh = next((p.mesh for p in params.values() if isinstance(p, ShardedTensor)), self.mesh)
         if mesh is self.mesh:

@@ -78,8 +78,8 @@ def _indexed(b: Bound) -> Labels:
     """Label x[...]: dimensions taken whole are rows, and so are those of the indices."""
     x, index = b["input"], b["index"]
     index = entries(index)
-    if any(isinstance(i, list) for i in index) or index.count(Ellipsis) > 1:
-        raise Unfit("lists")
+    if index.count(Ellipsis) > 1:
+        raise Unfit("an Ellipsis twice")
     mine: list[Any] = []
     out: Labels = {}
     for i in indexed_dims(index, x.ndim):
@@ -130,7 +130,10 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
         return _at(x, given) if _numbered(x, given) else piece(func, args, kwargs)
     if not isinstance(x, ShardedTensor):
         raise Unfit("a plain tensor")
+    listed = any(isinstance(i, list) for i in given)
     given = tuple(_everywhere(i, x) for i in given)
+    if listed:
+        return x[given]
     picks = [i for i in given if isinstance(i, Tensor)]
     for i in picks:
         if i.dtype not in (torch.int64, torch.int32) and not _is_mask(i):
@@ -461,7 +464,8 @@ def _adds_in_place(x: ShardedTensor, dim: int, index: ShardedTensor, source: Sha
 def _everywhere(i: Any, x: ShardedTensor) -> Any:
     """Wrap a plain index as one that is the same on every rank."""
     if isinstance(i, list):
-        i = torch.as_tensor(i, device=x.raw.device)
+        # not made on the device: a plan knows the values of what it copies there
+        i = torch.as_tensor(i, device="cpu").to(x.raw.device)
     if isinstance(i, Tensor) and not isinstance(i, ShardedTensor):
         return replicated(i, x.mesh)
     return i

@@ -29,6 +29,7 @@ from shardlib.pipeline.forward import (
     UnitCall,
     WholeForward,
     block_of_output,
+    refuse_unregistered,
     with_raw,
 )
 from shardlib.pipeline.units import dealt
@@ -176,6 +177,9 @@ class Cutting:
         out: list[Any] = []
         with within(stage=whole):
             ends = self._run(whole.flow, lambda found: out.append(found) or found)
+            refuse_unregistered("the function", tree_flatten(out[0])[0])
+            if not ends:
+                raise _error(f"the function returns a {type(out[0]).__name__}, and no tensor in it")
             for x in ends:
                 whole.flow.read(x, None)
             return whole.flow.of(ends), out[0]

@@ -155,9 +155,9 @@ class UnitForward:
         return UnitCall(unit, turn)
 
     def entered(self, pipeline: object) -> None:
-        """Begin a call of a module with stages.  Raises: ShardError for a second one."""
-        if self.turns or self.pipeline not in (None, pipeline):
-            why = "a loss calls one module with stages, once"
+        """Begin a call of a module with stages.  Raises: ShardError for a second one, or another."""
+        if pipeline is None or self.turns or self.pipeline not in (None, pipeline):
+            why = "a loss calls one module with stages, once, and no other module"
             fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
             raise ShardError(why, op="value_and_grad", fix=fix)
 
@@ -263,11 +263,12 @@ class WholeForward(UnitForward):
     ) -> None:
         leaves, tree = tree_flatten(out)
         self.flow.hand_over((raw_of(x) for x in leaves if isinstance(x, Tensor)), around)
-        _refuse_unregistered(call, leaves)
+        refuse_unregistered(call, leaves)
         self.calls.returned[call] = Returned(tuple(map(spec_of, leaves)), tree, draws)
 
 
-def _refuse_unregistered(call: UnitCall, leaves: Iterable[object]) -> None:
+def refuse_unregistered(call: object, leaves: Iterable[object]) -> None:
+    """Refuse results of a call that hold tensors where torch's trees find none."""
     for x in leaves:
         if is_dataclass(x) and any(isinstance(t, Tensor) for t in vars(x).values()):
             kind = type(x).__name__

@@ -180,6 +180,11 @@ def schedule(name: str, p: int, m: int, v: int = 1) -> PipelineSchedule:
     return found
 
 
+def registered(name: str) -> object:
+    """Return what stands for a schedule until its name is registered anew."""
+    return _MAKERS.get(name)
+
+
 def offered(v: int) -> Iterator[tuple[str, int]]:
     """List every schedule, and its number of stages per rank: its own, or ``v`` where it takes any."""
     for name, maker in _MAKERS.items():

@@ -32,7 +32,7 @@ from shardlib.optim.transform import Transform
 from shardlib.pipeline.cut import Cut, Cutting, Params
 from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.prices import explained
-from shardlib.pipeline.schedules import PipelineSchedule, offered, placing, schedule
+from shardlib.pipeline.schedules import PipelineSchedule, offered, placing, registered, schedule
 from shardlib.pipeline.step import PipelineStep, Traffic, forward_only
 from shardlib.pipeline.units import blocks_of, units_of
 from shardlib.planning.cluster import Cluster, cluster_of
@@ -103,10 +103,6 @@ class Stages:
             inner.outer.hold(pipeline, holders, here, frozen_here)
         return apply, params
 
-    def table(self, mesh: Mesh, micros: int) -> PipelineSchedule:
-        """Return the schedule of so many micro-batches."""
-        return schedule(self.schedule, mesh.axes[self.axis], micros, self.per_rank)
-
     def _blocks(self, module: nn.Module) -> list[str]:
         names = list(self.blocks or blocks_of(module))
         known = dict(module.named_modules())
@@ -157,7 +153,7 @@ class Pipeline:
     ``apply``   the call of the module.
     ``first``   the cut of its forward on example inputs.
     ``cuts``    function, shapes, modes and hooks -> the cuts, one for each branch.
-    ``traffic`` the cuts of a step's micro-batches -> their messages.
+    ``traffic`` the schedule and the cuts of a step's micro-batches -> their messages.
     ``absent``  mesh -> what stands for parameters of other stages there.
     """
 
@@ -172,7 +168,7 @@ class Pipeline:
     apply: Any = None
     first: Cut = field(init=False)
     cuts: dict[Any, list[Branch]] = field(default_factory=dict)
-    traffic: dict[tuple[Cut, ...], Traffic] = field(default_factory=dict)
+    traffic: dict[tuple[object, tuple[Cut, ...]], Traffic] = field(default_factory=dict)
     absent: dict[Mesh, dict[str, Tensor]] = field(default_factory=dict)
 
     @property
@@ -285,6 +281,18 @@ class Pipeline:
 
     # ------------------------------------------------------------ runs
 
+    def _table(self, micros: int) -> PipelineSchedule:
+        """Return the schedule of so many micro-batches.  Raises: ShardError for other ranks."""
+        name, axis = self.stages.schedule, self.stages.axis
+        table = schedule(name, self.mesh.axes[axis], micros, self.stages.per_rank)
+        if table.ranks != tuple(self.ranks):
+            why = (
+                f"{name!r} was registered anew, with stages on other ranks than when they were cut"
+            )
+            fix = f"sl.parallelize(module, rules, stages=sl.Stages({axis!r}, schedule={name!r}))"
+            raise ShardError(why, op="value_and_grad", mesh=self.mesh, fix=fix)
+        return table
+
     def completed(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters with NaN for those of other stages, in the memory of one element."""
         if len(params) == len(self.whole):
@@ -302,10 +310,11 @@ class Pipeline:
         """Run forward and backward of every micro-batch; gradients are added to ``sums``."""
         _refuse_all_frozen(params, self)
         cuts = self.cuts_for(f, batch)
-        if (traffic := self.traffic.get(cuts)) is None:
-            traffic = Traffic(cuts, self.stages.table(self.mesh, batch.count), self.inner)
+        key = registered(self.stages.schedule), cuts
+        if (traffic := self.traffic.get(key)) is None:
+            traffic = Traffic(cuts, self._table(batch.count), self.inner)
             # of the last steps, since branches on values may combine in many ways
-            self.traffic = {**dict([*self.traffic.items()][-15:]), cuts: traffic}
+            self.traffic = {**dict([*self.traffic.items()][-15:]), key: traffic}
         return PipelineStep(self, f, traffic, batch, sums).run()
 
     def explained(
@@ -318,7 +327,7 @@ class Pipeline:
     ) -> PipelineExplanation:
         """Explain a step, see ``shardlib.pipeline.prices``."""
         cuts = self.cuts_for(f, batch)
-        table = self.stages.table(self.mesh, batch.count)
+        table = self._table(batch.count)
         with _drafted(self.paper, *batch[0]) as (_, given):
             return explained(self, f, given, cuts, table, tx, cluster, parts)
 

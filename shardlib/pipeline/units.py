@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from shardlib.errors import ShardError
 
@@ -48,7 +49,9 @@ def _lists(module: nn.Module, path: str, least: int) -> list[str]:
     for name, child in module.named_children():
         at = f"{path}.{name}".lstrip(".")
         items = list(child.children())
-        alike = len(items) >= least and len({type(i) for i in items}) == 1
+        # parametrized modules, as by weight_norm, have a class each
+        kinds = set(map(type_before_parametrizations, items))
+        alike = len(items) >= least and len(kinds) == 1
         a_list = isinstance(child, nn.ModuleList | nn.Sequential)
         if a_list and alike and next(items[0].parameters(), None) is not None:
             found.append(at)

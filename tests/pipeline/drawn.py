@@ -48,8 +48,9 @@ class Case:
     per_rank: int
     cut: Any
     micros: int
-    rows: int
+    rows: tuple[int, ...]  # of each step
     batch: str  # "plain", or "placed" by its owner on the whole mesh
+    call: str  # "dict": the batch is one argument, "named" or "listed": each input is one
     weighed: bool
     depth: int
     loops: int
@@ -62,7 +63,13 @@ class Case:
     dropout: float
     remat: str
     frozen: float
-    steps: int
+    training: tuple[bool, ...]  # the mode of each step
+    looks: bool  # whether forward is called between steps
+    zero: int  # -1: nothing is trained, 0: without zero, or zero's stage
+
+    @property
+    def steps(self) -> int:
+        return len(self.rows)
 
     def text(self) -> str:
         """Print it in one line."""
@@ -82,7 +89,7 @@ REAL: dict[int, list[dict[str, int]]] = {
 
 def draw(seed: int, mesh: dict[str, int] | None = None, split: bool = False) -> Case:
     """Draw a case, of a given mesh or of any; ``split``: of the schedules in ``SPLIT`` too."""
-    r = random.Random(seed)
+    r, more = random.Random(seed), random.Random(-1 - seed)
     mesh = mesh or r.choice(MESHES)
     p = mesh["pipe"]
     schedule = r.choice(["gpipe", "1f1b", "1f1b", "interleaved", *(SPLIT if split else ())])
@@ -102,15 +109,22 @@ def draw(seed: int, mesh: dict[str, int] | None = None, split: bool = False) -> 
     layouts = ["whole", *(["megatron", "megatron", "some"] if "x" in mesh else [])]
     layouts += ["fsdp"] if "data" in mesh else []
     dropout = r.choice([0.0, 0.0, 0.0, 0.3])
+    layout = r.choice(["2d", "whole"]) if "y" in mesh else r.choice(layouts)
+    rows = micros * mesh.get("data", 1) * mesh.get("x", 1) * r.choice([1, 2])
+    if more.random() < 0.25:
+        depth = more.randint(min(depth, 16), 16)
+    steps = more.choice([1, 1, 2, 3])
+    zeros = [-1, -1, -1, 0, *([1, 2, 3] if "data" in mesh and layout != "fsdp" else [])]
     return Case(
         seed=seed,
         mesh=mesh,
-        layout=r.choice(["2d", "whole"]) if "y" in mesh else r.choice(layouts),
+        layout=layout,
         schedule=schedule,
         per_rank=per_rank,
         cut=cut,
         micros=micros,
-        rows=micros * mesh.get("data", 1) * mesh.get("x", 1) * r.choice([1, 2]),
+        rows=tuple(rows * more.choice([1, 1, 2]) for _ in range(steps)),
+        call=more.choice(["dict", "named", "listed"]),
         batch=r.choice(["plain", "placed"]) if not dropout else "plain",
         weighed=r.random() < 0.3,
         depth=depth,
@@ -126,7 +140,9 @@ def draw(seed: int, mesh: dict[str, int] | None = None, split: bool = False) -> 
         dropout=dropout,
         remat=r.choice(["", "", "", "full", "products", "host", "around", "torch"]),
         frozen=r.choice([0, 0, 0, 0.3, 0.8]),
-        steps=r.choice([1, 1, 2]),
+        training=tuple(more.random() < 0.7 for _ in range(steps)),
+        looks=more.random() < 0.3,
+        zero=more.choice(zeros),
     )  # fmt: skip
 
 
@@ -273,11 +289,11 @@ def loss_of(case: Case, f: Callable[..., Any], batch: dict[str, Any]) -> Any:
 def batches(case: Case) -> Iterator[dict[str, Any]]:
     """Draw the batch of each step."""
     g = torch.Generator().manual_seed(case.seed)
-    while True:
+    for rows in case.rows:
         yield {
-            "ids": torch.randint(VOCAB, (case.rows,), generator=g),
-            "x": torch.randn(case.rows, 8, generator=g).double(),
-            "counts": (torch.rand(case.rows, generator=g) < 0.7).double(),
+            "ids": torch.randint(VOCAB, (rows,), generator=g),
+            "x": torch.randn(rows, 8, generator=g).double(),
+            "counts": (torch.rand(rows, generator=g) < 0.7).double(),
             "factor": 0.5,
         }
 
@@ -289,10 +305,10 @@ Step = tuple[float, dict[str, Tensor]]
 
 
 def alone(case: Case) -> list[Step]:
-    """Run the steps in one process; where the module draws, with ``microbatches=``."""
+    """Run the steps in one process; where the module draws or is trained, as ``stepped`` does."""
     net, data = module(case), batches(case)
     trained = {n: p for n, p in net.named_parameters() if p.requires_grad}
-    if case.dropout:
+    if case.dropout or case.zero >= 0:
         with sl.simulate(one=1):
             apply, params = sl.parallelize(net, [("*", "...")])
             return stepped(case, apply, params, net, data)
@@ -307,23 +323,72 @@ def alone(case: Case) -> list[Step]:
 
 
 def stepped(case: Case, apply: Any, params: Any, net: nn.Module, data: Any) -> list[Step]:
-    """Run the steps of a module that was parallelized; return the gradients that are held here."""
+    """Run the steps of a module that was parallelized.
+
+    Return the gradients that are held here, or where it is trained, the parameters.
+    """
     for n, p in net.named_parameters():
         if n in params:
             params[n].requires_grad_(p.requires_grad)
-    weigh = (lambda batch: batch["counts"].sum()) if case.weighed else None
-    step = sl.value_and_grad(
-        lambda p, batch: loss_of(case, partial(apply, p), batch),
-        microbatches=case.micros,
-        weigh=weigh,
-    )
+    tx, into = optimizer(case)
+    kept: Any = tx.shard(params) if case.zero == 3 and into else params
+    state = tx.init(kept)
+    step, given = called(case, apply, into)
     torch.manual_seed(case.seed)
     found = []
-    for _ in range(case.steps):
-        loss, grads = step(params, next(data))
-        whole = {n: sl.unshard(g).detach() for n, g in grads.items() if g is not None}
-        found.append((float(loss), whole))
+    for training, batch in zip(case.training, data, strict=True):
+        apply.module.train(training)
+        loss, grads = step(kept, *given(batch))
+        if case.looks and case.zero < 0:
+            looked(case, apply, params, net, batch)
+        if case.zero >= 0:
+            kept, state, _ = sl.optim.step(tx, kept, grads, state)
+        found.append((float(loss), whole_of(grads if case.zero < 0 else kept)))
     return found
+
+
+def called(case: Case, apply: Any, into: Any) -> tuple[Any, Callable[..., Any]]:
+    """Make the step, and what makes its arguments of a batch."""
+    names = ("ids", "x", "counts", "factor")
+    batch_of = lambda a: a[0] if case.call == "dict" else dict(zip(names, a, strict=True))  # noqa: E731
+    step = sl.value_and_grad(
+        lambda p, *a: loss_of(case, partial(apply, p), batch_of(a)),
+        microbatches=case.micros,
+        weigh=(lambda *a: batch_of(a)["counts"].sum()) if case.weighed else None,
+        **into,
+    )
+    return step, lambda batch: (batch,) if case.call == "dict" else [batch[n] for n in names]
+
+
+def optimizer(case: Case) -> tuple[Any, dict[str, Any]]:
+    """Make a clipped AdamW, and what a step takes of it; ``eps`` keeps what rounds to zero small."""
+    tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.1), sl.optim.adamw(1e-2, eps=1e-3))
+    if case.zero < 1 or "data" not in sl.current_mesh():
+        return tx, {}
+    tx = sl.optim.zero(tx, axis="data", stage=case.zero)
+    return tx, {"into": tx}
+
+
+def whole_of(tree: Any) -> dict[str, Tensor]:
+    """Return the whole tensors of gradients or parameters, which zero may have split."""
+    with tree.opened() if hasattr(tree, "opened") else nullcontext(tree) as held:
+        return {n: sl.unshard(x).detach().clone() for n, x in held.items() if x is not None}
+
+
+def looked(case: Case, apply: Any, params: Any, net: nn.Module, batch: dict[str, Any]) -> None:
+    """Compare a forward between two steps with the module's; it draws nothing, and leaves nothing."""
+    before = apply.module.training
+    apply.module.eval()
+    with torch.no_grad():
+        mine = apply(params, batch["ids"], batch["x"], factor=batch["factor"])
+        whole = {
+            k: sl.unshard(v) if isinstance(v, sl.ShardedTensor) else v for k, v in batch.items()
+        }
+        want = net.eval()(whole["ids"], whole["x"], factor=whole["factor"])
+    mine, want = (y["y"] if isinstance(y, dict) else y for y in (mine, want))
+    apply.module.train(before)
+    off = float((sl.unshard(mine) - want).abs().max())
+    assert off <= NEAR * max(1.0, float(want.abs().max())), f"a forward is off by {off}"
 
 
 def piped(case: Case, stages: bool = True) -> tuple[list[Step], Any]:

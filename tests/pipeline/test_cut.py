@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -111,31 +112,39 @@ def test_tensors_that_pass_otherwise_than_as_results_are_refused(way: str) -> No
 class _Branches(nn.Module):
     """A forward that takes another branch where its mask has no zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self, holes: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.embed = nn.Embedding(8, 4)
+        self.embed, self.holes = nn.Embedding(8, 4), holes
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
         self.masked = nn.Linear(4, 4)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         x = self.embed(ids)
         for i, block in enumerate(self.blocks):
-            if i == 2 and not mask.bool().all():
+            if i == 2 and self.holes(mask):
                 x = self.masked(x) * mask[..., None]
             x = x + block(x).tanh()
         return x
 
 
-def test_a_forward_that_branches_on_values_is_cut_for_each_branch() -> None:
+@pytest.mark.parametrize(
+    "holes",
+    # the second is transformers' question whether ids are padded
+    [lambda mask: not mask.bool().all(), lambda mask: 0 in mask[:, [-1, 0]]],
+    ids=["all", "listed"],
+)
+def test_a_forward_that_branches_on_values_is_cut_for_each_branch(
+    holes: Callable[[Tensor], Any],
+) -> None:
     torch.manual_seed(0)
-    net, ids = _Branches().double(), torch.randint(0, 8, (4, 3))
+    net, ids = _Branches(holes).double(), torch.randint(0, 8, (4, 3))
     ones = torch.ones(4, 3, dtype=torch.long)
-    holes = ones.index_fill(1, torch.tensor(2), 0)
-    stages = sl.Stages("pipe", example=(ids, holes))
+    zeros = ones.index_fill(1, torch.tensor(2), 0)
+    stages = sl.Stages("pipe", example=(ids, zeros))
     with sl.simulate(pipe=2):
         apply, params = sl.parallelize(net, [("*", "...")], stages=stages)
         step = sl.value_and_grad(lambda p, *b: apply(p, *b).square().mean(), microbatches=2)
-        for mask in (ones, holes, ones, holes, torch.cat([ones[:2], holes[:2]])):
+        for mask in (ones, zeros, ones, zeros, torch.cat([ones[:2], zeros[:2]])):
             net.zero_grad()
             sum(
                 net(*b).square().mean() / 2 for b in zip(ids.chunk(2), mask.chunk(2), strict=True)

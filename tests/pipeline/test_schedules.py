@@ -347,6 +347,37 @@ def test_a_schedule_of_one_s_own_is_used_by_its_name(register: Any) -> None:
     assert table(schedule("backwards", 1, 1)) == [["F0.0", "B0.0"]]
 
 
+def test_a_step_runs_the_schedule_that_its_name_has_then(register: Any) -> None:
+    """One that places stages on other ranks than when the module was cut is refused."""
+    import torch
+    from torch import nn
+
+    order: list[str] = []
+
+    def named(kinds: str, **how: Any) -> None:
+        @register("mine", stages_per_rank=1, **how)
+        def mine(p: int, m: int, v: int) -> Any:
+            order.append(kinds)
+            ranks = how.get("ranks", range)(p, 1)
+            return [[(kind, ranks.index(r), 0) for kind in kinds] for r in range(p)]
+
+    named("FB", ranks=lambda p, v: [*range(p)])
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(2)])
+    with sl.simulate(pipe=2):
+        stages = sl.Stages("pipe", schedule="mine", example=torch.ones(1, 2))
+        apply, params = sl.parallelize(model, [("*", "...")], stages=stages)
+        step = sl.value_and_grad(lambda p, x: apply(p, x).mean(), microbatches=1)
+        for kinds in ("FB", "FB", "FIW", "FB"):
+            named(kinds, ranks=lambda p, v: [*range(p)])
+            step(params, torch.ones(1, 2))
+        assert order == ["FB", "FB", "FIW", "FB"]
+        step(params, torch.ones(1, 2))
+        assert order == ["FB", "FB", "FIW", "FB"]
+        named("FB", ranks=lambda p, v: [*range(p)][::-1])
+        with pytest.raises(sl.ShardError, match="registered anew, with stages on other ranks"):
+            step(params, torch.ones(1, 2))
+
+
 FAULTY = {
     "F0.0 B0.0 B0.0 | F1.0 B1.0": "stage 0 has for micro-batch 0 'F B B', not 'F B' or 'F I W'",
     "F0.0 | F1.0 B1.0": "stage 0 has for micro-batch 0 'F', not",

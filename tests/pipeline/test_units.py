@@ -26,6 +26,13 @@ def test_units_are_the_blocks_and_the_modules_around_them() -> None:
     assert units_of(net, blocks) == ["embed", *blocks, "body.norm", "head"]
 
 
+def test_blocks_with_parametrized_weights_are_alike() -> None:
+    """torch gives each of them a class of its own."""
+    normed = nn.utils.parametrizations.weight_norm
+    model = nn.ModuleDict({"h": nn.ModuleList(normed(nn.Linear(4, 4)) for _ in range(3))})
+    assert blocks_of(model) == ["h.0", "h.1", "h.2"]
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 7))
 def test_blocks_are_dealt_with_the_least_largest_sum(costs: list[int], parts: int) -> None:
     if parts > len(costs):
