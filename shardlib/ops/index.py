@@ -1,5 +1,6 @@
 """Indexing by tensors: along an indexed dimension operands are whole, all others are rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -135,10 +136,7 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
     if listed:
         return x[given]
     picks = [i for i in given if isinstance(i, Tensor)]
-    for i in picks:
-        if i.dtype not in (torch.int64, torch.int32) and not _is_mask(i):
-            why = f"tensors used as indices are int64, int32, uint8 or bool, not {i.dtype}"
-            raise call_error(OutOfRange, why, "getitem", tensor=x, index=i)
+    _refuse_dtypes(x, picks)
     index = given if isinstance(index, tuple) else given[0]
     masked = any(map(_is_mask, picks))
     if masked:
@@ -156,6 +154,14 @@ def getitem(func: Func, args: Args, kwargs: Kwargs) -> object:
         # torch treats 0-dim indices as numbers, so its result is a view
         link(x.raw, out.raw)
     return out
+
+
+def _refuse_dtypes(x: ShardedTensor, picks: Sequence[Tensor]) -> None:
+    """Refuse tensors that are neither positions nor masks."""
+    for i in picks:
+        if i.dtype not in (torch.int64, torch.int32) and not _is_mask(i):
+            why = f"tensors used as indices are int64, int32, uint8 or bool, not {i.dtype}"
+            raise call_error(OutOfRange, why, "getitem", tensor=x, index=i)
 
 
 def _sized(x: ShardedTensor, given: tuple[Any, ...]) -> None:

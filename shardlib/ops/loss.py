@@ -415,8 +415,16 @@ def _how(func: Func, given: dict[str, Any]) -> str:
     return reduction
 
 
-def _of_rows(given: Bound, how: str, losses: Callable[[Bound], Any]) -> Any:
-    """Compute the losses of rows and reduce them: those of half precision in fp32, rounded once."""
+def _of_rows(
+    given: Bound,
+    how: str,
+    losses: Callable[[Bound], Any],
+    own: Callable[[Place], Any] | None = None,
+) -> Any:
+    """Compute the losses of rows and reduce them: those of half precision in fp32, rounded once.
+
+    ``own``  torch's own loss, with its place; it serves where every rank has all rows.
+    """
     # torch computes with an integer operand in another dtype, but for a target
     read = [
         v
@@ -425,6 +433,10 @@ def _of_rows(given: Bound, how: str, losses: Callable[[Bound], Any]) -> Any:
     ]
     (dtype, *others) = {v.dtype for v in read}
     half = dtype in HALF and not others and how != "none"
+    if own is not None and not half and how in ("mean", "sum"):
+        place = _whole_loss(given)
+        if place is not None:
+            return own(place)
     if half:
         given = {k: v.float() if getattr(v, "dtype", 0) == dtype else v for k, v in given.items()}
     out = _REDUCED[how](losses(given | {"reduction": "none"}), given)
@@ -468,15 +480,14 @@ def _row_loss(
     if how == "mean" and func in (F.mse_loss, F.l1_loss) and isinstance(given["weight"], Tensor):
         # the other losses divide by the number of elements
         how = "by weights"
-    if args and how in ("mean", "sum") and (place := _whole_loss(given)) is not None:
-        return blockwise(func, args, kwargs, place)
-    return _of_rows(given, how, partial(rows_call, func, (), labels=lambda a, k: labels(k)))
+    losses = partial(rows_call, func, (), labels=lambda a, k: labels(k))
+    return _of_rows(given, how, losses, partial(blockwise, func, args, kwargs) if args else None)
 
 
 def _whole_loss(given: Bound) -> Place | None:
     """Return the place of the loss of operands that every rank has alike, None for others."""
     read = [v for v in given.values() if isinstance(v, Tensor)]
-    ours = [v for v in read if isinstance(v, ShardedTensor) and is_whole(v) and not is_half(v)]
+    ours = [v for v in read if isinstance(v, ShardedTensor) and is_whole(v)]
     kinds = {(v.mesh, v.deferred) for v in ours}
     if len(ours) < len(read) or len(kinds) > 1:
         return None

@@ -81,13 +81,7 @@ def choose(
         grids = [step.grid(way, save) for save in _savings(way)]
         return [g for g in grids if g.cost.memory <= room]
 
-    ways = [
-        Strategy("cube3d", {"pipe": p, "data": d, "x": m, "y": n, "z": k}, mlp=mlp)
-        for p in stage_counts(world, depth if flops or pipe else 1, pipe)
-        # without a pipeline m moves as little as copies do, and holds less
-        for d in (divisors(world // p) if p > 1 else [1])
-        for m, k, n, mlp in candidates(layers, world // p // d)
-    ]
+    ways = _ways(layers, world, stage_counts(world, depth if flops or pipe else 1, pipe))
     table, rejected = search(ways, weigh, _order)
     if not table:
         within = f" in {stages} stages" if stages > 1 else ""
@@ -99,6 +93,17 @@ def choose(
         fix = f"sl.choose(model, 1, batch={batch})"
         raise ShardError(why, op="choose", operands=operands, fix=fix)
     return Plan(table, memory, len(ways), rejected, batch)
+
+
+def _ways(layers: Sequence[Layer], world: int, stages: Sequence[int]) -> list[Strategy]:
+    """List the grids of ``world`` ranks with these numbers of stages."""
+    return [
+        Strategy("cube3d", {"pipe": p, "data": d, "x": m, "y": n, "z": k}, mlp=mlp)
+        for p in stages
+        # without a pipeline m moves as little as copies do, and holds less
+        for d in (divisors(world // p) if p > 1 else [1])
+        for m, k, n, mlp in candidates(layers, world // p // d)
+    ]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import html
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -189,6 +189,14 @@ class StepChart:
         self.picture().save(file)
 
 
+def _refuse_parts(places: Collection[int], ranks: Collection[int]) -> None:
+    """Refuse a timeline that lacks places on the axis, or stages."""
+    if not places or [*places] != [*range(len(places))] or {*ranks} != {*range(len(ranks))}:
+        why = "the timeline has no step of a pipeline with all its stages"
+        fix = "line = line.gathered()  # on all ranks, of a step inside `with timeline() as line`"
+        raise BadArgument(why, op="step_chart", fix=fix)
+
+
 def step_chart(line: Timeline) -> StepChart:
     """Return the chart of the last step of a pipeline in a timeline, of all its ranks.
 
@@ -210,10 +218,7 @@ def step_chart(line: Timeline) -> StepChart:
     rows = _recorded(line)
     places = {place: [a for a, _ in row] for (place, _), row in rows.items()}
     ranks = {a.stage: place for place, row in places.items() for a in row}
-    if not rows or [*places] != [*range(len(places))] or {*ranks} != {*range(len(ranks))}:
-        why = "the timeline has no step of a pipeline with all its stages"
-        fix = "line = line.gathered()  # on all ranks, of a step inside `with timeline() as line`"
-        raise BadArgument(why, op="step_chart", fix=fix)
+    _refuse_parts(places, ranks)
     spans = [one for row in rows.values() for one in row]
     took: dict[int, dict[str, list[float]]] = {s: defaultdict(list) for s in sorted(ranks)}
     for a, s in spans:
