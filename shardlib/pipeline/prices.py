@@ -148,10 +148,9 @@ class _PaperStep(PipelineStep):
         with trace() as t, _FlopMeter(paper=True) as meter:
             self.of_place[r].finish()
         tied, nbytes = self.pipeline.tied, self.pipeline.nbytes
-        ties = [nbytes(n) for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]
-        seconds = moving(map(_transfer, t.events), links) + sum(
-            links[self.axis].seconds(n) for n in ties
-        )
+        names = [n for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]
+        ties = [(self.axis, nbytes(n), 1) for n in names]
+        seconds = moving([*map(_transfer, t.events), *ties], links)
         most = max(_most(self.table.tables[r], self.costs), meter.peak)
         state = 0 if self.tx is None else bytes_of(self.tx.init(self.parts[r]))
         gradients = sum(map(nbytes, self.own[r]))

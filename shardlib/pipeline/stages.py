@@ -318,13 +318,9 @@ class Pipeline:
         return PipelineStep(self, f, traffic, batch, sums).run()
 
     def explained(
-        self,
-        f: Callable[..., Any],
-        batch: MicroBatches,
-        tx: Transform | None,
-        cluster: Cluster,
+        self, f: Callable[..., Any], batch: MicroBatches, tx: Transform | None, cluster: Cluster,
         parts: bool,
-    ) -> PipelineExplanation:
+    ) -> PipelineExplanation:  # fmt: skip
         """Explain a step, see ``shardlib.pipeline.prices``."""
         cuts = self.cuts_for(f, batch)
         table = self._table(batch.count)
@@ -332,13 +328,9 @@ class Pipeline:
             return explained(self, f, given, cuts, table, tx, cluster, parts)
 
     def compared(
-        self,
-        f: Callable[..., Any],
-        batch: MicroBatches,
-        tx: Transform | None,
-        cluster: Cluster,
+        self, f: Callable[..., Any], batch: MicroBatches, tx: Transform | None, cluster: Cluster,
         parts: bool,
-    ) -> Why:
+    ) -> Why:  # fmt: skip
         """List the cost of a step under every schedule."""
         size, own = self.mesh.axes[self.stages.axis], self.stages.per_rank
         begins: dict[int, Sequence[UnitCall]] = {len(self.ranks): self.begins}

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from shardlib.collectives import Event, Trace
-from shardlib.errors import BadArgument
+from shardlib.errors import BadArgument, mesh_text
 from shardlib.modules.rules import stars
 from shardlib.pipeline.schedules import PipelineSchedule, PipelineTimeline
 
@@ -166,7 +166,7 @@ class Explanation:
 
         ``by``  the order of the kinds, as ``kinds`` takes it.
         """
-        lines = [f"on {' '.join(f'{a}={n}' for a, n in self.mesh.items())}, per rank"]
+        lines = [f"on {mesh_text(self.mesh)}, per rank"]
         for rows in self.kinds(by):
             lines += self._of_kind(rows[0], len(rows))
         lines.append(f"parameters  {size(self.parameters)}")
@@ -322,9 +322,8 @@ class PipelineExplanation(Explanation):
         ``by``  the order of the operations, as ``kinds`` takes it.
         """
         s = self.schedule
-        axes = " ".join(f"{a}={n}" for a, n in self.mesh.items())
         lines = [
-            f"{s.stages} stages on {axes}, {s.name}, {s.micros} micro-batches: "
+            f"{s.stages} stages on {mesh_text(self.mesh)}, {s.name}, {s.micros} micro-batches: "
             f"{self.seconds:.3g} s a step, {100 * self.bubble:.1f} % idle"
         ]
         for i, stage in enumerate(self.stages):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from shardlib.dtypes import wide
-from shardlib.errors import BadArgument, ShardError, similar
+from shardlib.errors import BadArgument, ShardError, mesh_text, similar
 from shardlib.mesh import record
 from shardlib.modules import parallelize, recipes
 from shardlib.modules.dim_trace import Dimensions, trace_dimensions
@@ -83,7 +83,7 @@ class Strategy:
         return self.mesh.get("data", 1) * parts.get(self.recipe, 1)
 
     def __str__(self) -> str:
-        text = f"{self.recipe:<10} {' '.join(f'{a}={n}' for a, n in self.mesh.items())}"
+        text = f"{self.recipe:<10} {mesh_text(self.mesh)}"
         text += f", zero {self.stage}" if self.stage else ""
         text += f", remat {self.remat}" if self.remat else ""
         return text + (f", {self.accumulate} micro-batches" if self.accumulate > 1 else "")

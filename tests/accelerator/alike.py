@@ -23,7 +23,7 @@ from tests.fuzz_calls import Case, Outcome, dense, draw, ours
 from tests.kernels import properties
 from tests.kernels.host import built, needs_host
 
-CALLS = 40
+CALLS = 25
 """Drawn calls that the quick part takes; ``make accelerator`` takes 500."""
 
 
@@ -130,7 +130,7 @@ def test_kernels_hold_on_the_device_as_on_the_cpu(of: Any) -> None:
     properties.DEVICE[:] = [str(DEVICE)]
     try:
         with torch.device("cpu"), host_kernels() as launched:
-            for seed in range(properties.COUNT // 4):
+            for seed in range(properties.COUNT // 10):
                 of(seed)
         assert launched
     finally:
