@@ -112,7 +112,7 @@ def draw(seed: int, mesh: dict[str, int] | None = None, split: bool = False) -> 
     layout = r.choice(["2d", "whole"]) if "y" in mesh else r.choice(layouts)
     rows = micros * mesh.get("data", 1) * mesh.get("x", 1) * r.choice([1, 2])
     if more.random() < 0.25:
-        depth = more.randint(min(depth, 16), 16)
+        depth = max(depth, more.randint(4, 16))
     steps = more.choice([1, 1, 2, 3])
     zeros = [-1, -1, -1, 0, *([1, 2, 3] if "data" in mesh and layout != "fsdp" else [])]
     return Case(
