@@ -85,6 +85,7 @@ pipelines: $(VENV)/test.stamp
 	$(PY) -m tests.pipeline.drawn --count 500 --split $(ARGS)
 	$(PY) -m tests.pipeline.grid
 	$(PY) -m tests.pipeline.grid --zoo --tolerance 1e-5
+	$(PY) -m tests.pipeline.grid --deep
 
 # The suite on a pretend accelerator, simulated and real ranks; wants g++.  Then 500 drawn calls against
 # the CPU's bits, and tensors without a device, planted, that it must find.

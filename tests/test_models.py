@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from benchmarks import models
-from benchmarks.zoo import PACKAGES
+from benchmarks.zoo import PACKAGES, ZOO
+from tests.pipeline.grid import aux_loss_of, off
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -250,3 +251,14 @@ def test_real_processes_equal_dense(pool8: Any) -> None:
     for model in ("gpt2", "llama, two heads of keys"):
         for answer in pool8.run(gap, model, "cube3d", x=2, y=2, z=2):
             assert max(answer) < MODELS[model][2]
+
+
+@pytest.mark.parametrize(("name", "pipe"), [("t5", 4), ("mixtral (eager)", 2)])
+def test_models_are_cut_into_stages_as_they_are(name: str, pipe: int) -> None:
+    """Its encoder's output skips to all decoder blocks; a router's loss takes hooks in all blocks."""
+    module, inputs = ZOO[name]()
+    module.config.output_router_logits = name != "t5"
+    with sl.simulate(pipe=pipe):
+        whole = [("*", "...")]
+        error = off(module.double(), inputs, whole, 2, aux_loss_of, parts=2, schedule="zb")
+    assert error < 1e-12

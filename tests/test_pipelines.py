@@ -250,7 +250,7 @@ class Skips(nn.Module):
 
 X = torch.randn(8, 8)
 MISUSED: dict[str, tuple[nn.Module, Any, Any, str]] = {
-    "numpy": (Skips(), None, (X.numpy(),), "is a numpy.ndarray, neither a tensor nor"),
+    "numpy": (Skips(), None, (X.cpu().numpy(),), "is a numpy.ndarray, neither a tensor nor"),
     "random": (Skips(rate=1.0), None, (X,), "skipped at random, as by LayerDrop"),
     "layerdrop": (Skips(layerdrop=0.5), None, (X,), "Skips in training skips blocks at random"),
     "text": (Skips(), "pipe", (X,), "stages='pipe' is no sl.Stages"),
@@ -314,7 +314,7 @@ def test_an_array_is_not_cut_without_stages_either() -> None:
     with sl.simulate(data=1), pytest.raises(sl.ShardError, match=r"is a numpy.ndarray"):
         apply, params = sl.parallelize(Skips(), RULES)
         loss = lambda p, x, y: apply(p, x).mean() + y.mean()  # noqa: E731
-        sl.value_and_grad(loss, microbatches=2)(params, X, X.numpy())
+        sl.value_and_grad(loss, microbatches=2)(params, X, X.cpu().numpy())
 
 
 @pytest.mark.parametrize("left", range(4))

@@ -1,6 +1,12 @@
+from typing import Any
+
+import pytest
 import torch
 
+import shardlib as sl
 from shardlib.pipeline.flow import Dependences
+from tests.pipeline.test_forward import _Collects
+from tests.pipeline.test_step import RULES, _Net
 
 
 def test_data_and_autograd_are_both_followed() -> None:
@@ -26,3 +32,39 @@ def test_a_fill_takes_sizes_and_no_values() -> None:
         zeros, written = torch.zeros_like(x), torch.zeros(3, device="meta")
         written.copy_(x)
     assert not flow.reaches(zeros) and flow.reaches(written)
+
+
+GATED = [("*.gate.weight", "x ."), ("*.gate.bias", "x"), ("*.out.weight", ". x"), ("*", "...")]
+
+
+@pytest.mark.parametrize("remat", [None, "full", "products"])
+@pytest.mark.parametrize(("kind", "rules"), [(_Net, RULES), (_Collects, GATED)])
+def test_the_walk_along_edges_finds_what_a_backward_reaches(
+    kind: Any, remat: str | None, rules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, found = Dependences.of, []
+
+    def both(self: Any, results: Any) -> Any:
+        marked = {n: x for n, x in self.marked.items() if x.requires_grad}
+        ends = [x for x in results if x.requires_grad]
+        grads = torch.autograd.grad(
+            ends, list(marked.values()), [*map(torch.ones_like, ends)],
+            allow_unused=True, retain_graph=True,
+        )  # fmt: skip
+        reached = {n for n, g in zip(marked, grads, strict=True) if g is not None}
+        with monkeypatch.context() as m:
+            # the edges alone
+            m.setattr(self, "names", {})
+            found.append((of(self, results), reached))
+        return of(self, results)
+
+    monkeypatch.setattr(Dependences, "of", both)
+    batch = torch.ones(2, 4) if kind is _Collects else torch.zeros(2, 3, dtype=torch.int64)
+    with sl.simulate(pipe=4, x=2):
+        stages, policies = sl.Stages("pipe", example=(batch,)), [("blocks.*", remat)]
+        more: Any = {"remat": policies} if remat else {}
+        sl.parallelize(kind(), rules, stages=stages, **more)
+    # the whole, and each stage
+    assert len(found) == 5 and all(reached for _, reached in found)
+    for walked, reached in found:
+        assert walked == reached
