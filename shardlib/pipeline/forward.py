@@ -142,7 +142,7 @@ class CallRecord:
 
     ``inner``  for a call, those of its submodules whose hooks take outputs (path, call), as
                transformers collects hidden states and router logits.
-    ``began``  operations of the forward before each call.
+    ``began``  the cost of the forward before each call.
     ``free``   calls that depend on no parameter and no input: every stage makes them.
     """
 
@@ -254,7 +254,7 @@ class WholeForward(UnitForward):
     ) -> Any:
         call = self.next_call(unit)
         self.calls.order.append(call)
-        self.calls.began[call] = self.flow.flops
+        self.calls.began[call] = self.flow.cost
         before = self.drawn
         with self.hooked(call, m), self.flow.call(call):
             given = Views([*args, *kwargs.values()])
