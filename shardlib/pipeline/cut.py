@@ -19,7 +19,7 @@ from torch import Tensor
 from shardlib._compat import tree_flatten
 from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, within
-from shardlib.pipeline.flow import INPUT, Dependences
+from shardlib.pipeline.flow import BYTE, INPUT, Dependences
 from shardlib.pipeline.forward import (
     AllSent,
     CallRecord,
@@ -124,7 +124,9 @@ class Cutting:
         """Return the cut.  Raises: ShardError where a stage would lack what it needs."""
         whole = WholeForward(CallRecord())
         reads, loss = self._whole(whole)
-        owner = self._owners(whole.calls, whole.flow.flops)
+        # a loss reads and writes a result about as often as log_softmax does, forward and backward
+        result = sum(x.nbytes for x in map(raw_of, _floating(loss)))
+        owner = self._owners(whole.calls, whole.flow.cost + 2 * BYTE * result)
         _refuse_strays(whole.flow, owner)
         count = self.stages if isinstance(self.stages, int) else len(self.stages)
         needs: list[list[Output]] = [[] for _ in range(count)]
@@ -194,7 +196,7 @@ class Cutting:
                 raise _error(f"stage {stage.number} never made {missing[0].call}")
             return stage.flow.of(ends)
 
-    def _owners(self, calls: CallRecord, flops: float) -> dict[UnitCall, int]:
+    def _owners(self, calls: CallRecord, cost: float) -> dict[UnitCall, int]:
         """Deal the calls to stages; a unit between two blocks goes with the block before it."""
         order, blocks = calls.order, set(self.blocks)
         at = [i for i, c in enumerate(order) if c.unit in blocks and c not in calls.free]
@@ -205,7 +207,7 @@ class Cutting:
                 "skipped at random, as by LayerDrop, are not cut"
             )
         owner: dict[UnitCall, int] = {}
-        stage, begins = 0, self._begins(calls, at, flops)
+        stage, begins = 0, self._begins(calls, at, cost)
         for i, c in enumerate(order):
             if i in begins:
                 stage = begins[i]
@@ -219,7 +221,7 @@ class Cutting:
             raise _error(f"stage {min(empty)} has no call that depends on parameters")
         return owner
 
-    def _begins(self, calls: CallRecord, at: Sequence[int], flops: float) -> dict[int, int]:
+    def _begins(self, calls: CallRecord, at: Sequence[int], cost: float) -> dict[int, int]:
         """Return index of a call -> the stage that begins there."""
         order = calls.order
         if not isinstance(self.stages, int):
@@ -234,11 +236,16 @@ class Cutting:
                 raise ShardError(why, op="parallelize", fix=fix)
             return found
         # what is before the first block belongs to its stage, and what follows a block to the block's
-        ends = [0.0, *(calls.began[order[i]] for i in at[1:]), flops]
+        ends = [0.0, *(calls.began[order[i]] for i in at[1:]), cost]
         costs = [after - before for before, after in pairwise(ends)]
         if not any(costs):
             costs = [1.0] * len(at)
         return {at[i]: s for s, i in enumerate(dealt(costs, self.stages)) if s}
+
+
+def _floating(result: Any) -> list[Tensor]:
+    found = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+    return [x for x in found if x.is_floating_point()]
 
 
 def _refuse_later(stage: int, needs: Sequence[Output], owner: Mapping[UnitCall, int]) -> None:

@@ -16,6 +16,9 @@ from shardlib.opspec import Args, Func, Kwargs
 
 Names = frozenset[Hashable]
 
+BYTE = 64.0
+"""Operations that take as long as a byte takes to memory or back: a CPU's 10, an H100's 300."""
+
 INPUT = object()
 """Name of every tensor among the inputs: all stages have them."""
 
@@ -54,8 +57,13 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         self.strays: dict[tuple[Hashable, Hashable], None] = {}
         # an address is used again once its tensor is gone
         self.alive: list[Tensor] = []
-        # of products and attention so far
-        self.flops = 0.0
+        # of products and attention so far, and bytes of operands and results made of inputs
+        self.flops, self.touched = 0.0, 0
+
+    @property
+    def cost(self) -> float:
+        """The time of what ran so far, in that of an operation."""
+        return self.flops + BYTE * self.touched
 
     def mark(self, x: Tensor, name: Hashable) -> None:
         """Give a tensor a name, under which results computed from it are found."""
@@ -132,6 +140,9 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         names = _joined(self.names.get(x._cdata, frozenset()) for x in operands)
         for x in operands:
             self.read(x, self.open[-1] if self.open else None)
+        if INPUT in names:
+            read = [x for x in operands if INPUT in self.names.get(x._cdata, ())]
+            self.touched += touched(func, read, out)
         if names:
             written = [
                 x
@@ -142,6 +153,15 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
                 if isinstance(x, Tensor):
                     self._add(x, names)
         return out
+
+
+def touched(func: Func, operands: Iterable[Tensor], out: object) -> int:
+    """Count the bytes that an operator reads and writes: none for a view of an operand."""
+    aliases = [r.alias_info for r in func._schema.returns]
+    if any(a is not None and not a.is_write for a in aliases):
+        return 0
+    made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
+    return sum(x.nbytes for x in [*operands, *made])
 
 
 def operations(func: Func, out: object, args: Args, kwargs: Kwargs) -> float:

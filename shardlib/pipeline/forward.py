@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from shardlib._compat import tree_flatten, tree_unflatten
 from shardlib.collectives import storage_shape
 from shardlib.errors import ShardError, Unsupported
+from shardlib.layouts import Layout
 from shardlib.mesh import Mesh
 from shardlib.pipeline.flow import Dependences
 from shardlib.random import Draws
 from shardlib.tensor import Place, ShardedTensor, raw_of, settle
-from shardlib.tensor.gradients import mapped
+from shardlib.tensor.gradients import mapped, vary
 
 
 class UnitCall(NamedTuple):
@@ -66,11 +67,15 @@ class OutputSpec(NamedTuple):
             shape = torch.Size(self.place.layout.local_shape(tuple(self.place.tiled), mesh))
         return shape.numel() * self.dtype.itemsize
 
-    def value(self, raw: Tensor, mesh: Mesh) -> Tensor:
-        """Return the output with this storage."""
+    def value(self, raw: Tensor, mesh: Mesh, deferred: bool = False) -> Tensor:
+        """Return the output with this storage.
+
+        ``deferred``  with a gradient that is left unsummed over the axes that do not split it.
+        """
         if self.place is None:
             return raw
-        return ShardedTensor(raw, self.place._replace(mesh=mesh))
+        over = whole_axes(self.place.layout, mesh) if deferred else ()
+        return ShardedTensor(raw, self.place._replace(mesh=mesh, deferred=frozenset(over)))
 
 
 def nan(dtype: torch.dtype, mesh: Mesh) -> Tensor:
@@ -87,6 +92,22 @@ def unlocked(leaf: Tensor) -> Tensor:
 def block_of_output(x: Tensor) -> Tensor:
     """Return the storage of an output, whose gradient is whole on every rank."""
     return settle(x).raw if isinstance(x, ShardedTensor) else x
+
+
+def whole_axes(layout: Layout, mesh: Mesh) -> list[str]:
+    """List the axes over which gradients of an output are summed by the stage that made it."""
+    known = mesh.names if layout.partial else layout.axes
+    return [a for a in mesh.names if a not in known]
+
+
+def block_that_crosses(x: Any) -> Tensor:
+    """Return the storage of an output, whose gradient is left unsummed as ``OutputSpec.value`` says.
+
+    Stages that use it would sum each use's gradient; it is summed here once, or by what made it.
+    """
+    if not isinstance(x, ShardedTensor) or x.sharding.partial:
+        return block_of_output(x)
+    return vary(x.raw, x.mesh, set(whole_axes(x.sharding, x.mesh)) - x.deferred)
 
 
 def spec_of(x: Any) -> Any:
@@ -121,7 +142,7 @@ class CallRecord:
 
     ``inner``  for a call, those of its submodules whose hooks take outputs (path, call), as
                transformers collects hidden states and router logits.
-    ``began``  operations of the forward before each call.
+    ``began``  the cost of the forward before each call.
     ``free``   calls that depend on no parameter and no input: every stage makes them.
     """
 
@@ -233,7 +254,7 @@ class WholeForward(UnitForward):
     ) -> Any:
         call = self.next_call(unit)
         self.calls.order.append(call)
-        self.calls.began[call] = self.flow.flops
+        self.calls.began[call] = self.flow.cost
         before = self.drawn
         with self.hooked(call, m), self.flow.call(call):
             given = Views([*args, *kwargs.values()])

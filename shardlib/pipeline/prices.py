@@ -22,7 +22,7 @@ from shardlib.modules.paths import Paths
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim.transform import Transform
 from shardlib.pipeline.cut import Cut
-from shardlib.pipeline.flow import operations
+from shardlib.pipeline.flow import operations, touched
 from shardlib.pipeline.forward import block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
 from shardlib.pipeline.step import PipelineStep, Traffic
@@ -34,25 +34,29 @@ from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageC
 class ActionCost(NamedTuple):
     """Cost of an action: its operations, transfers inside the stage, and bytes of memory.
 
+    ``touched``  the bytes that its operators read and write.
     ``kept``  the bytes that it leaves, fewer than 0 where it frees some; ``most`` it needs meanwhile.
     """
 
     flops: float
+    touched: int
     events: list[Event]
     kept: int
     most: int
 
 
 class _FlopMeter(Live):
-    """Live bytes, and the operations of products and attention so far."""
+    """Live bytes, the operations of products and attention so far, and the bytes that all touch."""
 
-    flops = 0.0
+    flops, touched = 0.0, 0
 
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.flops += operations(func, out, args, kwargs or {})
+        operands = tree_flatten((args, kwargs or {}))[0]
+        self.touched += touched(func, [x for x in operands if isinstance(x, Tensor)], out)
         return out
 
 
@@ -120,17 +124,17 @@ class _PaperStep(PipelineStep):
 
     def _do(self, a: Action) -> None:
         self.sums, m, n = self.of_place[self.ranks[a.stage]], self.meter, len(self.events)
-        flops, before, m.peak = m.flops, m.now, m.now
+        flops, read, before, m.peak = m.flops, m.touched, m.now, m.now
         self.watch.turn(None)
         with within(watcher=self.watch):
             super()._do(a)
         self.watch.turn(None)
         self.costs[a.kind, a.stage] = ActionCost(
-            m.flops - flops, self.events[n:], m.now - before, m.peak - before
+            m.flops - flops, m.touched - read, self.events[n:], m.now - before, m.peak - before
         )
 
-    def stage(self, s: int, links: Mapping[str, Link], speed: float) -> StageCost:
-        """Return the cost of a stage, at so many operations per second."""
+    def stage(self, s: int, links: Mapping[str, Link], cluster: Cluster) -> StageCost:
+        """Return the cost of a stage, at the speed of a cluster's ranks."""
         found = {kind: cost for (kind, at), cost in self.costs.items() if at == s}
         sends: dict[int, int] = defaultdict(int)
         for kind in "FB":
@@ -139,7 +143,11 @@ class _PaperStep(PipelineStep):
                     sends[to] += self.cuts[0].spec(label.output).nbytes(self.inner)
         return StageCost(
             self.cuts[0].named(s), self.ranks[s],
-            {k: c.flops / speed + moving(map(_transfer, c.events), links) for k, c in found.items()},
+            {
+                 k: c.flops / cluster.flops + c.touched / cluster.bandwidth
+                 + moving(map(_transfer, c.events), links)
+                 for k, c in found.items()
+             },
             {k: Trace(c.events) for k, c in found.items()}, dict(sends), found["F"].kept,
         )  # fmt: skip
 
@@ -181,7 +189,7 @@ def explained(
     step.rehearse()
     # links as measured, else those of the cluster
     links = {"one": Link(), **cluster.links(pipeline.mesh.axes), **pipeline.mesh.links}
-    stages = [step.stage(s, links, cluster.flops) for s in range(table.stages)]
+    stages = [step.stage(s, links, cluster) for s in range(table.stages)]
     places = [step.place(r, links) for r in range(table.size)]
     line = timeline(
         table,

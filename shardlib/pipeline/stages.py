@@ -48,7 +48,7 @@ class Stages:
 
     ``axis``      the mesh axis; layouts use the others.
     ``cut``       "auto": as many stages as the schedule places on the axis, with blocks dealt so
-                  that the slowest stage has as few operations as possible; a number of stages; or
+                  that the slowest stage takes as little time as possible; a number of stages; or
                   the name of the first block of each.
     ``per_rank``  stages on each rank: more than one for "interleaved".
     ``schedule``  "gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev", or one of your own, see

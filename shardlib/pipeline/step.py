@@ -30,6 +30,7 @@ from shardlib.pipeline.forward import (
     Output,
     StageForward,
     block_of_output,
+    block_that_crosses,
     spec_of,
     unlocked,
 )
@@ -268,7 +269,7 @@ class PipelineStep:
             raw = self.messages.take(label).detach()
             if spec.grad:
                 received[k] = raw.requires_grad_()
-            given[k] = spec.value(unlocked(raw), self.inner)
+            given[k] = spec.value(unlocked(raw), self.inner, spec.grad)
         draws = Draws(self.inner, self.firsts[a.micro])
         stage = StageForward(
             cut.calls, mesh=self.inner, owner=cut.owner, number=a.stage,
@@ -296,7 +297,7 @@ class PipelineStep:
             why = f"{left[0]} was called when the stages were cut, and was skipped now"
             fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
             raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
-        kept.made = {k: block_of_output(stage.found[k]) for k in cut.makes[a.stage]}
+        kept.made = {k: block_that_crosses(stage.found[k]) for k in cut.makes[a.stage]}
         if self.train:
             self.kept[a.stage, a.micro] = kept
         for label, user in self.traffic.sends(a):

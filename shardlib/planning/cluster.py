@@ -27,6 +27,8 @@ class Cluster:
     ``flops``   operations per second that its products reach.
     ``node``    ranks joined by links ``inside``; all others are joined by links ``between``.
     ``source``  origin of the links' figures.
+    ``bandwidth``  bytes per second that a rank reads and writes in its memory, by which operators
+                   of the stages of a pipeline are priced; infinite where it is not known.
 
     >>> Cluster(memory=80e9, flops=4e14).node
     8
@@ -38,6 +40,7 @@ class Cluster:
     inside: Link = field(default=Link(5e-6, 1 / 200e9))
     between: Link = field(default=Link(1e-5, 1 / 40e9))
     source: str = "as given"
+    bandwidth: float = math.inf
 
     def links(self, mesh: Mapping[str, int]) -> dict[str, Link]:
         """Return the link of each mesh axis; consecutive ranks of the last axis share a node."""
@@ -66,12 +69,12 @@ def _told(link: Link) -> tuple[str, str]:
 
 _SHEETS = "half of data sheets, nothing was measured"
 
-# data sheets' memory; half of the data sheets' operations and links
+# data sheets' memory; half of the data sheets' operations, links and memory bandwidth
 CLUSTERS = {
-    "a100": Cluster(80e9, 156e12, 8, Link(5e-6, 1 / 150e9), Link(1e-5, 1 / 12.5e9), _SHEETS),
-    "h100": Cluster(80e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS),
-    "h200": Cluster(141e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS),
-    "b200": Cluster(180e9, 1125e12, 8, Link(5e-6, 1 / 450e9), Link(1e-5, 1 / 25e9), _SHEETS),
+    "a100": Cluster(80e9, 156e12, 8, Link(5e-6, 1 / 150e9), Link(1e-5, 1 / 12.5e9), _SHEETS, 1e12),
+    "h100": Cluster(80e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS, 1.7e12),
+    "h200": Cluster(141e9, 495e12, 8, Link(5e-6, 1 / 225e9), Link(1e-5, 1 / 25e9), _SHEETS, 2.4e12),
+    "b200": Cluster(180e9, 1125e12, 8, Link(5e-6, 1 / 450e9), Link(1e-5, 1 / 25e9), _SHEETS, 4e12),
 }
 
 

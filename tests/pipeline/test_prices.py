@@ -44,6 +44,24 @@ def test_bytes_inside_and_between_stages_are_those_of_a_step(name: str) -> None:
     assert said.bytes == said.sent.bytes + total / 2
 
 
+@pytest.mark.parametrize("recipe", ["megatron1d", "ddp"])
+def test_stages_move_inside_what_accumulation_moves(recipe: str) -> None:
+    """Gradients of what crosses are left unsummed, as those of layers in one stage are."""
+    net, ids = _made()
+    moved = []
+    for axes in ({}, {"pipe": 4}):
+        with sl.simulate(**axes, x=2, data=2):
+            # ddp's batch is copied over data here, so that what crosses is, too
+            stages = sl.Stages("pipe") if axes else None
+            rules = getattr(sl.recipes, recipe)(net)
+            apply, params = sl.parallelize(net, rules, stages=stages)
+            step = sl.value_and_grad(lambda p, ids: _loss(apply(p, ids), ids), microbatches=4)  # noqa: B023
+            with sl.trace() as t:
+                step(params, ids)
+        moved.append({a: n for a, n in t.by_axis().items() if a != "pipe"})
+    assert moved[0] == moved[1]
+
+
 def _counted(name: str, split: int | None) -> Any:
     """This rank's place, and of its step: bytes sent, parameters held, peak on top of them."""
     tx = None if split is None else optim.zero(optim.adamw(1e-2), axis="data", stage=split)
