@@ -104,9 +104,11 @@ def test_a_rank_sends_and_holds_what_was_said(name: str, split: int | None, pool
     found = pool.run(_counted, name, split, pipe=2, data=2)
     # bytes are per rank, of 4 ranks
     assert {4 * said for said, *_ in found} == {sum(sent for _, sent, *_ in found)}
+    largest = max(peak for *_, (_, peak) in found)
     for _, _, told, counted, (most, peak) in found:
         assert told == counted
-        assert 0.75 < most / peak < 1.25
+        # of the place that holds most: another may have a few blocks of some bytes
+        assert abs(most - peak) < 0.25 * largest
 
 
 def test_micro_batches_belong_to_stages() -> None:
