@@ -41,10 +41,10 @@ class Messages:
         self.device = mesh.device
         self.here: dict[Label, Tensor] = {}
         self.posted: dict[Label, tuple[Any, Tensor, tuple[Any, ...]]] = {}
-        self.leaving: list[tuple[Any, Tensor, tuple[Any, ...]]] = []
+        self.leaving: dict[tuple[Label, int], tuple[Any, Tensor, tuple[Any, ...]]] = {}
 
     def send(self, label: Label, block: Tensor, to: int) -> None:
-        """Post a message; the block is kept until ``finish``."""
+        """Post a message; the block is kept until ``answered`` or ``finish``."""
         g = self.group
         if g is None or to == g.index:
             # the receiver may write to its block in place
@@ -52,7 +52,8 @@ class Messages:
             return
         block = block.contiguous()
         entry = self._recent("send", label, block)
-        self.leaving.append((g.handle.send([_wire(block)], g.places[to], _TAG), block, entry))
+        work = g.handle.send([_wire(block)], g.places[to], _TAG)
+        self.leaving[label, to] = work, block, entry
 
     def expect(self, label: Label, source: int) -> None:
         """Post the receive of a message, and those of its sender's messages before it."""
@@ -78,11 +79,16 @@ class Messages:
         self._wait(work, entry)
         return block
 
+    def answered(self, label: Label, by: int) -> None:
+        """Release the block of a message whose receiver has answered it: it has left."""
+        if (label, by) in self.leaving:
+            work, _, entry = self.leaving.pop((label, by))
+            self._wait(work, entry)
+
     def finish(self) -> None:
         """Wait until all blocks have left."""
-        while self.leaving:
-            work, _, entry = self.leaving.pop(0)
-            self._wait(work, entry)
+        for label, to in list(self.leaving):
+            self.answered(label, to)
 
     def _wait(self, work: Any, entry: tuple[Any, ...]) -> None:
         try:

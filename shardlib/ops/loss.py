@@ -485,11 +485,13 @@ def _row_loss(
 
 
 def _whole_loss(given: Bound) -> Place | None:
-    """Return the place of the loss of operands that every rank has alike, None for others."""
+    """Return the place of the loss of operands whose blocks are the whole values, else None."""
     read = [v for v in given.values() if isinstance(v, Tensor)]
-    ours = [v for v in read if isinstance(v, ShardedTensor) and is_whole(v)]
+    ours = [v for v in read if isinstance(v, ShardedTensor)]
     kinds = {(v.mesh, v.deferred) for v in ours}
     if len(ours) < len(read) or len(kinds) > 1:
+        return None
+    if not all(is_whole(v) and v.raw.shape == v.shape for v in ours):
         return None
     ((mesh, deferred),) = kinds
     return Place(Layout(), torch.Size(), mesh, deferred=deferred)

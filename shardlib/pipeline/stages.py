@@ -67,7 +67,7 @@ class Stages:
     ...     step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=4)
     ...     loss, grads = step(params, torch.ones(8, 8))
     >>> print(apply.stages)
-    2 stages on pipe=2, 1f1b: 0 to 1 | 2 to 3
+    2 stages on pipe=2, 1f1b: 0 to 2 | 3
     """
 
     axis: str

@@ -313,8 +313,9 @@ class PipelineStep:
     def _backward(self, a: Action) -> None:
         kept = self.kept[a.stage, a.micro]
         cotangents: dict[Output, Tensor] = {}
-        for label, _ in self.traffic.receives(a):
-            g, k = self.messages.take(label), label[1]
+        for label, user in self.traffic.receives(a):
+            g, k = self.messages.take(label), label.output
+            self.messages.answered(label._replace(direction="F"), self.ranks[user])
             cotangents[k] = cotangents[k] + g if k in cotangents else g
         asked = {k: g for k, g in cotangents.items() if kept.made[k].requires_grad}
         ends, grads = [kept.made[k] for k in asked], list(asked.values())
