@@ -1,7 +1,7 @@
 """Cost of an algorithm for each rank: bytes, messages, temporary memory, seconds of computing."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -43,10 +43,22 @@ class Cost:
         usual, links = Link(), links or {}
         total = self.compute + usual.alpha * self.messages + usual.beta * float(self.bytes)
         for axes, nbytes, messages in self.along:
-            met = [links.get(a, usual) for a in axes]
-            total += (max((k.alpha for k in met), default=usual.alpha) - usual.alpha) * messages
-            total += (max((k.beta for k in met), default=usual.beta) - usual.beta) * float(nbytes)
+            link = slowest(axes, links)
+            total += (link.alpha - usual.alpha) * messages
+            total += (link.beta - usual.beta) * float(nbytes)
         return total
+
+
+def slowest(axes: Iterable[str], links: Mapping[str, Link]) -> Link:
+    """Return the link of a movement over several axes: their worst latency and bandwidth.
+
+    An axis without a link has the usual one.
+
+    >>> slowest(("x", "y"), {"x": Link(1e-5, 1e-11), "y": Link(1e-6, 1e-10)})
+    Link(alpha=1e-05, beta=1e-10)
+    """
+    met = [links.get(a, Link()) for a in axes] or [Link()]
+    return Link(max(k.alpha for k in met), max(k.beta for k in met))
 
 
 def moving(axes: Axes, nbytes: Fraction | int, messages: int, memory: Fraction | int = 0) -> Cost:

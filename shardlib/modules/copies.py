@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -191,8 +190,8 @@ Slot = tuple[dict[str, Any], str, str]
 
 def _identities(modules: Sequence[nn.Module]) -> list[int]:
     """List the identities of the tensors and submodules that modules hold."""
-    held = ((m._parameters, m._buffers, m._modules) for m in modules)
-    return list(map(id, chain.from_iterable(d.values() for d in chain.from_iterable(held))))
+    held = [d for m in modules for d in (m._parameters, m._buffers, m._modules)]
+    return [id(x) for d in held for x in d.values()]
 
 
 def slots(module: nn.Module) -> list[Slot]:

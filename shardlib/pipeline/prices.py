@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardlib._compat import tree_flatten
 from shardlib.collectives import Event, Trace, trace
+from shardlib.cost import slowest
 from shardlib.grad import GradientSums, frozen
 from shardlib.memory_tracker import Live
 from shardlib.mesh import Link, record, within
@@ -26,7 +27,7 @@ from shardlib.pipeline.flow import operations, touched
 from shardlib.pipeline.forward import block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
 from shardlib.pipeline.step import PipelineStep, Traffic
-from shardlib.planning.cluster import Cluster, moving
+from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import CallRecorder, bytes_of, sink_of
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost
 
@@ -147,10 +148,9 @@ class _PaperStep(PipelineStep):
         return StageCost(
             self.cuts[0].named(s), self.ranks[s],
             {
-                 k: c.flops / cluster.flops + c.touched / cluster.bandwidth
-                 + moving(map(_transfer, c.events), links)
-                 for k, c in found.items()
-             },
+                k: c.flops / cluster.flops + c.touched / cluster.bandwidth + _moving(c.events, links)
+                for k, c in found.items()
+            },
             {k: Trace(c.events) for k, c in found.items()}, dict(sends), found["F"].kept,
         )  # fmt: skip
 
@@ -160,8 +160,8 @@ class _PaperStep(PipelineStep):
             self.of_place[r].finish()
         tied, nbytes = self.pipeline.tied, self.pipeline.nbytes
         names = [n for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]
-        ties = [(self.axis, nbytes(n), 1) for n in names]
-        seconds = moving([*map(_transfer, t.events), *ties], links)
+        ties = sum(links[self.axis].seconds(nbytes(n)) for n in names)
+        seconds = _moving(t.events, links) + ties
         most = max(_most(self.table.tables[r], self.costs), meter.peak)
         state = 0 if self.tx is None else bytes_of(self.tx.init(self.parts[r]))
         gradients = sum(map(nbytes, self.own[r]))
@@ -222,5 +222,6 @@ def _most(row: Sequence[Action], costs: Mapping[tuple[str, int], ActionCost]) ->
     return most
 
 
-def _transfer(e: Event) -> tuple[str, float, float]:
-    return e.axis, float(e.bytes), e.messages
+def _moving(events: Sequence[Event], links: Mapping[str, Link]) -> float:
+    """Add the seconds of transfers."""
+    return sum(slowest(e.axis.split(), links).seconds(float(e.bytes), e.messages) for e in events)

@@ -20,7 +20,7 @@ from shardlib.mesh import Link
 from shardlib.modules.dim_trace import trace_dimensions
 from shardlib.planning.grids import Grid3, candidates, divides, in_stages, step_cost, times
 from shardlib.planning.layer_dedup import Layer, all_products, elements, outline, width
-from shardlib.planning.plan import Plan, Strategy, divisors, search, stage_counts
+from shardlib.planning.plan import Plan, Strategy, divisors, hiding, search, stage_counts
 
 _FIX = "sl.choose([(1024, 4096), (4096, 1024)], 8, batch=64)"
 
@@ -73,9 +73,8 @@ def choose(
 
     def weigh(way: Strategy) -> list[Grid3]:
         if way.pipe > 1:
-            # as many micro-batches as hide the bubble
-            counts = divisors(max(1, batch // math.prod(way.mesh[a] for a in ("data", "x", "y"))))
-            way = replace(way, accumulate=max(c for c in counts if c <= 4 * way.pipe))
+            rows = batch // math.prod(way.mesh[a] for a in ("data", "x", "y"))
+            way = replace(way, accumulate=hiding(max(1, rows), way.pipe))
         if not step.divides(way, heads):
             raise ShardError("it does not divide the sizes", op="choose")
         grids = [step.grid(way, save) for save in _savings(way)]

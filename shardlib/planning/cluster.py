@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -123,17 +123,6 @@ def measured(cluster: str | Cluster = "h100", ranks: int | None = None) -> Clust
         return replace(found, node=1, between=links["node"], source=text)
     text = f"measured between {node} ranks of a node and {world // node} nodes"
     return replace(found, node=node, inside=links["rank"], between=links["node"], source=text)
-
-
-def moving(along: Iterable[tuple[str, float, float]], links: Mapping[str, Link]) -> float:
-    """Add the seconds of transfers, each over some axes, of so many bytes in so many messages.
-
-    One over several axes is as slow as the slowest of them.
-
-    >>> round(moving([("x y", 1e9, 2)], {"x": Link(1e-5, 1e-11), "y": Link(1e-5, 1e-10)}), 6)
-    0.10002
-    """
-    return sum(max(links[a].seconds(n, m) for a in axes.split()) for axes, n, m in along)
 
 
 # ---------------------------------------------------------------- measurement of links

@@ -21,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from shardlib.cost import slowest
 from shardlib.dtypes import wide
 from shardlib.errors import BadArgument, ShardError, mesh_text, similar
-from shardlib.mesh import record
+from shardlib.mesh import Link, record
 from shardlib.modules import parallelize, recipes
 from shardlib.modules.dim_trace import Dimensions, trace_dimensions
 from shardlib.pipeline.schedules import schedule, timeline
 from shardlib.placing import shard
-from shardlib.planning.cluster import Cluster, cluster_of, moving
+from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explain import explain
 from shardlib.planning.explanation import size
 from shardlib.planning.grids import Grid3, factorizations, grids_text, in_stages, step_cost
@@ -485,8 +486,8 @@ class _Study:
         seconds += self.flops / ranks / self.cluster.flops
         if way.pipe > 1:
             whole = tokens * width(self.layers) * self.item / (m * n)
-            # as many micro-batches as hide the bubble: messages take their turns with stages
-            count = max(c for c in divisors(self.batch // way.rows) if c <= 4 * way.pipe)
+            # messages take their turns with stages
+            count = hiding(self.batch // way.rows, way.pipe)
             seconds = in_stages(seconds, way.pipe, count, links["pipe"].seconds(whole / count))
         if data > 1:
             link = links.get("data", links.get("s", self.cluster.between))
@@ -683,16 +684,21 @@ class _Study:
         # remat runs forward twice: 4 products instead of 3
         products = 4 / 3 if way.remat else 1
         seconds = self.flops * products / math.prod(way.mesh.values()) / self.cluster.flops
-        seconds += moving(((a, *moved) for a, moved in along.items() if a != "pipe"), links)
+        seconds += _moving({a: moved for a, moved in along.items() if a != "pipe"}, links)
         if way.pipe == 1:
             return seconds
         # gradients are reduced once all micro-batches are through
         once = {k: v for k, v in found.items() if k.startswith("reduced ")}
         once |= {"crossing": 0.0, "parameters": found["parameters"]}
         late = self._along(replace(way, accumulate=0), once)
-        after = moving(((a, *moved) for a, moved in late.items()), links)
+        after = _moving(late, links)
         count, hop = way.accumulate, links["pipe"].seconds(found["crossing"])
         return after + _pipelined(way.pipe, count, (seconds - after) / count, hop)
+
+
+def _moving(along: Mapping[str, tuple[float, float]], links: Mapping[str, Link]) -> float:
+    """Add the seconds of the bytes and messages over each axis, or several."""
+    return sum(slowest(axes.split(), links).seconds(*moved) for axes, moved in along.items())
 
 
 def _pipelined(p: int, count: int, stage: float, hop: float) -> float:
@@ -760,6 +766,11 @@ def stage_counts(ranks: int, depth: int, pipe: int | None = None) -> list[int]:
     """List the numbers of stages to consider for a model of so many equal layers, or ``pipe``."""
     most = min(depth, _STAGES)
     return [n for n in divisors(ranks) if n <= most and pipe in (None, n)]
+
+
+def hiding(rows: int, pipe: int) -> int:
+    """Return the number of equal micro-batches that hides the bubble of so many stages."""
+    return max(n for n in divisors(rows) if n <= 4 * pipe)
 
 
 def divisors(n: int) -> list[int]:
