@@ -308,11 +308,10 @@ def _exchanges(at: _SearchNode) -> _Moves:
     axes = _between(state, last, at.sizes)
     if state.partial == last.partial and axes and at.ranks(axes) <= _WORLD:
         old, new = at.held(state, axes), at.held(last, axes)
-        lacking = sum(map(_lacking, old, new))
-        if lacking or last.skew:
-            # without words to receive, every rank can slice its own block
-            words, block = Fraction(lacking, len(new)), math.prod(map(len, new[0]))
-            yield ReshardStep("exchange", axes, table=(state,), words=words, elements=block), last
+        # also where no rank lacks anything: (3 b) >> (c b) is no slice that a step could name
+        words = Fraction(sum(map(_lacking, old, new)), len(new))
+        block = math.prod(map(len, new[0]))
+        yield ReshardStep("exchange", axes, table=(state,), words=words, elements=block), last
 
 
 def _between(a: _Layout, b: _Layout, sizes: Sizes) -> Axes:

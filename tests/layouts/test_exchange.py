@@ -15,6 +15,7 @@ from tests.strategies import placed
 
 
 @laws
+@example((Layout.parse("(3 a b)"), Layout.parse("(c b)"), (6,), {"a": 1, "b": 2, "c": 3}))
 @example((Layout.parse(". ."), Layout.parse("a b skew a"), (2, 2), {"a": 2, "b": 2}))
 @given(placed(2, most=12, most_elements=600, partial=False, skew=True))
 def test_every_rank_receives_what_it_lacks(case: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import shardlib as sl
@@ -18,6 +18,7 @@ laws = examples(80)
 
 
 @laws
+@example((Layout.parse("(3 a b)"), Layout.parse("(c b)"), (6,), {"a": 1, "b": 2, "c": 3}))
 @given(placed(2, most=12, most_elements=600, skew=True))
 def test_reshard_equals_shard(case: Any) -> None:
     """Every pair of layouts, blockwise, with exactly the planned bytes and messages."""
