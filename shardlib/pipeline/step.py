@@ -254,7 +254,7 @@ class PipelineStep:
             self.messages.here[label] = self.messages.take(label)
         about: Any = {
             "module": self.cuts[a.micro].named(a.stage), "type": self.table.name,
-            "axis": f"{self.axis}={self.ranks[a.stage]}", "backward": a.kind != "F",
+            "action": [self.ranks[a.stage], *a], "backward": a.kind != "F",
         }  # fmt: skip
         with ExitStack() as spans:
             for line in self.lines:
