@@ -20,7 +20,7 @@ from shardlib._compat import tree_flatten, tree_unflatten
 from shardlib.collectives import checking, pbroadcast, spans_processes, unwrap, wrap
 from shardlib.collectives.count import note
 from shardlib.collectives.point_to_point import Message, Messages
-from shardlib.errors import RankFailed, StageFailed, Unsupported
+from shardlib.errors import RankFailed, ShardError, StageFailed, Unsupported
 from shardlib.grad import GradientSums, loss_block, with_block
 from shardlib.mesh import Mesh, bind, current_job, scope, within
 from shardlib.microbatches import MicroBatches
@@ -175,8 +175,9 @@ class PipelineStep:
         Draws, traces, checks, recomputation and split backwards are those of sharded values.
         """
         known = self.draws or self.lines or scope().listeners.traces or checking()
+        known = known or self.pipeline.on_values or self.pipeline.apply.remat
         split = self.traffic.split or hasattr(self.sums.params, "opened")
-        return self.inner.size == 1 and not (known or split or self.pipeline.apply.remat)
+        return self.inner.size == 1 and not (known or split)
 
     def _perform(self, row: Sequence[Action]) -> None:
         for i, action in enumerate(row):
@@ -276,13 +277,28 @@ class PipelineStep:
         return failed
 
     def _forward(self, a: Action) -> None:
+        raws = {label[1]: self.messages.take(label) for label, _ in self.traffic.receives(a)}
+        versions = [x._version for x in raws.values()]
+        try:
+            kept = self._run_stage(a, raws)
+        except ShardError:
+            if self.blocks is None or versions != [x._version for x in raws.values()]:
+                raise
+            # the module calls functions of sharded values
+            self.blocks, self.pipeline.on_values = None, True
+            kept = self._run_stage(a, raws)
+        if self.train:
+            self.kept[a.stage, a.micro] = kept
+        for label, user in self.traffic.sends(a):
+            self.messages.send(label, kept.made[label[1]].detach(), self.ranks[user])
+
+    def _run_stage(self, a: Action, raws: dict[Output, Tensor]) -> Forwarded:
+        """Run the function on one stage, with the blocks that it received."""
         cut = self.cuts[a.micro]
         received: dict[Output, Tensor] = {}
         given: dict[Output, Tensor] = {}
-        for label, _ in self.traffic.receives(a):
-            k = label[1]
-            spec = cut.spec(k)
-            raw = self.messages.take(label).detach()
+        for k, raw in raws.items():
+            spec, raw = cut.spec(k), raw.detach()
             if spec.grad:
                 received[k] = raw.requires_grad_()
             raw = unlocked(raw)
@@ -315,10 +331,7 @@ class PipelineStep:
             fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
             raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
         kept.made = {k: block_that_crosses(stage.found[k]) for k in cut.makes[a.stage]}
-        if self.train:
-            self.kept[a.stage, a.micro] = kept
-        for label, user in self.traffic.sends(a):
-            self.messages.send(label, kept.made[label[1]].detach(), self.ranks[user])
+        return kept
 
     def _add_loss(self, loss: Tensor, micro: int) -> Tensor:
         """Add a micro-batch's share to the loss of the step; return what backward starts from."""
