@@ -404,6 +404,8 @@ class GradientSums:
         self.first = self.first or _leaves([self.params], self.over, False)
         # the same blocks, in values of their own: what is derived from a value is kept with it
         old = optree.tree_leaves(self.first.arguments)
+        if all(getattr(x, "facts", None) is None for x in old):
+            return self.first
         new = [x.at(x.place) if isinstance(x, ShardedTensor) else x for x in old]
         return self.first._replace(arguments=optree.tree_unflatten(self.first.tree, new))
 

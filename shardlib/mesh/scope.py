@@ -103,11 +103,14 @@ class Scope(NamedTuple):
     def changed(self, changes: Mapping[str, Any]) -> "Scope":
         """Return the scope with other values of some fields, which may be those of a group."""
         found: dict[str, Any] = {}
+        of_groups: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             if (group := _GROUP_OF.get(name)) is None:
                 found[name] = value
             else:
-                found[group] = found.get(group, getattr(self, group))._replace(**{name: value})
+                of_groups.setdefault(group, {})[name] = value
+        for group, fields in of_groups.items():
+            found[group] = getattr(self, group)._replace(**fields)
         return self._replace(**found)
 
 

@@ -8,7 +8,7 @@ multiplied with are gathered ahead.  The caller's module keeps its own tensors.
 import copy
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from traceback import walk_tb
@@ -17,18 +17,25 @@ from typing import Any
 import optree
 from torch import Tensor, nn
 
-from shardlib._compat import uncompiled
+from shardlib._compat import tree_flatten, tree_unflatten, uncompiled
 from shardlib.collectives import holds_values
 from shardlib.errors import RuleLint, ShardError, UnknownParameter, meant, similar
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, scope, within
-from shardlib.modules.copies import Copies
+from shardlib.modules.copies import Copies, exchanged
 from shardlib.modules.rules import Layouts, Named, stars
 from shardlib.ops.matmul.prefetch import Entry, prefetching
 from shardlib.opspec import Args, Kwargs
 from shardlib.placing import reshard, shard, unshard
 from shardlib.random import Plain
-from shardlib.tensor import ShardedTensor, promoting, refuse_trace, replicated
+from shardlib.tensor import (
+    ShardedTensor,
+    promoting,
+    raw_of,
+    refuse_trace,
+    replicated,
+    whole_now,
+)
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -228,6 +235,8 @@ class Apply(Calls):
         stage = scope().call.stage
         if stage is not None:
             stage.entered(self.stages)
+            if stage.blocks is not None:
+                return stage.blocks(params, args, kwargs)
         if self.stages is not None:
             if stage is None:
                 return self.stages.forward(params, args, kwargs)
@@ -265,6 +274,31 @@ class Apply(Calls):
                         raise
 
         return self.plain.alike(run, self.mesh), {n: state[n] for n in buffers}
+
+    @contextmanager
+    def on_blocks(self, params: Named) -> Iterator[Callable[[Named, Args, Kwargs], Any]]:
+        """Set the blocks of parameters in the module inside the ``with``; yield its call.
+
+        On a mesh of one rank blocks are whole values, and the module runs by torch alone.
+        """
+        self._refuse_blank(self.buffers)
+        params = self.stages.completed(params)
+        self.check(params)
+        held = {n: x.raw for n, x in params.items()}
+        with self.copies.taken() as copy, exchanged(copy.slots(), dict(held)):
+
+            def call(params: Named, args: Args, kwargs: Kwargs) -> Any:
+                kwargs = self.added(self.named(len(args), kwargs), args, kwargs)
+                state = {n: x.raw for n, x in params.items() if x.raw is not held[n]}
+                state.update((n, b.raw.clone()) for n, b in self.buffers.items())
+                args, kwargs = optree.tree_map(raw_of, (args, kwargs), none_is_leaf=True)
+                with exchanged(copy.slots(), state) if state else nullcontext():
+                    out = copy.module(*args, **kwargs)
+                leaves, tree = tree_flatten(out)
+                values = [_whole(x, self.mesh) if isinstance(x, Tensor) else x for x in leaves]
+                return tree_unflatten(values, tree)
+
+            yield call
 
     def _refuse_blank(self, buffers: Named) -> None:
         """Refuse a buffer of a module on the meta device that has no value yet."""
@@ -319,6 +353,10 @@ class Apply(Calls):
                 fix=f"params[{missing[0]!r}] = sl.shard(module.get_parameter({missing[0]!r}), "
                 f"{str(self.layouts[missing[0]])!r})",
             )
+
+
+def _whole(x: Tensor, mesh: Mesh) -> ShardedTensor:
+    return replicated(whole_now(x), mesh)
 
 
 def _raised_in(e: ShardError, module: nn.Module) -> str:

@@ -112,7 +112,7 @@ class Copy:
         self.lock = threading.RLock()
         self.state: Any = None
         # the slots of the module, and the identities by which a change of its tree is noticed
-        self.slots: tuple[list[int], list[nn.Module], list[Slot]] = [], [], []
+        self.listed: tuple[list[int], list[nn.Module], list[Slot]] = [], [], []
 
     def run(
         self,
@@ -130,7 +130,7 @@ class Copy:
         watch = nullcontext() if checking() is None else reported(self.module)
         self.state = state
         try:
-            with exchanged(self._slots(), state), watch:
+            with exchanged(self.slots(), state), watch:
                 return self.module(*args, **kwargs)
         finally:
             self.state = None
@@ -138,12 +138,12 @@ class Copy:
                 if state[n] is not b or writes(raw_of(b)) != version:
                     written[n] = buffers[n]
 
-    def _slots(self) -> "list[Slot]":
+    def slots(self) -> "list[Slot]":
         """List the slots of the module, which are listed anew only when its tree has changed."""
-        known, modules, found = self.slots
+        known, modules, found = self.listed
         if not known or _identities(modules) != known:
             modules, found = list(self.module.modules()), slots(self.module)
-            self.slots = _identities(modules), modules, found
+            self.listed = _identities(modules), modules, found
         return found
 
     def swapped(self, state: Named, written: Named, run: Callable[[], Any]) -> Any:

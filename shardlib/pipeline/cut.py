@@ -66,15 +66,19 @@ class Cut:
     @property
     def begins(self) -> list[UnitCall]:
         """List the first call of each stage."""
-        own = [c for c in self.calls.order if c in self.owner]
-        return [next(c for c in own if self.owner[c] == s) for s in range(self.stages)]
+        return [own[0] for own in self._own]
+
+    @cached_property
+    def _own(self) -> list[list[UnitCall]]:
+        """List the calls of each stage."""
+        order = self.calls.order
+        return [[c for c in order if self.owner.get(c) == s] for s in range(self.stages)]
 
     @cached_property
     def expected(self) -> list[list[UnitCall]]:
         """List for each stage the calls of units up to the last that others need, or its last."""
-        order = self.calls.order
-        own = [[c for c in order if self.owner.get(c) == s] for s in range(self.stages)]
-        last = [[k.call for k in row] or own[s][-1:] for s, row in enumerate(self.makes)]
+        order, rows = self.calls.order, zip(self.makes, self._own, strict=True)
+        last = [[k.call for k in row] or own[-1:] for row, own in rows]
         ends = [max(map(order.index, row), default=-1) for row in last]
         return [[c for c in order[: end + 1] if "/" not in c.unit] for end in ends]
 
@@ -100,7 +104,7 @@ class Cut:
 
     def named(self, stage: int) -> str:
         """Return the first and last call of a stage, for messages."""
-        own = [c for c in self.calls.order if self.owner.get(c) == stage and "/" not in c.unit]
+        own = [c for c in self._own[stage] if "/" not in c.unit]
         return f"{own[0]} to {own[-1]}" if len(own) > 1 else str(own[0]) if own else "no unit"
 
 
@@ -125,7 +129,8 @@ class Cutting:
         whole = WholeForward(CallRecord())
         reads, loss = self._whole(whole)
         # a loss reads and writes a result about as often as log_softmax does, forward and backward
-        result = sum(x.nbytes for x in map(raw_of, _floating(loss)))
+        found = [x for x in tree_flatten(loss)[0] if isinstance(x, Tensor)]
+        result = sum(raw_of(x).nbytes for x in found if x.is_floating_point())
         owner = self._owners(whole.calls, whole.flow.cost + 2 * BYTE * result)
         _refuse_strays(whole.flow, owner)
         count = self.stages if isinstance(self.stages, int) else len(self.stages)
@@ -165,7 +170,7 @@ class Cutting:
         inputs = optree.tree_map(again, self.inputs, none_is_leaf=True)
         for x in optree.tree_leaves(inputs):
             if isinstance(x, Tensor):
-                flow.mark_input(raw_of(x))
+                flow.mark(raw_of(x), INPUT)
         with flow, torch.enable_grad():
             try:
                 out = self.f(own, inputs)
@@ -241,11 +246,6 @@ class Cutting:
         if not any(costs):
             costs = [1.0] * len(at)
         return {at[i]: s for s, i in enumerate(dealt(costs, self.stages)) if s}
-
-
-def _floating(result: Any) -> list[Tensor]:
-    found = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
-    return [x for x in found if x.is_floating_point()]
 
 
 def _refuse_later(stage: int, needs: Sequence[Output], owner: Mapping[UnitCall, int]) -> None:

@@ -66,13 +66,12 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         return self.flops + BYTE * self.touched
 
     def mark(self, x: Tensor, name: Hashable) -> None:
-        """Give a tensor a name, under which results computed from it are found."""
+        """Give a tensor a name, under which results computed from it are found.
+
+        Every call may read one that is named INPUT.
+        """
         self.marked[name] = x
         self._add(x, frozenset([name]))
-
-    def mark_input(self, x: Tensor) -> None:
-        """Mark a tensor that every call may read."""
-        self._add(x, frozenset([INPUT]))
 
     @contextmanager
     def call(self, name: Hashable) -> Iterator[None]:
@@ -109,7 +108,7 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
 
     def of(self, results: Sequence[Tensor]) -> Names:
         """Return the names of the marked tensors that any of these results depends on."""
-        found = _joined(self.names.get(x._cdata, frozenset()) for x in results) - {INPUT}
+        found = _joined(self.names.get(x._cdata, frozenset()) for x in results)
         leaves = {x._cdata: n for n, x in self.marked.items() if x.requires_grad}
         # gradients go along edges alone, so a walk finds all that a backward would, at less cost
         nodes = list({x.grad_fn for x in results} - {None})
@@ -119,7 +118,7 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
             known |= after
             nodes += after
         ends = [x.variable for x in nodes if hasattr(x, "variable")]
-        return found | {leaves[x._cdata] for x in ends if x._cdata in leaves}
+        return (found | {leaves[x._cdata] for x in ends if x._cdata in leaves}) - {INPUT}
 
     def _add(self, x: Tensor, names: Names) -> None:
         if x._cdata not in self.names:

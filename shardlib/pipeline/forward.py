@@ -170,6 +170,7 @@ class UnitForward:
     calls: CallRecord
     pipeline: object = None
     turns: dict[str, int] = field(default_factory=dict)
+    blocks = None
 
     def next_call(self, unit: str) -> UnitCall:
         turn = self.turns[unit] = self.turns.get(unit, -1) + 1
@@ -309,6 +310,7 @@ class StageForward(UnitForward):
     ``draws``   the random keys of this run, which follow the whole forward's.
     ``ghosts``  the ghosts' memory, by shape and dtype: all share it, and it may be written to.
     ``copies``  whether copies of what was received are handed out.
+    ``blocks``  runs the module on blocks, which are whole on the one rank of a stage, see apply.py.
     """
 
     mesh: Mesh = field(kw_only=True)
@@ -322,6 +324,7 @@ class StageForward(UnitForward):
     drawn: int = 0
     ghosts: dict[Any, Tensor] = field(default_factory=dict)
     copies: bool = False
+    blocks: Callable[..., Any] | None = None
 
     def call(
         self, unit: str, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -391,13 +394,17 @@ class StageForward(UnitForward):
             return given.clone() if self.copies else given
         if not isinstance(spec, OutputSpec):
             return spec
-        key = block, _ = spec.block(self.mesh), spec.dtype
-        if key not in self.ghosts:
-            self.ghosts[key] = nan(spec.dtype, self.mesh).repeat(block)
-        raw = self.ghosts[key].detach()
+        # found by the output first, whose place needs no layout then
+        if (ghost := self.ghosts.get((self.calls, output))) is None:
+            key = block, _ = spec.block(self.mesh), spec.dtype
+            if key not in self.ghosts:
+                self.ghosts[key] = nan(spec.dtype, self.mesh).repeat(block)
+            ghost = self.ghosts[self.calls, output] = self.ghosts[key]
+        raw = ghost.detach()
         if self.flow is not None:
             self.flow.mark(raw.requires_grad_(raw.is_floating_point()), output)
-        return spec.value(unlocked(raw), self.mesh)
+        raw = unlocked(raw)
+        return raw if self.blocks else spec.value(raw, self.mesh)
 
 
 class _Unsent(tuple[Any, ...]):

@@ -155,6 +155,7 @@ class Pipeline:
     ``cuts``    function, shapes, modes and hooks -> the cuts, one for each branch.
     ``traffic`` the schedule and the cuts of a step's micro-batches -> their messages.
     ``absent``  mesh -> what stands for parameters of other stages there.
+    ``on_values``  whether the module calls functions of sharded values, so that blocks will not do.
     """
 
     stages: Stages
@@ -170,6 +171,7 @@ class Pipeline:
     cuts: dict[Any, list[Branch]] = field(default_factory=dict)
     traffic: dict[tuple[object, tuple[Cut, ...]], Traffic] = field(default_factory=dict)
     absent: dict[Mesh, dict[str, Tensor]] = field(default_factory=dict)
+    on_values: bool = False
 
     @property
     def here(self) -> set[int]:

@@ -7,7 +7,7 @@ performs of all rows the next action whose messages have arrived.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import tree_flatten, tree_unflatten
-from shardlib.collectives import pbroadcast, spans_processes, unwrap, wrap
+from shardlib.collectives import checking, pbroadcast, spans_processes, unwrap, wrap
 from shardlib.collectives.count import note
 from shardlib.collectives.point_to_point import Message, Messages
-from shardlib.errors import RankFailed, StageFailed, Unsupported
+from shardlib.errors import RankFailed, ShardError, StageFailed, Unsupported
 from shardlib.grad import GradientSums, loss_block, with_block
 from shardlib.mesh import Mesh, bind, current_job, scope, within
 from shardlib.microbatches import MicroBatches
@@ -124,6 +124,9 @@ class PipelineStep:
         self.ranks = self.table.ranks
         draws = (c.draws for c in self.cuts)
         self.firsts = [*accumulate(draws, initial=Draws.begun(self.inner))]
+        self.draws = self.firsts[-1] > self.firsts[0]
+        # runs the module on blocks alone
+        self.blocks: Any = None
         self.kept: dict[tuple[int, int], Forwarded] = {}
         self.loss: Tensor | None = None
         self.result: Any = None
@@ -153,7 +156,11 @@ class PipelineStep:
     def _run(self) -> None:
         rows = [list(self.table.tables[r]) for r in sorted(self.pipeline.here)]
         if spans_processes(self.mesh):
-            self._perform(rows[0])
+            with ExitStack() as stack:
+                if self._alone():
+                    call = self.pipeline.apply.on_blocks(self.sums.leaves().arguments[0])
+                    self.blocks = stack.enter_context(call)
+                self._perform(rows[0])
             if self.train:
                 self._add_ties()
             self.messages.finish()
@@ -161,6 +168,16 @@ class PipelineStep:
             self._perform_all(rows)
         Draws.passed(self.inner, self.firsts[-1])
         self._count()
+
+    def _alone(self) -> bool:
+        """Check whether a stage has one rank and does only what torch alone does.
+
+        Draws, traces, checks, recomputation and split backwards are those of sharded values.
+        """
+        known = self.draws or self.lines or scope().listeners.traces or checking()
+        known = known or self.pipeline.on_values or self.pipeline.apply.remat
+        split = self.traffic.split or hasattr(self.sums.params, "opened")
+        return self.inner.size == 1 and not (known or split)
 
     def _perform(self, row: Sequence[Action]) -> None:
         for i, action in enumerate(row):
@@ -238,7 +255,7 @@ class PipelineStep:
             self.messages.here[label] = self.messages.take(label)
         about: Any = {
             "module": self.cuts[a.micro].named(a.stage), "type": self.table.name,
-            "axis": f"{self.axis}={self.ranks[a.stage]}", "backward": a.kind != "F",
+            "action": [self.ranks[a.stage], *a], "backward": a.kind != "F",
         }  # fmt: skip
         with ExitStack() as spans:
             for line in self.lines:
@@ -260,28 +277,44 @@ class PipelineStep:
         return failed
 
     def _forward(self, a: Action) -> None:
+        raws = {label[1]: self.messages.take(label) for label, _ in self.traffic.receives(a)}
+        versions = [x._version for x in raws.values()]
+        try:
+            kept = self._run_stage(a, raws)
+        except ShardError:
+            if self.blocks is None or versions != [x._version for x in raws.values()]:
+                raise
+            # the module calls functions of sharded values
+            self.blocks, self.pipeline.on_values = None, True
+            kept = self._run_stage(a, raws)
+        if self.train:
+            self.kept[a.stage, a.micro] = kept
+        for label, user in self.traffic.sends(a):
+            self.messages.send(label, kept.made[label[1]].detach(), self.ranks[user])
+
+    def _run_stage(self, a: Action, raws: dict[Output, Tensor]) -> Forwarded:
+        """Run the function on one stage, with the blocks that it received."""
         cut = self.cuts[a.micro]
         received: dict[Output, Tensor] = {}
         given: dict[Output, Tensor] = {}
-        for label, _ in self.traffic.receives(a):
-            k = label[1]
-            spec = cut.spec(k)
-            raw = self.messages.take(label).detach()
+        for k, raw in raws.items():
+            spec, raw = cut.spec(k), raw.detach()
             if spec.grad:
                 received[k] = raw.requires_grad_()
-            given[k] = spec.value(unlocked(raw), self.inner, spec.grad)
-        draws = Draws(self.inner, self.firsts[a.micro])
+            raw = unlocked(raw)
+            given[k] = raw if self.blocks else spec.value(raw, self.inner, spec.grad)
+        draws = Draws(self.inner, self.firsts[a.micro]) if self.draws else None
         stage = StageForward(
             cut.calls, mesh=self.inner, owner=cut.owner, number=a.stage,
             wanted=frozenset(cut.makes[a.stage]), given=given, draws=draws,
-            pipeline=self.pipeline, ghosts=self.ghosts,
+            pipeline=self.pipeline, ghosts=self.ghosts, blocks=self.blocks,
         )  # fmt: skip
         leaves = self.sums.leaves()
         kept = Forwarded(received, {}, leaves.wanted)
         args, kwargs = self.batch[a.micro]
         inside = within(
             stage=stage, differentiated=self.train, split_backward=self.traffic.split,
-            draws=draws.instead,
+            **({"draws": draws.instead} if draws else {}),
         )  # fmt: skip
         with inside, torch.set_grad_enabled(self.train):
             try:
@@ -298,10 +331,7 @@ class PipelineStep:
             fix = "module.eval()  # blocks that are skipped at random, as by LayerDrop, are not cut"
             raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
         kept.made = {k: block_that_crosses(stage.found[k]) for k in cut.makes[a.stage]}
-        if self.train:
-            self.kept[a.stage, a.micro] = kept
-        for label, user in self.traffic.sends(a):
-            self.messages.send(label, kept.made[label[1]].detach(), self.ranks[user])
+        return kept
 
     def _add_loss(self, loss: Tensor, micro: int) -> Tensor:
         """Add a micro-batch's share to the loss of the step; return what backward starts from."""
@@ -325,7 +355,7 @@ class PipelineStep:
         split = a.kind == "I"
         later = WeightGradients(kept.leaves) if split else None
         if ends:
-            with within(later=later):
+            with within(later=later) if split else nullcontext():
                 self.sums.backward(kept.leaves, ends, grads, [*kept.received.values()], split)
         for label, source in self.traffic.sends(a):
             x = kept.received[label[1]]

@@ -136,7 +136,7 @@ class _Step:
         crossing = tokens * width(self.layers) * self.itemsize if p > 1 else 0
         hop = moving(("pipe",), Fraction(crossing, ranks), int(p > 1))
         sums = summing(Fraction(elements(stage) * self.itemsize, ranks), ("data",), {"data": d})
-        own = count * (one.seconds(links) + work)
+        own = one.seconds(links) + work
         seconds = in_stages(own, p, count, hop.seconds(links)) + sums.seconds(links)
         cost = times(one, count) + times(hop, 2 * count) + sums
         return Grid3(m, k, n, save, cost, seconds, way.mlp, p, d, count)

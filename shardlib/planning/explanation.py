@@ -296,20 +296,16 @@ class PipelineExplanation(Explanation):
     def json(self) -> dict[str, Any]:
         """Return the figures of a step and of each stage as plain values."""
         stages = [
-            {
-                "name": s.name, "place": s.place, "seconds": dict(s.seconds), "kept": s.kept,
-                "sends": {str(to): n for to, n in s.sends.items()},
-                "moved": {kind: _plain(t.bytes) for kind, t in s.moved.items()},
-            }
+            vars(s)
+            | {"sends": {str(to): n for to, n in s.sends.items()}}
+            | {"moved": {kind: _plain(t.bytes) for kind, t in s.moved.items()}}
             for s in self.stages
-        ]  # fmt: skip
+        ]
+        flying = zip(self.places, self.line.in_flight, strict=True)
         places = [
-            {
-                "parameters": p.parameters, "state": p.state, "gradients": p.gradients,
-                "transient": p.transient, "peak": p.peak, "in_flight": held,
-            }
-            for p, held in zip(self.places, self.line.in_flight, strict=True)
-        ]  # fmt: skip
+            vars(p) | {"finish": _plain(p.finish.bytes), "peak": p.peak, "in_flight": held}
+            for p, held in flying
+        ]
         return super().json() | {
             "schedule": self.schedule.name, "microbatches": self.schedule.micros,
             "seconds": self.seconds, "bubble": self.bubble, "stages": stages, "places": places,

@@ -200,15 +200,18 @@ def step_cost(
     return replace(total, memory=memory)
 
 
-def in_stages(seconds: float, pipe: int, micros: int, hop: float) -> float:
-    """Estimate the seconds of 1F1B, given all those of a stage, and those of a message to the next.
+def in_stages(stage: float, pipe: int, micros: int, hop: float) -> float:
+    """Compute the seconds of 1F1B, given those of a micro-batch in a stage and of a message.
 
-    >>> in_stages(8.0, 4, 8, 0.0)
-    11.0
+    >>> in_stages(1.0, 4, 8, 0.0), in_stages(3.0, 4, 8, 0.5)
+    (11.0, 41.0)
     """
-    # as many micro-batches as there are stages go and come while a stage computes as many
-    trips = 2 * (pipe - 1) * math.ceil(micros / pipe)
-    return seconds * (micros + pipe - 1) / micros + trips * hop
+    # a round goes and comes once, and the micro-batches of the last one follow one another
+    rounds, more = divmod(micros - 1, pipe)
+    trips = (pipe - 1) * (rounds + 1) + max(0, more - 1)
+    # of two micro-batches, the second's message waits for the first's
+    waits = max(0.0, hop - stage) if more == 1 else 0.0
+    return stage * (micros + pipe - 1) + 2 * trips * hop + waits
 
 
 def _gathers(playing: Mapping[str, str], role: str, *dims: str) -> tuple[DimMove, ...]:

@@ -12,14 +12,12 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from shardlib.cost import slowest
 from shardlib.dtypes import wide
@@ -27,14 +25,12 @@ from shardlib.errors import BadArgument, ShardError, mesh_text, similar
 from shardlib.mesh import Link, record
 from shardlib.modules import parallelize, recipes
 from shardlib.modules.dim_trace import Dimensions, trace_dimensions
-from shardlib.pipeline.schedules import schedule, timeline
 from shardlib.placing import shard
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explain import explain
 from shardlib.planning.explanation import size
 from shardlib.planning.grids import Grid3, factorizations, grids_text, in_stages, step_cost
 from shardlib.planning.layer_dedup import Layer, Outline, all_products, elements, outline, width
-from shardlib.tensor import raw_of
 
 RECIPES = ("ddp", "megatron1d", "fsdp", "optimus2d", "cube3d", "ring")
 
@@ -485,10 +481,10 @@ class _Study:
             seconds += turns / way.pipe
         seconds += self.flops / ranks / self.cluster.flops
         if way.pipe > 1:
-            whole = tokens * width(self.layers) * self.item / (m * n)
             # messages take their turns with stages
             count = hiding(self.batch // way.rows, way.pipe)
-            seconds = in_stages(seconds, way.pipe, count, links["pipe"].seconds(whole / count))
+            hop = links["pipe"].seconds(self._crossing(way) / count)
+            seconds = in_stages(seconds / count, way.pipe, count, hop)
         if data > 1:
             link = links.get("data", links.get("s", self.cluster.between))
             # a ring all-reduce of gradients in buckets: (data - 1) / data of them, twice
@@ -569,7 +565,6 @@ class _Study:
         if kept < 1:
             out["temporary"] += known["kept"]
         out["temporary"] *= by
-        out["crossing"] *= by
         return out | {k: by * n for k, n in known.items() if k.startswith("own bytes ")}
 
     def _measured(self, way: Strategy, remat: str) -> dict[str, float]:
@@ -583,7 +578,6 @@ class _Study:
         # temporaries do not grow with the number of layers: take those of the largest small model
         held = max(last["saved"], last["parameters"])
         whole["temporary"] = max(last["transient"] - held, 0)
-        whole["crossing"] = last["crossing"]
         for of, name in (("parameters", "layer"), ("saved", "kept")):
             # of one layer
             whole[name] = max((f[of] - first[of] for f in found[1:]), default=0)
@@ -593,7 +587,7 @@ class _Study:
         self, way: Strategy, model: nn.Module, dims: Dimensions, remat: Any
     ) -> dict[str, float]:
         """Run one of the smaller models on the meta device."""
-        with record(**way.inner) as mesh, _Crossing(model, self.outline) as crossing:
+        with record(**way.inner) as mesh:
             make = getattr(recipes, way.recipe)
             if way.recipe not in ("ddp", "ring"):
                 # these take the whole of each parameter
@@ -613,7 +607,6 @@ class _Study:
                 out[f"{of} bytes {e.axis}"] += float(e.bytes)
                 out[f"{of} messages {e.axis}"] += e.messages
         out |= {"parameters": found.parameters, "saved": found.saved, "transient": found.transient}
-        out["crossing"] = crossing.most
         return dict(out)
 
     def _staged(self, way: Strategy, found: Mapping[str, float]) -> Weighed:
@@ -669,9 +662,15 @@ class _Study:
             gathered = params * (ways - 1) / ways
             along[over] = had[0] + count * gathered, had[1] + count * (ways - 1)
         if way.pipe > 1:
-            messages = 2 * count * (way.pipe - 1) / way.pipe
-            along["pipe"] = messages * found["crossing"], messages
+            each_way = 2 * (way.pipe - 1) / way.pipe
+            along["pipe"] = each_way * self._crossing(way), each_way * count
         return along
+
+    def _crossing(self, way: Strategy) -> float:
+        """Count the bytes that pass between two layers in a step, on one rank."""
+        copies = way.mesh["x"] if way.recipe == "megatron1d" else 1
+        elements = self.batch * self.sequence * width(self.layers)
+        return elements * self.item * copies / math.prod(way.inner.values())
 
     def _seconds(
         self,
@@ -689,58 +688,16 @@ class _Study:
             return seconds
         # gradients are reduced once all micro-batches are through
         once = {k: v for k, v in found.items() if k.startswith("reduced ")}
-        once |= {"crossing": 0.0, "parameters": found["parameters"]}
-        late = self._along(replace(way, accumulate=0), once)
-        after = _moving(late, links)
-        count, hop = way.accumulate, links["pipe"].seconds(found["crossing"])
-        return after + _pipelined(way.pipe, count, (seconds - after) / count, hop)
+        late = self._along(replace(way, accumulate=0), once | {"parameters": found["parameters"]})
+        late.pop("pipe")
+        after, count = _moving(late, links), way.accumulate
+        hop = links["pipe"].seconds(self._crossing(way) / count)
+        return after + in_stages((seconds - after) / count, way.pipe, count, hop)
 
 
 def _moving(along: Mapping[str, tuple[float, float]], links: Mapping[str, Link]) -> float:
     """Add the seconds of the bytes and messages over each axis, or several."""
     return sum(slowest(axes.split(), links).seconds(*moved) for axes, moved in along.items())
-
-
-def _pipelined(p: int, count: int, stage: float, hop: float) -> float:
-    """Compute the seconds of 1F1B, given those of a micro-batch in a stage and of a message.
-
-    >>> round(_pipelined(4, 8, 3.0, 0.0), 6)
-    33.0
-    """
-    few, ratio = min(count, 3 * p), float(f"{hop / max(stage, 1e-12):.2g}")
-    beats = _beats(p, few, ratio)
-    if count > few:
-        # each round of p micro-batches takes as long as the last
-        beats += (count - few) * (beats - _beats(p, 2 * p, ratio)) / p
-    return stage * beats
-
-
-@lru_cache(1024)
-def _beats(p: int, count: int, hop: float) -> float:
-    """Compute the time of 1F1B in that of a micro-batch in a stage, a third of which is forward."""
-    table = schedule("1f1b", p, count)
-    return timeline(table, lambda a: (1 if a.kind == "F" else 2) / 3, lambda *_: hop).seconds
-
-
-class _Crossing:
-    """The most bytes of a block that a repeated layer returns, on one rank: ``most``."""
-
-    def __init__(self, model: nn.Module, outline: Outline) -> None:
-        stacks = [model.get_submodule(path) for path, _ in outline.stacks]
-        self.kinds = {type(m) for stack in stacks for m in stack.children()}
-        self.most = 0
-
-    def __enter__(self) -> "_Crossing":
-        self.hook = register_module_forward_hook(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.hook.remove()
-
-    def _note(self, module: nn.Module, _: object, out: Any) -> None:
-        if type(module) in self.kinds:
-            first = next(x for x in optree.tree_leaves(out) if isinstance(x, Tensor))
-            self.most = max(self.most, raw_of(first).nbytes)
 
 
 def _strategies(data: int, rest: int) -> list[Strategy]:

@@ -158,6 +158,20 @@ class Picture:
         return f"Picture({self.title!r})"
 
 
+class Pictured:
+    """A mixin for charts: ``save(file)`` writes their ``picture()``."""
+
+    picture: Callable[[], Picture]
+
+    def save(self, file: str | Path) -> None:
+        """Write the picture; needs matplotlib.
+
+        Raises: BadArgument for another suffix than .png, .svg and .pdf, or where a file is that no
+                ``save`` wrote.
+        """
+        self.picture().save(file)
+
+
 MARK = "written by shardlib.seeing"
 """Words near the beginning or the end of every file that ``save`` writes."""
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from shardlib.errors import BadArgument
 from shardlib.pipeline.schedules import Action, PipelineSchedule, PipelineTimeline, timeline
-from shardlib.seeing.canvas import Picture, Pieces, Shown, canvas, colours, tint
+from shardlib.seeing.canvas import Picture, Pictured, Pieces, Shown, canvas, colours, tint
 from shardlib.seeing.timeline import Span, Timeline
 
 _NUMBERS = {"F": 0, "B": 1, "I": 1, "W": 2}  # of colours
 
 
 @dataclass(frozen=True, repr=False)
-class ScheduleChart(Shown):
+class ScheduleChart(Shown, Pictured):
     """A chart of a schedule in ticks: B takes two, and F, I and W one each.
 
     A cell names an action, its stage only where a rank has several; ``.`` is an idle tick.
@@ -74,11 +74,9 @@ class ScheduleChart(Shown):
                     out += [(" ", None), (text, _NUMBERS[a.kind])]
         return out
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         text = "".join(text for text, _ in self.pieces())
         return "\n".join(line.rstrip() for line in text.splitlines())
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         rows = []
@@ -100,14 +98,6 @@ class ScheduleChart(Shown):
         _bars(axes.flat[0], _rows(s, line), s.size, line.seconds, "ticks")
         return Picture(figure, self.title())
 
-    def save(self, file: str) -> None:
-        """Write the picture; needs matplotlib.
-
-        Raises: BadArgument for another suffix than .png, .svg and .pdf, or where a file is that no
-                ``save`` wrote.
-        """
-        self.picture().save(file)
-
 
 _CELL = "border:1px solid;padding:1px 4px;text-align:center"
 
@@ -117,7 +107,7 @@ Bars = Mapping[str, Sequence[tuple[Action, float, float]]]
 
 
 @dataclass(frozen=True, repr=False)
-class StepChart:
+class StepChart(Pictured):
     """A recorded step of a pipeline: when each action ran, beside when it would at its mean cost.
 
     ``schedule``   its table.
@@ -161,14 +151,12 @@ class StepChart:
             "stages": [{"name": name, "seconds": dict(each)} for name, each in self.costs.values()],
         }  # fmt: skip
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = list(self.titles()[: 2 if self.measured else 1])
         for stage, (name, each) in self.costs.items():
             took = ", ".join(f"{kind} {1e3 * t:.3g} ms" for kind, t in each.items())
             lines.append(f"stage {stage}   {name}: {took}")
         return "\n".join(lines)
-
-    __repr__ = __str__
 
     def picture(self) -> Picture:
         """Draw the predicted step over the measured one; needs matplotlib."""
@@ -180,13 +168,6 @@ class StepChart:
             _bars(panel, bars, self.schedule.size, wide, "seconds")
             panel.set_title(title, fontsize=8)
         return Picture(figure, self.titles()[0])
-
-    def save(self, file: str) -> None:
-        """Write the picture; needs matplotlib.
-
-        Raises: BadArgument as ``ScheduleChart.save`` does.
-        """
-        self.picture().save(file)
 
 
 def _refuse_parts(places: Collection[int], ranks: Collection[int]) -> None:
@@ -245,9 +226,9 @@ def _recorded(line: Timeline) -> dict[tuple[int, int], list[tuple[Action, Span]]
     """Return (place, rank) -> the actions of the last step in a timeline, as they began."""
     found: dict[tuple[int, int], dict[Action, Span]] = defaultdict(dict)
     for s in line.spans:
-        if s.is_action:
-            kind, stage, micro = s.name[0], *map(int, s.name[1:].split("."))
-            found[int(s.axis.partition("=")[2]), s.rank][Action(kind, stage, micro)] = s
+        if s.action:
+            place, *action = s.action
+            found[place, s.rank][Action(*action)] = s
     return {at: sorted(found[at].items(), key=lambda one: one[1].start) for at in sorted(found)}
 
 

@@ -59,8 +59,9 @@ class Span:
     ``line``    the user's line; for a gradient, the line of its operation.
     ``module``  path of the module whose forward runs.
     ``type``    of the result; for a collective, of the block that is sent.
-    ``axis``    of a collective.  A phase that is an action of a pipeline has its place here, as
-                "pipe=1", and its schedule as ``type``.
+    ``axis``    of a collective.
+    ``action``  of a pipeline, if the phase is one: its place, kind, stage and micro-batch; ``type``
+                is then the schedule.
     ``bytes``   received per rank; for an operation, by the collectives inside it; so ``messages``.
     """
 
@@ -77,16 +78,12 @@ class Span:
     bytes: float = 0.0
     messages: int = 0
     algorithm: str = ""
+    action: list[Any] = field(default_factory=list)
 
     @property
     def way(self) -> str:
         """The pass that it belongs to: "forward" or "backward"."""
         return _WAYS[self.backward]
-
-    @property
-    def is_action(self) -> bool:
-        """Whether it is a phase that is an action of a pipeline."""
-        return self.kind == "phase" and "=" in self.axis
 
     @property
     def end(self) -> float:
@@ -281,7 +278,7 @@ class Timeline:
             own: dict[str, list[Span]] = {kind: [] for kind in kinds}
             for s in self.spans:
                 if s.rank == rank:
-                    own["action" if s.is_action else s.kind].append(s)
+                    own["action" if s.action else s.kind].append(s)
             moving = _apart(own.pop("collective"))
             lanes = [(f"{kind}s", spans) for kind, spans in own.items() if spans]
             titles = ["collectives", *(f"collectives {i + 1}" for i in range(1, len(moving)))]
@@ -403,7 +400,7 @@ def _apart(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def _shade(s: Span) -> str:
-    kind = "operation" if s.is_action else s.kind
+    kind = "operation" if s.action else s.kind
     return {"operation": s.way, "collective": s.name}.get(kind, "phase")
 
 

@@ -307,18 +307,18 @@ def every_pair(path: str, axes: str) -> list[str]:
 
 
 @pytest.mark.parametrize("axes", ["x", "x y"])
-def testevery_pair_of_layouts_on_four_processes(pool: Any, axes: str, tmp_path: Path) -> None:
+def test_every_pair_of_layouts_on_four_processes(pool: Any, axes: str, tmp_path: Path) -> None:
     mesh = {"x": 4} if axes == "x" else {"x": 2, "y": 2}
     assert pool.run(every_pair, str(tmp_path / "c"), axes, **mesh) == [[]] * 4
 
 
-def testevery_pair_of_layouts_on_eight_processes(pool8: Any, tmp_path: Path) -> None:
+def test_every_pair_of_layouts_on_eight_processes(pool8: Any, tmp_path: Path) -> None:
     found = pool8.run(every_pair, str(tmp_path / "c"), "x y z", x=2, y=2, z=2)
     assert found == [[]] * 8
 
 
 @pytest.mark.parametrize("mesh", [{"x": 2, "y": 3}, {"x": 2, "y": 2, "z": 2}, {"x": 1}], ids=str)
-def testevery_pair_of_layouts_on_simulated_ranks(mesh: dict[str, int], tmp_path: Path) -> None:
+def test_every_pair_of_layouts_on_simulated_ranks(mesh: dict[str, int], tmp_path: Path) -> None:
     with sl.simulate(**mesh):
         assert every_pair(str(tmp_path / "c"), " ".join(mesh)) == []
 

@@ -237,11 +237,8 @@ class _Sour(nn.Module):
     """Raises on values that shapes do not show."""
 
     def forward(self, x: Any) -> Any:
-        if (
-            isinstance(x, sl.ShardedTensor)
-            and not x.raw.is_meta
-            and float(x.raw.detach().sum()) == 0
-        ):
+        raw = x.raw if isinstance(x, sl.ShardedTensor) else x
+        if not raw.is_meta and float(raw.detach().sum()) == 0:
             raise ValueError("all zeros")
         return x
 
@@ -316,3 +313,55 @@ def test_a_stage_that_raises_is_named_on_the_ranks_that_wait_for_it(tmp_path: Pa
         assert said.startswith(f"{'StageFailed' if rank == 2 else 'RankFailed'}: ") and why in said
     # while it ran on, the others knew
     assert found[2].endswith(" 3")
+
+
+class _Placed(nn.Module):
+    """Calls a function of sharded values; which values it gets is counted."""
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.linear, self.calls, self.plain = nn.Linear(4, 4), calls, 0
+
+    def forward(self, x: Any) -> Any:
+        out = self.linear(x)
+        self.plain += not isinstance(out, sl.ShardedTensor)
+        return sl.reshard(out, "...") if self.calls else out
+
+
+def _on_blocks(calls: bool) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[_Placed(calls and i % 2 == 1) for i in range(4)]).double()
+    how = sl.Stages("pipe", example=(torch.ones(2, 4).double(),))
+    apply, params = sl.parallelize(net, [("*", "...")], stages=how)
+    seen: list[str] = []
+
+    def loss(p: Any, x: Any) -> Any:
+        # a parameter of the loss's own making is what the module gets
+        p = {n: w * 2 if n.endswith("bias") else w for n, w in p.items()}
+        out = apply(p, x)
+        seen.append(type(out).__name__)
+        return out.square().mean()
+
+    step = sl.value_and_grad(loss, microbatches=2)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).double()
+    for _ in range(2):
+        value, grads = step(params, x)
+    plain = sum(m.plain for m in apply.module.modules() if isinstance(m, _Placed))
+    return value.item(), {n: g.raw.squeeze(0) for n, g in grads.items()}, plain, set(seen)
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_stage_of_one_rank_runs_on_blocks_unless_its_module_asks_for_values(
+    pool: Any, calls: bool
+) -> None:
+    with sl.simulate(pipe=4):
+        value, grads, _, _ = _on_blocks(calls)
+    said = pool.run(_on_blocks, calls, pipe=4)
+    for rank, (found, here, plain, seen) in enumerate(said):
+        assert found == pytest.approx(value, rel=1e-12)
+        # the module's result is a value of the mesh again, on the last stage
+        assert seen <= {"ShardedTensor"}
+        # a stage whose module calls functions of sharded values found out once
+        assert plain == (4 if not calls or rank % 2 == 0 else 1)
+        for n, g in here.items():
+            assert (g - grads[n].reshape(g.shape)).abs().max() < 1e-12, n

@@ -12,7 +12,8 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.modules.recipes import MLP_ROLES
-from shardlib.planning.grids import Layer, factorizations, step_cost
+from shardlib.pipeline.schedules import schedule, timeline
+from shardlib.planning.grids import Layer, factorizations, in_stages, step_cost
 from tests.ops.cases import cube_words
 
 sizes = st.integers(1, 64).map(lambda n: 8 * n)
@@ -135,3 +136,15 @@ def test_the_matching_grid_attains_the_bound(
     assert float(cube_words(*shape, *grid)) == pytest.approx(
         sl.planning.lower_bound(*shape, math.prod(grid)), rel=1e-12
     )
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("hop", [0.0, 0.3, 1.0, 5.0])
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 23])
+def test_seconds_of_a_pipeline_are_those_of_its_timeline(
+    stages: int, hop: float, count: int
+) -> None:
+    table = schedule("1f1b", stages, count)
+    cost = {"F": 2.0, "B": 4.0}
+    line = timeline(table, lambda a: cost[a.kind], lambda *_: 6 * hop)
+    assert in_stages(6.0, stages, count, 6 * hop) == pytest.approx(line.seconds, rel=1e-12)

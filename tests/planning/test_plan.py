@@ -12,10 +12,9 @@ import torch
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
-from shardlib.pipeline.schedules import schedule, timeline
 from shardlib.planning import Cluster, Link
 from shardlib.planning.cluster import CLUSTERS
-from shardlib.planning.plan import Strategy, _loss, _pipelined, _Study
+from shardlib.planning.plan import Strategy, _loss, _Study
 
 CONFIG = GPTConfig(vocab=64, ctx=16, layers=5, heads=4, embed=32)
 WAYS = [
@@ -205,18 +204,6 @@ def test_mistakes_say_what_to_write() -> None:
 
 SLOW = Link(1e-3, 8 / 50e6)  # 50 Mbit/s between all ranks
 RIG = Cluster(8e9, 5e10, 1, SLOW, SLOW)
-
-
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("hop", [0.0, 0.3, 1.0, 5.0])
-@pytest.mark.parametrize("count", [1, 4, 6, 23, 64])
-def test_seconds_of_a_pipeline_are_those_of_its_timeline(
-    stages: int, hop: float, count: int
-) -> None:
-    table = schedule("1f1b", stages, count)
-    cost = {"F": 2.0, "B": 4.0}
-    line = timeline(table, lambda a: cost[a.kind], lambda *_: 6 * hop)
-    assert _pipelined(stages, count, 6.0, 6 * hop) == pytest.approx(line.seconds, rel=0.05)
 
 
 def test_behind_slow_links_layers_are_on_different_ranks() -> None:

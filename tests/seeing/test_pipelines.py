@@ -102,6 +102,6 @@ def test_the_last_step_of_simulated_ranks_is_predicted_alone(tmp_path: Path) -> 
     assert str(sl.seeing.step_chart(Timeline.read(tmp_path / "step.json"))) == str(chart)
     chart.save(tmp_path / "step.svg")
     assert (tmp_path / "step.svg").read_text().count("<path") > 36
-    lone = Timeline([s for s in line.spans if s.axis != "pipe=0"], line.ranks)
+    lone = Timeline([s for s in line.spans if s.action[:1] != [0]], line.ranks)
     with pytest.raises(sl.errors.BadArgument, match="all its stages"):
         sl.seeing.step_chart(lone)
