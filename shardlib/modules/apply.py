@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from traceback import walk_tb
-from typing import Any
+from typing import Any, cast
 
 import optree
 from torch import Tensor, nn
@@ -291,7 +291,8 @@ class Apply(Calls):
                 kwargs = self.added(self.named(len(args), kwargs), args, kwargs)
                 state = {n: x.raw for n, x in params.items() if x.raw is not held[n]}
                 state.update((n, b.raw.clone()) for n, b in self.buffers.items())
-                args, kwargs = optree.tree_map(raw_of, (args, kwargs), none_is_leaf=True)
+                given: Any = args, kwargs
+                args, kwargs = cast(Any, optree.tree_map(raw_of, given, none_is_leaf=True))
                 with exchanged(copy.slots(), state) if state else nullcontext():
                     out = copy.module(*args, **kwargs)
                 leaves, tree = tree_flatten(out)
