@@ -129,9 +129,7 @@ class Cutting:
         whole = WholeForward(CallRecord())
         reads, loss = self._whole(whole)
         # a loss reads and writes a result about as often as log_softmax does, forward and backward
-        found = [x for x in tree_flatten(loss)[0] if isinstance(x, Tensor)]
-        result = sum(raw_of(x).nbytes for x in found if x.is_floating_point())
-        owner = self._owners(whole.calls, whole.flow.cost + 2 * BYTE * result)
+        owner = self._owners(whole.calls, whole.flow.cost + 2 * BYTE * _floating_bytes(loss))
         _refuse_strays(whole.flow, owner)
         count = self.stages if isinstance(self.stages, int) else len(self.stages)
         needs: list[list[Output]] = [[] for _ in range(count)]
@@ -246,6 +244,11 @@ class Cutting:
         if not any(costs):
             costs = [1.0] * len(at)
         return {at[i]: s for s, i in enumerate(dealt(costs, self.stages)) if s}
+
+
+def _floating_bytes(result: Any) -> int:
+    found = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+    return sum(raw_of(x).nbytes for x in found if x.is_floating_point())
 
 
 def _refuse_later(stage: int, needs: Sequence[Output], owner: Mapping[UnitCall, int]) -> None:
