@@ -397,14 +397,17 @@ class GradientSums:
         self.sums: dict[int, Tensor] = {}
         self.first: _Leaves | None = None
 
-    def leaves(self) -> _Leaves:
-        """Return new leaves of the parameters, with gradients unsummed over all axes."""
+    def leaves(self, again: bool = False) -> _Leaves:
+        """Return new leaves of the parameters, with gradients unsummed over all axes.
+
+        ``again``  the same ones each time, as long as nothing was derived from them.
+        """
         if hasattr(self.params, "opened"):
             return _leaves([self.params], self.over, False)
         self.first = self.first or _leaves([self.params], self.over, False)
         # the same blocks, in values of their own: what is derived from a value is kept with it
         old = optree.tree_leaves(self.first.arguments)
-        if all(getattr(x, "facts", None) is None for x in old):
+        if again and all(getattr(x, "facts", None) is None for x in old):
             return self.first
         new = [x.at(x.place) if isinstance(x, ShardedTensor) else x for x in old]
         return self.first._replace(arguments=optree.tree_unflatten(self.first.tree, new))

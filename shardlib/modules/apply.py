@@ -8,7 +8,7 @@ multiplied with are gathered ahead.  The caller's module keeps its own tensors.
 import copy
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from traceback import walk_tb
@@ -284,16 +284,20 @@ class Apply(Calls):
         self._refuse_blank(self.buffers)
         params = self.stages.completed(params)
         self.check(params)
-        held = {n: x.raw for n, x in params.items()}
-        with self.copies.taken() as copy, exchanged(copy.slots(), dict(held)):
+        held = {n: raw_of(x) for n, x in params.items()}
+        with ExitStack() as stack:
+            copy = stack.enter_context(self.copies.taken())
+            # listed once: other tensors in the slots look like another tree
+            found = copy.slots()
+            stack.enter_context(exchanged(found, dict(held)))
 
             def call(params: Named, args: Args, kwargs: Kwargs) -> Any:
                 kwargs = self.added(self.named(len(args), kwargs), args, kwargs)
-                state = {n: x.raw for n, x in params.items() if x.raw is not held[n]}
-                state.update((n, b.raw.clone()) for n, b in self.buffers.items())
+                state = {n: raw_of(x) for n, x in params.items() if raw_of(x) is not held[n]}
+                state.update((n, raw_of(b).clone()) for n, b in self.buffers.items())
                 given: Any = args, kwargs
                 args, kwargs = cast(Any, optree.tree_map(raw_of, given, none_is_leaf=True))
-                with exchanged(copy.slots(), state) if state else nullcontext():
+                with exchanged(found, state) if state else nullcontext():
                     out = copy.module(*args, **kwargs)
                 leaves, tree = tree_flatten(out)
                 values = [_whole(x, self.mesh) if isinstance(x, Tensor) else x for x in leaves]

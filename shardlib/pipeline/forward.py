@@ -394,7 +394,7 @@ class StageForward(UnitForward):
             return given.clone() if self.copies else given
         if not isinstance(spec, OutputSpec):
             return spec
-        # found by the output first, whose place needs no layout then
+        # the shape of a block, from its layout, is computed once for each output
         if (ghost := self.ghosts.get((self.calls, output))) is None:
             key = block, _ = spec.block(self.mesh), spec.dtype
             if key not in self.ghosts:

@@ -158,7 +158,8 @@ class PipelineStep:
         if spans_processes(self.mesh):
             with ExitStack() as stack:
                 if self._alone():
-                    call = self.pipeline.apply.on_blocks(self.sums.leaves().arguments[0])
+                    params = self.sums.leaves(again=True).arguments[0]
+                    call = self.pipeline.apply.on_blocks(params)
                     self.blocks = stack.enter_context(call)
                 self._perform(rows[0])
             if self.train:
@@ -174,10 +175,10 @@ class PipelineStep:
 
         Draws, traces, checks, recomputation and split backwards are those of sharded values.
         """
-        known = self.draws or self.lines or scope().listeners.traces or checking()
-        known = known or self.pipeline.on_values or self.pipeline.apply.remat
-        split = self.traffic.split or hasattr(self.sums.params, "opened")
-        return self.inner.size == 1 and not (known or split)
+        watched = scope().listeners.traces or checking()
+        again = self.draws or self.traffic.split or self.pipeline.apply.remat
+        on_values = self.pipeline.on_values or hasattr(self.sums.params, "opened")
+        return self.inner.size == 1 and not (watched or again or on_values)
 
     def _perform(self, row: Sequence[Action]) -> None:
         for i, action in enumerate(row):
@@ -284,9 +285,10 @@ class PipelineStep:
         except ShardError:
             if self.blocks is None or versions != [x._version for x in raws.values()]:
                 raise
-            # the module calls functions of sharded values
-            self.blocks, self.pipeline.on_values = None, True
+            self.blocks = None
             kept = self._run_stage(a, raws)
+            # the module calls functions of sharded values
+            self.pipeline.on_values = True
         if self.train:
             self.kept[a.stage, a.micro] = kept
         for label, user in self.traffic.sends(a):
@@ -309,7 +311,7 @@ class PipelineStep:
             wanted=frozenset(cut.makes[a.stage]), given=given, draws=draws,
             pipeline=self.pipeline, ghosts=self.ghosts, blocks=self.blocks,
         )  # fmt: skip
-        leaves = self.sums.leaves()
+        leaves = self.sums.leaves(again=self.blocks is not None)
         kept = Forwarded(received, {}, leaves.wanted)
         args, kwargs = self.batch[a.micro]
         inside = within(

@@ -403,8 +403,11 @@ LONG = {
 
 @pytest.mark.parametrize("what", LONG)
 def test_any_text_of_ten_thousand_characters_is_read_or_refused_at_once(what: str) -> None:
-    began = time.process_time()
-    with contextlib.suppress(sl.errors.LayoutSyntax, sl.errors.AxisReused):
-        Layout.parse(LONG[what])
-    # it takes some 5 ms; a pattern that tries all ways to split the text takes hours
-    assert time.process_time() - began < 1.0
+    best = math.inf
+    for i in range(5):
+        began = time.process_time()
+        with contextlib.suppress(sl.errors.LayoutSyntax, sl.errors.AxisReused):
+            Layout.parse(LONG[what] + " " * i)  # none is remembered
+        best = min(best, time.process_time() - began)
+    # 5 ms on a quiet machine; a pattern that tries all ways to split the text takes hours
+    assert best < 0.1, f"{best * 1000:.1f} ms"

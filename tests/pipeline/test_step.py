@@ -321,9 +321,13 @@ class _Placed(nn.Module):
     def __init__(self, calls: bool) -> None:
         super().__init__()
         self.linear, self.calls, self.plain = nn.Linear(4, 4), calls, 0
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        self.scale: Any
 
     def forward(self, x: Any) -> Any:
-        out = self.linear(x)
+        # a write that no other micro-batch reads
+        self.scale.add_(1)
+        out = self.linear(x) * self.scale
         self.plain += not isinstance(out, sl.ShardedTensor)
         return sl.reshard(out, "...") if self.calls else out
 
