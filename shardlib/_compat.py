@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from contextvars import Context, ContextVar, copy_context
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from threading import get_ident
 from types import FunctionType
@@ -510,6 +510,13 @@ def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
 # Whether autocast is on for any device, in one C call of 40 ns.  In 2.11 to 2.15.  When it
 # goes: torch.is_autocast_enabled per device.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+# The hooks on tensors that are saved now, or None.  In 2.11 to 2.15.  When it goes: lambda: None,
+# and regions of torch.utils.checkpoint in stages of zero bubble schedules raise.
+saved_hooks: Callable[[], object] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)
 
 
 # Whether a TorchFunctionMode is on, in one C call.  In 2.11 to 2.15.  When it goes:

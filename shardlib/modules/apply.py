@@ -36,6 +36,7 @@ from shardlib.tensor import (
     replicated,
     whole_now,
 )
+from shardlib.tensor.weight_gradients import SplitProducts
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -297,7 +298,11 @@ class Apply(Calls):
                 state.update((n, raw_of(b).clone()) for n, b in self.buffers.items())
                 given: Any = args, kwargs
                 args, kwargs = cast(Any, optree.tree_map(raw_of, given, none_is_leaf=True))
-                with exchanged(found, state) if state else nullcontext():
+                split = scope().policy.split_backward
+                with (
+                    exchanged(found, state) if state else nullcontext(),
+                    SplitProducts() if split else nullcontext(),
+                ):
                     out = copy.module(*args, **kwargs)
                 leaves, tree = tree_flatten(out)
                 values = [_whole(x, self.mesh) if isinstance(x, Tensor) else x for x in leaves]

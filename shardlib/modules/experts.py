@@ -20,14 +20,12 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
-from shardlib._compat import Ctx, Grads, Local, any_autocast
 from shardlib.errors import BadArgument, ShardError
 from shardlib.layouts import Dim, Layout
 from shardlib.mesh import scope
@@ -36,7 +34,7 @@ from shardlib.ops.dims import Labels, rows_call
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.placing import reshard, shard
 from shardlib.tensor import ShardedTensor, implements, lift, typeof
-from shardlib.tensor.weight_gradients import queued
+from shardlib.tensor.weight_gradients import SplitProducts
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -211,55 +209,9 @@ def own_experts(
         local.__dict__.update(
             _parameters=dict(zip(names, params, strict=True)), num_experts=len(own)
         )
-        split = scope().policy.split_backward and not any_autocast()
-        with _SplitProducts() if split else nullcontext():
+        with SplitProducts() if scope().policy.split_backward else nullcontext():
             y = type(stack).forward(local, x, at[row, slot][:, None], w)
     else:
         # without rows, keep params in the graph: gradients are summed over all ranks
         y = x * w.to(x.dtype) + sum(p.flatten()[:0].sum().to(x.dtype) for p in params)
     return torch.zeros_like(hidden).index_add(0, row, y.to(hidden.dtype))
-
-
-class _SplitProducts(TorchFunctionMode):
-    """Mode in which a stack's own products are ``_Product``, for a backward in two passes."""
-
-    def __torch_function__(
-        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        name, given = getattr(func, "__name__", ""), dict(kwargs or {})
-        x, w, *more = (*args, None, None)[: max(len(args), 2)]
-        bias = more.pop() if name == "linear" and more else given.pop("bias", None)
-        more += [k for k, v in given.items() if v is not None and k != "offs"]
-        if more or not (_is_factor(x, 2) and _is_factor(w, _PRODUCTS.get(name, -1))):
-            return func(*args, **(kwargs or {}))
-        if name == "_grouped_mm":
-            return _Product.apply(partial(func, **given), x, w)
-        return _Product.apply(torch.mm, x, w.mT if name == "linear" else w, bias)
-
-
-# the dimensions of their second factors
-_PRODUCTS = {"linear": 2, "matmul": 2, "__matmul__": 2, "mm": 2, "_grouped_mm": 3}
-
-
-def _is_factor(x: Any, dims: int) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad and x.ndim == dims
-
-
-class _Product(Local):
-    """apply(multiply, x, w, bias=None): a product of plain matrices, or of groups of rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Ctx, multiply: Func, x: Tensor, w: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        ctx.multiply = multiply
-        ctx.save_for_backward(x, w)
-        return multiply(x, w) if bias is None else torch.addmm(bias, x, w)
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
-        multiply, (x, w), dy = ctx.multiply, ctx.saved_tensors, grads[0]
-        of_w = partial(multiply, x.mT.detach(), dy)
-        dw = None if queued(ctx.next_functions[1], of_w, w) else multiply(x.mT, dy)
-        dbias = dy.sum(0) if ctx.needs_input_grad[3:] == (True,) else None
-        return None, multiply(dy, w.mT), dw, dbias

@@ -173,10 +173,10 @@ class PipelineStep:
     def _alone(self) -> bool:
         """Check whether a stage has one rank and does only what torch alone does.
 
-        Draws, traces, checks, recomputation and split backwards are those of sharded values.
+        Draws, traces, checks and recomputation are those of sharded values.
         """
         watched = scope().listeners.traces or checking()
-        again = self.draws or self.traffic.split or self.pipeline.apply.remat
+        again = self.draws or self.pipeline.apply.remat
         on_values = self.pipeline.on_values or hasattr(self.sums.params, "opened")
         return self.inner.size == 1 and not (watched or again or on_values)
 

@@ -8,14 +8,19 @@ Source: Qi et al., arXiv 2401.10241.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
+from shardlib._compat import Ctx, Grads, Local, any_autocast, saved_hooks
 from shardlib.mesh import scope
+from shardlib.opspec import Args, Func, Kwargs
 from shardlib.tensor.gradients import mapped
 
 # nodes of a weight's graph, down to its leaves; an operand with more is an activation
@@ -81,3 +86,77 @@ def queued(edge: Any, of_w: Any, w: Tensor | None = None) -> bool:
     """Queue a gradient, as ``put`` does, where the backward that runs leaves some for later."""
     later = scope().call.later
     return later is not None and not torch.is_grad_enabled() and later.put(edge, of_w, w)
+
+
+# torch's products and the dimensions of their second factors; addmm begins with the bias
+_PRODUCTS = {"linear": 2, "matmul": 2, "__matmul__": 2, "mm": 2, "addmm": 2, "_grouped_mm": 3}
+
+
+class SplitProducts(TorchFunctionMode):
+    """Mode in which products of plain activations and weights have a backward in two passes.
+
+    Regions of torch.utils.checkpoint that begin inside have torch's products, as they are
+    recomputed outside of the mode, and save the same tensors again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooks = saved_hooks()
+
+    def __torch_function__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _PRODUCTS or any_autocast() or saved_hooks() != self.hooks:
+            return func(*args, **(kwargs or {}))
+        given = dict(kwargs or {})
+        x, w, *more = (*args, None, None)[: max(len(args), 2)]
+        bias = given.pop("bias", None)
+        if name == "addmm" and len(args) == 3:
+            bias, x, w, more = *args, []
+        elif name == "linear" and more:
+            bias = more.pop()
+        more += [k for k, v in given.items() if v is not None and k != "offs"]
+        if more or not (_is_factor(x, 2) and _is_factor(w, _PRODUCTS[name], exact=True)):
+            return func(*args, **(kwargs or {}))
+        multiply = partial(func, **given) if name == "_grouped_mm" else torch.matmul
+        return _Product.apply(multiply, name == "linear", x, w, bias)
+
+
+def _is_factor(x: Any, dims: int, exact: bool = False) -> bool:
+    factor = isinstance(x, Tensor) and x.requires_grad
+    return factor and (x.ndim == dims if exact else x.ndim >= dims)
+
+
+class _Product(Local):
+    """apply(multiply, turned, x, w, bias=None): the product of rows and a matrix, or of groups.
+
+    ``turned``  whether W is given as its transpose, as for ``F.linear``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Ctx, multiply: Func, turned: bool, x: Tensor, w: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        ctx.how = multiply, turned
+        ctx.save_for_backward(x, w)
+        if bias is None:
+            return multiply(x, w.mT if turned else w)
+        return F.linear(x, w if turned else w.mT, bias)
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: Tensor) -> Grads:
+        (multiply, turned), (x, w), dy = ctx.how, ctx.saved_tensors, grads[0]
+        of_w = partial(_of_weight, multiply, turned, x.detach(), dy)
+        dw = None
+        if not queued(ctx.next_functions[1], of_w, w):
+            dw = _of_weight(multiply, turned, x, dy)
+        dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[4:] == (True,) else None
+        return None, None, multiply(dy, w if turned else w.mT), dw, dbias
+
+
+def _of_weight(multiply: Func, turned: bool, x: Tensor, dy: Tensor) -> Tensor:
+    """Return dW, in the memory format of W."""
+    if multiply is torch.matmul:
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+    return multiply(dy.mT, x) if turned else multiply(x.mT, dy)

@@ -332,10 +332,10 @@ class _Placed(nn.Module):
         return sl.reshard(out, "...") if self.calls else out
 
 
-def _on_blocks(calls: bool) -> Any:
+def _on_blocks(calls: bool, schedule: str) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(*[_Placed(calls and i % 2 == 1) for i in range(4)]).double()
-    how = sl.Stages("pipe", example=(torch.ones(2, 4).double(),))
+    how = sl.Stages("pipe", schedule=schedule, example=(torch.ones(2, 4).double(),))
     apply, params = sl.parallelize(net, [("*", "...")], stages=how)
     seen: list[str] = []
 
@@ -354,13 +354,14 @@ def _on_blocks(calls: bool) -> Any:
     return value.item(), {n: g.raw.squeeze(0) for n, g in grads.items()}, plain, set(seen)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 @pytest.mark.parametrize("calls", [False, True])
 def test_a_stage_of_one_rank_runs_on_blocks_unless_its_module_asks_for_values(
-    pool: Any, calls: bool
+    pool: Any, calls: bool, schedule: str
 ) -> None:
     with sl.simulate(pipe=4):
-        value, grads, _, _ = _on_blocks(calls)
-    said = pool.run(_on_blocks, calls, pipe=4)
+        value, grads, _, _ = _on_blocks(calls, schedule)
+    said = pool.run(_on_blocks, calls, schedule, pipe=4)
     for rank, (found, here, plain, seen) in enumerate(said):
         assert found == pytest.approx(value, rel=1e-12)
         # the module's result is a value of the mesh again, on the last stage

@@ -4,6 +4,7 @@ not read.
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardlib as sl
 from shardlib.grad import deferring
 from shardlib.memory_tracker import Live
-from shardlib.mesh import within
+from shardlib.mesh import scope, within
 from shardlib.placing import reshard
 from shardlib.tensor import ShardedTensor, WeightGradients, leaf_block
+from shardlib.tensor.weight_gradients import SplitProducts
 
 D, ROWS = 16, 8
 
@@ -301,6 +303,41 @@ def test_what_is_done_to_a_weight_is_undone_in_w(way: str, rows: str, rule: str 
 
         found = split(f, [x.raw], leaves)
         assert found.gap < 1e-12 and found.count
+
+
+FORMS: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "linear": (lambda x, w, b: F.linear(x, w), 1),
+    "a bias": (lambda x, w, b: F.linear(x, w, b), 1),
+    "a named bias": (lambda x, w, b: F.linear(x, w, bias=b), 1),
+    "a module": (lambda x, w, b: torch.func.functional_call(LINEAR, dict(weight=w, bias=b), x), 1),
+    "matmul": (lambda x, w, b: torch.matmul(x, w), 1),
+    "@ a transpose": (lambda x, w, b: x @ w.mT, 1),
+    "mm": (lambda x, w, b: x.flatten(0, -2).mm(w), 1),
+    "addmm": (lambda x, w, b: torch.addmm(b, x.flatten(0, -2), w), 1),
+    "addmm scaled": (lambda x, w, b: torch.addmm(b, x.flatten(0, -2), w, alpha=2), 0),
+    "addmm of named": (lambda x, w, b: torch.addmm(b, mat1=x.flatten(0, -2), mat2=w), 0),
+    "one row": (lambda x, w, b: F.linear(x.flatten()[:D], w, b), 0),
+    "the weight first": (lambda x, w, b: w @ x, 0),
+    "einsum": (lambda x, w, b: torch.einsum("...i, ij -> ...j", x, w), 0),
+    "recomputed": (lambda x, w, b: checkpoint(F.linear, x, w, b, use_reentrant=False), 0),
+    "both": (lambda x, w, b: F.linear(F.linear(x, w, b).tanh(), w), 2),
+}  # fmt: skip
+LINEAR = nn.Linear(D, D).double()
+
+
+@pytest.mark.parametrize("shape", [(D, D), (4, D, D)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_blocks_are_split_in_every_form(form: str, shape: tuple[int, ...]) -> None:
+    call, count = FORMS[form]
+    x, w, b = (seeded(*s, seed=k).requires_grad_() for k, s in enumerate([shape, (D, D), (D,)]))
+
+    def f() -> Tensor:
+        with SplitProducts() if scope().policy.split_backward else nullcontext():
+            return call(x, w, b)
+
+    found = split(f, [x], [w, b])
+    assert found.gap < 1e-12 and found.count == count
+    assert sum(found.flops) <= 1.02 or form == "recomputed"
 
 
 def test_a_product_of_activations_belongs_to_the_gradients_of_inputs() -> None:
