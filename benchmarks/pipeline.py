@@ -348,6 +348,8 @@ def report_torch(given: dict[str, Any]) -> None:
 
 
 def report_memory(given: dict[str, Any]) -> None:
+    # what is freed goes back at once, so that the peak is that of what is held
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     for width in given["widths"]:
         for name in given["names"] or WAYS:
             ours, theirs = (

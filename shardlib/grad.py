@@ -396,6 +396,7 @@ class GradientSums:
         self.over = tuple(a for a in open_axes if self.mesh.axes[a] > 1)
         self.sums: dict[int, Tensor] = {}
         self.first: _Leaves | None = None
+        self.old: list[Any] = []
 
     def leaves(self, again: bool = False) -> _Leaves:
         """Return new leaves of the parameters, with gradients unsummed over all axes.
@@ -404,12 +405,13 @@ class GradientSums:
         """
         if hasattr(self.params, "opened"):
             return _leaves([self.params], self.over, False)
-        self.first = self.first or _leaves([self.params], self.over, False)
+        if self.first is None:
+            self.first = _leaves([self.params], self.over, False)
+            self.old = optree.tree_leaves(self.first.arguments)
         # the same blocks, in values of their own: what is derived from a value is kept with it
-        old = optree.tree_leaves(self.first.arguments)
-        if again and all(getattr(x, "facts", None) is None for x in old):
+        if again and all(getattr(x, "facts", None) is None for x in self.old):
             return self.first
-        new = [x.at(x.place) if isinstance(x, ShardedTensor) else x for x in old]
+        new = [x.at(x.place) if isinstance(x, ShardedTensor) else x for x in self.old]
         return self.first._replace(arguments=optree.tree_unflatten(self.first.tree, new))
 
     def backward(
@@ -459,7 +461,9 @@ class GradientSums:
 
     def finish(self) -> Any:
         """Return the gradients as a tree like the parameters, or what the sink makes of them."""
-        leaves = _leaves([self.params], self.axes if self.sink is None else self.sink.over, False)
+        over = self.axes if self.sink is None else self.sink.over
+        leaves = self.first if over == self.over else None
+        leaves = leaves or _leaves([self.params], over, False)
         together = Together(list(self.sums.values()))
         found: list[Tensor | None] = []
         for i, (x, raw) in enumerate(zip(leaves.asked, leaves.wanted, strict=True)):

@@ -131,10 +131,11 @@ class Calls:
             )
         return positional(given, count)
 
-    def added(self, names: Iterable[str], args: Args, kwargs: Kwargs) -> Kwargs:
+    def added(self, args: Args, kwargs: Kwargs) -> Kwargs:
         """Return keyword arguments with those that a recipe adds, as positions in documents."""
         if getattr(self.suggested, "documents", None) is None:
             return kwargs
+        names = self.named(len(args), kwargs)
         more = self.suggested.given(dict(zip(names, args, strict=True)) | kwargs)
         takes = {n for n, _ in self.arguments}
         return kwargs | {k: v for k, v in more.items() if k in takes}
@@ -260,7 +261,7 @@ class Apply(Calls):
         state = {**params, **{n: b.clone() for n, b in buffers.items()}}
         written: dict[str, Tensor] = {}
         names = self.named(len(args), kwargs)
-        kwargs = self.added(names, args, kwargs)
+        kwargs = self.added(args, kwargs)
         args = tuple(self.place(name, a) for name, a in zip(names, args, strict=True))
         kwargs = {k: self.place(k, v) for k, v in kwargs.items()}
 
@@ -283,21 +284,21 @@ class Apply(Calls):
         On a mesh of one rank blocks are whole values, and the module runs by torch alone.
         """
         self._refuse_blank(self.buffers)
-        params = self.stages.completed(params)
-        self.check(params)
-        held = {n: raw_of(x) for n, x in params.items()}
+        whole = self.stages.completed(params)
+        self.check(whole)
+        held = {n: raw_of(x) for n, x in whole.items()}
         with ExitStack() as stack:
             copy = stack.enter_context(self.copies.taken())
             # listed once: other tensors in the slots look like another tree
             found = copy.slots()
             stack.enter_context(exchanged(found, dict(held)))
 
-            def call(params: Named, args: Args, kwargs: Kwargs) -> Any:
-                kwargs = self.added(self.named(len(args), kwargs), args, kwargs)
-                state = {n: raw_of(x) for n, x in params.items() if raw_of(x) is not held[n]}
+            def call(given: Named, args: Args, kwargs: Kwargs) -> Any:
+                others = () if given is params else given.items()
+                state = {n: raw_of(x) for n, x in others if raw_of(x) is not held[n]}
                 state.update((n, raw_of(b).clone()) for n, b in self.buffers.items())
-                given: Any = args, kwargs
-                args, kwargs = cast(Any, optree.tree_map(raw_of, given, none_is_leaf=True))
+                inputs: Any = args, self.added(args, kwargs)
+                args, kwargs = cast(Any, optree.tree_map(raw_of, inputs, none_is_leaf=True))
                 split = scope().policy.split_backward
                 with (
                     exchanged(found, state) if state else nullcontext(),

@@ -95,7 +95,7 @@ def _entered(
         return forward(*args, **kwargs)
     names = positional(takes, len(args)) if name else calls.named(len(args), kwargs)
     if not name:
-        kwargs = calls.added(names, args, kwargs)
+        kwargs = calls.added(args, kwargs)
     named = [*zip(names, args, strict=True), *kwargs.items()]
     rows = _rows(calls, named)
     given = [_placed(calls, n, v, rows) for n, v in named]

@@ -386,7 +386,7 @@ class StageForward(UnitForward):
 
     def _result(self, call: UnitCall, returned: Returned) -> Any:
         leaves = [self._leaf(Output(call, i), x) for i, x in enumerate(returned.leaves)]
-        return tree_unflatten(leaves, returned.tree)
+        return leaves[0] if returned.tree.is_leaf() else tree_unflatten(leaves, returned.tree)
 
     def _leaf(self, output: Output, spec: Any) -> Any:
         if output in self.given:

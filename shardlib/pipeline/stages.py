@@ -235,21 +235,20 @@ class Pipeline:
         self.apply.copies.follow()
         # which submodules train, and which have hooks that take outputs
         modes = [(m.training, bool(m._forward_hooks)) for m in self.apply.module.modules()]
-        return tuple(self._cut_for(f, *batch[k], tuple(modes)) for k in range(batch.count))
+        # micro-batches differ in values alone
+        key = f, batch.tree, tuple(_shape(parts[0]) for parts in batch.parts), tuple(modes)
+        return tuple(self._cut_for(f, key, batch, k) for k in range(batch.count))
 
-    def _cut_for(self, f: Callable[..., Any], args: Args, kwargs: Kwargs, modes: object) -> Cut:
+    def _cut_for(self, f: Callable[..., Any], key: Any, batch: MicroBatches, k: int) -> Cut:
         """Return the cut for these shapes, and the branches that these values take."""
-        given: Any = args, kwargs
-        leaves, tree = optree.tree_flatten(given, none_is_leaf=True)
-        key = f, tree, tuple(map(_shape, leaves)), modes
-        told = [x for x in leaves if _known(x)]
+        told = [parts[k] for parts in batch.parts if _known(parts[k])]
         for cut, answers, values in self.cuts.get(key, ()):
             if answers.of(told) == values:
                 return cut
         _refuse_in_training(self.apply.module)
         if len(self.cuts) > 64:
             self.cuts = {}
-        cut, answers = self._cut(f, self.paper, self.whole, self.begins, args, kwargs)
+        cut, answers = self._cut(f, self.paper, self.whole, self.begins, *batch[k])
         self._refuse_unheld(cut)
         branches = self.cuts.setdefault(key, [])[:63]
         self.cuts[key] = [Branch(cut, answers, answers.of(told)), *branches]

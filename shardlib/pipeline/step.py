@@ -130,7 +130,6 @@ class PipelineStep:
         self.kept: dict[tuple[int, int], Forwarded] = {}
         self.loss: Tensor | None = None
         self.result: Any = None
-        self.held = [0] * self.table.stages
         self.ghosts: dict[Any, Tensor] = {}
         # timelines that are open
         self.lines: list[Any] = [t for t in scope().listeners.traces if hasattr(t, "phase")]
@@ -248,7 +247,6 @@ class PipelineStep:
             raise
         except Exception as e:
             raise self._failed(a, e) from e
-        self.held[a.stage] = max(self.held[a.stage], sum(s == a.stage for s, _ in self.kept))
 
     def _recorded(self, a: Action) -> None:
         """Do an action; in timelines it begins when its messages are there."""

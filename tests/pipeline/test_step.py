@@ -81,8 +81,13 @@ def _simulated(name: str, size: int, micros: int) -> tuple[float, list[int]]:
 
     class Noted(stages.PipelineStep):
         def run(self) -> Any:
-            kept.append(self.held)
+            kept.append([0] * self.table.stages)
             return super().run()
+
+        def _do(self, a: Any) -> None:
+            super()._do(a)
+            now = sum(stage == a.stage for stage, _ in self.kept)
+            kept[-1][a.stage] = max(kept[-1][a.stage], now)
 
     with pytest.MonkeyPatch.context() as patch, sl.simulate(pipe=size, data=2, x=2):
         patch.setattr(stages, "PipelineStep", Noted)
