@@ -89,6 +89,8 @@ class Messages:
         """Wait until all blocks have left."""
         for label, to in list(self.leaving):
             self.answered(label, to)
+        # the lists may refer to what owns these messages, whose memory would wait for the collector
+        self.coming = {}
 
     def _wait(self, work: Any, entry: tuple[Any, ...]) -> None:
         try:

@@ -7,7 +7,7 @@ its inputs.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeGuard, cast
 
@@ -89,6 +89,8 @@ class Stages:
         ranks = placing(self.schedule, mesh.axes[self.axis], self.per_rank)
         pipeline = Pipeline(self, mesh, inner, paper, ranks, whole, self._blocks(module))
         first = pipeline.first_cut(module, rules, given, self._count(len(ranks)))
+        # its memory is the caller's
+        pipeline.stages = replace(self, example=None)
         own = [n for n in whole if pipeline.here & set(first.holders(n, ranks))]
         apply, params = placed(module, rules, mesh=inner, src=src, only=own, blank=blank, **given)
         pipeline.apply = apply

@@ -133,7 +133,6 @@ class PipelineStep:
         self.ghosts: dict[Any, Tensor] = {}
         # timelines that are open
         self.lines: list[Any] = [t for t in scope().listeners.traces if hasattr(t, "phase")]
-        self.act = self._recorded if self.lines else self._do
         here = pipeline.here
         peers = [r for r in range(self.table.size) if r not in here]
         coming = {r: self._coming(r, min(here)) for r in peers}
@@ -185,7 +184,7 @@ class PipelineStep:
             for coming in row[i : i + 2]:
                 for label, source in self.traffic.receives(coming):
                     self.messages.expect(label, self.ranks[source])
-            self.act(action)
+            self._act(action)
 
     def _perform_all(self, rows: list[list[Action]]) -> None:
         while any(rows):
@@ -194,7 +193,7 @@ class PipelineStep:
                 while row and all(
                     self.messages.arrived(x) for x, _ in self.traffic.receives(row[0])
                 ):
-                    self.act(row.pop(0))
+                    self._act(row.pop(0))
             assert sum(map(len, rows)) < before, "a checked table ends"
 
     # ------------------------------------------------------------ messages
@@ -238,6 +237,9 @@ class PipelineStep:
             note(traces, "send", (self.axis,), n * sends, self.table.size, sends)
 
     # ------------------------------------------------------------ actions
+
+    def _act(self, a: Action) -> None:
+        (self._recorded if self.lines else self._do)(a)
 
     def _do(self, a: Action) -> None:
         doing = {"F": self._forward, "W": self._weights}.get(a.kind, self._backward)

@@ -1,6 +1,8 @@
 import functools
+import gc
 import re
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +320,32 @@ def test_a_stage_that_raises_is_named_on_the_ranks_that_wait_for_it(tmp_path: Pa
         assert said.startswith(f"{'StageFailed' if rank == 2 else 'RankFailed'}: ") and why in said
     # while it ran on, the others knew
     assert found[2].endswith(" 3")
+
+
+def _left_after_a_step(schedule: str) -> tuple[bool, int]:
+    """Whether the batch is freed when the caller drops it, and how many blocks steps leave."""
+    apply, params = _staged(schedule)
+    step = sl.value_and_grad(lambda p, ids: _loss(apply(p, ids), ids), microbatches=8)
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for _ in range(3):
+            _, ids = _made()
+            batch = weakref.ref(ids)
+            step(params, ids)
+            del ids
+            counts.append(sum(type(x) is torch.Tensor for x in gc.get_objects()))
+        return batch() is None, counts[2] - counts[1]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_a_step_keeps_nothing_of_its_batch(schedule: str, pool: Any) -> None:
+    with sl.simulate(pipe=4):
+        assert _left_after_a_step(schedule) == (True, 0)
+    assert pool.run(_left_after_a_step, schedule, pipe=4) == [(True, 0)] * 4
 
 
 class _Placed(nn.Module):
