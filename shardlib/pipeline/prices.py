@@ -104,6 +104,8 @@ class _PaperStep(PipelineStep):
         self.messages: Any = _Mail()
         self.costs: dict[tuple[str, int], ActionCost] = {}
         self.tx, self.module = tx, pipeline
+        # sums over axes are those of a place, not of an action
+        self.open.clear()
 
     def rehearse(self) -> None:
         """Price the actions of a micro-batch."""

@@ -5,7 +5,7 @@ blocks are sent straight to the ranks whose stages need them.  Where one process
 performs of all rows the next action whose messages have arrived.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -74,6 +74,7 @@ class Traffic:
     ``receives``  of an action: (label, the stage that sends it) of each message that it needs.
     ``sends``     of an action: (label, the stage that gets it) of each message that it sends.
     ``between``   (rank, rank) -> what the first sends to the second, in the order of its actions.
+    ``ends``      an action -> the parameters of which no later one of its rank makes gradients.
     """
 
     def __init__(self, cuts: Sequence[Cut], table: PipelineSchedule, inner: Mesh) -> None:
@@ -88,6 +89,12 @@ class Traffic:
                 spec = cuts[a.micro].spec(label.output)
                 message = Message(label, spec.block(inner), spec.dtype)
                 self.between[table.ranks[a.stage], table.ranks[stage]].append(message)
+        self.ends: dict[Action, list[str]] = defaultdict(list)
+        for row in table.tables:
+            backward = [a for a in row if a.kind in "BW"]
+            last = {n: a for a in backward for n in cuts[a.micro].params[a.stage]}
+            for n, a in last.items():
+                self.ends[a].append(n)
 
     def _receives(self, a: Action) -> list[tuple[Crossing, int]]:
         cut = self.cuts[a.micro]
@@ -132,10 +139,13 @@ class PipelineStep:
         self.result: Any = None
         self.held = [0] * self.table.stages
         self.ghosts: dict[Any, Tensor] = {}
+        # parameter -> the ranks run here that have not made its last gradient
+        here = pipeline.here
+        ends = ((a, n) for a, names in traffic.ends.items() for n in names)
+        self.open = Counter(n for a, n in ends if self.ranks[a.stage] in here)
         # timelines that are open
         self.lines: list[Any] = [t for t in scope().listeners.traces if hasattr(t, "phase")]
         self.act = self._recorded if self.lines else self._do
-        here = pipeline.here
         peers = [r for r in range(self.table.size) if r not in here]
         coming = {r: self._coming(r, min(here)) for r in peers}
         self.messages = Messages(self.mesh, self.axis, coming)
@@ -217,6 +227,7 @@ class PipelineStep:
                 if rank != me:
                     self.messages.send(("tied", name, me), self.sums.of(name), rank)
                     self.messages.expect(("tied", name, rank), rank)
+        self.sums.land()
         for name, ranks in tied.items():
             parts = [
                 self.sums.of(name) if r == me else self.messages.take(("tied", name, r))
@@ -242,13 +253,23 @@ class PipelineStep:
 
     def _do(self, a: Action) -> None:
         doing = {"F": self._forward, "W": self._weights}.get(a.kind, self._backward)
+        ended = self._ended(a)
         try:
-            doing(a)
+            with self.sums.ending(ended) if ended else nullcontext():
+                doing(a)
         except (RankFailed, StageFailed):
             raise
         except Exception as e:
             raise self._failed(a, e) from e
         self.held[a.stage] = max(self.held[a.stage], sum(s == a.stage for s, _ in self.kept))
+
+    def _ended(self, a: Action) -> list[int]:
+        """List the leaves of which an action makes the last gradients, but those that ranks add up."""
+        names = self.traffic.ends.get(a, ())
+        self.open.subtract(names)
+        tied = self.pipeline.tied if names and spans_processes(self.mesh) else ()
+        number = self.sums.number if names and not self.sums.parts else {}
+        return [number[n] for n in names if not self.open[n] and n in number and n not in tied]
 
     def _recorded(self, a: Action) -> None:
         """Do an action; in timelines it begins when its messages are there."""

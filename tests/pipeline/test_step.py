@@ -183,6 +183,40 @@ def test_stages_train_as_one_process_does(
             assert (x - net.get_parameter(n)).abs().max() < 1e-12, n
 
 
+def _summed(name: str, split: int | None) -> tuple[float, bool]:
+    """Seconds from the first sum over data to the end of the last action here.
+
+    And whether bits and bytes are those of a step that sums gradients at its end.
+    """
+    _, ids = _made()
+    apply, params = _staged(name)
+    into = {}
+    if split is not None:
+        # a bucket for each parameter
+        into = {"into": optim.zero(optim.sgd(0.1), axis="data", stage=split, bucket_mb=1e-6)}
+    step = sl.value_and_grad(lambda p, ids: _loss(apply(p, ids), ids), microbatches=4, **into)
+    with sl.seeing.timeline() as line, sl.trace() as early:
+        grads = step(params, ids)[1]
+    with pytest.MonkeyPatch.context() as patch, sl.trace() as late:
+        patch.setattr(stages.PipelineStep, "_ended", lambda self, a: [])
+        want = step(params, ids)[1]
+    first = min(s.start for s in line.collectives if s.axis == "data")
+    same = all(torch.equal(g.raw, want[n].raw) for n, g in grads.items())
+    end = max(s.end for s in line.spans if s.action)
+    return end - first, same and early.by_axis() == late.by_axis()
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [("1f1b", 2), ("zb", 0), ("zbv", 2), ("interleaved", None)]
+)
+def test_gradients_are_summed_while_stages_compute(name: str, split: int | None, pool: Any) -> None:
+    """In the last backward of each stage, with the bits and bytes of sums at the end."""
+    with sl.simulate(pipe=2, data=2, x=2):
+        found = [_summed(name, split)]
+    found += pool.run(_summed, name, split, pipe=2, data=2)
+    assert all(seconds > 0 and same for seconds, same in found)
+
+
 def _decay() -> float:
     """AdamW's weight decay where none is given."""
     import inspect
