@@ -90,6 +90,9 @@ class Stages:
         pipeline = Pipeline(self, mesh, inner, paper, ranks, whole, self._blocks(module))
         first = pipeline.first_cut(module, rules, given, self._count(len(ranks)))
         own = [n for n in whole if pipeline.here & set(first.holders(n, ranks))]
+        trained = {n for n, x in whole.items() if x.requires_grad}
+        if own and spans_processes(mesh):
+            inner = pipeline.inner = inner.for_model(bool(trained) and trained.isdisjoint(own))
         apply, params = placed(module, rules, mesh=inner, src=src, only=own, blank=blank, **given)
         pipeline.apply = apply
         apply.staged(pipeline, units_of(module, pipeline.blocks))
@@ -98,9 +101,7 @@ class Stages:
         if spans_processes(mesh):
             (here,) = pipeline.here
             holders = {n: tuple(first.holders(n, ranks)) for n in own}
-            trained = {n for n, x in whole.items() if x.requires_grad}
-            frozen_here = bool(trained) and trained.isdisjoint(own)
-            inner.outer.hold(pipeline, holders, here, frozen_here)
+            inner.outer.hold(pipeline, holders, here)
         return apply, params
 
     def _blocks(self, module: nn.Module) -> list[str]:

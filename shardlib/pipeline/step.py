@@ -400,7 +400,10 @@ class PipelineStep:
     # ------------------------------------------------------------ results
 
     def _everywhere(self, x: Any, like: Any) -> Any:
-        """Return a value of the last stage on every rank; ``like``: the value on shapes."""
+        """Return a value of the last stage on every rank; ``like``: the value on shapes.
+
+        It is on the mesh that the results of all models have.
+        """
         if not spans_processes(self.mesh):
             return x
         if not isinstance(like, Tensor):
@@ -413,7 +416,7 @@ class PipelineStep:
             # a transfer has one dimension at least
             sent = wrap(raw[None], self.mesh)
             raw = unwrap(pbroadcast(sent, self.axis, self.ranks[-1]))[0]
-        return spec.value(raw, self.inner)
+        return spec.value(raw, self.mesh.without(self.axis))
 
 
 def forward_only(ranks: Sequence[int]) -> PipelineSchedule:

@@ -224,28 +224,39 @@ def _decay() -> float:
     return inspect.signature(optim.adamw).parameters["weight_decay"].default
 
 
-def _partly(split: int | None, *frozen: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train a net with frozen modules, or none in its second half, for three steps.
-
-    Return norms and the parameters held here.
-    """
-    torch.manual_seed(0)
+def _net(*frozen: str) -> nn.Sequential:
+    """Make a net with frozen modules, or with none in its second half."""
+    torch.manual_seed(len(frozen))
     net = nn.Sequential(nn.Embedding(8, 4), *[nn.Linear(4, 4) for _ in range(3)]).double()
     for name in frozen:
         net.get_submodule(name).requires_grad_(False)
     if not frozen:
         net[2], net[3] = nn.Tanh(), nn.Tanh()
-    ids = torch.arange(16) % 8
+    return net
+
+
+IDS = torch.arange(16) % 8
+
+
+def _halved(net: nn.Module, split: int | None = None) -> Any:
+    """Cut a net into two stages, or none without ranks for them."""
     order = "zb" if split == 2 else "1f1b"
-    stages = sl.Stages("pipe", cut=["0", "2"], schedule=order, example=(ids,))
+    stages = sl.Stages("pipe", cut=["0", "2"], schedule=order, example=(IDS,))
     stages = stages if "pipe" in sl.current_mesh() else None
-    apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data"}, stages=stages)
+    return sl.parallelize(net, [("*", "...")], inputs={"input": "data"}, stages=stages)
+
+
+def _partly(
+    split: int | None, apply: Any, params: Any, want: Any = 0.0
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train for three steps; return norms and the parameters held here."""
     tx, into = _optimizer(0.01, split)
     kept: Any = tx.shard(params) if split == 3 else params
     state, norms = tx.init(kept), []
-    step = sl.value_and_grad(lambda p, ids: apply(p, ids).square().mean(), microbatches=4, **into)
+    loss = lambda p, ids, want: (apply(p, ids) - want).square().mean()  # noqa: E731
+    step = sl.value_and_grad(loss, microbatches=4, **into)
     for _ in range(3):
-        _, grads = step(kept, ids)
+        _, grads = step(kept, IDS, want)
         kept, state, info = optim.step(tx, kept, grads, state, norm=True)
         norms.append(float(info.norm))
     if split == 3:
@@ -254,17 +265,46 @@ def _partly(split: int | None, *frozen: str) -> tuple[list[float], dict[str, tor
     return norms, {n: sl.unshard(x).detach() for n, x in kept.items()}
 
 
-@pytest.mark.parametrize("split", [None, 1, 2, 3])
+def _frozen(split: int | None, *frozen: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    return _partly(split, *_halved(_net(*frozen), split))
+
+
+@pytest.mark.parametrize("split", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("frozen", [("0", "1"), ("2", "3"), ()], ids=["first", "last", "none"])
 def test_a_stage_without_trained_parameters_takes_part(
     split: int | None, frozen: tuple[str, ...], pool: Any
 ) -> None:
     with sl.simulate(data=1):
-        norms, want = _partly(None, *frozen)
-    for there, found in pool.run(_partly, split, *frozen, pipe=2, data=2):
+        norms, want = _frozen(None, *frozen)
+    for there, found in pool.run(_frozen, split, *frozen, pipe=2, data=2):
         assert there == pytest.approx(norms, rel=1e-12)
         for n, x in found.items():
             assert (x - want[n]).abs().max() < 1e-12, n
+
+
+def _two(split: int | None, *names: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Train two models of one mesh, in turn; the student with the result of its teacher."""
+    nets = {"student": _net("0", "1"), "teacher": _net("3")}
+    made = {n: _halved(nets[n], split) for n in names}
+    teacher, params = made["teacher"]
+    with torch.no_grad():
+        want = teacher(params, IDS)
+    return [_partly(split, teacher, params), _partly(split, *made["student"], want)]
+
+
+@pytest.mark.parametrize(
+    ("split", "names"),
+    [(None, ("student", "teacher")), *((s, ("teacher", "student")) for s in range(4))],
+)
+def test_models_of_one_mesh_may_differ_in_where_they_are_frozen(
+    split: int | None, names: tuple[str, ...], pool: Any
+) -> None:
+    with sl.simulate(data=1):
+        want = _two(None, *names)
+    for both in pool.run(_two, split, *names, pipe=2, data=2):
+        for (there, found), (norms, params) in zip(both, want, strict=True):
+            assert there == pytest.approx(norms, rel=1e-12)
+            assert all((x - params[n]).abs().max() < 1e-12 for n, x in found.items())
 
 
 class _Sour(nn.Module):
