@@ -502,6 +502,7 @@ class GradientSums:
     def of(self, name: str) -> Tensor:
         """Return the sum for a parameter of a dict, zeros where there is none."""
         i = self.number[name]
+        assert i is not None, "a frozen parameter has no gradient"
         if i not in self.sums:
             raw = self.first.wanted[i]
             self.sums[i] = torch.zeros_like(raw, dtype=wider(raw.dtype))
@@ -509,20 +510,24 @@ class GradientSums:
 
     def set(self, name: str, total: Tensor) -> None:
         """Replace the sum for a parameter of a dict, and give it away."""
-        self.sums[self.number[name]] = total
-        self.give(self.number[name])
+        i = self.number[name]
+        assert i is not None, "a frozen parameter has no gradient"
+        self.sums[i] = total
+        self.give(i)
 
     @cached_property
-    def number(self) -> dict[str, int]:
-        """Name of a parameter of a dict -> the number of its leaf among those that are trained."""
-        if self.parts:
-            # a tied parameter has a bucket of its own
-            return {n: self.params.index.where[i][0] for i, n in enumerate(self.params.paths)}
+    def number(self) -> dict[str, int | None]:
+        """Name of a parameter of a dict -> the number of its leaf, None of a frozen one."""
+        p, where = self.params, getattr(self.params, "index", None)
         # optree sorts the keys of a dict, and frozen leaves have no gradient
-        names = sorted(self.params)
-        held = frozen([self.params[n] for n in names])
-        trained = [n for n, f in zip(names, held, strict=True) if not f]
-        return {n: i for i, n in enumerate(trained)}
+        keys = sorted(p) if where is None else [b.name for b in where]
+        held = frozen([p[k] for k in keys])
+        trained = [k for k, f in zip(keys, held, strict=True) if not f]
+        number = {**dict.fromkeys(keys), **{k: i for i, k in enumerate(trained)}}
+        if where is None:
+            return number
+        # a tied parameter has a bucket of its own
+        return {n: number[keys[where.where[i][0]]] for i, n in enumerate(p.paths)}
 
     def finish(self) -> Any:
         """Return the gradients as a tree like the parameters, or what the sink makes of them."""

@@ -160,7 +160,7 @@ class _PaperStep(PipelineStep):
         """Return the cost of a place on the axis; its sums of gradients end."""
         with trace() as t, _FlopMeter(paper=True) as meter:
             self.of_place[r].finish()
-        tied, nbytes = self.pipeline.tied, self.pipeline.nbytes
+        tied, nbytes = self.tied, self.pipeline.nbytes
         names = [n for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]
         ties = sum(links[self.axis].seconds(nbytes(n)) for n in names)
         seconds = _moving(t.events, links) + ties

@@ -139,6 +139,7 @@ class PipelineStep:
         self.result: Any = None
         self.held = [0] * self.table.stages
         self.ghosts: dict[Any, Tensor] = {}
+        self.tied = pipeline.tied(sums.number) if self.train and pipeline.shared else {}
         # parameter -> the ranks run here that have not made its last gradient
         here = pipeline.here
         ends = ((a, n) for a, names in traffic.ends.items() for n in names)
@@ -213,15 +214,15 @@ class PipelineStep:
     def _coming(self, rank: int, to: int) -> Iterator[Message]:
         """List the messages from a rank to another, in the order in which it sends them."""
         yield from self.traffic.between[rank, to]
-        for name, ranks in self.pipeline.tied.items():
-            if rank in ranks and to in ranks and self.train:
+        for name, ranks in self.tied.items():
+            if rank in ranks and to in ranks:
                 g = self.sums.of(name)
                 yield Message(("tied", name, rank), tuple(g.shape), g.dtype)
 
     def _add_ties(self) -> None:
         """Add up the gradients of parameters that the stages of several ranks read."""
         (me,) = self.pipeline.here
-        tied = {n: ranks for n, ranks in self.pipeline.tied.items() if me in ranks}
+        tied = {n: ranks for n, ranks in self.tied.items() if me in ranks}
         for name, ranks in tied.items():
             for rank in ranks:
                 if rank != me:
@@ -245,7 +246,7 @@ class PipelineStep:
                     if self.ranks[stage] != self.ranks[a.stage]:
                         n = self.cuts[a.micro].spec(label[1]).nbytes(self.inner)
                         note(traces, "send", (self.axis,), n, self.table.size, 1)
-        for name, ranks in self.pipeline.tied.items() if traces and self.train else ():
+        for name, ranks in self.tied.items() if traces else ():
             n, sends = self.pipeline.nbytes(name), len(ranks) * (len(ranks) - 1)
             note(traces, "send", (self.axis,), n * sends, self.table.size, sends)
 
@@ -267,9 +268,10 @@ class PipelineStep:
         """List the leaves of which an action makes the last gradients, but those that ranks add up."""
         names = self.traffic.ends.get(a, ())
         self.open.subtract(names)
-        tied = self.pipeline.tied if names and spans_processes(self.mesh) else ()
+        tied = self.tied if spans_processes(self.mesh) else ()
         number = self.sums.number if names and not self.sums.parts else {}
-        return [number[n] for n in names if not self.open[n] and n in number and n not in tied]
+        done = (number.get(n) for n in names if not self.open[n] and n not in tied)
+        return [i for i in done if i is not None]
 
     def _recorded(self, a: Action) -> None:
         """Do an action; in timelines it begins when its messages are there."""

@@ -307,6 +307,41 @@ def test_models_of_one_mesh_may_differ_in_where_they_are_frozen(
             assert all((x - params[n]).abs().max() < 1e-12 for n, x in found.items())
 
 
+def _frozen_ties(split: int | None, before: str, after: str) -> dict[str, torch.Tensor]:
+    """Take a step; parameters whose names match are frozen before and after the module is cut."""
+    net, ids = _made()
+    for n, p in net.named_parameters():
+        p.requires_grad_(re.fullmatch(before, n) is None)
+    cut = sl.Stages("pipe")
+    apply, params = sl.parallelize(net, [("*", "...")], inputs={"ids": "data ."}, stages=cut)
+    for n, x in params.items():
+        x.requires_grad_(re.fullmatch(after, n) is None)
+    tx, into = _optimizer(0.1, split)
+    kept: Any = tx.shard(params) if split == 3 else params
+    state = tx.init(kept)
+    step = sl.value_and_grad(lambda p, ids: _loss(apply(p, ids), ids), microbatches=2, **into)
+    _, grads = step(kept, ids)
+    kept, _, _ = optim.step(tx, kept, grads, state)
+    if split == 3:
+        with kept.opened() as whole:
+            kept = dict(whole)
+    return {n: sl.unshard(x).detach() for n, x in kept.items()}
+
+
+@pytest.mark.parametrize(
+    ("split", "before", "after"),
+    [(3, r".*\.0\..*", r".*\.0\..*"), (None, "embed.*", "x"), (2, "x", "embed.*")],
+    ids=["beside", "trained later", "frozen later"],
+)
+def test_a_tied_weight_is_added_up_where_it_is_trained_now(
+    split: int | None, before: str, after: str, pool: Any
+) -> None:
+    with sl.simulate(pipe=2, data=2):
+        want = _frozen_ties(None, before, after)
+    for found in pool.run(_frozen_ties, split, before, after, pipe=2, data=2):
+        assert all((x - want[n]).abs().max() < 1e-12 for n, x in found.items())
+
+
 class _Sour(nn.Module):
     """Raises on values that shapes do not show."""
 
