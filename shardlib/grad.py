@@ -435,19 +435,21 @@ class GradientSums:
 
         ``ends``    where backward begins: tensors, or edges of the graph, with their ``grads``.
         ``inputs``  other leaves, which get their gradients as ``.grad``.
+        ``retain``  whether some gradients of this graph are computed later.
         """
         torch.autograd.backward(ends, grads, retain, inputs=[*inputs, *wanted])
         for i, w in enumerate(wanted):
-            self._add(i, w)
+            self._add(i, w, retain)
 
-    def _add(self, i: int, w: Tensor) -> None:
+    def _add(self, i: int, w: Tensor, retain: bool = False) -> None:
         g, old = w.grad, self.sums.get(i)
         # autograd itself adds to the gradient of the same leaf, in place
         if g is None or g is old:
             return
         assert i not in self.given, "no gradient of a parameter comes after its last"
         if old is None:
-            self.sums[i] = g.to(wider(g.dtype))
+            # of one row, a bias has a view of what the gradients computed later read
+            self.sums[i] = g.to(wider(g.dtype), copy=retain)
         else:
             old.add_(g)
         if self.sums[i] is not g:

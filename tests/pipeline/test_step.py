@@ -353,6 +353,22 @@ class _Sour(nn.Module):
         return x
 
 
+def test_micro_batches_of_one_row_give_weights_their_gradients_later() -> None:
+    """The sum of a bias does not write to the gradient of its layer's result."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]).double()
+    x = torch.randn(2, 4).double()
+    net(x).square().mean().backward()
+    with sl.simulate(pipe=2):
+        apply, params = sl.parallelize(
+            net, [("*", "...")], stages=sl.Stages("pipe", schedule="zb", example=(x,))
+        )
+        step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=2)
+        _, grads = step(params, x)
+    for n, p in net.named_parameters():
+        torch.testing.assert_close(sl.unshard(grads[n]), p.grad)
+
+
 def _fails() -> str:
     net = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(2)], _Sour())
     mesh = sl.current_mesh()
