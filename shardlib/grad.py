@@ -384,10 +384,11 @@ def _grad(x: Tensor, raw: Tensor, found: Tensor | None) -> Tensor:
 class GradientSums:
     """Gradients of micro-batches added up, and summed over mesh axes once, when the last is there.
 
-    ``axes``   those over which they are left unsummed.
-    ``sink``   takes them in the place of the result.
-    ``given``  leaves of which the sum is given away: to ``together``, which sums it over axes, or
-               to the sink, or to ``result``.
+    ``axes``    those over which they are left unsummed.
+    ``sink``    takes them in the place of the result.
+    ``given``   leaves of which the sum is given away: to ``together``, which sums it over axes, or
+                to the sink, or to ``result``.
+    ``memory``  the numbers of storages that no other sum may be added up in.
     """
 
     def __init__(self, params: Any, axes: Axes, sink: Any = None) -> None:
@@ -400,6 +401,7 @@ class GradientSums:
         self.over = tuple(a for a in open_axes if self.mesh.axes[a] > 1)
         self.sums: dict[int, Tensor] = {}
         self.given: set[int] = set()
+        self.memory: set[int] = set()
         self.result: dict[int, Tensor] = {}
 
     @cached_property
@@ -438,6 +440,8 @@ class GradientSums:
         ``retain``  whether some gradients of this graph are computed later.
         """
         torch.autograd.backward(ends, grads, retain, inputs=[*inputs, *wanted])
+        sent = (x.grad for x in inputs if x.grad is not None)
+        self.memory.update(g.untyped_storage()._cdata for g in sent)
         for i, w in enumerate(wanted):
             self._add(i, w, retain)
 
@@ -448,8 +452,10 @@ class GradientSums:
             return
         assert i not in self.given, "no gradient of a parameter comes after its last"
         if old is None:
-            # of one row, a bias has a view of what the gradients computed later read
-            self.sums[i] = g.to(wider(g.dtype), copy=retain)
+            # of one row, gradients may be views of one tensor, which those computed later read
+            memory = g.untyped_storage()._cdata
+            self.sums[i] = g.to(wider(g.dtype), copy=retain or memory in self.memory)
+            self.memory.add(memory)
         else:
             old.add_(g)
         if self.sums[i] is not g:

@@ -104,3 +104,29 @@ def test_the_last_micro_batch_sums_gradients_while_its_backward_runs(reached: bo
         updates, _ = tx.update(grads, tx.init(params), params)
         for n, p in net.named_parameters():
             assert p.grad is not None and (sl.unshard(updates[n]) + p.grad).abs().max() < 1e-12
+
+
+class _Shifts(torch.nn.Linear):
+    """A product with two vectors added to it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.a, self.b = (torch.nn.Parameter(torch.randn(4)) for _ in "ab")
+
+    def forward(self, input: Any) -> Any:
+        return super().forward(input) + self.a + self.b
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"pipe": 2}], ids=["plain", "stages"])
+def test_micro_batches_of_one_row_have_sums_of_their_own(axes: dict[str, int]) -> None:
+    """Gradients of what is added are views of one tensor, which no sum is made in."""
+    torch.manual_seed(0)
+    net, x = torch.nn.Sequential(_Shifts(), _Shifts()).double(), torch.randn(3, 4).double()
+    net(x).square().mean().backward()
+    with sl.simulate(**axes):
+        stages = {"stages": sl.Stages("pipe", example=(x,))} if "pipe" in axes else {}
+        apply, params = sl.parallelize(net, [("*", "...")], **stages)
+        step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=3)
+        _, grads = step(params, x)
+    for n, p in net.named_parameters():
+        torch.testing.assert_close(sl.unshard(grads[n]), p.grad)
