@@ -1,9 +1,9 @@
 """Gradients of functions of sharded parameters, as values: ``grad`` and ``value_and_grad``."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import (
     Any,
     Concatenate,
@@ -382,32 +382,51 @@ def _grad(x: Tensor, raw: Tensor, found: Tensor | None) -> Tensor:
 
 
 class GradientSums:
-    """Gradients of micro-batches added up, and summed over mesh axes once, at the end.
+    """Gradients of micro-batches added up, and summed over mesh axes once, when the last is there.
 
-    ``axes``  those over which they are left unsummed.
-    ``sink``  takes them in the place of the result.
+    ``axes``    those over which they are left unsummed.
+    ``sink``    takes them in the place of the result.
+    ``given``   leaves of which the sum is given away: to ``together``, which sums it over axes, or
+                to the sink, or to ``result``.
+    ``memory``  the numbers of storages that no other sum may be added up in.
     """
 
     def __init__(self, params: Any, axes: Axes, sink: Any = None) -> None:
-        self.params, self.axes, self.sink = params, axes, sink
+        self.params, self.sink = params, sink
+        self.axes = axes if sink is None else sink.over
         self.mesh = _mesh_of(params)
         # parts of buckets are reduced when they are gathered again
-        open_axes = () if hasattr(params, "opened") or self.mesh is None else self.mesh.names
+        self.parts = hasattr(params, "opened")
+        open_axes = () if self.parts or self.mesh is None else self.mesh.names
         self.over = tuple(a for a in open_axes if self.mesh.axes[a] > 1)
         self.sums: dict[int, Tensor] = {}
-        self.first: _Leaves | None = None
-        self.old: list[Any] = []
+        self.given: set[int] = set()
+        self.memory: set[int] = set()
+        self.result: dict[int, Tensor] = {}
+
+    @cached_property
+    def first(self) -> _Leaves:
+        """The leaves of which gradients are added up."""
+        return _leaves([self.params], self.over, False)
+
+    @cached_property
+    def old(self) -> list[Any]:
+        """The leaves as they are in the arguments."""
+        return optree.tree_leaves(self.first.arguments)
+
+    @cached_property
+    def together(self) -> Together:
+        """The sums over mesh axes of what is given away."""
+        nbytes = sum(w.numel() * wider(w.dtype).itemsize for w in self.first.wanted)
+        return Together([], nbytes)
 
     def leaves(self, again: bool = False) -> _Leaves:
         """Return new leaves of the parameters, with gradients unsummed over all axes.
 
         ``again``  the same ones each time, as long as nothing was derived from them.
         """
-        if hasattr(self.params, "opened"):
+        if self.parts:
             return _leaves([self.params], self.over, False)
-        if self.first is None:
-            self.first = _leaves([self.params], self.over, False)
-            self.old = optree.tree_leaves(self.first.arguments)
         # the same blocks, in values of their own: what is derived from a value is kept with it
         if again and all(getattr(x, "facts", None) is None for x in self.old):
             return self.first
@@ -422,65 +441,116 @@ class GradientSums:
 
         ``ends``    where backward begins: tensors, or edges of the graph, with their ``grads``.
         ``inputs``  other leaves, which get their gradients as ``.grad``.
+        ``retain``  whether some gradients of this graph are computed later.
         """
         torch.autograd.backward(ends, grads, retain, inputs=[*inputs, *wanted])
+        sent = (x.grad for x in inputs if x.grad is not None)
+        self.memory.update(g.untyped_storage()._cdata for g in sent)
         for i, w in enumerate(wanted):
-            g, old = w.grad, self.sums.get(i)
-            # autograd itself adds to the gradient of the same leaf, in place
-            if g is None or g is old:
-                continue
-            if old is None:
-                self.sums[i] = g.to(wider(g.dtype))
-            else:
-                old.add_(g)
-            if self.sums[i] is not g:
-                w.grad = None
+            self._add(i, w, retain)
+
+    def _add(self, i: int, w: Tensor, retain: bool = False) -> None:
+        g, old = w.grad, self.sums.get(i)
+        # autograd itself adds to the gradient of the same leaf, in place
+        if g is None or g is old:
+            return
+        assert i not in self.given, "no gradient of a parameter comes after its last"
+        if old is None:
+            # of one row, gradients may be views of one tensor, which those computed later read
+            memory = g.untyped_storage()._cdata
+            self.sums[i] = g.to(wider(g.dtype), copy=retain or memory in self.memory)
+            self.memory.add(memory)
+        else:
+            old.add_(g)
+        if self.sums[i] is not g:
+            w.grad = None
+
+    @contextmanager
+    def ending(self, leaves: Sequence[int]) -> Iterator[None]:
+        """Give away the sums of these leaves as backward completes them: no gradient follows."""
+        self.land()
+
+        def ended(i: int, w: Tensor) -> None:
+            self._add(i, w)
+            self.give(i)
+
+        wanted = self.first.wanted
+        hooks = [wanted[i].register_post_accumulate_grad_hook(partial(ended, i)) for i in leaves]
+        yield
+        for hook in hooks:
+            hook.remove()
+        for i in leaves:
+            # one that this backward does not reach
+            self.give(i)
+        self.together.post()
+
+    def give(self, i: int) -> None:
+        """Give away the sum of a leaf, once; zeros where there is none."""
+        if i in self.given:
+            return
+        self.given.add(i)
+        x, raw = self.first.asked[i], self.first.wanted[i]
+        g = self.sums.pop(i, None)
+        g = torch.zeros_like(raw) if g is None else g
+        raw.grad = None
+        kept = self.axes if isinstance(x, ShardedTensor) else ()
+        axes = tuple(a for a in self.over if a not in kept and a not in _split(x))
+        if axes:
+            self.together.take(i, g, x.mesh, axes, raw.dtype, raw.dtype)
+        else:
+            self._take(i, g.to(raw.dtype))
+
+    def _take(self, i: int, g: Tensor) -> None:
+        if self.sink is None:
+            self.result[i] = g
+        else:
+            self.sink.take(i, g)
+
+    def land(self) -> None:
+        """Wait for the sums over mesh axes that are posted."""
+        for i, g in self.together.finish().items():
+            self._take(i, g)
 
     def of(self, name: str) -> Tensor:
         """Return the sum for a parameter of a dict, zeros where there is none."""
-        i = self._index(name)
+        i = self.number[name]
+        assert i is not None, "a frozen parameter has no gradient"
         if i not in self.sums:
-            raw = _leaves([self.params], (), False).wanted[i]
+            raw = self.first.wanted[i]
             self.sums[i] = torch.zeros_like(raw, dtype=wider(raw.dtype))
         return self.sums[i]
 
     def set(self, name: str, total: Tensor) -> None:
-        """Replace the sum for a parameter of a dict."""
-        self.sums[self._index(name)] = total
+        """Replace the sum for a parameter of a dict, and give it away."""
+        i = self.number[name]
+        assert i is not None, "a frozen parameter has no gradient"
+        self.sums[i] = total
+        self.give(i)
 
-    def _index(self, name: str) -> int:
-        """Return the number of a parameter's leaf among those that are trained."""
-        if hasattr(self.params, "opened"):
-            # a tied parameter has a bucket of its own
-            leaf = self.params.paths.index(name)
-            return self.params.index.where[leaf][0]
+    @cached_property
+    def number(self) -> dict[str, int | None]:
+        """Name of a parameter of a dict -> the number of its leaf, None of a frozen one."""
+        p, where = self.params, getattr(self.params, "index", None)
         # optree sorts the keys of a dict, and frozen leaves have no gradient
-        names = sorted(self.params)
-        held = frozen([self.params[n] for n in names])
-        return [n for n, f in zip(names, held, strict=True) if not f].index(name)
+        keys = sorted(p) if where is None else [b.name for b in where]
+        held = frozen([p[k] for k in keys])
+        trained = [k for k, f in zip(keys, held, strict=True) if not f]
+        number = {**dict.fromkeys(keys), **{k: i for i, k in enumerate(trained)}}
+        if where is None:
+            return number
+        # a tied parameter has a bucket of its own
+        return {n: number[keys[where.where[i][0]]] for i, n in enumerate(p.paths)}
 
     def finish(self) -> Any:
         """Return the gradients as a tree like the parameters, or what the sink makes of them."""
-        over = self.axes if self.sink is None else self.sink.over
-        leaves = self.first if over == self.over else None
-        leaves = leaves or _leaves([self.params], over, False)
-        together = Together(list(self.sums.values()))
-        found: list[Tensor | None] = []
-        for i, (x, raw) in enumerate(zip(leaves.asked, leaves.wanted, strict=True)):
-            g = self.sums.pop(i, None)
-            g = torch.zeros_like(raw) if g is None else g
-            kept = x.place.deferred if isinstance(x, ShardedTensor) else ()
-            axes = tuple(a for a in self.over if a not in kept and a not in _split(x))
-            if axes:
-                together.take(i, g, x.mesh, axes, raw.dtype, raw.dtype)
-            found.append(None if axes else g.to(raw.dtype))
-        sums = _with_sums(found, together.finish())
-        if self.sink is None:
-            return leaves.gradients(sums)[0]
-        for i, g in enumerate(sums):
-            assert g is not None, "each leaf has a sum"
-            self.sink.take(i, g)
-        return self.sink.finish()
+        for i in range(len(self.first.wanted)):
+            self.give(i)
+        self.land()
+        if self.sink is not None:
+            return self.sink.finish()
+        same = self.axes == self.over
+        leaves = self.first if same else _leaves([self.params], self.axes, False)
+        return leaves.gradients([self.result.pop(i) for i in range(len(leaves.wanted))])[0]
 
 
 def _split(x: object) -> Axes:
@@ -583,7 +653,9 @@ def _accumulated(f: Callable[..., Any], batch: MicroBatches, sums: GradientSums)
             loss = f(leaves.arguments[0], *args, **kwargs)
             raw = batch.part(loss_block(loss), k)
         if raw.requires_grad:
-            sums.backward(leaves.wanted, raw.sum())
+            last = k == batch.count - 1 and not sums.parts
+            with sums.ending(range(len(leaves.wanted))) if last else nullcontext():
+                sums.backward(leaves.wanted, raw.sum())
         total = raw.detach() if total is None else total + raw.detach()
     return with_block(loss, total)
 

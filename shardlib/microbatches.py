@@ -101,7 +101,12 @@ def _is_zero(weight: object) -> bool:
 def inward(x: object, stage: Mesh) -> object:
     """Place a value of the whole mesh, the same at all stages, on the mesh of one stage."""
     outer = stage.outer
-    if outer is None or not isinstance(x, ShardedTensor) or x.mesh is not outer.mesh:
+    if outer is None or not isinstance(x, ShardedTensor):
+        return x
+    if x.mesh is outer.mesh.without(outer.axis):
+        # the result of another model, see ``Mesh.for_model``
+        return x if x.mesh is stage else ShardedTensor(x.raw, x.place._replace(mesh=stage))
+    if x.mesh is not outer.mesh:
         return x
     if outer.axis in x.sharding.axes:
         why = f"a batch is split over {outer.axis!r}, along which the stages are placed"

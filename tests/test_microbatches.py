@@ -72,3 +72,61 @@ def test_a_weighed_loss_has_the_dtype_of_the_loss(axes: dict[str, int]) -> None:
             lambda p, x: apply(p, x).mean(), microbatches=2, weigh=lambda x: x.sum()
         )
         assert step(params, sl.shard(torch.ones(4, 4), "..."))[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("reached", [True, False], ids=["reached", "unreached"])
+def test_the_last_micro_batch_sums_gradients_while_its_backward_runs(reached: bool) -> None:
+    """Also those that it alone does not reach: their sums are of the others."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]).double()
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.zeros(8, dtype=torch.int64)
+    if not reached:
+        y[-2:] = -100
+
+    def loss(run: Any, x: Any, y: Any) -> Any:
+        return torch.nn.functional.cross_entropy(run(x), y)
+
+    loss(net, x, y).backward()
+    with sl.simulate(data=2):
+        apply, params = sl.parallelize(net, [("*", "...")])
+        tx = sl.optim.zero(sl.optim.sgd(1.0), axis="data", stage=2, bucket_mb=1e-6)
+        step = sl.value_and_grad(
+            lambda p, x, y: loss(lambda x: apply(p, x), x, y),
+            into=tx,
+            microbatches=4,
+            weigh=lambda x, y: (y != -100).sum(),
+        )
+        with sl.seeing.timeline() as line, sl.constants():
+            _, grads = step(params, x, y)
+        backward = [s for s in line.operations if s.backward]
+        first = min(s.start for s in line.collectives if s.name == "psum_scatter")
+        assert (first < max(s.start for s in backward)) == reached
+        updates, _ = tx.update(grads, tx.init(params), params)
+        for n, p in net.named_parameters():
+            assert p.grad is not None and (sl.unshard(updates[n]) + p.grad).abs().max() < 1e-12
+
+
+class _Shifts(torch.nn.Linear):
+    """A product with two vectors added to it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.a, self.b = (torch.nn.Parameter(torch.randn(4)) for _ in "ab")
+
+    def forward(self, input: Any) -> Any:
+        return super().forward(input) + self.a + self.b
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"pipe": 2}], ids=["plain", "stages"])
+def test_micro_batches_of_one_row_have_sums_of_their_own(axes: dict[str, int]) -> None:
+    """Gradients of what is added are views of one tensor, which no sum is made in."""
+    torch.manual_seed(0)
+    net, x = torch.nn.Sequential(_Shifts(), _Shifts()).double(), torch.randn(3, 4).double()
+    net(x).square().mean().backward()
+    with sl.simulate(**axes):
+        stages = {"stages": sl.Stages("pipe", example=(x,))} if "pipe" in axes else {}
+        apply, params = sl.parallelize(net, [("*", "...")], **stages)
+        step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=3)
+        _, grads = step(params, x)
+    for n, p in net.named_parameters():
+        torch.testing.assert_close(sl.unshard(grads[n]), p.grad)

@@ -37,7 +37,7 @@ from shardlib.errors import (
 from shardlib.mesh import posted
 from shardlib.mesh.devices import accelerator, backend_of, placed, take_device
 from shardlib.mesh.failures import current_job, join_job
-from shardlib.mesh.memo import Memo
+from shardlib.mesh.memo import GROUPS, Memo
 from shardlib.mesh.process import launched, world_size
 from shardlib.mesh.scope import Entered, enter, leave, scope
 
@@ -84,7 +84,8 @@ class Outer:
     ``tied``     names that several places hold, each in a bucket of its own.
     ``copies``   those that another place than this rank's counts.
     ``staged``   whether a module was cut into stages on it.
-    ``frozen``   whether no parameter of this rank's stages is trained, and others are.
+    ``frozen``   whether the models train no parameter of this rank's stages, and others.
+    ``other``    the mesh of the models that differ in this.
     """
 
     mesh: "Mesh"
@@ -94,26 +95,21 @@ class Outer:
     copies: set[str] = field(default_factory=set)
     staged: bool = False
     frozen: bool = False
+    other: "Mesh | None" = None
 
-    def hold(
-        self, model: object, holders: Mapping[str, tuple[int, ...]], here: int, frozen: bool = False
-    ) -> None:
-        """Note which places hold the parameters of a model, and whether all here are ``frozen``.
+    def hold(self, model: object, holders: Mapping[str, tuple[int, ...]], here: int) -> None:
+        """Note which places hold the parameters of a model.
 
-        Raises: MeshError where another model in use has one of the names at other places, or is
-                frozen here where this one is not.
+        Raises: MeshError where another model in use has one of the names at other places.
         """
-        if self._at_other_places(holders) or frozen != self.frozen:
+        if self._at_other_places(holders):
             # a model that is no longer in use may wait for the collector
             gc.collect()
-        fix = "nn.ModuleDict({'first': first, 'second': second})"
-        if self.models and frozen != self.frozen:
-            why = f"of two models in stages on one mesh, one is frozen at {self.axis}={here}"
-            raise MeshError(why, op="parallelize", mesh=self.mesh, fix=fix)
         if (name := self._at_other_places(holders)) is not None:
             why = f"two models in stages on one mesh have a parameter {name!r} at other stages"
+            fix = "nn.ModuleDict({'first': first, 'second': second})"
             raise MeshError(why, op="parallelize", mesh=self.mesh, fix=fix)
-        self.models[model], self.frozen = holders, frozen
+        self.models[model] = holders
         self.tied.clear()
         self.copies.clear()
         for held in self.models.values():
@@ -252,6 +248,26 @@ class Mesh(Mapping[str, int]):
         if axis not in self.stages:
             self.stages[axis] = _stage_mesh(self, axis)
         return self.stages[axis]
+
+    def for_model(self, frozen: bool) -> "Mesh":
+        """Return the mesh of a stage for a model of which all parameters here are frozen, or not.
+
+        It is this one or, while a model that differs in this is in use, one with the same groups:
+        whether a tree without a trained leaf is frozen is known by its mesh.
+        """
+        assert self.outer is not None
+        if frozen != self.outer.frozen:
+            # a model that is no longer in use may wait for the collector
+            gc.collect()
+        if frozen != self.outer.frozen and self.outer.models:
+            if self.outer.other is None:
+                self.outer.other = new = object.__new__(Mesh)
+                outer = Outer(self.outer.mesh, self.outer.axis, staged=True)
+                vars(new).update(vars(self), memo=Memo(), outer=outer)
+                new.memo[GROUPS] = self.memo[GROUPS]
+            return self.outer.other.for_model(frozen)
+        self.outer.frozen = frozen
+        return self
 
     def __getitem__(self, axis: str) -> int:
         return self.axes[axis]
@@ -423,6 +439,8 @@ def _forget_ended() -> None:
 def _let_go() -> None:
     """End the groups that views hold: an open group at the exit of Python can abort the process."""
     for view in list(_VIEWS.values()):
+        # another mesh may have them too
+        view.memo[GROUPS].clear()
         view.memo.clear()
     _VIEWS.clear()
     # a group's threads end with its last handle, which must not be at teardown

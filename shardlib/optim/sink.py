@@ -224,7 +224,7 @@ def summing(params: Tree, cache: IndexCache) -> Sink:
         at.mesh,
         Memory(),
         [(t.dtype, t.dtype) for t in like],
-        device=like[0].device,
+        device=at.mesh.device,
         to="sum",
         heard=cache.on_arrival(at.where, at.mesh, at_once=True),
         give=as_params,

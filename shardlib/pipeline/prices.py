@@ -104,6 +104,8 @@ class _PaperStep(PipelineStep):
         self.messages: Any = _Mail()
         self.costs: dict[tuple[str, int], ActionCost] = {}
         self.tx, self.module = tx, pipeline
+        # sums over axes are those of a place, not of an action
+        self.open.clear()
 
     def rehearse(self) -> None:
         """Price the actions of a micro-batch."""
@@ -158,11 +160,13 @@ class _PaperStep(PipelineStep):
         """Return the cost of a place on the axis; its sums of gradients end."""
         with trace() as t, _FlopMeter(paper=True) as meter:
             self.of_place[r].finish()
-        tied, nbytes = self.pipeline.tied, self.pipeline.nbytes
+        tied, nbytes = self.tied, self.pipeline.nbytes
         names = [n for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]
         ties = sum(links[self.axis].seconds(nbytes(n)) for n in names)
         seconds = _moving(t.events, links) + ties
-        most = max(_most(self.table.tables[r], self.costs), meter.peak)
+        most = max(
+            _most(self.table.tables[r], self.costs, self.traffic.ends, meter.peak), meter.peak
+        )
         state = 0 if self.tx is None else bytes_of(self.tx.init(self.parts[r]))
         gradients = sum(map(nbytes, self.own[r]))
         return PlaceCost(bytes_of(self.parts[r]), state, gradients, most, t, seconds)
@@ -208,12 +212,20 @@ def explained(
     )  # fmt: skip
 
 
-def _most(row: Sequence[Action], costs: Mapping[tuple[str, int], ActionCost]) -> int:
-    """Compute the most bytes on a rank, of all micro-batches in flight and of what an action needs."""
+def _most(
+    row: Sequence[Action], costs: Mapping[tuple[str, int], ActionCost],
+    ends: Mapping[Action, Sequence[str]], finish: int,
+) -> int:  # fmt: skip
+    """Compute the most bytes on a rank, of all micro-batches in flight and of what an action needs.
+
+    ``ends``, ``finish``  the actions that make last gradients, and the bytes of their buckets.
+    """
     now = most = 0
     kept: dict[tuple[int, int], int] = defaultdict(int)
     for a in row:
         cost, key = costs[a.kind, a.stage], (a.stage, a.micro)
+        if a in ends:
+            now, finish = now + finish, 0
         most = max(most, now + cost.most)
         # backward frees all that is left
         change = -kept[key] if a.kind in "BW" else cost.kept

@@ -92,6 +92,9 @@ class Stages:
         # its memory is the caller's
         pipeline.stages = replace(self, example=None)
         own = [n for n in whole if pipeline.here & set(first.holders(n, ranks))]
+        trained = {n for n, x in whole.items() if x.requires_grad}
+        if own and spans_processes(mesh):
+            inner = pipeline.inner = inner.for_model(bool(trained) and trained.isdisjoint(own))
         apply, params = placed(module, rules, mesh=inner, src=src, only=own, blank=blank, **given)
         pipeline.apply = apply
         apply.staged(pipeline, units_of(module, pipeline.blocks))
@@ -100,9 +103,7 @@ class Stages:
         if spans_processes(mesh):
             (here,) = pipeline.here
             holders = {n: tuple(first.holders(n, ranks)) for n in own}
-            trained = {n for n, x in whole.items() if x.requires_grad}
-            frozen_here = bool(trained) and trained.isdisjoint(own)
-            inner.outer.hold(pipeline, holders, here, frozen_here)
+            inner.outer.hold(pipeline, holders, here)
         return apply, params
 
     def _blocks(self, module: nn.Module) -> list[str]:
@@ -189,11 +190,19 @@ class Pipeline:
         return f"{self.first.stages} stages on {axis}={size}, {self.stages.schedule}: {parts}"
 
     @cached_property
-    def tied(self) -> dict[str, list[int]]:
-        """Trained parameters that stages of several ranks read -> these places on the axis."""
-        held = {n: self.first.holders(n, self.ranks) for n in self.whole}
-        asks = dict(zip(self.whole, frozen(list(self.whole.values())), strict=True))
-        return {n: ranks for n, ranks in sorted(held.items()) if len(ranks) > 1 and not asks[n]}
+    def shared(self) -> dict[str, list[int]]:
+        """Parameters that stages of several ranks read -> these places on the axis."""
+        held = {n: self.first.holders(n, self.ranks) for n in sorted(self.whole)}
+        return {n: ranks for n, ranks in held.items() if len(ranks) > 1}
+
+    def tied(self, number: Mapping[str, int | None]) -> dict[str, list[int]]:
+        """Return those of ``shared`` that are trained: here now, or elsewhere when they were cut.
+
+        ``number``  of the leaf of each parameter held here, None of a frozen one.
+        """
+        held = dict(zip(self.whole, frozen(list(self.whole.values())), strict=True))
+        held |= {n: i is None for n, i in number.items()}
+        return {n: ranks for n, ranks in self.shared.items() if not held[n]}
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of one rank's block of a parameter's gradient."""

@@ -5,7 +5,7 @@ blocks are sent straight to the ranks whose stages need them.  Where one process
 performs of all rows the next action whose messages have arrived.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -74,6 +74,7 @@ class Traffic:
     ``receives``  of an action: (label, the stage that sends it) of each message that it needs.
     ``sends``     of an action: (label, the stage that gets it) of each message that it sends.
     ``between``   (rank, rank) -> what the first sends to the second, in the order of its actions.
+    ``ends``      an action -> the parameters of which no later one of its rank makes gradients.
     """
 
     def __init__(self, cuts: Sequence[Cut], table: PipelineSchedule, inner: Mesh) -> None:
@@ -88,6 +89,12 @@ class Traffic:
                 spec = cuts[a.micro].spec(label.output)
                 message = Message(label, spec.block(inner), spec.dtype)
                 self.between[table.ranks[a.stage], table.ranks[stage]].append(message)
+        self.ends: dict[Action, list[str]] = defaultdict(list)
+        for row in table.tables:
+            backward = [a for a in row if a.kind in "BW"]
+            last = {n: a for a in backward for n in cuts[a.micro].params[a.stage]}
+            for n, a in last.items():
+                self.ends[a].append(n)
 
     def _receives(self, a: Action) -> list[tuple[Crossing, int]]:
         cut = self.cuts[a.micro]
@@ -131,9 +138,13 @@ class PipelineStep:
         self.loss: Tensor | None = None
         self.result: Any = None
         self.ghosts: dict[Any, Tensor] = {}
+        self.tied = pipeline.tied(sums.number) if self.train and pipeline.shared else {}
+        # parameter -> the ranks run here that have not made its last gradient
+        here = pipeline.here
+        ends = ((a, n) for a, names in traffic.ends.items() for n in names)
+        self.open = Counter(n for a, n in ends if self.ranks[a.stage] in here)
         # timelines that are open
         self.lines: list[Any] = [t for t in scope().listeners.traces if hasattr(t, "phase")]
-        here = pipeline.here
         peers = [r for r in range(self.table.size) if r not in here]
         coming = {r: self._coming(r, min(here)) for r in peers}
         self.messages = Messages(self.mesh, self.axis, coming)
@@ -201,20 +212,21 @@ class PipelineStep:
     def _coming(self, rank: int, to: int) -> Iterator[Message]:
         """List the messages from a rank to another, in the order in which it sends them."""
         yield from self.traffic.between[rank, to]
-        for name, ranks in self.pipeline.tied.items():
-            if rank in ranks and to in ranks and self.train:
+        for name, ranks in self.tied.items():
+            if rank in ranks and to in ranks:
                 g = self.sums.of(name)
                 yield Message(("tied", name, rank), tuple(g.shape), g.dtype)
 
     def _add_ties(self) -> None:
         """Add up the gradients of parameters that the stages of several ranks read."""
         (me,) = self.pipeline.here
-        tied = {n: ranks for n, ranks in self.pipeline.tied.items() if me in ranks}
+        tied = {n: ranks for n, ranks in self.tied.items() if me in ranks}
         for name, ranks in tied.items():
             for rank in ranks:
                 if rank != me:
                     self.messages.send(("tied", name, me), self.sums.of(name), rank)
                     self.messages.expect(("tied", name, rank), rank)
+        self.sums.land()
         for name, ranks in tied.items():
             parts = [
                 self.sums.of(name) if r == me else self.messages.take(("tied", name, r))
@@ -232,7 +244,7 @@ class PipelineStep:
                     if self.ranks[stage] != self.ranks[a.stage]:
                         n = self.cuts[a.micro].spec(label[1]).nbytes(self.inner)
                         note(traces, "send", (self.axis,), n, self.table.size, 1)
-        for name, ranks in self.pipeline.tied.items() if traces and self.train else ():
+        for name, ranks in self.tied.items() if traces else ():
             n, sends = self.pipeline.nbytes(name), len(ranks) * (len(ranks) - 1)
             note(traces, "send", (self.axis,), n * sends, self.table.size, sends)
 
@@ -243,12 +255,23 @@ class PipelineStep:
 
     def _do(self, a: Action) -> None:
         doing = {"F": self._forward, "W": self._weights}.get(a.kind, self._backward)
+        ended = self._ended(a)
         try:
-            doing(a)
+            with self.sums.ending(ended) if ended else nullcontext():
+                doing(a)
         except (RankFailed, StageFailed):
             raise
         except Exception as e:
             raise self._failed(a, e) from e
+
+    def _ended(self, a: Action) -> list[int]:
+        """List the leaves of which an action makes the last gradients, but those that ranks add up."""
+        names = self.traffic.ends.get(a, ())
+        self.open.subtract(names)
+        tied = self.tied if spans_processes(self.mesh) else ()
+        number = self.sums.number if names and not self.sums.parts else {}
+        done = (number.get(n) for n in names if not self.open[n] and n not in tied)
+        return [i for i in done if i is not None]
 
     def _recorded(self, a: Action) -> None:
         """Do an action; in timelines it begins when its messages are there."""
@@ -379,7 +402,10 @@ class PipelineStep:
     # ------------------------------------------------------------ results
 
     def _everywhere(self, x: Any, like: Any) -> Any:
-        """Return a value of the last stage on every rank; ``like``: the value on shapes."""
+        """Return a value of the last stage on every rank; ``like``: the value on shapes.
+
+        It is on the mesh that the results of all models have.
+        """
         if not spans_processes(self.mesh):
             return x
         if not isinstance(like, Tensor):
@@ -392,7 +418,7 @@ class PipelineStep:
             # a transfer has one dimension at least
             sent = wrap(raw[None], self.mesh)
             raw = unwrap(pbroadcast(sent, self.axis, self.ranks[-1]))[0]
-        return spec.value(raw, self.inner)
+        return spec.value(raw, self.mesh.without(self.axis))
 
 
 def forward_only(ranks: Sequence[int]) -> PipelineSchedule:

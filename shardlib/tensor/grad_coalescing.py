@@ -28,14 +28,16 @@ class Together:
 
     Gradients are collected while it is ``open``.
 
-    ``raws``  storages of the leaves.
-    ``most``  bytes from which a bucket is posted: a fifth of the leaves', so that small models
-              have several transfers too.
+    ``raws``    storages of the leaves.
+    ``nbytes``  of their gradients, if not their own.
+    ``most``    bytes from which a bucket is posted: a fifth of the leaves', so that small models
+                have several transfers too.
     """
 
-    def __init__(self, raws: Sequence[Tensor]) -> None:
+    def __init__(self, raws: Sequence[Tensor], nbytes: int = 0) -> None:
         self.raws = list(raws)
-        self.most = min(max(sum(r.nbytes for r in self.raws) // 5, LEAST), MOST)
+        nbytes = nbytes or sum(r.nbytes for r in self.raws)
+        self.most = min(max(nbytes // 5, LEAST), MOST)
         self.open = False
         self.waiting: dict[_Key, list[tuple[int, Tensor]]] = {}
         self.owed: list[_Sums] = []
@@ -77,10 +79,14 @@ class Together:
         """Add the gradient that ``wait()`` returns, summed elsewhere."""
         self.owed.append(lambda: [(i, wait())])
 
-    def finish(self) -> dict[int, Tensor]:
-        """Post the remaining gradients and wait for all: leaf index -> its summed gradient."""
+    def post(self) -> None:
+        """Post the remaining gradients."""
         for key in list(self.waiting):
             self._post(key)
+
+    def finish(self) -> dict[int, Tensor]:
+        """Post the remaining gradients and wait for all: leaf index -> its summed gradient."""
+        self.post()
         found: dict[int, Tensor] = {}
         for wait in (*self.flying, *self.owed):
             for i, g in wait():

@@ -75,9 +75,11 @@ def _counted(name: str, split: int | None) -> Any:
 
     point_to_point.Messages.send = noted  # type: ignore[method-assign]
     try:
-        step()
+        # the next step has the memory of this one's buckets
+        with Live() as live:
+            step()
         sent.clear()
-        with Live() as live, sl.trace() as t:
+        with sl.trace() as t:
             params, _ = step()
     finally:
         point_to_point.Messages.send = send  # type: ignore[method-assign]
@@ -108,7 +110,7 @@ def test_a_rank_sends_and_holds_what_was_said(name: str, split: int | None, pool
     for _, _, told, counted, (most, peak) in found:
         assert told == counted
         # of the place that holds most: another may have a few blocks of some bytes
-        assert abs(most - peak) < 0.25 * largest
+        assert abs(most - peak) < 0.15 * largest
 
 
 def test_micro_batches_belong_to_stages() -> None:

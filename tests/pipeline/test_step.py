@@ -190,6 +190,41 @@ def test_stages_train_as_one_process_does(
             assert (x - net.get_parameter(n)).abs().max() < 1e-12, n
 
 
+def _summed(name: str, split: int | None) -> tuple[float, bool]:
+    """Seconds from the first sum of gradients over data to the end of the last action here.
+
+    And whether bits and bytes are those of a step that sums gradients at its end.
+    """
+    _, ids = _made()
+    apply, params = _staged(name)
+    into = {}
+    if split is not None:
+        # a bucket for each parameter
+        into = {"into": optim.zero(optim.sgd(0.1), axis="data", stage=split, bucket_mb=1e-6)}
+    step = sl.value_and_grad(lambda p, ids: _loss(apply(p, ids), ids), microbatches=4, **into)
+    with sl.seeing.timeline() as line, sl.trace() as early:
+        grads = step(params, ids)[1]
+    with pytest.MonkeyPatch.context() as patch, sl.trace() as late:
+        patch.setattr(stages.PipelineStep, "_ended", lambda self, a: [])
+        want = step(params, ids)[1]
+    # the loss has 8 bytes
+    first = min(s.start for s in line.collectives if s.axis == "data" and s.bytes > 8)
+    same = all(torch.equal(g.raw, want[n].raw) for n, g in grads.items())
+    end = max(s.end for s in line.spans if s.action)
+    return end - first, same and early.by_axis() == late.by_axis()
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [("1f1b", 2), ("zb", 0), ("zbv", 2), ("interleaved", None)]
+)
+def test_gradients_are_summed_while_stages_compute(name: str, split: int | None, pool: Any) -> None:
+    """In the last backward of each stage, with the bits and bytes of sums at the end."""
+    with sl.simulate(pipe=2, data=2, x=2):
+        found = [_summed(name, split)]
+    found += pool.run(_summed, name, split, pipe=2, data=2)
+    assert all(seconds > 0 and same for seconds, same in found)
+
+
 def _decay() -> float:
     """AdamW's weight decay where none is given."""
     import inspect
@@ -197,28 +232,39 @@ def _decay() -> float:
     return inspect.signature(optim.adamw).parameters["weight_decay"].default
 
 
-def _partly(split: int | None, *frozen: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train a net with frozen modules, or none in its second half, for three steps.
-
-    Return norms and the parameters held here.
-    """
-    torch.manual_seed(0)
+def _net(*frozen: str) -> nn.Sequential:
+    """Make a net with frozen modules, or with none in its second half."""
+    torch.manual_seed(len(frozen))
     net = nn.Sequential(nn.Embedding(8, 4), *[nn.Linear(4, 4) for _ in range(3)]).double()
     for name in frozen:
         net.get_submodule(name).requires_grad_(False)
     if not frozen:
         net[2], net[3] = nn.Tanh(), nn.Tanh()
-    ids = torch.arange(16) % 8
+    return net
+
+
+IDS = torch.arange(16) % 8
+
+
+def _halved(net: nn.Module, split: int | None = None) -> Any:
+    """Cut a net into two stages, or none without ranks for them."""
     order = "zb" if split == 2 else "1f1b"
-    stages = sl.Stages("pipe", cut=["0", "2"], schedule=order, example=(ids,))
+    stages = sl.Stages("pipe", cut=["0", "2"], schedule=order, example=(IDS,))
     stages = stages if "pipe" in sl.current_mesh() else None
-    apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data"}, stages=stages)
+    return sl.parallelize(net, [("*", "...")], inputs={"input": "data"}, stages=stages)
+
+
+def _partly(
+    split: int | None, apply: Any, params: Any, want: Any = 0.0
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train for three steps; return norms and the parameters held here."""
     tx, into = _optimizer(0.01, split)
     kept: Any = tx.shard(params) if split == 3 else params
     state, norms = tx.init(kept), []
-    step = sl.value_and_grad(lambda p, ids: apply(p, ids).square().mean(), microbatches=4, **into)
+    loss = lambda p, ids, want: (apply(p, ids) - want).square().mean()  # noqa: E731
+    step = sl.value_and_grad(loss, microbatches=4, **into)
     for _ in range(3):
-        _, grads = step(kept, ids)
+        _, grads = step(kept, IDS, want)
         kept, state, info = optim.step(tx, kept, grads, state, norm=True)
         norms.append(float(info.norm))
     if split == 3:
@@ -227,17 +273,81 @@ def _partly(split: int | None, *frozen: str) -> tuple[list[float], dict[str, tor
     return norms, {n: sl.unshard(x).detach() for n, x in kept.items()}
 
 
-@pytest.mark.parametrize("split", [None, 1, 2, 3])
+def _frozen(split: int | None, *frozen: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    return _partly(split, *_halved(_net(*frozen), split))
+
+
+@pytest.mark.parametrize("split", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("frozen", [("0", "1"), ("2", "3"), ()], ids=["first", "last", "none"])
 def test_a_stage_without_trained_parameters_takes_part(
     split: int | None, frozen: tuple[str, ...], pool: Any
 ) -> None:
     with sl.simulate(data=1):
-        norms, want = _partly(None, *frozen)
-    for there, found in pool.run(_partly, split, *frozen, pipe=2, data=2):
+        norms, want = _frozen(None, *frozen)
+    for there, found in pool.run(_frozen, split, *frozen, pipe=2, data=2):
         assert there == pytest.approx(norms, rel=1e-12)
         for n, x in found.items():
             assert (x - want[n]).abs().max() < 1e-12, n
+
+
+def _two(split: int | None, *names: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Train two models of one mesh, in turn; the student with the result of its teacher."""
+    nets = {"student": _net("0", "1"), "teacher": _net("3")}
+    made = {n: _halved(nets[n], split) for n in names}
+    teacher, params = made["teacher"]
+    with torch.no_grad():
+        want = teacher(params, IDS)
+    return [_partly(split, teacher, params), _partly(split, *made["student"], want)]
+
+
+@pytest.mark.parametrize(
+    ("split", "names"),
+    [(None, ("student", "teacher")), *((s, ("teacher", "student")) for s in range(4))],
+)
+def test_models_of_one_mesh_may_differ_in_where_they_are_frozen(
+    split: int | None, names: tuple[str, ...], pool: Any
+) -> None:
+    with sl.simulate(data=1):
+        want = _two(None, *names)
+    for both in pool.run(_two, split, *names, pipe=2, data=2):
+        for (there, found), (norms, params) in zip(both, want, strict=True):
+            assert there == pytest.approx(norms, rel=1e-12)
+            assert all((x - params[n]).abs().max() < 1e-12 for n, x in found.items())
+
+
+def _frozen_ties(split: int | None, before: str, after: str) -> dict[str, torch.Tensor]:
+    """Take a step; parameters whose names match are frozen before and after the module is cut."""
+    net, ids = _made()
+    for n, p in net.named_parameters():
+        p.requires_grad_(re.fullmatch(before, n) is None)
+    cut = sl.Stages("pipe")
+    apply, params = sl.parallelize(net, [("*", "...")], inputs={"ids": "data ."}, stages=cut)
+    for n, x in params.items():
+        x.requires_grad_(re.fullmatch(after, n) is None)
+    tx, into = _optimizer(0.1, split)
+    kept: Any = tx.shard(params) if split == 3 else params
+    state = tx.init(kept)
+    step = sl.value_and_grad(lambda p, ids: _loss(apply(p, ids), ids), microbatches=2, **into)
+    _, grads = step(kept, ids)
+    kept, _, _ = optim.step(tx, kept, grads, state)
+    if split == 3:
+        with kept.opened() as whole:
+            kept = dict(whole)
+    return {n: sl.unshard(x).detach() for n, x in kept.items()}
+
+
+@pytest.mark.parametrize(
+    ("split", "before", "after"),
+    [(3, r".*\.0\..*", r".*\.0\..*"), (None, "embed.*", "x"), (2, "x", "embed.*")],
+    ids=["beside", "trained later", "frozen later"],
+)
+def test_a_tied_weight_is_added_up_where_it_is_trained_now(
+    split: int | None, before: str, after: str, pool: Any
+) -> None:
+    with sl.simulate(pipe=2, data=2):
+        want = _frozen_ties(None, before, after)
+    for found in pool.run(_frozen_ties, split, before, after, pipe=2, data=2):
+        assert all((x - want[n]).abs().max() < 1e-12 for n, x in found.items())
 
 
 class _Sour(nn.Module):
@@ -248,6 +358,22 @@ class _Sour(nn.Module):
         if not raw.is_meta and float(raw.detach().sum()) == 0:
             raise ValueError("all zeros")
         return x
+
+
+def test_micro_batches_of_one_row_give_weights_their_gradients_later() -> None:
+    """The sum of a bias does not write to the gradient of its layer's result."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]).double()
+    x = torch.randn(2, 4).double()
+    net(x).square().mean().backward()
+    with sl.simulate(pipe=2):
+        apply, params = sl.parallelize(
+            net, [("*", "...")], stages=sl.Stages("pipe", schedule="zb", example=(x,))
+        )
+        step = sl.value_and_grad(lambda p, x: apply(p, x).square().mean(), microbatches=2)
+        _, grads = step(params, x)
+    for n, p in net.named_parameters():
+        torch.testing.assert_close(sl.unshard(grads[n]), p.grad)
 
 
 def _fails() -> str:

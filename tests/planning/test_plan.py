@@ -240,7 +240,7 @@ def test_a_pipeline_moves_and_holds_what_was_planned(way: Strategy) -> None:
         f = lambda p, i: _loss(apply, p, i, i)  # noqa: E731
         told = sl.explain(f, params, (ids,), microbatches=4)
     # a tied weight is apart: its gradient crosses once in a step
-    tied = sum(apply.stages.nbytes(n) * 2 for n in apply.stages.tied) / 5
+    tied = sum(apply.stages.nbytes(n) * 2 for n in apply.stages.shared) / 5
     assert planned.along["pipe"][0] == pytest.approx(float(told.sent.bytes) - tied, rel=1e-12)
     inside = float(told.bytes - told.sent.bytes)
     assert planned.bytes - planned.along["pipe"][0] <= inside < 1.5 * planned.bytes
