@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,11 +40,24 @@ def close(a: list[float], b: list[float]) -> bool:
     return len(a) == len(b) and max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-4
 
 
-def test_the_demos_file_gives_the_demos_losses(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the file's run, small, from its start to its end."""
+    return losses(start(demo(tmp_path_factory.mktemp("whole")), simulated=True))
+
+
+@pytest.fixture(scope="module")
+def half_way(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+    """The same run when half of its steps are done; tests go on from copies of its folder."""
+    path = tmp_path_factory.mktemp("half")
+    return path, start(demo(path, "steps=3"), simulated=True)
+
+
+def test_the_demos_file_gives_the_demos_losses(whole: list[float]) -> None:
     other: Any = pytest.importorskip("examples.train_gpt", reason="the demo draws with matplotlib")
     asked = "--steps 6 --batch 4 --ctx 16 --layers 1 --embed 16".split()
     alone = other.train_alone(other.parse(asked))
-    assert close(losses(start(demo(tmp_path), simulated=True)), alone["losses"])
+    assert close(whole, alone["losses"])
 
 
 @pytest.mark.parametrize(
@@ -57,13 +71,14 @@ def test_the_demos_file_gives_the_demos_losses(tmp_path: Path) -> None:
         ('layout={rules = [["*", "..."]]}', 'mesh={"data" = 4}'),
     ],
 )
-def test_a_killed_run_goes_on_elsewhere(other: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_elsewhere(
+    other: tuple[str, ...], whole: list[float], half_way: tuple[Path, Report], tmp_path: Path
+) -> None:
     """On another mesh, in another layout, at another stage: the losses are those of the whole run."""
-    whole = start(demo(tmp_path / "whole"), simulated=True)
-    first = start(demo(tmp_path / "part", "steps=3"), simulated=True)
-    rest = start(demo(tmp_path / "part", *other), simulated=True)
+    path, first = half_way
+    rest = start(demo(shutil.copytree(path, tmp_path / "part"), *other), simulated=True)
     assert rest.first == 3 and (first.step, rest.step) == (3, 6)
-    assert close(losses(first) + losses(rest), losses(whole))
+    assert close(losses(first) + losses(rest), whole)
 
 
 def test_batches_that_are_accumulated_are_one_larger_batch(tmp_path: Path) -> None:
@@ -74,12 +89,11 @@ def test_batches_that_are_accumulated_are_one_larger_batch(tmp_path: Path) -> No
         assert close(losses(parts), losses(whole))
 
 
-def test_half_precision_and_a_scaled_loss_train(tmp_path: Path) -> None:
-    plain = losses(start(demo(tmp_path / "a"), simulated=True))
+def test_half_precision_and_a_scaled_loss_train(whole: list[float], tmp_path: Path) -> None:
     bf16 = losses(start(demo(tmp_path / "b", "precision.param=bfloat16"), simulated=True))
     scaled = losses(start(demo(tmp_path / "c", "optimizer.loss_scale.start=8.0"), simulated=True))
-    assert close(plain, scaled)
-    assert bf16 != plain and max(abs(a - b) for a, b in zip(plain, bf16, strict=True)) < 0.05
+    assert close(whole, scaled)
+    assert bf16 != whole and max(abs(a - b) for a, b in zip(whole, bf16, strict=True)) < 0.05
 
 
 def test_the_loss_of_a_half_run_is_computed_in_fp32(tmp_path: Path) -> None:
@@ -213,15 +227,15 @@ def test_a_run_that_was_done_does_nothing_more(
     assert "nothing is left to do" in capsys.readouterr().out
 
 
-def test_a_call_is_the_file(tmp_path: Path) -> None:
-    tables = demo(tmp_path / "a").tables
+def test_a_call_is_the_file(whole: list[float], tmp_path: Path) -> None:
+    tables = demo(tmp_path).tables
     alone = {k: v for k, v in tables.items() if k not in ("mesh", "layout", "checkpoint")}
     alone["optimizer"] = {k: v for k, v in tables["optimizer"].items() if k != "zero"}
     import torch.distributed as dist
 
     report = train(**alone, mesh={"data": 1, "device": "cpu"}, layout={"rules": [["*", "..."]]})
     assert not dist.is_initialized()
-    assert close(losses(report), losses(start(demo(tmp_path / "b"), simulated=True)))
+    assert close(losses(report), whole)
 
 
 def test_figures_go_to_a_file_that_a_resumed_run_continues(tmp_path: Path) -> None:
