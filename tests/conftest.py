@@ -2,7 +2,9 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from shardlib.mesh import Memo
 from shardlib.ops import registry
 from tests import fixes
-from tests.workers import Pool
+from tests.workers import Pool, start_forked
 
 torch.set_num_threads(1)
 
@@ -43,6 +45,16 @@ def pool8() -> Iterator[Pool]:
     workers = Pool(8)
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``sl.launch`` forks its processes, for tests that do not ask how processes begin.
+
+    Each that is spawned imports torch, the library and the test's module, for three seconds.
+    """
+    spawning = SimpleNamespace(start_processes=start_forked)
+    monkeypatch.setattr(sys.modules["shardlib.mesh.launch"], "mp", spawning)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -60,7 +60,7 @@ def test_the_model_has_about_a_million_parameters_and_a_tied_head() -> None:
 
 
 def test_the_demo_trains_to_the_single_process_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], forked: None
 ) -> None:
     """The whole demo, small, on 4 launched processes: sharded, alone, compared, saved, drawn."""
     train_gpt: Any = pytest.importorskip(
@@ -201,12 +201,12 @@ def test_a_model_is_fine_tuned_saved_with_its_tokenizer_and_generates(
 
 @pytest.mark.parametrize("simulated", [False, True])
 def test_a_model_is_fine_tuned_by_one_file(
-    simulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    simulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     language_model(tmp_path)
     monkeypatch.chdir(tmp_path)
-    # two processes, of which each imports transformers, are as real as four
+    # two processes are as real as four
     sets = [] if simulated else ["mesh.y=1"]
     report = start(read(ROOT / "examples" / "finetune.toml", sets), simulated=simulated)
     assert list(report.evaluations) == [4, 8] and report.export == "out/model"

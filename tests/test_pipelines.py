@@ -437,7 +437,7 @@ def _late(_: int) -> str:
     return "ran"
 
 
-def test_a_failed_stage_is_the_first_cause_on_real_ranks() -> None:
+def test_a_failed_stage_is_the_first_cause_on_real_ranks(forked: None) -> None:
     why = "StageFailed: value_and_grad: stage 1 .1., forward of micro-batch 1"
     with pytest.raises(sl.ShardError, match=why):
         sl.launch(_late, 0, pipe=2, timeout=60.0)

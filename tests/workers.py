@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 import shardlib as sl
 from tests import fixes
@@ -41,8 +42,34 @@ class WorkerError(AssertionError):
 _COLLECTED = [(700, 10, 10), (150, 5, 5), (20_000, 50, 50), (400, 2, 2)]
 
 
-_PRELOAD = ["shardlib", "torch._dynamo", "transformers"]
-"""What the server imports once for all processes that it forks."""
+_PRELOAD = [
+    "shardlib",
+    "torch._dynamo",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",  # and all that every model needs
+]
+"""What is imported once for all processes that are forked."""
+
+
+def forks(device: str) -> bool:
+    """Whether processes on this device may be forked from one that runs tests."""
+    # torch for CUDA has threads after a compiled backward, which no fork survives
+    return device == "cpu" and torch.version.cuda is None
+
+
+def start_forked(
+    fn: Callable[..., None], given: tuple[Any, ...], start_method: str, **how: Any
+) -> Any:
+    """Start the processes of ``sl.launch`` by a fork where that can be: they need import nothing."""
+
+    def run(rank: int, *given: Any) -> None:
+        gc.freeze()  # as in _serve
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not what a test captures
+        fn(rank, *given)
+
+    if forks("cpu"):
+        return start_processes(run, given, start_method="fork", **how)
+    return start_processes(fn, given, start_method=start_method, **how)
 
 
 def _serve(rank: int, world: int, folder: str, pipe: Connection, device: str) -> None:
@@ -78,12 +105,14 @@ class Pool:
 
     def _start(self) -> None:
         device = torch.get_default_device().type
-        # torch for CUDA has threads after a compiled backward, which no fork survives
-        forks = device == "cpu" and torch.version.cuda is None
-        context = mp.get_context("fork" if forks else "forkserver")
+        context = mp.get_context("fork" if forks(device) else "forkserver")
         # nothing on the CPU may find another device registered
         also = [] if device == "cpu" else ["tests.accelerator.pretend"]
         context.set_forkserver_preload([*_PRELOAD, *also])
+        if forks(device):
+            for name in _PRELOAD:
+                if name.partition(".")[0] in sys.modules:  # transformers: where a test asks for it
+                    importlib.import_module(name)
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         for rank in range(self.world):

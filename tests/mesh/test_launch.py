@@ -17,8 +17,10 @@ import shardlib as sl
 from shardlib.errors import MeshError, NoMesh, RankFailed
 from shardlib.mesh.launch import _refuse_failed
 
+MODULE = sys.modules["shardlib.mesh.launch"]  # sl.mesh.launch is the function
 
-def test_launch_raises_the_first_error() -> None:
+
+def test_launch_raises_the_first_error(forked: None) -> None:
     with pytest.raises(sl.ShardError, match=r"rank 1 failed[\s\S]*ZeroDivisionError") as caught:
         sl.launch(_fails_on_one, x=2, timeout=60)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -45,7 +47,7 @@ def _everywhere(scale: float) -> Any:
     )
 
 
-def test_launch_returns_results_by_rank() -> None:
+def test_launch_returns_results_by_rank(forked: None) -> None:
     got = sl.launch(_everywhere, 0.5, a=2, b=1, c=2, timeout=120)
     assert [rank for rank, *_ in got] == list(range(4))
     assert [c["a"] * 2 + c["b"] * 2 + c["c"] for _, c, *_ in got] == list(range(4))
@@ -73,12 +75,12 @@ def _fails(how: str) -> None:
     sl.psum(torch.ones(1), "x")  # would wait for rank 1
 
 
-def test_launch_tells_an_error_that_cannot_be_read_back() -> None:
+def test_launch_tells_an_error_that_cannot_be_read_back(forked: None) -> None:
     with pytest.raises(sl.ShardError, match=r"rank 1 failed(.|\n)*Odd: 1 and 2"):
         sl.launch(_fails, "odd", x=2, timeout=120)
 
 
-def test_launch_notices_a_rank_that_died() -> None:
+def test_launch_notices_a_rank_that_died(forked: None) -> None:
     with pytest.raises(sl.ShardError, match="rank 1 was ended by SIGKILL"):
         sl.launch(_fails, "killed", x=2, timeout=120)
 
@@ -91,7 +93,8 @@ def test_a_rank_that_gloo_aborts_is_not_blamed_and_a_killed_one_is(tmp_path: Pat
         _refuse_failed(tmp_path, [-6, None, -9], {"x": 3}, None)
 
 
-def test_launch_times_silence_and_leaves_no_process() -> None:
+def test_launch_times_silence_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "_SLACK", 2.0)  # of this process: 6 seconds in all
     before = time.monotonic()
     with pytest.raises(RankFailed, match="no rank did anything") as caught:
         sl.launch(_fails, "late", x=2, timeout=4)
@@ -129,9 +132,12 @@ def _listening() -> list[str]:
     return found
 
 
-def test_a_run_that_works_takes_its_time_and_listens_on_the_loopback_alone() -> None:
+def test_a_run_that_works_takes_its_time_and_listens_on_the_loopback_alone(
+    forked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "_SLACK", 0.0)
     for total, addresses in sl.launch(
-        _steps, 12.0, x=2, timeout=10
+        _steps, 7.0, x=2, timeout=6
     ):  # the run is longer, no silence is
         assert total == 2.0
         assert addresses or not Path("/proc/net/tcp").exists()
@@ -155,7 +161,7 @@ def _leaves(how: str) -> None:
         ("at once", "rank 1 left with exit code 0 before its function returned"),
     ],
 )
-def test_launch_names_the_rank_that_left(how: str, said: str) -> None:
+def test_launch_names_the_rank_that_left(how: str, said: str, forked: None) -> None:
     with pytest.raises(sl.ShardError, match=said):
         sl.launch(_leaves, how, x=2, timeout=20)
 

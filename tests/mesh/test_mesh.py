@@ -282,7 +282,7 @@ def _again() -> list[float]:
 
 
 def test_a_mesh_made_after_the_old_groups_are_gone_is_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None
 ) -> None:
     monkeypatch.setenv("SHARDLIB_TEST_STORES", str(tmp_path))
     assert sl.launch(_again, x=2) == [[2.0, 2.0, 1.0]] * 2

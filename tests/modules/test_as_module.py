@@ -544,7 +544,7 @@ def test_an_assigned_state_shares_the_memory_that_it_shares_in_torch(ours: bool)
         assert not sl.unshard(model.b.weight).any()
 
 
-def test_a_plain_state_that_differs_by_rank_is_refused() -> None:
+def test_a_plain_state_that_differs_by_rank_is_refused(forked: None) -> None:
     with pytest.raises(sl.ShardError, match="different values of bias"):
         sl.launch(copies.load_by_rank, x=2)
 

@@ -436,7 +436,9 @@ def _fails_and_stays(folder: Path) -> None:
     (folder / str(sl.axis_index("pipe"))).write_text(f"{said} {len(list(folder.iterdir()))}")
 
 
-def test_a_stage_that_raises_is_named_on_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
+def test_a_stage_that_raises_is_named_on_the_ranks_that_wait_for_it(
+    tmp_path: Path, forked: None
+) -> None:
     """Its caller catches the error, so that its process does not end."""
     why = "stage 2 (2), forward of micro-batch 2: ValueError: all zeros"
     with pytest.raises(sl.errors.RankFailed, match=re.escape(why)):
