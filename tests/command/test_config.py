@@ -271,7 +271,7 @@ def test_no_key_takes_nonsense(tmp_path: Path) -> None:
             sets += [f"{table}.{n}={v}" for n, v in given.items() if n in own]
         for value in NONSENSE[kind]:
             one = f"{table}.{key.name}={value}" if table else f"{key.name}={value}"
-            config = read(DEMO, [f"checkpoint.path={tmp_path}", *sets, one])
+            config = read(DEMO, [f"checkpoint.path={tmp_path}", "model.layers=1", *sets, one])
             with pytest.raises(ConfigError) as caught:
                 check(config)
                 rehearse(config)
