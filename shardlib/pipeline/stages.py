@@ -34,11 +34,11 @@ from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.prices import explained
 from shardlib.pipeline.schedules import PipelineSchedule, offered, placing, registered, schedule
 from shardlib.pipeline.step import PipelineStep, Traffic, forward_only
-from shardlib.pipeline.units import blocks_of, units_of
+from shardlib.pipeline.units import Fitting, blocks_of, units_of
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Answers, Known
 from shardlib.planning.explain import Inputs, call_of_stages, on_paper
-from shardlib.planning.explanation import PipelineExplanation
+from shardlib.planning.explanation import PipelineExplanation, bytes_in, size as size_text
 from shardlib.tensor import ShardedTensor
 
 
@@ -57,6 +57,10 @@ class Stages:
                   layer does not say what it accepts.
     ``blocks``    names of the submodules between which it may be cut; by default the items of its
                   lists of alike modules.
+    ``memory``    bytes that a rank may hold under cut="auto", or a text, as "8GB": of parameters,
+                  gradients and tensors of all micro-batches in flight, as ``sl.explain`` says.  It
+                  takes as ``example`` the arguments for a micro-batch; what a loss around the
+                  module and an optimizer hold is not in it.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -76,6 +80,7 @@ class Stages:
     schedule: str = "1f1b"
     example: object = None
     blocks: Sequence[str] | None = None
+    memory: float | str | None = None
 
     def parallelized(
         self, module: nn.Module, rules: Any, *, mesh: Mesh, src: int | None,
@@ -85,10 +90,14 @@ class Stages:
         mesh.axis_size(self.axis, "parallelize", "sl.Stages({})")
         inner = mesh.without(self.axis)
         paper = record(device=inner.device_type, **inner.axes)
-        _, whole = placed(module, rules, mesh=paper, blank=True, **given)
+        drafted, whole = placed(module, rules, mesh=paper, blank=True, **given)
         ranks = placing(self.schedule, mesh.axes[self.axis], self.per_rank)
         pipeline = Pipeline(self, mesh, inner, paper, ranks, whole, self._blocks(module))
         first = pipeline.first_cut(module, rules, given, self._count(len(ranks)))
+        if self.memory is not None:
+            drafted.staged(pipeline, units_of(module, pipeline.blocks))
+            begins = pipeline.begins_within(drafted, bytes_in(self.memory))
+            first = pipeline.first_cut(module, rules, given, begins)
         own = [n for n in whole if pipeline.here & set(first.holders(n, ranks))]
         apply, params = placed(module, rules, mesh=inner, src=src, only=own, blank=blank, **given)
         pipeline.apply = apply
@@ -254,6 +263,54 @@ class Pipeline:
         self.cuts[key] = [Branch(cut, answers, answers.of(told)), *branches]
         return cut
 
+    def begins_within(self, f: Callable[..., Any], memory: float) -> Sequence[UnitCall]:
+        """Return where stages begin in the fastest cut of ``f`` that takes no more memory.
+
+        Of twice as many micro-batches as places: more take no more, but under gpipe.
+        Raises: ShardError where no cut fits, with the least that one takes.
+        """
+        how, size = self.stages, self.mesh.axes[self.stages.axis]
+        mine = f"sl.Stages({how.axis!r}, memory={how.memory!r}, example=(inputs,))"
+        if how.cut != "auto" or how.example is None:
+            why = "memory= takes cut='auto', and as example= the arguments for a micro-batch"
+            raise _error(why, mine)
+        batch = MicroBatches(*called_with(how.example), 1, stage=self.inner)
+        blocks, table = [*self.first.chain], self._table(2 * size)
+        chain = self._fitting(f, batch, table, None, cluster_of("h100"), False, self.first)
+        if found := chain.within(memory):
+            return [blocks[i] for i in found]
+        least, found = chain.least()
+        held = chain.held_by(found)
+        at = self.ranks.index(held.index(least))
+        why = (
+            f"no cut holds {size_text(memory)} or less; the least is {size_text(least)}, of stage {at} where "
+            f"the stages begin at {', '.join(str(blocks[i]) for i in found)}"
+        )
+        raise _error(why, mine.replace(repr(how.memory), repr(least)))
+
+    def _fitting(
+        self, f: Callable[..., Any], batch: MicroBatches, table: PipelineSchedule,
+        tx: Transform | None, cluster: Cluster, parts: bool, first: Cut,
+    ) -> Fitting:  # fmt: skip
+        """Return the search of a cut by what places hold, as explained."""
+        blocks = [*first.chain]
+
+        def peaks(begins: Sequence[int]) -> list[int]:
+            at = [blocks[i] for i in begins]
+            return [p.peak for p in self._priced(f, batch, table, tx, cluster, parts, at)[1].places]
+
+        return Fitting([*first.chain.values()], table.ranks, peaks)
+
+    def _priced(
+        self, f: Callable[..., Any], batch: MicroBatches, table: PipelineSchedule,
+        tx: Transform | None, cluster: Cluster, parts: bool, begins: int | Sequence[UnitCall],
+    ) -> tuple[Cut, PipelineExplanation]:  # fmt: skip
+        """Cut a function where stages begin; explain a step whose micro-batches are cut so."""
+        cut, _ = self._cut(f, self.paper, self.whole, begins, *batch[0])
+        cuts = [cut] * table.micros
+        with _drafted(self.paper, *batch[0]) as (_, given):
+            return cut, explained(self, f, given, cuts, table, tx, cluster, parts)
+
     def _refuse_unheld(self, cut: Cut) -> None:
         """Refuse a function in which a stage reads a parameter that its rank does not hold."""
         for name in self.whole:
@@ -341,11 +398,10 @@ class Pipeline:
             try:
                 table = schedule(name, size, batch.count, v)
                 n = table.stages
-                cut, _ = self._cut(f, self.paper, self.whole, begins.get(n, n), *batch[0])
+                cut, found[name] = self._priced(
+                    f, batch, table, tx, cluster, parts, begins.get(n, n)
+                )
                 begins[n] = cut.begins
-                with _drafted(self.paper, *batch[0]) as (_, given):
-                    cuts = [cut] * batch.count
-                    found[name] = explained(self, f, given, cuts, table, tx, cluster, parts)
                 verdicts.append((name, found[name].summary(cluster.memory)))
             except ShardError as e:
                 verdicts.append((name, e.message.splitlines()[0]))

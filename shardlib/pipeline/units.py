@@ -155,7 +155,7 @@ class Fitting:
         """Return the least memory in which a cut fits, and that cut."""
         begins, most = self._slowest(frozenset())[1], 0
         while begins:
-            found, most = begins, max(self._held(begins))
+            found, most = begins, max(self.held_by(begins))
             begins = self.within(most - 1)
         return most, found
 
@@ -170,7 +170,8 @@ class Fitting:
             tuple(run for run in runs if self.ranks[run[0]] == r) for r in sorted({*self.ranks})
         ]
 
-    def _held(self, begins: list[int]) -> list[int]:
+    def held_by(self, begins: list[int]) -> list[int]:
+        """Return the bytes that each place holds."""
         places = self._places(begins)
         if not all(p in self.held for p in places):
             self.held.update(zip(places, self.peaks(begins), strict=True))
@@ -182,7 +183,7 @@ class Fitting:
         for known in (p for p, n in self.held.items() if n > memory):
             if any(_contains(p, known) for p in places):
                 return known
-        held = self._held(begins)
+        held = self.held_by(begins)
         return next((p for p, n in zip(places, held, strict=True) if n > memory), ())
 
 
