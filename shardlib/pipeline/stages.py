@@ -38,7 +38,8 @@ from shardlib.pipeline.units import Fitting, blocks_of, units_of
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Answers, Known
 from shardlib.planning.explain import Inputs, call_of_stages, on_paper
-from shardlib.planning.explanation import PipelineExplanation, bytes_in, size as size_text
+from shardlib.planning.explanation import PipelineExplanation, bytes_in
+from shardlib.planning.explanation import size as size_text
 from shardlib.tensor import ShardedTensor
 
 
@@ -57,10 +58,10 @@ class Stages:
                   layer does not say what it accepts.
     ``blocks``    names of the submodules between which it may be cut; by default the items of its
                   lists of alike modules.
-    ``memory``    bytes that a rank may hold under cut="auto", or a text, as "8GB": of parameters,
-                  gradients and tensors of all micro-batches in flight, as ``sl.explain`` says.  It
-                  takes as ``example`` the arguments for a micro-batch; what a loss around the
-                  module and an optimizer hold is not in it.
+    ``memory``    the most that a rank may hold under cut="auto" with one stage per rank, in bytes
+                  or as "8GB": parameters, gradients and what all micro-batches in flight keep, of
+                  which ``example`` is one.  What an optimizer and a loss around the module hold is
+                  not known to it; ``sl.why("pipeline", ...)`` counts these too.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -266,44 +267,34 @@ class Pipeline:
     def begins_within(self, f: Callable[..., Any], memory: float) -> Sequence[UnitCall]:
         """Return where stages begin in the fastest cut of ``f`` that takes no more memory.
 
-        Of twice as many micro-batches as places: more take no more, but under gpipe.
-        Raises: ShardError where no cut fits, with the least that one takes.
+        Of twice as many micro-batches as ranks: more take no more, but under gpipe.
+        Raises: ShardError where no cut does, with the least that one takes.
         """
         how, size = self.stages, self.mesh.axes[self.stages.axis]
         mine = f"sl.Stages({how.axis!r}, memory={how.memory!r}, example=(inputs,))"
-        if how.cut != "auto" or how.example is None:
-            why = "memory= takes cut='auto', and as example= the arguments for a micro-batch"
+        if how.cut != "auto" or how.example is None or len(self.ranks) > size:
+            why = (
+                "memory= takes cut='auto', a schedule of one stage per rank, and as example= the "
+                "arguments for a micro-batch"
+            )
             raise _error(why, mine)
         batch = MicroBatches(*called_with(how.example), 1, stage=self.inner)
-        blocks, table = [*self.first.chain], self._table(2 * size)
-        chain = self._fitting(f, batch, table, None, cluster_of("h100"), False, self.first)
-        if found := chain.within(memory):
-            return [blocks[i] for i in found]
-        least, found = chain.least()
-        held = chain.held_by(found)
-        at = self.ranks.index(held.index(least))
-        why = (
-            f"no cut holds {size_text(memory)} or less; the least is {size_text(least)}, of stage {at} where "
-            f"the stages begin at {', '.join(str(blocks[i]) for i in found)}"
-        )
-        raise _error(why, mine.replace(repr(how.memory), repr(least)))
-
-    def _fitting(
-        self, f: Callable[..., Any], batch: MicroBatches, table: PipelineSchedule,
-        tx: Transform | None, cluster: Cluster, parts: bool, first: Cut,
-    ) -> Fitting:  # fmt: skip
-        """Return the search of a cut by what places hold, as explained."""
-        blocks = [*first.chain]
-
-        def peaks(begins: Sequence[int]) -> list[int]:
-            at = [blocks[i] for i in begins]
-            return [p.peak for p in self._priced(f, batch, table, tx, cluster, parts, at)[1].places]
-
-        return Fitting([*first.chain.values()], table.ranks, peaks)
+        priced = partial(self._priced, f, batch, None, cluster_of("h100"), False)
+        blocks, chain = _fitting(self.first, priced, self._table(2 * size))
+        found = chain.within(memory)
+        if not found:
+            found, held = chain.least()
+            most, at = max(held), ", ".join(str(blocks[i]) for i in found)
+            why = (
+                f"each cut holds more than {size_text(memory)}; the least is {size_text(most)}, "
+                f"of stage {held.index(most)} where stages begin at {at}"
+            )
+            raise _error(why, mine.replace(repr(how.memory), str(most)))
+        return [blocks[i] for i in found]
 
     def _priced(
-        self, f: Callable[..., Any], batch: MicroBatches, table: PipelineSchedule,
-        tx: Transform | None, cluster: Cluster, parts: bool, begins: int | Sequence[UnitCall],
+        self, f: Callable[..., Any], batch: MicroBatches, tx: Transform | None, cluster: Cluster,
+        parts: bool, table: PipelineSchedule, begins: int | Sequence[UnitCall],
     ) -> tuple[Cut, PipelineExplanation]:  # fmt: skip
         """Cut a function where stages begin; explain a step whose micro-batches are cut so."""
         cut, _ = self._cut(f, self.paper, self.whole, begins, *batch[0])
@@ -390,30 +381,36 @@ class Pipeline:
         parts: bool,
     ) -> Why:  # fmt: skip
         """List the cost of a step under every schedule."""
-        size, own = self.mesh.axes[self.stages.axis], self.stages.per_rank
+        axis, name, memory = self.stages.axis, self.stages.schedule, cluster.memory
+        size = self.mesh.axes[axis]
+        priced = partial(self._priced, f, batch, tx, cluster, parts)
         begins: dict[int, Sequence[UnitCall]] = {len(self.ranks): self.begins}
+        # what is written after sl.Stages -> the step
         found: dict[str, PipelineExplanation] = {}
-        verdicts: list[tuple[str, Any]] = []
-        for name, v in offered(own):
+        verdicts: list[tuple[str, str]] = []
+        for other, v in offered(self.stages.per_rank):
+            how = f"per_rank={v}, schedule={other!r}"
             try:
-                table = schedule(name, size, batch.count, v)
-                n = table.stages
-                cut, found[name] = self._priced(
-                    f, batch, table, tx, cluster, parts, begins.get(n, n)
-                )
-                begins[n] = cut.begins
-                verdicts.append((name, found[name].summary(cluster.memory)))
+                table = schedule(other, size, batch.count, v)
+                cut, said = priced(table, begins.get(table.stages, table.stages))
             except ShardError as e:
-                verdicts.append((name, e.message.splitlines()[0]))
+                verdicts.append((other, e.message.splitlines()[0]))
+                continue
+            begins[table.stages], found[how] = cut.begins, said
+            verdicts.append((other, said.summary(memory)))
+            if said.peak > memory and v == 1:
+                blocks, chain = _fitting(cut, priced, table)
+                if at := [blocks[i] for i in chain.within(memory)]:
+                    names = [str(c) for c in at]
+                    found[f"cut={names}, {how}"] = said = priced(table, at)[1]
+                    verdicts.append((f"{other} cut at {', '.join(names)}", said.summary(memory)))
         notes = [f"{n} stages begin at {', '.join(map(str, c))}" for n, c in begins.items()]
-        fits = [name for name, x in found.items() if x.peak <= cluster.memory]
-        best = min(fits, key=lambda name: found[name].seconds, default=self.stages.schedule)
-        if best != self.stages.schedule:
-            v = found[best].schedule.stages // size
-            more = f"per_rank={v}, schedule={best!r}"
-            notes.append(f"the fastest: sl.Stages({self.stages.axis!r}, {more})")
+        fits = [how for how, x in found.items() if x.peak <= memory]
+        best = min(fits, key=lambda how: found[how].seconds, default=None)
+        if best is not None and best != f"per_rank={len(self.ranks) // size}, schedule={name!r}":
+            notes.append(f"the fastest: sl.Stages({axis!r}, {best})")
         given_text = {"stages": str(self), "microbatches": f"{batch.count} micro-batches"}
-        return Why("pipeline", given_text, self.stages.schedule, tuple(verdicts), tuple(notes))
+        return Why("pipeline", given_text, name, tuple(verdicts), tuple(notes))
 
     def forward(self, params: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run forward alone; return its result on every rank.
@@ -430,6 +427,19 @@ class Pipeline:
         sums = GradientSums(params, ())
         with within(), within(mesh=self.inner):
             return PipelineStep(self, self.apply, traffic, batch, sums).out()
+
+
+def _fitting(
+    cut: Cut, priced: Callable[..., tuple[Cut, PipelineExplanation]], table: PipelineSchedule
+) -> tuple[Sequence[UnitCall], Fitting]:
+    """Return the calls with which stages may begin, and the search of where they do."""
+    blocks = [*cut.chain]
+
+    def peaks(begins: Sequence[int]) -> list[int]:
+        places = priced(table, [blocks[i] for i in begins])[1].places
+        return [places[r].peak for r in table.ranks]
+
+    return blocks, Fitting([*cut.chain.values()], table.stages, peaks)
 
 
 @case_of("pipeline")

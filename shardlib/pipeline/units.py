@@ -6,7 +6,6 @@ children of the modules around them.
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from heapq import heappop, heappush
 from itertools import pairwise
 
 from torch import nn
@@ -111,87 +110,46 @@ def dealt(costs: Sequence[float], parts: int, refused: Collection[Run] = ()) -> 
 
 
 class Fitting:
-    """Search of the fastest cut of a chain in which no place holds more bytes than it may.
+    """Search of the fastest cut of a chain in which no stage holds more bytes than it may.
 
-    A place that holds too much with some runs is taken to do so with longer ones.  So cuts are tried
-    from the fastest on, each without the runs that were too much: of one stage per place, one way
-    at a time, else one for each stage of the place.
+    The fastest cut is priced, and again without the runs that held too much, until one fits.  It is
+    the fastest of all where a stage does not hold less with more blocks.
 
-    ``costs``  of each block; ``ranks`` the place of each stage.
-    ``peaks``  where the stages begin -> bytes that each place holds.
+    ``costs``   of each block; ``stages`` how many.
+    ``peaks``   where the stages begin -> bytes that each holds.
 
-    >>> in_flight = lambda begins: [2 * begins[1], 4 - begins[1]]  # of four blocks at two places
-    >>> chain = Fitting([1, 1, 1, 1], [0, 1], in_flight)
+    >>> in_flight = lambda begins: [2 * begins[1], 4 - begins[1]]  # of four blocks in two stages
+    >>> chain = Fitting([1, 1, 1, 1], 2, in_flight)
     >>> chain.within(4), chain.within(3), chain.within(2), chain.least()
-    ([0, 2], [0, 1], [], (3, [0, 1]))
+    ([0, 2], [0, 1], [], ([0, 1], [2, 3]))
     """
 
     def __init__(
-        self,
-        costs: Sequence[float],
-        ranks: Sequence[int],
-        peaks: Callable[[list[int]], Sequence[int]],
+        self, costs: Sequence[float], stages: int, peaks: Callable[[list[int]], Sequence[int]]
     ) -> None:
-        self.costs, self.ranks, self.peaks = costs, ranks, peaks
-        # runs of the stages of a place -> its bytes
-        self.held: dict[tuple[Run, ...], int] = {}
+        self.costs, self.stages, self.peaks = costs, stages, peaks
+        self.held: dict[Run, int] = {}
 
     def within(self, memory: float) -> list[int]:
         """Return where the stages begin; nothing where no cut fits."""
-        waiting, seen = [self._slowest(frozenset())], set()
-        while waiting:
-            _, begins, refused = heappop(waiting)
-            if not begins or refused in seen:
-                continue
-            seen.add(refused)
-            over = self._over(begins, memory)
+        refused = {run for run, held in self.held.items() if held > memory}
+        while begins := dealt(self.costs, self.stages, refused):
+            runs = self._runs(begins)
+            if not self.held.keys() >= {*runs}:
+                self.held.update(zip(runs, self.peaks(begins), strict=True))
+            over = {run for run in runs if self.held[run] > memory}
             if not over:
                 return begins
-            for run in over:
-                heappush(waiting, self._slowest(refused | {run}))
+            refused |= over
         return []
 
-    def least(self) -> tuple[int, list[int]]:
-        """Return the least memory in which a cut fits, and that cut."""
-        begins, most = self._slowest(frozenset())[1], 0
+    def least(self) -> tuple[list[int], list[int]]:
+        """Return the cut whose largest stage holds least, and what each of its stages holds."""
+        begins, held = self.within(math.inf), [0]
         while begins:
-            found, most = begins, max(self.held_by(begins))
-            begins = self.within(most - 1)
-        return most, found
+            found, held = begins, [self.held[run] for run in self._runs(begins)]
+            begins = self.within(max(held) - 1)
+        return found, held
 
-    def _slowest(self, refused: frozenset[Run]) -> tuple[float, list[int], frozenset[Run]]:
-        begins = dealt(self.costs, len(self.ranks), refused)
-        sums = [math.fsum(self.costs[a:b]) for _, a, b in _runs(begins, len(self.costs))]
-        return max(sums, default=math.inf), begins, refused
-
-    def _places(self, begins: list[int]) -> list[tuple[Run, ...]]:
-        runs = _runs(begins, len(self.costs))
-        return [
-            tuple(run for run in runs if self.ranks[run[0]] == r) for r in sorted({*self.ranks})
-        ]
-
-    def held_by(self, begins: list[int]) -> list[int]:
-        """Return the bytes that each place holds."""
-        places = self._places(begins)
-        if not all(p in self.held for p in places):
-            self.held.update(zip(places, self.peaks(begins), strict=True))
-        return [self.held[p] for p in places]
-
-    def _over(self, begins: list[int], memory: float) -> tuple[Run, ...]:
-        """Return the runs of a place that holds too much, one that was priced before if any."""
-        places = self._places(begins)
-        for known in (p for p, n in self.held.items() if n > memory):
-            if any(_contains(p, known) for p in places):
-                return known
-        held = self.held_by(begins)
-        return next((p for p, n in zip(places, held, strict=True) if n > memory), ())
-
-
-def _runs(begins: Sequence[int], count: int) -> list[Run]:
-    return [(s, a, b) for s, (a, b) in enumerate(pairwise([*begins, count]))]
-
-
-def _contains(runs: Sequence[Run], others: Sequence[Run]) -> bool:
-    """Check whether each run of a place contains the other of the same stage."""
-    pairs = zip(runs, others, strict=True)
-    return all(s == t and a <= c and d <= b for (s, a, b), (t, c, d) in pairs)
+    def _runs(self, begins: Sequence[int]) -> list[Run]:
+        return [(s, a, b) for s, (a, b) in enumerate(pairwise([*begins, len(self.costs)]))]

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardlib as sl
-from shardlib.pipeline.schedules import placing
 from shardlib.pipeline.units import Fitting, blocks_of, dealt, units_of
 
 
@@ -50,47 +49,37 @@ def test_blocks_are_dealt_with_the_least_largest_sum(costs: list[int], parts: in
     assert worst(tuple(found)) == min(map(worst, every))
 
 
-_chains = st.lists(
-    st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), min_size=4, max_size=7
-)
+_block = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
 
 
-@pytest.mark.parametrize(("name", "size"), [("1f1b", 3), ("interleaved", 2), ("zbv", 2)])
-@given(
-    blocks=_chains,
-    budget=st.integers(0, 100),
-    flying=st.lists(st.integers(1, 4), min_size=4, max_size=4),
-)
+@given(st.lists(_block, min_size=3, max_size=7), st.integers(1, 3), st.integers(0, 100))
 def test_the_cut_within_a_memory_is_the_fastest_of_all_cuts(
-    name: str, size: int, blocks: list[tuple[int, int, int]], budget: int, flying: list[int]
+    blocks: list[tuple[int, int, int]], parts: int, memory: int
 ) -> None:
-    """Blocks of drawn seconds, parameters and bytes kept, of so many micro-batches at each stage."""
-    ranks, priced = placing(name, size, 4 // size), []
-    costs = [c for c, _, _ in blocks]
+    """Blocks of drawn seconds, parameters, and bytes kept by each micro-batch in flight, as 1F1B."""
+    priced: list[tuple[int, ...]] = []
 
-    def runs(begins: tuple[int, ...]) -> list[tuple[int, int]]:
-        return list(itertools.pairwise((*begins, len(blocks))))
+    def runs(begins: tuple[int, ...]) -> list[list[tuple[int, int, int]]]:
+        return [blocks[a:b] for a, b in itertools.pairwise((*begins, len(blocks)))]
 
     def slowest(begins: tuple[int, ...]) -> int:
-        return max(sum(costs[a:b]) for a, b in runs(begins))
+        return max(sum(seconds for seconds, _, _ in run) for run in runs(begins))
 
     def peaks(begins: tuple[int, ...]) -> list[int]:
-        held = [0] * size
-        for s, (a, b) in enumerate(runs(begins)):
-            held[ranks[s]] += sum(own + flying[s] * kept for _, own, kept in blocks[a:b])
-        return held
+        rows = enumerate(runs(begins))
+        return [sum(own + (parts - s) * kept for _, own, kept in run) for s, run in rows]
 
     def price(begins: list[int]) -> list[int]:
         priced.append(tuple(begins))
         return peaks(tuple(begins))
 
-    every = [(0, *c) for c in itertools.combinations(range(1, len(blocks)), len(ranks) - 1)]
-    fits = [c for c in every if max(peaks(c)) <= budget]
-    chain = Fitting(costs, ranks, price)
-    found = tuple(chain.within(budget))
+    every = [(0, *rest) for rest in itertools.combinations(range(1, len(blocks)), parts - 1)]
+    fits = [cut for cut in every if max(peaks(cut)) <= memory]
+    chain = Fitting([seconds for seconds, _, _ in blocks], parts, price)
+    found = tuple(chain.within(memory))
     assert bool(found) == bool(fits)
     if found:
-        assert max(peaks(found)) <= budget and slowest(found) == min(map(slowest, fits))
-    least, begins = chain.least()
-    assert least == min(max(peaks(c)) for c in every) == max(peaks(tuple(begins)))
-    assert len(set(priced)) == len(priced)
+        assert found in fits and slowest(found) == min(map(slowest, fits))
+    begins, held = chain.least()
+    assert held == peaks(tuple(begins)) and max(held) == min(max(peaks(cut)) for cut in every)
+    assert len({*priced}) == len(priced)
