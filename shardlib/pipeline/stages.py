@@ -39,7 +39,6 @@ from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Answers, Known
 from shardlib.planning.explain import Inputs, call_of_stages, on_paper
 from shardlib.planning.explanation import PipelineExplanation, bytes_in
-from shardlib.planning.explanation import size as size_text
 from shardlib.tensor import ShardedTensor
 
 
@@ -211,7 +210,11 @@ class Pipeline:
     # ------------------------------------------------------------ cuts
 
     def first_cut(
-        self, module: nn.Module, rules: Rules, given: Mapping[str, Any], stages: int | Sequence[str]
+        self,
+        module: nn.Module,
+        rules: Rules,
+        given: Mapping[str, Any],
+        stages: int | Sequence[str | UnitCall],
     ) -> Cut:
         """Cut forward on example inputs, where every axis has one rank, so that any size divides."""
         alone = record(device=self.inner.device_type, **dict.fromkeys(self.inner.axes, 1))
@@ -286,8 +289,8 @@ class Pipeline:
             found, held = chain.least()
             most, at = max(held), ", ".join(str(blocks[i]) for i in found)
             why = (
-                f"each cut holds more than {size_text(memory)}; the least is {size_text(most)}, "
-                f"of stage {held.index(most)} where stages begin at {at}"
+                f"every cut holds more than {memory:,.0f} B; the least is {most:,} B, of stage "
+                f"{held.index(most)} where stages begin at {at}"
             )
             raise _error(why, mine.replace(repr(how.memory), str(most)))
         return [blocks[i] for i in found]
