@@ -110,7 +110,7 @@ class _Worded(nn.Module):
 
 def _cut_of(**how: Any) -> tuple[tuple[str, ...], list[float], Any]:
     """Where stages begin, the seconds of each block, and a step of micro-batches as the example."""
-    model, ids = _Worded([16, 16, 16, 16]), torch.zeros(8, 4, dtype=torch.int64)
+    model, ids = _Worded([16, 32, 16, 8]), torch.zeros(8, 4, dtype=torch.int64)
     with sl.simulate(pipe=3, data=2):
         stages = sl.Stages("pipe", example=(ids,), **how)
         inputs = {"ids": "data ."}
