@@ -20,6 +20,7 @@ from shardlib.command.train import checked
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link
 from shardlib.planning.cluster import CLUSTERS, Cluster, measured
+from shardlib.planning.explanation import bytes_in
 from shardlib.planning.plan import RECIPES, Plan, Weighed, plan
 
 
@@ -172,14 +173,10 @@ def _link(text: str) -> Link:
 
 
 def _bytes(text: str) -> float:
-    units = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
-    unit = next((u for u in units if text.endswith(u)), "")
     try:
-        if 0 < (found := float(text.removesuffix(unit)) * units.get(unit, 2**30)) < math.inf:
-            return found
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text}: write 80GiB")
+        return bytes_in(text)
+    except BadArgument:
+        raise argparse.ArgumentTypeError(f"{text}: write 80GiB") from None
 
 
 def _recipes(text: str) -> list[str]:

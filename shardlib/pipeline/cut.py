@@ -49,6 +49,7 @@ class Cut:
     ``params``  of each stage, the names of the parameters that it reads.
     ``draws``   random keys that a whole forward draws.
     ``loss``    shape and dtype of the function's result.
+    ``chain``   the first call of each block, with which a stage may begin -> its cost.
     """
 
     calls: CallRecord
@@ -58,6 +59,7 @@ class Cut:
     params: Sequence[Sequence[str]]
     draws: int
     loss: object
+    chain: Mapping[UnitCall, float]
 
     @property
     def stages(self) -> int:
@@ -129,7 +131,8 @@ class Cutting:
         whole = WholeForward(CallRecord())
         reads, loss = self._whole(whole)
         # a loss reads and writes a result about as often as log_softmax does, forward and backward
-        owner = self._owners(whole.calls, whole.flow.cost + 2 * BYTE * _floating_bytes(loss))
+        chain = self._chain(whole.calls, whole.flow.cost + 2 * BYTE * _floating_bytes(loss))
+        owner = self._owners(whole.calls, chain)
         _refuse_strays(whole.flow, owner)
         count = self.stages if isinstance(self.stages, int) else len(self.stages)
         needs: list[list[Output]] = [[] for _ in range(count)]
@@ -153,7 +156,7 @@ class Cutting:
         _refuse_unread(reads, read)
         crossing = sorted({k for row in needs for k in row}, key=whole.calls.rank)
         makes = [[k for k in crossing if owner[k.call] == s] for s in range(count)]
-        return Cut(whole.calls, owner, needs, makes, read, whole.drawn, loss)
+        return Cut(whole.calls, owner, needs, makes, read, whole.drawn, loss, chain)
 
     def _run(self, flow: Dependences, ends: Callable[[Any], Any]) -> Sequence[Tensor]:
         """Run the function; return the blocks of the tensors in ``ends(result)``.
@@ -199,21 +202,27 @@ class Cutting:
                 raise _error(f"stage {stage.number} never made {missing[0].call}")
             return stage.flow.of(ends)
 
-    def _owners(self, calls: CallRecord, cost: float) -> dict[UnitCall, int]:
-        """Deal the calls to stages; a unit between two blocks goes with the block before it."""
-        order, blocks = calls.order, set(self.blocks)
-        at = [i for i, c in enumerate(order) if c.unit in blocks and c not in calls.free]
+    def _chain(self, calls: CallRecord, cost: float) -> dict[UnitCall, float]:
+        """Return the calls with which a stage may begin, with their costs up to the next one."""
+        blocks = set(self.blocks)
+        at = [c for c in calls.order if c.unit in blocks and c not in calls.free]
         if not at:
             named = ", ".join(self.blocks) or "the module"
             raise _error(
                 f"no block of {named} was called on what depends on parameters; blocks that are "
                 "skipped at random, as by LayerDrop, are not cut"
             )
+        # what is before the first block belongs to its stage, and what follows a block to the block's
+        ends = [0.0, *(calls.began[c] for c in at[1:]), cost]
+        costs = [after - before for before, after in pairwise(ends)]
+        return dict(zip(at, costs if any(costs) else [1.0] * len(at), strict=True))
+
+    def _owners(self, calls: CallRecord, chain: Mapping[UnitCall, float]) -> dict[UnitCall, int]:
+        """Deal the calls to stages; a unit between two blocks goes with the block before it."""
         owner: dict[UnitCall, int] = {}
-        stage, begins = 0, self._begins(calls, at, cost)
-        for i, c in enumerate(order):
-            if i in begins:
-                stage = begins[i]
+        stage, begins = 0, self._begins(calls, chain)
+        for c in calls.order:
+            stage = begins.get(c, stage)
             owner[c] = stage
         for around, rows in calls.inner.items():
             owner.update({inner: owner[around] for _, inner in rows})
@@ -224,26 +233,19 @@ class Cutting:
             raise _error(f"stage {min(empty)} has no call that depends on parameters")
         return owner
 
-    def _begins(self, calls: CallRecord, at: Sequence[int], cost: float) -> dict[int, int]:
-        """Return index of a call -> the stage that begins there."""
-        order = calls.order
-        if not isinstance(self.stages, int):
-            first = {
-                UnitCall(c, 0) if isinstance(c, str) else c: s for s, c in enumerate(self.stages)
-            }
-            found = {i: first[c] for i, c in enumerate(order) if first.get(c)}
-            if len(found) < len(first) - 1:
-                unknown = next(c for c in [*first][1:] if c not in order)
-                why = f"cut: no block {str(unknown)!r} is called"
-                fix = f"sl.Stages('pipe', cut={list(self.blocks)[: len(self.stages)]})"
-                raise ShardError(why, op="parallelize", fix=fix)
-            return found
-        # what is before the first block belongs to its stage, and what follows a block to the block's
-        ends = [0.0, *(calls.began[order[i]] for i in at[1:]), cost]
-        costs = [after - before for before, after in pairwise(ends)]
-        if not any(costs):
-            costs = [1.0] * len(at)
-        return {at[i]: s for s, i in enumerate(dealt(costs, self.stages)) if s}
+    def _begins(self, calls: CallRecord, chain: Mapping[UnitCall, float]) -> dict[UnitCall, int]:
+        """Return a call -> the stage that begins there."""
+        if isinstance(self.stages, int):
+            at = [*chain]
+            return {at[i]: s for s, i in enumerate(dealt([*chain.values()], self.stages)) if s}
+        first = {UnitCall(c, 0) if isinstance(c, str) else c: s for s, c in enumerate(self.stages)}
+        found = {c: s for c, s in first.items() if s and c in calls.order}
+        if len(found) < len(first) - 1:
+            unknown = next(c for c in [*first][1:] if c not in found)
+            why = f"cut: no block {str(unknown)!r} is called"
+            fix = f"sl.Stages('pipe', cut={list(self.blocks)[: len(self.stages)]})"
+            raise ShardError(why, op="parallelize", fix=fix)
+        return found
 
 
 def _floating_bytes(result: Any) -> int:

@@ -110,9 +110,10 @@ class _PaperStep(PipelineStep):
     def rehearse(self) -> None:
         """Price the actions of a micro-batch."""
         for names, total in zip(self.own, self.of_place, strict=True):
+            # made here, so that no action makes it
+            self.module.completed(names)
             for n, held_back in zip(names, frozen(list(names.values())), strict=True):
                 if not held_back:
-                    # made here, so that no action makes it
                     total.of(n)
         kinds = {a.kind for row in self.table.tables for a in row}
         # the call of the module knows this one

@@ -34,11 +34,11 @@ from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.prices import explained
 from shardlib.pipeline.schedules import PipelineSchedule, offered, placing, registered, schedule
 from shardlib.pipeline.step import PipelineStep, Traffic, forward_only
-from shardlib.pipeline.units import blocks_of, units_of
+from shardlib.pipeline.units import Fitting, blocks_of, units_of
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Answers, Known
 from shardlib.planning.explain import Inputs, call_of_stages, on_paper
-from shardlib.planning.explanation import PipelineExplanation
+from shardlib.planning.explanation import PipelineExplanation, bytes_in
 from shardlib.tensor import ShardedTensor
 
 
@@ -57,6 +57,10 @@ class Stages:
                   layer does not say what it accepts.
     ``blocks``    names of the submodules between which it may be cut; by default the items of its
                   lists of alike modules.
+    ``memory``    the most that a rank may hold under cut="auto" with one stage per rank, in bytes
+                  or as "8GB": parameters, gradients and what all micro-batches in flight keep, of
+                  which ``example`` is one.  What an optimizer and a loss around the module hold is
+                  not known to it; ``sl.why("pipeline", ...)`` counts these too.
 
     >>> import torch, shardlib as sl; from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -76,6 +80,7 @@ class Stages:
     schedule: str = "1f1b"
     example: object = None
     blocks: Sequence[str] | None = None
+    memory: float | str | None = None
 
     def parallelized(
         self, module: nn.Module, rules: Any, *, mesh: Mesh, src: int | None,
@@ -85,10 +90,14 @@ class Stages:
         mesh.axis_size(self.axis, "parallelize", "sl.Stages({})")
         inner = mesh.without(self.axis)
         paper = record(device=inner.device_type, **inner.axes)
-        _, whole = placed(module, rules, mesh=paper, blank=True, **given)
+        drafted, whole = placed(module, rules, mesh=paper, blank=True, **given)
         ranks = placing(self.schedule, mesh.axes[self.axis], self.per_rank)
         pipeline = Pipeline(self, mesh, inner, paper, ranks, whole, self._blocks(module))
         first = pipeline.first_cut(module, rules, given, self._count(len(ranks)))
+        if self.memory is not None:
+            drafted.staged(pipeline, units_of(module, pipeline.blocks))
+            begins = pipeline.begins_within(drafted, bytes_in(self.memory))
+            first = pipeline.first_cut(module, rules, given, begins)
         # its memory is the caller's
         pipeline.stages = replace(self, example=None)
         own = [n for n in whole if pipeline.here & set(first.holders(n, ranks))]
@@ -212,7 +221,11 @@ class Pipeline:
     # ------------------------------------------------------------ cuts
 
     def first_cut(
-        self, module: nn.Module, rules: Rules, given: Mapping[str, Any], stages: int | Sequence[str]
+        self,
+        module: nn.Module,
+        rules: Rules,
+        given: Mapping[str, Any],
+        stages: int | Sequence[str | UnitCall],
     ) -> Cut:
         """Cut forward on example inputs, where every axis has one rank, so that any size divides."""
         alone = record(device=self.inner.device_type, **dict.fromkeys(self.inner.axes, 1))
@@ -264,6 +277,44 @@ class Pipeline:
         branches = self.cuts.setdefault(key, [])[:63]
         self.cuts[key] = [Branch(cut, answers, answers.of(told)), *branches]
         return cut
+
+    def begins_within(self, f: Callable[..., Any], memory: float) -> Sequence[UnitCall]:
+        """Return where stages begin in the fastest cut of ``f`` that takes no more memory.
+
+        Of twice as many micro-batches as ranks: more take no more, but under gpipe.
+        Raises: ShardError where no cut does, with the least that one takes.
+        """
+        how, size = self.stages, self.mesh.axes[self.stages.axis]
+        mine = f"sl.Stages({how.axis!r}, memory={how.memory!r}, example=(inputs,))"
+        if how.cut != "auto" or how.example is None or len(self.ranks) > size:
+            why = (
+                "memory= takes cut='auto', a schedule of one stage per rank, and as example= the "
+                "arguments for a micro-batch"
+            )
+            raise _error(why, mine)
+        batch = MicroBatches(*called_with(how.example), 1, stage=self.inner)
+        priced = partial(self._priced, f, batch, None, cluster_of("h100"), False)
+        blocks, chain = _fitting(self.first, priced, self._table(2 * size))
+        found = chain.within(memory)
+        if not found:
+            found, held = chain.least()
+            most, at = max(held), ", ".join(str(blocks[i]) for i in found)
+            why = (
+                f"every cut holds more than {memory:,.0f} B; the least is {most:,} B, of stage "
+                f"{held.index(most)} where stages begin at {at}"
+            )
+            raise _error(why, mine.replace(repr(how.memory), str(most)))
+        return [blocks[i] for i in found]
+
+    def _priced(
+        self, f: Callable[..., Any], batch: MicroBatches, tx: Transform | None, cluster: Cluster,
+        parts: bool, table: PipelineSchedule, begins: int | Sequence[UnitCall],
+    ) -> tuple[Cut, PipelineExplanation]:  # fmt: skip
+        """Cut a function where stages begin; explain a step whose micro-batches are cut so."""
+        cut, _ = self._cut(f, self.paper, self.whole, begins, *batch[0])
+        cuts = [cut] * table.micros
+        with _drafted(self.paper, *batch[0]) as (_, given):
+            return cut, explained(self, f, given, cuts, table, tx, cluster, parts)
 
     def _refuse_unheld(self, cut: Cut) -> None:
         """Refuse a function in which a stage reads a parameter that its rank does not hold."""
@@ -344,31 +395,36 @@ class Pipeline:
         parts: bool,
     ) -> Why:  # fmt: skip
         """List the cost of a step under every schedule."""
-        size, own = self.mesh.axes[self.stages.axis], self.stages.per_rank
+        axis, name, memory = self.stages.axis, self.stages.schedule, cluster.memory
+        size = self.mesh.axes[axis]
+        priced = partial(self._priced, f, batch, tx, cluster, parts)
         begins: dict[int, Sequence[UnitCall]] = {len(self.ranks): self.begins}
+        # what is written after sl.Stages -> the step
         found: dict[str, PipelineExplanation] = {}
-        verdicts: list[tuple[str, Any]] = []
-        for name, v in offered(own):
+        verdicts: list[tuple[str, str]] = []
+        for other, v in offered(self.stages.per_rank):
+            how = f"per_rank={v}, schedule={other!r}"
             try:
-                table = schedule(name, size, batch.count, v)
-                n = table.stages
-                cut, _ = self._cut(f, self.paper, self.whole, begins.get(n, n), *batch[0])
-                begins[n] = cut.begins
-                with _drafted(self.paper, *batch[0]) as (_, given):
-                    cuts = [cut] * batch.count
-                    found[name] = explained(self, f, given, cuts, table, tx, cluster, parts)
-                verdicts.append((name, found[name].summary(cluster.memory)))
+                table = schedule(other, size, batch.count, v)
+                cut, said = priced(table, begins.get(table.stages, table.stages))
             except ShardError as e:
-                verdicts.append((name, e.message.splitlines()[0]))
+                verdicts.append((other, e.message.splitlines()[0]))
+                continue
+            begins[table.stages], found[how] = cut.begins, said
+            verdicts.append((other, said.summary(memory)))
+            if said.peak > memory and v == 1:
+                blocks, chain = _fitting(cut, priced, table)
+                if at := [blocks[i] for i in chain.within(memory)]:
+                    names = [str(c) for c in at]
+                    found[f"cut={names}, {how}"] = said = priced(table, at)[1]
+                    verdicts.append((f"{other} cut at {', '.join(names)}", said.summary(memory)))
         notes = [f"{n} stages begin at {', '.join(map(str, c))}" for n, c in begins.items()]
-        fits = [name for name, x in found.items() if x.peak <= cluster.memory]
-        best = min(fits, key=lambda name: found[name].seconds, default=self.stages.schedule)
-        if best != self.stages.schedule:
-            v = found[best].schedule.stages // size
-            more = f"per_rank={v}, schedule={best!r}"
-            notes.append(f"the fastest: sl.Stages({self.stages.axis!r}, {more})")
+        fits = [how for how, x in found.items() if x.peak <= memory]
+        best = min(fits, key=lambda how: found[how].seconds, default=None)
+        if best is not None and best != f"per_rank={len(self.ranks) // size}, schedule={name!r}":
+            notes.append(f"the fastest: sl.Stages({axis!r}, {best})")
         given_text = {"stages": str(self), "microbatches": f"{batch.count} micro-batches"}
-        return Why("pipeline", given_text, self.stages.schedule, tuple(verdicts), tuple(notes))
+        return Why("pipeline", given_text, name, tuple(verdicts), tuple(notes))
 
     def forward(self, params: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run forward alone; return its result on every rank.
@@ -385,6 +441,19 @@ class Pipeline:
         sums = GradientSums(params, ())
         with within(), within(mesh=self.inner):
             return PipelineStep(self, self.apply, traffic, batch, sums).out()
+
+
+def _fitting(
+    cut: Cut, priced: Callable[..., tuple[Cut, PipelineExplanation]], table: PipelineSchedule
+) -> tuple[Sequence[UnitCall], Fitting]:
+    """Return the calls with which stages may begin, and the search of where they do."""
+    blocks = [*cut.chain]
+
+    def peaks(begins: Sequence[int]) -> list[int]:
+        places = priced(table, [blocks[i] for i in begins])[1].places
+        return [places[r].peak for r in table.ranks]
+
+    return blocks, Fitting([*cut.chain.values()], table.stages, peaks)
 
 
 @case_of("pipeline")

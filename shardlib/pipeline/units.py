@@ -5,7 +5,8 @@ children of the modules around them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -70,13 +71,19 @@ def units_of(module: nn.Module, blocks: Sequence[str]) -> list[str]:
     return [n for n in names if n and n not in around and n.rpartition(".")[0] in around]
 
 
-def dealt(costs: Sequence[float], parts: int) -> list[int]:
+Run = tuple[int, int, int]
+"""Stage, and the blocks that it has: the first, and the first that it has not."""
+
+
+def dealt(costs: Sequence[float], parts: int, refused: Collection[Run] = ()) -> list[int]:
     """Return where each of ``parts`` runs of consecutive costs begins; the largest sum is least.
 
+    ``refused``  runs that a stage cannot have, nor one that contains it; nothing is returned where
+                 these leave no way.
     Raises: ShardError where there are fewer costs than parts.
 
-    >>> dealt([3, 1, 1, 1], 2)
-    [0, 1]
+    >>> dealt([3, 1, 1, 1], 2), dealt([3, 1, 1, 1], 2, [(1, 2, 4)])
+    ([0, 1], [0, 3])
     """
     count = len(costs)
     if count < parts:
@@ -86,14 +93,63 @@ def dealt(costs: Sequence[float], parts: int) -> list[int]:
     sums = [math.fsum(costs[:i]) for i in range(count + 1)]
     # best[end]: the least largest sum of the first ``end`` costs in so many parts, and the begins
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for _ in range(parts):
+    for part in range(parts):
+        limits = [(a, b) for s, a, b in refused if s == part]
         best = {
-            end: min(
-                (max(worst, sums[end] - sums[begin]), [*begins, begin])
-                for begin, (worst, begins) in best.items()
-                if begin < end
-            )
+            end: min(ways)
             for end in range(1, count + 1)
-            if any(begin < end for begin in best)
+            if (
+                ways := [
+                    (max(worst, sums[end] - sums[begin]), [*begins, begin])
+                    for begin, (worst, begins) in best.items()
+                    if begin < end and not any(begin <= a and b <= end for a, b in limits)
+                ]
+            )
         }
-    return best[count][1]
+    return best[count][1] if count in best else []
+
+
+class Fitting:
+    """Search of the fastest cut of a chain in which no stage holds more bytes than it may.
+
+    The fastest cut is priced, and again without the runs that held too much, until one fits.  It is
+    the fastest of all where a stage does not hold less with more blocks.
+
+    ``costs``   of each block; ``stages`` how many.
+    ``peaks``   where the stages begin -> bytes that each holds.
+
+    >>> in_flight = lambda begins: [2 * begins[1], 4 - begins[1]]  # of four blocks in two stages
+    >>> chain = Fitting([1, 1, 1, 1], 2, in_flight)
+    >>> chain.within(4), chain.within(3), chain.within(2), chain.least()
+    ([0, 2], [0, 1], [], ([0, 1], [2, 3]))
+    """
+
+    def __init__(
+        self, costs: Sequence[float], stages: int, peaks: Callable[[list[int]], Sequence[int]]
+    ) -> None:
+        self.costs, self.stages, self.peaks = costs, stages, peaks
+        self.held: dict[Run, int] = {}
+
+    def within(self, memory: float) -> list[int]:
+        """Return where the stages begin; nothing where no cut fits."""
+        refused = {run for run, held in self.held.items() if held > memory}
+        while begins := dealt(self.costs, self.stages, refused):
+            runs = self._runs(begins)
+            if not self.held.keys() >= {*runs}:
+                self.held.update(zip(runs, self.peaks(begins), strict=True))
+            over = {run for run in runs if self.held[run] > memory}
+            if not over:
+                return begins
+            refused |= over
+        return []
+
+    def least(self) -> tuple[list[int], list[int]]:
+        """Return the cut whose largest stage holds least, and what each of its stages holds."""
+        begins, held = self.within(math.inf), [0]
+        while begins:
+            found, held = begins, [self.held[run] for run in self._runs(begins)]
+            begins = self.within(max(held) - 1)
+        return found, held
+
+    def _runs(self, begins: Sequence[int]) -> list[Run]:
+        return [(s, a, b) for s, (a, b) in enumerate(pairwise([*begins, len(self.costs)]))]

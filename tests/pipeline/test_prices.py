@@ -113,6 +113,16 @@ def test_a_rank_sends_and_holds_what_was_said(name: str, split: int | None, pool
         assert abs(most - peak) < 0.15 * largest
 
 
+def test_a_step_is_said_to_hold_the_same_whenever_it_is_asked() -> None:
+    """What stands for parameters of other stages is made once, and is of no micro-batch."""
+    with sl.simulate(pipe=2):
+        ids = _made()[1]
+        apply, params = _staged("1f1b")
+        f = lambda p, ids: _loss(apply(p, ids), ids)  # noqa: E731
+        first, again = (sl.explain(f, params, ids, microbatches=4) for _ in range(2))
+    assert first.places == again.places
+
+
 def test_micro_batches_belong_to_stages() -> None:
     with sl.simulate(x=2):
         apply, params = sl.parallelize(torch.nn.Linear(4, 4), [("*", "...")])

@@ -1,3 +1,5 @@
+import itertools
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +19,12 @@ def _net(n: int = 4) -> nn.Module:
         ({"axis": "pip"}, "did you mean 'pipe'"),
         ({"axis": "pipe", "cut": 3}, "does not give the 2 stages"),
         ({"axis": "pipe", "cut": ["0", "nine"]}, "no block 'nine' is called"),
+        ({"axis": "pipe", "memory": "8GB"}, "as example= the arguments"),
+        (
+            {"axis": "pipe", "memory": 1, "schedule": "zbv", "example": (torch.ones(2, 4),)},
+            "one stage",
+        ),
+        ({"axis": "pipe", "memory": "8 boxes"}, "no number of bytes"),
         ({"axis": "pipe", "blocks": ["nine"]}, "has no submodule 'nine'"),
         ({"axis": "pipe", "schedule": "fastest"}, "schedule"),
     ],
@@ -79,3 +87,77 @@ def test_why_lists_every_schedule_with_its_cost() -> None:
     with pytest.raises(sl.ShardError, match="not those of a module in stages"):
         sl.why("pipeline", f, {"w": torch.ones(2)})
     assert "more than 1000 B" in str(sl.why("pipeline", f, params, torch.ones(12, 32), 6, tight))
+
+
+class _Worded(nn.Module):
+    """Blocks that keep unlike numbers of bytes, between a large embedding and its tied head."""
+
+    def __init__(self, wide: list[int]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, n), nn.Tanh(), nn.Linear(n, 8)) for n in wide
+        )
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def _cut_of(**how: Any) -> tuple[tuple[str, ...], list[float], Any]:
+    """Where stages begin, the seconds of each block, and a step of micro-batches as the example."""
+    model, ids = _Worded([16, 32, 16, 8]), torch.zeros(8, 4, dtype=torch.int64)
+    with sl.simulate(pipe=3, data=2):
+        stages = sl.Stages("pipe", example=(ids,), **how)
+        inputs = {"ids": "data ."}
+        apply, params = sl.parallelize(model, [("*", "...")], inputs=inputs, stages=stages)
+        said = sl.explain(apply, params, ids.repeat(6, 1), microbatches=6)
+    first = apply.stages.first
+    return tuple(map(str, apply.stages.begins)), [*first.chain.values()], said
+
+
+def test_the_cut_within_a_memory_is_the_fastest_that_is_explained_to_fit() -> None:
+    every = {}
+    for rest in itertools.combinations(range(1, 4), 2):
+        begins, costs, said = _cut_of(cut=[f"blocks.{i}" for i in (0, *rest)])
+        slowest = max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *rest, 4)))
+        every[begins] = slowest, said.peak
+    peaks = {peak for _, peak in every.values()}
+    assert (
+        len({min(each) for each in ([s for s, p in every.values() if p <= m] for m in peaks)}) > 1
+    )
+    for memory in peaks:
+        begins, _, said = _cut_of(memory=memory)
+        assert said.peak == every[begins][1] <= memory
+        assert every[begins][0] == min(slow for slow, peak in every.values() if peak <= memory)
+
+
+def test_a_memory_that_no_cut_keeps_to_is_refused_with_the_least() -> None:
+    with pytest.raises(sl.ShardError, match=r"every cut holds more than 1,000 B") as e:
+        _cut_of(memory=1000)
+    found = re.search(
+        r"the least is ([\d,]+) B, of stage (\d) where stages begin at (.*)", str(e.value)
+    )
+    assert found
+    least, stage, begins = int(found[1].replace(",", "")), int(found[2]), found[3].split(", ")
+    assert f"memory={least}" in str(e.value)
+    held = [p.peak for p in _cut_of(cut=begins)[2].places]
+    assert held[stage] == max(held) == least == _cut_of(memory=least)[2].peak
+
+
+def test_why_lists_a_cut_that_fits_with_the_optimizer_where_that_in_use_does_not() -> None:
+    tx, x, rules = sl.optim.adamw(1e-2), torch.ones(32, 4), [("*", "...")]
+    f = lambda p, x: apply(p, x).square().mean()  # noqa: E731
+    with sl.simulate(pipe=2):
+        apply, params = sl.parallelize(_net(), rules, stages=sl.Stages("pipe", cut=["0", "2"]))
+        cluster = sl.planning.Cluster(1e9, 1e8)
+        fits = sl.explain(f, params, x, microbatches=4, tx=tx, cluster=cluster)
+        apply, params = sl.parallelize(_net(), rules, stages=sl.Stages("pipe", cut=["0", "3"]))
+        tight = sl.planning.Cluster(fits.peak, 1e8)
+        text = str(sl.why("pipeline", f, params, x, 4, tight, tx))
+    assert f"1f1b cut at 0, 2  {fits.summary(1e9)}\n" in text
+    assert "sl.Stages('pipe', cut=['0', '2'], per_rank=1, schedule='1f1b')" in text

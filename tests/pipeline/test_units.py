@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardlib as sl
-from shardlib.pipeline.units import blocks_of, dealt, units_of
+from shardlib.pipeline.units import Fitting, blocks_of, dealt, units_of
 
 
 class _Net(nn.Module):
@@ -47,3 +47,39 @@ def test_blocks_are_dealt_with_the_least_largest_sum(costs: list[int], parts: in
     found = dealt(costs, parts)
     assert found[0] == 0 and sorted(set(found)) == found and len(found) == parts
     assert worst(tuple(found)) == min(map(worst, every))
+
+
+_block = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+
+
+@given(st.lists(_block, min_size=3, max_size=7), st.integers(1, 3), st.integers(0, 100))
+def test_the_cut_within_a_memory_is_the_fastest_of_all_cuts(
+    blocks: list[tuple[int, int, int]], parts: int, memory: int
+) -> None:
+    """Blocks of drawn seconds, parameters, and bytes kept by each micro-batch in flight, as 1F1B."""
+    priced: list[tuple[int, ...]] = []
+
+    def runs(begins: tuple[int, ...]) -> list[list[tuple[int, int, int]]]:
+        return [blocks[a:b] for a, b in itertools.pairwise((*begins, len(blocks)))]
+
+    def slowest(begins: tuple[int, ...]) -> int:
+        return max(sum(seconds for seconds, _, _ in run) for run in runs(begins))
+
+    def peaks(begins: tuple[int, ...]) -> list[int]:
+        rows = enumerate(runs(begins))
+        return [sum(own + (parts - s) * kept for _, own, kept in run) for s, run in rows]
+
+    def price(begins: list[int]) -> list[int]:
+        priced.append(tuple(begins))
+        return peaks(tuple(begins))
+
+    every = [(0, *rest) for rest in itertools.combinations(range(1, len(blocks)), parts - 1)]
+    fits = [cut for cut in every if max(peaks(cut)) <= memory]
+    chain = Fitting([seconds for seconds, _, _ in blocks], parts, price)
+    found = tuple(chain.within(memory))
+    assert bool(found) == bool(fits)
+    if found:
+        assert found in fits and slowest(found) == min(map(slowest, fits))
+    begins, held = chain.least()
+    assert held == peaks(tuple(begins)) and max(held) == min(max(peaks(cut)) for cut in every)
+    assert len({*priced}) == len(priced)
