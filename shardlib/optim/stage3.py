@@ -172,7 +172,8 @@ class Reading:
             one, leaf = self.buckets[bucket.name], bucket.slots[n].leaves[0]
             facts = one.facts.get(leaf)
             if facts is None:
-                facts = one.facts[leaf] = Facts(read=partial(self.read, one, leaf))
+                read, grad = partial(self.read, one, leaf), one.part.requires_grad
+                facts = one.facts[leaf] = Facts(read, grad=grad)
             out[item.path] = ShardedTensor.when_read(place, item.dtype, one.part.device, facts)
         return out
 

@@ -160,16 +160,19 @@ class Facts:
     """Facts about one value besides its block and place, dropped with it.
 
     ``read``     fetches the block at each access; None where it is stored.
+    ``grad``     whether what ``read`` fetches requires grad, where gradients are recorded.
     ``node``     the ``grad_fn`` for hooks that need sharded values, see autograd_function.py.
     ``derived``  cache of values derived once for all readers, see ``made_of`` in gradients.py.
     ``of``       what the cache was derived from: block, its version, whether autograd recorded it.
     ``serial``   number of the cache.
     """
 
-    __slots__ = ("__weakref__", "derived", "node", "of", "read", "serial")
+    __slots__ = ("__weakref__", "derived", "grad", "node", "of", "read", "serial")
 
-    def __init__(self, read: Callable[[], Tensor] | None = None, node: object = None) -> None:
-        self.read, self.node = read, node
+    def __init__(
+        self, read: Callable[[], Tensor] | None = None, node: object = None, grad: bool = False
+    ) -> None:
+        self.read, self.node, self.grad = read, node, grad
         self.forget()
 
     def forget(self) -> None:
@@ -306,7 +309,7 @@ class ShardedTensor(torch.Tensor):
     @property
     def requires_grad(self) -> bool:
         facts = self.facts
-        return self.raw.requires_grad if facts is None or facts.read is None else True
+        return self.raw.requires_grad if facts is None or facts.read is None else facts.grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -596,8 +599,11 @@ def _call_key(now: Scope, func: Func, args: Args, kwargs: Kwargs) -> tuple[Any, 
     for a in (*args, *kwargs, *kwargs.values()) if kwargs else args:
         kind = type(a)
         if kind is ShardedTensor:
-            of = a.raw if a.facts is None or a.facts.read is None else a
-            key += (a.place, of.dtype, of.requires_grad)
+            facts = a.facts
+            if facts is None or facts.read is None:
+                key += (a.place, a.raw.dtype, a.raw.requires_grad)
+            else:
+                key += (a.place, a.dtype, facts.grad and torch.is_grad_enabled())
         elif kind in _NUMBERS:
             key += (kind, a)
         elif kind is tuple or kind is torch.Size:

@@ -1,5 +1,6 @@
 """Stage 3 keeps parts: of every parameter, once, and steps those that are trained."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import shardlib as sl
 from shardlib.optim.stage3 import Parts
+from tests.optim.cases import r
 
 
 def parts(stage: int = 3) -> tuple[Any, Any]:
@@ -46,3 +48,42 @@ def test_whole_parameters_and_gradients_of_others_are_refused() -> None:
             tx.init(whole)
         with pytest.raises(sl.ShardError, match="another tree"):
             tx.update({}, tx.init(params), params)
+
+
+READ: dict[str, Callable[[Any, Any], Any]] = {
+    "factor": lambda x, p: x * p,
+    "summand": lambda x, p: (x + p).square(),
+    "norm": lambda x, p: torch.nn.functional.layer_norm(x, (8,), p),
+    "rms norm": lambda x, p: torch.nn.functional.rms_norm(x, (8,), p),
+    "bias": lambda x, p: torch.nn.functional.linear(x, torch.eye(8).double(), p).square(),
+    "vector": lambda x, p: (x @ p).square(),
+}
+
+
+@pytest.mark.parametrize("before", ["nothing", "forward alone", "frozen"])
+@pytest.mark.parametrize("op", READ)
+def test_what_was_read_without_gradients_changes_none(op: str, before: str) -> None:
+    """A call is repeated as it was planned: with a gradient's sum over an axis, or without one."""
+    x, start = r(4, 8, seed=1), r(8, seed=2)
+    leaf = start.clone().requires_grad_()
+    READ[op](x, leaf).sum().backward()
+    assert leaf.grad is not None
+    with sl.simulate(data=2, x=2), sl.implicit(), sl.constants():
+        tx = sl.optim.zero(sl.optim.sgd(1.0), "data", 3)
+        params = {n: sl.shard(start, "...").requires_grad_(n == "p") for n in ("frozen", "p")}
+        parts, rows = tx.shard(params), sl.shard(x, "x .")
+
+        def loss(p: Any) -> Any:
+            with p.opened() as read:
+                more = READ[op](rows, read["frozen"]).sum() if before == "frozen" else 0
+                return READ[op](rows, read["p"]).sum() + more
+
+        if before == "forward alone":
+            with torch.no_grad():
+                loss(parts)
+        for _ in range(2):
+            _, grads = sl.value_and_grad(loss)(parts)
+        new, _, _ = sl.optim.step(tx, parts, grads, tx.init(parts))
+        with new.opened() as read:
+            assert not read["frozen"].requires_grad and read["p"].requires_grad
+            torch.testing.assert_close(sl.unshard(read["p"]).detach(), start - leaf.grad)
