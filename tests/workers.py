@@ -60,15 +60,14 @@ def forks(device: str) -> bool:
 def start_forked(
     fn: Callable[..., None], given: tuple[Any, ...], start_method: str, **how: Any
 ) -> Any:
-    """Start the processes of ``sl.launch`` by a fork where that can be: they need import nothing."""
+    """Start the processes of ``sl.launch`` by a fork where that can be: they need import little.
 
-    def run(rank: int, *given: Any) -> None:
-        gc.freeze()  # as in _serve
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not what a test captures
-        fn(rank, *given)
-
+    They are forked from a process of one thread: the store of ``sl.launch`` has threads in this
+    one, and what such a thread holds at a fork is held for ever in the new process.
+    """
     if forks("cpu"):
-        return start_processes(run, given, start_method="fork", **how)
+        mp.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+        start_method = "forkserver"
     return start_processes(fn, given, start_method=start_method, **how)
 
 
