@@ -397,12 +397,16 @@ def _stepped(tx: sl.optim.Transform, params: Any) -> _Alone:
         held[0], held[1], _ = sl.optim.step(tx, held[0], grads, held[1])
     kind, where = type(grads), (held[1].mu.index, held[1].mu.mesh)
 
-    def step(grads: Any) -> None:
+    def step(grads: Any, leaves: list[Any]) -> None:
+        # as value_and_grad does, for whose gradients they were made
+        grads.leaves = list(held[0].values()), leaves
         held[0], held[1], _ = sl.optim.step(tx, held[0], grads, held[1])
 
     def of(n: int) -> list[Callable[[], object]]:
-        given = ({k: sl.ShardedTensor(*at) for k, at in lie.items()} for _ in range(n))
-        return [partial(step, kind(g, *where)) for g in given]
+        made = [[sl.ShardedTensor(*at) for at in lie.values()] for _ in range(n)]
+        leaves = [[sl.ShardedTensor(x.raw, x.place) for x in held[0].values()] for _ in range(n)]
+        given = (kind(zip(lie, g, strict=True), *where) for g in made)
+        return [partial(step, *one) for one in zip(given, leaves, strict=True)]
 
     return of
 

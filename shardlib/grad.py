@@ -195,6 +195,8 @@ def _run(
         if raw.requires_grad:
             found = torch.autograd.grad(raw, leaves.wanted, allow_unused=True, create_graph=inside)
         found = _with_sums(found, together.finish())
+        if sink is not None:
+            sink.leaves = leaves.pairs
         grads = leaves.gradients(found) if sink is None else [sink.finish()]
     value = loss if inside else loss.detach()
     return ((value, aux) if has_aux else value), grads
@@ -204,10 +206,12 @@ class _Leaves(NamedTuple):
     """Leaves of the arguments that are differentiated.
 
     ``arguments``  the arguments with leaves of this call.
+    ``pairs``      all leaves, as they were given and as they are in ``arguments``.
     ``frozen``     whether each leaf is frozen; ``asked`` are the others, ``wanted`` their blocks.
     """
 
     arguments: Any
+    pairs: tuple[list[Any], list[Any]]
     tree: PyTreeSpec
     frozen: list[bool]
     asked: list[Any]
@@ -226,7 +230,8 @@ def _leaves(given: Any, over: Axes, inside: bool) -> _Leaves:
     ours = [_held(x, inside) if f else _leaf(x, over, inside) for x, f in pairs]
     asked = [x for x, f in zip(ours, frozen_at, strict=True) if not f]
     wanted = [x.raw if isinstance(x, ShardedTensor) else x for x in asked]
-    return _Leaves(optree.tree_unflatten(tree, ours), tree, frozen_at, asked, wanted)
+    arguments = optree.tree_unflatten(tree, ours)
+    return _Leaves(arguments, (leaves, ours), tree, frozen_at, asked, wanted)
 
 
 def _sink(into: TakesGradients, params: object, inside: bool) -> Any:
@@ -547,6 +552,7 @@ class GradientSums:
             self.give(i)
         self.land()
         if self.sink is not None:
+            self.sink.leaves = self.first.pairs
             return self.sink.finish()
         same = self.axes == self.over
         leaves = self.first if same else _leaves([self.params], self.axes, False)

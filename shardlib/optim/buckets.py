@@ -467,7 +467,11 @@ class Buckets(dict[str, Any]):
 
     ``index``  the Index of the buckets.
     ``mesh``   the mesh over whose axes they are cut.
+    ``leaves`` of gradients, the parameters' leaves and those that were differentiated in their
+               place: a step makes the new parameters of the latter.
     """
+
+    leaves: tuple[Sequence[Any], Sequence[Any]] = (), ()
 
     def __init__(self, values: Named, index: Index, mesh: Mesh) -> None:
         super().__init__(values)

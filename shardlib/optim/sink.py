@@ -76,6 +76,7 @@ class Sink:
     ``ahead``     whether gradients come from a running backward.
     ``heard``     called at the end with the order of the leaves' gradients.
     ``give``      from all buckets to the result of ``finish``.
+    ``leaves``    the result's, see ``Buckets``.
     """
 
     index: Index
@@ -101,6 +102,7 @@ class Sink:
         self.order: list[int] = []
         self.flying: list[tuple[Filling, Callable[[], Tensor]]] = []
         self.next = 0
+        self.leaves: Any = (), ()
 
     def begin(self, flats: Sequence[Tensor]) -> None:
         """Start from full buckets."""
@@ -137,11 +139,15 @@ class Sink:
             self.heard(self.order)
         raws = [x.flat for x in self.filled if x.flat is not None]
         if self.to == "part":
-            return self.give(self.index.of_parts(raws, self.mesh))
+            return self._given(self.index.of_parts(raws, self.mesh))
         unsummed = self.over if self.to == "whole" else ()
         places = [b.place(self.mesh, whole=True, unsummed=unsummed) for b in self.index]
         names, values = (b.name for b in self.index), map(ShardedTensor, raws, places)
-        return self.give(Buckets(zip(names, values, strict=True), self.index, self.mesh))
+        return self._given(Buckets(zip(names, values, strict=True), self.index, self.mesh))
+
+    def _given(self, found: Buckets) -> Any:
+        found.leaves = self.leaves
+        return self.give(found)
 
     def _lies(self, one: Filling) -> Lies:
         """Take memory for a bucket, and zero its gaps."""

@@ -1,10 +1,9 @@
 """One step of an optimizer on memory that the caller donates, as of JAX's donated arguments.
 
-The results use the same memory, and using the donated values afterwards raises.  If only a dict
-refers to its sharded values, the objects move to the result's dict: this cannot be observed, and
-saves 3 us each, more than a fused kernel takes for a small tensor.  Every other value is created
-again, and the donated object raises from then on for every reference; so do the entries left in
-the dicts.
+The results use the same memory, and using the donated values afterwards raises: a parameter or a
+gradient for every reference, a state in every tree that was donated.  Sharded values of a state's
+dicts move to the result, as creating a value takes longer than a fused kernel does for a small
+tensor: a reference to one of them, outside of its dict, is to the new state.
 
 In check mode replicated parameters and states are compared by their digests after an update, and
 the optimizer's numbers too: a rate that differs by rank cannot be found in a split state, which has
@@ -12,8 +11,7 @@ no replicas, although every rank's share is then updated by another rule.
 """
 
 import operator
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +23,7 @@ from torch import Tensor
 from shardlib.collectives import checking, verify
 from shardlib.errors import ShardError
 from shardlib.opspec import Args, Func, Kwargs
+from shardlib.optim.buckets import Buckets
 from shardlib.optim.norms import global_norm
 from shardlib.optim.transform import (
     Step,
@@ -78,8 +77,9 @@ def step(
     """Update parameters in place: ``params, state, info = step(tx, params, grads, state)``.
 
     All three are donated: their memory becomes that of the results, one fused kernel overwrites
-    many tensors at once, and using the old values afterwards raises.  A graph made before the step
-    cannot run backward any more.  ``tx.update`` does the same without side effects.
+    many tensors at once, and using the old values afterwards raises.  The values of a state are in
+    the new state alone; a reference to one of them is to its new value.  A graph made before the
+    step cannot run backward any more.  ``tx.update`` does the same without side effects.
     ``norm``  compute the gradients' global norm even if nothing clips: one collective.
     Raises: ShardError if gradients and parameters differ, or the state was made for others; then
             nothing has changed.
@@ -169,6 +169,8 @@ def _parted(grads: Tree) -> Tree:
         if isinstance(raw, Tensor) and raw.numel():
             held.setdefault(raw.untyped_storage().data_ptr(), []).append(i)
     for some in held.values():
+        if len(some) == 1 and raws[some[0]].is_contiguous():
+            continue
         for i in _shared(some, leaves):
             raw = raws[i].detach().clone(memory_format=torch.contiguous_format)
             leaves[i] = with_raw(leaves[i], raw)
@@ -207,31 +209,61 @@ _KEPT = frozenset(("raw", "place", "_is_param"))
 
 
 def hand_over(params: Tree, grads: Tree, state: State, after: Any) -> tuple[Any, Any]:
-    """Return parameters and state ``after`` a step as new values; invalidate the donated ones.
+    """Return parameters and state ``after`` a step as new trees; invalidate the donated ones.
 
-    All memory stays in place.
+    All memory stays in place.  Sharded values of the state's dicts are moved to new dicts; every
+    other value is created again.
     """
-    made: dict[int, tuple[Any, Any]] = {}
+    old, tree = optree.tree_flatten(params)  # type: ignore[arg-type]
+    leaves = _in_leaves(old, grads)
+    ended: Any = grads, [x for x in _apart(state) if not _moves(x)]
+    ended = [x for x in old + optree.tree_leaves(ended) if isinstance(x, Tensor)]
+    gone = set(map(id, ended))
+    made = dict(zip(map(id, old), leaves, strict=False))
+
+    def stays(x: Any) -> bool:
+        return _moves(x) and gone.isdisjoint(map(id, x.values()))
 
     def successor(x: Any) -> Any:
-        if id(x) not in made:
-            # the donated object is kept, so that no id is reused
-            made[id(x)] = x, _successor(x, successor)
-        return made[id(x)][1]
+        new = made.get(id(x))
+        if new is None and id(x) in gone:
+            new = made[id(x)] = _again(x)
+        elif new is None and stays(x):
+            new = made[id(x)] = _moved(x)
+        return x if new is None else new
 
-    results: Any = params, after
-    news: Any = optree.tree_map(successor, results, is_leaf=_one, none_is_leaf=True)
-    # optree sorts the keys of a dict, also of one whose values have moved
-    donated: Any = [
-        t
-        for t in (params, grads, state)
-        if type(t) is not dict or next(iter(t.values()), None) is not _LEFT
-    ]
-    for x in optree.tree_leaves(donated):
-        if type(x) is not GivenUp and isinstance(x, Tensor):
-            x.__dict__.clear()
+    news = optree.tree_unflatten(tree, leaves or list(map(successor, old)))
+    after = optree.tree_map(successor, after, is_leaf=stays)
+    for one in filter(_moves, _apart(state)):
+        one.update(dict.fromkeys(one, _LEFT))
+    for x in ended:
+        if type(x) is not GivenUp:
+            x.__dict__ = {}
             x.__class__ = GivenUp
-    return news
+    return news, after
+
+
+def _in_leaves(params: list[Any], grads: Tree) -> Sequence[Any]:
+    """Put parameters into the leaves that were made of them for these gradients.
+
+    Only the function that was differentiated knows these leaves, and it has ended.  Return none if
+    the gradients are of other values, or parameters are not all sharded.
+    """
+    before, leaves = grads.leaves if isinstance(grads, Buckets) else Buckets.leaves
+    if len(before) != len(params) or not all(map(operator.is_, before, params)):
+        return []
+    if set(map(type, params)) != _SHARDED or len(set(map(id, params))) < len(params):
+        return []
+    del grads.leaves
+    for x, leaf in zip(params, leaves, strict=True):
+        kept = x.__dict__
+        leaf.__dict__ = {n: kept[n] for n in kept.keys() & _KEPT} if len(kept) > 2 else kept
+    return leaves
+
+
+def _apart(state: State) -> list[Any]:
+    """List a state's leaves, of which a dict of sharded values is one."""
+    return optree.tree_leaves(state, is_leaf=_moves)
 
 
 class GivenUp(torch.Tensor):
@@ -263,40 +295,21 @@ _SHARDED = {ShardedTensor}
 _LEFT = torch.empty(0, device="cpu")
 """The placeholder for values that moved out of a dict."""
 _LEFT.__class__ = GivenUp
-_ALONE = max(map(sys.getrefcount, {0: object()}.values()))
-"""Reference count of an object that only one dict refers to, measured as in ``_movable``."""
 
 
-def _one(x: object) -> bool:
-    """Return whether an object is handed over as one: buckets, and dicts of which values move."""
-    return is_bucketed(x) or (type(x) is dict and _movable(x))
+def _moves(x: Any) -> bool:
+    """Return whether an object is a dict, or buckets, whose values are all sharded."""
+    return (type(x) is dict or is_bucketed(x)) and set(map(type, x.values())) == _SHARDED
 
 
-def _successor(x: Any, of: Callable[[Any], Any]) -> Any:
-    """Return a new value on the same memory; ``of`` a value of buckets."""
-    if type(x) is dict:
-        return _moved(x)
-    if is_bucketed(x):
-        return x.like(_moved(x) if _movable(x) else {name: of(v) for name, v in x.items()})
-    return _again(x) if isinstance(x, Tensor) else x
-
-
-def _movable(tree: dict[Any, Any]) -> bool:
-    """Return whether all of a dict's values are sharded and nothing else refers to them."""
-    values = tree.values()
-    return set(map(type, values)) == _SHARDED and max(map(sys.getrefcount, values)) <= _ALONE
-
-
-def _moved(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Move the values out of a dict."""
+def _moved(tree: Any) -> Any:
+    """Return the same values in a new dict, without what was derived from them before."""
     values = tree.values()
     if max(map(len, map(_NAMES, values))) > 2:
         for x in values:
             for name in x.__dict__.keys() - _KEPT:
                 del x.__dict__[name]
-    new = dict(tree)
-    tree.update(dict.fromkeys(tree, _LEFT))
-    return new
+    return tree.like(tree) if is_bucketed(tree) else dict(tree)
 
 
 def _again(x: Tensor) -> Tensor:

@@ -43,7 +43,10 @@ def with_raw(x: Tensor, raw: Tensor) -> Tensor:
 
 def blocks_of(x: Tensor) -> Sequence[Tensor]:
     """List the blocks of the ranks in this process, of a plain tensor itself: detached views."""
-    return blocks(x.raw.detach(), x.mesh) if isinstance(x, ShardedTensor) else [x.detach()]
+    raw = raw_of(x)
+    # detaching takes longer than all else here
+    raw = raw.detach() if raw.requires_grad else raw
+    return blocks(raw, x.mesh) if isinstance(x, ShardedTensor) else [raw]
 
 
 def each(f: Callable[..., Tensor], first: Tree, *others: Tree, op: str = "update") -> Tree:
