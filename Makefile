@@ -1,8 +1,8 @@
 # make demo: train a GPT on 8 local processes.  make test, make lint, make bench; nightly: make fuzz,
 # make operators, make fixes (runs the fix line of every error), make memcheck (no declaration lets a
 # kernel read past a block), make kernels (cuda/ against fp64), make faults (ranks that part ways),
-# make jobs (drawn trainings against dense), make pipelines (every schedule and recipe in stages), make
-# accelerator (the suite on a device that is not the CPU).
+# make jobs (drawn trainings against dense), make histories (drawn acts between steps), make pipelines
+# (every schedule and recipe in stages), make accelerator (the suite on a device that is not the CPU).
 # Each makes .venv on a fresh machine.  TORCH chooses the build: make test TORCH=torch==2.11.0
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -15,7 +15,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: accelerator copies pipelines demo test fuzz fixes kills targets operators memcheck kernels faults raising jobs lint bench gpu docs notebooks clean
+.PHONY: accelerator copies histories pipelines demo test fuzz fixes kills targets operators memcheck kernels faults raising jobs lint bench gpu docs notebooks clean
 .NOTPARALLEL: # one pip at a time
 
 # torch first and alone: the second install then finds it there and brings no other build.
@@ -39,6 +39,11 @@ test: $(VENV)/test.stamp
 
 fuzz: $(VENV)/test.stamp
 	$(PY) -m tests.fuzz_calls --count 50000 $(ARGS)
+
+# What was done before a step changes none of its results, drawn.
+histories: $(VENV)/test.stamp
+	$(PY) -W ignore -m tests.histories --count 500 $(ARGS)
+	$(PY) -W ignore -m tests.histories --count 60 --real $(ARGS)
 
 fixes: $(VENV)/test.stamp
 	$(PY) -m pytest --fixes $(ARGS)

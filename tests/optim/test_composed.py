@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
+from tests import histories
 from tests.optim.test_exact import LAYOUTS, MESHES, pending, value
 
 o = sl.optim
@@ -186,3 +187,11 @@ def test_eight_bits_under_zero_are_those_of_the_same_layout(stage: int) -> None:
                 same(run(spec, shapes, how, ("data",), wrap, pure), want, spec, "zero")
     finally:
         del EXACT["8 bits"]
+
+
+@pytest.mark.parametrize("seed", [10, 73, 12, 5])
+def test_what_was_done_before_a_step_changes_none_of_its_results(seed: int) -> None:
+    """More are drawn by ``make histories``; the first two met a plan made without gradients."""
+    case = histories.draw(seed)
+    with sl.simulate(**case.mesh):
+        histories.check(case)
