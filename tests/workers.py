@@ -67,8 +67,17 @@ def start_forked(
     """
     if forks("cpu"):
         mp.get_context("forkserver").set_forkserver_preload(_PRELOAD)
-        start_method = "forkserver"
+        # the server's environment is that of when it began
+        given, fn, start_method = (dict(os.environ), fn, given), _in_environment, "forkserver"
     return start_processes(fn, given, start_method=start_method, **how)
+
+
+def _in_environment(
+    rank: int, environment: dict[str, str], fn: Callable[..., None], given: tuple[Any, ...]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    fn(rank, *given)
 
 
 def _serve(rank: int, world: int, folder: str, pipe: Connection, device: str) -> None:

@@ -3,6 +3,7 @@ not read.
 """
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -401,7 +402,7 @@ def test_a_node_of_a_function_is_kept_by_its_output() -> None:
     queue, moved = WeightGradients([w]), Twice.apply(w)
     edge: Any = moved.grad_fn, 0
     assert not queue.put(edge, lambda: moved.detach())
-    assert queue.put(edge, lambda: torch.ones(2), moved)
+    assert queue.put(edge, lambda: torch.ones_like(w), moved)
     assert queue.queued[0][0].ownership_token is not None
     (found,) = _finished(queue)
     assert found is not None and found.tolist() == [2, 2]
@@ -448,6 +449,13 @@ class Deep(nn.Module):
         return x
 
 
+def _settled(live: Live) -> int:
+    """Return the bytes alive; a device's backward runs in a thread, which drops some after it."""
+    if torch.get_default_device().type != "cpu":
+        time.sleep(0.3)
+    return live.now
+
+
 @pytest.mark.parametrize("recipe", MESHES)
 def test_after_i_only_operands_and_cotangents_of_products_are_kept(recipe: str) -> None:
     with sl.simulate(**MESHES[recipe]), sl.implicit():
@@ -468,9 +476,9 @@ def test_after_i_only_operands_and_cotangents_of_products_are_kept(recipe: str) 
                         retain_graph=True,
                     )  # fmt: skip
                 del out
-                kept, count = live.now, len(queue.queued)
+                kept, count = _settled(live), len(queue.queued)
                 _finished(queue)
-                left = live.now
+                left = _settled(live)
         assert count == 8 and left == 0
         # of each layer X, but for the input, and two dY
         assert kept <= (4 * 3 - 1) * x.raw.nbytes and kept < full

@@ -87,7 +87,8 @@ class Away:
         self.near: Tensor | None = None
         self.before: weakref.ref[Away] | None = None
         pin = self.stream is not None
-        self.there = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pin)
+        # with its strides: kernels round by them
+        self.there = torch.empty_like(x, device="cpu", pin_memory=pin)
         if self.stream is None:
             self.there.copy_(x)
             return
