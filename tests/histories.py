@@ -395,8 +395,7 @@ class Run:
 
     def _copy(self, rows: int, _: str) -> None:
         """The whole state copied, as a snapshot is."""
-        if self.case.zero < 3:
-            self.ours.params = copy.deepcopy(self.ours.params)
+        self.ours.params = copy.deepcopy(self.ours.params)
         self.ours.state = copy.deepcopy(self.ours.state)
 
     def _freeze(self, rows: int, _: str) -> None:

@@ -643,6 +643,10 @@ def told(x: Tensor) -> Any:
     return x.item()
 
 
+def _no_error(number: Any) -> Exception | None:
+    return None
+
+
 class Posted:
     """A number on a device that is being copied to the host.
 
@@ -654,7 +658,7 @@ class Posted:
     """
 
     def __init__(
-        self, x: Tensor, error: Callable[[Any], Exception | None] = lambda x: None
+        self, x: Tensor, error: Callable[[Any], Exception | None] = _no_error
     ) -> None:
         self._there, self._done, self._error = x, None, error
         if not on_host(x):
@@ -675,8 +679,13 @@ class Posted:
 
     def error(self) -> Exception | None:
         """Return the error, to the first who asks."""
-        asked, self._error = self._error, lambda x: None
+        asked, self._error = self._error, _no_error
         return asked(self.read())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy or pickle the number when it has arrived: an event can be neither."""
+        self.read()
+        return Posted, (self._there, self._error)
 
 
 class Later:

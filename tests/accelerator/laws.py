@@ -1,5 +1,7 @@
 """Laws of the pretend device itself, and of a training step on it; run by test_accelerator.py."""
 
+import copy
+import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -675,3 +677,27 @@ def test_what_is_found_by_a_run_is_found_on_the_models_device() -> None:
         for m in [sl.simulate(x=2, device=device)]
     ]
     assert str(found[0]) == str(found[1])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_state_is_copied_with_what_is_on_its_way_to_the_host(how: str, guarded: bool) -> None:
+    """A snapshot of a state goes on as the state does, and raises what it would have raised."""
+    with sl.simulate(device=DEVICE, x=2):
+        tx = o.chain(o.clip_by_global_norm(0.5), o.adamw(0.1))
+        tx = o.skip_nonfinite(tx) if guarded else tx
+        params = {"w": sl.shard(torch.ones(4, device=DEVICE), "x")}
+        grads = {"w": params["w"] * 0.1}
+        params, state, _ = o.step(tx, params, grads, tx.init(params))
+        again = copy.deepcopy(state) if how == "deepcopy" else pickle.loads(pickle.dumps(state))
+        found = []
+        for one in (again, state):
+            mine = {"w": params["w"].clone()}
+            new, one, _ = o.step(tx, mine, {"w": mine["w"] * 0.1}, one)
+            bad = {"w": new["w"] * float("nan")}
+            new, one, _ = o.step(tx, new, bad, one)
+            found.append(sl.unshard(new["w"]).cpu())
+            if not guarded:
+                with pytest.raises(sl.ShardError, match="nan"):
+                    o.step(tx, new, {"w": new["w"] * 0.1}, copy.deepcopy(one))
+        assert torch.equal(*found)
