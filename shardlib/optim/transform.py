@@ -657,9 +657,7 @@ class Posted:
     (2.0, ValueError('2.0 is too much'), None)
     """
 
-    def __init__(
-        self, x: Tensor, error: Callable[[Any], Exception | None] = _no_error
-    ) -> None:
+    def __init__(self, x: Tensor, error: Callable[[Any], Exception | None] = _no_error) -> None:
         self._there, self._done, self._error = x, None, error
         if not on_host(x):
             self._there = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
