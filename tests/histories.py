@@ -205,11 +205,11 @@ def tx_of(case: Case) -> sl.optim.Transform:
         "adamw": lambda: sl.optim.adamw(0.01, weight_decay=0.1),
         "clipped": lambda: sl.optim.chain(sl.optim.clip_by_global_norm(0.1), sl.optim.sgd(0.1)),
     }[case.optimizer]()
-    return tx if case.zero < 0 else sl.optim.zero(tx, "data", case.zero, **_keeps(case))
-
-
-def _keeps(case: Case) -> dict[str, Any]:
-    return {"keep": True} if case.keep and case.zero == 3 else {}
+    return (
+        tx
+        if case.zero < 0
+        else sl.optim.zero(tx, "data", case.zero, keep=case.keep and case.zero == 3)
+    )
 
 
 class Alone:
@@ -251,10 +251,10 @@ class Ours:
         self.params: Any = params if case.zero < 3 else self.tx.shard(params)
         self.state = self.tx.init(self.params)
 
-    def run(self, f: Callable[[Any], Any], **how: Any) -> tuple[Any, Any]:
+    def run(self, f: Callable[..., Any], *args: Any, **how: Any) -> tuple[Any, Any]:
         """Return the loss and gradients of a function of the parameters."""
         into = {"into": self.tx} if self.case.zero >= 1 else {}
-        return sl.value_and_grad(f, **into, **how)(self.params)
+        return sl.value_and_grad(f, **into, **how)(self.params, *args)
 
     def step(self, grads: Any) -> None:
         """Update the parameters."""
@@ -356,11 +356,9 @@ class Run:
         loss = loss_of(self.theirs.net, whole)
         self.theirs.gradients(loss)
         apply = self.ours.apply
-        mine, grads = sl.value_and_grad(
-            lambda p, i: loss_of(lambda j: apply(p, j), i),
-            microbatches=2,
-            **({"into": self.ours.tx} if self.case.zero >= 1 else {}),
-        )(self.ours.params, ids)
+        mine, grads = self.ours.run(
+            lambda p, i: loss_of(lambda j: apply(p, j), i), ids, microbatches=2
+        )
         same("loss", mine, loss)
         self.theirs.step()
         self.ours.step(grads)
@@ -386,7 +384,8 @@ class Run:
 
     def _flip(self, rows: int, _: str) -> None:
         """Another layout of the batch from here on."""
-        self.spec = "..." if self.spec != "..." else "data ." if "data" in self.case.mesh else "..."
+        other = "data ." if "data" in self.case.mesh else "..."
+        self.spec = other if self.spec == "..." else "..."
 
     def _mode(self, rows: int, _: str) -> None:
         on = not self.theirs.net.training

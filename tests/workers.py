@@ -68,7 +68,8 @@ def start_forked(
     if forks("cpu"):
         mp.get_context("forkserver").set_forkserver_preload(_PRELOAD)
         # the server's environment is that of when it began
-        given, fn, start_method = (dict(os.environ), fn, given), _in_environment, "forkserver"
+        inside = dict(os.environ), fn, given
+        return start_processes(_in_environment, inside, start_method="forkserver", **how)
     return start_processes(fn, given, start_method=start_method, **how)
 
 

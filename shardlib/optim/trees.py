@@ -42,7 +42,7 @@ def with_raw(x: Tensor, raw: Tensor) -> Tensor:
 
 
 def blocks_of(x: Tensor) -> Sequence[Tensor]:
-    """List the blocks of the ranks in this process, of a plain tensor itself: detached views."""
+    """List the blocks of the ranks in this process, of a plain tensor itself, detached."""
     raw = raw_of(x)
     # detaching takes longer than all else here
     raw = raw.detach() if raw.requires_grad else raw

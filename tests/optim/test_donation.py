@@ -168,7 +168,7 @@ def test_parameters_of_a_step_are_the_leaves_of_its_gradients_and_no_new_objects
         assert memory[0] == memory[1] == memory[2]
 
 
-@pytest.mark.parametrize("how", ["others", "tree", "again"])
+@pytest.mark.parametrize("how", ["others", "tree", "again", "copied"])
 def test_leaves_of_other_parameters_are_left_alone(how: str) -> None:
     with sl.simulate(data=2):
         tx, seen = sl.optim.zero(sl.optim.adamw(0.1), "data", 2), []
@@ -177,11 +177,15 @@ def test_leaves_of_other_parameters_are_left_alone(how: str) -> None:
         params = {k: x.clone() for k, x in mine.items()}
         params = {
             "again": {**params},
+            "copied": mine,
             "others": params,
             "tree": {"a": params["a"], "b": mine["b"]},
         }[how]
         if how == "again":
             grads = grads.like(grads)
+        if how == "copied":
+            grads = copy.deepcopy(grads)
+            assert "leaves" not in vars(grads)
         new, _, _ = sl.optim.step(tx, params, grads, tx.init(params))
         assert not any(new[k] is seen[0][k] for k in new)
         assert all(type(x) is sl.ShardedTensor for x in seen[0].values())

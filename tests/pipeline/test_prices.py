@@ -111,7 +111,8 @@ def test_a_rank_sends_and_holds_what_was_said(name: str, split: int | None, pool
         assert told == counted
         # of the place that holds most: another may have a few blocks of some bytes
         assert peak - most < 0.15 * largest
-        # counted up to a quarter lower where a thread of the device's runs backward
+        # the group of a device scatters a sum of gradients without the copy of a bucket that ours
+        # makes on the CPU, which is told for both
         on = torch.get_default_device().type
         assert most - peak < (0.15 if on == "cpu" else 0.35) * largest
 
