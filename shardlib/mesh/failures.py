@@ -450,7 +450,7 @@ class JobProcesses:
         if len(set(doing.values())) < 2:
             text = str(error).splitlines()[0] if error else "it lasted too long"
             return f"the transfer failed on every rank: {text}"
-        usual = max(doing.values(), key=list(doing.values()).count)
+        usual = max(reversed(doing.values()), key=list(doing.values()).count)
         odd = next(r for r, d in doing.items() if d != usual)
         return f"rank {odd} waits in {answers[odd][1]}, and others in {usual}"
 
@@ -472,7 +472,8 @@ class JobProcesses:
                 answers[r] = self.said(f"at/{r}")
                 if answers[r] and answers[r][0] == "waits":
                     left += answers[r][2]
-        return answers
+        # by rank, so that a tie names the same ranks whoever draws the cause
+        return dict(sorted(answers.items()))
 
     def _standing(self, doing: str) -> dict[str, str]:
         """Describe the position of every rank; ranks at one position share an entry."""
