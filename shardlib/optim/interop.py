@@ -145,7 +145,8 @@ class _TorchRun:
         leaves = [bare(p.detach()).requires_grad_() for p in params]
         made = self.optimizer(leaves, **self.at(count))
         for p, g, state in zip(leaves, grads, kept, strict=True):
-            p.grad = bare(g.detach())
+            # zero gives sums of halves in fp32; torch takes a gradient in its parameter's dtype
+            p.grad = bare(g.detach()).to(p.dtype)
             # Adagrad fills its state when it is made; torch 2.11 does not where a step finds none
             made.state[p].update({n: bare(v) for n, v in state.items()})
         made.step()

@@ -59,6 +59,28 @@ def test_torchs_optimizers_are_transforms(name: str) -> None:
                 assert torch.equal(sl.unshard(p), want[k])
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_wrapped_optimizers_take_sums_of_halves_under_zero(name: str, stage: int) -> None:
+    """Zero sums gradients of bfloat16 in fp32; torch's optimizers take none of another dtype."""
+    make, how = OPTIMIZERS[name]
+    drawn = torch.Generator().manual_seed(0)
+    p, g = (torch.randn(8, 4, generator=drawn).bfloat16() for _ in range(2))
+    want = p.clone().requires_grad_()
+    optimizer = make([want], lr=0.05, **how)
+    with sl.simulate(data=2):
+        params, fixed = {"w": sl.shard(p, ". .")}, sl.shard(g, ". .")
+        tx = o.zero(o.from_torch(make, lr=0.05, **how), "data", stage=stage)
+        state = tx.init(params)
+        step = sl.value_and_grad(lambda q: (q["w"] * fixed).sum(), into=tx)
+        for _ in range(3):
+            _, grads = step(params)
+            params, state, _ = o.step(tx, params, grads, state)
+            want.grad = g.clone()
+            optimizer.step()
+        assert torch.equal(sl.unshard(params["w"]), want)
+
+
 def test_a_wrapped_optimizer_takes_schedules_and_frozen_leaves() -> None:
     rates = o.linear(0.1, 0.0, 4)
     tx = o.from_torch(t.SGD, lr=rates)
