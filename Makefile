@@ -64,6 +64,7 @@ operators: $(VENV)/test.stamp
 	$(PY) -m tests.database $(ARGS)
 	$(PY) -m tests.collectives.block_database
 	$(PY) -m tests.namespace
+	$(PY) -W ignore -m tests.module_database
 
 # Tensors against pages that may not be touched; wants gcc.  tests/memcheck.py says what it catches.
 memcheck: $(VENV)/test.stamp

@@ -17,6 +17,7 @@ dispatcher then calls torch itself on whole operands; no argument is ever droppe
 """
 
 import ast
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -61,6 +62,13 @@ _OMITTED = object()
 _ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x2": "other", "self": "input"}
 
 
+def _indices(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return sizes as ints: torch takes tensors of one element too."""
+    if any(isinstance(v, Tensor) for v in values):
+        return tuple(operator.index(v) if isinstance(v, Tensor) else v for v in values)
+    return values
+
+
 def _compiled(line: str) -> Func:
     """Compile one overload as a function of its parameters that returns them by name."""
     tree = ast.parse(f"def {line.strip()}: pass").body[0]
@@ -81,6 +89,7 @@ def _compiled(line: str) -> Func:
     if a.vararg:
         # by position, as one sequence, or by keyword
         v = a.vararg.arg
+        annotation = ast.unparse(a.vararg.annotation) if a.vararg.annotation else ""
         a.vararg.annotation = None
         a.kwonlyargs.append(ast.arg(arg=f"_{v}"))
         a.kw_defaults.append(ast.Name(id="_OMITTED", ctx=ast.Load()))
@@ -89,6 +98,8 @@ def _compiled(line: str) -> Func:
             f"if isinstance(_{v}, (tuple, list)) else (_{v},)",
             f"    elif len({v}) == 1 and isinstance({v}[0], (tuple, list)): {v} = tuple({v}[0])",
         ]
+        if annotation == "int":
+            checks.append(f"    {v} = _indices({v})")
     if not any(p.arg == "out" for p in a.kwonlyargs):
         a.kwonlyargs.append(ast.arg(arg="out"))
         a.kw_defaults.append(ast.Constant(None))
@@ -96,7 +107,9 @@ def _compiled(line: str) -> Func:
     tree.body = [ast.Pass()]
     head = ast.unparse(ast.fix_missing_locations(tree)).rsplit(":", 1)[0]
     body = "\n".join([*checks, "    return {" + ", ".join(f"{n!r}: {n}" for n in names) + "}"])
-    scope: Kwargs = {"_OMITTED": _OMITTED} | {f"_is_{n}": f for n, f in _TYPES.items()}
+    scope: Kwargs = {"_OMITTED": _OMITTED, "_indices": _indices} | {
+        f"_is_{n}": f for n, f in _TYPES.items()
+    }
     exec(f"{head}:\n{body}", scope)
     made = scope[tree.name]
     if a.vararg:

@@ -82,3 +82,19 @@ def test_a_signature_binds_every_form() -> None:
     assert flip(0, 1, 2) == flip(0, (1, 2)) == flip(0, dims=(1, 2)) == {"input": 0, "dims": (1, 2)}
     with pytest.raises(Unfit):
         var(0, 1, colour=2)
+
+
+def test_sizes_may_be_tensors_of_one_element() -> None:
+    """As torch takes them, and models of transformers give them: ``torch.div(size, 2)``."""
+    two, six = torch.tensor(2), torch.tensor(6)
+    x = torch.arange(24.0).reshape(4, 6)
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: x.view(two, 2, six),
+        lambda x: x.reshape((two, -1, six)),
+        lambda x: x[None].expand(two, -1, -1),
+        lambda x: x.sum_to_size(torch.tensor(1), six),
+    ]
+    for layout in (". .", "x .", ". y", "x y"):
+        for call in calls:
+            with sl.simulate(x=2, y=2):
+                assert torch.equal(sl.unshard(call(sl.shard(x, layout))), call(x))
