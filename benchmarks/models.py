@@ -12,6 +12,7 @@ transformers do, has its own limit: twice what the whole module in fp32 differs 
     python -m benchmarks.models                                    the table, the causes, the percentages
     python -m benchmarks.models --modules llama,t5 --recipes ring  a part of it: names, or beginnings of names
     python -m benchmarks.models --json out/models.json             every cell with its errors and messages
+    python -m benchmarks.models --classes                          transformers' text models, made small
 
 One process per module, so that none can stop the others.
 """
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
+from benchmarks import classes
 from benchmarks.zoo import HIDDEN, TOKENS, WHOLE, ZOO
 
 __all__ = ["BUDGET", "MESHES", "STATES", "Cell", "Dense", "cell", "dense", "main"]
@@ -385,10 +387,18 @@ def main() -> None:
     parser.add_argument("--recipes", default="", help="as --modules")
     parser.add_argument("--json", type=Path, help="write every cell here")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--classes", action="store_true", help="benchmarks/classes.py, not the zoo")
     given = parser.parse_args()
+    if given.classes:
+        ZOO.clear()
+        ZOO.update(classes.made())
     names, recipes = _chosen(list(ZOO), given.modules), _chosen(list(MESHES), given.recipes)
     start = time.monotonic()
     cells = table(names, recipes, given.jobs)
+    if given.classes:
+        alone = {c.module for c in cells if c.why.startswith("dense: ")}
+        cells = [c for c in cells if c.module not in alone]
+        print(f"{len(alone)} classes are left out: they cannot be made small, or fail on their own")
     report(cells, recipes)
     print(f"{time.monotonic() - start:.0f} s")
     if given.json:

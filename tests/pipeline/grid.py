@@ -2,6 +2,7 @@
 
     python -m tests.pipeline.grid           # schedules x recipes on 4 and 8 processes
     python -m tests.pipeline.grid --zoo     # benchmarks/zoo.py at pipe=2, 4, 8, simulated
+    python -m tests.pipeline.grid --classes # benchmarks/classes.py at pipe=2, simulated
     python -m tests.pipeline.grid --deep    # models of 16 blocks, schedules x pipe=2, 3, 4, 8
 
 A case that is refused by name is counted apart, with its reason.
@@ -21,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 import shardlib as sl
-from benchmarks import zoo
+from benchmarks import classes, zoo
 from benchmarks.models import logits_of
 from tests.workers import Pool, WorkerError
 
@@ -83,7 +84,7 @@ def off(
             loss = loss_of(module(**dict(zip(inputs, part, strict=True)))) / parts
             loss.backward()
             want = want + loss.detach()
-    except RuntimeError as e:
+    except Exception as e:
         # as of a kernel without fp64
         raise sl.ShardError(f"one process raises {e}") from e
     places = {"input_ids": rules.tokens} if hasattr(rules, "tokens") else {}
@@ -126,11 +127,15 @@ def real() -> Iterator[Judged]:
         pool.close()
 
 
-def of_zoo() -> Iterator[Judged]:
-    for name, make in zoo.ZOO.items():
-        for pipe in (2, 4, 8):
+def of_modules(made: dict[str, Callable[[], zoo.Made]], *sizes: int) -> Iterator[Judged]:
+    for name, make in made.items():
+        for pipe in sizes:
             try:
                 module, inputs = make()
+            except Exception as e:
+                yield name, f"refused: it cannot be made: {type(e).__name__}"
+                continue
+            try:
                 # a contrastive loss is no mean over rows
                 whole = bool(zoo.WHOLE & inputs.keys()) or name in ("clip", "siglip")
                 micros = 1 if whole else 2
@@ -269,13 +274,19 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--zoo", action="store_true")
+    p.add_argument("--classes", action="store_true")
     p.add_argument("--deep", nargs="*", metavar="MODEL", help="all models, or these")
     p.add_argument("--seed", type=int, default=0, help="of the micro-batches of --deep")
     p.add_argument("--tolerance", type=float, default=NEAR)
     a = p.parse_args()
     torch.set_num_threads(1)
     begun, found = time.monotonic(), Counter[str]()
-    cases = of_zoo() if a.zoo else real() if a.deep is None else deep(a.deep, a.seed)
+    if a.zoo:
+        cases = of_modules(zoo.ZOO, 2, 4, 8)
+    elif a.classes:
+        cases = of_modules(classes.made(), 2)
+    else:
+        cases = real() if a.deep is None else deep(a.deep, a.seed)
     for name, wrong in cases:
         kind = "right" if isinstance(wrong, float) and wrong <= a.tolerance else "wrong"
         kind = "refused" if str(wrong).startswith("refused") else kind
