@@ -5,7 +5,7 @@ the names of its settings; one that refuses this, or whose model stays large, is
 made.
 
     python -m benchmarks.models --classes          under three recipes
-    python -m tests.pipeline.grid --classes        in two stages
+    python -m tests.pipeline.grid --classes --tolerance 1e-6    in two stages; many compute in fp32
 """
 
 import inspect
@@ -95,7 +95,7 @@ def _small(config: Any) -> Any:
     for name, value in vars(probe).items():
         if isinstance(value, float) and any(part in name for part in DROPPED):
             how[name] = 0.0
-        elif name == "layer_types" and value:
+        elif name == "layer_types" and isinstance(value, list):
             how[name] = (list(dict.fromkeys(value)) * 2)[:2]
     if "use_cache" in known:
         how["use_cache"] = False

@@ -2,7 +2,7 @@
 
     python -m tests.pipeline.grid           # schedules x recipes on 4 and 8 processes
     python -m tests.pipeline.grid --zoo     # benchmarks/zoo.py at pipe=2, 4, 8, simulated
-    python -m tests.pipeline.grid --classes # benchmarks/classes.py at pipe=2, simulated
+    python -m tests.pipeline.grid --classes --tolerance 1e-6    # benchmarks/classes.py at pipe=2
     python -m tests.pipeline.grid --deep    # models of 16 blocks, schedules x pipe=2, 3, 4, 8
 
 A case that is refused by name is counted apart, with its reason.
