@@ -1,0 +1,237 @@
+"""The calls of a step: torch's own functions, in order, with the values that each reads and gives.
+
+A module's forward and its loss run once on shapes, on a mesh of one rank.  Every call is kept with
+its arguments of global sizes, so that it can run again under any layouts of what it reads.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import optree
+from torch import Tensor, nn
+
+from shardlib.mesh import record, within
+from shardlib.modules import parallelize
+from shardlib.modules.paths import Paths
+from shardlib.opspec import Args, Func, Kwargs
+from shardlib.placing import shard
+from shardlib.planning.constant_folding import Known
+from shardlib.tensor import ShardedTensor
+
+
+class Value(NamedTuple):
+    """A value of the step, in the place of a tensor among the arguments of a call."""
+
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a step.
+
+    ``args``, ``kwargs``  its arguments, with a ``Value`` for each sharded tensor.
+    ``reads``, ``gives``  the numbers of these values, and of its results.
+    ``module``  path of the submodule whose forward makes it.
+    ``key``     equal for calls that compute the same of the values they read.
+    """
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    reads: tuple[int, ...]
+    gives: tuple[int, ...]
+    module: str
+    key: Hashable
+
+    @property
+    def name(self) -> str:
+        """The function's name; of several that run as one, the first one's."""
+        func = self.func.first if isinstance(self.func, Several) else self.func
+        return getattr(func, "__name__", str(func))
+
+    def run(self, values: Sequence[ShardedTensor]) -> list[ShardedTensor]:
+        """Call the function with these values for what it reads, and return the sharded results."""
+        at = dict(zip(self.reads, values, strict=True))
+        args, kwargs = optree.tree_map(
+            lambda x: at[x.number] if isinstance(x, Value) else x,
+            (self.args, self.kwargs),
+            is_leaf=_is_value,
+            none_is_leaf=True,
+        )
+        return _sharded(self.func(*args, **kwargs))
+
+
+@dataclass(frozen=True)
+class Several:
+    """Functions that read one value and run as one call: what they gather is gathered once."""
+
+    functions: tuple[Callable[..., Any], ...]
+
+    @property
+    def first(self) -> Callable[..., Any]:
+        """The first of the functions."""
+        return self.functions[0]
+
+    def __call__(self, *calls: tuple[Args, Kwargs]) -> list[Any]:
+        """Call each function with its arguments."""
+        return [f(*a, **k) for f, (a, k) in zip(self.functions, calls, strict=True)]
+
+
+@dataclass
+class Calls:
+    """The calls of a step, and what its values are.
+
+    ``parameters``, ``inputs``  number -> name, of values that no call gives.
+    ``constants``  number -> value, of those that the module makes itself.
+    ``shapes``     number -> global sizes.
+    ``loss``       the number of the loss.
+
+    >>> import torch
+    >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> step = calls_of(mlp, (torch.empty(6, 4),), lambda apply, params, x: apply(params, x).sum())
+    >>> [c.name for c in step.calls]
+    ['linear', 'relu', 'linear', 'sum']
+    >>> step.parameters[step.calls[0].reads[1]], step.inputs[step.calls[0].reads[0]]
+    ('0.weight', 0)
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    parameters: dict[int, str] = field(default_factory=dict)
+    inputs: dict[int, int] = field(default_factory=dict)
+    constants: dict[int, ShardedTensor] = field(default_factory=dict)
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    loss: int = 0
+
+
+def calls_of(
+    module: nn.Module, inputs: Sequence[Tensor], loss: Callable[..., Any]
+) -> Calls:
+    """Record the calls of ``loss(apply, params, *inputs)`` on shapes.
+
+    Products that read the same value are one call, as they gather it once (decision 0005).
+    Raises: the errors of the module's forward on shapes.
+    """
+    with record(one=1) as mesh, Paths() as paths, Known():
+        apply, params = parallelize(module, [("*", "...")], mesh=mesh)
+        recorder = _Recorder(paths)
+        found = recorder.found
+        found.parameters = {recorder.give(p): n for n, p in params.items()}
+        given = [shard(x.detach().to("meta"), "...", mesh) for x in inputs]
+        found.inputs = {recorder.give(x): i for i, x in enumerate(given)}
+        with within(watcher=recorder):
+            out = loss(apply, params, *given)
+        found.loss = recorder.numbers[id(out)]
+    return replace(found, calls=_joined(found))
+
+
+class _Recorder:
+    """A watcher that keeps each outermost call on sharded tensors."""
+
+    def __init__(self, paths: Paths) -> None:
+        self.paths = paths
+        self.found = Calls()
+        self.numbers: dict[int, int] = {}
+        # an id is used again once its tensor is gone
+        self.alive: list[ShardedTensor] = []
+        self.inside = False
+
+    def give(self, x: ShardedTensor) -> int:
+        """Number a new value."""
+        self.alive.append(x)
+        number = self.numbers[id(x)] = len(self.alive)
+        self.found.shapes[number] = tuple(x.shape)
+        return number
+
+    def _read(self, x: object) -> object:
+        if not isinstance(x, ShardedTensor):
+            return x
+        if id(x) not in self.numbers:
+            self.found.constants[self.give(x)] = x
+        return Value(self.numbers[id(x)])
+
+    def __call__(
+        self, implementation: Callable[..., Any], func: Func, args: Args, kwargs: Kwargs
+    ) -> Any:
+        """Run a function of sharded tensors, and keep its call."""
+        if self.inside:
+            return implementation(func, args, kwargs)
+        self.inside = True
+        asked = optree.tree_map(self._read, (args, kwargs), none_is_leaf=True)
+        known = set(self.numbers)
+        try:
+            out = implementation(func, args, kwargs)
+        finally:
+            self.inside = False
+        results = _sharded(out)
+        # a result that was there before is the operand itself, as of contiguous(), or was written to
+        new = [x for x in results if id(x) not in known or _writes(func)]
+        if new:
+            reads = _values((asked,))
+            order = {number: i for i, number in enumerate(reads)}
+            text = repr(optree.tree_map(
+                lambda x: ("read", order[x.number]) if isinstance(x, Value) else _text(x),
+                asked, is_leaf=_is_value, none_is_leaf=True,
+            ))  # fmt: skip
+            self.found.calls.append(
+                Call(
+                    func, *asked, reads, tuple(map(self.give, results)), self.paths.now(),
+                    (getattr(func, "__qualname__", ""), str(func), text),
+                )
+            )  # fmt: skip
+        return out
+
+    verb = __call__
+
+    def chose(self, *_: object, **__: object) -> None:
+        """Ignore which algorithm ran: layouts of a mesh of one rank choose nothing."""
+
+
+def _writes(func: Func) -> bool:
+    """Return whether a function writes to its first operand, by its name."""
+    name = getattr(func, "__name__", "")
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_value(x: object) -> bool:
+    return isinstance(x, Value)
+
+
+def _sharded(tree: Any) -> list[ShardedTensor]:
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)
+    return [x for x in leaves if isinstance(x, ShardedTensor)]
+
+
+def _values(tree: Any) -> tuple[int, ...]:
+    leaves = optree.tree_leaves(tree, is_leaf=_is_value, none_is_leaf=True)
+    return tuple(dict.fromkeys(x.number for x in leaves if isinstance(x, Value)))
+
+
+def _text(x: object) -> object:
+    return ("tensor", id(x)) if isinstance(x, Tensor) else x
+
+
+def _joined(step: Calls) -> list[Call]:
+    """Make one call of products with weights that read the same value."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    for at, call in enumerate(step.calls):
+        data = [r for r in call.reads if r not in step.parameters]
+        if call.name in ("linear", "addmm") and len(data) == 1:
+            readers[data[0]].append(at)
+    made: dict[int, Call | None] = {}
+    for places in readers.values():
+        several = [step.calls[at] for at in places]
+        if len(several) > 1:
+            made |= dict.fromkeys(places)
+            made[places[0]] = Call(
+                Several(tuple(c.func for c in several)),
+                tuple((c.args, c.kwargs) for c in several),
+                {},
+                tuple(dict.fromkeys(r for c in several for r in c.reads)),
+                tuple(g for c in several for g in c.gives),
+                several[0].module,
+                ("several", *(c.key for c in several)),
+            )
+    calls = [made.get(at, call) for at, call in enumerate(step.calls)]
+    return [call for call in calls if call is not None]

@@ -1,0 +1,220 @@
+"""The layouts that a plan weighs: of a step's inputs, of parameters, and of products' results."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardlib.errors import ShardError
+from shardlib.layouts import Layout
+from shardlib.mesh import Mesh, record
+from shardlib.modules import recipes
+from shardlib.modules.rules import match_rules
+from shardlib.placing import shard
+from shardlib.planning.calls import Call, Calls
+from shardlib.planning.strategies import Operand, operand_of
+
+WIDE = 8192
+"""Sizes from which a dimension of a parameter is padded where it does not divide: vocabularies."""
+
+
+class Leaf(NamedTuple):
+    """A parameter under a layout.
+
+    ``text``  its layout; ``out`` that of the product it is multiplied in, "" where that follows.
+    """
+
+    text: str
+    out: str
+    operand: Operand
+
+
+class Candidates:
+    """The layouts to weigh on a mesh.
+
+    ``groups``  (parameter, dimension) -> matrices that lie side by side in it, as q, k and v may.
+
+    >>> from shardlib.planning.calls import calls_of
+    >>> linear = nn.Linear(4, 8, bias=False)
+    >>> step = calls_of(linear, (torch.empty(6, 4),), lambda apply, params, x: apply(params, x).sum())
+    >>> with record(x=2) as mesh:
+    ...     found = Candidates(step, mesh, dict(linear.named_parameters()), {})
+    >>> found.batches(6), found.matrices("weight")
+    (['.', 'x'], ['. .', 'x .', '. x'])
+    """
+
+    def __init__(
+        self, step: Calls, mesh: Mesh, parameters: Mapping[str, Tensor],
+        groups: Mapping[tuple[str, int], int],
+    ) -> None:  # fmt: skip
+        self.step, self.mesh, self.parameters, self.groups = step, mesh, parameters, groups
+        self.axes = [a for a, n in mesh.axes.items() if n > 1]
+        self.known: dict[tuple[str, str, str], Operand | None] = {}
+
+    def batches(self, rows: int) -> list[str]:
+        """List the tokens of an input's rows: split over each set of axes that divides them."""
+        found = [c for k in range(len(self.axes) + 1) for c in itertools.combinations(self.axes, k)]
+        return [token(c) for c in found if rows % math.prod(self.mesh.axes[a] for a in c) == 0]
+
+    def inputs(self, batch: str, given: Sequence[Tensor]) -> dict[int, Operand]:
+        """Return the operands of the step's inputs whose rows are split so."""
+        found = {}
+        for number, i in self.step.inputs.items():
+            x = given[i].detach().to("meta")
+            text = " ".join([batch, *"." * (x.ndim - 1)]) if x.ndim else "..."
+            found[number] = operand_of(shard(x, text, self.mesh))
+        return found
+
+    def constants(self) -> dict[int, Operand]:
+        """Return the operands of what the module makes itself: whole on every rank."""
+        return {
+            number: operand_of(x.at(x.place._replace(mesh=self.mesh)))
+            for number, x in self.step.constants.items()
+        }
+
+    def matrices(self, name: str) -> list[str]:
+        """List layouts of a parameter with several dimensions: each axis on the first, the last, none."""
+        ndim = self.parameters[name].ndim
+        first, last = (self.groups.get((name, d), 1) for d in (0, ndim - 1))
+        found = []
+        for sides in itertools.product((None, 0, 1), repeat=len(self.axes)):
+            own = [[a for a, s in zip(self.axes, sides, strict=True) if s == d] for d in (0, 1)]
+            found.append(" ".join([token(own[0], first), *"." * (ndim - 2), token(own[1], last)]))
+        return found
+
+    def leaf(self, name: str, text: str, out: str = "") -> Leaf | None:
+        """Return a parameter under a layout, or None where it does not divide."""
+        key = name, text, out
+        if key not in self.known:
+            p = self.parameters[name]
+            layout = Layout.parse(text).resolve(p.ndim)
+            self.known[key] = None
+            try:
+                x = shard(p.detach().to("meta"), layout, self.mesh, pad=self._padded(p, layout))
+            except ShardError:
+                return None
+            x.requires_grad_(p.requires_grad)
+            found = operand_of(x)
+            if out:
+                found = found._replace(place=found.place._replace(out_layout=Layout.parse(out)))
+            self.known[key] = found
+        operand = self.known[key]
+        return operand and Leaf(text, out, operand)
+
+    def _padded(self, p: Tensor, layout: Layout) -> bool:
+        """Return whether every dimension that does not divide is wide."""
+        parts = [math.prod(self.mesh.axes[a] for a in d.axes) for d in layout.dims]
+        return all(n % k == 0 or n >= WIDE for n, k in zip(p.shape, parts, strict=True))
+
+    def of_call(
+        self, call: Call, fresh: Sequence[int], have: Mapping[int, Operand]
+    ) -> Iterator[dict[int, Leaf]]:
+        """Yield every way to lay out the matrices that a call reads first; vectors are ``beside``.
+
+        Matrices of one shape, as of gate and up, lie alike; others lie as the largest or whole.
+        """
+        shapes: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        numbers = {self.step.parameters[i]: i for i in fresh}
+        for name, i in numbers.items():
+            if len(self.step.shapes[i]) > 1:
+                shapes[self.step.shapes[i]].append(name)
+        kinds = sorted(shapes.items(), key=lambda kind: -math.prod(kind[0]))
+        if not kinds:
+            yield {}
+            return
+        for text in self.matrices(kinds[0][1][0]):
+            for out in ["", *self._outs(call, have, text)]:
+                ways = [[(text, out)], *([(text, out), ("...", "")] for _ in kinds[1:])]
+                for way in itertools.product(*ways):
+                    found = {
+                        numbers[name]: self.leaf(name, *said)
+                        for (_, names), said in zip(kinds, way, strict=True)
+                        for name in names
+                    }
+                    if all(found.values()):
+                        yield found  # type: ignore[misc]
+
+    def beside(self, vectors: Sequence[int], around: Sequence[Operand]) -> dict[int, Leaf]:
+        """Lay vectors out as the last dimension of an operand or a result of their size."""
+        found = {}
+        for i in vectors:
+            name = self.step.parameters[i]
+            sizes = [(o.place.shape[-1], o.place.dims[-1]) for o in around if o.place.dims]
+            texts = [str(d) for n, d in sizes if n == self.step.shapes[i][-1:][0] and d.is_split]
+            if texts and (leaf := self.leaf(name, texts[0])):
+                found[i] = leaf
+        return found
+
+    def _outs(self, call: Call, have: Mapping[int, Operand], text: str) -> list[str]:
+        """List layouts that a product may be asked for: its sums scattered onto rows or columns."""
+        x = next((o for o in have.values() if o.dtype.is_floating_point), None)
+        if x is None or call.name not in ("linear", "addmm", "matmul") or x.place.layout.partial:
+            return []
+        weight = Layout.parse(text)
+        inner, outer = weight.dims[0], weight.dims[-1]
+        if call.name == "linear":
+            inner, outer = outer, inner
+        rows = self._rows(x)
+        if rows is None or len(weight.dims) != 2:
+            return []
+        summed = dict.fromkeys((*inner.axes, *x.place.dims[-1].axes))
+        sums = [a for a in summed if a not in outer.axes and a not in rows[0]]
+        columns = [a for a in outer.axes if a not in rows[0]]
+        group = next((p for p in outer.parts if isinstance(p, int)), 1)
+        found = []
+        for k in range(1, len(sums) + 1):
+            for some in itertools.combinations(sums, k):
+                onto = [*rows[0], *some], [*columns, *some]
+                found.append([token(onto[0]), *rows[1], token(columns, group)])
+                found.append([token(rows[0]), *rows[1], token(onto[1], group)])
+        return list(dict.fromkeys(" ".join(f) for f in found))
+
+    def _rows(self, x: Operand) -> tuple[list[str], list[str]] | None:
+        """Return the axes of a value's rows and the tokens of the whole dimensions behind them."""
+        dims, merged = x.place.dims, x.place.merged_from
+        if merged:
+            behind = ["."] * (len(merged) - 1)
+            axes = list(itertools.takewhile(lambda p: isinstance(p, str), dims[0].parts))
+            plain = len(axes) == len(dims[0].axes)
+        else:
+            behind = ["."] * (len(dims) - 2)
+            axes = list(dims[0].axes)
+            plain = not any(d.is_split for d in dims[1:-1])
+        return (axes, behind) if plain and not any(d.is_dealt for d in dims) else None  # type: ignore[return-value]
+
+
+def token(axes: Sequence[str], group: int = 1) -> str:
+    """Write the token of a dimension that is split over axes, in groups of matrices side by side.
+
+    >>> token([]), token("x"), token("xy"), token("x", 3)
+    ('.', 'x', '(x y)', '(3 x)')
+    """
+    parts = [*([str(group)] if group > 1 and axes else []), *axes]
+    if not parts:
+        return "."
+    return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
+
+
+def side_by_side(module: nn.Module) -> dict[tuple[str, int], int]:
+    """Find which dimensions of parameters hold matrices side by side, as the 1D recipe reads them."""
+    named = dict(module.named_parameters())
+    try:
+        with record(x=2) as mesh:
+            layouts, _ = match_rules(named, recipes.megatron1d(module, mesh), None, True)
+    except ShardError:
+        return {}
+    found: dict[tuple[str, int], int] = {}
+    for name, layout in layouts.items():
+        for d, dim in enumerate(layout.dims):
+            if dim.parts and isinstance(dim.parts[0], int):
+                found[name, d] = dim.parts[0]
+    return found
+
+
+Choice = dict[int, Leaf]
+"""Value -> the leaf chosen for it."""
+

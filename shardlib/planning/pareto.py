@@ -1,0 +1,370 @@
+"""The ways to run a part of a step that no other beats in both seconds and bytes, found exactly.
+
+The calls of a part run in their order.  All that later calls depend on is where the values lie that
+they read, and which of these are saved already: the state.  Of two ways with the same state, the
+one that takes more seconds and more bytes can be no part of a best plan and is dropped (Bellman).
+Results' layouts depend on the operands' layouts alone (decision 0003), so a state is finite.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardlib.mesh import Axes
+from shardlib.planning.calls import Call, Calls
+from shardlib.planning.candidates import Candidates, Choice, Leaf
+from shardlib.planning.strategies import GradientSum, Operand, Rates, Strategy, Table, Work
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients that are summed in one transfer, as by ``zero(bucket_mb=25)``."""
+
+
+class Alive(NamedTuple):
+    """A value that later calls read; ``root``: the value whose memory it shares, of ``nbytes``.
+
+    ``summed``  axes over which the gradient of this parameter is summed for an earlier call.
+    """
+
+    number: int
+    operand: Operand
+    root: int
+    nbytes: int
+    summed: frozenset[str] = frozenset()
+
+    @property
+    def counts(self) -> bool:
+        """Whether backward may need it: tables of integers are made once, and count nothing."""
+        return self.operand.dtype.is_floating_point or self.operand.dtype.is_complex
+
+
+class State(NamedTuple):
+    """What later calls depend on: the values alive, and the roots among them saved for backward."""
+
+    alive: tuple[Alive, ...] = ()
+    saved: frozenset[int] = frozenset()
+
+    def border(self) -> tuple[object, ...]:
+        """Return what two borders of a stack of layers have in common: places, not numbers."""
+        return tuple((x.operand.place, x.operand.dtype, x.operand.trained) for x in self.alive)
+
+
+class Step(NamedTuple):
+    """A call with its strategy, and the layouts of the parameters that it is the first to read."""
+
+    call: Call
+    strategy: Strategy
+    choice: Choice
+
+
+class Way:
+    """A way to run the calls so far: seconds of both passes, bytes kept, and bytes saved.
+
+    ``kept``  bytes that parameters, their gradients and the optimizer's state take.
+    """
+
+    __slots__ = ("back", "before", "forward", "kept", "saved", "step")
+
+    def __init__(
+        self, forward: float, back: float, kept: float, saved: float,
+        step: Step | None = None, before: "Way | None" = None,
+    ) -> None:  # fmt: skip
+        self.forward, self.back, self.kept, self.saved = forward, back, kept, saved
+        self.step, self.before = step, before
+
+    def steps(self) -> list[Step]:
+        """List the steps, the first first."""
+        found: list[Step] = []
+        at: Way | None = self
+        while at is not None:
+            if at.step is not None:
+                found.append(at.step)
+            at = at.before
+        return found[::-1]
+
+    def choices(self) -> Choice:
+        """Return the layouts of all parameters read."""
+        return {i: leaf for step in self.steps() for i, leaf in step.choice.items()}
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What the bytes of a parameter's block hold in addition, under a stage of ZeRO.
+
+    ``axes``   those of ZeRO; each parameter is split over those of them that its layout leaves whole.
+    ``state``  bytes of the optimizer's state per byte of a parameter.
+    """
+
+    sizes: Mapping[str, int]
+    axes: tuple[str, ...] = ()
+    stage: int = 0
+    state: float = 2.0
+
+    def parts(self, leaf: Leaf) -> int:
+        """Return the number of ranks among which a parameter's state is split."""
+        over = leaf.operand.place.layout.axes
+        return math.prod(self.sizes[a] for a in self.axes if a not in over)
+
+    def gradients(self, leaf: Leaf) -> float:
+        """Return the bytes of a parameter's gradient at the end of backward."""
+        return leaf.operand.nbytes / (self.parts(leaf) if self.stage >= 2 else 1)
+
+    def kept(self, leaf: Leaf) -> float:
+        """Return the bytes of a parameter, and of its optimizer's state."""
+        return leaf.operand.nbytes * (1 + self.state / self.parts(leaf))
+
+    def summed(self, s: GradientSum) -> tuple[float, float]:
+        """Return bytes and messages of a gradient's sum; with ZeRO its parts' sum and gather."""
+        p = math.prod(self.sizes[a] for a in s.axes)
+        return 2 * (p - 1) / p * s.nbytes, 2 * (p - 1) * s.nbytes / BUCKET
+
+    def gathered(self, leaf: Leaf, summed: Collection[str]) -> tuple[Axes, float, float]:
+        """Return the axes over which a parameter is gathered after the update, where no sum is."""
+        done = {*leaf.operand.place.layout.axes, *summed}
+        axes = tuple(a for a in self.axes if a not in done)
+        p, nbytes = math.prod(self.sizes[a] for a in axes), leaf.operand.nbytes
+        return axes, (p - 1) / p * nbytes, (p - 1) * nbytes / BUCKET
+
+
+class Search:
+    """The best ways through a step's calls on a mesh.
+
+    ``last``   value -> the position of the last call that reads it.
+    ``remat``  "" to save what backward reads, "full" to save nothing: the part is run again.
+    """
+
+    def __init__(
+        self, step: Calls, table: Table, candidates: Candidates, rates: Rates, holding: Holding,
+        inputs: Mapping[int, Operand], last: Mapping[int, int],
+    ) -> None:  # fmt: skip
+        self.step, self.table, self.candidates = step, table, candidates
+        self.rates, self.holding, self.inputs = rates, holding, inputs
+        self.last = last
+        self.at = {id(c): i for i, c in enumerate(step.calls)}
+        self.priced: dict[int, tuple[float, float]] = {}
+        self.constants = candidates.constants()
+
+    def run(
+        self, calls: Sequence[Call], begin: Mapping[State, Sequence[Way]], remat: str = ""
+    ) -> dict[State, list[Way]]:
+        """Return the best ways through these calls from these states, by the state they end in.
+
+        Nothing is returned where a call runs under no layouts.
+        """
+        now = {state: list(ways) for state, ways in begin.items()}
+        for call in calls:
+            now = self._through(call, now, remat)
+        return now
+
+    def _through(
+        self, call: Call, now: Mapping[State, Sequence[Way]], remat: str
+    ) -> dict[State, list[Way]]:
+        found: dict[State, list[Way]] = defaultdict(list)
+        known: dict[object, list[tuple[Choice, Strategy]]] = {}
+        for state, ways in now.items():
+            have = {x.number: x for x in state.alive}
+            key = tuple((r, have[r].operand) for r in call.reads if r in have)
+            if key not in known:
+                known[key] = list(self._strategies(call, {r: o for r, o in key}))
+            for choice, strategy in known[key]:
+                forward, back = self._seconds(call, strategy, have, choice)
+                kept = sum(
+                    self.holding.kept(x) + self.holding.gradients(x) for x in choice.values()
+                )
+                after, more = self._after(call, state, have, choice, strategy)
+                step = Step(call, strategy, choice)
+                found[after] += [
+                    Way(
+                        w.forward + forward, w.back + back, w.kept + kept,
+                        w.saved + (0 if remat else more), step, w,
+                    )
+                    for w in ways
+                ]  # fmt: skip
+        again = 2 if remat else 1
+        return {state: undominated(ways, again) for state, ways in found.items()}
+
+    def _seconds(
+        self, call: Call, strategy: Strategy, have: Mapping[int, Alive], choice: Choice
+    ) -> tuple[float, float]:
+        if id(strategy) not in self.priced:
+            self.priced[id(strategy)] = (
+                self.rates.seconds(strategy.forward), self.rates.seconds(strategy.backward)
+            )  # fmt: skip
+        forward, back = self.priced[id(strategy)]
+        work = Work()
+        for s in strategy.sums:
+            # a parameter of several calls is summed once
+            read = have.get(call.reads[s.operand])
+            if not (read and read.summed >= {*s.axes}):
+                work.receive(s.axes, *self.holding.summed(s))
+        for i, leaf in choice.items():
+            summed = {a for s in strategy.sums if call.reads[s.operand] == i for a in s.axes}
+            axes, nbytes, messages = self.holding.gathered(leaf, summed)
+            if axes:
+                work.receive(axes, nbytes, messages)
+        return forward, back + self.rates.moving(work.along)
+
+    def _after(
+        self, call: Call, state: State, have: Mapping[int, Alive], choice: Choice,
+        strategy: Strategy,
+    ) -> tuple[State, float]:  # fmt: skip
+        """Return the state behind a call, and the bytes that it saves in addition."""
+        alive = dict(have)
+        for r in call.reads:
+            if r not in alive:
+                alive[r] = self._leaf(r, choice)
+        for s in strategy.sums:
+            x = alive[call.reads[s.operand]]
+            alive[x.number] = x._replace(summed=x.summed | {*s.axes})
+        saved, more = set(state.saved), float(strategy.beside)
+        for i, (number, operand) in enumerate(zip(call.gives, strategy.outs, strict=True)):
+            shared = strategy.shares[i]
+            source = alive[call.reads[shared]] if shared >= 0 else None
+            root, nbytes = (source.root, source.nbytes) if source else (number, operand.nbytes)
+            alive[number] = Alive(number, operand, root, nbytes)
+        for k in strategy.saved:
+            x = alive[call.reads[k] if k >= 0 else call.gives[-1 - k]]
+            if x.counts and x.root not in saved and x.root not in self.step.parameters:
+                saved.add(x.root)
+                more += x.nbytes
+        at = self.at[id(call)]
+        left = [x for n, x in alive.items() if self.last.get(n, -1) > at or n == self.step.loss]
+        left.sort(key=lambda x: x.number)
+        return State(tuple(left), frozenset(saved & {x.root for x in left})), more
+
+    def _leaf(self, number: int, choice: Choice) -> Alive:
+        operand = (
+            choice[number].operand
+            if number in choice
+            else self.inputs.get(number) or self.constants[number]
+        )
+        return Alive(number, operand, number, operand.nbytes)
+
+    def _strategies(
+        self, call: Call, have: Mapping[int, Operand]
+    ) -> Iterator[tuple[Choice, Strategy]]:
+        """Yield the strategies of a call, with the layouts of the parameters it reads first."""
+        given = dict(have)
+        for r in call.reads:
+            if r not in given and r not in self.step.parameters:
+                given[r] = self._leaf(r, {}).operand
+        fresh = [r for r in call.reads if r not in given]
+        vectors = [r for r in fresh if len(self.step.shapes[r]) < 2]
+        whole = {r: self.candidates.leaf(self.step.parameters[r], "...") for r in vectors}
+        for matrices in self.candidates.of_call(call, fresh, given):
+            choice = {**matrices, **{r: leaf for r, leaf in whole.items() if leaf}}
+            first = self._ask(call, given, choice)
+            around = list(given.values()) if first is None or not matrices else list(first.outs)
+            split = self.candidates.beside(vectors, around)
+            second = self._ask(call, given, choice | split) if split else None
+            if second is not None:
+                yield choice | split, second
+            if first is not None and (second is None or not matrices):
+                yield choice, first
+
+    def _ask(
+        self, call: Call, given: Mapping[int, Operand], choice: Choice
+    ) -> Strategy | None:
+        operands = [choice[r].operand if r in choice else given[r] for r in call.reads]
+        found = self.table.ask(call, operands)
+        return None if isinstance(found, str) else found
+
+    def peak(self, way: Way, begin: State) -> tuple[float, float]:
+        """Return the bytes saved by a way's calls, and the most that they hold at once.
+
+        Both beside what ``begin`` holds; gradients of parameters are not counted.
+        """
+        played = _Played(self, begin)
+        for step in way.steps():
+            played.forward(step)
+        return played.saved(), played.back(way.steps())
+
+
+class _Played:
+    """Memory of one way, played through forward and backward."""
+
+    def __init__(self, search: Search, begin: State) -> None:
+        self.search, self.begin = search, begin
+        self.have = {x.number: x for x in begin.alive}
+        self.outer = {x.root for x in begin.alive}
+        self.alive: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+        self.uses: dict[int, int] = defaultdict(int)
+        self.savers: list[list[int]] = []
+        self.beside = 0
+        self.most = 0.0
+
+    def forward(self, step: Step) -> None:
+        call, strategy = step.call, step.strategy
+        for r in call.reads:
+            if r not in self.have:
+                self.have[r] = self.search._leaf(r, step.choice)
+        for i, (number, operand) in enumerate(zip(call.gives, strategy.outs, strict=True)):
+            shared = strategy.shares[i]
+            source = self.have[call.reads[shared]] if shared >= 0 else None
+            root, nbytes = (source.root, source.nbytes) if source else (number, operand.nbytes)
+            self.have[number] = Alive(number, operand, root, nbytes)
+            if source is None:
+                self.alive[number] = nbytes
+        mine = []
+        for k in strategy.saved:
+            x = self.have[call.reads[k] if k >= 0 else call.gives[-1 - k]]
+            if x.counts and x.root not in self.search.step.parameters:
+                mine.append(x.root)
+                self.uses[x.root] += 1
+                if not (x.root in self.outer and x.root in self.begin.saved):
+                    self.held[x.root] = x.nbytes
+        self.savers.append(mine)
+        self.beside += strategy.beside
+        now = sum(self.alive.values()) + sum(
+            n for root, n in self.held.items() if root not in self.alive
+        )
+        self.most = max(self.most, now + self.beside + strategy.most)
+        at = self.search.at[id(call)]
+        later = {
+            x.root for n, x in self.have.items()
+            if self.search.last.get(n, -1) > at or n == self.search.step.loss
+        }  # fmt: skip
+        self.alive = {root: n for root, n in self.alive.items() if root in later}
+
+    def saved(self) -> float:
+        return float(sum(self.held.values()) + self.beside)
+
+    def back(self, steps: Sequence[Step]) -> float:
+        """Play backward; return the most bytes held in either pass."""
+        parameters = self.search.step.parameters
+        last = [self.have[n] for n in steps[-1].call.gives]
+        gradients = {x.number: x.operand.nbytes for x in last if x.counts}
+        for step, mine in zip(reversed(steps), reversed(self.savers), strict=True):
+            now = sum(self.held.values()) + self.beside + sum(gradients.values())
+            self.most = max(self.most, now + step.strategy.most_back)
+            for n in step.call.gives:
+                gradients.pop(n, None)
+            for r in step.call.reads:
+                x = self.have[r]
+                if r not in parameters and x.operand.trained and x.counts:
+                    gradients[r] = x.operand.nbytes
+            self.beside -= step.strategy.beside
+            for root in mine:
+                self.uses[root] -= 1
+                if not self.uses[root]:
+                    self.held.pop(root, None)
+        return self.most
+
+
+def undominated(ways: Sequence[Way], again: int = 1) -> list[Way]:
+    """Return the ways that no other beats in both seconds and bytes, the fastest first.
+
+    ``again``  how often forward runs.
+
+    >>> [w.saved for w in undominated([Way(1, 1, 0, 9), Way(2, 1, 0, 9), Way(2, 2, 0, 4)])]
+    [9, 4]
+    """
+    found: list[Way] = []
+    least = math.inf
+    for way in sorted(ways, key=lambda w: (again * w.forward + w.back, w.kept + w.saved)):
+        if way.kept + way.saved < least:
+            least = way.kept + way.saved
+            found.append(way)
+    return found

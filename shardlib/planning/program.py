@@ -1,0 +1,157 @@
+"""How many layers run in which way: an integer program over the best ways of each part of a step.
+
+A stack of equal layers is some of them run in one way, some in another: counts are integers, and what
+they take adds up.  Parts meet in a state, the places of the values between them.  Three moments can
+be the peak: while a part runs backward as the first of its stack, when all of the stack is still saved; as
+the last, when gradients of the others are there; and the end of backward, when all gradients are.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.errors import ShardError
+
+
+@dataclass(frozen=True)
+class Column:
+    """A way to run one of a part's layers.
+
+    ``part``     the part's number, in the order of forward.
+    ``begin``, ``end``  states that it begins and ends in.
+    ``seconds``  of both passes.
+    ``kept``     bytes of parameters and optimizer state, ``gradients`` those of the gradients.
+    ``saved``    bytes saved from forward to its backward.
+    ``most``     bytes in addition while it runs backward.
+    ``way``      what it stands for.
+    """
+
+    part: int
+    begin: Hashable
+    end: Hashable
+    seconds: float
+    kept: float
+    gradients: float
+    saved: float
+    most: float
+    way: Any = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Columns with the number of layers that run so, in order, with seconds and bytes of the step."""
+
+    counts: tuple[tuple[Column, int], ...]
+    seconds: float
+    peak: float
+
+
+def solve(
+    columns: Sequence[Column], counts: Sequence[int], room: float, least: bool = False
+) -> Solution | None:
+    """Take ``counts[part]`` columns of each part, of least seconds within ``room`` bytes, or None.
+
+    ``least``  of least bytes instead, whatever the room.
+    Raises: ShardError without scipy.
+
+    >>> way = lambda part, s, saved: Column(part, 0, 0, s, 10, 1, saved, 0)
+    >>> ways = [way(0, 1.0, 8), way(0, 1.5, 2)]
+    >>> found = solve(ways, [4], 66)
+    >>> [(c.seconds, n) for c, n in found.counts], found.seconds, found.peak
+    ([(1.0, 3), (1.5, 1)], 4.5, 66)
+    """
+    if {c.part for c in columns} != {*range(len(counts))}:
+        return None
+    rows = _Rows(columns, counts)
+    scale = max(room, 1.0) if not least else max(c.kept + c.saved + c.most for c in columns)
+    x = rows.minimized(scale, math.inf if least else room / scale, least)
+    if x is None:
+        return None
+    taken = tuple((c, n) for c, n in zip(columns, x, strict=True) if n)
+    taken = tuple(sorted(taken, key=lambda cn: cn[0].part))
+    return Solution(taken, sum(n * c.seconds for c, n in taken), peak(taken))
+
+
+def peak(taken: Sequence[tuple[Column, int]]) -> float:
+    """Return the most bytes that these layers hold at once."""
+    most = sum(n * (c.kept + c.gradients) for c, n in taken)
+    for c, _ in taken:
+        most = max(most, *(sum(n * _held(d, c, last) for d, n in taken) + c.most for last in (0, 1)))
+    return most
+
+
+def _held(d: Column, c: Column, last: int) -> float:
+    """Return what a layer holds while ``c`` runs backward, as the first of its part or as the last."""
+    gone = d.part > c.part or (d.part == c.part and last)
+    return d.kept + (d.gradients if gone else d.saved)
+
+
+class _Rows:
+    """The constraints of a program: variables are counts, whether each column is used, and the peak."""
+
+    def __init__(self, columns: Sequence[Column], counts: Sequence[int]) -> None:
+        self.columns, self.counts = columns, counts
+        self.entries: list[tuple[Mapping[int, float], float, float]] = []
+        n = len(columns)
+        for part, count in enumerate(counts):
+            self._row({j: 1.0 for j, c in enumerate(columns) if c.part == part}, count, count)
+        for j, c in enumerate(columns):
+            self._row({j: 1.0, n + j: -float(counts[c.part])}, -math.inf, 0.0)
+        self._borders()
+
+    def _row(self, entries: Mapping[int, float], low: float, high: float) -> None:
+        self.entries.append((entries, low, high))
+
+    def _borders(self) -> None:
+        """All layers of a part begin in the state that the part before it ends in."""
+        ends: dict[tuple[int, Hashable], dict[int, float]] = defaultdict(dict)
+        for j, c in enumerate(self.columns):
+            ends[c.part, c.end][j] = 1.0 / self.counts[c.part]
+            ends[c.part - 1, c.begin][j] = -1.0 / self.counts[c.part]
+        last = len(self.counts) - 1
+        for (part, _), entries in ends.items():
+            if 0 <= part < last:
+                self._row(entries, 0.0, 0.0)
+
+    def minimized(self, scale: float, top: float, least: bool) -> list[int] | None:
+        """Return the count of each column, or None where the peak is above ``top`` times ``scale``."""
+        try:
+            import numpy as np
+            from scipy.optimize import Bounds, LinearConstraint, milp
+            from scipy.sparse import csr_matrix
+        except ImportError as e:
+            why = "plans are solved by scipy, which is not installed"
+            raise ShardError(why, op="plan", fix="pip install scipy") from e
+        n = len(self.columns)
+        entries = [*self.entries, *self._peaks(scale)]
+        cells = [(v, i, j) for i, (row, _, _) in enumerate(entries) for j, v in row.items()]
+        values, at, of = zip(*cells, strict=True)
+        matrix = csr_matrix((values, (at, of)), shape=(len(entries), 2 * n + 1))
+        longest = max(max(c.seconds for c in self.columns), 1e-30)
+        seconds = [c.seconds / longest for c in self.columns]
+        weights = (1e-9, 1.0) if least else (1.0, 1e-9)
+        cost = np.array([*(weights[0] * s for s in seconds), *[0.0] * n, weights[1]])
+        most = [*(float(self.counts[c.part]) for c in self.columns), *[1.0] * n, top]
+        found = milp(
+            cost,
+            constraints=LinearConstraint(
+                matrix, [low for _, low, _ in entries], [high for _, _, high in entries]
+            ),
+            integrality=np.array([1] * 2 * n + [0]),
+            bounds=Bounds(np.zeros(2 * n + 1), np.array(most)),
+            options={"mip_rel_gap": 0.0, "time_limit": 60.0},
+        )
+        return None if found.x is None else [round(x) for x in found.x[:n]]
+
+    def _peaks(self, scale: float) -> list[tuple[Mapping[int, float], float, float]]:
+        """No moment holds more than the peak."""
+        n, columns = len(self.columns), list(enumerate(self.columns))
+        end = {i: (d.kept + d.gradients) / scale for i, d in columns}
+        rows = [({**end, 2 * n: -1.0}, -math.inf, 0.0)]
+        for j, c in columns:
+            for last in (0, 1):
+                row = {i: _held(d, c, last) / scale for i, d in columns}
+                rows.append(({**row, n + j: c.most / scale, 2 * n: -1.0}, -math.inf, 0.0))
+        return rows
