@@ -105,9 +105,7 @@ class Calls:
     loss: int = 0
 
 
-def calls_of(
-    module: nn.Module, inputs: Sequence[Tensor], loss: Callable[..., Any]
-) -> Calls:
+def calls_of(module: nn.Module, inputs: Sequence[Tensor], loss: Callable[..., Any]) -> Calls:
     """Record the calls of ``loss(apply, params, *inputs)`` on shapes.
 
     Products that read the same value are one call, as they gather it once (decision 0005).

@@ -4,9 +4,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from shardlib.errors import ShardError
@@ -31,6 +30,11 @@ class Leaf(NamedTuple):
     text: str
     out: str
     operand: Operand
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """The layouts as a rule has them behind the parameter's name."""
+        return (self.text, self.out) if self.out else (self.text,)
 
 
 class Candidates:
@@ -217,4 +221,3 @@ def side_by_side(module: nn.Module) -> dict[tuple[str, int], int]:
 
 Choice = dict[int, Leaf]
 """Value -> the leaf chosen for it."""
-

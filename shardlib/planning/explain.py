@@ -18,7 +18,6 @@ from torch import Tensor
 from shardlib.collectives import Event, Trace, trace
 from shardlib.errors import ShardError, Unsupported, user_line
 from shardlib.grad import deferring, pipeline_of, staged_mesh
-from shardlib.memory_tracker import Live
 from shardlib.mesh import Mesh, MeshLike, axis_sizes, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.dim_trace import called_with
@@ -34,6 +33,7 @@ from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Known
 from shardlib.planning.explanation import Explanation, PipelineExplanation, Row
 from shardlib.planning.grids import lower_bound
+from shardlib.planning.work import Meter, Work
 from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
 
 T = TypeVar("T")
@@ -190,7 +190,8 @@ class _Call(NamedTuple):
                     x.place = deferring(x, sink.over)
                     x.raw.register_hook(partial(watch.counted, sink.take, i))
             together = _Together(raws if sink is None else [], watch)
-            with together, Live(paper=True) as live:
+            work = Work()
+            with together, Meter(work) as live:
                 with within(watcher=watch):
                     out = run()
                 saved = live.now
@@ -198,7 +199,8 @@ class _Call(NamedTuple):
                     watch.back(out, raws, together, sink)
             state = 0 if tx is None else bytes_of(tx.init(params))
         own = bytes_of(params)
-        return Explanation(watch.rows, dict(paper.axes), own, live.peak, state, saved)
+        work.add(t.events)
+        return Explanation(watch.rows, dict(paper.axes), own, live.peak, state, saved, work)
 
 
 def _papers(tree: Any, paper: Mesh) -> Any:

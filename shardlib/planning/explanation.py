@@ -11,6 +11,7 @@ from shardlib.collectives import Event, Trace
 from shardlib.errors import BadArgument, mesh_text
 from shardlib.modules.rules import stars
 from shardlib.pipeline.schedules import PipelineSchedule, PipelineTimeline
+from shardlib.planning.work import Work
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Explanation:
     ``transient``              the most bytes alive on top of these: tensors saved for backward, as
                                ``remat`` sets them, temporaries, gradients.
     ``peak``                   all three together.
+    ``work``                   operations, bytes that operators touch and transfers of both passes.
     ``bound``                  the least bytes that any algorithm must receive for the forward
                                products, each alone (Al Daas et al., SPAA 2022); ``products`` has
                                the bytes received for them here.
@@ -71,6 +73,7 @@ class Explanation:
     transient: int
     state: int = 0
     saved: int = 0
+    work: Work = field(default_factory=Work)
 
     @property
     def peak(self) -> int:

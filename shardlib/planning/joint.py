@@ -9,7 +9,7 @@ difference is taken from the room and the program solved again.
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,14 +25,18 @@ from shardlib.optim.transform import Transform
 from shardlib.optim.zero import zero
 from shardlib.placing import shard
 from shardlib.planning.calls import Call, Calls, calls_of
-from shardlib.planning.candidates import Candidates, Leaf, side_by_side
+from shardlib.planning.candidates import Candidates, side_by_side
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explain import bytes_of, explain
 from shardlib.planning.explanation import Explanation, size
 from shardlib.planning.layer_dedup import Outline, outline
 from shardlib.planning.pareto import Holding, Search, State, Way
 from shardlib.planning.program import Column, Solution, solve
-from shardlib.planning.strategies import Rates, Table, Work, metered
+from shardlib.planning.strategies import Table
+from shardlib.planning.work import Rates
+
+NEAR = 1.1
+"""Share of the best plan's seconds to which a program may think that a plan takes."""
 
 ROUNDS = 3
 """How often a plan that needs more than was thought is taken back and the program solved again."""
@@ -77,9 +81,8 @@ class JointPlan:
     @property
     def bytes(self) -> dict[str, tuple[float, int]]:
         """Axes -> bytes and messages that a rank receives in a step."""
-        work = Work()
-        work.add([*self.explained.forward.events, *self.explained.backward.events])
-        return {axes: (nbytes, int(n)) for axes, (nbytes, n) in work.along.items()}
+        along = self.explained.work.along
+        return {axes: (nbytes, int(n)) for axes, (nbytes, n) in along.items()}
 
     def apply(self, module: nn.Module) -> tuple[Any, dict[str, Any], Transform]:
         """Return ``(apply, params, tx)`` on the ambient mesh: ``parallelize`` and ``zero`` as planned."""
@@ -185,7 +188,6 @@ class Study:
         self.small = self.outline.model(0)
         self.step = calls_of(self.small, inputs, loss)
         self.parts = parts_of(self.outline, self.step)
-        self.last = last_reads(self.step, self.parts)
         self.parameters = dict(self.small.named_parameters())
         self.groups = side_by_side(self.small)
         self.state = _state(optimizer, next(iter(self.parameters.values())).dtype)
@@ -198,19 +200,19 @@ class Study:
         c = self.cluster
         rates = Rates(c.links(axes), c.flops, c.bandwidth)
         rows = self.inputs[0].shape[0]
-        for batch in candidates.batches(rows):
+        for batch in reversed(candidates.batches(rows)):
             inputs = candidates.inputs(batch, self.inputs)
             split = next(iter(inputs.values())).place.layout.axes
             for over in dict.fromkeys(((), split, tuple(a for a, n in axes.items() if n > 1))):
                 holding = Holding(axes, over, 2 if over else 0, self.state)
                 yield Setting(
-                    Search(self.step, table, candidates, rates, holding, inputs, self.last), batch
+                    Search(self.step, table, candidates, rates, holding, inputs), batch
                 )
 
     def planned(self, setting: Setting, room: float, bound: float) -> JointPlan | None:
         """Return the best plan of a setting, explained; or the one of least bytes if none fits."""
         if setting.columns is None:
-            setting.columns = self.columns(setting.search)
+            setting.columns = self.columns(setting.search, NEAR * bound)
         counts = [len(p.layers) for p in self.parts]
         off, best, tried = 0.0, None, set()
         for _ in range(1 + ROUNDS):
@@ -221,17 +223,30 @@ class Study:
                     best = least and self.explained(least, setting, room)
                 break
             made = self.explained(found, setting, room)
+            if DEBUG:
+                print(
+                    setting.batch,
+                    over_text(setting),
+                    f"thought {found.seconds:.4g} s {found.peak / 2**20:.2f}; explained {made.seconds:.4g} {made.peak / 2**20:.2f}",
+                    flush=True,
+                )
             key = made.rules, made.remat
             off = made.peak - found.peak
-            if best is None or (made.peak <= room, -made.seconds) > (best.peak <= room, -best.seconds):
+            if best is None or (made.peak <= room, -made.seconds) > (
+                best.peak <= room,
+                -best.seconds,
+            ):
                 best = made
             if made.peak <= room or key in tried:
                 break
             tried.add(key)
         return best
 
-    def columns(self, search: Search) -> list[Column]:
-        """Return the best ways through each part, from every state that it may begin in."""
+    def columns(self, search: Search, limit: float = math.inf) -> list[Column]:
+        """Return the best ways through each part, from every state that it may begin in.
+
+        ``limit``  seconds of the whole step, beyond which no way is of use.
+        """
         nothing = Way(0, 0, 0, 0)
         frontier = [State()]
         found: list[Column] = []
@@ -239,8 +254,10 @@ class Study:
             ends: dict[State, None] = {}
             for begin in frontier:
                 for remat in ("", "full") if len(part.layers) > 1 else ("",):
-                    for end, ways in search.run(part.calls, {begin: [nothing]}, remat).items():
-                        if len(part.layers) > 1 and _places(begin) != _places(end):
+                    own = limit / len(part.layers)
+                    ends_of = search.run(part.calls, {begin: [nothing]}, remat, own)
+                    for end, ways in ends_of.items():
+                        if len(part.layers) > 1 and not _repeats(begin, end):
                             continue
                         ends[end] = None
                         made = [
@@ -267,7 +284,15 @@ class Study:
                 (way, remat),
             )  # fmt: skip
         return Column(
-            part, _key(begin), _key(end), seconds, kept, gradients, saved, most - saved, (way, remat)
+            part,
+            _key(begin),
+            _key(end),
+            seconds,
+            kept,
+            gradients,
+            saved,
+            most - saved,
+            (way, remat),
         )
 
     def explained(self, found: Solution, setting: Setting, room: float) -> JointPlan:
@@ -275,52 +300,75 @@ class Study:
         search, axes = setting.search, dict(setting.holding.sizes)
         rules, remat = self.written(found)
         texts = tuple(
-            str(search.inputs[n].place.layout) for n in sorted(self.step.inputs, key=self.step.inputs.__getitem__)
+            str(search.inputs[n].place.layout)
+            for n in sorted(self.step.inputs, key=self.step.inputs.__getitem__)
         )
         over = setting.holding
         how: dict[str, Any] = {"axis": over.axes, "stage": over.stage} if over.axes else {}
         tx = zero(self.optimizer, **how) if how else self.optimizer
-        work = Work()
-        with record(**axes) as mesh, metered(work):
+        with record(**axes) as mesh:
             apply, params = parallelize(self.module, rules, mesh=mesh, pad=True, remat=remat)
             given = [
                 shard(x.detach().to("meta"), text, mesh)
                 for x, text in zip(self.inputs, texts, strict=True)
             ]
             whole = explain(lambda p, *x: self.loss(apply, p, *x), params, tuple(given), tx=tx)
-        work.add([*whole.forward.events, *whole.backward.events])
         return JointPlan(
-            axes, rules, texts, remat, how, search.rates.seconds(work), whole.peak, whole, room,
+            axes, rules, texts, remat, how, search.rates.seconds(whole.work), whole.peak, whole, room,
             self.optimizer,
         )  # fmt: skip
 
     def written(
         self, found: Solution
     ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]:
-        """Write a solution's layouts and remat as rules, those of equal layers in their order."""
+        """Write a solution's layouts and remat as rules; what most layers of a stack have, last."""
+        said: dict[str, dict[int, tuple[str, ...]]] = defaultdict(dict)
         rules: list[tuple[str, ...]] = []
         remat: list[tuple[str, str]] = []
         at: Counter[int] = Counter()
         for column, count in found.counts:
-            part = self.parts[column.part]
-            layers = part.layers[at[column.part] : at[column.part] + count]
+            part, begin = self.parts[column.part], at[column.part]
             at[column.part] += count
+            layers = part.layers[begin : begin + count]
             way, policy = column.way
             for number, leaf in way.choices().items():
                 name = self.step.parameters[number]
-                for layer in layers:
-                    full = layer + name.removeprefix(part.path) if part.path else name
-                    rules.append(_rule(full, leaf))
+                if not part.path:
+                    rules.append((name, *leaf.said))
+                for layer in layers if part.path else ():
+                    stack, _, index = layer.rpartition(".")
+                    pattern = f"{stack}.{{}}{name.removeprefix(part.path)}"
+                    said[pattern][int(index)] = leaf.said
             remat += [(layer, policy) for layer in layers if policy]
+        for pattern, of_layers in said.items():
+            rules += _folded(pattern, of_layers)
         return tuple(rules), tuple(remat)
 
 
-def _rule(name: str, leaf: Leaf) -> tuple[str, ...]:
-    return (name, leaf.text, leaf.out) if leaf.out else (name, leaf.text)
+def _folded(pattern: str, said: Mapping[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return a rule for each layer that differs from most, then one for all others.
+
+    >>> _folded("h.{}.w", {0: ("x .",), 1: (". x",), 2: (". x",)})
+    [('h.0.w', 'x .'), ('h.*.w', '. x')]
+    """
+    ((usual, _),) = Counter(said.values()).most_common(1)
+    others = [(pattern.format(i), *text) for i, text in said.items() if text != usual]
+    return [*others, (pattern.format("*"), *usual)]
 
 
 def _places(state: State) -> Counter[Any]:
     return Counter((x.operand.place, x.operand.dtype) for x in state.alive)
+
+
+def _repeats(begin: State, end: State) -> bool:
+    """Return whether a layer ends as the next one begins: what is new lies as what is gone did.
+
+    What only layers read, as positions, is gone behind the one layer that stands for all.
+    """
+    before, after = ({x.number: x for x in state.alive} for state in (begin, end))
+    gone = State(tuple(x for n, x in before.items() if n not in after))
+    new = State(tuple(x for n, x in after.items() if n not in before))
+    return bool(new.alive) and _places(new) <= _places(gone)
 
 
 def _key(state: State) -> Any:
@@ -352,24 +400,6 @@ def parts_of(outline: Outline, step: Calls) -> list[Part]:
     return found
 
 
-def last_reads(step: Calls, parts: Sequence[Part]) -> dict[int, int]:
-    """Return value -> position of the last call that reads it.
-
-    What a layer of a stack reads of before, its equals read too: it lives until the stack ends.
-    """
-    last = {number: at for at, call in enumerate(step.calls) for number in call.reads}
-    born = {number: at for at, call in enumerate(step.calls) for number in call.gives}
-    begin = 0
-    for part in parts:
-        end = begin + len(part.calls) - 1
-        for number, at in last.items():
-            before = number not in step.parameters and born.get(number, -1) < begin
-            if len(part.layers) > 1 and before and begin <= at < end:
-                last[number] = end
-        begin = end + 1
-    return last
-
-
 def _layer(module: str, stacks: Mapping[str, object]) -> str:
     return next((s for s in stacks if module == s or module.startswith(s + ".")), "")
 
@@ -382,3 +412,8 @@ def _state(optimizer: Transform, dtype: torch.dtype) -> float:
         return bytes_of(optimizer.init({"w": w})) / bytes_of({"w": w})
 
 
+DEBUG = False
+
+
+def over_text(s):
+    return s.holding.axes

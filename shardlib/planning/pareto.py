@@ -15,7 +15,8 @@ from typing import NamedTuple
 from shardlib.mesh import Axes
 from shardlib.planning.calls import Call, Calls
 from shardlib.planning.candidates import Candidates, Choice, Leaf
-from shardlib.planning.strategies import GradientSum, Operand, Rates, Strategy, Table, Work
+from shardlib.planning.strategies import GradientSum, Operand, Strategy, Table
+from shardlib.planning.work import Rates, Work
 
 BUCKET = 25 * 2**20
 """Bytes of gradients that are summed in one transfer, as by ``zero(bucket_mb=25)``."""
@@ -130,44 +131,42 @@ class Holding:
 class Search:
     """The best ways through a step's calls on a mesh.
 
-    ``last``   value -> the position of the last call that reads it.
     ``remat``  "" to save what backward reads, "full" to save nothing: the part is run again.
     """
 
     def __init__(
         self, step: Calls, table: Table, candidates: Candidates, rates: Rates, holding: Holding,
-        inputs: Mapping[int, Operand], last: Mapping[int, int],
+        inputs: Mapping[int, Operand],
     ) -> None:  # fmt: skip
         self.step, self.table, self.candidates = step, table, candidates
         self.rates, self.holding, self.inputs = rates, holding, inputs
-        self.last = last
+        self.last = {n: at for at, call in enumerate(step.calls) for n in call.reads}
         self.at = {id(c): i for i, c in enumerate(step.calls)}
         self.priced: dict[int, tuple[float, float]] = {}
         self.constants = candidates.constants()
+        self.offers = table.offers
 
     def run(
-        self, calls: Sequence[Call], begin: Mapping[State, Sequence[Way]], remat: str = ""
-    ) -> dict[State, list[Way]]:
+        self, calls: Sequence[Call], begin: Mapping[State, Sequence[Way]], remat: str = "",
+        limit: float = math.inf,
+    ) -> dict[State, list[Way]]:  # fmt: skip
         """Return the best ways through these calls from these states, by the state they end in.
 
-        Nothing is returned where a call runs under no layouts.
+        ``limit``  seconds of the ways that are of use.
+        Nothing is returned where a call runs under no layouts, or none within the limit.
         """
         now = {state: list(ways) for state, ways in begin.items()}
         for call in calls:
-            now = self._through(call, now, remat)
+            now = self._through(call, now, remat, limit)
         return now
 
     def _through(
-        self, call: Call, now: Mapping[State, Sequence[Way]], remat: str
+        self, call: Call, now: Mapping[State, Sequence[Way]], remat: str, limit: float
     ) -> dict[State, list[Way]]:
         found: dict[State, list[Way]] = defaultdict(list)
-        known: dict[object, list[tuple[Choice, Strategy]]] = {}
         for state, ways in now.items():
             have = {x.number: x for x in state.alive}
-            key = tuple((r, have[r].operand) for r in call.reads if r in have)
-            if key not in known:
-                known[key] = list(self._strategies(call, {r: o for r, o in key}))
-            for choice, strategy in known[key]:
+            for choice, strategy in self._offers(call, have):
                 forward, back = self._seconds(call, strategy, have, choice)
                 kept = sum(
                     self.holding.kept(x) + self.holding.gradients(x) for x in choice.values()
@@ -182,7 +181,11 @@ class Search:
                     for w in ways
                 ]  # fmt: skip
         again = 2 if remat else 1
-        return {state: undominated(ways, again) for state, ways in found.items()}
+        best = {
+            state: [w for w in undominated(ways, again) if again * w.forward + w.back <= limit]
+            for state, ways in found.items()
+        }
+        return {state: ways for state, ways in best.items() if ways}
 
     def _seconds(
         self, call: Call, strategy: Strategy, have: Mapping[int, Alive], choice: Choice
@@ -241,6 +244,15 @@ class Search:
         )
         return Alive(number, operand, number, operand.nbytes)
 
+    def _offers(self, call: Call, have: Mapping[int, Alive]) -> list[tuple[Choice, Strategy]]:
+        """Return the strategies of a call of such operands, found once on a mesh."""
+        given = {r: have[r].operand for r in call.reads if r in have}
+        given |= {r: self.inputs[r] for r in call.reads if r in self.inputs}
+        key = call, tuple(given.items())
+        if key not in self.offers:
+            self.offers[key] = list(self._strategies(call, given))
+        return self.offers[key]
+
     def _strategies(
         self, call: Call, have: Mapping[int, Operand]
     ) -> Iterator[tuple[Choice, Strategy]]:
@@ -263,9 +275,7 @@ class Search:
             if first is not None and (second is None or not matrices):
                 yield choice, first
 
-    def _ask(
-        self, call: Call, given: Mapping[int, Operand], choice: Choice
-    ) -> Strategy | None:
+    def _ask(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> Strategy | None:
         operands = [choice[r].operand if r in choice else given[r] for r in call.reads]
         found = self.table.ask(call, operands)
         return None if isinstance(found, str) else found

@@ -78,7 +78,9 @@ def peak(taken: Sequence[tuple[Column, int]]) -> float:
     """Return the most bytes that these layers hold at once."""
     most = sum(n * (c.kept + c.gradients) for c, n in taken)
     for c, _ in taken:
-        most = max(most, *(sum(n * _held(d, c, last) for d, n in taken) + c.most for last in (0, 1)))
+        most = max(
+            most, *(sum(n * _held(d, c, last) for d, n in taken) + c.most for last in (0, 1))
+        )
     return most
 
 

@@ -5,25 +5,19 @@ backward, on blocks on the meta device whose values lie as is asked: what implem
 step answers with the layouts of its results, what it moves, computes, saves and needs meanwhile.
 """
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import flop_registry
 
-from shardlib._compat import DispatchMode, tree_flatten
 from shardlib.collectives import Event, trace
-from shardlib.cost import slowest
 from shardlib.errors import ShardError
-from shardlib.memory_tracker import Live, tensors_in
-from shardlib.mesh import Axes, Link, Mesh, bind, within
-from shardlib.opspec import Args, Func, Kwargs
+from shardlib.mesh import Axes, Mesh, bind, within
 from shardlib.planning.calls import Call, Calls
-from shardlib.planning.constant_folding import on_shapes
+from shardlib.planning.work import Meter, Work
 from shardlib.tensor import Place, ShardedTensor
 
 
@@ -52,32 +46,6 @@ def operand_of(x: ShardedTensor) -> Operand:
     """Return where a value lies."""
     raw = x.raw
     return Operand(x.place, raw.dtype, tuple(raw.shape), raw.stride(), raw.requires_grad)
-
-
-@dataclass
-class Work:
-    """What a pass of a call takes of one rank.
-
-    ``along``    axes -> (bytes, messages) that it receives.
-    ``flops``    operations of products and attention; ``touched`` bytes that operators read and
-                 write; ``calls`` how many operators run.
-    """
-
-    along: dict[str, tuple[float, float]] = field(default_factory=dict)
-    flops: float = 0.0
-    touched: float = 0.0
-    calls: int = 0
-
-    def add(self, events: Sequence[Event]) -> None:
-        """Add transfers."""
-        for e in events:
-            self.receive(e.axis.split(), float(e.bytes), e.messages)
-
-    def receive(self, axes: Sequence[str], nbytes: float, messages: float) -> None:
-        """Add a transfer over axes."""
-        at = " ".join(axes)
-        had = self.along.get(at, (0.0, 0.0))
-        self.along[at] = had[0] + nbytes, had[1] + messages
 
 
 class GradientSum(NamedTuple):
@@ -112,25 +80,6 @@ class Strategy:
     sums: tuple[GradientSum, ...]
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Seconds of work: a link per axis, operations and bytes per second, seconds per operator."""
-
-    links: Mapping[str, Link]
-    flops: float
-    bandwidth: float = math.inf
-    call: float = 0.0
-
-    def seconds(self, work: Work) -> float:
-        """Add the seconds of computing and of transfers; none overlap."""
-        computing = work.flops / self.flops + work.touched / self.bandwidth + work.calls * self.call
-        return computing + self.moving(work.along)
-
-    def moving(self, along: Mapping[str, tuple[float, float]]) -> float:
-        """Add the seconds of transfers."""
-        return sum(slowest(axes.split(), self.links).seconds(*m) for axes, m in along.items())
-
-
 class Table:
     """Strategies of the calls of a step on a mesh, each found once.
 
@@ -148,6 +97,7 @@ class Table:
     def __init__(self, step: Calls, mesh: Mesh) -> None:
         self.step, self.mesh = step, mesh
         self.known: dict[Hashable, Strategy | str] = {}
+        self.offers: dict[Any, Any] = {}
 
     def ask(self, call: Call, operands: Sequence[Operand]) -> Strategy | str:
         """Return the strategy of a call of such operands, or why there is none."""
@@ -204,7 +154,7 @@ class _Run:
         raws = [x.raw for x in self.given]
         packed: list[Tensor] = []
         forward, backward = Work(), Work()
-        with _Meter(forward, raws) as meter, saved_tensors_hooks(_keeping(packed), lambda x: x):
+        with Meter(forward, raws) as meter, saved_tensors_hooks(_keeping(packed), lambda x: x):
             results = self.call.run(self.given)
         forward.add(self.events)
         owners = {_memory(x.raw): -1 - j for j, x in reversed(list(enumerate(results)))}
@@ -235,53 +185,10 @@ class _Run:
             return 0
         gradients = [torch.empty_like(x) for x in ends]
         before = len(self.events)
-        with _Meter(work, [*raws, *ends, *gradients]) as meter:
+        with Meter(work, [*raws, *ends, *gradients]) as meter:
             torch.autograd.grad(ends, starts, gradients, allow_unused=True)
         work.add(self.events[before:])
         return meter.peak
-
-
-class _Meter(Live):
-    """Bytes alive, and the work of the operators that run; memory of ``known`` tensors is no news."""
-
-    def __init__(self, work: Work, known: Sequence[Tensor]) -> None:
-        super().__init__(paper=True)
-        self.work = work
-        for x in known:
-            self._note(x, new=False)
-
-    def __torch_dispatch__(
-        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        operands = tensors_in((args, kwargs))
-        for x in operands:
-            self._note(x, new=False)
-        out = on_shapes(func, args, kwargs)
-        for x in tensors_in(out):
-            self._note(x, new=True)
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            self.work.flops += count(*args, **kwargs, out_val=out)
-            self.work.calls += 1
-        elif nbytes := _touched(func, operands, out):
-            self.work.touched += nbytes
-            self.work.calls += 1
-        return out
-
-
-def metered(work: Work) -> DispatchMode:
-    """Return a mode that adds the operations of what runs within it, and the bytes it touches."""
-    return _Meter(work, ())
-
-
-def _touched(func: Func, operands: Sequence[Tensor], out: object) -> int:
-    """Count the bytes that an operator reads and writes: none for a view, or for empty memory."""
-    aliases = [r.alias_info for r in func._schema.returns]
-    if any(a is not None and not a.is_write for a in aliases) or "empty" in func.__name__:
-        return 0
-    made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
-    return sum(x.nbytes for x in [*operands, *made])
 
 
 def _keeping(packed: list[Tensor]) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,114 @@
+"""Work of a step on one rank: transfers, operations, bytes read and written; and its seconds."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from shardlib._compat import tree_flatten
+from shardlib.collectives import Event
+from shardlib.cost import slowest
+from shardlib.memory_tracker import Live, tensors_in
+from shardlib.mesh import Link
+from shardlib.opspec import Args, Func, Kwargs
+from shardlib.planning.constant_folding import on_shapes
+
+_MOVES_NOTHING = ("empty", "new_empty", "_unsafe_view")
+
+
+@dataclass
+class Work:
+    """What a pass of a call takes of one rank.
+
+    ``along``    axes -> (bytes, messages) that it receives.
+    ``flops``    operations of products and attention; ``touched`` bytes that operators read and
+                 write; ``calls`` how many operators run.
+    """
+
+    along: dict[str, tuple[float, float]] = field(default_factory=dict)
+    flops: float = 0.0
+    touched: float = 0.0
+    calls: int = 0
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Add transfers."""
+        for e in events:
+            self.receive(e.axis.split(), float(e.bytes), e.messages)
+
+    def receive(self, axes: Sequence[str], nbytes: float, messages: float) -> None:
+        """Add a transfer over axes."""
+        at = " ".join(axes)
+        had = self.along.get(at, (0.0, 0.0))
+        self.along[at] = had[0] + nbytes, had[1] + messages
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of work: a link per axis, operations and bytes per second, seconds per operator."""
+
+    links: Mapping[str, Link]
+    flops: float
+    bandwidth: float = math.inf
+    call: float = 0.0
+
+    def seconds(self, work: Work) -> float:
+        """Add the seconds of computing and of transfers; none overlap."""
+        computing = work.flops / self.flops + work.touched / self.bandwidth + work.calls * self.call
+        return computing + self.moving(work.along)
+
+    def moving(self, along: Mapping[str, tuple[float, float]]) -> float:
+        """Add the seconds of transfers."""
+        return sum(slowest(axes.split(), self.links).seconds(*m) for axes, m in along.items())
+
+
+class Meter(Live):
+    """Bytes alive on paper, and the work of the operators that run.
+
+    ``work``   what is added to.
+    ``known``  tensors whose memory was there before.
+
+    >>> import torch
+    >>> x = torch.empty(4, 4, device="meta")
+    >>> with Meter(Work(), [x]) as meter:
+    ...     y = x @ x + 1
+    >>> meter.work.flops, meter.work.touched, meter.now, meter.peak
+    (128.0, 128.0, 64, 128)
+    """
+
+    def __init__(self, work: Work, known: Sequence[Tensor] = ()) -> None:
+        super().__init__(paper=True)
+        self.work = work
+        for x in known:
+            self._note(x, new=False)
+
+    def __torch_dispatch__(
+        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = tensors_in((args, kwargs))
+        for x in operands:
+            self._note(x, new=False)
+        out = on_shapes(func, args, kwargs)
+        for x in tensors_in(out):
+            self._note(x, new=True)
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.work.flops += count(*args, **kwargs, out_val=out)
+            self.work.calls += 1
+        elif nbytes := touched(func, operands, out):
+            self.work.touched += nbytes
+            self.work.calls += 1
+        return out
+
+
+def touched(func: Func, operands: Sequence[Tensor], out: object) -> int:
+    """Count the bytes that an operator reads and writes: none for a view, or for empty memory."""
+    aliases = [r.alias_info for r in func._schema.returns]
+    name = func.__name__
+    if any(a is not None and not a.is_write for a in aliases) or name.startswith(_MOVES_NOTHING):
+        return 0
+    made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
+    return sum(x.nbytes for x in [*operands, *made])
