@@ -102,8 +102,9 @@ class Tiers:
     def movers(self, device: torch.device) -> Movers:
         """Return the movers of a device; threads are started at the first call."""
         if device not in self._movers:
-            both = (Mover(n, device, self.rate) for n in ("loads", "gradients"))
-            self._movers[device] = Movers(*both, Mover("updates", torch.device("cpu")))
+            loads, gradients = (Mover(n, device, self.rate) for n in ("loads", "gradients"))
+            updates = Mover("updates", torch.device("cpu"))
+            self._movers[device] = Movers(loads, gradients, updates)
         return self._movers[device]
 
 
@@ -152,14 +153,13 @@ class TieredParts(Parts):
 def parts_in(cache: ChunkCache, index: Index, asks: Mapping[str, bool]) -> TieredParts:
     """Return the parameters whose rows a cache has."""
     index.__dict__["room"] = TieredRoom(cache)
-    values = {b.name: valued(cache, b, cache.rows[b.name], index, asks[b.name]) for b in index}
+    values = {b.name: valued(cache, b, asks[b.name]) for b in index}
     return TieredParts(values, index, cache.mesh)
 
 
-def valued(
-    cache: ChunkCache, bucket: Bucket, row: Tensor, index: Index, asks: bool = False
-) -> ShardedTensor:
-    """Return a row as a value that is read when no update of it is under way."""
+def valued(cache: ChunkCache, bucket: Bucket, asks: bool) -> ShardedTensor:
+    """Return a parameter's row as a value that is read when no update of it is under way."""
+    row = cache.rows[bucket.name]
     facts = Facts(RowRead(cache, bucket.name, row), grad=asks)
     return ShardedTensor.when_read(bucket.place(cache.mesh), row.dtype, row.device, facts)
 

@@ -56,6 +56,7 @@ class Buffers:
         self.held: list[Tensor] = []
         # number of a storage -> the last job that uses it
         self.jobs: dict[int, Ticket] = {}
+        weakref.finalize(self, _leave_all, ledger, tier, kind, self.held, shares).atexit = False
 
     def take(
         self, shape: Sequence[int], dtype: torch.dtype, spare: Callable[[int], object] | None = None
@@ -87,7 +88,7 @@ class Buffers:
     def trim(self) -> None:
         """Free the buffers that no tensor refers to."""
         unused = [t for t in self.held if storage_users(t) == 1]
-        self.held = [t for t in self.held if not any(t is u for u in unused)]
+        self.held[:] = [t for t in self.held if not any(t is u for u in unused)]
         for t in unused:
             self._wait(t)
             self.ledger.leave(self.tier, self.kind, t.nbytes // self.shares)
@@ -102,6 +103,11 @@ class Buffers:
         ticket = self.jobs.pop(t.untyped_storage()._cdata, None)
         if ticket is not None:
             ticket.wait()
+
+
+def _leave_all(ledger: Ledger, tier: str, kind: str, held: list[Tensor], shares: int) -> None:
+    for t in held:
+        ledger.leave(tier, kind, t.nbytes // shares)
 
 
 def host_row(like: Tensor, ledger: Ledger, kind: str, device: torch.device, shares: int) -> Tensor:

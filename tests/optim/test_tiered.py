@@ -105,18 +105,3 @@ def least(mesh: dict[str, int], dtype: torch.dtype = torch.float32) -> int:
     with sl.simulate(**mesh), pytest.raises(sl.ShardError, match="needs") as refused:
         o.zero(o.sgd(0.1), "data", 3, tiers=o.Tiers(device=1)).shard(model(1, dtype)[1])
     return int(str(refused.value).split("device=")[-1].strip(" )"))
-
-
-@pytest.mark.parametrize("count", [8, 12])
-@pytest.mark.parametrize("data", [1, 2])
-def test_a_step_loads_2_l_minus_c_blocks(count: int, data: int) -> None:
-    mesh = {"data": data, "x": 1}
-    part = block_bytes(mesh)
-    # gathered and sent: two of each, and what a sum is received in
-    beside = 2 * part if data == 1 else 2 * (2 * part) + 2 * (2 * 2 * part + part)
-    for room in (2, 3, 4, count - 1, count):
-        with sl.simulate(**mesh):
-            tiers = o.Tiers(device=beside + room * part)
-            found = run(o.adamw(0.01), tiers, count)
-        assert found["loads"] == [2 * count - room] * 3, room
-        assert tiers.ledger.peak["device"] <= beside + room * part
