@@ -436,7 +436,11 @@ class GradientSums:
         ``again``  the same ones each time, as long as nothing was derived from them.
         """
         if self.parts:
-            return _leaves([self.params], self.over, False)
+            leaves = _leaves([self.params], self.over, False)
+            if getattr(self.params, "in_tiers", False):
+                for i, w in enumerate(leaves.wanted):
+                    w.together = self, i
+            return leaves
         # the same blocks, in values of their own: what is derived from a value is kept with it
         if again and all(getattr(x, "facts", None) is None for x in self.old):
             return self.first
@@ -453,9 +457,6 @@ class GradientSums:
         ``inputs``  other leaves, which get their gradients as ``.grad``.
         ``retain``  whether some gradients of this graph are computed later.
         """
-        if getattr(self.params, "in_tiers", False):
-            for i, w in enumerate(wanted):
-                w.together = self, i
         torch.autograd.backward(ends, grads, retain, inputs=[*inputs, *wanted])
         while self.owed:
             i, finish = self.owed.pop(0)

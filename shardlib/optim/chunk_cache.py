@@ -99,15 +99,26 @@ class TieredRoom(Room):
     def __init__(self, cache: "ChunkCache") -> None:
         super().__init__()
         self.cache = cache
-        spare = weakref.WeakMethod(cache.spare)
+        spare = weakref.WeakMethod(self.spare)
         self.memory = GradientMemory(cache.ledger, cache.shares, lambda n: spare()(n))  # type: ignore[misc]
         self.gathered = Buffers(cache.ledger, "device", "gathered", cache.device, cache.shares)
         # gradients on their way to the host, and their device memory
         self.sent: list[tuple[Ticket, Tensor]] = []
+        # those of blocks that are read again before they are complete
+        self.partial: list[Any] = []
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a gather buffer that no tensor uses any more, or a new one."""
-        return self.gathered.take(shape, like.dtype, self.cache.spare)
+        return self.gathered.take(shape, like.dtype, self.spare)
+
+    def spare(self, nbytes: int) -> None:
+        """Free bytes of the device tier: send incomplete gradients to the host, then drop chunks."""
+        for pool in (self.gathered, self.cache.parts, self.memory):
+            pool.trim()  # type: ignore[union-attr]
+        while self.partial and nbytes > self.cache.ledger.left("device"):
+            self.partial.pop(0).leave()
+            self.memory.trim()  # type: ignore[attr-defined]
+        self.cache.spare(nbytes)
 
     def settle(self, most: int) -> None:
         """Wait for gradients on their way until at most so many are left."""
@@ -123,7 +134,7 @@ class TieredRoom(Room):
         """Post the copy of a reduced gradient to a row of the host, which is returned."""
         cache = self.cache
         row = cache.gradients.take(out.shape, out.dtype)
-        ticket = cache.movers.gradients.submit(partial(_copy, [(row, out)]), out.nbytes)
+        ticket = cache.movers.gradients.submit(partial(copied, [(row, out)]), out.nbytes)
         self.sent.append((ticket, out))
         return ticket, row
 
@@ -133,6 +144,7 @@ class TieredRoom(Room):
         for ticket, _ in self.sent:
             ticket.on_host()
         self.sent.clear()
+        self.partial.clear()
         self.memory.forget()  # type: ignore[attr-defined]
 
 
@@ -160,10 +172,15 @@ class ChunkCache:
         self.mesh, self.ledger, self.movers = mesh, ledger, movers
         self.device, self.depth = device, depth
         self.shares = len(played(mesh))
-        self.chunk_of = {b.name: chunk_of(index, b) for b in index}
+        self.chunk_of: dict[str, str] = {}
+        self.block_of: dict[str, str] = {}
         self.chunks: dict[str, list[Bucket]] = {}
         for b in index:
-            self.chunks.setdefault(self.chunk_of[b.name], []).append(b)
+            block, frozen = block_of(index, b)
+            # copies of what is frozen are never stale
+            self.chunk_of[b.name] = chunk = f"{block} frozen" if frozen else block
+            self.block_of[chunk] = block
+            self.chunks.setdefault(chunk, []).append(b)
         self.sizes = {c: sum(map(part_bytes, some)) for c, some in self.chunks.items()}
         self.rows: dict[str, Tensor] = {}
         # what stands for a row in a graph: no memory
@@ -178,7 +195,9 @@ class ChunkCache:
         names = list(self.chunks)[::-1]
         self.uses = Uses(names + names[::-1], names)
         self.trace: list[str] = []
-        self.at, self.now = -1, ""
+        self.at = -1
+        # the chunks in use: those of one block
+        self.used: dict[str, None] = {}
         self.steps = self.loads = 0
         self.room, self.ahead = self._room()
 
@@ -190,8 +209,11 @@ class ChunkCache:
         budget = self.ledger.budget["device"]
         if budget is None:
             return 1 << 62, True
+        by_block: dict[str, list[Bucket]] = {}
+        for chunk, some in self.chunks.items():
+            by_block.setdefault(self.block_of[chunk], []).extend(some)
         parts, gathered, gradients = (
-            sorted((sum(map(f, some)) for some in self.chunks.values()), reverse=True)
+            sorted((sum(map(f, some)) for some in by_block.values()), reverse=True)
             for f in (part_bytes, _gathered_bytes, _gradient_bytes)
         )
         beside = sum(gathered[:2]) + sum(gradients[:2])
@@ -230,31 +252,34 @@ class ChunkCache:
         Raises: ShardError if the device tier cannot hold it.
         """
         chunk = self.chunk_of[name]
-        if chunk != self.now or not self._is_valid(chunk):
+        if chunk not in self.used or not self._is_valid(chunk):
             self._use(chunk)
         self.copies[chunk].ticket.wait()
         return self.copies[chunk].parts[name]
 
     def _use(self, chunk: str) -> None:
-        self.release()
+        if any(self.block_of[c] != self.block_of[chunk] for c in self.used):
+            self.release()
         self.trace.append(chunk)
         self.at = self.uses.find(chunk, self.at)
         if chunk in self.copies and not self._is_valid(chunk):
+            self.used.pop(chunk, None)
             self._drop(chunk)
-        found = moves(self.uses, self.at, chunk, self.copies, self.sizes, self.room, self.depth)
+        how = self.copies, self.sizes, self.room, self.depth, self.used
+        found = moves(self.uses, self.at, chunk, *how)
         if found is None:
             raise self.ledger.full("device", f"block {chunk!r} does not fit", self.sizes[chunk])
         for kind, other in found:
             self._drop(other) if kind == "drop" else self._load(other)
         self._loaded(chunk)
         self._event(chunk, "use")
-        self.now = chunk
+        self.used[chunk] = None
 
     def release(self) -> None:
-        """End the use of a chunk."""
-        if self.now in self.copies:
-            self._event(self.now, "release")
-        self.now = ""
+        """End the use of all chunks."""
+        for chunk in self.used:
+            self._event(chunk, "release")
+        self.used.clear()
 
     def _is_valid(self, chunk: str) -> bool:
         copy = self.copies.get(chunk)
@@ -287,6 +312,8 @@ class ChunkCache:
 
     def _drop(self, chunk: str) -> None:
         self._loaded(chunk)
+        if self.states[chunk] == "used":
+            self._event(chunk, "release")
         self._event(chunk, "drop")
         del self.copies[chunk]
 
@@ -295,7 +322,7 @@ class ChunkCache:
 
     def spare(self, nbytes: int) -> None:
         """Drop chunks until the device tier has so many bytes left; they get less room from now on."""
-        rows = [(self.uses.after(c, self.at), c) for c in self.copies if c != self.now]
+        rows = [(self.uses.after(c, self.at), c) for c in self.copies if c not in self.used]
         for _, chunk in sorted(rows, reverse=True):
             if nbytes <= self.ledger.left("device"):
                 break
@@ -326,16 +353,13 @@ class ChunkCache:
         self.steps += 1
 
 
-def chunk_of(index: Index, bucket: Bucket) -> str:
-    """Return the name of the module's block whose parameters are in a bucket; frozen ones apart."""
-    group = index.items[bucket.slots[0].leaves[0]].group
-    first = group
-    while isinstance(first, tuple):
-        first = first[0]
-    held = (
-        isinstance(group, tuple) and isinstance(group[-1], tuple) and group[-1][-1:] == ("frozen",)
-    )
-    return f"{first} frozen" if held else str(first)
+def block_of(index: Index, bucket: Bucket) -> tuple[str, bool]:
+    """Return the name of the module's block whose parameters are in a bucket; whether they are frozen."""
+    words = index.items[bucket.slots[0].leaves[0]].group
+    frozen = isinstance(words, tuple) and words[-1:] == ("frozen",)
+    while isinstance(words, tuple):
+        words = words[0]
+    return str(words), frozen
 
 
 def part_bytes(bucket: Bucket) -> int:
@@ -355,7 +379,7 @@ def _gradient_bytes(bucket: Bucket) -> int:
     return (2 * bucket.length + middle) * bucket.dtype.itemsize + part_bytes(bucket)
 
 
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def copied(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for to, x in pairs:
             to.copy_(x, non_blocking=True)
@@ -364,4 +388,4 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def _load_rows(pairs: Any, rows: Mapping[str, Tensor], versions: dict[str, int]) -> None:
     # an update that this job waited for has ended
     versions.update((n, row._version) for n, row in rows.items())
-    _copy(pairs)
+    copied(pairs)

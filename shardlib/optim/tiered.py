@@ -10,7 +10,7 @@ Source: Ren et al., arXiv 2101.06840, section 4 (the update on the host); Fang e
 2108.05818 (chunks).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -19,6 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardlib._compat import backward_now
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Mesh, within
 from shardlib.optim.buckets import (
@@ -31,7 +32,7 @@ from shardlib.optim.buckets import (
     parts_of,
     pytree_node,
 )
-from shardlib.optim.chunk_cache import ChunkCache, Movers, TieredRoom
+from shardlib.optim.chunk_cache import ChunkCache, Movers, TieredRoom, copied
 from shardlib.optim.index import ZeroSettings
 from shardlib.optim.norms import global_norm, run_measured
 from shardlib.optim.precision import with_master
@@ -179,15 +180,33 @@ class TieredGradient(Gradient):
     def __init__(self, cache: ChunkCache, room: TieredRoom, *of: Any) -> None:
         super().__init__(*of)
         self.cache, self.room = cache, room
+        self.away: Tensor | None = None
 
     def add(self, grads: tuple[Tensor | None, ...]) -> None:
         """Add the gradients of one gather."""
+        away, self.away = self.away, None
         if self.flat is None:
             self.room.settle(1 if self.cache.ahead else 0)
+            if away is not None and self.task == backward_now():
+                self.flat = self._memory(self.bucket.length)
+                self.cache.movers.loads.submit(partial(copied, [(self.flat, away)])).wait()
+        if self in self.room.partial:
+            self.room.partial.remove(self)
         super().add(grads)
+        self.room.partial.append(self)
+
+    def leave(self) -> None:
+        """Send what was added so far to the host, until more is added."""
+        assert self.flat is not None
+        self.away = self.cache.gradients.take(self.flat.shape, self.flat.dtype)
+        self.cache.movers.gradients.submit(partial(copied, [(self.away, self.flat)])).wait()
+        self.room.memory.give(self.flat)
+        self.flat = None
 
     def post(self) -> Any:
         """Post the reduction and the copy to the host; return the wait for the row."""
+        if self in self.room.partial:
+            self.room.partial.remove(self)
         finish: Any = super().post()
         if finish is None:
             return None
@@ -220,7 +239,8 @@ class TieredBucket(BucketReading):
         super().__init__(bucket, params)
         self.cache, self.steps = params.cache, params.cache.steps
         self.room: Any = params.index.room
-        self.block = self.cache.chunk_of[bucket.name]
+        # what is not gathered is dropped too
+        self.block = self.cache.block_of[self.cache.chunk_of[bucket.name]]
         ours = self.cache.standing[bucket.name].untyped_storage()._cdata
         if self.part.untyped_storage()._cdata != ours:
             raise ShardError(
@@ -369,37 +389,44 @@ class TieredParameters(SplitParameters):
         return parts_in(cache, index, asks)
 
     def init(self, params: Tree) -> State:
-        """Initialise the state of the trained parts, chunk by chunk."""
-        mine = trained(params)
-        cache = _cache_of(params)
-        found: dict[int, dict[str, ShardedTensor]] = {}
-        last: Any = None
-        for names in _by_chunk(cache, mine):
-            part = self.inner.init(_stored(mine, names))
-            leaves, tree = optree.tree_flatten(part, is_leaf=_is_buckets, none_is_leaf=True)
-            for i, x in enumerate(leaves):
-                if _is_buckets(x):
-                    found.setdefault(i, {}).update((n, v) for n, v in _rows(cache, x).items())
-            last = leaves, tree
-        leaves, tree = last
+        """Initialise the state of the trained parts, chunk by chunk if the transform takes one."""
+        mine, cache = _plain(trained(params)), _cache_of(params)
+        chunks = _by_chunk(cache, mine)
+        try:
+            parts = [self._begun(cache, _stored(mine, names)) for names in chunks]
+        except ShardError:
+            # it needs them all, or refuses them
+            parts = []
+        if len({tree for _, tree in parts}) != 1:
+            parts = [self._begun(cache, _stored(mine, tuple(mine)))]
+        leaves, tree = parts[0]
+        rows = zip(*(some for some, _ in parts), strict=True)
         whole = [
-            Buckets({n: found[i][n] for n in mine}, mine.index, mine.mesh) if i in found else x
-            for i, x in enumerate(leaves)
+            _joined(row, mine) if _is_buckets(x) else x for x, row in zip(leaves, rows, strict=True)
         ]
         return optree.tree_unflatten(tree, whole)
+
+    def _begun(self, cache: ChunkCache, some: Buckets) -> tuple[list[Any], Any]:
+        """Initialise the state of some buckets in host memory; return its leaves and structure."""
+        leaves, tree = optree.tree_flatten(
+            self.inner.init(some), is_leaf=_is_buckets, none_is_leaf=True
+        )
+        return [_rows(cache, x) if _is_buckets(x) else x for x in leaves], tree
 
     def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
         """Update the first chunk, and post the updates of the others."""
         self.how.check_state(state)
-        mine, given = matched(params, grads, state)
+        mine, given = map(_plain, matched(params, grads, state))
         cache = _cache_of(params)
         for chunk in cache.chunks:
             cache.wait(chunk)
         chunks = _by_chunk(cache, mine)
-        if not self._splits(chunks, given, state, mine, step):
-            state = run_measured(self.inner, given, state, mine, step)
+        tree = optree.tree_structure(state, is_leaf=_is_buckets, none_is_leaf=True)
+        if not self._splits(tree, chunks, given, state, mine, step):
+            after = run_measured(self.inner, given, state, mine, step)
+            self.split[tree] = False
             cache.end_step({cache.chunk_of[names[0]]: None for names in chunks})
-            return state
+            return after
         norms = GlobalNorms(given)
         begun = replace(step)
         first, *rest = _in_order(cache, chunks)
@@ -419,20 +446,25 @@ class TieredParameters(SplitParameters):
             return run_measured(self.inner, *trees, step)
 
     def _splits(
-        self, chunks: Any, grads: Buckets, state: State, params: Buckets, step: Step
+        self, tree: Any, chunks: Any, grads: Buckets, state: State, params: Buckets, step: Step
     ) -> bool:
-        """Return whether chunks may be updated one by one: found out once, on copies of the smallest."""
-        leaves, tree = optree.tree_flatten(state, is_leaf=_is_buckets, none_is_leaf=True)
-        if self.how.tx.trait not in ("elementwise", "norm") or len(chunks) < 2:
-            return False
-        if any(isinstance(x, Tensor) for x in leaves):
+        """Return whether chunks may be updated one by one: found out once, on copies of each."""
+        leaves = optree.tree_leaves(state, is_leaf=_is_buckets)
+        several = self.how.tx.trait in ("elementwise", "norm") and len(chunks) > 1
+        if not several or any(isinstance(x, Tensor) for x in leaves):
             return False
         if tree not in self.split:
-            names = min(chunks, key=lambda some: sum(params[n].numel() for n in some))
-            trees = _taken(names, grads, state, params, copy=True)
             norms = GlobalNorms(grads)
-            after = self._update(norms, trees, replace(step))
-            self.split[tree] = not norms.strange and _merged(after, trees[1]) is not None
+            for names in chunks:
+                trees = _taken(names, grads, state, params, copy=True)
+                try:
+                    after = self._update(norms, trees, replace(step))
+                except ShardError:
+                    # it needs them all, or refuses this step
+                    return False
+                if norms.strange or _merged(after, trees[1]) is None:
+                    return False
+            self.split[tree] = True
         return self.split[tree]
 
 
@@ -476,9 +508,9 @@ def _stored(tree: Tree, names: tuple[str, ...], copy: bool = False) -> Any:
     def one(x: Any) -> Any:
         if not isinstance(x, Buckets):
             return x
-        raws = {n: row_of(x[n]).detach() for n in names}
+        raws = {n: row_of(x[n]).detach() for n in names if n in x}
         values = {n: ShardedTensor(r.clone() if copy else r, x[n].place) for n, r in raws.items()}
-        return Buckets(values, x.index.subset(names), x.mesh)
+        return Buckets(values, x.index.subset(tuple(raws)), x.mesh)
 
     return optree.tree_map(one, tree, is_leaf=_is_buckets, none_is_leaf=True)
 
@@ -488,15 +520,30 @@ def _taken(names: tuple[str, ...], *trees: Tree, copy: bool = False) -> Any:
     return tuple(_stored(t, names, copy) for t in trees)
 
 
-def _rows(cache: ChunkCache, some: Buckets) -> dict[str, ShardedTensor]:
+def _rows(cache: ChunkCache, some: Buckets) -> Buckets:
     """Copy buckets of a state to host memory."""
     out = {}
-    for bucket in some.index:
-        x = some[bucket.name]
+    for name, x in some.items():
         row = cache.row(x.raw.detach(), "state")
-        facts = Facts(RowRead(cache, bucket.name, row))
-        out[bucket.name] = ShardedTensor.when_read(x.place, row.dtype, row.device, facts)
-    return out
+        facts = Facts(RowRead(cache, name, row))
+        out[name] = ShardedTensor.when_read(x.place, row.dtype, row.device, facts)
+    return Buckets(out, some.index, some.mesh)
+
+
+def _joined(parts: Sequence[Buckets], mine: Buckets) -> Buckets:
+    """Return the buckets of all chunks as one."""
+    found = {n: x for some in parts for n, x in some.items()}
+    names = tuple(n for n in mine if n in found)
+    return Buckets(
+        {n: found[n] for n in names},
+        mine.index.subset(names) if len(names) < len(mine) else mine.index,
+        mine.mesh,
+    )
+
+
+def _plain(some: Buckets) -> Buckets:
+    """Return the same values as Buckets: trees that are combined are of one type."""
+    return Buckets(some, some.index, some.mesh)
 
 
 def _merged(after: State, before: State) -> Any:

@@ -88,6 +88,7 @@ class Move(NamedTuple):
 
 def moves(
     uses: Uses, at: int, now: str, held: Collection[str], sizes: Mapping[str, int], room: int, depth: int = 1,
+    used: Collection[str] = (),
 ) -> list[Move] | None:  # fmt: skip
     """List the moves at the moment at which chunk ``now`` is used; None if it does not fit.
 
@@ -96,6 +97,7 @@ def moves(
     ``sizes``  bytes of each.
     ``room``   bytes that they may take together.
     ``depth``  how many uses early chunks are loaded.
+    ``used``   other chunks in use, which stay.
 
     >>> uses, sizes = Uses("abccba"), dict.fromkeys("abc", 1)
     >>> moves(uses, 1, "b", {"a", "b"}, sizes, 2)
@@ -109,7 +111,9 @@ def moves(
             continue
         gone = []
         # ties are broken by name, the same on all ranks
-        rows = sorted(((uses.after(c, at), c) for c in here if c != now), reverse=True)
+        rows = sorted(
+            ((uses.after(c, at), c) for c in here if c != now and c not in used), reverse=True
+        )
         for last, other in rows:
             if taken - sum(sizes[c] for c in gone) + sizes[chunk] <= room:
                 break
