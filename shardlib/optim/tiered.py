@@ -237,6 +237,8 @@ class TieredBucket(BucketReading):
 
     def __init__(self, bucket: Bucket, params: TieredParts) -> None:
         super().__init__(bucket, params)
+        # of a frozen value, which is read as it is
+        self.given = params[bucket.name].facts
         self.cache, self.steps = params.cache, params.cache.steps
         self.room: Any = params.index.room
         # what is not gathered is dropped too
@@ -257,7 +259,8 @@ class TieredBucket(BucketReading):
 
     def reads(self, value: ShardedTensor) -> bool:
         """Return whether this value is the part that is read, unchanged."""
-        return value.is_stored and value.raw is self.part and not self.is_changed
+        same = value.raw is self.part if value.is_stored else value.facts is self.given
+        return same and not self.is_changed
 
     def _new_gradient(self) -> Gradient:
         return TieredGradient(self.cache, self.room, self.index, self.bucket, self.mesh, self.part)
