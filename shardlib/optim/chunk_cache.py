@@ -269,17 +269,26 @@ class ChunkCache:
         found = moves(self.uses, self.at, chunk, *how)
         if found is None:
             raise self.ledger.full("device", f"block {chunk!r} does not fit", self.sizes[chunk])
+        # before it is loaded, so that it is not dropped for what is loaded with it
+        self.used[chunk] = None
         for kind, other in found:
-            self._drop(other) if kind == "drop" else self._load(other)
+            if kind == "drop":
+                self._drop(other)
+            elif other == chunk or self._fits(other):
+                self._load(other)
         self._loaded(chunk)
         self._event(chunk, "use")
-        self.used[chunk] = None
 
     def release(self) -> None:
         """End the use of all chunks."""
         for chunk in self.used:
-            self._event(chunk, "release")
+            if self.states.get(chunk) == "used":
+                self._event(chunk, "release")
         self.used.clear()
+
+    def _fits(self, chunk: str) -> bool:
+        """Return whether a chunk may be loaded early without dropping what is needed sooner."""
+        return self.sizes[chunk] <= self.ledger.left("device") + self.parts.unused
 
     def _is_valid(self, chunk: str) -> bool:
         copy = self.copies.get(chunk)

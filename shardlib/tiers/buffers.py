@@ -85,6 +85,11 @@ class Buffers:
         """Keep a buffer from being written again before a job on it has ended."""
         self.jobs[x.untyped_storage()._cdata] = ticket
 
+    @property
+    def unused(self) -> int:
+        """The bytes of buffers that no tensor refers to."""
+        return sum(t.nbytes // self.shares for t in self.held if storage_users(t) == 1)
+
     def trim(self) -> None:
         """Free the buffers that no tensor refers to."""
         unused = [t for t in self.held if storage_users(t) == 1]
