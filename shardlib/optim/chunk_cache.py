@@ -320,6 +320,9 @@ class ChunkCache:
             self._event(chunk, "loaded")
 
     def _drop(self, chunk: str) -> None:
+        if chunk not in self.copies:
+            # it was dropped for other bytes meanwhile
+            return
         self._loaded(chunk)
         if self.states[chunk] == "used":
             self._event(chunk, "release")

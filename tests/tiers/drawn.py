@@ -38,7 +38,7 @@ RECIPES: dict[str, tuple[list[dict[str, int]], Any]] = {
         sl.recipes.megatron1d,
     ),
     "optimus2d": (
-        [{"data": 1, "x": 1, "y": 1}, {"data": 1, "x": 2, "y": 2}, {"data": 2, "x": 2, "y": 1}],
+        [{"data": 1, "x": 1, "y": 1}, {"data": 2, "x": 2, "y": 1}, {"data": 1, "x": 2, "y": 2}],
         sl.recipes.optimus2d,
     ),
     "ring": ([{"data": 1, "s": 2}, {"data": 2, "s": 2}], sl.recipes.ring),
