@@ -314,7 +314,8 @@ def _moved(tree: Any) -> Any:
 
 def _again(x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
-        new: Tensor = ShardedTensor(x.raw, x.place)
+        # a value that is fetched when it is read stays so
+        new: Tensor = x.at(x.place)
         if "_is_param" in x.__dict__:
             # a read through the class costs more than all of this
             new._is_param = True  # type: ignore[attr-defined]

@@ -1,8 +1,6 @@
 """Explanations: the operations of a function with their bytes and memory, as a table of text."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -360,23 +358,3 @@ def size(n: float | Fraction) -> str:
         if n >= scale:
             return f"{float(n) / scale:.2f} {unit}"
     return f"{float(n):.0f} B"
-
-
-_UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
-
-
-def bytes_in(given: float | str) -> float:
-    """Return a number of bytes: a number, or a text with a unit, which is GiB where there is none.
-
-    Raises: BadArgument.
-
-    >>> bytes_in(100), bytes_in("8GB"), bytes_in("1MiB") == bytes_in(2**20)
-    (100, 8000000000.0, True)
-    """
-    if not isinstance(given, str):
-        return given
-    unit = next((u for u in _UNITS if given.endswith(u)), "")
-    with suppress(ValueError):
-        if 0 < (found := float(given.removesuffix(unit)) * _UNITS.get(unit, 2**30)) < math.inf:
-            return found
-    raise BadArgument(f"{given!r} is no number of bytes", op="explain", fix="memory='80GiB'")
