@@ -14,7 +14,10 @@ from shardlib.mesh import Mesh, scope
 LARGE = 1 << 28
 """Bytes: a smaller allocation does not justify reading the system's counters."""
 
-_UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
+_UNITS = {
+    "TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6,
+    "KiB": 2**10, "KB": 10**3,
+}  # fmt: skip
 
 
 def bytes_in(given: float | str, op: str = "explain", fix: str = "memory='80GiB'") -> float:
@@ -22,8 +25,8 @@ def bytes_in(given: float | str, op: str = "explain", fix: str = "memory='80GiB'
 
     Raises: BadArgument.
 
-    >>> bytes_in(100), bytes_in("8GB"), bytes_in("1MiB") == bytes_in(2**20)
-    (100, 8000000000.0, True)
+    >>> bytes_in(100), bytes_in("8GB"), bytes_in("1MiB") == bytes_in(2**20), bytes_in("2 KiB")
+    (100, 8000000000.0, True, 2048.0)
     """
     if not isinstance(given, str):
         return given
