@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardlib._compat import backward_now
+from shardlib.collectives import holds_values
 from shardlib.errors import ShardError, Unsupported
 from shardlib.mesh import Mesh, within
 from shardlib.optim.buckets import (
@@ -393,6 +394,9 @@ class TieredParameters(SplitParameters):
 
     def init(self, params: Tree) -> State:
         """Initialise the state of the trained parts, chunk by chunk if the transform takes one."""
+        if isinstance(params, Parts) and not holds_values(params.mesh):
+            # on paper nothing is in a tier
+            return super().init(params)
         mine, cache = _plain(trained(params)), _cache_of(params)
         chunks = _by_chunk(cache, mine)
         try:

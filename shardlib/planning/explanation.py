@@ -48,6 +48,31 @@ class Row:
         return *call, *self.forward, "backward", *self.backward
 
 
+@dataclass(frozen=True)
+class TierUse:
+    """What memory tiers hold and move in a step that repeats, per rank.
+
+    ``device``  bytes that parameters take there, beside ``transient``; ``host`` kind -> bytes.
+    ``blocks``  the blocks of the module; ``loads`` how often one is loaded in a step.
+    ``loaded``, ``sent``  bytes to the device and from it.
+    """
+
+    device: int
+    host: Mapping[str, int]
+    blocks: int
+    loads: int
+    loaded: int
+    sent: int
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{kind} {size(n)}" for kind, n in self.host.items() if n)
+        return (
+            f"host        {size(sum(self.host.values()))}: {held}\n"
+            f"loads       {self.loads} of {self.blocks} blocks: {size(self.loaded)} to the device, "
+            f"{size(self.sent)} from it"
+        )
+
+
 @dataclass
 class Explanation:
     """The operations that communicate or multiply, and the totals.
@@ -58,6 +83,8 @@ class Explanation:
     ``transient``              the most bytes alive on top of these: tensors saved for backward, as
                                ``remat`` sets them, temporaries, gradients.
     ``peak``                   all three together.
+    ``tiers``                  what memory tiers hold and move; parameters are then those on the
+                               device, and the state is in host memory.
     ``bound``                  the least bytes that any algorithm must receive for the forward
                                products, each alone (Al Daas et al., SPAA 2022); ``products`` has
                                the bytes received for them here.
@@ -69,6 +96,7 @@ class Explanation:
     transient: int
     state: int = 0
     saved: int = 0
+    tiers: TierUse | None = None
 
     @property
     def peak(self) -> int:
@@ -174,6 +202,8 @@ class Explanation:
             lines.append(f"state       {size(self.state)} of the optimizer")
         lines.append(f"transient   {size(self.transient)} at the most, beside them")
         lines.append(f"peak        {size(self.peak)}")
+        if self.tiers is not None:
+            lines.append(str(self.tiers))
         for name, t in (("forward", self.forward), ("backward", self.backward)):
             lines.append(f"{name:<11} {size(t.bytes)} in {t.messages} messages")
         if self.bound:

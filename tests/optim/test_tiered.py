@@ -105,3 +105,25 @@ def least(mesh: dict[str, int], dtype: torch.dtype = torch.float32) -> int:
     with sl.simulate(**mesh), pytest.raises(sl.ShardError, match="needs") as refused:
         o.zero(o.sgd(0.1), "data", 3, tiers=o.Tiers(device=1)).shard(model(1, dtype)[1])
     return int(str(refused.value).split("device=")[-1].strip(" )"))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("more", [0, 1, 3])
+def test_an_explanation_says_what_is_held_and_loaded(mesh: Any, more: int) -> None:
+    with sl.simulate(**mesh):
+        f, params = model(4)
+        tiers = o.Tiers(device=least(mesh) + more * block_bytes(mesh))
+        tx = o.zero(o.adamw(0.01), "data", 3, tiers=tiers)
+        params = tx.shard(params)
+        said = sl.explain(f, params, tx=tx).tiers
+        state = tx.init(params)
+        for _ in range(3):
+            before, moved = params.cache.loads, params.cache.movers.loads.moved
+            _, grads = sl.value_and_grad(f, into=tx)(params)
+            loads = params.cache.loads - before
+            loaded = params.cache.movers.loads.moved - moved
+            params, state, _ = o.step(tx, params, grads, state)
+        assert said is not None
+        assert (said.blocks, said.loads) == (4, loads)
+        assert said.loaded * params.cache.shares == loaded
+        assert said.host == dict(tiers.ledger.peaks["host"])
