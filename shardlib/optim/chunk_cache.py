@@ -207,8 +207,6 @@ class ChunkCache:
         Raises: ShardError for a budget below what one block needs.
         """
         budget = self.ledger.budget["device"]
-        if budget is None:
-            return 1 << 62, True
         by_block: dict[str, list[Bucket]] = {}
         for chunk, some in self.chunks.items():
             by_block.setdefault(self.block_of[chunk], []).extend(some)
@@ -216,6 +214,9 @@ class ChunkCache:
             sorted((sum(map(f, some)) for some in by_block.values()), reverse=True)
             for f in (part_bytes, _gathered_bytes, _gradient_bytes)
         )
+        self.largest = parts[0]
+        if budget is None:
+            return 1 << 62, True
         beside = sum(gathered[:2]) + sum(gradients[:2])
         if budget >= beside + sum(parts[:2]):
             return budget - beside, True
@@ -340,7 +341,7 @@ class ChunkCache:
                 break
             self._drop(chunk)
             self.parts.trim()
-            self.room = sum(self.sizes[c] for c in self.copies)
+            self.room = max(sum(self.sizes[c] for c in self.copies), self.largest)
 
     # ------------------------------------------------------------ steps
 
