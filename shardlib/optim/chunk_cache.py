@@ -130,13 +130,17 @@ class TieredRoom(Room):
             else:
                 self.flying.pop(0)()
 
-    def send(self, out: Tensor) -> tuple[Ticket, Tensor]:
+    def send(self, name: str, out: Tensor) -> tuple[Ticket, Tensor]:
         """Post the copy of a reduced gradient to a row of the host, which is returned."""
         cache = self.cache
         row = cache.gradients.take(out.shape, out.dtype)
         ticket = cache.movers.gradients.submit(partial(copied, [(row, out)]), out.nbytes)
         self.sent.append((ticket, out))
-        return ticket, row
+        if cache.eager is None:
+            return ticket, row
+        cache.eager(name, ticket, row)
+        # it is used there alone
+        return ticket, row.new_empty(()).expand(row.shape)
 
     def forget(self) -> None:
         """Drop what a backward that raised has left."""
@@ -199,6 +203,8 @@ class ChunkCache:
         # the chunks in use: those of one block
         self.used: dict[str, None] = {}
         self.steps = self.loads = 0
+        # takes each bucket's gradient when it is sent, where chunks are updated in backward
+        self.eager: Callable[[str, Ticket, Tensor], object] | None = None
         self.room, self.ahead = self._room()
 
     def _room(self) -> tuple[int, bool]:
