@@ -130,13 +130,17 @@ class TieredRoom(Room):
             else:
                 self.flying.pop(0)()
 
-    def send(self, out: Tensor) -> tuple[Ticket, Tensor]:
+    def send(self, name: str, out: Tensor) -> tuple[Ticket, Tensor]:
         """Post the copy of a reduced gradient to a row of the host, which is returned."""
         cache = self.cache
         row = cache.gradients.take(out.shape, out.dtype)
         ticket = cache.movers.gradients.submit(partial(copied, [(row, out)]), out.nbytes)
         self.sent.append((ticket, out))
-        return ticket, row
+        if cache.eager is None:
+            return ticket, row
+        cache.eager(name, ticket, row)
+        # it is used there alone
+        return ticket, row.new_empty(()).expand(row.shape)
 
     def forget(self) -> None:
         """Drop what a backward that raised has left."""
@@ -199,6 +203,8 @@ class ChunkCache:
         # the chunks in use: those of one block
         self.used: dict[str, None] = {}
         self.steps = self.loads = 0
+        # takes each bucket's gradient when it is sent, where chunks are updated in backward
+        self.eager: Callable[[str, Ticket, Tensor], object] | None = None
         self.room, self.ahead = self._room()
 
     def _room(self) -> tuple[int, bool]:
@@ -207,8 +213,6 @@ class ChunkCache:
         Raises: ShardError for a budget below what one block needs.
         """
         budget = self.ledger.budget["device"]
-        if budget is None:
-            return 1 << 62, True
         by_block: dict[str, list[Bucket]] = {}
         for chunk, some in self.chunks.items():
             by_block.setdefault(self.block_of[chunk], []).extend(some)
@@ -216,6 +220,9 @@ class ChunkCache:
             sorted((sum(map(f, some)) for some in by_block.values()), reverse=True)
             for f in (part_bytes, _gathered_bytes, _gradient_bytes)
         )
+        self.largest = parts[0]
+        if budget is None:
+            return 1 << 62, True
         beside = sum(gathered[:2]) + sum(gradients[:2])
         if budget >= beside + sum(parts[:2]):
             return budget - beside, True
@@ -340,7 +347,7 @@ class ChunkCache:
                 break
             self._drop(chunk)
             self.parts.trim()
-            self.room = sum(self.sizes[c] for c in self.copies)
+            self.room = max(sum(self.sizes[c] for c in self.copies), self.largest)
 
     # ------------------------------------------------------------ steps
 

@@ -10,7 +10,8 @@ Source: Ren et al., arXiv 2101.06840, section 4 (the update on the host); Fang e
 2108.05818 (chunks).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -220,7 +221,7 @@ class TieredGradient(Gradient):
         return arrived
 
     def _landed(self, out: Tensor) -> Any:
-        return self.room.send(out)
+        return self.room.send(self.bucket.name, out)
 
     def returned(self, finish: Any) -> Tensor:
         """Refuse to return a row of the host to autograd."""
@@ -247,10 +248,11 @@ class TieredBucket(BucketReading):
         ours = self.cache.standing[bucket.name].untyped_storage()._cdata
         if self.part.untyped_storage()._cdata != ours:
             raise ShardError(
-                "these parts were computed from those in memory tiers, and are in none",
+                "these parts were computed from those in memory tiers, or are differentiated again, "
+                "and are in none",
                 op="tiers",
                 mesh=self.mesh,
-                fix="params = params.with_values(sl.optim.state_dict(params))",
+                fix="params = sl.optim.load_state_dict(params, sl.optim.state_dict(changed))",
             )
 
     @property
@@ -338,12 +340,14 @@ class GlobalNorms:
     ``strange``  whether a norm of other values was computed, which needs them all at once.
     """
 
-    def __init__(self, grads: Buckets) -> None:
+    def __init__(self, grads: Buckets | None) -> None:
         self.grads, self.found = grads, dict[float, Tensor]()
         self.strange = False
 
     def of(self, p: float) -> Tensor:
-        """Return the norm of order ``p``, computed once."""
+        """Return the norm of order ``p``, computed once; 0 where there are no gradients."""
+        if self.grads is None:
+            return torch.zeros((), dtype=torch.float64, device="cpu")
         if p not in self.found:
             with within(norms=None):
                 self.found[p] = global_norm(self.grads, p)
@@ -428,10 +432,8 @@ class TieredParameters(SplitParameters):
         for chunk in cache.chunks:
             cache.wait(chunk)
         chunks = _by_chunk(cache, mine)
-        tree = optree.tree_structure(state, is_leaf=_is_buckets, none_is_leaf=True)
-        if not self._splits(tree, chunks, given, state, mine, step):
+        if not self._splits(cache, state, mine):
             after = run_measured(self.inner, given, state, mine, step)
-            self.split[tree] = False
             cache.end_step({cache.chunk_of[names[0]]: None for names in chunks})
             return after
         norms = GlobalNorms(given)
@@ -452,27 +454,95 @@ class TieredParameters(SplitParameters):
         with within(norms=_ChunkNorms(norms, trees[0])):
             return run_measured(self.inner, *trees, step)
 
-    def _splits(
-        self, tree: Any, chunks: Any, grads: Buckets, state: State, params: Buckets, step: Step
-    ) -> bool:
+    def _splits(self, cache: ChunkCache, state: State, params: Buckets) -> bool:
         """Return whether chunks may be updated one by one: found out once, on copies of each."""
-        leaves = optree.tree_leaves(state, is_leaf=_is_buckets)
-        several = self.how.tx.trait in ("elementwise", "norm") and len(chunks) > 1
-        if not several or any(isinstance(x, Tensor) for x in leaves):
+        leaves, tree = optree.tree_flatten(state, is_leaf=_is_buckets, none_is_leaf=True)
+        if self.how.tx.trait not in ("elementwise", "norm"):
+            return False
+        if any(isinstance(x, Tensor) for x in leaves):
             return False
         if tree not in self.split:
-            norms = GlobalNorms(grads)
-            for names in chunks:
-                trees = _taken(names, grads, state, params, copy=True)
-                try:
-                    after = self._update(norms, trees, replace(step))
-                except ShardError:
-                    # it needs them all, or refuses this step
-                    return False
-                if norms.strange or _merged(after, trees[1]) is None:
-                    return False
-            self.split[tree] = True
+            self.split[tree] = all(
+                self._stands_alone(_taken(names, params, state, params, copy=True))
+                for names in _by_chunk(cache, params)
+            )
         return self.split[tree]
+
+    def _stands_alone(self, trees: tuple[Any, Any, Any]) -> bool:
+        """Return whether a chunk is updated alone, as copies of it are by gradients of zero."""
+        grads, state, _ = trees
+        for g in grads.values():
+            g.raw.zero_()
+        norms = GlobalNorms(None)
+        try:
+            after = self._update(norms, trees, Step())
+        except ShardError:
+            # it needs them all
+            return False
+        return not norms.strange and _merged(after, state) is not None
+
+    def eager(self, params: Tree, state: State, step: Step) -> "Any":
+        """Return a context in which backward updates chunks, or None if it needs all gradients."""
+        if self.how.tx.trait != "elementwise" or not isinstance(params, TieredParts):
+            return None
+        self.how.check_state(state)
+        mine = _plain(trained(params))
+        if not self._splits(params.cache, state, mine):
+            return None
+        return _eager(self, params.cache, state, mine, step)
+
+
+@contextmanager
+def _eager(
+    by: TieredParameters, cache: ChunkCache, state: State, params: Buckets, step: Step
+) -> Iterator[Callable[[], State]]:
+    """Update each chunk when its gradients are in host memory; yield a function for the new state."""
+    for chunk in cache.chunks:
+        cache.wait(chunk)
+    missing = {cache.chunk_of[names[0]]: set(names) for names in _by_chunk(cache, params)}
+    came: dict[str, tuple[Ticket, Tensor]] = {}
+    tickets: dict[str, Ticket] = {}
+    norms = GlobalNorms(params)
+
+    def update(chunk: str) -> None:
+        names = tuple(b.name for b in cache.chunks[chunk] if b.name in params)
+        given = {n: came.pop(n) for n in names}
+        grads = {n: ShardedTensor(row, params[n].place) for n, (_, row) in given.items()}
+        trees = (
+            Buckets(grads, params.index.subset(names), params.mesh),
+            *_taken(names, state, params),
+        )
+        job = partial(by._update, norms, trees, step if not tickets else replace(step))
+        after = [ticket for ticket, _ in given.values()]
+        # at most two chunks' gradients wait for their update
+        for old in list(tickets.values())[:-1]:
+            old.on_host()
+        tickets[chunk] = cache.movers.updates.submit(job, after=after)
+
+    def arrived(name: str, ticket: Ticket, row: Tensor) -> None:
+        chunk = cache.chunk_of[name]
+        came[name] = ticket, row
+        missing[chunk].discard(name)
+        if not missing[chunk]:
+            del missing[chunk]
+            update(chunk)
+
+    def after() -> State:
+        # what the loss does not depend on has a gradient of zero
+        for name in [n for some in missing.values() for n in some]:
+            row = cache.gradients.take(row_of(params[name]).shape, params[name].dtype).zero_()
+            arrived(name, cache.movers.gradients.submit(lambda: None), row)
+        first = next(iter(tickets.values())).on_host()
+        cache.end_step(tickets)
+        return _merged(first, state)
+
+    cache.eager = arrived
+    try:
+        yield after
+    finally:
+        cache.eager = None
+        # also where backward raised
+        cache.updates.update(tickets)
 
 
 def _cut(index: Index, mesh: Mesh) -> tuple[Bucket, ...]:

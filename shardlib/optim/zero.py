@@ -109,7 +109,7 @@ def zero(
     made: Any = SplitParameters(how) if stage == 3 else SplitState(how)
     if tiers is not None:
         made = TieredParameters(how, tiers)
-    both = {"sink": made.sink, "shard": made.shard}
+    both = {"sink": made.sink, "shard": made.shard, "eager": getattr(made, "eager", None)}
     return Transform(made.init, made.update, tx.trait, made.donate, heeds=True, **both)
 
 
