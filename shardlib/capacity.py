@@ -1,5 +1,6 @@
-"""Free memory of a device; an operation that needs more is refused before it begins."""
+"""Bytes as text; free memory of a device: an operation that needs more is refused before it begins."""
 
+import math
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -7,11 +8,33 @@ from typing import Any
 
 import torch
 
-from shardlib.errors import ShardError
+from shardlib.errors import BadArgument, ShardError
 from shardlib.mesh import Mesh, scope
 
 LARGE = 1 << 28
 """Bytes: a smaller allocation does not justify reading the system's counters."""
+
+_UNITS = {
+    "TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6,
+    "KiB": 2**10, "KB": 10**3,
+}  # fmt: skip
+
+
+def bytes_in(given: float | str, op: str = "explain", fix: str = "memory='80GiB'") -> float:
+    """Return a number of bytes: a number, or a text with a unit, which is GiB where there is none.
+
+    Raises: BadArgument.
+
+    >>> bytes_in(100), bytes_in("8GB"), bytes_in("1MiB") == bytes_in(2**20), bytes_in("2 KiB")
+    (100, 8000000000.0, True, 2048.0)
+    """
+    if not isinstance(given, str):
+        return given
+    unit = next((u for u in _UNITS if given.endswith(u)), "")
+    with suppress(ValueError):
+        if 0 < (found := float(given.removesuffix(unit)) * _UNITS.get(unit, 2**30)) < math.inf:
+            return found
+    raise BadArgument(f"{given!r} is no number of bytes", op=op, fix=fix)
 
 
 def available(device: torch.device) -> int | None:

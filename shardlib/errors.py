@@ -477,7 +477,8 @@ def user_line(frame: FrameType | None = None, *, only: bool = False, line: int =
     while frame is not None:
         name = frame.f_code.co_filename
         inside = name.startswith((_HERE, "<")) or any(
-            part in name for part in ("/torch/", "/optree/", "/contextlib.py", "/threading.py")
+            part in name
+            for part in ("/torch/", "/optree/", "/contextlib.py", "/functools.py", "/threading.py")
         )
         if not inside:
             # a notebook's cell

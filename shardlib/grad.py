@@ -33,6 +33,7 @@ from shardlib.tensor import (
     Together,
     gradient_of,
     leaf_block,
+    leaf_of,
     refuse_blocks,
     settle,
     type_or_class,
@@ -270,7 +271,9 @@ def _error(why: str, fix: str) -> ShardError:
 
 
 def _held(x: Any, inside: bool) -> Any:
-    return x.detach() if isinstance(x, Tensor) and not inside else x
+    # a frozen value that is fetched when it is read stays so
+    stays = inside or not isinstance(x, Tensor) or not getattr(x, "is_stored", True)
+    return x if stays else x.detach()
 
 
 def _position(n: int, count: int) -> int:
@@ -341,7 +344,7 @@ def _leaf(x: object, axes: Axes, inside: bool) -> Tensor:
     if not isinstance(x, ShardedTensor):
         return _apart(x, inside)
     place = x.place.mesh.memo("leaf", (x.place, axes), lambda: deferring(x, axes))
-    return ShardedTensor(leaf_block(_apart(x.raw, inside)), place)
+    return ShardedTensor(leaf_block(_apart(leaf_of(x), inside)), place)
 
 
 def _apart(raw: Tensor, inside: bool) -> Tensor:
@@ -408,6 +411,8 @@ class GradientSums:
         self.given: set[int] = set()
         self.memory: set[int] = set()
         self.result: dict[int, Tensor] = {}
+        # gradients that are on their way to another memory tier
+        self.owed: list[tuple[int, Callable[[], Tensor]]] = []
 
     @cached_property
     def first(self) -> _Leaves:
@@ -431,7 +436,11 @@ class GradientSums:
         ``again``  the same ones each time, as long as nothing was derived from them.
         """
         if self.parts:
-            return _leaves([self.params], self.over, False)
+            leaves = _leaves([self.params], self.over, False)
+            if getattr(self.params, "in_tiers", False):
+                for i, w in enumerate(leaves.wanted):
+                    w.together = self, i
+            return leaves
         # the same blocks, in values of their own: what is derived from a value is kept with it
         if again and all(getattr(x, "facts", None) is None for x in self.old):
             return self.first
@@ -449,26 +458,40 @@ class GradientSums:
         ``retain``  whether some gradients of this graph are computed later.
         """
         torch.autograd.backward(ends, grads, retain, inputs=[*inputs, *wanted])
+        while self.owed:
+            i, finish = self.owed.pop(0)
+            self._sum(i, finish())
         sent = (x.grad for x in inputs if x.grad is not None)
         self.memory.update(g.untyped_storage()._cdata for g in sent)
         for i, w in enumerate(wanted):
             self._add(i, w, retain)
 
     def _add(self, i: int, w: Tensor, retain: bool = False) -> None:
-        g, old = w.grad, self.sums.get(i)
+        g = w.grad
         # autograd itself adds to the gradient of the same leaf, in place
-        if g is None or g is old:
+        if g is None or g is self.sums.get(i):
             return
         assert i not in self.given, "no gradient of a parameter comes after its last"
-        if old is None:
-            # of one row, gradients may be views of one tensor, which those computed later read
-            memory = g.untyped_storage()._cdata
-            self.sums[i] = g.to(wider(g.dtype), copy=retain or memory in self.memory)
-            self.memory.add(memory)
-        else:
-            old.add_(g)
+        # of one row, gradients may be views of one tensor, which those computed later read
+        memory = g.untyped_storage()._cdata
+        self._sum(i, g, retain or memory in self.memory)
+        self.memory.add(memory)
         if self.sums[i] is not g:
             w.grad = None
+
+    def _sum(self, i: int, g: Tensor, copy: bool = False) -> None:
+        if (old := self.sums.get(i)) is None:
+            self.sums[i] = g.to(wider(g.dtype), copy=copy)
+        else:
+            old.add_(g)
+
+    def takes(self, i: int) -> bool:
+        """Check whether a leaf's gradient may come after backward, see ``Together``."""
+        return not torch.is_grad_enabled()
+
+    def owe(self, i: int, finish: Callable[[], Tensor]) -> None:
+        """Add the gradient that ``finish()`` returns when backward has ended."""
+        self.owed.append((i, finish))
 
     @contextmanager
     def ending(self, leaves: Sequence[int]) -> Iterator[None]:

@@ -13,6 +13,7 @@ import optree
 import torch.distributed as dist
 from torch import nn
 
+from shardlib.capacity import bytes_in
 from shardlib.command.config import Config, ConfigError, answer, near, takes_file, told
 from shardlib.command.from_config import axes_of, hugging_face, module_of, rows_of, under_launcher
 from shardlib.command.keys import explained
@@ -20,7 +21,6 @@ from shardlib.command.train import checked
 from shardlib.errors import BadArgument
 from shardlib.mesh import Link
 from shardlib.planning.cluster import CLUSTERS, Cluster, measured
-from shardlib.planning.explanation import bytes_in
 from shardlib.planning.plan import RECIPES, Plan, Weighed, plan
 
 

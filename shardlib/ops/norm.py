@@ -102,16 +102,16 @@ class _Normalise(Local):
     @staticmethod
     def forward(ctx: Ctx, norm: _RowNorm, x: Tensor, w: Factor, b: Factor) -> Tensor:
         ctx.norm = norm
-        ctx.shift = b
         out, mean, scale = _forward(norm, x, w, b)
-        ctx.save_for_backward(x, w, mean, scale)
+        # the shift too: what is not saved so keeps a gathered parameter
+        ctx.save_for_backward(x, w, mean, scale, b)
         return out
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> Grads:
-        norm, b = ctx.norm, ctx.shift
+        norm = ctx.norm
         # read once: a checkpoint may recompute them at each access
-        saved = ctx.saved_tensors
+        *saved, b = ctx.saved_tensors
         if torch.is_grad_enabled():
             raws = (*saved[:2], b)
             again = vjp_again(

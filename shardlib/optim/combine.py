@@ -254,8 +254,8 @@ def multi_steps(tx: Transform, every: int) -> Transform:
         for t in pieces(total)[0]:
             t.div_(every)
         inner = run_in_place(tx, total, state.inner, params, step)
-        for t in pieces(total)[0]:
-            # padding too: a divided 0 may be NaN
+        # padding too: a divided 0 may be NaN; around zero the sum is not kept
+        for t in pieces(total)[0] if made is MultiState else []:
             t.zero_()
         return begun(total, inner)
 

@@ -39,12 +39,12 @@ from shardlib.optim.buckets import (
     parts_of,
     pytree_node,
 )
-from shardlib.optim.index import IndexCache, ZeroSettings, changed, index_of, same_index
+from shardlib.optim.index import IndexCache, Indexed, ZeroSettings, changed, index_of, same_index
 from shardlib.optim.norms import run_measured
 from shardlib.optim.precision import with_master
 from shardlib.optim.transform import Step
 from shardlib.optim.trees import other_tree
-from shardlib.tensor import Facts, ShardedTensor, together_of, typeof
+from shardlib.tensor import Facts, ShardedTensor, leaf_of, together_of, typeof
 
 
 @pytree_node
@@ -81,11 +81,14 @@ class Parts(Buckets):
         and an accelerator's thread frees nodes after backward has returned.
         """
         if not torch.is_grad_enabled():
-            return Reading(self)
+            return self._new_reading()
         reading: Reading | None = self.__dict__.get("last")
         if reading is None or not reading.is_of(self):
-            reading = self.__dict__["last"] = Reading(self)
+            reading = self.__dict__["last"] = self._new_reading()
         return reading
+
+    def _new_reading(self) -> "Reading":
+        return Reading(self)
 
 
 class BucketReading:
@@ -100,7 +103,7 @@ class BucketReading:
 
     def __init__(self, bucket: Bucket, params: Parts) -> None:
         self.bucket = bucket
-        self.part: Tensor = params[bucket.name].raw
+        self.part = leaf_of(params[bucket.name])
         self.version = self.part._version
         self.block: object = None
         if bucket.hops:
@@ -111,18 +114,26 @@ class BucketReading:
         self.blocks: dict[bool, dict[int, Tensor]] = {}
         self.facts: weakref.WeakValueDictionary[int, Facts] = weakref.WeakValueDictionary()
 
-    def reads(self, part: Tensor) -> bool:
-        """Return whether this is the part that is read, unchanged."""
-        return part is self.part and part._version == self.version
+    @property
+    def is_changed(self) -> bool:
+        """Whether the part was changed since it was read."""
+        return self.part._version != self.version
+
+    def reads(self, value: ShardedTensor) -> bool:
+        """Return whether this value is the part that is read, unchanged."""
+        return value.raw is self.part and not self.is_changed
 
     def input(self) -> Tensor:
         """Return the part as input of all gathers of one graph."""
         if not (self.part.requires_grad and torch.is_grad_enabled()):
             return self.part
         if self.node is None:
-            self.gradient = Gradient(self.index, self.bucket, self.mesh, self.part)
+            self.gradient = self._new_gradient()
             self.node = _BucketPart.apply(self.part, self.gradient)  # type: ignore[assignment]
         return self.node  # type: ignore[return-value]
+
+    def _new_gradient(self) -> "Gradient":
+        return Gradient(self.index, self.bucket, self.mesh, self.part)
 
     def forget(self) -> None:
         """Drop the blocks, and caches derived from them, which would keep the bucket alive."""
@@ -145,7 +156,7 @@ class Reading:
         self.index = params.index
         self.mesh = params.mesh
         self.room = params.index.room
-        self.buckets = {b.name: BucketReading(b, params) for b in self.index}
+        self.buckets = {b.name: self._reading_of(b, params) for b in self.index}
         self.flat: dict[BucketReading, Tensor] = {}
         self.coming: dict[BucketReading, tuple[Tensor, Callable[[], object]]] = {}
         self.at: dict[int, BucketReading] = {}
@@ -155,11 +166,14 @@ class Reading:
         self.asked = -1
         self.ended = False
 
+    def _reading_of(self, bucket: Bucket, params: Parts) -> BucketReading:
+        return BucketReading(bucket, params)
+
     def is_of(self, params: Parts) -> bool:
         """Return whether forward may go on with it: the same parts and thread, and no backward yet."""
         if self.ended or self.thread != get_ident():
             return False
-        return all(self.buckets[name].reads(x.raw) for name, x in params.items())
+        return all(self.buckets[name].reads(x) for name, x in params.items())
 
     def values(self) -> dict[str, ShardedTensor]:
         """Map each path to a value without a block; reading it gathers."""
@@ -194,7 +208,7 @@ class Reading:
 
     def again(self, one: BucketReading) -> Tensor:
         """Gather a bucket again, in backward, and post the gather of the one read before it."""
-        if one.part._version != one.version:
+        if one.is_changed:
             raise ShardError(
                 "parameters were changed between forward and backward, which gathers them again",
                 op="apply",
@@ -204,7 +218,7 @@ class Reading:
         if one in self.seen:
             at = self.seen.index(one)
             if at and self.seen[at - 1] not in self.done:
-                self._start(self.seen[at - 1])
+                self._start_ahead(self.seen[at - 1])
         self._at_the_end()
         return flat
 
@@ -216,15 +230,22 @@ class Reading:
         at, order = len(self.seen), self.room.order
         # prefetch only while this forward reads in the recorded order
         if order[at - 1 : at] == [one.bucket.name] and at < len(order):
-            self._start(self.buckets[order[at]])
+            self._start_ahead(self.buckets[order[at]])
+
+    def _start_ahead(self, one: BucketReading) -> None:
+        self._start(one)
+
+    def _part(self, one: BucketReading) -> Tensor:
+        """Return the part that is gathered."""
+        return one.part.detach()
 
     def _start(self, one: BucketReading) -> None:
         """Post a bucket's gather, once."""
         if one in self.coming or one in self.flat:
             return
         with torch.no_grad():
-            shard, bucket = one.part.detach(), one.bucket
-            if one.block is None:
+            shard, bucket = self._part(one), one.bucket
+            if not bucket.hops:
                 self.coming[one] = shard, lambda: None
                 return
             flat = self.room.buffer(storage_shape(self.mesh, bucket.length), shard)
@@ -369,17 +390,25 @@ class Gradient:
             later = self.bucket.scatter(flat, out, self.mesh, room.memory)
 
             @cache
-            def finish() -> Tensor:
+            def finish() -> Any:
                 with torch.no_grad():
                     later()
                 if out is not flat:
                     room.memory.give(flat)
-                return out
+                return self._landed(out)
 
             room.flying.append(finish)
             while len(room.flying) > 2:
                 room.flying.pop(0)()
         return finish
+
+    def _landed(self, out: Tensor) -> Any:
+        """Return the gradient's part when its sum is complete."""
+        return out
+
+    def returned(self, finish: Callable[[], Tensor]) -> Tensor:
+        """Return the part to autograd, which adds to it or runs hooks on it."""
+        return finish()
 
     def part_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Return the part of these gradients' sum, differentiable again."""
@@ -417,7 +446,8 @@ class _BucketPart(Local):
         if more is None and leaf is not None and leaf[0].takes(leaf[1]):
             leaf[0].owe(leaf[1], finish)
             return None, None
-        return finish() if more is None else more + finish(), None
+        part = ctx.gradient.returned(finish)
+        return part if more is None else more + part, None
 
 
 class _GatherBucket(Local):
@@ -453,31 +483,36 @@ class SplitParameters:
         """Keep only this rank's parts of the parameters; frozen ones get buckets of their own."""
         if isinstance(params, Parts):
             return params
+        at, asks = self.placed(params)
+        out = Parts(dict(parts_of(at.leaves, at.where, at.mesh)), at.where, at.mesh)
+        for name, asked in asks.items():
+            out[name].raw.requires_grad_(asked)
+        return out
+
+    def placed(self, params: Tree) -> tuple[Indexed, dict[str, bool]]:
+        """Return the parameters with their index, and whether each bucket requires grad."""
         leaves, tree = optree.tree_flatten(params)
         held = frozen(leaves)
         asked = [isinstance(x, ShardedTensor) and x.raw.requires_grad for x in leaves]
         at = self.cache.index(params, leaves, held, tree)
-        out = Parts(dict(parts_of(at.leaves, at.where, at.mesh)), at.where, at.mesh)
-        for bucket in at.where:
-            flags = {asked[i] for s in bucket.slots for i in s.leaves}
-            out[bucket.name].raw.requires_grad_(flags == {True})
-        return out
+        rows = ((b.name, {asked[i] for s in b.slots for i in s.leaves}) for b in at.where)
+        return at, {name: flags == {True} for name, flags in rows}
 
     def init(self, params: Tree) -> State:
         """Initialise the state of the trained parts."""
-        return self.inner.init(_trained(_parted(params)))
+        return self.inner.init(trained(_parted(params)))
 
     def update(self, grads: Tree, state: State, params: Tree = None) -> tuple[Any, Any]:
         """Return updates of the parts, None for frozen ones, and the new state."""
         self.how.check_update(params)
-        mine, given = _matched(params, grads, state)
+        mine, given = matched(params, grads, state)
         updates, state = self.inner.update(given, state, mine)
         return params.like({n: updates.get(n) for n in params}), state
 
     def donate(self, grads: Tree, state: State, params: Tree, step: Step) -> State:
         """Step the parts in place; nothing is gathered before they are read."""
         self.how.check_state(state)
-        mine, given = _matched(params, grads, state)
+        mine, given = matched(params, grads, state)
         state = run_measured(self.inner, given, state, mine, step)
         params.index.room.memory.give(*(g.raw for g in given.values()))
         return state
@@ -497,7 +532,7 @@ def _parted(params: Tree) -> Parts:
     return params
 
 
-def _trained(params: Buckets) -> Buckets:
+def trained(params: Buckets) -> Buckets:
     """Return the buckets that are trained."""
     held = frozen(list(params.values()))
     if not any(held):
@@ -505,9 +540,9 @@ def _trained(params: Buckets) -> Buckets:
     return params.subset(tuple(n for n, f in zip(params, held, strict=True) if not f))
 
 
-def _matched(params: Tree, grads: Tree, state: State) -> tuple[Buckets, Buckets]:
+def matched(params: Tree, grads: Tree, state: State) -> tuple[Buckets, Buckets]:
     """Return parameters and gradients of the trained buckets, checked to match."""
-    mine = _trained(_parted(params))
+    mine = trained(_parted(params))
     theirs = index_of(state)
     ours = mine.index.all
     if theirs is not None and theirs is not ours and theirs.items != ours.items:

@@ -11,7 +11,7 @@ no replicas, although every rank's share is then updated by another rule.
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardlib.collectives import checking, verify
 from shardlib.errors import ShardError
+from shardlib.grad import value_and_grad
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim.buckets import Buckets
 from shardlib.optim.norms import global_norm
@@ -109,6 +110,45 @@ def step(
     news = hand_over(params, grads, state, after)
     compare("optim.step", *news, tx, lr=told.lr, skipped=told.skipped)
     return *news, Info(told.norm, told.lr, told.unchanged)
+
+
+def value_and_step(
+    f: Callable[..., Any], tx: Transform, **how: Any
+) -> Callable[..., tuple[Any, Any, Any, Info]]:
+    """Turn a loss into ``(params, state, ...) -> (loss, params, state, info)``: a step of ``tx``.
+
+    Parameters and state are donated, as by ``step``.  In memory tiers, where no transform needs all
+    gradients together (a norm, a mean of several), a block is updated as soon as backward has its
+    gradient, and no gradient waits: 2 bytes less for each bfloat16 parameter.  If backward raises
+    then, some parameters are updated already.
+    ``how``  arguments of ``value_and_grad``; with micro-batches gradients are added up first.
+
+    >>> import shardlib as sl
+    >>> with sl.simulate(data=2):
+    ...     params = {"w": sl.shard(torch.ones(4), ".")}
+    ...     tx = sl.optim.sgd(0.25)
+    ...     step = value_and_step(lambda p: p["w"].square().sum(), tx)
+    ...     loss, params, state, info = step(params, tx.init(params))
+    >>> loss.item(), params["w"].local, info.lr
+    (4.0, tensor([0.5000, 0.5000, 0.5000, 0.5000]), 0.25)
+    """
+    check_transform(tx, "optim.value_and_step")
+    both = value_and_grad(f, **how)
+
+    def run(params: Any, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Info]:
+        told = Step()
+        eager = None
+        if tx.eager is not None and not how.get("microbatches"):
+            eager = tx.eager(params, begun(state), told)
+        if eager is None:
+            loss, grads = both(params, *args, **kwargs)
+            return loss, *step(tx, params, grads, state)
+        with eager as after:
+            loss, _ = both(params, *args, **kwargs)
+        news = hand_over(params, (), state, after())
+        return loss, *news, Info(told.norm, told.lr, told.unchanged)
+
+    return run
 
 
 def apply_updates(params: Params, updates: object) -> Params:
@@ -314,7 +354,8 @@ def _moved(tree: Any) -> Any:
 
 def _again(x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
-        new: Tensor = ShardedTensor(x.raw, x.place)
+        # a value that is fetched when it is read stays so
+        new: Tensor = x.at(x.place)
         if "_is_param" in x.__dict__:
             # a read through the class costs more than all of this
             new._is_param = True  # type: ignore[attr-defined]

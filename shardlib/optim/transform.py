@@ -138,6 +138,9 @@ class Transform(NamedTuple):
     ``halves``   whether ``donate`` steps bfloat16 parameters with a companion of the bits that they
                  lack of fp32, see ``Step.beside``.
     ``heeds``    whether ``donate`` itself changes nothing where ``step.sound`` is False.
+    ``eager``    ``eager(params, state, step)`` returns a context in which backward updates each
+                 parameter when its gradient is complete, and which gives the state afterwards; None
+                 where the gradients are needed together, see ``value_and_step``.
 
     >>> import torch, shardlib as sl
     >>> tx = sl.optim.Transform(
@@ -163,6 +166,7 @@ class Transform(NamedTuple):
     shard: Callable[[Any], Any] = kept_whole
     halves: bool = False
     heeds: bool = False
+    eager: Callable[[Any, Any, Step], Any] | None = None
 
 
 def stateless(f: Callable[[Tree], Tree], trait: str = "elementwise") -> Transform:

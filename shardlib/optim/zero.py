@@ -13,6 +13,7 @@ Source: Rajbhandari et al., arXiv 1910.02054, sections 5.1 (stage 1, P_os) and 5
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from shardlib.optim.precision import Master
 from shardlib.optim.sink import summing
 from shardlib.optim.stage1_2 import SplitState
 from shardlib.optim.stage3 import SplitParameters
+from shardlib.optim.tiered import TieredParameters, Tiers
 from shardlib.optim.transform import Transform, check_transform
 
 
@@ -37,6 +39,7 @@ def zero(
     gather_dtype: torch.dtype | None = None,
     inner: str | None = None,
     keep: bool = False,
+    tiers: Tiers | None = None,
 ) -> Transform:
     """Split ``tx``'s state over mesh axes; parameters and gradients keep their layouts.
 
@@ -65,6 +68,8 @@ def zero(
                       ``axis``.
     ``keep``          at stage 3: keep gathered parameters for backward instead of gathering them
                       again.
+    ``tiers``         at stage 3: parameters, gradients and state are in host memory, and each block
+                      is loaded for its computation, see ``Tiers``.
 
     Gradients may be ``+ sum(axis)`` (``value_and_grad(..., pending=axis)``: reduce-scattered here),
     in buckets (``value_and_grad(..., into=tx)``), or already summed (sliced, nothing moves).
@@ -91,12 +96,20 @@ def zero(
         )
     axes = axes_of(axis)
     how = ZeroSettings(tx, axes, stage, bucket_mb, master, reduce_dtype, gather_dtype, inner, keep)
-    _check_stage(how)
+    _check_stage(how, tiers is not None)
     _check_dtypes(how)
+    _refuse(
+        tiers is not None and (stage != 3 or keep),
+        "memory tiers hold the parts of stage 3, which are loaded and gathered again in backward",
+        f"sl.optim.zero(tx, axis={axes_text(axes)}, stage=3, tiers=tiers)",
+        Unsupported,
+    )
     if stage == 0:
         return tx._replace(sink=partial(summing, cache=IndexCache(how)))
-    made = SplitParameters(how) if stage == 3 else SplitState(how)
-    both = {"sink": made.sink, "shard": made.shard}
+    made: Any = SplitParameters(how) if stage == 3 else SplitState(how)
+    if tiers is not None:
+        made = TieredParameters(how, tiers)
+    both = {"sink": made.sink, "shard": made.shard, "eager": getattr(made, "eager", None)}
     return Transform(made.init, made.update, tx.trait, made.donate, heeds=True, **both)
 
 
@@ -105,9 +118,13 @@ def _refuse(wrong: object, message: str, fix: str, kind: type[ShardError] = Shar
         raise kind(message, op="zero", fix=fix)
 
 
-def _check_stage(how: ZeroSettings) -> None:
+def _check_stage(how: ZeroSettings, tiers: bool) -> None:
     """Refuse axes, stages and transforms."""
-    _refuse(not how.axes, "there is no axis to split over", 'sl.optim.zero(tx, axis="data")')
+    _refuse(
+        not how.axes and not tiers,
+        "there is no axis to split over",
+        'sl.optim.zero(tx, axis="data")',
+    )
     stage, call = how.stage, f"sl.optim.zero(tx, axis={axes_text(how.axes)}"
     _refuse(
         type(stage) is not int or not 0 <= stage <= 3,

@@ -9,10 +9,10 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from shardlib._compat import DispatchMode, tree_flatten
 from shardlib.opspec import Args, Func, Kwargs
+from shardlib.planning.work import operations, touched
 
 Names = frozenset[Hashable]
 
@@ -152,21 +152,6 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
                 if isinstance(x, Tensor):
                     self._add(x, names)
         return out
-
-
-def touched(func: Func, operands: Iterable[Tensor], out: object) -> int:
-    """Count the bytes that an operator reads and writes: none for a view of an operand."""
-    aliases = [r.alias_info for r in func._schema.returns]
-    if any(a is not None and not a.is_write for a in aliases):
-        return 0
-    made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
-    return sum(x.nbytes for x in [*operands, *made])
-
-
-def operations(func: Func, out: object, args: Args, kwargs: Kwargs) -> float:
-    """Count the floating point operations of an operator: of products, convolutions, attention."""
-    count = flop_registry.get(func.overloadpacket)
-    return 0.0 if count is None else count(*args, **kwargs, out_val=out)
 
 
 def _joined(names: Iterable[Names]) -> Names:

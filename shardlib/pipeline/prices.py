@@ -16,20 +16,19 @@ from shardlib._compat import tree_flatten
 from shardlib.collectives import Event, Trace, trace
 from shardlib.cost import slowest
 from shardlib.grad import GradientSums, frozen
-from shardlib.memory_tracker import Live
 from shardlib.mesh import Link, record, within
 from shardlib.microbatches import MicroBatches
 from shardlib.modules.paths import Paths
-from shardlib.opspec import Args, Func, Kwargs
+from shardlib.opspec import Args, Kwargs
 from shardlib.optim.transform import Transform
 from shardlib.pipeline.cut import Cut
-from shardlib.pipeline.flow import operations, touched
 from shardlib.pipeline.forward import block_of_output
 from shardlib.pipeline.schedules import Action, PipelineSchedule, timeline
 from shardlib.pipeline.step import PipelineStep, Traffic
 from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import CallRecorder, bytes_of, sink_of
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost
+from shardlib.planning.work import Meter, Work
 
 
 class ActionCost(NamedTuple):
@@ -44,21 +43,6 @@ class ActionCost(NamedTuple):
     events: list[Event]
     kept: int
     most: int
-
-
-class _FlopMeter(Live):
-    """Live bytes, the operations of products and attention so far, and the bytes that all touch."""
-
-    flops, touched = 0.0, 0
-
-    def __torch_dispatch__(
-        self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.flops += operations(func, out, args, kwargs or {})
-        operands = tree_flatten((args, kwargs or {}))[0]
-        self.touched += touched(func, [x for x in operands if isinstance(x, Tensor)], out)
-        return out
 
 
 class _Mail:
@@ -118,7 +102,7 @@ class _PaperStep(PipelineStep):
         kinds = {a.kind for row in self.table.tables for a in row}
         # the call of the module knows this one
         self.pipeline, paper = self.module, self.pipeline
-        with Paths() as paths, trace() as t, _FlopMeter(paper=True) as meter:
+        with Paths() as paths, trace() as t, Meter(Work()) as meter:
             self.watch = CallRecorder(t, self.inner.size, True, paths)
             self.meter, self.events = meter, t.events
             for after in [["B"]] * ("B" in kinds) + [["I", "W"]] * ("I" in kinds) or [[]]:
@@ -131,13 +115,17 @@ class _PaperStep(PipelineStep):
 
     def _do(self, a: Action) -> None:
         self.sums, m, n = self.of_place[self.ranks[a.stage]], self.meter, len(self.events)
-        flops, read, before, m.peak = m.flops, m.touched, m.now, m.now
+        flops, read, before, m.peak = m.work.flops, m.work.touched, m.now, m.now
         self.watch.turn(None)
         with within(watcher=self.watch):
             super()._do(a)
         self.watch.turn(None)
         self.costs[a.kind, a.stage] = ActionCost(
-            m.flops - flops, m.touched - read, self.events[n:], m.now - before, m.peak - before
+            m.work.flops - flops,
+            m.work.touched - read,
+            self.events[n:],
+            m.now - before,
+            m.peak - before,
         )
 
     def stage(self, s: int, links: Mapping[str, Link], cluster: Cluster) -> StageCost:
@@ -159,7 +147,7 @@ class _PaperStep(PipelineStep):
 
     def place(self, r: int, links: Mapping[str, Link]) -> PlaceCost:
         """Return the cost of a place on the axis; its sums of gradients end."""
-        with trace() as t, _FlopMeter(paper=True) as meter:
+        with trace() as t, Meter(Work()) as meter:
             self.of_place[r].finish()
         tied, nbytes = self.tied, self.pipeline.nbytes
         names = [n for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]

@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from shardlib.capacity import bytes_in
 from shardlib.collectives import spans_processes
 from shardlib.dtypes import wider
 from shardlib.errors import ShardError, Unsupported
@@ -38,7 +39,7 @@ from shardlib.pipeline.units import Fitting, blocks_of, units_of
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Answers, Known
 from shardlib.planning.explain import Inputs, call_of_stages, on_paper
-from shardlib.planning.explanation import PipelineExplanation, bytes_in
+from shardlib.planning.explanation import PipelineExplanation
 from shardlib.tensor import ShardedTensor
 
 

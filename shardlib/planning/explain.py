@@ -27,14 +27,17 @@ from shardlib.ops.registry import Match
 from shardlib.opspec import Args, Func, Kwargs
 from shardlib.optim.buckets import Buckets, Memory
 from shardlib.optim.sink import Sink
+from shardlib.optim.stage3 import Parts
+from shardlib.optim.tiered import TieredParts
 from shardlib.optim.transform import Transform
 from shardlib.placing import padded_size
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Known
-from shardlib.planning.explanation import Explanation, PipelineExplanation, Row
+from shardlib.planning.explanation import Explanation, PipelineExplanation, Row, TierUse
 from shardlib.planning.grids import lower_bound
 from shardlib.planning.work import Meter, Work
 from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
+from shardlib.tiers.schedule import loads as scheduled_loads
 
 T = TypeVar("T")
 Inputs = Tensor | Sequence[object] | Mapping[str, object]
@@ -198,9 +201,27 @@ class _Call(NamedTuple):
                 if backward:
                     watch.back(out, raws, together, sink)
             state = 0 if tx is None else bytes_of(tx.init(params))
-        own = bytes_of(params)
         work.add(t.events)
-        return Explanation(watch.rows, dict(paper.axes), own, live.peak, state, saved, work)
+        found = Explanation(
+            watch.rows, dict(paper.axes), bytes_of(params), live.peak, state, saved, work=work
+        )
+        own = self.params
+        return _in_tiers(found, own) if isinstance(own, TieredParts) else found
+
+
+def _in_tiers(found: Explanation, params: TieredParts) -> Explanation:
+    """Return the explanation of a step whose parameters and state are in host memory."""
+    cache = params.cache
+    room = min(cache.room, sum(cache.sizes.values()))
+    loads = scheduled_loads(cache.uses, cache.sizes, cache.room, cache.depth) or []
+    sent = sum(cache.sizes[c] for c in cache.uses.stale)
+    host = {"parameters": found.parameters, "gradients": sent, "state": found.state}
+    use = TierUse(
+        room, host, len(cache.sizes), len(loads), sum(cache.sizes[c] for c in loads), sent
+    )
+    # on paper the gradients stayed on the device
+    left = max(found.transient - sent, found.saved)
+    return replace(found, parameters=room, transient=left, state=0, tiers=use)
 
 
 def _papers(tree: Any, paper: Mesh) -> Any:
@@ -214,7 +235,8 @@ def _papers(tree: Any, paper: Mesh) -> Any:
             fix = "sl.explain(apply, params, inputs, tx=tx)"
             raise Unsupported(why, op="explain", mesh=x.mesh, fix=fix)
         # an index of its own has no memory yet, as that of a first step
-        return type(x)({n: on_paper(v, paper) for n, v in x.items()}, replace(x.index), paper)
+        kind = Parts if isinstance(x, TieredParts) else type(x)
+        return kind({n: on_paper(v, paper) for n, v in x.items()}, replace(x.index), paper)
 
     buckets = lambda x: isinstance(x, Buckets)  # noqa: E731
     return optree.tree_map(one, tree, is_leaf=buckets, none_is_leaf=True)

@@ -1,8 +1,6 @@
 """Explanations: the operations of a function with their bytes and memory, as a table of text."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -51,6 +49,31 @@ class Row:
         return *call, *self.forward, "backward", *self.backward
 
 
+@dataclass(frozen=True)
+class TierUse:
+    """What memory tiers hold and move in a step that repeats, per rank.
+
+    ``device``  bytes that parameters take there, beside ``transient``; ``host`` kind -> bytes.
+    ``blocks``  the blocks of the module; ``loads`` how often one is loaded in a step.
+    ``loaded``, ``sent``  bytes to the device and from it.
+    """
+
+    device: int
+    host: Mapping[str, int]
+    blocks: int
+    loads: int
+    loaded: int
+    sent: int
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{kind} {size(n)}" for kind, n in self.host.items() if n)
+        return (
+            f"host        {size(sum(self.host.values()))}: {held}\n"
+            f"loads       {self.loads} of {self.blocks} blocks: {size(self.loaded)} to the device, "
+            f"{size(self.sent)} from it"
+        )
+
+
 @dataclass
 class Explanation:
     """The operations that communicate or multiply, and the totals.
@@ -61,6 +84,8 @@ class Explanation:
     ``transient``              the most bytes alive on top of these: tensors saved for backward, as
                                ``remat`` sets them, temporaries, gradients.
     ``peak``                   all three together.
+    ``tiers``                  what memory tiers hold and move; parameters are then those on the
+                               device, and the state is in host memory.
     ``work``                   operations, bytes that operators touch and transfers of both passes.
     ``bound``                  the least bytes that any algorithm must receive for the forward
                                products, each alone (Al Daas et al., SPAA 2022); ``products`` has
@@ -73,6 +98,7 @@ class Explanation:
     transient: int
     state: int = 0
     saved: int = 0
+    tiers: TierUse | None = None
     work: Work = field(default_factory=Work)
 
     @property
@@ -179,6 +205,8 @@ class Explanation:
             lines.append(f"state       {size(self.state)} of the optimizer")
         lines.append(f"transient   {size(self.transient)} at the most, beside them")
         lines.append(f"peak        {size(self.peak)}")
+        if self.tiers is not None:
+            lines.append(str(self.tiers))
         for name, t in (("forward", self.forward), ("backward", self.backward)):
             lines.append(f"{name:<11} {size(t.bytes)} in {t.messages} messages")
         if self.bound:
@@ -363,23 +391,3 @@ def size(n: float | Fraction) -> str:
         if n >= scale:
             return f"{float(n) / scale:.2f} {unit}"
     return f"{float(n):.0f} B"
-
-
-_UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
-
-
-def bytes_in(given: float | str) -> float:
-    """Return a number of bytes: a number, or a text with a unit, which is GiB where there is none.
-
-    Raises: BadArgument.
-
-    >>> bytes_in(100), bytes_in("8GB"), bytes_in("1MiB") == bytes_in(2**20)
-    (100, 8000000000.0, True)
-    """
-    if not isinstance(given, str):
-        return given
-    unit = next((u for u in _UNITS if given.endswith(u)), "")
-    with suppress(ValueError):
-        if 0 < (found := float(given.removesuffix(unit)) * _UNITS.get(unit, 2**30)) < math.inf:
-            return found
-    raise BadArgument(f"{given!r} is no number of bytes", op="explain", fix="memory='80GiB'")

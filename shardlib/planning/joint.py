@@ -205,9 +205,7 @@ class Study:
             split = next(iter(inputs.values())).place.layout.axes
             for over in dict.fromkeys(((), split, tuple(a for a, n in axes.items() if n > 1))):
                 holding = Holding(axes, over, 2 if over else 0, self.state)
-                yield Setting(
-                    Search(self.step, table, candidates, rates, holding, inputs), batch
-                )
+                yield Setting(Search(self.step, table, candidates, rates, holding, inputs), batch)
 
     def planned(self, setting: Setting, room: float, bound: float) -> JointPlan | None:
         """Return the best plan of a setting, explained; or the one of least bytes if none fits."""

@@ -1,7 +1,7 @@
 """Work of a step on one rank: transfers, operations, bytes read and written; and its seconds."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,17 +94,14 @@ class Meter(Live):
         out = on_shapes(func, args, kwargs)
         for x in tensors_in(out):
             self._note(x, new=True)
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            self.work.flops += count(*args, **kwargs, out_val=out)
-            self.work.calls += 1
-        elif nbytes := touched(func, operands, out):
-            self.work.touched += nbytes
-            self.work.calls += 1
+        flops, nbytes = operations(func, out, args, kwargs), touched(func, operands, out)
+        self.work.flops += flops
+        self.work.touched += nbytes
+        self.work.calls += bool(flops or nbytes)
         return out
 
 
-def touched(func: Func, operands: Sequence[Tensor], out: object) -> int:
+def touched(func: Func, operands: Iterable[Tensor], out: object) -> int:
     """Count the bytes that an operator reads and writes: none for a view, or for empty memory."""
     aliases = [r.alias_info for r in func._schema.returns]
     name = func.__name__
@@ -112,3 +109,9 @@ def touched(func: Func, operands: Sequence[Tensor], out: object) -> int:
         return 0
     made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
     return sum(x.nbytes for x in [*operands, *made])
+
+
+def operations(func: Func, out: object, args: Args, kwargs: Kwargs) -> float:
+    """Count the floating point operations of an operator: of products, convolutions, attention."""
+    count = flop_registry.get(func.overloadpacket)
+    return 0.0 if count is None else count(*args, **kwargs, out_val=out)

@@ -19,6 +19,7 @@ from shardlib.tensor.gradients import (
 from shardlib.tensor.lifting import (
     constants,
     leaf_block,
+    leaf_of,
     lift,
     one_copy,
     promoting,

@@ -130,6 +130,12 @@ def whole_now(x: Tensor) -> Tensor:
     return x
 
 
+def leaf_of(x: ShardedTensor) -> Tensor:
+    """Return the block of a value, or what stands for it in a graph, if it is in another memory tier."""
+    leaf = getattr(x.facts and x.facts.read, "leaf", None)
+    return x.raw if leaf is None else leaf()
+
+
 def leaf_block(raw: Tensor) -> Tensor:
     """Note that a leaf of autograd's is the block of a value."""
     raw.shardlib_block = True

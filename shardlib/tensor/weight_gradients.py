@@ -88,8 +88,11 @@ def queued(edge: Any, of_w: Any, w: Tensor | None = None) -> bool:
     return later is not None and not torch.is_grad_enabled() and later.put(edge, of_w, w)
 
 
-# torch's products and the dimensions of their second factors; addmm begins with the bias
-_PRODUCTS = {"linear": 2, "matmul": 2, "__matmul__": 2, "mm": 2, "addmm": 2, "_grouped_mm": 3}
+# torch's products and their operands in order: X, the weight W and a bias
+_PRODUCTS = {
+    "linear": "xwb", "matmul": "xw", "__matmul__": "xw", "mm": "xw", "addmm": "bxw",
+    "_grouped_mm": "xw",
+}  # fmt: skip
 
 
 class SplitProducts(TorchFunctionMode):
@@ -107,25 +110,23 @@ class SplitProducts(TorchFunctionMode):
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name not in _PRODUCTS or any_autocast() or saved_hooks() != self.hooks:
+        operands = _PRODUCTS.get(name, "")
+        if len(args) not in range(2, len(operands) + 1) or any_autocast():
             return func(*args, **(kwargs or {}))
-        given = dict(kwargs or {})
-        x, w, *more = (*args, None, None)[: max(len(args), 2)]
+        given = {k: v for k, v in (kwargs or {}).items() if v is not None}
         bias = given.pop("bias", None)
-        if name == "addmm" and len(args) == 3:
-            bias, x, w, more = *args, []
-        elif name == "linear" and more:
-            bias = more.pop()
-        more += [k for k, v in given.items() if v is not None and k != "offs"]
-        if more or not (_is_factor(x, 2) and _is_factor(w, _PRODUCTS[name], exact=True)):
+        x, w, bias = ({"b": bias, **dict(zip(operands, args, strict=False))}.get(k) for k in "xwb")
+        grouped = name == "_grouped_mm"
+        plain = given.keys() <= ({"offs"} if grouped else set())
+        factors = _is_factor(x) and x.ndim >= 2 and _is_factor(w) and w.ndim == 2 + grouped
+        if not (plain and factors) or saved_hooks() != self.hooks:
             return func(*args, **(kwargs or {}))
-        multiply = partial(func, **given) if name == "_grouped_mm" else torch.matmul
+        multiply = partial(func, **given) if grouped else torch.matmul
         return _Product.apply(multiply, name == "linear", x, w, bias)
 
 
-def _is_factor(x: Any, dims: int, exact: bool = False) -> bool:
-    factor = isinstance(x, Tensor) and x.requires_grad
-    return factor and (x.ndim == dims if exact else x.ndim >= dims)
+def _is_factor(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 class _Product(Local):
@@ -138,25 +139,25 @@ class _Product(Local):
     def forward(
         ctx: Ctx, multiply: Func, turned: bool, x: Tensor, w: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        ctx.how = multiply, turned
+        ctx.how = multiply, turned, None if bias is None else bias.shape
         ctx.save_for_backward(x, w)
-        if bias is None:
-            return multiply(x, w.mT if turned else w)
-        return F.linear(x, w if turned else w.mT, bias)
+        if turned:
+            return F.linear(x, w, bias)
+        return multiply(x, w) if bias is None else torch.addmm(bias, x, w)
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> Grads:
-        (multiply, turned), (x, w), dy = ctx.how, ctx.saved_tensors, grads[0]
+        (multiply, turned, bias), (x, w), dy = ctx.how, ctx.saved_tensors, grads[0]
         of_w = partial(_of_weight, multiply, turned, x.detach(), dy)
         dw = None
         if not queued(ctx.next_functions[1], of_w, w):
             dw = _of_weight(multiply, turned, x, dy)
-        dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[4:] == (True,) else None
-        return None, None, multiply(dy, w if turned else w.mT), dw, dbias
+        dbias = dy.sum_to_size(bias) if ctx.needs_input_grad[4:] == (True,) else None
+        return None, None, multiply(dy, w.conj() if turned else w.mH), dw, dbias
 
 
 def _of_weight(multiply: Func, turned: bool, x: Tensor, dy: Tensor) -> Tensor:
     """Return dW, in the memory format of W."""
     if multiply is torch.matmul:
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)
-    return multiply(dy.mT, x) if turned else multiply(x.mT, dy)
+    return multiply(dy.mT, x.conj()) if turned else multiply(x.mH, dy)

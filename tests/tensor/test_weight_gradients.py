@@ -26,9 +26,9 @@ from shardlib.tensor.weight_gradients import SplitProducts
 D, ROWS = 16, 8
 
 
-def seeded(*shape: int, seed: int = 0) -> Tensor:
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=g)
+    return torch.randn(*shape, dtype=dtype, generator=g)
 
 
 HIDDEN = seeded(4, ROWS, D)
@@ -315,6 +315,11 @@ FORMS: dict[str, tuple[Callable[..., Tensor], int]] = {
     "@ a transpose": (lambda x, w, b: x @ w.mT, 1),
     "mm": (lambda x, w, b: x.flatten(0, -2).mm(w), 1),
     "addmm": (lambda x, w, b: torch.addmm(b, x.flatten(0, -2), w), 1),
+    "addmm of a row": (lambda x, w, b: torch.addmm(b[None], x.flatten(0, -2), w), 1),
+    "addmm of a column": (lambda x, w, b: torch.addmm(b[:, None], x.flatten(0, -2)[:D], w), 1),
+    "addmm of a matrix": (lambda x, w, b: torch.addmm(w * b, x.flatten(0, -2)[:D], w), 1),
+    "addmm of a number": (lambda x, w, b: b[0].addmm(x.flatten(0, -2), w), 1),
+    "conj": (lambda x, w, b: x.conj() @ w.conj() @ w.mH, 2),
     "addmm scaled": (lambda x, w, b: torch.addmm(b, x.flatten(0, -2), w, alpha=2), 0),
     "addmm of named": (lambda x, w, b: torch.addmm(b, mat1=x.flatten(0, -2), mat2=w), 0),
     "one row": (lambda x, w, b: F.linear(x.flatten()[:D], w, b), 0),
@@ -326,11 +331,15 @@ FORMS: dict[str, tuple[Callable[..., Tensor], int]] = {
 LINEAR = nn.Linear(D, D).double()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 @pytest.mark.parametrize("shape", [(D, D), (4, D, D)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_products_of_blocks_are_split_in_every_form(form: str, shape: tuple[int, ...]) -> None:
+def test_products_of_blocks_are_split_in_every_form(
+    form: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     call, count = FORMS[form]
-    x, w, b = (seeded(*s, seed=k).requires_grad_() for k, s in enumerate([shape, (D, D), (D,)]))
+    made = (seeded(*s, seed=k, dtype=dtype) for k, s in enumerate([shape, (D, D), (D,)]))
+    x, w, b = (t.requires_grad_() for t in made)
 
     def f() -> Tensor:
         with SplitProducts() if scope().policy.split_backward else nullcontext():

@@ -107,6 +107,9 @@ class _ProductOrder:
 
     def gather(self, w: Tensor, moves: tuple[DimMove, ...], mesh: Mesh, again: bool) -> Gather:
         """Return the gather of the current product; its successor is known from here on."""
+        if not self.weights:
+            # those of parts are gathered when they are read, and a gather keeps its weight
+            return ALONE
         expected = self.next
         if expected is not None and _same(expected.w, w) and expected.moves == moves:
             here = expected
@@ -218,4 +221,4 @@ def next_gather(w: Tensor, moves: tuple[DimMove, ...], mesh: Mesh, again: bool) 
     ``again``: backward will gather its weight once more.
     """
     call = scope().call.prefetch
-    return Gather(w, moves, mesh, []) if call is None else call.gather(w, moves, mesh, again)
+    return ALONE if call is None else call.gather(w, moves, mesh, again)

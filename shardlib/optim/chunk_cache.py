@@ -1,0 +1,410 @@
+"""Device cache of chunks of parameters, whose rows are in host memory.
+
+A chunk is the buckets of one block of the module.  Its parts are loaded before they are gathered,
+in the order of the last step (``tiers/schedule.py``), by a mover beside the computation.  Gathered
+buckets and gradients are entered in the same ledger; where they need bytes, chunks are dropped.
+
+All decisions follow from sizes and the order of uses, which are equal on all ranks, and never from
+how far a transfer is.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlib.collectives import played
+from shardlib.errors import ShardError
+from shardlib.mesh import Mesh
+from shardlib.optim.buckets import Bucket, Index, Memory, Room
+from shardlib.tiers.buffers import Buffers, host_row
+from shardlib.tiers.ledger import Ledger
+from shardlib.tiers.mover import Mover, Ticket
+from shardlib.tiers.schedule import TRANSITIONS, State, Uses, moves
+
+
+class Movers(NamedTuple):
+    """The movers of one device: to it, from it, and updates on the host."""
+
+    loads: Mover
+    gradients: Mover
+    updates: Mover
+
+
+class _Copy(NamedTuple):
+    """The parts of a chunk on the device, the job that loads them, and their rows' versions then."""
+
+    parts: dict[str, Tensor]
+    ticket: Ticket
+    versions: dict[str, int]
+
+
+class GradientMemory(Memory):
+    """A pool of exact sizes, entered in the ledger."""
+
+    def __init__(self, ledger: Ledger, shares: int, spare: Callable[[int], object]) -> None:
+        super().__init__()
+        self.ledger, self.shares, self.spare = ledger, shares, spare
+        self.entered: list[int] = []
+        weakref.finalize(self, _leave_all, ledger, self.entered).atexit = False
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised vector; pass it to ``give`` after the last read."""
+        n = torch.Size(shape).numel()
+        rows = self.free.setdefault((dtype, device), [])
+        if not any(t.numel() == n for t in rows):
+            self._allocate(n, dtype, device)
+        base = rows.pop(next(i for i, t in enumerate(rows) if t.numel() == n))
+        self.lent.add(base.untyped_storage()._cdata)
+        return base.view(tuple(shape))
+
+    def _allocate(self, n: int, dtype: torch.dtype, device: torch.device) -> None:
+        nbytes = n * dtype.itemsize // self.shares
+        if nbytes > self.ledger.left("device"):
+            self.trim()
+        if nbytes > self.ledger.left("device"):
+            self.spare(nbytes)
+        self.ledger.enter("device", "gradients", nbytes)
+        self.entered.append(nbytes)
+        with torch.inference_mode(False):
+            made = torch.empty(n, dtype=dtype, device=device)
+        self.free[dtype, device].append(made)
+
+    def trim(self) -> None:
+        """Free the vectors that are not lent."""
+        for rows in self.free.values():
+            for t in rows:
+                self.entered.remove(t.nbytes // self.shares)
+                self.ledger.leave("device", "gradients", t.nbytes // self.shares)
+            rows.clear()
+
+    def forget(self) -> None:
+        """Remove what was lent to a backward that raised."""
+        self.trim()
+        _leave_all(self.ledger, self.entered)
+        self.lent.clear()
+
+
+def _leave_all(ledger: Ledger, entered: list[int]) -> None:
+    while entered:
+        ledger.leave("device", "gradients", entered.pop())
+
+
+class TieredRoom(Room):
+    """Memory of the readings of one index whose parts are in tiers."""
+
+    def __init__(self, cache: "ChunkCache") -> None:
+        super().__init__()
+        self.cache = cache
+        spare = weakref.WeakMethod(self.spare)
+        self.memory = GradientMemory(cache.ledger, cache.shares, lambda n: spare()(n))  # type: ignore[misc]
+        self.gathered = Buffers(cache.ledger, "device", "gathered", cache.device, cache.shares)
+        # gradients on their way to the host, and their device memory
+        self.sent: list[tuple[Ticket, Tensor]] = []
+        # those of blocks that are read again before they are complete
+        self.partial: list[Any] = []
+
+    def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return a gather buffer that no tensor uses any more, or a new one."""
+        return self.gathered.take(shape, like.dtype, self.spare)
+
+    def spare(self, nbytes: int) -> None:
+        """Free bytes of the device tier: send incomplete gradients to the host, then drop chunks."""
+        for pool in (self.gathered, self.cache.parts, self.memory):
+            pool.trim()  # type: ignore[union-attr]
+        while self.partial and nbytes > self.cache.ledger.left("device"):
+            self.partial.pop(0).leave()
+            self.memory.trim()  # type: ignore[attr-defined]
+        self.cache.spare(nbytes)
+
+    def settle(self, most: int) -> None:
+        """Wait for gradients on their way until at most so many are left."""
+        while len(self.flying) + len(self.sent) > most:
+            if self.sent:
+                ticket, out = self.sent.pop(0)
+                ticket.wait()
+                self.memory.give(out)
+            else:
+                self.flying.pop(0)()
+
+    def send(self, name: str, out: Tensor) -> tuple[Ticket, Tensor]:
+        """Post the copy of a reduced gradient to a row of the host, which is returned."""
+        cache = self.cache
+        row = cache.gradients.take(out.shape, out.dtype)
+        ticket = cache.movers.gradients.submit(partial(copied, [(row, out)]), out.nbytes)
+        self.sent.append((ticket, out))
+        if cache.eager is None:
+            return ticket, row
+        cache.eager(name, ticket, row)
+        # it is used there alone
+        return ticket, row.new_empty(()).expand(row.shape)
+
+    def forget(self) -> None:
+        """Drop what a backward that raised has left."""
+        self.flying.clear()
+        for ticket, _ in self.sent:
+            ticket.on_host()
+        self.sent.clear()
+        self.partial.clear()
+        self.memory.forget()  # type: ignore[attr-defined]
+
+
+class ChunkCache:
+    """Device copies of the chunks of one model's parameters.
+
+    ``chunks``   chunk -> its buckets.
+    ``rows``     bucket -> its part in host memory.
+    ``updates``  chunk -> the job of its last update on the host.
+    ``loads``    chunks loaded so far.
+    ``ahead``    whether the next block is gathered while one is computed, and a gradient may be on
+                 its way to the host while the next one is made: there are bytes for both.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        mesh: Mesh,
+        ledger: Ledger,
+        movers: Movers,
+        depth: int,
+        device: torch.device,
+    ) -> None:
+        # not the index, whose room refers to this: memory is freed without the collector
+        self.mesh, self.ledger, self.movers = mesh, ledger, movers
+        self.device, self.depth = device, depth
+        self.shares = len(played(mesh))
+        self.chunk_of: dict[str, str] = {}
+        self.block_of: dict[str, str] = {}
+        self.chunks: dict[str, list[Bucket]] = {}
+        for b in index:
+            block, frozen = block_of(index, b)
+            # copies of what is frozen are never stale
+            self.chunk_of[b.name] = chunk = f"{block} frozen" if frozen else block
+            self.block_of[chunk] = block
+            self.chunks.setdefault(chunk, []).append(b)
+        self.sizes = {c: sum(map(part_bytes, some)) for c, some in self.chunks.items()}
+        self.rows: dict[str, Tensor] = {}
+        # what stands for a row in a graph: no memory
+        self.standing = {b.name: torch.empty((), dtype=b.dtype, device=device) for b in index}
+        self.parts = Buffers(ledger, "device", "parameters", device, self.shares)
+        self.gradients = Buffers(ledger, "host", "gradients", torch.device("cpu"), self.shares)
+        self.states: dict[str, State] = {}
+        self.copies: dict[str, _Copy] = {}
+        self.updates: dict[str, Ticket] = {}
+        self.frozen: frozenset[str] = frozenset()
+        # until a step has been recorded, blocks are read in module order
+        names = list(self.chunks)[::-1]
+        self.uses = Uses(names + names[::-1], names)
+        self.trace: list[str] = []
+        self.at = -1
+        # the chunks in use: those of one block
+        self.used: dict[str, None] = {}
+        self.steps = self.loads = 0
+        # takes each bucket's gradient when it is sent, where chunks are updated in backward
+        self.eager: Callable[[str, Ticket, Tensor], object] | None = None
+        self.room, self.ahead = self._room()
+
+    def _room(self) -> tuple[int, bool]:
+        """Return the bytes that chunks may take, and whether there are bytes to work ahead.
+
+        Raises: ShardError for a budget below what one block needs.
+        """
+        budget = self.ledger.budget["device"]
+        by_block: dict[str, list[Bucket]] = {}
+        for chunk, some in self.chunks.items():
+            by_block.setdefault(self.block_of[chunk], []).extend(some)
+        parts, gathered, gradients = (
+            sorted((sum(map(f, some)) for some in by_block.values()), reverse=True)
+            for f in (part_bytes, _gathered_bytes, _gradient_bytes)
+        )
+        self.largest = parts[0]
+        if budget is None:
+            return 1 << 62, True
+        beside = sum(gathered[:2]) + sum(gradients[:2])
+        if budget >= beside + sum(parts[:2]):
+            return budget - beside, True
+        beside = gathered[0] + gradients[0]
+        least = beside + parts[0]
+        if budget < least:
+            raise ShardError(
+                f"the largest block needs {least:,} bytes: its parameters {parts[0]:,}, gathered "
+                f"{gathered[0]:,}, its gradient {gradients[0]:,}; the device tier may hold {budget:,}",
+                op="tiers",
+                mesh=self.mesh,
+                fix=f"sl.optim.Tiers(device={least})",
+            )
+        return budget - beside, False
+
+    def like(self, index: Index) -> "ChunkCache":
+        """Return an empty cache for an equal index."""
+        return ChunkCache(index, self.mesh, self.ledger, self.movers, self.depth, self.device)
+
+    def keep(self, name: str, part: Tensor) -> None:
+        """Copy a part to host memory, as the row of a bucket."""
+        self.rows[name] = self.row(part, "parameters")
+
+    def row(self, x: Tensor, kind: str) -> Tensor:
+        """Return a copy in host memory."""
+        row = host_row(x, self.ledger, kind, self.device, self.shares)
+        return row.copy_(x)
+
+    # ------------------------------------------------------------ reading
+
+    def read(self, name: str) -> Tensor:
+        """Return the device copy of a bucket's part; load it, and post the loads that come next.
+
+        Raises: ShardError if the device tier cannot hold it.
+        """
+        chunk = self.chunk_of[name]
+        if chunk not in self.used or not self._is_valid(chunk):
+            self._use(chunk)
+        self.copies[chunk].ticket.wait()
+        return self.copies[chunk].parts[name]
+
+    def _use(self, chunk: str) -> None:
+        if any(self.block_of[c] != self.block_of[chunk] for c in self.used):
+            self.release()
+        self.trace.append(chunk)
+        self.at = self.uses.find(chunk, self.at)
+        if chunk in self.copies and not self._is_valid(chunk):
+            self.used.pop(chunk, None)
+            self._drop(chunk)
+        how = self.copies, self.sizes, self.room, self.depth, self.used
+        found = moves(self.uses, self.at, chunk, *how)
+        if found is None:
+            raise self.ledger.full("device", f"block {chunk!r} does not fit", self.sizes[chunk])
+        # before it is loaded, so that it is not dropped for what is loaded with it
+        self.used[chunk] = None
+        for kind, other in found:
+            if kind == "drop":
+                self._drop(other)
+            elif other == chunk or self._fits(other):
+                self._load(other)
+        self._loaded(chunk)
+        self._event(chunk, "use")
+
+    def release(self) -> None:
+        """End the use of all chunks."""
+        for chunk in self.used:
+            if self.states.get(chunk) == "used":
+                self._event(chunk, "release")
+        self.used.clear()
+
+    def _fits(self, chunk: str) -> bool:
+        """Return whether a chunk may be loaded early without dropping what is needed sooner."""
+        return self.sizes[chunk] <= self.ledger.left("device") + self.parts.unused
+
+    def _is_valid(self, chunk: str) -> bool:
+        copy = self.copies.get(chunk)
+        if copy is None:
+            return False
+        self._loaded(chunk)
+        return all(self.rows[n]._version == v for n, v in copy.versions.items())
+
+    def _load(self, chunk: str) -> None:
+        self._event(chunk, "load")
+        names = [b.name for b in self.chunks[chunk]]
+        parts = {
+            n: self.parts.take(self.rows[n].shape, self.rows[n].dtype, self.spare) for n in names
+        }
+        versions: dict[str, int] = {}
+        pairs = [(parts[n], self.rows[n]) for n in names]
+        after = [self.updates[chunk]] if chunk in self.updates else []
+        rows = {n: self.rows[n] for n in names}
+        job = partial(_load_rows, pairs, rows, versions)
+        ticket = self.movers.loads.submit(job, sum(x.nbytes for x in parts.values()), after)
+        for x in parts.values():
+            self.parts.until(x, ticket)
+        self.copies[chunk] = _Copy(parts, ticket, versions)
+        self.loads += 1
+
+    def _loaded(self, chunk: str) -> None:
+        if self.states.get(chunk) == "loading":
+            self.copies[chunk].ticket.wait()
+            self._event(chunk, "loaded")
+
+    def _drop(self, chunk: str) -> None:
+        if chunk not in self.copies:
+            # it was dropped for other bytes meanwhile
+            return
+        self._loaded(chunk)
+        if self.states[chunk] == "used":
+            self._event(chunk, "release")
+        self._event(chunk, "drop")
+        del self.copies[chunk]
+
+    def _event(self, chunk: str, event: str) -> None:
+        self.states[chunk] = TRANSITIONS[self.states.get(chunk, "absent"), event]
+
+    def spare(self, nbytes: int) -> None:
+        """Drop chunks until the device tier has so many bytes left; they get less room from now on."""
+        rows = [(self.uses.after(c, self.at), c) for c in self.copies if c not in self.used]
+        for _, chunk in sorted(rows, reverse=True):
+            if nbytes <= self.ledger.left("device"):
+                break
+            self._drop(chunk)
+            self.parts.trim()
+            self.room = max(sum(self.sizes[c] for c in self.copies), self.largest)
+
+    # ------------------------------------------------------------ steps
+
+    def wait(self, chunk: str) -> None:
+        """Wait for the update of a chunk."""
+        if chunk in self.updates:
+            self.updates[chunk].on_host()
+
+    def end_step(self, updated: Mapping[str, Ticket | None]) -> None:
+        """Make the copies of updated chunks stale; the uses of this step are those of the next."""
+        self.release()
+        for chunk, ticket in updated.items():
+            if chunk in self.copies:
+                self._drop(chunk)
+            if ticket is not None:
+                self.updates[chunk] = ticket
+        stale = frozenset(updated)
+        if self.trace and (tuple(self.trace) != self.uses.order or stale != self.uses.stale):
+            self.uses = Uses(self.trace, stale)
+        self.trace = []
+        self.at = -1
+        self.steps += 1
+
+
+def block_of(index: Index, bucket: Bucket) -> tuple[str, bool]:
+    """Return the name of the module's block whose parameters are in a bucket; whether they are frozen."""
+    words = index.items[bucket.slots[0].leaves[0]].group
+    frozen = isinstance(words, tuple) and words[-1:] == ("frozen",)
+    while isinstance(words, tuple):
+        words = words[0]
+    return str(words), frozen
+
+
+def part_bytes(bucket: Bucket) -> int:
+    """Return the bytes of a rank's part."""
+    return bucket.part_length * bucket.dtype.itemsize
+
+
+def _gathered_bytes(bucket: Bucket) -> int:
+    return bucket.length * bucket.dtype.itemsize if bucket.hops else 0
+
+
+def _gradient_bytes(bucket: Bucket) -> int:
+    """Return the bytes of a gradient, of what is received for its sum, and of its part."""
+    if not bucket.hops:
+        return part_bytes(bucket)
+    middle = bucket.length if len(bucket.hops) > 1 else 0
+    return (2 * bucket.length + middle) * bucket.dtype.itemsize + part_bytes(bucket)
+
+
+def copied(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for to, x in pairs:
+            to.copy_(x, non_blocking=True)
+
+
+def _load_rows(pairs: Any, rows: Mapping[str, Tensor], versions: dict[str, int]) -> None:
+    # an update that this job waited for has ended
+    versions.update((n, row._version) for n, row in rows.items())
+    copied(pairs)

@@ -1,0 +1,1 @@
+"""Memory tiers: device and host behind one ledger, and what moves between them."""

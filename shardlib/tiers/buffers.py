@@ -1,0 +1,125 @@
+"""Memory of the tiers: rows in host memory, and device buffers that are reused.
+
+Host rows are pinned for an accelerator.  For a CPU in its place they are in shared pages, which no
+limit on a process's private memory (RLIMIT_DATA) counts, so that this is the device's limit.
+"""
+
+import math
+import mmap
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib._compat import storage_users
+from shardlib.tiers.ledger import Ledger
+from shardlib.tiers.mover import Ticket
+
+
+def host_memory(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, object]:
+    """Allocate a vector in host memory for transfers to ``device``.
+
+    Returns the vector, and the object that lives as long as its memory.
+    """
+    if device.type not in ("cpu", "meta"):
+        row = torch.empty(n, dtype=dtype, device="cpu", pin_memory=True)
+        return row, row.untyped_storage()
+    if device.type == "meta" or not n:
+        row = torch.empty(n, dtype=dtype, device=device)
+        return row, row.untyped_storage()
+    pages = mmap.mmap(-1, -(-n * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE)
+    return torch.frombuffer(pages, dtype=dtype, count=n), pages
+
+
+class Buffers:
+    """Buffers of one kind in one tier, entered in the ledger, reused when no tensor refers to them.
+
+    ``shares``  the ranks in this process, which share a buffer under simulate: a tier is one rank's.
+
+    >>> ledger = Ledger(device=1024)
+    >>> buffers = Buffers(ledger, "device", "gradients", torch.device("cpu"))
+    >>> x = buffers.take((8, 8), torch.float32)
+    >>> del x
+    >>> y = buffers.take((64,), torch.float32)
+    >>> ledger.peak["device"]
+    256
+    """
+
+    def __init__(
+        self, ledger: Ledger, tier: str, kind: str, device: torch.device, shares: int = 1
+    ) -> None:
+        self.ledger, self.tier, self.kind = ledger, tier, kind
+        self.device, self.shares = device, shares
+        self.held: list[Tensor] = []
+        # number of a storage -> the last job that uses it
+        self.jobs: dict[int, Ticket] = {}
+        weakref.finalize(self, _leave_all, ledger, tier, kind, self.held, shares).atexit = False
+
+    def take(
+        self, shape: Sequence[int], dtype: torch.dtype, spare: Callable[[int], object] | None = None
+    ) -> Tensor:
+        """Return an uninitialised buffer, which is free again when no tensor refers to it.
+
+        ``spare``  frees bytes of the tier, where too few are left.
+        Raises: ShardError if the tier may not hold it.
+        """
+        n = math.prod(shape)
+        nbytes = n * dtype.itemsize // self.shares
+        for t in self.held:
+            if t.numel() == n and t.dtype == dtype and storage_users(t) == 1:
+                self._wait(t)
+                return t.view(tuple(shape))
+        if nbytes > self.ledger.left(self.tier):
+            self.trim()
+        if spare is not None and nbytes > self.ledger.left(self.tier):
+            spare(nbytes)
+        self.ledger.enter(self.tier, self.kind, nbytes)
+        made = self._make(n, dtype)
+        self.held.append(made)
+        return made.view(tuple(shape))
+
+    def until(self, x: Tensor, ticket: Ticket) -> None:
+        """Keep a buffer from being written again before a job on it has ended."""
+        self.jobs[x.untyped_storage()._cdata] = ticket
+
+    @property
+    def unused(self) -> int:
+        """The bytes of buffers that no tensor refers to."""
+        return sum(t.nbytes // self.shares for t in self.held if storage_users(t) == 1)
+
+    def trim(self) -> None:
+        """Free the buffers that no tensor refers to."""
+        unused = [t for t in self.held if storage_users(t) == 1]
+        self.held[:] = [t for t in self.held if not any(t is u for u in unused)]
+        for t in unused:
+            self._wait(t)
+            self.ledger.leave(self.tier, self.kind, t.nbytes // self.shares)
+
+    def _make(self, n: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):
+            if self.tier == "host":
+                return host_memory(n, dtype, self.device)[0]
+            return torch.empty(n, dtype=dtype, device=self.device)
+
+    def _wait(self, t: Tensor) -> None:
+        ticket = self.jobs.pop(t.untyped_storage()._cdata, None)
+        if ticket is not None:
+            ticket.wait()
+
+
+def _leave_all(ledger: Ledger, tier: str, kind: str, held: list[Tensor], shares: int) -> None:
+    for t in held:
+        ledger.leave(tier, kind, t.nbytes // shares)
+
+
+def host_row(like: Tensor, ledger: Ledger, kind: str, device: torch.device, shares: int) -> Tensor:
+    """Return an uninitialised tensor in host memory, in the ledger as long as its memory lives."""
+    nbytes = like.nbytes // shares
+    ledger.enter("host", kind, nbytes)
+    row, owner = host_memory(like.numel(), like.dtype, device)
+    leave: Any = partial(ledger.leave, "host", kind, nbytes)
+    weakref.finalize(owner, leave).atexit = False
+    return row.view(like.shape)

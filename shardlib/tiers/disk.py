@@ -1,0 +1,512 @@
+"""Rows on a disk: a file of whole pages, by direct I/O, and a checksum for each row.
+
+A durable file has two places for each row, and two headers.  A row is written to the place that the
+last commit does not use; a commit flushes the rows, and then writes the older header.  So a process
+that is killed leaves its last committed generation.
+
+Ranks share a directory, each with a file of its own.  A rank writes over the generation before its
+last one only when the last one is on the disk of every rank: no rank is more than one ahead, and a
+run is resumed at the newest generation that all ranks have committed.
+
+File: a line about the run, two headers, the rows.  A line is JSON, and below it its checksum.
+"""
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import re
+import threading
+import time
+import uuid
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlib.errors import BadArgument, ShardError, user_line
+from shardlib.filesystem import (
+    READ_FOLDER,
+    allocate,
+    fsync_folder,
+    lock_within,
+    locked,
+    make_parents,
+    memory,
+    open_file,
+    parsed,
+    read_all,
+    reason,
+    sealed,
+    try_lock,
+    unsealed,
+    write_all,
+)
+from shardlib.tiers.mover import Mover, Ticket
+
+_PAGE = max(mmap.PAGESIZE, 1 << 12)
+"""Bytes of which direct I/O transfers whole numbers."""
+
+_ABOUT = _NOTES = 1 << 16
+"""Bytes for the line about the run, and for the notes of a header."""
+
+_FORMAT = "shardlib rows 1"
+
+_HELD = 8.0
+"""Seconds to wait for a lock: children of a killed process may hold it for some."""
+
+_MAKE = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _flush(fd: int) -> None:
+    """Flush the bytes of a file to the disk, and no times."""
+    getattr(os, "fdatasync", os.fsync)(fd)
+
+
+def _name(rank: int) -> str:
+    return f"rank_{rank:05d}.rows"
+
+
+class Generation(NamedTuple):
+    """Header of a committed generation; its number is None before the first commit.
+
+    ``before``  the number of the one before it.
+    ``rows``    name -> bytes, place, checksum.
+    """
+
+    number: int | None
+    before: int | None
+    notes: Any
+    rows: Mapping[str, Sequence[Any]]
+
+
+class RowFile:
+    """File of one rank: ``run``, what it belongs to; ``nbytes`` of it; ``begin``, its first row.
+
+    Raises: ValueError for a file that no run made; OSError.
+    """
+
+    def __init__(self, folder: int, name: str, flags: int = os.O_RDONLY) -> None:
+        self.name, self.fd = name, open_file(folder, name, flags=flags, direct=True)
+        try:
+            about = parsed(self._line(0, _ABOUT), name)
+            if not isinstance(about, dict) or about.get("format") != _FORMAT:
+                raise ValueError(f"{name} is not of format {_FORMAT!r}")
+        except BaseException:
+            self.close()
+            raise
+        self.run, self.nbytes, self._header = about["run"], about["bytes"], about["header"]
+        self.begin = _ABOUT + 2 * self._header
+
+    def close(self) -> None:
+        """Close it, and so unlock it."""
+        os.close(self.fd)
+
+    @staticmethod
+    def make(folder: int, name: str, run: object, sizes: Mapping[str, int], nbytes: int) -> None:
+        """Make a file for ``nbytes`` of rows: its space is reserved first, its name given last."""
+        longest = [1 << 63, 1 << 63, None, {n: (b, 1, 1 << 32) for n, b in sizes.items()}]
+        header = _pages(len(json.dumps(longest)) + _NOTES)
+        total = _ABOUT + 2 * header + nbytes
+        about = json.dumps({"format": _FORMAT, "run": run, "header": header, "bytes": total})
+        if len(about) > _ABOUT - _PAGE:
+            raise ValueError(f"the run is described by {len(about)} bytes, of at most {_ABOUT}")
+        new = f".{name}.new"
+        with contextlib.ExitStack() as undo:
+            fd = open_file(folder, new, flags=_MAKE, direct=True)
+            undo.callback(os.close, fd)
+            undo.callback(os.unlink, new, dir_fd=folder)
+            allocate(fd, total)
+            os.ftruncate(fd, total)
+            rows = {n: (b, 0, None) for n, b in sizes.items()}
+            for text, at in ((about, 0), (json.dumps([None, None, None, rows]), _ABOUT)):
+                _put(fd, sealed(text.encode()), at)
+            os.fsync(fd)
+            os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+            undo.pop_all()
+            os.close(fd)
+
+    def _line(self, at: int, nbytes: int) -> bytes:
+        held = mmap.mmap(-1, nbytes)
+        read_all(self.fd, memoryview(held), at, self.name, _PAGE)
+        return unsealed(held[:].rstrip(b"\0"), self.name)
+
+    def generations(self) -> dict[int, tuple[int, Generation]]:
+        """Read the headers that are whole: (which of the two, header) by number; -1 for None."""
+        found = {}
+        for i in (0, 1):
+            # one is torn if its process was killed within the commit
+            with contextlib.suppress(ValueError):
+                line = self._line(_ABOUT + i * self._header, self._header)
+                header = Generation(*parsed(line, self.name))
+                found[-1 if header.number is None else header.number] = i, header
+        return found
+
+    def put(self, i: int, header: Generation | None) -> None:
+        """Write one of the two headers, or remove it, and flush it to the disk."""
+        text = b"" if header is None else sealed(json.dumps(header).encode())
+        _put(self.fd, text.ljust(self._header, b"\0"), _ABOUT + i * self._header)
+        _flush(self.fd)
+
+    def check(self) -> None:
+        """Raise ValueError for a file that was removed or cut."""
+        found = os.fstat(self.fd)
+        if not found.st_nlink or found.st_size != self.nbytes:
+            raise ValueError(f"another program removed or cut {self.name}")
+
+
+def _put(fd: int, text: bytes, at: int) -> None:
+    """Write a text as whole pages."""
+    held = mmap.mmap(-1, _pages(len(text)))
+    held[: len(text)] = text
+    write_all(fd, memoryview(held), at, _PAGE)
+
+
+@dataclass
+class RowCopy:
+    """Row in one of its places; the checksum is None until it is written."""
+
+    place: int
+    crc: int | None = None
+    ticket: Ticket | None = None
+
+
+class DiskRows:
+    """Rows of bytes in a file, written behind and read ahead by two threads.
+
+    ``path``     the directory of the run.
+    ``rows``     name -> bytes.
+    ``run``      describes the run, in JSON; no other is taken up.
+    ``rank``     of ``ranks`` that share the directory.
+    ``durable``  what is committed lasts; else the file has no name, and ends with the process.
+    ``resume``   take up the run that is there, or begin one.
+    ``ring``     the most bytes of buffers; afterwards, the bytes of them.
+    ``timeout``  seconds to wait for other ranks.
+
+    ``generation`` and ``notes`` are of the last commit, None before the first.
+    Raises: ShardError, which names the file, for a full disk, another run, a run without
+    ``resume``, a directory in use; BadArgument.
+
+    >>> import tempfile
+    >>> moment, found = torch.arange(6.0), torch.empty(6)
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     with DiskRows(path, {"w": 24}, run={"mesh": "x=2"}) as rows:
+    ...         _ = rows.write("w", moment)
+    ...         rows.commit(1, notes={"count": 1})
+    ...         _ = rows.write("w", moment + 1)  # not committed
+    ...     with DiskRows(path, {"w": 24}, run={"mesh": "x=2"}, resume=True) as rows:
+    ...         rows.read("w", found).wait()
+    ...         print(found, rows.generation, rows.notes)
+    tensor([0., 1., 2., 3., 4., 5.]) 1 {'count': 1}
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        rows: Mapping[str, int],
+        *,
+        run: Mapping[str, object] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        durable: bool = True,
+        resume: bool = False,
+        ring: int = 4 << 20,
+        timeout: float = 600.0,
+    ) -> None:
+        for name, b in rows.items():
+            if type(b) is not int or b < 0:
+                raise BadArgument(f"row {name!r} of {b!r} bytes", op="tiers")
+        if ring < 2 * _PAGE or not 0 <= rank < ranks:
+            text = f"ring={ring} is below two pages of {_PAGE}, or rank {rank} is none of {ranks}"
+            raise BadArgument(text, op="tiers")
+        self.path, self.sizes = os.path.realpath(path), dict(sorted(rows.items()))
+        self.rank, self.ranks, self.durable, self.timeout = rank, ranks, durable, timeout
+        self.generation: int | None = None
+        self.notes: Any = None
+        # as last committed, and as last written
+        self._kept: dict[str, RowCopy] = {}
+        self._last: dict[str, RowCopy] = {}
+        # whether no rank goes back beyond the last commit
+        self._settled = not durable
+        self._error: ShardError | None = None
+        self._calls, self._closing = threading.Lock(), threading.Event()
+        places, self._begin, nbytes = 1 + durable, dict[str, int](), 0
+        for name, size in self.sizes.items():
+            self._begin[name], nbytes = nbytes, nbytes + places * _pages(size)
+        self._file: RowFile | None = None
+        about = json.loads(json.dumps({**(run or {}), "ranks": ranks}))
+        with self._named("no file for the rows"), contextlib.ExitStack() as undo:
+            make_parents(self.path)
+            self._folder = os.open(self.path, READ_FOLDER)
+            undo.callback(os.close, self._folder)
+            if durable:
+                with locked(self.path, fcntl.LOCK_EX, timeout):
+                    self._file = self._taken(about, resume, nbytes, undo)
+                self._fd = self._file.fd
+            else:
+                name = f".scratch-{uuid.uuid4().hex}"
+                self._fd = open_file(self._folder, name, flags=_MAKE, direct=True)
+                undo.callback(os.close, self._fd)
+                os.unlink(name, dir_fd=self._folder)
+                allocate(self._fd, nbytes)
+            undo.pop_all()
+        half = ring // 2 // _PAGE * _PAGE
+        self.ring = 2 * half
+        movers = [Mover(f"disk {i}", torch.device("cpu")) for i in range(2)]
+        pairs = [(mover, mmap.mmap(-1, half)) for mover in movers]
+        # the jobs of one row are in one thread, in their order
+        self._mover = {name: pairs[i % 2] for i, name in enumerate(self.sizes)}
+        self._end = weakref.finalize(self, _end, self._closing, movers, self._fd, self._folder)
+
+    def __enter__(self) -> "DiskRows":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish what was posted, and end the threads; what was not committed is not kept."""
+        self._closing.set()
+        with self._calls:
+            self._end()
+
+    def write(self, name: str, x: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
+        """Write a row from a contiguous tensor in host memory, which must not change meanwhile.
+
+        ``after``  jobs to wait for before.
+        Raises: ShardError of an earlier write or commit that failed; BadArgument.
+        """
+        data = self._bytes(name, x)
+        with self._calls:
+            kept = self._kept.get(name)
+            copy = RowCopy(1 - kept.place if kept is not None and self.durable else 0)
+            copy.ticket = self._post(self._write, name, data, copy, after)
+            self._last[name] = copy
+            return copy.ticket
+
+    def read(self, name: str, into: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
+        """Read a row, as it was written last, into a contiguous tensor in host memory.
+
+        The ticket raises ShardError for a row that is damaged or was never written; ``into`` then
+        has arbitrary values.
+        Raises: ShardError of an earlier write or commit that failed; BadArgument.
+        """
+        data = self._bytes(name, into)
+        with self._calls:
+            copy = self._last.get(name, RowCopy(0))
+            return self._post(self._read, name, data, copy, after)
+
+    def commit(self, generation: int, notes: Any = None) -> None:
+        """Make the rows, as they were written last, what a killed process leaves.
+
+        ``generation``  a number above the last one.
+        ``notes``       kept with it: JSON of at most 64 KiB.
+        Raises: ShardError if it is not on the disk; the run then goes on from its last commit, in a
+        new DiskRows with ``resume``.
+        """
+        last = -1 if self.generation is None else self.generation
+        if type(generation) is not int or not last < generation < 1 << 63:
+            raise BadArgument(f"generation {generation!r} is no number above {last}", op="tiers")
+        if (long := len(json.dumps(notes))) > _NOTES:
+            raise BadArgument(f"notes of {long} bytes: {_NOTES} are the most", op="tiers")
+        with self._calls:
+            self._check()
+            with self._named(f"generation {generation} is not committed", final=True):
+                for copy in self._last.values():
+                    if copy.ticket is not None:
+                        copy.ticket.wait()
+                if self._file is not None:
+                    self._settle()
+                    self._file.check()
+                    _flush(self._fd)
+                    rows = {n: (b, 0, None) for n, b in self.sizes.items()}
+                    rows |= {n: (self.sizes[n], c.place, c.crc) for n, c in self._last.items()}
+                    self._header = 1 - self._header
+                    header = Generation(generation, self.generation, notes, rows)
+                    self._file.put(self._header, header)
+            self._kept, self._settled = dict(self._last), not self.durable
+            self.generation, self.notes = generation, notes
+
+    def _taken(self, run: Any, resume: bool, nbytes: int, undo: contextlib.ExitStack) -> RowFile:
+        """Take up this rank's file, or make one; the directory is locked."""
+        mine, fix = _name(self.rank), f"sl.optim.Tiers(disk={self.path!r}, resume=True)"
+        with contextlib.ExitStack() as stack:
+            here: dict[str, RowFile] = {}
+            for entry in os.listdir(self._folder):
+                if re.fullmatch(r"rank_\d{5,}\.rows", entry):
+                    here[entry] = RowFile(self._folder, entry, os.O_RDWR)
+                    stack.callback(here[entry].close)
+            for file in here.values():
+                self._compare("run", file.run, run)
+            if mine in here and not resume:
+                raise self._refused("a run is there already", fix)
+            number = self._common(here)
+            if mine not in here:
+                RowFile.make(self._folder, mine, run, self.sizes, nbytes)
+                fsync_folder(self.path)
+            file = RowFile(self._folder, mine, os.O_RDWR)
+            undo.callback(file.close)
+            if not lock_within(file.fd, fcntl.LOCK_EX, _HELD):
+                raise self._refused("another process that is alive uses it, or it has no locks")
+            self._take_up(number, file)
+            for entry, other in here.items():
+                # a rank that is alive has done so itself, and may have committed since
+                if entry == mine or try_lock(other.fd, fcntl.LOCK_EX):
+                    for later, (i, _) in other.generations().items():
+                        if later > number:
+                            other.put(i, None)
+        return file
+
+    def _compare(self, what: str, there: dict[str, Any], here: dict[str, Any]) -> None:
+        """Refuse a directory of which one of these facts differs."""
+        for key in {**there, **here}:
+            if (a := there.get(key)) != (b := here.get(key)):
+                said = f"{key!r} is {a!r} there, and {b!r} here"
+                raise self._refused(f"the directory belongs to another {what}: {said}")
+
+    def _common(self, here: dict[str, RowFile]) -> int:
+        """Return the newest generation that all ranks have committed; -1 before the first."""
+        found = {name: file.generations() for name, file in here.items()}
+        every = [{*found.get(_name(r), ())} - {-1} for r in range(self.ranks)]
+        common = max(set.intersection(*every), default=-1)
+        begun = (g.before is not None for some in found.values() for _, g in some.values())
+        if common == -1 and any(begun):
+            said = ", ".join(f"rank {r} {sorted(some) or 'none'}" for r, some in enumerate(every))
+            raise self._refused(f"no generation is on the disk of every rank: {said}")
+        return common
+
+    def _take_up(self, number: int, file: RowFile) -> None:
+        """Go on from a generation of this rank's file."""
+        file.check()
+        # a killed process may have written a header that is not on the disk yet
+        _flush(file.fd)
+        found = file.generations()
+        if number not in found:
+            raise ValueError(f"the headers of {file.name} are damaged")
+        self._header, header = found[number]
+        self._compare("model", {n: row[0] for n, row in header.rows.items()}, self.sizes)
+        self._kept = {n: RowCopy(place, crc) for n, (_, place, crc) in header.rows.items()}
+        self._last = dict(self._kept)
+        self._begin = {n: file.begin + at for n, at in self._begin.items()}
+        self.generation, self.notes = header.number, header.notes
+
+    def _settle(self) -> None:
+        """Wait until the last commit is on the disk of every rank."""
+        until = time.monotonic() + self.timeout
+        behind = [r for r in range(self.ranks) if r != self.rank and self.generation is not None]
+        while behind := [r for r in behind if not self._has_last(r)]:
+            if self._closing.wait(0.01) or time.monotonic() > until:
+                said = f"has not committed generation {self.generation} in {self.timeout:g} s"
+                raise ValueError(f"rank {behind[0]} {said}, or the rows are closed")
+        self._settled = True
+
+    def _has_last(self, rank: int) -> bool:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            contextlib.closing(RowFile(self._folder, _name(rank))) as file,
+        ):
+            if max(file.generations(), default=-1) >= (self.generation or 0):
+                # the other rank may not have come to that
+                _flush(file.fd)
+                return True
+        return False
+
+    def _post(
+        self, job: Any, name: str, data: Tensor, copy: RowCopy, after: Sequence[Ticket]
+    ) -> Ticket:
+        self._check()
+        mover, held = self._mover[name]
+        args = name, data, copy, torch.frombuffer(held, dtype=torch.uint8), user_line()
+        return mover.submit(partial(job, *args), data.numel(), after)
+
+    @torch.inference_mode()
+    def _write(self, name: str, data: Tensor, copy: RowCopy, held: Tensor, line: str) -> None:
+        with self._named(f"row {name!r} is not written", line, final=True):
+            if not self._settled:
+                self._settle()
+            crc = 0
+            for piece, page, at in self._pieces(name, data, copy, held):
+                held[: piece.numel()].copy_(piece)
+                crc = zlib.crc32(page[: piece.numel()], crc)
+                write_all(self._fd, page, at, _PAGE)
+            copy.crc = crc
+
+    @torch.inference_mode()
+    def _read(self, name: str, data: Tensor, copy: RowCopy, held: Tensor, line: str) -> None:
+        with self._named(f"row {name!r} is not read", line):
+            if copy.crc is None:
+                raise ValueError("it was never written")
+            crc = 0
+            for piece, page, at in self._pieces(name, data, copy, held):
+                read_all(self._fd, page, at, "the file", _PAGE)
+                crc = zlib.crc32(page[: piece.numel()], crc)
+                piece.copy_(held[: piece.numel()])
+            if crc != copy.crc:
+                raise ValueError("it is damaged: its checksum is wrong")
+
+    def _pieces(
+        self, name: str, data: Tensor, copy: RowCopy, held: Tensor
+    ) -> Iterator[tuple[Tensor, memoryview, int]]:
+        """Yield the next piece of a row, its pages of the buffer, and its offset in the file."""
+        at = self._begin[name] + copy.place * _pages(data.numel())
+        for piece in data.split(held.numel()) if data.numel() else ():
+            yield piece, memory(held[: _pages(piece.numel())]), at
+            at += piece.numel()
+
+    def _bytes(self, name: str, x: Tensor) -> Tensor:
+        """Return the bytes of a row's tensor.  Raises: BadArgument."""
+        if name not in self.sizes:
+            raise BadArgument(f"there is no row {name!r}", op="tiers")
+        if x.device.type != "cpu" or not x.is_contiguous() or x.nbytes != self.sizes[name]:
+            text = f"row {name!r} has {self.sizes[name]} bytes in host memory, not {list(x.shape)} {x.dtype}"
+            raise BadArgument(text, op="tiers")
+        return x.detach().reshape(-1).view(torch.uint8)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if not self._end.alive:
+            raise self._refused("the rows are closed")
+
+    @contextlib.contextmanager
+    def _named(self, what: str, line: str = "", final: bool = False) -> Iterator[None]:
+        """Name what failed inside the ``with``; ``final``: later calls raise it too."""
+        try:
+            yield
+        except BaseException as e:
+            said = reason(e) if isinstance(e, OSError | ValueError) else repr(e)
+            error = e if isinstance(e, ShardError) else self._refused(f"{what}: {said}", "", line)
+            if final:
+                self._error = self._error or error
+            if error is e or not isinstance(e, OSError | ValueError):
+                raise
+            raise error from e
+
+    def _refused(self, text: str, fix: str = "", line: str = "") -> ShardError:
+        where = {"disk": self.path}
+        with contextlib.suppress(OSError):
+            room = os.statvfs(self.path)
+            where["free"] = f"{room.f_bavail * room.f_frsize:,} bytes"
+        fix = fix or f"sl.optim.Tiers(disk={self.path + '-2'!r})"
+        return ShardError(text, op="tiers", operands=where, fix=fix, line=line)
+
+
+def _end(closing: threading.Event, movers: Sequence[Mover], *fds: int) -> None:
+    """End the threads when their jobs are done, without waiting for other ranks."""
+    closing.set()
+    for mover in movers:
+        mover.close()
+    for fd in fds:
+        # what was committed is on the disk already
+        with contextlib.suppress(OSError):
+            os.close(fd)

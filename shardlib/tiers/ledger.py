@@ -1,0 +1,77 @@
+"""Ledger of bytes: what each memory tier holds, by kind, and the most that it may hold.
+
+The ledger is the limit: memory is allocated only after it was entered, and an entry beyond the
+budget raises.  Kinds are ``KINDS``.
+"""
+
+import threading
+from collections import Counter
+
+from shardlib.capacity import bytes_in
+from shardlib.errors import BadArgument, ShardError
+
+KINDS = ("parameters", "gathered", "gradients", "state", "activations", "buffers")
+"""Parts of parameters; whole buckets; gradients; optimizer state; saved for backward; other."""
+
+
+class Ledger:
+    """Bytes of each tier and kind: held now, at the peak, and the budget.
+
+    ``budget``  tier -> the most bytes, a number or a text such as "8GB"; None: any number.
+
+    >>> ledger = Ledger(device="1MiB", host=None)
+    >>> ledger.enter("device", "gradients", 600_000)
+    >>> ledger.leave("device", "gradients", 600_000)
+    >>> ledger.held["device"].total(), ledger.peak["device"], ledger.left("device")
+    (0, 600000, 1048576)
+    """
+
+    def __init__(self, **budget: float | str | None) -> None:
+        self.budget = {tier: _bytes(tier, most) for tier, most in budget.items()}
+        self.held = {tier: Counter[str]() for tier in budget}
+        self.peaks = {tier: Counter[str]() for tier in budget}
+        self.peak = dict.fromkeys(budget, 0)
+        self._lock = threading.Lock()
+
+    def left(self, tier: str) -> int:
+        """Return the bytes that may still be entered."""
+        most = self.budget[tier]
+        return 1 << 62 if most is None else most - self.held[tier].total()
+
+    def enter(self, tier: str, kind: str, nbytes: int) -> None:
+        """Enter bytes that are allocated next.  Raises: ShardError if they exceed the budget."""
+        assert kind in KINDS, kind
+        with self._lock:
+            held = self.held[tier]
+            if nbytes > self.left(tier):
+                raise self.full(tier, f"{nbytes:,} bytes of {kind} do not fit", nbytes)
+            held[kind] += nbytes
+            self.peaks[tier][kind] = max(self.peaks[tier][kind], held[kind])
+            self.peak[tier] = max(self.peak[tier], held.total())
+
+    def leave(self, tier: str, kind: str, nbytes: int) -> None:
+        """Remove bytes that were freed."""
+        with self._lock:
+            self.held[tier][kind] -= nbytes
+            assert self.held[tier][kind] >= 0, f"more {kind} left the {tier} than were entered"
+
+    def full(self, tier: str, why: str, nbytes: int) -> ShardError:
+        """Build the error for bytes that do not fit beside those that are held."""
+        held = self.held[tier]
+        found = ", ".join(f"{kind} {n:,}" for kind, n in held.items() if n) or "nothing"
+        return ShardError(
+            f"{why}: the {tier} tier holds {found} of {self.budget[tier]:,} bytes",
+            op="tiers",
+            fix=f"sl.optim.Tiers({tier}={held.total() + nbytes})",
+        )
+
+
+def _bytes(tier: str, most: float | str | None) -> int | None:
+    if most is None:
+        return None
+    fix = f'sl.optim.Tiers({tier}="8GB")'
+    number = isinstance(most, int | float | str) and not isinstance(most, bool)
+    found = bytes_in(most, "tiers", fix) if number else 0
+    if not 1 <= found < 1 << 62:
+        raise BadArgument(f"{tier}={most!r} is no number of bytes", op="tiers", fix=fix)
+    return int(found)

@@ -1,0 +1,139 @@
+"""Movers: jobs in order beside the computation, copies between tiers and updates on the host.
+
+On a CPU a mover is a thread.  On an accelerator its jobs are launched on a copy stream, which first
+waits for what the launching stream had to do; to wait for a ticket there is to have the current
+stream wait for its event.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from shardlib.errors import user_line
+
+
+class Ticket:
+    """A job that was given to a mover."""
+
+    __slots__ = ("error", "event", "finished", "line", "result")
+
+    def __init__(self, line: str) -> None:
+        self.finished = threading.Event()
+        self.error: BaseException | None = None
+        self.event: torch.Event | None = None
+        self.result: Any = None
+        self.line = line
+
+    def wait(self) -> Any:
+        """Return the job's result; on an accelerator the current stream waits for it.
+
+        Raises: the job's exception, with the line that submitted it.
+        """
+        self.finished.wait()
+        if self.error is not None:
+            raise self.error
+        if self.event is not None:
+            self.event.wait(torch.accelerator.current_stream())
+        return self.result
+
+    def on_host(self) -> Any:
+        """Return the job's result when no part of it is under way on any stream."""
+        self.finished.wait()
+        if self.event is not None:
+            self.event.synchronize()
+        return self.wait()
+
+
+class Mover:
+    """A thread, or a stream of an accelerator, that runs jobs one after another.
+
+    ``rate``   bytes a second to which a thread is held, in place of a link; None: any.
+    ``moved``  bytes so far.
+
+    >>> mover = Mover("copies", torch.device("cpu"))
+    >>> mover.submit(lambda: 1 + 1).wait()
+    2
+    >>> mover.close()
+    """
+
+    def __init__(self, name: str, device: torch.device, rate: float | None = None) -> None:
+        self.name, self.moved = name, 0
+        self.stream: Any = None
+        self.threaded = device.type == "cpu"
+        if not self.threaded:
+            with suppress(RuntimeError):
+                # a registered device may have no streams: its jobs run on the current one
+                self.stream = torch.Stream(device)
+        self.due: SimpleQueue[Any] = SimpleQueue()
+        self.rate = rate
+        self.close: Callable[[], object] = lambda: None
+        if self.threaded:
+            # daemon: an interrupted main thread is not waited for by its movers
+            thread = threading.Thread(
+                target=_serve, args=(self.due, rate), daemon=True, name=f"shardlib {name}"
+            )
+            thread.start()
+            self.close = weakref.finalize(self, _close, self.due, thread)
+
+    def submit(
+        self, job: Callable[[], Any], nbytes: int = 0, after: Sequence[Ticket] = ()
+    ) -> Ticket:
+        """Run a job after all those before it, and after those of other movers in ``after``."""
+        ticket = Ticket(user_line())
+        self.moved += nbytes
+        if self.threaded:
+            self.due.put((copy_context(), job, nbytes, tuple(after), ticket))
+        elif self.stream is None:
+            _run(copy_context(), job, tuple(after), ticket)
+        else:
+            self.stream.wait_stream(torch.accelerator.current_stream())
+            with self.stream:
+                _run(copy_context(), job, tuple(after), ticket)
+                ticket.event = torch.Event(self.stream.device)
+                ticket.event.record(self.stream)
+        return ticket
+
+
+def _run(context: Any, job: Callable[[], Any], after: Sequence[Ticket], ticket: Ticket) -> None:
+    try:
+        for other in after:
+            other.wait()
+        ticket.result = context.run(job)
+    except BaseException as error:
+        error.add_note(f"in a job of a memory tier, submitted at {ticket.line}")
+        ticket.error = error
+    ticket.finished.set()
+
+
+def _serve(due: SimpleQueue[Any], rate: float | None) -> None:
+    """Run jobs until None comes."""
+    # when the link is free again
+    free = 0.0
+    while (item := due.get()) is not None:
+        context, job, nbytes, after, ticket = item
+        # not held here while the next one is awaited: a buffer that a job refers to is in use
+        del item
+        began = time.perf_counter()
+        for other in after:
+            other.finished.wait()
+        if rate and nbytes:
+            free = max(free, began, time.perf_counter()) + nbytes / rate
+            time.sleep(max(free - time.perf_counter(), 0.0))
+        cell = [job]
+        del job
+        _run(context, lambda cell=cell: cell.pop()(), after, ticket)
+        del context, after, ticket, cell
+
+
+def _close(due: SimpleQueue[Any], thread: threading.Thread) -> None:
+    """End a thread when its jobs are done: one that is inside torch at exit aborts the process."""
+    due.put(None)
+    if thread is not threading.current_thread():
+        thread.join()

@@ -1,0 +1,325 @@
+"""Memory tiers: training with parameters in host memory is training in memory, bit for bit."""
+
+import gc
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+
+o = sl.optim
+WIDE = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDE, 2 * WIDE), nn.Linear(2 * WIDE, WIDE)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Equal blocks and nothing else."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([Block() for _ in range(count)])
+
+    def forward(self, x: Any) -> Any:
+        for block in self.h:
+            x = block(x)
+        return x.square().mean()
+
+
+RULES = [("h.*.up.weight", "x ."), ("h.*.up.bias", "x"), ("h.*.down.weight", ". x"), ("*", "...")]
+
+
+def model(count: int, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    module = Blocks(count).to(dtype)
+    x = torch.randn(8, WIDE, generator=torch.Generator().manual_seed(1)).to(dtype)
+    apply, params = sl.parallelize(module, RULES, inputs={"x": "data ."})
+    return (lambda p: apply(p, x)), params
+
+
+def run(
+    inner: Any, tiers: Any, count: int = 4, steps: int = 3, dtype: torch.dtype = torch.float32, **how: Any
+) -> dict[str, Any]:  # fmt: skip
+    """Losses, norms, parameters and state of some steps, and the blocks loaded in each."""
+    f, params = model(count, dtype)
+    tx = o.zero(inner, "data", 3, tiers=tiers, **how)
+    params = tx.shard(params)
+    state = tx.init(params)
+    out: dict[str, Any] = {"loads": []}
+    for i in range(steps):
+        before = params.cache.loads if tiers else 0
+        loss, grads = sl.value_and_grad(f, into=tx)(params)
+        out["loads"].append(params.cache.loads - before if tiers else 0)
+        params, state, info = o.step(tx, params, grads, state, norm=True)
+        out |= {f"loss {i}": loss, f"norm {i}": info.norm}
+    out |= {f"param {n}": sl.unshard(x) for n, x in o.state_dict(params).items()}
+    out |= {
+        n: sl.unshard(x) if isinstance(x, torch.Tensor) else x
+        for n, x in o.state_dict(state).items()
+    }
+    return out
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names of what is not the same, bit for bit."""
+    assert a.keys() == b.keys()
+    rows = ((n, a[n], b[n]) for n in a if n != "loads")
+    return [n for n, x, y in rows if not torch.equal(torch.as_tensor(x), torch.as_tensor(y))]
+
+
+def block_bytes(mesh: dict[str, int], dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of the parts of a block on a rank, all of its buckets."""
+    with sl.simulate(**mesh):
+        tx = o.zero(o.sgd(0.1), "data", 3, tiers=o.Tiers())
+        return max(tx.shard(model(1, dtype)[1]).cache.sizes.values())
+
+
+def clipped() -> Any:
+    return o.chain(o.clip_by_global_norm(0.05), o.adamw(0.01))
+
+
+MESHES = [{"data": 1, "x": 1}, {"data": 2, "x": 1}, {"data": 2, "x": 2}, {"data": 1, "x": 2}]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("make", [lambda: o.adamw(0.01), clipped])
+def test_training_in_tiers_is_training_in_memory(mesh: Any, make: Any) -> None:
+    with sl.simulate(**mesh):
+        want = run(make(), None)
+        for device in (least(mesh), None):
+            tiers = o.Tiers(device=device)
+            assert differing(want, run(make(), tiers)) == []
+            assert tiers.ledger.peak["device"] <= (device or 1 << 62)
+
+
+def least(mesh: dict[str, int], dtype: torch.dtype = torch.float32) -> int:
+    """The bytes that the refusal of a smaller budget names."""
+    with sl.simulate(**mesh), pytest.raises(sl.ShardError, match="needs") as refused:
+        o.zero(o.sgd(0.1), "data", 3, tiers=o.Tiers(device=1)).shard(model(1, dtype)[1])
+    return int(str(refused.value).split("device=")[-1].strip(" )"))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("more", [0, 1, 3])
+def test_an_explanation_says_what_is_held_and_loaded(mesh: Any, more: int) -> None:
+    with sl.simulate(**mesh):
+        f, params = model(4)
+        tiers = o.Tiers(device=least(mesh) + more * block_bytes(mesh))
+        tx = o.zero(o.adamw(0.01), "data", 3, tiers=tiers)
+        params = tx.shard(params)
+        said = sl.explain(f, params, tx=tx).tiers
+        state = tx.init(params)
+        for _ in range(3):
+            before, moved = params.cache.loads, params.cache.movers.loads.moved
+            _, grads = sl.value_and_grad(f, into=tx)(params)
+            loads = params.cache.loads - before
+            loaded = params.cache.movers.loads.moved - moved
+            params, state, _ = o.step(tx, params, grads, state)
+        assert said is not None
+        assert (said.blocks, said.loads) == (4, loads)
+        assert said.loaded * params.cache.shares == loaded
+        assert said.host == dict(tiers.ledger.peaks["host"])
+
+
+# ---------------------------------------------------------------- what it composes with
+
+
+def both(**mesh: int) -> list[str]:
+    """What differs between memory and tiers, with the least budget there is for this mesh."""
+    torch.set_num_threads(1)
+    want = run(clipped(), None)
+    with pytest.raises(sl.ShardError, match="needs") as refused:
+        o.zero(o.sgd(0.1), "data", 3, tiers=o.Tiers(device=1)).shard(model(1)[1])
+    budget = int(str(refused.value).split("device=")[-1].strip(" )"))
+    return differing(want, run(clipped(), o.Tiers(device=budget)))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4, "x": 1}, {"data": 2, "x": 2}])
+def test_on_real_ranks_too(mesh: Any, pool: Any) -> None:
+    assert pool.run(both, **mesh) == [[]] * 4
+
+
+def test_one_device_needs_no_axis() -> None:
+    with sl.simulate(data=1, x=1):
+        f, params = model(2)
+        tx = o.zero(o.adamw(0.1), (), 3, tiers=o.Tiers())
+        parts = tx.shard(params)
+        loss, grads = sl.value_and_grad(f)(parts)
+        parts, _, _ = o.step(tx, parts, grads, tx.init(parts))
+        assert float(f(parts)) < float(loss)
+
+
+def test_frozen_blocks_are_loaded_alone_and_never_stale() -> None:
+    """Of L frozen blocks and room for C, a step loads 2 (L - C), and sends no gradient of them."""
+    count = 6
+    with sl.simulate(data=1, x=1):
+        f, params = model(count)
+        for name, p in params.items():
+            p.requires_grad_(name.startswith("h.5."))
+        part = block_bytes({"data": 1, "x": 1})
+        tiers = o.Tiers(device=2 * part + 3 * part)
+        tx = o.zero(o.adamw(0.1), "data", 3, tiers=tiers)
+        parts = tx.shard(params)
+        state, loads = tx.init(parts), []
+        for _ in range(4):
+            before = parts.cache.loads
+            _, grads = sl.value_and_grad(f)(parts)
+            parts, state, _ = o.step(tx, parts, grads, state)
+            loads.append(parts.cache.loads - before)
+        assert tiers.ledger.peaks["host"]["gradients"] == part
+        # the blocks before the trained one are not read again: forward alone
+        assert loads[-1] == loads[-2] <= 2 * (count - 3) + 1
+
+
+def test_a_step_that_is_refused_or_skipped_changes_nothing() -> None:
+    for guard in (lambda tx: tx, o.skip_nonfinite):
+        with sl.simulate(data=2, x=1):
+            f, params = model(3)
+            tx = guard(o.zero(clipped(), "data", 3, tiers=o.Tiers()))
+            parts = tx.shard(params)
+            state = tx.init(parts)
+            _, grads = sl.value_and_grad(f)(parts)
+            parts, state, _ = o.step(tx, parts, grads, state)
+            before = {n: sl.unshard(x).clone() for n, x in o.state_dict(parts).items()}
+            _, grads = sl.value_and_grad(f)(parts)
+            for g in grads.values():
+                g.raw.fill_(float("nan"))
+            try:
+                parts, state, info = o.step(tx, parts, grads, state)
+                assert info.skipped
+            except sl.ShardError as e:
+                assert guard is not o.skip_nonfinite and "norm of the gradients" in str(e)
+            after = {n: sl.unshard(x) for n, x in o.state_dict(parts).items()}
+            assert differing(before, after) == []
+            assert (
+                o.state_dict(state)["1.count" if guard is not o.skip_nonfinite else "inner.1.count"]
+                == 1
+            )
+            _, grads = sl.value_and_grad(f)(parts)
+            parts, state, _ = o.step(tx, parts, grads, state)
+
+
+def test_two_transforms_share_the_budgets_of_their_tiers() -> None:
+    with sl.simulate(data=1, x=1):
+        tiers = o.Tiers(host="1MiB")
+        for _ in range(2):
+            _, params = model(2)
+            tx = o.zero(o.adamw(0.1), "data", 3, tiers=tiers)
+            parts = tx.shard(params)
+            held = tiers.ledger.held["host"]["parameters"]
+            kept = parts
+        assert held == 2 * sum(x.raw.nbytes for x in kept.values())
+        del kept, parts
+        gc.collect()
+        assert tiers.ledger.held["host"].total() == 0
+
+
+def test_a_budget_of_the_host_is_the_limit() -> None:
+    with sl.simulate(data=1, x=1):
+        tx = o.zero(o.adamw(0.1), "data", 3, tiers=o.Tiers(host=100_000))
+        parts = tx.shard(model(3)[1])
+        with pytest.raises(sl.ShardError, match="bytes of state do not fit"):
+            tx.init(parts)
+
+
+# ---------------------------------------------------------------- gradients that do not wait
+
+
+def stepped(inner: Any, tiers: Any, dtype: torch.dtype, **how: Any) -> dict[str, Any]:
+    """Losses, parameters and state of three steps by ``value_and_step``."""
+    f, params = model(6, dtype)
+    tx = o.zero(inner, "data", 3, tiers=tiers, **how)
+    params = tx.shard(params)
+    state, out = tx.init(params), dict[str, Any]()
+    step = o.value_and_step(f, tx)
+    for i in range(3):
+        out[f"loss {i}"], params, state, _ = step(params, state)
+    out |= {f"param {n}": sl.unshard(x) for n, x in o.state_dict(params).items()}
+    state = o.state_dict(state)
+    return out | {n: sl.unshard(x) if isinstance(x, torch.Tensor) else x for n, x in state.items()}
+
+
+KINDS = [(torch.float32, None, 12), (torch.bfloat16, "bf16+rem", 12), (torch.bfloat16, "fp32", 14)]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("dtype", "master", "rest"), KINDS)
+def test_bytes_of_a_parameter_over_all_tiers(mesh: Any, dtype: Any, master: Any, rest: int) -> None:
+    """12 at rest, exact, where no gradient waits; a gradient's more where a norm needs them all."""
+    with sl.simulate(**mesh):
+        want = stepped(o.adamw(0.01), None, dtype, master=master)
+        tiers = o.Tiers()
+        assert differing(want, stepped(o.adamw(0.01), tiers, dtype, master=master)) == []
+        held = tiers.ledger.peaks["host"]
+        numbers = held["parameters"] / dtype.itemsize
+        assert (held["parameters"] + held["state"]) / numbers == rest
+        # of six blocks, three are on their way
+        assert held["gradients"] <= 3 / 6 * numbers * dtype.itemsize
+        tiers = o.Tiers()
+        run(clipped(), tiers, 6, dtype=dtype, master=master)
+        assert tiers.ledger.peak["host"] / numbers == rest + dtype.itemsize
+
+
+# ---------------------------------------------------------------- files
+
+
+def trained(f: Any, tx: Any, params: Any, state: Any, steps: int) -> Any:
+    for _ in range(steps):
+        _, grads = sl.value_and_grad(f, into=tx)(params)
+        params, state, _ = o.step(tx, params, grads, state)
+    return params, state
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "x": 1}, {"data": 1, "x": 1}, {"data": 2, "x": 2}])
+@pytest.mark.parametrize("into", [None, o.Tiers()])
+def test_a_run_saved_in_tiers_goes_on_anywhere(tmp_path: Any, mesh: Any, into: Any) -> None:
+    """Saved while updates are under way; loaded in memory and in tiers."""
+    with sl.simulate(data=2, x=1):
+        f, params = model(3, torch.float64)
+        tx = o.zero(o.adamw(0.01), "data", 3, tiers=o.Tiers())
+        parts = tx.shard(params)
+        parts, state = trained(f, tx, parts, tx.init(parts), 2)
+        sl.save(tmp_path / "a", {"params": o.state_dict(parts), "state": o.state_dict(state)})
+        parts, state = trained(f, tx, parts, state, 2)
+        want = {n: sl.unshard(x).clone() for n, x in o.state_dict(parts).items()}
+    with sl.simulate(**mesh):
+        found = sl.load(tmp_path / "a")
+        f, params = model(3, torch.float64)
+        tx = o.zero(o.adamw(0.01), "data", 3, tiers=into)
+        parts = tx.shard(params)
+        state = o.load_state_dict(tx.init(parts), found["state"])
+        parts = o.load_state_dict(parts, found["params"])
+        parts, state = trained(f, tx, parts, state, 2)
+        got = {n: sl.unshard(x) for n, x in o.state_dict(parts).items()}
+    for n, x in want.items():
+        torch.testing.assert_close(got[n], x, rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_what_tiers_do_not_do_is_refused_by_name() -> None:
+    for how in ({"stage": 2}, {"stage": 3, "keep": True}):
+        with pytest.raises(sl.errors.Unsupported, match="memory tiers"):
+            o.zero(o.sgd(0.1), "data", tiers=o.Tiers(), **how)
+    with sl.simulate(data=1, x=1):
+        f, params = model(2)
+        tx = o.zero(o.sgd(0.1), "data", 3, tiers=o.Tiers())
+        parts = tx.shard(params)
+        with pytest.raises(sl.ShardError, match="differentiated again"):
+            sl.grad(lambda p: sum(g.square().sum() for g in sl.grad(f)(p).values()))(parts)
+        moved = optree.tree_map(lambda x: x * 2.0, parts)
+        with pytest.raises(sl.ShardError, match="were computed from those in memory tiers"):
+            f(moved)
+        with pytest.raises(sl.ShardError, match="in no memory tiers"):
+            tx.init(o.zero(o.sgd(0.1), "data", 3).shard(params))
