@@ -7,9 +7,10 @@ from shardlib.pipeline.schedules import schedule
 from shardlib.planning.choose import choose
 from shardlib.planning.cluster import Cluster, measured, probe
 from shardlib.planning.grids import Grid3, lower_bound
+from shardlib.planning.joint import LayoutPlan, plan_layouts
 from shardlib.planning.plan import Plan, plan
 
 __all__ = [
-    "Cluster", "Grid3", "Link", "Plan", "ReshardPlan", "attention_plan", "choose",
-    "lower_bound", "measured", "plan", "probe", "schedule",
+    "Cluster", "Grid3", "LayoutPlan", "Link", "Plan", "ReshardPlan", "attention_plan", "choose",
+    "lower_bound", "measured", "plan", "plan_layouts", "probe", "schedule",
 ]  # fmt: skip

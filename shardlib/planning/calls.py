@@ -39,7 +39,7 @@ class Call:
 
     func: Callable[..., Any]
     args: Any
-    kwargs: Any
+    kwargs: dict[str, Any]
     reads: tuple[int, ...]
     gives: tuple[int, ...]
     module: str
@@ -54,12 +54,14 @@ class Call:
     def run(self, values: Sequence[ShardedTensor]) -> list[ShardedTensor]:
         """Call the function with these values for what it reads, and return the sharded results."""
         at = dict(zip(self.reads, values, strict=True))
-        args, kwargs = optree.tree_map(
+        given: Any = self.args, self.kwargs
+        placed: Any = optree.tree_map(
             lambda x: at[x.number] if isinstance(x, Value) else x,
-            (self.args, self.kwargs),
+            given,
             is_leaf=_is_value,
             none_is_leaf=True,
         )
+        args, kwargs = placed
         return _sharded(self.func(*args, **kwargs))
 
 
@@ -156,7 +158,8 @@ class _Recorder:
         if self.inside:
             return implementation(func, args, kwargs)
         self.inside = True
-        asked = optree.tree_map(self._read, (args, kwargs), none_is_leaf=True)
+        given: Any = args, kwargs
+        asked: Any = optree.tree_map(self._read, given, none_is_leaf=True)
         known = set(self.numbers)
         try:
             out = implementation(func, args, kwargs)
@@ -172,12 +175,10 @@ class _Recorder:
                 lambda x: ("read", order[x.number]) if isinstance(x, Value) else _text(x),
                 asked, is_leaf=_is_value, none_is_leaf=True,
             ))  # fmt: skip
-            self.found.calls.append(
-                Call(
-                    func, *asked, reads, tuple(map(self.give, results)), self.paths.now(),
-                    (getattr(func, "__qualname__", ""), str(func), text),
-                )
-            )  # fmt: skip
+            key = getattr(func, "__qualname__", ""), str(func), text
+            gives = tuple(map(self.give, results))
+            call = Call(func, asked[0], asked[1], reads, gives, self.paths.now(), key)
+            self.found.calls.append(call)
         return out
 
     verb = __call__

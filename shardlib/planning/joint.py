@@ -11,12 +11,13 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardlib.capacity import bytes_in
 from shardlib.errors import BadArgument, ShardError, mesh_text
 from shardlib.mesh import record
 from shardlib.modules import parallelize
@@ -30,7 +31,8 @@ from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explain import bytes_of, explain
 from shardlib.planning.explanation import Explanation, size
 from shardlib.planning.layer_dedup import Outline, outline
-from shardlib.planning.pareto import Holding, Search, State, Way
+from shardlib.planning.pareto import BUCKET, Holding, Search, State, Way
+from shardlib.planning.plan import loss_of
 from shardlib.planning.program import Column, Solution, solve
 from shardlib.planning.strategies import Table
 from shardlib.planning.work import Rates
@@ -55,7 +57,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class JointPlan:
+class LayoutPlan:
     """How to train a module: what ``parallelize`` and ``zero`` take, with the cost of a step.
 
     ``mesh``     axis sizes, for ``make_mesh``.
@@ -64,7 +66,8 @@ class JointPlan:
     ``remat``    policies, as ``parallelize`` takes them.
     ``zero``     keyword arguments of ``sl.optim.zero``; none: no ZeRO.
     ``peak``     the most bytes of one rank, ``seconds`` of a step: as ``sl.explain`` finds them.
-    ``explained``  the explanation of the step.
+    ``along``    axes -> bytes and messages that a rank receives in a step, the update among it.
+    ``explained``  the explanation of forward and backward.
     """
 
     mesh: Mapping[str, int]
@@ -74,15 +77,10 @@ class JointPlan:
     zero: Mapping[str, Any]
     seconds: float
     peak: int
+    along: Mapping[str, tuple[float, float]]
     explained: Explanation = field(repr=False)
     memory: float = math.inf
     optimizer: Transform | None = field(default=None, repr=False)
-
-    @property
-    def bytes(self) -> dict[str, tuple[float, int]]:
-        """Axes -> bytes and messages that a rank receives in a step."""
-        along = self.explained.work.along
-        return {axes: (nbytes, int(n)) for axes, (nbytes, n) in along.items()}
 
     def apply(self, module: nn.Module) -> tuple[Any, dict[str, Any], Transform]:
         """Return ``(apply, params, tx)`` on the ambient mesh: ``parallelize`` and ``zero`` as planned."""
@@ -91,64 +89,75 @@ class JointPlan:
         return apply, params, zero(tx, **self.zero) if self.zero else tx
 
     def __str__(self) -> str:
-        lines = [f"{mesh_text(self.mesh)}: {size(self.peak)} of {size(self.memory)}, "
-                 f"{self.seconds:.3g} s a step"]  # fmt: skip
+        room = size(round(self.memory))
+        lines = [
+            f"{mesh_text(self.mesh)}: {size(self.peak)} of {room}, {self.seconds:.3g} s a step"
+        ]
         lines.append("inputs " + ", ".join(map(repr, self.inputs)))
         if self.zero:
             lines.append("zero " + ", ".join(f"{k}={v!r}" for k, v in self.zero.items()))
         lines += [f"  {rule}" for rule in self.rules]
         lines += [f"  remat {rule}" for rule in self.remat]
-        for axes, (nbytes, messages) in self.bytes.items():
-            lines.append(f"  {axes}: {nbytes / 2**20:.1f} MiB in {messages} messages")
+        for axes, (nbytes, messages) in self.along.items():
+            lines.append(f"over {axes}: {size(round(nbytes))} in {math.ceil(messages)} messages")
         return "\n".join(lines)
 
 
-def plan_jointly(
+def plan_layouts(
     module: nn.Module,
-    inputs: Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
     *,
     ranks: int | None = None,
     mesh: Mapping[str, int] | None = None,
-    memory: float | None = None,
+    memory: float | str | None = None,
     optimizer: Transform | None = None,
     cluster: str | Cluster = "h100",
-    loss: Callable[..., Any],
-) -> JointPlan:
-    """Find the fastest way to train a module within ``memory`` bytes on each rank.
+    loss: Callable[..., Any] | None = None,
+) -> LayoutPlan:
+    """Find the layouts, remat and stage of ZeRO by which a step takes least time within ``memory``.
 
-    ``inputs``   what ``loss(apply, params, *inputs)`` is called with, of global sizes; only shapes
-                 are read.
-    ``ranks``    every mesh of so many ranks with at most two axes is considered; or ``mesh``, axis
-                 sizes.
-    ``memory``   bytes of one rank, else the cluster's.
-    ``optimizer``  its state is counted; AdamW by default.
-    Raises: ShardError where nothing fits, with the least that works.
+    ``inputs``   the inputs of forward, of global sizes, rows first; only shapes are read.
+    ``ranks``    every mesh of so many ranks with one or two axes is considered; ``mesh``: one of
+                 these axis sizes.
+    ``memory``   bytes of one rank, or a text such as "80GB"; else the cluster's.
+    ``optimizer``  its state is counted; AdamW's by default.
+    ``cluster``  speeds and links, as ``sl.planning.plan`` takes it.
+    ``loss``     called with (apply, params, *inputs); by default the output's loss, or the mean of
+                 its logits.
+
+    Each call of the step runs on shapes under every layout of what it reads; the best ways through
+    equal layers are found by dynamic programming, and how many layers run in which way by an
+    integer program (scipy's).  The figures of the plan are those of ``sl.explain``.  Splits of the
+    sequence, micro-batches and pipelines are not considered.
+    Raises: BadArgument where nothing fits, with the least that does; ShardError without scipy.
+
+    >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    >>> found = plan_layouts(mlp, torch.empty(32, 64), ranks=2, memory="1MB")
+    >>> found.inputs, found.zero, found.peak < 1e6
+    (('a .',), {}, True)
     """
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    fix = "sl.planning.plan_layouts(model, (ids,), ranks=8)"
+    if (ranks is None) == (mesh is None) or not given:
+        raise BadArgument("either ranks or a mesh, and inputs, are needed", op="plan", fix=fix)
     where = cluster_of(cluster)
-    room = where.memory if memory is None else memory
-    meshes = [dict(mesh)] if mesh is not None else meshes_of(ranks or 1)
-    study = Study(module, inputs, loss, optimizer or adamw(1e-3), where)
-    best: JointPlan | None = None
-    least: JointPlan | None = None
-    for axes in meshes:
-        for setting in study.settings(axes):
-            bound = math.inf if best is None else best.seconds
-            found = study.planned(setting, room, bound)
-            if found is None:
-                continue
-            if found.peak <= room and (best is None or found.seconds < best.seconds):
-                best = found
-            if least is None or found.peak < least.peak:
-                least = found
-    if best is not None:
-        return best
-    if least is None:
-        raise ShardError("no layouts fit", op="plan", fix="sl.planning.plan(model, 8, batch=8)")
-    raise BadArgument(
-        f"nothing fits into {size(room)}; the least is {size(least.peak)}",
-        op="plan",
-        fix=f"memory={least.peak}",
-    )
+    room = bytes_in(where.memory if memory is None else memory, "plan", fix)
+    study = Study(module, given, loss or _loss, optimizer or adamw(1e-3), where)
+    found = [study.explored(m, room) for m in ([dict(mesh)] if mesh else meshes_of(ranks or 1))]
+    plans = [p for p in found if p is not None]
+    if not plans:
+        raise ShardError("a call of the step runs under no layouts", op="plan", fix=fix)
+    best = min(plans, key=lambda p: (p.peak > room, p.seconds if p.peak <= room else p.peak))
+    if best.peak > room:
+        why = f"nothing fits into {size(room)}; the least is {size(best.peak)}"
+        raise BadArgument(why, op="plan", fix=f"memory={best.peak}")
+    return best
+
+
+def _loss(apply: Any, params: Any, *inputs: Tensor) -> Tensor:
+    out = apply(params, *inputs)
+    found = loss_of(out, None)
+    return out.mean() if found is None else found
 
 
 def meshes_of(ranks: int) -> list[dict[str, int]]:
@@ -207,7 +216,17 @@ class Study:
                 holding = Holding(axes, over, 2 if over else 0, self.state)
                 yield Setting(Search(self.step, table, candidates, rates, holding, inputs), batch)
 
-    def planned(self, setting: Setting, room: float, bound: float) -> JointPlan | None:
+    def explored(self, axes: Mapping[str, int], room: float) -> LayoutPlan | None:
+        """Return the best plan on a mesh that fits, else the one of least bytes."""
+        best: LayoutPlan | None = None
+        for setting in self.settings(axes):
+            fits = best is not None and best.peak <= room
+            found = self.planned(setting, room, best.seconds if best and fits else math.inf)
+            if found is not None and (best is None or _better(found, best, room)):
+                best = found
+        return best
+
+    def planned(self, setting: Setting, room: float, bound: float) -> LayoutPlan | None:
         """Return the best plan of a setting, explained; or the one of least bytes if none fits."""
         if setting.columns is None:
             setting.columns = self.columns(setting.search, NEAR * bound)
@@ -215,29 +234,18 @@ class Study:
         off, best, tried = 0.0, None, set()
         for _ in range(1 + ROUNDS):
             found = solve(setting.columns, counts, room - off)
-            if found is None or found.seconds >= bound:
-                if found is None and best is None:
-                    least = solve(setting.columns, counts, room, least=True)
-                    best = least and self.explained(least, setting, room)
+            if found is None and best is None:
+                least = solve(setting.columns, counts, room, least=True)
+                return least and self.explained(least, setting, room)
+            if found is None or found.seconds >= NEAR * bound:
                 break
             made = self.explained(found, setting, room)
-            if DEBUG:
-                print(
-                    setting.batch,
-                    over_text(setting),
-                    f"thought {found.seconds:.4g} s {found.peak / 2**20:.2f}; explained {made.seconds:.4g} {made.peak / 2**20:.2f}",
-                    flush=True,
-                )
-            key = made.rules, made.remat
-            off = made.peak - found.peak
-            if best is None or (made.peak <= room, -made.seconds) > (
-                best.peak <= room,
-                -best.seconds,
-            ):
+            if best is None or _better(made, best, room):
                 best = made
-            if made.peak <= room or key in tried:
+            if made.peak <= room or made.rules in tried:
                 break
-            tried.add(key)
+            tried.add(made.rules)
+            off = made.peak - found.peak
         return best
 
     def columns(self, search: Search, limit: float = math.inf) -> list[Column]:
@@ -293,7 +301,7 @@ class Study:
             (way, remat),
         )
 
-    def explained(self, found: Solution, setting: Setting, room: float) -> JointPlan:
+    def explained(self, found: Solution, setting: Setting, room: float) -> LayoutPlan:
         """Return a solution as a plan, with the cost of its whole step."""
         search, axes = setting.search, dict(setting.holding.sizes)
         rules, remat = self.written(found)
@@ -311,8 +319,17 @@ class Study:
                 for x, text in zip(self.inputs, texts, strict=True)
             ]
             whole = explain(lambda p, *x: self.loss(apply, p, *x), params, tuple(given), tx=tx)
-        return JointPlan(
-            axes, rules, texts, remat, how, search.rates.seconds(whole.work), whole.peak, whole, room,
+        work = replace(whole.work, along=dict(whole.work.along))
+        for x in params.values():
+            over = [a for a in setting.holding.axes if a not in x.sharding.axes]
+            parts = math.prod(axes[a] for a in over)
+            if parts > 1:
+                # the explanation ends with backward; the update's gather is half of a sum
+                sent = (parts - 1) * x.raw.nbytes
+                work.receive(over, sent / parts, sent / BUCKET)
+        seconds = search.rates.seconds(work)
+        return LayoutPlan(
+            axes, rules, texts, remat, how, seconds, whole.peak, work.along, whole, room,
             self.optimizer,
         )  # fmt: skip
 
@@ -352,6 +369,14 @@ def _folded(pattern: str, said: Mapping[int, tuple[str, ...]]) -> list[tuple[str
     ((usual, _),) = Counter(said.values()).most_common(1)
     others = [(pattern.format(i), *text) for i, text in said.items() if text != usual]
     return [*others, (pattern.format("*"), *usual)]
+
+
+def _better(one: LayoutPlan, other: LayoutPlan, room: float) -> bool:
+    """Return whether a plan fits where another does not, or is faster, or the smaller of two."""
+    fits = one.peak <= room, other.peak <= room
+    if all(fits):
+        return (one.seconds, one.peak) < (other.seconds, other.peak)
+    return fits[0] or (not fits[1] and one.peak < other.peak)
 
 
 def _places(state: State) -> Counter[Any]:
@@ -408,10 +433,3 @@ def _state(optimizer: Transform, dtype: torch.dtype) -> float:
         w = shard(torch.empty(64, 64, dtype=dtype, device="meta"), "...", mesh)
         w.requires_grad_()
         return bytes_of(optimizer.init({"w": w})) / bytes_of({"w": w})
-
-
-DEBUG = False
-
-
-def over_text(s):
-    return s.holding.axes

@@ -8,7 +8,7 @@ the last, when gradients of the others are there; and the end of backward, when 
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,12 +90,16 @@ def _held(d: Column, c: Column, last: int) -> float:
     return d.kept + (d.gradients if gone else d.saved)
 
 
+_Row = tuple[dict[int, float], float, float]
+"""Variable -> factor, and the least and the most of their sum."""
+
+
 class _Rows:
     """The constraints of a program: variables are counts, whether each column is used, and the peak."""
 
     def __init__(self, columns: Sequence[Column], counts: Sequence[int]) -> None:
         self.columns, self.counts = columns, counts
-        self.entries: list[tuple[Mapping[int, float], float, float]] = []
+        self.entries: list[_Row] = []
         n = len(columns)
         for part, count in enumerate(counts):
             self._row({j: 1.0 for j, c in enumerate(columns) if c.part == part}, count, count)
@@ -103,7 +107,7 @@ class _Rows:
             self._row({j: 1.0, n + j: -float(counts[c.part])}, -math.inf, 0.0)
         self._borders()
 
-    def _row(self, entries: Mapping[int, float], low: float, high: float) -> None:
+    def _row(self, entries: dict[int, float], low: float, high: float) -> None:
         self.entries.append((entries, low, high))
 
     def _borders(self) -> None:
@@ -121,37 +125,37 @@ class _Rows:
         """Return the count of each column, or None where the peak is above ``top`` times ``scale``."""
         try:
             import numpy as np
-            from scipy.optimize import Bounds, LinearConstraint, milp
-            from scipy.sparse import csr_matrix
+            from scipy import optimize, sparse
         except ImportError as e:
             why = "plans are solved by scipy, which is not installed"
             raise ShardError(why, op="plan", fix="pip install scipy") from e
+        program: Any = optimize
         n = len(self.columns)
         entries = [*self.entries, *self._peaks(scale)]
         cells = [(v, i, j) for i, (row, _, _) in enumerate(entries) for j, v in row.items()]
         values, at, of = zip(*cells, strict=True)
-        matrix = csr_matrix((values, (at, of)), shape=(len(entries), 2 * n + 1))
+        matrix = sparse.csr_matrix((values, (at, of)), shape=(len(entries), 2 * n + 1))
         longest = max(max(c.seconds for c in self.columns), 1e-30)
         seconds = [c.seconds / longest for c in self.columns]
         weights = (1e-9, 1.0) if least else (1.0, 1e-9)
         cost = np.array([*(weights[0] * s for s in seconds), *[0.0] * n, weights[1]])
         most = [*(float(self.counts[c.part]) for c in self.columns), *[1.0] * n, top]
-        found = milp(
+        found = program.milp(
             cost,
-            constraints=LinearConstraint(
+            constraints=program.LinearConstraint(
                 matrix, [low for _, low, _ in entries], [high for _, _, high in entries]
             ),
             integrality=np.array([1] * 2 * n + [0]),
-            bounds=Bounds(np.zeros(2 * n + 1), np.array(most)),
+            bounds=program.Bounds(np.zeros(2 * n + 1), np.array(most)),
             options={"mip_rel_gap": 0.0, "time_limit": 60.0},
         )
         return None if found.x is None else [round(x) for x in found.x[:n]]
 
-    def _peaks(self, scale: float) -> list[tuple[Mapping[int, float], float, float]]:
+    def _peaks(self, scale: float) -> list[_Row]:
         """No moment holds more than the peak."""
         n, columns = len(self.columns), list(enumerate(self.columns))
         end = {i: (d.kept + d.gradients) / scale for i, d in columns}
-        rows = [({**end, 2 * n: -1.0}, -math.inf, 0.0)]
+        rows: list[_Row] = [({**end, 2 * n: -1.0}, -math.inf, 0.0)]
         for j, c in columns:
             for last in (0, 1):
                 row = {i: _held(d, c, last) / scale for i, d in columns}

@@ -75,7 +75,7 @@ class Meter(Live):
     >>> with Meter(Work(), [x]) as meter:
     ...     y = x @ x + 1
     >>> meter.work.flops, meter.work.touched, meter.now, meter.peak
-    (128.0, 128.0, 64, 128)
+    (128.0, 320.0, 64, 128)
     """
 
     def __init__(self, work: Work, known: Sequence[Tensor] = ()) -> None:
