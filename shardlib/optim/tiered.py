@@ -586,10 +586,15 @@ def _stored(tree: Tree, names: tuple[str, ...], copy: bool = False) -> Any:
         if not isinstance(x, Buckets):
             return x
         raws = {n: row_of(x[n]).detach() for n in names if n in x}
-        values = {n: ShardedTensor(r.clone() if copy else r, x[n].place) for n, r in raws.items()}
+        values = {n: ShardedTensor(_copied(r) if copy else r, x[n].place) for n, r in raws.items()}
         return Buckets(values, x.index.subset(tuple(raws)), x.mesh)
 
     return optree.tree_map(one, tree, is_leaf=_is_buckets, none_is_leaf=True)
+
+
+def _copied(row: Tensor) -> Tensor:
+    """Return a copy in host memory, which is not the device's where a CPU is both."""
+    return host_memory(row.numel(), row.dtype, row.device)[0].view(row.shape).copy_(row)
 
 
 def _taken(names: tuple[str, ...], *trees: Tree, copy: bool = False) -> Any:

@@ -1,6 +1,9 @@
 """Memory tiers: training with parameters in host memory is training in memory, bit for bit."""
 
 import gc
+import os
+import subprocess
+import sys
 from typing import Any
 
 import optree
@@ -323,3 +326,59 @@ def test_what_tiers_do_not_do_is_refused_by_name() -> None:
             f(moved)
         with pytest.raises(sl.ShardError, match="in no memory tiers"):
             tx.init(o.zero(o.sgd(0.1), "data", 3).shard(params))
+
+
+# ---------------------------------------------------------------- the kernel as judge
+
+LIMITED = """
+import gc, resource, sys
+import torch
+from torch import nn
+import shardlib as sl
+
+torch.set_num_threads(1)
+MiB = 1 << 20
+in_tiers, slack = sys.argv[1] == "tiers", int(sys.argv[2])
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Linear(a, b, bias=False) for a, b in ((256, 1024), (1024, 256)))
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+def used():
+    found = next(s for s in open("/proc/self/status") if s.startswith("VmData"))
+    return int(found.split()[1]) << 10
+
+with sl.simulate(data=1):
+    net = nn.Sequential(*[Block() for _ in range(32)])
+    apply, params = sl.parallelize(net, [("*", "...")], inputs={"input": "data ."})
+    tiers = sl.optim.Tiers(device=8 * MiB) if in_tiers else None
+    tx = sl.optim.zero(sl.optim.adamw(1e-3), "data", 3, tiers=tiers)
+    x = torch.randn(4, 256)
+    parts = tx.shard(params)
+    assert sum(v.raw.nbytes for v in parts.values()) == 64 * MiB
+    del net, params
+    gc.collect()
+    resource.setrlimit(resource.RLIMIT_DATA, (used() + (8 + slack) * MiB,) * 2)
+    state = tx.init(parts)
+    for _ in range(2):
+        _, grads = sl.value_and_grad(lambda p: apply(p, x).square().mean())(parts)
+        parts, state, _ = sl.optim.step(tx, parts, grads, state)
+    print("trained")
+"""
+
+
+def limited(where: str, slack: int) -> str:
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    args = [sys.executable, "-c", LIMITED, where, str(slack)]
+    done = subprocess.run(args, capture_output=True, text=True, env=env, timeout=240)
+    return done.stdout + done.stderr
+
+
+def test_a_process_held_to_the_budget_trains_eight_times_the_device() -> None:
+    """Private memory is limited to what is there before training, the device's 8 MiB, and 16 MiB."""
+    assert limited("tiers", 16) == "trained\n"
+    assert "can't allocate memory" in limited("memory", 64)
