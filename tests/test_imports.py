@@ -14,6 +14,7 @@ PACKAGE = ROOT / "shardlib"
 ORDER = [  # each may import from those before it
     "errors",
     "optional",
+    "filesystem",
     "_compat",
     "opspec",
     "dtypes",

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlib.checkpoint.folder import memory
+from shardlib.filesystem import memory
 from shardlib.layouts import Layout
 from shardlib.mesh import rank_along
 

@@ -40,16 +40,8 @@ from shardlib.checkpoint.boxes import (
     sums_of,
     whole,
 )
-from shardlib.checkpoint.folder import (
-    SILENT,
-    Behind,
-    allocate,
-    memory,
-    new_file,
-    open_file,
-    parsed,
-    write_all,
-)
+from shardlib.checkpoint.folder import SILENT, Behind
+from shardlib.filesystem import allocate, memory, new_file, open_file, parsed, read_all, write_all
 
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
@@ -469,17 +461,9 @@ class Folder:
     def into(self, out: memoryview, file: str, offset: int) -> None:
         """Read the bytes of a file from ``offset`` on into ``out``.
 
-        Nothing is memory-mapped: if the file were truncated meanwhile, SIGBUS would end the
-        process.
         Raises: ValueError, OSError.
         """
-        at, fd = 0, self.file(file)
-        while at < len(out):
-            got = os.preadv(fd, [out[at:]], offset + at)
-            if not got:
-                raise ValueError(f"{file} ends before its data does")
-            at += got
-            self.progress()
+        read_all(self.file(file), out, offset, file, progress=self.progress)
 
     def block(self, c: FileChunk, where: Sequence[slice], out: Tensor) -> Tensor:
         """Read a part of a chunk into ``out``, which has its shape and dtype, on the CPU.

@@ -23,19 +23,32 @@ import fcntl
 import json
 import os
 import re
-import stat
 import sys
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
+from shardlib.filesystem import (
+    READ_FOLDER,
+    descriptor,
+    directory,
+    fsync_folder,
+    locked,
+    make_parents,
+    open_file,
+    parsed,
+    reason,
+    sealed,
+    try_lock,
+    unsealed,
+    write_all,
+    write_new,
+)
 from shardlib.optional import optional_text
 
 Directory = str | os.PathLike[str]
@@ -55,56 +68,8 @@ _EARLY = 1 << 23
 # SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing
 _SEND, _BEGIN = getattr(ctypes.CDLL(None), "sync_file_range", None), 2
 
-_ALLOCATE = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-
 _ALONE = 1 << 18
 """Bytes below which a file's first write is not worth a thread."""
-
-
-def memory(x: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
-    nbytes = x.numel() * x.dtype.itemsize
-    if not nbytes:
-        return memoryview(b"")
-    # numpy is not a dependency
-    held = (ctypes.c_ubyte * nbytes).from_address(x.data_ptr())
-    held.tensor = x  # type: ignore[attr-defined]  # kept alive as long as the view
-    return memoryview(held).cast("B")
-
-
-def open_file(folder: int, name: str, links: bool = False) -> int:
-    """Open a file of a directory for reading; refuse pipes and devices without waiting for them.
-
-    Raises: OSError, ValueError.
-    """
-    # without O_NONBLOCK, opening a pipe waits for its writer
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-    fd = os.open(name, flags, dir_fd=folder)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise ValueError(f"{name} is no file")
-    return fd
-
-
-def allocate(fd: int, nbytes: int) -> None:
-    """Reserve a file's length on the disk at once, not page by page.
-
-    Raises: OSError if the disk is full; file systems without this call are skipped.
-    """
-    if _ALLOCATE is None or nbytes < _EARLY:
-        return
-    if _ALLOCATE(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
-        e = ctypes.get_errno()
-        if e in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(e, os.strerror(e))
-
-
-def write_all(fd: int, data: memoryview, at: int = 0) -> int:
-    """Write all bytes, from an offset on; return the offset behind them."""
-    while len(data):
-        n = os.pwrite(fd, data, at)
-        data, at = data[n:], at + n
-    return at
 
 
 def world_size() -> int:
@@ -208,7 +173,6 @@ class Behind:
 
 # ---------------------------------------------------------------- contents
 
-READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 MANIFEST, LOCK = "shardlib.json", "lock"
 FORMAT = "shardlib checkpoint 4"
 
@@ -224,65 +188,10 @@ def folder_of(path: str, step: int | None) -> str:
     return path if step is None or not path else os.path.join(path, f"step_{step:08d}")
 
 
-def parsed(text: bytes | str, name: str) -> Any:
-    """Parse JSON, and refuse duplicate keys.
-
-    Raises: ValueError.
-    """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError(f"{name}: a key stands twice")
-        return found
-
-    try:
-        return json.loads(text, object_pairs_hook=once)
-    except RecursionError:
-        raise ValueError(f"{name}: nested too deeply") from None
-    except ValueError as e:
-        raise ValueError(f"{name}: {e}" if name not in str(e) else str(e)) from None
-
-
-@contextlib.contextmanager
-def _descriptor(path: str, flags: int, folder: int | None = None) -> Iterator[int]:
-    """Open a path, in a directory if one is given, inside the ``with``."""
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o666, dir_fd=folder)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def new_file(folder: int, name: str, shared: bool = False) -> Iterator[int]:
-    """Make a new file of a directory; flush it at the end of the ``with``, and close it.
-
-    ``shared``  other processes write other parts of it, and the first makes it.
-    """
-    with _descriptor(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL * (not shared), folder) as fd:
-        yield fd
-        os.fsync(fd)
-
-
-def write_new(folder: int, name: str, text: bytes) -> None:
-    """Write a new file of a directory, and flush it."""
-    with new_file(folder, name) as fd:
-        write_all(fd, memoryview(text))
-
-
-def directory(path: str) -> contextlib.AbstractContextManager[int]:
-    """Open a directory inside the ``with``.
-
-    Raises: OSError.
-    """
-    return _descriptor(path, READ_FOLDER)
-
-
 def write_manifest(folder: int, manifest: Mapping[str, object]) -> None:
     """Write the manifest into the work directory, and flush it."""
     body = json.dumps(manifest, sort_keys=True).encode()
-    write_new(folder, MANIFEST, body + f"\n{zlib.crc32(body):08x}\n".encode())
+    write_new(folder, MANIFEST, sealed(body))
 
 
 def read_manifest(folder: int, formats: Sequence[str] = (FORMAT,)) -> dict[str, Any]:
@@ -293,19 +202,11 @@ def read_manifest(folder: int, formats: Sequence[str] = (FORMAT,)) -> dict[str, 
     with os.fdopen(open_file(folder, MANIFEST), "rb") as f:
         if os.fstat(f.fileno()).st_size > _LONGEST:
             raise ValueError(f"{MANIFEST} is longer than {_LONGEST} bytes")
-        body, _, tail = f.read().partition(b"\n")
-    if tail != f"{zlib.crc32(body):08x}\n".encode():
-        raise ValueError(f"{MANIFEST} is damaged: its checksum is wrong")
-    found = parsed(body, MANIFEST)
+        found = parsed(unsealed(f.read(), MANIFEST), MANIFEST)
     said = found.get("format") if isinstance(found, dict) else None
     if said not in formats:
         raise ValueError(f"{MANIFEST} is of format {said!r}, not {formats[0]!r}")
     return found
-
-
-def reason(error: OSError | ValueError) -> str:
-    """Return the text of an error, without a path."""
-    return getattr(error, "strerror", None) or str(error)
 
 
 def occupied(target: str) -> str:
@@ -370,7 +271,7 @@ def flushed(path: str) -> list[str]:
     """
     found = dict(_within(path))
     for name in found:
-        with _descriptor(os.path.join(path, name), os.O_RDONLY) as fd:
+        with descriptor(os.path.join(path, name), os.O_RDONLY) as fd:
             os.fsync(fd)
     return [name for name, kind in found.items() if kind == "file" and name != LOCK]
 
@@ -416,35 +317,6 @@ _ABANDONED = 86400.0
 """Seconds after which a work directory is a leftover, if files cannot be locked."""
 
 
-_NOT_FLUSHED = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.EACCES)
-"""Errors of directories whose names cannot be flushed, or that may not be read."""
-
-
-def fsync_folder(path: str) -> None:
-    """Flush the names in a directory to the disk.
-
-    Raises: OSError.
-    """
-    try:
-        with directory(path) as fd:
-            os.fsync(fd)
-    except OSError as e:
-        if e.errno not in _NOT_FLUSHED:
-            raise
-
-
-def _make_parents(path: str) -> None:
-    """Make a directory and its parents, and flush each to the disk."""
-    if os.path.isdir(path):
-        return
-    above = os.path.dirname(path)
-    _make_parents(above)
-    with contextlib.suppress(FileExistsError):
-        # another process was quicker
-        os.mkdir(path)
-    fsync_folder(above)
-
-
 def exchange(a: str, b: str) -> bool:
     """Exchange two names atomically; False if this system cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -470,7 +342,7 @@ class Work:
         self.path = os.path.join(self.parent, name)
         self.fd = self._opened()
         self.lock = os.open(LOCK, os.O_RDWR | os.O_CLOEXEC, dir_fd=self.fd)
-        _lock(self.lock, fcntl.LOCK_SH)
+        try_lock(self.lock, fcntl.LOCK_SH)
 
     def _opened(self) -> int:
         """Open the directory; on network file systems it may appear here a moment later."""
@@ -500,12 +372,12 @@ class Work:
         target = os.path.realpath(target)
         parent, base = os.path.split(target)
         _check_free(target, overwrite)
-        _make_parents(parent)
+        make_parents(parent)
         clean(parent, "|".join(filter(None, [re.escape(base), siblings])))
         name = f".{base}.tmp-{uuid.uuid4().hex}"
         path = os.path.join(parent, name)
         # until it is locked, it looks like a leftover
-        with _locked(parent, fcntl.LOCK_SH, seconds):
+        with locked(parent, fcntl.LOCK_SH, seconds):
             os.mkdir(path)
             with open(os.path.join(path, LOCK), "x") as lock:
                 lock.write(name[-32:])
@@ -618,7 +490,7 @@ def clean(parent: str, base: str) -> list[str]:
     came is renamed back.  Return the removed names.
     """
     gone = []
-    with _locked(parent, fcntl.LOCK_EX) as settled:
+    with locked(parent, fcntl.LOCK_EX) as settled:
         for kind, path, target in _leftovers(parent, base):
             with contextlib.suppress(OSError):
                 if os.path.islink(path):
@@ -631,33 +503,6 @@ def clean(parent: str, base: str) -> list[str]:
     return [os.path.basename(path) for path in gone if remove(path)]
 
 
-@contextlib.contextmanager
-def _locked(path: str, how: int, seconds: float = 0.0) -> Iterator[bool]:
-    """Lock a directory inside the ``with``; yield whether it is locked, which some systems cannot.
-
-    Raises: OSError if others hold it for all of ``seconds``, if ``seconds`` is not 0.
-    """
-    until = time.monotonic() + seconds
-    with directory(path) as fd:
-        while (had := _lock(fd, how)) is None and time.monotonic() < until:
-            time.sleep(0.02)
-        if had is None and seconds:
-            said = f"another saver held the lock of the directory for {seconds:g} s"
-            raise OSError(errno.ETIMEDOUT, said, path)
-        yield bool(had)
-
-
-def _lock(fd: int, how: int) -> bool | None:
-    """Try to lock a file; None if others hold it, False if the system has no locks."""
-    try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return None
-    except OSError:
-        return False
-
-
 def _abandoned(path: str, settled: bool) -> bool:
     """Return whether no process holds its lock.
 
@@ -667,8 +512,8 @@ def _abandoned(path: str, settled: bool) -> bool:
     if not settled and time.time() - os.stat(path).st_mtime <= 60:
         return False
     try:
-        with _descriptor(os.path.join(path, LOCK), os.O_RDWR) as fd:
-            had = _lock(fd, fcntl.LOCK_EX)
+        with descriptor(os.path.join(path, LOCK), os.O_RDWR) as fd:
+            had = try_lock(fd, fcntl.LOCK_EX)
             old = time.time() - os.fstat(fd).st_mtime > _ABANDONED
             return had or (had is False and old)
     except FileNotFoundError:

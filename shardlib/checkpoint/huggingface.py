@@ -36,26 +36,14 @@ from shardlib.checkpoint.files import (
     framed,
     layout_of_file,
 )
-from shardlib.checkpoint.folder import (
-    FORMAT,
-    LOCK,
-    READ_FOLDER,
-    Directory,
-    Work,
-    flushed,
-    memory,
-    new_file,
-    parsed,
-    write_all,
-    write_manifest,
-    write_new,
-)
+from shardlib.checkpoint.folder import FORMAT, LOCK, Directory, Work, flushed, write_manifest
 from shardlib.checkpoint.reading import check, known_choices, storages
 from shardlib.checkpoint.stages import stage_of
 from shardlib.checkpoint.tree import Names as Renames
 from shardlib.checkpoint.tree import alone, boxes, renamed, renaming, sharded, some
 from shardlib.checkpoint.writing import SaveJob
 from shardlib.collectives import spans_processes
+from shardlib.filesystem import READ_FOLDER, memory, new_file, parsed, write_all, write_new
 from shardlib.layouts import LayoutLike
 from shardlib.mesh import MeshLike, as_mesh
 from shardlib.modules.apply import Apply

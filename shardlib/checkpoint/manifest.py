@@ -18,9 +18,10 @@ from shardlib.checkpoint.files import (
     read_header,
     uncollected,
 )
-from shardlib.checkpoint.folder import MANIFEST, read_manifest, reason
+from shardlib.checkpoint.folder import MANIFEST, read_manifest
 from shardlib.checkpoint.tree import read_place, unspoken
 from shardlib.errors import ShardError
+from shardlib.filesystem import reason
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from shardlib.checkpoint.folder import (
     Directory,
     opened,
     read_manifest,
-    reason,
     remove,
     steps_pattern,
     strangers,
@@ -24,6 +23,7 @@ from shardlib.checkpoint.folder import (
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.tree import alone
 from shardlib.errors import mesh_text
+from shardlib.filesystem import reason
 
 
 def steps(path: Directory) -> list[tuple[int, str]]:

@@ -19,11 +19,12 @@ from torch import Tensor
 from shardlib._compat import is_dtensor
 from shardlib.checkpoint.boxes import Box, SavedPlace, held, outline
 from shardlib.checkpoint.files import code_of, dtype_of, is_shape
-from shardlib.checkpoint.folder import memory, world_size
+from shardlib.checkpoint.folder import world_size
 from shardlib.collectives import blocks as blocks_of
 from shardlib.collectives import holds_values, played, spans_processes
 from shardlib.dtensor_convert import from_dtensor
 from shardlib.errors import MeshError, PartialEscape, ShardError, Unsupported
+from shardlib.filesystem import memory
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, rank_along, scope
 from shardlib.optim.matrix_owners import ByParameter

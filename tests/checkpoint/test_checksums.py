@@ -19,7 +19,7 @@ from shardlib.checkpoint.boxes import (
     sums_of,
     whole,
 )
-from shardlib.checkpoint.folder import memory
+from shardlib.filesystem import memory
 from tests.checkpoint.cases import DTYPES, value
 
 

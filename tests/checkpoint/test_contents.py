@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
+from shardlib import filesystem
 from shardlib.checkpoint import folder
 from shardlib.checkpoint.folder import occupied, remove, strangers
 from shardlib.errors import CheckpointError
@@ -138,6 +139,7 @@ def test_the_directories_above_are_flushed_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed, flush = [], folder.fsync_folder
-    monkeypatch.setattr(folder, "fsync_folder", lambda p: (flushed.append(p), flush(p)))
+    for module in (folder, filesystem):
+        monkeypatch.setattr(module, "fsync_folder", lambda p: (flushed.append(p), flush(p)))
     sl.save(tmp_path / "a" / "b" / "c", {"a": 1})
     assert flushed == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]

@@ -1,6 +1,5 @@
 """What is written behind is what was given, and a disk that fails is told."""
 
-import ctypes
 import errno
 import os
 import random
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardlib.checkpoint import folder
-from shardlib.checkpoint.folder import Behind, allocate
+from shardlib.checkpoint.folder import Behind
 
 BLOCK, PIECE = 1 << 12, 1 << 20
 SIZES = [0, 1, BLOCK, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE + 12345]
@@ -54,26 +53,6 @@ def test_a_second_thread_runs_where_each_process_has_a_core_for_it(
     assert folder._spare()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert not folder._spare()
-
-
-def test_a_file_has_its_length_before_it_is_written_and_a_full_disk_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(code: int) -> Any:
-        def call(*_: Any) -> int:
-            ctypes.set_errno(code)
-            return -1
-
-        return call
-
-    with open(tmp_path / "f", "wb") as f:
-        allocate(f.fileno(), 9 * PIECE)
-        assert os.fstat(f.fileno()).st_size in (0, 9 * PIECE)  # 0 where the disk cannot
-        monkeypatch.setattr(folder, "_ALLOCATE", refused(errno.EOPNOTSUPP))
-        allocate(f.fileno(), 10 * PIECE)
-        monkeypatch.setattr(folder, "_ALLOCATE", refused(errno.ENOSPC))
-        with pytest.raises(OSError, match="No space left"):
-            allocate(f.fileno(), 10 * PIECE)
 
 
 def test_where_no_thread_starts_it_is_written_all_the_same(

@@ -30,8 +30,9 @@ from shardlib.checkpoint.files import (
     read_header,
     write_file,
 )
-from shardlib.checkpoint.folder import MANIFEST, memory
+from shardlib.checkpoint.folder import MANIFEST
 from shardlib.errors import CheckpointError
+from shardlib.filesystem import memory
 from tests.checkpoint.cases import DTYPES, same, value
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from shardlib.checkpoint import folder
 from shardlib.checkpoint.folder import Work, clean, opened, read_manifest
+from shardlib.filesystem import locked
 
 
 @pytest.fixture(params=[True, False], ids=["exchange", "aside"])
@@ -98,7 +99,7 @@ def test_leftovers_go_and_what_is_in_use_stays(tmp_path: Path) -> None:
     old.mkdir()
     other = made(tmp_path / "cc", 2)
     other.close()
-    with folder._locked(str(tmp_path), fcntl.LOCK_SH):  # somebody is making one just now
+    with locked(str(tmp_path), fcntl.LOCK_SH):  # somebody is making one just now
         assert clean(str(tmp_path), "c") == [old.name]
     assert sorted(clean(str(tmp_path), "c")) == sorted([f".c.tmp-{left.id}", fresh.name])
     assert used.path in map(str, tmp_path.iterdir())
@@ -117,7 +118,7 @@ def test_a_manifest_that_was_touched_is_refused(tmp_path: Path) -> None:
 
 def test_a_lock_that_another_saver_never_lets_go_ends_a_save(tmp_path: Path) -> None:
     with (
-        folder._locked(str(tmp_path), fcntl.LOCK_EX),
+        locked(str(tmp_path), fcntl.LOCK_EX),
         pytest.raises(OSError, match=r"another saver held the lock of the directory for 0\.1 s"),
     ):
         Work.make(str(tmp_path / "c"), seconds=0.1)
