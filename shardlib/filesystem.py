@@ -202,14 +202,20 @@ def locked(path: str, how: int, seconds: float = 0.0) -> Iterator[bool]:
 
     Raises: OSError if others hold it for all of ``seconds``, if ``seconds`` is not 0.
     """
-    until = time.monotonic() + seconds
     with directory(path) as fd:
-        while (had := try_lock(fd, how)) is None and time.monotonic() < until:
-            time.sleep(0.02)
+        had = lock_within(fd, how, seconds)
         if had is None and seconds:
-            said = f"another saver held the lock of the directory for {seconds:g} s"
+            said = f"another process held the lock of the directory for {seconds:g} s"
             raise OSError(errno.ETIMEDOUT, said, path)
         yield bool(had)
+
+
+def lock_within(fd: int, how: int, seconds: float) -> bool | None:
+    """Try to lock a file for some time; None if others hold it, False if the system has no locks."""
+    until = time.monotonic() + seconds
+    while (had := try_lock(fd, how)) is None and time.monotonic() < until:
+        time.sleep(0.02)
+    return had
 
 
 def try_lock(fd: int, how: int) -> bool | None:

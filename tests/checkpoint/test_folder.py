@@ -116,10 +116,10 @@ def test_a_manifest_that_was_touched_is_refused(tmp_path: Path) -> None:
             says(target)
 
 
-def test_a_lock_that_another_saver_never_lets_go_ends_a_save(tmp_path: Path) -> None:
+def test_a_lock_that_another_save_never_lets_go_ends_a_save(tmp_path: Path) -> None:
     with (
         locked(str(tmp_path), fcntl.LOCK_EX),
-        pytest.raises(OSError, match=r"another saver held the lock of the directory for 0\.1 s"),
+        pytest.raises(OSError, match=r"another process held the lock of the directory for 0\.1 s"),
     ):
         Work.make(str(tmp_path / "c"), seconds=0.1)
     assert os.listdir(tmp_path) == []
