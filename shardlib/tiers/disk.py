@@ -134,9 +134,9 @@ class RowFile:
             raise ValueError(f"the run is described by {len(about)} bytes, of at most {_ABOUT}")
         new = f".{name}.new"
         with contextlib.ExitStack() as undo:
-            undo.callback(os.unlink, new, dir_fd=folder)
             fd = _open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, folder)
             undo.callback(os.close, fd)
+            undo.callback(os.unlink, new, dir_fd=folder)
             allocate(fd, total)
             os.ftruncate(fd, total)
             rows = {n: (b, 0, None) for n, b in sizes.items()}
@@ -399,6 +399,8 @@ class DiskRows:
     def _take_up(self, number: int, file: RowFile) -> None:
         """Go on from a generation of this rank's file."""
         file.check()
+        # a killed process may have written a header that is not on the disk yet
+        _FLUSH(file.fd)
         found = file.generations()
         if number not in found:
             raise ValueError(f"the headers of {file.name} are damaged")
@@ -412,7 +414,7 @@ class DiskRows:
     def _settle(self) -> None:
         """Wait until the last commit is on the disk of every rank."""
         until = time.monotonic() + self.timeout
-        behind = range(self.ranks) if self.generation is not None else ()
+        behind = [r for r in range(self.ranks) if r != self.rank and self.generation is not None]
         while behind := [r for r in behind if not self._has_last(r)]:
             if time.monotonic() > until:
                 said = f"has not committed generation {self.generation} in {self.timeout:g} s"

@@ -1,0 +1,546 @@
+"""Rows on a disk are those of one generation, whatever ends the process or fails beneath it."""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlib.errors import BadArgument, ShardError
+from shardlib.tiers import disk
+from tests.tiers.disk_cases import (
+    PAGE,
+    RING,
+    SIZES,
+    content,
+    descriptors,
+    failing,
+    holds,
+    intercepted,
+    opened,
+    read,
+    step,
+    threads,
+)
+
+# ---------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
+def test_rows_are_read_as_they_were_written(
+    tmp_path: Path, durable: bool, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not direct:
+        monkeypatch.setattr(os, "O_DIRECT", 0)
+    with opened(tmp_path, durable=durable, resume=False) as rows:
+        for generation in range(4):
+            step(rows, generation)
+            assert holds(rows, generation)
+        rows.write("long", content(0, "long", 9))
+        assert torch.equal(read(rows, "long"), content(0, "long", 9))
+    assert len(os.listdir(tmp_path)) == durable
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_row_of_any_dtype_and_shape_keeps_its_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5).to(dtype)
+    with opened(tmp_path, rows={"x": x.nbytes, "scalar": x.itemsize}) as rows:
+        out, one = torch.empty_like(x), torch.empty((), dtype=dtype)
+        rows.write("x", x)
+        rows.write("scalar", x[1, 1])
+        rows.read("x", out).wait()
+        rows.read("scalar", one).wait()
+    assert torch.equal(out, x) and torch.equal(one, x[1, 1])
+
+
+def test_buffers_take_no_more_than_the_ring_and_closing_leaves_nothing(tmp_path: Path) -> None:
+    held = descriptors()
+    for ring in (2 * PAGE, 3 * PAGE + 5, 1 << 20):
+        rows = opened(tmp_path, ring=ring)
+        buffers = {id(b): len(b) for _, b in rows._mover.values()}
+        assert sum(buffers.values()) == rows.ring <= ring and len(threads()) == 2
+        step(rows, 1 if rows.generation is None else rows.generation + 1)
+        rows.close()
+        rows.close()
+        with pytest.raises(ShardError, match="the rows are closed"):
+            rows.read("page", torch.empty(PAGE, dtype=torch.uint8))
+    assert not threads() and descriptors() == held
+
+
+def test_rows_that_are_forgotten_are_closed(tmp_path: Path) -> None:
+    held = descriptors()
+    rows = opened(tmp_path)
+    rows.write("long", content(0, "long", 1))
+    del rows
+    until = time.monotonic() + 10
+    while (threads() or descriptors() > held) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not threads() and descriptors() == held
+
+
+def test_bad_arguments_change_nothing(tmp_path: Path) -> None:
+    for kw in ({"rows": {"a": -1}}, {"rows": {"a": 1.5}}, {"ring": PAGE}, {"rank": 2, "ranks": 2}):
+        with pytest.raises(BadArgument):
+            opened(tmp_path / "none", **kw)  # type: ignore[arg-type]
+    assert not (tmp_path / "none").exists()
+    with opened(tmp_path) as rows:
+        step(rows, 5)
+        page = torch.empty(PAGE, dtype=torch.uint8)
+        calls: list[Callable[[], Any]] = [
+            lambda: rows.write("other", page),
+            lambda: rows.write("above", page),
+            lambda: rows.write("page", torch.empty(PAGE, 2, dtype=torch.uint8)[:, 0]),
+            lambda: rows.read("page", torch.empty(PAGE, dtype=torch.uint8, device="meta")),
+            lambda: rows.commit(5),
+            lambda: rows.commit(-1),
+            lambda: rows.commit(True),
+            lambda: rows.commit(1 << 63),
+            lambda: rows.commit(6, "n" * (1 << 16)),
+        ]
+        for call in calls:
+            with pytest.raises(BadArgument):
+                call()
+        assert rows.generation == 5 and holds(rows, 5)
+
+
+def test_numbers_of_generations_may_be_as_large_as_63_bits(tmp_path: Path) -> None:
+    with opened(tmp_path, rows={f"r{i}": 1 for i in range(300)}) as rows:
+        for number in (0, (1 << 63) - 3, (1 << 63) - 2, (1 << 63) - 1):
+            rows.commit(number, "n" * ((1 << 16) - 2))
+    with opened(tmp_path, rows={f"r{i}": 1 for i in range(300)}) as rows:
+        assert rows.generation == (1 << 63) - 1
+
+
+def test_jobs_of_one_row_run_in_the_order_of_their_calls(tmp_path: Path) -> None:
+    with opened(tmp_path) as rows:
+        outs = [torch.empty(SIZES["long"], dtype=torch.uint8) for _ in range(20)]
+        for i, out in enumerate(outs):
+            rows.write("long", content(0, "long", i))
+            rows.read("long", out)
+            if i % 3 == 2:
+                rows.commit(i)
+        rows.read("long", outs[0]).wait()
+        assert all(torch.equal(out, content(0, "long", i)) for i, out in enumerate(outs) if i)
+        assert torch.equal(outs[0], content(0, "long", 19))
+
+
+def test_a_row_that_was_never_written_is_not_read(tmp_path: Path) -> None:
+    with opened(tmp_path) as rows:
+        step(rows, 1, ["page"])
+    with opened(tmp_path) as rows:
+        assert torch.equal(read(rows, "page"), content(0, "page", 1))
+        with pytest.raises(ShardError, match="row 'long' is not read: it was never written"):
+            read(rows, "long")
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def test_all_ranks_go_back_to_the_newest_generation_that_all_committed(tmp_path: Path) -> None:
+    with opened(tmp_path, 0, 2) as a, opened(tmp_path, 1, 2) as b:
+        for g in (1, 2):
+            step(a, g)
+            step(b, g)
+        step(a, 3)
+    with opened(tmp_path, 1, 2) as b, opened(tmp_path, 0, 2) as a:
+        assert (a.generation, b.generation, a.notes) == (2, 2, {"step": 2})
+        assert holds(a, 2) and holds(b, 2)
+
+
+def test_a_generation_of_an_attempt_that_was_given_up_is_not_mixed_with_a_new_one(
+    tmp_path: Path,
+) -> None:
+    """Rank 1 is ahead by generation 2 when the job ends; the next attempt's rank 0 comes first."""
+    with opened(tmp_path, 0, 2) as a, opened(tmp_path, 1, 2) as b:
+        for rows in (a, b):
+            step(rows, 1)
+        b.write("page", content(1, "page", 77))
+        b.commit(2)
+    with opened(tmp_path, 0, 2) as a:
+        assert a.generation == 1
+        step(a, 2)
+        with opened(tmp_path, 1, 2) as b:
+            assert b.generation == 1 and holds(b, 1)
+            step(b, 2)
+            assert holds(b, 2)
+
+
+def test_a_rank_waits_where_it_would_be_two_generations_ahead(tmp_path: Path) -> None:
+    with opened(tmp_path, 0, 2, timeout=0.1) as a, opened(tmp_path, 1, 2) as b:
+        step(a, 1)
+        step(b, 1)
+        step(a, 2)
+        ticket = a.write("page", content(0, "page", 3))
+        with pytest.raises(ShardError, match=r"rank 1 has not committed generation 2 in 0\.1 s"):
+            ticket.wait()
+        with pytest.raises(ShardError, match="rank 1 has not"):
+            a.commit(3)
+    with opened(tmp_path, 0, 2) as a, opened(tmp_path, 1, 2) as b:
+        assert a.generation == b.generation == 1 and holds(a, 1) and holds(b, 1)
+        for rows in (a, b):
+            step(rows, 2)
+        later = threading.Timer(0.2, step, (b, 3))
+        step(a, 3)
+        later.start()
+        step(a, 4)  # waits for it
+        later.join()
+
+
+def test_a_commit_without_writes_waits_too(tmp_path: Path) -> None:
+    with opened(tmp_path, 0, 2, timeout=0.1) as a, opened(tmp_path, 1, 2) as b:
+        step(a, 1)
+        step(b, 1)
+        a.commit(2)
+        with pytest.raises(ShardError, match="rank 1 has not committed generation 2"):
+            a.commit(3)
+    with opened(tmp_path, 0, 2) as a, opened(tmp_path, 1, 2) as b:
+        assert a.generation == b.generation == 1
+
+
+def test_a_rank_without_its_file_is_no_new_run(tmp_path: Path) -> None:
+    with opened(tmp_path, 0, 2) as a, opened(tmp_path, 1, 2) as b:
+        for g in (1, 2):
+            step(a, g)
+            step(b, g)
+    os.rename(tmp_path / "rank_00001.rows", tmp_path / "aside")
+    for rank in (0, 1):
+        with pytest.raises(ShardError, match=r"no generation .* rank 0 \[1, 2\], rank 1 none"):
+            opened(tmp_path, rank, 2)
+    os.rename(tmp_path / "aside", tmp_path / "rank_00001.rows")
+    with opened(tmp_path, 0, 2) as a, opened(tmp_path, 1, 2) as b:
+        assert holds(a, 2) and holds(b, 2)
+
+
+def test_a_first_commit_that_other_ranks_never_made_is_no_generation(tmp_path: Path) -> None:
+    with opened(tmp_path, 0, 2) as a:
+        step(a, 1)
+    with opened(tmp_path, 0, 2) as a, opened(tmp_path, 1, 2) as b:
+        assert a.generation is b.generation is None
+        step(a, 1)
+        step(b, 1)
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(
+        st.tuples(st.sampled_from("wwwcckr"), st.integers(0, 2), st.sampled_from(list(SIZES))),
+        max_size=60,
+    ),
+)
+def test_drawn_writes_commits_and_kills_leave_what_a_dictionary_has(
+    tmp_path_factory: pytest.TempPathFactory, ranks: int, acts: list[tuple[str, int, str]]
+) -> None:
+    path = tmp_path_factory.mktemp("drawn")
+    rows = [opened(path, r, ranks) for r in range(ranks)]
+    now: list[dict[str, int]] = [{} for _ in rows]
+    kept: list[list[dict[str, int]]] = [[{}] for _ in rows]  # by number of commits
+    serial = 0
+    for act, r, name in acts:
+        r, serial = r % ranks, serial + 1
+        ahead = len(kept[r]) > min(map(len, kept))
+        if act == "w" and not ahead:
+            now[r][name] = serial
+            rows[r].write(name, content(r, name, serial))
+        elif act == "c" and not ahead:
+            kept[r].append(dict(now[r]))
+            rows[r].commit(len(kept[r]), {"rank": r})
+        elif act == "r" and name in now[r]:
+            assert torch.equal(read(rows[r], name), content(r, name, now[r][name]))
+        elif act == "k":  # every process is gone, what it wrote is not committed
+            for one in rows:
+                one.close()
+            common = min(map(len, kept))
+            rows = [opened(path, q, ranks) for q in range(ranks)]
+            for q, one in enumerate(rows):
+                kept[q] = kept[q][:common]
+                now[q] = dict(kept[q][-1])
+                assert one.generation == (common if common > 1 else None)
+                for known in SIZES:
+                    if known in now[q]:
+                        assert torch.equal(read(one, known), content(q, known, now[q][known]))
+    for one in rows:
+        one.close()
+
+
+# ---------------------------------------------------------------- the directory
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(path.iterdir()) if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("kw", "said"),
+    [
+        ({"resume": False}, "a run is there already"),
+        ({"run": {"mesh": "x=4"}}, "another run: 'mesh' is 'x=2' there, and 'x=4' here"),
+        ({"run": {"mesh": "x=2", "lr": 1}}, "another run: 'lr' is None there, and 1 here"),
+        ({"ranks": 2}, "another run: 'ranks' is 1 there, and 2 here"),
+        ({"ranks": 2, "rank": 1}, "another run: 'ranks' is 1 there, and 2 here"),
+        ({"rows": SIZES | {"page": 5}}, f"another model: 'page' is {PAGE} there, and 5 here"),
+        ({"rows": {"page": PAGE}}, "another model: 'above' is"),
+        ({"rows": SIZES | {"more": 5}}, "another model: 'more' is None there, and 5 here"),
+    ],
+)
+def test_another_run_is_refused_by_name_and_keeps_its_bytes(
+    tmp_path: Path, kw: dict[str, Any], said: str
+) -> None:
+    with opened(tmp_path) as rows:
+        step(rows, 1)
+    before, held = contents(tmp_path), descriptors()
+    with pytest.raises(ShardError, match=said) as error:
+        opened(tmp_path, **kw)
+    assert str(tmp_path) in str(error.value) and "fix" in str(error.value)
+    assert contents(tmp_path) == before and descriptors() == held and not threads()
+
+
+def test_a_directory_in_use_is_refused_and_the_user_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_HELD", 0.05)
+    with opened(tmp_path) as rows:
+        step(rows, 1)
+        with pytest.raises(ShardError, match="another process that is alive uses it"):
+            opened(tmp_path)
+        step(rows, 2)
+        assert holds(rows, 2)
+    with opened(tmp_path) as rows:
+        assert rows.generation == 2
+
+
+def test_files_that_no_run_made_are_refused_and_kept(tmp_path: Path) -> None:
+    for i, make in enumerate(
+        [
+            lambda p: p.write_bytes(b"mine"),
+            lambda p: p.write_bytes(bytes(1 << 20)),
+            lambda p: p.symlink_to(tmp_path / "target"),
+            lambda p: os.mkfifo(p),
+            lambda p: p.mkdir(),
+        ]
+    ):
+        (tmp_path / "target").write_bytes(b"t" * (1 << 20))
+        path = tmp_path / str(i)
+        path.mkdir()
+        make(path / "rank_00000.rows")
+        before, held = contents(path) if i < 3 else None, descriptors()
+        with pytest.raises(ShardError, match="no file for the rows"):
+            opened(path)
+        assert os.listdir(path) == ["rank_00000.rows"] and descriptors() == held
+        assert i > 2 or contents(path) == before
+        assert (tmp_path / "target").read_bytes() == b"t" * (1 << 20)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ShardError, match="no file for the rows"):
+        opened(tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with opened(tmp_path / "link") as rows:  # a link of the user's to a directory is followed
+        step(rows, 1)
+    assert os.listdir(tmp_path / "elsewhere") == ["rank_00000.rows"]
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_file_that_was_cut_or_removed_is_found_at_the_commit(tmp_path: Path, cut: bool) -> None:
+    file = tmp_path / "rank_00000.rows"
+    with opened(tmp_path) as rows:
+        step(rows, 1)
+        os.truncate(file, file.stat().st_size - 1) if cut else file.unlink()
+        with pytest.raises(ShardError, match=r"another program removed or cut rank_00000\.rows"):
+            step(rows, 2, ["byte"])
+
+
+def test_a_cut_file_is_refused_at_the_next_opening(tmp_path: Path) -> None:
+    file = tmp_path / "rank_00000.rows"
+    with opened(tmp_path) as rows:
+        step(rows, 1)
+        os.truncate(file, file.stat().st_size // 2)
+        with pytest.raises(ShardError, match=r"row '\w+' is not read: the file ends before"):
+            holds(rows, 1)
+    with pytest.raises(ShardError, match="another program removed or cut"):
+        opened(tmp_path)
+
+
+def test_a_directory_removed_beneath_a_run_is_found_at_the_commit(tmp_path: Path) -> None:
+    with opened(tmp_path / "run") as rows:
+        step(rows, 1)
+        os.unlink(tmp_path / "run" / "rank_00000.rows")
+        os.rmdir(tmp_path / "run")
+        with pytest.raises(ShardError, match="generation 2 is not committed: another program"):
+            step(rows, 2)
+
+
+def test_a_directory_may_be_renamed_beneath_a_run(tmp_path: Path) -> None:
+    with opened(tmp_path / "run") as rows:
+        step(rows, 1)
+        os.rename(tmp_path / "run", tmp_path / "moved")
+        step(rows, 2)
+        assert holds(rows, 2)
+    with opened(tmp_path / "moved") as rows:
+        assert rows.generation == 2 and holds(rows, 2)
+
+
+# ---------------------------------------------------------------- damage
+
+
+def test_a_flipped_bit_of_a_row_is_refused_by_name(tmp_path: Path) -> None:
+    with opened(tmp_path) as rows:
+        step(rows, 1)
+        begin = {n: rows._begin[n] + rows._kept[n].place * disk._pages(b) for n, b in SIZES.items()}
+        file = tmp_path / "rank_00000.rows"
+        for k in range(200):
+            name = ["byte", "below", "page", "above", "long"][k % 5]
+            bit = (k * 7919) % (8 * SIZES[name])
+            with open(file, "r+b") as f:
+                at = begin[name] + bit // 8
+                f.seek(at)
+                was = f.read(1)
+                f.seek(at)
+                f.write(bytes([was[0] ^ 1 << bit % 8]))
+            with pytest.raises(ShardError, match=f"row '{name}' is not read: it is damaged"):
+                read(rows, name)
+            with open(file, "r+b") as f:
+                f.seek(at)
+                f.write(was)
+        assert holds(rows, 1)
+
+
+def test_a_flipped_bit_of_a_header_leaves_a_whole_generation_or_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as rows:
+        for g in (1, 2):
+            step(rows, g)
+        end = rows._file.begin  # type: ignore[union-attr]
+    file, seen = tmp_path / "rank_00000.rows", set()
+    before = file.read_bytes()
+    for k in range(120):
+        bit = (k * 104729 * 8 + k) % (8 * 300) + 8 * (end // 120 * k // 4096 * 4096 if k % 2 else 0)
+        touched = bytearray(before)
+        touched[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(touched)
+        try:
+            with opened(tmp_path) as rows:
+                seen.add(rows.generation)
+                assert rows.generation in (1, 2) and holds(rows, rows.generation)
+        except ShardError as e:
+            seen.add(e.message[:20])
+    assert {1, 2} & seen and len(seen) > 1
+
+
+# ---------------------------------------------------------------- faults
+
+
+def run_with(act: Any, path: Path) -> tuple[int, int, str]:
+    """Run a first attempt and a second: (last commit that returned, last begun, error)."""
+    done = begun = 0
+    try:
+        with intercepted(act):
+            for attempt in (0, 1):
+                with opened(path, resume=bool(attempt)) as rows:
+                    assert rows.generation == (done or None), "what returned is there"
+                    for _ in range(2):
+                        begun = done + 1
+                        step(rows, begun)
+                        done = begun
+                        assert holds(rows, done)
+    except ShardError as e:
+        return done, begun, e.message
+    return done, begun, ""
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_system_call_that_fails_ends_the_run_with_its_cause_and_loses_nothing(
+    tmp_path: Path, code: int
+) -> None:
+    counted = failing(-1, code)
+    assert run_with(counted, tmp_path / "whole") == (4, 4, "")
+    held = descriptors()
+    for nth in range(len(counted.calls)):  # type: ignore[attr-defined]
+        path = tmp_path / str(nth)
+        act = failing(nth, code)
+        done, begun, said = run_with(act, path)
+        name = act.calls[nth]  # type: ignore[attr-defined]
+        assert not threads() and descriptors() == held, (nth, name)
+        if said:
+            assert os.strerror(code) in said or "has no locks" in said or name == "lock_within", (
+                nth,
+                name,
+                said,
+            )
+        else:
+            assert done == 4, (nth, name)
+        with opened(path) as rows:
+            found = rows.generation or 0
+            assert done <= found <= begun, (nth, name)
+            assert not found or holds(rows, found), (nth, name)
+            step(rows, begun + 1)
+            assert holds(rows, begun + 1)
+        assert os.listdir(path) == ["rank_00000.rows"], (nth, name)
+
+
+def test_short_transfers_change_nothing(tmp_path: Path) -> None:
+    def act(name: str, call: Callable[..., Any], args: Any, kw: Any) -> Any:
+        if name == "pwrite" and len(args[1]) > PAGE:
+            return call(args[0], args[1][: len(args[1]) // 2 + 1], args[2])
+        if name == "preadv" and len(args[1][0]) > PAGE:
+            return call(args[0], [args[1][0][: len(args[1][0]) // PAGE // 2 * PAGE]], args[2])
+        return call(*args, **kw)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "O_DIRECT", 0)  # half pages
+        assert run_with(act, tmp_path) == (4, 4, "")
+
+
+def test_the_error_of_a_write_reaches_the_next_call_with_its_row_and_line(tmp_path: Path) -> None:
+    def act(name: str, call: Callable[..., Any], args: Any, kw: Any) -> Any:
+        if name == "pwrite" and threading.current_thread().name.startswith("shardlib disk"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return call(*args, **kw)
+
+    rows = opened(tmp_path)
+    step(rows, 1)
+    with intercepted(act):
+        rows.write("long", content(0, "long", 2))
+        until = time.monotonic() + 10
+        while rows._error is None and time.monotonic() < until:
+            time.sleep(0.01)
+    for call in (
+        lambda: rows.write("page", content(0, "page", 2)),
+        lambda: read(rows, "page"),
+        lambda: rows.commit(2),
+    ):
+        with pytest.raises(ShardError, match="row 'long' is not written: Input/output error") as e:
+            call()
+        assert isinstance(e.value.__cause__, OSError) and "test_disk.py:" in e.value.line
+    rows.close()
+    with opened(tmp_path) as rows:
+        assert rows.generation == 1 and holds(rows, 1)
+
+
+def test_an_interrupt_within_a_commit_is_final(tmp_path: Path) -> None:
+    """Whether the header is on the disk is not known: rows of the next generation would be lost."""
+    rows = opened(tmp_path)
+    step(rows, 1)
+
+    def act(name: str, call: Callable[..., Any], args: Any, kw: Any) -> Any:
+        out = call(*args, **kw)
+        if name == "pwrite" and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return out
+
+    with intercepted(act), pytest.raises(KeyboardInterrupt):
+        step(rows, 2)
+    with pytest.raises(ShardError, match="generation 2 is not committed: KeyboardInterrupt"):
+        rows.write("page", content(0, "page", 3))
+    rows.close()
+    with opened(tmp_path) as rows:
+        assert rows.generation == 2 and holds(rows, 2)
+
+
+def test_ring_is_used_by_long_rows(tmp_path: Path) -> None:
+    with opened(tmp_path) as rows:
+        assert rows.ring == RING < SIZES["long"]
