@@ -33,17 +33,28 @@ def memory(x: Tensor) -> memoryview:
     return memoryview(held).cast("B")
 
 
-def open_file(folder: int, name: str, links: bool = False) -> int:
-    """Open a file of a directory for reading; refuse pipes and devices without waiting for them.
+def open_file(
+    folder: int, name: str, links: bool = False, flags: int = os.O_RDONLY, direct: bool = False
+) -> int:
+    """Open a file of a directory; refuse pipes and devices without waiting for them.
 
+    ``direct``  without the page cache, where the file system can.
     Raises: OSError, ValueError.
     """
     # without O_NONBLOCK, opening a pipe waits for its writer
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-    fd = os.open(name, flags, dir_fd=folder)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise ValueError(f"{name} is no file")
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    more = getattr(os, "O_DIRECT", 0) if direct else 0
+    try:
+        fd = os.open(name, flags | more, 0o666, dir_fd=folder)
+    except OSError as e:
+        if not more or e.errno != errno.EINVAL:
+            raise
+        fd = os.open(name, flags, 0o666, dir_fd=folder)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError(f"{name} is no file")
+        undo.pop_all()
     return fd
 
 

@@ -12,13 +12,11 @@ File: a line about the run, two headers, the rows.  A line is JSON, and below it
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import mmap
 import os
 import re
-import stat
 import threading
 import time
 import uuid
@@ -41,6 +39,7 @@ from shardlib.filesystem import (
     locked,
     make_parents,
     memory,
+    open_file,
     parsed,
     read_all,
     reason,
@@ -62,26 +61,12 @@ _FORMAT = "shardlib rows 1"
 _HELD = 8.0
 """Seconds to wait for a lock: children of a killed process may hold it for some."""
 
+_MAKE = os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _FLUSH = getattr(os, "fdatasync", os.fsync)
 
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
-
-
-def _open(name: str, flags: int, folder: int) -> int:
-    """Open a file of a directory, for direct I/O where there is such; no link, pipe or device."""
-    flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-    try:
-        fd = os.open(name, flags | getattr(os, "O_DIRECT", 0), 0o600, dir_fd=folder)
-    except OSError as e:
-        if e.errno != errno.EINVAL:
-            raise
-        fd = os.open(name, flags, 0o600, dir_fd=folder)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise ValueError(f"{name} is no file")
-    return fd
 
 
 def _name(rank: int) -> str:
@@ -108,7 +93,7 @@ class RowFile:
     """
 
     def __init__(self, folder: int, name: str, flags: int = os.O_RDONLY) -> None:
-        self.name, self.fd = name, _open(name, flags, folder)
+        self.name, self.fd = name, open_file(folder, name, flags=flags, direct=True)
         try:
             about = parsed(self._line(0, _ABOUT), name)
             if not isinstance(about, dict) or about.get("format") != _FORMAT:
@@ -134,7 +119,7 @@ class RowFile:
             raise ValueError(f"the run is described by {len(about)} bytes, of at most {_ABOUT}")
         new = f".{name}.new"
         with contextlib.ExitStack() as undo:
-            fd = _open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, folder)
+            fd = open_file(folder, new, flags=_MAKE, direct=True)
             undo.callback(os.close, fd)
             undo.callback(os.unlink, new, dir_fd=folder)
             allocate(fd, total)
@@ -267,7 +252,7 @@ class DiskRows:
                 self._fd = self._file.fd
             else:
                 name = f".scratch-{uuid.uuid4().hex}"
-                self._fd = _open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder)
+                self._fd = open_file(self._folder, name, flags=_MAKE, direct=True)
                 undo.callback(os.close, self._fd)
                 os.unlink(name, dir_fd=self._folder)
                 allocate(self._fd, nbytes)
@@ -518,4 +503,6 @@ def _end(movers: Sequence[Mover], *fds: int) -> None:
     for mover in movers:
         mover.close()
     for fd in fds:
-        os.close(fd)
+        # what was committed is on the disk already
+        with contextlib.suppress(OSError):
+            os.close(fd)
