@@ -62,11 +62,15 @@ _HELD = 8.0
 """Seconds to wait for a lock: children of a killed process may hold it for some."""
 
 _MAKE = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-_FLUSH = getattr(os, "fdatasync", os.fsync)
 
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
+
+
+def _flush(fd: int) -> None:
+    """Flush the bytes of a file to the disk, and no times."""
+    getattr(os, "fdatasync", os.fsync)(fd)
 
 
 def _name(rank: int) -> str:
@@ -152,7 +156,7 @@ class RowFile:
         """Write one of the two headers, or remove it, and flush it to the disk."""
         text = b"" if header is None else sealed(json.dumps(header).encode())
         _put(self.fd, text.ljust(self._header, b"\0"), _ABOUT + i * self._header)
-        _FLUSH(self.fd)
+        _flush(self.fd)
 
     def check(self) -> None:
         """Raise ValueError for a file that was removed or cut."""
@@ -324,7 +328,7 @@ class DiskRows:
                 if self._file is not None:
                     self._settle()
                     self._file.check()
-                    _FLUSH(self._fd)
+                    _flush(self._fd)
                     rows = {n: (b, 0, None) for n, b in self.sizes.items()}
                     rows |= {n: (self.sizes[n], c.place, c.crc) for n, c in self._last.items()}
                     self._header = 1 - self._header
@@ -385,7 +389,7 @@ class DiskRows:
         """Go on from a generation of this rank's file."""
         file.check()
         # a killed process may have written a header that is not on the disk yet
-        _FLUSH(file.fd)
+        _flush(file.fd)
         found = file.generations()
         if number not in found:
             raise ValueError(f"the headers of {file.name} are damaged")
@@ -414,7 +418,7 @@ class DiskRows:
         ):
             if max(file.generations(), default=-1) >= (self.generation or 0):
                 # the other rank may not have come to that
-                _FLUSH(file.fd)
+                _flush(file.fd)
                 return True
         return False
 

@@ -1,11 +1,10 @@
 """Rows whose bytes are known from rank, name and generation, and the system calls that write them."""
 
 import contextlib
-import errno
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlib import filesystem
 from shardlib.tiers import disk
 from shardlib.tiers.disk import DiskRows
 
@@ -51,7 +49,7 @@ def opened(
     return DiskRows(path, kw.pop("rows", SIZES), rank=rank, ranks=ranks, resume=resume, **kw)
 
 
-def step(rows: DiskRows, generation: int, names: Any = SIZES) -> None:
+def step(rows: DiskRows, generation: int, names: Iterable[str] = SIZES) -> None:
     """Write some rows of a generation, and commit it."""
     for name in names:
         rows.write(name, content(rows.rank, name, generation))
@@ -64,9 +62,9 @@ def read(rows: DiskRows, name: str) -> Tensor:
     return out
 
 
-def holds(rows: DiskRows, generation: int) -> bool:
+def holds(rows: DiskRows, generation: int, names: Iterable[str] = SIZES) -> bool:
     """Say whether every row is that of a generation."""
-    tickets = [(n, torch.empty(b, dtype=torch.uint8)) for n, b in SIZES.items()]
+    tickets = [(n, torch.empty(SIZES[n], dtype=torch.uint8)) for n in names]
     for ticket in [rows.read(n, out) for n, out in tickets]:
         ticket.wait()
     return all(torch.equal(out, content(rows.rank, n, generation)) for n, out in tickets)
@@ -112,4 +110,63 @@ def failing(nth: int, code: int) -> Callable[..., Any]:
     return act
 
 
-__all__ = ["errno", "filesystem"]
+class Journal:
+    """System calls that change a disk, in their order, and what a power cut after some of them leaves.
+
+    A write is on the disk once its file was flushed, a name once its directory was; until then any
+    pages of it may be there.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.before: Callable[[str, tuple[Any, ...]], None] = lambda name, args: None
+
+    def __call__(self, name: str, call: Callable[..., Any], args: Any, kw: Any) -> Any:
+        self.before(name, args)
+        if name == "rename":
+            file = os.stat(args[0], dir_fd=kw["src_dir_fd"]).st_ino
+            self.events.append(("name", file, args[1]))
+        out = call(*args, **kw)
+        if name == "pwrite":
+            self.events.append(("write", os.fstat(args[0]).st_ino, args[2], bytes(args[1])))
+        elif name in ("ftruncate", "allocate"):
+            self.events.append(("write", os.fstat(args[0]).st_ino, args[1], b""))
+        elif name in ("fsync", "fdatasync"):
+            self.events.append(("flush", os.fstat(args[0]).st_ino))
+        return out
+
+    def cut(self, count: int, folder: int, into: Path, draw: random.Random) -> None:
+        """Make the directory that a cut after ``count`` events leaves."""
+        files: dict[int, bytearray] = {}
+        names: dict[str, int] = {}
+        pending: list[tuple[Any, ...]] = []
+
+        def last(event: tuple[Any, ...]) -> None:
+            if event[0] == "name":
+                names[event[2]] = event[1]
+            else:
+                _, file, at, data = event
+                held = files.setdefault(file, bytearray())
+                held.extend(bytes(max(0, at + len(data) - len(held))))
+                held[at : at + len(data)] = data
+
+        for event in self.events[:count]:
+            if event[0] != "flush":
+                pending.append(event)
+                continue
+            mine = [e for e in pending if (folder if e[0] == "name" else e[1]) == event[1]]
+            pending = [e for e in pending if e not in mine]
+            for e in mine:
+                last(e)
+        often = draw.choice([0.0, 0.5, 0.9, 1.0])
+        for event in pending:
+            pages = range(0, len(event[3]), PAGE) if event[0] == "write" else range(1)
+            for at in pages:
+                if draw.random() < often:
+                    last(
+                        event
+                        if event[0] == "name"
+                        else (*event[:2], event[2] + at, event[3][at : at + PAGE])
+                    )
+        for name, file in names.items():
+            (into / name).write_bytes(files.get(file, b""))
