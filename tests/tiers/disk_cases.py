@@ -119,10 +119,10 @@ class Journal:
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
-        self.before: Callable[[str, tuple[Any, ...]], None] = lambda name, args: None
+        self.before: Callable[[str], None] = lambda name: None
 
     def __call__(self, name: str, call: Callable[..., Any], args: Any, kw: Any) -> Any:
-        self.before(name, args)
+        self.before(name)
         if name == "rename":
             file = os.stat(args[0], dir_fd=kw["src_dir_fd"]).st_ino
             self.events.append(("name", file, args[1]))
@@ -135,8 +135,8 @@ class Journal:
             self.events.append(("flush", os.fstat(args[0]).st_ino))
         return out
 
-    def cut(self, count: int, folder: int, into: Path, draw: random.Random) -> None:
-        """Make the directory that a cut after ``count`` events leaves."""
+    def cut(self, count: int, folder: int, into: Path, often: float, draw: random.Random) -> None:
+        """Make the directory that a cut after ``count`` events leaves; ``often``: of what is not flushed."""
         files: dict[int, bytearray] = {}
         names: dict[str, int] = {}
         pending: list[tuple[Any, ...]] = []
@@ -158,7 +158,6 @@ class Journal:
             pending = [e for e in pending if e not in mine]
             for e in mine:
                 last(e)
-        often = draw.choice([0.0, 0.5, 0.9, 1.0])
         for event in pending:
             pages = range(0, len(event[3]), PAGE) if event[0] == "write" else range(1)
             for at in pages:
