@@ -230,8 +230,7 @@ class DiskRows:
             text = f"ring={ring} is below two pages of {_PAGE}, or rank {rank} is none of {ranks}"
             raise BadArgument(text, op="tiers")
         self.path, self.sizes = os.path.realpath(path), dict(sorted(rows.items()))
-        self.rank, self.ranks, self.timeout = rank, ranks, timeout
-        self.durable = durable
+        self.rank, self.ranks, self.durable, self.timeout = rank, ranks, durable, timeout
         self.generation: int | None = None
         self.notes: Any = None
         # as last committed, and as last written
@@ -240,17 +239,17 @@ class DiskRows:
         # whether no rank goes back beyond the last commit
         self._settled = not durable
         self._error: ShardError | None = None
-        self._calls = threading.Lock()
+        self._calls, self._closing = threading.Lock(), threading.Event()
         places, self._begin, nbytes = 1 + durable, dict[str, int](), 0
         for name, size in self.sizes.items():
             self._begin[name], nbytes = nbytes, nbytes + places * _pages(size)
         self._file: RowFile | None = None
+        about = json.loads(json.dumps({**(run or {}), "ranks": ranks}))
         with self._named("no file for the rows"), contextlib.ExitStack() as undo:
             make_parents(self.path)
             self._folder = os.open(self.path, READ_FOLDER)
             undo.callback(os.close, self._folder)
             if durable:
-                about = json.loads(json.dumps({"ranks": ranks, **(run or {})}))
                 with locked(self.path, fcntl.LOCK_EX, timeout):
                     self._file = self._taken(about, resume, nbytes, undo)
                 self._fd = self._file.fd
@@ -267,7 +266,7 @@ class DiskRows:
         pairs = [(mover, mmap.mmap(-1, half)) for mover in movers]
         # the jobs of one row are in one thread, in their order
         self._mover = {name: pairs[i % 2] for i, name in enumerate(self.sizes)}
-        self._end = weakref.finalize(self, _end, movers, self._fd, self._folder)
+        self._end = weakref.finalize(self, _end, self._closing, movers, self._fd, self._folder)
 
     def __enter__(self) -> "DiskRows":
         return self
@@ -277,6 +276,7 @@ class DiskRows:
 
     def close(self) -> None:
         """Finish what was posted, and end the threads; what was not committed is not kept."""
+        self._closing.set()
         with self._calls:
             self._end()
 
@@ -405,10 +405,9 @@ class DiskRows:
         until = time.monotonic() + self.timeout
         behind = [r for r in range(self.ranks) if r != self.rank and self.generation is not None]
         while behind := [r for r in behind if not self._has_last(r)]:
-            if time.monotonic() > until:
+            if self._closing.wait(0.01) or time.monotonic() > until:
                 said = f"has not committed generation {self.generation} in {self.timeout:g} s"
-                raise ValueError(f"rank {behind[0]} {said}")
-            time.sleep(0.01)
+                raise ValueError(f"rank {behind[0]} {said}, or the rows are closed")
         self._settled = True
 
     def _has_last(self, rank: int) -> bool:
@@ -430,6 +429,7 @@ class DiskRows:
         args = name, data, copy, torch.frombuffer(held, dtype=torch.uint8), user_line()
         return mover.submit(partial(job, *args), data.numel(), after)
 
+    @torch.inference_mode()
     def _write(self, name: str, data: Tensor, copy: RowCopy, held: Tensor, line: str) -> None:
         with self._named(f"row {name!r} is not written", line, final=True):
             if not self._settled:
@@ -441,6 +441,7 @@ class DiskRows:
                 write_all(self._fd, page, at, _PAGE)
             copy.crc = crc
 
+    @torch.inference_mode()
     def _read(self, name: str, data: Tensor, copy: RowCopy, held: Tensor, line: str) -> None:
         with self._named(f"row {name!r} is not read", line):
             if copy.crc is None:
@@ -467,10 +468,8 @@ class DiskRows:
         if name not in self.sizes:
             raise BadArgument(f"there is no row {name!r}", op="tiers")
         if x.device.type != "cpu" or not x.is_contiguous() or x.nbytes != self.sizes[name]:
-            text = f"row {name!r} has {self.sizes[name]} bytes, contiguous in host memory"
-            raise BadArgument(
-                text, op="tiers", operands={"tensor": f"{x.nbytes} bytes, {x.device}"}
-            )
+            text = f"row {name!r} has {self.sizes[name]} bytes in host memory, not {list(x.shape)} {x.dtype}"
+            raise BadArgument(text, op="tiers")
         return x.detach().reshape(-1).view(torch.uint8)
 
     def _check(self) -> None:
@@ -502,8 +501,9 @@ class DiskRows:
         return ShardError(text, op="tiers", operands=where, fix=fix, line=line)
 
 
-def _end(movers: Sequence[Mover], *fds: int) -> None:
-    """End the threads when their jobs are done, then close the descriptors."""
+def _end(closing: threading.Event, movers: Sequence[Mover], *fds: int) -> None:
+    """End the threads when their jobs are done, without waiting for other ranks."""
+    closing.set()
     for mover in movers:
         mover.close()
     for fd in fds:

@@ -78,6 +78,24 @@ def test_a_row_of_any_dtype_and_shape_keeps_its_bits(tmp_path: Path, dtype: torc
     assert torch.equal(out, x) and torch.equal(one, x[1, 1])
 
 
+def test_tensors_of_inference_mode_are_read_and_written(tmp_path: Path) -> None:
+    with opened(tmp_path) as rows, torch.inference_mode():
+        step(rows, 1)
+        assert holds(rows, 1)
+
+
+def test_a_run_is_compared_with_all_that_describes_it(tmp_path: Path) -> None:
+    with opened(tmp_path / "a", run={"ranks": 7, "mesh": None}) as rows:
+        step(rows, 1)
+    with pytest.raises(ShardError, match="'ranks' is 1 there, and 2 here"):
+        opened(tmp_path / "a", run={"ranks": 1}, ranks=2)
+    with pytest.raises(TypeError):
+        opened(tmp_path / "b", run={"mesh": object()})
+    with pytest.raises(ShardError, match="the run is described by"):
+        opened(tmp_path / "b", run={"mesh": "x" * (1 << 16)})
+    assert not os.listdir(tmp_path / "b")
+
+
 def test_buffers_take_no_more_than_the_ring_and_closing_leaves_nothing(tmp_path: Path) -> None:
     held = descriptors()
     for ring in (2 * PAGE, 3 * PAGE + 5, 1 << 20):
@@ -209,6 +227,18 @@ def test_a_rank_waits_where_it_would_be_two_generations_ahead(tmp_path: Path) ->
         later.start()
         step(a, 4)  # waits for it
         later.join()
+
+
+def test_closing_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with opened(tmp_path, 0, 2, timeout=60.0) as a, opened(tmp_path, 1, 2) as b:
+        for rows in (a, b):
+            step(rows, 1)
+        a.commit(2)
+        ticket = a.write("page", content(0, "page", 3))
+    with pytest.raises(ShardError, match="or the rows are closed"):
+        ticket.wait()
+    assert time.monotonic() - began < 30 and not threads()
 
 
 def test_a_commit_without_writes_waits_too(tmp_path: Path) -> None:
