@@ -215,6 +215,14 @@ def drawn(count: int, seed: int = 0) -> list[list[Kill]]:
     return cases[:count]
 
 
+CASES = [
+    [Kill((0, 1, 2), "before", "rename", 1)],
+    [Kill((1,), "within", "pwrite", 9), Kill((0,), "after", "pwrite", 14)],
+    [Kill((0,), "after", "fdatasync", 8), Kill((2,), "within", "pwrite", 12)],
+]
+"""For every run of the tests."""
+
+
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--count", type=int, default=60)

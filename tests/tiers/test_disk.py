@@ -1,9 +1,12 @@
 """Rows on a disk are those of one generation, whatever ends the process or fails beneath it."""
 
 import errno
+import multiprocessing as mp
 import os
 import random
+import resource
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
@@ -16,9 +19,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardlib import filesystem
 from shardlib.errors import BadArgument, ShardError
 from shardlib.tiers import disk
 from shardlib.tiers.disk import DiskRows
+from tests.tiers import kill
 from tests.tiers.disk_cases import (
     PAGE,
     RING,
@@ -640,8 +645,8 @@ def test_a_power_cut_at_any_moment_leaves_what_all_ranks_committed(quick: Path) 
             journal.before = lambda name: None
         with opened(path, 0, 2) as a, opened(path, 1, 2) as b:
             assert a.generation == b.generation == 5
-            done += [(len(journal.events), 0, 4), (len(journal.events), 1, 4)]
-            for rows in (a, b):
+            # rank 0 flushes the header of rank 1 only afterwards
+            for rows in (b, a):
                 rows.write("long", content(rows.rank, "long", 77)).wait()
                 done.append((len(journal.events), 0, 5))
                 done.append((len(journal.events), 1, 5))
@@ -661,3 +666,82 @@ def test_a_power_cut_at_any_moment_leaves_what_all_ranks_committed(quick: Path) 
                         assert torch.equal(read(rows, name), content(rows.rank, name, number))
             shutil.rmtree(into)
     assert seen == {None, 1, 2, 3, 4, 5}
+
+
+# ---------------------------------------------------------------- full disks, and processes
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 2 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True, timeout=10)
+
+
+def test_a_full_disk_is_refused_before_the_first_step_and_one_that_fills_later_stops_no_run(
+    small: Path,
+) -> None:
+    with pytest.raises(ShardError, match="no file for the rows: No space left on device") as error:
+        opened(small / "run", rows={"large": 1 << 20})  # two places
+    assert "bytes" in error.value.operands["free"] and os.listdir(small / "run") == []
+    with opened(small / "run") as rows:
+        step(rows, 1)
+        with (small / "fill").open("wb") as f, pytest.raises(OSError, match="No space left"):
+            while f.write(bytes(1 << 16)):
+                f.flush()
+        for generation in range(2, 6):
+            step(rows, generation)
+            assert holds(rows, generation)
+    with opened(small / "run") as rows:
+        assert rows.generation == 5 and holds(rows, 5)
+
+
+def limited(path: Path, nbytes: int, said: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
+    try:
+        opened(path)
+    except ShardError as e:
+        said.send(e.message)
+
+
+def test_a_file_beyond_a_limit_of_the_process_is_refused(tmp_path: Path) -> None:
+    context = mp.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=limited, args=(tmp_path / "run", 1 << 18, theirs))
+    process.start()
+    process.join(30)
+    assert ours.poll(1) and "File too large" in ours.recv()
+    assert os.listdir(tmp_path / "run") == []
+
+
+def test_a_disk_without_fallocate_has_rows_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystem, "_ALLOCATE", None)
+    for durable in (True, False):
+        with opened(tmp_path / str(durable), durable=durable) as rows:
+            step(rows, 1)
+            assert holds(rows, 1)
+
+
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(fd: int, how: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(ShardError, match="it has no locks"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("kills", kill.CASES, ids=str)
+def test_a_kill_leaves_one_generation_on_all_ranks_and_the_run_goes_on(kills: Any) -> None:
+    wrong, seen = kill.run(kills)
+    assert not wrong, seen
