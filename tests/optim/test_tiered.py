@@ -184,34 +184,6 @@ def test_frozen_blocks_are_loaded_alone_and_never_stale() -> None:
         assert loads[-1] == loads[-2] <= 2 * (count - 3) + 1
 
 
-def test_a_step_that_is_refused_or_skipped_changes_nothing() -> None:
-    for guard in (lambda tx: tx, o.skip_nonfinite):
-        with sl.simulate(data=2, x=1):
-            f, params = model(3)
-            tx = guard(o.zero(clipped(), "data", 3, tiers=o.Tiers()))
-            parts = tx.shard(params)
-            state = tx.init(parts)
-            _, grads = sl.value_and_grad(f)(parts)
-            parts, state, _ = o.step(tx, parts, grads, state)
-            before = {n: sl.unshard(x).clone() for n, x in o.state_dict(parts).items()}
-            _, grads = sl.value_and_grad(f)(parts)
-            for g in grads.values():
-                g.raw.fill_(float("nan"))
-            try:
-                parts, state, info = o.step(tx, parts, grads, state)
-                assert info.skipped
-            except sl.ShardError as e:
-                assert guard is not o.skip_nonfinite and "norm of the gradients" in str(e)
-            after = {n: sl.unshard(x) for n, x in o.state_dict(parts).items()}
-            assert differing(before, after) == []
-            assert (
-                o.state_dict(state)["1.count" if guard is not o.skip_nonfinite else "inner.1.count"]
-                == 1
-            )
-            _, grads = sl.value_and_grad(f)(parts)
-            parts, state, _ = o.step(tx, parts, grads, state)
-
-
 def test_two_transforms_share_the_budgets_of_their_tiers() -> None:
     with sl.simulate(data=1, x=1):
         tiers = o.Tiers(host="1MiB")
@@ -233,44 +205,6 @@ def test_a_budget_of_the_host_is_the_limit() -> None:
         parts = tx.shard(model(3)[1])
         with pytest.raises(sl.ShardError, match="bytes of state do not fit"):
             tx.init(parts)
-
-
-# ---------------------------------------------------------------- gradients that do not wait
-
-
-def stepped(inner: Any, tiers: Any, dtype: torch.dtype, **how: Any) -> dict[str, Any]:
-    """Losses, parameters and state of three steps by ``value_and_step``."""
-    f, params = model(6, dtype)
-    tx = o.zero(inner, "data", 3, tiers=tiers, **how)
-    params = tx.shard(params)
-    state, out = tx.init(params), dict[str, Any]()
-    step = o.value_and_step(f, tx)
-    for i in range(3):
-        out[f"loss {i}"], params, state, _ = step(params, state)
-    out |= {f"param {n}": sl.unshard(x) for n, x in o.state_dict(params).items()}
-    state = o.state_dict(state)
-    return out | {n: sl.unshard(x) if isinstance(x, torch.Tensor) else x for n, x in state.items()}
-
-
-KINDS = [(torch.float32, None, 12), (torch.bfloat16, "bf16+rem", 12), (torch.bfloat16, "fp32", 14)]
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize(("dtype", "master", "rest"), KINDS)
-def test_bytes_of_a_parameter_over_all_tiers(mesh: Any, dtype: Any, master: Any, rest: int) -> None:
-    """12 at rest, exact, where no gradient waits; a gradient's more where a norm needs them all."""
-    with sl.simulate(**mesh):
-        want = stepped(o.adamw(0.01), None, dtype, master=master)
-        tiers = o.Tiers()
-        assert differing(want, stepped(o.adamw(0.01), tiers, dtype, master=master)) == []
-        held = tiers.ledger.peaks["host"]
-        numbers = held["parameters"] / dtype.itemsize
-        assert (held["parameters"] + held["state"]) / numbers == rest
-        # of six blocks, three are on their way
-        assert held["gradients"] <= 3 / 6 * numbers * dtype.itemsize
-        tiers = o.Tiers()
-        run(clipped(), tiers, 6, dtype=dtype, master=master)
-        assert tiers.ledger.peak["host"] / numbers == rest + dtype.itemsize
 
 
 # ---------------------------------------------------------------- files
