@@ -211,6 +211,8 @@ def test_a_generation_of_an_attempt_that_was_given_up_is_not_mixed_with_a_new_on
             assert b.generation == 1 and holds(b, 1)
             step(b, 2)
             assert holds(b, 2)
+    with opened(tmp_path, 1, 2) as b, opened(tmp_path, 0, 2) as a:
+        assert a.generation == b.generation == 2 and holds(a, 2) and holds(b, 2)
 
 
 def test_a_rank_waits_where_it_would_be_two_generations_ahead(tmp_path: Path) -> None:
