@@ -187,7 +187,7 @@ class DiskRows:
     ``run``      describes the run, in JSON; no other is taken up.
     ``rank``     of ``ranks`` that share the directory.
     ``durable``  what is committed lasts; else the file has no name, and ends with the process.
-    ``resume``   take up the run that is there, or begin one.
+    ``resume``   take up the run that is there; else begin one, where none has committed.
     ``ring``     the most bytes of buffers, of which it then has the exact number.
     ``timeout``  seconds to wait for other ranks.
 
@@ -222,7 +222,7 @@ class DiskRows:
         timeout: float = 600.0,
     ) -> None:
         for name, b in rows.items():
-            if type(b) is not int or b < 0:
+            if type(b) is not int or not 0 <= b < 1 << 48:
                 raise BadArgument(f"row {name!r} of {b!r} bytes", op="tiers")
         if ring < 2 * _PAGE or not 0 <= rank < ranks:
             text = f"ring={ring} is below two pages of {_PAGE}, or rank {rank} is none of {ranks}"
@@ -247,7 +247,7 @@ class DiskRows:
             self._folder = os.open(self.path, filesystem.READ_FOLDER)
             undo.callback(os.close, self._folder)
             if durable:
-                with filesystem.locked(self.path, fcntl.LOCK_EX, timeout):
+                with filesystem.locked(self.path, fcntl.LOCK_EX, max(timeout, _HELD)):
                     self._file = self._taken(about, resume, nbytes, undo)
                 self._fd = self._file.fd
             else:
@@ -282,8 +282,9 @@ class DiskRows:
         data = self._bytes(name, x)
         with self._calls:
             copy = RowCopy((self._kept[name].place + 1) % self._places)
-            copy.ticket = self._post(self._write, name, data, copy, after)
+            # before it is posted: if this is interrupted, the row counts as not written
             self._last[name] = copy
+            copy.ticket = self._post(self._write, name, data, copy, after)
             return copy.ticket
 
     def read(self, name: str, into: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
@@ -313,9 +314,11 @@ class DiskRows:
         with self._calls:
             self._check()
             with self._named(f"generation {generation} is not committed", final=True):
-                for copy in self._last.values():
+                for name, copy in self._last.items():
                     if copy.ticket is not None:
                         copy.ticket.wait()
+                    if copy.crc is None and copy is not self._kept[name]:
+                        raise ValueError(f"row {name!r} is not written")
                 if self._file is not None:
                     self._settle()
                     self._file.check()
@@ -338,7 +341,8 @@ class DiskRows:
                     stack.callback(here[entry].close)
             for file in here.values():
                 self._compare("run", file.run, run)
-            if mine in here and not resume:
+            begun = any(max(file.generations(), default=-1) >= 0 for file in here.values())
+            if mine in here and begun and not resume:
                 raise self._refused("a run is there already", fix)
             number = self._common(here)
             if mine not in here:
