@@ -30,24 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardlib import filesystem
 from shardlib.errors import BadArgument, ShardError, user_line
-from shardlib.filesystem import (
-    READ_FOLDER,
-    allocate,
-    fsync_folder,
-    lock_within,
-    locked,
-    make_parents,
-    memory,
-    open_file,
-    parsed,
-    read_all,
-    reason,
-    sealed,
-    try_lock,
-    unsealed,
-    write_all,
-)
 from shardlib.tiers.mover import Mover, Ticket
 
 _PAGE = max(mmap.PAGESIZE, 1 << 12)
@@ -91,19 +75,19 @@ class Generation(NamedTuple):
 
     def text(self) -> bytes:
         """Return it as a line with its checksum."""
-        return sealed(json.dumps(self).encode())
+        return filesystem.sealed(json.dumps(self).encode())
 
 
 class RowFile:
-    """File of one rank: ``run``, what it belongs to; ``nbytes`` of it; ``begin``, its first row.
+    """File of one rank: the run that it belongs to, its bytes, and where its rows begin.
 
     Raises: ValueError for a file that no run made; OSError.
     """
 
     def __init__(self, folder: int, name: str, flags: int = os.O_RDONLY) -> None:
-        self.name, self.fd = name, open_file(folder, name, flags=flags, direct=True)
+        self.name, self.fd = name, filesystem.open_file(folder, name, flags=flags, direct=True)
         try:
-            about = parsed(self._line(0, _ABOUT), name)
+            about = filesystem.parsed(self._line(0, _ABOUT), name)
             if not isinstance(about, dict) or about.get("format") != _FORMAT:
                 raise ValueError(f"{name} is not of format {_FORMAT!r}")
         except BaseException:
@@ -124,15 +108,15 @@ class RowFile:
         header = _pages(len(longest.text()) + _NOTES)
         total = _ABOUT + 2 * header + nbytes
         about = {"format": _FORMAT, "run": run, "header": header, "bytes": total}
-        text = sealed(json.dumps(about).encode())
+        text = filesystem.sealed(json.dumps(about).encode())
         if len(text) > _ABOUT:
             raise ValueError(f"the run is described by {len(text)} bytes, of at most {_ABOUT}")
         new = f".{name}.new"
         with contextlib.ExitStack() as undo:
-            fd = open_file(folder, new, flags=_MAKE, direct=True)
+            fd = filesystem.open_file(folder, new, flags=_MAKE, direct=True)
             undo.callback(os.close, fd)
             undo.callback(os.unlink, new, dir_fd=folder)
-            allocate(fd, total)
+            filesystem.allocate(fd, total)
             os.ftruncate(fd, total)
             _put(fd, text, 0)
             _put(fd, first.text(), _ABOUT)
@@ -143,8 +127,8 @@ class RowFile:
 
     def _line(self, at: int, nbytes: int) -> bytes:
         held = mmap.mmap(-1, nbytes)
-        read_all(self.fd, memoryview(held), at, self.name, _PAGE)
-        return unsealed(held[:].rstrip(b"\0"), self.name)
+        filesystem.read_all(self.fd, memoryview(held), at, self.name, _PAGE)
+        return filesystem.unsealed(held[:].rstrip(b"\0"), self.name)
 
     def generations(self) -> dict[int, tuple[int, Generation]]:
         """Read the headers that are whole: (which of the two, header) by number."""
@@ -153,7 +137,7 @@ class RowFile:
             # one is torn if its process was killed within the commit
             with contextlib.suppress(ValueError):
                 line = self._line(_ABOUT + i * self._header, self._header)
-                header = Generation(*parsed(line, self.name))
+                header = Generation(*filesystem.parsed(line, self.name))
                 found[header.number] = i, header
         return found
 
@@ -173,16 +157,16 @@ def _put(fd: int, text: bytes, at: int) -> None:
     """Write a text as whole pages."""
     held = mmap.mmap(-1, _pages(len(text)))
     held[: len(text)] = text
-    write_all(fd, memoryview(held), at, _PAGE)
+    filesystem.write_all(fd, memoryview(held), at, _PAGE)
 
 
 def _scratch(folder: int, nbytes: int, undo: contextlib.ExitStack) -> int:
     """Make a file without a name, which ends with its process; return its descriptor."""
     name = f".scratch-{uuid.uuid4().hex}"
-    fd = open_file(folder, name, flags=_MAKE, direct=True)
+    fd = filesystem.open_file(folder, name, flags=_MAKE, direct=True)
     undo.callback(os.close, fd)
     os.unlink(name, dir_fd=folder)
-    allocate(fd, nbytes)
+    filesystem.allocate(fd, nbytes)
     return fd
 
 
@@ -203,8 +187,8 @@ class DiskRows:
     ``run``      describes the run, in JSON; no other is taken up.
     ``rank``     of ``ranks`` that share the directory.
     ``durable``  what is committed lasts; else the file has no name, and ends with the process.
-    ``resume``   take up the run that is there, or begin one.
-    ``ring``     the most bytes of buffers; afterwards, the bytes of them.
+    ``resume``   take up the run that is there; else begin one, where none has committed.
+    ``ring``     the most bytes of buffers, of which it then has the exact number.
     ``timeout``  seconds to wait for other ranks.
 
     ``generation`` and ``notes`` are of the last commit; -1 and None before the first.
@@ -238,7 +222,7 @@ class DiskRows:
         timeout: float = 600.0,
     ) -> None:
         for name, b in rows.items():
-            if type(b) is not int or b < 0:
+            if type(b) is not int or not 0 <= b < 1 << 48:
                 raise BadArgument(f"row {name!r} of {b!r} bytes", op="tiers")
         if ring < 2 * _PAGE or not 0 <= rank < ranks:
             text = f"ring={ring} is below two pages of {_PAGE}, or rank {rank} is none of {ranks}"
@@ -259,23 +243,23 @@ class DiskRows:
         about = json.loads(json.dumps({**(run or {}), "ranks": ranks}))
         self._file: RowFile | None = None
         with self._named("no file for the rows"), contextlib.ExitStack() as undo:
-            make_parents(self.path)
-            self._folder = os.open(self.path, READ_FOLDER)
+            filesystem.make_parents(self.path)
+            self._folder = os.open(self.path, filesystem.READ_FOLDER)
             undo.callback(os.close, self._folder)
             if durable:
-                with locked(self.path, fcntl.LOCK_EX, timeout):
+                with filesystem.locked(self.path, fcntl.LOCK_EX, max(timeout, _HELD)):
                     self._file = self._taken(about, resume, nbytes, undo)
                 self._fd = self._file.fd
             else:
                 self._fd = _scratch(self._folder, nbytes, undo)
+            half = ring // 2 // _PAGE * _PAGE
+            self.ring = 2 * half
+            movers = [Mover(f"disk {i}", torch.device("cpu")) for i in range(2)]
+            pairs = [(mover, mmap.mmap(-1, half)) for mover in movers]
+            # the jobs of one row are in one thread, in their order
+            self._mover = {name: pairs[i % 2] for i, name in enumerate(self.sizes)}
+            self._end = weakref.finalize(self, _end, self._closing, movers, self._fd, self._folder)
             undo.pop_all()
-        half = ring // 2 // _PAGE * _PAGE
-        self.ring = 2 * half
-        movers = [Mover(f"disk {i}", torch.device("cpu")) for i in range(2)]
-        pairs = [(mover, mmap.mmap(-1, half)) for mover in movers]
-        # the jobs of one row are in one thread, in their order
-        self._mover = {name: pairs[i % 2] for i, name in enumerate(self.sizes)}
-        self._end = weakref.finalize(self, _end, self._closing, movers, self._fd, self._folder)
 
     def __enter__(self) -> "DiskRows":
         return self
@@ -298,8 +282,9 @@ class DiskRows:
         data = self._bytes(name, x)
         with self._calls:
             copy = RowCopy((self._kept[name].place + 1) % self._places)
-            copy.ticket = self._post(self._write, name, data, copy, after)
+            # before it is posted: if this is interrupted, the row counts as not written
             self._last[name] = copy
+            copy.ticket = self._post(self._write, name, data, copy, after)
             return copy.ticket
 
     def read(self, name: str, into: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
@@ -329,9 +314,11 @@ class DiskRows:
         with self._calls:
             self._check()
             with self._named(f"generation {generation} is not committed", final=True):
-                for copy in self._last.values():
+                for name, copy in self._last.items():
                     if copy.ticket is not None:
                         copy.ticket.wait()
+                    if copy.crc is None and copy is not self._kept[name]:
+                        raise ValueError(f"row {name!r} is not written")
                 if self._file is not None:
                     self._settle()
                     self._file.check()
@@ -354,20 +341,21 @@ class DiskRows:
                     stack.callback(here[entry].close)
             for file in here.values():
                 self._compare("run", file.run, run)
-            if mine in here and not resume:
+            begun = any(max(file.generations(), default=-1) >= 0 for file in here.values())
+            if mine in here and begun and not resume:
                 raise self._refused("a run is there already", fix)
             number = self._common(here)
             if mine not in here:
                 RowFile.make(self._folder, mine, run, self.sizes, nbytes)
-                fsync_folder(self.path)
+                filesystem.fsync_folder(self.path)
             file = RowFile(self._folder, mine, os.O_RDWR)
             undo.callback(file.close)
-            if not lock_within(file.fd, fcntl.LOCK_EX, _HELD):
+            if not filesystem.lock_within(file.fd, fcntl.LOCK_EX, _HELD):
                 raise self._refused("another process that is alive uses it, or it has no locks")
             self._take_up(number, file)
             for entry, other in here.items():
                 # a rank that is alive has done so itself, and may have committed since
-                if entry == mine or try_lock(other.fd, fcntl.LOCK_EX):
+                if entry == mine or filesystem.try_lock(other.fd, fcntl.LOCK_EX):
                     for later, (i, _) in other.generations().items():
                         if later > number:
                             other.put(i, b"")
@@ -417,15 +405,16 @@ class DiskRows:
         self._settled = True
 
     def _has_last(self, rank: int) -> bool:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            contextlib.closing(RowFile(self._folder, _name(rank))) as file,
-        ):
-            if max(file.generations(), default=-1) >= self.generation:
+        try:
+            file = RowFile(self._folder, _name(rank))
+        except FileNotFoundError:
+            return False
+        with contextlib.closing(file):
+            has = max(file.generations(), default=-1) >= self.generation
+            if has:
                 # the other rank may not have come to that
                 _flush(file.fd)
-                return True
-        return False
+            return has
 
     def _post(
         self, job: Any, name: str, data: Tensor, copy: RowCopy, after: Sequence[Ticket]
@@ -444,7 +433,7 @@ class DiskRows:
             for piece, page, at in self._pieces(name, data, copy, held):
                 held[: piece.numel()].copy_(piece)
                 crc = zlib.crc32(page[: piece.numel()], crc)
-                write_all(self._fd, page, at, _PAGE)
+                filesystem.write_all(self._fd, page, at, _PAGE)
             copy.crc = crc
 
     @torch.inference_mode()
@@ -454,7 +443,7 @@ class DiskRows:
                 raise ValueError("it was never written")
             crc = 0
             for piece, page, at in self._pieces(name, data, copy, held):
-                read_all(self._fd, page, at, "the file", _PAGE)
+                filesystem.read_all(self._fd, page, at, "the file", _PAGE)
                 crc = zlib.crc32(page[: piece.numel()], crc)
                 piece.copy_(held[: piece.numel()])
             if crc != copy.crc:
@@ -466,7 +455,7 @@ class DiskRows:
         """Yield the next piece of a row, its pages of the buffer, and its offset in the file."""
         at = self._begin[name] + copy.place * _pages(data.numel())
         for piece in data.split(held.numel()):
-            yield piece, memory(held[: _pages(piece.numel())]), at
+            yield piece, filesystem.memory(held[: _pages(piece.numel())]), at
             at += piece.numel()
 
     def _bytes(self, name: str, x: Tensor) -> Tensor:
@@ -474,7 +463,7 @@ class DiskRows:
         if name not in self.sizes:
             raise BadArgument(f"there is no row {name!r}", op="tiers")
         if x.device.type != "cpu" or not x.is_contiguous() or x.nbytes != self.sizes[name]:
-            text = f"row {name!r} has {self.sizes[name]} bytes in host memory, not {list(x.shape)} {x.dtype}"
+            text = f"row {name!r} has {self.sizes[name]} bytes in host memory, not {x.nbytes} on {x.device}"
             raise BadArgument(text, op="tiers")
         return x.detach().reshape(-1).view(torch.uint8)
 
@@ -494,7 +483,7 @@ class DiskRows:
             error = e
             raise
         except (OSError, ValueError) as e:
-            error = self._refused(f"{what}: {reason(e)}", line=line)
+            error = self._refused(f"{what}: {filesystem.reason(e)}", line=line)
             raise error from e
         except BaseException as e:
             error = self._refused(f"{what}: {e!r}", line=line)

@@ -127,7 +127,12 @@ def test_rows_that_are_forgotten_are_closed(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_change_nothing(tmp_path: Path) -> None:
-    for kw in ({"rows": {"a": -1}}, {"rows": {"a": 1.5}}, {"ring": PAGE}, {"rank": 2, "ranks": 2}):
+    for kw in (
+        {"rows": {"a": -1}},
+        {"rows": {"a": 1 << 60}},
+        {"ring": PAGE},
+        {"rank": 2, "ranks": 2},
+    ):
         with pytest.raises(BadArgument):
             opened(tmp_path / "none", **kw)  # type: ignore[arg-type]
     assert not (tmp_path / "none").exists()
@@ -211,6 +216,8 @@ def test_a_generation_of_an_attempt_that_was_given_up_is_not_mixed_with_a_new_on
             assert b.generation == 1 and holds(b, 1)
             step(b, 2)
             assert holds(b, 2)
+    with opened(tmp_path, 1, 2) as b, opened(tmp_path, 0, 2) as a:
+        assert a.generation == b.generation == 2 and holds(a, 2) and holds(b, 2)
 
 
 def test_a_rank_waits_where_it_would_be_two_generations_ahead(tmp_path: Path) -> None:
@@ -352,6 +359,34 @@ def test_another_run_is_refused_by_name_and_keeps_its_bytes(
         opened(tmp_path, **kw)
     assert str(tmp_path) in str(error.value) and "fix" in str(error.value)
     assert contents(tmp_path) == before and descriptors() == held and not threads()
+
+
+def test_a_run_that_committed_nothing_is_begun_again(tmp_path: Path) -> None:
+    opened(tmp_path, resume=False).close()
+    with opened(tmp_path, resume=False) as rows:
+        rows.write("page", content(0, "page", 1))
+    with opened(tmp_path, resume=False) as rows:
+        assert rows.generation == -1
+        step(rows, 1)
+    with pytest.raises(ShardError, match="a run is there already"):
+        opened(tmp_path, resume=False)
+
+
+def test_a_write_that_was_interrupted_before_it_was_posted_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with opened(tmp_path) as rows:
+        step(rows, 1)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(rows, "_post", interrupted)
+            rows.write("page", content(0, "page", 2))
+        with pytest.raises(ShardError, match="generation 2 is not committed: row 'page' is not"):
+            rows.commit(2)
+    with opened(tmp_path) as rows:
+        assert holds(rows, 1)
 
 
 def test_a_directory_in_use_is_refused_and_the_user_goes_on(
