@@ -51,6 +51,7 @@ fixes: $(VENV)/test.stamp
 # kill -9 at drawn moments of a save: nothing lost, nothing mixed, nobody told wrong, nothing left over.
 kills: $(VENV)/test.stamp
 	$(PY) -m tests.checkpoint.kill --count 60 $(ARGS)
+	$(PY) -m tests.tiers.kill --count 60
 
 # Whatever may stand where something is written: nothing of it is lost.
 targets: $(VENV)/test.stamp

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         def write() -> None:
             for name in names:
                 rows.write(name, x)
-            rows.commit((rows.generation or 0) + 1)
+            rows.commit((max(rows.generation, 0)) + 1)
 
         def plain_write() -> None:
             for at in range(0, total, PIECE):

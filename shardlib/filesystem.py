@@ -42,8 +42,8 @@ def open_file(
     Raises: OSError, ValueError.
     """
     # without O_NONBLOCK, opening a pipe waits for its writer
-    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-    more = getattr(os, "O_DIRECT", 0) if direct else 0
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW * (not links)
+    more = getattr(os, "O_DIRECT", 0) * direct
     try:
         fd = os.open(name, flags | more, 0o666, dir_fd=folder)
     except OSError as e:

@@ -106,6 +106,7 @@ ORDER = [  # each may import from those before it
     "optim.stage3",
     "optim.chunk_cache",
     "optim.tiered",
+    "optim.tiered_step",
     "optim",
     "checking",
     "checkpoint",

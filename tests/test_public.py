@@ -43,11 +43,11 @@ MODULES = {
         summing sums_like viewed""",
     "kernels": "build info use",
     "masks": "ALiBi Bias Causal Documents Full Mask Padding Prefix Window mask_mod",
-    "optim": """Info Precision Transform ZeroState adafactor adagrad adam adam8bit adamw apply_updates as_torch
+    "optim": """Info Precision Tiers Transform ZeroState adafactor adagrad adam adam8bit adamw apply_updates as_torch
         averaged chain clip_by_global_norm clip_by_parameter_norm clip_by_value constant cosine ema
         from_torch global_norm identity inject_hyperparams is_finite joined lamb linear lion load_state_dict
         loss_scale masked mixed multi_steps muon partition rmsprop scale scale_by_schedule set_to_zero sgd
-        skip_nonfinite soap state_dict step warmup_cosine wsd zero""",
+        skip_nonfinite soap state_dict step value_and_step warmup_cosine wsd zero""",
     "planning": "Cluster Grid3 Link Plan ReshardPlan attention_plan choose lower_bound measured plan probe schedule",
     "random": "get_state seed set_state",
     "recipes": "Legacy Recipe beside cube3d ddp from_colossalai_config fsdp matrices megatron1d optimus2d ring roles tesseract widening",

@@ -24,7 +24,8 @@ from shardlib.optim.precision import Master
 from shardlib.optim.sink import summing
 from shardlib.optim.stage1_2 import SplitState
 from shardlib.optim.stage3 import SplitParameters
-from shardlib.optim.tiered import TieredParameters, Tiers
+from shardlib.optim.tiered import Tiers
+from shardlib.optim.tiered_step import TieredParameters
 from shardlib.optim.transform import Transform, check_transform
 
 

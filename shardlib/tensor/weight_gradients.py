@@ -9,7 +9,7 @@ Source: Qi et al., arXiv 2401.10241.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -88,11 +88,17 @@ def queued(edge: Any, of_w: Any, w: Tensor | None = None) -> bool:
     return later is not None and not torch.is_grad_enabled() and later.put(edge, of_w, w)
 
 
-# torch's products and their operands in order: X, the weight W and a bias
-_PRODUCTS = {
-    "linear": "xwb", "matmul": "xw", "__matmul__": "xw", "mm": "xw", "addmm": "bxw",
-    "_grouped_mm": "xw",
-}  # fmt: skip
+# torch's products: the dimensions of W, and their arguments in order with the operand that each is
+_PRODUCTS: dict[str, tuple[int, dict[str, str]]] = {
+    "linear": (2, {"input": "x", "weight": "w", "bias": "b"}),
+    "matmul": (2, {"input": "x", "other": "w"}),
+    "__matmul__": (2, {"input": "x", "other": "w"}),
+    "mm": (2, {"input": "x", "mat2": "w"}),
+    "bmm": (3, {"input": "x", "mat2": "w"}),
+    "addmm": (2, {"input": "b", "mat1": "x", "mat2": "w"}),
+    "baddbmm": (3, {"input": "b", "batch1": "x", "batch2": "w"}),
+    "_grouped_mm": (3, {"input": "x", "mat2": "w", "offs": "offs"}),
+}
 
 
 class SplitProducts(TorchFunctionMode):
@@ -109,55 +115,52 @@ class SplitProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        operands = _PRODUCTS.get(name, "")
-        if len(args) not in range(2, len(operands) + 1) or any_autocast():
+        dims, operands = _PRODUCTS.get(getattr(func, "__name__", ""), (0, {}))
+        if not dims or len(args) > len(operands) or any_autocast() or saved_hooks() != self.hooks:
             return func(*args, **(kwargs or {}))
-        given = {k: v for k, v in (kwargs or {}).items() if v is not None}
-        bias = given.pop("bias", None)
-        x, w, bias = ({"b": bias, **dict(zip(operands, args, strict=False))}.get(k) for k in "xwb")
-        grouped = name == "_grouped_mm"
-        plain = given.keys() <= ({"offs"} if grouped else set())
-        factors = _is_factor(x) and x.ndim >= 2 and _is_factor(w) and w.ndim == 2 + grouped
-        if not (plain and factors) or saved_hooks() != self.hooks:
+        given = dict(zip(operands, args, strict=False)) | (kwargs or {})
+        found = {operands.get(k, k): v for k, v in given.items() if v is not None}
+        x, w = found.get("x"), found.get("w")
+        factors = _is_factor(x) and x.ndim >= 2 and _is_factor(w) and w.ndim == dims
+        if not (factors and found.keys() <= set(operands.values())):
             return func(*args, **(kwargs or {}))
-        multiply = partial(func, **given) if grouped else torch.matmul
-        return _Product.apply(multiply, name == "linear", x, w, bias)
+        rest = found.get("b"), found.get("offs")
+        return _Product.apply(func, tuple(operands.values()), x, w, *rest)
 
 
-def _is_factor(x: Any) -> bool:
+def _is_factor(x: Any) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.requires_grad
 
 
 class _Product(Local):
-    """apply(multiply, turned, x, w, bias=None): the product of rows and a matrix, or of groups.
+    """apply(func, order, x, w, b, offs): ``func`` of those that are given, in this order.
 
-    ``turned``  whether W is given as its transpose, as for ``F.linear``.
+    Y = X W + B, for ``F.linear`` X W^T + B; with ``offs``, of the groups of rows that end there.
     """
 
     @staticmethod
-    def forward(
-        ctx: Ctx, multiply: Func, turned: bool, x: Tensor, w: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        ctx.how = multiply, turned, None if bias is None else bias.shape
+    def forward(ctx: Ctx, func: Func, order: Sequence[str], *operands: Tensor | None) -> Tensor:
+        x, w, b, offs = operands
+        ctx.multiply = torch.matmul if offs is None else partial(func, offs=offs)
+        ctx.turned, ctx.addend = func is F.linear, None if b is None else b.shape
         ctx.save_for_backward(x, w)
-        if turned:
-            return F.linear(x, w, bias)
-        return multiply(x, w) if bias is None else torch.addmm(bias, x, w)
+        given: dict[str, Any] = dict(zip(("x", "w", "b", "offs"), operands, strict=True))
+        return func(*[given[k] for k in order if given[k] is not None])
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> Grads:
-        (multiply, turned, bias), (x, w), dy = ctx.how, ctx.saved_tensors, grads[0]
-        of_w = partial(_of_weight, multiply, turned, x.detach(), dy)
+        (x, w), dy = ctx.saved_tensors, grads[0]
+        dx = ctx.multiply(dy, w.conj() if ctx.turned else w.mH)
         dw = None
-        if not queued(ctx.next_functions[1], of_w, w):
-            dw = _of_weight(multiply, turned, x, dy)
-        dbias = dy.sum_to_size(bias) if ctx.needs_input_grad[4:] == (True,) else None
-        return None, None, multiply(dy, w.conj() if turned else w.mH), dw, dbias
+        of_w = partial(_of_weight, ctx.multiply, ctx.turned, w.ndim)
+        if not queued(ctx.next_functions[1], partial(of_w, x.detach(), dy), w):
+            dw = of_w(x, dy)
+        db = dy.sum_to_size(ctx.addend) if ctx.needs_input_grad[4] else None
+        return None, None, dx, dw, db, None
 
 
-def _of_weight(multiply: Func, turned: bool, x: Tensor, dy: Tensor) -> Tensor:
-    """Return dW, in the memory format of W."""
-    if multiply is torch.matmul:
+def _of_weight(multiply: Func, turned: bool, dims: int, x: Tensor, dy: Tensor) -> Tensor:
+    """Return dW = X^H dY, or its transpose, in the memory format of W."""
+    if dims == 2:
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)
     return multiply(dy.mT, x.conj()) if turned else multiply(x.mH, dy)

@@ -30,24 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardlib import filesystem
 from shardlib.errors import BadArgument, ShardError, user_line
-from shardlib.filesystem import (
-    READ_FOLDER,
-    allocate,
-    fsync_folder,
-    lock_within,
-    locked,
-    make_parents,
-    memory,
-    open_file,
-    parsed,
-    read_all,
-    reason,
-    sealed,
-    try_lock,
-    unsealed,
-    write_all,
-)
 from shardlib.tiers.mover import Mover, Ticket
 
 _PAGE = max(mmap.PAGESIZE, 1 << 12)
@@ -78,28 +62,32 @@ def _name(rank: int) -> str:
 
 
 class Generation(NamedTuple):
-    """Header of a committed generation; its number is None before the first commit.
+    """Header of a committed generation; its number is -1 before the first commit.
 
     ``before``  the number of the one before it.
-    ``rows``    name -> bytes, place, checksum.
+    ``rows``    name -> bytes, place, checksum or None.
     """
 
-    number: int | None
-    before: int | None
+    number: int
+    before: int
     notes: Any
     rows: Mapping[str, Sequence[Any]]
 
+    def text(self) -> bytes:
+        """Return it as a line with its checksum."""
+        return filesystem.sealed(json.dumps(self).encode())
+
 
 class RowFile:
-    """File of one rank: ``run``, what it belongs to; ``nbytes`` of it; ``begin``, its first row.
+    """File of one rank: the run that it belongs to, its bytes, and where its rows begin.
 
     Raises: ValueError for a file that no run made; OSError.
     """
 
     def __init__(self, folder: int, name: str, flags: int = os.O_RDONLY) -> None:
-        self.name, self.fd = name, open_file(folder, name, flags=flags, direct=True)
+        self.name, self.fd = name, filesystem.open_file(folder, name, flags=flags, direct=True)
         try:
-            about = parsed(self._line(0, _ABOUT), name)
+            about = filesystem.parsed(self._line(0, _ABOUT), name)
             if not isinstance(about, dict) or about.get("format") != _FORMAT:
                 raise ValueError(f"{name} is not of format {_FORMAT!r}")
         except BaseException:
@@ -115,22 +103,23 @@ class RowFile:
     @staticmethod
     def make(folder: int, name: str, run: object, sizes: Mapping[str, int], nbytes: int) -> None:
         """Make a file for ``nbytes`` of rows: its space is reserved first, its name given last."""
-        longest = [1 << 63, 1 << 63, None, {n: (b, 1, 1 << 32) for n, b in sizes.items()}]
-        header = _pages(len(json.dumps(longest)) + _NOTES)
+        longest = Generation(1 << 63, 1 << 63, None, {n: (b, 1, 1 << 32) for n, b in sizes.items()})
+        first = Generation(-1, -1, None, {n: (b, 0, None) for n, b in sizes.items()})
+        header = _pages(len(longest.text()) + _NOTES)
         total = _ABOUT + 2 * header + nbytes
-        about = json.dumps({"format": _FORMAT, "run": run, "header": header, "bytes": total})
-        if len(about) > _ABOUT - _PAGE:
-            raise ValueError(f"the run is described by {len(about)} bytes, of at most {_ABOUT}")
+        about = {"format": _FORMAT, "run": run, "header": header, "bytes": total}
+        text = filesystem.sealed(json.dumps(about).encode())
+        if len(text) > _ABOUT:
+            raise ValueError(f"the run is described by {len(text)} bytes, of at most {_ABOUT}")
         new = f".{name}.new"
         with contextlib.ExitStack() as undo:
-            fd = open_file(folder, new, flags=_MAKE, direct=True)
+            fd = filesystem.open_file(folder, new, flags=_MAKE, direct=True)
             undo.callback(os.close, fd)
             undo.callback(os.unlink, new, dir_fd=folder)
-            allocate(fd, total)
+            filesystem.allocate(fd, total)
             os.ftruncate(fd, total)
-            rows = {n: (b, 0, None) for n, b in sizes.items()}
-            for text, at in ((about, 0), (json.dumps([None, None, None, rows]), _ABOUT)):
-                _put(fd, sealed(text.encode()), at)
+            _put(fd, text, 0)
+            _put(fd, first.text(), _ABOUT)
             os.fsync(fd)
             os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
             undo.pop_all()
@@ -138,23 +127,22 @@ class RowFile:
 
     def _line(self, at: int, nbytes: int) -> bytes:
         held = mmap.mmap(-1, nbytes)
-        read_all(self.fd, memoryview(held), at, self.name, _PAGE)
-        return unsealed(held[:].rstrip(b"\0"), self.name)
+        filesystem.read_all(self.fd, memoryview(held), at, self.name, _PAGE)
+        return filesystem.unsealed(held[:].rstrip(b"\0"), self.name)
 
     def generations(self) -> dict[int, tuple[int, Generation]]:
-        """Read the headers that are whole: (which of the two, header) by number; -1 for None."""
+        """Read the headers that are whole: (which of the two, header) by number."""
         found = {}
         for i in (0, 1):
             # one is torn if its process was killed within the commit
             with contextlib.suppress(ValueError):
                 line = self._line(_ABOUT + i * self._header, self._header)
-                header = Generation(*parsed(line, self.name))
-                found[-1 if header.number is None else header.number] = i, header
+                header = Generation(*filesystem.parsed(line, self.name))
+                found[header.number] = i, header
         return found
 
-    def put(self, i: int, header: Generation | None) -> None:
-        """Write one of the two headers, or remove it, and flush it to the disk."""
-        text = b"" if header is None else sealed(json.dumps(header).encode())
+    def put(self, i: int, text: bytes) -> None:
+        """Write one of the two headers, and flush it to the disk."""
         _put(self.fd, text.ljust(self._header, b"\0"), _ABOUT + i * self._header)
         _flush(self.fd)
 
@@ -169,7 +157,17 @@ def _put(fd: int, text: bytes, at: int) -> None:
     """Write a text as whole pages."""
     held = mmap.mmap(-1, _pages(len(text)))
     held[: len(text)] = text
-    write_all(fd, memoryview(held), at, _PAGE)
+    filesystem.write_all(fd, memoryview(held), at, _PAGE)
+
+
+def _scratch(folder: int, nbytes: int, undo: contextlib.ExitStack) -> int:
+    """Make a file without a name, which ends with its process; return its descriptor."""
+    name = f".scratch-{uuid.uuid4().hex}"
+    fd = filesystem.open_file(folder, name, flags=_MAKE, direct=True)
+    undo.callback(os.close, fd)
+    os.unlink(name, dir_fd=folder)
+    filesystem.allocate(fd, nbytes)
+    return fd
 
 
 @dataclass
@@ -189,11 +187,11 @@ class DiskRows:
     ``run``      describes the run, in JSON; no other is taken up.
     ``rank``     of ``ranks`` that share the directory.
     ``durable``  what is committed lasts; else the file has no name, and ends with the process.
-    ``resume``   take up the run that is there, or begin one.
-    ``ring``     the most bytes of buffers; afterwards, the bytes of them.
+    ``resume``   take up the run that is there; else begin one, where none has committed.
+    ``ring``     the most bytes of buffers, of which it then has the exact number.
     ``timeout``  seconds to wait for other ranks.
 
-    ``generation`` and ``notes`` are of the last commit, None before the first.
+    ``generation`` and ``notes`` are of the last commit; -1 and None before the first.
     Raises: ShardError, which names the file, for a full disk, another run, a run without
     ``resume``, a directory in use; BadArgument.
 
@@ -224,49 +222,44 @@ class DiskRows:
         timeout: float = 600.0,
     ) -> None:
         for name, b in rows.items():
-            if type(b) is not int or b < 0:
+            if type(b) is not int or not 0 <= b < 1 << 48:
                 raise BadArgument(f"row {name!r} of {b!r} bytes", op="tiers")
         if ring < 2 * _PAGE or not 0 <= rank < ranks:
             text = f"ring={ring} is below two pages of {_PAGE}, or rank {rank} is none of {ranks}"
             raise BadArgument(text, op="tiers")
         self.path, self.sizes = os.path.realpath(path), dict(sorted(rows.items()))
         self.rank, self.ranks, self.durable, self.timeout = rank, ranks, durable, timeout
-        self.generation: int | None = None
-        self.notes: Any = None
+        self.generation, self.notes = -1, None
         # as last committed, and as last written
-        self._kept: dict[str, RowCopy] = {}
-        self._last: dict[str, RowCopy] = {}
+        self._kept = {name: RowCopy(0) for name in self.sizes}
+        self._last = dict(self._kept)
         # whether no rank goes back beyond the last commit
         self._settled = not durable
         self._error: ShardError | None = None
         self._calls, self._closing = threading.Lock(), threading.Event()
-        places, self._begin, nbytes = 1 + durable, dict[str, int](), 0
+        self._places, self._begin, nbytes = 1 + durable, dict[str, int](), 0
         for name, size in self.sizes.items():
-            self._begin[name], nbytes = nbytes, nbytes + places * _pages(size)
-        self._file: RowFile | None = None
+            self._begin[name], nbytes = nbytes, nbytes + self._places * _pages(size)
         about = json.loads(json.dumps({**(run or {}), "ranks": ranks}))
+        self._file: RowFile | None = None
         with self._named("no file for the rows"), contextlib.ExitStack() as undo:
-            make_parents(self.path)
-            self._folder = os.open(self.path, READ_FOLDER)
+            filesystem.make_parents(self.path)
+            self._folder = os.open(self.path, filesystem.READ_FOLDER)
             undo.callback(os.close, self._folder)
             if durable:
-                with locked(self.path, fcntl.LOCK_EX, timeout):
+                with filesystem.locked(self.path, fcntl.LOCK_EX, max(timeout, _HELD)):
                     self._file = self._taken(about, resume, nbytes, undo)
                 self._fd = self._file.fd
             else:
-                name = f".scratch-{uuid.uuid4().hex}"
-                self._fd = open_file(self._folder, name, flags=_MAKE, direct=True)
-                undo.callback(os.close, self._fd)
-                os.unlink(name, dir_fd=self._folder)
-                allocate(self._fd, nbytes)
+                self._fd = _scratch(self._folder, nbytes, undo)
+            half = ring // 2 // _PAGE * _PAGE
+            self.ring = 2 * half
+            movers = [Mover(f"disk {i}", torch.device("cpu")) for i in range(2)]
+            pairs = [(mover, mmap.mmap(-1, half)) for mover in movers]
+            # the jobs of one row are in one thread, in their order
+            self._mover = {name: pairs[i % 2] for i, name in enumerate(self.sizes)}
+            self._end = weakref.finalize(self, _end, self._closing, movers, self._fd, self._folder)
             undo.pop_all()
-        half = ring // 2 // _PAGE * _PAGE
-        self.ring = 2 * half
-        movers = [Mover(f"disk {i}", torch.device("cpu")) for i in range(2)]
-        pairs = [(mover, mmap.mmap(-1, half)) for mover in movers]
-        # the jobs of one row are in one thread, in their order
-        self._mover = {name: pairs[i % 2] for i, name in enumerate(self.sizes)}
-        self._end = weakref.finalize(self, _end, self._closing, movers, self._fd, self._folder)
 
     def __enter__(self) -> "DiskRows":
         return self
@@ -288,10 +281,10 @@ class DiskRows:
         """
         data = self._bytes(name, x)
         with self._calls:
-            kept = self._kept.get(name)
-            copy = RowCopy(1 - kept.place if kept is not None and self.durable else 0)
-            copy.ticket = self._post(self._write, name, data, copy, after)
+            copy = RowCopy((self._kept[name].place + 1) % self._places)
+            # before it is posted: if this is interrupted, the row counts as not written
             self._last[name] = copy
+            copy.ticket = self._post(self._write, name, data, copy, after)
             return copy.ticket
 
     def read(self, name: str, into: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
@@ -303,8 +296,7 @@ class DiskRows:
         """
         data = self._bytes(name, into)
         with self._calls:
-            copy = self._last.get(name, RowCopy(0))
-            return self._post(self._read, name, data, copy, after)
+            return self._post(self._read, name, data, self._last[name], after)
 
     def commit(self, generation: int, notes: Any = None) -> None:
         """Make the rows, as they were written last, what a killed process leaves.
@@ -314,26 +306,27 @@ class DiskRows:
         Raises: ShardError if it is not on the disk; the run then goes on from its last commit, in a
         new DiskRows with ``resume``.
         """
-        last = -1 if self.generation is None else self.generation
-        if type(generation) is not int or not last < generation < 1 << 63:
-            raise BadArgument(f"generation {generation!r} is no number above {last}", op="tiers")
+        if type(generation) is not int or not self.generation < generation < 1 << 63:
+            text = f"generation {generation!r} is no number above {self.generation}"
+            raise BadArgument(text, op="tiers")
         if (long := len(json.dumps(notes))) > _NOTES:
             raise BadArgument(f"notes of {long} bytes: {_NOTES} are the most", op="tiers")
         with self._calls:
             self._check()
             with self._named(f"generation {generation} is not committed", final=True):
-                for copy in self._last.values():
+                for name, copy in self._last.items():
                     if copy.ticket is not None:
                         copy.ticket.wait()
+                    if copy.crc is None and copy is not self._kept[name]:
+                        raise ValueError(f"row {name!r} is not written")
                 if self._file is not None:
                     self._settle()
                     self._file.check()
                     _flush(self._fd)
-                    rows = {n: (b, 0, None) for n, b in self.sizes.items()}
-                    rows |= {n: (self.sizes[n], c.place, c.crc) for n, c in self._last.items()}
+                    rows = {n: (self.sizes[n], c.place, c.crc) for n, c in self._last.items()}
                     self._header = 1 - self._header
                     header = Generation(generation, self.generation, notes, rows)
-                    self._file.put(self._header, header)
+                    self._file.put(self._header, header.text())
             self._kept, self._settled = dict(self._last), not self.durable
             self.generation, self.notes = generation, notes
 
@@ -348,23 +341,24 @@ class DiskRows:
                     stack.callback(here[entry].close)
             for file in here.values():
                 self._compare("run", file.run, run)
-            if mine in here and not resume:
+            begun = any(max(file.generations(), default=-1) >= 0 for file in here.values())
+            if mine in here and begun and not resume:
                 raise self._refused("a run is there already", fix)
             number = self._common(here)
             if mine not in here:
                 RowFile.make(self._folder, mine, run, self.sizes, nbytes)
-                fsync_folder(self.path)
+                filesystem.fsync_folder(self.path)
             file = RowFile(self._folder, mine, os.O_RDWR)
             undo.callback(file.close)
-            if not lock_within(file.fd, fcntl.LOCK_EX, _HELD):
+            if not filesystem.lock_within(file.fd, fcntl.LOCK_EX, _HELD):
                 raise self._refused("another process that is alive uses it, or it has no locks")
             self._take_up(number, file)
             for entry, other in here.items():
                 # a rank that is alive has done so itself, and may have committed since
-                if entry == mine or try_lock(other.fd, fcntl.LOCK_EX):
+                if entry == mine or filesystem.try_lock(other.fd, fcntl.LOCK_EX):
                     for later, (i, _) in other.generations().items():
                         if later > number:
-                            other.put(i, None)
+                            other.put(i, b"")
         return file
 
     def _compare(self, what: str, there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -379,7 +373,7 @@ class DiskRows:
         found = {name: file.generations() for name, file in here.items()}
         every = [{*found.get(_name(r), ())} - {-1} for r in range(self.ranks)]
         common = max(set.intersection(*every), default=-1)
-        begun = (g.before is not None for some in found.values() for _, g in some.values())
+        begun = (g.before >= 0 for some in found.values() for _, g in some.values())
         if common == -1 and any(begun):
             said = ", ".join(f"rank {r} {sorted(some) or 'none'}" for r, some in enumerate(every))
             raise self._refused(f"no generation is on the disk of every rank: {said}")
@@ -403,7 +397,7 @@ class DiskRows:
     def _settle(self) -> None:
         """Wait until the last commit is on the disk of every rank."""
         until = time.monotonic() + self.timeout
-        behind = [r for r in range(self.ranks) if r != self.rank and self.generation is not None]
+        behind = [r for r in range(self.ranks) if r != self.rank and self.generation >= 0]
         while behind := [r for r in behind if not self._has_last(r)]:
             if self._closing.wait(0.01) or time.monotonic() > until:
                 said = f"has not committed generation {self.generation} in {self.timeout:g} s"
@@ -411,15 +405,16 @@ class DiskRows:
         self._settled = True
 
     def _has_last(self, rank: int) -> bool:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            contextlib.closing(RowFile(self._folder, _name(rank))) as file,
-        ):
-            if max(file.generations(), default=-1) >= (self.generation or 0):
+        try:
+            file = RowFile(self._folder, _name(rank))
+        except FileNotFoundError:
+            return False
+        with contextlib.closing(file):
+            has = max(file.generations(), default=-1) >= self.generation
+            if has:
                 # the other rank may not have come to that
                 _flush(file.fd)
-                return True
-        return False
+            return has
 
     def _post(
         self, job: Any, name: str, data: Tensor, copy: RowCopy, after: Sequence[Ticket]
@@ -438,7 +433,7 @@ class DiskRows:
             for piece, page, at in self._pieces(name, data, copy, held):
                 held[: piece.numel()].copy_(piece)
                 crc = zlib.crc32(page[: piece.numel()], crc)
-                write_all(self._fd, page, at, _PAGE)
+                filesystem.write_all(self._fd, page, at, _PAGE)
             copy.crc = crc
 
     @torch.inference_mode()
@@ -448,7 +443,7 @@ class DiskRows:
                 raise ValueError("it was never written")
             crc = 0
             for piece, page, at in self._pieces(name, data, copy, held):
-                read_all(self._fd, page, at, "the file", _PAGE)
+                filesystem.read_all(self._fd, page, at, "the file", _PAGE)
                 crc = zlib.crc32(page[: piece.numel()], crc)
                 piece.copy_(held[: piece.numel()])
             if crc != copy.crc:
@@ -459,8 +454,8 @@ class DiskRows:
     ) -> Iterator[tuple[Tensor, memoryview, int]]:
         """Yield the next piece of a row, its pages of the buffer, and its offset in the file."""
         at = self._begin[name] + copy.place * _pages(data.numel())
-        for piece in data.split(held.numel()) if data.numel() else ():
-            yield piece, memory(held[: _pages(piece.numel())]), at
+        for piece in data.split(held.numel()):
+            yield piece, filesystem.memory(held[: _pages(piece.numel())]), at
             at += piece.numel()
 
     def _bytes(self, name: str, x: Tensor) -> Tensor:
@@ -468,7 +463,7 @@ class DiskRows:
         if name not in self.sizes:
             raise BadArgument(f"there is no row {name!r}", op="tiers")
         if x.device.type != "cpu" or not x.is_contiguous() or x.nbytes != self.sizes[name]:
-            text = f"row {name!r} has {self.sizes[name]} bytes in host memory, not {list(x.shape)} {x.dtype}"
+            text = f"row {name!r} has {self.sizes[name]} bytes in host memory, not {x.nbytes} on {x.device}"
             raise BadArgument(text, op="tiers")
         return x.detach().reshape(-1).view(torch.uint8)
 
@@ -481,16 +476,21 @@ class DiskRows:
     @contextlib.contextmanager
     def _named(self, what: str, line: str = "", final: bool = False) -> Iterator[None]:
         """Name what failed inside the ``with``; ``final``: later calls raise it too."""
+        error = None
         try:
             yield
+        except ShardError as e:
+            error = e
+            raise
+        except (OSError, ValueError) as e:
+            error = self._refused(f"{what}: {filesystem.reason(e)}", line=line)
+            raise error from e
         except BaseException as e:
-            said = reason(e) if isinstance(e, OSError | ValueError) else repr(e)
-            error = e if isinstance(e, ShardError) else self._refused(f"{what}: {said}", "", line)
+            error = self._refused(f"{what}: {e!r}", line=line)
+            raise
+        finally:
             if final:
                 self._error = self._error or error
-            if error is e or not isinstance(e, OSError | ValueError):
-                raise
-            raise error from e
 
     def _refused(self, text: str, fix: str = "", line: str = "") -> ShardError:
         where = {"disk": self.path}

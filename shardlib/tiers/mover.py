@@ -1,7 +1,7 @@
 """Movers: jobs in order beside the computation, copies between tiers and updates on the host.
 
-On a CPU a mover is a thread.  On an accelerator its jobs are launched on a copy stream, which first
-waits for what the launching stream had to do; to wait for a ticket there is to have the current
+A mover is a thread.  For an accelerator the thread launches its jobs on a copy stream, which first
+waits for what the submitter's stream had to do; to wait for a ticket there is to have the current
 stream wait for its event.
 """
 
@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any
@@ -66,70 +66,60 @@ class Mover:
     def __init__(self, name: str, device: torch.device, rate: float | None = None) -> None:
         self.name, self.moved = name, 0
         self.stream: Any = None
-        self.threaded = device.type == "cpu"
-        if not self.threaded:
+        if device.type != "cpu":
             with suppress(RuntimeError):
-                # a registered device may have no streams: its jobs run on the current one
+                # a registered device may have no streams: its jobs run on the default one
                 self.stream = torch.Stream(device)
         self.due: SimpleQueue[Any] = SimpleQueue()
-        self.rate = rate
-        self.close: Callable[[], object] = lambda: None
-        if self.threaded:
-            # daemon: an interrupted main thread is not waited for by its movers
-            thread = threading.Thread(
-                target=_serve, args=(self.due, rate), daemon=True, name=f"shardlib {name}"
-            )
-            thread.start()
-            self.close = weakref.finalize(self, _close, self.due, thread)
+        # daemon: an interrupted main thread is not waited for by its movers
+        args = self.due, self.stream, rate
+        thread = threading.Thread(target=_serve, args=args, daemon=True, name=f"shardlib {name}")
+        thread.start()
+        self.close: Callable[[], object] = weakref.finalize(self, _close, self.due, thread)
 
     def submit(
         self, job: Callable[[], Any], nbytes: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """Run a job after all those before it, and after those of other movers in ``after``."""
-        ticket = Ticket(user_line())
+        ticket, before = Ticket(user_line()), None
         self.moved += nbytes
-        if self.threaded:
-            self.due.put((copy_context(), job, nbytes, tuple(after), ticket))
-        elif self.stream is None:
-            _run(copy_context(), job, tuple(after), ticket)
-        else:
-            self.stream.wait_stream(torch.accelerator.current_stream())
-            with self.stream:
-                _run(copy_context(), job, tuple(after), ticket)
-                ticket.event = torch.Event(self.stream.device)
-                ticket.event.record(self.stream)
+        if self.stream is not None:
+            before = torch.Event(self.stream.device)
+            before.record(torch.accelerator.current_stream())
+        self.due.put((copy_context(), job, nbytes, tuple(after), before, ticket))
         return ticket
 
 
-def _run(context: Any, job: Callable[[], Any], after: Sequence[Ticket], ticket: Ticket) -> None:
-    try:
-        for other in after:
-            other.wait()
-        ticket.result = context.run(job)
-    except BaseException as error:
-        error.add_note(f"in a job of a memory tier, submitted at {ticket.line}")
-        ticket.error = error
-    ticket.finished.set()
-
-
-def _serve(due: SimpleQueue[Any], rate: float | None) -> None:
+def _serve(due: SimpleQueue[Any], stream: Any, rate: float | None) -> None:
     """Run jobs until None comes."""
     # when the link is free again
     free = 0.0
     while (item := due.get()) is not None:
-        context, job, nbytes, after, ticket = item
-        # not held here while the next one is awaited: a buffer that a job refers to is in use
-        del item
+        context, job, nbytes, after, before, ticket = item
         began = time.perf_counter()
         for other in after:
             other.finished.wait()
         if rate and nbytes:
             free = max(free, began, time.perf_counter()) + nbytes / rate
             time.sleep(max(free - time.perf_counter(), 0.0))
-        cell = [job]
-        del job
-        _run(context, lambda cell=cell: cell.pop()(), after, ticket)
-        del context, after, ticket, cell
+        with nullcontext() if stream is None else stream:
+            if before is not None:
+                stream.wait_event(before)
+            try:
+                for other in after:
+                    # a thread without a stream reads the memory itself
+                    other.on_host() if stream is None else other.wait()
+                ticket.result = context.run(job)
+            except BaseException as error:
+                error.add_note(f"in a job of a memory tier, submitted at {ticket.line}")
+                ticket.error = error
+            if stream is not None:
+                ticket.event = torch.Event(stream.device)
+                ticket.event.record(stream)
+        # before it is known to have ended: a buffer that a job refers to is in use
+        del item, context, job, after, before
+        ticket.finished.set()
+        del ticket
 
 
 def _close(due: SimpleQueue[Any], thread: threading.Thread) -> None:

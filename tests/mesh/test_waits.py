@@ -42,6 +42,7 @@ OTHER_CLOCKS = [
     ("checkpoint/*.py", "part.get()", "it reads a tensor of this process"),
     ("checkpoint/huggingface.py", "x.get()", "it reads a tensor of this process"),
     ("checkpoint/folder.py", "self.due.get()", "an idle daemon thread, which ends with its Behind"),
+    ("tiers/disk.py", "copy.ticket.wait()", "a job waits for other ranks until the timeout of its rows"),
     ("mesh/store.py", "self._asked.get()", "an idle daemon thread, which ends with the process"),
     ("mesh/launch.py", "while folder.exists()", "a daemon thread, which ends with its folder"),
     ("modules/copies.py", "with self.lock", THREAD),

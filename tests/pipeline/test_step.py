@@ -532,3 +532,37 @@ def test_a_stage_of_one_rank_runs_on_blocks_unless_its_module_asks_for_values(
         assert plain == (4 if not calls or rank % 2 == 0 else 1)
         for n, g in here.items():
             assert (g - grads[n].reshape(g.shape)).abs().max() < 1e-12, n
+
+
+class _Complex(nn.Module):
+    """Products of complex numbers whose parts are parameters, one with an addend of many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(4, 4, 2)), nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: Any) -> Any:
+        w, b = map(torch.view_as_complex, (self.w, self.b))
+        return torch.addmm(torch.nn.functional.linear(x, w, b), x, w)
+
+
+def _complex() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[_Complex() for _ in range(4)]).double()
+    return net, torch.randn(4, 4, dtype=torch.complex128)
+
+
+def _of_complex() -> dict[str, torch.Tensor]:
+    net, x = _complex()
+    how = sl.Stages("pipe", schedule="zb", example=(x,))
+    apply, params = sl.parallelize(net, [("*", "...")], stages=how)
+    step = sl.value_and_grad(lambda p, x: apply(p, x).abs().square().mean(), microbatches=2)
+    return {n: sl.unshard(g) for n, g in step(params, x)[1].items()}
+
+
+def test_gradients_of_complex_weights_computed_later_are_conjugated(pool: Any) -> None:
+    net, x = _complex()
+    net(x).abs().square().mean().backward()
+    for grads in pool.run(_of_complex, pipe=4):
+        for n, g in grads.items():
+            torch.testing.assert_close(g, net.get_parameter(n).grad)

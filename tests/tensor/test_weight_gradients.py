@@ -71,7 +71,8 @@ def split(
     with within(differentiated=True):
         with within(split_backward=not torchs):
             out = f()
-        cotangent = seeded(*out.shape, seed=9).to(out.dtype)
+        dtype = torch.complex128 if out.is_complex() else torch.float64
+        cotangent = seeded(*out.shape, seed=9, dtype=dtype).to(out.dtype)
         with FlopCounterMode(display=False) as one, sl.trace() as once:
             want = torch.autograd.grad([out], wanted, [cotangent], allow_unused=True)
         with within(split_backward=True):
@@ -313,15 +314,17 @@ FORMS: dict[str, tuple[Callable[..., Tensor], int]] = {
     "a module": (lambda x, w, b: torch.func.functional_call(LINEAR, dict(weight=w, bias=b), x), 1),
     "matmul": (lambda x, w, b: torch.matmul(x, w), 1),
     "@ a transpose": (lambda x, w, b: x @ w.mT, 1),
+    "@ a conjugate": (lambda x, w, b: x.conj() @ w.mH, 1),
     "mm": (lambda x, w, b: x.flatten(0, -2).mm(w), 1),
     "addmm": (lambda x, w, b: torch.addmm(b, x.flatten(0, -2), w), 1),
-    "addmm of a row": (lambda x, w, b: torch.addmm(b[None], x.flatten(0, -2), w), 1),
-    "addmm of a column": (lambda x, w, b: torch.addmm(b[:, None], x.flatten(0, -2)[:D], w), 1),
-    "addmm of a matrix": (lambda x, w, b: torch.addmm(w * b, x.flatten(0, -2)[:D], w), 1),
-    "addmm of a number": (lambda x, w, b: b[0].addmm(x.flatten(0, -2), w), 1),
-    "conj": (lambda x, w, b: x.conj() @ w.conj() @ w.mH, 2),
+    "addmm of rows": (lambda x, w, b: torch.addmm(x.flatten(0, -2), x.flatten(0, -2), w), 1),
+    "addmm of a column": (lambda x, w, b: torch.addmm(b[:, None], x.flatten()[: D * D].view(D, D), w), 1),
+    "addmm of a number": (lambda x, w, b: torch.addmm(b.sum(), x.flatten(0, -2), w), 1),
+    "addmm of a constant": (lambda x, w, b: x.flatten(0, -2).detach().addmm(x.flatten(0, -2), w), 1),
     "addmm scaled": (lambda x, w, b: torch.addmm(b, x.flatten(0, -2), w, alpha=2), 0),
-    "addmm of named": (lambda x, w, b: torch.addmm(b, mat1=x.flatten(0, -2), mat2=w), 0),
+    "addmm of named": (lambda x, w, b: torch.addmm(b, mat1=x.flatten(0, -2), mat2=w), 1),
+    "bmm": (lambda x, w, b: torch.bmm(x.reshape(4, -1, 4), w.view(4, 4, D)), 1),
+    "baddbmm": (lambda x, w, b: torch.baddbmm(b, x.reshape(4, -1, 4), w.view(4, 4, D)), 1),
     "one row": (lambda x, w, b: F.linear(x.flatten()[:D], w, b), 0),
     "the weight first": (lambda x, w, b: w @ x, 0),
     "einsum": (lambda x, w, b: torch.einsum("...i, ij -> ...j", x, w), 0),
@@ -338,8 +341,10 @@ def test_products_of_blocks_are_split_in_every_form(
     form: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     call, count = FORMS[form]
-    made = (seeded(*s, seed=k, dtype=dtype) for k, s in enumerate([shape, (D, D), (D,)]))
-    x, w, b = (t.requires_grad_() for t in made)
+    x, w, b = (
+        seeded(*s, seed=k, dtype=dtype).requires_grad_()
+        for k, s in enumerate([shape, (D, D), (D,)])
+    )
 
     def f() -> Tensor:
         with SplitProducts() if scope().policy.split_backward else nullcontext():

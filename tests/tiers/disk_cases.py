@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardlib import filesystem
 from shardlib.tiers import disk
 from shardlib.tiers.disk import DiskRows
 
@@ -29,8 +30,8 @@ RING = 8 * PAGE
 
 CALLS = {
     "open": os, "close": os, "pwrite": os, "preadv": os, "fdatasync": os, "fsync": os, "rename": os,
-    "unlink": os, "ftruncate": os, "fstat": os, "listdir": os, "mkdir": os, "allocate": disk,
-    "lock_within": disk, "try_lock": disk,
+    "unlink": os, "ftruncate": os, "fstat": os, "listdir": os, "mkdir": os, "allocate": filesystem,
+    "lock_within": filesystem, "try_lock": filesystem,
 }  # fmt: skip
 """Every call that leaves the process, and where it is looked up."""
 

@@ -72,12 +72,12 @@ def train(path: str, rank: int, said: int, all_are_open: Any) -> None:
     with opened(path, rank, WORLD, rows=ROWS) as rows:
         # as any collective of a job has it
         all_are_open.wait(60)
-        if rows.generation is None:
+        if rows.generation < 0:
             for n, x in start(rank).items():
                 rows.write(n, x)
             rows.commit(0)
             os.write(said, bytes([0]))
-        while (g := (rows.generation or 0) + 1) <= LAST:
+        while (g := (max(rows.generation, 0)) + 1) <= LAST:
             before = found(rows)
             for n, x in updated(before, rank, g).items():
                 if x is not before[n]:
@@ -141,7 +141,7 @@ def attempt(path: str, kill: Kill | None) -> list[list[int]]:
     return done
 
 
-def check(path: str, done: list[list[int]]) -> tuple[str, int | None]:
+def check(path: str, done: list[list[int]]) -> tuple[str, int]:
     """Open the directory as the next attempt would; (what is wrong, the generation)."""
     order = random.Random(str(done)).sample(range(WORLD), WORLD)
     every: dict[int, DiskRows] = {}
@@ -153,9 +153,9 @@ def check(path: str, done: list[list[int]]) -> tuple[str, int | None]:
         number = numbers.pop()
         if numbers:
             return f"ranks go on from {numbers | {number}}", number
-        if (-1 if number is None else number) < least:
+        if number < least:
             return f"generation {least} was committed, {number} is there", number
-        if number is not None:
+        if number >= 0:
             for rank, rows in every.items():
                 if not same(found(rows), uninterrupted(rank, number)):
                     return f"rank {rank} has other bytes at generation {number}", number
@@ -165,9 +165,9 @@ def check(path: str, done: list[list[int]]) -> tuple[str, int | None]:
             rows.close()
 
 
-def run(kills: list[Kill]) -> tuple[str, list[int | None]]:
+def run(kills: list[Kill]) -> tuple[str, list[int]]:
     """(what was wrong, the generations that were found after each kill)."""
-    seen: list[int | None] = []
+    seen: list[int] = []
     with tempfile.TemporaryDirectory() as path:
         done: list[list[int]] = [[] for _ in range(WORLD)]
         for kill in [*kills, None]:
@@ -176,7 +176,7 @@ def run(kills: list[Kill]) -> tuple[str, list[int | None]]:
             wrong, number = check(path, done)
             seen.append(number)
             # what was committed alone may be committed again
-            done = [[g for g in mine if g <= (-1 if number is None else number)] for mine in done]
+            done = [[g for g in mine if g <= number] for mine in done]
             if wrong:
                 return wrong, seen
         if seen[-1] != LAST:

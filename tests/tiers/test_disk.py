@@ -107,7 +107,7 @@ def test_buffers_take_no_more_than_the_ring_and_closing_leaves_nothing(tmp_path:
         rows = opened(tmp_path, ring=ring)
         buffers = {id(b): len(b) for _, b in rows._mover.values()}
         assert sum(buffers.values()) == rows.ring <= ring and len(threads()) == 2
-        step(rows, 1 if rows.generation is None else rows.generation + 1)
+        step(rows, 1 if rows.generation < 0 else rows.generation + 1)
         rows.close()
         rows.close()
         with pytest.raises(ShardError, match="the rows are closed"):
@@ -127,7 +127,12 @@ def test_rows_that_are_forgotten_are_closed(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_change_nothing(tmp_path: Path) -> None:
-    for kw in ({"rows": {"a": -1}}, {"rows": {"a": 1.5}}, {"ring": PAGE}, {"rank": 2, "ranks": 2}):
+    for kw in (
+        {"rows": {"a": -1}},
+        {"rows": {"a": 1 << 60}},
+        {"ring": PAGE},
+        {"rank": 2, "ranks": 2},
+    ):
         with pytest.raises(BadArgument):
             opened(tmp_path / "none", **kw)  # type: ignore[arg-type]
     assert not (tmp_path / "none").exists()
@@ -211,6 +216,8 @@ def test_a_generation_of_an_attempt_that_was_given_up_is_not_mixed_with_a_new_on
             assert b.generation == 1 and holds(b, 1)
             step(b, 2)
             assert holds(b, 2)
+    with opened(tmp_path, 1, 2) as b, opened(tmp_path, 0, 2) as a:
+        assert a.generation == b.generation == 2 and holds(a, 2) and holds(b, 2)
 
 
 def test_a_rank_waits_where_it_would_be_two_generations_ahead(tmp_path: Path) -> None:
@@ -275,7 +282,7 @@ def test_a_first_commit_that_other_ranks_never_made_is_no_generation(tmp_path: P
     with opened(tmp_path, 0, 2) as a:
         step(a, 1)
     with opened(tmp_path, 0, 2) as a, opened(tmp_path, 1, 2) as b:
-        assert a.generation is b.generation is None
+        assert a.generation == b.generation == -1
         step(a, 1)
         step(b, 1)
 
@@ -314,7 +321,7 @@ def test_drawn_writes_commits_and_kills_leave_what_a_dictionary_has(
             for q, one in enumerate(rows):
                 kept[q] = kept[q][:common]
                 now[q] = dict(kept[q][-1])
-                assert one.generation == (common if common > 1 else None)
+                assert one.generation == (common if common > 1 else -1)
                 for known in SIZES:
                     if known in now[q]:
                         assert torch.equal(read(one, known), content(q, known, now[q][known]))
@@ -352,6 +359,34 @@ def test_another_run_is_refused_by_name_and_keeps_its_bytes(
         opened(tmp_path, **kw)
     assert str(tmp_path) in str(error.value) and "fix" in str(error.value)
     assert contents(tmp_path) == before and descriptors() == held and not threads()
+
+
+def test_a_run_that_committed_nothing_is_begun_again(tmp_path: Path) -> None:
+    opened(tmp_path, resume=False).close()
+    with opened(tmp_path, resume=False) as rows:
+        rows.write("page", content(0, "page", 1))
+    with opened(tmp_path, resume=False) as rows:
+        assert rows.generation == -1
+        step(rows, 1)
+    with pytest.raises(ShardError, match="a run is there already"):
+        opened(tmp_path, resume=False)
+
+
+def test_a_write_that_was_interrupted_before_it_was_posted_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with opened(tmp_path) as rows:
+        step(rows, 1)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(rows, "_post", interrupted)
+            rows.write("page", content(0, "page", 2))
+        with pytest.raises(ShardError, match="generation 2 is not committed: row 'page' is not"):
+            rows.commit(2)
+    with opened(tmp_path) as rows:
+        assert holds(rows, 1)
 
 
 def test_a_directory_in_use_is_refused_and_the_user_goes_on(
@@ -496,7 +531,7 @@ def run_with(act: Any, path: Path) -> tuple[int, int, str]:
         with intercepted(act):
             for attempt in (1, 2):
                 with opened(path, resume=attempt > 1, rows=FEW) as rows:
-                    assert rows.generation == (done or None), "what returned is there"
+                    assert rows.generation == (done or -1), "what returned is there"
                     begun = attempt
                     step(rows, attempt, FEW)
                     done = attempt
@@ -521,7 +556,7 @@ def test_a_system_call_that_fails_ends_the_run_with_its_cause_and_loses_nothing(
         assert not threads() and descriptors() == held, (nth, name)
         assert os.strerror(code) in said or (name == "close" and done == 2), (nth, name, said)
         with opened(path, rows=FEW) as rows:
-            found = rows.generation or 0
+            found = max(rows.generation, 0)
             assert done <= found <= begun, (nth, name)
             assert not found or holds(rows, found, FEW), (nth, name)
             step(rows, begun + 1, FEW)
@@ -650,7 +685,7 @@ def test_a_power_cut_at_any_moment_leaves_what_all_ranks_committed(quick: Path) 
                 rows.write("long", content(rows.rank, "long", 77)).wait()
                 done.append((len(journal.events), 0, 5))
                 done.append((len(journal.events), 1, 5))
-    folder, seen, draw = path.stat().st_ino, set[int | None](), random.Random(0)
+    folder, seen, draw = path.stat().st_ino, set[int](), random.Random(0)
     for count in range(len(journal.events) + 1):
         reached = [{n for at, rank, n in done if at <= count and rank == r} for r in (0, 1)]
         least = min(max(some, default=0) for some in reached)
@@ -659,13 +694,13 @@ def test_a_power_cut_at_any_moment_leaves_what_all_ranks_committed(quick: Path) 
             into.mkdir()
             journal.cut(count, folder, into, often, draw)
             with opened(into, 0, 2) as a, opened(into, 1, 2) as b:
-                assert a.generation == b.generation and (a.generation or 0) >= least, count
+                assert a.generation == b.generation and max(a.generation, 0) >= least, count
                 seen.add(a.generation)
                 for rows in (a, b):
-                    for name, number in held[a.generation or 0].items():
+                    for name, number in held[max(a.generation, 0)].items():
                         assert torch.equal(read(rows, name), content(rows.rank, name, number))
             shutil.rmtree(into)
-    assert seen == {None, 1, 2, 3, 4, 5}
+    assert seen == {-1, 1, 2, 3, 4, 5}
 
 
 # ---------------------------------------------------------------- full disks, and processes

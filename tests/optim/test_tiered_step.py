@@ -1,0 +1,113 @@
+"""Updates in memory tiers: chunk by chunk, while the next forward runs, or in backward."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+from tests.optim.test_tiered import MESHES, clipped, differing, model, run
+
+o = sl.optim
+
+
+def test_a_step_that_is_refused_or_skipped_changes_nothing() -> None:
+    for guard in (lambda tx: tx, o.skip_nonfinite):
+        with sl.simulate(data=2, x=1):
+            f, params = model(3)
+            tx = guard(o.zero(clipped(), "data", 3, tiers=o.Tiers()))
+            parts = tx.shard(params)
+            state = tx.init(parts)
+            _, grads = sl.value_and_grad(f)(parts)
+            parts, state, _ = o.step(tx, parts, grads, state)
+            before = {n: sl.unshard(x).clone() for n, x in o.state_dict(parts).items()}
+            _, grads = sl.value_and_grad(f)(parts)
+            for g in grads.values():
+                g.raw.fill_(float("nan"))
+            try:
+                parts, state, info = o.step(tx, parts, grads, state)
+                assert info.skipped
+            except sl.ShardError as e:
+                assert guard is not o.skip_nonfinite and "norm of the gradients" in str(e)
+            after = {n: sl.unshard(x) for n, x in o.state_dict(parts).items()}
+            assert differing(before, after) == []
+            assert (
+                o.state_dict(state)["1.count" if guard is not o.skip_nonfinite else "inner.1.count"]
+                == 1
+            )
+            _, grads = sl.value_and_grad(f)(parts)
+            parts, state, _ = o.step(tx, parts, grads, state)
+
+
+def stepped(inner: Any, tiers: Any, dtype: torch.dtype, **how: Any) -> dict[str, Any]:
+    """Losses, parameters and state of three steps by ``value_and_step``."""
+    f, params = model(6, dtype)
+    tx = o.zero(inner, "data", 3, tiers=tiers, **how)
+    params = tx.shard(params)
+    state, out = tx.init(params), dict[str, Any]()
+    step = o.value_and_step(f, tx)
+    for i in range(3):
+        out[f"loss {i}"], params, state, _ = step(params, state)
+    out |= {f"param {n}": sl.unshard(x) for n, x in o.state_dict(params).items()}
+    state = o.state_dict(state)
+    return out | {n: sl.unshard(x) if isinstance(x, torch.Tensor) else x for n, x in state.items()}
+
+
+KINDS = [(torch.float32, None, 12), (torch.bfloat16, "bf16+rem", 12), (torch.bfloat16, "fp32", 14)]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("dtype", "master", "rest"), KINDS)
+def test_bytes_of_a_parameter_over_all_tiers(mesh: Any, dtype: Any, master: Any, rest: int) -> None:
+    """12 at rest, exact, where no gradient waits; a gradient's more where a norm needs them all."""
+    with sl.simulate(**mesh):
+        want = stepped(o.adamw(0.01), None, dtype, master=master)
+        tiers = o.Tiers()
+        assert differing(want, stepped(o.adamw(0.01), tiers, dtype, master=master)) == []
+        held = tiers.ledger.peaks["host"]
+        numbers = held["parameters"] / dtype.itemsize
+        assert (held["parameters"] + held["state"]) / numbers == rest
+        # of six blocks, three are on their way
+        assert held["gradients"] <= 3 / 6 * numbers * dtype.itemsize
+        tiers = o.Tiers()
+        run(clipped(), tiers, 6, dtype=dtype, master=master)
+        assert tiers.ledger.peak["host"] / numbers == rest + dtype.itemsize
+
+
+def test_an_error_of_an_update_reaches_the_next_reader() -> None:
+    """With its cause, and the line of the step that posted it."""
+
+    def rate(count: int) -> float:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("no rate")
+        return 0.1
+
+    with sl.simulate(data=1, x=1):
+        f, params = model(3)
+        tx = o.zero(o.adamw(rate), "data", 3, tiers=o.Tiers())
+        parts = tx.shard(params)
+        _, grads = sl.value_and_grad(f)(parts)
+        parts, _, _ = o.step(tx, parts, grads, tx.init(parts))
+        with pytest.raises(OSError, match="no rate") as raised:
+            f(parts)
+        assert any("test_tiered_step.py" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("inner", "alone"),
+    [
+        (lambda: o.adamw(0.1), True),
+        (clipped, True),
+        (lambda: o.chain(o.clip_by_value(0.1), o.clip_by_global_norm(0.1), o.sgd(0.1)), False),
+        (lambda: o.lamb(0.1), False),
+    ],
+)
+def test_a_chunk_is_updated_alone_where_that_is_the_same(inner: Any, alone: bool) -> None:
+    with sl.simulate(data=2, x=1):
+        f, params = model(3)
+        tx = o.zero(inner(), "data", 3, tiers=o.Tiers())
+        parts = tx.shard(params)
+        _, grads = sl.value_and_grad(f)(parts)
+        parts, _, _ = o.step(tx, parts, grads, tx.init(parts))
+        assert bool(parts.cache.updates) == alone
