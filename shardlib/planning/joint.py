@@ -31,7 +31,7 @@ from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explain import bytes_of, explain
 from shardlib.planning.explanation import Explanation, size
 from shardlib.planning.layer_dedup import Outline, outline
-from shardlib.planning.pareto import BUCKET, Holding, Search, State, Way
+from shardlib.planning.pareto import BUCKET, Alive, Holding, Search, State, Way
 from shardlib.planning.plan import loss_of
 from shardlib.planning.program import Column, Solution, solve
 from shardlib.planning.strategies import Table
@@ -254,7 +254,7 @@ class Study:
         ``limit``  seconds of the whole step, beyond which no way is of use.
         """
         nothing = Way(0, 0, 0, 0)
-        frontier = [State()]
+        frontier = [self._begin(search)]
         found: list[Column] = []
         for number, part in enumerate(self.parts):
             ends: dict[State, None] = {}
@@ -272,6 +272,18 @@ class Study:
                         found += undominated(made)
             frontier = list(ends)
         return found
+
+    def _begin(self, search: Search) -> State:
+        """Return the state that the step begins in: where its inputs lie.
+
+        Where layers of a stack read them, they count as what later layers read, which has gradients.
+        """
+        stacked = len(self.parts[0].layers) > 1
+        found = []
+        for number, operand in search.inputs.items():
+            of_layers = stacked and operand.dtype.is_floating_point
+            found.append(Alive(number, operand._replace(trained=of_layers), number, operand.nbytes))
+        return State(tuple(found))
 
     def _column(
         self, search: Search, part: int, begin: State, end: State, way: Way, remat: str
@@ -351,8 +363,8 @@ class Study:
                 if not part.path:
                     rules.append((name, *leaf.said))
                 for layer in layers if part.path else ():
-                    stack, _, index = layer.rpartition(".")
-                    pattern = f"{stack}.{{}}{name.removeprefix(part.path)}"
+                    stack, dot, index = layer.rpartition(".")
+                    pattern = f"{stack}{dot}{{}}{name.removeprefix(part.path)}"
                     said[pattern][int(index)] = leaf.said
             remat += [(layer, policy) for layer in layers if policy]
         for pattern, of_layers in said.items():
@@ -416,7 +428,9 @@ def parts_of(outline: Outline, step: Calls) -> list[Part]:
     stacks: dict[str, tuple[str, ...]] = {}
     for path, alike in outline.stacks:
         for at, members in enumerate(alike):
-            stacks[f"{path}.{at}"] = tuple(f"{path}.{i}" for i in members)
+            # a module that is a stack itself has the path ""
+            layer = f"{path}.".lstrip(".")
+            stacks[f"{layer}{at}"] = tuple(f"{layer}{i}" for i in members)
     found: list[Part] = []
     for path, calls in itertools.groupby(step.calls, lambda c: _layer(c.module, stacks)):
         found.append(Part(tuple(calls), path, stacks.get(path, ("",))))
