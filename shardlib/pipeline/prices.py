@@ -39,7 +39,7 @@ class ActionCost(NamedTuple):
     """
 
     flops: float
-    touched: int
+    touched: float
     events: list[Event]
     kept: int
     most: int
