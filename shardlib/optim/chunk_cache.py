@@ -182,7 +182,7 @@ class ChunkCache:
         for b in index:
             block, frozen = block_of(index, b)
             # copies of what is frozen are never stale
-            self.chunk_of[b.name] = chunk = f"{block} frozen" if frozen else block
+            self.chunk_of[b.name] = chunk = block + " frozen" * frozen
             self.block_of[chunk] = block
             self.chunks.setdefault(chunk, []).append(b)
         self.sizes = {c: sum(map(part_bytes, some)) for c, some in self.chunks.items()}
@@ -312,7 +312,7 @@ class ChunkCache:
         }
         versions: dict[str, int] = {}
         pairs = [(parts[n], self.rows[n]) for n in names]
-        after = [self.updates[chunk]] if chunk in self.updates else []
+        after = list(filter(None, [self.updates.get(chunk)]))
         rows = {n: self.rows[n] for n in names}
         job = partial(_load_rows, pairs, rows, versions)
         ticket = self.movers.loads.submit(job, sum(x.nbytes for x in parts.values()), after)
@@ -387,14 +387,14 @@ def part_bytes(bucket: Bucket) -> int:
 
 
 def _gathered_bytes(bucket: Bucket) -> int:
-    return bucket.length * bucket.dtype.itemsize if bucket.hops else 0
+    return bool(bucket.hops) * bucket.length * bucket.dtype.itemsize
 
 
 def _gradient_bytes(bucket: Bucket) -> int:
     """Return the bytes of a gradient, of what is received for its sum, and of its part."""
     if not bucket.hops:
         return part_bytes(bucket)
-    middle = bucket.length if len(bucket.hops) > 1 else 0
+    middle = bucket.length * (len(bucket.hops) > 1)
     return (2 * bucket.length + middle) * bucket.dtype.itemsize + part_bytes(bucket)
 
 

@@ -447,7 +447,9 @@ class _BucketPart(Local):
             leaf[0].owe(leaf[1], finish)
             return None, None
         part = ctx.gradient.returned(finish)
-        return part if more is None else more + part, None
+        if more is not None:
+            part = more + part
+        return part, None
 
 
 class _GatherBucket(Local):

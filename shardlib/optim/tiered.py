@@ -171,7 +171,7 @@ class TieredGradient(Gradient):
         """Add the gradients of one gather."""
         away, self.away = self.away, None
         if self.flat is None:
-            self.room.settle(1 if self.cache.ahead else 0)
+            self.room.settle(int(self.cache.ahead))
             if away is not None and self.task == backward_now():
                 self.flat = self._memory(self.bucket.length)
                 self.cache.movers.loads.submit(partial(copied, [(self.flat, away)])).wait()
@@ -245,7 +245,9 @@ class TieredBucket(BucketReading):
 
     def reads(self, value: ShardedTensor) -> bool:
         """Return whether this value is the part that is read, unchanged."""
-        same = value.raw is self.part if value.is_stored else value.facts is self.given
+        same = value.facts is self.given
+        if value.is_stored:
+            same = value.raw is self.part
         return same and not self.is_changed
 
     def _new_gradient(self) -> Gradient:

@@ -152,7 +152,9 @@ class TieredParameters(SplitParameters):
         first, *rest = _in_order(cache, chunks)
         after = self._update(norms, _taken(first, given, state, mine), step)
         # taken now: the values are given up when the step returns
-        jobs = [] if step.skipped else [(n, _taken(n, given, state, mine)) for n in rest]
+        if step.skipped:
+            rest = []
+        jobs = [(n, _taken(n, given, state, mine)) for n in rest]
         tickets: dict[str, Ticket | None] = {cache.chunk_of[first[0]]: None}
         for names, trees in jobs:
             job = partial(self._update, norms, trees, replace(begun))
@@ -223,7 +225,8 @@ def _eager(
             Buckets(grads, params.index.subset(names), params.mesh),
             *_taken(names, state, params),
         )
-        job = partial(by._update, norms, trees, step if not tickets else replace(step))
+        # the first one fills it in
+        job = partial(by._update, norms, trees, replace(step) if tickets else step)
         after = [ticket for ticket, _ in given.values()]
         # at most two chunks' gradients wait for their update
         for old in list(tickets.values())[:-1]:

@@ -107,7 +107,9 @@ def zero(
     )
     if stage == 0:
         return tx._replace(sink=partial(summing, cache=IndexCache(how)))
-    made: Any = SplitParameters(how) if stage == 3 else SplitState(how)
+    made: Any = SplitState(how)
+    if stage == 3:
+        made = SplitParameters(how)
     if tiers is not None:
         made = TieredParameters(how, tiers)
     both = {"sink": made.sink, "shard": made.shard, "eager": getattr(made, "eager", None)}

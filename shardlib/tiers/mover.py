@@ -102,13 +102,16 @@ def _serve(due: SimpleQueue[Any], stream: Any, rate: float | None) -> None:
         if rate and nbytes:
             free = max(free, began, time.perf_counter()) + nbytes / rate
             time.sleep(max(free - time.perf_counter(), 0.0))
-        with nullcontext() if stream is None else stream:
+        with stream or nullcontext():
             if before is not None:
                 stream.wait_event(before)
             try:
                 for other in after:
                     # a thread without a stream reads the memory itself
-                    other.on_host() if stream is None else other.wait()
+                    arrived = other.wait
+                    if stream is None:
+                        arrived = other.on_host
+                    arrived()
                 ticket.result = context.run(job)
             except BaseException as error:
                 error.add_note(f"in a job of a memory tier, submitted at {ticket.line}")

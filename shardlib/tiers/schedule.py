@@ -67,7 +67,7 @@ class Uses:
         """
         found = self._at.get(chunk, [])
         i = bisect_right(found, at)
-        return found[i] if i < len(found) else at
+        return next(iter(found[i:]), at)
 
     def coming(self, at: int, depth: int) -> Iterator[tuple[int, str]]:
         """List (position, chunk) of the next uses; a step's end is passed by valid copies alone."""
