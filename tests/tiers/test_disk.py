@@ -253,6 +253,27 @@ def test_closing_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
     assert time.monotonic() - began < 30 and not threads()
 
 
+def test_closing_ends_a_commit_that_waits_for_other_ranks(tmp_path: Path) -> None:
+    with opened(tmp_path, 0, 2, timeout=60.0) as a, opened(tmp_path, 1, 2) as b:
+        for rows in (a, b):
+            step(rows, 1)
+        a.commit(2)
+        said: list[str] = []
+
+        def commit() -> None:
+            try:
+                a.commit(3)
+            except ShardError as e:
+                said.append(e.message)
+
+        thread = threading.Thread(target=commit)
+        thread.start()
+        time.sleep(0.1)
+        a.close()
+        thread.join(30)
+    assert "or the rows are closed" in said[0]
+
+
 def test_a_commit_without_writes_waits_too(tmp_path: Path) -> None:
     with opened(tmp_path, 0, 2, timeout=0.1) as a, opened(tmp_path, 1, 2) as b:
         step(a, 1)
