@@ -28,7 +28,7 @@ from shardlib.pipeline.step import PipelineStep, Traffic
 from shardlib.planning.cluster import Cluster
 from shardlib.planning.explain import CallRecorder, bytes_of, sink_of
 from shardlib.planning.explanation import PipelineExplanation, PlaceCost, StageCost
-from shardlib.planning.work import Meter, Work
+from shardlib.planning.work import Meter, StepWork
 
 
 class ActionCost(NamedTuple):
@@ -102,7 +102,7 @@ class _PaperStep(PipelineStep):
         kinds = {a.kind for row in self.table.tables for a in row}
         # the call of the module knows this one
         self.pipeline, paper = self.module, self.pipeline
-        with Paths() as paths, trace() as t, Meter(Work()) as meter:
+        with Paths() as paths, trace() as t, Meter(StepWork()) as meter:
             self.watch = CallRecorder(t, self.inner.size, True, paths)
             self.meter, self.events = meter, t.events
             for after in [["B"]] * ("B" in kinds) + [["I", "W"]] * ("I" in kinds) or [[]]:
@@ -147,7 +147,7 @@ class _PaperStep(PipelineStep):
 
     def place(self, r: int, links: Mapping[str, Link]) -> PlaceCost:
         """Return the cost of a place on the axis; its sums of gradients end."""
-        with trace() as t, Meter(Work()) as meter:
+        with trace() as t, Meter(StepWork()) as meter:
             self.of_place[r].finish()
         tied, nbytes = self.tied, self.pipeline.nbytes
         names = [n for n, ranks in tied.items() if r in ranks for _ in ranks[1:]]

@@ -82,7 +82,7 @@ class Several:
 
 
 @dataclass
-class Calls:
+class StepCalls:
     """The calls of a step, and what its values are.
 
     ``parameters``, ``inputs``  number -> name, of values that no call gives.
@@ -107,7 +107,7 @@ class Calls:
     loss: int = 0
 
 
-def calls_of(module: nn.Module, inputs: Sequence[Tensor], loss: Callable[..., Any]) -> Calls:
+def calls_of(module: nn.Module, inputs: Sequence[Tensor], loss: Callable[..., Any]) -> StepCalls:
     """Record the calls of ``loss(apply, params, *inputs)`` on shapes.
 
     Products that read the same value are one call, as they gather it once (decision 0005).
@@ -131,7 +131,7 @@ class _Recorder:
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
-        self.found = Calls()
+        self.found = StepCalls()
         self.numbers: dict[int, int] = {}
         # an id is used again once its tensor is gone
         self.alive: list[ShardedTensor] = []
@@ -211,7 +211,7 @@ def _text(x: object) -> object:
     return ("tensor", id(x)) if isinstance(x, Tensor) else x
 
 
-def _joined(step: Calls) -> list[Call]:
+def _joined(step: StepCalls) -> list[Call]:
     """Make one call of products with weights that read the same value."""
     readers: dict[int, list[int]] = defaultdict(list)
     for at, call in enumerate(step.calls):

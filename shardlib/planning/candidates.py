@@ -14,7 +14,7 @@ from shardlib.mesh import Mesh, record
 from shardlib.modules import recipes
 from shardlib.modules.rules import match_rules
 from shardlib.placing import shard
-from shardlib.planning.calls import Call, Calls
+from shardlib.planning.calls import Call, StepCalls
 from shardlib.planning.strategies import Operand, operand_of
 
 WIDE = 8192
@@ -52,7 +52,7 @@ class Candidates:
     """
 
     def __init__(
-        self, step: Calls, mesh: Mesh, parameters: Mapping[str, Tensor],
+        self, step: StepCalls, mesh: Mesh, parameters: Mapping[str, Tensor],
         groups: Mapping[tuple[str, int], int],
     ) -> None:  # fmt: skip
         self.step, self.mesh, self.parameters, self.groups = step, mesh, parameters, groups

@@ -35,7 +35,7 @@ from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Known
 from shardlib.planning.explanation import Explanation, PipelineExplanation, Row, TierUse
 from shardlib.planning.grids import lower_bound
-from shardlib.planning.work import Meter, Work
+from shardlib.planning.work import Meter, StepWork
 from shardlib.tensor import ShardedTensor, Together, raw_of, settle, typeof
 from shardlib.tiers.schedule import loads as scheduled_loads
 
@@ -193,7 +193,7 @@ class _Call(NamedTuple):
                     x.place = deferring(x, sink.over)
                     x.raw.register_hook(partial(watch.counted, sink.take, i))
             together = _Together(raws if sink is None else [], watch)
-            work = Work()
+            work = StepWork()
             with together, Meter(work) as live:
                 with within(watcher=watch):
                     out = run()

@@ -9,7 +9,7 @@ from shardlib.collectives import Event, Trace
 from shardlib.errors import BadArgument, mesh_text
 from shardlib.modules.rules import stars
 from shardlib.pipeline.schedules import PipelineSchedule, PipelineTimeline
-from shardlib.planning.work import Work
+from shardlib.planning.work import StepWork
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class TierUse:
-    """What memory tiers hold and move in a step that repeats, per rank.
+    """Bytes that memory tiers hold and move in a step that repeats, per rank.
 
     ``device``  bytes that parameters take there, beside ``transient``; ``host`` kind -> bytes.
     ``blocks``  the blocks of the module; ``loads`` how often one is loaded in a step.
@@ -99,7 +99,7 @@ class Explanation:
     state: int = 0
     saved: int = 0
     tiers: TierUse | None = None
-    work: Work = field(default_factory=Work)
+    work: StepWork = field(default_factory=StepWork)
 
     @property
     def peak(self) -> int:

@@ -25,7 +25,7 @@ from shardlib.optim.adaptive import adamw
 from shardlib.optim.transform import Transform
 from shardlib.optim.zero import zero
 from shardlib.placing import shard
-from shardlib.planning.calls import Call, Calls, calls_of
+from shardlib.planning.calls import Call, StepCalls, calls_of
 from shardlib.planning.candidates import Candidates, side_by_side
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.explain import bytes_of, explain
@@ -46,7 +46,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Part:
-    """Calls that follow one another: one layer of a stack of equal ones, or what is between stacks.
+    """StepCalls that follow one another: one layer of a stack of equal ones, or what is between stacks.
 
     ``path``     of the layer; ``layers`` paths of all layers like it.
     """
@@ -68,6 +68,14 @@ class LayoutPlan:
     ``peak``     the most bytes of one rank, ``seconds`` of a step: as ``sl.explain`` finds them.
     ``along``    axes -> bytes and messages that a rank receives in a step, the update among it.
     ``explained``  the explanation of forward and backward.
+
+    >>> import shardlib as sl
+    >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    >>> found = plan_layouts(mlp, torch.empty(32, 64), ranks=2)
+    >>> with sl.simulate(**found.mesh):
+    ...     apply, params, tx = found.apply(mlp)
+    >>> sorted(params) == sorted(name for name, *_ in found.rules)
+    True
     """
 
     mesh: Mapping[str, int]
@@ -180,7 +188,7 @@ class Setting:
 
     @property
     def holding(self) -> Holding:
-        """What parameters hold in addition."""
+        """The bytes that parameters take."""
         return self.search.holding
 
 
@@ -423,7 +431,7 @@ def undominated(columns: Sequence[Column]) -> list[Column]:
     return found
 
 
-def parts_of(outline: Outline, step: Calls) -> list[Part]:
+def parts_of(outline: Outline, step: StepCalls) -> list[Part]:
     """Cut the calls of a step into layers of stacks, and what is before, between and behind them."""
     stacks: dict[str, tuple[str, ...]] = {}
     for path, alike in outline.stacks:

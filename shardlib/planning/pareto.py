@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardlib.mesh import Axes
-from shardlib.planning.calls import Call, Calls
+from shardlib.planning.calls import Call, StepCalls
 from shardlib.planning.candidates import Candidates, Choice, Leaf
-from shardlib.planning.strategies import GradientSum, Operand, Strategy, Table
-from shardlib.planning.work import Rates, Work
+from shardlib.planning.strategies import CallStrategy, GradientSum, Operand, Table
+from shardlib.planning.work import Rates, StepWork
 
 BUCKET = 25 * 2**20
 """Bytes of gradients that are summed in one transfer, as by ``zero(bucket_mb=25)``."""
@@ -41,7 +41,7 @@ class Alive(NamedTuple):
 
 
 class State(NamedTuple):
-    """What later calls depend on: the values alive, and the roots among them saved for backward."""
+    """State behind some calls: the values alive, and the roots among them saved for backward."""
 
     alive: tuple[Alive, ...] = ()
     saved: frozenset[int] = frozenset()
@@ -51,11 +51,11 @@ class State(NamedTuple):
         return tuple((x.operand.place, x.operand.dtype, x.operand.trained) for x in self.alive)
 
 
-class Step(NamedTuple):
+class WayStep(NamedTuple):
     """A call with its strategy, and the layouts of the parameters that it is the first to read."""
 
     call: Call
-    strategy: Strategy
+    strategy: CallStrategy
     choice: Choice
 
 
@@ -69,14 +69,14 @@ class Way:
 
     def __init__(
         self, forward: float, back: float, kept: float, saved: float,
-        step: Step | None = None, before: "Way | None" = None,
+        step: WayStep | None = None, before: "Way | None" = None,
     ) -> None:  # fmt: skip
         self.forward, self.back, self.kept, self.saved = forward, back, kept, saved
         self.step, self.before = step, before
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[WayStep]:
         """List the steps, the first first."""
-        found: list[Step] = []
+        found: list[WayStep] = []
         at: Way | None = self
         while at is not None:
             if at.step is not None:
@@ -91,7 +91,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Holding:
-    """What the bytes of a parameter's block hold in addition, under a stage of ZeRO.
+    """Bytes that a parameter takes, with its gradient and state, under a stage of ZeRO.
 
     ``axes``   those of ZeRO; each parameter is split over those of them that its layout leaves whole.
     ``state``  bytes of the optimizer's state per byte of a parameter.
@@ -135,7 +135,7 @@ class Search:
     """
 
     def __init__(
-        self, step: Calls, table: Table, candidates: Candidates, rates: Rates, holding: Holding,
+        self, step: StepCalls, table: Table, candidates: Candidates, rates: Rates, holding: Holding,
         inputs: Mapping[int, Operand],
     ) -> None:  # fmt: skip
         self.step, self.table, self.candidates = step, table, candidates
@@ -172,7 +172,7 @@ class Search:
                     self.holding.kept(x) + self.holding.gradients(x) for x in choice.values()
                 )
                 after, more = self._after(call, state, have, choice, strategy)
-                step = Step(call, strategy, choice)
+                step = WayStep(call, strategy, choice)
                 found[after] += [
                     Way(
                         w.forward + forward, w.back + back, w.kept + kept,
@@ -188,14 +188,14 @@ class Search:
         return {state: ways for state, ways in best.items() if ways}
 
     def _seconds(
-        self, call: Call, strategy: Strategy, have: Mapping[int, Alive], choice: Choice
+        self, call: Call, strategy: CallStrategy, have: Mapping[int, Alive], choice: Choice
     ) -> tuple[float, float]:
         if id(strategy) not in self.priced:
             self.priced[id(strategy)] = (
                 self.rates.seconds(strategy.forward), self.rates.seconds(strategy.backward)
             )  # fmt: skip
         forward, back = self.priced[id(strategy)]
-        work = Work()
+        work = StepWork()
         for s in strategy.sums:
             # a parameter of several calls is summed once
             read = have.get(call.reads[s.operand])
@@ -210,7 +210,7 @@ class Search:
 
     def _after(
         self, call: Call, state: State, have: Mapping[int, Alive], choice: Choice,
-        strategy: Strategy,
+        strategy: CallStrategy,
     ) -> tuple[State, float]:  # fmt: skip
         """Return the state behind a call, and the bytes that it saves in addition."""
         alive = dict(have)
@@ -244,7 +244,7 @@ class Search:
         )
         return Alive(number, operand, number, operand.nbytes)
 
-    def _offers(self, call: Call, have: Mapping[int, Alive]) -> list[tuple[Choice, Strategy]]:
+    def _offers(self, call: Call, have: Mapping[int, Alive]) -> list[tuple[Choice, CallStrategy]]:
         """Return the strategies of a call of such operands, found once on a mesh."""
         given = {r: have[r].operand for r in call.reads if r in have}
         given |= {r: self.inputs[r] for r in call.reads if r in self.inputs}
@@ -255,7 +255,7 @@ class Search:
 
     def _strategies(
         self, call: Call, have: Mapping[int, Operand]
-    ) -> Iterator[tuple[Choice, Strategy]]:
+    ) -> Iterator[tuple[Choice, CallStrategy]]:
         """Yield the strategies of a call, with the layouts of the parameters it reads first."""
         given = dict(have)
         for r in call.reads:
@@ -275,7 +275,7 @@ class Search:
             if first is not None and (second is None or not matrices):
                 yield choice, first
 
-    def _ask(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> Strategy | None:
+    def _ask(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> CallStrategy | None:
         operands = [choice[r].operand if r in choice else given[r] for r in call.reads]
         found = self.table.ask(call, operands)
         return None if isinstance(found, str) else found
@@ -305,7 +305,7 @@ class _Played:
         self.beside = 0
         self.most = 0.0
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: WayStep) -> None:
         call, strategy = step.call, step.strategy
         for r in call.reads:
             if r not in self.have:
@@ -341,7 +341,7 @@ class _Played:
     def saved(self) -> float:
         return float(sum(self.held.values()) + self.beside)
 
-    def back(self, steps: Sequence[Step]) -> float:
+    def back(self, steps: Sequence[WayStep]) -> float:
         """Play backward; return the most bytes held in either pass."""
         parameters = self.search.step.parameters
         last = [self.have[n] for n in steps[-1].call.gives]

@@ -64,7 +64,7 @@ def solve(
     """
     if {c.part for c in columns} != {*range(len(counts))}:
         return None
-    rows = _Rows(columns, counts)
+    rows = _Constraints(columns, counts)
     scale = max(room, 1.0) if not least else max(c.kept + c.saved + c.most for c in columns)
     x = rows.minimized(scale, math.inf if least else room / scale, least)
     if x is None:
@@ -94,7 +94,7 @@ _Row = tuple[dict[int, float], float, float]
 """Variable -> factor, and the least and the most of their sum."""
 
 
-class _Rows:
+class _Constraints:
     """The constraints of a program: variables are counts, whether each column is used, and the peak."""
 
     def __init__(self, columns: Sequence[Column], counts: Sequence[int]) -> None:

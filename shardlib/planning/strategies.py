@@ -1,4 +1,4 @@
-"""What a call of a step costs under given layouts: found by running it on shapes.
+"""Cost of a call of a step under given layouts, found by running it on shapes.
 
 There is no second set of rules.  A strategy of a call is found by calling its function, forward and
 backward, on blocks on the meta device whose values lie as is asked: what implements the call in a
@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardlib.collectives import Event, trace
 from shardlib.errors import ShardError
 from shardlib.mesh import Axes, Mesh, bind, within
-from shardlib.planning.calls import Call, Calls
-from shardlib.planning.work import Meter, Work
+from shardlib.planning.calls import Call, StepCalls
+from shardlib.planning.work import Meter, StepWork
 from shardlib.tensor import Place, ShardedTensor
 
 
@@ -57,7 +57,7 @@ class GradientSum(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Strategy:
+class CallStrategy:
     """A call under the layouts of what it reads.
 
     ``outs``    where its results lie.
@@ -70,8 +70,8 @@ class Strategy:
     """
 
     outs: tuple[Operand, ...]
-    forward: Work
-    backward: Work
+    forward: StepWork
+    backward: StepWork
     saved: frozenset[int]
     beside: int
     shares: tuple[int, ...]
@@ -94,33 +94,33 @@ class Table:
     ('. x', {'x': (48.0, 1.0)})
     """
 
-    def __init__(self, step: Calls, mesh: Mesh) -> None:
+    def __init__(self, step: StepCalls, mesh: Mesh) -> None:
         self.step, self.mesh = step, mesh
-        self.known: dict[Hashable, Strategy | str] = {}
+        self.known: dict[Hashable, CallStrategy | str] = {}
         self.offers: dict[Any, Any] = {}
 
-    def ask(self, call: Call, operands: Sequence[Operand]) -> Strategy | str:
+    def ask(self, call: Call, operands: Sequence[Operand]) -> CallStrategy | str:
         """Return the strategy of a call of such operands, or why there is none."""
         key = call.key, tuple(operands)
         if key not in self.known:
             self.known[key] = self._run(call, operands)
         return self.known[key]
 
-    def _run(self, call: Call, operands: Sequence[Operand]) -> Strategy | str:
+    def _run(self, call: Call, operands: Sequence[Operand]) -> CallStrategy | str:
         with bind(self.mesh), within(promoting=True), trace() as t:
             given = [o.made() for o in operands]
-            sums = _Sums({
+            sums = _SumSizes({
                 i: given[i] for i, r in enumerate(call.reads) if r in self.step.parameters
             })  # fmt: skip
             try:
-                return _Run(call, given, sums, t.events).strategy()
+                return _CallOnShapes(call, given, sums, t.events).strategy()
             except ShardError as e:
                 return e.message
             except (RuntimeError, TypeError, ValueError, IndexError) as e:
                 return f"{type(e).__name__}: {e}"
 
 
-class _Sums:
+class _SumSizes:
     """Takes sums of gradients of parameters, as ``tensor.Together`` does, and keeps their sizes."""
 
     def __init__(self, parameters: Mapping[int, ShardedTensor]) -> None:
@@ -141,19 +141,19 @@ class _Sums:
         wait()
 
 
-class _Run:
+class _CallOnShapes:
     """A call on shapes: forward, what it saved, and backward."""
 
     def __init__(
-        self, call: Call, given: Sequence[ShardedTensor], sums: _Sums, events: list[Event]
+        self, call: Call, given: Sequence[ShardedTensor], sums: _SumSizes, events: list[Event]
     ) -> None:
         self.call, self.given, self.sums, self.events = call, given, sums, events
 
-    def strategy(self) -> Strategy:
+    def strategy(self) -> CallStrategy:
         """Run both passes."""
         raws = [x.raw for x in self.given]
         packed: list[Tensor] = []
-        forward, backward = Work(), Work()
+        forward, backward = StepWork(), StepWork()
         with Meter(forward, raws) as meter, saved_tensors_hooks(_keeping(packed), lambda x: x):
             results = self.call.run(self.given)
         forward.add(self.events)
@@ -172,12 +172,12 @@ class _Run:
         packed.clear()
         outs = tuple(map(operand_of, results))
         most_back = self._back(backward, raws, [x.raw for x in results])
-        return Strategy(
+        return CallStrategy(
             outs, forward, backward, saved, sum(beside.values()), shares, most, most_back,
             tuple(self.sums.found),
         )  # fmt: skip
 
-    def _back(self, work: Work, raws: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+    def _back(self, work: StepWork, raws: Sequence[Tensor], results: Sequence[Tensor]) -> int:
         """Run backward; return the most bytes that it needs."""
         ends = [x for x in results if x.requires_grad]
         starts = [x for x in raws if x.requires_grad]

@@ -1,4 +1,4 @@
-"""Work of a step on one rank: transfers, operations, bytes read and written; and its seconds."""
+"""StepWork of a step on one rank: transfers, operations, bytes read and written; and its seconds."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +20,8 @@ _MOVES_NOTHING = ("empty", "new_empty", "_unsafe_view")
 
 
 @dataclass
-class Work:
-    """What a pass of a call takes of one rank.
+class StepWork:
+    """Work of a pass of a call, on one rank.
 
     ``along``    axes -> (bytes, messages) that it receives.
     ``flops``    operations of products and attention; ``touched`` bytes that operators read and
@@ -54,7 +54,7 @@ class Rates:
     bandwidth: float = math.inf
     call: float = 0.0
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         """Add the seconds of computing and of transfers; none overlap."""
         computing = work.flops / self.flops + work.touched / self.bandwidth + work.calls * self.call
         return computing + self.moving(work.along)
@@ -72,13 +72,13 @@ class Meter(Live):
 
     >>> import torch
     >>> x = torch.empty(4, 4, device="meta")
-    >>> with Meter(Work(), [x]) as meter:
+    >>> with Meter(StepWork(), [x]) as meter:
     ...     y = x @ x + 1
     >>> meter.work.flops, meter.work.touched, meter.now, meter.peak
     (128.0, 320.0, 64, 128)
     """
 
-    def __init__(self, work: Work, known: Sequence[Tensor] = ()) -> None:
+    def __init__(self, work: StepWork, known: Sequence[Tensor] = ()) -> None:
         super().__init__(paper=True)
         self.work = work
         for x in known:

@@ -1,0 +1,65 @@
+"""What a call is found to cost is what it takes where it runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from shardlib.planning.calls import calls_of
+from shardlib.planning.strategies import Table, operand_of
+
+CASES = [
+    ("x .", ". ."),
+    ("x .", "x ."),
+    (". x", "x ."),
+    ("x y", "y x"),
+    (". .", "x y"),
+    ("(x y) .", ". ."),
+]
+
+
+@pytest.mark.parametrize(("rows", "weight"), CASES)
+def test_bytes_and_messages_are_those_of_a_run(rows: str, weight: str) -> None:
+    linear = nn.Linear(8, 16, bias=False)
+    step = calls_of(linear, (torch.empty(8, 8),), lambda apply, params, x: apply(params, x).sum())
+    call = step.calls[0]
+    with sl.record(x=2, y=2) as mesh:
+        given: list[Any] = [
+            sl.shard(torch.empty(8, 8, device="meta"), rows), sl.shard(torch.empty(16, 8, device="meta"), weight)
+        ]  # fmt: skip
+        for x in given:
+            x.requires_grad_()
+        found = Table(step, mesh).ask(call, [operand_of(x) for x in given])
+    assert not isinstance(found, str), found
+    with sl.simulate(x=2, y=2):
+        x = sl.shard(torch.randn(8, 8), rows).requires_grad_()
+        w = sl.shard(torch.randn(16, 8), weight).requires_grad_()
+        with sl.trace() as forward:
+            out = torch.nn.functional.linear(x, w)
+        with sl.trace() as back:
+            out.sum().backward()
+    assert str(out.sharding) == str(found.outs[0].place.layout)
+    assert sum(n for n, _ in found.forward.along.values()) == forward.bytes
+    sums = 0.0
+    for s in found.sums:
+        p = 1
+        for a in s.axes:
+            p *= mesh.axes[a]
+        sums += 2 * (p - 1) / p * s.nbytes
+    # the sum's own total, a number, travels too
+    own = sum(n for n, _ in found.backward.along.values()) + sums
+    assert own <= back.bytes <= own + 64
+
+
+def test_a_call_under_no_layouts_says_why() -> None:
+    linear = nn.Linear(8, 16, bias=False)
+    step = calls_of(linear, (torch.empty(8, 8),), lambda apply, params, x: apply(params, x).sum())
+    with sl.record(x=2, y=2) as mesh:
+        x, w = (
+            sl.shard(torch.empty(s, device="meta"), t)
+            for s, t in [((8, 8), "y x"), ((16, 8), "y x")]
+        )
+        found = Table(step, mesh).ask(step.calls[0], [operand_of(x), operand_of(w)])
+    assert isinstance(found, str) or found.forward.along
