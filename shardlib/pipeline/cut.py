@@ -1,11 +1,12 @@
 """Cut of a function into stages: which calls each stage makes, and the tensors that cross.
 
-The function runs on shapes alone, once whole and once for each stage, from last to first; what a
-stage's results depend on (parameters, outputs of earlier stages) is found by ``Dependences``.  So
-skip connections, tied weights, repeated blocks and tables that each stage can make itself are no
-special cases.
+The function runs once, on shapes alone.  ``Dependences`` lists the outputs of its calls with what
+each depends on (parameters, outputs before it), and one loop over that list, from last to first,
+finds what each stage needs.  So skip connections, tied weights, repeated blocks and tables that each
+stage can make itself are no special cases.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,16 +22,13 @@ from shardlib.errors import ShardError
 from shardlib.mesh import Mesh, within
 from shardlib.pipeline.flow import BYTE, INPUT, Dependences
 from shardlib.pipeline.forward import (
-    AllSent,
     CallRecord,
     Output,
     OutputSpec,
-    StageForward,
     UnitCall,
     WholeForward,
     block_of_output,
     refuse_unregistered,
-    with_raw,
 )
 from shardlib.pipeline.units import dealt
 from shardlib.tensor import ShardedTensor, raw_of
@@ -136,71 +134,42 @@ class Cutting:
         _refuse_strays(whole.flow, owner)
         count = self.stages if isinstance(self.stages, int) else len(self.stages)
         needs: list[list[Output]] = [[] for _ in range(count)]
-        read: list[list[str]] = [[] for _ in range(count)]
-        for s in reversed(range(count)):
-            wanted = frozenset(k for row in needs[s + 1 :] for k in row if owner[k.call] == s)
-            stage = StageForward(
-                whole.calls,
-                mesh=self.mesh,
-                owner=owner,
-                number=s,
-                wanted=wanted,
-                flow=Dependences(whole.flow),
-            )
-            found = self._stage(stage, last=s == count - 1)
-            outputs = [k for k in found if isinstance(k, Output)]
-            needs[s] = sorted(outputs, key=whole.calls.rank)
-            read[s] = [n for n in self.params if n in found]
-            _refuse_later(s, needs[s], owner)
-            _refuse_strays(stage.flow, owner)
-        _refuse_unread(reads, read)
-        crossing = sorted({k for row in needs for k in row}, key=whole.calls.rank)
-        makes = [[k for k in crossing if owner[k.call] == s] for s in range(count)]
+        makes: list[list[Output]] = [[] for _ in range(count)]
+        # name -> the stages whose results depend on it
+        at: dict[Any, set[int]] = defaultdict(set, {n: {count - 1} for n in reads})
+        for k, names in reversed(whole.flow.crossings.items()):
+            users, s = at[k], owner.get(k.call)
+            if s is not None and users:
+                for user in users - {s}:
+                    needs[user].append(k)
+                makes[s] += [k] if users - {s} else []
+                users = {s}
+            for n in names:
+                at[n] |= users
+        for row in [*needs, *makes]:
+            row.sort(key=whole.calls.rank)
+        read = [[n for n in self.params if s in at[n]] for s in range(count)]
         return Cut(whole.calls, owner, needs, makes, read, whole.drawn, loss, chain)
-
-    def _run(self, flow: Dependences, ends: Callable[[Any], Any]) -> Sequence[Tensor]:
-        """Run the function; return the blocks of the tensors in ``ends(result)``.
-
-        ``ends``  is given None where the run was broken off.
-        """
-        # values derived from a tensor are kept with it: each run has tensors of its own
-        own = {n: p.becomes(p.raw.detach().requires_grad_()) for n, p in self.params.items()}
-        for name, p in own.items():
-            flow.mark(p.raw, name)
-        again = lambda x: with_raw(x, raw_of(x))  # noqa: E731
-        inputs = optree.tree_map(again, self.inputs, none_is_leaf=True)
-        for x in optree.tree_leaves(inputs):
-            if isinstance(x, Tensor):
-                flow.mark(raw_of(x), INPUT)
-        with flow, torch.enable_grad():
-            try:
-                out = self.f(own, inputs)
-            except AllSent:
-                out = None
-            # a sum that is left open is made here, where its operands are known
-            return [block_of_output(x) for x in tree_flatten(ends(out))[0] if isinstance(x, Tensor)]
 
     def _whole(self, whole: WholeForward) -> tuple[frozenset[Any], Any]:
         """Run all units; return what the result depends on, and the result."""
-        out: list[Any] = []
-        with within(stage=whole):
-            ends = self._run(whole.flow, lambda found: out.append(found) or found)
-            refuse_unregistered("the function", tree_flatten(out[0])[0])
+        own = {n: p.becomes(p.raw.detach().requires_grad_()) for n, p in self.params.items()}
+        for name, p in own.items():
+            whole.flow.mark(p.raw, name)
+        for x in optree.tree_leaves(self.inputs):
+            if isinstance(x, Tensor):
+                whole.flow.mark(raw_of(x), INPUT)
+        with within(stage=whole), whole.flow, torch.enable_grad():
+            out = self.f(own, self.inputs)
+            leaves = tree_flatten(out)[0]
+            # a sum that is left open is made here, where its operands are known
+            ends = [block_of_output(x) for x in leaves if isinstance(x, Tensor)]
+            refuse_unregistered("the function", leaves)
             if not ends:
-                raise _error(f"the function returns a {type(out[0]).__name__}, and no tensor in it")
+                raise _error(f"the function returns a {type(out).__name__}, and no tensor in it")
             for x in ends:
                 whole.flow.read(x, None)
-            return whole.flow.of(ends), out[0]
-
-    def _stage(self, stage: StageForward, last: bool) -> frozenset[Any]:
-        """Run the units of one stage; return what its results depend on."""
-        assert stage.flow is not None
-        with within(stage=stage):
-            ends = self._run(stage.flow, lambda out: out if last else list(stage.found.values()))
-            missing = sorted(stage.wanted - set(stage.found), key=stage.calls.rank)
-            if missing:
-                raise _error(f"stage {stage.number} never made {missing[0].call}")
-            return stage.flow.of(ends)
+            return whole.flow.of(ends), out
 
     def _chain(self, calls: CallRecord, cost: float) -> dict[UnitCall, float]:
         """Return the calls with which a stage may begin, with their costs up to the next one."""
@@ -253,30 +222,14 @@ def _floating_bytes(result: Any) -> int:
     return sum(raw_of(x).nbytes for x in found if x.is_floating_point())
 
 
-def _refuse_later(stage: int, needs: Sequence[Output], owner: Mapping[UnitCall, int]) -> None:
-    for k in needs:
-        if owner[k.call] > stage:
-            raise _error(
-                f"stage {stage} needs {k.call}, which stage {owner[k.call]} makes after it"
-            )
-
-
-def _refuse_strays(flow: Dependences | None, owner: Mapping[UnitCall, int]) -> None:
+def _refuse_strays(flow: Dependences, owner: Mapping[UnitCall, int]) -> None:
     """Refuse tensors that pass from one stage to another otherwise than as outputs."""
-    strays: Any = () if flow is None or len(set(owner.values())) == 1 else flow.strays
+    strays: Any = () if len(set(owner.values())) == 1 else flow.strays
     for maker, reader in strays:
-        there = None if maker is INPUT else owner.get(maker)
-        if maker is INPUT or (there is not None and there != owner.get(reader)):
-            made = "a block of another stage" if maker is INPUT else maker
+        there = owner.get(maker)
+        if there is not None and there != owner.get(reader):
             read = f"{reader} reads" if reader else "what runs between the blocks reads"
-            raise _error(f"{read} a tensor that {made} made or wrote to, and did not return")
-
-
-def _refuse_unread(whole: frozenset[Any], read: Sequence[Sequence[str]]) -> None:
-    """Refuse a cut in which no stage reads a parameter that the whole function reads."""
-    for name in sorted(n for n in whole if isinstance(n, str)):
-        if not any(name in row for row in read):
-            raise _error(f"parameter {name!r} is read by the whole and by no stage")
+            raise _error(f"{read} a tensor that {maker} made or wrote to, and did not return")
 
 
 def _error(why: str) -> ShardError:

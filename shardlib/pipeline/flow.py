@@ -5,8 +5,9 @@ knows tensors that need no gradient (an encoder's mask, a position bias of zeros
 operators that compute only shapes where there are no values (rings of attention).
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -44,14 +45,18 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
 
     A tensor made of inputs within ``call(name)`` reaches other calls as its result alone.  ``strays``
     lists reads of any other: the call in which the tensor was made, and the one that reads it, None
-    where none is open.  ``whole``: a run of all calls before this one, whose tensors are strays here.
+    where none is open.  ``crossings``: the tensors named by ``cross`` -> the names on which each
+    depends, in order.
     """
 
-    def __init__(self, whole: "Dependences | None" = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.names: dict[int, Names] = {}
-        self.marked: dict[Hashable, Tensor] = {}
-        self.before: dict[int, Names] = {} if whole is None else whole.names
+        # names that a tensor, or a node of autograd, was given
+        self.given: dict[Hashable, Names] = {}
+        # of parameters, and of what depends on them
+        self.bound: set[Hashable] = set()
+        self.crossings: dict[Any, Names] = {}
         self.open: list[Hashable] = []
         self.makers: dict[int, Hashable] = {}
         self.strays: dict[tuple[Hashable, Hashable], None] = {}
@@ -70,8 +75,24 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
 
         Every call may read one that is named INPUT.
         """
-        self.marked[name] = x
-        self._add(x, frozenset([name]))
+        self.given[x._cdata] = frozenset([name])
+        self._add(x, self.given[x._cdata])
+        self.bound |= {name} - {INPUT}
+
+    def cross(self, x: Tensor, name: Hashable) -> None:
+        """Name a result of a call: what is computed from it depends on this name alone."""
+        self.crossings[name] = self.of([x])
+        if x.requires_grad or self.reaches(x):
+            self.bound.add(name)
+        at = x._cdata
+        self.alive.append(x)
+        self.given[at] = self.given.get(at, frozenset()) | {name}
+        self.names[at] = self.given[at] | (self.names.get(at, frozenset()) & {INPUT})
+        if x.grad_fn is not None:
+            self.given[x.grad_fn] = self.given.get(x.grad_fn, frozenset()) | {name}
+        if x._base is not None and x._base.grad_fn is not None:
+            # the graph of a view that is written to leads past the view's node
+            self.given.setdefault(x._base.grad_fn, frozenset([name]))
 
     @contextmanager
     def call(self, name: Hashable) -> Iterator[None]:
@@ -97,28 +118,32 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
     def read(self, x: Tensor, call: Hashable) -> None:
         """Record that a call reads a tensor, if it is a stray."""
         maker = self.makers.get(x._cdata)
-        if x._cdata not in self.names and INPUT in self.before.get(x._cdata, ()):
-            maker = INPUT
         if maker is not None and maker not in self.open:
             self.strays[maker, call] = None
 
     def reaches(self, x: Tensor) -> bool:
-        """Check whether a tensor was computed from a marked one, other than inputs."""
-        return bool(self.names.get(x._cdata, frozenset()) - {INPUT})
+        """Check whether a tensor was computed from a parameter, as data."""
+        return not self.bound.isdisjoint(self.names.get(x._cdata, ()))
 
-    def of(self, results: Sequence[Tensor]) -> Names:
-        """Return the names of the marked tensors that any of these results depends on."""
-        found = _joined(self.names.get(x._cdata, frozenset()) for x in results)
-        leaves = {x._cdata: n for n, x in self.marked.items() if x.requires_grad}
-        # gradients go along edges alone, so a walk finds all that a backward would, at less cost
+    def of(self, results: Iterable[Tensor]) -> Names:
+        """Return the names on which any of these results depends, inputs excepted.
+
+        Gradients go along edges alone, so a walk finds all that a backward would, at less cost.
+        """
+        found: set[Hashable] = set()
+        for x in results:
+            found |= self.names.get(x._cdata, frozenset())
         nodes = list({x.grad_fn for x in results} - {None})
         known = set(nodes)
         for node in nodes:
-            after = {n for n, _ in node.next_functions} - known - {None}
-            known |= after
-            nodes += after
-        ends = [x.variable for x in nodes if hasattr(x, "variable")]
-        return (found | {leaves[x._cdata] for x in ends if x._cdata in leaves}) - {INPUT}
+            leaf = getattr(node, "variable", None)
+            at = node if leaf is None else leaf._cdata
+            found |= self.given.get(at, frozenset())
+            if at not in self.given:
+                after = {n for n, _ in node.next_functions} - known - {None}
+                known |= after
+                nodes += after
+        return frozenset(found - {INPUT})
 
     def _add(self, x: Tensor, names: Names) -> None:
         if x._cdata not in self.names:

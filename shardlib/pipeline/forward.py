@@ -287,6 +287,9 @@ class WholeForward(UnitForward):
         self.flow.hand_over((raw_of(x) for x in leaves if isinstance(x, Tensor)), around)
         refuse_unregistered(call, leaves)
         self.calls.returned[call] = Returned(tuple(map(spec_of, leaves)), tree, draws)
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor):
+                self.flow.cross(raw_of(x), Output(call, i))
 
 
 def refuse_unregistered(call: object, leaves: Iterable[object]) -> None:
@@ -306,7 +309,6 @@ class StageForward(UnitForward):
     ``owner``   call -> its stage; a call without one is made by every stage.
     ``given``   outputs of other stages that were received.
     ``wanted``  outputs that other stages need; ``found`` those computed so far.
-    ``flow``    of a run on shapes: marks the ghosts.
     ``draws``   the random keys of this run, which follow the whole forward's.
     ``ghosts``  the ghosts' memory, by shape and dtype: all share it, and it may be written to.
     ``copies``  whether copies of what was received are handed out.
@@ -319,7 +321,6 @@ class StageForward(UnitForward):
     wanted: frozenset[Output] = field(kw_only=True)
     given: Mapping[Output, Tensor] = field(default_factory=dict)
     found: dict[Output, Tensor] = field(default_factory=dict)
-    flow: Dependences | None = None
     draws: Draws | None = None
     drawn: int = 0
     ghosts: dict[Any, Tensor] = field(default_factory=dict)
@@ -354,9 +355,8 @@ class StageForward(UnitForward):
         bare = replace(self, turns=dict(self.turns), wanted=frozenset(), found={})
 
         def again() -> StageForward:
-            flow = None if bare.flow is None else Dependences()
             draws = None if bare.draws is None else bare.draws.replaced()
-            return replace(bare, turns=dict(bare.turns), flow=flow, draws=draws, found={})
+            return replace(bare, turns=dict(bare.turns), draws=draws, found={})
 
         return again
 
@@ -401,9 +401,6 @@ class StageForward(UnitForward):
                 self.ghosts[key] = nan(spec.dtype, self.mesh).repeat(block)
             ghost = self.ghosts[self.calls, output] = self.ghosts[key]
         raw = ghost.detach()
-        if self.flow is not None:
-            self.flow.mark(raw.requires_grad_(raw.is_floating_point()), output)
-        raw = unlocked(raw)
         return raw if self.blocks else spec.value(raw, self.mesh)
 
 

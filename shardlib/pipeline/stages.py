@@ -337,7 +337,7 @@ class Pipeline:
                 try:
                     return f(params, *given[0], **given[1])
                 finally:
-                    # the whole runs first, and its stages ask for the same values
+                    # questions of the run itself, not of what is computed from its result
                     known.answers.closed = True
 
             cut = Cutting(run, params, inputs, paper, self.blocks, stages).cut()
