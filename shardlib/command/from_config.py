@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import optree
 import torch
@@ -45,8 +45,10 @@ from shardlib.errors import BadArgument, LayoutSyntax, ShardError, UnevenSplit
 from shardlib.layouts import Layout
 from shardlib.mesh import Mesh, current_mesh, launched, make_mesh, record, simulate
 from shardlib.mesh.mesh import check_timeout
+from shardlib.microbatches import MicroBatches
 from shardlib.modules import init, parallelize, recipes
-from shardlib.modules.apply import Apply
+from shardlib.modules.apply import Apply, positional
+from shardlib.modules.apply import arguments as arguments_of
 from shardlib.modules.rules import Rules as ModuleRules
 from shardlib.optim import Precision, Transform
 from shardlib.pipeline.stages import Stages
@@ -502,7 +504,7 @@ def _placed(
     """Call ``parallelize``, ``init`` or ``load_hf``, as the file's tables require."""
     remat = list(config.table("remat").items())
     how: dict[str, Any] = {"mesh": mesh, "remat": remat, **placing(config)}
-    how["stages"] = optional(Stages, config, "stages")
+    how["stages"] = _stages(config, made.module, rules, mesh)
     try:
         if values and made.directory:
             return load_hf(made.directory, made.module, rules.rules, **made.load, **how)
@@ -513,6 +515,31 @@ def _placed(
         return parallelize(made.module, rules.rules, **how)
     except ShardError as e:
         raise config.error(_table_of(e, remat), e.message) from e
+
+
+class _Called(BaseException):
+    """Raised by what stands for the module, with the arguments of its first call."""
+
+
+def _stages(config: Config, module: nn.Module, rules: Rules, mesh: Mesh) -> Stages | None:
+    """Return the stages of the file; for ``memory`` with the inputs of a first micro-batch."""
+    found = optional(Stages, config, "stages")
+    if found is None or found.memory is None:
+        return found
+    takes = arguments_of(module.forward)
+
+    def apply(params: Params, *args: Any, **kwargs: Any) -> None:
+        raise _Called(dict(zip(positional(takes, len(args)), args, strict=True)) | kwargs)
+
+    loss: Any = loss_function(config, module, cast(Any, apply))
+    made = Built(config, mesh, module, cast(Any, apply), {}, rules, cast(Any, None), loss, None)
+    batch = next(iter(batches(made, rows_of(config))))
+    (first,), _ = MicroBatches((batch,), {}, config.tables.get("microbatches", 1))[0]
+    try:
+        loss({}, first)
+    except _Called as e:
+        return replace(found, example=e.args[0])
+    raise config.error(("stages", "memory"), "the loss calls no module with stages")
 
 
 def _table_of(e: ShardError, remat: Sequence[tuple[str, Any]]) -> tuple[str, ...]:

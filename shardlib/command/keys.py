@@ -65,7 +65,7 @@ def listed() -> Iterator[Key]:
     for name in from_config.RECIPES:
         yield from _of(f"layout, {name}", getattr(recipes, name), but=("model", "mesh", "inputs"))
     yield from _of("layout", parallelize, only=from_config.PLACING)
-    yield from _of("stages", Stages, but=("example", "memory"))
+    yield from _of("stages", Stages, but=("example",))
     for name, function in TRANSFORMS.items():
         yield from _of(f'optimizer, name = "{name}"', function)
     for name, function in SCHEDULES.items():

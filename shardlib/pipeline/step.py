@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -79,7 +79,8 @@ class Traffic:
 
     def __init__(self, cuts: Sequence[Cut], table: PipelineSchedule, inner: Mesh) -> None:
         self.cuts, self.table = cuts, table
-        self.receives, self.sends = cache(self._receives), cache(self._sends)
+        self.receives = cache(partial(self._messages, False))
+        self.sends = cache(partial(self._messages, True))
         actions = [a for row in table.tables for a in row]
         self.train = any(a.kind != "F" for a in actions)
         self.split = any(a.kind == "I" for a in actions)
@@ -96,21 +97,17 @@ class Traffic:
             for n, a in last.items():
                 self.ends[a].append(n)
 
-    def _receives(self, a: Action) -> list[tuple[Crossing, int]]:
-        cut = self.cuts[a.micro]
-        if a.kind == "F":
-            needs = cut.needs[a.stage]
-            return [(Crossing("F", k, a.micro, a.stage), cut.source(k)) for k in needs]
-        made = [k for k in cut.makes[a.stage] if a.kind in "BI" and cut.spec(k).grad]
-        return [(Crossing("B", k, a.micro, u), u) for k in made for u in cut.users(k)]
-
-    def _sends(self, a: Action) -> list[tuple[Crossing, int]]:
-        cut = self.cuts[a.micro]
-        if a.kind == "F":
-            makes = cut.makes[a.stage]
-            return [(Crossing("F", k, a.micro, u), u) for k in makes for u in cut.users(k)]
-        back = [k for k in cut.needs[a.stage] if a.kind in "BI" and cut.spec(k).grad]
-        return [(Crossing("B", k, a.micro, a.stage), cut.source(k)) for k in back]
+    def _messages(self, sends: bool, a: Action) -> list[tuple[Crossing, int]]:
+        if a.kind == "W":
+            return []
+        cut, forward = self.cuts[a.micro], a.kind == "F"
+        crossing = partial(Crossing, "F" if forward else "B")
+        if sends == forward:
+            # outputs go to their users, and gradients come from them
+            made = [k for k in cut.makes[a.stage] if forward or cut.spec(k).grad]
+            return [(crossing(k, a.micro, u), u) for k in made for u in cut.users(k)]
+        needed = [k for k in cut.needs[a.stage] if forward or cut.spec(k).grad]
+        return [(crossing(k, a.micro, a.stage), cut.source(k)) for k in needed]
 
 
 class PipelineStep:

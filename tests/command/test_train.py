@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -393,6 +394,17 @@ def test_stages_of_a_file_train_as_one_process_does(tmp_path: Path) -> None:
     two = start(demo(tmp_path / "two", *STAGED, *how, 'eval={"every" = 3}', EVAL), simulated=True)
     assert close(losses(one), losses(two))
     assert two.evaluations[3] > 0
+
+
+def test_stages_of_a_file_keep_to_a_memory_by_its_data(tmp_path: Path) -> None:
+    """The error has the least memory of a cut, with which the same file is cut."""
+    sets = *STAGED, "model.layers=4", "microbatches=2", 'stages={"axis" = "pipe", "memory" = 1}'
+    with pytest.raises(ConfigError) as e:
+        start(demo(tmp_path, *sets), simulated=True)
+    assert "[stages]: every cut holds more than 1 B" in str(e.value)
+    (least,) = re.findall(r"the least is ([\d,]+) B", str(e.value))
+    enough = f"stages.memory={least.replace(',', '')}"
+    assert start(demo(tmp_path, *sets, enough), simulated=True).step == 3
 
 
 EVAL = 'eval.text={"path" = "README.md", "context" = 16}'
