@@ -73,9 +73,9 @@ class Mover:
         self.due: SimpleQueue[Any] = SimpleQueue()
         # daemon: an interrupted main thread is not waited for by its movers
         args = self.due, self.stream, rate
-        thread = threading.Thread(target=_serve, args=args, daemon=True, name=f"shardlib {name}")
-        thread.start()
-        self.close: Callable[[], object] = weakref.finalize(self, _close, self.due, thread)
+        worker = threading.Thread(target=_serve, args=args, daemon=True, name=f"shardlib {name}")
+        worker.start()
+        self.close: Callable[[], object] = weakref.finalize(self, _close, self.due, worker)
 
     def submit(
         self, job: Callable[[], Any], nbytes: int = 0, after: Sequence[Ticket] = ()
@@ -125,8 +125,8 @@ def _serve(due: SimpleQueue[Any], stream: Any, rate: float | None) -> None:
         del ticket
 
 
-def _close(due: SimpleQueue[Any], thread: threading.Thread) -> None:
+def _close(due: SimpleQueue[Any], worker: threading.Thread) -> None:
     """End a thread when its jobs are done: one that is inside torch at exit aborts the process."""
     due.put(None)
-    if thread is not threading.current_thread():
-        thread.join()
+    if worker is not threading.current_thread():
+        worker.join()

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent.parent / "shardlib"
 
 TRANSFER = "the group's own timeout ends a transfer"
 THREAD = "the thread that holds it runs the model, each wait of which has a clock"
+JOB = "a copy or an update in this process, which waits for nothing that has no clock"
 SHORT = "it is held for some lines that wait for nothing"
 
 OTHER_CLOCKS = [
@@ -43,6 +44,17 @@ OTHER_CLOCKS = [
     ("checkpoint/huggingface.py", "x.get()", "it reads a tensor of this process"),
     ("checkpoint/folder.py", "self.due.get()", "an idle daemon thread, which ends with its Behind"),
     ("tiers/disk.py", "copy.ticket.wait()", "a job waits for other ranks until the timeout of its rows"),
+    ("optim/chunk_cache.py", "*.ticket.wait()", JOB),
+    ("optim/chunk_cache.py", "ticket.wait()", JOB),
+    ("optim/tiered*.py", "*.submit(*).wait()", JOB),
+    ("tiers/buffers.py", "ticket.wait()", JOB),
+    ("tiers/mover.py", "*.finished.wait()", JOB),
+    ("tiers/mover.py", "self.wait()", JOB),
+    ("tiers/mover.py", "worker.join()", JOB),
+    ("tiers/mover.py", "due.get()", "an idle daemon thread, which ends with its Mover"),
+    ("tiers/mover.py", "while (item := due.get()) is not None", "it sleeps as long as a link takes"),
+    ("planning/strategies.py", "wait()", "on shapes nothing is sent"),
+    ("tiers/ledger.py", "with self._lock", SHORT),
     ("mesh/store.py", "self._asked.get()", "an idle daemon thread, which ends with the process"),
     ("mesh/launch.py", "while folder.exists()", "a daemon thread, which ends with its folder"),
     ("modules/copies.py", "with self.lock", THREAD),
