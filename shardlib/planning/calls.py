@@ -48,7 +48,7 @@ class Call:
     @property
     def name(self) -> str:
         """The function's name; of several that run as one, the first one's."""
-        func = self.func.first if isinstance(self.func, Several) else self.func
+        func = getattr(self.func, "first", self.func)
         return getattr(func, "__name__", str(func))
 
     def run(self, values: Sequence[ShardedTensor]) -> list[ShardedTensor]:

@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
     @property
     def said(self) -> tuple[str, ...]:
         """The layouts as a rule has them behind the parameter's name."""
-        return (self.text, self.out) if self.out else (self.text,)
+        return tuple(filter(None, (self.text, self.out)))
 
 
 class Candidates:
@@ -69,7 +69,7 @@ class Candidates:
         found = {}
         for number, i in self.step.inputs.items():
             x = given[i].detach().to("meta")
-            text = " ".join([batch, *"." * (x.ndim - 1)]) if x.ndim else "..."
+            text = " ".join([batch, *"." * (x.ndim - 1)][: x.ndim]) or "..."
             found[number] = operand_of(shard(x, text, self.mesh))
         return found
 
@@ -188,7 +188,9 @@ class Candidates:
             behind = ["."] * (len(dims) - 2)
             axes = list(dims[0].axes)
             plain = not any(d.is_split for d in dims[1:-1])
-        return (axes, behind) if plain and not any(d.is_dealt for d in dims) else None  # type: ignore[return-value]
+        if not plain or any(d.is_dealt for d in dims):
+            return None
+        return axes, behind  # type: ignore[return-value]
 
 
 def token(axes: Sequence[str], group: int = 1) -> str:
@@ -197,10 +199,14 @@ def token(axes: Sequence[str], group: int = 1) -> str:
     >>> token([]), token("x"), token("xy"), token("x", 3)
     ('.', 'x', '(x y)', '(3 x)')
     """
-    parts = [*([str(group)] if group > 1 and axes else []), *axes]
+    parts = list(axes)
     if not parts:
         return "."
-    return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
+    if group > 1:
+        parts.insert(0, str(group))
+    if len(parts) == 1:
+        return parts[0]
+    return f"({' '.join(parts)})"
 
 
 def side_by_side(module: nn.Module) -> dict[tuple[str, int], int]:

@@ -55,6 +55,13 @@ class Part:
     path: str = ""
     layers: tuple[str, ...] = ("",)
 
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies of remat to weigh: layers may be computed again, what is around them not."""
+        if len(self.layers) > 1:
+            return "", "full"
+        return ("",)
+
 
 @dataclass(frozen=True)
 class LayoutPlan:
@@ -94,7 +101,7 @@ class LayoutPlan:
         """Return ``(apply, params, tx)`` on the ambient mesh: ``parallelize`` and ``zero`` as planned."""
         apply, params = parallelize(module, self.rules, pad=True, remat=self.remat)
         tx = self.optimizer or adamw(1e-3)
-        return apply, params, zero(tx, **self.zero) if self.zero else tx
+        return apply, params, _zeroed(tx, self.zero)
 
     def __str__(self) -> str:
         room = size(round(self.memory))
@@ -109,6 +116,12 @@ class LayoutPlan:
         for axes, (nbytes, messages) in self.along.items():
             lines.append(f"over {axes}: {size(round(nbytes))} in {math.ceil(messages)} messages")
         return "\n".join(lines)
+
+
+def _zeroed(tx: Transform, how: Mapping[str, Any]) -> Transform:
+    if not how:
+        return tx
+    return zero(tx, **how)
 
 
 def plan_layouts(
@@ -144,18 +157,26 @@ def plan_layouts(
     >>> found.inputs, found.zero, found.peak < 1e6
     (('a .',), {}, True)
     """
-    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
     fix = "sl.planning.plan_layouts(model, (ids,), ranks=8)"
-    if (ranks is None) == (mesh is None) or not given:
+    if (ranks is None) == (mesh is None) or not len(inputs):
         raise BadArgument("either ranks or a mesh, and inputs, are needed", op="plan", fix=fix)
     where = cluster_of(cluster)
-    room = bytes_in(where.memory if memory is None else memory, "plan", fix)
-    study = Study(module, given, loss or _loss, optimizer or adamw(1e-3), where)
-    found = [study.explored(m, room) for m in ([dict(mesh)] if mesh else meshes_of(ranks or 1))]
-    plans = [p for p in found if p is not None]
+    if memory is None:
+        memory = where.memory
+    room = bytes_in(memory, "plan", fix)
+    study = Study(module, tuple(inputs), loss or _loss, optimizer or adamw(1e-3), where)
+    meshes = [dict(mesh or {})]
+    if ranks is not None:
+        meshes = meshes_of(ranks)
+    plans = [p for m in meshes if (p := study.explored(m, room)) is not None]
     if not plans:
         raise ShardError("a call of the step runs under no layouts", op="plan", fix=fix)
-    best = min(plans, key=lambda p: (p.peak > room, p.seconds if p.peak <= room else p.peak))
+    best = plans[0]
+    for other in plans[1:]:
+        if _better(other, best, room):
+            best = other
     if best.peak > room:
         why = f"nothing fits into {size(room)}; the least is {size(best.peak)}"
         raise BadArgument(why, op="plan", fix=f"memory={best.peak}")
@@ -165,7 +186,9 @@ def plan_layouts(
 def _loss(apply: Any, params: Any, *inputs: Tensor) -> Tensor:
     out = apply(params, *inputs)
     found = loss_of(out, None)
-    return out.mean() if found is None else found
+    if found is None:
+        return out.mean()
+    return found
 
 
 def meshes_of(ranks: int) -> list[dict[str, int]]:
@@ -221,15 +244,17 @@ class Study:
             inputs = candidates.inputs(batch, self.inputs)
             split = next(iter(inputs.values())).place.layout.axes
             for over in dict.fromkeys(((), split, tuple(a for a, n in axes.items() if n > 1))):
-                holding = Holding(axes, over, 2 if over else 0, self.state)
+                holding = Holding(axes, over, 2 * bool(over), self.state)
                 yield Setting(Search(self.step, table, candidates, rates, holding, inputs), batch)
 
     def explored(self, axes: Mapping[str, int], room: float) -> LayoutPlan | None:
         """Return the best plan on a mesh that fits, else the one of least bytes."""
         best: LayoutPlan | None = None
         for setting in self.settings(axes):
-            fits = best is not None and best.peak <= room
-            found = self.planned(setting, room, best.seconds if best and fits else math.inf)
+            bound = math.inf
+            if best is not None and best.peak <= room:
+                bound = best.seconds
+            found = self.planned(setting, room, bound)
             if found is not None and (best is None or _better(found, best, room)):
                 best = found
         return best
@@ -267,7 +292,7 @@ class Study:
         for number, part in enumerate(self.parts):
             ends: dict[State, None] = {}
             for begin in frontier:
-                for remat in ("", "full") if len(part.layers) > 1 else ("",):
+                for remat in part.policies:
                     own = limit / len(part.layers)
                     ends_of = search.run(part.calls, {begin: [nothing]}, remat, own)
                     for end, ways in ends_of.items():
@@ -330,8 +355,10 @@ class Study:
             for n in sorted(self.step.inputs, key=self.step.inputs.__getitem__)
         )
         over = setting.holding
-        how: dict[str, Any] = {"axis": over.axes, "stage": over.stage} if over.axes else {}
-        tx = zero(self.optimizer, **how) if how else self.optimizer
+        how: dict[str, Any] = {}
+        if over.axes:
+            how = {"axis": over.axes, "stage": over.stage}
+        tx = _zeroed(self.optimizer, how)
         with record(**axes) as mesh:
             apply, params = parallelize(self.module, rules, mesh=mesh, pad=True, remat=remat)
             given = [
@@ -370,7 +397,8 @@ class Study:
                 name = self.step.parameters[number]
                 if not part.path:
                     rules.append((name, *leaf.said))
-                for layer in layers if part.path else ():
+                    continue
+                for layer in layers:
                     stack, dot, index = layer.rpartition(".")
                     pattern = f"{stack}{dot}{{}}{name.removeprefix(part.path)}"
                     said[pattern][int(index)] = leaf.said

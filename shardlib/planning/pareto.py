@@ -109,7 +109,9 @@ class Holding:
 
     def gradients(self, leaf: Leaf) -> float:
         """Return the bytes of a parameter's gradient at the end of backward."""
-        return leaf.operand.nbytes / (self.parts(leaf) if self.stage >= 2 else 1)
+        if self.stage < 2:
+            return leaf.operand.nbytes
+        return leaf.operand.nbytes / self.parts(leaf)
 
     def kept(self, leaf: Leaf) -> float:
         """Return the bytes of a parameter, and of its optimizer's state."""
@@ -176,11 +178,11 @@ class Search:
                 found[after] += [
                     Way(
                         w.forward + forward, w.back + back, w.kept + kept,
-                        w.saved + (0 if remat else more), step, w,
+                        w.saved + more * (not remat), step, w,
                     )
                     for w in ways
                 ]  # fmt: skip
-        again = 2 if remat else 1
+        again = 1 + bool(remat)
         best = {
             state: [w for w in undominated(ways, again) if again * w.forward + w.back <= limit]
             for state, ways in found.items()
@@ -221,13 +223,8 @@ class Search:
             x = alive[call.reads[s.operand]]
             alive[x.number] = x._replace(summed=x.summed | {*s.axes})
         saved, more = set(state.saved), float(strategy.beside)
-        for i, (number, operand) in enumerate(zip(call.gives, strategy.outs, strict=True)):
-            shared = strategy.shares[i]
-            source = alive[call.reads[shared]] if shared >= 0 else None
-            root, nbytes = (source.root, source.nbytes) if source else (number, operand.nbytes)
-            alive[number] = Alive(number, operand, root, nbytes)
-        for k in strategy.saved:
-            x = alive[call.reads[k] if k >= 0 else call.gives[-1 - k]]
+        alive |= {x.number: x for x in _results(call, strategy, alive)}
+        for x in _saved(call, strategy, alive):
             if x.counts and x.root not in saved and x.root not in self.step.parameters:
                 saved.add(x.root)
                 more += x.nbytes
@@ -237,11 +234,8 @@ class Search:
         return State(tuple(left), frozenset(saved & {x.root for x in left})), more
 
     def _leaf(self, number: int, choice: Choice) -> Alive:
-        operand = (
-            choice[number].operand
-            if number in choice
-            else self.inputs.get(number) or self.constants[number]
-        )
+        leaf = choice.get(number)
+        operand = (leaf and leaf.operand) or self.inputs.get(number) or self.constants[number]
         return Alive(number, operand, number, operand.nbytes)
 
     def _offers(self, call: Call, have: Mapping[int, Alive]) -> list[tuple[Choice, CallStrategy]]:
@@ -267,18 +261,23 @@ class Search:
         for matrices in self.candidates.of_call(call, fresh, given):
             choice = {**matrices, **{r: leaf for r, leaf in whole.items() if leaf}}
             first = self._ask(call, given, choice)
-            around = list(given.values()) if first is None or not matrices else list(first.outs)
-            split = self.candidates.beside(vectors, around)
-            second = self._ask(call, given, choice | split) if split else None
+            around = list(given.values())
+            if first is not None and matrices:
+                around = list(first.outs)
+            split, second = self.candidates.beside(vectors, around), None
+            if split:
+                second = self._ask(call, given, choice | split)
             if second is not None:
                 yield choice | split, second
             if first is not None and (second is None or not matrices):
                 yield choice, first
 
     def _ask(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> CallStrategy | None:
-        operands = [choice[r].operand if r in choice else given[r] for r in call.reads]
-        found = self.table.ask(call, operands)
-        return None if isinstance(found, str) else found
+        places = {**given, **{r: leaf.operand for r, leaf in choice.items()}}
+        found = self.table.ask(call, [places[r] for r in call.reads])
+        if isinstance(found, str):
+            return None
+        return found
 
     def peak(self, way: Way, begin: State) -> tuple[float, float]:
         """Return the bytes saved by a way's calls, and the most that they hold at once.
@@ -289,6 +288,24 @@ class Search:
         for step in way.steps():
             played.forward(step)
         return played.saved(), played.back(way.steps())
+
+
+def _results(call: Call, strategy: CallStrategy, have: Mapping[int, Alive]) -> list[Alive]:
+    """Return the results of a call; one that shares an operand's memory has its root."""
+    found = []
+    for number, operand, shared in zip(call.gives, strategy.outs, strategy.shares, strict=True):
+        x = Alive(number, operand, number, operand.nbytes)
+        if shared >= 0:
+            source = have[call.reads[shared]]
+            x = x._replace(root=source.root, nbytes=source.nbytes)
+        found.append(x)
+    return found
+
+
+def _saved(call: Call, strategy: CallStrategy, have: Mapping[int, Alive]) -> list[Alive]:
+    """Return the operands and the results that a call saves."""
+    numbers = dict(enumerate(call.reads)) | {-1 - j: n for j, n in enumerate(call.gives)}
+    return [have[numbers[k]] for k in strategy.saved]
 
 
 class _Played:
@@ -310,16 +327,11 @@ class _Played:
         for r in call.reads:
             if r not in self.have:
                 self.have[r] = self.search._leaf(r, step.choice)
-        for i, (number, operand) in enumerate(zip(call.gives, strategy.outs, strict=True)):
-            shared = strategy.shares[i]
-            source = self.have[call.reads[shared]] if shared >= 0 else None
-            root, nbytes = (source.root, source.nbytes) if source else (number, operand.nbytes)
-            self.have[number] = Alive(number, operand, root, nbytes)
-            if source is None:
-                self.alive[number] = nbytes
+        results = _results(call, strategy, self.have)
+        self.have |= {x.number: x for x in results}
+        self.alive |= {x.number: x.nbytes for x in results if x.root == x.number}
         mine = []
-        for k in strategy.saved:
-            x = self.have[call.reads[k] if k >= 0 else call.gives[-1 - k]]
+        for x in _saved(call, strategy, self.have):
             if x.counts and x.root not in self.search.step.parameters:
                 mine.append(x.root)
                 self.uses[x.root] += 1

@@ -65,8 +65,10 @@ def solve(
     if {c.part for c in columns} != {*range(len(counts))}:
         return None
     rows = _Constraints(columns, counts)
-    scale = max(room, 1.0) if not least else max(c.kept + c.saved + c.most for c in columns)
-    x = rows.minimized(scale, math.inf if least else room / scale, least)
+    scale, top = max(room, 1.0), min(room, 1.0)
+    if least:
+        scale, top = max(c.kept + c.saved + c.most for c in columns), math.inf
+    x = rows.minimized(scale, top, least)
     if x is None:
         return None
     taken = tuple((c, n) for c, n in zip(columns, x, strict=True) if n)
@@ -87,7 +89,9 @@ def peak(taken: Sequence[tuple[Column, int]]) -> float:
 def _held(d: Column, c: Column, last: int) -> float:
     """Return what a layer holds while ``c`` runs backward, as the first of its part or as the last."""
     gone = d.part > c.part or (d.part == c.part and last)
-    return d.kept + (d.gradients if gone else d.saved)
+    if gone:
+        return d.kept + d.gradients
+    return d.kept + d.saved
 
 
 _Row = tuple[dict[int, float], float, float]
@@ -137,7 +141,9 @@ class _Constraints:
         matrix = sparse.csr_matrix((values, (at, of)), shape=(len(entries), 2 * n + 1))
         longest = max(max(c.seconds for c in self.columns), 1e-30)
         seconds = [c.seconds / longest for c in self.columns]
-        weights = (1e-9, 1.0) if least else (1.0, 1e-9)
+        weights = [1.0, 1e-9]
+        if least:
+            weights.reverse()
         cost = np.array([*(weights[0] * s for s in seconds), *[0.0] * n, weights[1]])
         most = [*(float(self.counts[c.part]) for c in self.columns), *[1.0] * n, top]
         found = program.milp(
@@ -149,7 +155,9 @@ class _Constraints:
             bounds=program.Bounds(np.zeros(2 * n + 1), np.array(most)),
             options={"mip_rel_gap": 0.0, "time_limit": 60.0},
         )
-        return None if found.x is None else [round(x) for x in found.x[:n]]
+        if found.x is None:
+            return None
+        return [round(x) for x in found.x[:n]]
 
     def _peaks(self, scale: float) -> list[_Row]:
         """No moment holds more than the peak."""
