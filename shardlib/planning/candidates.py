@@ -42,6 +42,7 @@ class Candidates:
 
     ``groups``  (parameter, dimension) -> matrices that lie side by side in it, as q, k and v may.
 
+    >>> import torch
     >>> from shardlib.planning.calls import calls_of
     >>> linear = nn.Linear(4, 8, bias=False)
     >>> step = calls_of(linear, (torch.empty(6, 4),), lambda apply, params, x: apply(params, x).sum())

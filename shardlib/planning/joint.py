@@ -154,8 +154,8 @@ def plan_layouts(
 
     >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     >>> found = plan_layouts(mlp, torch.empty(32, 64), ranks=2, memory="1MB")
-    >>> found.inputs, found.zero, found.peak < 1e6
-    (('a .',), {}, True)
+    >>> found.mesh, found.zero, found.peak < 1e6
+    ({'a': 2}, {}, True)
     """
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
