@@ -385,7 +385,7 @@ def window(text: str, begin: int, most: int) -> str:
 
 
 def _escaped(text: str) -> str:
-    if text.isprintable():
+    if text.replace("\n", "").isprintable():
         return text
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text

@@ -67,4 +67,11 @@ def tensors_in(tree: object) -> list[Tensor]:
         return [tree]
     if isinstance(tree, dict):
         tree = tuple(tree.values())
-    return [x for item in tree for x in tensors_in(item)] if isinstance(tree, tuple | list) else []
+    found: list[Tensor] = []
+    if isinstance(tree, tuple | list):
+        for item in tree:
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif isinstance(item, tuple | list | dict):
+                found += tensors_in(item)
+    return found

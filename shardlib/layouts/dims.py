@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeVar
 
@@ -32,10 +32,11 @@ class Dim:
     parts: tuple[str | int, ...] = ()
     order: str = "contiguous"
     by: str = ""
+    axes: Axes = field(default=(), init=False, repr=False, compare=False)
 
-    @property
-    def axes(self) -> Axes:
-        return tuple(p for p in self.parts if isinstance(p, str))
+    def __post_init__(self) -> None:
+        axes = tuple(p for p in self.parts if isinstance(p, str))
+        object.__setattr__(self, "axes", axes)
 
     @property
     def is_split(self) -> bool:

@@ -4,12 +4,13 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from shardlib.errors import ShardError
-from shardlib.layouts import Layout
+from shardlib.layouts import Dim, Layout
 from shardlib.mesh import Mesh, record
 from shardlib.modules import recipes
 from shardlib.modules.rules import match_rules
@@ -105,7 +106,8 @@ class Candidates:
             x.requires_grad_(p.requires_grad)
             found = operand_of(x)
             if out:
-                found = found._replace(place=found.place._replace(out_layout=Layout.parse(out)))
+                place = found.place._replace(out_layout=Layout.parse(out))
+                found = replace(found, place=place)
             self.known[key] = found
         operand = self.known[key]
         return operand and Leaf(text, out, operand)
@@ -143,13 +145,12 @@ class Candidates:
                     if all(found.values()):
                         yield found  # type: ignore[misc]
 
-    def beside(self, vectors: Sequence[int], around: Sequence[Operand]) -> dict[int, Leaf]:
-        """Lay vectors out as the last dimension of an operand or a result of their size."""
+    def beside(self, vectors: Sequence[int], around: Sequence[tuple[int, Dim]]) -> dict[int, Leaf]:
+        """Lay vectors out as the first dimension around that is split and of their size."""
         found = {}
         for i in vectors:
             name = self.step.parameters[i]
-            sizes = [(o.place.shape[-1], o.place.dims[-1]) for o in around if o.place.dims]
-            texts = [str(d) for n, d in sizes if n == self.step.shapes[i][-1:][0] and d.is_split]
+            texts = [str(d) for n, d in around if (n,) == self.step.shapes[i][-1:] and d.is_split]
             if texts and (leaf := self.leaf(name, texts[0])):
                 found[i] = leaf
         return found
@@ -192,6 +193,18 @@ class Candidates:
         if not plain or any(d.is_dealt for d in dims):
             return None
         return axes, behind  # type: ignore[return-value]
+
+
+def columns_of(operand: Operand, turned: bool = False) -> tuple[int, Dim]:
+    """Return the size and the token of a value's last dimension; of a product with a weight.
+
+    ``turned``  whether the operand is a weight stored (outputs, inputs).
+    """
+    place = operand.place
+    dims = place.dims[::-1] if turned else place.dims
+    if place.out_layout is not None:
+        dims = place.out_layout.dims
+    return place.shape[0 if turned else -1], dims[-1]
 
 
 def token(axes: Sequence[str], group: int = 1) -> str:

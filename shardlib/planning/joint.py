@@ -169,14 +169,10 @@ def plan_layouts(
     study = Study(module, tuple(inputs), loss or _loss, optimizer or adamw(1e-3), where)
     meshes = [dict(mesh or {})]
     if ranks is not None:
-        meshes = meshes_of(ranks)
-    plans = [p for m in meshes if (p := study.explored(m, room)) is not None]
-    if not plans:
+        meshes = meshes_of(ranks, where)
+    best = study.best(meshes, room)
+    if best is None:
         raise ShardError("a call of the step runs under no layouts", op="plan", fix=fix)
-    best = plans[0]
-    for other in plans[1:]:
-        if _better(other, best, room):
-            best = other
     if best.peak > room:
         why = f"nothing fits into {size(room)}; the least is {size(best.peak)}"
         raise BadArgument(why, op="plan", fix=f"memory={best.peak}")
@@ -191,14 +187,24 @@ def _loss(apply: Any, params: Any, *inputs: Tensor) -> Tensor:
     return found
 
 
-def meshes_of(ranks: int) -> list[dict[str, int]]:
-    """List the meshes of so many ranks with at most two axes.
+def meshes_of(ranks: int, cluster: Cluster) -> list[dict[str, int]]:
+    """List the meshes of so many ranks with at most two axes, the larger named "a".
 
-    >>> meshes_of(4)
-    [{'a': 4}, {'a': 2, 'b': 2}]
+    The last axis joins ranks that are near; where both axes have the same links, their order is one.
+
+    >>> meshes_of(16, cluster_of("h100"))
+    [{'a': 16}, {'a': 4, 'b': 4}, {'a': 8, 'b': 2}, {'b': 2, 'a': 8}]
+    >>> meshes_of(8, cluster_of("h100"))
+    [{'a': 8}, {'a': 4, 'b': 2}]
     """
-    inner = [n for n in range(2, ranks // 2 + 1) if ranks % n == 0]
-    return [{"a": ranks}, *({"a": ranks // n, "b": n} for n in reversed(inner))]
+    found = [{"a": ranks}]
+    for n in range(2, math.isqrt(ranks) + 1):
+        if ranks % n == 0:
+            near, far = {"a": ranks // n, "b": n}, {"b": n, "a": ranks // n}
+            found.append(near)
+            if n * n < ranks and cluster.links(near) != cluster.links(far):
+                found.append(far)
+    return sorted(found, key=lambda m: (len(m), m["a"]))
 
 
 @dataclass(eq=False)
@@ -207,7 +213,7 @@ class Setting:
 
     search: Search
     batch: str
-    columns: list[Column] | None = None
+    columns: list[Column] = field(default_factory=list)
 
     @property
     def holding(self) -> Holding:
@@ -231,12 +237,19 @@ class Study:
         self.parameters = dict(self.small.named_parameters())
         self.groups = side_by_side(self.small)
         self.state = _state(optimizer, next(iter(self.parameters.values())).dtype)
+        self.counts = [len(p.layers) for p in self.parts]
+        self.ideal = self._ideal()
+        # sizes of axes -> what does not depend on their order
+        self.tables: dict[Any, tuple[Table, Candidates]] = {}
 
     def settings(self, axes: Mapping[str, int]) -> Iterator[Setting]:
         """Yield the settings of a mesh."""
-        with record(**axes) as mesh:
-            table = Table(self.step, mesh)
-            candidates = Candidates(self.step, mesh, self.parameters, self.groups)
+        key = frozenset(axes.items())
+        if key not in self.tables:
+            with record(**dict(sorted(axes.items()))) as mesh:
+                candidates = Candidates(self.step, mesh, self.parameters, self.groups)
+                self.tables[key] = Table(self.step, mesh), candidates
+        table, candidates = self.tables[key]
         c = self.cluster
         rates = Rates(c.links(axes), c.flops, c.bandwidth)
         rows = self.inputs[0].shape[0]
@@ -247,34 +260,49 @@ class Study:
                 holding = Holding(axes, over, 2 * bool(over), self.state)
                 yield Setting(Search(self.step, table, candidates, rates, holding, inputs), batch)
 
-    def explored(self, axes: Mapping[str, int], room: float) -> LayoutPlan | None:
-        """Return the best plan on a mesh that fits, else the one of least bytes."""
+    def best(self, meshes: Sequence[Mapping[str, int]], room: float) -> LayoutPlan | None:
+        """Return the fastest plan that fits, explained; where none fits, the one of least bytes."""
+        settings = [s for axes in meshes for s in self.settings(axes)]
+        bound, found = math.inf, []
+        for setting in settings:
+            # a program thinks that a plan takes at most NEAR less than it does, or more
+            setting.columns = self.columns(setting.search, NEAR * NEAR * bound)
+            solution = solve(setting.columns, self.counts, room)
+            if solution is not None:
+                bound = min(bound, solution.seconds)
+                found.append((solution.seconds, len(found), setting))
         best: LayoutPlan | None = None
-        for setting in self.settings(axes):
-            bound = math.inf
-            if best is not None and best.peak <= room:
-                bound = best.seconds
-            found = self.planned(setting, room, bound)
-            if found is not None and (best is None or _better(found, best, room)):
-                best = found
+        for seconds, _, setting in sorted(found):
+            if best is not None and seconds >= NEAR * best.seconds:
+                break
+            best = _best(best, self.planned(setting, room), room)
+        if best is not None and best.peak <= room:
+            return best
+        return self.least(settings, room, best)
+
+    def least(
+        self, settings: Sequence[Setting], room: float, best: LayoutPlan | None
+    ) -> LayoutPlan | None:
+        """Return the plan of least bytes, whatever its seconds, or the fastest if it fits then."""
+        found = []
+        for setting in settings:
+            setting.columns = self.columns(setting.search)
+            solution = solve(setting.columns, self.counts, room, least=True)
+            if solution is not None:
+                found.append((solution.peak, len(found), solution, setting))
+        for _, _, solution, setting in sorted(found, key=lambda f: f[:2])[:ROUNDS]:
+            best = _best(best, self.explained(solution, setting, room), room)
         return best
 
-    def planned(self, setting: Setting, room: float, bound: float) -> LayoutPlan | None:
-        """Return the best plan of a setting, explained; or the one of least bytes if none fits."""
-        if setting.columns is None:
-            setting.columns = self.columns(setting.search, NEAR * bound)
-        counts = [len(p.layers) for p in self.parts]
+    def planned(self, setting: Setting, room: float) -> LayoutPlan | None:
+        """Return the best plan of a setting that fits, explained; else one that nearly does."""
         off, best, tried = 0.0, None, set()
         for _ in range(1 + ROUNDS):
-            found = solve(setting.columns, counts, room - off)
-            if found is None and best is None:
-                least = solve(setting.columns, counts, room, least=True)
-                return least and self.explained(least, setting, room)
-            if found is None or found.seconds >= NEAR * bound:
+            found = solve(setting.columns, self.counts, room - off)
+            if found is None:
                 break
             made = self.explained(found, setting, room)
-            if best is None or _better(made, best, room):
-                best = made
+            best = _best(best, made, room)
             if made.peak <= room or made.rules in tried:
                 break
             tried.add(made.rules)
@@ -287,23 +315,41 @@ class Study:
         ``limit``  seconds of the whole step, beyond which no way is of use.
         """
         nothing = Way(0, 0, 0, 0)
-        frontier = [self._begin(search)]
+        ranks = math.prod(search.holding.sizes.values())
+        # states that the next part may begin in, with the least seconds until then
+        reached = {self._begin(search): 0.0}
         found: list[Column] = []
         for number, part in enumerate(self.parts):
-            ends: dict[State, None] = {}
-            for begin in frontier:
-                for remat in part.policies:
-                    own = limit / len(part.layers)
-                    ends_of = search.run(part.calls, {begin: [nothing]}, remat, own)
-                    for end, ways in ends_of.items():
-                        if len(part.layers) > 1 and not _repeats(begin, end):
-                            continue
-                        ends[end] = None
-                        made = [
-                            self._column(search, number, begin, end, way, remat) for way in ways
-                        ]
-                        found += undominated(made)
-            frontier = list(ends)
+            ends: dict[State, float] = {}
+            layers, rest = len(part.layers), sum(self.ideal[number + 1 :]) / ranks
+            for (begin, spent), remat in itertools.product(reached.items(), part.policies):
+                own = (limit - spent - rest) / layers
+                ends_of = search.run(part.calls, {begin: [nothing]}, remat, own)
+                for end, ways in ends_of.items():
+                    if layers > 1 and not _repeats(begin, end):
+                        continue
+                    made = [self._column(search, number, begin, end, way, remat) for way in ways]
+                    found += undominated(made)
+                    least = spent + layers * min(c.seconds for c in made)
+                    ends[end] = min(least, ends.get(end, math.inf))
+            reached = ends
+        return found
+
+    def _ideal(self) -> list[float]:
+        """Return the seconds that each part takes at the least, on one rank and without transfers."""
+        with record(one=1) as mesh:
+            candidates = Candidates(self.step, mesh, self.parameters, self.groups)
+        inputs = candidates.inputs(".", self.inputs)
+        rates = Rates({}, self.cluster.flops, self.cluster.bandwidth)
+        search = Search(
+            self.step, Table(self.step, mesh), candidates, rates, Holding({"one": 1}), inputs
+        )
+        found, states = [], {self._begin(search): [Way(0, 0, 0, 0)]}
+        for part in self.parts:
+            states = {end: [Way(0, 0, 0, 0, before=w) for w in ways] for end, ways in states.items()}
+            states = search.run(part.calls, states)
+            (ways,) = states.values()
+            found.append(len(part.layers) * min(w.forward + w.back for w in ways))
         return found
 
     def _begin(self, search: Search) -> State:
@@ -315,7 +361,8 @@ class Study:
         found = []
         for number, operand in search.inputs.items():
             of_layers = stacked and operand.dtype.is_floating_point
-            found.append(Alive(number, operand._replace(trained=of_layers), number, operand.nbytes))
+            begin = replace(operand, trained=of_layers)
+            found.append(Alive(number, begin, number, operand.nbytes))
         return State(tuple(found))
 
     def _column(
@@ -417,6 +464,13 @@ def _folded(pattern: str, said: Mapping[int, tuple[str, ...]]) -> list[tuple[str
     ((usual, _),) = Counter(said.values()).most_common(1)
     others = [(pattern.format(i), *text) for i, text in said.items() if text != usual]
     return [*others, (pattern.format("*"), *usual)]
+
+
+def _best(one: LayoutPlan | None, other: LayoutPlan | None, room: float) -> LayoutPlan | None:
+    """Return the better of two plans, of which there may be none."""
+    if one is None or (other is not None and _better(other, one, room)):
+        return other
+    return one
 
 
 def _better(one: LayoutPlan, other: LayoutPlan, room: float) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardlib.mesh import Axes
 from shardlib.planning.calls import Call, StepCalls
-from shardlib.planning.candidates import Candidates, Choice, Leaf
+from shardlib.planning.candidates import Candidates, Choice, Leaf, columns_of
 from shardlib.planning.strategies import CallStrategy, GradientSum, Operand, Table
 from shardlib.planning.work import Rates, StepWork
 
@@ -257,20 +257,29 @@ class Search:
                 given[r] = self._leaf(r, {}).operand
         fresh = [r for r in call.reads if r not in given]
         vectors = [r for r in fresh if len(self.step.shapes[r]) < 2]
-        whole = {r: self.candidates.leaf(self.step.parameters[r], "...") for r in vectors}
+        found = {r: self.candidates.leaf(self.step.parameters[r], "...") for r in vectors}
+        whole = {r: leaf for r, leaf in found.items() if leaf}
         for matrices in self.candidates.of_call(call, fresh, given):
-            choice = {**matrices, **{r: leaf for r, leaf in whole.items() if leaf}}
-            first = self._ask(call, given, choice)
-            around = list(given.values())
-            if first is not None and matrices:
-                around = list(first.outs)
-            split, second = self.candidates.beside(vectors, around), None
-            if split:
-                second = self._ask(call, given, choice | split)
-            if second is not None:
-                yield choice | split, second
-            if first is not None and (second is None or not matrices):
-                yield choice, first
+            turned = bool(matrices) and call.name == "linear"
+            around = [leaf.operand for leaf in matrices.values()] or list(given.values())
+            # a vector lies as the columns of what is multiplied, else as those of the result do
+            split = self.candidates.beside(
+                vectors, [columns_of(x, turned) for x in around if x.place.dims]
+            )
+            second = split and self._ask(call, given, {**matrices, **whole, **split})
+            if second:
+                yield {**matrices, **whole, **split}, second
+            if second and matrices:
+                continue
+            first = self._ask(call, given, {**matrices, **whole})
+            if first is None:
+                continue
+            again = matrices and self.candidates.beside(vectors, [*map(columns_of, first.outs)])
+            third = again and again != split and self._ask(call, given, {**matrices, **whole, **again})
+            if third:
+                yield {**matrices, **whole, **again}, third
+            else:
+                yield {**matrices, **whole}, first
 
     def _ask(self, call: Call, given: Mapping[int, Operand], choice: Choice) -> CallStrategy | None:
         places = {**given, **{r: leaf.operand for r, leaf in choice.items()}}

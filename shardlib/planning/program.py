@@ -6,6 +6,7 @@ be the peak: while a part runs backward as the first of its stack, when all of t
 the last, when gradients of the others are there; and the end of backward, when all gradients are.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -87,7 +88,7 @@ def peak(taken: Sequence[tuple[Column, int]]) -> float:
 
 
 def _held(d: Column, c: Column, last: int) -> float:
-    """Return what a layer holds while ``c`` runs backward, as the first of its part or as the last."""
+    """Return what a layer holds while one of ``c``'s part runs backward, the first or the last."""
     gone = d.part > c.part or (d.part == c.part and last)
     if gone:
         return d.kept + d.gradients
@@ -99,16 +100,26 @@ _Row = tuple[dict[int, float], float, float]
 
 
 class _Constraints:
-    """The constraints of a program: variables are counts, whether each column is used, and the peak."""
+    """The constraints of a program.
+
+    Variables, in this order: the count of each column; whether each column of a stack is used; for
+    each part and each end of its stack what all layers hold meanwhile; and the peak.
+    """
 
     def __init__(self, columns: Sequence[Column], counts: Sequence[int]) -> None:
         self.columns, self.counts = columns, counts
         self.entries: list[_Row] = []
-        n = len(columns)
+        # a part of one layer uses the column that it counts
+        self.used = {j: j for j in range(len(columns))}
+        stacked = [j for j, c in enumerate(columns) if counts[c.part] > 1]
+        self.used |= {j: len(columns) + i for i, j in enumerate(stacked)}
+        self.integers = len(columns) + len(stacked)
+        self.peak = self.integers + 2 * len(counts)
         for part, count in enumerate(counts):
             self._row({j: 1.0 for j, c in enumerate(columns) if c.part == part}, count, count)
-        for j, c in enumerate(columns):
-            self._row({j: 1.0, n + j: -float(counts[c.part])}, -math.inf, 0.0)
+        for j in stacked:
+            count = counts[columns[j].part]
+            self._row({j: 1.0, self.used[j]: -float(count)}, -math.inf, 0.0)
         self._borders()
 
     def _row(self, entries: dict[int, float], low: float, high: float) -> None:
@@ -134,25 +145,27 @@ class _Constraints:
             why = "plans are solved by scipy, which is not installed"
             raise ShardError(why, op="plan", fix="pip install scipy") from e
         program: Any = optimize
-        n = len(self.columns)
+        n, size = len(self.columns), self.peak + 1
         entries = [*self.entries, *self._peaks(scale)]
         cells = [(v, i, j) for i, (row, _, _) in enumerate(entries) for j, v in row.items()]
         values, at, of = zip(*cells, strict=True)
-        matrix = sparse.csr_matrix((values, (at, of)), shape=(len(entries), 2 * n + 1))
+        matrix = sparse.csr_matrix((values, (at, of)), shape=(len(entries), size))
         longest = max(max(c.seconds for c in self.columns), 1e-30)
-        seconds = [c.seconds / longest for c in self.columns]
+        cost, most = np.zeros(size), np.full(size, np.inf)
         weights = [1.0, 1e-9]
         if least:
             weights.reverse()
-        cost = np.array([*(weights[0] * s for s in seconds), *[0.0] * n, weights[1]])
-        most = [*(float(self.counts[c.part]) for c in self.columns), *[1.0] * n, top]
+        cost[:n] = [weights[0] * c.seconds / longest for c in self.columns]
+        cost[self.peak], most[self.peak] = weights[1], top
+        most[: self.integers] = 1.0
+        most[:n] = [self.counts[c.part] for c in self.columns]
         found = program.milp(
             cost,
             constraints=program.LinearConstraint(
                 matrix, [low for _, low, _ in entries], [high for _, _, high in entries]
             ),
-            integrality=np.array([1] * 2 * n + [0]),
-            bounds=program.Bounds(np.zeros(2 * n + 1), np.array(most)),
+            integrality=np.arange(size) < self.integers,
+            bounds=program.Bounds(np.zeros(size), most),
             options={"mip_rel_gap": 0.0, "time_limit": 60.0},
         )
         if found.x is None:
@@ -161,11 +174,14 @@ class _Constraints:
 
     def _peaks(self, scale: float) -> list[_Row]:
         """No moment holds more than the peak."""
-        n, columns = len(self.columns), list(enumerate(self.columns))
+        columns = list(enumerate(self.columns))
         end = {i: (d.kept + d.gradients) / scale for i, d in columns}
-        rows: list[_Row] = [({**end, 2 * n: -1.0}, -math.inf, 0.0)]
-        for j, c in columns:
-            for last in (0, 1):
-                row = {i: _held(d, c, last) / scale for i, d in columns}
-                rows.append(({**row, n + j: c.most / scale, 2 * n: -1.0}, -math.inf, 0.0))
+        rows: list[_Row] = [({**end, self.peak: -1.0}, -math.inf, 0.0)]
+        firsts = {c.part: c for c in reversed(self.columns)}
+        for (part, c), last in itertools.product(firsts.items(), (0, 1)):
+            held = {i: _held(d, c, last) / scale for i, d in columns}
+            rows.append(({**held, self.integers + 2 * part + last: -1.0}, 0.0, 0.0))
+        for (j, c), last in itertools.product(columns, (0, 1)):
+            row = {self.integers + 2 * c.part + last: 1.0, self.used[j]: c.most / scale}
+            rows.append(({**row, self.peak: -1.0}, -math.inf, 0.0))
         return rows

@@ -6,7 +6,7 @@ step answers with the layouts of its results, what it moves, computes, saves and
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,20 +21,31 @@ from shardlib.planning.work import Meter, StepWork
 from shardlib.tensor import Place, ShardedTensor
 
 
-class Operand(NamedTuple):
-    """Where a value lies, and how its block is stored; ``trained``: whether it has a gradient."""
+@dataclass(frozen=True)
+class Operand:
+    """Where a value lies, and how its block is stored; ``trained``: whether it has a gradient.
+
+    ``nbytes``  bytes of the block's memory.
+    """
 
     place: Place
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     trained: bool
+    nbytes: int = field(init=False, compare=False)
+    # a key of many tables
+    _hash: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's memory."""
+    def __post_init__(self) -> None:
         reach = [(n - 1) * step for n, step in zip(self.size, self.stride, strict=True)]
-        return (1 + sum(reach)) * self.dtype.itemsize * (0 not in self.size)
+        nbytes = (1 + sum(reach)) * self.dtype.itemsize * (0 not in self.size)
+        object.__setattr__(self, "nbytes", nbytes)
+        fields = self.place, self.dtype, self.size, self.stride, self.trained
+        object.__setattr__(self, "_hash", hash(fields))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def made(self) -> ShardedTensor:
         """Return such a value on the meta device."""

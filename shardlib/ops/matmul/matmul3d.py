@@ -26,7 +26,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -248,6 +248,22 @@ class Movements(NamedTuple):
 
 def movements(case: MatmulCase) -> Movements:
     """Find the movements for the layouts of X, W and Y.  Raises: DoesNotFit."""
+    found = _movements(case)
+    if isinstance(found, str):
+        raise DoesNotFit(found)
+    return found
+
+
+# several algorithms ask for those of one case
+@lru_cache(maxsize=64)
+def _movements(case: MatmulCase) -> Movements | str:
+    try:
+        return _found(case)
+    except DoesNotFit as e:
+        return str(e)
+
+
+def _found(case: MatmulCase) -> Movements:
     if len(case.w_shape) != 2:
         raise DoesNotFit("w has batch dimensions")
     gather_x, gather_w, summed = _roles(case)
