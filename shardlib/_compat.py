@@ -22,7 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 
 from shardlib.errors import BadArgument
 
@@ -42,6 +46,11 @@ reduce_scatter_single: Callable[..., Any] = getattr(
 # The context in which a subclass's own __torch_function__ is not called.  In 2.11 to 2.15;
 # torch's page "Extending PyTorch" names it.  When it goes: Tensor.__torch_function__'s own body.
 no_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+
+# The context in which no dispatch mode sees a call: of values made for their sizes alone, which are
+# no work of a step.  In 2.11 to 2.15.  When it goes: contextlib.nullcontext, and explain counts
+# them as if they were computed.
+unseen: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
 
 # A reference that does not keep a storage alive: ``cdata``, ``expired()``.  In 2.11 to 2.15,
 # where torch's own compiler uses it.  When it goes: weakref.ref of tensor.untyped_storage(), if

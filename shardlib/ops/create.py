@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from shardlib._compat import unseen
 from shardlib.collectives import storage_shape
 from shardlib.layouts import Dim, Layout
 from shardlib.ops.declare import Bound, declare, slots
@@ -25,7 +26,8 @@ def new_empty(func: Func, args: Args, kwargs: Kwargs) -> object:
     Such a tensor is usually a buffer for blocks of ``x``.
     """
     x = args[0]
-    whole = func(x.raw.new_empty(0).to("meta"), *args[1:], **kwargs)
+    with unseen():
+        whole = func(torch.empty(0, dtype=x.dtype, device="meta"), *args[1:], **kwargs)
     if type(x) is not ShardedTensor or whole.ndim != x.ndim:
         return new(func, args, kwargs)
     dims = x.sharding.resolve(x.ndim).dims

@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardlib._compat import unseen
 from shardlib.autocast import casting
 from shardlib.collectives import holds_values, lead
 from shardlib.dtypes import is_half
@@ -60,12 +61,12 @@ class FlatCall(NamedTuple):
         An operand without a size stands for itself.
         Raises: Unfit.
         """
-        args, kwargs = self.replaced(
-            x if size is None else torch.empty(size, dtype=x.dtype, device="meta")
-            for x, size in zip(self.tensors, sizes, strict=True)
-        )
         try:
-            with torch.no_grad():
+            with unseen(), torch.no_grad():
+                args, kwargs = self.replaced(
+                    x if size is None else torch.empty(size, dtype=x.dtype, device="meta")
+                    for x, size in zip(self.tensors, sizes, strict=True)
+                )
                 found = optree.tree_leaves(self.func(*args, **kwargs), none_is_leaf=True)
         except Exception as e:
             # torch refuses wrong shapes with errors of any class

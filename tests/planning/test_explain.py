@@ -351,3 +351,31 @@ def test_parts_of_stage_3_are_gathered_on_paper_as_in_a_run(keep: bool, pool: An
     for policy in ("all", "full"):
         for said, counted, share in pool.run(parts_of_stage_3, policy, keep, data=4):
             assert said == counted and abs(share - 1) < 0.01, (policy, share)
+
+
+SHAPED: dict[str, Any] = {
+    "a word table of odd size": lambda p: torch.nn.functional.linear(p["x"], p["odd"]).sum(),
+    "a product of odd size": lambda p: (p["x"] @ p["odd"].mT).sum(),
+    "an odd sum": lambda p: (p["x"] @ p["odd"].mT).relu().sum(0).sum(),
+    "a new value": lambda p: (p["x"].new_empty(p["x"].shape).zero_() + p["x"]).sum(),
+    "values alike": lambda p: (torch.ones_like(p["x"]) * p["x"]).sum(),
+    "heads": lambda p: p["x"].view(-1, 4, 16).transpose(0, 1).reshape(4, -1).sum(),
+}
+
+
+@pytest.mark.parametrize("call", SHAPED)
+def test_what_is_made_for_its_sizes_alone_is_no_memory_and_no_work(call: str) -> None:
+    """One row a rank: on 256 ranks as on 8, blocks are as large, and global sizes are not."""
+    found = []
+    for ranks in (8, 256):
+        with sl.record(x=ranks) as mesh:
+            p = {
+                "x": sl.shard(torch.empty(ranks, 64, device="meta"), "x .", mesh),
+                "odd": sl.shard(torch.empty(16 * ranks - 1, 64, device="meta"), "x .", mesh, pad=True),
+            }  # fmt: skip
+            if "odd" in call:
+                # whole rows against the columns of a rank
+                p["x"] = sl.shard(torch.empty(2, 64, device="meta"), "...", mesh)
+            said = sl.explain(lambda p: SHAPED[call](p), {k: v.requires_grad_() for k, v in p.items()})
+        found.append((said.transient, said.work.flops))
+    assert found[1][0] <= 2 * found[0][0] and found[1][1] == found[0][1]
