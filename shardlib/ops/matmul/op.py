@@ -248,7 +248,7 @@ def _multiplied(
 ) -> Tensor:
     """Run the algorithm, which adds the bias if the plan says so."""
     match, over, _, adds, *_ = plan
-    if over[1] and match.adds and (later := _later(w, over[1])) is not None:
+    if over[1] and (later := _later(w, over[1])) is not None:
         w, over = ShardedTensor(later, w.place), (over[0], ())
     if bias is not None and adds is not None:
         return _biased(match, over, adds, x, w, bias)
@@ -351,7 +351,7 @@ def _planned(
     own = match.local and not (over[0] or over[1])
     if bias is not None:
         own = own and adds is not None and adds.torchs and not adds.met
-    fixed = match.call is None and not (over[1] and match.adds)
+    fixed = match.call is None and not over[1]
     return _ProductPlan(match, over, place, adds, own, fixed)
 
 
@@ -393,11 +393,16 @@ def _later(w: ShardedTensor, axes: Axes) -> Tensor | None:
     leaf = raw if raw.is_leaf else raw._base
     if leaf is None or is_half(raw) or together_of(leaf) is None or not torch.is_grad_enabled():
         return None
-    if leaf is raw:
-        return vary(raw, w.mesh, axes)
-    turned = leaf.mT if leaf.ndim > 1 else leaf
-    same = raw.shape == turned.shape and raw.stride() == turned.stride()
-    return vary(leaf, w.mesh, axes).mT if same and raw.data_ptr() == leaf.data_ptr() else None
+    if leaf is raw or _same_view(raw, leaf):
+        return vary(leaf, w.mesh, axes)
+    if leaf.ndim > 1 and _same_view(raw, leaf.mT):
+        return vary(leaf, w.mesh, axes).mT
+    return None
+
+
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    alike = a.shape == b.shape and a.stride() == b.stride()
+    return alike and a.data_ptr() == b.data_ptr()
 
 
 def _adds(bias: Place, of_y: Place, match: Match, dtype: torch.dtype) -> _Adds | None:
