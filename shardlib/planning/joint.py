@@ -37,7 +37,7 @@ from shardlib.planning.program import Column, Solution, solve
 from shardlib.planning.strategies import Table
 from shardlib.planning.work import Rates
 
-NEAR = 1.1
+NEAR = 1.05
 """Share of the best plan's seconds to which a program may think that a plan takes."""
 
 ROUNDS = 3
@@ -346,7 +346,9 @@ class Study:
         )
         found, states = [], {self._begin(search): [Way(0, 0, 0, 0)]}
         for part in self.parts:
-            states = {end: [Way(0, 0, 0, 0, before=w) for w in ways] for end, ways in states.items()}
+            states = {
+                end: [Way(0, 0, 0, 0, before=w) for w in ways] for end, ways in states.items()
+            }
             states = search.run(part.calls, states)
             (ways,) = states.values()
             found.append(len(part.layers) * min(w.forward + w.back for w in ways))

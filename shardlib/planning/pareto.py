@@ -122,6 +122,15 @@ class Holding:
         p = math.prod(self.sizes[a] for a in s.axes)
         return 2 * (p - 1) / p * s.nbytes, 2 * (p - 1) * s.nbytes / BUCKET
 
+    def copied(self, s: GradientSum) -> float:
+        """Return the bytes read and written to sum a gradient together with others."""
+        if not self.axes:
+            # into a bucket and out of it; a large one is sent as it is
+            return 4 * s.nbytes * (s.nbytes < BUCKET)
+        p = math.prod(self.sizes[a] for a in s.axes)
+        # into a bucket, which is sent in parts; a part is added to those before, and to the state's
+        return (3 + 5 / p) * s.nbytes
+
     def gathered(self, leaf: Leaf, summed: Collection[str]) -> tuple[Axes, float, float]:
         """Return the axes over which a parameter is gathered after the update, where no sum is."""
         done = {*leaf.operand.place.layout.axes, *summed}
@@ -143,6 +152,7 @@ class Search:
         self.step, self.table, self.candidates = step, table, candidates
         self.rates, self.holding, self.inputs = rates, holding, inputs
         self.last = {n: at for at, call in enumerate(step.calls) for n in call.reads}
+        self.first = {n: call for call in reversed(step.calls) for n in call.reads}
         self.at = {id(c): i for i, c in enumerate(step.calls)}
         self.priced: dict[int, tuple[float, float]] = {}
         self.constants = candidates.constants()
@@ -199,16 +209,21 @@ class Search:
         forward, back = self.priced[id(strategy)]
         work = StepWork()
         for s in strategy.sums:
-            # a parameter of several calls is summed once
+            # ZeRO sums the gradient of a parameter of several calls once
             read = have.get(call.reads[s.operand])
-            if not (read and read.summed >= {*s.axes}):
+            if not (self.holding.axes and read and read.summed >= {*s.axes}):
                 work.receive(s.axes, *self.holding.summed(s))
+                work.touched += self.holding.copied(s)
+        for r, operand in zip(call.reads, strategy.reads, strict=True):
+            # the gradients of several calls are added
+            if operand.trained and self.first[r] is not call:
+                work.touched += 3 * operand.nbytes
         for i, leaf in choice.items():
             summed = {a for s in strategy.sums if call.reads[s.operand] == i for a in s.axes}
             axes, nbytes, messages = self.holding.gathered(leaf, summed)
             if axes:
                 work.receive(axes, nbytes, messages)
-        return forward, back + self.rates.moving(work.along)
+        return forward, back + self.rates.seconds(work)
 
     def _after(
         self, call: Call, state: State, have: Mapping[int, Alive], choice: Choice,
@@ -275,7 +290,9 @@ class Search:
             if first is None:
                 continue
             again = matrices and self.candidates.beside(vectors, [*map(columns_of, first.outs)])
-            third = again and again != split and self._ask(call, given, {**matrices, **whole, **again})
+            third = (
+                again and again != split and self._ask(call, given, {**matrices, **whole, **again})
+            )
             if third:
                 yield {**matrices, **whole, **again}, third
             else:

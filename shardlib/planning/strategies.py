@@ -71,7 +71,7 @@ class GradientSum(NamedTuple):
 class CallStrategy:
     """A call under the layouts of what it reads.
 
-    ``outs``    where its results lie.
+    ``reads``, ``outs``  where its operands and its results lie.
     ``saved``   numbers of operands (from 0) and of results (from -1 downwards) that it saves for
                 backward; ``beside`` bytes that it saves in addition.
     ``shares``  result -> the operand whose memory it shares, -1 for none.
@@ -80,6 +80,7 @@ class CallStrategy:
     ``sums``    sums of gradients of parameters, which ``backward`` does not contain.
     """
 
+    reads: tuple[Operand, ...]
     outs: tuple[Operand, ...]
     forward: StepWork
     backward: StepWork
@@ -181,10 +182,10 @@ class _CallOnShapes:
         }
         most = max(meter.peak - sum(own.values()) - sum(beside.values()), 0)
         packed.clear()
-        outs = tuple(map(operand_of, results))
+        reads, outs = (tuple(map(operand_of, xs)) for xs in (self.given, results))
         most_back = self._back(backward, raws, [x.raw for x in results])
         return CallStrategy(
-            outs, forward, backward, saved, sum(beside.values()), shares, most, most_back,
+            reads, outs, forward, backward, saved, sum(beside.values()), shares, most, most_back,
             tuple(self.sums.found),
         )  # fmt: skip
 
