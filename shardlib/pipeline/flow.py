@@ -7,7 +7,7 @@ operators that compute only shapes where there are no values (rings of attention
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,6 +30,12 @@ _FILLS = frozenset(
 )
 
 
+class Within(NamedTuple):
+    """Name of what a call makes of inputs, or writes to: other calls get its results alone."""
+
+    call: Hashable
+
+
 class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
     """Record, while open, which marked tensors each new tensor is computed from.
 
@@ -43,10 +49,8 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
     >>> sorted(flow.of([c]))
     ['a']
 
-    A tensor made of inputs within ``call(name)`` reaches other calls as its result alone.  ``strays``
-    lists reads of any other: the call in which the tensor was made, and the one that reads it, None
-    where none is open.  ``crossings``: the tensors named by ``cross`` -> the names on which each
-    depends, in order.
+    ``crossings``  the tensors named by ``cross`` -> the names on which each depends, in order; what
+                   is computed of anything else of a call depends on its name ``Within``.
     """
 
     def __init__(self) -> None:
@@ -57,9 +61,8 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         # of parameters, and of what depends on them
         self.bound: set[Hashable] = set()
         self.crossings: dict[Any, Names] = {}
-        self.open: list[Hashable] = []
-        self.makers: dict[int, Hashable] = {}
-        self.strays: dict[tuple[Hashable, Hashable], None] = {}
+        # of the call that is open
+        self.within: Names = frozenset()
         # an address is used again once its tensor is gone
         self.alive: list[Tensor] = []
         # of products and attention so far, and bytes of operands and results made of inputs
@@ -76,7 +79,7 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         Every call may read one that is named INPUT.
         """
         self.given[x._cdata] = frozenset([name])
-        self._add(x, self.given[x._cdata])
+        self.write(x, self.given[x._cdata])
         self.bound |= {name} - {INPUT}
 
     def cross(self, x: Tensor, name: Hashable) -> None:
@@ -96,30 +99,19 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
 
     @contextmanager
     def call(self, name: Hashable) -> Iterator[None]:
-        """Name the call that makes tensors in this context."""
-        self.open.append(name)
+        """Name the call that makes tensors, and writes to them, in this context."""
+        before, self.within = self.within, frozenset([Within(name)])
         try:
             yield
         finally:
-            self.open.pop()
+            self.within = before
 
-    def hand_over(self, results: Iterable[Tensor], call: Hashable) -> None:
-        """Let all calls read the results of a call, once checked that it made them."""
-        for x in results:
-            if self.makers.get(x._cdata, call) != call:
-                self.read(x, call)
-            self.makers.pop(x._cdata, None)
-
-    def belongs(self, x: Tensor, call: Hashable) -> None:
-        """Record that a call wrote to a tensor."""
-        if INPUT in self.names.get(x._cdata, ()):
-            self.makers[x._cdata] = call
-
-    def read(self, x: Tensor, call: Hashable) -> None:
-        """Record that a call reads a tensor, if it is a stray."""
-        maker = self.makers.get(x._cdata)
-        if maker is not None and maker not in self.open:
-            self.strays[maker, call] = None
+    def write(self, x: Tensor, names: Names = frozenset()) -> None:
+        """Record that a tensor was made of what has these names, or written to."""
+        if x._cdata not in self.names:
+            self.alive.append(x)
+        names |= self.names.get(x._cdata, frozenset())
+        self.names[x._cdata] = names | (self.within if INPUT in names else frozenset())
 
     def reaches(self, x: Tensor) -> bool:
         """Check whether a tensor was computed from a parameter, as data."""
@@ -145,13 +137,6 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
                 nodes += after
         return frozenset(found - {INPUT})
 
-    def _add(self, x: Tensor, names: Names) -> None:
-        if x._cdata not in self.names:
-            self.alive.append(x)
-        self.names[x._cdata] = self.names.get(x._cdata, frozenset()) | names
-        if self.open and INPUT in names:
-            self.makers[x._cdata] = self.open[-1]
-
     def __torch_dispatch__(
         self, func: Func, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
@@ -161,12 +146,10 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
         if func.overloadpacket.__name__ in _FILLS:
             return out
         operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        names = _joined(self.names.get(x._cdata, frozenset()) for x in operands)
-        for x in operands:
-            self.read(x, self.open[-1] if self.open else None)
+        known = [(x, self.names[x._cdata]) for x in operands if x._cdata in self.names]
+        names = frozenset[Hashable]().union(*(names for _, names in known))
         if INPUT in names:
-            read = [x for x in operands if INPUT in self.names.get(x._cdata, ())]
-            self.touched += touched(func, read, out)
+            self.touched += touched(func, [x for x, of in known if INPUT in of], out)
         if names:
             written = [
                 x
@@ -175,9 +158,5 @@ class Dependences(DispatchMode):  # type: ignore[misc, valid-type]
             ]
             for x in [*tree_flatten(out)[0], *written]:
                 if isinstance(x, Tensor):
-                    self._add(x, names)
+                    self.write(x, names)
         return out
-
-
-def _joined(names: Iterable[Names]) -> Names:
-    return frozenset().union(*names)

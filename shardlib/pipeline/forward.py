@@ -6,6 +6,7 @@ computes depends on them.  The run is broken off once all that other stages need
 ``WholeForward`` runs every unit and records the calls, on shapes alone.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -23,7 +24,7 @@ from shardlib.mesh import Mesh
 from shardlib.pipeline.flow import Dependences
 from shardlib.random import Draws
 from shardlib.tensor import Place, ShardedTensor, raw_of, settle
-from shardlib.tensor.gradients import mapped, vary
+from shardlib.tensor.gradients import vary
 
 
 class UnitCall(NamedTuple):
@@ -56,16 +57,17 @@ class OutputSpec(NamedTuple):
 
     def block(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the shape of its storage on a mesh."""
-        if self.place is None:
-            return tuple(self.shape)
-        return storage_shape(mesh, *self.place.layout.local_shape(tuple(self.place.tiled), mesh))
+        local = self._local(mesh)
+        return local if self.place is None else storage_shape(mesh, *local)
 
     def nbytes(self, mesh: Mesh) -> int:
         """Return the bytes of one rank's block."""
-        shape = self.shape
-        if self.place is not None:
-            shape = torch.Size(self.place.layout.local_shape(tuple(self.place.tiled), mesh))
-        return shape.numel() * self.dtype.itemsize
+        return math.prod(self._local(mesh)) * self.dtype.itemsize
+
+    def _local(self, mesh: Mesh) -> tuple[int, ...]:
+        if self.place is None:
+            return tuple(self.shape)
+        return self.place.layout.local_shape(tuple(self.place.tiled), mesh)
 
     def value(self, raw: Tensor, mesh: Mesh, deferred: bool = False) -> Tensor:
         """Return the output with this storage.
@@ -82,11 +84,6 @@ def nan(dtype: torch.dtype, mesh: Mesh) -> Tensor:
     """Return one element that must not be used: NaN, so that a use shows in the loss."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=mesh.device)
-
-
-def unlocked(leaf: Tensor) -> Tensor:
-    """Return a leaf of autograd as a tensor in the same memory that may be written in place."""
-    return mapped(leaf, lambda g: g, Tensor.detach) if leaf.requires_grad else leaf
 
 
 def block_of_output(x: Tensor) -> Tensor:
@@ -125,11 +122,13 @@ class Returned(NamedTuple):
     """Result of a call: specs of its tensors and other leaves, and their tree.
 
     ``draws``  random keys that the forward had drawn before the call, and after it.
+    ``began``  the cost of the forward before the call.
     """
 
     leaves: tuple[Any, ...]
     tree: Any
     draws: tuple[int, int] = (0, 0)
+    began: float = 0.0
 
 
 class AllSent(BaseException):
@@ -138,26 +137,16 @@ class AllSent(BaseException):
 
 @dataclass(eq=False)
 class CallRecord:
-    """Calls of units in a forward, in order, and what each returns.
+    """Calls in a forward, of units and of what they call, in order, and what each returns.
 
     ``inner``  for a call, those of its submodules whose hooks take outputs (path, call), as
                transformers collects hidden states and router logits.
-    ``began``  the cost of the forward before each call.
-    ``free``   calls that depend on no parameter and no input: every stage makes them.
+    ``free``   calls that depend on no parameter: every stage makes them.
     """
 
-    order: list[UnitCall] = field(default_factory=list)
     returned: dict[UnitCall, Returned] = field(default_factory=dict)
     inner: dict[UnitCall, list[tuple[str, UnitCall]]] = field(default_factory=dict)
-    began: dict[UnitCall, float] = field(default_factory=dict)
     free: set[UnitCall] = field(default_factory=set)
-
-    def spec(self, output: Output) -> OutputSpec:
-        return self.returned[output.call].leaves[output.leaf]
-
-    def rank(self, output: Output) -> tuple[int, int]:
-        """Return a key by which outputs are sorted as forward makes them."""
-        return self.order.index(output.call), output.leaf
 
 
 @dataclass(eq=False)
@@ -183,29 +172,17 @@ class UnitForward:
             fix = "loss = lambda params, *batch: apply(params, *batch).mean()"
             raise ShardError(why, op="value_and_grad", fix=fix)
 
-    def region(self) -> "Callable[[], UnitForward]":
-        """Begin a region that is recomputed; return the function that makes a run for it."""
-        raise NotImplementedError
 
-    @contextmanager
-    def hooked(self, call: UnitCall, m: nn.Module) -> Iterator[None]:
-        """Call ``took`` with the results of submodules that have hooks, during a call of a unit."""
-        handles = [
-            sub.register_forward_hook(partial(self._hook, call, path))
-            for path, sub in m.named_modules()
-            if path and sub._forward_hooks
-        ]
-        try:
-            yield
-        finally:
-            for h in handles:
-                h.remove()
-
-    def _hook(self, around: UnitCall, path: str, m: nn.Module, args: Any, out: Any) -> None:
-        self.took(around, path, self.next_call(f"{around.unit}/{path}"), out)
-
-    def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
-        raise NotImplementedError
+@contextmanager
+def _hooked(m: nn.Module, took: Callable[..., None]) -> Iterator[None]:
+    """Call ``took(path, submodule, args, out)`` for each submodule with hooks that is called."""
+    hooked = [(path, sub) for path, sub in m.named_modules() if path and sub._forward_hooks]
+    handles = [sub.register_forward_hook(partial(took, path)) for path, sub in hooked]
+    try:
+        yield
+    finally:
+        for h in handles:
+            h.remove()
 
 
 class Views:
@@ -215,28 +192,26 @@ class Views:
     """
 
     def __init__(self, values: Iterable[object]) -> None:
-        self.tensors = {id(x): x for x in values if isinstance(x, Tensor)}
-        self.raws = {i: raw_of(x) for i, x in self.tensors.items()}
-        self.versions = {i: raw._version for i, raw in self.raws.items()}
-        self.views = {i: raw.view_as(raw) for i, raw in self.raws.items()}
-        self.own = {i: with_raw(x, self.views[i]) for i, x in self.tensors.items()}
+        # id of a tensor -> its block, the block's version and view, and a value with the view
+        self.made: dict[int, tuple[Tensor, int, Tensor, Tensor]] = {}
+        for x in values:
+            if isinstance(x, Tensor):
+                raw = raw_of(x)
+                view = raw.view_as(raw)
+                own = x.becomes(view) if isinstance(x, ShardedTensor) else view
+                self.made[id(x)] = raw, raw._version, view, own
 
     def of(self, x: Any) -> Any:
         """Return the view of a tensor, any other value as it is."""
-        return self.own.get(id(x), x)
+        return self.made[id(x)][3] if id(x) in self.made else x
 
     def written(self) -> list[Tensor]:
         """List the blocks of tensors that were written to through their views."""
         return [
             raw
-            for i, raw in self.raws.items()
-            if raw._version != self.versions[i] or raw_of(self.own[i]) is not self.views[i]
+            for raw, version, view, own in self.made.values()
+            if raw._version != version or raw_of(own) is not view
         ]
-
-
-def with_raw(x: Any, raw: Any) -> Any:
-    """Return a value of its own with this block; a plain value is its block."""
-    return x.becomes(raw) if isinstance(x, ShardedTensor) else raw
 
 
 @dataclass(eq=False)
@@ -248,25 +223,22 @@ class WholeForward(UnitForward):
 
     flow: Dependences = field(default_factory=Dependences)
     drawn: int = 0
-    number = None
 
     def call(
         self, unit: str, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         call = self.next_call(unit)
-        self.calls.order.append(call)
-        self.calls.began[call] = self.flow.cost
-        before = self.drawn
-        with self.hooked(call, m), self.flow.call(call):
+        before, began = self.drawn, self.flow.cost
+        with _hooked(m, partial(self._took, call)), self.flow.call(call):
             given = Views([*args, *kwargs.values()])
             out = forward(*map(given.of, args), **{k: given.of(x) for k, x in kwargs.items()})
             if isinstance(out, Tensor):
                 out = Views([out]).of(out)
             elif type(out) in (tuple, list):
                 out = type(out)(map(Views(out).of, out))
-        for x in given.written():
-            self.flow.belongs(x, call)
-        self._note(call, out, call, (before, self.drawn))
+            for x in given.written():
+                self.flow.write(x)
+        self._note(call, out, (before, self.drawn), began)
         raws = [block_of_output(x) for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
         if not any(x.requires_grad or self.flow.reaches(x) for x in raws):
             self.calls.free.add(call)
@@ -275,18 +247,15 @@ class WholeForward(UnitForward):
     def region(self) -> Callable[[], UnitForward]:
         return lambda: WholeForward(CallRecord())
 
-    def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
-        self.calls.order.append(call)
-        self._note(call, out, around)
+    def _took(self, around: UnitCall, path: str, m: nn.Module, args: Any, out: Any) -> None:
+        call = self.next_call(f"{around.unit}/{path}")
+        self._note(call, out)
         self.calls.inner.setdefault(around, []).append((path, call))
 
-    def _note(
-        self, call: UnitCall, out: Any, around: UnitCall, draws: tuple[int, int] = (0, 0)
-    ) -> None:
+    def _note(self, call: UnitCall, out: Any, *before: Any) -> None:
         leaves, tree = tree_flatten(out)
-        self.flow.hand_over((raw_of(x) for x in leaves if isinstance(x, Tensor)), around)
         refuse_unregistered(call, leaves)
-        self.calls.returned[call] = Returned(tuple(map(spec_of, leaves)), tree, draws)
+        self.calls.returned[call] = Returned(tuple(map(spec_of, leaves)), tree, *before)
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor):
                 self.flow.cross(raw_of(x), Output(call, i))
@@ -302,7 +271,7 @@ def refuse_unregistered(call: object, leaves: Iterable[object]) -> None:
             raise Unsupported(why, op="parallelize", fix=fix)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class StageForward(UnitForward):
     """A run of the units of one stage.
 
@@ -315,10 +284,10 @@ class StageForward(UnitForward):
     ``blocks``  runs the module on blocks, which are whole on the one rank of a stage, see apply.py.
     """
 
-    mesh: Mesh = field(kw_only=True)
-    owner: Mapping[UnitCall, int] = field(kw_only=True)
-    number: int = field(kw_only=True)
-    wanted: frozenset[Output] = field(kw_only=True)
+    mesh: Mesh
+    owner: Mapping[UnitCall, int]
+    number: int
+    wanted: frozenset[Output]
     given: Mapping[Output, Tensor] = field(default_factory=dict)
     found: dict[Output, Tensor] = field(default_factory=dict)
     draws: Draws | None = None
@@ -339,7 +308,8 @@ class StageForward(UnitForward):
         if self.draws is not None:
             self.draws.go_to(returned.draws[0])
         if self.owner.get(call, self.number) == self.number:
-            with self.hooked(call, m) if call in self.calls.inner else nullcontext():
+            took = partial(self._took, call)
+            with _hooked(m, took) if call in self.calls.inner else nullcontext():
                 out = forward(*args, **kwargs)
             self._keep(call, out)
         else:
@@ -360,8 +330,8 @@ class StageForward(UnitForward):
 
         return again
 
-    def took(self, around: UnitCall, path: str, call: UnitCall, out: Any) -> None:
-        self._keep(call, out, last=False)
+    def _took(self, around: UnitCall, path: str, m: nn.Module, args: Any, out: Any) -> None:
+        self._keep(self.next_call(f"{around.unit}/{path}"), out, last=False)
 
     def _keep(self, call: UnitCall, out: Any, last: bool = True) -> None:
         """Keep the wanted outputs of a call; break the run off if all of them are there."""
@@ -379,9 +349,11 @@ class StageForward(UnitForward):
         for path, inner in self.calls.inner.get(call, ()):
             sub, out = m.get_submodule(path), self._result(inner, self.calls.returned[inner])
             self.turns[inner.unit] = inner.turn
+            unsent = _Unsent()
+            unsent.call = inner
             for key, hook in list(sub._forward_hooks.items()):
                 given = ({},) if key in sub._forward_hooks_with_kwargs else ()
-                hook(sub, _Unsent(inner), *given, out)
+                hook(sub, unsent, *given, out)
         return self._result(call, returned)
 
     def _result(self, call: UnitCall, returned: Returned) -> Any:
@@ -406,11 +378,6 @@ class StageForward(UnitForward):
 
 class _Unsent(tuple[Any, ...]):
     """Arguments of a submodule's call on another stage, which are not sent: a read raises."""
-
-    def __new__(cls, call: UnitCall) -> "_Unsent":
-        new = super().__new__(cls)
-        new.call = call
-        return new
 
     call: UnitCall
 

@@ -369,20 +369,15 @@ class PipelineTimeline:
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
-def ticks(action: Action) -> float:
-    """Return the cost of an action where B costs 2, and F, I and W cost 1 each."""
-    return 2.0 if action.kind == "B" else 1.0
-
-
 def timeline(
     s: PipelineSchedule,
-    cost: Callable[[Action], float] = ticks,
+    cost: Callable[[Action], float] = lambda a: 1.0 + (a.kind == "B"),
     hop: Callable[[int, int], float] = lambda source, target: 0.0,
     needs: Needs | None = None,
 ) -> PipelineTimeline:
     """Compute when each action of a schedule begins and ends.
 
-    ``cost``   of an action.
+    ``cost``   of an action; by default B costs 2, and F, I and W cost 1 each.
     ``hop``    the time of a transfer from a stage to another on another rank; both compute
                meanwhile, and from one rank to another one message follows the other.
     ``needs``  the stages from which each stage receives; by default the one before.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import optree
 import torch
@@ -30,11 +30,18 @@ from shardlib.modules.rules import Rules
 from shardlib.ops.registry import Why, case_of
 from shardlib.opspec import Args, Kwargs
 from shardlib.optim.transform import Transform
-from shardlib.pipeline.cut import Cut, Cutting, Params
+from shardlib.pipeline.cut import Cut, Params, cut_of
 from shardlib.pipeline.forward import UnitCall, nan, spec_of
 from shardlib.pipeline.prices import explained
-from shardlib.pipeline.schedules import PipelineSchedule, offered, placing, registered, schedule
-from shardlib.pipeline.step import PipelineStep, Traffic, forward_only
+from shardlib.pipeline.schedules import (
+    Action,
+    PipelineSchedule,
+    offered,
+    placing,
+    registered,
+    schedule,
+)
+from shardlib.pipeline.step import PipelineStep, Traffic
 from shardlib.pipeline.units import Fitting, blocks_of, units_of
 from shardlib.planning.cluster import Cluster, cluster_of
 from shardlib.planning.constant_folding import Answers, Known
@@ -147,14 +154,6 @@ def _error(why: str, fix: str) -> ShardError:
     return ShardError(why, op="parallelize", fix=fix)
 
 
-class Branch(NamedTuple):
-    """The cut of a function where the values that it asks for, as lengths, are ``values``."""
-
-    cut: Cut
-    answers: Answers
-    values: tuple[object, ...]
-
-
 @dataclass(eq=False)
 class Pipeline:
     """A module cut into stages; ``print`` shows which blocks each stage has.
@@ -162,10 +161,10 @@ class Pipeline:
     ``mesh``    the whole mesh; ``inner`` that of one stage; ``paper`` the same for shapes alone.
     ``ranks``   of each stage, its place on the axis.
     ``whole``   all parameters of the module, as shapes.
-    ``begins``  the call with which each stage begins.
     ``apply``   the call of the module.
     ``first``   the cut of its forward on example inputs.
-    ``cuts``    function, shapes, modes and hooks -> the cuts, one for each branch.
+    ``cuts``    function, shapes, modes and hooks -> for each branch its cut, and the values that
+                the function asks for there, as lengths: how they are computed, and what they are.
     ``traffic`` the schedule and the cuts of a step's micro-batches -> their messages.
     ``absent``  mesh -> what stands for parameters of other stages there.
     ``on_values``  whether the module calls functions of sharded values, so that blocks will not do.
@@ -178,10 +177,9 @@ class Pipeline:
     ranks: Sequence[int]
     whole: Params
     blocks: Sequence[str]
-    begins: Sequence[UnitCall] = ()
     apply: Any = None
     first: Cut = field(init=False)
-    cuts: dict[Any, list[Branch]] = field(default_factory=dict)
+    cuts: dict[Any, list[tuple[Cut, Answers, object]]] = field(default_factory=dict)
     traffic: dict[tuple[object, tuple[Cut, ...]], Traffic] = field(default_factory=dict)
     absent: dict[Mesh, dict[str, Tensor]] = field(default_factory=dict)
     on_values: bool = False
@@ -222,23 +220,20 @@ class Pipeline:
     # ------------------------------------------------------------ cuts
 
     def first_cut(
-        self,
-        module: nn.Module,
-        rules: Rules,
-        given: Mapping[str, Any],
+        self, module: nn.Module, rules: Rules, given: Mapping[str, Any],
         stages: int | Sequence[str | UnitCall],
-    ) -> Cut:
+    ) -> Cut:  # fmt: skip
         """Cut forward on example inputs, where every axis has one rank, so that any size divides."""
         alone = record(device=self.inner.device_type, **dict.fromkeys(self.inner.axes, 1))
         apply, params = placed(module, rules, mesh=alone, blank=True, **given)
-        units = units_of(module, self.blocks)
-        apply.staged(self, units)
+        apply.staged(self, units_of(module, self.blocks))
         failed: Exception | None = None
         own = self.stages.example
         _refuse_in_training(module, only_calls=True)
         for example in example_inputs(module) if own is None else [own]:
             args, kwargs = called_with(example)
             if own is None:
+                # guessed inputs have as many dimensions as their layouts
                 layouts = map(apply.inputs.get, apply.named(len(args)))
                 args = tuple(map(_of_its_rank, args, layouts))
             try:
@@ -247,7 +242,7 @@ class Pipeline:
                 # the module's own code may raise anything, and guessed inputs may not fit
                 failed = failed or e
                 continue
-            self.begins, self.first = cut.begins, cut
+            self.first = cut
             return cut
         if isinstance(failed, ShardError):
             raise failed
@@ -273,10 +268,10 @@ class Pipeline:
         _refuse_in_training(self.apply.module)
         if len(self.cuts) > 64:
             self.cuts = {}
-        cut, answers = self._cut(f, self.paper, self.whole, self.begins, *batch[k])
+        cut, answers = self._cut(f, self.paper, self.whole, self.first.begins, *batch[k])
         self._refuse_unheld(cut)
         branches = self.cuts.setdefault(key, [])[:63]
-        self.cuts[key] = [Branch(cut, answers, answers.of(told)), *branches]
+        self.cuts[key] = [(cut, answers, answers.of(told)), *branches]
         return cut
 
     def begins_within(self, f: Callable[..., Any], memory: float) -> Sequence[UnitCall]:
@@ -294,28 +289,25 @@ class Pipeline:
             )
             raise _error(why, mine)
         batch = MicroBatches(*called_with(how.example), 1, stage=self.inner)
-        priced = partial(self._priced, f, batch, None, cluster_of("h100"), False)
+        priced = partial(self._priced, f, batch, (None, cluster_of("h100"), False))
         blocks, chain = _fitting(self.first, priced, self._table(2 * size))
-        found = chain.within(memory)
-        if not found:
-            found, held = chain.least()
-            most, at = max(held), ", ".join(str(blocks[i]) for i in found)
-            why = (
-                f"every cut holds more than {memory:,.0f} B; the least is {most:,} B, of stage "
-                f"{held.index(most)} where stages begin at {at}"
-            )
-            raise _error(why, mine.replace(repr(how.memory), str(most)))
-        return [blocks[i] for i in found]
+        if found := chain.within(memory):
+            return [blocks[i] for i in found]
+        found, held = chain.least()
+        most, at = max(held), ", ".join(str(blocks[i]) for i in found)
+        why = (
+            f"every cut holds more than {memory:,.0f} B; the least is {most:,} B, of stage "
+            f"{held.index(most)} where stages begin at {at}"
+        )
+        raise _error(why, mine.replace(repr(how.memory), str(most)))
 
     def _priced(
-        self, f: Callable[..., Any], batch: MicroBatches, tx: Transform | None, cluster: Cluster,
-        parts: bool, table: PipelineSchedule, begins: int | Sequence[UnitCall],
+        self, f: Callable[..., Any], batch: MicroBatches, how: tuple[Any, ...],
+        table: PipelineSchedule, begins: int | Sequence[UnitCall],
     ) -> tuple[Cut, PipelineExplanation]:  # fmt: skip
         """Cut a function where stages begin; explain a step whose micro-batches are cut so."""
         cut, _ = self._cut(f, self.paper, self.whole, begins, *batch[0])
-        cuts = [cut] * table.micros
-        with _drafted(self.paper, *batch[0]) as (_, given):
-            return cut, explained(self, f, given, cuts, table, tx, cluster, parts)
+        return cut, self.explained(f, batch, *how, table, [cut] * table.micros)
 
     def _refuse_unheld(self, cut: Cut) -> None:
         """Refuse a function in which a stage reads a parameter that its rank does not hold."""
@@ -332,16 +324,7 @@ class Pipeline:
         stages: int | Sequence[Any], args: Args, kwargs: Kwargs,
     ) -> tuple[Cut, Answers]:  # fmt: skip
         with _drafted(paper, args, kwargs) as (known, inputs):
-
-            def run(params: Params, given: tuple[Args, Kwargs]) -> object:
-                try:
-                    return f(params, *given[0], **given[1])
-                finally:
-                    # questions of the run itself, not of what is computed from its result
-                    known.answers.closed = True
-
-            cut = Cutting(run, params, inputs, paper, self.blocks, stages).cut()
-            return cut, known.answers
+            return cut_of(f, params, inputs, self.blocks, stages), known.answers
 
     # ------------------------------------------------------------ runs
 
@@ -372,56 +355,59 @@ class Pipeline:
         self, f: Callable[..., Any], params: Any, batch: MicroBatches, sums: GradientSums
     ) -> Tensor:
         """Run forward and backward of every micro-batch; gradients are added to ``sums``."""
-        _refuse_all_frozen(params, self)
+        leaves = optree.tree_leaves(params)
+        trains = any(x.requires_grad for x in self.whole.values())
+        held = any(x.requires_grad for x in leaves) or all(frozen(leaves))
+        if spans_processes(self.mesh) and trains and not held:
+            # after the module was cut
+            why = "all parameters of this rank's stages are frozen, and others are trained"
+            fix = "module.get_submodule(name).requires_grad_(False)  # before sl.parallelize"
+            raise Unsupported(why, op="value_and_grad", mesh=self.mesh, fix=fix)
         cuts = self.cuts_for(f, batch)
         key = registered(self.stages.schedule), cuts
         if (traffic := self.traffic.get(key)) is None:
-            traffic = Traffic(cuts, self._table(batch.count), self.inner)
+            traffic = Traffic(cuts, self._table(batch.count), self.inner, self.here)
             # of the last steps, since branches on values may combine in many ways
             self.traffic = {**dict([*self.traffic.items()][-15:]), key: traffic}
         return PipelineStep(self, f, traffic, batch, sums).run()
 
     def explained(
         self, f: Callable[..., Any], batch: MicroBatches, tx: Transform | None, cluster: Cluster,
-        parts: bool,
+        parts: bool, table: PipelineSchedule | None = None, cuts: Sequence[Cut] = (),
     ) -> PipelineExplanation:  # fmt: skip
         """Explain a step, see ``shardlib.pipeline.prices``."""
-        cuts = self.cuts_for(f, batch)
-        table = self._table(batch.count)
+        cuts, table = cuts or self.cuts_for(f, batch), table or self._table(batch.count)
         with _drafted(self.paper, *batch[0]) as (_, given):
             return explained(self, f, given, cuts, table, tx, cluster, parts)
 
-    def compared(
-        self, f: Callable[..., Any], batch: MicroBatches, tx: Transform | None, cluster: Cluster,
-        parts: bool,
-    ) -> Why:  # fmt: skip
-        """List the cost of a step under every schedule."""
-        axis, name, memory = self.stages.axis, self.stages.schedule, cluster.memory
+    def compared(self, f: Callable[..., Any], batch: MicroBatches, *how: Any) -> Why:
+        """List the cost of a step under every schedule; ``how`` as for ``explained``."""
+        axis, name, memory = self.stages.axis, self.stages.schedule, how[1].memory
         size = self.mesh.axes[axis]
-        priced = partial(self._priced, f, batch, tx, cluster, parts)
-        begins: dict[int, Sequence[UnitCall]] = {len(self.ranks): self.begins}
+        priced = partial(self._priced, f, batch, how)
+        begins: dict[int, Sequence[UnitCall]] = {len(self.ranks): self.first.begins}
         # what is written after sl.Stages -> the step
         found: dict[str, PipelineExplanation] = {}
         verdicts: list[tuple[str, str]] = []
         for other, v in offered(self.stages.per_rank):
-            how = f"per_rank={v}, schedule={other!r}"
+            how_text = f"per_rank={v}, schedule={other!r}"
             try:
                 table = schedule(other, size, batch.count, v)
                 cut, said = priced(table, begins.get(table.stages, table.stages))
             except ShardError as e:
                 verdicts.append((other, e.message.splitlines()[0]))
                 continue
-            begins[table.stages], found[how] = cut.begins, said
+            begins[table.stages], found[how_text] = cut.begins, said
             verdicts.append((other, said.summary(memory)))
             if said.peak > memory and v == 1:
                 blocks, chain = _fitting(cut, priced, table)
                 if at := [blocks[i] for i in chain.within(memory)]:
                     names = [str(c) for c in at]
-                    found[f"cut={names}, {how}"] = said = priced(table, at)[1]
+                    found[f"cut={names}, {how_text}"] = said = priced(table, at)[1]
                     verdicts.append((f"{other} cut at {', '.join(names)}", said.summary(memory)))
         notes = [f"{n} stages begin at {', '.join(map(str, c))}" for n, c in begins.items()]
-        fits = [how for how, x in found.items() if x.peak <= memory]
-        best = min(fits, key=lambda how: found[how].seconds, default=None)
+        fits = [text for text, x in found.items() if x.peak <= memory]
+        best = min(fits, key=lambda text: found[text].seconds, default=None)
         if best is not None and best != f"per_rank={len(self.ranks) // size}, schedule={name!r}":
             notes.append(f"the fastest: sl.Stages({axis!r}, {best})")
         given_text = {"stages": str(self), "microbatches": f"{batch.count} micro-batches"}
@@ -438,10 +424,12 @@ class Pipeline:
             raise Unsupported(why, op="apply", mesh=self.mesh, fix=fix)
         batch = MicroBatches(args, kwargs, 1, stage=self.inner)
         cuts = self.cuts_for(self.apply, batch)
-        traffic = Traffic(cuts, forward_only(self.ranks), self.inner)
-        sums = GradientSums(params, ())
+        actions = {Action("F", s, 0): rank for s, rank in enumerate(self.ranks)}
+        rows = ((a for a in actions if actions[a] == rank) for rank in range(max(self.ranks) + 1))
+        table = PipelineSchedule("forward", 1, tuple(self.ranks), tuple(map(tuple, rows)))
+        traffic, sums = Traffic(cuts, table, self.inner, self.here), GradientSums(params, ())
         with within(), within(mesh=self.inner):
-            return PipelineStep(self, self.apply, traffic, batch, sums).out()
+            return PipelineStep(self, self.apply, traffic, batch, sums).run()
 
 
 def _fitting(
@@ -468,20 +456,6 @@ def _schedules(
     return pipeline.compared(loss, batch, tx, cluster_of(cluster), parts)
 
 
-def _refuse_all_frozen(params: Any, pipeline: Pipeline) -> None:
-    """Refuse leaves that all were frozen after the module was cut: other stages are trained."""
-    leaves = optree.tree_leaves(params)
-    trains = any(x.requires_grad for x in pipeline.whole.values())
-    held = any(x.requires_grad for x in leaves) or all(frozen(leaves))
-    if spans_processes(pipeline.mesh) and trains and not held:
-        why = "all parameters of this rank's stages are frozen, and others are trained"
-        fix = "module.get_submodule(name).requires_grad_(False)  # before sl.parallelize"
-        raise Unsupported(why, op="value_and_grad", mesh=pipeline.mesh, fix=fix)
-
-
-_OF_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
 def _refuse_in_training(module: nn.Module, only_calls: bool = False) -> None:
     """Refuse statistics of a batch, which would be those of each micro-batch, and LayerDrop."""
     for m in (m for m in module.modules() if m.training):
@@ -490,14 +464,14 @@ def _refuse_in_training(module: nn.Module, only_calls: bool = False) -> None:
             why = f"{type(m).__name__} in training skips blocks at random (layerdrop={drops})"
             fix = "module.eval()  # or module.layerdrop = 0.0"
             raise Unsupported(why, op="parallelize", fix=fix)
-        if isinstance(m, _OF_BATCHES) and not only_calls:
+        norms = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+        if isinstance(m, norms) and not only_calls:
             why = f"{type(m).__name__} in training takes the statistics of each micro-batch alone"
             fix = "module.eval()  # or a norm over features, as nn.GroupNorm(8, channels)"
             raise Unsupported(why, op="value_and_grad", fix=fix)
 
 
 def _of_its_rank(x: Tensor, layout: Layout | None) -> Tensor:
-    """Return a guessed input with as many dimensions as its layout has."""
     more = 0 if layout is None or layout.ellipsis is not None else x.ndim - len(layout.dims)
     return x.flatten(0, more) if more > 0 else x
 
@@ -512,16 +486,14 @@ def _shape(x: object) -> object:
 def _drafted(paper: Mesh, args: Args, kwargs: Kwargs) -> Iterator[tuple[Known, Any]]:
     """Open a mesh of shapes; yield the values that are known there, and the arguments on it."""
     with paper, Known() as known, within(traces=(), watcher=None, differentiated=True):
-        given = cast(Any, (args, kwargs))
-        yield known, optree.tree_map(partial(_told, known, paper), given, none_is_leaf=True)
 
+        def told(x: object) -> object:
+            shape = on_paper(x, paper)
+            if _known(x):
+                known.tell(shape, x)
+            return shape
 
-def _told(known: Known, paper: Mesh, x: object) -> object:
-    """Return an argument on shapes; the values of plain integer tensors are known there."""
-    shape = on_paper(x, paper)
-    if _known(x):
-        known.tell(shape, x)
-    return shape
+        yield known, optree.tree_map(told, cast(Any, (args, kwargs)), none_is_leaf=True)
 
 
 def _known(x: object) -> TypeGuard[Tensor]:

@@ -6,15 +6,13 @@ children of the modules around them.
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from shardlib.errors import ShardError
-
-SMALL = 0.2
-"""Share of the largest list's parameters below which a list holds no blocks."""
 
 
 def blocks_of(module: nn.Module) -> list[str]:
@@ -28,20 +26,19 @@ def blocks_of(module: nn.Module) -> list[str]:
     """
     if isinstance(module, nn.Sequential):
         return [n for n, _ in module.named_children()]
-    lists = _lists(module, "", 2) or _lists(module, "", 1)
-    sizes = {
-        path: sum(p.numel() for p in module.get_submodule(path).parameters()) for path in lists
-    }
-    least = SMALL * max(sizes.values(), default=0)
+    paths = _lists(module, "", 2) or _lists(module, "", 1)
+    lists = {path: module.get_submodule(path) for path in paths}
+    sizes = {path: sum(p.numel() for p in m.parameters()) for path, m in lists.items()}
     found = []
     for path, size in sizes.items():
-        for n, block in module.get_submodule(path).named_children() if size >= least else ():
-            inner = block.named_children() if isinstance(block, _UNCALLED) else ()
-            found += [f"{path}.{n}.{i}" for i, _ in inner] or [f"{path}.{n}"]
+        # a list of few parameters holds no blocks
+        if size < 0.2 * max(sizes.values()):
+            continue
+        for n, block in lists[path].named_children():
+            uncalled = isinstance(block, nn.ModuleDict | nn.ModuleList)
+            inner = [f"{path}.{n}.{i}" for i, _ in block.named_children() if uncalled]
+            found += inner or [f"{path}.{n}"]
     return found
-
-
-_UNCALLED = (nn.ModuleDict, nn.ModuleList)
 
 
 def _lists(module: nn.Module, path: str, least: int) -> list[str]:
@@ -109,6 +106,7 @@ def dealt(costs: Sequence[float], parts: int, refused: Collection[Run] = ()) -> 
     return best[count][1] if count in best else []
 
 
+@dataclass
 class Fitting:
     """Search of the fastest cut of a chain in which no stage holds more bytes than it may.
 
@@ -124,11 +122,10 @@ class Fitting:
     ([0, 2], [0, 1], [], ([0, 1], [2, 3]))
     """
 
-    def __init__(
-        self, costs: Sequence[float], stages: int, peaks: Callable[[list[int]], Sequence[int]]
-    ) -> None:
-        self.costs, self.stages, self.peaks = costs, stages, peaks
-        self.held: dict[Run, int] = {}
+    costs: Sequence[float]
+    stages: int
+    peaks: Callable[[list[int]], Sequence[int]]
+    held: dict[Run, int] = field(default_factory=dict)
 
     def within(self, memory: float) -> list[int]:
         """Return where the stages begin; nothing where no cut fits."""
